@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Baseline: the work that the engine cannot avoid, with the same libraries and settings.
+//! Baseline: the library calls that the engine cannot avoid, with the same libraries and settings.
 
 use tmem_pool::{PAGE_SIZE, Page};
 
 /// Acceleration of lz4: the engine's, which is lz4's default.
 const ACCELERATION: i32 = 1;
 
-/// Longest compressed form in bytes. The engine keeps longer forms raw, so that lz4 may give up
-/// there.
+/// Longest compressed form in bytes. The engine keeps pages with longer forms raw, so that lz4 may
+/// stop at this length.
 const ENCODED_BYTES_MAX: usize = 3840;
 
-/// Calls `LZ4_compress_fast`. None: the page does not shrink enough.
+/// Calls `LZ4_compress_fast`. Returns None if the page does not shrink enough.
 pub fn compress<'a>(page: &Page, out: &'a mut Page) -> Option<&'a [u8]> {
     // SAFETY: both pointers are valid for the lengths passed with them.
     let len = unsafe {
@@ -39,7 +39,10 @@ pub fn decompress(stored: &[u8], out: &mut Page) {
             PAGE_SIZE as i32,
         )
     };
-    assert_eq!(len, PAGE_SIZE as i32, "a stored page");
+    assert_eq!(
+        len, PAGE_SIZE as i32,
+        "LZ4_decompress_safe did not restore a whole page"
+    );
 }
 
 /// Returns the bytes of the page after lz4, or the size of a page if it does not shrink enough.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Pages as guests have them in their page caches, taken from the files of this machine: programs,
-//! scripts, texts, databases, logs and archives.
+//! Test pages that resemble those in guests' page caches. They are read from the files of this
+//! machine: programs, scripts, texts, databases, logs and archives.
 
 use crate::bare;
 use std::collections::HashSet;
@@ -9,7 +9,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use tmem_pool::{PAGE_SIZE, Page, PageHash};
 
-/// Directories with files that are worth caching.
+/// Directories from which files are taken.
 const PLACES: [&str; 6] = [
     "/usr/bin",
     "/usr/lib",
@@ -19,14 +19,14 @@ const PLACES: [&str; 6] = [
     "/var/log",
 ];
 
-/// Most pages of one file, so that a large file does not dominate the corpus.
+/// Largest number of pages of one file, so that a large file does not dominate the corpus.
 const PAGES_PER_FILE_MAX: usize = 512;
 
-/// Most files that are examined.
+/// Largest number of files that are examined.
 const FILES_MAX: usize = 200_000;
 
 /// Kinds of files, and the wanted share of each in percent of the pages. If a machine has too few
-/// of one kind, the others make up for it.
+/// pages of one kind, pages of other kinds replace them.
 const CLASSES: [(&str, usize); 7] = [
     ("ELF", 40),
     ("Python", 10),
@@ -72,7 +72,7 @@ fn class(path: &Path, page: &Page) -> usize {
         "other"
     };
     let class = CLASSES.iter().position(|(other, _)| *other == name);
-    class.expect("a name of a class")
+    class.expect("CLASSES has the class of every file")
 }
 
 fn files(dir: &Path, found: &mut Vec<PathBuf>) {
@@ -113,7 +113,7 @@ fn read(path: &Path, pages_max: usize, mut page: impl FnMut(&Page)) -> io::Resul
     Ok(())
 }
 
-/// Returns all pages of a tree, in order.
+/// Returns the pages of all files of a directory tree, in order.
 ///
 /// # Errors
 /// The tree has no file that can be read.
@@ -130,14 +130,14 @@ pub fn tree(dir: &Path) -> Result<Vec<Page>, String> {
     Ok(pages)
 }
 
-/// Pages without duplicates and without same-filled ones.
+/// Set of pages of which no two are equal and none is same-filled.
 pub struct Corpus {
     pub pages: Vec<Box<Page>>,
     /// Number of pages of each class, by its name.
     pub classes: Vec<(&'static str, usize)>,
 }
 
-/// Loads pages of files: the pages of a file in order, the files in random order.
+/// Loads pages of files. The files are in random order, and the pages of a file are in their order.
 ///
 /// # Errors
 /// There are fewer than `nr_pages` pages.

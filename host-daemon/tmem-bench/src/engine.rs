@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The engine's benchmark: runs all parts and prints the ratios beside their targets.
+//! Benchmark of the engine. It runs all parts and prints the measured ratios next to their targets.
 
 use crate::corpus::{self, Corpus};
 use crate::measure::{Ratio, Samples};
@@ -10,7 +10,7 @@ use crate::{EngineArgs, Part, memory, threads};
 use serde_json::{Value, json};
 use tmem_pool::PageHash;
 
-/// Runs the benchmark and prints it.
+/// Runs the benchmark and prints the results.
 ///
 /// # Errors
 /// There are too few pages, or no memory for a pool.
@@ -188,7 +188,8 @@ fn add_times(results: &mut Results, times: &Times, zram: &Result<(), String>) {
     for (key, target, peer, ours) in [
         ("zram_put_full_speedup", 1.4, &times.zram_write, full),
         ("zram_get_speedup", 1.9, &times.zram_read, get),
-        // Compares an acknowledged put with a synchronous write.
+        // This ratio compares a put, which is acknowledged at once, with a synchronous write to
+        // zram.
         ("zram_ack_speedup", 5.0, &times.zram_write, ack),
     ] {
         let speedup = zram.clone().map(|()| peer.medians_by(ours));

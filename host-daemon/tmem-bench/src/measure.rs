@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Times of operations that run in turns, their medians, and ratios with confidence intervals.
+//! Times of operations that are measured alternately, their medians, and ratios with confidence
+//! intervals.
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Returns the processor time of this thread in nanoseconds. Other load on the machine affects the
-/// thread's caches, but not this count.
+/// Returns the processor time of this thread in nanoseconds. Other load on the machine slows the
+/// thread by using its caches, but its own time does not count.
 pub fn cpu_ns() -> f64 {
     let now = clock_gettime(ClockId::ThreadCPUTime);
     now.tv_sec as f64 * 1e9 + now.tv_nsec as f64
@@ -23,7 +24,7 @@ impl Samples {
         result
     }
 
-    /// Adds the value of a round.
+    /// Adds the time of a round in nanoseconds per page.
     pub fn push(&mut self, ns_per_page: f64) {
         self.0.push(ns_per_page);
     }
@@ -45,7 +46,7 @@ impl Samples {
 
     /// Returns the value of the latest round.
     pub fn last(&self) -> f64 {
-        *self.0.last().expect("a round was measured")
+        *self.0.last().expect("last() needs a measured round")
     }
 
     /// Returns the median.
@@ -68,7 +69,8 @@ pub struct Ratio {
 }
 
 impl Ratio {
-    /// Returns the ratio of a value that is counted, not timed, and is the same each time.
+    /// Returns the ratio for a value that is counted and not timed, so that it has no confidence
+    /// interval.
     pub fn exact(value: f64) -> Ratio {
         Ratio {
             value,

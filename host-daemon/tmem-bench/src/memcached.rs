@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! memcached with one thread, over a Unix socket: the usual shared cache to build oneself. Batches
-//! of pages are written and read at once, as its clients do.
+//! memcached with one thread, used over a Unix socket. It is the usual software for a shared cache.
+//! Batches of pages are written and read with pipelined requests, as clients of memcached do.
 
 use rustix::thread::Pid;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -25,7 +25,7 @@ impl Memcached {
     /// Starts memcached with `bytes` of memory.
     ///
     /// # Errors
-    /// The reason why there is no memcached to compare with.
+    /// memcached cannot be started. The error says why.
     pub fn new(bytes: usize) -> Result<Memcached, String> {
         let socket = std::env::temp_dir().join(format!("tmem-bench-{}.sock", std::process::id()));
         // memcached refuses to run as root.
@@ -58,7 +58,7 @@ impl Memcached {
                     std::thread::sleep(Duration::from_millis(10));
                 }
                 Err(error) => {
-                    // No other code uses the process any more; errors do not matter.
+                    // No other code uses the process any more, so errors do not matter.
                     let _ = child.kill();
                     let _ = child.wait();
                     return Err(format!("memcached at {}: {error}", socket.display()));

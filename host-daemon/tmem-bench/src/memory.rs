@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory of a page in the pool. This is counted, not timed.
+//! Memory that a page takes in the pool. It is counted, not timed.
 
 use crate::bare;
 use crate::rig::{BATCH, LATER_NS, RAW_PAGES, Rig, guest};
 use std::collections::HashMap;
 use tmem_pool::{EngineStats, PAGE_SIZE, Page, PageHash, Time};
 
-/// Number of blobs that are live at a time during the churn.
+/// Number of blobs that exist at any time while [`churn`] replaces pages.
 const CHURN_BLOBS: usize = 65_536;
 
 /// Number of replacements of each blob on average.
 const TURNOVERS: usize = 20;
 
-/// Duration of a sweep of the engine in nanoseconds. At its end idle memory goes back to the
-/// system, and nothing is recompressed yet.
+/// Duration of a sweep of the engine in nanoseconds. At the end of the first sweep, idle memory
+/// goes back to the system, and no page has been recompressed yet.
 const SWEEP_NS: u64 = 600_000_000_000;
 
-/// All memory of a pool with all pages, compared with the bytes of bare lz4, before and after its
-/// cold pages are recompressed.
+/// Memory of a pool that holds all pages, as a ratio to the bytes that bare lz4 needs, before and
+/// after cold pages are recompressed.
 pub struct Held {
     pub vs_lz4_warm: f64,
     pub vs_lz4: f64,
@@ -60,11 +60,11 @@ pub fn held(pages: &[Box<Page>]) -> Result<Held, String> {
     let rig = Rig::new(2 * (pages.len() * PAGE_SIZE) as u64 + (64 << 20))?;
     fill(&rig, 1, pages.iter().map(|page| &**page));
     let lz4 = lz4_bytes(pages);
-    // The first sweep ends; nothing is cold before the second.
+    // The first sweep ends. No page is cold before the end of the second sweep.
     rig.until(Time(SWEEP_NS));
-    let warm = rig.pool.stats();
+    let warm = rig.engine.stats();
     cool(&rig);
-    let cold = rig.pool.stats();
+    let cold = rig.engine.stats();
     Ok(Held {
         vs_lz4_warm: warm.held_bytes as f64 / lz4 as f64,
         vs_lz4: cold.held_bytes as f64 / lz4 as f64,
@@ -72,13 +72,13 @@ pub fn held(pages: &[Box<Page>]) -> Result<Held, String> {
     })
 }
 
-/// Memory of two trees of files in one trust domain, when they are cold.
+/// Memory of the pages of two directory trees in one trust domain, when all pages are cold.
 #[derive(Clone)]
 pub struct TwoServers {
     /// Number of pages of each tree.
     pub pages: [usize; 2],
     pub same_filled_pages: u64,
-    /// Pages that are stored already, from the same tree or the other.
+    /// Number of pages that are equal to another page, from the same tree or from the other one.
     pub shared_pages: u64,
     /// Bytes of all pages of both trees after bare lz4.
     pub lz4_bytes: usize,
@@ -92,14 +92,14 @@ impl TwoServers {
     }
 }
 
-/// Puts two trees of files, each from a VM of its own, and measures the memory.
+/// Puts the pages of two directory trees, each from a VM of its own, and measures the memory.
 ///
 /// # Errors
 /// There is no address space.
 pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
     let pages: usize = trees.iter().map(|tree| tree.len()).sum();
     let rig = Rig::new(2 * (pages * PAGE_SIZE) as u64 + (64 << 20))?;
-    let other = guest(&rig.pool, "bench-2")?;
+    let other = guest(&rig.engine, "bench-2")?;
     fill(&rig, 1, trees[0].iter());
     for (nth, part) in trees[1].chunks(BATCH).enumerate() {
         other.put(1, nth * BATCH, part.iter());
@@ -109,7 +109,7 @@ pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
     }
     rig.maintain_all();
     cool(&rig);
-    // Compress each content once: many occur often.
+    // Compress each content once, because many pages have equal contents.
     let (mut known, hash) = (HashMap::new(), PageHash::new(42));
     let lz4_bytes = trees
         .into_iter()
@@ -120,7 +120,7 @@ pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
                 .or_insert_with(|| bare::lz4_bytes(page))
         })
         .sum();
-    let stats = rig.pool.stats();
+    let stats = rig.engine.stats();
     Ok(TwoServers {
         pages: trees.map(<[Page]>::len),
         same_filled_pages: stats.same_filled_pages,
@@ -130,8 +130,8 @@ pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
     })
 }
 
-/// Returns the payload as a fraction of the memory without metadata: after many replacements, and
-/// after half of all pages was dropped.
+/// Returns two fractions: the stored bytes as a fraction of the memory without metadata, first
+/// after many replacements of pages, then after half of all pages were dropped.
 ///
 /// # Errors
 /// There is no address space.
@@ -168,15 +168,18 @@ pub fn churn(
         rig.maintain_all();
     }
     let efficiency = |stats: EngineStats| stats.payload_bytes as f64 / stats.frames_bytes as f64;
-    // Idle memory goes back to the system with the sweep.
+    // The end of a sweep returns idle memory to the system.
     rig.until(Time(SWEEP_NS));
-    let churned = rig.pool.stats();
-    assert!(churned.blobs >= CHURN_BLOBS as u64, "{churned:?}");
+    let churned = rig.engine.stats();
+    assert!(
+        churned.blobs >= CHURN_BLOBS as u64,
+        "the pool has fewer than {CHURN_BLOBS} blobs: {churned:?}"
+    );
     let mut indexes: Vec<usize> = (0..CHURN_BLOBS).collect();
     rng.shuffle(&mut indexes);
     for &index in &indexes[..CHURN_BLOBS / 2] {
         rig.tenant.flush(1, index, Some(1));
     }
     rig.until(Time(2 * SWEEP_NS));
-    Ok((efficiency(churned), efficiency(rig.pool.stats())))
+    Ok((efficiency(churned), efficiency(rig.engine.stats())))
 }

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use tmem_pool::PolicyKind;
 use tmem_trace::format::{Event, Reader, TraceError};
 
-/// Default pool sizes, in eighths of the memory that the trace would fill without evictions: from
-/// sizes where most is lost to sizes where little is.
+/// Default pool sizes, in eighths of the memory that the trace would fill without evictions. At the
+/// smallest size most pages are evicted, at the largest few.
 pub const EIGHTHS: std::ops::RangeInclusive<u64> = 1..=7;
 
 /// Largest size of a decompressed trace in bytes, whatever its header says: sixteen times a
@@ -86,8 +86,8 @@ struct Replayed {
     mean: BTreeMap<&'static str, f64>,
 }
 
-/// Reads all events of a trace. A trace that was cut off, for example because the daemon was
-/// killed, is used up to there.
+/// Reads all events of a trace. A trace that ends within an event, for example because the daemon
+/// was killed, is used up to that event.
 ///
 /// # Errors
 /// The file cannot be read, or is no trace.
@@ -256,7 +256,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     if args.json {
         println!(
             "{}",
-            serde_json::to_string_pretty(&result).expect("numbers")
+            serde_json::to_string_pretty(&result).expect("the results can be written as JSON")
         );
     } else {
         print(&result);

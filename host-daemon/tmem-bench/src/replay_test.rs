@@ -2,17 +2,17 @@
 //! Tests of the results of the replay tool, on recorded traces of real guests (tests/traces) and on
 //! generated ones.
 //!
-//! The default policy is at least as good as LRU. The engine's estimates of the gain from more
-//! memory and of the loss with less memory stay within the bounds of this file and of
-//! `tmem_trace::estimate`.
+//! The tests check that the default policy is at least as good as LRU. They also check that the
+//! engine's estimates of the gain from more memory and of the loss with less memory are within the
+//! bounds of this file and of `tmem_trace::estimate`.
 
 use crate::replay::{EIGHTHS, Outcome, load, outcome};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use tmem_pool::PolicyKind;
 use tmem_trace::estimate::{
-    GAIN_OVER_MAX, GAIN_OVER_USUAL, GAIN_PERCENT, GAIN_UNDER_MAX, GIVE_UP_COST_MAX, LOSS_BEARABLE,
-    LOSS_PERCENT, LOSS_UNDER_MAX, LOSS_UNDER_USUAL, TELLING_GETS_MIN,
+    ESTIMATE_GETS_MIN, GAIN_OVER_MAX, GAIN_OVER_USUAL, GAIN_PERCENT, GAIN_UNDER_MAX,
+    GIVE_UP_COST_MAX, LOSS_BEARABLE, LOSS_PERCENT, LOSS_UNDER_MAX, LOSS_UNDER_USUAL,
 };
 use tmem_trace::format::{Event, ObjectKey, Op, SizeClass};
 
@@ -20,53 +20,65 @@ use tmem_trace::format::{Event, ObjectKey, Op, SizeClass};
 /// measured with TMEM_SEEDS=32.
 const SEEDS: u64 = 2;
 
-/// Pool sizes for estimates of more memory, in sixteenths of the memory that a trace would fill. A
-/// half is left out: twice that size just holds everything, and there a single page decides whether
-/// a loop fits.
+/// Pool sizes for estimates of more memory, in sixteenths of the memory that a trace would fill.
+/// One half (8/16) is left out, because twice that size just holds all pages, and then a single
+/// page decides whether a loop fits.
 const GAIN_SIXTEENTHS: [u64; 3] = [4, 6, 7];
 
-/// Pool sizes for estimates of less memory. The last one holds all pages.
+/// Pool sizes for estimates of less memory, in sixteenths of the memory that a trace would fill.
+/// The last size holds all pages.
 const LOSS_SIXTEENTHS: [u64; 4] = [4, 8, 12, 16];
 
-/// Mean error of estimated gains, in percent of all gets. `tmem_trace::estimate` has the bounds of
-/// single estimates.
+/// Largest mean error of estimated gains, in percent of all gets. `tmem_trace::estimate` has the
+/// bounds of single estimates.
 const GAIN_ERROR_MEAN_MAX: f64 = 2.5;
-/// Mean error of estimated losses since the start, in percent of all gets.
+/// Largest mean error of the losses that are estimated over a whole trace, in percent of all gets.
 const LOSS_ERROR_MEAN_MAX: f64 = 11.0;
-/// Mean error of estimated losses in the second half of a trace, in percent of the gets of that
-/// half.
+/// Largest mean error of estimated losses in the second half of a trace, in percent of the gets of
+/// that half.
 const LATE_LOSS_ERROR_MEAN_MAX: f64 = 6.0;
 /// Share of the estimates whose error may exceed the usual bounds: 1 in 100 with 32 seeds, and up
 /// to twice as many with few seeds.
 const UNUSUAL_PART: f64 = 0.02;
 
 fn seeds() -> std::ops::RangeInclusive<u64> {
-    let count = std::env::var("TMEM_SEEDS").map(|text| text.parse().expect("a number of seeds"));
+    let count = std::env::var("TMEM_SEEDS")
+        .map(|text| text.parse().expect("TMEM_SEEDS is a number of seeds"));
     1..=count.unwrap_or(SEEDS)
 }
 
 /// Returns the recorded traces, by name.
 fn recorded() -> Vec<(String, Vec<Event>)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/traces");
-    let entries = std::fs::read_dir(&folder).expect("tests/traces");
-    let mut paths: Vec<PathBuf> = entries.map(|entry| entry.expect("entry").path()).collect();
+    let entries = std::fs::read_dir(&folder).expect("cannot read the directory tests/traces");
+    let mut paths: Vec<PathBuf> = entries
+        .map(|entry| entry.expect("cannot read an entry of tests/traces").path())
+        .collect();
     paths.retain(|path| path.extension().is_some_and(|extension| extension == "zst"));
     paths.sort();
-    assert!(paths.len() >= 5, "{paths:?}");
+    assert!(
+        paths.len() >= 5,
+        "tests/traces has fewer than 5 traces: {paths:?}"
+    );
     let name = |path: &PathBuf| {
         path.file_name()
-            .expect("name")
+            .expect("a path in tests/traces has a file name")
             .to_string_lossy()
             .into_owned()
     };
     paths
         .iter()
-        .map(|path| (name(path), load(path).expect("a trace")))
+        .map(|path| {
+            (
+                name(path),
+                load(path).expect("cannot read a recorded trace"),
+            )
+        })
         .collect()
 }
 
 fn peak_bytes(events: &[Event]) -> u64 {
-    let whole = outcome(events, PolicyKind::Fifo, u64::MAX, 1).expect("replays");
+    let whole = outcome(events, PolicyKind::Fifo, u64::MAX, 1).expect("cannot replay the trace");
     whole.peak_bytes
 }
 
@@ -74,7 +86,8 @@ fn peak_bytes(events: &[Event]) -> u64 {
 fn mean_ratio(events: &[Event], policy: PolicyKind, seed: u64) -> f64 {
     let peak = peak_bytes(events);
     let ratio = |eighths| {
-        let at = outcome(events, policy, peak * eighths / 8, seed).expect("replays");
+        let at =
+            outcome(events, policy, peak * eighths / 8, seed).expect("cannot replay the trace");
         at.hit_ratio()
     };
     EIGHTHS.map(ratio).sum::<f64>() / EIGHTHS.count() as f64
@@ -90,12 +103,17 @@ fn default_policy_is_no_worse_than_lru_and_better_on_the_mean() {
             println!("{name}, seed {seed}: lru {lru:.4}, default {ours:.4}");
             assert!(
                 ours >= lru,
-                "{name}, seed {seed}: lru {lru}, default {ours}"
+                "{name}, seed {seed}: the default policy has the hit ratio {ours}, less than {lru} of LRU"
             );
             sums = (sums.0 + lru, sums.1 + ours);
         }
     }
-    assert!(sums.1 > sums.0, "lru {}, default {}", sums.0, sums.1);
+    assert!(
+        sums.1 > sums.0,
+        "on the mean, the default policy is not better than LRU: sums of hit ratios {} and {}",
+        sums.1,
+        sums.0
+    );
 }
 
 /// Returns the events of a guest with a page cache of its own. It puts the page that was used
@@ -131,7 +149,9 @@ fn guest(reads: u64, cache_pages: usize, mut next: impl FnMut(u64) -> u64) -> Ve
         });
         order.insert(time_us, page);
         if used.len() > cache_pages {
-            let (_, oldest) = order.pop_first().expect("it has one");
+            let (_, oldest) = order
+                .pop_first()
+                .expect("a page cache above its size is not empty");
             used.remove(&oldest);
             let (object, index) = place(oldest);
             event(Op::Put {
@@ -145,7 +165,7 @@ fn guest(reads: u64, cache_pages: usize, mut next: impl FnMut(u64) -> u64) -> Ve
     events
 }
 
-/// Returns traces in which some pages are read more often than others, in several ways.
+/// Returns generated traces with different distributions of reads, by name.
 fn synthetic(seed: u64) -> Vec<(String, Vec<Event>)> {
     const PAGES: u64 = 8_000;
     const READS: u64 = 60_000;
@@ -188,7 +208,8 @@ fn synthetic(seed: u64) -> Vec<(String, Vec<Event>)> {
     ]
 }
 
-/// Errors of estimates, in percent of all gets: above 0 the estimate was too high.
+/// Errors of estimates, in percent of all gets. A value above 0 means that the estimate was too
+/// high.
 #[derive(Debug, Default)]
 struct Errors(Vec<f64>);
 
@@ -220,7 +241,7 @@ impl Errors {
     }
 }
 
-/// A trace at several sizes, each of which is replayed once.
+/// A trace and its replays in pools of several sizes. Each size is replayed once.
 struct Sizes<'a> {
     events: &'a [Event],
     peak: u64,
@@ -229,20 +250,21 @@ struct Sizes<'a> {
 }
 
 impl Sizes<'_> {
-    /// Replays at `sixteenths` of the memory that the trace would fill, and at `percent` of that
-    /// size.
+    /// Replays the trace in a pool whose size is `percent` percent of `sixteenths` sixteenths of
+    /// the memory that the trace would fill.
     fn run(&mut self, sixteenths: u64, percent: u64) -> Outcome {
         let parts = sixteenths * percent;
         let replay = || {
             let size = self.peak * parts / 1600;
-            outcome(self.events, PolicyKind::default(), size, self.seed).expect("replays")
+            outcome(self.events, PolicyKind::default(), size, self.seed)
+                .expect("cannot replay the trace")
         };
         *self.outcomes.entry(parts).or_insert_with(replay)
     }
 }
 
 /// Compares the engine's estimates for more and less memory with replays with more and less memory.
-/// It also measures the cost of giving up the memory that the engine finds useless.
+/// Also measures the cost of giving up the memory that counts as not needed by the estimates.
 #[test]
 fn estimated_gains_and_losses_are_within_bounds() {
     let recorded = recorded();
@@ -291,7 +313,7 @@ fn estimated_gains_and_losses_are_within_bounds() {
                     (all.gets - before.gets, all.hits - before.hits, loss, seen)
                 };
                 let (gets, hits, loss, seen) = run(100);
-                if gets < TELLING_GETS_MIN {
+                if gets < ESTIMATE_GETS_MIN {
                     continue;
                 }
                 let of_gets = |hits: f64| 100.0 * hits / gets as f64;

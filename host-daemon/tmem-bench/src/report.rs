@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Figures beside their targets, for people and for programs.
+//! Report of measured ratios with their targets, as text and as JSON.
 
 use crate::measure::Ratio;
 use serde_json::{Map, Value, json};
 use std::io::{IsTerminal, Write};
 
-/// Target of a figure: the side of a value that is good.
+/// Target of a ratio: the bound on its good side.
 #[derive(Clone, Copy)]
 pub enum Target {
     AtMost(f64),
     AtLeast(f64),
-    /// No target: the figure is only reported.
+    /// No target. The ratio is only reported.
     None,
 }
 
@@ -42,7 +42,7 @@ impl Results {
         self.0.push((key, target, ratio));
     }
 
-    /// Prints the ratios for people.
+    /// Prints the ratios as a table.
     pub fn print(&self) {
         println!("\n{:34} {:>9}   95 % interval", "ratio", "");
         for (key, target, ratio) in &self.0 {
@@ -68,8 +68,8 @@ impl Results {
         }
     }
 
-    /// Returns the ratios for programs: by key, with intervals, and with the reason for each
-    /// missing one.
+    /// Returns the ratios as JSON, by key, with their intervals. For a ratio that was not measured,
+    /// the reason is given instead.
     pub fn json(&self) -> Map<String, Value> {
         let (mut all, mut intervals, mut skipped) = (Map::new(), Map::new(), Map::new());
         for (key, _, ratio) in &self.0 {

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A pool with tenants, driven as the daemon drives it: puts and gets in batches, and background
-//! work later.
+//! An engine with tenants, used as the daemon uses it: puts and gets come in batches, and
+//! background work is done later.
 
 use std::sync::Arc;
 use tmem_pool::{
     Engine, EngineConfig, GetResult, Page, Put, PutResult, Quota, Spent, Tenant, TenantSpec, Time,
 };
 
-/// Pages of a request.
+/// Largest number of pages of a request.
 pub const BATCH: usize = 64;
 
-/// Most raw pages of a tenant, in a pool of any size that is measured here.
+/// Largest number of raw pages of a tenant in the pools that are measured.
 pub const RAW_PAGES: usize = 2048;
 
 const POOL: u32 = 1;
 
-/// Time at which nothing is cold.
+/// Time of the engine's clock at which no page is cold.
 pub const NOW: Time = Time(0);
 
 /// Time in nanoseconds in which the sweep passes all pages twice.
@@ -23,7 +23,7 @@ pub const LATER_NS: u64 = 3_600_000_000_000;
 
 /// A pool with one tenant.
 pub struct Rig {
-    pub pool: Arc<Engine>,
+    pub engine: Arc<Engine>,
     pub tenant: Guest,
 }
 
@@ -34,12 +34,12 @@ impl Rig {
     /// Creates a pool with one tenant.
     ///
     /// # Errors
-    /// There is no address space for the pool.
+    /// The system does not provide the address space for the pool.
     pub fn new(size_bytes: u64) -> Result<Rig, String> {
-        let pool = Engine::new(EngineConfig::new(size_bytes, 42))
-            .map_err(|error| format!("address space for a pool: {error}"))?;
-        let tenant = guest(&pool, "bench-1")?;
-        Ok(Rig { pool, tenant })
+        let engine = Engine::new(EngineConfig::new(size_bytes, 42))
+            .map_err(|error| format!("cannot reserve address space for a pool: {error}"))?;
+        let tenant = guest(&engine, "bench-1")?;
+        Ok(Rig { engine, tenant })
     }
 
     /// Does background work until no page is raw and nothing is left to free.
@@ -49,15 +49,15 @@ impl Rig {
 
     /// Does all background work that is due at `now`.
     pub fn until(&self, now: Time) {
-        while self.pool.maintain(now, 4096) {}
+        while self.engine.maintain(now, 4096) {}
     }
 }
 
 /// Adds a tenant of the common trust domain.
 ///
 /// # Errors
-/// The pool has no room for it.
-pub fn guest(pool: &Arc<Engine>, name: &str) -> Result<Guest, String> {
+/// The engine does not admit the tenant.
+pub fn guest(engine: &Arc<Engine>, name: &str) -> Result<Guest, String> {
     let quota = Quota {
         reserve_bytes: 0,
         limit_bytes: None,
@@ -65,7 +65,7 @@ pub fn guest(pool: &Arc<Engine>, name: &str) -> Result<Guest, String> {
     };
     let mut spec = TenantSpec::new(name, quota);
     spec.trust_domain = Some("bench".into());
-    let tenant = pool.add_tenant(spec).map_err(|error| error.to_string())?;
+    let tenant = engine.add_tenant(spec).map_err(|error| error.to_string())?;
     tenant
         .create_pool(POOL)
         .map_err(|error| error.to_string())?;
@@ -89,9 +89,14 @@ impl Guest {
         puts.extend(pages.zip(first..).map(put));
         let mut results = [PutResult::Refused; BATCH];
         let results = &mut results[..puts.len()];
-        self.0.put(POOL, &puts, results).expect("the pool is live");
+        self.0
+            .put(POOL, &puts, results)
+            .expect("the tenant has the pool");
         let stored = |result: &PutResult| *result == PutResult::Stored;
-        assert!(results.iter().all(stored), "a page is refused");
+        assert!(
+            results.iter().all(stored),
+            "a page of object {object} was refused, from page {first} on"
+        );
     }
 
     /// Gets one batch at most.
@@ -111,14 +116,17 @@ impl Guest {
             results,
         );
         let missed = |result: &GetResult| *result == GetResult::Miss;
-        assert!(!results.iter().any(missed), "a page is missed");
-        spent.expect("the pool is live")
+        assert!(
+            !results.iter().any(missed),
+            "a get of object {object} missed a page, from page {first} on"
+        );
+        spent.expect("the tenant has the pool")
     }
 
     /// Drops pages.
     pub fn flush(&self, object: u64, first: usize, pages: Option<u64>) {
         self.0
             .flush(POOL, object, first as u64, pages)
-            .expect("the pool is live");
+            .expect("the tenant has the pool");
     }
 }

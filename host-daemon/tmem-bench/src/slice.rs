@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How long a VM waits for its pages while another VM keeps the worker busy.
+//! Benchmark of how long a VM waits for its pages while another VM keeps the worker busy.
 //!
-//! A victim gets one page at a time, alone and beside an attacker, in turns. The attacker has as
-//! many requests in flight as its queue takes, of the kind that costs the worker most time. Both
-//! share one worker, which has a processor of its own; a thread on another processor drives both
-//! guests. Times are from the request to its answer, as the victim sees them.
+//! One guest, the victim, gets one page at a time. It does so alone and while another guest, the
+//! attacker, sends requests, alternately. The attacker has as many requests in flight as its queue
+//! takes, of a kind that costs the worker much time. Both share one worker, which has a processor
+//! of its own; a thread on another processor drives both guests. Times are from the request to its
+//! answer, as the victim sees them.
 
 use crate::path::guest::{Guest, Run};
 use crate::path::host::{BenchDaemon, Path, pin};
@@ -21,11 +22,13 @@ use zerocopy::IntoBytes;
 
 /// Number of chains in flight.
 const CHAINS: usize = 64;
-/// Pages of the largest range that one slice was once allowed.
+/// Pages of a flushed range. It was the largest range that an earlier version flushed in one
+/// scheduling slice.
 const RANGE_PAGES: u64 = 511;
-/// Pages of an object that a FLUSH itself frees.
+/// Largest number of pages of an object that a FLUSH frees itself.
 const OBJECT_PAGES: u64 = 16;
-/// Number of chains that name objects or batches, so that their pages are generated quickly.
+/// Number of chains of attacks whose requests name whole objects or batches. It is small so that
+/// their pages are generated quickly.
 const FEW_CHAINS: usize = 16;
 const BATCH: usize = wire::BATCH_MAX;
 /// Number of the victim's pages.
@@ -35,10 +38,10 @@ const PAGE: u64 = PAGE_SIZE as u64;
 const POOL_BYTES: u64 = 1 << 30;
 /// Time after which pages are cold.
 const COLD_NS: u64 = 3_600_000_000_000;
-/// Time after which an attack without end is stopped.
+/// Time after which an attack that never ends by itself is stopped.
 const ATTACK: Duration = Duration::from_millis(30);
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// Polling time of the worker: it does not sleep between requests.
+/// Polling time of the worker. It is so long that the worker does not sleep between requests.
 const POLL_MAX: Duration = Duration::from_millis(1);
 const PROCESSORS: [usize; 2] = [0, 1];
 
@@ -60,7 +63,7 @@ pub struct Args {
     json: bool,
 }
 
-/// Requests that keep the worker busy.
+/// Kind of the attacker's requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Attack {
     FlushRanges,
@@ -146,7 +149,7 @@ fn noise(rng: &mut fastrand::Rng) -> Page {
     page
 }
 
-/// Returns a page of eight letters, which zstd packs into fewer bits and lz4 does not.
+/// Returns a page of eight letters in random order, which zstd compresses and lz4 does not.
 fn dense(rng: &mut fastrand::Rng) -> Page {
     let mut page = noise(rng);
     page.iter_mut()
@@ -166,7 +169,8 @@ impl Attacker {
             slots: 1,
             ..GuestConfig::default()
         };
-        let guest = FakeGuest::new(config).map_err(|e| format!("memory of a guest: {e}"))?;
+        let guest = FakeGuest::new(config)
+            .map_err(|e| format!("cannot allocate the memory of a guest: {e}"))?;
         Ok(Attacker {
             guest,
             attack,
@@ -186,7 +190,9 @@ impl Attacker {
             pool: POOL,
             flags: 0,
         };
-        self.guest.submit(0, create).ok_or("no room")?;
+        self.guest
+            .submit(0, create)
+            .ok_or("the queue has no room for a request")?;
         self.guest.wait(TIMEOUT).map_err(fault)?;
         self.build();
         Ok(())
@@ -309,7 +315,7 @@ impl Attacker {
         self.left.extend(0..self.chains.len());
     }
 
-    /// Takes answers and sends the remaining chains.
+    /// Takes answers, and sends chains that are still to be sent.
     fn go_on(&mut self) -> Result<(), String> {
         let queue = self.attack.queue();
         loop {
@@ -345,7 +351,7 @@ impl Attacker {
     }
 }
 
-/// Stores pages by calling the engine.
+/// Stores pages by calling the engine directly.
 fn store(tenant: &Tenant, object: u64, index: u64, pages: &[Page]) -> Result<(), String> {
     let puts: Vec<_> = pages
         .iter()
@@ -363,11 +369,11 @@ fn store(tenant: &Tenant, object: u64, index: u64, pages: &[Page]) -> Result<(),
     let stored = results.iter().all(|result| *result == PutResult::Stored);
     match put.is_ok() && stored {
         true => Ok(()),
-        false => Err("a page is refused".into()),
+        false => Err("the engine refused a page".into()),
     }
 }
 
-/// A victim, an attacker and their daemon.
+/// A victim, an attacker and the daemon that serves both.
 struct Rig {
     victim: Guest,
     attacker: Attacker,
@@ -408,7 +414,7 @@ impl Rig {
         while self.host.daemon.maintain(self.now_ns, 4096) {}
     }
 
-    /// Stores the pages that the attack uses up.
+    /// Stores the pages that the attack needs and uses up.
     fn stock(&mut self, round: usize) -> Result<(), String> {
         let mut rng = fastrand::Rng::with_seed(round as u64);
         match self.attacker.attack {
@@ -437,7 +443,7 @@ impl Rig {
                     self.maintain_all();
                 }
             }
-            // Put keys that the engine follows.
+            // Put pages whose keys the engine's estimator follows.
             Attack::FlushEmptyRanges | Attack::Pools if round == 0 => {
                 let pages = [[7; PAGE_SIZE]; BATCH];
                 for index in (0..1024).step_by(BATCH) {
@@ -450,8 +456,8 @@ impl Rig {
         Ok(())
     }
 
-    /// Gets one page after the other, and returns the times in µs. Beside the attack, this takes as
-    /// long as the attack; alone, until all pages are used up.
+    /// Gets one page of the victim after the other, and returns the times in µs. With `beside`, it
+    /// ends when the attack ends. Otherwise it ends when all pages are used up.
     fn times(&mut self, beside: bool, pause: Duration) -> Result<Vec<f64>, String> {
         let runs: Vec<Run> = (0..VICTIM_PAGES / BATCH)
             .map(|nth| Run {
@@ -466,12 +472,12 @@ impl Rig {
         let mut begun = Instant::now();
         if beside {
             self.attacker.begin();
-            // The attacker keeps the worker busy only after the worker has answered one of its
-            // chains.
+            // Wait until the worker has answered a chain of the attacker. From then on the worker
+            // is busy.
             while self.attacker.answered == 0 {
                 self.attacker.go_on()?;
                 if begun.elapsed() > TIMEOUT {
-                    return Err("the attacker is not answered".into());
+                    return Err("the attacker's requests were not answered in time".into());
                 }
             }
             begun = Instant::now();
@@ -488,14 +494,14 @@ impl Rig {
             }
             let sent = Instant::now();
             if !self.victim.get(Run { index, pages: 1 }, 0) {
-                return Err("a get is in flight".into());
+                return Err("the victim has another get in flight".into());
             }
             while self.victim.answer()?.is_none() {
                 if beside {
                     self.attacker.go_on()?;
                 }
                 if sent.elapsed() > TIMEOUT {
-                    return Err("a get is not answered".into());
+                    return Err("a get of the victim was not answered in time".into());
                 }
             }
             times.push(sent.elapsed().as_secs_f64() * 1e6);
@@ -504,7 +510,7 @@ impl Rig {
         while self.attacker.is_busy() || !self.attacker.left.is_empty() {
             self.attacker.go_on()?;
             if begun.elapsed() > TIMEOUT {
-                return Err("the attacker is not answered".into());
+                return Err("the attacker's requests were not answered in time".into());
             }
         }
         self.maintain_all();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Gain from a second thread: for giving pages their final form, compared with bare lz4.
+//! Gain from a second thread that finalizes pages, compared with the gain that bare lz4 has from a
+//! second thread.
 
 use crate::bare;
 use crate::measure::{Ratio, Samples, cpu_ns};
@@ -12,7 +13,7 @@ use tmem_pool::PAGE_SIZE;
 /// Number of tenants with raw pages.
 const TENANTS: usize = 8;
 
-/// Most repetitions: each takes a fifth of a second.
+/// Largest number of rounds. Each takes a fifth of a second.
 const ROUNDS_MAX: usize = 21;
 
 /// The engine's gain from a second thread, relative to that of bare lz4.
@@ -37,7 +38,9 @@ fn seconds(threads: usize, work: impl Fn(usize) + Sync) -> [f64; 2] {
         };
         let running: Vec<_> = (0..threads).map(run).collect();
         let spent = running.into_iter().map(|thread| thread.join());
-        spent.map(|ns| ns.expect("no thread panics")).sum()
+        spent
+            .map(|ns| ns.expect("a measured thread panicked"))
+            .sum()
     });
     [since.elapsed().as_secs_f64(), spent_ns / 1e9]
 }
@@ -69,17 +72,17 @@ pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Resul
     let rounds = rounds.min(ROUNDS_MAX);
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     if processors < 2 {
-        return Err("there is one processor only".into());
+        return Err("this process may use only one processor".into());
     }
     let rig = Rig::new(4 << 30)?;
-    let guests = (0..TENANTS).map(|nth| guest(&rig.pool, &format!("bench-{nth}")));
+    let guests = (0..TENANTS).map(|nth| guest(&rig.engine, &format!("bench-{nth}")));
     let guests: Vec<_> = guests.collect::<Result<_, _>>()?;
     let (mut engine, mut lz4) = (Gains::default(), Gains::default());
     let part = (pages.len() / TENANTS).min(RAW_PAGES) / BATCH * BATCH;
     let pages = &pages[..part * TENANTS];
     for round in 0..rounds {
         progress(&format!("threads, round {} of {rounds}", round + 1));
-        // The order changes in each round, because other load on the machine varies.
+        // Change the order in each round, because other load on the machine varies.
         let threads = if round % 2 == 0 { [1, 2] } else { [2, 1] };
         lz4.round(threads, |threads| {
             seconds(threads, |thread| {
@@ -95,7 +98,7 @@ pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Resul
                     guest.put(1, nth * BATCH, batch.iter().map(|sized| &*sized.page));
                 }
             }
-            let seconds = seconds(threads, |_| while rig.pool.maintain(NOW, 256) {});
+            let seconds = seconds(threads, |_| while rig.engine.maintain(NOW, 256) {});
             for guest in &guests {
                 guest.flush(1, 0, None);
             }

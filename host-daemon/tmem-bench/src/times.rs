@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Time for each page: bare library calls, zram and the engine, in turns.
+//! Time for each page of bare library calls, zram and the engine, which are measured alternately.
 //!
-//! The pool holds all pages of the corpus at all times. In each round, random batches are got, put
-//! again, and given their final form. Each page exists twice, once for the engine and once for the
-//! baselines, so that it has left the caches before either reads it.
+//! The pool always holds all pages of the corpus. In each round, random batches are got, put again,
+//! and finalized. Each page exists twice in memory, once for the engine and once for the baselines,
+//! so that neither finds a page in the caches because the other has read it.
 
 use crate::bare;
 use crate::measure::{Samples, cpu_ns};
@@ -12,11 +12,13 @@ use crate::zram::Zram;
 use std::hint::black_box;
 use tmem_pool::{PAGE_SIZE, Page, PageHash, Time};
 
-/// Batches of a round: half as many pages as a tenant may have raw, so that none is refused.
+/// Number of batches of a round. They are half as many pages as a tenant may have raw, so that none
+/// is refused.
 const BATCHES: usize = RAW_PAGES / BATCH / 2;
 const PAGES: usize = BATCHES * BATCH;
 
-/// Least number of pages: a round takes two parts at random, and most of a corpus has to be cold.
+/// Smallest number of pages of a corpus. A round uses two random parts of it, and most of the
+/// corpus must be out of the processor's caches.
 pub const PAGES_MIN: usize = 8 * PAGES;
 
 /// In each round, one batch in this many is measured with zram, because only medians are compared
@@ -72,7 +74,7 @@ fn batch(pages: &[Sized], nr: usize) -> &[Sized] {
     &pages[nr * BATCH..(nr + 1) * BATCH]
 }
 
-/// Fills a pool with all pages, and measures the puts while the pool grows.
+/// Creates a pool, puts all pages, and measures these puts, during which the pool grows.
 ///
 /// # Errors
 /// There is no address space.
@@ -106,7 +108,8 @@ pub fn run(
     let hash = PageHash::new(42);
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut order: Vec<usize> = (0..pages.len() / BATCH).collect();
-    // Buffers for the returned pages: a guest reads into pages that it has just been given.
+    // Buffers for the returned pages. Like a guest, the benchmark reads into pages that it has just
+    // used.
     let mut copies = vec![[0; PAGE_SIZE]; PAGES];
     if let Some(zram) = &mut zram {
         progress("filling zram");
@@ -135,8 +138,8 @@ pub fn run(
     Ok(())
 }
 
-/// Measures the unavoidable work. Each operation makes its own pass over the pages, so that the
-/// passes of the others evict the pages from the caches in between.
+/// Measures the library calls that the engine cannot avoid. Each operation makes its own pass over
+/// the pages, so that the pages have left the caches before the next operation reads them.
 fn bare(
     times: &mut Times,
     hash: &PageHash,
@@ -170,7 +173,8 @@ fn bare(
     });
 }
 
-/// Gets, puts and finalizes these batches; then puts and gets others while they are raw.
+/// Gets, puts and finalizes these batches. Then puts other batches and gets them while they are
+/// still raw.
 fn engine(
     times: &mut Times,
     rig: &Rig,
@@ -188,10 +192,13 @@ fn engine(
         drop(spent);
         get_ns += got - since;
         free_ns += cpu_ns() - got;
-        // The check uses hashes, so that the pages themselves stay out of the caches.
+        // Compare hashes, so that the original pages stay out of the caches.
         let right = batch(pages, nr).iter().zip(&*out);
         for (sized, out) in right {
-            assert!(hash.of(out) == sized.hash, "wrong bytes");
+            assert!(
+                hash.of(out) == sized.hash,
+                "the engine returned wrong bytes for a page"
+            );
         }
     }
     times.get.push(get_ns / PAGES as f64);
@@ -222,7 +229,7 @@ fn engine(
     rig.maintain_all();
 }
 
-/// Does the batches page by page, since zram has no batches.
+/// Writes and reads the batches page by page, since zram has no batches.
 fn zram_round(
     times: &mut Times,
     zram: &mut Zram,
@@ -246,7 +253,8 @@ fn zram_round(
     Ok(())
 }
 
-/// Lets all pages become cold and be recompressed. The time is per held page.
+/// Lets all pages become cold, and measures the sweeps that recompress them. The time is per held
+/// page.
 pub fn recompress(times: &mut Times, rig: &Rig, pages: usize) {
     rig.until(Time(LATER_NS));
     times.recompress.time(pages, || {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Whether a guest can find out, by timing its own requests, that a VM of another trust domain has
-//! a page.
+//! Benchmark of whether a guest can find out, by timing its own requests, that a VM of another
+//! trust domain has a page.
 //!
 //! This is an equivalence test. In each round a neighbour holds one half of the pages, chosen at
 //! random. A guest of another domain puts all of them, page by page and in batches, in random
@@ -10,9 +10,10 @@
 //! one-sided sign tests, at 2.5 % each, which assume nothing about the distribution of times.
 //!
 //! A test that finds nothing proves nothing. So each run must also find differences that exist: an
-//! injected delay, and the known effect that VMs of one domain see of each other. Without these, or
-//! if the interval is too wide, the result is undecided, never good. Out of scope: the answers to
-//! the guest, which are the same to the bit (`tmem-pool/tests/isolation.rs`).
+//! injected delay, and the known effect of a page that a VM of the same domain has. If a run does
+//! not find these, or if an interval is too wide, the result is "undecided" and never "equal". Out
+//! of scope: the answers to the guest, which are the same to the bit
+//! (`tmem-pool/tests/isolation.rs`).
 
 use crate::measure::{Ratio, cpu_ns};
 use crate::path::guest::{BATCH, Guest, Run};
@@ -25,29 +26,31 @@ use tmem_pool::{PAGE_SIZE, Page, Quota};
 use tmemd::config::EventLoop;
 use virtio_tmem as wire;
 
-/// Bound of the difference that counts as equal. A put of a page takes a microsecond or so, of
-/// which this is some 30 ns. That is less than the single cache miss of the cheapest look-up in an
-/// index, and a tenth of hashing a page.
+/// Largest relative difference of times that counts as equal. A put of a page takes about a
+/// microsecond, so this is some 30 ns. That is less than the single cache miss of the cheapest
+/// look-up in an index, and a tenth of the time of hashing a page.
 const BOUND: f64 = 0.03;
 
-/// Injected delay that a run has to find, in multiples of the bound, so that it is visible wherever
-/// the bound is.
+/// Injected delay that a run has to find, in multiples of the bound, so that it exceeds the bound
+/// for any value of the bound.
 const DELAY_BOUNDS: f64 = 2.0;
 
 /// Number of runs in a row that must find a difference. One run in forty finds one by chance.
 const REPEATS: usize = 3;
 
-/// Least number of rounds with an interval of 95 %: for six rounds it is from the smallest to the
-/// largest value.
+/// Smallest number of rounds for which a 95 % confidence interval exists. With six rounds it
+/// reaches from the smallest to the largest value.
 const ROUNDS_MIN: usize = 6;
 
-/// Most batches of a half: both halves together are fewer pages than a guest may have raw.
+/// Largest number of batches of a half. Both halves together must be fewer pages than a guest may
+/// have raw.
 const BATCHES_MAX: usize = 14;
 
-/// Single pages of each half in a round, from its first batch.
+/// Number of pages of each half that are put one by one in a round. They are the first batch of the
+/// half.
 const SINGLES: usize = BATCH;
 
-/// Raw pages that a VM without entitlement may have.
+/// Largest number of raw pages of a VM without entitlement.
 const RAW_MIN: usize = 256;
 
 /// Reserve in bytes of VMs that have all the memory that they need.
@@ -56,10 +59,10 @@ const RESERVE_BYTES: u64 = 128 << 20;
 /// Polling time of the worker, longer than any pause of the benchmark.
 const POLL_MAX: Duration = Duration::from_millis(1);
 
-/// Processors of the worker and of the guest.
+/// Numbers of the processors on which the worker and the guest run.
 const PROCESSORS: [usize; 2] = [0, 1];
 
-/// Bytes of a page that do not compress.
+/// Number of bytes of each page that do not compress.
 const NOISE_BYTES: usize = 1024;
 
 /// Options of the benchmark.
@@ -98,7 +101,8 @@ enum What {
     RefusedLimit,
     RefusedNursery,
     GetBatch,
-    /// Finalizing the pages: time of the background thread until there is room for more.
+    /// Finalizing pages: the time that the background thread takes until the guest has room for
+    /// more raw pages.
     Finalize,
     /// A put with an injected delay.
     Delayed,
@@ -127,7 +131,7 @@ enum Holder {
     SameDomain,
 }
 
-/// Result of one comparison.
+/// Result of the comparison of one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     Equal,
@@ -153,7 +157,7 @@ struct Times {
     ns: BTreeMap<(Holder, What), Vec<f64>>,
 }
 
-/// Times of a round: of pages that are held, and of pages that are not.
+/// Times of a round: first of pages that the neighbour holds, then of pages that it does not hold.
 type Arms = [Vec<f64>; 2];
 
 const HELD: usize = 0;
@@ -198,18 +202,18 @@ fn pages(count: usize, rng: &mut fastrand::Rng) -> Vec<Page> {
     (0..count).map(page).collect()
 }
 
-/// A host with a guest that measures, and guests that hold pages.
+/// A daemon with a guest that measures, and guests that hold pages.
 struct Rig {
     guest: Guest,
     other_domain: Guest,
     same_domain: Guest,
-    /// Guest without entitlement: when it has as many raw pages as it may, further ones are
+    /// Guest without entitlement. When it has as many raw pages as it may, further puts are
     /// refused.
     full: Guest,
     /// Guest with the limit 0.
     poor: Guest,
     batches: usize,
-    /// The last field, because the guests must be dropped before it.
+    /// The daemon. It is the last field, because the guests must be dropped before it.
     host: BenchDaemon,
     _path: Path,
 }
@@ -221,7 +225,8 @@ impl Rig {
         }
         let host = BenchDaemon::new(1 << 30);
         let path = host.serve(args.event_loop, POLL_MAX, PROCESSORS[0])?;
-        // The pages of both halves, and pages that fill up the guest that may have few raw pages.
+        // Generate the pages of both halves, and the raw pages that fill up the guest without
+        // entitlement.
         let halves = 2 * args.batches * BATCH;
         let pages = pages(halves + RAW_MIN, rng);
         let enough = (RESERVE_BYTES, None, 100);
@@ -264,8 +269,8 @@ impl Rig {
         (first..first + SINGLES).map(run).collect()
     }
 
-    /// Returns the runs of both halves in random order, each with the flag that says whether it is
-    /// held.
+    /// Returns the runs of both halves in random order. The flag of each run says whether the
+    /// neighbour holds its pages.
     fn mixed(
         &self,
         held: usize,
@@ -307,7 +312,7 @@ impl Rig {
         let arms = time(&mut self.guest, &order, Guest::get_one)?;
         times.add((holder, What::GetBatch), arms);
 
-        // Only pages that no VM holds, half of them with a delay.
+        // Put only pages that no VM holds. Half of the puts get the injected delay.
         let order = self.half(1 - held);
         let delay_ns = DELAY_BOUNDS
             * times.bound
@@ -335,7 +340,7 @@ impl Rig {
         self.host.maintain_all();
         self.guest.all(&self.half(1 - held), false)?;
 
-        // Measure one half after the other, because both use the same thread.
+        // Measure one half after the other, because this thread does the background work of both.
         let mut arms = Arms::default();
         let first = rng.usize(..2);
         for half in [first, 1 - first] {
@@ -412,7 +417,7 @@ fn time(
     Ok(arms)
 }
 
-/// Operations whose times must be equal; then those whose times must differ.
+/// Operations whose times must not depend on the pages of another trust domain.
 const EQUAL: [What; 6] = [
     What::PutBatch,
     What::PutPage,
@@ -421,12 +426,15 @@ const EQUAL: [What; 6] = [
     What::GetBatch,
     What::Finalize,
 ];
+
+/// Operations whose times must differ, each with the VM that holds the pages. A run that does not find
+/// these differences is undecided.
 const DIFFERENT: [(Holder, What); 2] = [
     (Holder::OtherDomain, What::Delayed),
     (Holder::SameDomain, What::Finalize),
 ];
 
-/// Does one run.
+/// Does one run of the benchmark: all rounds, or as many as the time allows.
 fn measure(args: &Args, seed: u64) -> Result<Times, String> {
     let mut rng = fastrand::Rng::with_seed(seed);
     pin(None, PROCESSORS[1])?;
@@ -451,7 +459,7 @@ fn measure(args: &Args, seed: u64) -> Result<Times, String> {
 #[derive(Debug, PartialEq)]
 enum Outcome {
     Equal,
-    /// Name of an operation whose time differed in each run.
+    /// Name of the operation whose time differed.
     Different(&'static str),
     /// Reason why the measurement is inconclusive.
     Undecided(String),
@@ -498,7 +506,8 @@ fn outcome(times: &Times) -> Outcome {
     }
 }
 
-/// Runs until one run finds all times equal, or until a difference was found in each run.
+/// Repeats the run until one run finds all times equal, at most REPEATS times. A difference is
+/// reported only if each run finds the same one.
 fn decide(mut run: impl FnMut(usize) -> Result<Times, String>) -> Result<(Times, Outcome), String> {
     let mut last = None;
     let mut different = Vec::new();
@@ -513,11 +522,11 @@ fn decide(mut run: impl FnMut(usize) -> Result<Times, String>) -> Result<(Times,
         }
         last = Some((times, found));
     }
-    let (times, found) = last.expect("there are repeats");
+    let (times, found) = last.expect("REPEATS is at least 1");
     let same = different.len() == REPEATS && different.iter().all(|what| *what == different[0]);
     let found = match found {
         Outcome::Different(what) if !same => {
-            Outcome::Undecided(format!("{what} is different, but was not each time"))
+            Outcome::Undecided(format!("the time of {what} differed, but not in each run"))
         }
         found => found,
     };
@@ -537,10 +546,10 @@ pub fn run(args: &Args) -> Result<(), String> {
     }
     match outcome {
         Outcome::Different(what) => Err(format!(
-            "{what}: a guest can tell by time what a VM of another trust domain has"
+            "{what}: a guest can find out by timing its requests which pages a VM of another trust domain has"
         )),
         Outcome::Undecided(why) => Err(format!(
-            "undecided, so nothing is shown: {why}; run it with nothing beside it"
+            "the result is undecided: {why}; repeat the benchmark on a machine without other load"
         )),
         Outcome::Equal => Ok(()),
     }
@@ -592,7 +601,8 @@ mod tests {
     use super::*;
     use tmem_sim::{Missing, skipped};
 
-    /// Returns a run whose ratios are those of `of`.
+    /// Returns the times of a simulated run. `of` gives the ratio for each holder and operation,
+    /// and `spread` is the range over which the ratios of the rounds vary.
     fn times(of: impl Fn(Holder, What) -> f64, spread: f64) -> Times {
         let mut times = Times::new(BOUND);
         for holder in [Holder::OtherDomain, Holder::SameDomain] {
@@ -624,7 +634,9 @@ mod tests {
             _ => as_designed(holder, what),
         };
         assert_eq!(outcome(&times(leak, 0.01)), Outcome::Different("put_page"));
-        let always = decide(|_| Ok(times(leak, 0.01))).expect("measured").1;
+        let always = decide(|_| Ok(times(leak, 0.01)))
+            .expect("a simulated run cannot fail")
+            .1;
         assert_eq!(always, Outcome::Different("put_page"));
         let twice = decide(|nth| {
             Ok(times(
@@ -632,7 +644,10 @@ mod tests {
                 if nth == 0 { 1.0 } else { 0.01 },
             ))
         });
-        assert!(matches!(twice.expect("measured").1, Outcome::Undecided(_)));
+        assert!(matches!(
+            twice.expect("a simulated run cannot fail").1,
+            Outcome::Undecided(_)
+        ));
         let at_last = decide(|nth| {
             Ok(if nth < 2 {
                 times(leak, 0.01)
@@ -640,14 +655,17 @@ mod tests {
                 times(as_designed, 0.01)
             })
         });
-        assert_eq!(at_last.expect("measured").1, Outcome::Equal);
-        // A run that does not find existing differences is undecided.
+        assert_eq!(
+            at_last.expect("a simulated run cannot fail").1,
+            Outcome::Equal
+        );
+        // A run that does not find the differences that exist is undecided.
         let blind = times(|_, _| 1.0, 0.01);
         assert!(matches!(outcome(&blind), Outcome::Undecided(_)));
     }
 
-    /// A test with few rounds and an unoptimized daemon, beside other load on the machine. It finds
-    /// a difference of a tenth of a put; `make bench-timing` finds smaller ones.
+    /// Runs the benchmark with few rounds and an unoptimized daemon, while other tests run on the
+    /// machine. It finds a difference of a tenth of a put. `make bench-timing` finds smaller ones.
     #[test]
     fn timing_does_not_reveal_pages_of_another_trust_domain() {
         if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
@@ -666,12 +684,14 @@ mod tests {
             json: false,
         };
         let (times, outcome) =
-            decide(|nth| measure(&args, args.seed + nth as u64)).expect("a complete measurement");
+            decide(|nth| measure(&args, args.seed + nth as u64)).expect("the measurement failed");
         print(&times, &outcome);
         match outcome {
             Outcome::Equal => {}
             Outcome::Undecided(why) => skipped(Missing::Quiet, format_args!("undecided: {why}")),
-            Outcome::Different(what) => panic!("{what} differs"),
+            Outcome::Different(what) => {
+                panic!("the time of {what} depends on the pages of another trust domain")
+            }
         }
     }
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Many VMs on one daemon. The benchmark measures the resources that the daemon takes from the
-//! host, and its answers to messages when all VMs connect at once and under load. It also measures
-//! whether a VM notices that a large VM leaves: one with many pages in the pool, and one with much
-//! memory that the daemon has touched and has to unmap.
+//! Benchmark of many VMs on one daemon. It measures the resources that the daemon takes from the
+//! host. It measures the time of answers to messages, when all VMs connect at once and under load.
+//! It also measures whether a VM's requests are delayed when a large VM disconnects. One large VM
+//! has many pages in the pool, and another has much memory that the daemon has touched and has to
+//! unmap.
 //!
 //! The guests are fake (`tmem-sim`) and share the machine with the daemon, so that the reported
 //! times are upper bounds. Requests are sent one at a time, as by a reader that waits.
@@ -16,10 +17,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use tmem_sim::{FakeGuest, GuestConfig, PutPage, RamRegion, Request};
 
-/// Bound of every wait.
+/// Longest time that the benchmark waits for anything.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Time after which a value that has not changed counts as final.
+/// Time for which a value must not change to count as final.
 const STILL: Duration = Duration::from_secs(1);
 
 const POOL: u32 = 1;
@@ -59,7 +60,7 @@ pub struct Args {
     tmemd: Option<PathBuf>,
 }
 
-/// Times of one operation.
+/// Durations of one operation.
 #[derive(Default)]
 struct Times(Vec<Duration>);
 
@@ -94,8 +95,10 @@ struct Daemon {
 
 impl Daemon {
     fn start(program: &Path, vms: usize, no_sandbox: bool) -> Result<Daemon, String> {
-        let folder = tempfile::tempdir().map_err(|e| format!("a folder: {e}"))?;
-        let log = File::create(folder.path().join("log")).map_err(|e| format!("a log: {e}"))?;
+        let folder =
+            tempfile::tempdir().map_err(|e| format!("cannot create a temporary directory: {e}"))?;
+        let log = File::create(folder.path().join("log"))
+            .map_err(|e| format!("cannot create the daemon's log file: {e}"))?;
         let mut command = Command::new(program);
         command.args(["--pool-size", "8GiB", "--host-free-min", "0"]);
         command.args(["--memory-pressure", "none"]);
@@ -109,7 +112,7 @@ impl Daemon {
         command.stdout(Stdio::null()).stderr(log);
         let child = command
             .spawn()
-            .map_err(|e| format!("{}: {e}", program.display()))?;
+            .map_err(|e| format!("cannot start {}: {e}", program.display()))?;
         let daemon = Daemon { child, folder };
         until(|| daemon.folder.path().join("control").exists() && daemon.socket(vms).exists())?;
         Ok(daemon)
@@ -130,7 +133,8 @@ impl Daemon {
         kib.unwrap_or(0) << 10
     }
 
-    /// Returns the daemon's threads, descriptors, mappings, and own memory in KiB.
+    /// Returns the numbers of the daemon's threads, descriptors and mappings, and its own memory in
+    /// KiB.
     fn takes(&self) -> [u64; 4] {
         let proc = PathBuf::from(format!("/proc/{}", self.child.id()));
         let entries = |name| fs::read_dir(proc.join(name)).map_or(0, Iterator::count) as u64;
@@ -147,7 +151,7 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // An error means that the daemon has ended.
+        // An error means that the daemon has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -177,7 +181,7 @@ fn guest(vm: usize) -> Result<FakeGuest, String> {
         reply_timeout: TIMEOUT,
         ..GuestConfig::default()
     };
-    FakeGuest::new(config).map_err(|e| format!("a guest: {e}"))
+    FakeGuest::new(config).map_err(|e| format!("cannot create a guest: {e}"))
 }
 
 fn put(object: u64, index: u64, pages: u64, value: u64) -> Request {
@@ -203,8 +207,8 @@ fn get(object: u64, index: u64, pages: u64) -> Request {
     }
 }
 
-/// Connects a guest and starts its device. It retries while the daemon still ends the last
-/// connection.
+/// Connects a guest and starts its device. Retries while the daemon is still ending the guest's
+/// last connection.
 fn connect(guest: &mut FakeGuest, socket: &Path) -> Result<(), String> {
     until(|| guest.connect(socket).is_ok())?;
     guest.start().map_err(|e| e.to_string())?;
@@ -221,8 +225,8 @@ fn ask(guest: &mut FakeGuest, request: Request) -> Result<(), String> {
     Ok(())
 }
 
-/// Lets each VM connect, put a page and wait for the answer. Returns the time of each VM, and the
-/// seconds for all.
+/// Lets all VMs connect at once, put a page and wait for the answer. Returns the time of each VM,
+/// and the seconds until all were done.
 fn storm(
     daemon: &Daemon,
     guests: &mut [FakeGuest],
@@ -247,7 +251,7 @@ fn storm(
             .collect();
         let joined = threads.into_iter().map(|thread| thread.join());
         joined
-            .map(|done| done.map_err(|_| "a client panicked".to_string())?)
+            .map(|done| done.map_err(|_| "a thread of the benchmark panicked".to_string())?)
             .collect::<Result<Vec<()>, String>>()
     })?;
     let took = begun.elapsed().as_secs_f64();
@@ -305,7 +309,7 @@ fn message_times(
         table.time(|| one.set_mem_table()).map_err(said)?;
         answer.time(|| ask(one, put(3, 0, 1, 9)))?;
         answer.time(|| ask(one, get(3, 0, 1)))?;
-        // One message for each queue.
+        // This sends one message for each queue.
         base.time(|| one.get_vring_bases()).map_err(said)?;
         one.start().map_err(said)?;
     }
@@ -319,7 +323,7 @@ fn message_times(
     Ok(names.into_iter().zip(times).collect())
 }
 
-/// Measures answers to one VM while another one leaves that has many pages in the pool.
+/// Measures the answers to one VM while another VM disconnects that has many pages in the pool.
 fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, String> {
     let (mut large, mut one) = (guest(0)?, guest(1)?);
     connect(&mut large, &daemon.socket(0))?;
@@ -370,7 +374,7 @@ fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, S
 /// Bytes that the kernel maps around a touched page, as far as the file has pages there.
 const FAULT_AROUND_BYTES: u64 = 64 << 10;
 
-/// Returns a VM with `gib` GiB of memory, all of which the daemon has touched.
+/// Connects a VM with `gib` GiB of memory, all of which the daemon has touched.
 fn touched(daemon: &Daemon, gib: u64) -> Result<FakeGuest, String> {
     const REGION_BYTES: u64 = 1 << 30;
     let region = |number| RamRegion {
@@ -388,7 +392,7 @@ fn touched(daemon: &Daemon, gib: u64) -> Result<FakeGuest, String> {
         reply_timeout: TIMEOUT,
         ..GuestConfig::default()
     };
-    let mut large = FakeGuest::new(config).map_err(|e| format!("a guest: {e}"))?;
+    let mut large = FakeGuest::new(config).map_err(|e| format!("cannot create a guest: {e}"))?;
     for page in (0..REGION_BYTES).step_by(PAGE) {
         large.ram().write(page, &[0]);
     }
@@ -401,15 +405,15 @@ fn touched(daemon: &Daemon, gib: u64) -> Result<FakeGuest, String> {
         let generation = large.generation();
         large
             .add_put_of(1, request.clone(), generation, pages)
-            .ok_or("no room for a request")?;
+            .ok_or("the queue has no room for a request")?;
         large.publish(1);
         large.drain(TIMEOUT).map_err(|e| e.to_string())?;
     }
     Ok(large)
 }
 
-/// Repeats an operation and times it in two phases, until the third begins: before a VM leaves, and
-/// while it leaves.
+/// Repeats an operation and records its times for two phases: before a VM disconnects, and while
+/// the daemon releases that VM's memory. Ends when the third phase begins.
 fn in_phases(
     phase: &AtomicUsize,
     mut what: impl FnMut(&mut Times) -> Result<(), String>,
@@ -421,8 +425,8 @@ fn in_phases(
     Ok(times)
 }
 
-/// Measures answers to one VM, and another VM's messages that change its memory, while a third VM
-/// leaves whose memory the daemon has to unmap.
+/// Measures the answers to one VM, and to messages of another VM that change its memory map.
+/// Meanwhile a third VM disconnects, whose memory the daemon has to unmap.
 fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, String> {
     let mut large = touched(daemon, args.mapped_gib)?;
     let (mut one, mut other) = (guest(1)?, guest(2)?);
@@ -440,8 +444,8 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         let tables = scope.spawn(|| {
             in_phases(phase, |times| {
                 let done = times.time(|| other.set_mem_table());
-                // One message per millisecond, as when memory is hot-plugged. Without the pause,
-                // this thread would send as fast as its processor allows.
+                // Send one message per millisecond, as when memory is hot-plugged. Without the
+                // pause, this thread would send messages as fast as its processor allows.
                 std::thread::sleep(Duration::from_millis(1));
                 done.map_err(|e| e.to_string())
             })
@@ -451,7 +455,8 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         phase.store(1, Ordering::Relaxed);
         let begun = Instant::now();
         large.disconnect();
-        // The other VMs have less than a hundredth of the memory.
+        // The memory of the VM that disconnects is gone when less than a hundredth is left: the
+        // other VMs have less than that.
         let gone = until(|| daemon.touched_bytes() < full / 100);
         let took = begun.elapsed();
         phase.store(2, Ordering::Relaxed);
@@ -476,7 +481,7 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         .into_iter()
         .zip(joined)
         {
-            let times = times.map_err(|_| "a client panicked")??;
+            let times = times.map_err(|_| "a thread of the benchmark panicked")??;
             all.extend(names.into_iter().zip(times));
         }
         Ok(all)
@@ -499,7 +504,10 @@ fn crowd(program: &Path, args: &Args) -> Result<(), String> {
     let mut guests = (0..args.vms).map(guest).collect::<Result<Vec<_>, _>>()?;
     let empty = daemon.takes();
     if empty[1] == 0 {
-        return Err("what the daemon takes is not shown: as root, or with --no-sandbox".into());
+        return Err(
+            "the daemon's resources cannot be read. Run the benchmark as root or with --no-sandbox"
+                .into(),
+        );
     }
     let tell = |what: &str, [threads, descriptors, mappings, kib]: [u64; 4]| {
         println!("{what:24} {threads:>8} {descriptors:>12} {mappings:>10} {kib:>12}");
@@ -544,7 +552,7 @@ fn crowd(program: &Path, args: &Args) -> Result<(), String> {
     Ok(())
 }
 
-/// Runs the benchmark and prints it.
+/// Runs the benchmark and prints the results.
 ///
 /// # Errors
 /// The daemon cannot be started, or breaks a rule.
@@ -555,7 +563,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     };
     let program = args.tmemd.clone().map_or_else(beside, Ok)?;
     if args.vms < 2 || args.clients == 0 {
-        return Err("two VMs and a client are the least".into());
+        return Err("the benchmark needs at least two VMs and one client thread".into());
     }
     if !args.leaving_only {
         crowd(&program, args)?;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! zram with lz4, the kernel's compressed disk, through O_DIRECT, so that no page cache is
-//! involved.
+//! zram, the kernel's compressed block device, with lz4. It is used with O_DIRECT, so that no page
+//! cache is involved.
 
 use rustix::fs::OFlags;
 use std::fs::{self, File, OpenOptions};
@@ -25,10 +25,10 @@ fn set(name: &str, value: &str) -> Result<(), String> {
 }
 
 impl Zram {
-    /// Takes the device for `pages` pages, if it is unused.
+    /// Sets the device up for `pages` pages, if it is unused.
     ///
     /// # Errors
-    /// The reason why there is no zram to compare with.
+    /// zram cannot be used. The error says why.
     pub fn new(pages: usize) -> Result<Zram, String> {
         if !rustix::process::geteuid().is_root() {
             return Err("zram is measured by root only".into());
@@ -52,14 +52,14 @@ impl Zram {
                 buffer: Box::new(Aligned([0; PAGE_SIZE])),
             }),
             Err(error) => {
-                // The original error is reported, which is the reason why zram cannot be used.
+                // Ignore errors of the reset, because the original error is reported.
                 let _ = set("reset", "1");
                 Err(format!("{DEVICE}: {error}"))
             }
         }
     }
 
-    /// Writes a page from memory that is not in the caches, as a put does.
+    /// Writes a page. Like a put, it copies the page from memory that is not in the caches.
     ///
     /// # Errors
     /// The device fails.

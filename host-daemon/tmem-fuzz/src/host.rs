@@ -368,7 +368,7 @@ impl FuzzedDaemon {
         base.take_the_neighbours_pages();
         base.maintain_all(0);
         base.daemon.background.unmap();
-        let held = base.daemon.pool.stats().pages;
+        let held = base.daemon.engine.stats().pages;
         assert_eq!(held, 0, "pages that belong to no tenant");
     }
 }

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Stored page contents: raw as they came, then compressed, one copy for equal pages of a trust
-//! domain.
+//! Stored page contents. A page is first stored raw, as the guest sent it, and compressed later.
+//! Equal pages of a trust domain are stored once.
 //!
-//! A blob is named by the number of its place in the heap, and lives as long as it has references.
-//! References are counted: each entry has one, and so has each thread that works on the blob. The
-//! table of equal pages holds no reference and only says where an equal blob may be. A thread that
-//! finds a blob through the table compares every byte before it shares the blob. The store never
-//! shares a blob between two domains, nor between pages whose hashes are equal but whose bytes
-//! differ.
+//! A blob is the stored content of one or more equal pages. Its name is the number of its place in
+//! the heap, and it lives as long as it has references. References are counted: each entry has one,
+//! and so has each thread that works on the blob. The table of equal pages holds no reference and
+//! only says where an equal blob may be. A thread that finds a blob through the table compares
+//! every byte before it shares the blob. The store never shares a blob between two domains, nor
+//! between pages whose hashes are equal but whose bytes differ.
 //!
-//! Locks: those of the table (dedup.rs), which no thread holds together with a lock of the heap.
+//! Locks: this file uses the locks of the table of equal pages (dedup.rs). No thread holds one of
+//! them together with a lock of the heap.
 
 use crate::codec::{self, Corrupt, DENSER_BYTES, Denser};
 use crate::config::{PAGE_SIZE, Page};
@@ -25,31 +26,34 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 /// Number of a trust domain. Numbers are never reused.
 pub(crate) type DomainId = u32;
 
-/// Record of a blob beside its bytes. With the word that the heap keeps for the blob it takes 24 B.
+/// Record of a blob, kept apart from its bytes. The record and the heap's word for the blob take 24
+/// B together.
 #[derive(Debug)]
 pub(crate) struct BlobRecord {
-    /// The table's part of the hash of the page.
+    /// Bits of the page's hash by which the table of equal pages finds the blob.
     hash: AtomicU32,
-    /// Trust domain of a listed blob plus 1. 0: the blob is not listed in the table of equal pages.
+    /// Trust domain of a listed blob plus 1. 0 means that the blob is not listed in the table of
+    /// equal pages.
     domain: AtomicU32,
     /// Next blob of the chain in the table of equal pages.
     next: AtomicU32,
-    /// Three fields. The lower half counts references. Then follow the bytes that the page took
-    /// when it was first compressed, for which the tenant is charged, and the flags of the sweep.
+    /// Three bit fields. The lower 16 bits count references. The next 13 bits are the number of
+    /// bytes that the page took when it was first compressed, for which the tenant is charged. The
+    /// highest bits are the flags of the sweep.
     state: AtomicU32,
 }
 
 const REFS: u32 = (1 << 16) - 1;
-/// Most references of a blob. An equal page beyond that is stored again. The limit suffices for
-/// everything that a few hundred VMs have in common.
+/// Largest number of references of a blob. Further equal pages are stored in another blob. The
+/// limit suffices for the pages that a few hundred VMs have in common.
 const REFS_MAX: u32 = 1 << 15;
 const FIRST_SHIFT: u32 = 16;
 const FIRST_BYTES: u32 = (1 << 13) - 1;
 const _: () = assert!(PAGE_SIZE as u32 <= FIRST_BYTES);
 /// Flag: the sweep has passed the blob once.
 const SEEN: u32 = 1 << 29;
-/// Flag: the sweep has passed the blob a second time, and will not try again to compress it
-/// further.
+/// Flag: the sweep has passed the blob a second time and has tried to recompress it. Later sweeps
+/// leave the blob alone.
 const DENSE: u32 = 1 << 30;
 
 // SAFETY: a record consists of atomics, for which zero is a valid value.
@@ -62,22 +66,22 @@ pub(crate) struct Store {
     hash: HashFn,
     hasher: PageHash,
     pub dedup: Dedup,
-    /// Counter: cold blobs that became smaller.
+    /// Counter: cold blobs that the sweep made smaller by recompressing them.
     pub denser_blobs: Sum,
-    /// Counter, bytes: by how much these cold blobs became smaller.
+    /// Counter, bytes: sum of the bytes that the sweep saved by recompressing cold blobs.
     pub denser_saved_bytes: Sum,
-    /// Gauge, bytes: by how much the present blobs are smaller than when they were first
-    /// compressed.
+    /// Gauge, bytes: difference between the first compressed size and the present size, summed over
+    /// all blobs in the store.
     pub dense_gain_bytes: Sum,
 }
 
 /// Final form of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Finalized {
-    /// Where the content is. A blob comes with a reference for the caller.
+    /// Place of the content. If it is a blob, the caller owns one reference to it.
     pub content: Content,
     pub stored_bytes: usize,
-    /// The store already had an equal page.
+    /// True if the store already had an equal page.
     pub shared: bool,
 }
 
@@ -114,7 +118,7 @@ impl Store {
         })
     }
 
-    /// Returns whether all memory of the store is locked, so that it is never swapped.
+    /// Returns whether all memory of the store is locked in RAM, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
         self.heap.is_locked() && self.dedup.is_locked()
     }
@@ -130,34 +134,39 @@ impl Store {
         self.heap.extra(Handle(blob))
     }
 
-    /// Stores a page as it is. Returns the blob, with one reference, and the check bits of its
-    /// hash. None: storing the page would take more than `frames_bytes_max` of memory.
+    /// Stores a page uncompressed. Returns the blob, with one reference, and the check bits of its
+    /// hash. Returns None if the heap would take more than `frames_bytes_max` bytes of memory.
     pub(crate) fn put_raw(&self, page: &Page, frames_bytes_max: u64) -> Option<(u32, u32)> {
         let Handle(blob) = self.heap.store(page, frames_bytes_max)?;
-        // Hash the copy: the guest may change its page in the meantime.
+        // Hash the copy and not the guest's page, because the guest may change its page in the
+        // meantime.
         let hash = self.heap.read(Handle(blob), |copy| {
-            let copy = copy.try_into().expect("a raw blob is a page");
+            let copy = copy
+                .try_into()
+                .expect("a raw blob has the length of a page");
             (self.hash)(&self.hasher, copy)
         });
         let record = self.record(blob);
         record.hash.store(table_bits(hash), Relaxed);
         record.domain.store(0, Relaxed);
-        // Release: from now on the sweep may take a reference of this blob and read its record.
+        // Release: a thread of the sweep that sees this reference count also sees the record's
+        // other fields.
         record.state.store(1, Release);
         Some((blob, check_bits(hash)))
     }
 
-    /// Takes one more reference for a caller that holds one. False: the blob has as many references
-    /// as it may.
+    /// Takes another reference to a blob. Returns false if the blob has no reference, or already
+    /// has the largest allowed number.
     pub(crate) fn share(&self, blob: u32) -> bool {
         let more = |state| (1..REFS_MAX).contains(&(state & REFS)).then_some(state + 1);
         let state = &self.record(blob).state;
         state.fetch_update(Acquire, Relaxed, more).is_ok()
     }
 
-    /// Gives a reference up. The last reference frees the bytes.
+    /// Releases a reference to a blob. Releasing the last one frees the blob's bytes.
     pub(crate) fn release(&self, blob: u32) {
-        // Release: the thread that frees the blob does so after our reads.
+        // Release and acquire: the thread that frees the blob does so after the reads of all
+        // threads that released a reference before.
         let state = self.record(blob).state.fetch_sub(1, AcqRel);
         if state & REFS == 1 {
             self.unlist(blob);
@@ -199,7 +208,7 @@ impl Store {
         }
     }
 
-    /// Gives up the reference of an entry.
+    /// Releases an index entry's reference to its content.
     pub(crate) fn release_content(&self, content: Content) {
         match content {
             Content::Same(_) => {}
@@ -207,7 +216,8 @@ impl Store {
         }
     }
 
-    /// Begins to read. The caller holds a reference and keeps it for the lifetime of the reader.
+    /// Begins to read a page. The caller holds a reference to the content, and keeps it for the
+    /// lifetime of the reader.
     pub(crate) fn reader(&self, content: Content) -> Reader<'_> {
         match content {
             Content::Same(pattern) => Reader::Same(pattern),
@@ -217,7 +227,8 @@ impl Store {
         }
     }
 
-    /// Restores a page and checks it. `out` is unspecified after an error.
+    /// Restores a page into `out` and compares its hash with the check bits. After an error, the
+    /// contents of `out` are unspecified.
     pub(crate) fn read(
         &self,
         reader: &Reader<'_>,
@@ -237,8 +248,9 @@ impl Store {
 
     // ---- final forms --------------------------------------------------------------------------
 
-    /// Finds the final form of a raw blob. The caller holds a reference to the blob and keeps it.
-    /// None: there is no memory for the final form now.
+    /// Finds the final form of a raw blob: a pattern, an equal blob, or a compressed blob. The
+    /// caller holds a reference to the raw blob and keeps it. Returns None if there is no memory
+    /// for the final form now.
     pub(crate) fn finalize(
         &self,
         raw: u32,
@@ -247,7 +259,9 @@ impl Store {
         buffer: &mut Page,
     ) -> Option<Finalized> {
         self.heap.read(Handle(raw), |page| {
-            let page: &Page = page.try_into().expect("a raw blob is a page");
+            let page: &Page = page
+                .try_into()
+                .expect("a raw blob has the length of a page");
             if let Some(pattern) = codec::same_filled(page) {
                 return Some(Finalized {
                     content: Content::Same(pattern),
@@ -273,10 +287,11 @@ impl Store {
                     record.state.store(1 | first(bytes.len()), Release);
                     (blob, bytes.len())
                 }
-                // The page does not compress: the raw blob becomes the final form.
+                // The page does not compress. Its raw blob becomes the final form.
                 None => {
                     self.share(raw).then_some(())?;
-                    // The size at first compression was 0 so far.
+                    // The field for the size at first compression is still 0, so that adding the
+                    // size sets it.
                     let state = &self.record(raw).state;
                     state.fetch_or(first(PAGE_SIZE), Relaxed);
                     (raw, PAGE_SIZE)
@@ -296,16 +311,17 @@ impl Store {
     }
 
     /// Returns by how many bytes a blob is smaller than when it was first compressed. The caller
-    /// holds a reference, or has just given up the last one.
+    /// holds a reference to the blob, or has just released the last one.
     fn dense_gain(&self, blob: u32) -> u64 {
-        // The first size of a raw blob is 0.
+        // For a blob that is still raw, the size at first compression is 0.
         let first_bytes = self.first_bytes(blob);
         first_bytes.saturating_sub(self.heap.len(Handle(blob))) as u64
     }
 
-    /// Marks a blob as seen by the sweep. A blob that the previous sweep had already marked is
-    /// compressed further, if that makes it smaller. Returns true if the blob was due for
-    /// compression.
+    /// Handles one blob in a sweep. Only listed blobs are eligible whose length at first
+    /// compression is within [`DENSER_BYTES`]. An eligible blob that no sweep has seen is marked as
+    /// seen. One that an earlier sweep has marked is cold, and is compressed again with zstd if
+    /// that makes it smaller. Returns true if that was tried.
     pub(crate) fn sweep(
         &self,
         blob: u32,
@@ -313,7 +329,7 @@ impl Store {
         denser: &mut Denser,
         [page, buffer]: &mut [Page; 2],
     ) -> bool {
-        // The reference keeps the blob from being freed.
+        // The reference that is taken here keeps the blob from being freed during compression.
         if !self.share(blob) {
             return false;
         }
@@ -339,7 +355,7 @@ impl Store {
                     self.denser_saved_bytes.add((len - bytes.len()) as u64);
                     self.dense_gain_bytes.add(self.dense_gain(blob));
                 } else {
-                    // There was no memory now: a later sweep tries again.
+                    // There was no memory for the new form. A later sweep tries again.
                     record.state.fetch_and(!DENSE, Relaxed);
                 }
             }
@@ -348,7 +364,8 @@ impl Store {
         worked
     }
 
-    /// Returns a blob of the domain with these bytes, and takes a reference of it.
+    /// Looks for a blob of the domain with the same bytes as a page. Returns the blob, with a
+    /// reference for the caller.
     fn find_equal(
         &self,
         domain: DomainId,
@@ -379,8 +396,9 @@ impl Store {
         record.hash.load(Relaxed) == hash && record.domain.load(Relaxed) == domain + 1
     }
 
-    /// Lists a blob in the table of equal pages. The table has one place for each hash of a domain,
-    /// so that probing is bounded: a page whose hash is already listed is stored and not shared.
+    /// Lists a blob in the table of equal pages. The table lists only one blob for each hash of a
+    /// domain, so that look-ups are bounded. A different page with a listed hash is stored, and
+    /// other pages cannot share it.
     fn list(&self, blob: u32, domain: DomainId, hash: u32) {
         let chain = self.dedup.lock(place_bits(hash, domain));
         let found = chain.find(self, |other| self.is_listed_as(other, domain, hash));
@@ -390,7 +408,8 @@ impl Store {
         }
     }
 
-    /// Takes a blob out of the table. The caller gave up the last reference.
+    /// Removes a blob from the table of equal pages. The caller has released the last reference to
+    /// the blob.
     fn unlist(&self, blob: u32) {
         if self.record(blob).domain.load(Relaxed) != 0 {
             self.dedup.remove(self, blob);
@@ -400,36 +419,58 @@ impl Store {
 
     // ---- invariants ---------------------------------------------------------------------------
 
-    /// Asserts that `refs`, by blob, are all references, and that the table lists live blobs only,
-    /// in their buckets.
+    /// Asserts that the blobs have exactly the references in `refs`, and that the table lists only
+    /// live blobs, each in the bucket of its hash. `refs` gives the trust domain and the number of
+    /// references of each blob.
     pub(crate) fn check(&self, refs: &std::collections::HashMap<u32, (DomainId, u32)>) {
-        assert_eq!(self.heap.stats().blobs, refs.len() as u64, "blobs");
+        assert_eq!(
+            self.heap.stats().blobs,
+            refs.len() as u64,
+            "the number of blobs in the heap differs from the number of blobs that entries refer to"
+        );
         for (&blob, &(_, refs)) in refs {
             let counted = self.record(blob).state.load(Relaxed) & REFS;
-            assert_eq!(counted, refs, "references of a blob");
+            assert_eq!(
+                counted, refs,
+                "blob {blob} has another number of references than the entries that refer to it"
+            );
         }
         let payload = refs.keys().map(|&blob| self.heap.len(Handle(blob)) as u64);
         let said = self.heap.stats().payload_bytes;
-        assert_eq!(payload.sum::<u64>(), said, "payload");
+        assert_eq!(
+            payload.sum::<u64>(),
+            said,
+            "the heap's sum of stored bytes differs from the sum of all blobs' lengths"
+        );
         let gain: u64 = refs.keys().map(|&blob| self.dense_gain(blob)).sum();
-        assert_eq!(gain, self.dense_gain_bytes.get(), "gain of dense blobs");
+        assert_eq!(
+            gain,
+            self.dense_gain_bytes.get(),
+            "the sum of bytes saved by recompression differs from the recount over all blobs"
+        );
         let mut listed = 0;
         self.dedup.check(self, |blob| {
-            let (domain, _) = refs.get(&blob).expect("a listed blob has references");
+            let (domain, _) = refs
+                .get(&blob)
+                .expect("a blob that the table of equal pages lists has a reference");
             let hash = self.record(blob).hash.load(Relaxed);
             assert!(
                 self.is_listed_as(blob, *domain, hash),
-                "domain of a listed blob"
+                "blob {blob} is listed under another trust domain than that of its entries"
             );
             listed += 1;
         });
         let said = refs
             .keys()
             .filter(|&&blob| self.record(blob).domain.load(Relaxed) != 0);
-        assert_eq!(listed, said.count(), "listed blobs");
+        assert_eq!(
+            listed,
+            said.count(),
+            "the table of equal pages lists another number of blobs than those marked as listed"
+        );
     }
 
-    /// Changes a stored byte, as a bad memory cell would.
+    /// Flips a bit of a stored byte, as a faulty memory cell would.
     #[cfg(test)]
     pub(crate) fn damage(&self, content: Content, at: usize) {
         if let Content::Raw(blob) | Content::Blob(blob) = content {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Recounts the engine's invariants from scratch, for tests and simulators. The check walks all
-//! pages.
+//! Checks of the engine's invariants, for tests and simulators. They recount all sums from scratch,
+//! which walks all pages.
 
 use crate::blob::DomainId;
 use crate::engine::Engine;
@@ -8,7 +8,7 @@ use crate::entry::{Content, Entry, Gauges};
 use crate::tenant::TenantShared;
 use std::collections::{HashMap, HashSet};
 
-/// Domain and number of referring entries, by blob.
+/// For each blob: its trust domain, and the number of entries that refer to it.
 type Refs = HashMap<u32, (DomainId, u32)>;
 
 impl Engine {
@@ -27,21 +27,34 @@ impl Engine {
         }
         assert!(
             entitled_bytes <= membership.size_bytes,
-            "entitlements exceed the pool"
+            "the tenants' entitlements add up to {entitled_bytes} B, more than the pool's size of {} B",
+            membership.size_bytes
         );
         for departed in &membership.departed {
             index_bytes += check_tenant(self, departed, &mut refs);
             let gauges = departed.lock(&self.totals).index.gauges;
-            assert_eq!(gauges, Gauges::default(), "a departed tenant's index");
+            assert_eq!(
+                gauges,
+                Gauges::default(),
+                "a departed tenant's index has pages that are not detached"
+            );
         }
         let tenants = membership.members.len() + membership.departed.len();
-        assert_eq!(self.totals.tenants.get(), tenants as u64, "tenants");
-        assert_eq!(self.totals.index_bytes.get(), index_bytes, "index");
+        assert_eq!(
+            self.totals.tenants.get(),
+            tenants as u64,
+            "the engine's count of tenants differs from the members and departed tenants"
+        );
+        assert_eq!(
+            self.totals.index_bytes.get(),
+            index_bytes,
+            "the engine's sum of index memory differs from the sum over all tenants"
+        );
         self.store.check(&refs);
     }
 }
 
-/// Checks one tenant. Returns the memory of its index in bytes.
+/// Checks the invariants of one tenant. Returns the memory of the tenant's index in bytes.
 fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 {
     let state = tenant.lock(&engine.totals);
     let mut ids = HashSet::new();
@@ -50,9 +63,16 @@ fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 
         check_entry(entry, tenant.domain(), refs);
     });
     state.policy.check(&state.index.entries, &mut |id| {
-        assert!(ids.remove(&id), "a queue has an entry that the index lacks");
+        assert!(
+            ids.remove(&id),
+            "entry {id} is in a queue twice, or is not in the index"
+        );
     });
-    assert!(ids.is_empty(), "{} entries are in no queue", ids.len());
+    assert!(
+        ids.is_empty(),
+        "{} entries of the index are in no queue of the policy",
+        ids.len()
+    );
     let counters = state.counters;
     let came = counters.puts - counters.puts_refused;
     let went = counters.replaced_pages
@@ -63,17 +83,17 @@ fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 
     assert_eq!(
         came - went,
         u64::from(state.index.gauges.pages),
-        "pages that were added and not removed"
+        "the pages that the counters say are left differ from the pages in the index"
     );
     assert_eq!(
         tenant.charged_bytes.get(),
         state.charged_bytes(),
-        "the copy of the charge differs"
+        "the tenant's charge for readers without the lock differs from the charge under the lock"
     );
     assert_eq!(
         tenant.has_dead(),
         state.index.has_detached(),
-        "the copy of the detached memory differs"
+        "the tenant's flag for detached pages differs from the index"
     );
     state.bytes()
 }
@@ -81,7 +101,10 @@ fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 
 fn check_entry(entry: &Entry, domain: DomainId, refs: &mut Refs) {
     if let Content::Raw(blob) | Content::Blob(blob) = entry.content() {
         let found = refs.entry(blob).or_insert((domain, 0));
-        assert_eq!(found.0, domain, "a blob shared by two trust domains");
+        assert_eq!(
+            found.0, domain,
+            "blob {blob} is shared by two trust domains"
+        );
         found.1 += 1;
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Codec: turns a page into its stored form and back. A form is a repeated pattern, compressed, or
-//! raw.
+//! Codec that converts a page to its stored form and back. The forms are a repeated pattern,
+//! compressed bytes, and the page itself (raw).
 //!
 //! zstd copies parts of a page into its contexts. Contexts therefore lie in memory that is never
 //! dumped and, where the process may lock memory, never swapped. They are wiped after use, so that
@@ -8,8 +8,8 @@
 //! the stack has positions only.
 //!
 //! A stored form that is as long as a page is the page itself. Any other form begins with a byte
-//! that names its codec. Stored bytes are the host's own, but decoding is bounded all the same: a
-//! broken form gives an error, never a byte outside the page.
+//! that names its codec. The stored bytes were written by the engine itself. Decoding is bounded
+//! nevertheless: a damaged form results in an error, and no byte outside the page is written.
 
 use crate::config::{PAGE_SIZE, Page};
 use crate::secret::SecretPages;
@@ -20,31 +20,34 @@ use std::ptr::NonNull;
 use zstd_safe::zstd_sys::{self, ZSTD_CCtx, ZSTD_DCtx, ZSTD_cParameter, ZSTD_dParameter};
 
 /// Longest compressed form in bytes. A page with a longer form is kept raw, because compressing
-/// such pages would save only 0.0004 of the store (measured).
+/// such pages would save only 0.04 % of the stored bytes (measured).
 pub(crate) const ENCODED_BYTES_MAX: usize = 3840;
 
-/// lz4's default. Acceleration 4 is a fifth faster but needs a tenth more bytes, and the pool
-/// exists to save bytes.
+/// Acceleration of lz4: its default. Acceleration 4 is 20 % faster but needs 10 % more bytes, and
+/// the pool's purpose is to save bytes.
 const LZ4_ACCELERATION: c_int = 1;
 
-/// First byte of a form that an lz4 block follows.
+/// First byte of a stored form that continues with an lz4 block.
 const FORM_LZ4: u8 = 1;
 
-/// First byte of a form that a zstd frame without magic number, length and checksum follows.
+/// First byte of a stored form that continues with a zstd frame. The frame has no magic number,
+/// length or checksum.
 const FORM_ZSTD: u8 = 2;
 
-/// Level 3 takes a sixth longer for 2 % fewer bytes.
+/// Compression level of zstd. Level 3 takes a sixth longer for 2 % fewer bytes.
 const ZSTD_LEVEL: i32 = 1;
 
-/// Lengths of lz4 forms, in bytes, that zstd makes notably smaller (measured).
+/// Lengths in bytes of the lz4 forms that are worth recompressing with zstd, because zstd makes
+/// them notably smaller (measured).
 pub(crate) const DENSER_BYTES: std::ops::RangeInclusive<usize> = 1024..=3840;
 
-/// ZSTD_f_zstd1_magicless: frames without the four bytes of a magic number.
+/// Frame format ZSTD_f_zstd1_magicless: frames that do not begin with the four bytes of a magic
+/// number.
 const ZSTD_MAGICLESS: c_int = zstd_sys::ZSTD_format_e::ZSTD_f_zstd1_magicless as c_int;
 
 thread_local! {
-    /// zstd context of each thread that restores pages, 96 KiB. None until the thread meets its
-    /// first zstd frame.
+    /// zstd context for decompression, 96 KiB in each thread that restores pages. It is None until
+    /// the thread decompresses its first zstd frame.
     static RESTORER: RefCell<Option<Restorer>> = const { RefCell::new(None) };
 }
 
@@ -52,7 +55,7 @@ thread_local! {
 struct Restorer {
     /// Memory of the context.
     memory: SecretPages,
-    /// The memory contains a context, and perhaps parts of a page. False: the memory is zero.
+    /// True if the memory contains a context, and perhaps parts of a page. Otherwise it is zero.
     in_use: bool,
 }
 
@@ -66,8 +69,8 @@ impl Restorer {
         })
     }
 
-    /// Returns the context. None: zstd takes no memory of this size or refuses the parameter, which
-    /// no released version does.
+    /// Returns the context, and creates it if necessary. Returns None if zstd rejects memory of
+    /// this size or the parameter, which no released version does.
     fn context(&mut self) -> Option<NonNull<ZSTD_DCtx>> {
         let memory = self.memory.pages().as_flattened_mut();
         let (at, bytes) = (memory.as_mut_ptr(), memory.len());
@@ -86,7 +89,8 @@ impl Restorer {
         is_ok(result).then_some(context)
     }
 
-    /// Restores a page from a frame. Returns its length, or None if the frame is broken.
+    /// Decompresses a frame into `out`. Returns the number of bytes written, or None if the frame
+    /// is damaged.
     fn restore(&mut self, frame: &[u8], out: &mut Page) -> Option<usize> {
         let context = self.context()?;
         // SAFETY: the context is this object's, and both pointers are valid for the lengths passed
@@ -117,9 +121,11 @@ fn is_ok(result: usize) -> bool {
     unsafe { zstd_sys::ZSTD_isError(result) == 0 }
 }
 
-/// Wipes the remains of restored pages in the calling thread's context.
+/// Overwrites the calling thread's context with zeroes, because it may contain parts of restored
+/// pages.
 pub(crate) fn wipe() {
-    // An error means that the thread ends and the context's memory went back to the system.
+    // An error means that the thread is ending and its context was already freed, so that nothing
+    // is left to wipe.
     let _ = RESTORER.try_with(|restorer| {
         if let Some(restorer) = &mut *restorer.borrow_mut() {
             restorer.wipe();
@@ -127,8 +133,8 @@ pub(crate) fn wipe() {
     });
 }
 
-/// Restores a page from a zstd frame. None: the frame is broken, or the system has no memory for
-/// the first context of this thread. In both cases the caller gives up the stored copy.
+/// Restores a page from a zstd frame. Returns None if the frame is damaged, or if the system has no
+/// memory for this thread's first context. In both cases the caller drops the stored copy.
 fn restore(frame: &[u8], out: &mut Page) -> Option<usize> {
     RESTORER.with_borrow_mut(|restorer| {
         if restorer.is_none() {
@@ -146,8 +152,8 @@ pub(crate) struct Corrupt;
 pub(crate) fn same_filled(page: &Page) -> Option<u32> {
     let (words, _) = page.as_chunks::<8>();
     let first = words[0];
-    // Most pages differ at once, at an end or in the first cache line. Only other pages are read to
-    // the end.
+    // In most pages, the last word or a word of the first cache line differs from the first word,
+    // so that few pages are read to the end.
     let same = words[words.len() - 1] == first && words.iter().all(|w| *w == first);
     let [low, high] = [0, 4]
         .map(|at| u32::from_ne_bytes([first[at], first[at + 1], first[at + 2], first[at + 3]]));
@@ -159,7 +165,7 @@ pub(crate) fn fill(pattern: u32, out: &mut Page) {
     out.as_chunks_mut::<4>().0.fill(pattern.to_ne_bytes());
 }
 
-/// Returns the compressed form of a page. None: the page does not shrink enough.
+/// Returns the lz4 form of a page, or None if it is longer than ENCODED_BYTES_MAX.
 pub(crate) fn encode<'a>(page: &Page, buffer: &'a mut Page) -> Option<&'a [u8]> {
     buffer[0] = FORM_LZ4;
     let out = &mut buffer[1..ENCODED_BYTES_MAX];
@@ -180,8 +186,9 @@ pub(crate) fn encode<'a>(page: &Page, buffer: &'a mut Page) -> Option<&'a [u8]> 
     }
 }
 
-/// Returns the bytes in which the engine would store a page at first: 0 if it repeats four bytes,
-/// [`PAGE_SIZE`] if it does not compress. This takes as long as compressing the page.
+/// Returns the number of bytes in which the engine would first store a page. That is 0 for a page
+/// that repeats four bytes, and [`PAGE_SIZE`] for one that does not compress. The call takes as
+/// long as compressing the page.
 pub fn stored_bytes(page: &Page) -> usize {
     match same_filled(page) {
         Some(_) => 0,
@@ -194,11 +201,12 @@ pub(crate) fn is_dense(bytes: &[u8]) -> bool {
     bytes.len() < PAGE_SIZE && bytes.first() == Some(&FORM_ZSTD)
 }
 
-/// Compressor that makes pages smaller than lz4 does, and takes longer.
+/// Compressor with zstd, which is slower than lz4 and makes pages smaller.
 pub(crate) struct Denser {
-    /// Memory of the context: 76 KiB, since zstd sizes its tables by the length of a page.
+    /// Memory of the context: 76 KiB. It is this small because zstd sizes its tables by the length
+    /// of a page.
     memory: SecretPages,
-    /// The memory contains a context, and perhaps parts of a page. False: the memory is zero.
+    /// True if the memory contains a context, and perhaps parts of a page. Otherwise it is zero.
     in_use: bool,
 }
 
@@ -219,8 +227,8 @@ impl Denser {
         })
     }
 
-    /// Returns the context. None: zstd takes no memory of this size or refuses a parameter, which
-    /// no released version does.
+    /// Returns the context, and creates it if necessary. Returns None if zstd rejects memory of
+    /// this size or a parameter, which no released version does.
     fn context(&mut self) -> Option<NonNull<ZSTD_CCtx>> {
         let memory = self.memory.pages().as_flattened_mut();
         let (at, bytes) = (memory.as_mut_ptr(), memory.len());
@@ -246,7 +254,7 @@ impl Denser {
         all.then_some(context)
     }
 
-    /// Returns the zstd form of a page. None: it is `bytes_max` long, or longer.
+    /// Returns the zstd form of a page, or None if it is not shorter than `bytes_max` bytes.
     pub(crate) fn encode<'a>(
         &mut self,
         page: &Page,
@@ -270,7 +278,7 @@ impl Denser {
         is_ok(len).then(|| &buffer[..1 + len])
     }
 
-    /// Wipes the remains of pages in the context.
+    /// Overwrites the context with zeroes, because it may contain parts of pages.
     pub(crate) fn wipe(&mut self) {
         if self.in_use {
             self.in_use = false;
@@ -279,7 +287,7 @@ impl Denser {
     }
 }
 
-/// Restores a page from its stored form. `out` is unspecified after an error.
+/// Restores a page from its stored form. After an error, the contents of `out` are unspecified.
 pub(crate) fn decode(stored: &[u8], out: &mut Page) -> Result<(), Corrupt> {
     if stored.len() == PAGE_SIZE {
         out.copy_from_slice(stored);
@@ -334,15 +342,15 @@ mod tests {
     #[test]
     fn zstd_contexts_are_zero_after_a_wipe() {
         let (page, mut buffer, mut out) = (text(), [0; PAGE_SIZE], [0; PAGE_SIZE]);
-        let mut denser = Denser::new().expect("memory");
-        let mut restorer = Restorer::new().expect("memory");
+        let mut denser = Denser::new().expect("cannot allocate a zstd context");
+        let mut restorer = Restorer::new().expect("cannot allocate a zstd context");
         let is_zero =
             |memory: &mut SecretPages| memory.pages().iter().all(|page| *page == [0; PAGE_SIZE]);
-        // Several rounds: a wiped context is initialized again.
+        // The test runs several rounds, because a wiped context has to be initialized again.
         for _ in 0..3 {
             let stored = denser
                 .encode(&page, &mut buffer, PAGE_SIZE)
-                .expect("it shrinks");
+                .expect("the test page compresses");
             assert_eq!(restorer.restore(&stored[1..], &mut out), Some(PAGE_SIZE));
             assert!(out == page);
             assert!(!is_zero(&mut denser.memory) && !is_zero(&mut restorer.memory));
@@ -356,13 +364,13 @@ mod tests {
     /// the worst case.
     #[test]
     #[ignore = "measures: run it with --release --ignored --nocapture"]
-    fn wiping_zstd_contexts_is_timed() {
+    fn print_the_time_of_wiping_zstd_contexts() {
         let (page, mut buffer, mut out) = (text(), [0; PAGE_SIZE], [0; PAGE_SIZE]);
-        let mut denser = Denser::new().expect("memory");
-        let mut restorer = Restorer::new().expect("memory");
+        let mut denser = Denser::new().expect("cannot allocate a zstd context");
+        let mut restorer = Restorer::new().expect("cannot allocate a zstd context");
         let stored = denser
             .encode(&page, &mut buffer, PAGE_SIZE)
-            .expect("it shrinks")
+            .expect("the test page compresses")
             .to_vec();
         println!(
             "contexts: {} and {} pages",

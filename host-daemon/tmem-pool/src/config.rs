@@ -8,13 +8,13 @@ pub const PAGE_SIZE: usize = 4096;
 /// One page of a guest.
 pub type Page = [u8; PAGE_SIZE];
 
-/// Most pools of one tenant, as VIRTIO_TMEM_POOLS_MAX on the wire. A guest has a pool for each file
-/// system.
+/// Largest number of pools of one tenant: VIRTIO_TMEM_POOLS_MAX of the protocol. A guest has a pool
+/// for each file system.
 pub const POOLS_PER_TENANT_MAX: usize = 256;
 
-/// Most keys of one tenant, counting live ones and those not freed yet. 2^26 pages are 256 GiB,
-/// more than the file cache of any guest that shrinks. The limit bounds the host memory that
-/// same-filled pages, which have no payload, can take.
+/// Largest number of keys of one tenant, counting live keys and detached keys that are not freed
+/// yet. 2^26 pages are 256 GiB, which is more than any guest is expected to reclaim from its file
+/// cache. The limit bounds the host memory that same-filled pages, which have no payload, can take.
 pub const KEYS_PER_TENANT_MAX: u32 = 1 << 26;
 
 /// Smallest limit of a tenant's raw pages: four full batches, as many as a guest has in flight.
@@ -23,51 +23,54 @@ pub(crate) const RAW_PAGES_MIN: u32 = 256;
 /// Largest limit of a tenant's raw pages: 8 MiB, which one core compresses in some 10 ms.
 pub(crate) const RAW_PAGES_MAX: u32 = 2048;
 
-/// Between these two, the limit of raw pages is the tenant's entitlement divided by this. It
-/// depends on quotas only, not on the load of other tenants.
+/// Divisor that gives the limit of a tenant's raw pages: the entitlement in pages divided by this,
+/// but at least RAW_PAGES_MIN and at most RAW_PAGES_MAX. So the limit depends on quotas only, not
+/// on the load of other tenants.
 pub(crate) const RAW_PART: u64 = 16;
 
-/// Raw pages that a background worker takes from a tenant at a time. They are few, because the next
-/// tenant waits for them, and more than one, so that the cost of the lock is shared.
+/// Raw pages that a background worker finalizes for one tenant before it turns to the next. The
+/// number is small because the next tenant waits, and larger than 1 so that the pages share the
+/// cost of taking the lock.
 pub(crate) const FINALIZE_PAGES: usize = 8;
 
 /// Pages that a put copies before it takes the tenant's lock once for all of them.
 pub(crate) const PUT_GROUP_PAGES: usize = 64;
 
-/// Steps to free memory that a put may take for each page that it brings: each evicts a page, frees
-/// a detached page or moves a blob. For a tenant within its limit this is enough, because a raw
-/// page is charged as much as 14 same-filled pages (state.rs asserts that). For the memory of the
-/// pool it may be too few: a victim that is shared or same-filled frees no stored bytes. The put is
-/// then refused.
+/// Largest number of steps that a put may take, for each of its pages, to free memory. A step
+/// evicts a page, frees a detached page or moves a blob. The number suffices to keep a tenant
+/// within its limit, because a raw page is charged as much as 14 same-filled pages (state.rs
+/// asserts that). It may not suffice to free memory of the pool, because evicting a shared or
+/// same-filled page frees no stored bytes. The put is then refused.
 pub(crate) const EVICTIONS_PER_PUT_PAGE: usize = 16;
 
-/// Pages freed or evicted under one hold of a tenant's lock: about 10 µs.
+/// Pages that are freed or evicted before a thread releases a tenant's lock: about 10 µs of work.
 pub(crate) const EVICT_STEP_PAGES: usize = 16;
 
 /// Most stale queue positions (of pages that are already gone) that one search for a victim may
 /// skip.
 pub(crate) const STALE_SKIPS_MAX: usize = 256;
 
-/// Bytes kept free for the growth of indexes between two checks of the pool's size: a chunk of each
-/// kind of record, and of the ghost table.
+/// Bytes of the pool that are kept free so that indexes can grow between two checks of the pool's
+/// size. They suffice for a chunk of each kind of record and a chunk of the ghost table.
 pub(crate) const INDEX_ROOM_BYTES: u64 = 128 << 10;
 
-/// One part in this many of the pool's size is kept free in addition.
+/// Divisor: this fraction of the pool's size is kept free in addition to INDEX_ROOM_BYTES.
 pub(crate) const INDEX_ROOM_PART: u64 = 256;
 
-/// Metadata of a tenant in bytes: its record, names and the tables of its objects.
+/// Memory in bytes that each tenant takes without any page: its record, its names and the tables of
+/// its objects.
 pub(crate) const TENANT_METADATA_BYTES: u64 = 16 << 10;
 
-/// Metadata charge of each page in bytes, beside its compressed size. It is all that one page in an
-/// object of its own, with a blob of its own, makes the host hold: entry (32 B), two nodes (160),
-/// object and its place (64), blob with its place (40), and a little. Most pages cost a quarter of
-/// it. With a smaller charge, a tenant of one-page objects could hold more than its share of the
-/// pool.
+/// Metadata charge of each page in bytes, beside its compressed size. It covers the worst case, a
+/// page that is alone in its object and has a blob of its own. The host then holds an entry (32 B),
+/// two nodes (160 B), an object and its place in the map (64 B), a blob record and its place (40
+/// B), and a few bytes more. Most pages cost a quarter of that. With a smaller charge, a tenant
+/// with one-page objects could hold more than its share of the pool.
 pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
 
-/// Address space that a pool reserves, as a multiple of its largest size: 12 for the longest span
-/// that each frame could be of, one for indexes, and a ninth for tables (of a pool of a few MiB or
-/// more).
+/// Address space that a pool reserves, as a multiple of its largest size. Each frame could be in a
+/// span of its own, and a span has the addresses of 12 frames: that is a factor of 12. Indexes take
+/// a factor of 1, and tables a ninth in pools of a few MiB or more.
 pub const ADDRESS_SPACE_TIMES: u64 = 14;
 
 /// Eviction policies; `evict/` implements them.
@@ -102,17 +105,19 @@ impl PolicyKind {
     }
 }
 
-/// Duration of a sweep in nanoseconds. A blob is cold after one to two sweeps. Ten minutes: pages
-/// that the guest takes back sooner are spared the slower decompression.
+/// Duration of a sweep in nanoseconds: ten minutes. A blob is cold after one to two sweeps. A page
+/// that the guest gets back earlier does not pay for the slower decompression of zstd.
 pub(crate) const SWEEP_NS: u64 = 600_000_000_000;
 
-/// Places of the heap that one step of the sweep visits.
+/// Number of the heap's places (one for each blob) that one step of the sweep visits.
 pub(crate) const SWEEP_STEP: u32 = 256;
 
-/// Most pages that one step of the sweep recompresses: less than a millisecond.
+/// Largest number of pages that one step of the sweep recompresses, which takes less than a
+/// millisecond.
 pub(crate) const SWEEP_PAGES: usize = 32;
 
-/// Monotonic time in nanoseconds, passed in by the caller so that a simulator owns it.
+/// Monotonic time in nanoseconds. The caller passes it in, so that a simulator can use a clock of
+/// its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Time(pub u64);
 
@@ -151,10 +156,10 @@ pub struct Quota {
     /// Bytes to which the tenant is entitled before the rest is divided. A part above `limit_bytes`
     /// is ignored.
     pub reserve_bytes: u64,
-    /// Largest charge of the tenant in bytes. None: the pool's size is the only limit.
+    /// Largest charge of the tenant in bytes. With None, the pool's size is the only limit.
     pub limit_bytes: Option<u64>,
-    /// Share of the unreserved part of the pool, relative to the other tenants' weights. 0: no
-    /// share.
+    /// Share of the unreserved part of the pool, relative to the other tenants' weights. With 0 the
+    /// tenant gets no share.
     pub weight: u32,
 }
 
@@ -162,9 +167,10 @@ pub struct Quota {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct TenantSpec {
-    /// Name for messages and statistics only.
+    /// Name, used only in messages and statistics.
     pub name: String,
-    /// Tenants with the same Some(domain) share equal pages. None is a domain of its own.
+    /// Name of the trust domain. Tenants with the same name share equal pages. With None, the
+    /// tenant is alone in its domain.
     pub trust_domain: Option<String>,
     /// The tenant's part of the pool.
     pub quota: Quota,
@@ -183,5 +189,5 @@ impl TenantSpec {
 
 const _: () = assert!(
     size_of::<usize>() == 8,
-    "the engine's estimates are those of 64-bit hosts"
+    "tmem-pool needs a 64-bit host: its estimates of memory assume 8-byte pointers"
 );

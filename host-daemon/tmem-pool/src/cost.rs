@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Costs of the work of a request, in nanoseconds.
+//! Costs of the parts of a request's work, in nanoseconds.
 //!
 //! A caller that serves several VMs with one thread ends the scheduling slice of one VM after some
 //! work. Reading a clock for each page is too expensive, and a simulator has a clock of its own. So
@@ -19,13 +19,13 @@ pub(crate) const REFUSE_NS: u64 = 300;
 /// Cost of evicting one page, or replacing it.
 pub(crate) const EVICT_NS: u64 = 500;
 
-/// Cost of looking for a page that is not held.
+/// Cost of a look-up that finds no page.
 pub(crate) const MISS_NS: u64 = 300;
 
 /// Cost of filling a page with its pattern, and freeing its key.
 pub(crate) const GET_SAME_NS: u64 = 1_000;
 
-/// Cost of decompressing a page with lz4, or copying it, and freeing it.
+/// Cost of decompressing a page with lz4, or of copying a raw page, and of freeing it.
 pub(crate) const GET_NS: u64 = 2_500;
 
 /// Cost of decompressing a page with zstd, and freeing it.
@@ -34,19 +34,19 @@ pub(crate) const GET_DENSE_NS: u64 = 6_000;
 /// Cost of dropping a page that has no stored bytes.
 pub(crate) const DROP_SAME_NS: u64 = 300;
 
-/// Cost of dropping any other page.
+/// Cost of dropping a page that has stored bytes.
 pub(crate) const DROP_NS: u64 = 800;
 
-/// Cost of looking up the pool and the object of a range, under the lock.
+/// Cost of looking up the pool and the object of a range under the tenant's lock.
 pub(crate) const RANGE_NS: u64 = 300;
 
-/// Cost of passing one followed key ([`Estimator`]).
+/// Cost of passing one followed key in a walk over the keys that the [`Estimator`] follows.
 pub(crate) const FOLLOWED_NS: u64 = 2;
 
-/// Cost of forgetting one followed key.
+/// Cost of removing one key from the keys that the [`Estimator`] follows.
 pub(crate) const FORGET_NS: u64 = 50;
 
-/// Cost of hashing one key of a small range, in order to forget the key.
+/// Cost of hashing one key of a small flushed range, in order to remove the key from the estimator.
 pub(crate) const KEY_NS: u64 = 40;
 
 /// Returns the cost of all calls of an estimator so far, without their constant part.
@@ -54,7 +54,8 @@ pub(crate) fn estimator_ns<K: Copy>(estimator: &Estimator<K>) -> u64 {
     estimator.passed() * FOLLOWED_NS + estimator.forgotten() * FORGET_NS
 }
 
-/// Returns the largest cost of forgetting followed keys by a condition.
+/// Returns the largest cost of a walk over all followed keys that forgets those for which a
+/// condition holds.
 pub(crate) fn forget_all_ns_max<K: Copy>(estimator: &Estimator<K>) -> u64 {
     estimator.followed() * (FOLLOWED_NS + FORGET_NS)
 }

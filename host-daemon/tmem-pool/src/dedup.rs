@@ -2,12 +2,14 @@
 //! Table of equal pages: a hash table of blobs that grows one bucket at a time.
 //!
 //! The table uses linear hashing (Litwin, VLDB 1980). With N buckets, N between 2^k and 2^(k+1),
-//! the buckets that were split already use one more bit of the hash than the others. So no thread
-//! ever waits while a table is moved to a larger one, and the table's size follows the number of
-//! blobs. Buckets are chains through the blobs' records. The table shrinks in the same way.
+//! the buckets that were split already use one more bit of the hash than the others. So the table
+//! follows the number of blobs in small steps, and no thread waits while all entries are moved to a
+//! larger table. Each bucket is a linked list through the blobs' records, here called a chain. The
+//! table shrinks in the same way.
 //!
-//! Locks: buckets share LOCKS of them. A bucket and the bucket that it is split into or joined with
-//! share one lock. `grow` is taken before these locks and serializes changes of N.
+//! Locks: all buckets share LOCKS locks. A bucket has the same lock as the bucket that it is split
+//! into or joined with. The lock `grow` serializes changes of N, and is taken before the lock of a
+//! bucket.
 
 use crate::heap::{Table, Zeroed};
 use crate::poison;
@@ -19,15 +21,16 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Number of locks. It is a power of two, and the smallest number of buckets.
 const LOCKS: u32 = 1024;
 
-/// Load factor: blobs, and the buckets that hold them on average before the next bucket is split.
-/// Fewer buckets would save 4 B each and make a put probe more blobs.
+/// Load factor: number of blobs for a number of buckets, above which the next bucket is split. Each
+/// bucket takes 4 B. With fewer buckets a put would probe more blobs.
 const LOAD: (u64, u64) = (4, 3);
 
 /// Most blobs of a chain that a look-up probes. Longer chains come only from colliding hashes,
 /// which no guest can choose without the seed.
 const PROBES_MAX: usize = 32;
 
-/// Most threads that have listed a blob and not counted it yet: far more than a process has.
+/// Largest number of threads that have added a blob to a chain and have not counted it yet. It is
+/// far more than a process has.
 const UNCOUNTED_MAX: u64 = 4096;
 
 /// Name of the table, for log messages.
@@ -37,9 +40,10 @@ const TABLE: &str = "the table of equal pages";
 pub(crate) trait Links {
     /// Returns the blob's hash. The table uses the lower half.
     fn hash(&self, blob: u32) -> u64;
-    /// Returns the next blob of the chain; 0: none. Accessed under the bucket's lock only.
+    /// Returns the next blob of the chain, where 0 means none. The caller holds the bucket's lock.
     fn next(&self, blob: u32) -> u32;
-    /// Sets the blob that follows `blob` in its chain; 0: none. Called under the bucket's lock only.
+    /// Sets the blob that follows `blob` in its chain, where 0 means none. The caller holds the
+    /// bucket's lock.
     fn set_next(&self, blob: u32, next: u32);
 }
 
@@ -53,8 +57,9 @@ unsafe impl Zeroed for Bucket {}
 #[derive(Debug)]
 pub(crate) struct Dedup {
     buckets: Table<Bucket>,
-    /// Number of buckets, N. A thread changes it under `grow` and the lock of the bucket in
-    /// question. So the bucket of a hash does not change while a thread holds that bucket's lock.
+    /// Number of buckets, N. A thread changes it while it holds `grow` and the lock of the bucket
+    /// that is split or joined. So the bucket of a hash does not change while a thread holds that
+    /// bucket's lock.
     nr_buckets: AtomicU32,
     nr_blobs: CachePadded<AtomicU32>,
     locks: Box<[Mutex<()>]>,
@@ -99,7 +104,8 @@ impl Dedup {
         if bucket < nr {
             bucket
         } else {
-            // The bucket of the longer hash is not split off yet.
+            // No bucket exists yet for the hash with one more bit. The blob is in the bucket that
+            // will be split.
             bucket & (nr.next_power_of_two() / 2 - 1)
         }
     }
@@ -138,7 +144,7 @@ impl Dedup {
         self.fit(links);
     }
 
-    /// Takes a listed blob out.
+    /// Removes a listed blob from the table.
     pub(crate) fn remove(&self, links: &impl Links, blob: u32) {
         let chain = self.lock(links.hash(blob));
         let next = links.next(blob);
@@ -161,7 +167,8 @@ impl Dedup {
         self.fit(links);
     }
 
-    /// Returns the most blobs that a chain can have. A longer chain has no end.
+    /// Returns the largest number of blobs that a chain can have. A walk that passes more blobs is
+    /// in a loop.
     fn chain_max(&self) -> u64 {
         u64::from(self.nr_blobs.load(Relaxed)) + UNCOUNTED_MAX
     }
@@ -169,7 +176,7 @@ impl Dedup {
     /// Splits or joins buckets if that is due, unless another thread is doing so.
     fn fit(&self, links: &impl Links) {
         let (nr, blobs) = (self.nr_buckets.load(Relaxed), self.nr_blobs.load(Relaxed));
-        // Number of buckets at the largest allowed load.
+        // Number of buckets that this number of blobs needs by the load factor.
         let wanted = u64::from(blobs) * LOAD.1 / LOAD.0;
         if wanted > nr.into() && (nr as usize) < self.buckets.capacity() {
             if let Ok(_grow) = self.grow.try_lock() {
@@ -241,13 +248,21 @@ impl Dedup {
         for bucket in 0..self.nr_buckets.load(Relaxed) {
             let mut blob = self.buckets.get(bucket).0.load(Relaxed);
             while blob != 0 {
-                assert_eq!(self.bucket_of(links.hash(blob)), bucket, "bucket of a blob");
+                assert_eq!(
+                    self.bucket_of(links.hash(blob)),
+                    bucket,
+                    "blob {blob} is in a bucket that is not that of its hash"
+                );
                 listed(blob);
                 blobs += 1;
                 blob = links.next(blob);
             }
         }
-        assert_eq!(blobs, self.nr_blobs.load(Relaxed), "listed blobs");
+        assert_eq!(
+            blobs,
+            self.nr_blobs.load(Relaxed),
+            "the table of equal pages counts another number of blobs than its chains contain"
+        );
     }
 }
 
@@ -279,7 +294,7 @@ mod tests {
         }
 
         fn next(&self, blob: u32) -> u32 {
-            assert!(blob != 0, "0 is no blob");
+            assert!(blob != 0, "blob 0, which means no blob, is used as a blob");
             self.0[blob as usize].0.load(Relaxed)
         }
 
@@ -291,7 +306,7 @@ mod tests {
     /// Returns a table of blobs with one hash, each linked to the one before.
     fn one_chain() -> (Dedup, Blobs) {
         let blobs = Blobs((0..10).map(|_| (AtomicU32::new(0), 5)).collect());
-        let table = Dedup::new(5_000).expect("address space");
+        let table = Dedup::new(5_000).expect("cannot reserve address space for the table");
         (1..10).for_each(|blob| table.add(&blobs, table.lock(5), blob));
         (table, blobs)
     }
@@ -316,8 +331,8 @@ mod tests {
     #[ignore = "ends its process: see damaged_dedup_chains_abort_the_process"]
     fn splitting_a_circular_chain_aborts() {
         let (table, blobs) = one_chain();
-        // Each step of a split reverses a link, which would break an ordinary circle. So this one
-        // restores itself.
+        // Each step of a split reverses a link, which would break an ordinary loop. The links of
+        // `Circle` cannot be changed.
         let circle = Circle(blobs);
         let chain = table.lock(5);
         chain.bucket.0.store(1, Relaxed);
@@ -334,7 +349,8 @@ mod tests {
         table.join(&Circle(blobs));
     }
 
-    /// Blobs with that hash, each of which stays its own successor whatever is written.
+    /// Blobs in a damaged chain: each blob is its own successor, and writing another successor has
+    /// no effect.
     struct Circle(Blobs);
 
     impl Links for Circle {
@@ -376,7 +392,8 @@ mod tests {
             };
             let blobs = (0..BLOBS).map(|i| (AtomicU32::new(0), hash(i, &mut rng)));
             let blobs = Blobs(blobs.collect());
-            let table = Dedup::new(BLOBS as usize).expect("address space");
+            let table =
+                Dedup::new(BLOBS as usize).expect("cannot reserve address space for the table");
             let mut listed = BTreeSet::new();
             for step in 0..60_000 {
                 let blob = 1 + rng.below(u64::from(BLOBS) - 1) as u32;
@@ -403,7 +420,9 @@ mod tests {
             for blob in listed {
                 table.remove(&blobs, blob);
             }
-            table.check(&blobs, |_| panic!("nothing is left"));
+            table.check(&blobs, |_| {
+                panic!("the table lists a blob after all blobs were removed")
+            });
             assert_eq!(table.bytes(), u64::from(LOCKS) * 4);
         });
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The engine: all tenants, one size for the memory of all (the pool), background work, and the
-//! choice of the tenant that gives up pages when the pool is full.
+//! The engine: the list of all tenants, the size of the memory that they share (the pool),
+//! background work, and the choice of the tenant whose pages are evicted when the pool is full.
 //!
 //! Locks: the membership's lock guards tenants and quotas. A thread takes it for reading to look
 //! for a victim, and for writing when a tenant is added, removed or changed. It is the outermost
@@ -35,10 +35,10 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Kind of background work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// Finalizing new pages: finding equal ones, lz4. It includes evictions that a page needs at
-    /// once.
+    /// Finalizing new pages: finding equal pages and compressing with lz4. This includes evictions
+    /// that make room for the final form.
     Finalize,
-    /// Compressing cold pages with zstd: the sweep.
+    /// Compressing cold pages with zstd, as the sweep does.
     Recompress,
     /// Freeing detached pages, evicting, compaction, returning memory to the system.
     MakeRoom,
@@ -66,11 +66,14 @@ pub struct Engine {
     pub(crate) size_bytes: Sum,
     size_max_bytes: u64,
     params: TenantParams,
-    /// Position of the tenant whose raw pages are finalized next: tenants take turns.
+    /// Position in the list of members of the tenant whose raw pages are finalized next. Tenants
+    /// take turns.
     turn: CachePadded<AtomicUsize>,
-    /// Counter of steps of background work.
+    /// Number of steps of background work so far. It decides which steps also do other work than
+    /// finalizing.
     chores: CachePadded<AtomicUsize>,
-    /// A sweep has ended since the last full compaction: there may be holes that are not urgent.
+    /// True if a sweep has ended since the last full compaction. The heap may then have unused
+    /// memory whose compaction is not urgent.
     compact_all: AtomicBool,
     /// The pool was shrunk and still exceeds its new size.
     shrinks: AtomicBool,
@@ -81,7 +84,8 @@ pub struct Engine {
     membership: RwLock<Membership>,
 }
 
-/// While there are raw pages, one step in this many is for all other work.
+/// While there are raw pages, one step of background work in this many also does other work than
+/// finalizing.
 const CHORES_EVERY: usize = 4;
 
 /// Returns the number of places that a sweep that began at `begun` should have passed by now.
@@ -153,7 +157,8 @@ impl Engine {
         self.size_bytes.get().saturating_sub(taken_bytes)
     }
 
-    /// Computed from the present size. The largest size is that of the host.
+    /// Returns the number of idle frames that stay in the pool. It is computed from the pool's
+    /// present size, because the largest size may be that of the whole host.
     fn idle_frames(&self) -> u64 {
         heap::idle_frames(self.size_bytes.get())
     }
@@ -165,7 +170,8 @@ impl Engine {
     /// Returns whether the pool uses more memory than its size. Empty frames do not count: they are
     /// released when others are needed.
     fn is_over(&self) -> bool {
-        // Metadata alone may exceed the size: that of same-filled pages, after a resize.
+        // Metadata alone may exceed the size, for example that of many same-filled pages after a
+        // resize.
         let used_bytes = self.store.heap.busy_bytes() + self.metadata_bytes();
         used_bytes.saturating_add(self.index_room_bytes()) > self.size_bytes.get()
     }
@@ -182,8 +188,8 @@ impl Engine {
     }
 
     /// Does up to `steps` steps of work that frees memory, and lowers `steps` by their number. It
-    /// frees detached pages, compacts blobs if there are many holes, or else evicts. False: there
-    /// is nothing to do, or no step is left.
+    /// frees detached pages, compacts the heap if much of its memory is unused, and otherwise
+    /// evicts pages. Returns false if there is nothing to do, or if no step is left.
     fn room_step(&self, steps: &mut usize) -> bool {
         let step = EVICT_STEP_PAGES.min(*steps);
         if step == 0 {
@@ -206,8 +212,8 @@ impl Engine {
         moved
     }
 
-    /// Copies a page into the store. None: there is no memory, and up to `steps` steps did not free
-    /// enough.
+    /// Copies a page into the store. Returns None if there is no memory and up to `steps` steps did
+    /// not free enough.
     pub(crate) fn put_raw(&self, page: &Page, steps: &mut usize) -> Option<(u32, u32)> {
         loop {
             if let Some(raw) = self.store.put_raw(page, self.frames_bytes_max()) {
@@ -219,19 +225,20 @@ impl Engine {
         }
     }
 
-    /// Takes a scratch page for finalizing pages. None: the system has no memory.
+    /// Takes a scratch page for finalizing pages. Returns None if the system has no memory.
     pub(crate) fn take_buffer(&self) -> Option<SecretPages> {
         let kept = poison::guard_or_abort(self.buffers.lock(), BUFFERS).pop();
         kept.or_else(|| SecretPages::new(1).ok())
     }
 
-    /// Returns a scratch page. It is wiped, because it may contain a page of a tenant that leaves.
+    /// Gives a scratch page back. The page is wiped first, because it may contain bytes of a tenant
+    /// that departs.
     pub(crate) fn give_buffer(&self, mut buffer: SecretPages) {
         buffer.wipe();
         poison::guard_or_abort(self.buffers.lock(), BUFFERS).push(buffer);
     }
 
-    /// Finds the final form of a raw page, and frees memory for it.
+    /// Finds the final form of a raw page, and frees memory for it if necessary.
     pub(crate) fn finalize(
         &self,
         blob: u32,
@@ -271,14 +278,14 @@ impl Engine {
         steps
     }
 
-    /// Removes a tenant of which nothing is left from the totals.
+    /// Removes a tenant from the totals. The tenant has departed, and all its pages are freed.
     fn forgotten(&self, tenant: &TenantShared) {
         self.totals.tenants.sub(1);
         tenant.forgotten(&self.totals);
     }
 
-    /// Removes a departed tenant whose pages are all freed. A member stays, and so does a departed
-    /// tenant with pages left.
+    /// Removes a departed tenant whose pages are all freed. Does nothing for a tenant that is still
+    /// a member, or that has departed and has pages left.
     pub(crate) fn forget(&self, tenant: &Arc<TenantShared>) {
         if !self
             .membership()
@@ -289,9 +296,9 @@ impl Engine {
             return;
         }
         let mut membership = self.membership_mut();
-        // The caller saw no detached pages. But it may have looked before the tenant's last handle
-        // detached all pages and the tenant departed. From then on nothing more is detached, and
-        // the thread that frees the last page calls this function again.
+        // The caller saw no detached pages, but may have looked before the drop of the tenant's
+        // last handle detached all pages. A departed tenant detaches nothing more, and the thread
+        // that frees its last page calls this function again.
         if tenant.has_dead() {
             return;
         }
@@ -325,7 +332,8 @@ impl Engine {
         steps
     }
 
-    /// Returns a tenant above its own limit, which happens when the limit was lowered.
+    /// Returns a tenant that is charged more than its own limit, if there is one. This happens when
+    /// the limit was lowered.
     fn over_limit(&self) -> Option<Arc<TenantShared>> {
         let membership = self.membership();
         let over = membership.members.iter().find(|member| {
@@ -335,14 +343,14 @@ impl Engine {
         over.map(|member| Arc::clone(&member.tenant))
     }
 
-    /// Finalizes some raw pages of the tenant whose turn it is, or of the next one that has any.
-    /// Returns their number.
+    /// Finalizes some raw pages of the tenant whose turn it is, or of the next tenant that has raw
+    /// pages. Returns the number of finalized pages.
     fn finalize_step(&self) -> usize {
         let turn = self.turn.fetch_add(1, Relaxed);
         let mut from = 0;
         loop {
-            // The lock is not held while pages are finalized, because evictions take it to look for
-            // a victim.
+            // Release the membership lock before pages are finalized, because evictions take it to
+            // look for a victim.
             let next = {
                 let membership = self.membership();
                 let members = &membership.members;
@@ -355,8 +363,9 @@ impl Engine {
                 return 0;
             };
             match tenant.finalize(self) {
-                // All raw pages of this tenant left before they were finalized. Other tenants need
-                // not wait for that. This tenant is not tried again, so the loop ends.
+                // All raw pages of this tenant left before they were finalized. Try the tenants
+                // behind it, so that they need not wait for the next step. This tenant is not tried
+                // again, so the loop ends.
                 Some(0) => from = i + 1,
                 finalized => return finalized.unwrap_or(0),
             }
@@ -379,7 +388,10 @@ impl Engine {
         let places = self.store.heap.places();
         let due = due_by(*begun, now, places);
         let (first, mut worked) = (*next, 0);
-        let pages: &mut [Page; 2] = buffer.pages().try_into().expect("two pages");
+        let pages: &mut [Page; 2] = buffer
+            .pages()
+            .try_into()
+            .expect("the sweep's buffer has two pages");
         while *next < due && *next - first < SWEEP_STEP && worked < SWEEP_PAGES {
             let frames_bytes_max = self.frames_bytes_max();
             let dense = self.store.sweep(*next, frames_bytes_max, denser, pages);
@@ -394,7 +406,7 @@ impl Engine {
         let looked = *next - first;
         if *next >= places {
             (*begun, *next) = (now, 1);
-            // Frames that were idle during a whole sweep go back to the system; frames in frequent
+            // A sweep has ended: return all idle frames to the system. Frames that are in frequent
             // use are soon taken again.
             self.store.heap.release_idle();
             self.compact_all.store(true, Relaxed);
@@ -402,12 +414,13 @@ impl Engine {
         looked as usize
     }
 
-    /// Does one step of background work. 0: nothing is left to do.
+    /// Does one step of background work. Returns the amount of work done, in pages, blobs or
+    /// frames; 0 means that nothing is left to do.
     fn maintain_step(&self, now: Time, pages: usize, begins: &mut dyn FnMut(Work)) -> usize {
         begins(Work::Finalize);
-        // Raw pages come first: until they are finalized they take twice the memory, and then new
-        // pages are refused. But guests can put as fast as the pool finalizes, and the other work
-        // must make progress.
+        // Raw pages come first, because they take twice the memory until they are finalized, and
+        // new pages are refused if there are too many. But guests can put as fast as the pool
+        // finalizes, so every CHORES_EVERY-th step does other work as well.
         let finalized = self.finalize_step();
         let turn = self.chores.fetch_add(1, Relaxed);
         if finalized > 0 && !turn.is_multiple_of(CHORES_EVERY) {
@@ -423,7 +436,8 @@ impl Engine {
         done
     }
 
-    /// Does one step of work other than finalizing. 0: nothing is left to do.
+    /// Does one step of freeing, eviction or compaction. Returns the amount of work done, in pages,
+    /// blobs or frames; 0 means that nothing is left to do.
     fn chore(&self, pages: usize) -> usize {
         let reaped = self.reap(pages);
         if reaped > 0 {
@@ -441,7 +455,8 @@ impl Engine {
             self.store.heap.release_idle();
         }
         if let Some(tenant) = self.over_limit() {
-            // One page at a time, so as not to go below the limit.
+            // Evict one page at a time, so that the tenant does not go further below its limit than
+            // necessary.
             return self.evict_from(&tenant, 1, Reason::Limit);
         }
         if self.store.heap.is_sparse() || self.compact_all.load(Relaxed) {
@@ -547,8 +562,8 @@ impl Engine {
         Ok(Tenant::new(Arc::clone(self), tenant))
     }
 
-    /// Changes the size in bytes, to the largest one at most, while the pool gives way to other
-    /// memory needs of the host. The excess is evicted in bounded steps of
+    /// Changes the present size in bytes, at most to the largest size. The caller does so while the
+    /// pool gives way to other memory needs of the host. The excess is evicted in bounded steps of
     /// [`maintain`](Self::maintain) and of puts. Below the sum of all reserves, the entitlements
     /// scale down. Admission of a further reserve compares with the full size
     /// ([`set_full`](Self::set_full)).
@@ -598,7 +613,7 @@ impl Engine {
 
     /// Does background work for at most about `budget` pages: final forms of raw pages, freeing of
     /// detached pages, eviction down to the size and to limits. Returns true if more is left. Any
-    /// number of threads may call it at once.
+    /// number of threads may call this method at the same time.
     pub fn maintain(&self, now: Time, budget: usize) -> bool {
         self.maintain_reporting(now, budget, &mut |_| {})
     }
@@ -623,7 +638,8 @@ impl Engine {
         self.has_work(now)
     }
 
-    /// Returns gauges and counters as of now. Those of different tenants are not of one instant.
+    /// Returns gauges and counters as of now. The figures of different tenants are read one after
+    /// the other, not at the same instant.
     pub fn stats(&self) -> EngineStats {
         let membership = self.membership();
         let heap = self.store.heap.stats();
@@ -664,15 +680,16 @@ impl Engine {
         let with_blob = stats.pages + stats.detached_pages
             - stats.same_filled_pages
             - u64::from(detached.same_filled_pages);
-        // A put in progress may have a blob and no key yet.
+        // A put in progress may have a blob and no key yet, so that there may be more blobs than
+        // keys with one.
         stats.shared_pages = with_blob.saturating_sub(stats.blobs);
         stats.original_bytes = stats.pages * PAGE_SIZE as u64;
         stats
     }
 
-    /// Returns whether all memory of the pool is locked, so that it is never swapped. That is so if
-    /// the system let the pool lock its address space, which is
-    /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES) its largest size.
+    /// Returns whether all memory of the pool is locked in RAM, so that it is never swapped. It is
+    /// locked if the system allowed the pool to lock its address space, which is
+    /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES) times its largest size.
     pub fn is_locked(&self) -> bool {
         self.store.is_locked() && self.params.chunks.is_locked()
     }

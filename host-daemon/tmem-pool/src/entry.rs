@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Index entry of one page, in 32 bytes: cookie, where the contents are, the bits to check them
-//! against, the charge, and the entry's place in the tree and in the queue.
+//! Index entry of one page, 32 bytes long. It has the page's cookie, the place of the contents and
+//! the bits of their hash, the charge, and the entry's place in the tree and in the policy's queue.
 
 use crate::config::{PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE};
 use crate::heap::Zeroed;
@@ -9,15 +9,15 @@ use crate::index::{ArenaRecord, Hook, Id};
 /// Place of a page's contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Content {
-    /// The page repeats these four bytes: nothing is stored.
+    /// The page repeats these four bytes. No bytes are stored in the heap.
     Same(u32),
-    /// The page is stored as it came, in this slot of the nursery.
+    /// The page is stored uncompressed in this blob, because it is still in the nursery.
     Raw(u32),
     /// The page is in this blob, which other entries of the trust domain may share.
     Blob(u32),
 }
 
-/// A page in the index. `prev` and `next` belong to the policy's queues.
+/// Entry of a page in the index. The fields `prev` and `next` are links of the policy's queues.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Entry {
     pub cookie: u64,
@@ -47,8 +47,8 @@ const POLICY_SHIFT: u32 = 16;
 const POLICY: u32 = 0xffff << POLICY_SHIFT;
 
 impl Entry {
-    /// Creates an entry. `stored_bytes` is what the page is charged beside its metadata. `shared`:
-    /// an equal page was already stored.
+    /// Creates an entry. The page is charged `stored_bytes` in addition to its metadata. `shared`
+    /// is true if an equal page was already stored.
     pub(crate) fn new(
         cookie: u64,
         check: u32,
@@ -124,7 +124,7 @@ impl ArenaRecord for Entry {
     }
 }
 
-/// Sums over entries.
+/// Sums over the entries of an object, a pool or an index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Gauges {
     pub pages: u32,

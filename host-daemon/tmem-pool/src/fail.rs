@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Injection of allocation failures. Wherever the engine allocates memory and can go on without it,
-//! tests make the allocation fail.
+//! Injection of allocation failures. Tests use it to make an allocation fail at each place where
+//! the engine can go on without the memory.
 
-/// Returns whether the next allocation shall fail. Outside of tests, only the system decides.
+/// Returns whether the next allocation must fail. Outside of tests it never does.
 #[cfg(not(test))]
 pub(crate) fn memory() -> bool {
     false
@@ -20,7 +20,8 @@ mod injected {
         static FAILS: RefCell<Option<(Rng, u64)>> = const { RefCell::new(None) };
     }
 
-    /// Makes one allocation of this thread in `n` fail from now on, on average; 0: none.
+    /// Makes one allocation of this thread in `n` fail from now on, on average. 0 switches failures
+    /// off.
     pub(crate) fn one_in(n: u64, seed: u64) {
         FAILS.set((n > 0).then(|| (Rng::new(seed), n)));
     }

@@ -1,25 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The content hash: seeded 128-bit xxh3. It only finds candidates; the engine compares bytes to
-//! decide.
+//! The content hash: seeded 128-bit xxh3. Equal hashes only make two pages candidates for sharing;
+//! the engine then compares their bytes.
 //!
 //! xxh3 is fast and not collision-resistant: an attacker who knows the seed can make two pages with
 //! one hash. So the engine never takes one page for another because of the hash (`blob.rs`).
 //!
-//! The library chooses its instructions for the processor at hand. On an Intel Xeon with AVX2 it
-//! takes 127 ns for a page in the cache, where loops of our own took 132 ns.
+//! The library chooses its instructions at run time for the host's processor. On an Intel Xeon with
+//! AVX2 it takes 127 ns for a page in the cache; an implementation in this crate took 132 ns.
 
 use crate::config::Page;
 use twox_hash::XxHash3_128;
 use twox_hash::xxhash3_128::Hasher;
 
-/// Hash function for pages with a seed. It is public for benchmarks that compare with it.
+/// Seeded hash function for pages. It is public because benchmarks compare with it.
 #[derive(Clone, Debug)]
 pub struct PageHash {
-    /// Derived from the seed once, because the derivation takes a fourteenth of a page's hash.
+    /// Secret of xxh3, which is derived from the seed once. Deriving it for each page would take a
+    /// fourteenth of the time of hashing the page.
     secret: Box<[u8]>,
 }
 
-/// Hash of a page; replaced in tests, to make pages collide.
+/// Type of the hash function of pages. Tests use another function, to make pages collide.
 pub(crate) type HashFn = fn(&PageHash, &Page) -> u128;
 
 impl PageHash {
@@ -32,7 +33,7 @@ impl PageHash {
     /// Returns the hash of a page.
     pub fn of(&self, page: &Page) -> u128 {
         let hash = XxHash3_128::oneshot_with_secret(&self.secret, page);
-        hash.expect("a derived secret has the length that the function requires")
+        hash.expect("a secret derived from a seed has the length that xxh3 requires")
     }
 }
 
@@ -42,8 +43,9 @@ pub(crate) fn check_bits(hash: u128) -> u32 {
 }
 
 /// Returns the hash that selects the bucket of a page in the table of equal pages. Equal pages of
-/// two domains have different values, so that the pages of one VM do not make the chains of another
-/// domain longer. The other VM could measure that time. The mixing is MurmurHash3's (Appleby).
+/// two domains have different values. So the pages of one VM do not lengthen the chains that a VM
+/// of another domain walks, which the other VM could notice by timing. The bits are mixed with the
+/// finalizer of MurmurHash3 (Appleby).
 pub(crate) fn place_bits(table_bits: u32, domain: u32) -> u64 {
     let mut x = u64::from(table_bits) ^ u64::from(domain).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
@@ -52,8 +54,8 @@ pub(crate) fn place_bits(table_bits: u32, domain: u32) -> u64 {
 }
 
 /// Returns the bits of a hash by which the engine looks for equal pages. They differ from the check
-/// bits. With 2^24 blobs one look-up in 256 finds another page, which is decompressed in vain, and
-/// one page in 256 is not shared.
+/// bits. With 2^24 blobs one look-up in 256 finds a different page, which is decompressed in vain,
+/// and one page in 256 cannot be shared.
 pub(crate) fn table_bits(hash: u128) -> u32 {
     (hash >> 64) as u32
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Membership of the pool: tenants with their quotas, trust domains, and departed tenants whose
-//! pages are not freed yet.
+//! Membership of the pool: the list of tenants with their quotas and trust domains, and the
+//! departed tenants whose pages are not freed yet.
 //!
-//! The membership decides admission and sets entitlements. It never touches pages.
+//! The membership admits tenants and sets their entitlements. It never accesses pages.
 
 use crate::blob::DomainId;
 use crate::config::{Quota, TenantSpec};
@@ -17,7 +17,8 @@ use std::sync::Arc;
 pub(crate) struct Member {
     pub tenant: Arc<TenantShared>,
     pub quota: Quota,
-    /// Name of the trust domain, to remove the name with the domain's last member.
+    /// Name of the trust domain. It is kept here so that the name can be removed with the domain's
+    /// last member.
     domain_name: Option<String>,
 }
 
@@ -30,8 +31,9 @@ struct Domain {
 #[derive(Debug)]
 pub(crate) struct Membership {
     pub size_bytes: u64,
-    /// Size in bytes into which reserves have to fit: the size of the pool when it does not give
-    /// way. So a tenant is not refused because the pool gives way at the moment.
+    /// Full size of the pool in bytes, into which all reserves have to fit. The present size may be
+    /// smaller while the pool gives way to other memory needs of the host. No tenant is refused
+    /// because of that.
     full_bytes: u64,
     pub members: Vec<Member>,
     /// Tenants that left and have pages that are not freed yet.
@@ -55,7 +57,7 @@ impl Membership {
         }
     }
 
-    /// Adds a tenant. `make` builds it for the domain that it is called with.
+    /// Adds a tenant. `make` creates the tenant with the number of its trust domain.
     ///
     /// # Errors
     /// The reserve does not fit beside those of the other tenants.
@@ -90,19 +92,21 @@ impl Membership {
         Ok(tenant)
     }
 
-    /// Removes a tenant whose pages are all detached. True: they are freed as well, and nothing is
-    /// left of the tenant.
+    /// Removes a tenant whose pages are all detached. Returns true if they are also freed, so that
+    /// nothing is left of the tenant.
     pub(crate) fn depart(&mut self, tenant: &Arc<TenantShared>) -> bool {
         let at = self
             .members
             .iter()
             .position(|member| Arc::ptr_eq(&member.tenant, tenant));
-        let member = self.members.swap_remove(at.expect("a tenant departs once"));
+        let member = self
+            .members
+            .swap_remove(at.expect("a tenant that departs is a member"));
         if let Some(name) = member.domain_name {
             let domain = self
                 .domains
                 .get_mut(&name)
-                .expect("a member's domain is known");
+                .expect("the trust domain of a member has a name entry");
             domain.members -= 1;
             if domain.members == 0 {
                 self.domains.remove(&name);
@@ -110,7 +114,8 @@ impl Membership {
         }
         self.entitle();
         self.gone.add(member.tenant.counters());
-        // A thread that needed memory may have freed all pages already, and will not look again.
+        // A thread that needed memory may have freed all pages already. It will not look at this
+        // tenant again.
         let freed = !member.tenant.has_dead();
         if !freed {
             self.departed.push(member.tenant);
@@ -126,9 +131,10 @@ impl Membership {
         self.configure(None, &[(tenant, quota)])
     }
 
-    /// Changes the full size, if one is given, and quotas, or nothing at all. A given full size
-    /// must hold all reserves. If the full size stays, a tenant that does not grow its reserve is
-    /// not refused: an earlier change of the full size can have left the reserves too large.
+    /// Changes the full size, if one is given, and quotas, all together or not at all. A new full
+    /// size must hold all reserves. If no full size is given, a tenant whose reserve does not grow
+    /// is not refused, because an earlier change of the full size may have left the reserves too
+    /// large.
     ///
     /// # Errors
     /// A reserve does not fit; then nothing changes.

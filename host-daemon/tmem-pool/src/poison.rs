@@ -3,15 +3,16 @@
 //! contents of the store are unknown, so no guest may be answered from it. The process ends at
 //! once.
 //!
-//! Every page in a pool is a copy: guests read from their disks until the process is back, empty.
-//! Going on without the lock would risk wrong bytes. A panic at each use, as the standard library
-//! proposes, would stop the queues of guests one after the other and leave a process that seems
-//! alive. A panic under a tenant's own lock concerns that tenant only (tenant.rs), and a panic in
-//! the sweep leaves cold pages as they are (engine.rs).
+//! Every page in a pool is a copy, so that guests read from their disks until the process has
+//! restarted with an empty pool. Ignoring the poison would risk wrong bytes. A panic at each use of
+//! the lock, as is common with the standard library's locks, would stop the guests' queues one
+//! after the other and leave a process that seems alive. A panic under a tenant's own lock concerns
+//! that tenant only (tenant.rs), and a panic in the sweep leaves cold pages as they are
+//! (engine.rs).
 
 use std::sync::LockResult;
 
-/// Returns the guard if the lock is not poisoned, and otherwise ends the process. `what` names the
+/// Returns the guard of a lock. Ends the process if the lock is poisoned. `what` is the name of the
 /// guarded data, for the log.
 pub(crate) fn guard_or_abort<G>(locked: LockResult<G>, what: &str) -> G {
     locked.unwrap_or_else(|_| {

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Entitlement of each tenant: a pure function of the pool's size and all quotas.
 //!
-//! Each tenant gets its reserve first, then a share by weight of the unreserved rest, capped by its
-//! limit. The rest that a cap leaves is shared among the other tenants, again by weight. A pool
-//! smaller than all reserves scales them down. The sum never exceeds the pool's size.
+//! Each tenant gets its reserve first. The unreserved part is then divided by weight, and each
+//! tenant gets at most its limit. The part that a tenant cannot take because of its limit is
+//! divided among the other tenants, again by weight. If the pool is smaller than the sum of all
+//! reserves, the reserves are scaled down. The sum of all entitlements never exceeds the pool's
+//! size.
 
 use crate::config::Quota;
 
@@ -16,7 +18,7 @@ impl Quota {
 
 fn mul_div(value: u64, numerator: u64, denominator: u64) -> u64 {
     let result = u128::from(value) * u128::from(numerator) / u128::from(denominator);
-    u64::try_from(result).expect("a share is never more than the whole")
+    u64::try_from(result).expect("a share of the pool is not larger than the pool's size")
 }
 
 /// Returns the entitlement in bytes of each quota, in their order, in a pool of `size_bytes`.

@@ -7,7 +7,7 @@ use crate::heap::Region;
 use std::io;
 use std::slice;
 
-/// Pages that belong to their holder alone; zero at first.
+/// Pages of memory that belong to their holder alone. They are zero at first.
 #[derive(Debug)]
 pub struct SecretPages {
     region: Region,
@@ -24,7 +24,7 @@ impl SecretPages {
         Ok(SecretPages { region, pages })
     }
 
-    /// Returns whether the memory is locked, so that it is never swapped.
+    /// Returns whether the memory is locked in RAM, so that it is never swapped.
     pub fn is_locked(&self) -> bool {
         self.region.is_locked()
     }
@@ -55,14 +55,21 @@ mod tests {
         secret.pages()[1][7] = 1;
         let at = secret.pages().as_ptr() as u64;
         let flags = flags_of(at);
-        assert!(flags.iter().any(|flag| flag == "dd"), "{flags:?}");
+        assert!(
+            flags.iter().any(|flag| flag == "dd"),
+            "the mapping would be in a core dump: its flags are {flags:?}, without \"dd\""
+        );
         let locked = flags.iter().any(|flag| flag == "lo");
-        assert_eq!(secret.is_locked(), locked, "{flags:?}");
+        assert_eq!(
+            secret.is_locked(),
+            locked,
+            "is_locked() disagrees with the mapping's flags {flags:?}"
+        );
         secret.wipe();
         assert_eq!(secret.pages().as_flattened(), [0; 3 * PAGE_SIZE]);
     }
 
-    /// Returns the kernel's flags of the mapping at an address.
+    /// Returns the flags (VmFlags of smaps) of the mapping at an address.
     fn flags_of(at: u64) -> Vec<String> {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut inside = false;
@@ -80,6 +87,6 @@ mod tests {
                 return flags.split_whitespace().map(String::from).collect();
             }
         }
-        panic!("{at:#x} is not mapped");
+        panic!("no mapping in /proc/self/smaps contains the address {at:#x}");
     }
 }

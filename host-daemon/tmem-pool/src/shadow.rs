@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A shadow tenant: the engine's own index, eviction policy, charge and estimates for one tenant,
-//! with sizes in place of page contents.
+//! A shadow tenant: one tenant with the engine's own index, eviction policy, charge and estimates,
+//! and with sizes in place of page contents.
 //!
-//! `tmem-bench replay` sends the requests of a trace to it. The nursery is left out: a page has its
+//! `tmem-bench replay` sends the requests of a trace to it. There is no nursery: a page has its
 //! final size at once. Dropped pages are freed at once.
 
 use crate::blob::Finalized;
@@ -28,26 +28,28 @@ impl ShadowMemory {
     }
 }
 
-/// A tenant without page contents and without a limit. The caller decides when it evicts.
+/// A tenant without page contents and without a limit. It evicts pages only when the caller calls
+/// [`evict`](Self::evict).
 #[derive(Debug)]
 pub struct ShadowTenant(State);
 
 impl ShadowTenant {
-    /// Creates an empty tenant. The seed is for the hashes of the index, which the policy uses.
+    /// Creates an empty tenant. The seed determines the hashes of the index, which the policy uses,
+    /// too.
     pub fn new(policy: PolicyKind, seed: u64, memory: &ShadowMemory) -> ShadowTenant {
         let mut state = State::new(seed, KEYS_PER_TENANT_MAX, u64::MAX, policy, &memory.0);
         state.raw_max = u32::MAX;
         ShadowTenant(state)
     }
 
-    /// Creates a pool unless the tenant has it. False: the tenant has too many pools, or there is
-    /// no memory.
+    /// Creates a pool, unless the tenant already has it. Returns false if the tenant has too many
+    /// pools, or if there is no memory.
     pub fn ensure_pool(&mut self, pool: u32) -> bool {
         self.0.pool(pool).is_ok() || self.0.create_pool(pool).is_ok()
     }
 
-    /// Puts a page with its final size in bytes, in place of the page under its key. False: the
-    /// pool does not exist, the tenant has too many keys, or there is no memory.
+    /// Puts a page with its final size in bytes, and replaces the page under its key. Returns false
+    /// if the pool does not exist, if the tenant has too many keys, or if there is no memory.
     pub fn put(
         &mut self,
         pool: u32,
@@ -70,7 +72,10 @@ impl ShadowTenant {
         if !self.0.put(pool, page, true, &mut freed) {
             return false;
         }
-        let raw = self.0.next_raw().expect("the page was just put");
+        let raw = self
+            .0
+            .next_raw()
+            .expect("the page that was just put is raw");
         let finalized = Finalized {
             content: Content::Same(0),
             stored_bytes,
@@ -80,7 +85,7 @@ impl ShadowTenant {
         true
     }
 
-    /// Gets a page, which leaves the tenant. True: it was held.
+    /// Gets a page and removes it. Returns true if the tenant held the page.
     pub fn get(&mut self, pool: u32, (object, index): (u64, u64)) -> bool {
         let Ok(pool) = self.0.pool(pool) else {
             return false;
@@ -92,7 +97,8 @@ impl ShadowTenant {
         hit
     }
 
-    /// Drops the pages `index ..` of one object; `nr_pages` None: to its end.
+    /// Drops `nr_pages` pages of an object from the page `index` on. With None, drops all pages
+    /// from there to the object's end.
     pub fn flush(&mut self, pool: u32, object: u64, index: u64, nr_pages: Option<u64>) {
         let last = match nr_pages {
             None => u64::MAX,

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! State of one tenant: its keys, queues and counters, which its lock guards, and every change to
-//! them.
+//! State of one tenant: its keys, queues and counters, and every change to them. The tenant's lock
+//! guards the state.
 //!
-//! Nothing here copies, compresses, hashes contents or looks at another tenant. References that are
-//! given up are handed to the caller in `freed`. The caller releases them after it has released the
-//! lock. Each call is bounded: what may be long (an object, a pool, everything) is detached in one
-//! step and removed in small ones.
+//! No function of this file copies, compresses or hashes contents, or accesses another tenant.
+//! References to contents that a call gives up are returned in `freed`, and the caller releases
+//! them after it has released the lock. Each call takes bounded time. Objects, pools and whole
+//! tenants may have many pages, so they are detached in one step and removed in small steps.
 
 use crate::blob::Finalized;
 use crate::config::PolicyKind;
@@ -23,15 +23,16 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use tmem_trace::estimate::Estimator;
 
-/// Pages up to which a flush itself frees an object. A larger object is freed later.
+/// Largest number of pages of an object that a flush frees itself. A larger object is detached and
+/// freed later.
 pub(crate) const DETACH_PAGES_MIN: u32 = 16;
 
-/// Pages up to which a flush looks at the hash of each page. A larger flush walks the followed
-/// keys.
+/// Largest number of pages of a flush that removes its keys from the estimator by hashing each of
+/// them. A larger flush walks over all followed keys instead.
 pub(crate) const FLUSH_HASHES_MAX: u64 = 64;
 
-/// Length of the queue of raw pages, for each raw page allowed. The queue includes places of pages
-/// that are no longer raw.
+/// Largest length of the queue of raw pages, as a multiple of the number of raw pages that the
+/// tenant may have. The queue includes entries of pages that are no longer raw.
 const RAW_QUEUE_PART: usize = 2;
 
 /// A tenant's state under its lock.
@@ -39,8 +40,8 @@ const RAW_QUEUE_PART: usize = 2;
 pub(crate) struct State {
     pub index: Index,
     pub policy: Box<dyn Policy>,
-    /// Entries that came as raw pages, with their blobs, oldest first. Some of them are no longer
-    /// raw.
+    /// Queue of entries that were put as raw pages, with their blobs, the oldest first. Some of
+    /// them may no longer be raw.
     raw: VecDeque<(Id, u32)>,
     pub raw_max: u32,
     pub limit_bytes: u64,
@@ -57,7 +58,7 @@ pub(crate) enum Reason {
     Pool,
     /// The pool is over its size because it was shrunk.
     Shrink,
-    /// An operator drops the pages.
+    /// An operator flushed the tenant's pages.
     Flush,
 }
 
@@ -108,9 +109,9 @@ impl State {
         }
     }
 
-    /// Empties the state without reading what it holds, since a panic left that unknown: no key is
-    /// found any more. The memory of its pages is lost, because their references may have been
-    /// given up or not.
+    /// Empties the state without reading its contents, which are unknown after a panic. No key is
+    /// found any more. The memory of the tenant's pages is lost, because it is not known which
+    /// references were already released.
     pub(crate) fn abandon(&mut self, keys_max: u32, policy: PolicyKind) {
         self.index.abandon(keys_max);
         self.policy = evict::policy(policy, self.index.chunks());
@@ -152,7 +153,7 @@ impl State {
         estimator_ns(&self.estimator)
     }
 
-    /// Returns gauges and counters. Quota and entitlement are those of the default.
+    /// Returns gauges and counters. The fields of quota and entitlement have their default values.
     pub(crate) fn stats(&self) -> TenantStats {
         let estimates = self.estimator.estimates();
         let (gauges, counters) = (self.index.gauges, self.counters);
@@ -210,7 +211,7 @@ impl State {
         self.index.pool(nr).ok_or(NoPool)
     }
 
-    /// Ends a pool at once; its pages are freed later.
+    /// Detaches a pool at once. Its pages are freed later.
     pub(crate) fn destroy_pool(&mut self, nr: u32) -> Result<(), NoPool> {
         let pool = self.pool(nr)?;
         let before = self.index.gauges.pages;
@@ -220,7 +221,7 @@ impl State {
         Ok(())
     }
 
-    /// Ends all pools at once; their pages are freed later.
+    /// Detaches all pools at once. Their pages are freed later.
     pub(crate) fn clear(&mut self) {
         self.counters.flushed_pages += u64::from(self.index.gauges.pages);
         self.index.detach_all();
@@ -229,8 +230,8 @@ impl State {
 
     // ---- pages --------------------------------------------------------------------------------
 
-    /// Returns the number of pages for which the tenant has room. If it has evicted nothing so far,
-    /// it has room for all.
+    /// Returns the number of pages for which the tenant has room, for the estimator. If the tenant
+    /// has evicted nothing so far, it has room for any number.
     fn room_pages(&self) -> u64 {
         match self.counters.evictions {
             0 => u64::MAX,
@@ -257,9 +258,9 @@ impl State {
         self.index.remove(id)
     }
 
-    /// Stores a page over the page that was held under its key. False: the page is refused, nothing
-    /// is held under the key, and the blob is in `freed`. `room`: the pool has room for index
-    /// entries.
+    /// Stores a page in place of the page that was held under its key. `room` says whether the pool
+    /// has room for index entries. Returns false if the page is refused. Then nothing is held under
+    /// the key, and the page's blob is in `freed`.
     pub(crate) fn put(
         &mut self,
         pool: PoolRef,
@@ -338,9 +339,9 @@ impl State {
         }
     }
 
-    /// Evicts this tenant's own pages until a raw page fits under its limit, at most as many as
-    /// that can need. False: the page does not fit, because the tenant is far over a limit that was
-    /// lowered.
+    /// Evicts this tenant's own pages until a raw page fits under its limit, in a bounded number of
+    /// steps. Returns false if the page still does not fit, because the tenant is far over a limit
+    /// that was lowered.
     fn make_room(&mut self, freed: &mut Freed) -> bool {
         const RAW_CHARGE: u64 = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
         const {
@@ -360,8 +361,8 @@ impl State {
         self.charged_bytes() <= room_bytes
     }
 
-    /// Takes out the pages `index ..` that are held under the requested cookies. The caller owns
-    /// their references.
+    /// Removes the pages from `index` on that are held under the requested cookies, and returns
+    /// them. The caller owns their references.
     pub(crate) fn take(
         &mut self,
         pool: PoolRef,
@@ -387,8 +388,8 @@ impl State {
         }
     }
 
-    /// Evicts up to `pages` pages. Returns the number of steps, including detached pages that were
-    /// freed on the way. 0: there is nothing to evict.
+    /// Evicts up to `pages` pages. Returns the number of steps, which includes the detached pages
+    /// that were freed on the way. 0 means that there is nothing to evict.
     pub(crate) fn evict(&mut self, pages: usize, reason: Reason, freed: &mut Freed) -> usize {
         let (mut evicted, mut skipped) = (0, 0);
         while evicted < pages && skipped < STALE_SKIPS_MAX {
@@ -421,8 +422,9 @@ impl State {
         evicted + skipped
     }
 
-    /// Drops up to `pages_max` pages of `index ..= last`, or a whole object at once. True: there
-    /// may be more. False: the caller calls [`forget`](Self::forget) next.
+    /// Drops up to `pages_max` pages of `index ..= last`, or a whole object at once. Returns true
+    /// if there may be more pages to drop. If it returns false, the caller calls
+    /// [`forget`](Self::forget) next.
     pub(crate) fn flush(
         &mut self,
         pool: PoolRef,
@@ -465,9 +467,9 @@ impl State {
         }
     }
 
-    /// Forgets the followed keys of a flushed range, because the guest does not ask for flushed
-    /// pages again, not even for those that were evicted. Called once for each range, after its
-    /// pages are dropped. It may pass all followed keys.
+    /// Removes the keys of a flushed range from the estimator, because the guest does not ask for
+    /// flushed pages again, not even for those that were evicted. The caller calls it once for each
+    /// range, after the pages are dropped. The call may walk over all followed keys.
     pub(crate) fn forget(
         &mut self,
         pool: PoolRef,
@@ -491,7 +493,8 @@ impl State {
         }
     }
 
-    /// Frees up to `steps` detached pages. Returns the number of steps; 0: nothing is left.
+    /// Frees up to `steps` detached pages. Returns the number of steps, where 0 means that no
+    /// detached page is left.
     pub(crate) fn reap(&mut self, steps: usize, freed: &mut Freed) -> usize {
         let mut done = 0;
         while done < steps {
@@ -518,8 +521,8 @@ impl State {
         room.min(queue.saturating_sub(self.raw.len()))
     }
 
-    /// Prefetches the entries of the next raw pages into the cache, and calls `blob` with their
-    /// blobs, if they are still raw.
+    /// Prefetches the entries of the next raw pages into the cache. Calls `blob` with the blob of
+    /// each entry that is still raw.
     pub(crate) fn prefetch_raw(&self, pages: usize, blob: impl Fn(u32)) {
         for &(id, raw) in self.raw.iter().take(pages) {
             self.index.entries.prefetch(id);
@@ -527,7 +530,8 @@ impl State {
         }
     }
 
-    /// Returns the next page that is still raw. The entry keeps its reference.
+    /// Removes the next page that is still raw from the queue and returns it. The entry keeps its
+    /// reference to the blob.
     pub(crate) fn next_raw(&mut self) -> Option<(Id, u32)> {
         while let Some((id, blob)) = self.raw.pop_front() {
             if self.is_raw(id, blob) {
@@ -543,8 +547,8 @@ impl State {
         self.raw.push_front((id, blob));
     }
 
-    /// Returns whether the entry still is this raw page. It may also be another raw page with the
-    /// same numbers, which serves as well.
+    /// Returns whether the entry is a raw page with this blob. It may be another raw page that has
+    /// the same numbers by now, which can be finalized as well.
     fn is_raw(&self, id: Id, blob: u32) -> bool {
         self.index
             .entries
@@ -552,7 +556,8 @@ impl State {
             .is_some_and(|entry| entry.content() == Content::Raw(blob))
     }
 
-    /// Gives a raw page its final form, or releases that form if the page has left in the meantime.
+    /// Gives a raw page its final form. Releases the final form if the page is gone or no longer
+    /// raw.
     pub(crate) fn finalize(
         &mut self,
         (id, blob): (Id, u32),
@@ -581,7 +586,7 @@ impl State {
     }
 }
 
-/// The pages `index ..= last` of an object.
+/// Range of pages of an object: `index ..= last`.
 #[derive(Clone, Copy)]
 pub(crate) struct Range {
     pub object: u64,
@@ -591,7 +596,7 @@ pub(crate) struct Range {
 
 #[cfg(test)]
 impl State {
-    /// Returns where a page is, and leaves it in place.
+    /// Returns the entry of a page, which stays in the index.
     pub(crate) fn peek(
         &self,
         Key {

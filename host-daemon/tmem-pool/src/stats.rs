@@ -3,8 +3,8 @@
 
 use crate::config::Quota;
 
-/// Statistics of one tenant. Gauges count the pages that the tenant can still get. `detached_pages`
-/// counts the other pages that occupy memory for it.
+/// Statistics of one tenant. Gauges count only pages that the tenant can still get, except for
+/// `detached_pages`, which counts its other pages that still occupy memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TenantStats {
@@ -67,7 +67,7 @@ pub struct TenantStats {
     pub finalized_raw: u64,
     /// Counter, pages: put over a page that was held under the same key.
     pub replaced_pages: u64,
-    /// Counter, pages: held under another cookie than the requested one.
+    /// Counter, pages: requested pages that were held under another cookie than the requested one.
     pub cookie_mismatches: u64,
     /// Counter, pages, approximate: misses that would have been hits with more memory, in the order
     /// of [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
@@ -77,24 +77,24 @@ pub struct TenantStats {
     pub loss_hits: [u64; 3],
     /// Counter, pages, approximate: hits from which `loss_hits` is estimated.
     pub loss_hits_seen: u64,
-    /// Counter, keys: followed keys that requests passed one by one for these estimates. It
-    /// measures work, for callers that bound it.
+    /// Counter, keys: followed keys that requests walked over for the estimates `gain_hits` and
+    /// `loss_hits`. It measures work, for callers that bound their work.
     pub gain_steps: u64,
     /// Gauge, pages: largest number of raw pages that the tenant may have.
     pub raw_pages_max: u64,
-    /// Gauge, pages: dropped and not freed yet. They still occupy memory of the pool.
+    /// Gauge, pages: dropped pages that are not freed yet. They still occupy memory of the pool.
     pub detached_pages: u64,
     /// Gauge, pools: live pools of the tenant.
     pub pools: u64,
     /// Gauge, bytes: reserve of the quota.
     pub reserve_bytes: u64,
-    /// Gauge, bytes: limit of the quota. None: no limit of its own.
+    /// Gauge, bytes: limit of the quota. With None, the tenant has no limit of its own.
     pub limit_bytes: Option<u64>,
     /// Gauge, without unit: weight of the quota.
     pub weight: u32,
 }
 
-/// Statistics of an engine: of the memory for all tenants, which is the pool.
+/// Statistics of an engine and of its pool, the memory for all tenants.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct EngineStats {
@@ -107,7 +107,7 @@ pub struct EngineStats {
     pub frames_bytes: u64,
     /// Gauge, bytes: stored contents, each copy once. Exact.
     pub payload_bytes: u64,
-    /// Gauge, bytes: upper estimate of all other memory.
+    /// Gauge, bytes: upper estimate of the memory for everything except stored contents.
     pub metadata_bytes: u64,
     /// Gauge, bytes: the part of `metadata_bytes` that never shrinks: tables of stored copies.
     pub tables_bytes: u64,
@@ -121,17 +121,17 @@ pub struct EngineStats {
     pub same_filled_pages: u64,
     /// Gauge, pages: stored as they came, waiting for their final form.
     pub raw_pages: u64,
-    /// Gauge, pages: keys, detached ones included, that need no blob of their own because other
-    /// keys have an equal page.
+    /// Gauge, pages: keys, including detached ones, that need no blob of their own because another
+    /// key has an equal page.
     pub shared_pages: u64,
     /// Gauge, blobs: stored copies.
     pub blobs: u64,
-    /// Counter, pages: evicted, of all tenants. This counter and the counters below include
-    /// departed tenants.
+    /// Counter, pages: evicted pages of all tenants. This counter and all following counters
+    /// include departed tenants.
     pub evictions: u64,
     /// Gauge, bytes: sum of the charges of all tenants.
     pub charged_bytes: u64,
-    /// Gauge, bytes: sum of all reserves, as far as limits leave them usable.
+    /// Gauge, bytes: sum of all reserves, each at most as large as the tenant's limit.
     pub reserved_bytes: u64,
     /// Gauge, bytes: stored size of all pages, each counted in full even if it is shared.
     pub compressed_bytes: u64,
@@ -156,8 +156,8 @@ pub struct EngineStats {
     /// Counter, pages: the part of `evictions` that happened because the pool was shrunk below what
     /// it held.
     pub evictions_shrink: u64,
-    /// Counter, blobs: stored copies that were moved so that memory between them could be given
-    /// back.
+    /// Counter, blobs: stored copies that compaction moved, so that unused memory between them
+    /// could be returned to the system.
     pub moved_blobs: u64,
     /// Counter, blobs: stored copies that were compressed again because they were cold.
     pub denser_blobs: u64,

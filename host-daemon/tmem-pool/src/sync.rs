@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Locks and atomics of the system. In tests with the feature `shuttle`, they are shuttle's.
-//! shuttle runs one thread at a time and chooses at each lock or atomic which thread continues
-//! (tests/interleavings.rs).
+//! Locks and atomics. They are those of the standard library, except in tests with the feature
+//! `shuttle`, which replaces them. The library shuttle runs one thread at a time, and chooses at
+//! each lock or atomic which thread continues (tests/interleavings.rs).
 //!
-//! shuttle's own atomics are not used: much of the pool's shared data lies in memory that is zero
-//! at first, and their initial state is not all zero. An atomic of the system with a possible
-//! thread switch before each access is equivalent, because shuttle models sequentially consistent
-//! order only. Miri checks the memory orders.
+//! shuttle's own atomics are not used. Much of the pool's shared data lies in memory that is zero
+//! at first, and the initial state of shuttle's atomics is not all zero. A standard atomic with a
+//! possible thread switch before each access is equivalent, because shuttle models sequentially
+//! consistent order only. Miri checks the memory orders.
 
 #[cfg(not(all(test, feature = "shuttle")))]
 pub(crate) use std::sync::{
@@ -25,7 +25,7 @@ mod turns {
 
     macro_rules! atomic {
         ($name:ident, $value:ty $(, $method:ident)*) => {
-            /// Atomic of the system with a possible thread switch before each access.
+            /// Atomic of the standard library with a possible thread switch before each access.
             #[derive(Debug, Default)]
             #[repr(transparent)]
             pub(crate) struct $name(std::sync::atomic::$name);

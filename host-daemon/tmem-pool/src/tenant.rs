@@ -34,15 +34,16 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Pages whose beginnings a get prefetches together. The first access to a page whose address is
-/// not in the TLB stalls the processor for the length of a page walk, but the processor does
-/// several page walks at a time.
+/// Number of stored pages whose beginnings a get prefetches together. An access to an address that
+/// is not in the TLB waits for a page walk, but the processor does several page walks at the same
+/// time.
 const GET_TOGETHER: usize = 16;
 
-/// Number of pages that are freed between the prefetch for a page and the freeing of that page.
+/// Distance of the prefetch when pages are freed: number of pages that are freed between the
+/// prefetch for a page and the freeing of that page.
 const FREE_AHEAD: usize = 3;
 
-/// Most pages that a get or a flush handles under one hold of the lock.
+/// Largest number of pages that a get or a flush handles before it releases the tenant's lock.
 const LOCKED_PAGES_MAX: usize = 64;
 
 /// A page to put. `object` and `index` are the key within the pool.
@@ -60,7 +61,7 @@ pub struct Put<'a> {
     pub page: &'a Page,
 }
 
-/// Answer to a put page.
+/// Result for one page of a put.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PutResult {
     /// The page is held until it is evicted.
@@ -69,7 +70,7 @@ pub enum PutResult {
     Refused,
 }
 
-/// Answer for a requested page.
+/// Result for one page of a get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GetResult {
     /// The page was returned and is no longer held.
@@ -81,8 +82,8 @@ pub enum GetResult {
     Miss,
 }
 
-/// The part of a tenant that all threads of the engine share. Its sums mirror values that the lock
-/// guards, for threads that do not hold the lock.
+/// The part of a tenant that all threads of the engine share. Its sums are copies of values that
+/// the lock guards, for threads that do not hold the lock.
 #[derive(Debug)]
 pub(crate) struct TenantShared {
     name: String,
@@ -91,16 +92,17 @@ pub(crate) struct TenantShared {
     params: TenantParams,
     pub charged_bytes: Sum,
     pub entitled_bytes: Sum,
-    /// The tenant's charge, or, if that is more, the bytes that it holds. Keys and queues take
-    /// memory that is released only when all neighbouring keys have gone.
+    /// The larger of the tenant's charge and the bytes that it holds. The bytes may be more than
+    /// the charge, because the memory of a key is released only when all neighbouring keys are
+    /// gone.
     owed_bytes: Sum,
     /// Memory of keys and queues in bytes.
     index_bytes: Sum,
-    /// The tenant no longer counts in the totals. Set under the lock.
+    /// True if the tenant no longer counts in the totals. It is set under the lock.
     forgotten: AtomicBool,
-    /// The tenant has detached pages.
+    /// True if the tenant has detached pages.
     has_dead: AtomicBool,
-    /// The tenant has raw pages.
+    /// True if the tenant has raw pages.
     has_raw: AtomicBool,
     mismatch_logged: AtomicBool,
 }
@@ -148,9 +150,10 @@ impl TenantShared {
         self.has_raw.load(Relaxed)
     }
 
-    /// Returns how far the tenant is above its entitlement, in bytes; negative if below. It uses
-    /// what the tenant owes: otherwise a tenant with few pages left of many would keep the memory
-    /// of their keys from tenants that are entitled to it.
+    /// Returns how far the tenant is above its entitlement, in bytes. The result is negative if the
+    /// tenant is below it. The comparison uses `owed_bytes` instead of the charge. Otherwise a
+    /// tenant that has few of many pages left would keep the memory of the other keys from tenants
+    /// that are entitled to it.
     pub(crate) fn excess_bytes(&self) -> i128 {
         i128::from(self.owed_bytes.get()) - i128::from(self.entitled_bytes.get())
     }
@@ -167,8 +170,8 @@ impl TenantShared {
         self.state().limit_bytes = limit_bytes.unwrap_or(u64::MAX);
     }
 
-    /// Removes the tenant from the totals, when nothing is left of it but references of threads
-    /// that are still looking at it.
+    /// Removes the tenant from the totals. Nothing is left of the tenant except references of
+    /// threads that are still looking at it.
     pub(crate) fn forgotten(&self, totals: &Totals) {
         let _state = self.state();
         self.forgotten.store(true, Relaxed);
@@ -209,8 +212,8 @@ impl TenantShared {
         })
     }
 
-    /// Gives up to [`FINALIZE_PAGES`] raw pages their final form. Returns their number. None: there
-    /// was no memory for one of them.
+    /// Gives up to [`FINALIZE_PAGES`] raw pages their final form. Returns the number of these
+    /// pages, or None if there was no memory for one of them.
     pub(crate) fn finalize(&self, engine: &Engine) -> Option<usize> {
         let mut work = [(0, 0); FINALIZE_PAGES];
         let mut nr = 0;
@@ -252,7 +255,8 @@ impl TenantShared {
         codec::wipe();
         let mut freed = Freed::new();
         let mut state = self.lock(&engine.totals);
-        // In reverse order, so that pages without memory return to the queue in their order.
+        // Store the results in reverse order, so that the pages for which there was no memory
+        // return to the queue in their old order.
         for (&(id, blob), finalized) in work.iter().zip(finalized).rev() {
             match finalized {
                 Some(finalized) => state.finalize((id, blob), finalized, &mut freed),
@@ -266,7 +270,8 @@ impl TenantShared {
         (!failed).then_some(nr)
     }
 
-    /// Logs a failed check once for each tenant: a broken host would log it at every get.
+    /// Logs a failed check, but only once for each tenant, because a faulty host would log it at
+    /// every get.
     fn log_mismatch(&self, object: u64, index: u64) {
         if !self.mismatch_logged.swap(true, Relaxed) {
             tracing::error!(
@@ -280,12 +285,13 @@ impl TenantShared {
     }
 }
 
-/// A tenant's state under its lock. Dropping the guard updates the mirrors.
+/// Guard of a tenant's lock, which gives access to the state. Dropping it updates the copies in
+/// [`TenantShared`].
 pub(crate) struct Locked<'a> {
     tenant: &'a TenantShared,
     totals: &'a Totals,
     state: MutexGuard<'a, State>,
-    /// The lock was taken while a panic unwinds.
+    /// True if the lock was taken while a panic unwinds.
     unwinding: bool,
 }
 
@@ -311,7 +317,7 @@ impl Drop for Locked<'_> {
             unwinding,
         } = self;
         if std::thread::panicking() && !*unwinding {
-            // The next thread that takes the lock empties the tenant.
+            // A panic has poisoned the lock: the next thread that takes it empties the tenant.
             return;
         }
         tenant.charged_bytes.set(state.charged_bytes());
@@ -334,8 +340,8 @@ fn drop_ns(content: &Content) -> u64 {
     }
 }
 
-/// Pages that a get has taken out. Dropping this frees them. The caller should answer the guest
-/// first, because freeing is a fifth of the work.
+/// Pages that a get has removed from the tenant. Dropping this value frees them. The caller should
+/// answer the guest first, because freeing is a fifth of the work of a get.
 #[derive(Debug)]
 pub struct Spent<'a> {
     store: &'a Store,
@@ -364,7 +370,7 @@ impl Drop for Spent<'_> {
     }
 }
 
-/// Owner of a tenant, which all handles share. Dropping it ends the tenant.
+/// Owner of a tenant, which all handles share. Dropping it makes the tenant depart.
 struct TenantOwner {
     engine: Arc<Engine>,
     tenant: Arc<TenantShared>,
@@ -383,8 +389,8 @@ impl Drop for TenantOwner {
     }
 }
 
-/// TenantOwner to one tenant. Clones are handles to the same tenant. Dropping the last handle drops
-/// the tenant's pages, which [`Engine::maintain`](crate::Engine::maintain) frees later.
+/// Handle to one tenant. Clones are handles to the same tenant. Dropping the last handle drops the
+/// tenant's pages, which [`Engine::maintain`](crate::Engine::maintain) frees later.
 #[derive(Clone)]
 pub struct Tenant(Arc<TenantOwner>);
 
@@ -410,8 +416,8 @@ impl Tenant {
         &self.0.tenant.name
     }
 
-    /// Creates an empty pool. The caller's protocol checks the range of the id; the engine accepts
-    /// any u32.
+    /// Creates an empty pool. The engine accepts any u32 as id; checking the range is up to the
+    /// caller.
     ///
     /// # Errors
     /// `Exists` if a live pool of the tenant has the id, `Limit` if the tenant has too many pools.
@@ -436,9 +442,9 @@ impl Tenant {
     /// page for which the pool has no room evicts, in bounded steps, pages of the tenant most above
     /// its entitlement. It is refused if that does not suffice, and never waits.
     ///
-    /// Returns the cost in nanoseconds: at most [`PUT_NS_MAX`](crate::PUT_NS_MAX) for each page,
-    /// without the cost of forgetting followed keys. Keys that this call forgets, later puts need
-    /// not forget.
+    /// Returns the cost in nanoseconds. It is at most [`PUT_NS_MAX`](crate::PUT_NS_MAX) for each
+    /// page, not counting followed keys that the estimator removes. Each key is removed once, so
+    /// that later puts do not pay for it again.
     ///
     /// # Errors
     /// The tenant has no such pool, or it ended during the call; then all results are `Refused`.
@@ -451,7 +457,11 @@ impl Tenant {
         pages: &[Put<'_>],
         results: &mut [PutResult],
     ) -> Result<u64, NoPool> {
-        assert_eq!(pages.len(), results.len(), "a result for each page");
+        assert_eq!(
+            pages.len(),
+            results.len(),
+            "put() was called with different numbers of pages and results"
+        );
         results.fill(PutResult::Refused);
         let pool = self.0.lock().pool(pool)?;
         let groups = pages
@@ -468,8 +478,8 @@ impl Tenant {
         Ok(cost_ns)
     }
 
-    /// Stores up to [`PUT_GROUP_PAGES`] pages. Returns the cost in nanoseconds. None: the pool has
-    /// ended.
+    /// Stores up to [`PUT_GROUP_PAGES`] pages. Returns the cost in nanoseconds, or None if the pool
+    /// was destroyed.
     fn put_group(
         &self,
         pool: PoolRef,
@@ -532,10 +542,10 @@ impl Tenant {
         live.then_some(cost_ns)
     }
 
-    /// Gets the pages `index ..` of one object, one for each cookie. `cookies`, `out` and `results`
-    /// have one length. A hit removes the page; `out` of a miss is unspecified. The restored bytes
-    /// are checked against the hash of the bytes that were put. A page that fails is answered as a
-    /// miss and counted in `hash_mismatches`.
+    /// Gets consecutive pages of one object from `index` on, one for each cookie. `cookies`, `out`
+    /// and `results` have the same length. A hit removes the page. For a miss, the contents of the
+    /// page in `out` are unspecified. The restored bytes are checked against the hash of the bytes
+    /// that were put. A page that fails is answered as a miss and counted in `hash_mismatches`.
     ///
     /// # Errors
     /// The tenant has no such pool; then all results are `Miss`.
@@ -551,8 +561,16 @@ impl Tenant {
         out: &mut [Page],
         results: &mut [GetResult],
     ) -> Result<Spent<'_>, NoPool> {
-        assert_eq!(cookies.len(), out.len(), "a page for each cookie");
-        assert_eq!(cookies.len(), results.len(), "a result for each cookie");
+        assert_eq!(
+            cookies.len(),
+            out.len(),
+            "get() was called with different numbers of cookies and pages"
+        );
+        assert_eq!(
+            cookies.len(),
+            results.len(),
+            "get() was called with different numbers of cookies and results"
+        );
         results.fill(GetResult::Miss);
         let pool = self.0.lock().pool(pool)?;
         let mut spent = Spent {
@@ -646,9 +664,9 @@ impl Tenant {
         }
     }
 
-    /// Drops the pages `index ..` of one object; `nr_pages` None: to its end. The time is
-    /// proportional to the pages found. A whole object (index 0, to the end) is dropped in constant
-    /// time and freed later.
+    /// Drops `nr_pages` pages of one object from the page `index` on. With None, drops all pages
+    /// from there to the object's end. The time is proportional to the pages found. A whole object
+    /// (index 0, to the end) is dropped in constant time and freed later.
     ///
     /// # Errors
     /// The tenant has no such pool.
@@ -663,10 +681,11 @@ impl Tenant {
             .map(|_| ())
     }
 
-    /// Does a [`flush`](Self::flush) in steps, for callers that other VMs wait for. It costs at
-    /// most `budget_ns` nanoseconds by the engine's figures, and lowers `budget_ns` by its cost.
-    /// True: all pages are dropped. False: the budget does not suffice for the next step, and the
-    /// same call with a new budget of [`FLUSH_NS_MIN`](crate::FLUSH_NS_MIN) or more continues.
+    /// Does a [`flush`](Self::flush) in steps, for threads that have to serve other VMs in between.
+    /// A call costs at most `budget_ns` nanoseconds by the figures of `cost.rs`, and lowers
+    /// `budget_ns` by its cost. Returns true if all pages are dropped. Returns false if the budget
+    /// does not suffice for the next step. The same call then continues with a new budget of
+    /// [`FLUSH_NS_MIN`](crate::FLUSH_NS_MIN) or more.
     ///
     /// # Errors
     /// The tenant has no such pool.
@@ -696,8 +715,8 @@ impl Tenant {
             *budget_ns = left_ns;
             let mut freed = Freed::new();
             let mut state = self.0.lock();
-            // A pool that ended in the meantime has no pages to drop. The flush does not apply to a
-            // new pool with its id.
+            // A pool that was destroyed in the meantime has no pages to drop. The flush does not
+            // apply to a new pool with its id.
             if !state.index.is_live(pool) {
                 return Ok(true);
             }
@@ -726,9 +745,9 @@ impl Tenant {
         }
     }
 
-    /// Drops the pages that the tenant holds now, a few at a time; its pools stay. It is for
-    /// operators: it takes about 1 µs for each page, and the memory of the pages is free when it
-    /// returns. Returns the number of dropped pages.
+    /// Drops the pages that the tenant holds now, a few at a time; its pools stay. Returns the
+    /// number of dropped pages. The call is for operators: it takes about 1 µs for each page, and
+    /// the memory of the pages is free when it returns.
     pub fn drop_pages(&self) -> u64 {
         let (mut left, before) = {
             let mut state = self.0.lock();
@@ -782,8 +801,8 @@ impl Tenant {
         &self.0.engine
     }
 
-    /// Returns the cookie held under (pool, object, index), and reads the page into `read`. The
-    /// page stays in place.
+    /// Returns the cookie that is held under (pool, object, index), and copies the page to `read`,
+    /// if that is given. The page is not removed.
     pub(crate) fn peek_with(
         &self,
         (pool, object, index): (u32, u64, u64),
@@ -799,7 +818,7 @@ impl Tenant {
         if let Some(out) = read {
             let store = &self.0.engine.store;
             let read = store.read(&store.reader(entry.content()), entry.check, out);
-            read.expect("a stored page passes its check");
+            read.expect("a stored page is restored without error");
         }
         Some(entry.cookie)
     }

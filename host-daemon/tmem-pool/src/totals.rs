@@ -4,8 +4,8 @@
 use crate::sync::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// A sum that threads change atomically. Relaxed order suffices: each sum is correct by itself, and
-/// no code draws a conclusion from the order of changes to two sums.
+/// A sum that threads change atomically. Relaxed memory order suffices, because each sum is correct
+/// by itself and no code relies on the order of changes to two sums.
 #[derive(Debug, Default)]
 pub(crate) struct Sum(AtomicU64);
 
@@ -16,7 +16,7 @@ impl Sum {
 
     pub(crate) fn sub(&self, n: u64) {
         let before = self.0.fetch_sub(n, Relaxed);
-        debug_assert!(before >= n, "a sum went below zero: {before} - {n}");
+        debug_assert!(before >= n, "a sum would become negative: {before} - {n}");
     }
 
     pub(crate) fn get(&self) -> u64 {
@@ -27,14 +27,15 @@ impl Sum {
         self.0.store(n, Relaxed);
     }
 
-    /// Replaces one contribution to the sum: the contribution was `before` and is `now`.
+    /// Changes one contribution to the sum from `before` to `now`.
     pub(crate) fn change(&self, before: u64, now: u64) {
         self.add(now);
         self.sub(before);
     }
 }
 
-/// Sums of what tenants hold beside blobs, and counters of work that was done.
+/// Sums over all tenants (except for blobs, which the heap counts), and counters of work that was
+/// done.
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
     /// Memory of all indexes and policies in bytes, detached parts included.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Isolation of trust domains: the answers to a tenant and its charges do not depend on the pages
-//! of a tenant of another trust domain. They are equal to the bit, also while the pool is full,
-//! pages are evicted and puts are refused. `tmem-bench timing` measures whether times depend on
-//! them.
+//! Test of the isolation of trust domains. The answers to a tenant and its charges must not depend
+//! on the pages of a tenant of another trust domain. They must be equal to the bit, also while the
+//! pool is full, pages are evicted and puts are refused. `tmem-bench timing` measures whether times
+//! depend on such pages.
 
 use std::sync::Arc;
 use tmem_pool::{
@@ -19,12 +19,13 @@ const PAGES: u64 = 3000;
 /// Number of pages of a put.
 const BATCH: u64 = 32;
 
-/// Change of every byte that turns a page into another one of the same stored size: this holds for
-/// a page of noise and for one of a single repeated byte.
+/// Number that is XORed to every byte of a page to make another page of the same stored size. The
+/// size is the same for a page of noise and for a page of one repeated byte.
 const OTHER: u8 = 0x5a;
 
-/// Returns a page: one third of the pages is noise and one third a single repeated byte. Pages of
-/// the last third are partly noise, and the other tenant has different ones.
+/// Returns the page with this number. One third of all pages is noise, one third has one repeated
+/// byte, and one third is partly noise. The other tenant has different pages instead of those of
+/// the last third.
 fn page(number: u64) -> Page {
     let noise = match number % 3 {
         0 => 0,
@@ -35,8 +36,9 @@ fn page(number: u64) -> Page {
     std::array::from_fn(|at| if at < noise { rng() } else { number as u8 })
 }
 
-/// Returns a page of the other tenant. Where the stored size does not depend on the bytes, it is
-/// the same page as [`page`] returns, or a changed one.
+/// Returns a page of the other tenant. It is the page that [`page`] returns, with `change` XORed to
+/// every byte, if that does not affect the stored size. Otherwise it is a page that the first
+/// tenant never has.
 fn others(number: u64, change: u8) -> Page {
     match number % 3 {
         2 => page(number + 3 * PAGES),
@@ -99,7 +101,7 @@ fn get(tenant: &Tenant, index: u64) -> (GetResult, Page) {
     (result[0], page)
 }
 
-/// All answers to a tenant, and its statistics.
+/// All that a tenant can see: the answers to its requests, and its statistics.
 #[derive(PartialEq)]
 struct Seen {
     puts: Vec<Vec<PutResult>>,
@@ -107,8 +109,9 @@ struct Seen {
     stats: Vec<TenantStats>,
 }
 
-/// Puts and gets pages beside a tenant of the trust domain `domain`, which holds the same pages or
-/// others.
+/// Puts and gets pages of one tenant while another tenant, of the trust domain `domain`, holds
+/// pages. `change` is passed to [`others`]: with 0 both tenants have the same pages, except for
+/// those of the last third. Returns the answers to the first tenant.
 fn beside(domain: &str, change: u8, limit_bytes: Option<u64>) -> Seen {
     let engine = Engine::new(EngineConfig::new(4 * MIB, 7)).unwrap();
     let other = add(&engine, domain, None);
@@ -124,8 +127,7 @@ fn beside(domain: &str, change: u8, limit_bytes: Option<u64>) -> Seen {
     };
     for first in (0..PAGES).step_by(BATCH as usize) {
         seen.puts.push(put(&own, first, page));
-        // Background work runs after every tenth put only, so that puts are sometimes faster than
-        // it.
+        // Background work runs only after every tenth put, so that some puts are refused.
         if first % (10 * BATCH) == 0 {
             while engine.maintain(Time(0), 64) {}
         }
@@ -147,22 +149,23 @@ fn pages_of_another_domain_change_no_answer_and_no_charge() {
         );
         assert!(
             same.puts == others.puts,
-            "another domain's pages change answers to puts"
+            "the answers to puts depend on the pages of another trust domain"
         );
         assert!(
             same.gets == others.gets,
-            "another domain's pages change answers to gets"
+            "the answers to gets depend on the pages of another trust domain"
         );
         for (same, others) in same.stats.iter().zip(&others.stats) {
             assert_eq!(same, others);
         }
-        // The pool was full enough for hits, evictions and refusals.
+        // Assert that the test had hits, evictions and refused puts.
         let stats = same.stats.last().unwrap();
         assert!(
             stats.hits > 0 && stats.evictions > 0 && stats.puts_refused > 0,
-            "{stats:?}"
+            "the test is too weak: it had no hit, no eviction or no refused put: {stats:?}"
         );
     }
-    // Inside one trust domain, the answers depend on the neighbour's pages: the test can see a leak.
+    // Inside one trust domain, the answers depend on the other tenant's pages. So the test is able
+    // to find a leak.
     assert!(beside("own", 0, None) != beside("own", OTHER, None));
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Life of a page through the public interface: put, get, replaced, flushed, dropped with its pool.
+//! Tests of the life of a page through the public interface: it is put, got, replaced, flushed, and
+//! dropped with its pool.
 
 mod common;
 
@@ -75,10 +76,10 @@ fn a_get_returns_a_page_once() {
         assert_eq!(
             get(&tenant, index as u64, 100),
             None,
-            "a hit removes the page"
+            "a second get returned the page that the first get removed"
         );
     }
-    // A get before the page has its final form returns the page as well.
+    // A get of a page that is not finalized yet returns the page, too.
     for (index, page) in pages().iter().enumerate() {
         put(&tenant, index as u64, 100, page);
         assert_eq!(get(&tenant, index as u64, 100), Some(*page));
@@ -116,7 +117,7 @@ fn each_page_of_a_get_has_its_own_result() {
     let hit = |cookie| GetResult::Hit { cookie };
     assert_eq!(results, [GetResult::Miss, hit(1), GetResult::Miss, hit(3)]);
     assert_eq!((out[1], out[3]), (text, noise));
-    // A run that passes the last index ends there.
+    // There are no pages beyond the largest page number: the get misses them.
     tenant
         .get(1, 5, u64::MAX - 1, &[4, 4, 4, 4], &mut out, &mut results)
         .unwrap();

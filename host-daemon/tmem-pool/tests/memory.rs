@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Test of the engine's memory figures against those of the system, and of the remains of pages in
-//! freed memory.
+//! Test that the engine reports its memory as the system does, and that freed memory contains no
+//! bytes of pages.
 //!
 //! It is the only test of its process, since it reads all memory of the process.
 
@@ -17,11 +17,12 @@ struct Counting;
 
 static LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Bytes in each page of the test. They do not compress, so that they are found in the stored form,
-/// too.
+/// Bytes that each page of the test contains. They do not compress, so that the test finds them in
+/// stored pages.
 const SECRET: [u8; 16] = *b"\x91o\x07TheGuest'sKey";
 
-/// Returns the bytes that a heap takes for a block: a word before it, in units of 16 bytes.
+/// Returns the bytes that an allocator takes for a block: the block and 8 bytes before it, rounded
+/// up to 16 bytes.
 fn heap_bytes(layout: Layout) -> usize {
     (layout.size() + 8).next_multiple_of(16).max(32)
 }
@@ -41,8 +42,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Returns the engine's regions, which are the parts of the address space that are not dumped:
-/// start, end and bytes in memory.
+/// Returns the start, end and resident bytes of each of the engine's regions. The regions are the
+/// mappings that are excluded from core dumps.
 fn regions() -> Vec<(u64, u64, u64)> {
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let (mut regions, mut now) = (Vec::new(), (0, 0, 0));
@@ -69,7 +70,7 @@ fn reserved_bytes() -> u64 {
     regions().iter().map(|(start, end, _)| end - start).sum()
 }
 
-/// Returns how often the secret is in the engine's regions.
+/// Returns how often the engine's regions contain SECRET.
 fn secrets() -> usize {
     let pagemap = File::open("/proc/self/pagemap").unwrap();
     let memory = File::open("/proc/self/mem").unwrap();
@@ -98,7 +99,7 @@ fn secrets() -> usize {
 #[global_allocator]
 static HEAP: Counting = Counting;
 
-/// A compressible page, different for each `nth`, with the secret in it.
+/// Returns a compressible page that contains SECRET, different for each `nth`.
 fn page(nth: u64) -> Page {
     let mut page = [nth as u8; PAGE_SIZE];
     page[100..116].copy_from_slice(&SECRET);
@@ -147,15 +148,16 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
     assert!(
         reserved <= ADDRESS_SPACE_TIMES * POOL_BYTES
             && reserved > (ADDRESS_SPACE_TIMES - 1) * POOL_BYTES,
-        "{reserved} B of address space"
+        "the engine reserved {reserved} B of address space"
     );
-    // These are the heap with its spans and handles, and the table of equal pages.
+    // The engine's regions are the heap with its spans and handles, and the table of equal pages.
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let flags = smaps.lines().filter_map(|l| l.strip_prefix("VmFlags:"));
     let flags: Vec<Vec<&str>> = flags
         .map(|flags| flags.split_whitespace().collect())
         .collect();
-    // The kernel's mapping for its clock is not dumped either. The flag "io" identifies it.
+    // The kernel's mapping for its clock is also excluded from core dumps. The flag "io" identifies
+    // it.
     let ours = |flags: &&Vec<&str>| flags.contains(&"dd") && !flags.contains(&"io");
     let regions = flags.iter().filter(ours);
     let (locked, swapped): (Vec<_>, Vec<_>) = regions.partition(|flags| flags.contains(&"lo"));
@@ -165,7 +167,11 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
         swapped.len()
     );
     assert!(!locked.is_empty() || !swapped.is_empty());
-    assert_eq!(engine.is_locked(), swapped.is_empty(), "{flags:?}");
+    assert_eq!(
+        engine.is_locked(),
+        swapped.is_empty(),
+        "is_locked() disagrees with the mappings' flags {flags:?}"
+    );
     let small_file = |nth: u64| nth / 5;
     let one_page = |nth: u64| nth;
     let large_file = |_| 1;
@@ -215,32 +221,48 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
         // overhead.
         assert!(
             stats.held_bytes + (64 << 10) >= held_bytes,
-            "{what}: {held_bytes} B are held: {stats:?}"
+            "{what}: the engine reports less than the {held_bytes} B that it holds: {stats:?}"
         );
         assert!(
             stats.metadata_bytes <= 2 * metadata_bytes,
-            "{what}: the engine reports far more than it holds"
+            "{what}: the engine reports {} B of metadata but holds {metadata_bytes} B",
+            stats.metadata_bytes
         );
         let charged_bytes = tenant.stats().charged_bytes;
         assert!(
             charged_bytes >= stats.payload_bytes + live_bytes,
-            "{what}: charged {charged_bytes} B only"
+            "{what}: the tenant is charged {charged_bytes} B, less than its pages take"
         );
         let found = secrets() as u64;
         println!("{found} secrets in {} blobs", stats.blobs);
-        assert!(found >= stats.blobs * 9 / 10, "it is found where it is");
+        assert!(
+            found >= stats.blobs * 9 / 10,
+            "{what}: the test finds SECRET only {found} times in {} blobs",
+            stats.blobs
+        );
         drop(tenant);
         while engine.maintain(Time(0), 64) {}
         let stats = engine.stats();
-        assert_eq!((stats.payload_bytes, stats.blobs), (0, 0), "{what}");
-        assert_eq!(secrets(), 0, "{what}: freed with a guest's bytes in it");
+        assert_eq!(
+            (stats.payload_bytes, stats.blobs),
+            (0, 0),
+            "{what}: blobs are left after the tenant departed"
+        );
+        assert_eq!(
+            secrets(),
+            0,
+            "{what}: freed memory contains bytes of a guest's page"
+        );
         let left_bytes = LIVE_BYTES.load(SeqCst).saturating_sub(live_before);
         assert!(
             left_bytes < 64 << 10,
-            "{what}: {left_bytes} B of heap stay behind"
+            "{what}: {left_bytes} B from the allocator are left after the tenant departed"
         );
         before_bytes = stats.held_bytes.max(before_bytes);
     }
-    // Only tables stay, at their largest size, and frames for new pages.
-    assert!(before_bytes < 20 << 20, "{before_bytes} B stay");
+    // An empty engine keeps only tables, at their largest size, and idle frames for new pages.
+    assert!(
+        before_bytes < 20 << 20,
+        "an empty engine holds {before_bytes} B"
+    );
 }

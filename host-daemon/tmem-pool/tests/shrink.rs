@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Test of a pool that is shrunk: it gives its memory back, in work that is bounded by the evicted
-//! pages.
+//! Test that a pool that is shrunk returns its memory to the system, and that the work for it is in
+//! proportion to the evicted pages.
 
 mod common;
 
@@ -9,7 +9,8 @@ use tmem_pool::{Engine, PAGE_SIZE, Page, Put, PutResult, Tenant, Time};
 
 const MIB: u64 = 1 << 20;
 const PAGES: u64 = 24_000;
-/// Budget of one call of maintain, as the daemon's background worker makes it, but smaller.
+/// Budget of one call of maintain(), in pages. It is smaller than that of the daemon's background
+/// workers.
 const BUDGET: usize = 64;
 
 /// Returns a page that compresses to a random length from 100 B up, or not at all.
@@ -67,7 +68,10 @@ fn shrinking_returns_memory_to_the_host_in_bounded_work() {
         while engine.stats().held_bytes > size_bytes {
             calls += 1;
             engine.maintain(Time(0), BUDGET);
-            assert!(calls < 10_000, "it does not go below {size_bytes} B");
+            assert!(
+                calls < 10_000,
+                "the pool still holds more than {size_bytes} B after {calls} calls of maintain()"
+            );
         }
         let after = engine.stats();
         let evicted = after.evictions - before.evictions;
@@ -79,19 +83,21 @@ fn shrinking_returns_memory_to_the_host_in_bounded_work() {
              {steps} steps",
             before.pages
         );
-        // The evicted pages are about the lost part of the size: no pages are lost in vain.
+        // The share of pages that is evicted must be about the share of the size that is lost.
         assert!(
             evicted <= before.pages * 3 / 2 / part + 512,
-            "{evicted} pages evicted"
+            "{evicted} of {} pages were evicted to shrink the pool by 1/{part}",
+            before.pages
         );
-        // Each page takes a step to evict, and a step to move one blob beside it.
+        // Evicting a page takes one step. Moving a blob, so that memory can be released, takes
+        // another.
         assert!(
             steps <= 3 * evicted + 1024,
-            "{steps} steps for {evicted} pages"
+            "evicting {evicted} pages took {steps} steps"
         );
         assert!(
             resident_gone + 2 * MIB >= gone,
-            "{resident_gone} of {gone} B"
+            "the process released only {resident_gone} of {gone} B"
         );
     }
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of counters: each refused and each evicted page is counted under one reason.
+//! Tests of the statistics: each refused page and each evicted page is counted with exactly one
+//! reason.
 
 mod common;
 
@@ -33,7 +34,7 @@ fn put(tenant: &Tenant, index: u64, page: &Page) -> PutResult {
 }
 
 #[test]
-fn each_page_is_counted_in_one_form() {
+fn each_finalized_page_is_counted_under_one_form() {
     let engine = engine(16 * MIB);
     let a = tenant(&engine, "a");
     let mut half = noise(1);
@@ -53,8 +54,9 @@ fn each_page_is_counted_in_one_form() {
     assert_eq!((finalized, stats.raw_pages), ([1, 1, 1, 1], 0));
 }
 
-/// The reported kind of work is complete: the counters of one kind change only between its report
-/// and the next one. So a caller can measure the time of each kind.
+/// Watches the counters at each report of maintain_reporting(). The counters of one kind of work
+/// may change only after this kind was reported and before the next report. So a caller can measure
+/// the time of each kind of work.
 #[test]
 fn maintain_reports_the_kind_of_its_work() {
     const TEN_MINUTES_NS: u64 = 600_000_000_000;
@@ -77,7 +79,7 @@ fn maintain_reports_the_kind_of_its_work() {
             for (work, (now, seen)) in Work::ALL.into_iter().zip(now.iter().zip(&seen)) {
                 assert!(
                     now == seen || at == Some(work),
-                    "{work:?} was done in {at:?}"
+                    "work of the kind {work:?} was done while {at:?} was reported"
                 );
                 changes[work as usize] += u32::from(now != seen);
             }
@@ -87,19 +89,23 @@ fn maintain_reports_the_kind_of_its_work() {
         look(None);
     };
     for index in 0..200 {
-        // The page has four letters: lz4 alone gains little, and zstd compresses it to a quarter.
+        // The page consists of four letters in random order. lz4 saves little, and zstd compresses
+        // it to a quarter.
         let page = noise(index).map(|byte| b"tmem"[usize::from(byte % 4)]);
         assert_eq!(put(&a, index, &page), PutResult::Stored);
     }
     maintain(0);
     a.flush(1, 1, 0, Some(99)).unwrap();
-    // New pages arrive while others are freed.
+    // Put new pages while the flushed ones wait to be freed.
     for index in 200..400 {
         assert_eq!(put(&a, index, &noise(index)), PutResult::Stored);
     }
     maintain(0);
     (1..5).for_each(|half| maintain(half * TEN_MINUTES_NS / 2));
-    assert!(!changes.contains(&0), "{changes:?}");
+    assert!(
+        !changes.contains(&0),
+        "the test is too weak: a kind of work was never done: {changes:?}"
+    );
 }
 
 #[test]
@@ -112,7 +118,7 @@ fn each_refused_put_is_counted_with_its_reason() {
     }
     let stats = a.stats();
     assert_eq!((stats.puts_refused, stats.refused_nursery), (3, 3));
-    // Set a limit below a single page.
+    // Set a limit that is below the charge of a single page.
     a.set_quota(Quota {
         reserve_bytes: 0,
         limit_bytes: Some(1),
@@ -142,7 +148,7 @@ fn evictions_by_a_shrink_are_counted_separately() {
     let smaller = a.stats();
     assert!(smaller.evictions_shrink > 1000);
     assert_eq!(smaller.evictions - full.evictions, smaller.evictions_shrink);
-    // The pool fits: from now on pages are evicted to make room.
+    // The pool is within its size. From now on pages are evicted only to make room for new ones.
     for index in 8192..9192 {
         put(&a, index, &noise(index));
         while engine.maintain(Time(0), 64) {}
@@ -172,7 +178,7 @@ fn drop_pages_counts_as_a_flush_and_keeps_pools() {
     assert_eq!(
         put(&a, 1, &noise(1)),
         PutResult::Stored,
-        "its pool is there"
+        "drop_pages() destroyed the tenant's pool"
     );
     assert_eq!(a.drop_pages(), 1);
 }

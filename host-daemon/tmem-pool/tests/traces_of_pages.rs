@@ -9,21 +9,23 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use tmem_pool::{Engine, GetResult, PAGE_SIZE, Put, PutResult, SecretPages, Tenant, Time};
 
-/// Bytes of each page that the test looks for, which zstd keeps as literals: no other page has five
-/// of them in a row. They are inverted, so that the test itself holds them nowhere else.
+/// Bytes that each page contains and that the test looks for, inverted. zstd stores them unchanged
+/// (as literals), because no five of them in a row occur anywhere else in the pages. They are
+/// inverted here so that the test's own memory does not contain them.
 const NEEDLE_INVERTED: [u8; 16] = [
     !b'k', !b'b', !b'e', !b'h', !b'c', !b'l', !b'a', !b'i', !b'g', !b'd', !b'l', !b'f', !b'k',
     !b'a', !b'j', !b'c',
 ];
 
-/// Hours of the engine's clock after which a page has become cold and was compressed by zstd.
+/// Hours of the engine's clock after which every page has become cold and was recompressed with
+/// zstd.
 const HOURS: u64 = 24;
 
-/// Pages that are put, each with the needle.
+/// Number of pages that are put. Each contains the needle, the bytes that the test looks for.
 const PAGES: usize = 8;
 
-/// Fills a page with words in random order and the needle: lz4 finds the words, and zstd also sees
-/// that few letters are used.
+/// Fills a page with words in random order and the needle. lz4 finds repeated words, and zstd also
+/// uses that there are few different letters.
 fn fill(page: &mut [u8; PAGE_SIZE], seed: u64) {
     let mut state = seed;
     let mut random = |below: u64| {
@@ -46,12 +48,13 @@ fn fill(page: &mut [u8; PAGE_SIZE], seed: u64) {
 
 /// Returns the addresses of the needle in all memory that the process can write to.
 fn found() -> Vec<u64> {
-    let memory = File::open("/proc/self/mem").expect("procfs");
-    let maps = std::fs::read_to_string("/proc/self/maps").expect("procfs");
-    let pagemap = File::open("/proc/self/pagemap").expect("procfs");
-    // Two pages, so that a needle across a page boundary is found. The window has memory of its
-    // own, which the search leaves out.
-    let mut window = SecretPages::new(2).expect("memory");
+    let memory = File::open("/proc/self/mem").expect("cannot open a file of /proc/self");
+    let maps =
+        std::fs::read_to_string("/proc/self/maps").expect("cannot open a file of /proc/self");
+    let pagemap = File::open("/proc/self/pagemap").expect("cannot open a file of /proc/self");
+    // The window has two pages, so that a needle across a page boundary is found. The search leaves
+    // out the memory of the window.
+    let mut window = SecretPages::new(2).expect("cannot allocate two pages");
     let own = window.pages().as_ptr() as u64;
     let mut found = Vec::new();
     for line in maps.lines().filter(|line| line.contains(" rw")) {
@@ -59,8 +62,10 @@ fn found() -> Vec<u64> {
             .split(' ')
             .next()
             .and_then(|range| range.split_once('-'))
-            .expect("a range");
-        let address = |text| u64::from_str_radix(text, 16).expect("an address");
+            .expect("a line of /proc/self/maps begins with an address range");
+        let address = |text| {
+            u64::from_str_radix(text, 16).expect("the address in /proc/self/maps is hexadecimal")
+        };
         let (start, end) = (address(start), address(end));
         let bytes = window.pages().as_flattened_mut();
         bytes.fill(0);
@@ -101,7 +106,7 @@ fn found() -> Vec<u64> {
 fn put_all(tenant: &Tenant, object: u64, pages: &mut SecretPages) {
     for index in 0..PAGES {
         let [page, _] = pages.pages() else {
-            panic!("two pages")
+            unreachable!("the buffer has two pages")
         };
         fill(page, index as u64);
         let put = Put {
@@ -114,7 +119,7 @@ fn put_all(tenant: &Tenant, object: u64, pages: &mut SecretPages) {
         let mut results = [PutResult::Refused];
         tenant
             .put(1, &[put], &mut results)
-            .expect("it has the pool");
+            .expect("the tenant has pool 1");
         assert_eq!(results, [PutResult::Stored]);
     }
     pages.wipe();
@@ -130,20 +135,36 @@ fn maintain(engine: &Engine) {
 fn zstd_leaves_no_copy_of_a_page() {
     let engine = common::engine(64 << 20);
     let tenant = common::tenant(&engine, "a");
-    let mut pages = SecretPages::new(2).expect("memory");
+    let mut pages = SecretPages::new(2).expect("cannot allocate two pages");
     put_all(&tenant, 1, &mut pages);
-    assert_eq!(found().len(), PAGES, "raw pages are found");
+    assert_eq!(found().len(), PAGES, "the test does not find the raw pages");
     maintain(&engine);
-    assert_eq!(engine.stats().denser_blobs, PAGES as u64, "all became cold");
-    assert_eq!(found(), [], "copies of compressed pages");
-    // Equal pages are compared with the stored ones.
+    assert_eq!(
+        engine.stats().denser_blobs,
+        PAGES as u64,
+        "not all pages were recompressed"
+    );
+    assert_eq!(
+        found(),
+        [],
+        "compression left copies of page bytes in memory"
+    );
+    // Put equal pages, which the engine compares with the stored ones.
     put_all(&tenant, 2, &mut pages);
     while engine.maintain(Time(HOURS * 3_600_000_000_000), 64) {}
-    assert_eq!(tenant.stats().shared_pages, PAGES as u64, "all are equal");
-    assert_eq!(found(), [], "copies of compared pages");
+    assert_eq!(
+        tenant.stats().shared_pages,
+        PAGES as u64,
+        "not all equal pages were shared"
+    );
+    assert_eq!(
+        found(),
+        [],
+        "comparison left copies of page bytes in memory"
+    );
     for index in 0..PAGES {
         let [_, out] = pages.pages() else {
-            panic!("two pages")
+            unreachable!("the buffer has two pages")
         };
         let mut results = [GetResult::Miss];
         let spent = tenant.get(
@@ -154,14 +175,18 @@ fn zstd_leaves_no_copy_of_a_page() {
             std::slice::from_mut(out),
             &mut results,
         );
-        drop(spent.expect("it has the pool"));
+        drop(spent.expect("the tenant has pool 1"));
         assert_eq!(results, [GetResult::Hit { cookie: 1 }]);
         let [page, out] = pages.pages() else {
-            panic!("two pages")
+            unreachable!("the buffer has two pages")
         };
         fill(page, index as u64);
         assert!(page == out);
     }
     pages.wipe();
-    assert_eq!(found(), [], "copies of restored pages");
+    assert_eq!(
+        found(),
+        [],
+        "decompression left copies of page bytes in memory"
+    );
 }

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Page contents that are generated from a few bytes, so that a model of a large cache is small.
+//! Page contents that are generated from a few bytes, so that a model of a large cache takes little
+//! memory.
 //!
-//! The three kinds exercise the engine's three forms: one repeated word, text that compresses,
-//! noise that does not. Equal values are equal pages, in one guest or in several. Values from a
-//! small set make shared pages; values that contain a cookie do not.
+//! There is a kind of content for each form in which the engine stores pages: one repeated word,
+//! text that compresses, and noise that does not. Equal values give equal pages, in one guest or in
+//! several. So values from a small set make pages that the engine shares, and values that contain a
+//! cookie do not.
 
 use crate::requests::{PAGE, Page};
 
@@ -44,7 +46,8 @@ impl Content {
                 for chunk in page.chunks_exact_mut(8) {
                     chunk.copy_from_slice(WORDS[rng.usize(..WORDS.len())]);
                 }
-                // The seed in the page makes sure that two texts are never equal by chance.
+                // Write the seed into the page, so that two different texts are never equal by
+                // chance.
                 page[..8].copy_from_slice(&seed.to_le_bytes());
             }
             Self::Noise(seed) => {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A guest that behaves: it has an index with cookies, a generation and one queue per chunk, as the
-//! kernel module has. It sends a seeded stream of random work, and judges every answer.
+//! A guest that follows the specification. Like the kernel module, it has an index with cookies and
+//! a generation, and uses one queue for each chunk of pages. It sends random requests from a seed,
+//! and checks every answer.
 //!
-//! The driver also asks for pages that it must not get: by old cookies, pages that it has had back,
-//! pages that it never put. At most `window` requests are in flight.
+//! The driver also asks for pages that it must not get: by old cookies, pages that were already
+//! returned, and pages that it never put. At most `window` requests are in flight.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -16,23 +17,24 @@ use crate::frontend::{Done, FakeGuest, GuestConfig, GuestError};
 use crate::model::{Asked, Key, Model, Violation};
 use crate::requests::{LATENCIES_BYTES, PutPage, REPORT_BYTES, Range, Request};
 
-/// Time after which an answer counts as lost, in a test on a busy machine.
+/// Time after which an answer counts as lost. It is long because tests may run on a busy machine.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Parameters of the random work.
+/// Parameters of the random requests.
 #[derive(Clone, Debug)]
 pub struct DriverConfig {
     /// Seed of all random choices.
     pub seed: u64,
-    /// Most requests in flight.
+    /// Largest number of requests in flight.
     pub window: usize,
-    /// Most pages of a batch, up to 64.
+    /// Largest number of pages of a batch, up to 64.
     pub batch_max: usize,
     /// Number of objects of a pool.
     pub objects: u64,
-    /// Pages of an object. More than 256 pages give several chunks and so several queues.
+    /// Number of pages of an object. With more than 256 pages, an object has several chunks and so
+    /// uses several queues.
     pub object_pages: u64,
-    /// Number of contents that all guests share.
+    /// Number of page contents that all guests have in common.
     pub shared_contents: u64,
 }
 
@@ -70,7 +72,7 @@ pub struct Driver {
     rng: fastrand::Rng,
     asked: HashMap<u64, Asked>,
     index: HashMap<Key, u64>,
-    /// Cookies that were once valid, for gets that must miss.
+    /// Cookies that are no longer valid, for gets that must miss.
     old: Vec<(Key, u64)>,
     cookie_next: u64,
     pool: u32,
@@ -79,7 +81,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Creates a driver without a device.
+    /// Creates a driver that is not connected to a device.
     ///
     /// # Errors
     /// When the kernel refuses memory or descriptors.
@@ -136,10 +138,10 @@ impl Driver {
         self.create_pool()
     }
 
-    /// Takes over the generation of the configuration, and forgets all pages if it is a new one.
+    /// Reads the generation from the configuration, and forgets all pages if it is a new one.
     ///
     /// # Errors
-    /// When the generation is 0 or one that it must not be.
+    /// The generation is 0 or is not allowed by the specification.
     pub fn new_generation(&mut self) -> Result<(), DriverError> {
         let generation = self.guest.generation();
         if generation == self.model.generation() && generation != 0 {
@@ -156,7 +158,8 @@ impl Driver {
     /// # Errors
     /// Errors of [`Self::settle`].
     pub fn create_pool(&mut self) -> Result<(), DriverError> {
-        // Requests for the old pool must not be in flight while the new one is created.
+        // Wait for all answers, because requests for the old pool must not be in flight while the
+        // new pool is created.
         self.settle()?;
         self.pool = self.pool_next;
         self.pool_next += 1;
@@ -183,8 +186,9 @@ impl Driver {
         self.create_pool()
     }
 
-    /// Handles a lost daemon: takes the answers that it still gave, and forgets the connection.
-    /// Requests in flight stay in the rings, to be replayed.
+    /// Handles the loss of the daemon: takes the answers that the daemon has written, and drops the
+    /// connection. Requests in flight stay in the rings and are sent again after the next
+    /// connection.
     ///
     /// # Errors
     /// Errors of [`Self::collect`].
@@ -194,7 +198,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Hangs up with requests in flight. They stay in the rings, to be replayed.
+    /// Hangs up with requests in flight. These stay in the rings and are sent again after the next
+    /// connection.
     ///
     /// # Errors
     /// Errors of [`FakeGuest::hang_up`] and [`Self::collect`].
@@ -205,8 +210,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Sends one request and stores the data that judging its answer needs. Returns false if there
-    /// is no room.
+    /// Sends one request and stores what is needed to check its answer. Returns false if the ring
+    /// is full or no slot is free.
     pub fn send(&mut self, queue: usize, request: Request, contents: Vec<Content>) -> bool {
         match self.guest.submit(queue, request) {
             Some(token) => {
@@ -219,7 +224,7 @@ impl Driver {
         }
     }
 
-    /// Judges the answers that have arrived. Returns true if there were any.
+    /// Takes the answers that have arrived and checks them. Returns true if there were any.
     ///
     /// # Errors
     /// A violation, or a broken ring.
@@ -229,7 +234,7 @@ impl Driver {
         Ok(!done.is_empty())
     }
 
-    /// Waits until nothing is in flight, and judges the answers.
+    /// Waits for the answers to all requests in flight, and checks them.
     ///
     /// # Errors
     /// A violation, a broken ring, or no answer in time.
@@ -247,7 +252,7 @@ impl Driver {
             let asked = self
                 .asked
                 .remove(&d.token)
-                .expect("every request is remembered");
+                .expect("an answered request has a record in `asked`");
             self.model
                 .judge(&asked, d, |k| queue_of(queues, k.object, k.index))?;
             if let Request::Put { pool, pages } = &d.request {
@@ -271,7 +276,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Returns a cookie that was never used before.
+    /// Returns a cookie that this driver has never used.
     pub fn new_cookie(&mut self) -> u64 {
         self.cookie_next += 1;
         self.cookie_next
@@ -289,7 +294,7 @@ impl Driver {
         }
     }
 
-    /// Does one random piece of work: sends a request, or takes answers if the window is full.
+    /// Does one random step: sends a request, or takes answers if the window is full.
     ///
     /// # Errors
     /// A violation, a broken ring, or no answer in time.
@@ -301,7 +306,8 @@ impl Driver {
         let object = self.rng.u64(1..=self.config.objects);
         let start = self.rng.u64(..self.config.object_pages);
         let count = self.rng.u64(1..=self.config.batch_max as u64);
-        // A batch stays in its chunk, and so on one queue.
+        // Do not let a batch cross the end of its chunk, because the next chunk may use another
+        // queue.
         let chunk_end = (start | ((1 << wire::CHUNK_SHIFT) - 1)) + 1;
         let end = (start + count).min(chunk_end);
         let sent = match self.rng.u8(..100) {
@@ -345,7 +351,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Puts a run of pages with new contents. Returns false if there is no room.
+    /// Puts the pages `start..end` of an object with new contents. Returns false if the ring is
+    /// full or no slot is free.
     pub fn put(&mut self, object: u64, start: u64, end: u64) -> bool {
         let mut pages = Vec::new();
         let mut contents = Vec::new();
@@ -394,8 +401,9 @@ impl Driver {
         true
     }
 
-    /// Gets a run of pages: those in the index by their cookies, the others by a cookie that was
-    /// never used. Returns false if there is no room.
+    /// Gets the pages `start..end` of an object. Pages in the index are requested by their cookies,
+    /// and the others by a cookie that was never used. Returns false if the ring is full or no slot
+    /// is free.
     pub fn get(&mut self, object: u64, start: u64, end: u64) -> bool {
         let key = |index| Key {
             pool: self.pool,
@@ -429,7 +437,7 @@ impl Driver {
         true
     }
 
-    /// Asks for a page by a cookie that is no longer valid for it.
+    /// Gets a page by a cookie that is no longer valid for it.
     fn get_old(&mut self) -> bool {
         if self.old.is_empty() {
             return true;
@@ -463,7 +471,7 @@ impl Driver {
         }
     }
 
-    /// Flushes a range of one chunk. Returns false if there is no room.
+    /// Flushes a range of pages of one chunk. Returns false if the ring is full or no slot is free.
     pub fn flush(&mut self, object: u64, start: u64, end: u64) -> bool {
         let range = Range {
             object,
@@ -473,7 +481,8 @@ impl Driver {
         self.flush_ranges(self.queue_of(object, start), vec![range])
     }
 
-    /// Flushes a whole object, whose pages are on all queues. Returns false if there is no room.
+    /// Flushes a whole object, whose pages may use all queues. Returns false if the ring is full or
+    /// no slot is free.
     pub fn flush_object(&mut self, object: u64) -> bool {
         let range = Range {
             object,
@@ -506,7 +515,7 @@ impl Driver {
         true
     }
 
-    /// Gets all pages of the pool that are in the index, and judges the answers. Returns the number
+    /// Gets all pages of the pool that are in the index, and checks the answers. Returns the number
     /// of hits.
     ///
     /// # Errors
@@ -541,8 +550,8 @@ impl Driver {
     }
 }
 
-/// Returns the queue for a page, of `queues` queues including the control queue. A driver may
-/// choose it in this way: one queue for each chunk.
+/// Returns the queue for a page. `queues` is the number of queues, including the control queue. All
+/// pages of a chunk use one queue, which the specification allows drivers to choose.
 #[must_use]
 pub fn queue_of(queues: usize, object: u64, index: u64) -> usize {
     let chunk = index >> wire::CHUNK_SHIFT;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! All faults that a guest's request can have, and the reaction that SPEC.md, "Requests", requires.
+//! All kinds of faults that a guest's request can have, and the reaction of the device that
+//! SPEC.md, "Requests", requires.
 //!
-//! A fault is sent to a device that holds the page of its [`Target`]. Whatever the device answers,
-//! a request that was not carried out must leave that page where it is. No fault here could also be
-//! an honest driver's request.
+//! A fault is sent to a device that holds the page of its [`Target`]. After a request that was not
+//! carried out, the device must still hold that page, whatever it answered. No correct driver sends
+//! any of these requests.
 
 mod chains;
 mod shapes;
@@ -26,10 +27,10 @@ use crate::ring::{Buffer, DESC_BYTES, Desc, F_INDIRECT, F_NEXT, F_WRITE};
 pub enum Expect {
     /// The device answers with one of these statuses, and the queue goes on.
     Status(&'static [u8]),
-    /// The device gives no answer: the queue stops.
+    /// The device gives no answer, and stops the queue.
     Stopped,
-    /// The specification leaves it to the device: it answers with one of these statuses, or the
-    /// queue stops.
+    /// The specification gives the device a choice: it answers with one of these statuses, or stops
+    /// the queue.
     Either(&'static [u8]),
 }
 
@@ -151,11 +152,11 @@ fn queue_for(request: &Request, t: Target) -> usize {
     }
 }
 
-/// Sends modified bytes in a well-formed chain.
+/// Sends a request with modified bytes in a well-formed chain. Returns the queue.
 fn send_encoded(g: &mut FakeGuest, queue: usize, request: Request, encoded: &Encoded) -> usize {
     let generation = g.generation();
     g.add_encoded(queue, request, generation, encoded)
-        .expect("space in the ring");
+        .expect("the ring has room for a fault");
     g.publish(queue);
     queue
 }
@@ -179,8 +180,8 @@ fn bent(
     }
 }
 
-/// Returns a fault that sends a request as a chain of the buffers that `build` makes from the
-/// request's place.
+/// Returns a fault that sends a request as a chain of buffers. `build` makes the buffers from the
+/// place of the request in guest memory.
 fn rebuilt(
     name: impl Into<String>,
     expect: Expect,
@@ -203,8 +204,8 @@ fn rebuilt(
     })
 }
 
-/// Chains descriptors in order. `next` counts from the first descriptor; real slots are filled in
-/// later.
+/// Links descriptors in order. The field `next` is the position in `descs`. It is replaced by the
+/// number of the descriptor in the ring later.
 fn link(descs: &mut [Desc]) {
     for i in 1..descs.len() {
         descs[i - 1].flags |= F_NEXT;
@@ -212,8 +213,9 @@ fn link(descs: &mut [Desc]) {
     }
 }
 
-/// Returns a fault that sends a request as ring descriptors that the caller builds. A `next` below
-/// their number is relative to the first; any other value is used as it is.
+/// Returns a fault that sends a request as the ring descriptors that `build` returns. A field
+/// `next` that is a position among these descriptors is replaced by that descriptor's number in the
+/// ring. Any other value is used unchanged.
 fn raw(
     name: impl Into<String>,
     expect: Expect,
@@ -224,9 +226,10 @@ fn raw(
         let request = make(t);
         let queue = queue_for(&request, t);
         let encoded = request.encode(g.generation());
-        let mut placed = g.place(&encoded).expect("space in the ring");
+        let mut placed = g.place(&encoded).expect("the ring has room for a fault");
         let descs = build(g, queue, &placed.1);
-        // The device writes `resp` to the first writable byte, which the fault may have moved.
+        // Find the first writable byte, to which the device writes `resp`. The fault may have moved
+        // it.
         let first = descs
             .iter()
             .find(|d| d.flags & F_WRITE != 0 && d.flags & F_INDIRECT == 0);
@@ -240,7 +243,7 @@ fn raw(
         let ring = g.ring_mut(queue);
         let slots: Vec<u16> = descs
             .iter()
-            .map(|_| ring.take_desc().expect("space in the ring"))
+            .map(|_| ring.take_desc().expect("the ring has room for a fault"))
             .collect();
         for (slot, mut desc) in slots.iter().zip(descs) {
             if desc.flags & F_NEXT != 0 {
@@ -279,7 +282,7 @@ fn whole(p: &Placed) -> Vec<Buffer> {
     out
 }
 
-/// Address outside of RAM, between the regions of the default machine.
+/// Guest-physical address without memory, between the regions of the default machine.
 pub const HOLE: u64 = 2 << 30;
 
 /// Returns all faults.

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The fake guest: the actions of QEMU and a driver on a daemon, in the order in which they happen.
+//! The fake guest: what QEMU and a guest's driver do with a daemon, in the same order.
 //!
-//! Memory and rings outlive every connection, as a guest outlives its daemon. After a lost back
-//! end, the rings start again from the last used element. Of the driver, the fake guest has buffers
-//! and rings only; [`crate::Model`] decides which answers are right. Every wait has a bound.
+//! Memory and rings stay when a connection ends, as a guest outlives its daemon. After the loss of
+//! a back end, the rings start again from the last used element. Of a driver, the fake guest has
+//! only buffers and rings. [`crate::Model`] decides which answers are right. Every wait has a time
+//! limit.
 
 mod requests_in_flight;
 
@@ -30,23 +31,25 @@ use crate::memory::{DirtyLog, GuestRam, PAGE_BYTES, RamRegion};
 use crate::requests::{Answer, Cut, Encoded, PAGE, Request, cut, decode};
 use crate::ring::{DriverRing, RingError, RingFull, RingLayout};
 
-/// VIRTIO_F_INDIRECT_DESC
+/// Feature bit VIRTIO_F_INDIRECT_DESC.
 pub const F_INDIRECT_DESC: u64 = 1 << 28;
-/// VIRTIO_F_EVENT_IDX
+/// Feature bit VIRTIO_F_EVENT_IDX.
 pub const F_EVENT_IDX: u64 = 1 << 29;
-/// VHOST_USER_F_PROTOCOL_FEATURES
+/// Feature bit VHOST_USER_F_PROTOCOL_FEATURES.
 pub const F_PROTOCOL_FEATURES: u64 = 1 << 30;
-/// VIRTIO_F_VERSION_1
+/// Feature bit VIRTIO_F_VERSION_1.
 pub const F_VERSION_1: u64 = 1 << 32;
-/// VHOST_F_LOG_ALL
+/// Feature bit VHOST_F_LOG_ALL.
 pub const F_LOG_ALL: u64 = 1 << 26;
 /// Bytes of `struct virtio_tmem_config`.
 pub const CONFIG_BYTES: usize = 32;
 
-/// Pages of a slot. The first page ends with the metadata of the side that has page data, and the
-/// 64 data pages follow. One page holds the other side, and one the indirect table.
+/// Pages of a slot, the guest memory of one request. A request has a readable and a writable part,
+/// only one of which contains page data. The metadata of that part is at the end of the slot's
+/// first page, and its 64 data pages follow. Another page has the other part, and the last page has
+/// the indirect table.
 const SLOT_PAGES: u64 = 67;
-/// Most descriptors of a slot's indirect table.
+/// Largest number of descriptors in a slot's indirect table.
 const INDIRECT_MAX: usize = (PAGE_BYTES / 16) as usize;
 
 /// Configuration of a fake machine.
@@ -56,26 +59,29 @@ pub struct GuestConfig {
     pub name: String,
     /// Regions of RAM, ascending.
     pub ram: Vec<RamRegion>,
-    /// The memfds carry F_SEAL_SHRINK.
+    /// Whether the memfds have the seal F_SEAL_SHRINK.
     pub sealed: bool,
-    /// The memfds consist of huge pages and are sealed. The host must have enough free huge pages.
+    /// Whether the memfds consist of huge pages. They are then sealed, and the host must have
+    /// enough free huge pages.
     pub huge: bool,
-    /// All regions are the same memory, and have one size. The machine looks larger than its host.
+    /// Whether all regions map the same memory. All regions then have the same size. So the machine
+    /// can look larger than its host.
     pub one_file: bool,
     /// Number of request queues, without the control queue.
     pub request_queues: u16,
     /// Number of descriptors of each queue.
     pub queue_size: u16,
-    /// Feature bits that the driver accepts. Bits that the device does not offer are dropped.
+    /// Feature bits that the driver accepts. Bits that the device does not offer are not
+    /// negotiated.
     pub features: u64,
     /// Most requests in flight, over all queues.
     pub slots: usize,
-    /// Cut of chains into descriptors where the caller does not specify one.
+    /// How chains are divided into descriptors, unless the caller specifies it.
     pub cut: Cut,
-    /// Use ADD_MEM_REG instead of SET_MEM_TABLE, where the daemon offers it.
+    /// Whether to use ADD_MEM_REG instead of SET_MEM_TABLE, if the daemon offers it.
     pub mem_slots: bool,
-    /// Ask for an acknowledgement of every message, so that every refusal is seen. QEMU asks for
-    /// one of the memory table only.
+    /// Whether to ask for an acknowledgement of every message, so that the caller notices every
+    /// refusal. QEMU asks only for that of the memory table.
     pub acknowledged: bool,
     /// Longest time that the daemon may take to answer a vhost-user message.
     pub reply_timeout: Duration,
@@ -85,7 +91,7 @@ impl Default for GuestConfig {
     fn default() -> Self {
         Self {
             name: "guest".into(),
-            // RAM has a hole, as a PC has below 4 GiB.
+            // The RAM has a hole below 4 GiB, as that of a PC has.
             ram: vec![
                 RamRegion {
                     start: 0,
@@ -141,7 +147,7 @@ pub enum GuestError {
     #[error("{0}")]
     Device(String),
     /// No answer arrived in time.
-    #[error("{guest}: {in_flight} requests unanswered at the deadline")]
+    #[error("{guest}: {in_flight} requests were not answered in time")]
     Late {
         /// Name of the guest.
         guest: String,
@@ -149,7 +155,7 @@ pub enum GuestError {
         in_flight: usize,
     },
     /// The guest is not connected.
-    #[error("not connected")]
+    #[error("the guest is not connected to a daemon")]
     NoBackend,
 }
 
@@ -172,10 +178,26 @@ pub struct DeviceConfig {
 
 impl DeviceConfig {
     fn decode(b: &[u8]) -> Self {
-        let u32_at = |at: usize| u32::from_le_bytes(b[at..at + 4].try_into().expect("four"));
-        let u16_at = |at: usize| u16::from_le_bytes(b[at..at + 2].try_into().expect("two"));
+        let u32_at = |at: usize| {
+            u32::from_le_bytes(
+                b[at..at + 4]
+                    .try_into()
+                    .expect("a slice of four bytes converts to an array"),
+            )
+        };
+        let u16_at = |at: usize| {
+            u16::from_le_bytes(
+                b[at..at + 2]
+                    .try_into()
+                    .expect("a slice of two bytes converts to an array"),
+            )
+        };
         Self {
-            generation: u64::from_le_bytes(b[..8].try_into().expect("eight")),
+            generation: u64::from_le_bytes(
+                b[..8]
+                    .try_into()
+                    .expect("a slice of eight bytes converts to an array"),
+            ),
             page_size: u32_at(8),
             num_request_queues: u16_at(12),
             batch_max: u16_at(14),
@@ -231,16 +253,16 @@ struct Queue {
 
 struct Link {
     frontend: Frontend,
-    /// Socket of the front end, kept in order to hang up on it.
+    /// Socket of the front end. It is kept so that the guest can hang up.
     stream: UnixStream,
     offered: u64,
     protocol: VhostUserProtocolFeatures,
-    /// Number of regions that the daemon has, if they are added one by one.
+    /// Number of memory regions that the daemon knows, if they are added one by one.
     slots_known: usize,
     started: bool,
 }
 
-/// A guest without a VM.
+/// A guest and its QEMU without a VM.
 pub struct FakeGuest {
     config: GuestConfig,
     ram: Arc<GuestRam>,
@@ -256,7 +278,7 @@ pub struct FakeGuest {
 }
 
 impl FakeGuest {
-    /// Creates a machine without a daemon.
+    /// Creates a guest that is not connected to a daemon.
     ///
     /// # Errors
     /// When the kernel refuses memory or descriptors.
@@ -293,7 +315,7 @@ impl FakeGuest {
         })
     }
 
-    /// Returns the name for messages.
+    /// Returns the guest's name, for messages.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.config.name
@@ -355,7 +377,7 @@ impl FakeGuest {
         self.pending.len()
     }
 
-    /// Returns the front end itself, for messages that QEMU would not send.
+    /// Returns the front end, for sending messages that QEMU would not send.
     pub fn frontend(&mut self) -> Option<&mut Frontend> {
         self.link.as_mut().map(|l| &mut l.frontend)
     }
@@ -372,14 +394,14 @@ impl FakeGuest {
     /// features, owner, queue number, call descriptors, configuration. No ring runs yet.
     ///
     /// # Errors
-    /// Each error on which QEMU drops the connection; the connection is then dropped.
+    /// Returns each error on which QEMU drops the connection. The connection is then dropped.
     pub fn connect(&mut self, socket: &Path) -> Result<(), GuestError> {
         self.disconnect();
         let stream = UnixStream::connect(socket).map_err(GuestError::Socket)?;
         self.connect_stream(stream)
     }
 
-    /// Does [`Self::connect`] over a socket that is already open.
+    /// Does what [`Self::connect`] does, on a socket that is already open.
     ///
     /// # Errors
     /// Errors of [`Self::connect`].
@@ -501,8 +523,8 @@ impl FakeGuest {
         Ok(())
     }
 
-    /// Sends the memory table, also a second time: QEMU does so at each change of the memory map,
-    /// with rings running.
+    /// Sends the memory table. It may be sent again: QEMU does so at each change of the memory map,
+    /// while rings are running.
     ///
     /// # Errors
     /// When the daemon refuses it.
@@ -510,8 +532,8 @@ impl FakeGuest {
         self.set_mem_table_of(self.config.ram.len())
     }
 
-    /// Sends a memory map of the first `count` regions: all in one message, or, with memory slots,
-    /// by adding and removing the regions that differ.
+    /// Sends a memory map that consists of the first `count` regions. It is one message, or, with
+    /// memory slots, a message for each region to add or remove.
     ///
     /// # Errors
     /// When the daemon refuses it.
@@ -594,7 +616,7 @@ impl FakeGuest {
         self.get_vring_bases()
     }
 
-    /// Sends GET_VRING_BASE for every queue, without disabling any first. Returns the bases.
+    /// Sends GET_VRING_BASE for every queue, without disabling the queues first. Returns the bases.
     ///
     /// # Errors
     /// When the daemon does not answer.
@@ -630,7 +652,7 @@ impl FakeGuest {
     }
 
     /// Drops the connection, because the daemon has ended or to simulate a guest that has ended.
-    /// The rings restart from the last used element, as QEMU does.
+    /// The rings will start again from the last used element, as with QEMU.
     pub fn disconnect(&mut self) {
         self.link = None;
         for q in &mut self.queues {
@@ -638,8 +660,8 @@ impl FakeGuest {
         }
     }
 
-    /// Ends the connection and waits until the daemon has ended it, too. From then on the daemon
-    /// must not hold the guest's memory.
+    /// Ends the connection and waits until the daemon has closed its end, too. From then on the
+    /// daemon must not hold the guest's memory.
     ///
     /// # Errors
     /// When the daemon does not close its end in time.
@@ -655,7 +677,7 @@ impl FakeGuest {
         Ok(())
     }
 
-    /// Switches the dirty log on as migration does, with rings running. Returns the log.
+    /// Switches on a new dirty log while rings are running, as migration does. Returns the log.
     ///
     /// # Errors
     /// When the daemon refuses it.
@@ -677,10 +699,10 @@ impl FakeGuest {
         for i in 0..self.queues.len() {
             self.set_ring_addr(i)?;
         }
-        Ok(self.log.as_ref().expect("a log that was just set"))
+        Ok(self.log.as_ref().expect("the dirty log was just set"))
     }
 
-    /// Returns the dirty log, while it is on.
+    /// Returns the dirty log, or None if it is off.
     #[must_use]
     pub fn log(&self) -> Option<&DirtyLog> {
         self.log.as_ref()

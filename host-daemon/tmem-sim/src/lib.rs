@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A guest without a VM: it drives a virtio-tmem daemon over vhost-user and judges its answers.
+//! A guest without a VM. It sends requests to a virtio-tmem daemon over vhost-user and checks the
+//! answers.
 //!
-//! [`FakeGuest`] is QEMU and the transport half of a driver: shared memory, virtqueues, the
-//! messages in QEMU's order. [`Model`] decides which answers are allowed. [`Driver`] joins the two
-//! into a guest that behaves; [`fault`] contains the ways in which a guest can misbehave.
+//! [`FakeGuest`] does the work of QEMU and of the transport part of a driver: shared memory,
+//! virtqueues, and messages in QEMU's order. [`Model`] decides which answers are allowed.
+//! [`Driver`] uses both and is a guest that follows the specification. [`fault`] contains the ways
+//! in which a guest can violate it.
 //!
 //! Out of scope: code of the daemon or the engine. All rules in this crate come from
 //! `proto/SPEC.md` alone.

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The fake guest's RAM: shared memory in sealed memfds, as QEMU's `memory-backend-memfd`.
+//! RAM of the fake guest: shared memory in sealed memfds, as QEMU's `memory-backend-memfd` provides
+//! it.
 //!
 //! There are gaps between the regions in guest-physical space, so that addresses without memory
-//! exist. All access is volatile, because a daemon reads and writes the same pages at any time. No
-//! reference into guest memory is handed out.
+//! exist. All accesses are volatile, because a daemon may read and write the same pages at any
+//! time. For the same reason, no function returns a Rust reference to guest memory.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -42,11 +43,11 @@ fn memfd(bytes: u64, sealed: bool, flags: MemfdFlags) -> io::Result<File> {
 pub struct GuestRam {
     map: GuestMemoryMmap,
     regions: Vec<RamRegion>,
-    /// Index of the region with the next free address, and that address. Leaf lock, which guards
-    /// nothing else.
+    /// Number of the region with the next free address, and that address. A thread that holds this
+    /// lock takes no other lock.
     next: Mutex<(usize, u64)>,
     /// Numbers of the pages that the guest itself has written, while a VMM tracks them for a
-    /// migration. Leaf lock.
+    /// migration. A thread that holds this lock takes no other lock.
     written: Mutex<Option<BTreeSet<u64>>>,
 }
 
@@ -67,7 +68,7 @@ impl GuestRam {
         Self::with(regions, true, MemfdFlags::HUGETLB)
     }
 
-    /// Maps sealed memory in which each region is the same bytes of one file.
+    /// Maps sealed memory in which all regions map the same bytes of one file.
     ///
     /// # Errors
     /// When the kernel refuses a memfd, a seal or a mapping.
@@ -107,7 +108,7 @@ impl GuestRam {
         }))
     }
 
-    /// Returns the mapping itself, for a device side in the same process.
+    /// Returns the mapping, for a device in the same process.
     #[must_use]
     pub fn map(&self) -> &GuestMemoryMmap {
         &self.map
@@ -116,16 +117,18 @@ impl GuestRam {
     /// Allocates `pages` contiguous pages and returns their address. They are never freed.
     ///
     /// # Panics
-    /// When the guest has no room: the test that runs it chooses its memory.
+    /// When the guest has fewer free pages. The test that creates the guest chooses the size of its
+    /// memory.
     #[must_use]
     pub fn alloc(&self, pages: u64) -> u64 {
         let size_bytes = pages * PAGE_BYTES;
         let mut next = self.next.lock().unwrap();
         loop {
-            let region = self
-                .regions
-                .get(next.0)
-                .unwrap_or_else(|| panic!("the guest's RAM has no {pages} pages left: give more"));
+            let region = self.regions.get(next.0).unwrap_or_else(|| {
+                panic!(
+                    "the guest's RAM has no {pages} free pages left: create the guest with more RAM"
+                )
+            });
             if next.1 + size_bytes <= region.start + region.size_bytes {
                 let addr = next.1;
                 next.1 += size_bytes;
@@ -136,24 +139,24 @@ impl GuestRam {
         }
     }
 
-    /// Copies guest memory out. Panics outside of RAM.
+    /// Copies from guest memory at `addr` to `buf`. Panics if not all bytes are in RAM.
     pub fn read(&self, addr: u64, buf: &mut [u8]) {
         self.map.read_slice(buf, GuestAddress(addr)).unwrap();
     }
 
-    /// Copies into guest memory. Panics outside of RAM.
+    /// Copies `buf` to guest memory at `addr`. Panics if not all bytes are in RAM.
     pub fn write(&self, addr: u64, buf: &[u8]) {
         self.note_written(addr, buf.len() as u64);
         self.map.write_slice(buf, GuestAddress(addr)).unwrap();
     }
 
-    /// Loads a ring index or flag, atomic and little-endian.
+    /// Loads a ring index or flag atomically. It is little-endian.
     #[must_use]
     pub fn load_u16(&self, addr: u64, order: Ordering) -> u16 {
         u16::from_le(self.map.load(GuestAddress(addr), order).unwrap())
     }
 
-    /// Stores a ring index or flag, atomic and little-endian.
+    /// Stores a ring index or flag atomically. It is little-endian.
     pub fn store_u16(&self, addr: u64, value: u16, order: Ordering) {
         self.note_written(addr, 2);
         self.map
@@ -161,13 +164,15 @@ impl GuestRam {
             .unwrap();
     }
 
-    /// Returns the address in this process, by which vhost-user names rings.
+    /// Returns the address in this process of a guest-physical address. vhost-user messages give
+    /// the places of rings in this way.
     #[must_use]
     pub fn host_addr(&self, addr: u64) -> u64 {
         self.map.get_host_address(GuestAddress(addr)).unwrap() as u64
     }
 
-    /// Returns the regions as SET_MEM_TABLE needs them. This object keeps the descriptors.
+    /// Returns the regions as SET_MEM_TABLE needs them. The file descriptors remain the property of
+    /// this object.
     #[must_use]
     pub fn vhost_regions(&self) -> Vec<VhostUserMemoryRegionInfo> {
         self.map
@@ -184,7 +189,10 @@ impl GuestRam {
     pub fn shared_regions(&self) -> io::Result<Vec<(RamRegion, u64, File)>> {
         let mut out = Vec::new();
         for (region, mapped) in self.regions.iter().zip(self.map.iter()) {
-            let file = mapped.file_offset().expect("each has a file").file();
+            let file = mapped
+                .file_offset()
+                .expect("each region is backed by a file")
+                .file();
             out.push((*region, self.host_addr(region.start), file.try_clone()?));
         }
         Ok(out)
@@ -196,8 +204,8 @@ impl GuestRam {
         }
     }
 
-    /// Starts or stops tracking the pages that the guest writes. Returns those written since the
-    /// last call.
+    /// Starts or stops tracking the pages that the guest writes. Returns the numbers of the pages
+    /// written since the last call.
     pub fn track_written(&self, on: bool) -> BTreeSet<u64> {
         let fresh = on.then(BTreeSet::new);
         std::mem::replace(&mut *self.written.lock().unwrap(), fresh).unwrap_or_default()
@@ -299,8 +307,16 @@ impl DirtyLog {
     /// # Errors
     /// When no descriptor is left.
     pub fn file(&self) -> io::Result<File> {
-        let region = self.map.iter().next().expect("one region");
-        region.file_offset().expect("a file").file().try_clone()
+        let region = self
+            .map
+            .iter()
+            .next()
+            .expect("the dirty log has one region");
+        region
+            .file_offset()
+            .expect("the dirty log is backed by a file")
+            .file()
+            .try_clone()
     }
 
     /// Returns the size of the bitmap in bytes.

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The oracle: it decides which answers a device may give to one guest.
+//! The test oracle, which decides which answers a device may give to one guest.
 //!
 //! The oracle keeps what the device may hold: for each key at most the last put's cookie and
 //! contents. A get returns those, or a miss, and nothing else. The order in which answers arrive on
 //! a queue is the order in which the device acted on it (SPEC.md, "Order"), so the model changes at
-//! answers. Only for a flush that spans queues does it need the time at which it was sent. The
-//! oracle never asks the device.
+//! answers. For a flush that spans queues, the model also uses the time at which the flush was
+//! sent. The oracle never asks the device for its state.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -37,12 +37,12 @@ struct Held {
     content: Content,
     /// Tick at which the put was answered.
     since: u64,
-    /// Tick at which the answer of a flush on another queue dropped it. The device may have acted
-    /// first on a get that was sent before that.
+    /// Tick of the answer to a flush on another queue that dropped the page. Before it executed the
+    /// flush, the device may have executed a get that was sent before that tick.
     dropped: Option<u64>,
 }
 
-/// The part of a request that judging its answer needs.
+/// Data of a request that are needed to check its answer.
 #[derive(Clone, Debug)]
 pub struct Asked {
     /// Tick at which the request was sent.
@@ -60,9 +60,10 @@ pub struct Counts {
     pub refused: u64,
     /// Gets answered with the page.
     pub hits: u64,
-    /// Gets of a page that the device said it holds, answered with a miss.
+    /// Gets that were answered with a miss although the device had answered that it stored the
+    /// page.
     pub lost: u64,
-    /// Gets of pages that the device cannot hold, answered with a miss.
+    /// Gets of pages that the device cannot hold. They were answered with a miss.
     pub misses: u64,
     /// Requests answered STALE.
     pub stale: u64,
@@ -89,15 +90,15 @@ impl Model {
         }
     }
 
-    /// Begins a generation: the device holds nothing, and every request of another generation is
-    /// stale.
+    /// Begins a generation. From now on the device holds no page, and every request of another
+    /// generation is stale.
     ///
     /// # Errors
-    /// When it is 0 or equal to the last one.
+    /// When the generation is 0 or equal to the last one.
     pub fn begin(&mut self, generation: u64) -> Result<(), Violation> {
         if generation == 0 || generation == self.generation {
             return Err(self.wrong(format!(
-                "generation {generation:#x} after {:#x}: must be another, and not 0",
+                "the device has generation {generation:#x} after {:#x}: it must be another one and not 0",
                 self.generation
             )));
         }
@@ -137,7 +138,7 @@ impl Model {
         &self.pools
     }
 
-    /// Records that a request is sent, with the contents of a put's pages in order.
+    /// Records that a request is sent. `contents` are the contents of a put's pages in their order.
     pub fn ask(&mut self, contents: Vec<Content>) -> Asked {
         self.tick += 1;
         Asked {
@@ -150,7 +151,8 @@ impl Model {
         Violation(format!("{}: {what}", self.name))
     }
 
-    /// Judges an answer and updates the model. `queue_of` returns the queue of a key's requests.
+    /// Checks an answer and updates the model. `queue_of` returns the queue that the requests for a
+    /// key use.
     ///
     /// # Errors
     /// When the specification forbids the answer.
@@ -163,19 +165,28 @@ impl Model {
         self.tick += 1;
         let answer = &done.answer;
         if answer.status == wire::S_UNANSWERED || answer.status == 0 {
-            return Err(self.wrong(format!("{:?} used without an answer", done.request)));
+            return Err(self.wrong(format!(
+                "the device used the chain of {:?} without writing an answer",
+                done.request
+            )));
         }
         if answer.reserved != [0; 7] {
-            return Err(self.wrong(format!("reserved bytes {:?} in resp", answer.reserved)));
+            return Err(self.wrong(format!(
+                "the reserved bytes of resp are {:?} and not 0",
+                answer.reserved
+            )));
         }
         let room = done.request.encode(0).answer_bytes();
         if answer.used_bytes as usize > room {
-            return Err(self.wrong(format!("{} bytes written, room {room}", answer.used_bytes)));
+            return Err(self.wrong(format!(
+                "the device says that it wrote {} bytes into an answer of {room} bytes",
+                answer.used_bytes
+            )));
         }
         if done.generation != self.generation {
             if answer.status != wire::S_STALE {
                 return Err(self.wrong(format!(
-                    "status {} to generation {:#x} in {:#x}: must be STALE",
+                    "the answer to a request of generation {1:#x} in generation {2:#x} has status {0} and not STALE",
                     answer.status, done.generation, self.generation
                 )));
             }
@@ -193,7 +204,7 @@ impl Model {
         };
         if answer.status != expected {
             return Err(self.wrong(format!(
-                "status {}, not {expected}, to type {} of pool {pool}",
+                "the answer has status {} and not {expected}: request type {}, pool {pool}",
                 answer.status,
                 done.request.kind()
             )));
@@ -241,7 +252,7 @@ impl Model {
         answer: &Answer,
     ) -> Result<(), Violation> {
         let Request::Put { pool, pages } = request else {
-            unreachable!("a put")
+            unreachable!("the caller has matched a put")
         };
         for (i, (page, result)) in pages.iter().zip(&answer.pages).enumerate() {
             let key = Key {
@@ -268,7 +279,9 @@ impl Model {
                     self.held.remove(&key);
                 }
                 other => {
-                    return Err(self.wrong(format!("result {other} to the put of {key:?}")));
+                    return Err(
+                        self.wrong(format!("the put of {key:?} has the invalid result {other}"))
+                    );
                 }
             }
         }
@@ -288,7 +301,7 @@ impl Model {
             cookies,
         } = request
         else {
-            unreachable!("a get")
+            unreachable!("the caller has matched a get")
         };
         for (i, (&cookie, got)) in cookies.iter().zip(&answer.pages).enumerate() {
             let key = Key {
@@ -304,7 +317,9 @@ impl Model {
             match (got.result, held) {
                 (wire::P_MISS, held) => {
                     if got.cookie != 0 {
-                        return Err(self.wrong(format!("a miss of {key:?} with a cookie")));
+                        return Err(
+                            self.wrong(format!("the miss of {key:?} has a cookie other than 0"))
+                        );
                     }
                     match held {
                         Some(Held { dropped: None, .. }) => self.counts.lost += 1,
@@ -314,18 +329,20 @@ impl Model {
                 (wire::P_HIT, Some(held)) => {
                     if got.cookie != cookie {
                         return Err(self.wrong(format!(
-                            "{key:?}: hit with cookie {:#x}, asked for {cookie:#x}",
+                            "the get of {key:?} was a hit with cookie {:#x}, but requested {cookie:#x}",
                             got.cookie
                         )));
                     }
                     let Some(page) = &got.page else {
-                        return Err(self.wrong(format!("{key:?}: a hit without its page")));
+                        return Err(self.wrong(format!(
+                            "the used length of a hit on {key:?} does not cover the page"
+                        )));
                     };
                     let expected = held.content.page();
                     if **page != *expected {
                         let at = page.iter().zip(&*expected).position(|(a, b)| a != b);
                         return Err(self.wrong(format!(
-                            "{key:?}: wrong bytes, first at {at:?}, expected {:?}",
+                            "the get of {key:?} returned wrong bytes, the first at offset {at:?}, expected {:?}",
                             held.content
                         )));
                     }
@@ -334,12 +351,14 @@ impl Model {
                 }
                 (wire::P_HIT, None) => {
                     return Err(self.wrong(format!(
-                        "{key:?}: hit for cookie {cookie:#x}, which cannot be there ({:?})",
+                        "the get of {key:?} with cookie {cookie:#x} was a hit, although the device cannot hold that page (it may hold {:?})",
                         self.held.get(&key)
                     )));
                 }
                 (other, _) => {
-                    return Err(self.wrong(format!("result {other} to the get of {key:?}")));
+                    return Err(
+                        self.wrong(format!("the get of {key:?} has the invalid result {other}"))
+                    );
                 }
             }
         }
@@ -432,29 +451,34 @@ mod tests {
     const A: Content = Content::Noise(1);
     const B: Content = Content::Text(2);
 
-    /// The oracle itself must find a violation of each rule that it checks.
+    /// Gives the oracle an answer that violates each of its rules. It must report each of them.
     #[test]
     fn the_oracle_reports_each_wrong_answer() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
-        get(&mut m, 10, Some(B)).expect_err("wrong bytes");
-        get(&mut m, 11, Some(A)).expect_err("another cookie");
+        get(&mut m, 10, Some(B)).expect_err("the oracle accepts a hit with wrong bytes");
+        get(&mut m, 11, Some(A))
+            .expect_err("the oracle accepts a hit with a cookie that was never put");
         get(&mut m, 10, Some(A)).unwrap();
-        get(&mut m, 10, Some(A)).expect_err("a hit removes the page");
+        get(&mut m, 10, Some(A)).expect_err("the oracle accepts a second hit on one page");
 
         put(&mut m, 12, A, wire::P_STORED).unwrap();
         put(&mut m, 13, B, wire::P_STORED).unwrap();
-        get(&mut m, 12, Some(A)).expect_err("the last put counts");
+        get(&mut m, 12, Some(A)).expect_err("the oracle accepts a hit on a page that was replaced");
 
         put(&mut m, 14, A, wire::P_REFUSED).unwrap();
-        get(&mut m, 13, Some(B)).expect_err("a refused put leaves nothing");
-        put(&mut m, 15, A, wire::P_HIT).expect_err("an invalid result");
+        get(&mut m, 13, Some(B)).expect_err(
+            "the oracle accepts a hit on a page that a refused put should have dropped",
+        );
+        put(&mut m, 15, A, wire::P_HIT).expect_err("the oracle accepts the result HIT for a put");
 
-        m.begin(7).expect_err("a repeated generation");
-        m.begin(0).expect_err("generation 0");
+        m.begin(7)
+            .expect_err("the oracle accepts a repeated generation");
+        m.begin(0).expect_err("the oracle accepts generation 0");
         put(&mut m, 16, A, wire::P_STORED).unwrap();
         m.begin(8).unwrap();
-        get(&mut m, 16, Some(A)).expect_err("an old generation is stale");
+        get(&mut m, 16, Some(A))
+            .expect_err("the oracle accepts an answer other than STALE in an old generation");
         assert_eq!(m.held_pages(), 0);
     }
 
@@ -481,19 +505,19 @@ mod tests {
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         let flush = flush_object();
         let asked = m.ask(vec![]);
-        // This page is stored on another queue after the flush was sent. There is no order, and
-        // both answers are right.
+        // This page is stored through another queue after the flush was sent. The two requests have
+        // no order, so the page may be held or not.
         put(&mut m, 11, B, wire::P_STORED).unwrap();
         m.judge(&asked, &flush, |_| 2).unwrap();
         assert_eq!(m.cookie(KEY), Some(11));
-        // Requests on the flush's own queue are ordered with it.
+        // A flush is ordered with the other requests on its own queue.
         let asked = m.ask(vec![]);
         m.judge(&asked, &flush, |_| 1).unwrap();
-        get(&mut m, 11, Some(B)).expect_err("flushed");
+        get(&mut m, 11, Some(B)).expect_err("the oracle accepts a hit on a flushed page");
     }
 
-    /// A get and a flush are in flight on two queues: the device may act on either first, whichever
-    /// answer is seen first.
+    /// A get and a flush are in flight on two queues. The device may execute either first,
+    /// whichever answer the guest sees first.
     #[test]
     fn a_flush_is_unordered_with_a_get_on_another_queue() {
         let mut m = model();
@@ -503,7 +527,9 @@ mod tests {
         let asked_get = m.ask(vec![]);
         m.judge(&asked_flush, &flush, |_| 2).unwrap();
         assert_eq!(m.held_pages(), 0);
-        get(&mut m, 10, Some(A)).expect_err("sent after the flush was answered");
+        get(&mut m, 10, Some(A)).expect_err(
+            "the oracle accepts a hit on a page whose flush was answered before the get was sent",
+        );
         let hit = PageAnswer {
             result: wire::P_HIT,
             cookie: 10,
@@ -517,7 +543,8 @@ mod tests {
         };
         let hit = done(get, wire::S_OK, vec![hit]);
         m.judge(&asked_get, &hit, |_| 1).unwrap();
-        m.judge(&asked_get, &hit, |_| 1).expect_err("twice");
+        m.judge(&asked_get, &hit, |_| 1)
+            .expect_err("the oracle accepts a second hit on one page");
     }
 
     #[test]
@@ -527,7 +554,7 @@ mod tests {
         let asked = m.ask(vec![]);
         let destroy = done(Request::PoolDestroy { pool: 1 }, wire::S_OK, vec![]);
         m.judge(&asked, &destroy, |_| 1).unwrap();
-        get(&mut m, 10, Some(A)).expect_err("no such pool");
+        get(&mut m, 10, Some(A)).expect_err("the oracle accepts a hit in a destroyed pool");
         assert_eq!(m.held_pages(), 0);
     }
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Requests and answers of the device as bytes, and how a chain carries them.
+//! Requests to the device and its answers as bytes, and their division into the buffers of a chain.
 //!
-//! The layout is written from SPEC.md by hand, without the structs of the wire crate that the
-//! daemon decodes with. Otherwise no test would find a field that both sides misplace alike. Only
-//! the values are shared.
+//! The layout is written by hand from SPEC.md. It does not use the structs of the wire crate, with
+//! which the daemon decodes requests. Otherwise no test would notice a field that is at a wrong
+//! offset in these structs. Only constants are shared.
 
 use virtio_tmem as wire;
 
@@ -35,7 +35,7 @@ pub struct PutPage {
     pub object: u64,
     /// Page index in the object.
     pub index: u64,
-    /// Cookie; an honest driver never uses 0.
+    /// Cookie; a correct driver never uses 0.
     pub cookie: u64,
     /// `VIRTIO_TMEM_PUT_*`.
     pub flags: u32,
@@ -61,7 +61,7 @@ pub enum Request {
     Put {
         /// Pool id.
         pool: u32,
-        /// Pages, 1 ..= 64 from an honest driver.
+        /// Pages; a correct driver sends 1 to 64.
         pages: Vec<PutPage>,
     },
     /// Gets a run of pages of one object back.
@@ -79,14 +79,14 @@ pub enum Request {
     Flush {
         /// Pool id.
         pool: u32,
-        /// Ranges, 1 ..= 64 from an honest driver.
+        /// Ranges; a correct driver sends 1 to 64.
         ranges: Vec<Range>,
     },
     /// Creates a pool.
     PoolCreate {
         /// Pool id.
         pool: u32,
-        /// Flags, 0 from an honest driver.
+        /// Flags; a correct driver sends 0.
         flags: u32,
     },
     /// Ends a pool and its pages.
@@ -136,7 +136,7 @@ impl Request {
             Self::Flush { ranges, .. } => ranges.len(),
             _ => 0,
         };
-        u16::try_from(n).expect("no test asks for 65,536 pages")
+        u16::try_from(n).expect("no test sends a request with 65,536 pages or more")
     }
 
     /// Returns the field `pool`.
@@ -213,17 +213,18 @@ impl Request {
     }
 }
 
-/// A request ready for layout: the readable part is `meta`, then `data`; the writable part has room
-/// for the two answers. A test may modify any of it.
+/// A request as bytes, before it is written to guest memory. The readable part is `meta` followed
+/// by `data`. The writable part has room for the answer's metadata and page data. A test may modify
+/// each field.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Encoded {
-    /// The struct `req` and the fields that follow it, without page data.
+    /// Struct `req` and the fields that follow it, without page data.
     pub meta: Vec<u8>,
     /// Page data of a PUT.
     pub data: Vec<u8>,
-    /// Room for `resp` and the page results.
+    /// Number of bytes for `resp` and the results of the pages.
     pub answer_meta_bytes: usize,
-    /// Room for page data of a GET.
+    /// Number of bytes for page data of a GET.
     pub answer_data_bytes: usize,
 }
 
@@ -242,14 +243,14 @@ impl Encoded {
     }
 }
 
-/// Way of cutting a chain into descriptors. It has no meaning for the device.
+/// Way of dividing a chain into descriptors. The device must not depend on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
-    /// As the driver does it: the small parts, then one descriptor for each page.
+    /// Division as in the driver: the small parts, then one descriptor for each page.
     Natural,
-    /// One readable and one writable descriptor for each contiguous stretch.
+    /// One descriptor for each contiguous piece of memory.
     Whole,
-    /// Cut at random places into at most `max` descriptors.
+    /// Division at random places into at most `max` descriptors.
     Random {
         /// Seed of the places.
         seed: u64,
@@ -258,8 +259,8 @@ pub enum Cut {
     },
 }
 
-/// Cuts the stretches `(address, bytes, writable)` of a chain. A stretch longer than a page is
-/// page data if it starts at a page.
+/// Divides the pieces `(address, bytes, writable)` of a chain into buffers. A piece that is longer
+/// than a page and begins at a page boundary is page data.
 #[must_use]
 pub fn cut(stretches: &[(u64, usize, bool)], how: Cut) -> Vec<Buffer> {
     let mut out = Vec::new();
@@ -311,7 +312,7 @@ pub struct PageAnswer {
     pub result: u8,
     /// Cookie of a GET's page; 0 for a PUT.
     pub cookie: u64,
-    /// Bytes of a HIT, if the used length covers them.
+    /// Contents of the page of a HIT, if the used length covers them.
     pub page: Option<Box<Page>>,
 }
 
@@ -328,8 +329,8 @@ pub struct Answer {
     pub pages: Vec<PageAnswer>,
 }
 
-/// Decodes an answer from the writable part: `meta` as it is in memory, and `page(i)` for its
-/// pages.
+/// Decodes an answer from the writable part. `meta` is the metadata as it is in memory, and
+/// `page(i)` returns the page number i.
 ///
 /// A result that the used length does not cover counts as UNANSWERED.
 #[must_use]
@@ -353,7 +354,9 @@ pub fn decode(
     };
     let mut answer = Answer {
         status,
-        reserved: meta[1..RESP_BYTES].try_into().expect("seven bytes"),
+        reserved: meta[1..RESP_BYTES]
+            .try_into()
+            .expect("a slice of seven bytes converts to an array"),
         used_bytes,
         pages: Vec::new(),
     };
@@ -381,7 +384,11 @@ pub fn decode(
                 if !covered(at + GET_PAGE_BYTES) {
                     return unanswered.clone();
                 }
-                let cookie = u64::from_le_bytes(meta[at..at + 8].try_into().expect("eight"));
+                let cookie = u64::from_le_bytes(
+                    meta[at..at + 8]
+                        .try_into()
+                        .expect("a slice of eight bytes converts to an array"),
+                );
                 let result = meta[at + 8];
                 let end = RESP_BYTES + n * GET_PAGE_BYTES + (i + 1) * PAGE;
                 let hit = result == wire::P_HIT;
@@ -416,7 +423,8 @@ mod tests {
         assert_eq!(LATENCIES_BYTES, size_of::<wire::Latencies>());
     }
 
-    /// Every cut of a chain has the same bytes in the same order, readable first.
+    /// Divides a chain in all ways. Each division must have the same bytes in the same order,
+    /// readable ones first.
     #[test]
     fn each_cut_of_a_chain_has_the_same_bytes() {
         let stretches = [(4000, 96, false), (4096, 8192, false), (16384, 9, true)];
@@ -433,7 +441,11 @@ mod tests {
         for seed in 0..200 {
             let buffers = cut(&stretches, Cut::Random { seed, max: 12 });
             assert!(buffers.len() <= 12);
-            assert_eq!(flat(&buffers), whole, "seed {seed}");
+            assert_eq!(
+                flat(&buffers),
+                whole,
+                "the division with seed {seed} has other bytes"
+            );
         }
     }
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The driver's side of a split virtqueue, with indirect tables and EVENT_IDX.
+//! Driver side of a split virtqueue, with indirect tables and EVENT_IDX.
 //!
-//! The ring checks the device's rules: used elements in avail order, each for a chain that is in
-//! flight. It can also publish data that no driver would publish, for the fault tests. It trusts
-//! the used ring for nothing but those checks.
+//! The ring checks that the device follows the rules: used elements come in avail order, each for a
+//! chain that is in flight. For the fault tests it can also publish data that no correct driver
+//! publishes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::memory::{GuestRam, PAGE_BYTES};
 
 /// Flag: another descriptor follows.
 pub const F_NEXT: u16 = VRING_DESC_F_NEXT as u16;
-/// Flag: the device writes this buffer.
+/// Flag: the device writes the buffer.
 pub const F_WRITE: u16 = VRING_DESC_F_WRITE as u16;
 /// Flag: the buffer is a table of descriptors.
 pub const F_INDIRECT: u16 = VRING_DESC_F_INDIRECT as u16;
@@ -33,7 +33,7 @@ pub struct Desc {
     pub len: u32,
     /// Flags: F_NEXT, F_WRITE, F_INDIRECT.
     pub flags: u16,
-    /// Next descriptor; valid with F_NEXT.
+    /// Number of the next descriptor, valid with F_NEXT.
     pub next: u16,
 }
 
@@ -57,7 +57,7 @@ pub struct Buffer {
     pub addr: u64,
     /// Length in bytes, not 0.
     pub len: u32,
-    /// The device writes the buffer.
+    /// Whether the device writes the buffer.
     pub writable: bool,
 }
 
@@ -75,7 +75,7 @@ pub struct RingLayout {
 }
 
 impl RingLayout {
-    /// Allocates the ring with separate pages for each part, so that the dirty log distinguishes
+    /// Allocates the three parts of a ring in separate pages, so that the dirty log distinguishes
     /// the parts.
     #[must_use]
     pub fn alloc(ram: &GuestRam, size: u16) -> Self {
@@ -101,7 +101,7 @@ impl RingLayout {
 /// Error: the device broke the rules of the ring.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
-    /// The used element names another chain than the oldest in flight.
+    /// The used element names another chain than the oldest one in flight.
     #[error("used element for head {got}, but the oldest in flight is {expected}")]
     OutOfOrder {
         /// Head of the oldest chain in flight.
@@ -139,15 +139,16 @@ struct Chain {
     token: u64,
 }
 
-/// One queue as its driver sees it. A snapshot keeps a clone of it beside the memory.
+/// One queue as its driver sees it. It can be cloned, so that a snapshot of a guest can include it.
 #[derive(Clone, Debug)]
 pub struct DriverRing {
     ram: Arc<GuestRam>,
     layout: RingLayout,
     event_idx: bool,
-    /// Next avail index to publish; the index in memory may lag behind.
+    /// Avail index after the last added chain. The index in memory is smaller until the chains are
+    /// published.
     avail_idx: u16,
-    /// Avail index at the last decision about a kick.
+    /// Avail index at the time when the ring last decided whether to kick.
     kicked_idx: u16,
     used_idx: u16,
     free: Vec<u16>,
@@ -280,7 +281,7 @@ impl DriverRing {
         Ok(())
     }
 
-    /// Puts a head into the avail ring. The caller wrote its descriptors, however wrong they are.
+    /// Puts a head into the avail ring. The caller has written the descriptors, which may be wrong.
     /// The descriptors in `descs` become free when the chain is answered.
     pub fn add_raw(&mut self, head: u16, descs: Vec<u16>, token: u64) {
         self.push(head, descs, token);
@@ -311,7 +312,8 @@ impl DriverRing {
     pub fn publish(&mut self) -> bool {
         let addr = self.layout.avail + 2;
         self.ram.store_u16(addr, self.avail_idx, Ordering::Release);
-        // The device may be going to sleep: our index must be visible before its flag is read.
+        // Make the new avail index visible before the device's flag is read, because the device may
+        // be about to sleep.
         fence(Ordering::SeqCst);
         let old = std::mem::replace(&mut self.kicked_idx, self.avail_idx);
         if self.event_idx {
@@ -325,7 +327,7 @@ impl DriverRing {
         }
     }
 
-    /// Publishes a wrong avail index: `ahead` more than the number of added chains.
+    /// Publishes a wrong avail index, which is `ahead` higher than the number of added chains.
     pub fn publish_lie(&mut self, ahead: u16) {
         let idx = self.avail_idx.wrapping_add(ahead);
         self.ram
@@ -353,8 +355,12 @@ impl DriverRing {
         let mut element = [0u8; 8];
         self.ram
             .read(self.layout.used + 4 + 8 * entry, &mut element);
-        let [id, len] = [&element[..4], &element[4..]]
-            .map(|b| u32::from_le_bytes(b.try_into().expect("four bytes")));
+        let [id, len] = [&element[..4], &element[4..]].map(|b| {
+            u32::from_le_bytes(
+                b.try_into()
+                    .expect("a slice of four bytes converts to an array"),
+            )
+        });
         let expected = self.in_flight[0].head;
         if id != u32::from(expected) {
             return Err(RingError::OutOfOrder { expected, got: id });
@@ -362,13 +368,13 @@ impl DriverRing {
         let chain = self
             .in_flight
             .pop_front()
-            .expect("the number of chains in flight was checked");
+            .expect("at least one chain is in flight, as checked above");
         self.free.extend(chain.descs);
         self.used_idx = self.used_idx.wrapping_add(1);
         if self.event_idx {
             let addr = self.layout.used_event();
             self.ram.store_u16(addr, self.used_idx, Ordering::Release);
-            // The event index must be visible before the caller polls once more and then sleeps.
+            // Make the event index visible before the caller polls once more and then sleeps.
             fence(Ordering::SeqCst);
         }
         Ok(Some(Used {

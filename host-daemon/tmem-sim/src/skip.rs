@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Skipped tests: a test that a machine cannot run prints the reason, and fails where the machine
-//! is known to have what the test needs.
+//! Skipped tests. A test that cannot run on a machine prints the reason. It fails instead if the
+//! machine is known to have what the test needs.
 //!
-//! cargo hides the output of tests that pass; this line is not hidden. `scripts/no-skips` finds
-//! out, without these tests, what a machine has, and `make check` passes the result on.
+//! The printed line is visible although cargo hides the output of tests that pass.
+//! `scripts/no-skips` finds out, without these tests, what a machine has, and `make check` passes
+//! the result to the tests.
 
 use std::fmt::Display;
 use std::io::Write;
 
-/// Environment variable with names of [`Missing`], separated by commas: the machine has these, so
-/// that no test may be skipped for them.
+/// Environment variable with the names of requirements ([`Missing`]) that the machine meets,
+/// separated by commas. No test may be skipped because of these.
 pub const NO_SKIPS: &str = "TMEM_NO_SKIPS";
 
 /// Requirement of a test that a machine may lack.
@@ -53,7 +54,7 @@ pub fn skipped(missing: Missing, why: impl Display) {
     let thread = std::thread::current();
     let test = thread.name().unwrap_or("a test");
     match line {
-        // Not with a macro, because the test harness captures the output of macros.
+        // Do not use a macro such as eprintln!, because the test harness captures its output.
         Ok(line) => {
             let _ = writeln!(std::io::stderr(), "{test}: {line}");
         }
@@ -65,7 +66,7 @@ fn judge(missing: Missing, why: &dyn Display, there: &str) -> Result<String, Str
     let name = missing.name();
     match there.split(',').any(|known| known.trim() == name) {
         true => Err(format!(
-            "skipped, but {NO_SKIPS} says that {name} is there: {why}"
+            "the test was skipped, although {NO_SKIPS} says that the machine has {name}: {why}"
         )),
         false => Ok(format!("SKIPPED for want of {name}: {why}")),
     }
@@ -79,10 +80,14 @@ mod tests {
     fn skipping_fails_if_the_machine_meets_the_requirement() {
         for there in ["root", "io_uring, root", "root,quiet"] {
             let error = judge(Missing::Root, &"user 7", there).expect_err(there);
-            assert!(error.contains("user 7"), "{error}");
+            assert!(
+                error.contains("user 7"),
+                "the error does not contain the reason: {error}"
+            );
         }
         for there in ["", "io_uring", "rooted"] {
-            let line = judge(Missing::Root, &"user 7", there).expect("skipped");
+            let line = judge(Missing::Root, &"user 7", there)
+                .expect("the test is skipped and does not fail");
             assert_eq!(line, "SKIPPED for want of root: user 7");
         }
     }

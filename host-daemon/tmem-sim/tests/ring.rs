@@ -48,8 +48,8 @@ fn pair(size: u16, event_idx: bool) -> Pair {
     }
 }
 
-/// Random chains, direct and indirect, arrive byte for byte and come back in order, through many
-/// rounds of the ring.
+/// Sends random chains, direct and indirect, through many rounds of the ring. They must arrive
+/// unchanged and be returned in order.
 #[test]
 fn chains_arrive_complete_and_in_order() {
     for event_idx in [false, true] {
@@ -67,7 +67,8 @@ fn chains_arrive_complete_and_in_order() {
                 let bytes = rng.usize(1..=300);
                 let at = area + rng.u64(..PAGE_BYTES);
                 let data: Vec<u8> = (0..bytes).map(|_| sent as u8).collect();
-                // All chains in flight share the area: the test checks that chains parse.
+                // All chains in flight use the same memory, because each is read as soon as it is
+                // published.
                 ram.write(at, &data);
                 let how = Cut::Random { seed: sent, max: 6 };
                 let buffers = cut(&[(at, bytes, false), (area + 8192, 8, true)], how);
@@ -76,7 +77,9 @@ fn chains_arrive_complete_and_in_order() {
                     Ok(()) => {
                         sent += 1;
                         let _ = driver.publish();
-                        let chain = device.pop_descriptor_chain(ram.map()).expect("published");
+                        let chain = device
+                            .pop_descriptor_chain(ram.map())
+                            .expect("the device finds the published chain");
                         let mut reader = chain.clone().reader(ram.map()).unwrap();
                         let mut got = Vec::new();
                         reader.read_to_end(&mut got).unwrap();
@@ -102,8 +105,8 @@ fn chains_arrive_complete_and_in_order() {
     }
 }
 
-/// A sleeping device is kicked and a polling one is not; the same rule holds for the driver's
-/// interrupt.
+/// A device that sleeps must be kicked, and one that polls must not. The same rule holds for
+/// interrupts of the driver.
 #[test]
 fn kicks_and_interrupts_are_sent_only_while_enabled() {
     for event_idx in [false, true] {
@@ -118,11 +121,14 @@ fn kicks_and_interrupts_are_sent_only_while_enabled() {
             driver.publish()
         };
         assert!(!device.enable_notification(ram.map()).unwrap());
-        assert!(send(&mut driver), "asleep: kick");
+        assert!(
+            send(&mut driver),
+            "the driver does not kick a device that sleeps (event_idx {event_idx})"
+        );
         device.disable_notification(ram.map()).unwrap();
         assert!(
             !send(&mut driver),
-            "polling: no kick (event_idx {event_idx})"
+            "the driver kicks a device that polls (event_idx {event_idx})"
         );
         assert!(
             device.enable_notification(ram.map()).unwrap(),
@@ -135,11 +141,15 @@ fn kicks_and_interrupts_are_sent_only_while_enabled() {
             assert!(driver.pop_used().unwrap().is_some());
         }
         assert!(!device.enable_notification(ram.map()).unwrap());
-        assert!(send(&mut driver), "asleep again: kick");
+        assert!(
+            send(&mut driver),
+            "the driver does not kick a device that sleeps again (event_idx {event_idx})"
+        );
     }
 }
 
-/// A device that answers out of order, or answers chains that are not in flight, is found.
+/// Makes the device answer out of order, and answer a chain that is not in flight. The ring must
+/// report both.
 #[test]
 fn a_device_that_answers_out_of_order_is_detected() {
     let Pair {

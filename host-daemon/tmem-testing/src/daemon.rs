@@ -22,7 +22,7 @@ impl TestDaemon {
 
     /// Starts a daemon whose configuration `change` has changed.
     pub fn start_with(vms: &[&str], change: impl FnOnce(&mut Config)) -> TestDaemon {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
         let mut config = Config::for_test(folder.path(), vms);
         change(&mut config);
         let mut daemon = TestDaemon {
@@ -37,7 +37,7 @@ impl TestDaemon {
     /// Stops the daemon, if it runs, and starts it again with the same configuration.
     pub fn restart(&mut self) {
         self.stop();
-        self.daemon = Some(Daemon::start(self.config.clone()).expect("the daemon starts"));
+        self.daemon = Some(Daemon::start(self.config.clone()).expect("cannot start the daemon"));
     }
 
     /// Stops the daemon. Its directory stays.
@@ -63,6 +63,7 @@ impl TestDaemon {
 
     /// Connects to the control socket.
     pub fn client(&self) -> VarlinkClient {
-        tmem_control::connect(&self.path("control")).expect("the daemon runs")
+        tmem_control::connect(&self.path("control"))
+            .expect("cannot connect to the daemon's control socket")
     }
 }

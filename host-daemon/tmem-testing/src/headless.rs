@@ -10,11 +10,11 @@ use tmemd::parts::{BackgroundWorkers, ClockAndEntropy, ConnectionContext, Vm, Wo
 /// Weight of a VM without a quota.
 const WEIGHT: u32 = 100;
 
-/// The real pool and the real data path. The user does the background work, and provides workers
-/// with or without threads.
+/// A daemon with the real engine and the real data path. Its user does the background work, and
+/// provides workers with or without threads.
 pub struct HeadlessDaemon {
-    /// The pool.
-    pub pool: Arc<Engine>,
+    /// The storage engine.
+    pub engine: Arc<Engine>,
     /// Background workers without threads.
     pub background: Arc<BackgroundWorkers>,
     /// Clock and entropy source.
@@ -22,14 +22,15 @@ pub struct HeadlessDaemon {
 }
 
 impl HeadlessDaemon {
-    /// Creates a daemon with an empty pool of that size in bytes. The seed is that of the pool's
-    /// hash.
+    /// Creates a daemon with an empty pool of this size in bytes. `seed` is the seed of the
+    /// engine's content hash.
     pub fn new(size_bytes: u64, seed: u64, clock: ClockAndEntropy) -> HeadlessDaemon {
-        let pool = Engine::new(EngineConfig::new(size_bytes, seed)).expect("address space");
-        let background = BackgroundWorkers::start(pool.clone(), &clock, 0, &Arc::default());
+        let engine = Engine::new(EngineConfig::new(size_bytes, seed))
+            .expect("cannot reserve address space for the pool");
+        let background = BackgroundWorkers::start(engine.clone(), &clock, 0, &Arc::default());
         HeadlessDaemon {
-            pool,
-            background: background.expect("no thread is started"),
+            engine,
+            background: background.expect("starting no threads cannot fail"),
             clock,
         }
     }
@@ -48,12 +49,16 @@ impl HeadlessDaemon {
     pub fn tenant_with(&self, name: &str, trust_domain: Option<&str>, quota: Quota) -> Tenant {
         let mut spec = TenantSpec::new(name, quota);
         spec.trust_domain = trust_domain.map(Into::into);
-        self.pool.add_tenant(spec).expect("the reserve fits")
+        self.engine
+            .add_tenant(spec)
+            .expect("the reserve does not fit into the pool")
     }
 
     /// Creates a VM that stores its pages as `tenant`.
     pub fn vm(&self, name: &str, tenant: Tenant, events: Arc<Events>) -> Arc<Vm> {
-        let config: VmConfig = format!("name={name},socket=none").parse().expect("a name");
+        let config: VmConfig = format!("name={name},socket=none")
+            .parse()
+            .expect("the VM's name is valid");
         Arc::new(Vm::new(config, tenant, None, events))
     }
 
@@ -66,8 +71,9 @@ impl HeadlessDaemon {
         }
     }
 
-    /// Does background work for at most `pages` pages. Returns true if more is left.
+    /// Does background work for at most `pages` pages at the time `now_ns`. Returns true if more is
+    /// left.
     pub fn maintain(&self, now_ns: u64, pages: usize) -> bool {
-        self.pool.maintain(Time(now_ns), pages)
+        self.engine.maintain(Time(now_ns), pages)
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Estimates of the value of memory for a tenant: with more memory, how many of its misses would
-//! have been hits; with less memory, how many of its hits would have been misses.
+//! Estimates of the value of memory for a tenant. With more memory, how many of its misses would
+//! have been hits? With less memory, how many of its hits would have been misses?
 //!
 //! The estimator uses spatial sampling as in SHARDS (Waldspurger et al., FAST 2015). It follows the
 //! keys whose hash has a given number of zero bits. The number grows so that at most `SAMPLES_MAX`
@@ -9,19 +9,20 @@
 //! key, the number of keys put after it is the size that a first-in, first-out cache would have
 //! needed for a hit.
 //!
-//! For most operations, the estimator only checks a hash. It counts the keys that its calls pass
-//! and forget, so that a caller can bound its work.
+//! For most operations, the estimator only checks a hash. It counts the followed keys that its
+//! calls walk over or remove, so that a caller can bound its work.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, DefaultHasher};
 
-/// Most keys that are followed, 100 B each.
+/// Largest number of keys that an estimator follows. Each takes 100 B.
 pub const SAMPLES_MAX: usize = 1024;
 
-/// Amounts of additional memory for which hits are estimated, in percent.
+/// Amounts of additional memory for which the estimator estimates the additional hits, in percent.
 pub const GAIN_PERCENT: [u64; 3] = [25, 50, 100];
 
-/// Amounts of memory to give up for which misses are estimated, in percent.
+/// Amounts by which memory is reduced, in percent, for which the estimator estimates the additional
+/// misses.
 pub const LOSS_PERCENT: [u64; 3] = [25, 50, 75];
 
 /// Overestimate of the gain from more memory that 99 of 100 estimates do not exceed, in percent of
@@ -41,24 +42,26 @@ pub const GAIN_UNDER_MAX: f64 = 18.0;
 pub const LOSS_UNDER_USUAL: f64 = 5.0;
 /// Largest underestimate of the loss with less memory, in percent of all gets.
 pub const LOSS_UNDER_MAX: f64 = 13.0;
-/// Least number of gets for an estimate. With fewer gets, measured errors exceeded the bounds.
-pub const TELLING_GETS_MIN: u64 = 1_000;
-/// Gets for each held page after which the estimate has the usual bounds, even if the estimator
-/// follows one key in many.
-pub const TELLING_GETS_PER_PAGE: u64 = 10;
+/// Smallest number of gets from which an estimate is made. With fewer gets, measured errors
+/// exceeded the bounds.
+pub const ESTIMATE_GETS_MIN: u64 = 1_000;
+/// Number of gets for each held page from which on the usual bounds hold even if the estimator
+/// follows only one key in many.
+pub const ESTIMATE_GETS_PER_PAGE: u64 = 10;
 
-/// Memory counts as not needed if the estimator attributes at most this share of all hits to it, in
-/// percent of all hits.
+/// Largest share of hits, in percent of all hits, that a part of the memory may cause and still
+/// count as not needed.
 pub const LOSS_BEARABLE: f64 = 1.0;
-/// Largest cost of giving up memory that counts as not needed, in percent of all gets.
+/// Largest measured cost of giving up memory that counts as not needed: lost hits in percent of all
+/// gets.
 pub const GIVE_UP_COST_MAX: f64 = 2.0;
 
-/// One hit in this many, of followed keys, is examined. Most gets are hits, and each examination
-/// walks over up to `SAMPLES_MAX` other keys.
+/// The estimator examines one in this many hits of followed keys. Most gets are hits, and each
+/// examination walks over up to `SAMPLES_MAX` other keys.
 const HITS_PER_SAMPLE: u64 = 8;
 
-/// Position of the bits of a key's hash that decide whether the key is followed. The ghost uses
-/// other bits.
+/// Position of the bits of a key's hash that decide whether the key is followed. The ghost table of
+/// the eviction policy uses other bits.
 const HASH_SHIFT: u32 = 16;
 
 /// Estimates for one tenant, as counters of pages.
@@ -79,12 +82,12 @@ pub struct Estimator<K> {
     /// One key in 2^shift is followed.
     shift: u32,
     next_put: u64,
-    /// Counts hits of followed keys.
+    /// Number of hits of followed keys so far. It decides which of them are examined.
     turn: u64,
     /// Followed keys with the hash of each, in the order of their puts.
     puts: BTreeMap<u64, (K, u64)>,
-    /// Number of the put, by the hash of the key. All pools use the same hash function: the memory
-    /// of this map is charged, and has to be equal after equal requests.
+    /// Number of the put of each followed key, by the hash of the key. The map has a fixed hash
+    /// function, because its memory is charged and has to be equal after equal requests.
     by_hash: HashMap<u64, u64, BuildHasherDefault<DefaultHasher>>,
     estimates: Estimates,
     passed: u64,
@@ -121,12 +124,12 @@ impl<K: Copy> Estimator<K> {
         self.puts.len() as u64
     }
 
-    /// Counter: followed keys that all calls so far passed one by one.
+    /// Returns a counter: followed keys that all calls so far have walked over.
     pub fn passed(&self) -> u64 {
         self.passed
     }
 
-    /// Counter: followed keys that all calls so far forgot.
+    /// Returns a counter: followed keys that all calls so far have removed.
     pub fn forgotten(&self) -> u64 {
         self.forgotten
     }
@@ -136,7 +139,7 @@ impl<K: Copy> Estimator<K> {
         const {
             assert!(
                 size_of::<K>() <= 24,
-                "a followed key is counted with 80 bytes"
+                "a key has more than 24 B, for which bytes() counts too little memory"
             )
         };
         (self.by_hash.capacity() * 24 + self.puts.len() * 80) as u64
@@ -154,7 +157,7 @@ impl<K: Copy> Estimator<K> {
             self.puts.remove(&before);
         }
         self.puts.insert(put, (key, key_hash));
-        // A cache of twice the size would have lost these keys, too.
+        // Stop following keys that even a cache of twice the size would have evicted.
         while (self.puts.len() as u64) << self.shift > room_pages.saturating_mul(2)
             && let Some((_, (_, hash))) = self.puts.pop_first()
         {
@@ -192,8 +195,8 @@ impl<K: Copy> Estimator<K> {
             self.hit(put, used_pages);
             return;
         }
-        // A page that was put and never held would fit into less memory: more memory would not have
-        // helped.
+        // If the page would fit into the present memory, it was missed for another reason, such as
+        // a refused put. More memory would not have helped.
         let after = self.put_after(put);
         for (hits, percent) in self.estimates.gain_hits.iter_mut().zip(GAIN_PERCENT) {
             if (room_pages..room_pages.saturating_mul(100 + percent) / 100).contains(&after) {
@@ -202,8 +205,8 @@ impl<K: Copy> Estimator<K> {
         }
     }
 
-    /// Returns the estimated number of pages that were put from the `put`th on: the followed ones,
-    /// scaled by the sampling rate.
+    /// Estimates the number of pages that were put from the put number `put` on: the number of
+    /// followed ones, scaled by the sampling rate.
     fn put_after(&mut self, put: u64) -> u64 {
         let followed = self.puts.range(put..).count() as u64;
         self.passed += followed;
@@ -225,7 +228,7 @@ impl<K: Copy> Estimator<K> {
         }
     }
 
-    /// Forgets a page that the guest dropped.
+    /// Stops following a page that the guest dropped.
     pub fn drop_page(&mut self, key_hash: u64) {
         if self.is_sampled(key_hash)
             && let Some(put) = self.by_hash.remove(&key_hash)
@@ -235,7 +238,7 @@ impl<K: Copy> Estimator<K> {
         }
     }
 
-    /// Forgets all keys for which `gone` is true. Takes one step for each followed key.
+    /// Stops following all keys for which `gone` is true. Takes one step for each followed key.
     pub fn drop_where(&mut self, gone: impl Fn(K) -> bool) {
         let followed = self.puts.len();
         self.passed += followed as u64;
@@ -257,7 +260,8 @@ mod tests {
     use crate::rng::{Rng, for_each_seed};
     use std::collections::{BTreeMap, HashMap};
 
-    /// An exclusive first-in, first-out cache with room for a number of pages; it counts hits.
+    /// A first-in, first-out cache with room for a number of pages, from which a hit removes the
+    /// page. It counts hits.
     #[derive(Default)]
     struct Cache {
         room: usize,
@@ -278,14 +282,17 @@ mod tests {
             self.by_key.insert(key, now);
             self.puts.insert(now, key);
             if self.puts.len() > self.room {
-                let (_, oldest) = self.puts.pop_first().expect("it has one");
+                let (_, oldest) = self
+                    .puts
+                    .pop_first()
+                    .expect("a cache above its size is not empty");
                 self.by_key.remove(&oldest);
             }
         }
     }
 
-    /// Plays a guest's gets with room for `room` pages. Returns the estimator, and the caches with
-    /// that room, with 25, 50 and 100 % more and with 25, 50 and 75 % less.
+    /// Simulates the gets of a guest with room for `room` pages. Returns the estimator, and the
+    /// caches with that room, with 25, 50 and 100 % more, and with 25, 50 and 75 % less.
     fn run(room: usize, gets: u64, seed: u64) -> (Estimator<u64>, [Cache; 7]) {
         let mut rng = Rng::new(seed);
         let rooms = [100, 125, 150, 200, 75, 50, 25].map(|percent| room * percent / 100);
@@ -328,7 +335,10 @@ mod tests {
                 let error = estimate.abs_diff(less) as f64 / less as f64;
                 let percent = LOSS_PERCENT[i];
                 println!("-{percent} %: {less} fewer hits, said {estimate}");
-                assert!(error < 0.2, "-{percent} %: {less}, said {estimate}");
+                assert!(
+                    error < 0.2,
+                    "with {percent} % less memory, {less} hits are lost, but the estimate is {estimate}"
+                );
             }
             for (i, estimate) in estimator.estimates.gain_hits.into_iter().enumerate() {
                 let more = caches[i + 1].hits - caches[0].hits;
@@ -336,21 +346,26 @@ mod tests {
                 println!("+{} %: {more} more hits, said {estimate}", GAIN_PERCENT[i]);
                 assert!(
                     error < 0.15,
-                    "+{} %: {more}, said {estimate}",
+                    "with {} % more memory, there are {more} more hits, but the estimate is {estimate}",
                     GAIN_PERCENT[i]
                 );
             }
         });
     }
 
-    /// The estimator follows one key in 64 here, and fewer on larger hosts.
+    /// Compares estimates with simulated caches. The estimator follows one key in 64 in this test,
+    /// and fewer on larger hosts.
     #[test]
     fn estimates_are_within_usual_bounds_after_enough_gets() {
         for_each_seed("gain of many", 2, |seed| {
             let room = 20_000;
-            let gets = TELLING_GETS_PER_PAGE * room as u64;
+            let gets = ESTIMATE_GETS_PER_PAGE * room as u64;
             let (estimator, caches) = run(room, gets, seed);
-            assert!(estimator.shift >= 5, "{}", estimator.shift);
+            assert!(
+                estimator.shift >= 5,
+                "the test is too weak: one key in 2^{} is followed",
+                estimator.shift
+            );
             let of_gets = |hits: f64| 100.0 * hits / gets as f64;
             let hits = caches[0].hits as f64;
             for i in 0..3 {
@@ -379,7 +394,8 @@ mod tests {
         for key in 0..10 {
             estimator.get(key << HASH_SHIFT, false, 0, 0);
         }
-        // Each key is still followed, and fits into no room at all.
+        // The gets took the remaining keys out of the estimator. In a tenant without room, they add
+        // nothing to the estimated gain.
         assert_eq!(
             (estimator.estimates.gain_hits, estimator.puts.len()),
             ([0; 3], 0)

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Traces of guests' requests to a pool, in a form that can be kept; docs/traces.md describes the
-//! format.
+//! Format of traces of guests' requests to a pool. docs/traces.md describes it.
 //!
-//! A trace says when which page was put, got and flushed, and how small it became. It contains
-//! neither contents nor names: objects are keyed hashes, and page numbers are shifted by a distance
-//! that depends on the key and the object's number. The key comes from the system and is in no
-//! file.
+//! A trace contains the time and the page of each put, get and flush, and the stored size of each
+//! put page. It contains neither contents nor names. Objects are recorded as keyed hashes. Page
+//! numbers are shifted by a distance that depends on the key and the object's number. The key comes
+//! from the system's random numbers and is in no file.
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
@@ -24,12 +23,12 @@ pub const SIZE_CLASS_BYTES: usize = 256;
 const OBJECT_BITS: u32 = 40;
 const OBJECT_BYTES: usize = OBJECT_BITS as usize / 8;
 
-/// Page numbers from here on are not recorded. No file has them, and with this bound no sum of page
-/// and distance overflows.
+/// Smallest page number that is not recorded. No file has such pages, and with this bound no sum of
+/// page number and distance overflows.
 const INDEX_MAX: u64 = 1 << 62;
 
-/// Length of the longest event in bytes: first byte, three variable-length numbers, pool, object,
-/// one more number.
+/// Upper bound of the length of an event in bytes. The longest event has a first byte, three
+/// variable-length numbers, pool, object, and one more number.
 const EVENT_BYTES_MAX: usize = 64;
 
 /// Class of a stored size: 0 for a page that repeats four bytes, otherwise in steps of
@@ -83,13 +82,13 @@ pub enum Op {
         /// The page was returned.
         hit: bool,
     },
-    /// Pages were flushed, or refused, which has the same effect.
+    /// Pages were flushed, or a put of a page was refused, which has the same effect.
     Flush {
         /// Object of the pages.
         object: ObjectKey,
         /// Shifted number of the first page.
         page: u64,
-        /// Number of pages. None: all pages from the first on.
+        /// Number of pages. With None, all pages from the first one to the end of the object.
         nr_pages: Option<u64>,
     },
     /// An object was flushed.
@@ -111,8 +110,8 @@ pub struct Event {
     pub op: Op,
 }
 
-/// Turns a guest's numbers into those of a trace. Each instance has a key of its own from the
-/// system, which never leaves it.
+/// Converts a guest's numbers to those of a trace. Each instance has a random key of its own, which
+/// it never reveals.
 #[derive(Debug, Default)]
 pub struct Blind(RandomState);
 
@@ -139,7 +138,7 @@ impl Blind {
 pub struct Distance(u64);
 
 impl Distance {
-    /// Returns the page's number in the trace. None: the page is not recorded.
+    /// Returns the page's number in the trace, or None if the page is not recorded.
     pub fn page(self, index: u64) -> Option<u64> {
         (index < INDEX_MAX).then(|| index + self.0)
     }
@@ -154,7 +153,8 @@ const OP_FLUSH: u8 = 2;
 const OP_FLUSH_OBJECT: u8 = 3;
 const OP_DESTROY_POOL: u8 = 4;
 const OP_CLEAR: u8 = 5;
-/// Flag of the request. For a put: workingset; for a get: hit; for a flush: to the end.
+/// Flag of the request. It means for a put that the page was active in the guest (workingset), for
+/// a get that it was a hit, and for a flush that it reaches to the object's end.
 const FLAG: u8 = 1 << 3;
 const HAS_TIME: u8 = 1 << 4;
 const HAS_TENANT: u8 = 1 << 5;
@@ -167,7 +167,7 @@ struct Last {
     time_us: u64,
     tenant: u32,
     object: ObjectKey,
-    /// Number of the page after the last one.
+    /// Number of the page that follows the last page of the last event.
     page: u64,
 }
 
@@ -196,7 +196,8 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Largest number of bytes that one event takes, also together with the header.
+    /// Upper bound of the bytes that [`Writer::write`] appends, also when it writes the header
+    /// first.
     pub const EVENT_BYTES_MAX: usize = EVENT_BYTES_MAX;
 
     /// Appends an event, and before the first event the header. Times must not decrease.
@@ -269,9 +270,9 @@ impl Writer {
 pub enum TraceError {
     /// The bytes do not begin as a trace of this version does.
     NoTrace,
-    /// The trace ends within an event: the recorder was killed, or the file was cut.
+    /// The trace ends within an event: the recorder was killed, or the file was truncated.
     Cut,
-    /// The bytes at this offset are no event.
+    /// The bytes at this offset are not a valid event.
     Broken(usize),
 }
 
@@ -484,7 +485,7 @@ mod tests {
             }
             let read: Result<Vec<Event>, TraceError> = Reader::new(&bytes).unwrap().collect();
             assert_eq!(read.unwrap(), events);
-            // A trace that is cut anywhere gives all events before the cut.
+            // A trace that is truncated anywhere gives all events before that place.
             for _ in 0..50 {
                 let len = MAGIC.len() + rng.below((bytes.len() - MAGIC.len()) as u64) as usize;
                 let read: Vec<_> = Reader::new(&bytes[..len]).unwrap().collect();
@@ -507,7 +508,7 @@ mod tests {
                 let events: Vec<_> = Reader::new(&bytes).unwrap().collect();
                 assert!(
                     events.iter().rev().skip(1).all(Result::is_ok),
-                    "an event follows an error"
+                    "the reader returned an event after an error"
                 );
             }
         });
@@ -535,7 +536,7 @@ mod tests {
         ] {
             assert!(
                 matches!(error(broken), Some(Err(TraceError::Broken(_)))),
-                "{broken:?}"
+                "the invalid event {broken:?} was not reported as broken"
             );
         }
         assert_eq!(
@@ -549,7 +550,11 @@ mod tests {
     fn blinding_hides_object_ids_and_keeps_page_distances() {
         let (blind, other) = (Blind::default(), Blind::default());
         let (key, distance) = blind.object(0, 1, 7);
-        assert_eq!(blind.object(0, 1, 7).0, key, "the same within a trace");
+        assert_eq!(
+            blind.object(0, 1, 7).0,
+            key,
+            "the key of an object changed within a trace"
+        );
         let differ = [
             blind.object(1, 1, 7).0,
             blind.object(0, 2, 7).0,

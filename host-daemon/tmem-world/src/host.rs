@@ -186,7 +186,7 @@ impl SimulatedDaemon {
     /// Changes the size of the pool in bytes, as for a host that is short of memory or no longer
     /// is.
     pub fn resize(&self, bytes: u64) {
-        self.daemon.pool.resize(bytes);
+        self.daemon.engine.resize(bytes);
     }
 
     /// Changes a VM's quota.

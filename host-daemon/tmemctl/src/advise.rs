@@ -14,16 +14,13 @@ use serde::Serialize;
 use std::time::Duration;
 use tmem_control::VmStats;
 use tmem_trace::estimate::{
-    GAIN_OVER_MAX, GAIN_OVER_USUAL, GAIN_UNDER_MAX, GIVE_UP_COST_MAX, LOSS_BEARABLE,
-    LOSS_UNDER_MAX, LOSS_UNDER_USUAL, TELLING_GETS_MIN, TELLING_GETS_PER_PAGE,
+    ESTIMATE_GETS_MIN, ESTIMATE_GETS_PER_PAGE, GAIN_OVER_MAX, GAIN_OVER_USUAL, GAIN_PERCENT,
+    GAIN_UNDER_MAX, GIVE_UP_COST_MAX, LOSS_BEARABLE, LOSS_PERCENT, LOSS_UNDER_MAX,
+    LOSS_UNDER_USUAL,
 };
 
-/// The larger and smaller sizes for which the engine has estimates, in percent of change.
-const MORE: [i64; 3] = [25, 50, 100];
-const LESS: [i64; 3] = [25, 50, 75];
-
 /// Least number of gets for an estimate. Reading one file twice causes as many.
-const GETS_MIN: i64 = TELLING_GETS_MIN as i64;
+const GETS_MIN: i64 = ESTIMATE_GETS_MIN as i64;
 /// Number of gets in most of the traces from which the error bounds were found.
 const GETS_GOOD: i64 = 20_000;
 
@@ -109,9 +106,9 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
         .loss
         .map(|fewer| of_gets(hits as f64 * lost(fewer).clamp(0.0, 1.0)));
     let known = gets >= GETS_MIN;
-    let per_page = TELLING_GETS_PER_PAGE as i64;
+    let per_page = ESTIMATE_GETS_PER_PAGE as i64;
     let enough = gets >= GETS_GOOD.max(vm.pages.saturating_mul(per_page));
-    let worth = MORE
+    let worth = GAIN_PERCENT
         .iter()
         .zip(gain)
         .find(|(_, gain)| *gain >= GAIN_WORTH_PERCENT && known);
@@ -122,12 +119,12 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
         _ => counted.loss_seen > 0 && lost(fewer) * 100.0 <= LOSS_BEARABLE,
     };
     // A VM that would gain from more memory gives up none.
-    let give_up = LESS
+    let give_up = LOSS_PERCENT
         .iter()
         .zip(counted.loss)
         .filter(|(_, fewer)| known && worth.is_none() && bearable(*fewer));
     let give_up_percent = give_up.map(|(percent, _)| *percent).max().unwrap_or(0);
-    let can_give_up_bytes = vm.charged_bytes * give_up_percent / 100;
+    let can_give_up_bytes = vm.charged_bytes * give_up_percent as i64 / 100;
     let has_enough = of_gets((gets - hits) as f64) < GAIN_WORTH_PERCENT;
     // The advice holds if the engine is as far off as 99 of 100 estimates.
     let holds = match worth {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A guest that costs next to nothing, so that the benchmark measures the daemon. The guest's pages
-//! stay at their place in its memory, and a request is some bytes of metadata and three
+//! A fake guest that takes very little time itself, so that the benchmark measures the daemon. The
+//! guest does not copy its pages: a request consists of some bytes of metadata and three
 //! descriptors.
 
 use std::os::unix::net::UnixStream;
@@ -23,12 +23,14 @@ const QUEUE: usize = 1;
 const POOL: u32 = 1;
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Memory in bytes for the queue and the fake guest itself.
+/// Memory of the guest in bytes besides that for pages and requests: for the queue and for other
+/// needs of the fake guest.
 const OTHER_BYTES: u64 = 1 << 20;
 
 /// Addresses and kind of a request in flight.
 struct Slot {
-    /// Guest pages for the bytes that the device reads, those that it writes, and the descriptors.
+    /// Addresses of the guest pages for the bytes that the device reads, for those that it writes,
+    /// and for the descriptors.
     at: [u64; 3],
     kind: u16,
     pages: usize,
@@ -55,7 +57,7 @@ pub struct Run {
 }
 
 impl Guest {
-    /// Creates a guest whose memory contains these pages, and has room for `into` returned pages.
+    /// Creates a guest whose memory contains these pages and has room for `into` returned pages.
     ///
     /// # Errors
     /// There is no memory.
@@ -216,7 +218,7 @@ impl Guest {
         };
         let ring = self.guest.ring_mut(QUEUE);
         ring.add(&chain, Some(table), number as u64)
-            .expect("the queue has room for the window");
+            .expect("the queue has descriptors for all requests in flight");
         self.guest.publish(QUEUE);
     }
 
@@ -263,13 +265,14 @@ impl Guest {
                 std::hint::spin_loop();
             }
             if begun.elapsed() > TIMEOUT {
-                return Err("a request is not answered".into());
+                return Err("a request was not answered in time".into());
             }
         }
     }
 
-    /// Does all runs, with as many requests in flight as possible. Returns the seconds from the
-    /// first answer with a full window to the last answer, and the pages answered in that time.
+    /// Puts or gets all runs, with as many requests in flight as possible. Returns the seconds
+    /// between the answer number WINDOW and the last answer, and the number of pages answered in
+    /// that time.
     ///
     /// # Errors
     /// Errors of [`Self::wait`].
@@ -298,7 +301,7 @@ impl Guest {
         Ok((begun.elapsed().as_secs_f64(), pages))
     }
 
-    /// Compares the returned pages with those that were put, run after run.
+    /// Compares the returned pages with those that were put.
     ///
     /// # Errors
     /// A byte is wrong.

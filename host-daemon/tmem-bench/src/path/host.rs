@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon's data path in this process: its workers and connections, without its background
-//! workers. Their work is done between measurements.
+//! The daemon's data path in this process: workers and connections. There are no background
+//! workers. The benchmark does the background work between measurements.
 
 use crate::path::guest::Guest;
 use rustix::thread::{CpuSet, Pid, sched_setaffinity};
@@ -22,7 +22,7 @@ const START_MAX: Duration = Duration::from_secs(5);
 /// Bytes of the stack of a connection's thread.
 const STACK_BYTES: usize = 256 << 10;
 
-/// A daemon without workers.
+/// A daemon in this process, without workers at first.
 pub struct BenchDaemon {
     pub daemon: HeadlessDaemon,
 }

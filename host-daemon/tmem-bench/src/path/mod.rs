@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The data path's benchmark: from a guest's virtqueue to the engine and back. It compares this
-//! with the engine called in this process, zram and memcached, in turns in one run.
+//! Benchmark of the data path from a guest's virtqueue to the engine and back. It is compared with
+//! direct calls of the engine, with zram and with memcached. All are measured alternately in one
+//! run.
 //!
-//! It uses two processors: the daemon's worker, the engine and the peers run on the first, their
-//! caller on the second, as a guest runs on another processor. The guest's own work costs next to
-//! nothing.
+//! The benchmark uses two processors. The daemon's worker, the engine, zram and memcached run on
+//! the first. Their caller runs on the second, as a guest would. The fake guest itself takes very
+//! little time.
 
 pub mod guest;
 pub mod host;
@@ -30,14 +31,15 @@ const SERVER: usize = 0;
 /// Processor of the guest.
 const CLIENT: usize = 1;
 
-/// Batches of a round: slightly fewer pages than a tenant may have raw.
+/// Number of batches of a round. They are slightly fewer pages than a tenant may have raw.
 const BATCHES: usize = 28;
 
-/// Single pages that a round gets, with polling and without.
+/// Number of single pages that a round gets, first with a worker that polls and then with one that
+/// does not.
 const SINGLES: usize = 100;
 
-/// Pause of a guest between two single gets. A worker polls longer for the next request, and needs
-/// less time to fall asleep.
+/// Pause of a guest between two single gets. A worker that polls waits longer than this for the
+/// next request. A worker that does not poll is asleep by then.
 const THINK: Duration = Duration::from_micros(20);
 
 /// Time after which an idle worker is asleep.
@@ -157,7 +159,8 @@ fn batches(pages: usize) -> Vec<Run> {
     (0..pages / BATCH).map(run).collect()
 }
 
-/// Measures one VM with polling, another without, the engine, and the peers.
+/// Measures one VM whose worker polls, another whose worker does not, the engine, zram and
+/// memcached.
 fn one_vm(
     args: &Args,
     pages: &[Sized],
@@ -177,7 +180,7 @@ fn one_vm(
     let few = pages.len().min(16 * BATCH);
     let mut other = Guest::new("woken", all().take(few), SINGLES)?;
     host.connect(&sleeping, "woken", 64 << 20, &mut other)?;
-    let engine = rig::guest(&host.daemon.pool, "engine")?;
+    let engine = rig::guest(&host.daemon.engine, "engine")?;
     for (number, runs) in batches(pages.len()).chunks(BATCHES).enumerate() {
         guest.all(runs, true)?;
         if number * BATCHES * BATCH < few {
@@ -213,8 +216,8 @@ fn one_vm(
         progress(&format!("one VM, round {} of {}", round + 1, args.rounds));
         rng.shuffle(&mut order);
         let runs = &order[..BATCHES];
-        // The order changes in each round, because the first operation finds caches that the last
-        // round filled.
+        // Change the order in each round, because the first operation of a round finds the caches
+        // that the last round filled.
         for nth in 0..2 {
             match (round + nth) % 2 {
                 0 => path_round(times, &host, &path, &mut guest, runs)?,
@@ -247,7 +250,7 @@ fn path_round(
         let before = path.cpu_ns();
         let (seconds, pages) = guest.all(runs, what == PUT)?;
         times.path[what].push(seconds * 1e9 / pages as f64);
-        // The processor time is complete when the worker sleeps.
+        // The processor time is only complete when the worker is asleep.
         std::thread::sleep(REST);
         times.path_cpu[what].push((path.cpu_ns() - before) / (runs.len() * BATCH) as f64);
         if what == GET {
@@ -345,7 +348,8 @@ fn memcached_round(
     Ok(())
 }
 
-/// Does the batches page by page, since zram has no batches. Its time is that of its caller.
+/// Writes and reads the batches page by page, since zram has no batches. The time of zram is the
+/// time of the calling thread.
 fn zram_round(
     times: &mut Times,
     zram: &mut Zram,
@@ -370,7 +374,7 @@ fn zram_round(
     Ok(())
 }
 
-/// Gets pages one by one, each soon after the answer to the one before, and puts them back.
+/// Gets pages one by one, each shortly after the answer to the previous get, and puts them again.
 fn single_gets(times: &mut Vec<f64>, guest: &mut Guest, first: usize) -> Result<(), String> {
     for nth in 0..SINGLES {
         let run = Run {
@@ -396,7 +400,7 @@ fn single_gets(times: &mut Vec<f64>, guest: &mut Guest, first: usize) -> Result<
     Ok(())
 }
 
-/// Activity of a daemon without work.
+/// Activity of a daemon that has no requests.
 struct Idle {
     wakeups_per_s: f64,
     cpu_ms_per_s: f64,
@@ -466,7 +470,8 @@ fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, Str
     })
 }
 
-/// Lets each VM send its batch, and then takes all answers.
+/// Lets each VM send its batch and takes the answers of all VMs. Returns the seconds between the
+/// answer number WINDOW and the last answer, and the number of pages answered in that time.
 fn crowd(guests: &mut [Guest], puts: bool) -> Result<(f64, usize), String> {
     let run = Run {
         index: 0,
@@ -483,7 +488,10 @@ fn crowd(guests: &mut [Guest], puts: bool) -> Result<(f64, usize), String> {
                 true => guest.put(run),
                 false => guest.get(run, 0),
             };
-            assert!(done, "no request is in flight");
+            assert!(
+                done,
+                "a guest without a request in flight cannot send its batch"
+            );
             waiting.push(sent);
             sent += 1;
         }
@@ -491,7 +499,8 @@ fn crowd(guests: &mut [Guest], puts: bool) -> Result<(f64, usize), String> {
         waiting.retain(|number| match guests[*number].answer() {
             Ok(Some(count)) => {
                 (answered, pages) = (answered + 1, pages + count);
-                // The time of a single VM begins at the same number of answers.
+                // The time begins at the answer number WINDOW, as in the measurement of a single
+                // VM.
                 if answered == WINDOW {
                     (begun, pages) = (Instant::now(), 0);
                 }
@@ -505,7 +514,7 @@ fn crowd(guests: &mut [Guest], puts: bool) -> Result<(f64, usize), String> {
         });
         fault?;
         if started.elapsed() > Duration::from_secs(30) {
-            return Err(format!("{} VMs are not answered", waiting.len()));
+            return Err(format!("{} VMs were not answered in time", waiting.len()));
         }
     }
     Ok((begun.elapsed().as_secs_f64(), pages))

@@ -22,11 +22,11 @@ pub struct Outcome {
     pub puts: u64,
     /// Number of evicted pages.
     pub evictions: u64,
-    /// Misses that would have been hits with more memory, as the engine estimates while it runs, in
-    /// the order of [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
+    /// Misses that would have been hits with more memory, by the engine's estimates during the
+    /// replay, in the order of [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
     pub gain_hits: [u64; 3],
-    /// Hits that would have been misses with less memory than was used, as the engine estimates
-    /// while it runs, in the order of [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
+    /// Hits that would have been misses with less memory than was used, by the engine's estimates
+    /// during the replay, in the order of [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
     pub loss_hits: [u64; 3],
     /// Hits from which `loss_hits` is estimated.
     pub loss_hits_seen: u64,
@@ -46,7 +46,7 @@ impl Outcome {
 const INDEX_BYTES_MAX: u64 = 32 << 30;
 
 /// Replays one request. A pool is created when a request first names it, because a trace may begin
-/// in the middle. False: there are too many keys or pools, or there is no memory.
+/// in the middle. Returns false if there are too many keys or pools, or if there is no memory.
 fn apply(tenant: &mut ShadowTenant, op: Op) -> bool {
     match op {
         Op::Put {
@@ -78,7 +78,7 @@ fn apply(tenant: &mut ShadowTenant, op: Op) -> bool {
     true
 }
 
-/// A pool that has keys and sizes, and no contents.
+/// A pool that has the keys and sizes of pages, but not their contents.
 pub struct Replay {
     policy: PolicyKind,
     size_bytes: u64,
@@ -90,8 +90,8 @@ pub struct Replay {
 }
 
 impl Replay {
-    /// Creates an empty replay of this size in bytes. The seed is for the index, whose hashes the
-    /// policy uses.
+    /// Creates an empty pool of this size in bytes. The seed determines the hashes of the index,
+    /// which the policy uses, too.
     ///
     /// # Errors
     /// The system does not provide the address space.
@@ -107,8 +107,8 @@ impl Replay {
         })
     }
 
-    /// Replays a request, whatever its answer was at the time. False: there are more keys or pools
-    /// than a tenant may have, or there is no memory; then nothing was done.
+    /// Replays a request. Its recorded answer does not matter. Returns false, and does nothing, if
+    /// there are more keys or pools than a tenant may have, or if there is no memory.
     pub fn apply(&mut self, event: &Event) -> bool {
         let make = || ShadowTenant::new(self.policy, self.seed, &self.memory);
         let tenant = self.tenants.entry(event.tenant).or_insert_with(make);
@@ -231,9 +231,17 @@ mod tests {
         ] {
             let mut ops: Vec<_> = (0..100).map(|page| (0, put(page))).collect();
             ops.push((0, op));
-            assert_eq!(run(u64::MAX, &ops).2, left * PAGE, "{op:?}");
+            assert_eq!(
+                run(u64::MAX, &ops).2,
+                left * PAGE,
+                "wrong charge after {op:?}"
+            );
             ops.extend((0..100).map(|page| (0, get(page))));
-            assert_eq!(run(u64::MAX, &ops).0, left, "{op:?}");
+            assert_eq!(
+                run(u64::MAX, &ops).0,
+                left,
+                "wrong number of hits after {op:?}"
+            );
         }
     }
 }

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Adaptive two-queue policy, for pages that leave when they are used. It has the queues of S3-FIFO
-//! (Yang et al., SOSP 2023) and adapts the share of each.
+//! Adaptive two-queue policy, for a cache whose pages leave when they are used. It has the queues
+//! of S3-FIFO (Yang et al., SOSP 2023) and adapts the share of each queue.
 //!
 //! A new page enters a small queue and is evicted early. A page that the ghost table knows enters
-//! the main queue: it was evicted too early, or the guest got it and puts it again, which
+//! the main queue. Either it was evicted too early, or the guest got it and puts it again, which
 //! corresponds to a hit in the paper. A page that was active in the guest enters the main queue as
 //! well. A stream that is read once passes through the small queue and leaves the main queue alone.
 //!
 //! The paper gives the small queue a fixed share of the pages. With such a share, one trace in six
 //! did worse than LRU, because useful pages passed through the small queue while old ones stayed in
-//! the main queue. Here the older of the two heads is evicted, and the age of a page in the small
-//! queue is multiplied by a weight. The weight falls with each page that returns after the small
-//! queue evicted it, and rises with each page that returns after the main queue evicted it. With
-//! weight 1 the policy is LRU.
+//! the main queue. Here the policy compares the oldest pages of both queues and evicts the older
+//! one. For this comparison, the age of a page in the small queue is multiplied by a weight. The
+//! weight falls with each page that returns after the small queue evicted it, and rises with each
+//! page that returns after the main queue evicted it. With weight 1 the policy is LRU.
 
 use super::ghost::{Ghost, Past};
 use super::queue::Queue;
@@ -20,31 +20,33 @@ use super::{Arrival, Leave, Policy};
 use crate::index::{Chunks, Entries, Id};
 use std::sync::Arc;
 
-/// Initial factor of the age of pages in the small queue. On the recorded traces, pages that are
-/// read once cost more with 4, and changes of the working set cost more with 16.
+/// Initial weight: the factor of the age of pages in the small queue. On the recorded traces, pages
+/// that are read once cause more misses with 4, and changes of the working set cause more misses
+/// with 16.
 const WEIGHT: f32 = 8.0;
 
-/// Smallest factor, with which the policy is LRU.
+/// Smallest weight. With it, the policy is LRU.
 const WEIGHT_MIN: f32 = 1.0;
 
-/// Largest factor. With a larger one, the small queue has less than a sixteenth of the pages and
+/// Largest weight. With a larger one, the small queue has less than a sixteenth of the pages, and
 /// they leave too early to be used again.
 const WEIGHT_MAX: f32 = 16.0;
 
-/// The factor changes by e when one page in this many came back after a wrong eviction.
+/// Speed of the adaptation: the weight changes by the factor e (2.72) when one page in this many
+/// came back after a wrong eviction.
 const STEP_PART: f32 = 16.0;
 
-/// Smallest page count that the adaptation assumes, so that one page changes the factor by a
+/// Smallest number of pages that the adaptation assumes, so that one page changes the weight by a
 /// quarter at most.
 const STEP_PAGES_MIN: u32 = 64;
 
-/// Ticks in the time in which as many pages are put as the tenant holds. There are more ticks than
-/// the largest factor.
+/// Number of ticks of the policy's clock in which as many pages are put as the tenant holds. It is
+/// larger than the largest weight.
 const TICKS: u32 = 256;
 
-// Policy bits of an entry: its queue, and the tick in which it was put. Ticks repeat after the
-// tenant's pages were put 128 times. A page that is in the queue for that long then counts as young
-// again.
+// Policy bits of an entry: its queue, and the tick in which it was put. Tick numbers repeat after
+// 128 times as many puts as the tenant has pages. A page that is in its queue for that long then
+// counts as young again.
 const MAIN: u16 = 1;
 const TICK_SHIFT: u32 = 1;
 
@@ -60,7 +62,7 @@ pub(super) struct AdaptiveTwoQueue {
 }
 
 impl AdaptiveTwoQueue {
-    /// Returns a policy without pages, whose ghost table takes memory from `chunks`.
+    /// Creates a policy without pages, whose ghost table takes memory from `chunks`.
     pub(super) fn new(chunks: Arc<Chunks>) -> AdaptiveTwoQueue {
         AdaptiveTwoQueue {
             small: Queue::default(),
@@ -158,7 +160,10 @@ impl Policy for AdaptiveTwoQueue {
         for (queue, bits) in [(&self.small, 0), (&self.main, MAIN)] {
             queue.check(entries, &mut |id| {
                 let main = entries[id].policy_bits() & MAIN;
-                assert_eq!(main, bits, "queue of an entry");
+                assert_eq!(
+                    main, bits,
+                    "entry {id} is in another queue than its policy bits say"
+                );
                 page(id);
             });
         }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Memory of a ghost table: buckets that never move. Buckets are added and removed at the end.
 //!
-//! The process's allocator provides the first buckets, because there are many tenants with few
-//! pages. The other buckets are in chunks of the pool's index memory (index/chunks.rs). A released
-//! chunk returns to the system immediately. So no call copies buckets, and no call allocates more
-//! memory than a chunk.
+//! The first buckets come from the process's allocator, because there are many tenants with few
+//! pages. All other buckets are in chunks of the pool's index memory (index/chunks.rs), and a
+//! released chunk returns to the system immediately. So no call copies buckets, and no call
+//! allocates more memory than a chunk.
 
 use crate::config::KEYS_PER_TENANT_MAX;
 use crate::fail;
@@ -14,33 +14,34 @@ use std::ops::{Index, IndexMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Fingerprints in a bucket. They take a quarter of a cache line.
+/// Number of fingerprints in a bucket. They take a quarter of a cache line.
 pub(super) const WAYS: usize = 8;
 
-/// Buckets of a tenant with few pages: 1 KiB.
+/// Number of buckets of a tenant with few pages: 1 KiB of memory.
 pub(super) const BUCKETS_MIN: usize = 64;
 
-/// Buckets of a chunk.
+/// Number of buckets in a chunk.
 const CHUNK_BUCKETS: usize = CHUNK_BYTES / size_of::<Bucket>();
 
-/// Fingerprints, the oldest first; 0 is none.
+/// Fingerprints of a bucket, the oldest first. 0 means no fingerprint.
 pub(super) type Bucket = [u16; WAYS];
 
-// The list of chunks is copied when it grows. The largest tenant has two fingerprints for each
-// page, and its list is no longer than a chunk.
+// The list of chunks is copied when it grows, so it must be short. The largest tenant has two
+// fingerprints for each page, and its list is no longer than a chunk.
 const _: () = assert!(
     KEYS_PER_TENANT_MAX as usize * 2 / WAYS / CHUNK_BUCKETS * size_of::<Chunk>() <= CHUNK_BYTES
 );
 
 #[derive(Debug)]
 pub(super) struct Buckets {
-    /// The first `BUCKETS_MIN` buckets, or empty.
+    /// The first `BUCKETS_MIN` buckets. Empty if the table has no buckets.
     first: Vec<Bucket>,
     /// Chunks with all other buckets.
     chunks: Vec<Chunk>,
     source: Arc<Chunks>,
     len: usize,
-    /// Largest `len` since a chunk was last released. Chunks have memory up to this bucket.
+    /// Largest number of buckets since a chunk was last released. Buckets below this number may
+    /// have memory.
     touched: usize,
 }
 
@@ -113,7 +114,11 @@ impl Buckets {
 
     /// Returns the address of a bucket in a chunk.
     fn at(&self, nr: usize) -> NonNull<Bucket> {
-        assert!(nr < self.len, "bucket {nr} of {}", self.len);
+        assert!(
+            nr < self.len,
+            "bucket {nr} does not exist: the ghost table has {} buckets",
+            self.len
+        );
         let nr = nr - BUCKETS_MIN;
         let chunk = self.source.at(&self.chunks[nr / CHUNK_BUCKETS]).cast();
         // SAFETY: a chunk has room for CHUNK_BUCKETS buckets.

@@ -3,28 +3,30 @@
 //! its page was removed.
 //!
 //! The table is set-associative: a bucket is a queue of eight 14-bit fingerprints, and adding one
-//! drops the oldest. About one unknown page in two thousand is taken for a known one, which a
+//! drops the oldest. About one unknown page in two thousand is mistaken for a known one, which a
 //! policy tolerates.
 //!
 //! The table grows and shrinks with the number of the tenant's pages, by linear hashing (Litwin,
 //! VLDB 1980). One call splits or joins at most one bucket, so each call holds the tenant's lock
 //! for a short time, and the table keeps its fingerprints. A fingerprint does not contain the bit
 //! of the hash that selects the half of a split bucket. Therefore a split copies the bucket to both
-//! halves. No look-up finds a copy in the wrong half, and later fingerprints replace it.
+//! halves. The copy of a fingerprint in the wrong half is never looked up, and later fingerprints
+//! replace it.
 
 use super::buckets::{BUCKETS_MIN, Bucket, Buckets, WAYS};
 use crate::index::Chunks;
 use std::sync::Arc;
 
-/// Pages that the table can remember, for each page that the tenant holds. With 1, 1.5 and 3 the
-/// hit ratio was lower (docs/traces.md).
+/// Number of removed pages that the table can remember for each page that the tenant holds. With 1,
+/// 1.5 and 3 the hit ratio was lower (docs/traces.md).
 const REMEMBERED_PER_PAGE: usize = 2;
 
-/// The table shrinks when it has more than this many times the buckets that it needs. The distance
-/// keeps it from growing and shrinking alternately.
+/// The table shrinks when it has more than this many times the buckets that it needs. The factor
+/// keeps the table from growing and shrinking alternately.
 const SHRINK_AT: usize = 2;
 
-/// Way in which a page was removed. Stored in two bits; 0 means that there is no page.
+/// Way in which a page was removed. It is stored in two bits, in which 0 means that there is no
+/// page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Past {
     /// A get by the guest removed it.
@@ -47,13 +49,14 @@ fn wanted(pages: u32) -> usize {
     (pages as usize * REMEMBERED_PER_PAGE / WAYS).max(BUCKETS_MIN)
 }
 
-/// Returns the bucket from which bucket `nr` was split. `nr` is not in the first half.
+/// Returns the bucket from which bucket `nr` was split. `nr` must be in the upper half of the
+/// buckets.
 fn parent(nr: usize) -> usize {
     nr - (1 << nr.ilog2())
 }
 
 impl Ghost {
-    /// Returns an empty table. It remembers nothing before the first call of [`fit`](Self::fit).
+    /// Creates an empty table. It remembers nothing before the first call of [`fit`](Self::fit).
     pub(super) fn new(chunks: Arc<Chunks>) -> Ghost {
         Ghost {
             buckets: Buckets::new(chunks),
@@ -81,8 +84,8 @@ impl Ghost {
         self.buckets.push(bucket);
     }
 
-    /// Joins the last bucket with the bucket from which it was split. The newest fingerprints of
-    /// both stay.
+    /// Joins the last bucket with the bucket from which it was split, and keeps the newest
+    /// fingerprints of both.
     fn join(&mut self) {
         let Some(last) = self.buckets.pop() else {
             return;
@@ -100,7 +103,8 @@ impl Ghost {
         self.buckets[parent] = joined;
     }
 
-    /// Returns the bucket of a key, and the key's fingerprint. None: the table has no memory yet.
+    /// Returns the bucket of a key, and the key's fingerprint. Returns None if the table has no
+    /// memory yet.
     fn place(&mut self, key_hash: u64) -> Option<(&mut Bucket, u16)> {
         let len = self.buckets.len();
         if len == 0 {
@@ -108,7 +112,8 @@ impl Ghost {
         }
         let mask = len.next_power_of_two() - 1;
         let nr = key_hash as usize & mask;
-        // The bucket of the upper half may not have been split off yet.
+        // If the bucket in the upper half is not split off yet, the key is in the bucket that will
+        // be split.
         let nr = if nr < len { nr } else { nr & mask >> 1 };
         let fingerprint = (key_hash >> 48) as u16 & !PAST;
         Some((&mut self.buckets[nr], fingerprint))
@@ -122,7 +127,8 @@ impl Ghost {
         }
     }
 
-    /// Forgets the page. Returns how it was removed, if the table knows it.
+    /// Removes a page from the table. Returns how the page was removed from the pool, if the table
+    /// knows it.
     pub(super) fn take(&mut self, key_hash: u64) -> Option<Past> {
         let (bucket, fingerprint) = self.place(key_hash)?;
         let same = |&way: &u16| way & !PAST == fingerprint && way & PAST != 0;
@@ -155,7 +161,7 @@ mod tests {
         PASTS[key as usize % 3]
     }
 
-    /// Returns the table of a tenant that got this many pages, one by one.
+    /// Returns a table that was fitted for 1, 2, ... up to this many pages.
     fn table(pages: u32) -> Ghost {
         let mut ghost = Ghost::new(Chunks::some());
         (0..=pages).for_each(|pages| ghost.fit(pages));
@@ -167,7 +173,7 @@ mod tests {
         (0..count).map(|_| rng.next()).collect()
     }
 
-    /// Returns the number of keys that the table knows, and forgets them.
+    /// Returns how many of the keys the table knows, and removes them from the table.
     fn known(ghost: &mut Ghost, keys: &[u64]) -> usize {
         let known = |&&key: &&u64| ghost.take(key) == Some(past(key));
         keys.iter().filter(known).count()
@@ -183,7 +189,11 @@ mod tests {
     fn a_full_ghost_table_forgets_its_oldest_pages() {
         let mut ghost = Ghost::new(Chunks::some());
         ghost.add(1, Past::Got);
-        assert_eq!(ghost.take(1), None, "the table has no memory yet");
+        assert_eq!(
+            ghost.take(1),
+            None,
+            "a table that has no memory yet knows a key"
+        );
         ghost = table(2048);
         let (added, unknown) = (keys(3, 16_384), keys(4, 16_384));
         added.iter().for_each(|&key| ghost.add(key, past(key)));
@@ -191,7 +201,11 @@ mod tests {
         assert!(known(&mut ghost, &added[..8192]) < 600);
         let newest = &added[16_384 - 2048..];
         assert!(known(&mut ghost, newest) > 1950);
-        assert_eq!(known(&mut ghost, newest), 0, "a taken key is still known");
+        assert_eq!(
+            known(&mut ghost, newest),
+            0,
+            "the table still knows keys that were taken out of it"
+        );
     }
 
     #[test]
@@ -205,9 +219,17 @@ mod tests {
         for pages in (1..PAGES).chain((0..PAGES).rev()) {
             ghost.fit(pages);
             let mut after = buckets(&ghost);
-            assert!(after.len().abs_diff(before.len()) <= 1, "{pages} pages");
+            assert!(
+                after.len().abs_diff(before.len()) <= 1,
+                "the step to {pages} pages changed the number of buckets from {} to {}",
+                before.len(),
+                after.len()
+            );
             let changed = before.iter().zip(&after).filter(|(a, b)| a != b).count();
-            assert!(changed <= 1, "{changed} buckets with {pages} pages");
+            assert!(
+                changed <= 1,
+                "the step to {pages} pages changed {changed} buckets"
+            );
             // Fill all buckets, including the new one.
             let (nr, key) = (rng.below(after.len() as u64) as usize, rng.next());
             let bucket = &mut ghost.buckets[nr];
@@ -228,7 +250,11 @@ mod tests {
         for pages in 2048..60_000 {
             ghost.fit(pages);
             let key = keys[pages as usize % keys.len()];
-            assert_eq!(ghost.take(key), Some(past(key)), "{pages} pages");
+            assert_eq!(
+                ghost.take(key),
+                Some(past(key)),
+                "the table grown for {pages} pages has forgotten a key"
+            );
             ghost.add(key, past(key));
         }
         assert_eq!(known(&mut ghost, &keys), keys.len());
@@ -244,7 +270,10 @@ mod tests {
         (4096..16_384).rev().for_each(|pages| ghost.fit(pages));
         assert_eq!(ghost.buckets.len(), buckets / 2);
         let known = known(&mut ghost, &keys[keys.len() - 4096..]);
-        assert!(known > 3900, "{known}");
+        assert!(
+            known > 3900,
+            "only {known} of the newest 4,096 keys are known"
+        );
     }
 
     #[test]
@@ -256,10 +285,18 @@ mod tests {
         (0..40_000).for_each(|pages| ghost.fit(pages));
         // A fingerprint takes two bytes.
         let bytes = 40_000 * REMEMBERED_PER_PAGE as u64 * 2;
-        assert!(ghost.bytes().abs_diff(bytes) < 8192, "{}", ghost.bytes());
+        assert!(
+            ghost.bytes().abs_diff(bytes) < 8192,
+            "the table for 40,000 pages takes {} B",
+            ghost.bytes()
+        );
         assert_eq!(chunks.taken(), 5);
         (0..40_000).rev().for_each(|pages| ghost.fit(pages));
-        assert!(ghost.bytes() <= 1024 + (32 << 10), "{}", ghost.bytes());
+        assert!(
+            ghost.bytes() <= 1024 + (32 << 10),
+            "the shrunk table takes {} B",
+            ghost.bytes()
+        );
         assert_eq!(chunks.taken(), 1);
         drop(ghost);
         assert_eq!(chunks.taken(), 0);
@@ -274,7 +311,10 @@ mod tests {
         (2048..40_000).for_each(|pages| ghost.fit(pages));
         let without_memory = ghost.buckets.len();
         fail::one_in(0, 1);
-        assert!(without_memory < wanted(40_000), "{without_memory}");
+        assert!(
+            without_memory < wanted(40_000),
+            "the table grew to {without_memory} buckets without memory"
+        );
         assert_eq!(ghost.take(8), Some(Past::Main));
         (0..10_000).for_each(|_| ghost.fit(40_000));
         assert_eq!(ghost.buckets.len(), wanted(40_000));

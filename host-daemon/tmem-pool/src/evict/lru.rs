@@ -13,7 +13,8 @@ mod tests {
     use crate::{PAGE_METADATA_CHARGE_BYTES, PolicyKind, ShadowMemory, ShadowTenant};
     use std::collections::BTreeMap;
 
-    /// A model without queues: it has the time of each page's last use, and a get removes its page.
+    /// Compares the policy with a model that has no queues. The model records the time of each
+    /// page's last use, and a get removes its page.
     #[test]
     fn lru_evicts_the_page_that_was_used_longest_ago() {
         const ROOM: usize = 50;

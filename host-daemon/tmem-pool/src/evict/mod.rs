@@ -20,7 +20,7 @@ use crate::config::PolicyKind;
 use crate::index::{Chunks, Entries, Id};
 use std::sync::Arc;
 
-/// Properties of a page that is put.
+/// Properties of a page that is put, as far as a policy uses them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Arrival {
     /// Hash of the page's key. It differs between runs of the daemon.
@@ -53,7 +53,7 @@ pub(crate) fn policy(kind: PolicyKind, chunks: &Arc<Chunks>) -> Box<dyn Policy> 
 
 /// Eviction policy of one tenant.
 pub(crate) trait Policy: Send + std::fmt::Debug {
-    /// Adds an entry that was just made.
+    /// Adds an entry that was just created.
     fn insert(&mut self, entries: &mut Entries, id: Id, arrival: Arrival);
 
     /// Removes an entry. `key_hash` is used only if the page was got or evicted.
@@ -63,9 +63,10 @@ pub(crate) trait Policy: Send + std::fmt::Debug {
     /// detached from the index.
     fn victim(&mut self, entries: &mut Entries) -> Option<Id>;
 
-    /// Returns the bytes that the policy holds in addition to the entries.
+    /// Returns the memory in bytes that the policy holds in addition to the entries.
     fn bytes(&self) -> u64;
 
-    /// Calls `page` with each entry of the policy, to check invariants.
+    /// Calls `page` with each entry of the policy's queues, and asserts that their links are
+    /// consistent.
     fn check(&self, entries: &Entries, page: &mut dyn FnMut(Id));
 }

@@ -34,8 +34,8 @@ impl Queue {
 
     pub(super) fn remove(&mut self, entries: &mut Entries, id: Id) {
         let (prev, next) = (entries[id].prev, entries[id].next);
-        // A damaged queue could name a removed page, or the same page again and again. The panic
-        // empties the tenant.
+        // Check the links before they are used: a damaged queue could name a removed page, or name
+        // the same page again and again. The panic empties the tenant.
         let before = if prev == 0 {
             self.head
         } else {
@@ -48,7 +48,7 @@ impl Queue {
         };
         assert!(
             before == id && after == id,
-            "links of a queue around entry {id}"
+            "the neighbours of entry {id} in a queue do not link back to it"
         );
         if prev == 0 {
             self.head = next;
@@ -66,12 +66,19 @@ impl Queue {
     pub(super) fn check(&self, entries: &Entries, page: &mut dyn FnMut(Id)) {
         let (mut prev, mut id, mut len) = (0, self.head, 0);
         while id != 0 {
-            assert_eq!(entries[id].prev, prev, "links of a queue");
+            assert_eq!(
+                entries[id].prev, prev,
+                "entry {id} of a queue does not link back to the entry before it"
+            );
             page(id);
             len += 1;
             (prev, id) = (id, entries[id].next);
         }
-        assert_eq!((prev, len), (self.tail, self.len), "end of a queue");
+        assert_eq!(
+            (prev, len),
+            (self.tail, self.len),
+            "a queue's tail or length differs from a walk through the queue"
+        );
     }
 }
 
@@ -81,12 +88,14 @@ mod tests {
     use crate::entry::Entry;
     use crate::index::Chunks;
 
-    /// Removes the second of three pages after `damage`.
+    /// Makes a queue of three pages, damages it with `damage`, and removes the second page.
     fn remove_after(damage: fn(&mut Entries, [Id; 3])) {
         let mut entries = Entries::new(16, Chunks::some());
         let mut queue = Queue::default();
         let ids = [(); 3].map(|()| {
-            let id = entries.insert(Entry::default()).expect("memory");
+            let id = entries
+                .insert(Entry::default())
+                .expect("cannot allocate an entry");
             queue.push(&mut entries, id);
             id
         });
@@ -95,14 +104,14 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "links of a queue")]
-    fn removing_a_page_that_a_link_skips_panics() {
+    #[should_panic(expected = "in a queue do not link back to it")]
+    fn removing_a_page_panics_if_a_link_skips_it() {
         remove_after(|entries, [first, _, last]| entries[first].next = last);
     }
 
     #[test]
-    #[should_panic(expected = "links of a queue")]
-    fn removing_a_page_that_links_to_itself_panics() {
+    #[should_panic(expected = "in a queue do not link back to it")]
+    fn removing_a_page_panics_if_it_links_to_itself() {
         remove_after(|entries, [_, second, _]| entries[second].next = second);
     }
 }

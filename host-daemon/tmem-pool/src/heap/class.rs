@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Size classes: for each slot size, the number of frames and slots of a span that waste least.
+//! Size classes of the heap. A class has slots of one size. Its spans have the numbers of frames
+//! and slots that waste the least memory for that size.
 //!
 //! The idea is zsmalloc's (mm/zsmalloc.c): a slot may lie across two frames, so that sizes that do
-//! not divide a frame waste little. Here the frames of a span are neighbours in address space, so
-//! that the bytes of a slot are contiguous. A slot begins with a header that names the handle of
-//! its bytes. A page that is kept raw fills a frame of its own, and the record of its span names
-//! the handle.
+//! not divide a frame waste little. Unlike in zsmalloc, the frames of a span are adjacent in
+//! address space, so that the bytes of a slot are contiguous. A slot begins with a header that
+//! names the handle of its bytes. A raw page fills a frame of its own without a header, and the
+//! record of its span names the handle.
 
 use super::region::FRAME_BYTES;
 use crate::config::{ADDRESS_SPACE_TIMES, PAGE_SIZE};
 
-/// Frames of the longest span. Computed with full spans of lz4's lengths: 8 frames waste 2.0 to 4.0
-/// % (most in the longest slots), 12 frames 1.5 to 1.7, 16 frames 0.9 to 1.4. The last span of each
-/// class is half free on average, which is 1.0, 1.7 and 2.1 MiB for all classes and matters in
+/// Number of frames of the longest span. The waste of full spans was computed for the lengths of
+/// lz4 forms. At most 8 frames waste 2.0 to 4.0 % (most in the longest slots), 12 frames waste 1.5
+/// to 1.7 %, and 16 frames waste 0.9 to 1.4 %. The last span of each class is half free on average.
+/// For all classes together that is 1.0, 1.7 and 2.1 MiB for 8, 12 and 16 frames, which matters in
 /// small pools.
 pub(crate) const SPAN_FRAMES_MAX: usize = 12;
 const _: () = assert!(SPAN_FRAMES_MAX as u64 + 2 == ADDRESS_SPACE_TIMES);
@@ -26,17 +28,18 @@ pub(crate) const HEADER_BYTES: usize = 4;
 /// Slot sizes are multiples of this, so that headers are aligned.
 const GRAIN_BYTES: usize = 16;
 
-/// Smallest slot in bytes. Few pages compress to less, and for those the handles cost more than the
-/// bytes.
+/// Size of the smallest slot in bytes. Few pages compress to less, and the handles of such pages
+/// cost more than their bytes.
 const SLOT_BYTES_MIN: usize = 32;
 
-/// Most slots of a span. Small slots fill one frame well enough.
+/// Largest number of slots of a span. Spans of small slots have one frame, which such slots fill
+/// with little waste.
 pub(crate) const SLOTS_MAX: usize = 1 << 10;
 
 /// Acceptable waste, as a fraction of the span's bytes. Longer spans are tried only above it.
 const WASTE_OK: f64 = 0.015;
 
-/// One size of slots.
+/// Size class: the size of its slots and the shape of its spans.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Class {
     /// Bytes of a slot, header included.
@@ -45,18 +48,18 @@ pub(crate) struct Class {
     pub slots: u16,
     /// Frames of a span.
     pub frames: u8,
-    /// Bytes of the header of a slot; 0 where the slot is the frame.
+    /// Bytes of the header of a slot; 0 if the slot is a whole frame for a raw page.
     pub header_bytes: u8,
 }
 
 impl Class {
-    /// Returns the most bytes that a slot holds.
+    /// Returns the largest number of bytes that a slot can hold besides its header.
     #[cfg(test)]
     fn payload_max(&self) -> usize {
         usize::from(self.slot_bytes) - usize::from(self.header_bytes)
     }
 
-    /// The class whose slot is a frame for a raw page.
+    /// The class of raw pages. Its slot is a whole frame.
     const RAW: Class = Class {
         slot_bytes: FRAME_BYTES as u16,
         slots: 1,
@@ -78,10 +81,11 @@ impl Class {
                 let fits = lengths.filter(|frames| frames * FRAME_BYTES >= slot_bytes);
                 fits.min_by(|&a, &b| waste(a).total_cmp(&waste(b)))
             })
-            .expect("a span holds any slot");
+            .expect("a span of the largest size holds at least one slot of any size");
         let slots = frames * FRAME_BYTES / slot_bytes;
         assert!(slots <= SLOTS_MAX);
-        // The slots share the rest of the span.
+        // The waste at the end of the span is divided among the slots, as far as their alignment
+        // allows.
         let slot_bytes = frames * FRAME_BYTES / slots / GRAIN_BYTES * GRAIN_BYTES;
         Class {
             slot_bytes: slot_bytes as u16,
@@ -96,7 +100,7 @@ impl Class {
 #[derive(Debug)]
 pub(crate) struct Classes {
     classes: Vec<Class>,
-    /// Class by slot size, in grains.
+    /// Number of the class for each slot size, which is in units of GRAIN_BYTES.
     by_grains: Vec<u8>,
 }
 
@@ -147,15 +151,21 @@ mod tests {
         println!("{} classes", classes.len());
         for len in 1..=PAGE_SIZE {
             let class = classes.get(classes.for_len(len));
-            assert!(class.payload_max() >= len, "{len} B in {class:?}");
+            assert!(
+                class.payload_max() >= len,
+                "{len} B do not fit into a slot of {class:?}"
+            );
             let span = usize::from(class.frames) * FRAME_BYTES;
             assert!(usize::from(class.slots) * usize::from(class.slot_bytes) <= span);
             assert!(usize::from(class.slots) <= SLOTS_MAX);
-            // From 2,048 B on, a slot is at most an eighth longer than needed; below 64 B it may be
-            // more.
+            // For lengths from 2,048 B on, a slot is at most an eighth longer than needed. For
+            // lengths below 64 B it may be more.
             if len >= 512 {
                 let held = span as f64 / f64::from(class.slots);
-                assert!(len as f64 / held > 0.86, "{len} B in {class:?}");
+                assert!(
+                    len as f64 / held > 0.86,
+                    "{len} B fill 86 % or less of a slot of {class:?}"
+                );
             }
         }
     }

@@ -2,23 +2,25 @@
 //! Compaction: moves bytes of sparse spans to full ones, so that spans become empty and go back to
 //! the system. It works on one span at a time, under the lock of the span's class.
 //!
-//! Compaction never moves a place that a thread reads or writes, because such a place is pinned. It
-//! never moves a place of a handle whose bytes are being replaced.
+//! Compaction never moves bytes that a thread reads or writes, because their place is pinned. Nor
+//! does it move bytes that another thread is replacing.
 
 use super::region::{FRAME_BYTES, Zeroed};
 use super::{ClassState, Heap, PINS, Place, USED};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
-/// Compaction is worth its work if it would free one busy frame in this many. It does not help for
-/// other frames that are partly used, of which small pools have many.
+/// Compaction is worth its work if it would free at least one busy frame in this many. Other partly
+/// used frames, of which small pools have many, cannot be freed by compaction.
 const SPARSE_PART: u64 = 64;
 
-/// Most spans that one step of compaction tries in vain, because readers hold slots of them.
+/// Largest number of spans that one step of compaction tries in vain, because readers pin slots in
+/// them.
 const COMPACT_TRIES: usize = 4;
 
 impl<X: Zeroed> Heap<X> {
-    /// Moves the bytes of up to about `slots` slots together, until no class has a spare span.
-    /// Returns the number of moved slots. 0: nothing is left to do, or readers are in the way.
+    /// Moves the bytes of up to about `slots` slots from sparse spans to full ones, until no class
+    /// has a spare span. Returns the number of moved slots. 0 means that nothing is left to do, or
+    /// that readers pin the bytes that are to be moved.
     pub(crate) fn compact(&self, slots: usize) -> usize {
         let mut moved = 0;
         if !self.has_spare() {
@@ -45,7 +47,7 @@ impl<X: Zeroed> Heap<X> {
         self.spare_frames() > self.busy_bytes() / FRAME_BYTES as u64 / SPARSE_PART
     }
 
-    /// Returns whether compaction could free a span.
+    /// Returns whether compaction could empty at least one span.
     pub(crate) fn has_spare(&self) -> bool {
         self.spare_frames() > 0
     }
@@ -72,8 +74,8 @@ impl<X: Zeroed> Heap<X> {
         self.spare_frames() * FRAME_BYTES as u64
     }
 
-    /// Empties the sparsest span of a class that has a spare one. None: the class has no spare
-    /// span.
+    /// Empties the sparsest span of a class that has a spare span. Returns the number of moved
+    /// slots, or None if the class has no spare span.
     fn compact_span(&self, state: &mut ClassState) -> Option<usize> {
         if state.spare_spans == 0 {
             return None;
@@ -105,14 +107,14 @@ impl<X: Zeroed> Heap<X> {
                 break;
             };
             let handle = header & !USED;
-            // Acquire: pairs with the unpin of the thread that wrote the bytes.
+            // Acquire: pairs with the release in the unpin of the thread that wrote the bytes.
             let word = self.word(handle).load(Acquire);
             if word & PINS != 0 {
                 continue;
             }
             let from = Place::of(word);
             if (from.span, from.slot) != (source, slot) {
-                // This is one of the two slots that a handle has while its bytes are replaced.
+                // The handle's bytes are being replaced: it has two slots, and this is one of them.
                 continue;
             }
             let to = Place {
@@ -122,7 +124,7 @@ impl<X: Zeroed> Heap<X> {
             };
             let (old, new) = (self.bytes_at(&class, from), self.bytes_at(&class, to));
             // SAFETY: these are two slots of one class. The old slot's bytes do not change, because
-            // freeing it takes the class's lock, which we hold.
+            // freeing the slot takes the class's lock, which this thread holds.
             unsafe { new.copy_from_nonoverlapping(old, from.len) };
             let replaced = self
                 .word(handle)
@@ -134,7 +136,8 @@ impl<X: Zeroed> Heap<X> {
                 moved += 1;
             }
             let last = replaced && self.span(source).used.get() == 1;
-            // No thread reads the slot: it is new, or it had no reader when it was replaced.
+            // No thread reads this slot. It is the new slot, which no thread knows, or the old one,
+            // which had no reader when the word was changed.
             self.give_bytes(state, gone);
             if last {
                 break;

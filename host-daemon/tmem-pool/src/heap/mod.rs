@@ -1,24 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory for the stored bytes of all tenants, which can be given back to the system.
+//! Heap for the stored bytes of all tenants. Its memory can be returned to the system.
 //!
-//! Bytes lie in slots of size classes (class.rs), slots in spans, spans in one reserved region
-//! (region.rs). A store returns a handle instead of an address, since compaction moves bytes from
-//! sparse spans to full ones. A freed slot is zeroed before another store can have it. A span
-//! without used slots is all zero, and the frames of all but a few such spans go back to the
-//! system.
+//! Bytes lie in slots of size classes (class.rs), slots lie in spans, and spans lie in one reserved
+//! region of address space (region.rs). Storing bytes returns a handle instead of an address,
+//! because compaction moves bytes from sparse spans to full ones. A freed slot is zeroed before it
+//! can be used again. A span without used slots is all zero, and the frames of all but a few such
+//! spans go back to the system.
 //!
-//! The word of a handle is all that readers and compaction share: place, length and number of
-//! readers in one atomic. A reader adds itself and learns the place in the same step. Compaction
-//! copies the bytes, which never change, at any time. It then replaces the word only if the word is
-//! unchanged and has no readers. So a reader keeps the bytes in place without blocking another
-//! thread, and later readers find the new place.
+//! Readers and compaction share only one 64-bit atomic word for each handle. The word contains the
+//! place, the length and the number of readers. A reader increments the number of readers and
+//! learns the place in the same atomic step. Compaction copies the bytes, which never change, at
+//! any time. It then replaces the word only if the word is unchanged and has no readers. So a
+//! reader keeps the bytes in place without blocking another thread, and later readers find the new
+//! place.
 //!
-//! No thread takes the locks of two classes. No thread copies bytes in or out under a lock, except
-//! in compaction.
+//! No thread holds the locks of two classes. No thread copies bytes into or out of a slot while it
+//! holds a lock, except in compaction.
 //!
-//! Locks: a class's lock guards its lists, and everything of its spans and slots except the bytes.
-//! The locks of free spans and of spare handles are taken inside a class's lock, and never
-//! together.
+//! Locks: the lock of a class guards its lists, and all data of its spans and slots except the
+//! stored bytes. The locks of free spans and of spare handles are taken inside a class's lock, and
+//! never together.
 
 mod class;
 mod compact;
@@ -40,12 +41,12 @@ use std::slice;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use zeroize::optimization_barrier;
 
-/// Handles that a class takes at a time. A class keeps fewer than twice as many and returns the
-/// others for all classes. Otherwise a guest that fills the pool with one length after the other
-/// would leave no handles for other guests.
+/// Number of free handles that a class takes at a time. A class keeps fewer than twice as many free
+/// handles and returns the others, so that all classes can use them. Otherwise a guest that fills
+/// the pool with one length after the other would leave no handles for other guests.
 const HANDLES_STEP: u32 = 8;
 
-/// Handles of the smallest heap: some for each class.
+/// Number of handles of the smallest heap, so that there are some for each class.
 const HANDLES_MIN: u64 = HANDLES_STEP as u64 * 256;
 
 /// Number of groups in which a class lists its spans by how full they are. New bytes go to the
@@ -65,10 +66,10 @@ const _: () = assert!(PINS_BITS + LEN_BITS + SLOT_BITS + SPAN_BITS == u64::BITS)
 const _: () = assert!(1 << SLOT_BITS >= SLOTS_MAX && 1 << LEN_BITS >= PAGE_SIZE);
 const PINS: u64 = (1 << PINS_BITS) - 1;
 
-/// Most readers of one blob. A thread has up to 64 of them, because the pages of a get may all be
-/// the same one. The daemon has at most 64 workers, which are 4,096 readers. The other values of
-/// the field are for threads that add themselves before they see that there are too many readers:
-/// the count never overflows into the length.
+/// Largest number of readers of one blob. A thread has up to 64 readers of one blob, because all
+/// pages of a get may be equal. The daemon has at most 64 workers, so at most 4,096 readers. The
+/// field has room for more: a thread increments the number before it sees that there are too many
+/// readers, and the number must not overflow into the length.
 const PINS_MAX: u64 = PINS / 2;
 
 /// Place of a handle's bytes.
@@ -97,7 +98,8 @@ impl Place {
     }
 }
 
-/// Number of stored bytes. The caller makes sure that no thread uses the handle when it frees it.
+/// Handle of stored bytes. The caller makes sure that no other thread uses a handle when it frees
+/// the handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Handle(pub u32);
 
@@ -107,24 +109,25 @@ const USED: u32 = 1 << 31;
 
 // ---- spans ------------------------------------------------------------------------------------
 
-/// A span of frames. Number 0 means no span. The lock of its class, or of the free spans, guards
-/// it. A span that is in no list belongs to the thread that took it out.
+/// Record of a span of frames. Span number 0 means no span. The lock of the span's class, or the
+/// lock of free spans, guards the record. A span that was taken out of all lists belongs to the
+/// thread that took it.
 #[derive(Debug)]
 struct Span {
-    /// Frames that may have memory.
+    /// Number of frames that may have memory.
     frames: Cell<u8>,
     /// First free slot, plus 1; 0 if no slot below `fresh` is free.
     free: Cell<u16>,
-    /// First of the slots that were never used.
+    /// Lowest number of a slot that was never used.
     fresh: Cell<u16>,
     used: Cell<u16>,
-    /// Previous span of the list. In a span with one slot that has no header, it is the slot's
-    /// header while the slot is used.
+    /// Previous span of the list. If the span's only slot is a whole frame, this field is the
+    /// header of the slot while the slot is used.
     prev: Cell<u32>,
     next: Cell<u32>,
 }
 
-// A span takes 16 B, and each raw page has a span of its own.
+// The record of a span must be small, because each raw page has a span of its own.
 const _: () = assert!(size_of::<Span>() == 16);
 
 // SAFETY: all zero is a valid span without slots.
@@ -140,7 +143,7 @@ struct ClassState {
     spans: u32,
     used_slots: u32,
     payload_bytes: u64,
-    /// This class's part of the sum `spare_frames`, in spans.
+    /// Number of this class's spans that the sum `spare_frames` includes.
     spare_spans: u32,
     /// First free handle. The words of free handles form a list.
     free_handle: u32,
@@ -149,7 +152,7 @@ struct ClassState {
 
 // ---- heap -------------------------------------------------------------------------------------
 
-/// A handle's word, and the data that the user of the heap keeps with it.
+/// Record of a handle: its word, and the data that the user of the heap keeps with it.
 #[derive(Debug)]
 struct HandleRecord<X> {
     word: AtomicU64,
@@ -159,8 +162,9 @@ struct HandleRecord<X> {
 // SAFETY: for both fields, all zero is a valid value.
 unsafe impl<X: Zeroed> Zeroed for HandleRecord<X> {}
 
-/// A heap of stored bytes. Each handle has an `X`, which the heap never reads. It is all zero at
-/// first; later it is what the handle's last user left.
+/// Heap of stored bytes. With each handle the heap keeps an `X` for its user, and never reads it.
+/// An `X` is all zero at first. When a handle is used again, its `X` is as the handle's last user
+/// left it.
 #[derive(Debug)]
 pub(crate) struct Heap<X> {
     data: Region,
@@ -169,19 +173,20 @@ pub(crate) struct Heap<X> {
     classes: Classes,
     states: Box<[CachePadded<Mutex<ClassState>>]>,
     free_spans: CachePadded<Mutex<FreeSpans>>,
-    /// First handle of the lists of free handles that no class has. A list has HANDLES_STEP
-    /// handles, and the upper half of the word of its first handle names the first handle of the
-    /// next list. The lock also guards changes of `fresh_handle`.
+    /// First free handle of the first spare list. Spare lists contain free handles that belong to
+    /// no class. A list has HANDLES_STEP handles, and the upper half of the word of its first
+    /// handle names the first handle of the next list. The lock also guards changes of
+    /// `fresh_handle`.
     spare_handles: CachePadded<Mutex<u32>>,
-    /// First of the handles that were never used.
+    /// Lowest handle that was never used.
     fresh_handle: AtomicU32,
     sums: CachePadded<Sums>,
 }
 
-/// Sums over the heap, for threads that do not hold its locks.
+/// Sums over the whole heap, which threads can read without holding its locks.
 #[derive(Debug, Default)]
 struct Sums {
-    /// First of the spans that were never used. It changes under the lock of free spans.
+    /// Lowest span that was never used. It changes only under the lock of free spans.
     fresh_span: AtomicU64,
     frames: AtomicU64,
     /// The part of `frames` that belongs to free spans. It changes under the lock of free spans.
@@ -190,7 +195,7 @@ struct Sums {
     spare_frames: AtomicU64,
 }
 
-/// Statistics of a heap, approximately as of now.
+/// Statistics of a heap. Other threads may change the heap while they are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct HeapStats {
     /// Stored bytes.
@@ -212,7 +217,8 @@ impl<X: Zeroed> Heap<X> {
     pub(crate) fn new(bytes_max: u64) -> io::Result<Heap<X>> {
         // A span has at least one frame, and number 0 means no span.
         let spans = (bytes_max / FRAME_BYTES as u64 + 1).min((1 << SPAN_BITS) - 1) as usize + 1;
-        // There are as many handles as slots: few pages compress to less than 256 B.
+        // The number of handles limits the number of blobs. It is chosen for blobs of 256 B,
+        // because few pages compress to less.
         let handles = (bytes_max / 256 + HANDLES_MIN).min(u64::from(USED - 1));
         let classes = Classes::new();
         let states = (0..classes.len()).map(|nr| {
@@ -243,7 +249,8 @@ impl<X: Zeroed> Heap<X> {
         })
     }
 
-    /// Stores 1 to 4,096 bytes. None: the memory would exceed `frames_bytes_max`.
+    /// Stores 1 to 4,096 bytes. Returns None if there is no free handle, or if the heap's memory
+    /// would exceed `frames_bytes_max` bytes.
     pub(crate) fn store(&self, bytes: &[u8], frames_bytes_max: u64) -> Option<Handle> {
         assert!((1..=PAGE_SIZE).contains(&bytes.len()));
         let nr = self.classes.for_len(bytes.len());
@@ -259,17 +266,18 @@ impl<X: Zeroed> Heap<X> {
             slot,
             len: bytes.len(),
         };
-        // A pinned place: compaction does not move it while it is written.
+        // The word says that the place has a reader. So compaction does not move the place while it
+        // is written.
         let word = self.word(handle);
         word.store(place.word() + 1, Relaxed);
         state.payload_bytes += bytes.len() as u64;
         let at = self.bytes_at(&state.class, place);
         drop(state);
-        // SAFETY: the slot is ours and has this many bytes. No thread reads it before the handle is
-        // returned.
+        // SAFETY: the slot belongs to this thread and has at least this many bytes. No thread reads
+        // it before the handle is returned.
         unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
-        // Release, as in unpin(). No other thread knows the handle, so a plain store suffices. A
-        // locked operation would wait for the copy to reach memory.
+        // Release, as in unpin(). No other thread knows the handle, so a plain store suffices. An
+        // atomic read-modify-write would wait until the copied bytes have left the store buffer.
         word.store(place.word(), Release);
         Some(Handle(handle))
     }
@@ -279,7 +287,8 @@ impl<X: Zeroed> Heap<X> {
         read(self.reader(handle).bytes())
     }
 
-    /// Returns a reader of the bytes, which stay in place until it is dropped.
+    /// Returns a reader of a handle's bytes. Compaction does not move the bytes before the reader
+    /// is dropped.
     pub(crate) fn reader(&self, Handle(handle): Handle) -> Reader<'_> {
         let place = self.pin(handle);
         Reader {
@@ -297,14 +306,14 @@ impl<X: Zeroed> Heap<X> {
     /// Frees and zeroes the bytes.
     pub(crate) fn free(&self, handle: Handle) {
         let Handle(handle) = handle;
-        // Keep compaction away. No other thread has the handle.
+        // Pin the place, so that compaction does not move it. No other thread uses the handle.
         let place = self.pin(handle);
         self.give_handle(&mut self.give_place(place), handle);
     }
 
-    /// Replaces bytes by others that mean the same to readers. The caller makes sure that the
-    /// handle is not freed in the meantime. False: a thread reads the bytes, or the memory would
-    /// exceed `frames_bytes_max`.
+    /// Replaces the bytes of a handle by others that readers decode to the same page. The caller
+    /// makes sure that the handle is not freed in the meantime. Returns false if a thread reads the
+    /// bytes, or if the heap's memory would exceed `frames_bytes_max` bytes.
     pub(crate) fn replace(&self, handle: Handle, bytes: &[u8], frames_bytes_max: u64) -> bool {
         assert!((1..=PAGE_SIZE).contains(&bytes.len()));
         let Handle(handle) = handle;
@@ -313,7 +322,8 @@ impl<X: Zeroed> Heap<X> {
         let Some((span, slot)) = self.take_slot(&mut state, frames_bytes_max) else {
             return false;
         };
-        // The word names another slot: compaction leaves both slots alone until the word agrees.
+        // The new slot's header names the handle, but the handle's word names the old slot.
+        // Compaction leaves both slots alone while they disagree.
         self.set_header(&state.class, span, slot, USED | handle);
         let new = Place {
             span,
@@ -323,8 +333,8 @@ impl<X: Zeroed> Heap<X> {
         let at = self.bytes_at(&state.class, new);
         state.payload_bytes += bytes.len() as u64;
         drop(state);
-        // SAFETY: the slot is ours and has this many bytes. No thread reads it before the word
-        // names it.
+        // SAFETY: the slot belongs to this thread and has at least this many bytes. No thread reads
+        // it before the handle's word names it.
         unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         let unread = |word| (word & PINS == 0).then(|| new.word());
         let replaced = self.word(handle).fetch_update(AcqRel, Acquire, unread);
@@ -333,12 +343,12 @@ impl<X: Zeroed> Heap<X> {
         replaced.is_ok()
     }
 
-    /// Returns whether all memory of the heap is locked, so that it is never swapped.
+    /// Returns whether all memory of the heap is locked in RAM, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
         self.data.is_locked() && self.spans.is_locked() && self.handles.is_locked()
     }
 
-    /// Returns a bound of the numbers of handles: all are below it.
+    /// Returns a number that is above all handles that were ever used.
     pub(crate) fn places(&self) -> u32 {
         self.fresh_handle.load(Relaxed)
     }
@@ -353,7 +363,7 @@ impl<X: Zeroed> Heap<X> {
         self.sums.frames.load(Relaxed) * FRAME_BYTES as u64
     }
 
-    /// Returns the part of that memory, in bytes, whose spans have used slots.
+    /// Returns the memory of the spans that have used slots, in bytes.
     pub(crate) fn busy_bytes(&self) -> u64 {
         let frames = self.sums.frames.load(Relaxed);
         frames.saturating_sub(self.sums.idle_frames.load(Relaxed)) * FRAME_BYTES as u64
@@ -374,7 +384,8 @@ impl<X: Zeroed> Heap<X> {
         unpin(self.word(handle));
     }
 
-    /// Returns statistics that are approximately as of now. Takes the lock of each class in turn.
+    /// Returns statistics. The lock of each class is taken in turn, so that the sums may not be
+    /// those of one instant.
     pub(crate) fn stats(&self) -> HeapStats {
         let mut stats = HeapStats {
             frames_bytes: self.frames_bytes(),
@@ -405,8 +416,8 @@ impl<X: Zeroed> Heap<X> {
         self.handles.prefetch(handle);
     }
 
-    /// Prefetches the beginning of the bytes into the cache, and the record of the span, which
-    /// freeing them needs.
+    /// Prefetches the beginning of a handle's bytes into the cache. Also prefetches the record of
+    /// their span, which freeing them needs.
     pub(crate) fn prefetch_bytes(&self, Handle(handle): Handle) {
         let place = Place::of(self.word(handle).load(Relaxed));
         prefetch_lines(self.bytes_at(&self.class_of(place), place));
@@ -426,7 +437,7 @@ impl<X: Zeroed> Heap<X> {
         let handle = state.free_handle;
         state.free_handle = self.word(handle).load(Relaxed) as u32;
         state.free_handles -= 1;
-        // The next store of this class begins with this handle.
+        // The next store of this class will use this handle.
         self.handles.prefetch(state.free_handle);
         Some(handle)
     }
@@ -441,7 +452,8 @@ impl<X: Zeroed> Heap<X> {
         }
     }
 
-    /// Takes a list of spare handles, or of new ones.
+    /// Takes a list of spare handles, or of handles that were never used. Returns the list's first
+    /// handle, or None if there is no free handle.
     fn take_handles(&self) -> Option<u32> {
         if fail::memory() {
             return None;
@@ -467,8 +479,8 @@ impl<X: Zeroed> Heap<X> {
         Some(first)
     }
 
-    /// Gives away the half of a class's free handles that it used last, because they are in the
-    /// cache.
+    /// Moves half of a class's free handles to the spare lists. It moves those that were used last,
+    /// because they are in the cache.
     fn give_handles(&self, state: &mut ClassState) {
         let first = state.free_handle;
         let mut last = first;
@@ -486,7 +498,7 @@ impl<X: Zeroed> Heap<X> {
     }
 
     fn pin(&self, handle: u32) -> Place {
-        // Acquire: the bytes are visible if compaction has just moved them.
+        // Acquire: if compaction has just moved the bytes, this thread sees the moved bytes.
         let before = self.word(handle).fetch_add(1, Acquire);
         if before & PINS >= PINS_MAX {
             poison::abort_inconsistent(HEAP);
@@ -505,7 +517,7 @@ impl<X: Zeroed> Heap<X> {
         self.classes.get(self.classes.for_len(place.len))
     }
 
-    /// Returns a span, whose lock the caller holds.
+    /// Returns the record of a span. The caller holds the lock that guards it.
     fn span(&self, span: u32) -> &Span {
         self.spans.get(span)
     }
@@ -574,7 +586,8 @@ impl<X: Zeroed> Heap<X> {
         slot
     }
 
-    /// Zeroes and frees a place that no thread reads any more. Returns its class, locked.
+    /// Zeroes and frees a place that no thread reads any more. Returns the guard of the lock of its
+    /// class.
     fn give_place(&self, place: Place) -> MutexGuard<'_, ClassState> {
         let nr = self.classes.for_len(place.len);
         let class = self.classes.get(nr);
@@ -584,9 +597,9 @@ impl<X: Zeroed> Heap<X> {
             self.give_bytes(&mut state, place);
             return state;
         }
-        // The slot fills its span, as for raw pages. Compaction never copies such slots, so that
-        // they can be zeroed without the lock. SAFETY: the caller guarantees that no thread reads
-        // the place.
+        // The slot is the only one of its span, as for raw pages. Compaction never copies such
+        // slots, so they can be zeroed without the lock. SAFETY: the caller guarantees that no
+        // thread reads the place.
         unsafe { zero(self.bytes_at(&class, place), place.len) };
         let mut state = self.lock(nr);
         state.payload_bytes -= place.len as u64;
@@ -594,8 +607,8 @@ impl<X: Zeroed> Heap<X> {
         state
     }
 
-    /// Zeroes and frees a slot that no thread reads any more. This happens under the lock, because
-    /// compaction may be copying the slot, in vain.
+    /// Zeroes and frees a slot that no thread reads any more. The caller holds the lock of the
+    /// class, because compaction may otherwise copy the slot at the same time.
     fn give_bytes(&self, state: &mut ClassState, place: Place) {
         // SAFETY: the caller guarantees that no thread reads the place.
         unsafe { zero(self.bytes_at(&state.class, place), place.len) };
@@ -621,7 +634,7 @@ impl<X: Zeroed> Heap<X> {
 
     // ---- lists of a class ---------------------------------------------------------------------
 
-    /// Adds a span to the list of its group. A full span is in no list.
+    /// Adds a span to the list of its group. Does nothing for a full span, which is in no list.
     fn list(&self, state: &mut ClassState, span: u32) {
         let s = self.span(span);
         let Some(group) = state.group(s.used.get()) else {
@@ -677,8 +690,9 @@ pub(crate) struct Reader<'a> {
 impl Reader<'_> {
     /// Returns the bytes.
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: the bytes were written before the handle was given out. They are neither moved
-        // nor freed: they are pinned, and the owner of the reader keeps the handle.
+        // SAFETY: the bytes were written before the handle was given out. They are not moved,
+        // because they are pinned. They are not freed, because the owner of the reader keeps the
+        // handle.
         unsafe { slice::from_raw_parts(self.at, self.len) }
     }
 
@@ -695,8 +709,8 @@ impl Drop for Reader<'_> {
 }
 
 fn unpin(word: &AtomicU64) {
-    // Release: our reads come before compaction frees the place, our writes before compaction
-    // copies.
+    // Release: this thread's reads come before compaction frees the place, and its writes come
+    // before compaction copies the bytes.
     word.fetch_sub(1, Release);
 }
 

@@ -33,7 +33,11 @@ impl Region {
 
     /// Returns the address at `offset`, which must lie within the region.
     pub(crate) fn at(&self, offset: usize) -> NonNull<u8> {
-        assert!(offset < self.len, "offset {offset} of {}", self.len);
+        assert!(
+            offset < self.len,
+            "offset {offset} is outside of a region of {} B",
+            self.len
+        );
         // SAFETY: the address is within the region, which is one mapping.
         unsafe { self.base.add(offset) }
     }
@@ -96,7 +100,7 @@ mod system {
         fn drop(&mut self) {
             // SAFETY: this is the whole mapping, and no code uses it any more.
             unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) }
-                .expect("a mapping of our own can be removed");
+                .expect("cannot unmap a region of the heap");
         }
     }
 }
@@ -108,7 +112,8 @@ mod system {
     use std::alloc::{Layout, alloc_zeroed, dealloc};
 
     fn layout(len: usize) -> Layout {
-        Layout::from_size_align(len, super::FRAME_BYTES).expect("a size that fits")
+        Layout::from_size_align(len, super::FRAME_BYTES)
+            .expect("the region's size is valid for an allocation")
     }
 
     impl Region {
@@ -212,7 +217,11 @@ impl<T: Zeroed> Table<T> {
     /// Returns a record.
     pub(crate) fn get(&self, i: u32) -> &T {
         let i = i as usize;
-        assert!(i < self.capacity(), "record {i} of {}", self.capacity());
+        assert!(
+            i < self.capacity(),
+            "record {i} does not exist: the table has {} records",
+            self.capacity()
+        );
         // SAFETY: the record is within the region and aligned, since the region is. It is zero or a
         // T written through a shared reference. The region lives as long as self.
         unsafe { self.region.at(i * size_of::<T>()).cast().as_ref() }

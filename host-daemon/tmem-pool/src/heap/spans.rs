@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Free spans, which no class has. A free span has frames and is idle, or has none and is bare.
-//! Classes take spans from here and give them back. Idle frames above a limit go back to the
-//! system, in batches.
+//! Free spans, which belong to no class. A free span is called idle if it has frames, and bare if
+//! it has none. Classes take spans from here and give them back. Idle frames above a limit go back
+//! to the system, in batches.
 //!
 //! No thread makes a system call while it holds the lock of free spans.
 
@@ -13,27 +13,28 @@ use crate::fail;
 use crate::poison;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Smallest number of idle frames that stay, so that a store after a free causes no page fault: 16
-/// MiB, the memory for the raw pages of a few busy tenants.
+/// Smallest number of idle frames that are kept, so that storing bytes after freeing others causes
+/// no page fault. They are 16 MiB, the memory for the raw pages of a few busy tenants.
 const IDLE_FRAMES_MIN: u64 = 4096;
 
-/// Returns the number of idle frames that stay in a pool of this size: as many as the raw pages of
-/// all tenants may take, since those come and go.
+/// Returns the number of idle frames that a pool of this size keeps. It keeps as many as the raw
+/// pages of all tenants may take, because raw pages come and go.
 pub(crate) fn idle_frames(size_bytes: u64) -> u64 {
     (size_bytes / RAW_PART / FRAME_BYTES as u64).max(IDLE_FRAMES_MIN)
 }
 
-/// Most spans of a batch, whose frames are given back together. Neighbouring spans take one system
-/// call.
+/// Largest number of spans whose frames are given back in one batch. Adjacent spans of a batch
+/// share one system call.
 pub(super) const RELEASE_SPANS_MAX: usize = 64;
 
-/// Frames of other lengths that a thread gives back to the system when it takes a span, beyond
-/// those that it needs. More frames go back later, because the thread holds its class's lock.
+/// Largest number of frames, of idle spans with other lengths, that a thread gives back to the
+/// system when it takes a span, beyond the number that it needs. The others go back later, because
+/// the thread holds the lock of its class.
 pub(super) const RELEASE_FRAMES_MAX: u64 = 64;
 
 #[derive(Debug, Default)]
 pub(super) struct FreeSpans {
-    /// Lists of idle spans with 1, 2, ... frames, all zero.
+    /// Lists of idle spans with 1, 2, ... frames. All bytes of idle spans are zero.
     pub(super) idle: [u32; SPAN_FRAMES_MAX],
     /// List of spans without frames.
     pub(super) bare: u32,
@@ -54,7 +55,7 @@ impl<X: Zeroed> Heap<X> {
                 0 => frames.into(),
                 _ => 0,
             };
-            // Idle spans are released to make room, even if one of them is wanted: the rest of the
+            // Release idle spans above the limit even if one of them is wanted: the rest of the
             // pool may have grown.
             let over = (now + more).saturating_sub(frames_max);
             let wanted = over.min(enough - released);
@@ -67,7 +68,8 @@ impl<X: Zeroed> Heap<X> {
             let mut batch = Batch::default();
             self.choose_idle(&mut free, wanted, &mut batch);
             if batch.len == 0 {
-                // Other threads are giving the idle frames back.
+                // There is no room now: other threads are just giving the idle frames back to the
+                // system.
                 return None;
             }
             drop(free);
@@ -87,15 +89,15 @@ impl<X: Zeroed> Heap<X> {
         Some(span)
     }
 
-    /// Takes an idle span out of its list. The span still counts as idle.
+    /// Takes an idle span out of its list. The sum of idle frames still includes the span.
     fn unlist_idle(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
         let head = &mut free.idle[usize::from(frames) - 1];
         let span = *head;
         if span == 0 {
             return None;
         }
-        // The number differs only in a broken list. Going on would give a span away twice, or loop
-        // without end.
+        // The number of frames differs only if the list is damaged. Continuing could use one span
+        // twice, or loop without end.
         if self.span(span).frames.get() != frames {
             poison::abort_inconsistent(HEAP);
         }
@@ -145,7 +147,8 @@ impl<X: Zeroed> Heap<X> {
         idle.saturating_sub(stay)
     }
 
-    /// Gives some of the idle frames above `stay` back to the system. Returns their number.
+    /// Gives some of the idle frames above `stay` back to the system. Returns the number of these
+    /// frames.
     pub(crate) fn trim(&self, stay: u64) -> u64 {
         match self.idle_excess(stay) {
             0 => 0,
@@ -158,8 +161,8 @@ impl<X: Zeroed> Heap<X> {
         while self.release_some(u64::MAX) > 0 {}
     }
 
-    /// Gives about `frames` idle frames back to the system, but at most a batch. Returns their
-    /// number.
+    /// Gives about `frames` idle frames back to the system, but at most a batch. Returns the number
+    /// of frames.
     fn release_some(&self, frames: u64) -> u64 {
         let mut batch = Batch::default();
         let mut free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
@@ -184,9 +187,9 @@ impl<X: Zeroed> Heap<X> {
         }
     }
 
-    /// Gives the frames of spans that are in no list back to the system. The caller does not hold
-    /// the lock of free spans: the call takes microseconds, and interrupts all processors that run
-    /// this process. Returns the number of frames.
+    /// Gives the frames of spans that are in no list back to the system. Returns the number of
+    /// frames. The caller does not hold the lock of free spans, because the system call takes
+    /// microseconds and interrupts all processors that run this process.
     fn release(&self, mut batch: Batch) -> u64 {
         let spans = &mut batch.spans[..batch.len];
         spans.sort_unstable();

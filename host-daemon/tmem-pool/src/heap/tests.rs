@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the heap against a model of its contents, alone and with readers beside compaction.
+//! Tests of the heap against a model of its contents, with one thread, and with threads that read
+//! during compaction.
 
 use super::class::HEADER_BYTES;
 use super::spans::{RELEASE_FRAMES_MAX, RELEASE_SPANS_MAX};
@@ -25,13 +26,14 @@ fn len_of(rng: &mut Rng) -> usize {
 }
 
 impl<X: Zeroed> Heap<X> {
-    /// Panics under a lock, as a bug would.
+    /// Panics while this thread holds the lock of a class, as a bug could.
     pub(crate) fn panic_under_a_lock(&self) {
         let _state = self.lock(0);
-        panic!("a bug");
+        panic!("a bug that the test injects");
     }
 
-    /// Recounts the sums and lists. No other call may be running.
+    /// Recounts the heap's sums and lists, and asserts that they are right and that `live` slots
+    /// are used. No other thread may be using the heap.
     pub(crate) fn check(&self, live: usize) {
         let (mut used, mut frames, mut spans, mut spare) = (0, 0, 0, 0);
         for nr in 0..self.classes.len() as u8 {
@@ -41,20 +43,40 @@ impl<X: Zeroed> Heap<X> {
                 let (mut at, mut prev) = (head, 0);
                 while at != 0 {
                     let s = self.span(at);
-                    assert_eq!(s.prev.get(), prev, "links");
-                    assert_eq!(state.group(s.used.get()), Some(group), "group");
+                    assert_eq!(
+                        s.prev.get(),
+                        prev,
+                        "span {at} does not link back to the span before it in its list"
+                    );
+                    assert_eq!(
+                        state.group(s.used.get()),
+                        Some(group),
+                        "span {at} is in the list of a wrong group"
+                    );
                     let mut headers = 0;
                     for slot in 0..s.fresh.get() {
                         let header = self.header(&state.class, at, slot);
                         if header & USED != 0 {
                             let word = self.word(header & !USED).load(Relaxed);
                             let place = Place::of(word);
-                            assert_eq!(word & PINS, 0, "readers");
-                            assert_eq!((place.span, place.slot), (at, slot), "place");
+                            assert_eq!(
+                                word & PINS,
+                                0,
+                                "the blob in slot {slot} of span {at} still has readers"
+                            );
+                            assert_eq!(
+                                (place.span, place.slot),
+                                (at, slot),
+                                "the handle in the header of slot {slot} of span {at} names another place"
+                            );
                             headers += 1;
                         }
                     }
-                    assert_eq!(headers, s.used.get(), "used slots");
+                    assert_eq!(
+                        headers,
+                        s.used.get(),
+                        "span {at} counts another number of used slots than its headers show"
+                    );
                     partly += u32::from(s.used.get());
                     (prev, at) = (at, s.next.get());
                 }
@@ -63,30 +85,43 @@ impl<X: Zeroed> Heap<X> {
                 (state.used_slots - partly) % u32::from(state.class.slots),
                 0
             );
-            assert_eq!(state.spare_spans, state.spare_spans_now(), "spare spans");
+            assert_eq!(
+                state.spare_spans,
+                state.spare_spans_now(),
+                "class {nr} has a wrong number of spare spans"
+            );
             spare += u64::from(state.spare_spans) * u64::from(state.class.frames);
             used += state.used_slots;
             spans += state.spans;
         }
-        assert_eq!(used as usize, live, "slots");
+        assert_eq!(
+            used as usize, live,
+            "the number of used slots differs from the number of live blobs"
+        );
         assert_eq!(
             self.spare_bytes(),
             spare * FRAME_BYTES as u64,
-            "spare frames"
+            "the sum of spare frames differs from the recount"
         );
         let mut handles = live;
         for state in &self.states {
-            let state = state.lock().expect("not poisoned");
+            let state = state.lock().expect("the lock is not poisoned");
             let (mut at, mut nr) = (state.free_handle, 0);
             while at != 0 {
                 nr += 1;
                 at = self.word(at).load(Relaxed) as u32;
             }
-            assert_eq!(nr, state.free_handles, "a class's free handles");
-            assert!(nr < 2 * HANDLES_STEP, "a class keeps {nr} free handles");
+            assert_eq!(
+                nr, state.free_handles,
+                "a class counts another number of free handles than its list has"
+            );
+            assert!(
+                nr < 2 * HANDLES_STEP,
+                "a class keeps {nr} free handles instead of giving some back"
+            );
             handles += nr as usize;
         }
-        let mut first = *self.spare_handles.lock().expect("not poisoned");
+        let mut first = *self.spare_handles.lock().expect("the lock is not poisoned");
         while first != 0 {
             let word = self.word(first).load(Relaxed);
             let (mut at, mut nr) = (word as u32, 1);
@@ -94,12 +129,19 @@ impl<X: Zeroed> Heap<X> {
                 nr += 1;
                 at = self.word(at).load(Relaxed) as u32;
             }
-            assert_eq!(nr, HANDLES_STEP, "a list of spare handles");
+            assert_eq!(
+                nr, HANDLES_STEP,
+                "a list of spare handles has a wrong length"
+            );
             handles += nr as usize;
             first = (word >> u32::BITS) as u32;
         }
-        assert_eq!(handles + 1, self.places() as usize, "handles");
-        let free = self.free_spans.lock().expect("not poisoned");
+        assert_eq!(
+            handles + 1,
+            self.places() as usize,
+            "the used, free and spare handles are not all handles"
+        );
+        let free = self.free_spans.lock().expect("the lock is not poisoned");
         let (mut idle, mut bare, mut idle_frames) = (0, 0, 0);
         for (&head, frames) in free.idle.iter().zip(1..) {
             let mut at = head;
@@ -113,7 +155,11 @@ impl<X: Zeroed> Heap<X> {
                 for i in (0..usize::from(s.frames.get()) * FRAME_BYTES).step_by(step) {
                     let byte = self.data.at(at as usize * SPAN_BYTES + i);
                     // SAFETY: the address is in the region, and no other call is running.
-                    assert_eq!(unsafe { byte.read() }, 0, "an idle span is zero");
+                    assert_eq!(
+                        unsafe { byte.read() },
+                        0,
+                        "byte {i} of idle span {at} is not zero"
+                    );
                 }
                 at = s.next.get();
             }
@@ -127,14 +173,22 @@ impl<X: Zeroed> Heap<X> {
         assert_eq!(
             self.sums.idle_frames.load(Relaxed),
             idle_frames,
-            "idle frames"
+            "the sum of idle frames differs from the recount"
         );
         let fresh = self.sums.fresh_span.load(Relaxed) as u32;
-        assert_eq!(spans + idle + bare, fresh - 1, "spans");
+        assert_eq!(
+            spans + idle + bare,
+            fresh - 1,
+            "the spans of classes, the idle spans and the bare spans are not all spans"
+        );
         for span in 1..fresh {
             frames += u64::from(self.span(span).frames.get());
         }
-        assert_eq!(self.sums.frames.load(Relaxed), frames, "frames");
+        assert_eq!(
+            self.sums.frames.load(Relaxed),
+            frames,
+            "the sum of frames differs from the recount"
+        );
     }
 }
 
@@ -143,12 +197,12 @@ fn stored_bytes_read_back_unchanged() {
     let (seeds, steps) = if cfg!(miri) { (1, 300) } else { (16, 20_000) };
     for_each_seed("heap", seeds, |seed| {
         let mut rng = Rng::new(seed);
-        let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+        let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
         let mut live: Vec<(Handle, u64, usize)> = Vec::new();
         let max = [BYTES_MAX, BYTES_MAX / 16, 1 << 16][rng.below(3) as usize];
         let mut refused = 0;
         for id in 0..steps {
-            // The heap grows and shrinks in turns.
+            // The heap grows and shrinks alternately.
             let store = rng.below(10) < if id / 2000 % 2 == 0 { 7 } else { 3 };
             if store {
                 let len = len_of(&mut rng);
@@ -198,7 +252,11 @@ fn stored_bytes_read_back_unchanged() {
         }
         heap.release_idle();
         heap.check(0);
-        assert_eq!(heap.stats().frames_bytes, 0, "an empty heap holds frames");
+        assert_eq!(
+            heap.stats().frames_bytes,
+            0,
+            "the heap keeps frames although it is empty"
+        );
     });
 }
 
@@ -206,16 +264,20 @@ fn stored_bytes_read_back_unchanged() {
 #[cfg_attr(miri, ignore = "needs too many handles for miri")]
 fn freed_handles_are_reused_for_other_lengths() {
     const BYTES: u64 = 1 << 20;
-    let heap = Heap::<()>::new(BYTES).expect("address space");
+    let heap = Heap::<()>::new(BYTES).expect("cannot reserve address space for the heap");
     let bytes = [1; PAGE_SIZE];
-    // Fill all memory with one length after the other, which stores many times the number of
-    // handles.
+    // Fill all memory with blobs of one length, free them, and continue with the next length. In
+    // sum this stores many times as many blobs as there are handles.
     let (mut stored, mut seen) = (0, 0);
     for len in (300..PAGE_SIZE).rev().step_by(16) {
         let store = || heap.store(&bytes[..len], BYTES);
         let live: Vec<Handle> = std::iter::from_fn(store).collect();
         let least = BYTES as usize * 8 / 10 / (len + HEADER_BYTES).next_multiple_of(16);
-        assert!(live.len() >= least, "{} of length {len}", live.len());
+        assert!(
+            live.len() >= least,
+            "only {} blobs of {len} B fit",
+            live.len()
+        );
         stored += live.len();
         seen = seen.max(live.len());
         live.into_iter().for_each(|handle| heap.free(handle));
@@ -232,7 +294,7 @@ fn freed_handles_are_reused_for_other_lengths() {
 #[cfg_attr(miri, ignore = "needs too many handles for miri")]
 fn a_store_without_a_free_handle_is_refused() {
     const BYTES: u64 = 1 << 20;
-    let heap = Heap::<()>::new(BYTES).expect("address space");
+    let heap = Heap::<()>::new(BYTES).expect("cannot reserve address space for the heap");
     // For the shortest length, there is memory for more bytes than there are handles.
     let store = || heap.store(&[1], BYTES);
     let live: Vec<Handle> = std::iter::from_fn(store).collect();
@@ -240,7 +302,7 @@ fn a_store_without_a_free_handle_is_refused() {
     assert!(heap.frames_bytes() < BYTES && live.len() < max);
     assert!(
         live.len() > max - 2 * HANDLES_STEP as usize,
-        "{}",
+        "only {} blobs of {max} handles were stored",
         live.len()
     );
     heap.check(live.len());
@@ -248,25 +310,25 @@ fn a_store_without_a_free_handle_is_refused() {
     for handle in live {
         heap.free(handle);
     }
-    heap.store(&[1; 2000], BYTES).expect("room");
+    heap.store(&[1; 2000], BYTES).expect("the heap has room");
     heap.check(1);
 }
 
 #[test]
 fn one_store_releases_a_bounded_number_of_idle_frames() {
-    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let page = [1; PAGE_SIZE];
     let nr = if cfg!(miri) { 100 } else { 1000 };
-    let store = || heap.store(&page, BYTES_MAX).expect("room");
+    let store = || heap.store(&page, BYTES_MAX).expect("the heap has room");
     let live: Vec<Handle> = (0..nr).map(|_| store()).collect();
     live.into_iter().for_each(|handle| heap.free(handle));
-    // The pool was shrunk in the meantime.
+    // The limit of the heap's memory is lowered, as if the pool was shrunk.
     let most = 8 * FRAME_BYTES as u64;
-    let small = heap.store(&page[..100], most).expect("room");
+    let small = heap.store(&page[..100], most).expect("the heap has room");
     let left = heap.stats().frames_bytes / FRAME_BYTES as u64;
     assert!(
         left < nr && left >= nr - RELEASE_FRAMES_MAX - 16,
-        "{left} frames"
+        "{left} of {nr} idle frames are left"
     );
     heap.free(small);
     heap.release_idle();
@@ -275,9 +337,9 @@ fn one_store_releases_a_bounded_number_of_idle_frames() {
 
 #[test]
 fn a_store_releases_idle_frames_above_a_lowered_limit() {
-    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let page = [1; PAGE_SIZE];
-    let store = |max| heap.store(&page, max).expect("room");
+    let store = |max| heap.store(&page, max).expect("the heap has room");
     let mut live: Vec<Handle> = (0..40).map(|_| store(BYTES_MAX)).collect();
     live.drain(10..).for_each(|handle| heap.free(handle));
     let max = 20 * FRAME_BYTES as u64;
@@ -290,10 +352,10 @@ fn a_store_releases_idle_frames_above_a_lowered_limit() {
 fn trimming_releases_idle_frames_and_keeps_their_neighbours() {
     const STAY: u64 = 10;
     let nr = if cfg!(miri) { 60 } else { 3000 };
-    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let store = |id| {
         let page = bytes_of(id, PAGE_SIZE);
-        (id, heap.store(&page, BYTES_MAX).expect("room"))
+        (id, heap.store(&page, BYTES_MAX).expect("the heap has room"))
     };
     let (gone, live): (Vec<_>, Vec<_>) = (0..nr).map(store).partition(|(id, _)| id % 5 != 0);
     assert_eq!(heap.idle_excess(STAY), 0);
@@ -320,7 +382,7 @@ fn trimming_releases_idle_frames_and_keeps_their_neighbours() {
 fn reads_are_correct_during_compaction() {
     let steps = if cfg!(miri) { 40 } else { 20_000 };
     for_each_seed("heap-threads", if cfg!(miri) { 1 } else { 4 }, |seed| {
-        let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+        let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
         let over = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let workers: Vec<_> = (0..3)
@@ -333,7 +395,7 @@ fn reads_are_correct_during_compaction() {
                             let len = len_of(&mut rng).min(200) + 2000 * (id as usize % 2);
                             if live.len() < 30 || rng.one_in(2) {
                                 let handle = heap.store(&bytes_of(id, len), BYTES_MAX);
-                                live.push((handle.expect("room"), id, len));
+                                live.push((handle.expect("the heap has room"), id, len));
                             } else {
                                 let at = rng.below(live.len() as u64) as usize;
                                 let (handle, id, len) = live.swap_remove(at);
@@ -345,8 +407,8 @@ fn reads_are_correct_during_compaction() {
                                 if rng.one_in(3) {
                                     let len = len_of(&mut rng).min(200);
                                     let bytes = bytes_of(live[at].1, len);
-                                    // No other thread reads the bytes, and compaction does not hold
-                                    // them.
+                                    // The replacement must succeed: no other thread reads the
+                                    // bytes, and compaction does not pin them.
                                     assert!(heap.replace(live[at].0, &bytes, BYTES_MAX));
                                     live[at].2 = len;
                                 }
@@ -371,19 +433,26 @@ fn reads_are_correct_during_compaction() {
                 moved
             });
             for worker in workers {
-                worker.join().expect("a worker's assertions");
+                worker
+                    .join()
+                    .expect("an assertion failed in a worker thread");
             }
             over.store(true, Relaxed);
-            let moved = compactor.join().expect("the compactor's assertions");
-            assert!(cfg!(miri) || moved > 0, "nothing was ever moved");
+            let moved = compactor
+                .join()
+                .expect("an assertion failed in the thread that compacts");
+            assert!(
+                cfg!(miri) || moved > 0,
+                "compaction moved no blob during the test"
+            );
         });
         heap.check(0);
     });
 }
 
 #[test]
-fn the_heap_wastes_little_after_churn_and_mass_deletion() {
-    // Lengths of real pages after lz4, in the shares of the bands that were measured for the store.
+fn heap_waste_is_bounded_after_churn_and_mass_deletion() {
+    // Returns a random length, with the distribution that was measured for real pages after lz4.
     fn len(rng: &mut Rng) -> usize {
         let (low, high) = match rng.below(100) {
             0..11 => (200, 1024),
@@ -395,10 +464,13 @@ fn the_heap_wastes_little_after_churn_and_mass_deletion() {
         (low + rng.below(high - low)) as usize
     }
     let blobs = if cfg!(miri) { 100 } else { 32_768 };
-    let heap = Heap::<()>::new(512 << 20).expect("address space");
+    let heap = Heap::<()>::new(512 << 20).expect("cannot reserve address space for the heap");
     let mut rng = Rng::new(1);
     let bytes = vec![1; PAGE_SIZE];
-    let store = |rng: &mut Rng| heap.store(&bytes[..len(rng)], 512 << 20).expect("room");
+    let store = |rng: &mut Rng| {
+        heap.store(&bytes[..len(rng)], 512 << 20)
+            .expect("the heap has room")
+    };
     let mut live: Vec<Handle> = (0..blobs).map(|_| store(&mut rng)).collect();
     let ratio = || {
         let stats = heap.stats();
@@ -436,12 +508,13 @@ fn the_heap_wastes_little_after_churn_and_mass_deletion() {
     }
 }
 
-/// A blob can have PINS_MAX readers, and their count changes no other field of the word.
+/// Opens PINS_MAX readers of a blob and asserts that their number changes no other field of the
+/// word.
 #[test]
 #[cfg(not(miri))]
 fn a_blob_can_have_the_maximum_number_of_readers() {
-    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
-    let handle = heap.store(b"bytes", BYTES_MAX).expect("memory");
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
+    let handle = heap.store(b"bytes", BYTES_MAX).expect("the heap has room");
     let readers: Vec<_> = (0..PINS_MAX).map(|_| heap.reader(handle)).collect();
     assert_eq!(heap.len(handle), 5);
     assert!(readers.iter().all(|reader| reader.bytes() == b"bytes"));
@@ -453,8 +526,8 @@ fn a_blob_can_have_the_maximum_number_of_readers() {
 #[test]
 #[ignore = "ends its process: see too_many_readers_abort_the_process"]
 fn a_reader_above_the_maximum_aborts() {
-    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
-    let handle = heap.store(b"bytes", BYTES_MAX).expect("memory");
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
+    let handle = heap.store(b"bytes", BYTES_MAX).expect("the heap has room");
     (0..=PINS_MAX).for_each(|_| std::mem::forget(heap.reader(handle)));
 }
 
@@ -467,11 +540,15 @@ fn too_many_readers_abort_the_process() {
 #[test]
 #[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
 fn a_circular_list_of_idle_spans_aborts() {
-    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let page = [1; PAGE_SIZE];
-    let handles = [(); 2].map(|()| heap.store(&page, BYTES_MAX).expect("memory"));
+    let handles = [(); 2].map(|()| heap.store(&page, BYTES_MAX).expect("the heap has room"));
     handles.into_iter().for_each(|handle| heap.free(handle));
-    let first = heap.free_spans.lock().expect("not poisoned").idle[0];
+    let first = heap
+        .free_spans
+        .lock()
+        .expect("the lock is not poisoned")
+        .idle[0];
     heap.span(first).next.set(first);
     heap.release_idle();
 }
@@ -479,8 +556,10 @@ fn a_circular_list_of_idle_spans_aborts() {
 #[test]
 #[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
 fn a_span_missing_from_its_list_aborts() {
-    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
-    let handle = heap.store(&[1; 2000], BYTES_MAX).expect("memory");
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
+    let handle = heap
+        .store(&[1; 2000], BYTES_MAX)
+        .expect("the heap has room");
     let nr = heap.classes.for_len(2000);
     heap.lock(nr).heads = [0; GROUPS];
     heap.free(handle);
@@ -489,11 +568,14 @@ fn a_span_missing_from_its_list_aborts() {
 #[test]
 #[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
 fn a_span_with_a_wrong_back_link_aborts() {
-    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let nr = heap.classes.for_len(2000);
-    // The first two spans have a free slot each and lie in one list.
+    // Prepare a list of two spans that each have a free slot.
     let mut handles: Vec<_> = (0..2 * SLOTS_MAX)
-        .map(|_| heap.store(&[1; 2000], BYTES_MAX).expect("memory"))
+        .map(|_| {
+            heap.store(&[1; 2000], BYTES_MAX)
+                .expect("the heap has room")
+        })
         .collect();
     let span_of = |handle: Handle| Place::of(heap.word(handle.0).load(Relaxed)).span;
     let first = span_of(handles[0]);
@@ -501,16 +583,16 @@ fn a_span_with_a_wrong_back_link_aborts() {
     let second = second
         .into_iter()
         .find(|&span| span != first)
-        .expect("a second span");
+        .expect("the blobs lie in two spans");
     for span in [first, second] {
         let at = handles.iter().position(|&handle| span_of(handle) == span);
-        heap.free(handles.remove(at.expect("a blob of the span")));
+        heap.free(handles.remove(at.expect("a blob lies in the span")));
     }
     assert!(heap.lock(nr).heads.contains(&second));
     assert_eq!(heap.span(second).next.get(), first);
     heap.span(first).prev.set(0);
     let at = handles.iter().position(|&handle| span_of(handle) == second);
-    heap.free(handles.remove(at.expect("a blob of the span")));
+    heap.free(handles.remove(at.expect("a blob lies in the span")));
 }
 
 #[test]

@@ -5,9 +5,9 @@
 //!
 //! The first blocks are small and come from the process's allocator, because there are many arenas
 //! of few records. The other blocks are chunks (chunks.rs). A chunk without used records goes back
-//! to the system, except for one, so that a chunk is not freed and taken again all the time. New
-//! records go to the block that most recently stopped being full, so that blocks that empty are not
-//! filled again. When the last record goes, all memory goes.
+//! to the system. One such chunk is kept, so that chunks are not freed and taken again all the
+//! time. New records go to the block that most recently stopped being full, so that nearly empty
+//! blocks can become empty. When the last record is removed, all memory is released.
 //!
 //! Number 0 means no record.
 
@@ -21,9 +21,10 @@ use std::sync::Arc;
 /// Number of a record of an arena; 0 means no record.
 pub(crate) type Id = u32;
 
-/// Records of the first block; each block that follows has twice as many.
+/// Number of records of the first block. Each following small block has twice as many as the one
+/// before.
 const FIRST_BLOCK: usize = 16;
-/// Size from which blocks are chunks, in records.
+/// Size of a block in records from which on blocks are chunks.
 const SMALL: usize = 512;
 const SMALL_BLOCKS: usize = (SMALL / FIRST_BLOCK).ilog2() as usize;
 const SMALL_RECORDS: usize = SMALL - FIRST_BLOCK;
@@ -31,7 +32,8 @@ const SMALL_RECORDS: usize = SMALL - FIRST_BLOCK;
 /// Number that means no block, and ends a list.
 const NONE: u32 = u32::MAX;
 
-/// A record that can be free. The value of a free record has no meaning except for a link.
+/// A record of an arena. The value of a free record has no meaning except for its link to the next
+/// free record.
 pub(crate) trait ArenaRecord: Clone + Default + Zeroed {
     /// Returns the link of a free record.
     fn next_free(&self) -> Id;
@@ -42,9 +44,9 @@ pub(crate) trait ArenaRecord: Clone + Default + Zeroed {
 /// Kind of memory of a block's records.
 #[derive(Debug)]
 enum Memory {
-    /// None: all records of the block are free.
+    /// The block has no memory. All its records are free.
     Bare,
-    /// From the process's allocator.
+    /// The memory comes from the process's allocator.
     Small,
     Chunk(Chunk),
 }
@@ -55,11 +57,12 @@ struct Block<T> {
     records: NonNull<[T]>,
     memory: Memory,
     used: u32,
-    /// First free record below `fresh`: its place plus 1; 0: none.
+    /// Place of the first free record below `fresh`, plus 1. 0 means that there is none.
     free: u32,
-    /// First of the places that were never used.
+    /// Lowest place that was never used.
     fresh: u32,
-    /// Neighbours in the list of open blocks (with memory and not full), or of bare blocks.
+    /// Neighbours in the list of open blocks (which have memory and are not full), or in the list
+    /// of bare blocks.
     prev: u32,
     next: u32,
 }
@@ -69,9 +72,9 @@ struct Block<T> {
 pub(crate) struct Arena<T: ArenaRecord> {
     blocks: Vec<Block<T>>,
     chunks: Arc<Chunks>,
-    /// First open block: with memory, and not full.
+    /// First open block, that is, a block that has memory and is not full.
     open: u32,
-    /// First bare block. Bare blocks are in no order.
+    /// First bare block, that is, a block without memory.
     bare: u32,
     /// Number of chunks without used records.
     idle: u32,
@@ -85,7 +88,7 @@ unsafe impl<T: ArenaRecord + Send> Send for Arena<T> {}
 // SAFETY: through a shared reference, records are only read.
 unsafe impl<T: ArenaRecord + Sync> Sync for Arena<T> {}
 
-/// Error: there is no memory, or the arena has as many records as it may.
+/// Error: there is no memory for a record, or the arena has as many records as it may.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Full;
 
@@ -192,7 +195,7 @@ impl<T: ArenaRecord> Arena<T> {
         Ok(Self::id(nr, at))
     }
 
-    /// Returns a record, or None if its block is gone. The record may be free; then its value has
+    /// Returns a record, or None if its block has no memory. If the record is free, its value has
     /// no meaning.
     pub(crate) fn get(&self, id: Id) -> Option<&T> {
         debug_assert!(id != 0);
@@ -210,7 +213,7 @@ impl<T: ArenaRecord> Arena<T> {
         }
     }
 
-    /// Takes out the value of a used record, and frees the record.
+    /// Frees a used record and returns its value.
     pub(crate) fn remove(&mut self, id: Id) -> T {
         let (nr, at) = Self::locate(id);
         let block = &mut self.blocks[nr];
@@ -241,8 +244,8 @@ impl<T: ArenaRecord> Arena<T> {
 
     // ---- blocks -------------------------------------------------------------------------------
 
-    /// Adds a block at the head of the list of open blocks, because a record that has just become
-    /// free is in the cache.
+    /// Adds a block at the head of the list of open blocks, so that the next insert uses the record
+    /// that has just become free and is in the cache.
     fn list(&mut self, nr: usize) {
         let next = std::mem::replace(&mut self.open, nr as u32);
         if next != NONE {
@@ -316,7 +319,7 @@ impl<T: ArenaRecord> Arena<T> {
         }
     }
 
-    /// Takes the memory of a block that is in no list.
+    /// Releases the memory of a block that is in no list, which makes it a bare block.
     fn lay_bare(&mut self, nr: usize) {
         let block = &mut self.blocks[nr];
         self.bytes -= Self::memory_bytes(block);
@@ -380,7 +383,7 @@ mod tests {
         Entry::new(cookie, 0, Content::Same(0), 0, false)
     }
 
-    /// Adds `records` records. Returns their numbers, in order.
+    /// Adds `records` records. Returns their numbers in the order of insertion.
     fn fill(arena: &mut Entries, records: u64) -> Vec<Id> {
         let add = |cookie| arena.insert(entry(cookie)).unwrap();
         (0..records).map(add).collect()
@@ -409,7 +412,7 @@ mod tests {
             let chunks = Chunks::some();
             let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
             let mut model = BTreeMap::new();
-            // The arena fills and empties in turns, to another number of records each time.
+            // The arena fills and empties alternately, each time to another number of records.
             for turn in 0..turns {
                 let target = if turn % 2 == 0 {
                     rng.below(most)
@@ -445,7 +448,7 @@ mod tests {
                     .filter(|&&nr| arena.blocks[nr].used == 0)
                     .count();
                 assert_eq!(arena.idle as usize, idle);
-                assert!(idle <= 1, "{idle} chunks without a record");
+                assert!(idle <= 1, "{idle} chunks without a used record were kept");
             }
             while let Some((id, _)) = model.pop_first() {
                 arena.remove(id);
@@ -469,12 +472,12 @@ mod tests {
         let left_bytes = full_bytes / 4 + 3 * CHUNK_BYTES as u64;
         assert!(
             arena.bytes() <= left_bytes,
-            "{} of {full_bytes}",
+            "the arena still has {} of {full_bytes} B after three quarters of its records were removed",
             arena.bytes()
         );
         assert!(
             arena.get(old[SMALL + 2 * Entries::LARGE]).is_none(),
-            "a removed record is still found"
+            "a record of a released chunk is still found"
         );
         assert_eq!(arena[young[0]].cookie, old.len() as u64);
         fill(&mut arena, old.len() as u64);

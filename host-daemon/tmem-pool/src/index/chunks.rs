@@ -2,11 +2,11 @@
 //! Memory for the records of all indexes: chunks of one region. A chunk goes back to the system as
 //! soon as no index holds it.
 //!
-//! Memory of the process's allocator would go back only together with its neighbours, and a guest
-//! chooses what the neighbours are. If each chunk were a mapping of its own, there could be too
-//! many: a process has 65,530.
+//! Memory of the process's allocator would go back to the system only together with adjacent
+//! memory, and the guest's requests decide what is adjacent. If each chunk were a mapping of its
+//! own, there could be too many: Linux allows 65,530 mappings for a process.
 //!
-//! No thread makes a system call while it holds the lock.
+//! No thread makes a system call while it holds the lock of the free chunks.
 
 use crate::fail;
 use crate::heap::Region;
@@ -15,17 +15,17 @@ use crate::sync::Mutex;
 use std::io;
 use std::ptr::NonNull;
 
-/// Bytes of a chunk: some hundred records of the largest kind. A chunk holds about two thousand
-/// pages, so that system calls are few.
+/// Bytes of a chunk: some hundred records of the largest kind. System calls are rare because a
+/// chunk suffices for about two thousand pages.
 pub(crate) const CHUNK_BYTES: usize = 32 << 10;
 
-/// Chunks of the smallest pool: a few for each kind of record.
+/// Number of chunks of the smallest pool: a few for each kind of record.
 const CHUNKS_MIN: usize = 32;
 
 /// Name of the lock, for log messages.
 const CHUNKS: &str = "memory of the indexes";
 
-/// Chunks of memory for indexes.
+/// All chunks of memory for the indexes of a pool.
 #[derive(Debug)]
 pub(crate) struct Chunks {
     region: Region,
@@ -34,27 +34,29 @@ pub(crate) struct Chunks {
 
 #[derive(Debug, Default)]
 struct Free {
-    /// Chunks that were given back and have no memory.
+    /// Numbers of the chunks that were given back. They have no memory.
     bare: Vec<u32>,
-    /// First of the chunks that were never used.
+    /// Lowest number of a chunk that was never used.
     fresh: u32,
 }
 
-/// A chunk, which belongs to its holder alone. It is zero at first.
+/// Number of a chunk that belongs to its holder alone. The memory of a new chunk is zero.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Chunk(u32);
 
 #[cfg(test)]
 impl Chunks {
-    /// Returns chunks for the indexes of a test.
+    /// Reserves chunks for the indexes of a test.
     pub(crate) fn some() -> std::sync::Arc<Chunks> {
         let bytes_max = if cfg!(miri) { 4 << 20 } else { 256 << 20 };
-        Chunks::reserve(bytes_max).expect("address space").into()
+        Chunks::reserve(bytes_max)
+            .expect("cannot reserve address space for chunks")
+            .into()
     }
 
     /// Returns the number of chunks that indexes hold.
     pub(crate) fn taken(&self) -> usize {
-        let free = self.free.lock().expect("not poisoned");
+        let free = self.free.lock().expect("the lock is not poisoned");
         free.fresh as usize - free.bare.len()
     }
 }
@@ -77,7 +79,7 @@ impl Chunks {
         self.region.is_locked()
     }
 
-    /// Takes a chunk. None: all are in use.
+    /// Takes a free chunk. Returns None if all chunks are in use.
     pub(crate) fn take(&self) -> Option<Chunk> {
         if fail::memory() {
             return None;

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Index of one tenant's keys: pool, object, page.
+//! Index of one tenant's keys. A key consists of the numbers of a pool, an object and a page.
 //!
-//! An object has a tree of its pages (tree.rs). It is found by a seeded hash of pool and number, so
-//! that the guest, which chooses the numbers, cannot make look-ups long. Records have numbers
-//! (arena.rs), because several structures refer to them. An entry knows its place in the tree, by
-//! which the policy that evicts it finds the object and the pool.
+//! An object has a tree of its pages (tree.rs). The index finds an object by a seeded hash of the
+//! pool's and the object's number. So the guest, which chooses the numbers, cannot make look-ups
+//! slow. Records have numbers (arena.rs), because several structures refer to them. An entry knows
+//! its place in the tree, by which the policy that evicts it finds the object and the pool.
 //!
-//! An object, a pool or the whole index is detached in constant time. From then on nothing is found
-//! under its keys, and it counts in `detached` instead of `gauges`. The callers that remove entries
-//! free detached parts later, entry by entry. An object goes with its last page, and a detached
-//! pool with its last object.
+//! An object, a pool or the whole index is detached in constant time. From then on no page is found
+//! under its keys, and its pages count in `detached` instead of `gauges`. Callers free detached
+//! parts later, entry by entry. An object is freed with its last page, and a detached pool with its
+//! last object.
 //!
-//! The index never aborts for lack of memory: it returns an error and leaves everything as it was.
+//! If there is no memory, the index returns an error and leaves everything as it was. It never
+//! aborts the process.
 
 mod arena;
 mod chunks;
@@ -31,21 +32,22 @@ use std::sync::Arc;
 use tree::Nodes;
 use twox_hash::XxHash3_64;
 
-/// Number of tables of objects, each of which grows by itself. With as many objects as a tenant may
-/// have pages, moving one table to twice its size takes a few milliseconds, for which only that
-/// tenant waits.
+/// Number of hash tables among which the objects are divided, so that each table grows by itself.
+/// With as many objects as a tenant may have pages, moving one table to twice its size takes a few
+/// milliseconds. Only that tenant waits for it.
 const MAP_SHARDS: usize = 256;
 
-/// A table of which less than one place in this many is used is replaced by one of twice its number
-/// of objects. So it is not replaced again before as many objects have left.
+/// A table is replaced by a smaller one if less than one of this many places is used. The smaller
+/// table has room for twice the number of objects. So the table is not replaced again before half
+/// of the objects have left.
 const SPARSE: usize = 8;
-/// Size up to which tables are not replaced by smaller ones, in places.
+/// Number of places up to which a table is not replaced by a smaller one.
 const SPARSE_MIN: usize = 32;
 
 /// All entries of a tenant.
 pub(crate) type Entries = Arena<Entry>;
 
-/// Key of a page, in the guest's numbers.
+/// Key of a page, in the numbers that the guest uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
     pub object: u64,
@@ -53,8 +55,8 @@ pub(crate) struct Key {
     pub pool: u32,
 }
 
-/// Reference to a pool of the tenant, valid until the pool is detached. It never refers to a later
-/// pool with the same number.
+/// Reference to a pool of the tenant. It is valid until the pool is detached, and never refers to a
+/// later pool with the same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PoolRef {
     id: Id,
@@ -76,10 +78,11 @@ struct Pool {
 #[derive(Clone, Debug, Default)]
 struct Object {
     nr: u64,
-    /// Pool of the object. 0: the object was detached by itself.
+    /// Pool of the object. 0 means that the object was detached without its pool.
     pool: Id,
     root: Id,
-    /// Neighbours in the list of the pool's objects, or of detached objects.
+    /// Neighbours in the list of the pool's objects, or in the list of objects that were detached
+    /// without their pool.
     prev: Id,
     next: Id,
     gauges: Gauges,
@@ -113,7 +116,7 @@ impl ArenaRecord for Object {
 /// Index of a tenant's pages.
 #[derive(Debug)]
 pub(crate) struct Index {
-    /// Sums over all pages that can be found.
+    /// Sums over all pages that are not detached.
     pub gauges: Gauges,
     /// Sums over all pages that were detached and are not removed yet.
     pub detached: Gauges,
@@ -125,7 +128,7 @@ pub(crate) struct Index {
     live: BTreeMap<u32, Id>,
     /// Objects of all pools, detached ones included.
     map: Box<[HashTable<Id>]>,
-    /// Memory of the tables of `map` in bytes. It is stored because each operation reads it.
+    /// Memory of the tables of `map` in bytes. The sum is kept because each operation reads it.
     map_bytes: u64,
     chunks: Arc<Chunks>,
     seed: u64,
@@ -185,8 +188,8 @@ impl Index {
 
     /// Returns whether a pool that was found earlier is still live.
     pub(crate) fn is_live(&self, pool: PoolRef) -> bool {
-        // A free record's value has no meaning, and another pool may have its number by now. But a
-        // serial is never used again.
+        // The record may be free, or may belong to another pool by now. The comparison finds that,
+        // because serial numbers are never used again.
         self.pools.get(pool.id).is_some_and(|record| {
             record.serial == pool.serial && self.live.get(&record.nr) == Some(&pool.id)
         })
@@ -229,7 +232,9 @@ impl Index {
     /// Detaches all pools.
     pub(crate) fn detach_all(&mut self) {
         while let Some((&nr, _)) = self.live.first_key_value() {
-            let pool = self.pool(nr).expect("a live pool");
+            let pool = self
+                .pool(nr)
+                .expect("the list of live pools names a live pool");
             self.detach_pool(pool);
         }
     }
@@ -244,7 +249,8 @@ impl Index {
     }
 
     fn shard(hash: u64) -> usize {
-        // A hash table uses bits from both ends of the hash.
+        // The hash table uses bits from both ends of the hash, so take the shard's number from the
+        // middle.
         (hash >> 24) as usize % MAP_SHARDS
     }
 
@@ -320,7 +326,9 @@ impl Index {
         let hash = Index::hash(self.seed, pool, nr);
         let shard = &mut self.map[Index::shard(hash)];
         let found = shard.find_entry(hash, |&other| other == id);
-        found.expect("each object of a pool is in the map").remove();
+        found
+            .expect("an object that is not detached is in the map")
+            .remove();
         let before = shard.allocation_size();
         if shard.is_empty() {
             *shard = HashTable::new();
@@ -328,7 +336,7 @@ impl Index {
             let (objects, seed) = (&self.objects, self.seed);
             let rehash = |&id: &Id| Index::hash(seed, objects[id].pool, objects[id].nr);
             let mut smaller = HashTable::new();
-            // Without memory the table stays as it is.
+            // If there is no memory for a smaller table, the table stays as it is.
             if smaller.try_reserve(2 * shard.len(), rehash).is_ok() {
                 for id in shard.drain() {
                     smaller.insert_unique(rehash(&id), id, rehash);
@@ -345,7 +353,7 @@ impl Index {
             .map_or(0, |id| self.objects[id].gauges.pages)
     }
 
-    /// Detaches an object, if there is one. Returns the number of its pages.
+    /// Detaches an object, if the pool has it. Returns the number of the object's pages.
     pub(crate) fn detach_object(&mut self, pool: PoolRef, nr: u64) -> u32 {
         let Some(id) = self.object(pool, nr) else {
             return 0;
@@ -369,8 +377,9 @@ impl Index {
         object.map_or(0, |id| self.nodes.find(self.objects[id].root, index))
     }
 
-    /// Looks up the entries of the pages `index ..`, one for each place of `found`, 0 where there
-    /// is none. The last page must have a number.
+    /// Looks up the entries of consecutive pages from `index` on, one for each element of `found`.
+    /// Elements of pages without an entry are set to 0. The number of the last page must not exceed
+    /// the largest page number.
     pub(crate) fn find_run(&self, pool: PoolRef, object: u64, index: u64, found: &mut [Id]) {
         match self.object(pool, object) {
             Some(id) => self.nodes.find_run(self.objects[id].root, index, found),
@@ -424,7 +433,8 @@ impl Index {
         Ok(object)
     }
 
-    /// Removes a page, detached or not, and the object and pool that become empty by that.
+    /// Removes a page, detached or not. Also frees its object if that becomes empty, and its pool
+    /// if that is detached and becomes empty.
     pub(crate) fn remove(&mut self, id: Id) -> Entry {
         let entry = self.entries.remove(id);
         let (object, _) = self.nodes.place(entry.hook);
@@ -439,7 +449,7 @@ impl Index {
         entry
     }
 
-    /// Changes all sums that include an object's pages.
+    /// Applies a change to all sums that include the pages of an object.
     fn count(&mut self, object: Id, change: impl Fn(&mut Gauges)) {
         let object = &mut self.objects[object];
         change(&mut object.gauges);
@@ -491,8 +501,9 @@ impl Index {
         })
     }
 
-    /// Returns any detached page. On the way it frees detached pools that are empty, each of which
-    /// adds a step to `steps`. None: there is no detached page, or `steps` has reached `steps_max`.
+    /// Returns any detached page. Frees the empty detached pools that it finds, and adds 1 to
+    /// `steps` for each. Returns None if there is no detached page, or if `steps` has reached
+    /// `steps_max`.
     pub(crate) fn any_detached(&mut self, steps: &mut usize, steps_max: usize) -> Option<Id> {
         while *steps < steps_max {
             let mut object = self.detached_objects;
@@ -512,7 +523,7 @@ impl Index {
             let (_, id) = self
                 .nodes
                 .next(self.objects[object].root, 0)
-                .expect("an object has a page");
+                .expect("a detached object has a page, since it is freed with its last one");
             return Some(id);
         }
         None
@@ -522,11 +533,11 @@ impl Index {
     pub(crate) fn abandon(&mut self, keys_max: u32) {
         let next_serial = self.next_serial + 1;
         *self = Index::new(self.seed, keys_max, &Arc::clone(&self.chunks));
-        // Threads that found a pool before do not find another one in its place.
+        // Keep the serial number, so that no reference to an old pool is valid for a new one.
         self.next_serial = next_serial;
     }
 
-    /// The memory that the index takes chunks from.
+    /// Returns the memory from which the index takes chunks.
     pub(crate) fn chunks(&self) -> &Arc<Chunks> {
         &self.chunks
     }
@@ -545,8 +556,8 @@ impl Index {
         }
     }
 
-    /// Returns the hash of a key for the policy. It is the same for the same key, and the guest
-    /// does not know it.
+    /// Returns the hash of a key for the eviction policy. Equal keys have equal hashes, which the
+    /// guest cannot predict.
     pub(crate) fn key_hash(&self, key: Key) -> u64 {
         let mut bytes = [0; 20];
         bytes[..4].copy_from_slice(&key.pool.to_le_bytes());
@@ -570,22 +581,27 @@ impl Index {
                 assert_eq!(
                     (object.pool, object.prev),
                     (pool, prev),
-                    "links of an object"
+                    "object {} has a wrong pool or a wrong link to the object before it",
+                    object.nr
                 );
                 let mut in_object = Gauges::default();
                 nodes += self.nodes.check(object.root, id, &mut |_, entry_id, hook| {
                     let entry = &self.entries[entry_id];
-                    assert_eq!(entry.hook, hook, "place of an entry");
+                    assert_eq!(entry.hook, hook, "entry {entry_id} names another place in the tree than the place where it is");
                     in_object.add(entry.gauges());
                     pages += 1;
                     page(entry_id, entry);
                 });
                 assert!(
                     in_object.pages > 0,
-                    "object {} stayed behind empty",
+                    "object {} has no page and was not freed",
                     object.nr
                 );
-                assert_eq!(in_object, object.gauges, "gauges of object {}", object.nr);
+                assert_eq!(
+                    in_object, object.gauges,
+                    "the sums of object {} differ from the recount of its pages",
+                    object.nr
+                );
                 sum.add(in_object);
                 objects += 1;
                 (prev, id) = (id, object.next);
@@ -595,24 +611,43 @@ impl Index {
         let (mut live, mut detached, mut pools) = (Gauges::default(), Gauges::default(), 0);
         for (&nr, &id) in &self.live {
             let pool = &self.pools[id];
-            assert!(pool.nr == nr && !pool.detached, "pool {nr}");
+            assert!(
+                pool.nr == nr && !pool.detached,
+                "the list of live pools names pool {} under number {nr}, or the pool is detached",
+                pool.nr
+            );
             let sum = check_list(pool.objects, id);
-            assert_eq!(sum, pool.gauges, "gauges of pool {nr}");
+            assert_eq!(
+                sum, pool.gauges,
+                "the sums of pool {nr} differ from the recount of its pages"
+            );
             live.add(sum);
             pools += 1;
         }
         let mut id = self.detached_pools;
         while id != 0 {
             let pool = &self.pools[id];
-            assert!(pool.detached, "pool {}", pool.nr);
+            assert!(
+                pool.detached,
+                "pool {} is in the list of detached pools and is not detached",
+                pool.nr
+            );
             let sum = check_list(pool.objects, id);
-            assert_eq!(sum, pool.gauges, "gauges of pool {}", pool.nr);
+            assert_eq!(
+                sum, pool.gauges,
+                "the sums of detached pool {} differ from the recount of its pages",
+                pool.nr
+            );
             detached.add(sum);
             pools += 1;
             id = pool.next;
         }
         detached.add(check_list(self.detached_objects, 0));
-        assert_eq!((live, detached), (self.gauges, self.detached), "gauges");
+        assert_eq!(
+            (live, detached),
+            (self.gauges, self.detached),
+            "the index's sums over live and detached pages differ from the recount"
+        );
         let counted = (pools, objects, nodes, pages);
         let held = (
             self.pools.len(),
@@ -620,17 +655,27 @@ impl Index {
             self.nodes.len(),
             self.entries.len(),
         );
-        assert_eq!(counted, held, "pools, objects, nodes and entries");
+        assert_eq!(
+            counted, held,
+            "the recounted pools, objects, nodes and entries are not all records of the index"
+        );
         let mapped: usize = self.map.iter().map(HashTable::len).sum();
         let map_bytes: usize = self.map.iter().map(HashTable::allocation_size).sum();
-        assert_eq!(map_bytes as u64, self.map_bytes, "memory of the map");
+        assert_eq!(
+            map_bytes as u64, self.map_bytes,
+            "the index's memory of its tables differs from the recount"
+        );
         let mut by_itself = 0;
         let mut id = self.detached_objects;
         while id != 0 {
             by_itself += 1;
             id = self.objects[id].next;
         }
-        assert_eq!(mapped as u32, objects - by_itself, "objects in the map");
+        assert_eq!(
+            mapped as u32,
+            objects - by_itself,
+            "the tables contain another number of objects than the pools do"
+        );
     }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the index against plain maps.
+//! Tests of the index against a model that consists of the standard library's maps.
 
 use super::*;
 use crate::entry::Content;
@@ -104,7 +104,8 @@ fn step(rng: &mut Rng, index: &mut Index, model: &mut Model) {
             pages.remove(&(object, page));
         }
         _ => {
-            // The policy evicts a page without knowing that it is detached.
+            // Remove a detached page, as an eviction does: the policy does not know which pages are
+            // detached.
             if let Some(id) = model.detached.pop_last() {
                 index.remove(id);
             }
@@ -157,7 +158,10 @@ fn index_memory_per_page_is_bounded() {
     ] {
         let bytes = bytes_per_page(objects, pages, apart);
         println!("{name}: {bytes:.1} B a page");
-        assert!(bytes < most, "{name}: {bytes:.1} B a page");
+        assert!(
+            bytes < most,
+            "{name}: the index takes {bytes:.1} B for each page, limit {most} B"
+        );
     }
 }
 
@@ -178,7 +182,7 @@ fn the_object_map_shrinks_as_objects_are_removed() {
     }
     assert!(
         index.map_bytes * 4 < full_bytes,
-        "{} of {full_bytes}",
+        "the tables still take {} of {full_bytes} B after 19 of 20 objects were removed",
         index.map_bytes
     );
     index.check(|_, _| {});

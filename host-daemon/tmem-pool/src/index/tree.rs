@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tree of the entries of an object's pages: a radix tree over page numbers.
+//! Tree of the entries of an object's pages. It is a radix tree over page numbers.
 //!
-//! A node has a child for each value of four bits of the number; the children of level 0 are
-//! entries. A node with only one child is left out (as in a Patricia tree, Morrison 1968). So pages
-//! that are far apart cost at most two nodes each, whatever numbers a guest chooses, and a look-up
-//! passes at most 13 nodes. Neighbouring pages lie in one node, which suits readahead and reclaim.
-//! Walking a range takes time in proportion to the pages in it.
+//! A node has a place for a child for each value of four bits of the page number. The children of
+//! nodes of level 0 are entries. A node with only one child is left out (as in a Patricia tree,
+//! Morrison 1968). So pages that are far apart cost at most two nodes each, whatever numbers a
+//! guest chooses, and a look-up passes at most 13 nodes. Neighbouring pages lie in one node, which
+//! suits readahead and reclaim. Walking a range takes time in proportion to the pages in it.
 
 use super::arena::{Arena, ArenaRecord, Full, Id};
 use crate::heap::Zeroed;
@@ -17,8 +17,8 @@ const FANOUT: usize = 1 << NODE_BITS;
 /// A node. A root has the `parent` 0.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Node {
-    /// Page number of the first page that the node can hold. The lowest bits of that number are 0,
-    /// and contain the level instead.
+    /// Number of the first page that the node can hold, and the node's level. The lowest bits of
+    /// that page number are 0, so they store the level.
     first_level: u64,
     parent: Id,
     /// Object of the tree.
@@ -26,10 +26,11 @@ pub(crate) struct Node {
     children: [Id; FANOUT],
 }
 
-// There is one node for each 15 pages: eight bytes more for a node are half a byte more for a page.
+// The size of a node matters: there is one node for each 15 pages, so that 8 B more for a node are
+// half a byte more for a page.
 const _: () = assert!(size_of::<Node>() == 80);
 const LEVEL: u64 = FANOUT as u64 - 1;
-/// Bound that is above all levels.
+/// Number that is larger than any level.
 const LEVEL_END: u32 = u32::MAX;
 const _: () = assert!(u64::BITS / NODE_BITS - 1 <= LEVEL as u32);
 
@@ -46,7 +47,8 @@ impl ArenaRecord for Node {
     }
 }
 
-/// Place of an entry in a tree: a node of level 0 and the number of the child.
+/// Place of an entry in a tree: the number of a node of level 0, and the number of the child in
+/// that node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Hook(u32);
 
@@ -68,12 +70,12 @@ impl Hook {
     }
 }
 
-/// All nodes of a tenant's trees. A tree is named by its root, which the object stores; 0 is an
-/// empty tree.
+/// All nodes of a tenant's trees. The name of a tree is the number of its root, which the object
+/// stores. 0 means an empty tree.
 pub(crate) type Nodes = Arena<Node>;
 
 impl Node {
-    /// Creates a node without children that can hold the page.
+    /// Creates a node of this level, without children, at the place of the page `index`.
     fn new(level: u32, index: u64, parent: Id, object: Id) -> Node {
         let mut node = Node {
             first_level: u64::from(level),
@@ -92,7 +94,8 @@ impl Node {
         self.first_level & !LEVEL
     }
 
-    /// Returns the level. Nodes of level n distinguish the bits from 4 n on.
+    /// Returns the level of the node. A node of level n distinguishes four bits of the page number,
+    /// the lowest of which is bit 4 n.
     fn level(&self) -> u32 {
         (self.first_level & LEVEL) as u32
     }
@@ -101,7 +104,10 @@ impl Node {
     /// down a tree ends.
     fn below(&self, above: u32) -> u32 {
         let level = self.level();
-        assert!(level < above, "levels of a tree: {level} below {above}");
+        assert!(
+            level < above,
+            "a node of level {level} is the child of a node of level {above}"
+        );
         level
     }
 
@@ -109,7 +115,8 @@ impl Node {
         self.children.iter().filter(|&&id| id != 0).count()
     }
 
-    /// Returns the number of the lowest bit that all pages of the node have in common.
+    /// Returns the number of the lowest bit of the page number that is equal for all pages of the
+    /// node.
     fn shift(&self) -> u32 {
         (self.level() + 1) * NODE_BITS
     }
@@ -160,8 +167,9 @@ impl Nodes {
         })
     }
 
-    /// Looks up the entries of the pages `index ..`, one for each place of `found`, 0 where there
-    /// is none. The last page must have a number.
+    /// Looks up the entries of consecutive pages from `index` on, one for each element of `found`.
+    /// Elements of pages without an entry are set to 0. The number of the last page must not exceed
+    /// the largest page number.
     pub(crate) fn find_run(&self, root: Id, index: u64, found: &mut [Id]) {
         let mut done = 0;
         while done < found.len() {
@@ -182,8 +190,8 @@ impl Nodes {
         self.next_below(root, index, LEVEL_END)
     }
 
-    /// The first page from `index` on, and its entry, of the subtree of a node, which is below
-    /// level `above`.
+    /// Returns the first page from `index` on, and its entry, in the subtree of the node `at`. The
+    /// node must be below level `above`.
     fn next_below(&self, at: Id, index: u64, above: u32) -> Option<(u64, Id)> {
         if at == 0 {
             return None;
@@ -230,7 +238,7 @@ impl Nodes {
             above = node.below(above);
             let child = node.child_of(index);
             if node.level() == 0 {
-                debug_assert_eq!(node.children[child], 0, "page {index} has an entry");
+                debug_assert_eq!(node.children[child], 0, "page {index} already has an entry");
                 node.children[child] = entry;
                 return Ok(Hook::new(at, child));
             }
@@ -242,7 +250,8 @@ impl Nodes {
         let leaf = self.insert(leaf)?;
         let mut top = leaf;
         if at != 0 {
-            // Another node is at the place of the leaf: a new node goes above both.
+            // The tree has another node where the leaf belongs. A new node becomes the parent of
+            // both.
             top = match self.join(parent, at, leaf) {
                 Ok(top) => top,
                 Err(full) => {
@@ -302,7 +311,7 @@ impl Nodes {
             return;
         }
         let left = node.children.into_iter().find(|&id| id != 0);
-        let left = left.expect("an inner node has at least two children");
+        let left = left.expect("a node above level 0 has at least two children");
         let gone = self.remove(parent);
         let (parent, first) = (gone.parent, gone.first());
         self[left].parent = parent;
@@ -320,15 +329,25 @@ impl Nodes {
         if root == 0 {
             return 0;
         }
-        assert_eq!(self[root].parent, 0, "the root has a parent");
+        assert_eq!(
+            self[root].parent, 0,
+            "the root of object {object}'s tree has a parent"
+        );
         self.check_node(root, object, page)
     }
 
     fn check_node(&self, at: Id, object: Id, page: &mut impl FnMut(u64, Id, Hook)) -> u32 {
         let node = &self[at];
-        assert_eq!(node.object, object, "a node of another object");
+        assert_eq!(
+            node.object, object,
+            "node {at} in the tree of object {object} names another object"
+        );
         let least = if node.level() > 0 { 2 } else { 1 };
-        assert!(node.nr_children() >= least, "a node with too few children");
+        assert!(
+            node.nr_children() >= least,
+            "node {at} has {} children, fewer than {least}",
+            node.nr_children()
+        );
         let mut nodes = 1;
         for (child, &id) in node.children.iter().enumerate().filter(|(_, id)| **id != 0) {
             if node.level() == 0 {
@@ -336,10 +355,15 @@ impl Nodes {
                 continue;
             }
             let below = &self[id];
-            assert_eq!(below.parent, at, "a node's parent");
+            assert_eq!(
+                below.parent, at,
+                "node {id} is a child of node {at} and names another parent"
+            );
             assert!(
                 below.level() < node.level(),
-                "a child is not below its parent's level"
+                "node {id} of level {} is the child of a node of level {}",
+                below.level(),
+                node.level()
             );
             assert!(node.covers(below.first()) && node.child_of(below.first()) == child);
             nodes += self.check_node(id, object, page);
@@ -367,12 +391,14 @@ mod tests {
         }
     }
 
-    /// A tree whose root is its own child, where page 5 is looked for.
+    /// Returns a damaged tree: where page 5 belongs, the root is its own child.
     fn circle() -> (Nodes, Id) {
         let mut nodes = Nodes::new(64, Chunks::some());
         let mut root = 0;
         for (index, entry) in [(0, 1), (u64::MAX, 2)] {
-            nodes.hang(&mut root, OBJECT, index, entry).expect("memory");
+            nodes
+                .hang(&mut root, OBJECT, index, entry)
+                .expect("cannot allocate a node");
         }
         let child = nodes[root].child_of(5);
         nodes[root].children[child] = root;
@@ -380,21 +406,21 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "levels of a tree")]
+    #[should_panic(expected = "is the child of a node of level")]
     fn finding_a_page_in_a_cyclic_tree_panics() {
         let (nodes, root) = circle();
         nodes.find(root, 5);
     }
 
     #[test]
-    #[should_panic(expected = "levels of a tree")]
+    #[should_panic(expected = "is the child of a node of level")]
     fn finding_the_next_page_in_a_cyclic_tree_panics() {
         let (nodes, root) = circle();
         nodes.next(root, 5);
     }
 
     #[test]
-    #[should_panic(expected = "levels of a tree")]
+    #[should_panic(expected = "is the child of a node of level")]
     fn adding_a_page_to_a_cyclic_tree_panics() {
         let (mut nodes, mut root) = circle();
         let _ = nodes.hang(&mut root, OBJECT, 5, 3);
@@ -448,7 +474,7 @@ mod tests {
         let mut nodes = Nodes::new(2, Chunks::some());
         let mut root = 0;
         let a = nodes.hang(&mut root, OBJECT, 5, 1).unwrap();
-        // There is memory for a leaf, but not for the node above both.
+        // There is memory for a second leaf, but not for the node that would be the parent of both.
         assert_eq!(nodes.hang(&mut root, OBJECT, 1 << 40, 2), Err(Full));
         assert_eq!(
             nodes.check(root, OBJECT, &mut |at, id, hook| {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of contents: pages that are shared, pages that never are, and damaged bytes.
+//! Tests of page contents: which pages are shared and which are not, and how damaged bytes are
+//! handled.
 
 use super::rng::Rng;
 use super::{OPEN, POOL, add, config, get, maintain_all, new_engine, noise, partly_noise, put};
@@ -29,10 +30,10 @@ fn equal_pages_of_a_trust_domain_are_stored_once() {
     assert_eq!(
         a.stats().charged_bytes,
         b.stats().charged_bytes,
-        "sharing changes no charge"
+        "tenants with equal pages are charged differently"
     );
     engine.check_invariants();
-    // The tenant that put the page first leaves; the copy of the others stays.
+    // The tenant that put the page first departs. The page of the other tenant must stay.
     drop(a);
     maintain_all(&engine);
     for index in 0..3 {
@@ -42,7 +43,7 @@ fn equal_pages_of_a_trust_domain_are_stored_once() {
 }
 
 #[test]
-fn trust_domains_share_no_pages() {
+fn pages_of_different_trust_domains_are_not_shared() {
     let engine = new_engine(1 << 20);
     let domains = [Some("web"), Some("db"), None, None];
     let tenants = domains.map(|domain| add(&engine, "vm", domain, OPEN));
@@ -53,15 +54,15 @@ fn trust_domains_share_no_pages() {
     }
     assert_eq!((engine.stats().blobs, engine.stats().shared_pages), (4, 0));
     engine.check_invariants();
-    // A domain's name starts a new domain after all its tenants left. A tenant with None never
-    // joins another.
+    // After all tenants of a domain departed, its name stands for a new domain. A tenant without a
+    // domain name never shares a domain.
     drop(tenants);
     let again = add(&engine, "vm", Some("web"), OPEN);
     put(&again, 1, 1, 1, &page);
     assert_eq!(
         again.stats().shared_pages,
         0,
-        "pages of a domain that ended"
+        "a tenant shares pages of a trust domain that no longer exists"
     );
     maintain_all(&engine);
 }
@@ -84,14 +85,15 @@ fn deduplication_is_unaffected_by_copies_in_other_domains() {
     places.dedup_by_key(|place| *place as u32 % 4096);
     assert!(
         places.len() > 90,
-        "one domain's pages lengthen another's chains"
+        "equal pages of 100 domains are in only {} of 4,096 chains",
+        places.len()
     );
 }
 
 #[test]
 fn different_pages_with_equal_hashes_are_not_merged() {
-    // The pages are compressed and raw. Each twin differs in one byte at the end, where an
-    // incomplete comparison would miss it.
+    // Some of these pages compress and some do not. Each has a twin that differs in the last byte
+    // only, where an incomplete comparison would miss it.
     let mut pages = vec![noise(1), partly_noise(2, 3), partly_noise(3, 6)];
     for at in 0..pages.len() {
         let mut twin = pages[at];
@@ -105,17 +107,17 @@ fn different_pages_with_equal_hashes_are_not_merged() {
         put(&a, 1, index as u64, 1, page);
         put(&b, 1, index as u64, 1, page);
     }
-    // Only the first page has the place of the hash in the table.
+    // The table lists one page for each hash: the first one. So tenant b shares only that page.
     assert_eq!(engine.stats().shared_pages, 1);
     engine.check_invariants();
     for (index, page) in pages.iter().enumerate() {
         assert!(
             get(&a, 1, index as u64, 1) == Some(*page),
-            "page {index} of a"
+            "tenant a does not get the bytes of page {index}"
         );
         assert!(
             get(&b, 1, index as u64, 1) == Some(*page),
-            "page {index} of b"
+            "tenant b does not get the bytes of page {index}"
         );
     }
     assert_eq!(engine.stats().blobs, 0);
@@ -133,7 +135,7 @@ fn freeing_a_colliding_page_keeps_the_listed_page_shareable() {
     assert_eq!(
         tenant.stats().shared_pages,
         1,
-        "the first page is no longer found"
+        "an equal page was not found after a page with the same hash was freed"
     );
     engine.check_invariants();
 }
@@ -170,7 +172,7 @@ fn damage(tenant: &Tenant, index: u64, at: usize) {
     }
 }
 
-/// Subscriber that only counts events.
+/// Subscriber of the crate `tracing` that only counts events.
 struct CountEvents(Arc<AtomicUsize>);
 
 impl tracing::Subscriber for CountEvents {
@@ -191,7 +193,7 @@ impl tracing::Subscriber for CountEvents {
 }
 
 #[test]
-fn damaged_bytes_are_a_miss_counted_and_logged_once() {
+fn damaged_pages_are_missed_and_counted_and_logged_once() {
     let events = Arc::new(AtomicUsize::new(0));
     tracing::subscriber::with_default(CountEvents(Arc::clone(&events)), || {
         let engine = new_engine(1 << 20);
@@ -200,7 +202,8 @@ fn damaged_bytes_are_a_miss_counted_and_logged_once() {
         for (index, page) in pages.iter().enumerate() {
             put(&tenant, 1, index as u64, 1, page);
         }
-        // Damage a literal in the middle, so that the compressed page still decodes.
+        // Damage a byte in the middle that lz4 copies unchanged, so that the compressed page still
+        // decodes.
         for index in 0..3 {
             damage(&tenant, index, 1000);
         }
@@ -217,7 +220,7 @@ fn damaged_bytes_are_a_miss_counted_and_logged_once() {
             (3, 1)
         );
         assert_eq!(engine.stats().hash_mismatches, 3);
-        // The page is gone and is not returned later.
+        // The damaged page is gone. A later get does not return it.
         assert_eq!(get(&tenant, 1, 0, 1), None);
         assert_eq!(tenant.stats().pages, 0);
         engine.check_invariants();
@@ -230,7 +233,7 @@ fn a_get_does_not_wrap_past_the_last_page_number() {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     let page = noise(1);
-    // Ask for pages under one hold of the lock, and under two.
+    // A get of 4 pages takes the tenant's lock once, and a get of 100 pages takes it twice.
     for asked in [4, 100] {
         assert_eq!(put(&tenant, 1, u64::MAX, 1, &page), PutResult::Stored);
         let mut out = vec![[0; PAGE_SIZE]; asked];
@@ -262,7 +265,7 @@ fn compressed_and_raw_pages_decode_unchanged() {
         assert_eq!(codec::decode(stored, &mut out), Ok(()));
         assert!(out == page);
     }
-    assert!((1..200).contains(&raw), "{raw} pages of 200 are raw");
+    assert!((1..200).contains(&raw), "{raw} of 200 pages are stored raw");
     let page = noise(1);
     assert_eq!(codec::decode(&page, &mut out), Ok(()));
     assert!(out == page);
@@ -277,14 +280,18 @@ fn decoding_damaged_bytes_fails() {
     let mut out = [0; PAGE_SIZE];
     for len in 0..stored.len() {
         let cut = codec::decode(&stored[..len], &mut out);
-        assert_eq!(cut, Err(Corrupt), "cut to {len}");
+        assert_eq!(
+            cut,
+            Err(Corrupt),
+            "a stored form that was cut to {len} B decodes"
+        );
     }
     let mut other = stored;
     other[0] = 0;
     assert_eq!(
         codec::decode(&other, &mut out),
         Err(Corrupt),
-        "an unknown form decodes"
+        "bytes decode although their form is unknown"
     );
     for len in [PAGE_SIZE - 1, PAGE_SIZE + 1] {
         assert_eq!(codec::decode(&vec![0; len], &mut out), Err(Corrupt));
@@ -303,7 +310,11 @@ fn same_filled_pages_are_recognized_and_restored() {
     for at in [0, 4, 7, 8, PAGE_SIZE / 2, PAGE_SIZE - 9, PAGE_SIZE - 1] {
         let mut other = page;
         other[at] ^= 1;
-        assert_eq!(codec::same_filled(&other), None, "a difference at {at}");
+        assert_eq!(
+            codec::same_filled(&other),
+            None,
+            "a page whose byte {at} differs counts as same-filled"
+        );
     }
     let mut eight = page;
     eight.as_chunks_mut::<8>().0.fill(*b"8 bytes.");
@@ -325,8 +336,8 @@ fn same_filled_pages_are_recognized_and_restored() {
     assert_eq!(get(&tenant, 1, 1, 1), Some(page));
 }
 
-/// Returns words in random order. lz4 finds some of the words; zstd also sees that few letters are
-/// used.
+/// Returns a page of words in random order. lz4 finds repeated words, and zstd also uses that there
+/// are few different letters.
 fn text(seed: u64) -> Page {
     let mut rng = Rng::new(seed);
     let words: Vec<Vec<u8>> = (0..400)
@@ -363,24 +374,35 @@ fn cold_pages_are_recompressed_smaller() {
     };
     let (before, charged) = (at(0), tenant.stats().charged_bytes);
     assert_eq!(at(SWEEP_NS / 2), before);
-    assert_eq!(at(SWEEP_NS), before, "seen once");
+    assert_eq!(
+        at(SWEEP_NS),
+        before,
+        "pages were recompressed in the first sweep"
+    );
     let half = at(SWEEP_NS * 3 / 2);
     let dense = at(SWEEP_NS * 2);
-    assert!(dense < half && half < before, "{before} {half} {dense}");
+    assert!(
+        dense < half && half < before,
+        "payload in bytes: {before} before, {half} after half of the second sweep, {dense} after it"
+    );
     assert!(
         dense - PAGE_SIZE as u64 <= (before - PAGE_SIZE as u64) * 9 / 10,
-        "{before} to {dense}"
+        "recompression saves less than 10 %: {before} B became {dense} B"
     );
     assert_eq!(
         at(SWEEP_NS * 9),
         dense,
-        "a dense page was recompressed again"
+        "later sweeps recompressed pages again"
     );
-    // The gain is reported separately from that of equal pages, for the present blobs.
-    let told = engine.stats();
-    assert_eq!(told.payload_bytes + told.dense_gain_bytes, before);
-    assert_eq!(told.dense_gain_bytes, told.denser_saved_bytes);
-    // The charge is fixed at the first put, also for a tenant that puts the page later.
+    // The statistics report the gain from recompression separately from the gain from sharing.
+    let stats_cold = engine.stats();
+    assert_eq!(
+        stats_cold.payload_bytes + stats_cold.dense_gain_bytes,
+        before
+    );
+    assert_eq!(stats_cold.dense_gain_bytes, stats_cold.denser_saved_bytes);
+    // The charge of a page is computed from its first compressed size, also if an equal page is put
+    // after the recompression.
     assert_eq!(tenant.stats().charged_bytes, charged);
     for (index, page) in pages.iter().enumerate() {
         put(&tenant, 2, index as u64, 1, page);
@@ -392,16 +414,16 @@ fn cold_pages_are_recompressed_smaller() {
     for (index, page) in pages.iter().enumerate() {
         assert!(
             get(&tenant, 1, index as u64, 1) == Some(*page),
-            "page {index}"
+            "the recompressed page {index} was not returned unchanged"
         );
     }
     engine.check_invariants();
-    assert_eq!(engine.stats().dense_gain_bytes, told.dense_gain_bytes);
+    assert_eq!(engine.stats().dense_gain_bytes, stats_cold.dense_gain_bytes);
     tenant.clear();
     while engine.maintain(Time(SWEEP_NS * 9), 64) {}
     let stats = engine.stats();
     assert_eq!((stats.blobs, stats.dense_gain_bytes), (0, 0));
-    assert_eq!(stats.denser_saved_bytes, told.denser_saved_bytes);
+    assert_eq!(stats.denser_saved_bytes, stats_cold.denser_saved_bytes);
     engine.check_invariants();
 }
 
@@ -423,6 +445,6 @@ fn an_admission_error_names_the_vm_and_both_sizes() {
         ["db-1", "1001", "1000"]
             .iter()
             .all(|part| text.contains(part)),
-        "{text}"
+        "the error does not contain the tenant's name and both sizes: {text}"
     );
 }

@@ -8,12 +8,12 @@ use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;
 
-/// Panics in the middle of a request, as a bug would.
+/// Panics while the tenant is locked, as a bug in the middle of a request could.
 fn panic_under_the_lock(tenant: &Tenant) {
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let mut state = tenant.shared().lock(&tenant.engine().totals);
         state.index.gauges.pages += 1;
-        panic!("a bug");
+        panic!("a bug that the test injects");
     }));
     assert!(panicked.is_err());
 }
@@ -31,7 +31,7 @@ fn a_panic_under_a_tenant_lock_affects_only_that_tenant() {
     }
     assert_eq!(put(&broken, 1, 2, 1, &noise(1)), PutResult::Stored);
     panic_under_the_lock(&broken);
-    // Operations on all tenants go on.
+    // Operations that involve all tenants still work.
     engine.resize(900 << 10);
     while engine.maintain(Time(0), 64) {}
     other
@@ -42,12 +42,12 @@ fn a_panic_under_a_tenant_lock_affects_only_that_tenant() {
         .unwrap();
     assert_eq!(engine.stats().pages, 1);
     assert_eq!(get(&other, 1, 1, 1), Some(page));
-    // Tenants that need memory go on, too, though the broken tenant holds most of it.
+    // Tenants that need memory get it, although the tenant with the panic holds most of it.
     for index in 0..400 {
         assert_eq!(put(&other, 2, index, 1, &noise(index)), PutResult::Stored);
     }
 
-    // The broken tenant is empty, and works.
+    // The tenant with the panic is empty, and works again.
     let (mut out, mut results) = ([[0; PAGE_SIZE]; 2], [GetResult::Miss; 2]);
     let answer = broken.get(POOL, 1, 1, &[1, 1], &mut out, &mut results);
     assert_eq!(answer.map(drop), Err(NoPool));
@@ -56,7 +56,7 @@ fn a_panic_under_a_tenant_lock_affects_only_that_tenant() {
     assert_eq!(get(&broken, 1, 1, 1), None);
     assert_eq!(put(&broken, 1, 1, 2, &page), PutResult::Stored);
     assert_eq!(get(&broken, 1, 1, 2), Some(page));
-    // The broken tenant panics again, and leaves.
+    // A second panic happens under the lock of the same tenant, which then departs.
     panic_under_the_lock(&broken);
     drop(broken);
     while engine.maintain(Time(0), 64) {}
@@ -73,7 +73,8 @@ fn a_pool_reference_from_before_a_panic_is_stale() {
     let totals = &tenant.engine().totals;
     let found = tenant.shared().lock(totals).pool(POOL).unwrap();
     panic_under_the_lock(&tenant);
-    // The new pool has the first place among the tenant's pools, as the old pool had.
+    // The new pool gets the first record in the tenant's index, which the old pool had. An old
+    // reference must not refer to it.
     tenant.create_pool(POOL + 1).unwrap();
     let state = tenant.shared().lock(totals);
     assert!(!state.index.is_live(found));
@@ -82,8 +83,8 @@ fn a_pool_reference_from_before_a_panic_is_stale() {
 
 #[test]
 fn a_put_during_a_panic_unwind_is_counted() {
-    // A handle may be dropped while a panic unwinds. The sums that others read must be right all
-    // the same.
+    // A handle may be used or dropped while a panic unwinds. The sums that other threads read must
+    // still be right.
     let engine = new_engine(1 << 20);
     struct AtTheEnd(Tenant);
     impl Drop for AtTheEnd {
@@ -103,7 +104,7 @@ fn a_put_during_a_panic_unwind_is_counted() {
     let tenant = add(&engine, "a", None, OPEN);
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let _end = AtTheEnd(tenant.clone());
-        panic!("a panic outside the engine");
+        panic!("a panic outside of the engine that the test injects");
     }));
     assert!(panicked.is_err());
     engine.check_invariants();
@@ -112,8 +113,8 @@ fn a_put_during_a_panic_unwind_is_counted() {
 
 const SIGABRT: i32 = 6;
 
-/// Body of the test process below in which the panic happens. It returns if the engine does not
-/// abort.
+/// Panics under a lock that all tenants share, and then uses the engine. It runs in a process of
+/// its own, and returns if the engine does not abort that process.
 fn panic_under_a_lock_of_all(which: &str) {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
@@ -121,19 +122,19 @@ fn panic_under_a_lock_of_all(which: &str) {
     let panicked = catch_unwind(AssertUnwindSafe(|| match which {
         "heap" => engine.store.heap.panic_under_a_lock(),
         "table" => {
-            // One of these is the lock that the page below needs.
+            // Take all locks of the table, because the page that is put later needs one of them.
             let _chains: Vec<_> = (0..1024)
                 .map(|hash| engine.store.dedup.lock(hash))
                 .collect();
-            panic!("a bug");
+            panic!("a bug that the test injects");
         }
         _ => {
             let _membership = engine.membership_mut();
-            panic!("a bug");
+            panic!("a bug that the test injects");
         }
     }));
     assert!(panicked.is_err());
-    // The daemon's threads go on in this way after a panic in their work.
+    // The daemon's threads also catch panics and continue.
     let _ = catch_unwind(AssertUnwindSafe(|| {
         put(&tenant, 1, 1, 1, &partly_noise(1, 4));
         engine.stats();
@@ -156,6 +157,10 @@ fn a_panic_under_a_shared_lock_aborts_the_process() {
             .env(WHICH, which)
             .output()
             .unwrap();
-        assert_eq!(child.status.signal(), Some(SIGABRT), "{which}: {child:?}");
+        assert_eq!(
+            child.status.signal(),
+            Some(SIGABRT),
+            "a panic under the lock of the {which} did not abort the process: {child:?}"
+        );
     }
 }

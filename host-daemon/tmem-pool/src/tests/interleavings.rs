@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of interactions between the engine's threads, each in thousands of orders. With the
-//! feature `shuttle`, one thread runs at a time, and at each lock and atomic a seed decides which
-//! thread continues.
+//! Tests of interactions between the engine's threads, each in thousands of orders of their steps.
+//! The library shuttle (feature `shuttle`) runs one thread at a time. At each lock and atomic, a
+//! seed decides which thread continues.
 //!
 //! These tests do not try memory orders weaker than sequential consistency.
 
@@ -16,24 +16,24 @@ use shuttle::{FailurePersistence, MaxSteps, Runner};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Orders that each test tries. All tests together take about a minute.
+/// Number of orders that each test tries. All tests together take about a minute.
 const ORDERS: u64 = 1000;
 
-/// Orders for tests of readers: in one order of two thousand, a reader runs between compaction's
-/// two reads of a blob's word.
+/// Number of orders for tests with readers. It is larger because only in one order of two thousand
+/// a reader runs between compaction's two reads of a blob's word.
 const READERS_ORDERS: u64 = 4000;
 
-/// Stack of a thread in bytes, because lz4 has its tables on the stack.
+/// Size of a thread's stack in bytes. It is large because lz4 has its tables on the stack.
 const STACK_BYTES: usize = 1 << 20;
 
-/// Most steps of an order, far above what any order needs, so that a thread that waits in vain is
-/// found.
+/// Largest number of steps of an order. It is far above what any order needs, and makes a test fail
+/// in which threads wait for each other forever.
 const STEPS_MAX: usize = 200_000;
 
-/// Scheduler that lets a thread run for a number of steps and then chooses one again. In half of
-/// all orders these are a few steps, about the same number each time. In the others, one step is as
-/// likely as a hundred or a thousand, so that one thread may stop at one place while others do a
-/// lot of work.
+/// Scheduler that lets a thread run for a random number of steps and then chooses the next thread.
+/// In half of all orders, all runs have about the same number of steps, which is small. In the
+/// others, the lengths of runs vary from one step to thousands, all orders of magnitude being
+/// equally likely. Then one thread may stop at one place while others do a lot of work.
 struct Sticky {
     rng: Rng,
     /// Number of binary digits of the run length, if it is the same for all runs.
@@ -42,7 +42,7 @@ struct Sticky {
     begun: bool,
 }
 
-/// Bound of the binary digits of a run length.
+/// Upper bound of the number of binary digits of a run length.
 const WHILE_BITS: u64 = 12;
 const SHORT_WHILE_BITS: u64 = 7;
 
@@ -74,7 +74,7 @@ fn in_all_orders(name: &str, orders: u64, test: impl Fn() + Send + Sync + 'stati
         let mut config = shuttle::Config::new();
         config.stack_size = STACK_BYTES;
         config.max_steps = MaxSteps::FailAfter(STEPS_MAX);
-        // The seed identifies the order.
+        // Write no file for a failing order: the seed identifies the order.
         config.failure_persistence = FailurePersistence::None;
         config.silence_warnings = true;
         let mut rng = Rng::new(seed);
@@ -92,14 +92,15 @@ fn in_all_orders(name: &str, orders: u64, test: impl Fn() + Send + Sync + 'stati
 
 const HEAP_BYTES: u64 = 1 << 20;
 
-/// Length of which three slots fill a span.
+/// Length in bytes for which a span has three slots.
 const LEN: usize = 2700;
 
 fn store(heap: &Heap<()>, id: u8) -> Handle {
     heap.store(&[id; LEN], HEAP_BYTES).unwrap()
 }
 
-/// Reads a handle's bytes several times, and lets other threads run in between.
+/// Reads a handle's bytes several times, with thread switches in between, and asserts that all are
+/// `id`.
 fn is(heap: &Heap<()>, handle: Handle, id: u8) {
     let reader = heap.reader(handle);
     for _ in 0..3 {
@@ -122,41 +123,49 @@ fn at_once(heap: &Arc<Heap<()>>, work: Vec<Work>) {
 }
 
 #[test]
-fn reads_survive_compaction_and_frees() {
-    in_all_orders("reads_survive_compaction_and_frees", READERS_ORDERS, || {
-        let heap = Arc::new(Heap::<()>::new(HEAP_BYTES).unwrap());
-        let [gone, replaced, freed, read] = [1, 2, 3, 4].map(|id| store(&heap, id));
-        heap.free(gone);
-        assert!(heap.has_spare(), "compaction has something to do");
-        at_once(
-            &heap,
-            vec![
-                Box::new(move |heap| {
-                    is(heap, read, 4);
-                    is(heap, replaced, 2);
-                }),
-                Box::new(|heap| {
-                    heap.compact(16);
-                    heap.compact(16);
-                }),
-                Box::new(move |heap| heap.free(freed)),
-                Box::new(move |heap| {
-                    heap.replace(replaced, &[2; LEN - 100], HEAP_BYTES);
-                    is(heap, replaced, 2);
-                }),
-            ],
-        );
-        heap.check(2);
-        for (handle, id) in [(replaced, 2), (read, 4)] {
-            is(&heap, handle, id);
-            heap.free(handle);
-        }
-        heap.check(0);
-    });
+fn reads_are_correct_during_compaction_and_frees() {
+    in_all_orders(
+        "reads_are_correct_during_compaction_and_frees",
+        READERS_ORDERS,
+        || {
+            let heap = Arc::new(Heap::<()>::new(HEAP_BYTES).unwrap());
+            let [gone, replaced, freed, read] = [1, 2, 3, 4].map(|id| store(&heap, id));
+            heap.free(gone);
+            assert!(
+                heap.has_spare(),
+                "the heap has no span that compaction could empty"
+            );
+            at_once(
+                &heap,
+                vec![
+                    Box::new(move |heap| {
+                        is(heap, read, 4);
+                        is(heap, replaced, 2);
+                    }),
+                    Box::new(|heap| {
+                        heap.compact(16);
+                        heap.compact(16);
+                    }),
+                    Box::new(move |heap| heap.free(freed)),
+                    Box::new(move |heap| {
+                        heap.replace(replaced, &[2; LEN - 100], HEAP_BYTES);
+                        is(heap, replaced, 2);
+                    }),
+                ],
+            );
+            heap.check(2);
+            for (handle, id) in [(replaced, 2), (read, 4)] {
+                is(&heap, handle, id);
+                heap.free(handle);
+            }
+            heap.check(0);
+        },
+    );
 }
 
-/// Two spans are full. The write takes a slot of a third span, which is the emptiest when the
-/// others have lost one slot each.
+/// Runs `write` beside a thread that frees blobs and compacts. The heap begins with two full spans.
+/// `write` takes a slot of a third span. When the other spans have lost one slot each, the third
+/// one is the emptiest, so that compaction moves its bytes.
 fn a_slot_is_written(name: &str, write: fn(&Heap<()>, Handle)) {
     in_all_orders(name, ORDERS, move || {
         let heap = Arc::new(Heap::<()>::new(HEAP_BYTES).unwrap());
@@ -191,11 +200,14 @@ fn slot_writes_are_correct_during_compaction() {
 }
 
 #[test]
-fn slot_replacements_survive_compaction() {
-    a_slot_is_written("slot_replacements_survive_compaction", |heap, handle| {
-        heap.replace(handle, &[1; LEN], HEAP_BYTES);
-        is(heap, handle, 1);
-    });
+fn slot_replacements_are_correct_during_compaction() {
+    a_slot_is_written(
+        "slot_replacements_are_correct_during_compaction",
+        |heap, handle| {
+            heap.replace(handle, &[1; LEN], HEAP_BYTES);
+            is(heap, handle, 1);
+        },
+    );
 }
 
 /// Stores a page and gives it its final form.
@@ -212,8 +224,10 @@ fn check_of(page: &Page) -> u32 {
 
 const SEED: u64 = 11;
 
-/// The last holder of a page in a domain releases it, and another thread of the domain stores the
-/// page. A third thread stores the page in another domain, in the place that became free.
+/// Tests that a page can be stored while its last copy is freed. One thread releases the last
+/// reference to the page in a domain, and another thread stores an equal page in the same domain. A
+/// third thread stores an equal page in another domain, where it may get the place that became
+/// free.
 fn equal_pages(name: &str, page: Page) {
     in_all_orders(name, ORDERS, move || {
         let store = Arc::new(Store::new(HEAP_BYTES, PageHash::of, SEED).unwrap());
@@ -228,8 +242,12 @@ fn equal_pages(name: &str, page: Page) {
                 let content = finalize(&store, &page, domain).content;
                 let mut out = [0; PAGE_SIZE];
                 let read = store.read(&store.reader(content), check_of(&page), &mut out);
-                assert_eq!(read, Ok(()), "domain {domain}");
-                assert!(out == page, "domain {domain}");
+                assert_eq!(
+                    read,
+                    Ok(()),
+                    "the page that was stored in domain {domain} cannot be read"
+                );
+                assert!(out == page, "domain {domain} reads wrong bytes");
                 content
             })
         });
@@ -240,7 +258,7 @@ fn equal_pages(name: &str, page: Page) {
         going.join().unwrap();
         let [ours, theirs] = coming.map(|thread| thread.join().unwrap());
         moving.join().unwrap();
-        assert_ne!(ours, theirs, "two domains have one blob");
+        assert_ne!(ours, theirs, "two trust domains share one blob");
         store.release_content(ours);
         store.release_content(theirs);
         store.check(&HashMap::new());
@@ -309,9 +327,9 @@ fn a_get_completes_as_its_tenant_departs() {
     });
 }
 
-/// A background worker frees the last page of a destroyed pool while the tenant, which has a page
-/// in another pool, departs. The worker must not take the departed tenant for an empty one. Few
-/// orders hit that moment, so each order tries several tenants.
+/// A background worker frees the last page of a destroyed pool. Meanwhile the tenant, which has a
+/// page in another pool, departs. The worker must not treat the departed tenant as empty. This
+/// happens in few orders, so each order tries several tenants.
 #[test]
 fn departing_tenant_is_kept_until_its_pages_are_freed() {
     const OTHER: u32 = POOL + 1;
@@ -355,43 +373,47 @@ fn departing_tenant_is_kept_until_its_pages_are_freed() {
 }
 
 #[test]
-fn a_put_stores_into_no_replacement_pool() {
+fn a_put_to_a_destroyed_pool_stores_nothing_in_the_next_pool() {
     const OTHER: u32 = POOL + 1;
     let page = partly_noise(1, 4);
-    in_all_orders("a_put_stores_into_no_replacement_pool", ORDERS, move || {
-        let engine = Engine::new(config(1 << 20)).unwrap();
-        let tenant = add(&engine, "a", None, OPEN);
-        let putting = {
-            let tenant = tenant.clone();
-            thread::spawn(move || {
-                let put = Put {
-                    object: 1,
-                    index: 1,
-                    cookie: 1,
-                    workingset: false,
-                    page: &page,
-                };
-                let mut results = [PutResult::Refused];
-                // The pool may have ended.
-                let _ = tenant.put(POOL, &[put], &mut results);
-            })
-        };
-        let changing = {
-            let tenant = tenant.clone();
-            thread::spawn(move || {
-                tenant.destroy_pool(POOL).unwrap();
-                // The new pool takes the place of the old one.
-                tenant.create_pool(OTHER).unwrap();
-            })
-        };
-        putting.join().unwrap();
-        changing.join().unwrap();
-        let (mut out, mut results) = ([[0; PAGE_SIZE]], [GetResult::Miss]);
-        let spent = tenant.get(OTHER, 1, 1, &[1], &mut out, &mut results);
-        drop(spent.unwrap());
-        assert_eq!(results, [GetResult::Miss]);
-        while engine.maintain(Time(0), 64) {}
-        assert_eq!(engine.stats().blobs, 0);
-        engine.check_invariants();
-    });
+    in_all_orders(
+        "a_put_to_a_destroyed_pool_stores_nothing_in_the_next_pool",
+        ORDERS,
+        move || {
+            let engine = Engine::new(config(1 << 20)).unwrap();
+            let tenant = add(&engine, "a", None, OPEN);
+            let putting = {
+                let tenant = tenant.clone();
+                thread::spawn(move || {
+                    let put = Put {
+                        object: 1,
+                        index: 1,
+                        cookie: 1,
+                        workingset: false,
+                        page: &page,
+                    };
+                    let mut results = [PutResult::Refused];
+                    // The result does not matter: the pool may already be destroyed.
+                    let _ = tenant.put(POOL, &[put], &mut results);
+                })
+            };
+            let changing = {
+                let tenant = tenant.clone();
+                thread::spawn(move || {
+                    tenant.destroy_pool(POOL).unwrap();
+                    // The new pool gets the index record of the old one.
+                    tenant.create_pool(OTHER).unwrap();
+                })
+            };
+            putting.join().unwrap();
+            changing.join().unwrap();
+            let (mut out, mut results) = ([[0; PAGE_SIZE]], [GetResult::Miss]);
+            let spent = tenant.get(OTHER, 1, 1, &[1], &mut out, &mut results);
+            drop(spent.unwrap());
+            assert_eq!(results, [GetResult::Miss]);
+            while engine.maintain(Time(0), 64) {}
+            assert_eq!(engine.stats().blobs, 0);
+            engine.check_invariants();
+        },
+    );
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of limits: the choice of the tenant that gives up pages, and refusals.
+//! Tests of limits: from which tenant pages are evicted, and which puts are refused.
 
 use super::{
     OPEN, POOL, add, config, fill, get, maintain_all, new_engine, noise, partly_noise, put, put_raw,
@@ -37,11 +37,14 @@ fn a_tenant_over_its_limit_evicts_its_own_oldest_pages() {
         assert_eq!(
             get(&a, 1, index, 1),
             None,
-            "page {index} is one of the oldest"
+            "page {index} was not evicted, although it is one of the oldest five"
         );
     }
     for index in 5..15 {
-        assert!(get(&a, 1, index, 1).is_some(), "page {index}");
+        assert!(
+            get(&a, 1, index, 1).is_some(),
+            "page {index} was evicted, although it is not one of the oldest five"
+        );
     }
     engine.check_invariants();
 }
@@ -73,7 +76,7 @@ fn a_page_above_the_limit_is_refused_without_eviction() {
     assert_eq!(put(&tenant, 1, 0, 1, &[7; PAGE_SIZE]), Stored);
     assert_eq!(put(&tenant, 1, 1, 1, &[8; PAGE_SIZE]), Stored);
     tenant.set_quota(limited(NOISE_CHARGE - 1)).unwrap();
-    // A page arrives raw, so that it needs the room of a raw page even if it is same-filled.
+    // A page is stored raw at first, so even a same-filled page needs room for a raw page.
     assert_eq!(put(&tenant, 1, 2, 1, &[9; PAGE_SIZE]), Refused);
     assert_eq!(tenant.stats().evictions, 0);
     // A refused page leaves nothing under its key, not even the page that was held before.
@@ -108,14 +111,15 @@ fn a_refused_put_drops_an_earlier_page_of_its_key_in_the_batch() {
 }
 
 #[test]
-fn keys_without_payload_are_limited() {
+fn keys_of_same_filled_pages_are_limited() {
     let engine = Engine::with(config(64 << 20), crate::hash::PageHash::of, 100).unwrap();
     let tenant = add(&engine, "a", None, OPEN);
     let stored = (0..150)
         .filter(|&i| put(&tenant, i, 0, 1, &[0; PAGE_SIZE]) == Stored)
         .count();
     assert_eq!(stored, 100);
-    // Detached keys still count. Otherwise repeated clears would hold more and more.
+    // Detached keys still count against the limit. Otherwise a guest that fills and clears its
+    // pools repeatedly would take more and more memory.
     tenant.clear();
     tenant.create_pool(POOL).unwrap();
     assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Refused);
@@ -123,7 +127,8 @@ fn keys_without_payload_are_limited() {
     assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Stored);
 }
 
-/// An object exists as long as one of its pages, so that the limit of keys also limits objects.
+/// Puts and removes 40,000 objects of one page. Each object must be freed with its last page, so
+/// that the limit of keys also limits the number of objects.
 #[test]
 fn an_object_is_freed_with_its_last_page() {
     let engine = new_engine(64 << 20);
@@ -146,12 +151,12 @@ fn an_object_is_freed_with_its_last_page() {
     let after = engine.stats().metadata_bytes;
     assert!(
         after < before + (256 << 10),
-        "{before} bytes became {after}"
+        "metadata grew from {before} B to {after} B, although all objects are gone"
     );
 }
 
-/// The number of raw pages of a tenant is limited to what one core compresses in some 10 ms, and is
-/// always sufficient for the batches of its guest.
+/// Puts more raw pages than a tenant may have. The limit is the number that one core compresses in
+/// some 10 ms, and is always sufficient for the batches that a guest has in flight.
 #[test]
 fn raw_pages_of_a_tenant_are_limited() {
     for (bytes, expected) in [(4 << 20, RAW_PAGES_MIN), (1 << 30, RAW_PAGES_MAX)] {
@@ -176,7 +181,7 @@ fn raw_pages_of_a_tenant_are_limited() {
         maintain_all(&engine);
         assert!(
             (0..10).all(|index| store(2, index)),
-            "puts are refused after raw pages were finalized"
+            "puts are still refused after all raw pages were finalized"
         );
     }
 }
@@ -209,18 +214,21 @@ fn other_background_work_progresses_during_continuous_puts() {
             .collect();
         stays.put(POOL, &puts, &mut results).unwrap();
         assert_eq!(results, [Stored; 64]);
-        // Work off as many pages as arrived, so that some always wait.
+        // Finalize only as many pages as arrived, so that some always wait.
         engine.maintain(Time(0), 32);
         engine.maintain(Time(0), 32);
     }
-    assert!(stays.stats().raw_pages > 0, "the test asks for nothing");
+    assert!(
+        stays.stats().raw_pages > 0,
+        "the test is too weak: no raw page waits at its end"
+    );
     let stats = engine.stats();
     assert_eq!((stats.detached_pages, stats.departed_tenants), (0, 0));
     assert!(shrinks.stats().charged_bytes <= 32 * NOISE_CHARGE);
 }
 
 #[test]
-fn shrinking_the_pool_evicts_pages_without_payload() {
+fn shrinking_the_pool_evicts_same_filled_pages() {
     let engine = new_engine(16 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     for index in 0..20_000 {
@@ -229,11 +237,17 @@ fn shrinking_the_pool_evicts_pages_without_payload() {
     }
     maintain_all(&engine);
     let held_bytes = engine.stats().held_bytes;
-    assert!(held_bytes > 2 << 20, "{held_bytes}");
+    assert!(
+        held_bytes > 2 << 20,
+        "the test is too weak: the pages take only {held_bytes} B"
+    );
     engine.resize(1 << 20);
     maintain_all(&engine);
     let stats = engine.stats();
-    assert!(stats.held_bytes <= 1 << 20, "{stats:?}");
+    assert!(
+        stats.held_bytes <= 1 << 20,
+        "the pool holds more than its new size of 1 MiB: {stats:?}"
+    );
 }
 
 #[test]
@@ -251,14 +265,15 @@ fn maintain_compacts_until_the_heap_is_dense() {
     maintain_all(&engine);
     assert!(
         !(heap.is_sparse() && heap.has_spare()),
-        "{:?}",
+        "background work stopped while compaction could free spans: {:?}",
         heap.stats()
     );
 }
 
 #[test]
 fn maintain_releases_idle_frames() {
-    // The limit of idle frames depends on the present size, however large the pool may become.
+    // The limit of idle frames must depend on the present size of the pool, not on its largest
+    // size.
     let mut config = config(64 << 20);
     config.size_max_bytes = 16 << 30;
     let engine = Engine::new(config).unwrap();
@@ -267,7 +282,7 @@ fn maintain_releases_idle_frames() {
     tenant.clear();
     maintain_all(&engine);
     let stats = engine.stats();
-    assert_eq!(stats.frames_bytes, 16 << 20, "{stats:?}");
+    assert_eq!(stats.frames_bytes, 16 << 20);
 }
 
 #[test]
@@ -283,7 +298,10 @@ fn maintain_stops_when_compaction_frees_nothing() {
     let heap = &tenant.engine().store.heap;
     let stats = heap.stats();
     assert!(stats.payload_bytes < stats.frames_bytes * 19 / 20);
-    assert!(!heap.is_sparse() && !heap.has_spare(), "{stats:?}");
+    assert!(
+        !heap.is_sparse() && !heap.has_spare(),
+        "the heap still counts as compactable: {stats:?}"
+    );
 }
 
 #[test]
@@ -303,7 +321,8 @@ fn emptied_pools_are_freed_in_bounded_steps() {
         tenant.put(10 + nr, &[put], &mut results).unwrap();
         tenant.destroy_pool(10 + nr).unwrap();
     }
-    // Eviction finds the pages of these pools, and leaves the pools behind.
+    // Eviction frees the pages of the destroyed pools. The empty pools themselves are left for
+    // `reap`.
     let (mut state, mut freed) = (tenant.shared().lock(&tenant.engine().totals), Vec::new());
     assert_eq!(state.evict(1, Reason::Pool, &mut freed), 200);
     assert_eq!(state.reap(16, &mut freed), 16);
@@ -327,7 +346,8 @@ fn a_full_pool_evicts_the_tenant_most_above_its_entitlement() {
     let modest = add(&engine, "modest", None, OPEN);
     fill(&modest, 1, 60);
     fill(&reserved, 1, 150);
-    // The greedy tenant takes the memory that no other tenant uses, and after that only its own.
+    // The greedy tenant can take the memory that no other tenant uses. After that, its puts evict
+    // only its own pages.
     assert_eq!(fill(&greedy, 1, 600), 600);
     assert_eq!(
         (reserved.stats().evictions, modest.stats().evictions),
@@ -335,12 +355,12 @@ fn a_full_pool_evicts_the_tenant_most_above_its_entitlement() {
     );
     assert!(
         greedy.stats().pages > 120,
-        "an idle share was not used by the greedy tenant: {:?}",
+        "the greedy tenant did not get the memory that other tenants leave unused: {:?}",
         greedy.stats()
     );
     assert!(greedy.stats().evictions > 0);
     engine.check_invariants();
-    // Lent memory is taken back from the tenant that has it.
+    // When another tenant needs its share, pages of the greedy tenant are evicted.
     assert_eq!(fill(&modest, 2, 20), 20);
     assert_eq!((modest.stats().pages, modest.stats().evictions), (80, 0));
     assert_eq!(reserved.stats().pages, 150);
@@ -349,20 +369,26 @@ fn a_full_pool_evicts_the_tenant_most_above_its_entitlement() {
     maintain_all(&engine);
 }
 
-/// Puts incompressible pages until the tenant has nine tenths of its entitlement. Some puts are
-/// refused until enough neighbouring keys have gone.
+/// Puts incompressible pages until the tenant is charged nine tenths of its entitlement. The
+/// function tries several times, because some puts are refused until enough neighbouring keys of
+/// the other tenant are gone.
 fn takes_what_it_is_entitled_to(tenant: &Tenant, other: &Tenant) {
     let entitled_bytes = tenant.stats().entitled_bytes;
     let mut object = 0;
     while tenant.stats().charged_bytes < entitled_bytes * 9 / 10 {
         object += 1;
-        assert!(object <= 10, "{:?}, {:?}", tenant.stats(), other.stats());
+        assert!(
+            object <= 10,
+            "a tenant does not reach its entitlement: {:?}, beside {:?}",
+            tenant.stats(),
+            other.stats()
+        );
         fill(tenant, object, entitled_bytes / NOISE_CHARGE);
     }
 }
 
-/// Puts pages without contents, each in an object of its own, until the pool is full. Such pages
-/// take the most memory for their charge. Returns the number of pages.
+/// Puts same-filled pages, each in an object of its own, until the pool is full. Such pages take
+/// the most memory for their charge. Returns the number of pages that were put.
 fn fill_with_keys(tenant: &Tenant) -> u64 {
     let mut object = 0;
     while tenant.stats().evictions < 100 {
@@ -373,21 +399,25 @@ fn fill_with_keys(tenant: &Tenant) -> u64 {
 }
 
 #[test]
-fn a_full_pool_takes_back_index_memory() {
+fn a_tenant_gets_its_entitlement_in_a_pool_full_of_keys() {
     let engine = new_engine(8 << 20);
     let keys = add(&engine, "keys", None, OPEN);
     fill_with_keys(&keys);
     let stats = engine.stats();
-    assert!(stats.metadata_bytes > stats.size_bytes / 2, "{stats:?}");
+    assert!(
+        stats.metadata_bytes > stats.size_bytes / 2,
+        "the test is too weak: keys take less than half of the pool: {stats:?}"
+    );
     let pages = add(&engine, "pages", None, OPEN);
     takes_what_it_is_entitled_to(&pages, &keys);
     assert!(keys.stats().charged_bytes >= keys.stats().entitled_bytes);
     maintain_all(&engine);
 }
 
-/// Few pages are left, and their charge is less than the memory of their keys.
+/// Fills the pool with keys and flushes most of them, so that the charge of the remaining pages is
+/// far below the memory of their index. Another tenant must still get its entitlement.
 #[test]
-fn a_full_pool_takes_back_a_sparse_index() {
+fn a_tenant_gets_its_entitlement_in_a_pool_with_a_sparse_index() {
     let engine = new_engine(8 << 20);
     let keys = add(&engine, "keys", None, OPEN);
     let objects = fill_with_keys(&keys);
@@ -396,15 +426,21 @@ fn a_full_pool_takes_back_a_sparse_index() {
     }
     maintain_all(&engine);
     let (stats, of_keys) = (engine.stats(), keys.stats());
-    assert!(stats.metadata_bytes > stats.size_bytes / 2, "{stats:?}");
-    assert!(of_keys.charged_bytes < stats.size_bytes / 8, "{of_keys:?}");
+    assert!(
+        stats.metadata_bytes > stats.size_bytes / 2,
+        "the test is too weak: keys take less than half of the pool: {stats:?}"
+    );
+    assert!(
+        of_keys.charged_bytes < stats.size_bytes / 8,
+        "the test is too weak: the remaining pages are charged too much: {of_keys:?}"
+    );
     let pages = add(&engine, "pages", None, OPEN);
     takes_what_it_is_entitled_to(&pages, &keys);
     maintain_all(&engine);
 }
 
-/// After many tenants have filled the pool one after the other, none of them keeps memory for the
-/// keys that it had.
+/// Lets many tenants fill the pool one after the other. No tenant may keep memory for the keys of
+/// its evicted pages.
 #[test]
 fn tenants_keep_no_index_memory_of_evicted_pages() {
     const TENANTS: u64 = 12;
@@ -421,7 +457,7 @@ fn tenants_keep_no_index_memory_of_evicted_pages() {
     let pages: u64 = tenants.iter().map(|tenant| tenant.stats().pages).sum();
     assert!(
         stats.metadata_bytes / pages <= 100,
-        "{} B of metadata a page: {stats:?}",
+        "metadata takes {} B for each held page: {stats:?}",
         stats.metadata_bytes / pages
     );
     maintain_all(&engine);
@@ -460,13 +496,13 @@ fn a_reserve_is_admitted_only_if_it_fits() {
         })
     };
     assert_eq!(add("b", quota(401, None)).err(), error("b", 401, 400));
-    // A limit below the reserve reduces the usable reserve.
+    // Only the part of a reserve that is within the limit has to fit.
     let b = add("b", quota(u64::MAX, Some(400))).unwrap();
     assert_eq!(a.set_quota(quota(601, None)).err(), error("a", 601, 600));
     assert_eq!(
         a.stats().reserve_bytes,
         600,
-        "a refused quota changes nothing"
+        "a refused quota changed the reserve"
     );
     assert_eq!(
         (a.stats().entitled_bytes, b.stats().entitled_bytes),
@@ -477,17 +513,17 @@ fn a_reserve_is_admitted_only_if_it_fits() {
         (a.stats().entitled_bytes, b.stats().entitled_bytes),
         (600, 400)
     );
-    // A pool that shrinks below its reserves scales them down.
+    // In a pool that is smaller than the sum of all reserves, entitlements are scaled down.
     engine.resize(250);
     assert_eq!(
         (a.stats().entitled_bytes, b.stats().entitled_bytes),
         (50, 200)
     );
-    // The pool gives way for a while: admission depends on its full size.
+    // Admission depends on the full size of the pool, not on the size to which it was shrunk.
     assert_eq!(add("c", quota(501, None)).err(), error("c", 501, 500));
     a.set_quota(quota(600, None)).unwrap();
     a.set_quota(quota(100, None)).unwrap();
-    // A tenant that leaves gives its reserve back at once.
+    // The reserve of a departed tenant is free at once.
     drop(b);
     assert_eq!(a.stats().entitled_bytes, 250);
     assert!(add("c", quota(150, None)).is_ok());
@@ -515,24 +551,28 @@ fn reserves_are_admitted_against_the_full_pool_size() {
     let a = try_add("a", 1500).expect("the reserve fits into the full size");
     drop(a);
     engine.set_full(400);
-    let error = try_add("a", 500).expect_err("the reserve exceeds the full size");
+    let error = try_add("a", 500).expect_err("a reserve above the full size was admitted");
     assert_eq!((error.reserve_bytes, error.available_bytes), (500, 400));
-    // Existing reserves stay, and can be made smaller even if they still do not fit.
+    // Reserves that exist when the full size shrinks are kept. They can be made smaller even if
+    // they still do not fit.
     engine.set_full(2000);
     let (a, b) = (try_add("a", 1000).unwrap(), try_add("b", 900).unwrap());
     engine.set_full(400);
     a.set_quota(reserve(1001))
-        .expect_err("a larger reserve does not fit");
-    a.set_quota(reserve(1000)).expect("the same");
-    a.set_quota(reserve(600)).expect("less");
+        .expect_err("a larger reserve was admitted although it does not fit");
+    a.set_quota(reserve(1000))
+        .expect("an unchanged reserve is not refused");
+    a.set_quota(reserve(600))
+        .expect("a smaller reserve is not refused");
     b.set_quota(reserve(901))
-        .expect_err("a larger reserve does not fit");
+        .expect_err("a larger reserve was admitted although it does not fit");
     assert_eq!(
         (a.stats().reserve_bytes, b.stats().reserve_bytes),
         (600, 900)
     );
-    try_add("c", 1).expect_err("nothing is left");
-    try_add("c", 0).expect("it asks for nothing");
+    try_add("c", 1)
+        .expect_err("a reserve of 1 B was admitted although the reserves exceed the full size");
+    try_add("c", 0).expect("a tenant without a reserve is not refused");
 }
 
 #[test]
@@ -545,25 +585,29 @@ fn size_and_quotas_change_atomically() {
     let c = add(&engine, "c", None, OPEN);
     let reserves = || [&a, &b, &c].map(|tenant| tenant.stats().reserve_bytes);
     let entitled = || [&a, &b, &c].map(|tenant| tenant.stats().entitled_bytes);
-    // The order of the quotas does not matter.
+    // The result does not depend on the order of the quotas.
     for (of_a, of_b) in [(600, 400), (400, 600)] {
         for quotas in [
             [(&a, reserve(of_a)), (&b, reserve(of_b))],
             [(&b, reserve(of_b)), (&a, reserve(of_a))],
         ] {
-            engine.configure(None, &quotas).expect("they fit");
+            engine
+                .configure(None, &quotas)
+                .expect("both reserves fit into the full size");
             assert_eq!((reserves(), entitled()), ([of_a, of_b, 0], [of_a, of_b, 0]));
         }
     }
     let wrong = |full_bytes, quotas: &[(&Tenant, Quota)]| {
-        let error = engine.configure(full_bytes, quotas).expect_err("too much");
+        let error = engine
+            .configure(full_bytes, quotas)
+            .expect_err("reserves above the full size were admitted");
         assert_eq!((reserves(), entitled()), ([400, 600, 0], [400, 600, 0]));
         c.set_quota(reserve(1))
-            .expect_err("the full size is as before");
+            .expect_err("a refused call of configure() changed the full size");
         (error.tenant, error.reserve_bytes, error.available_bytes)
     };
-    // Errors name tenants that change or that do not change. A tenant that grows is named before
-    // one that does not.
+    // An error names a tenant whose reserve does not fit, whether the call changes its quota or
+    // not. Tenants whose reserve grows are named first.
     let quotas = [(&a, reserve(601)), (&b, reserve(400))];
     assert_eq!(wrong(None, &quotas), ("a".into(), 601, 600));
     assert_eq!(
@@ -575,24 +619,28 @@ fn size_and_quotas_change_atomically() {
         wrong(Some(999), &[(&c, reserve(0))]),
         ("b".into(), 600, 599)
     );
-    // First a smaller size with smaller reserves, then a larger size with larger ones.
+    // Change size and reserves together: first to a smaller size with smaller reserves, then to a
+    // larger size with larger reserves.
     let quotas = [(&a, reserve(100)), (&b, reserve(100)), (&c, reserve(100))];
-    engine.configure(Some(300), &quotas).expect("they fit");
-    a.set_quota(reserve(101)).expect_err("nothing is left");
+    engine
+        .configure(Some(300), &quotas)
+        .expect("three reserves of 100 B fit into 300 B");
+    a.set_quota(reserve(101))
+        .expect_err("a larger reserve was admitted although the full size is reserved");
     engine
         .configure(Some(3000), &[(&a, reserve(2800))])
-        .expect("it fits");
+        .expect("reserves of 3,000 B fit into 3,000 B");
     assert_eq!(reserves(), [2800, 100, 100]);
     // A full size that an operator made too small does not keep a tenant from asking for less or
     // the same.
     engine.set_full(1000);
     engine
         .configure(None, &[(&a, reserve(2800)), (&b, reserve(50))])
-        .expect("no more");
+        .expect("reserves that do not grow are not refused");
     let quotas = [(&a, reserve(900)), (&b, reserve(51))];
     let error = engine
         .configure(None, &quotas)
-        .expect_err("b asks for more than its reserve of 50");
+        .expect_err("b got a larger reserve although the reserves exceed the full size");
     assert_eq!((error.tenant.as_str(), error.available_bytes), ("b", 0));
 }
 
@@ -614,7 +662,11 @@ fn entitlements_change_as_tenants_join_and_leave() {
     );
     let clone = b.clone();
     drop(b);
-    assert_eq!(a.stats().entitled_bytes, 500, "a handle is left");
+    assert_eq!(
+        a.stats().entitled_bytes,
+        500,
+        "tenant b lost its entitlement with one of its two handles"
+    );
     drop(clone);
     assert_eq!(a.stats().entitled_bytes, 2000);
 }
@@ -626,22 +678,29 @@ fn shrinking_the_pool_evicts_in_bounded_steps() {
     fill(&a, 1, 120);
     fill(&b, 1, 240);
     engine.resize(200 * NOISE_CHARGE + INDEX_ROOM_BYTES);
-    assert_eq!(engine.stats().pages, 360, "resize itself evicts nothing");
+    assert_eq!(engine.stats().pages, 360, "resize() itself evicted pages");
     assert!(engine.maintain(Time(0), 20));
     let evicted = engine.stats().evictions;
-    assert!((1..=20).contains(&evicted), "{evicted} evicted");
-    assert_eq!(a.stats().evictions, 0, "b is more above its entitlement");
+    assert!(
+        (1..=20).contains(&evicted),
+        "a step of 20 pages evicted {evicted} pages"
+    );
+    assert_eq!(
+        a.stats().evictions,
+        0,
+        "pages of a were evicted although b is more above its entitlement"
+    );
     maintain_all(&engine);
     let stats = engine.stats();
     assert!(
         stats.held_bytes <= stats.size_bytes && stats.pages > 150,
-        "{stats:?}"
+        "the pool holds more than its size, or evicted too many pages: {stats:?}"
     );
     assert!(
         a.stats().pages.abs_diff(b.stats().pages) < 40,
-        "{:?} {:?}",
-        a.stats(),
-        b.stats()
+        "the equally entitled tenants a and b have {} and {} pages",
+        a.stats().pages,
+        b.stats().pages
     );
 }
 
@@ -654,45 +713,52 @@ fn a_put_evicts_no_more_than_its_bound() {
     assert_eq!(
         put(&tenant, 2, 0, 1, &noise(1)),
         Refused,
-        "the pool is still far too full"
+        "a put was stored although the pool is still far above its size"
     );
     let evictions = tenant.stats().evictions;
     assert!(
         (1..=EVICTIONS_PER_PUT_PAGE as u64).contains(&evictions),
-        "{evictions}"
+        "a put in a pool above its size evicted {evictions} pages"
     );
-    // A put after the limit was lowered has the same bound.
+    // The bound also holds for a put of a tenant whose limit was lowered.
     engine.resize(2000 * NOISE_CHARGE);
     tenant.set_quota(limited(8 * NOISE_CHARGE)).unwrap();
     assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Refused);
     let more = tenant.stats().evictions - evictions;
     assert!(
         (1..=EVICTIONS_PER_PUT_PAGE as u64).contains(&more),
-        "{more}"
+        "a put of a tenant above its limit evicted {more} pages"
     );
     maintain_all(&engine);
     assert_eq!(tenant.stats().pages, 8);
     assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Stored);
 }
 
-/// A tenant that gets its raw pages back leaves nothing to finalize, and does not delay other
-/// tenants.
+/// A tenant gets its raw pages back before they are finalized, so that its queue of raw pages has
+/// only stale entries. These must not delay the raw pages of other tenants.
 #[test]
-fn raw_pages_that_were_got_back_delay_no_other_tenant() {
+fn stale_entries_of_a_raw_queue_do_not_delay_other_tenants() {
     let engine = new_engine(4 << 20);
     let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
     let put_raw = |tenant: &Tenant, index, page: &Page| {
         assert_eq!(put_raw(tenant, 1, index, 1, page), Stored);
     };
-    // The result does not depend on whose turn it is.
+    // Repeat the test, because the tenant whose turn it is changes.
     for turn in 0..3 {
         put_raw(&a, turn, &noise(turn));
         assert!(get(&a, 1, turn, 1).is_some());
-        assert!(a.shared().has_raw(), "its queue has something to look at");
+        assert!(
+            a.shared().has_raw(),
+            "the queue of raw pages of a has no stale entry"
+        );
         (0..8).for_each(|index| put_raw(&b, index, &noise(100 + 8 * turn + index)));
         assert_eq!(b.stats().raw_pages, 8);
         engine.maintain(Time(0), 1024);
-        assert_eq!(b.stats().raw_pages, 0, "turn {turn}");
+        assert_eq!(
+            b.stats().raw_pages,
+            0,
+            "tenant b still has raw pages in turn {turn}"
+        );
         assert!(!a.shared().has_raw());
     }
     engine.check_invariants();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests of the engine's internals. The tests in `tests/` use the public interface only.
 
-mod behind;
 mod content;
+mod deferred_freeing;
 mod faults;
 #[cfg(feature = "shuttle")]
 mod interleavings;
@@ -27,26 +27,30 @@ pub(crate) fn aborts(name: &str) {
     use std::time::{Duration, Instant};
     /// Number of the signal SIGABRT.
     const ABORTED: i32 = 6;
-    let own = std::env::current_exe().expect("there");
+    let own = std::env::current_exe().expect("cannot find the path of the test program");
     let mut child = Command::new(own)
         .args(["--ignored", "--exact", name])
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
-        .expect("started");
+        .expect("cannot start the test program");
     let deadline = Instant::now() + Duration::from_secs(60);
     let status = loop {
-        if let Some(status) = child.try_wait().expect("a child") {
+        if let Some(status) = child.try_wait().expect("cannot wait for the test process") {
             break status;
         }
         if Instant::now() > deadline {
-            child.kill().expect("a child");
-            child.wait().expect("a child");
-            panic!("{name} loops without an end");
+            child.kill().expect("cannot kill the test process");
+            child.wait().expect("cannot wait for the test process");
+            panic!("{name} did not end within 60 s");
         }
         std::thread::sleep(Duration::from_millis(5));
     };
-    assert_eq!(status.signal(), Some(ABORTED), "{name}: {status}");
+    assert_eq!(
+        status.signal(),
+        Some(ABORTED),
+        "{name} did not end with SIGABRT: {status}"
+    );
 }
 
 /// Quota without reserve and limit.
@@ -56,7 +60,7 @@ const OPEN: Quota = Quota {
     weight: 1,
 };
 
-/// Pool of the pages in these tests.
+/// Number of the pool that tests use.
 const POOL: u32 = 1;
 
 fn config(size_bytes: u64) -> EngineConfig {
@@ -94,7 +98,7 @@ fn add(engine: &Arc<Engine>, name: &str, domain: Option<&str>, quota: Quota) -> 
     tenant
 }
 
-/// Puts a page, which stays raw.
+/// Puts a page and leaves it raw.
 fn put_raw(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> PutResult {
     let mut results = [PutResult::Stored];
     let put = Put {

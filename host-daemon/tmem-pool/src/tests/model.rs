@@ -19,8 +19,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 const STEPS: u64 = 1000;
-/// Contents are compared once in this many steps, because reading takes long. Keys are compared in
-/// each step.
+/// Contents of pages are compared once in this many steps, because reading them takes long. Keys
+/// are compared in each step.
 const CONTENTS_EVERY: u64 = 8;
 const KEYS_MAX: u32 = 120;
 const CORPUS: usize = 40;
@@ -43,7 +43,7 @@ struct World {
     tenants: Vec<Modelled>,
     cookie: u64,
     names: u64,
-    /// One request for memory in this many fails; 0: none.
+    /// One allocation in this many fails. 0 means that none fails.
     fails_one_in: u64,
     hits: u64,
     evictions: u64,
@@ -57,7 +57,7 @@ fn corpus(seed: u64) -> Vec<Page> {
             eighths => partly_noise(seed + i, eighths as usize),
         })
         .collect();
-    // Two pages differ from another one in the last byte only.
+    // Make two pages that differ from another page in the last byte only.
     pages[2] = pages[3];
     pages[2][PAGE_SIZE - 1] ^= 1;
     pages[6] = pages[11];
@@ -175,12 +175,15 @@ impl World {
                 // Finalizing a page may evict other pages.
                 let most = (budget + FINALIZE_PAGES) * (1 + EVICTIONS_PER_PUT_PAGE);
                 let most = most as u64;
-                assert!(evicted + freed <= most, "{evicted} + {freed} > {most}");
+                assert!(
+                    evicted + freed <= most,
+                    "maintain() with a budget of {budget} pages evicted {evicted} and freed {freed} pages, more than {most}"
+                );
                 if !more {
                     assert_eq!(after.detached_pages + after.departed_tenants, 0);
                     assert!(
                         after.held_bytes <= after.size_bytes || after.pages == 0,
-                        "{after:?}"
+                        "maintain() ended while the pool was above its size: {after:?}"
                     );
                 }
             }
@@ -199,7 +202,7 @@ impl World {
     }
 
     fn put(&mut self, at: usize) {
-        let engine = self.pick_pool(at);
+        let pool = self.pick_pool(at);
         let object = 1 + self.rng.below(3);
         let puts: Vec<(u64, u64, u64, usize)> = (0..1 + self.rng.below(20))
             .map(|_| {
@@ -230,10 +233,10 @@ impl World {
         let before = (self.engine.stats(), self.tenants[at].tenant.stats());
         let vm = &mut self.tenants[at];
         fail::one_in(self.fails_one_in, self.cookie);
-        let answer = vm.tenant.put(engine, &pages, &mut results);
+        let answer = vm.tenant.put(pool, &pages, &mut results);
         fail::one_in(0, 0);
         let after = (self.engine.stats(), vm.tenant.stats());
-        if !vm.pools.contains(&engine) {
+        if !vm.pools.contains(&pool) {
             assert_eq!(answer, Err(NoPool));
             assert_eq!(after, before);
             assert!(results.iter().all(|result| *result == PutResult::Refused));
@@ -242,29 +245,31 @@ impl World {
         assert!(answer.is_ok());
         let mut most = after.0.size_bytes;
         if before.0.held_bytes > most {
-            // After a resize, blobs are evicted while an index may still grow.
+            // The pool is above its size after a resize. Until enough is evicted, an index may
+            // still grow.
             most = before.0.held_bytes + INDEX_ROOM_BYTES;
         }
         assert!(
             after.0.held_bytes <= most,
-            "{} > {most} held",
+            "the pool holds {} B after a put, more than {most} B",
             after.0.held_bytes
         );
         let limit_bytes = vm.quota.limit_bytes.unwrap_or(u64::MAX);
         let most = before.1.charged_bytes.max(limit_bytes);
         assert!(
             after.1.charged_bytes <= most,
-            "{} > {most} charged",
+            "the tenant is charged {} B after a put, more than {most} B",
             after.1.charged_bytes
         );
         let evicted = after.0.evictions - before.0.evictions;
         let evictions_max = 2 * crate::config::EVICTIONS_PER_PUT_PAGE * pages.len();
         assert!(
             evicted <= evictions_max as u64,
-            "{evicted} evictions by one put"
+            "a put of {} pages evicted {evicted} pages",
+            pages.len()
         );
         for (&(object, index, cookie, page), result) in puts.iter().zip(results) {
-            let key = (engine, object, index);
+            let key = (pool, object, index);
             match result {
                 PutResult::Stored => vm.pages.insert(key, (cookie, page)),
                 PutResult::Refused => vm.pages.remove(&key),
@@ -273,16 +278,16 @@ impl World {
     }
 
     fn get(&mut self, at: usize) {
-        let engine = self.pick_pool(at);
+        let pool = self.pick_pool(at);
         let (object, index) = (1 + self.rng.below(3), self.rng.below(40));
         let vm = &mut self.tenants[at];
         let cookies: Vec<u64> = (0..1 + self.rng.below(24))
             .map(|i| {
                 let held = vm
                     .pages
-                    .get(&(engine, object, index + i))
+                    .get(&(pool, object, index + i))
                     .map(|(cookie, _)| *cookie);
-                // A wrong cookie differs in one bit.
+                // Some gets name a wrong cookie, which differs in one bit.
                 let flip = u64::from(self.rng.one_in(10)) << self.rng.below(64);
                 held.unwrap_or(self.cookie) ^ flip
             })
@@ -291,53 +296,60 @@ impl World {
         let mut results = vec![GetResult::Miss; cookies.len()];
         let answer = vm
             .tenant
-            .get(engine, object, index, &cookies, &mut out, &mut results);
+            .get(pool, object, index, &cookies, &mut out, &mut results);
         assert_eq!(
             answer.map(drop),
-            if vm.pools.contains(&engine) {
+            if vm.pools.contains(&pool) {
                 Ok(())
             } else {
                 Err(NoPool)
             }
         );
         for (i, result) in results.iter().enumerate() {
-            let key = (engine, object, index + i as u64);
+            let key = (pool, object, index + i as u64);
             let GetResult::Hit { cookie } = *result else {
                 continue;
             };
             assert_eq!(cookie, cookies[i]);
-            let (last, page) = vm.pages.remove(&key).expect("a hit on what was never put");
+            let (last, page) = vm
+                .pages
+                .remove(&key)
+                .expect("a get returned a page that was never put or was already returned");
             assert_eq!(
                 cookie, last,
-                "a hit with another cookie than the last put's"
+                "a get of {key:?} returned a page with another cookie than that of the last put"
             );
-            assert!(out[i] == self.corpus[page], "wrong bytes under {key:?}");
+            assert!(
+                out[i] == self.corpus[page],
+                "a get returned wrong bytes for the key {key:?}"
+            );
             self.hits += 1;
         }
-        // A false miss is found by `compare`: the page is neither gone nor evicted.
+        // After a miss, the engine must not hold the page. A page that was lost is found by
+        // `compare`, because it was not counted as evicted.
         for (i, result) in results.iter().enumerate() {
-            let key = (engine, object, index + i as u64);
+            let key = (pool, object, index + i as u64);
             let held = vm
                 .tenant
                 .peek(key)
                 .is_some_and(|cookie| cookie == cookies[i]);
             assert!(
                 *result != GetResult::Miss || !held,
-                "a miss on {key:?}, which is held"
+                "a get of {key:?} missed, although the engine holds the page"
             );
         }
     }
 
     fn flush(&mut self, at: usize) {
-        let engine = self.pick_pool(at);
+        let pool = self.pick_pool(at);
         let object = 1 + self.rng.below(4);
         let index = self.rng.below(40) * self.rng.below(2);
         let nr_pages = (!self.rng.one_in(2)).then(|| self.rng.below(50));
         let vm = &mut self.tenants[at];
-        let answer = vm.tenant.flush(engine, object, index, nr_pages);
+        let answer = vm.tenant.flush(pool, object, index, nr_pages);
         assert_eq!(
             answer,
-            if vm.pools.contains(&engine) {
+            if vm.pools.contains(&pool) {
                 Ok(())
             } else {
                 Err(NoPool)
@@ -346,7 +358,7 @@ impl World {
         let end = nr_pages.map_or(u64::MAX, |n| index + n);
         let range = index..end;
         vm.pages
-            .retain(|key, _| (key.0, key.1) != (engine, object) || !range.contains(&key.2));
+            .retain(|key, _| (key.0, key.1) != (pool, object) || !range.contains(&key.2));
     }
 
     fn pools(&mut self, at: usize) {
@@ -387,18 +399,28 @@ impl World {
                 let Some(found) = vm.tenant.peek_with(key, read) else {
                     return false;
                 };
-                assert_eq!(found, cookie, "cookie under {key:?}");
-                assert!(!contents || out == corpus[page], "bytes under {key:?}");
+                assert_eq!(
+                    found, cookie,
+                    "the engine holds another cookie than that of the last put of {key:?}"
+                );
+                assert!(
+                    !contents || out == corpus[page],
+                    "the engine holds wrong bytes for the key {key:?}"
+                );
                 true
             });
             let stats = vm.tenant.stats();
-            assert_eq!(stats.pages, vm.pages.len() as u64, "pages that nobody put");
+            assert_eq!(
+                stats.pages,
+                vm.pages.len() as u64,
+                "the engine counts pages that the model does not have"
+            );
             let gone = (before - vm.pages.len()) as u64;
-            // A put may evict a page and then store its key again.
+            // A put may evict a page and then store a new page under the same key.
             let evicted = stats.evictions - vm.evictions_seen;
             assert!(
                 gone == evicted || (after_put && gone < evicted),
-                "{gone}, {evicted} evicted"
+                "{gone} pages are gone, but {evicted} were counted as evicted"
             );
             self.evictions += gone;
             vm.evictions_seen = stats.evictions;
@@ -418,11 +440,7 @@ impl World {
         self.tenants.clear();
         maintain_all(&self.engine);
         let stats = self.engine.stats();
-        assert_eq!(
-            (stats.payload_bytes, stats.blobs, stats.tenants),
-            (0, 0, 0),
-            "{stats:?}"
-        );
+        assert_eq!((stats.payload_bytes, stats.blobs, stats.tenants), (0, 0, 0));
         (self.hits, self.evictions)
     }
 }
@@ -435,7 +453,7 @@ fn model(seed: u64, hash: HashFn, fails_one_in: u64) {
     let (hits, evictions) = World::new(seed, hash, fails_one_in).run();
     assert!(
         hits > 0 && evictions > 0,
-        "seed {seed} causes no hit or no eviction"
+        "the test is too weak: seed {seed} causes no hit or no eviction"
     );
 }
 
@@ -446,7 +464,8 @@ fn a_get_returns_the_last_put_or_a_miss() {
 
 #[test]
 fn a_get_returns_the_last_put_when_hashes_collide() {
-    // Equal bytes still have equal hashes; different bytes nearly always have, too.
+    // The hash function of this test has only two values, so that different pages often have equal
+    // hashes.
     for_each_seed("model with collisions", 3, |seed| {
         model(seed, one_bit, 0);
     });
@@ -468,7 +487,7 @@ fn random_operations_match_the_model() {
         text.parse().expect("TMEM_SECONDS is a number of seconds")
     });
     let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    let first = since_1970.expect("a clock").as_secs() << 16;
+    let first = since_1970.expect("the clock is after 1970").as_secs() << 16;
     let (end, mut runs) = (Instant::now() + Duration::from_secs(seconds), 0);
     while Instant::now() < end {
         for_each_seed_from(first + runs, "fuzz", 1, |seed| {

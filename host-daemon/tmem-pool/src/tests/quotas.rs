@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of entitlements: tables computed by hand, and properties of random quotas.
+//! Tests of entitlements: expected values that were computed by hand, and properties of random
+//! quotas.
 
 use super::rng::{Rng, for_each_seed};
 use crate::Quota;
@@ -138,7 +139,11 @@ fn entitlements_match_expected_values() {
         ),
     ];
     for (what, size_bytes, quotas, expected) in cases {
-        assert_eq!(entitlements(*size_bytes, quotas), *expected, "{what}");
+        assert_eq!(
+            entitlements(*size_bytes, quotas),
+            *expected,
+            "wrong entitlements in the case: {what}"
+        );
     }
 }
 
@@ -165,19 +170,20 @@ fn entitlements_respect_size_limits_and_reserves() {
             assert!(entitled <= quota.limit_bytes.unwrap_or(u64::MAX));
             assert!(reserved > size_bytes || entitled >= quota.usable_reserve_bytes());
         }
-        // Nothing but rounding is left over while a tenant with a weight could take more.
+        // If a tenant with a weight could take more, only the bytes that rounding leaves may be
+        // undivided.
         let hungry = quotas.iter().zip(&entitled).any(|(quota, &entitled)| {
             quota.weight > 0 && entitled < quota.limit_bytes.unwrap_or(u64::MAX)
         });
         if hungry && reserved <= size_bytes {
             assert!(
                 size_bytes - sum < quotas.len() as u64,
-                "{} left over",
+                "{} B are not divided, although a tenant could take more",
                 size_bytes - sum
             );
         }
-        // For any two tenants that are not capped, the shares beyond the reserve are proportional
-        // to the weights.
+        // For any two tenants that are below their limits, the shares above the reserve are
+        // proportional to the weights.
         let open: Vec<(u64, u64)> = quotas
             .iter()
             .zip(&entitled)
@@ -193,7 +199,10 @@ fn entitlements_respect_size_limits_and_reserves() {
             for (share, weight) in &open {
                 for (other_share, other_weight) in &open {
                     let difference = (share * other_weight).abs_diff(other_share * weight);
-                    assert!(difference <= weight + other_weight, "{open:?}");
+                    assert!(
+                        difference <= weight + other_weight,
+                        "the shares above the reserves are not proportional to the weights: {open:?}"
+                    );
                 }
             }
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests with many threads at once. Each thread knows the allowed answers for its own keys,
-//! whatever the other threads do.
+//! Tests in which many threads use the engine at the same time. Each thread has keys of its own,
+//! for which it knows the allowed answers.
 
 use super::rng::{Rng, for_each_seed};
 use super::{OPEN, POOL, add, maintain_all, new_engine, noise, partly_noise, put};
@@ -13,8 +13,7 @@ use std::thread;
 const WORKERS: u64 = 4;
 const ROUNDS: u64 = 400;
 
-/// Puts and gets pages of an object that no other thread touches, in a tenant that all threads
-/// share.
+/// Puts and gets pages of an object that only this thread uses, in a tenant that all threads share.
 fn work(tenant: &Tenant, object: u64, seed: u64, corpus: &[Page], hits: &AtomicU64) {
     let mut rng = Rng::new(seed);
     let mut model: HashMap<u64, (u64, usize)> = HashMap::new();
@@ -67,15 +66,17 @@ fn work(tenant: &Tenant, object: u64, seed: u64, corpus: &[Page], hits: &AtomicU
             let GetResult::Hit { cookie } = *result else {
                 continue;
             };
-            let (last, page) = held.expect("a hit on what is not held");
+            let (last, page) =
+                held.expect("a get returned a page that was never put or was already returned");
             assert_eq!(cookie, last);
-            assert!(out[nth] == corpus[page], "wrong bytes");
+            assert!(out[nth] == corpus[page], "a get returned wrong bytes");
             hits.fetch_add(1, Relaxed);
         }
     }
 }
 
-/// Adds a tenant in the workers' trust domain, fills and clears it and drops it, over and over.
+/// Repeatedly adds a tenant to the trust domain of the other threads, fills it, clears it and drops
+/// it.
 fn come_and_go(engine: &Arc<Engine>, seed: u64, corpus: &[Page], done: &AtomicBool) {
     let mut rng = Rng::new(seed);
     while !done.load(Relaxed) {
@@ -178,21 +179,20 @@ fn concurrent_operations_return_correct_pages() {
                 thread.unwrap();
             }
         });
-        assert!(hits.load(Relaxed) > 0, "nothing was tested");
+        assert!(
+            hits.load(Relaxed) > 0,
+            "the test is too weak: no get was a hit"
+        );
         engine.check_invariants();
         drop(tenants);
         maintain_all(&engine);
         let stats = engine.stats();
-        assert_eq!(
-            (stats.blobs, stats.payload_bytes, stats.tenants),
-            (0, 0, 0),
-            "{stats:?}"
-        );
+        assert_eq!((stats.blobs, stats.payload_bytes, stats.tenants), (0, 0, 0));
     });
 }
 
-/// Makes the call of a background worker that saw no detached pages just before the tenant
-/// departed. `interleavings` tries the orders of real threads.
+/// Calls `forget` as a background worker does that saw no detached pages just before the tenant
+/// departed. `interleavings.rs` tests the same with threads.
 #[test]
 fn departed_tenant_with_pages_is_not_forgotten() {
     let engine = new_engine(600 << 10);

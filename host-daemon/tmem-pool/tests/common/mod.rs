@@ -4,12 +4,12 @@
 use std::sync::Arc;
 use tmem_pool::{Engine, EngineConfig, Quota, Tenant, TenantSpec};
 
-/// Returns an empty engine of the largest size that it may have.
+/// Creates an empty engine of this size in bytes.
 pub fn engine(size_bytes: u64) -> Arc<Engine> {
     Engine::new(EngineConfig::new(size_bytes, 7)).unwrap()
 }
 
-/// Adds a tenant in a trust domain of its own, without limit, with pool 1.
+/// Adds a tenant without a limit, in a trust domain of its own, and creates its pool 1.
 pub fn tenant(engine: &Arc<Engine>, name: &str) -> Tenant {
     let quota = Quota {
         reserve_bytes: 0,

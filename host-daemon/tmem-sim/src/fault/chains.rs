@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Faults: chains that cannot be followed, or that lead out of memory.
+//! Faults in chains: chains that cannot be followed, and chains with buffers outside of guest
+//! memory.
 
 use super::*;
 
-/// Returns the faults whose chains cannot be followed, or lead out of memory.
+/// Returns the faults whose chains cannot be followed or have buffers outside of guest memory.
 pub(super) fn all() -> Vec<Fault> {
     let stopped = Expect::Stopped;
     let descs = |p: &Placed| -> Vec<Desc> {
@@ -48,7 +49,7 @@ pub(super) fn all() -> Vec<Fault> {
             put,
             move |_, _, p| {
                 let mut d = descs(p);
-                let last = d.last_mut().expect("an answer");
+                let last = d.last_mut().expect("a chain has a buffer for the answer");
                 last.flags |= F_NEXT;
                 last.next = 0;
                 d
@@ -223,7 +224,9 @@ pub(super) fn all() -> Vec<Fault> {
         }),
         rebuilt("get: data outside memory", BAD_OR_STOPPED, get, |_, p| {
             let mut b = whole(p);
-            b.last_mut().expect("data").addr = HOLE;
+            b.last_mut()
+                .expect("the chain of a get has a buffer for data")
+                .addr = HOLE;
             b
         }),
         rebuilt(
@@ -232,18 +235,24 @@ pub(super) fn all() -> Vec<Fault> {
             get,
             |_, p| {
                 let mut b = whole(p);
-                b.last_mut().expect("data").addr = (1 << 32) + (8 << 20) - PAGE_BYTES;
+                b.last_mut()
+                    .expect("the chain of a get has a buffer for data")
+                    .addr = (1 << 32) + (8 << 20) - PAGE_BYTES;
                 b
             },
         ),
         rebuilt("get: data beyond 2^64", BAD_OR_STOPPED, get, |_, p| {
             let mut b = whole(p);
-            b.last_mut().expect("data").addr = u64::MAX - PAGE_BYTES + 1;
+            b.last_mut()
+                .expect("the chain of a get has a buffer for data")
+                .addr = u64::MAX - PAGE_BYTES + 1;
             b
         }),
         rebuilt("answer outside memory", BAD_OR_STOPPED, flush, |_, p| {
             let mut b = whole(p);
-            b.last_mut().expect("an answer").addr = HOLE;
+            b.last_mut()
+                .expect("a chain has a buffer for the answer")
+                .addr = HOLE;
             b
         })
         .or(stopped),
@@ -264,14 +273,18 @@ pub(super) fn all() -> Vec<Fault> {
         ),
         rebuilt("answer of 2^32 - 1 bytes", BAD_OR_STOPPED, flush, |_, p| {
             let mut b = whole(p);
-            b.last_mut().expect("an answer").len = u32::MAX;
+            b.last_mut()
+                .expect("a chain has a buffer for the answer")
+                .len = u32::MAX;
             b
         }),
     ];
     let head = |name: &str, head: u16| {
         let send = move |g: &mut FakeGuest, t: Target| {
             let request = flush(t);
-            let placed = g.place(&request.encode(g.generation())).expect("room");
+            let placed = g
+                .place(&request.encode(g.generation()))
+                .expect("the guest has a free slot");
             g.add_by_hand(t.queue, request, placed, head, vec![]);
             g.publish(t.queue);
             t.queue

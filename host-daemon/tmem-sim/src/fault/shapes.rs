@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Faults: chains that can be followed and have wrong sizes.
+//! Faults in sizes: chains that can be followed and have parts of wrong sizes.
 
 use super::*;
 
@@ -22,7 +22,10 @@ pub(super) fn all() -> Vec<Fault> {
             make,
             |_, p| {
                 let mut buffers = whole(p);
-                let at = buffers.iter().position(|b| b.writable).expect("an answer");
+                let at = buffers
+                    .iter()
+                    .position(|b| b.writable)
+                    .expect("a chain has a buffer for the answer");
                 buffers.insert(
                     at,
                     Buffer {
@@ -43,7 +46,7 @@ pub(super) fn all() -> Vec<Fault> {
                 let at = buffers
                     .iter()
                     .rposition(|b| !b.writable)
-                    .expect("a request");
+                    .expect("a chain has a buffer for the request");
                 buffers[at].len -= 1;
                 buffers
             },
@@ -136,7 +139,10 @@ pub(super) fn all() -> Vec<Fault> {
             *make,
             |_, p| {
                 let mut buffers = whole(p);
-                buffers.last_mut().expect("an answer").len -= 1;
+                buffers
+                    .last_mut()
+                    .expect("a chain has a buffer for the answer")
+                    .len -= 1;
                 buffers
             },
         ));
@@ -165,7 +171,7 @@ pub(super) fn all() -> Vec<Fault> {
             let data = buffers
                 .iter_mut()
                 .find(|b| b.len as usize == 2 * PAGE)
-                .expect("data");
+                .expect("the chain of a put has a buffer with two pages");
             data.writable = true;
             buffers
         },
@@ -176,11 +182,14 @@ pub(super) fn all() -> Vec<Fault> {
         get,
         |_, p| {
             let mut buffers = whole(p);
-            buffers.last_mut().expect("data").writable = false;
+            buffers
+                .last_mut()
+                .expect("the chain of a get has a buffer for data")
+                .writable = false;
             buffers
         },
     ));
-    // Batches of 65, in a shape that would be right if 65 were allowed.
+    // Batches of 65 pages, in chains that would have the right sizes if 65 pages were allowed.
     out.push(batch_of_65("put of 65 pages", put, |g, p, pages| {
         let head = Buffer {
             addr: p.table,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Faults: well-formed chains with a wrong value in a field.
+//! Faults in fields: well-formed chains with a wrong value in a field of the request.
 
 use super::*;
 
@@ -99,8 +99,8 @@ pub(super) fn all() -> Vec<Fault> {
     let second = BODY + PUT_PAGE_BYTES;
     let index_end = (1u64 << wire::INDEX_BITS).to_le_bytes();
     let max = u64::MAX.to_le_bytes();
-    // The fault is in the second page or range. The first is right, and must not be carried out
-    // either.
+    // The fault is in the second page or range. The first one is correct, and must not be carried
+    // out either.
     out.push(bent("put of object 0", BAD, put, move |e| {
         e.patch(second, &[0; 8])
     }));

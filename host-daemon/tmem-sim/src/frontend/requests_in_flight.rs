@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Requests of the guest in flight: slots of guest memory, chains, answers, waiting.
+//! Requests in flight of the fake guest: it writes them into slots of guest memory, adds chains,
+//! takes answers and waits for them.
 
 use super::*;
 
 impl FakeGuest {
-    /// Writes a request into a free slot, without cutting it into buffers. None: no slot is free.
+    /// Writes a request into a free slot, and adds no chain yet. Returns None if no slot is free.
     #[must_use]
     pub fn place(&mut self, encoded: &Encoded) -> Option<(usize, Placed)> {
         let slot = self.slots_free.pop()?;
         let base = self.slots[slot];
         let (first, tail) = (base + PAGE_BYTES, base + 65 * PAGE_BYTES);
-        // On the side with page data, the metadata ends where the pages begin.
+        // In the part with page data, the metadata ends where the pages begin.
         let readable_big = !encoded.data.is_empty() || encoded.answer_data_bytes == 0;
         let place = |meta: usize, data: usize, big: bool| {
             if big {
@@ -42,13 +43,15 @@ impl FakeGuest {
         ))
     }
 
-    /// Adds a request to a queue without telling the device. None: no room.
+    /// Adds a request to a queue, and does not publish it to the device. Returns None if the ring
+    /// is full or no slot is free.
     pub fn add(&mut self, queue: usize, request: Request, generation: u64) -> Option<u64> {
         let encoded = request.encode(generation);
         self.add_encoded(queue, request, generation, &encoded)
     }
 
-    /// Does [`Self::add`] with bytes that the caller modified. None: no room.
+    /// Does what [`Self::add`] does, with bytes that the caller modified. Returns None if the ring
+    /// is full or no slot is free.
     pub fn add_encoded(
         &mut self,
         queue: usize,
@@ -76,7 +79,7 @@ impl FakeGuest {
     ) -> Option<u64> {
         let token = self.token_next;
         let how = match self.config.cut {
-            // Each request is cut in another way.
+            // Use another seed for each request, so that each is cut at other places.
             Cut::Random { seed, max } => Cut::Random {
                 seed: seed ^ (token << 20),
                 max,
@@ -102,8 +105,9 @@ impl FakeGuest {
         Some(token)
     }
 
-    /// Adds a PUT of pages at their place in the guest's memory, instead of in a slot. The page
-    /// contents of `request` are ignored. None: no room.
+    /// Adds a PUT whose pages stay at their place in the guest's memory and are not copied to a
+    /// slot. The page contents of `request` are ignored. Returns None if the ring is full or no
+    /// slot is free.
     pub fn add_put_of(
         &mut self,
         queue: usize,
@@ -121,8 +125,8 @@ impl FakeGuest {
         self.add_cut(queue, request, generation, (slot, placed), &stretches)
     }
 
-    /// Registers a chain that the caller built by hand from a placed request. `head` goes into the
-    /// avail ring as it is. The answer is read where the request was placed.
+    /// Adds a chain whose descriptors the caller wrote, for a request that [`Self::place`] wrote.
+    /// `head` is put into the avail ring unchanged. The answer is read at the place of the request.
     pub fn add_by_hand(
         &mut self,
         queue: usize,
@@ -145,26 +149,32 @@ impl FakeGuest {
         token
     }
 
-    /// Publishes the added requests to the device, and kicks it if it wants that.
+    /// Publishes the added requests to the device. Kicks the device unless it has disabled kicks.
     ///
     /// # Panics
     /// When the kick descriptor fails, which an eventfd of this process cannot.
     pub fn publish(&mut self, queue: usize) {
         let q = &mut self.queues[queue];
         if q.ring.publish() {
-            q.kick.write(1).expect("eventfd");
+            q.kick
+                .write(1)
+                .expect("writing to an eventfd of this process cannot fail");
         }
     }
 
-    /// Kicks the device whether it wants that or not.
+    /// Kicks the device even if it has disabled kicks.
     ///
     /// # Panics
     /// When the kick descriptor fails, which an eventfd of this process cannot.
     pub fn kick(&self, queue: usize) {
-        self.queues[queue].kick.write(1).expect("eventfd");
+        self.queues[queue]
+            .kick
+            .write(1)
+            .expect("writing to an eventfd of this process cannot fail");
     }
 
-    /// Adds and publishes a request and kicks the device. None: no room.
+    /// Adds a request, publishes it and kicks the device. Returns None if the ring is full or no
+    /// slot is free.
     pub fn submit(&mut self, queue: usize, request: Request) -> Option<u64> {
         let generation = self.generation();
         let token = self.add(queue, request, generation)?;
@@ -189,7 +199,7 @@ impl FakeGuest {
         let p = self
             .pending
             .remove(&used.token)
-            .expect("every chain has a request");
+            .expect("each chain in flight has a request");
         self.slots_free.push(p.slot);
         let encoded_meta = p.request.encode(0).answer_meta_bytes;
         let (meta_at, meta_room) = p.placed.writable[0];
@@ -229,8 +239,8 @@ impl FakeGuest {
         Ok(out)
     }
 
-    /// Waits for at least one answer by sleeping on the call descriptors, so that a missing
-    /// interrupt shows as a late answer.
+    /// Waits for at least one answer. The call sleeps on the call descriptors, so that a missing
+    /// interrupt results in an error.
     ///
     /// # Errors
     /// [`GuestError::Late`] at the deadline, and those of [`Self::poll`].
@@ -265,16 +275,16 @@ impl FakeGuest {
             .iter()
             .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN))
             .collect();
-        let timeout = Timespec::try_from(timeout).expect("a few seconds");
-        // An interrupted sleep is a short one: the caller polls again.
+        let timeout = Timespec::try_from(timeout).expect("the timeout fits into a timespec");
+        // An interrupted sleep does not matter, because the caller polls again.
         let _ = poll(&mut set, Some(&timeout));
         for q in &self.queues {
-            // An empty descriptor is no error here.
+            // An error means that no interrupt came on this queue.
             let _ = q.call.read();
         }
     }
 
-    /// Waits until nothing is in flight.
+    /// Waits until no request is in flight. Returns the answered requests.
     ///
     /// # Errors
     /// Errors of [`Self::wait`].
@@ -298,14 +308,16 @@ impl FakeGuest {
     pub fn call(&mut self, queue: usize, request: Request) -> Result<Answer, GuestError> {
         assert!(
             self.pending.is_empty(),
-            "a call with other requests in flight"
+            "call() was used while {} other requests are in flight",
+            self.pending.len()
         );
         self.submit(queue, request).expect("an empty ring has room");
         let mut done = self.drain(self.config.reply_timeout)?;
         Ok(done.remove(0).answer)
     }
 
-    /// Returns whether the device has signalled an error on a queue since the last call.
+    /// Returns whether the device has signalled an error on a queue since this method was last
+    /// called.
     #[must_use]
     pub fn take_queue_error(&self, queue: usize) -> bool {
         self.queues[queue].err.read().is_ok()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of contents that disappear at once for the caller and are freed later, in steps.
+//! Tests of pages that are detached at once, so that no key finds them, and freed later in steps.
 
 use super::{OPEN, POOL, add, fill, get, maintain_all, new_engine, noise, partly_noise, put};
 use crate::PutResult::Stored;
@@ -7,10 +7,10 @@ use crate::config::TENANT_METADATA_BYTES;
 use crate::cost::{DROP_SAME_NS, FOLLOWED_NS};
 use crate::{Engine, FLUSH_NS_MIN, PAGE_SIZE, Page, Tenant, Time};
 
-/// Empties `tenant` by `empty` and follows its 100 pages until they are freed.
-fn freed_behind(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) -> Option<Tenant>) {
-    // Half of the pages are in the object that goes, some of them same-filled. All pages are stored
-    // a second time elsewhere.
+/// Puts 100 pages of `tenant` and drops them with `empty`. Asserts that the tenant is empty at
+/// once, and that the pages are freed in bounded steps.
+fn is_freed_later(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) -> Option<Tenant>) {
+    // Put pages that compress, and some same-filled ones, in one object.
     for index in 0..100 {
         let page: Page = if index % 10 == 0 {
             [1; PAGE_SIZE]
@@ -28,12 +28,13 @@ fn freed_behind(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) -> O
     );
     assert_eq!(
         after.payload_bytes, before.payload_bytes,
-        "detached pages must still count as held"
+        "detached pages no longer count as held"
     );
     assert_eq!(after.blobs, before.blobs);
     engine.check_invariants();
     if let Some(tenant) = &tenant {
-        // The tenant is empty at once for the caller, and usable while its pages are freed.
+        // The caller finds the tenant empty at once, and can use it while the detached pages are
+        // freed.
         let _ = tenant.create_pool(POOL);
         assert_eq!(tenant.stats().charged_bytes, 0);
         assert_eq!(get(tenant, 1, 1, 1), None);
@@ -44,30 +45,30 @@ fn freed_behind(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) -> O
         let now = engine.stats().detached_pages;
         assert!(
             detached - now <= 10,
-            "{detached} to {now} in one step of 10"
+            "a step of 10 pages lowered the detached pages from {detached} to {now}"
         );
         detached = now;
         engine.check_invariants();
     }
-    assert!(detached <= 10, "the last step ended with {detached}");
+    assert!(detached <= 10, "the last step of 10 pages freed {detached}");
     assert_eq!(engine.stats().detached_pages, 0);
     match &tenant {
-        Some(tenant) => assert_eq!(get(tenant, 1, 1, 2), Some(noise(1)), "the new page stays"),
+        Some(tenant) => assert_eq!(
+            get(tenant, 1, 1, 2),
+            Some(noise(1)),
+            "a page that was put after the drop is gone"
+        ),
         None => assert_eq!(engine.stats().departed_tenants, 0),
     }
     let stats = engine.stats();
-    assert_eq!(
-        (stats.payload_bytes, stats.blobs, stats.pages),
-        (0, 0, 0),
-        "{stats:?}"
-    );
+    assert_eq!((stats.payload_bytes, stats.blobs, stats.pages), (0, 0, 0));
     engine.check_invariants();
 }
 
 #[test]
 fn a_flushed_object_is_detached_at_once_and_freed_later() {
     let engine = new_engine(4 << 20);
-    freed_behind(&engine, add(&engine, "a", None, OPEN), |tenant| {
+    is_freed_later(&engine, add(&engine, "a", None, OPEN), |tenant| {
         tenant.flush(POOL, 1, 0, None).unwrap();
         Some(tenant)
     });
@@ -76,7 +77,7 @@ fn a_flushed_object_is_detached_at_once_and_freed_later() {
 #[test]
 fn a_destroyed_pool_is_detached_at_once_and_freed_later() {
     let engine = new_engine(4 << 20);
-    freed_behind(&engine, add(&engine, "a", None, OPEN), |tenant| {
+    is_freed_later(&engine, add(&engine, "a", None, OPEN), |tenant| {
         tenant.destroy_pool(POOL).unwrap();
         Some(tenant)
     });
@@ -85,7 +86,7 @@ fn a_destroyed_pool_is_detached_at_once_and_freed_later() {
 #[test]
 fn a_cleared_tenant_is_detached_at_once_and_freed_later() {
     let engine = new_engine(4 << 20);
-    freed_behind(&engine, add(&engine, "a", None, OPEN), |tenant| {
+    is_freed_later(&engine, add(&engine, "a", None, OPEN), |tenant| {
         tenant.clear();
         assert_eq!(tenant.stats().pools, 0);
         Some(tenant)
@@ -95,7 +96,7 @@ fn a_cleared_tenant_is_detached_at_once_and_freed_later() {
 #[test]
 fn a_departed_tenant_is_detached_at_once_and_freed_later() {
     let engine = new_engine(4 << 20);
-    freed_behind(&engine, add(&engine, "a", None, OPEN), |tenant| {
+    is_freed_later(&engine, add(&engine, "a", None, OPEN), |tenant| {
         drop(tenant);
         assert_eq!(
             (engine.stats().tenants, engine.stats().departed_tenants),
@@ -106,7 +107,7 @@ fn a_departed_tenant_is_detached_at_once_and_freed_later() {
 }
 
 #[test]
-fn a_clear_keeps_track_of_objects_detached_before_it() {
+fn a_clear_also_frees_objects_that_were_detached_before() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     fill(&tenant, 1, 40);
@@ -117,14 +118,14 @@ fn a_clear_keeps_track_of_objects_detached_before_it() {
     fill(&tenant, 2, 40);
     maintain_all(&engine);
     assert_eq!((tenant.stats().pages, engine.stats().blobs), (40, 40));
-    // The queue contains live pages only: all of them can be evicted, and no more.
+    // The eviction queue must contain exactly the live pages, so 40 pages can be evicted.
     engine.resize(0);
     maintain_all(&engine);
     assert_eq!((tenant.stats().evictions, engine.stats().blobs), (40, 0));
 }
 
-/// Empty pools are freed at once, because a guest can create and end pools faster than background
-/// work would free them.
+/// Creates and destroys empty pools. They must be freed at once, because a guest can create and
+/// destroy pools faster than background work would free them.
 #[test]
 fn empty_pools_are_freed_at_once() {
     let engine = new_engine(4 << 20);
@@ -138,7 +139,7 @@ fn empty_pools_are_freed_at_once() {
     engine.check_invariants();
 }
 
-/// The memory of an ended pool with a page in it is counted until it is free.
+/// Destroys a pool with one page. The memory of both must be counted until it is free.
 #[test]
 fn memory_of_a_destroyed_pool_is_counted_until_freed() {
     let engine = new_engine(4 << 20);
@@ -147,16 +148,20 @@ fn memory_of_a_destroyed_pool_is_counted_until_freed() {
     let held_bytes = engine.stats().held_bytes;
     tenant.destroy_pool(POOL).unwrap();
     let payload_bytes = engine.stats().payload_bytes;
-    assert_eq!(payload_bytes, PAGE_SIZE as u64, "until it is freed");
+    assert_eq!(payload_bytes, PAGE_SIZE as u64);
     assert!(engine.stats().held_bytes > held_bytes - 1024);
     maintain_all(&engine);
     assert_eq!(engine.stats().payload_bytes, 0);
     let left_bytes = engine.stats().metadata_bytes - TENANT_METADATA_BYTES;
-    assert!(left_bytes < 8 << 10, "{left_bytes} B stay");
+    assert!(
+        left_bytes < 8 << 10,
+        "{left_bytes} B of metadata are left after the pool was freed"
+    );
 }
 
-/// A flush of a range of more pages than there are followed keys passes all followed keys once,
-/// however many steps it takes, and charges that pass.
+/// Flushes ranges with more pages than the estimator follows keys. Such a flush must walk over all
+/// followed keys exactly once, in however many steps it is done, and must count the cost of that
+/// walk.
 #[test]
 fn a_large_flush_scans_the_followed_keys_once() {
     let engine = new_engine(4 << 20);
@@ -171,7 +176,7 @@ fn a_large_flush_scans_the_followed_keys_once() {
             break;
         }
     }
-    assert!(calls > 3, "{calls}");
+    assert!(calls > 3, "the flush took only {calls} calls");
     assert_eq!(tenant.stats().gain_steps - before, 500);
     assert_eq!(fill(&tenant, 2, 1000), 1000);
     let before = tenant.stats().gain_steps;
@@ -180,7 +185,10 @@ fn a_large_flush_scans_the_followed_keys_once() {
     let done = tenant.flush_some(POOL, 3, 0, Some(1000), &mut budget_ns);
     assert_eq!(done, Ok(true));
     let steps = tenant.stats().gain_steps - before;
-    assert_eq!(steps, 1001, "index 0 is still followed");
+    assert_eq!(
+        steps, 1001,
+        "the flush did not walk over 1,000 keys of object 2 and page 0 of object 1"
+    );
     assert!(FLUSH_NS_MIN - budget_ns >= steps * FOLLOWED_NS);
 }
 
@@ -196,16 +204,19 @@ fn a_flush_in_steps_stays_within_its_time_budget() {
         let done = tenant.flush_some(POOL, 1, 1, None, &mut budget_ns).unwrap();
         let dropped = before - tenant.stats().pages;
         let spent_ns = FLUSH_NS_MIN - budget_ns;
-        assert!(dropped * DROP_SAME_NS <= spent_ns, "{dropped} pages");
+        assert!(
+            dropped * DROP_SAME_NS <= spent_ns,
+            "dropping {dropped} pages was counted as {spent_ns} ns only"
+        );
         steps += 1;
         if done {
             break;
         }
-        assert!(dropped > 0, "each step makes progress");
+        assert!(dropped > 0, "step {steps} of the flush dropped no page");
     }
-    assert!((3..=10).contains(&steps), "{steps}");
+    assert!((3..=10).contains(&steps), "the flush took {steps} steps");
     assert_eq!(tenant.stats().pages, 1);
-    // There is nothing left to do, and no budget to do it.
+    // Without a budget, a flush does not even look up the object, so it is never done.
     let mut budget_ns = 0;
     for (object, done) in [(2, false), (1, false)] {
         let flushed = tenant.flush_some(POOL, object, 1, None, &mut budget_ns);
