@@ -31,7 +31,7 @@ struct HookTest {
 
 fn host() -> HookTest {
     let daemon = TestDaemon::start_with(&[], |config| {
-        let meminfo = config.run_folder.join("meminfo");
+        let meminfo = config.run_directory.join("meminfo");
         let text = format!("MemAvailable:   {} kB\n", AVAILABLE_BYTES >> 10);
         fs::write(&meminfo, text).expect("written");
         config.pool_size_bytes = POOL_BYTES;

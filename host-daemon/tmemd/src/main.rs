@@ -59,14 +59,18 @@ fn configure(arguments: &Arguments, file: Settings) -> Result<Config, ConfigErro
     let of_control = control.parent().unwrap_or(Path::new("/"));
     let read_only = settings.control_read_only;
     let read_only = read_only.unwrap_or_else(|| read_only_default(&control));
-    let run_folder = settings
+    let run_directory = settings
         .run_directory
         .as_deref()
         .unwrap_or(of_control)
         .join(".");
     // Requests that add a VM name its socket by an absolute path.
-    let run_folder = std::path::absolute(&run_folder)
-        .map_err(|error| ConfigError(format!("run directory {}: {error}", run_folder.display())))?;
+    let run_directory = std::path::absolute(&run_directory).map_err(|error| {
+        ConfigError(format!(
+            "run directory {}: {error}",
+            run_directory.display()
+        ))
+    })?;
     let stalls = settings.memory_pressure;
     let stalls = stalls.unwrap_or_else(|| "/proc/pressure/memory".into());
     let stalls = Some(stalls).filter(|path| path.as_os_str() != "none");
@@ -87,7 +91,7 @@ fn configure(arguments: &Arguments, file: Settings) -> Result<Config, ConfigErro
         control,
         control_group: settings.control_group,
         control_read_only_group: settings.control_read_only_group,
-        run_folder,
+        run_directory,
         vms: settings.vm,
         pressure: (free_min > 0 || stalls.is_some()).then(|| config::PressureConfig {
             host_free_min_bytes: free_min,

@@ -57,7 +57,7 @@ pub struct Config {
     /// Group that may use the read-only socket; None for the daemon's group.
     pub control_read_only_group: Option<Account>,
     /// Folder for the sockets of added VMs. Its folder `vms/` stores the added VMs.
-    pub run_folder: PathBuf,
+    pub run_directory: PathBuf,
     /// The VMs that are served from the start.
     pub vms: Vec<VmConfig>,
     /// When the pool shrinks for the host; None if it never does.
@@ -241,7 +241,7 @@ impl Config {
             control_group: None,
             control_read_only: Some(folder.join("read-only")),
             control_read_only_group: None,
-            run_folder: folder.into(),
+            run_directory: folder.into(),
             vms: vms.iter().map(vm).collect(),
             pressure: None,
             trace: None,

@@ -31,7 +31,7 @@ pub struct Figures {
 /// The parts of the daemon that the control sockets read and change.
 pub struct Sources {
     /// The pool.
-    pub pool: Arc<Engine>,
+    pub engine: Arc<Engine>,
     /// The VMs.
     pub registry: Arc<Registry>,
     /// The data workers.

@@ -186,7 +186,7 @@ fn dedup_saved_bytes(stats: &tmem_pool::EngineStats) -> u64 {
 
 /// Returns the current statistics of the pool.
 pub fn of_pool(control: &Sources) -> api::PoolStats {
-    pool(control, &control.pool.stats())
+    pool(control, &control.engine.stats())
 }
 
 /// Converts statistics of the pool.
@@ -267,7 +267,7 @@ pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
         cpu_other_ms: other,
         cpu_ms: all,
         resident_bytes: int(usage::resident_bytes()),
-        memory_locked: control.pool.is_locked(),
+        memory_locked: control.engine.is_locked(),
         interrupts_lost: int(notifier::lost_interrupts()),
     }
 }

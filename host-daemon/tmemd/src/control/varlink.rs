@@ -347,7 +347,7 @@ impl api::VarlinkInterface for SocketInterface {
         if self.read_only {
             return call.reply_read_only_socket("SetPoolSize".into());
         }
-        let bytes_max = self.control.pool.size_max_bytes();
+        let bytes_max = self.control.engine.size_max_bytes();
         let bytes = u64::try_from(size_bytes).ok();
         match bytes.filter(|bytes| (POOL_BYTES_MIN..=bytes_max).contains(bytes)) {
             Some(bytes) => {
@@ -369,7 +369,7 @@ impl api::VarlinkInterface for SocketInterface {
     fn get_freeable(&self, call: &mut dyn api::Call_GetFreeable) -> varlink::Result<()> {
         let [held, freeable, above_reserves, sparse] = match self.read_only {
             true => self.figures().freeable,
-            false => freeable(&self.control.pool.stats()),
+            false => freeable(&self.control.engine.stats()),
         };
         call.reply(held, freeable, above_reserves, sparse)
     }
@@ -399,7 +399,7 @@ impl SocketInterface {
         let control = &self.control;
         control.snapshot.get(Instant::now(), || {
             let vms = control.registry.vms();
-            let stats = control.pool.stats();
+            let stats = control.engine.stats();
             Figures {
                 list: vms.iter().map(|vm| statistics::vm(vm)).collect(),
                 daemon: statistics::of_daemon(control, &vms),

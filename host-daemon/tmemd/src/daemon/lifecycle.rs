@@ -71,28 +71,28 @@ impl Daemon {
         config.find_accounts()?;
         raise_descriptor_limit();
         let clock = ClockAndEntropy::host();
-        let pool = create_pool(&config)?;
+        let engine = create_engine(&config)?;
         let recorder = match &config.trace {
             Some(trace) => Some(Arc::new(Recorder::create(&trace.path, trace.bytes_max)?)),
             None => None,
         };
-        warn_of_writable_folder(&config.run_folder);
+        warn_of_writable_folder(&config.run_directory);
         let events: Arc<Events> = Arc::default();
-        let registry = create_registry(&config, &pool, &recorder, &events)?;
+        let registry = create_registry(&config, &engine, &recorder, &events)?;
         let heartbeats: Arc<Heartbeats> = Arc::default();
-        let (background, workers) = start_workers(&config, &pool, &clock, &heartbeats)?;
+        let (background, workers) = start_workers(&config, &engine, &clock, &heartbeats)?;
         // The workers have created their io_uring contexts. The calling thread, and all threads that it
         // starts from here on, cannot create others.
         sandbox::narrow(ThreadKind::Serving);
         let size = Arc::new(PoolSize::new(
             config.pressure.as_ref(),
             config.pool_size_bytes,
-            pool.clone(),
+            engine.clone(),
             background.clone(),
             events.clone(),
         ));
         let control = Arc::new(Sources {
-            pool,
+            engine,
             registry,
             workers,
             background,
@@ -201,19 +201,19 @@ impl Drop for Daemon {
 ///
 /// # Errors
 /// The system lacks address space or entropy.
-fn create_pool(config: &Config) -> io::Result<Arc<Engine>> {
+fn create_engine(config: &Config) -> io::Result<Arc<Engine>> {
     let seed = getrandom::u64().map_err(io::Error::other)?;
-    let mut engine = EngineConfig::new(config.pool_size_bytes, seed);
+    let mut engine_config = EngineConfig::new(config.pool_size_bytes, seed);
     // The pool can never get more memory than the host has.
-    engine.size_max_bytes = host_memory_bytes();
-    let pool = Engine::new(engine)?;
-    if !pool.is_locked() {
+    engine_config.size_max_bytes = host_memory_bytes();
+    let engine = Engine::new(engine_config)?;
+    if !engine.is_locked() {
         tracing::warn!(
             "pages of guests can be swapped: this process may not lock memory. Set its limit \
              (LimitMEMLOCK=, RLIMIT_MEMLOCK) to infinity, because the limit counts address space"
         );
     }
-    Ok(pool)
+    Ok(engine)
 }
 
 /// Creates the registry with the VMs of the configuration. Their sockets are bound later.
@@ -222,12 +222,12 @@ fn create_pool(config: &Config) -> io::Result<Arc<Engine>> {
 /// A reserve does not fit, or the system has no descriptor left.
 fn create_registry(
     config: &Config,
-    pool: &Arc<Engine>,
+    engine: &Arc<Engine>,
     recorder: &Option<Arc<Recorder>>,
     events: &Arc<Events>,
 ) -> Result<Arc<Registry>, StartError> {
-    let (pool, recorder, events) = (pool.clone(), recorder.clone(), events.clone());
-    let registry = Registry::new(pool, recorder, events, &config.run_folder)?;
+    let (engine, recorder, events) = (engine.clone(), recorder.clone(), events.clone());
+    let registry = Registry::new(engine, recorder, events, &config.run_directory)?;
     registry.set_pages_per_second(config.vm_pages_per_second);
     for vm in &config.vms {
         registry.give(vm)?;
@@ -241,12 +241,12 @@ fn create_registry(
 /// The system lacks a thread, a descriptor or an io_uring. No thread is left running.
 fn start_workers(
     config: &Config,
-    pool: &Arc<Engine>,
+    engine: &Arc<Engine>,
     clock: &ClockAndEntropy,
     heartbeats: &Arc<Heartbeats>,
 ) -> io::Result<(Arc<BackgroundWorkers>, Arc<Workers>)> {
     let threads = config.background_threads;
-    let background = BackgroundWorkers::start(pool.clone(), clock, threads, heartbeats)?;
+    let background = BackgroundWorkers::start(engine.clone(), clock, threads, heartbeats)?;
     match Workers::start(config.workers, config.waiting, &background, heartbeats) {
         Ok(workers) => Ok((background, Arc::new(workers))),
         Err(error) => {
@@ -288,16 +288,16 @@ fn unix_time_seconds() -> i64 {
 
 /// Warns if any user can create files in the run directory. A VMM shares its guest's memory with the
 /// process that listens on its socket, so another user could create that socket first.
-fn warn_of_writable_folder(run_folder: &Path) {
+fn warn_of_writable_folder(run_directory: &Path) {
     // A missing folder is reported when a socket is bound in it.
-    let Ok(metadata) = std::fs::metadata(run_folder) else {
+    let Ok(metadata) = std::fs::metadata(run_directory) else {
         return;
     };
     if metadata.permissions().mode() & 0o002 != 0 {
         tracing::warn!(
             "everybody can write to {}: the first process to create a VM's socket there gets that VM's \
              memory; remove the permission, or choose another --run-directory",
-            run_folder.display()
+            run_directory.display()
         );
     }
 }

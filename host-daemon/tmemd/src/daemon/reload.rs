@@ -54,7 +54,7 @@ fn set_size_and_quotas(
     config: &Config,
     new: &Config,
 ) -> Result<(), ConfigError> {
-    let size_max_bytes = control.pool.size_max_bytes();
+    let size_max_bytes = control.engine.size_max_bytes();
     let size_bytes = new.pool_size_bytes;
     if size_bytes > size_max_bytes {
         return Err(ConfigError(format!(
@@ -132,7 +132,7 @@ fn settings_for_next_start(old: &Config, new: &Config) -> Vec<String> {
             "control_read_only_group",
             old.control_read_only_group != new.control_read_only_group,
         ),
-        ("run_directory", old.run_folder != new.run_folder),
+        ("run_directory", old.run_directory != new.run_directory),
     ];
     let changed = changes.into_iter().filter(|(_, differs)| *differs);
     changed.map(|(name, _)| name.to_owned()).collect()

@@ -67,7 +67,7 @@ impl BackgroundWorkers {
     /// # Errors
     /// The system lacks a thread; the threads that were started have ended.
     pub fn start(
-        pool: Arc<Engine>,
+        engine: Arc<Engine>,
         clock: &ClockAndEntropy,
         threads: usize,
         heartbeats: &Heartbeats,
@@ -77,7 +77,7 @@ impl BackgroundWorkers {
         BackgroundWorkers::start_with(threads, heartbeats, cpu_time.clone(), move || {
             let mut timed = cpu_time.begin();
             let now = Time(clock.now_ns());
-            pool.maintain_reporting(now, MAINTAIN_PAGES, &mut |work| timed.switch_to(work))
+            engine.maintain_reporting(now, MAINTAIN_PAGES, &mut |work| timed.switch_to(work))
         })
     }
 

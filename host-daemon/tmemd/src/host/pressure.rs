@@ -235,7 +235,7 @@ pub struct PoolSize {
     /// Guards the decision until the pool has applied it. The lock of the VM list may be held
     /// before it; the pool's registry is locked under it.
     governor: Mutex<Governor>,
-    pool: Arc<Engine>,
+    engine: Arc<Engine>,
     background: Arc<BackgroundWorkers>,
     events: Arc<Events>,
     /// The file that reports the host's memory; None if the pool never shrinks for the host.
@@ -251,14 +251,14 @@ impl PoolSize {
     pub fn new(
         pressure: Option<&PressureConfig>,
         full_bytes: u64,
-        pool: Arc<Engine>,
+        engine: Arc<Engine>,
         background: Arc<BackgroundWorkers>,
         events: Arc<Events>,
     ) -> PoolSize {
         let free_min_bytes = pressure.map_or(0, |pressure| pressure.host_free_min_bytes);
         PoolSize {
             governor: Mutex::new(Governor::new(free_min_bytes, full_bytes)),
-            pool,
+            engine,
             background,
             events,
             meminfo: pressure.map(|pressure| pressure.meminfo.clone()),
@@ -279,7 +279,7 @@ impl PoolSize {
     /// Sets another configured size in bytes.
     pub fn set_full(&self, full_bytes: u64) {
         let governor = self.lock();
-        self.pool.set_full(full_bytes);
+        self.engine.set_full(full_bytes);
         self.follow_full(governor, full_bytes);
     }
 
@@ -293,7 +293,7 @@ impl PoolSize {
         quotas: &[(&Tenant, Quota)],
     ) -> Result<(), AdmissionError> {
         let governor = self.lock();
-        self.pool.configure(full_bytes, quotas)?;
+        self.engine.configure(full_bytes, quotas)?;
         if let Some(full_bytes) = full_bytes {
             self.follow_full(governor, full_bytes);
         }
@@ -303,7 +303,7 @@ impl PoolSize {
     /// Resizes the pool, which already admits reserves by that size.
     fn follow_full(&self, mut governor: MutexGuard<'_, Governor>, full_bytes: u64) {
         let size_bytes = governor.set_full(full_bytes);
-        self.pool.resize(size_bytes);
+        self.engine.resize(size_bytes);
         drop(governor);
         self.background.wake();
         let text = format_args!("the configured size of the pool is now {full_bytes} bytes");
@@ -320,7 +320,7 @@ impl PoolSize {
         let mut governor = self.lock();
         let before_bytes = governor.size_bytes;
         if governor
-            .step(now, readings, self.pool.held_bytes())
+            .step(now, readings, self.engine.held_bytes())
             .is_some()
         {
             let why = format_args!("the host is or was short of memory ({readings:?})");
@@ -338,7 +338,7 @@ impl PoolSize {
         };
         let before_bytes = governor.size_bytes;
         let wanted_bytes = room_bytes.saturating_add(governor.free_min_bytes);
-        let held_bytes = self.pool.held_bytes();
+        let held_bytes = self.engine.held_bytes();
         let made = governor.make_room(room_bytes, available_bytes, held_bytes);
         let size_bytes = governor.size_bytes;
         if made.is_some() {
@@ -347,7 +347,7 @@ impl PoolSize {
         } else {
             drop(governor);
         }
-        while self.pool.held_bytes() > size_bytes && Instant::now() < deadline {
+        while self.engine.held_bytes() > size_bytes && Instant::now() < deadline {
             std::thread::sleep(ROOM_POLL);
         }
         self.available_bytes()
@@ -367,7 +367,7 @@ impl PoolSize {
         why: std::fmt::Arguments<'_>,
     ) {
         let (size_bytes, full_bytes) = (governor.size_bytes, governor.full_bytes);
-        self.pool.resize(size_bytes);
+        self.engine.resize(size_bytes);
         drop(governor);
         self.background.wake();
         let counter = match size_bytes < before_bytes {

@@ -428,7 +428,7 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         (JOURNAL.into(), AccessFs::ResolveUnix.into()),
         // An editor that saves the file replaces it by a new one.
         (parent(file), read),
-        (config.run_folder.clone(), all),
+        (config.run_directory.clone(), all),
         (parent(&config.control), all),
     ];
     paths.extend(
@@ -487,10 +487,10 @@ mod tests {
     use tmem_sim::{Missing, skipped};
     use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-    fn config(run_folder: &Path) -> Config {
+    fn config(run_directory: &Path) -> Config {
         Config {
             control_read_only: None,
-            ..Config::for_test(run_folder, &[])
+            ..Config::for_test(run_directory, &[])
         }
     }
 

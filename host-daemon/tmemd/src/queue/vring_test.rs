@@ -43,7 +43,7 @@ struct Guest {
     free: u64,
     heads: u16,
     available: u16,
-    pool: Arc<Engine>,
+    engine: Arc<Engine>,
     /// The VM's rate in pages per second; 0 for no limit.
     pages_per_second: Arc<AtomicU64>,
     clock: Arc<Clock>,
@@ -85,10 +85,10 @@ fn guest_at(base: u16, used: u16) -> Guest {
         .expect("good");
     let memory = Arc::new(memory);
 
-    let pool = Engine::new(EngineConfig::new(64 << 20, 1)).expect("address space");
+    let engine = Engine::new(EngineConfig::new(64 << 20, 1)).expect("address space");
     let config: VmConfig = "name=test,socket=none".parse().expect("good");
     let spec = TenantSpec::new("test", config.quota);
-    let tenant = pool.add_tenant(spec).expect("fits");
+    let tenant = engine.add_tenant(spec).expect("fits");
     tenant.create_pool(1).expect("new");
     let (own, front_end) = UnixStream::pair().expect("sockets");
     let pages_per_second = Arc::default();
@@ -133,7 +133,7 @@ fn guest_at(base: u16, used: u16) -> Guest {
         free: DATA,
         heads: 0,
         available,
-        pool,
+        engine,
         pages_per_second,
         clock,
     }
@@ -231,7 +231,7 @@ impl Guest {
         tenant.put(1, &[put], &mut stored).expect("a live pool");
         assert_eq!(stored, [tmem_pool::PutResult::Stored]);
         if index % 64 == 63 {
-            while self.pool.maintain(tmem_pool::Time(0), 64) {}
+            while self.engine.maintain(tmem_pool::Time(0), 64) {}
         }
     }
 
@@ -255,9 +255,9 @@ impl Guest {
         }
         for sweep in 1..=4 {
             let now = tmem_pool::Time(sweep * 3_600_000_000_000);
-            while self.pool.maintain(now, 64) {}
+            while self.engine.maintain(now, 64) {}
         }
-        let dense = self.pool.stats().denser_blobs;
+        let dense = self.engine.stats().denser_blobs;
         assert_eq!(dense, count, "pages in zstd's form");
         pages
     }
@@ -1225,7 +1225,7 @@ fn a_lost_page_of_the_guest_ends_the_connection() {
             let _place = crate::vm::state::Connected::claim(&guest.link.vm, &own.0).expect("free");
             guest.put(HELD, 8);
             assert_eq!(guest.run_slice(), SliceEnd::Idle);
-            let before = guest.pool.stats().pages;
+            let before = guest.engine.stats().pages;
             assert_eq!((guest.used(), before), (base + 1, 8), "{what}");
             guest.free = REQUEST;
             if what == "answer" {
@@ -1242,7 +1242,7 @@ fn a_lost_page_of_the_guest_ends_the_connection() {
             if what != "used ring" {
                 assert_eq!(guest.used(), base + 1, "{what}: answered");
             }
-            let stored = guest.pool.stats().pages;
+            let stored = guest.engine.stats().pages;
             let expected = if what == "answer" { 0 } else { before };
             assert_eq!(stored, expected, "{what}");
             let counters = &guest.link.vm.counters;

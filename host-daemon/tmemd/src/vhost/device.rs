@@ -580,15 +580,15 @@ mod tests {
         Arc<Workers>,
         Arc<BackgroundWorkers>,
     ) {
-        let pool = tmem_pool::Engine::new(tmem_pool::EngineConfig::new(1 << 20, 1))
+        let engine = tmem_pool::Engine::new(tmem_pool::EngineConfig::new(1 << 20, 1))
             .expect("address space");
         let config: crate::config::settings::VmConfig =
             "name=test,socket=none".parse().expect("good");
         let spec = tmem_pool::TenantSpec::new("test", config.quota);
-        let tenant = pool.add_tenant(spec).expect("fits");
+        let tenant = engine.add_tenant(spec).expect("fits");
         let clock = ClockAndEntropy::host();
         let heartbeats = Arc::default();
-        let background = BackgroundWorkers::start(pool, &clock, 1, &heartbeats).expect("starts");
+        let background = BackgroundWorkers::start(engine, &clock, 1, &heartbeats).expect("starts");
         let workers = Arc::new(
             Workers::start(1, Default::default(), &background, &heartbeats).expect("start"),
         );

@@ -71,12 +71,12 @@ struct Member {
 
 /// The VMs of the daemon.
 pub struct Registry {
-    pool: Arc<Engine>,
+    engine: Arc<Engine>,
     recorder: Option<Arc<Recorder>>,
     events: Arc<Events>,
     /// Rate limit of each VM, see `RequestRate`.
     pages_per_second: Arc<AtomicU64>,
-    run_folder: PathBuf,
+    run_directory: PathBuf,
     store: VmStore,
     /// Guards the VMs in the order of their arrival, and the number of VMs that ever arrived.
     members: Mutex<(Vec<Member>, u32)>,
@@ -108,19 +108,19 @@ impl Registry {
     /// # Errors
     /// The system has no descriptor left.
     pub fn new(
-        pool: Arc<Engine>,
+        engine: Arc<Engine>,
         recorder: Option<Arc<Recorder>>,
         events: Arc<Events>,
-        run_folder: &Path,
+        run_directory: &Path,
     ) -> io::Result<Registry> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         Ok(Registry {
-            pool,
+            engine,
             recorder,
             events,
             pages_per_second: Arc::default(),
-            run_folder: run_folder.into(),
-            store: VmStore::new(run_folder),
+            run_directory: run_directory.into(),
+            store: VmStore::new(run_directory),
             members: Mutex::default(),
             changed: rustix::event::eventfd(0, flags)?,
         })
@@ -173,7 +173,7 @@ impl Registry {
     fn make(&self, came: &mut u32, config: &VmConfig) -> Result<Arc<Vm>, AdmissionError> {
         let mut spec = TenantSpec::new(&config.name, config.quota);
         spec.trust_domain = config.trust_domain.clone();
-        let tenant = self.pool.add_tenant(spec)?;
+        let tenant = self.engine.add_tenant(spec)?;
         let tap = self
             .recorder
             .clone()
@@ -272,7 +272,7 @@ impl Registry {
             let what = format!(
                 "sockets of VMs lie in {}: give its device one there, or start the daemon with another \
                  --run-directory",
-                self.run_folder.display()
+                self.run_directory.display()
             );
             return Err(fault("socket", &spec.socket, what));
         }
@@ -616,7 +616,7 @@ impl Registry {
     /// Returns true if the socket is directly in the run directory.
     fn is_ours(&self, socket: &Path) -> bool {
         let name = socket.file_name();
-        name.is_some_and(|name| self.run_folder.join(name) == socket)
+        name.is_some_and(|name| self.run_directory.join(name) == socket)
     }
 
     fn forget(&self, socket: &Path) {
@@ -663,10 +663,10 @@ mod tests {
     #[test]
     fn the_reserve_of_a_removed_vm_is_free_at_once() {
         const POOL_BYTES: i64 = 16 << 20;
-        let pool = Engine::new(EngineConfig::new(POOL_BYTES as u64, 1)).expect("address space");
+        let engine = Engine::new(EngineConfig::new(POOL_BYTES as u64, 1)).expect("address space");
         let folder = tempfile::tempdir().expect("folder");
         let events = Arc::default();
-        let registry = Registry::new(pool, None, events, folder.path()).expect("a registry");
+        let registry = Registry::new(engine, None, events, folder.path()).expect("a registry");
         let spec = |nth: u32| VmSpec {
             name: format!("vm-{nth}"),
             uuid: format!("00000000-0000-0000-0000-{nth:012}"),

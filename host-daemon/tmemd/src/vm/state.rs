@@ -345,12 +345,12 @@ mod tests {
     /// Such a guest would displace events of other VMs from a subscriber's queue.
     #[test]
     fn reports_in_a_loop_do_not_displace_events_of_other_vms() {
-        let pool = Engine::new(EngineConfig::new(64 << 20, 1)).expect("address space");
+        let engine = Engine::new(EngineConfig::new(64 << 20, 1)).expect("address space");
         let events = Arc::new(Events::default());
         let vm = |name: &str| {
             let config: VmConfig = format!("name={name},socket=none").parse().expect("good");
             let spec = TenantSpec::new(name, config.quota);
-            let tenant = pool.add_tenant(spec).expect("fits");
+            let tenant = engine.add_tenant(spec).expect("fits");
             Vm::new(config, tenant, None, events.clone())
         };
         let (loud, other) = (vm("loud"), vm("other"));

@@ -30,8 +30,8 @@ pub struct StoredVm {
 
 impl VmStore {
     /// Creates the store of a run directory. The directory itself is created when a VM is stored.
-    pub fn new(run_folder: &Path) -> VmStore {
-        VmStore(run_folder.join("vms"))
+    pub fn new(run_directory: &Path) -> VmStore {
+        VmStore(run_directory.join("vms"))
     }
 
     /// Returns the file of a socket; None if the socket has no file name.
