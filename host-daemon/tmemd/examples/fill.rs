@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Fills a daemon's pool through one VM's socket and then tells, a line each, what the pool does:
-//! `fill SOCKET CONTROL MIB`. For tests in which the host, which may be a VM itself, runs short of
-//! memory. It ends with the daemon.
+//! Fills a daemon's pool through one VM's socket and then prints a line with the pool's statistics
+//! five times a second: `fill SOCKET CONTROL MIB`. It ends with the daemon.
+//!
+//! It serves tests in which the host, which may be a VM itself, runs short of memory.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -9,18 +10,18 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use tmem_sim::{Content, Driver, DriverConfig, GuestConfig, PutPage, Request};
 
-/// Pages of a request.
+/// Number of pages of a request.
 const BATCH: u64 = 64;
 
-/// Between two lines.
+/// Time between two lines of output.
 const PERIOD: Duration = Duration::from_millis(200);
 
-/// A pool that does not fill in this time is not going to.
+/// Time after which a pool that is not full counts as unable to fill.
 const FILL_MAX: Duration = Duration::from_secs(300);
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// The pool's figures.
+/// Returns the statistics of the pool.
 fn stats(control: &Path) -> Result<serde_json::Value> {
     let mut stream = UnixStream::connect(control)?;
     stream.write_all(b"{\"method\":\"io.virtiotmem.Control.GetStats\",\"parameters\":{}}\0")?;
@@ -47,7 +48,7 @@ fn main() -> Result<()> {
     driver.settle().map_err(|e| format!("{e:?}"))?;
     driver.create_pool().map_err(|e| format!("{e:?}"))?;
     let begun = Instant::now();
-    // Some are refused while others wait for their final form.
+    // Puts are repeated, because some are refused while other pages wait for their final form.
     for start in (0..).step_by(BATCH as usize) {
         let contents: Vec<Content> = (start..start + BATCH).map(Content::Noise).collect();
         let pages = contents

@@ -53,7 +53,8 @@ mod vm;
 pub use config::settings::{Config, ConfigError, PressureConfig, TraceConfig, VmConfig};
 pub use daemon::lifecycle::{Daemon, StartError};
 
-/// The daemon without its threads and sockets, for the simulator, the fuzzer and the benchmarks only.
+/// Parts of the daemon without threads and sockets, for the simulator, the fuzzer and the
+/// benchmarks only.
 #[doc(hidden)]
 pub mod parts {
     pub use crate::host::background::BackgroundWorkers;

@@ -64,7 +64,8 @@ fn configure(arguments: &Arguments, file: Settings) -> Result<Config, ConfigErro
         .as_deref()
         .unwrap_or(of_control)
         .join(".");
-    // Requests that add a VM name its socket by an absolute path.
+    // The path is made absolute, because requests that add a VM name its socket by an absolute
+    // path.
     let run_directory = std::path::absolute(&run_directory).map_err(|error| {
         ConfigError(format!(
             "run directory {}: {error}",
@@ -140,10 +141,10 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::error::Error>> {
-    // Registered before the daemon starts, so that no signal is lost meanwhile.
+    // Signals are handled before the daemon starts, so that none is lost meanwhile.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     let (mut config, filter) = read(arguments)?;
-    // Looked up while the process may still read the files of users and groups.
+    // Users and groups are looked up while the process may still read their files.
     config.find_accounts()?;
     if let Some(filter) = &filter {
         log.set(filter)?;
@@ -159,7 +160,7 @@ fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::er
         false => sandbox::enter(&config, &arguments.config)?,
     }
     let daemon = Daemon::start(config)?;
-    // Kept until the process ends, because the stop could hang, too.
+    // The watchdog runs until the process ends, because the daemon's stop could hang, too.
     let _watchdog = Watchdog::start(daemon.heartbeats().clone())?;
     watchdog::notify(NotifyState::Ready);
     tracing::info!(pool_size_bytes, workers, vms, "serving");
@@ -199,7 +200,7 @@ mod tests {
     use super::*;
     use clap::CommandFactory;
 
-    /// An option is the key of the file with `-` for `_`, so that both have one name.
+    /// Each option has the name of the file's key, with `-` for `_`.
     #[test]
     fn command_line_options_have_the_names_of_configuration_keys() {
         let only_options = ["config", "check_config", "trace", "trace_max", "no_sandbox"];
@@ -214,7 +215,7 @@ mod tests {
         for option in command.get_arguments().filter_map(|arg| arg.get_long()) {
             let name = option.replace('-', "_");
             let known = keys.contains(&name.as_str()) || only_options.contains(&name.as_str());
-            assert!(known, "--{option}");
+            assert!(known, "no option --{option} exists");
         }
     }
 
@@ -223,7 +224,8 @@ mod tests {
         let socket = |options: &[&str]| {
             let all = [&["tmemd", "--pool-size", "1MiB"], options].concat();
             let arguments = Arguments::parse_from(all);
-            let config = configure(&arguments, Settings::default()).expect("good");
+            let config =
+                configure(&arguments, Settings::default()).expect("the arguments are valid");
             config.control_read_only
         };
         // The exporter uses this path by default.

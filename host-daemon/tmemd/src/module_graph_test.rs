@@ -9,11 +9,11 @@ use std::path::Path;
 
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
-/// Names of the files and directories below `folder`, with the suffix `.rs` removed from files.
+/// Returns the names of the files and directories in `folder`, without the suffix `.rs`.
 fn names(folder: &Path) -> Vec<String> {
-    let entries = std::fs::read_dir(folder).expect("a readable folder");
+    let entries = std::fs::read_dir(folder).expect("cannot list the source directory");
     let name = |entry: std::io::Result<std::fs::DirEntry>| {
-        let name = entry.expect("readable").file_name();
+        let name = entry.expect("cannot read a directory entry").file_name();
         name.to_string_lossy().trim_end_matches(".rs").to_owned()
     };
     entries.map(name).collect()
@@ -38,7 +38,7 @@ fn identifier(text: &str) -> &str {
 /// Returns a cycle of the graph, if it has one.
 fn cycle(graph: &Graph) -> Option<Vec<String>> {
     fn walk(graph: &Graph, path: &mut Vec<String>, done: &mut BTreeSet<String>) -> bool {
-        let node = path.last().expect("a node").clone();
+        let node = path.last().expect("a path has at least one node").clone();
         for next in graph.get(&node).into_iter().flatten() {
             let is_cycle = path.contains(next);
             path.push(next.clone());
@@ -63,7 +63,10 @@ fn a_cycle_of_imports_is_found() {
     let mut graph = Graph::from([edge("a", "b"), edge("b", "c"), edge("d", "b")]);
     assert_eq!(cycle(&graph), None);
     graph.extend([edge("c", "a")]);
-    assert_eq!(cycle(&graph).expect("a cycle"), ["a", "b", "c", "a"]);
+    assert_eq!(
+        cycle(&graph).expect("the graph has a cycle that was not found"),
+        ["a", "b", "c", "a"]
+    );
     let source = "use crate::a::b::{C, D};\n// crate::e::f\nfn f() { crate::g::h::i() }\n\
                   #[cfg(test)]\nmod tests {\n use crate::j::k;\n}";
     let found = imports(source);
@@ -83,12 +86,18 @@ fn files_and_directories_have_no_import_cycle() {
             let name = format!("{folder}::{file}");
             let source = std::fs::read_to_string(root.join(&folder).join(format!("{file}.rs")));
             let source = source.expect("directories contain source files only");
-            assert!(!source.contains("super::super::"), "{name}");
+            assert!(
+                !source.contains("super::super::"),
+                "{name} imports from super::super"
+            );
             for import in imports(&source) {
                 let (to, to_file) = (import[0], import.get(1).copied().unwrap_or(""));
                 let target = root.join(to).join(format!("{to_file}.rs"));
                 let shown = import.join("::");
-                assert!(target.is_file(), "{name}: crate::{shown} names no file");
+                assert!(
+                    target.is_file(),
+                    "{name} imports crate::{shown}, which names no file"
+                );
                 let files = files.entry(name.clone()).or_default();
                 files.insert(format!("{to}::{to_file}"));
                 if to != folder {
@@ -97,8 +106,16 @@ fn files_and_directories_have_no_import_cycle() {
             }
         }
     }
-    assert!(files.len() > 30, "imports are not found: {files:?}");
+    assert!(
+        files.len() > 30,
+        "the imports of only {} files were found: {files:?}",
+        files.len()
+    );
     for graph in [files, folders] {
-        assert_eq!(cycle(&graph), None, "an import cycle");
+        assert_eq!(
+            cycle(&graph),
+            None,
+            "the modules of tmemd import each other in a cycle"
+        );
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The real daemon in its sandbox: as its unit runs it, as a user of its own with two capabilities,
-//! and by hand as root.
+//! Runs the real daemon in its sandbox: as its systemd unit runs it, with a user of its own and two
+//! capabilities, and as root would start it by hand.
 
 mod common;
 
@@ -17,18 +17,18 @@ use tmem_control::{Quota, VarlinkClient, VarlinkClientInterface, VmSpec};
 use tmem_sim::fault::{self, Expect, Target};
 use tmem_sim::{Driver, DriverConfig, Missing, skipped};
 
-/// The user nobody, who owns nothing.
+/// Id of the user nobody, who owns no files.
 const USER: u32 = 65534;
-/// The user that libvirt's QEMUs run as on Debian.
+/// Id of the user that libvirt's QEMUs run as on Debian.
 const QEMU: u32 = 64055;
-/// A group that may use the control socket; nobody is not a member.
+/// Id of a group that may use the control socket; nobody is not a member.
 const ADMINS: u32 = 64058;
-/// CAP_CHOWN and CAP_FOWNER, which the unit grants.
+/// Capabilities that the unit grants: CAP_CHOWN and CAP_FOWNER.
 const CAPABILITIES: u64 = 1 << 0 | 1 << 3;
-/// CAP_IPC_LOCK, which root has outside containers.
+/// Capability CAP_IPC_LOCK, which root has outside containers.
 const IPC_LOCK: u64 = 1 << 14;
 
-/// System call filters that all threads have.
+/// Number of system call filters that all threads have.
 const FILTERS: u32 = 3;
 
 struct Running(Child);
@@ -60,7 +60,7 @@ fn start_by(mut command: Command, folder: &Path, control: &str) -> Running {
         .arg("--trace")
         .arg(folder.join("traces").join(control))
         .spawn();
-    let daemon = Running(child.expect("started"));
+    let daemon = Running(child.expect("cannot start tmemd"));
     until("it serves", || {
         UnixStream::connect(folder.join("run").join(control)).is_ok()
     });
@@ -79,7 +79,8 @@ fn status(pid: u32) -> HashMap<String, String> {
 }
 
 fn status_of(task: &str) -> HashMap<String, String> {
-    let text = fs::read_to_string(format!("/proc/{task}/status")).expect("it runs");
+    let text = fs::read_to_string(format!("/proc/{task}/status"))
+        .expect("cannot read the process's status");
     let lines = text.lines().filter_map(|line| line.split_once(":\t"));
     lines
         .map(|(key, value)| (key.into(), value.into()))
@@ -88,41 +89,45 @@ fn status_of(task: &str) -> HashMap<String, String> {
 
 /// Returns the number of system call filters for each kind of thread.
 fn filters(pid: u32) -> HashMap<String, u32> {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("it runs");
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("cannot list the directory");
     let of_task = |task: PathBuf| {
-        // A connection's thread may end between the list and this read.
+        // A connection's thread may end after it was listed and before its files are read.
         let name = fs::read_to_string(task.join("comm")).ok()?;
         let text = fs::read_to_string(task.join("status")).ok()?;
         let mut lines = text.lines();
         let filters = lines.find_map(|line| line.strip_prefix("Seccomp_filters:\t"));
-        let filters = filters.expect("5.15 or later").parse().expect("a number");
+        let filters = filters
+            .expect("the kernel is older than 5.15 and does not report Seccomp_filters")
+            .parse()
+            .expect("the text is not a number");
         Some((name.trim().split('-').next()?.to_owned(), filters))
     };
     tasks
-        .filter_map(|task| of_task(task.expect("there").path()))
+        .filter_map(|task| of_task(task.expect("cannot read a directory entry").path()))
         .collect()
 }
 
 fn client(control: &Path) -> VarlinkClient {
-    tmem_control::connect(control).expect("connected")
+    tmem_control::connect(control).expect("cannot connect to the control socket")
 }
 
-/// Creates a daemon's program and folders, owned by that user.
+/// Creates the daemon's program and directories, owned by the given user.
 fn folders(user: u32) -> TempDir {
-    let folder = tempfile::tempdir().expect("folder");
+    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
     let at = |name: &str| folder.path().join(name);
-    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("set");
-    // Copied by another process. A process that another test starts meanwhile would inherit a file
-    // that is open for writing, and the copy could not be executed.
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755))
+        .expect("cannot change the file's mode");
+    // Another process copies the program. If this process wrote it, a process that another test
+    // starts meanwhile would inherit the file open for writing, and the copy could not be executed.
     let mut copy = Command::new("cp");
     let copied = copy
         .arg(env!("CARGO_BIN_EXE_tmemd"))
         .arg(at("tmemd"))
         .status();
-    assert!(copied.expect("started").success());
+    assert!(copied.expect("cannot run cp").success());
     for name in ["run", "traces"] {
-        fs::create_dir(at(name)).expect("made");
-        chown(at(name), Some(user), Some(user)).expect("given");
+        fs::create_dir(at(name)).expect("cannot create the directory");
+        chown(at(name), Some(user), Some(user)).expect("cannot change the file's owner");
     }
     folder
 }
@@ -156,35 +161,43 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     let at = |name: &str| folder.path().join(name);
     let daemon = start(folder.path(), "control");
     let socket = at("run/web1.sock");
-    let control = fs::metadata(at("run/control")).expect("there");
+    let control = fs::metadata(at("run/control")).expect("cannot read the file's attributes");
     assert_eq!((control.uid(), control.gid()), (USER, ADMINS));
     let mut full = client(&at("run/control"));
     let mut added = full.add_vm(web1(&socket));
-    assert!(added.call().expect("added").added);
+    assert!(added.call().expect("the daemon did not add the VM").added);
     let mut vm = None;
     until("the socket is there", || {
         vm = UnixStream::connect(&socket).ok();
         vm.is_some()
     });
-    let metadata = fs::metadata(&socket).expect("there");
+    let metadata = fs::metadata(&socket).expect("cannot read the file's attributes");
     assert_eq!((metadata.uid(), metadata.gid()), (QEMU, QEMU));
     assert_eq!(metadata.mode() & 0o777, 0o600);
 
     assert!(
         at("traces/control").exists(),
-        "a trace in a folder of its own"
+        "the trace was not created in its directory"
     );
 
     let status = status(daemon.0.id());
-    let number = |key: &str, radix| u64::from_str_radix(status[key].trim(), radix).expect(key);
+    let number = |key: &str, radix| {
+        u64::from_str_radix(status[key].trim(), radix)
+            .unwrap_or_else(|error| panic!("{key} of the process is not a number: {error}"))
+    };
     assert_eq!(number("NoNewPrivs", 10), 1);
-    // 2 means filter mode.
+    // In this field 2 means filter mode.
     assert_eq!(number("Seccomp", 10), 2);
     assert_eq!(number("CapEff", 16), CAPABILITIES);
     assert_eq!(number("CapBnd", 16), CAPABILITIES);
-    // Other processes of its user cannot inspect it: its files in /proc belong to root.
-    let own = fs::metadata(format!("/proc/{}/mem", daemon.0.id())).expect("it runs");
-    assert_eq!(own.uid(), 0, "it can be traced and dumped");
+    // Other processes of the daemon's user cannot inspect it, because its files in /proc belong to
+    // root.
+    let own = fs::metadata(format!("/proc/{}/mem", daemon.0.id())).expect("tmemd does not run");
+    assert_eq!(
+        own.uid(),
+        0,
+        "the files of tmemd in /proc do not belong to root, so its user can trace it"
+    );
     // Threads that touch pages have one more filter from their start, as have threads that start
     // when the rings exist. Threads of connections have another one.
     until("filters for each kind of thread", || {
@@ -200,22 +213,22 @@ fn the_daemon_serves_a_qemu_of_another_user() {
 
     // A killed daemon leaves a socket that belongs to another user; the next daemon replaces it.
     drop(daemon);
-    fs::remove_file(at("traces/control")).expect("there");
+    fs::remove_file(at("traces/control")).expect("cannot remove the file");
     let _next = start(folder.path(), "control");
     let told = || {
-        let metadata = fs::metadata(&socket).expect("there");
+        let metadata = fs::metadata(&socket).expect("cannot read the file's attributes");
         (metadata.ino(), metadata.uid())
     };
     until("the VM is back", || UnixStream::connect(&socket).is_ok());
     let is = told();
     assert_eq!(is.1, QEMU);
-    // A live daemon's socket is not replaced.
+    // A second daemon does not replace the socket of a running one.
     let _other = start(folder.path(), "other");
-    // The daemon answers after it has tried.
+    // The daemon answers after it has tried to bind the sockets.
     let vms = client(&at("run/other"))
         .list_vms()
         .call()
-        .expect("answers")
+        .expect("the daemon answered the varlink call with an error")
         .vms;
     assert!(vms.is_empty());
     assert_eq!(told(), is);
@@ -239,44 +252,69 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
     let socket = at("run/web1.sock");
     let mut full = client(&at("run/control"));
     let added = full.add_vm(web1(&socket)).call();
-    assert!(added.expect("added").added);
-    assert_eq!(fs::metadata(&socket).expect("there").uid(), QEMU);
-    // So that a connection's thread exists.
-    let _vm = UnixStream::connect(&socket).expect("root may");
+    assert!(added.expect("the daemon did not add the VM").added);
+    assert_eq!(
+        fs::metadata(&socket)
+            .expect("cannot read the file's attributes")
+            .uid(),
+        QEMU
+    );
+    // The connection exists so that the daemon has a connection thread.
+    let _vm = UnixStream::connect(&socket).expect("root can connect to each socket");
 
     let pid = daemon.0.id();
     let may_lock = status(std::process::id())["CapPrm"].clone();
-    let may_lock = u64::from_str_radix(&may_lock, 16).expect("a number") & IPC_LOCK;
+    let may_lock = u64::from_str_radix(&may_lock, 16)
+        .expect("the text is not a hexadecimal number")
+        & IPC_LOCK;
     let keeps = CAPABILITIES | may_lock;
     until("all threads are there", || filters(pid).contains_key("vm"));
-    for task in fs::read_dir(format!("/proc/{pid}/task")).expect("it runs") {
+    for task in fs::read_dir(format!("/proc/{pid}/task")).expect("cannot list the directory") {
         let id = task
-            .expect("there")
+            .expect("cannot read a directory entry")
             .file_name()
             .into_string()
-            .expect("a number");
+            .expect("a thread's id is a number");
         let status = status_of(&format!("{pid}/task/{id}"));
         let name = &status["Name"];
-        let set = |key: &str| u64::from_str_radix(&status[key], 16).expect("a number");
+        let set = |key: &str| {
+            u64::from_str_radix(&status[key], 16).expect("the text is not a hexadecimal number")
+        };
         for key in ["CapEff", "CapPrm", "CapBnd"] {
-            assert_eq!(set(key), keeps, "{key} of {name}");
+            assert_eq!(set(key), keeps, "thread {name} has another set {key}");
         }
-        assert_eq!(set("CapInh") | set("CapAmb"), 0, "{name}");
+        assert_eq!(
+            set("CapInh") | set("CapAmb"),
+            0,
+            "thread {name} has inheritable or ambient capabilities"
+        );
     }
     if may_lock != 0 {
         let locked = status(pid)["VmLck"].clone();
-        assert_ne!(locked.trim(), "0 kB", "pages of guests can be swapped");
+        assert_ne!(
+            locked.trim(),
+            "0 kB",
+            "tmemd locked no memory, so pages of guests can be swapped"
+        );
     }
-    let told = full.get_stats(None).call().expect("answers").daemon;
-    assert_eq!(told.memory_locked, may_lock != 0, "whatever its limit is");
+    let told = full
+        .get_stats(None)
+        .call()
+        .expect("the daemon answered the varlink call with an error")
+        .daemon;
+    assert_eq!(
+        told.memory_locked,
+        may_lock != 0,
+        "memory_locked does not tell whether tmemd has CAP_IPC_LOCK"
+    );
     // The daemon recognizes sockets that it gave to other users as its own.
     drop(daemon);
-    fs::remove_file(at("traces/control")).expect("there");
+    fs::remove_file(at("traces/control")).expect("cannot remove the file");
     let _next = run("control");
     until("the VM is back", || UnixStream::connect(&socket).is_ok());
 }
 
-/// Another user's memory is not locked. The statistics, which tmemctl doctor reads, report it.
+/// A daemon that may not lock memory says so in its statistics, which tmemctl doctor reads.
 #[test]
 fn unlocked_memory_is_logged() {
     if !geteuid().is_root() {
@@ -293,11 +331,16 @@ fn unlocked_memory_is_logged() {
     let stats = client(&folder.path().join("run/control"))
         .get_stats(None)
         .call();
-    assert!(!stats.expect("answers").daemon.memory_locked);
+    assert!(
+        !stats
+            .expect("the daemon answered the varlink call with an error")
+            .daemon
+            .memory_locked
+    );
 }
 
-/// Starts the daemon with the folder `$2` in place of the journal's, and with an environment that
-/// names its stderr as the journal's.
+/// Starts the daemon with the directory `$2` in place of the journal's directory, and with an
+/// environment that names its stderr as the journal's.
 const BESIDE_A_JOURNAL: &str = r#"
 set -e
 mount -t tmpfs none /run
@@ -321,14 +364,16 @@ fn threads_of_all_kinds_log_to_the_journal() {
             "a journal's place can be taken only where user namespaces are allowed",
         );
     }
-    let folder = tempfile::tempdir().expect("folder");
-    let journal = UnixDatagram::bind(folder.path().join("socket")).expect("bound");
-    journal.set_nonblocking(true).expect("set");
+    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
+    let journal = UnixDatagram::bind(folder.path().join("socket")).expect("cannot bind the socket");
+    journal
+        .set_nonblocking(true)
+        .expect("cannot make the socket nonblocking");
     let child = Command::new("unshare")
         .args(["-Urm", "sh", "-c", BESIDE_A_JOURNAL, "sh"])
         .args([Path::new(env!("CARGO_BIN_EXE_tmemd")), folder.path()])
         .spawn();
-    let _daemon = Running(child.expect("started"));
+    let _daemon = Running(child.expect("cannot start tmemd"));
     let mut lines = Vec::new();
     let mut told = |what: &str, parts: &[&str]| {
         until(what, || {
@@ -340,21 +385,34 @@ fn threads_of_all_kinds_log_to_the_journal() {
             lines.iter().any(has_all)
         });
     };
-    let mut driver = Driver::new(common::guest("web1"), DriverConfig::default()).expect("a guest");
+    let mut driver = Driver::new(common::guest("web1"), DriverConfig::default())
+        .expect("cannot create the simulated guest");
     let socket = folder.path().join("web1.sock");
     until("tmemd takes the VM", || {
         driver.guest.connect(&socket).is_ok()
     });
-    driver.guest.start().expect("started");
-    driver.new_generation().expect("answered");
-    driver.settle().expect("answered");
-    driver.create_pool().expect("answered");
+    driver
+        .guest
+        .start()
+        .expect("cannot start the simulated guest");
+    driver
+        .new_generation()
+        .expect("the daemon gave no generation");
+    driver
+        .settle()
+        .expect("the device did not answer each request correctly");
+    driver
+        .create_pool()
+        .expect("the device did not create a pool");
     told(
         "a connection's thread logs",
         &["connected", "TMEM_VM", "web1"],
     );
     let stops = |fault: &fault::Fault| matches!(fault.expect, Expect::Stopped);
-    let fault = fault::all().into_iter().find(stops).expect("there are");
+    let fault = fault::all()
+        .into_iter()
+        .find(stops)
+        .expect("some faults stop a queue");
     let target = Target {
         queue: 1,
         pool: driver.pool(),
@@ -365,6 +423,9 @@ fn threads_of_all_kinds_log_to_the_journal() {
     fault.send(&mut driver.guest, target);
     told("a worker logs", &["stopped until", "TMEM_VM", "web1"]);
     let mut control = client(&folder.path().join("control"));
-    control.flush_vm("web1".into()).call().expect("flushed");
+    control
+        .flush_vm("web1".into())
+        .call()
+        .expect("the daemon did not flush the VM");
     told("a control client's thread logs", &["flushed", "TMEM_PAGES"]);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The control interface end to end, the sockets' files, and a clean stop, without a VM.
+//! Tests the control interface end to end, the files of its sockets, and an orderly stop, without a
+//! VM.
 
 mod common;
 
@@ -31,12 +32,17 @@ fn sockets(config: &Config) -> Vec<PathBuf> {
 
 #[test]
 fn list_and_stats_work_on_both_sockets() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
-    let _daemon = Daemon::start(config.clone()).expect("starts");
+    let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
     for socket in &sockets(&config)[..2] {
-        let mut client = tmem_control::connect(socket).expect("connects");
-        let vms = client.list_vms().call().expect("answers").vms;
+        let mut client =
+            tmem_control::connect(socket).expect("cannot connect to the control socket");
+        let vms = client
+            .list_vms()
+            .call()
+            .expect("the daemon answered the varlink call with an error")
+            .vms;
         let names: Vec<_> = vms.iter().map(|vm| vm.name.as_str()).collect();
         assert_eq!(names, ["db", "web"]);
         assert_eq!(vms[0].trust_domain.as_deref(), Some("team"));
@@ -51,7 +57,10 @@ fn list_and_stats_work_on_both_sockets() {
             Some("01234567-89ab-cdef-0123-456789abcdef")
         );
 
-        let stats = client.get_stats(None).call().expect("answers");
+        let stats = client
+            .get_stats(None)
+            .call()
+            .expect("the daemon answered the varlink call with an error");
         assert_eq!(stats.pool.size_bytes, 64 << 20);
         assert_eq!((stats.daemon.vms, stats.daemon.vms_connected), (2, 0));
         assert_eq!(stats.daemon.workers, 2);
@@ -59,13 +68,13 @@ fn list_and_stats_work_on_both_sockets() {
         let stats = client
             .get_stats(Some("web".into()))
             .call()
-            .expect("answers");
+            .expect("the daemon answered the varlink call with an error");
         assert_eq!(stats.vms.len(), 1);
         assert_eq!(stats.vms[0].name, "web");
         let error = client
             .get_stats(Some("nobody".into()))
             .call()
-            .expect_err("unknown");
+            .expect_err("the daemon returned statistics of an unknown VM");
         assert!(
             matches!(error.kind(), tmem_control::ErrorKind::NoSuchVm(Some(args))
             if args.name == "nobody")
@@ -75,28 +84,32 @@ fn list_and_stats_work_on_both_sockets() {
 
 #[test]
 fn vm_connections_and_refusals_are_counted() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
-    let _daemon = Daemon::start(config.clone()).expect("starts");
-    let mut client = tmem_control::connect(&config.control).expect("connects");
+    let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
+    let mut client =
+        tmem_control::connect(&config.control).expect("cannot connect to the control socket");
     let mut web = || {
         client
             .get_stats(Some("web".into()))
             .call()
-            .expect("answers")
+            .expect("the daemon answered the varlink call with an error")
             .vms
             .remove(0)
     };
-    let vm = UnixStream::connect(&config.vms[0].socket).expect("connects");
+    let vm = UnixStream::connect(&config.vms[0].socket).expect("cannot connect to the socket");
     until("the VM is connected", || web().connected);
-    let mut second = UnixStream::connect(&config.vms[0].socket).expect("connects");
+    let mut second =
+        UnixStream::connect(&config.vms[0].socket).expect("cannot connect to the socket");
     assert_eq!(
-        second.read(&mut [0]).expect("the end"),
+        second
+            .read(&mut [0])
+            .expect("the daemon did not close the second connection"),
         0,
-        "a second one is closed at once"
+        "the daemon sent bytes on the second connection"
     );
     assert_eq!((web().connections, web().connections_refused), (1, 1));
-    assert!(web().connected, "the first one is not touched");
+    assert!(web().connected, "the connected VM was disconnected");
     drop(vm);
     until("the VM is gone", || !web().connected);
 }
@@ -104,36 +117,50 @@ fn vm_connections_and_refusals_are_counted() {
 /// A front end that sends half a message delays neither other connections nor the stop.
 #[test]
 fn an_incomplete_message_blocks_only_its_connection() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
-    let daemon = Daemon::start(config.clone()).expect("starts");
-    // GET_FEATURES, version 1, no payload.
+    let daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
+    // The message is GET_FEATURES of version 1 without a payload.
     let message = [1u32, 1, 0].map(u32::to_ne_bytes).concat();
-    let half = UnixStream::connect(&config.vms[0].socket).expect("connects");
-    (&half).write_all(&message[..7]).expect("sent");
-    let mut other = UnixStream::connect(&config.vms[1].socket).expect("connects");
-    other.set_read_timeout(Some(TIMEOUT)).expect("set");
+    let half = UnixStream::connect(&config.vms[0].socket).expect("cannot connect to the socket");
+    (&half)
+        .write_all(&message[..7])
+        .expect("cannot send the bytes");
+    let mut other =
+        UnixStream::connect(&config.vms[1].socket).expect("cannot connect to the socket");
+    other
+        .set_read_timeout(Some(TIMEOUT))
+        .expect("cannot set the socket's time-out");
     for _ in 0..100 {
-        other.write_all(&message).expect("sent");
-        other.read_exact(&mut [0; 12 + 8]).expect("answered");
+        other.write_all(&message).expect("cannot send the bytes");
+        other
+            .read_exact(&mut [0; 12 + 8])
+            .expect("the daemon did not answer");
     }
-    (&half).write_all(&message[7..]).expect("sent");
-    half.set_read_timeout(Some(TIMEOUT)).expect("set");
+    (&half)
+        .write_all(&message[7..])
+        .expect("cannot send the bytes");
+    half.set_read_timeout(Some(TIMEOUT))
+        .expect("cannot set the socket's time-out");
     (&half)
         .read_exact(&mut [0; 12 + 8])
-        .expect("answered, now that it is whole");
-    (&half).write_all(&message[..3]).expect("sent");
+        .expect("the daemon did not answer the completed message");
+    (&half)
+        .write_all(&message[..3])
+        .expect("cannot send the bytes");
     daemon.stop();
 }
 
 #[test]
 fn only_the_full_socket_changes_quotas() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
-    let _daemon = Daemon::start(config.clone()).expect("starts");
-    let mut full = tmem_control::connect(&config.control).expect("connects");
+    let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
+    let mut full =
+        tmem_control::connect(&config.control).expect("cannot connect to the control socket");
     let sockets = sockets(&config);
-    let mut read_only = tmem_control::connect(&sockets[1]).expect("connects");
+    let mut read_only =
+        tmem_control::connect(&sockets[1]).expect("cannot connect to the control socket");
     let good = Quota {
         reserve_bytes: 1 << 20,
         limit_bytes: None,
@@ -142,20 +169,24 @@ fn only_the_full_socket_changes_quotas() {
     let error = read_only
         .set_quota("web".into(), good.clone())
         .call()
-        .expect_err("read-only");
+        .expect_err("the read-only socket changed a quota");
     assert!(
         matches!(error.kind(), tmem_control::ErrorKind::ReadOnlySocket(_)),
-        "{error}"
+        "the daemon answered with another error: {error}"
     );
     let quota_of = |client: &mut tmem_control::VarlinkClient, number: usize| {
-        client.list_vms().call().expect("answers").vms[number]
+        client
+            .list_vms()
+            .call()
+            .expect("the daemon answered the varlink call with an error")
+            .vms[number]
             .quota
             .clone()
     };
     assert_eq!(quota_of(&mut full, 1).weight, 100);
     full.set_quota("web".into(), good.clone())
         .call()
-        .expect("taken");
+        .expect("the daemon did not change the quota");
     assert_eq!(quota_of(&mut full, 1), good);
     for bad in [
         Quota {
@@ -174,7 +205,7 @@ fn only_the_full_socket_changes_quotas() {
             limit_bytes: Some(1),
             ..good.clone()
         },
-        // This does not fit beside the 4 MiB of the other VM.
+        // This reserve does not fit beside the 4 MiB of the other VM.
         Quota {
             reserve_bytes: 64 << 20,
             ..good.clone()
@@ -183,31 +214,35 @@ fn only_the_full_socket_changes_quotas() {
         let error = full
             .set_quota("web".into(), bad)
             .call()
-            .expect_err("senseless");
+            .expect_err("the daemon accepted an invalid quota");
         assert!(
             matches!(error.kind(), tmem_control::ErrorKind::BadQuota(Some(args))
             if args.name == "web" && !args.reason.is_empty()),
-            "{error}"
+            "the daemon answered with another error: {error}"
         );
     }
     assert_eq!(quota_of(&mut full, 1), good);
 }
 
-/// A client that sends too much, nonsense or half a message affects no other client.
+/// A client that sends too much, invalid bytes or half a message affects no other client.
 #[test]
 fn misbehaving_clients_are_disconnected() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
-    let _daemon = Daemon::start(config.clone()).expect("starts");
-    let half = UnixStream::connect(&config.control).expect("connects");
-    (&half).write_all(b"{\"method\":").expect("sent");
-    let mut client = tmem_control::connect(&config.control).expect("connects");
+    let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
+    let half = UnixStream::connect(&config.control).expect("cannot connect to the socket");
+    (&half)
+        .write_all(b"{\"method\":")
+        .expect("cannot send the bytes");
+    let mut client =
+        tmem_control::connect(&config.control).expect("cannot connect to the control socket");
     for message in [
         vec![b'x'; 1 << 20],
         b"nonsense\0".to_vec(),
         b"{}\0".to_vec(),
         b"\0".to_vec(),
-        // Nested as deeply as fits: parsing must not need as much stack.
+        // The message is nested as deeply as its length permits. Parsing must not need as much
+        // stack.
         [&[b'['; 60 << 10][..], b"\0"].concat(),
         [
             &br#"{"method":"io.virtiotmem.Control.ListVms","parameters":"#[..],
@@ -216,136 +251,187 @@ fn misbehaving_clients_are_disconnected() {
         ]
         .concat(),
     ] {
-        let mut stream = UnixStream::connect(&config.control).expect("connects");
-        stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+        let mut stream =
+            UnixStream::connect(&config.control).expect("cannot connect to the socket");
+        stream
+            .set_read_timeout(Some(TIMEOUT))
+            .expect("cannot set the socket's time-out");
         // The daemon may close the connection before everything is sent.
         let _ = stream.write_all(&message);
         let end = stream.read_to_end(&mut Vec::new());
         let waits = end.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock);
-        assert!(!waits, "it is still there");
-        client.list_vms().call().expect("others are served");
+        assert!(!waits, "the daemon did not close the connection");
+        client
+            .list_vms()
+            .call()
+            .expect("the daemon does not serve other clients");
     }
-    // Two messages at once, the second in two parts.
-    let mut stream = UnixStream::connect(&config.control).expect("connects");
-    stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+    // This client sends two messages at once, and the second one in two parts.
+    let mut stream = UnixStream::connect(&config.control).expect("cannot connect to the socket");
+    stream
+        .set_read_timeout(Some(TIMEOUT))
+        .expect("cannot set the socket's time-out");
     let call = b"{\"method\":\"io.virtiotmem.Control.ListVms\"}\0";
     stream
         .write_all(&[call, &call[..9]].concat())
-        .expect("sent");
-    stream.write_all(&call[9..]).expect("sent");
+        .expect("cannot send the bytes");
+    stream.write_all(&call[9..]).expect("cannot send the bytes");
     let mut answers = Vec::new();
     while answers.iter().filter(|byte| **byte == 0).count() < 2 {
         let mut part = [0; 4096];
-        let read = stream.read(&mut part).expect("an answer");
-        assert!(read > 0, "let go");
+        let read = stream.read(&mut part).expect("the daemon did not answer");
+        assert!(read > 0, "the daemon closed the connection");
         answers.extend_from_slice(&part[..read]);
     }
 }
 
 #[test]
 fn the_number_of_clients_is_limited() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
-    let _daemon = Daemon::start(config.clone()).expect("starts");
+    let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
     let clients: Vec<_> = (0..16)
-        .map(|_| UnixStream::connect(&config.control).expect("connects"))
+        .map(|_| UnixStream::connect(&config.control).expect("cannot connect to the socket"))
         .collect();
     let served = |mut stream: &UnixStream| {
         let call = b"{\"method\":\"io.virtiotmem.Control.ListVms\"}\0";
-        stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+        stream
+            .set_read_timeout(Some(TIMEOUT))
+            .expect("cannot set the socket's time-out");
         stream.write_all(call).is_ok() && stream.read(&mut [0]).is_ok_and(|read| read > 0)
     };
     assert!(clients.iter().all(served));
-    let refused = UnixStream::connect(&config.control).expect("connects");
+    let refused = UnixStream::connect(&config.control).expect("cannot connect to the socket");
     assert!(!served(&refused));
-    // Read-only clients cannot keep out full clients, or the other way round.
-    let other = config.control_read_only.as_ref().expect("configured");
-    assert!(served(&UnixStream::connect(other).expect("connects")));
+    // Clients of the read-only socket cannot use up the places of the other socket, or the other
+    // way round.
+    let other = config
+        .control_read_only
+        .as_ref()
+        .expect("the configuration names a read-only socket");
+    assert!(served(
+        &UnixStream::connect(other).expect("cannot connect to the socket")
+    ));
     drop(clients);
     until("there is room again", || {
-        served(&UnixStream::connect(&config.control).expect("connects"))
+        served(&UnixStream::connect(&config.control).expect("cannot connect to the socket"))
     });
 }
 
 #[test]
 fn sockets_have_their_modes_and_are_removed_at_the_stop() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
-    let daemon = Daemon::start(config.clone()).expect("starts");
+    let daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
     for socket in sockets(&config) {
-        let mode = fs::metadata(&socket).expect("there").permissions().mode();
-        assert_eq!(mode & 0o777, 0o660, "{}", socket.display());
+        let mode = fs::metadata(&socket)
+            .expect("cannot read the file's attributes")
+            .permissions()
+            .mode();
+        assert_eq!(
+            mode & 0o777,
+            0o660,
+            "{} has the wrong mode",
+            socket.display()
+        );
     }
     // Clients of all kinds do not delay the stop.
-    let control = UnixStream::connect(&config.control).expect("connects");
-    let vm = UnixStream::connect(&config.vms[0].socket).expect("connects");
+    let control = UnixStream::connect(&config.control).expect("cannot connect to the socket");
+    let vm = UnixStream::connect(&config.vms[0].socket).expect("cannot connect to the socket");
     daemon.stop();
     for mut stream in [control, vm] {
         // The connection may be reset if it was not accepted yet.
         assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
     }
     for socket in sockets(&config) {
-        assert!(!socket.exists(), "{}", socket.display());
+        assert!(!socket.exists(), "{} still exists", socket.display());
     }
 }
 
 #[test]
 fn stale_sockets_are_replaced_and_live_ones_refused() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     for socket in sockets(&config) {
-        drop(UnixListener::bind(socket).expect("binds"));
+        drop(UnixListener::bind(socket).expect("cannot bind the socket"));
     }
-    let daemon = Daemon::start(config.clone()).expect("replaces them");
+    let daemon = Daemon::start(config.clone())
+        .expect("a daemon does not replace the sockets of an ended one");
     for (number, socket) in sockets(&config).iter().enumerate() {
-        let other = tempfile::tempdir().expect("directory");
+        let other = tempfile::tempdir().expect("cannot create a temporary directory");
         let mut second = self::config(other.path());
         match number {
             0 => second.control = socket.clone(),
             1 => second.control_read_only = Some(socket.clone()),
             _ => second.vms[number - 2].socket = socket.clone(),
         }
-        let error = Daemon::start(second).err().expect("live").to_string();
-        assert!(error.contains(&socket.display().to_string()), "{error}");
-        assert!(socket.exists(), "the first daemon's {}", socket.display());
+        let error = Daemon::start(second)
+            .err()
+            .expect("a second daemon started on the sockets of a running one")
+            .to_string();
+        assert!(
+            error.contains(&socket.display().to_string()),
+            "the error does not name the socket: {error}"
+        );
+        assert!(
+            socket.exists(),
+            "the second daemon removed {}",
+            socket.display()
+        );
     }
-    let mut client = tmem_control::connect(&config.control).expect("connects");
+    let mut client =
+        tmem_control::connect(&config.control).expect("cannot connect to the control socket");
     client
         .list_vms()
         .call()
-        .expect("the first daemon still serves");
+        .expect("the first daemon does not serve any more");
     drop(daemon);
 
-    fs::write(&config.control, "precious").expect("written");
+    fs::write(&config.control, "precious").expect("cannot write the file");
     let error = Daemon::start(config.clone())
         .err()
-        .expect("a file")
+        .expect("a daemon started although a file is in place of its socket")
         .to_string();
-    assert!(error.contains("not a socket"), "{error}");
-    assert_eq!(fs::read(&config.control).expect("there"), b"precious");
+    assert!(
+        error.contains("not a socket"),
+        "the error has another text: {error}"
+    );
+    assert_eq!(
+        fs::read(&config.control).expect("cannot read the file"),
+        b"precious"
+    );
 }
 
 #[test]
 fn a_socket_of_another_daemon_is_not_removed() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
-    let daemon = Daemon::start(config.clone()).expect("starts");
-    // Created elsewhere first, because the file system may give a freed inode to the next file.
+    let daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
+    // The file is created elsewhere first, because the file system may give a freed inode to the
+    // next file.
     let other = directory.path().join("other");
-    let _other = UnixListener::bind(&other).expect("binds");
-    fs::rename(&other, &config.control).expect("replaced");
+    let _other = UnixListener::bind(&other).expect("cannot bind the socket");
+    fs::rename(&other, &config.control).expect("cannot rename the file");
     daemon.stop();
     assert!(config.control.exists());
 }
 
 #[test]
 fn reserves_that_do_not_fit_are_refused() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let mut config = config(directory.path());
     config.vms[0].quota.reserve_bytes = 64 << 20;
-    let error = Daemon::start(config.clone()).err().expect("too much");
-    assert!(matches!(error, StartError::Config(_)), "{error}");
-    assert!(error.to_string().contains("VM \"db\""), "{error}");
+    let error = Daemon::start(config.clone())
+        .err()
+        .expect("a configuration was accepted whose reserves exceed the pool");
+    assert!(
+        matches!(error, StartError::Config(_)),
+        "the daemon started or ended for another reason: {error}"
+    );
+    assert!(
+        error.to_string().contains("VM \"db\""),
+        "the error does not name the VM: {error}"
+    );
     assert!(sockets(&config).iter().all(|socket| !socket.exists()));
 }
 
@@ -354,7 +440,7 @@ struct Running(Child);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Both calls fail if the daemon has already ended, which is fine.
+        // Both calls fail if the daemon has already ended, which is no error here.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -372,33 +458,46 @@ fn tmemd(directory: &Path) -> Running {
         let vm = format!("socket={},name={}", vm.socket.display(), vm.name);
         command.args(["--vm", &vm]);
     }
-    Running(command.stderr(Stdio::piped()).spawn().expect("runs"))
+    Running(
+        command
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("cannot run the program"),
+    )
 }
 
 #[test]
 fn signals_end_the_daemon_cleanly() {
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
-        let directory = tempfile::tempdir().expect("directory");
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let config = config(directory.path());
         let Running(child) = &mut tmemd(directory.path());
         until("it serves", || {
             UnixStream::connect(&config.vms[1].socket).is_ok()
         });
         let pid = rustix::process::Pid::from_child(child);
-        rustix::process::kill_process(pid, signal).expect("sent");
-        assert_eq!(child.wait().expect("ends").code(), Some(0));
+        rustix::process::kill_process(pid, signal).expect("cannot send the signal");
+        assert_eq!(
+            child.wait().expect("cannot wait for the process").code(),
+            Some(0)
+        );
         let mut log = String::new();
         child
             .stderr
             .take()
-            .expect("piped")
+            .expect("the process has a pipe")
             .read_to_string(&mut log)
-            .expect("UTF-8");
-        assert!(log.contains("serving") && log.contains("stopped"), "{log}");
+            .expect("the text is not UTF-8");
+        assert!(
+            log.contains("serving") && log.contains("stopped"),
+            "the log does not report start and end: {log}"
+        );
         assert_eq!(
-            fs::read_dir(directory.path()).expect("there").count(),
+            fs::read_dir(directory.path())
+                .expect("cannot list the directory")
+                .count(),
             0,
-            "no socket is left"
+            "the daemon left a socket"
         );
     }
 }
@@ -406,18 +505,21 @@ fn signals_end_the_daemon_cleanly() {
 fn log_of(mut daemon: Running) -> String {
     let Running(child) = &mut daemon;
     let pid = rustix::process::Pid::from_child(child);
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("sent");
-    child.wait().expect("ends");
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM)
+        .expect("cannot send the signal");
+    child.wait().expect("cannot wait for the process");
     let mut log = String::new();
-    let mut stderr = child.stderr.take().expect("piped");
-    stderr.read_to_string(&mut log).expect("UTF-8");
+    let mut stderr = child.stderr.take().expect("the process has a pipe");
+    stderr
+        .read_to_string(&mut log)
+        .expect("the text is not UTF-8");
     log
 }
 
 /// A user who may connect must not be able to fill the host's disk.
 #[test]
 fn log_lines_of_clients_are_rate_limited() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     let daemon = tmemd(directory.path());
     let connect = || UnixStream::connect(&config.control);
@@ -425,71 +527,88 @@ fn log_lines_of_clients_are_rate_limited() {
     let begun = Instant::now();
     let too_much = vec![b'x'; (64 << 10) + 1];
     for _ in 0..50 {
-        let mut stream = connect().expect("connects");
+        let mut stream = connect().expect("cannot connect to the VM's socket");
         // The daemon may close the connection before everything is sent.
         let _ = stream.write_all(&too_much);
         let _ = stream.read(&mut [0]);
     }
     let mut served = Vec::new();
     for _ in 0..100 {
-        let mut stream = connect().expect("connects");
-        stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+        let mut stream = connect().expect("cannot connect to the VM's socket");
+        stream
+            .set_read_timeout(Some(TIMEOUT))
+            .expect("cannot set the socket's time-out");
         let _ = stream.write_all(b"{\"method\":\"io.virtiotmem.Control.ListVms\"}\0");
         if stream.read(&mut [0]).is_ok_and(|read| read > 0) {
             served.push(stream);
         }
     }
-    assert_eq!(served.len(), 16, "others were refused");
+    assert_eq!(served.len(), 16, "not exactly 16 clients were served");
     let log = log_of(daemon);
     let lines = log.matches("control socket: a client").count();
-    // A burst of ten, and one every five seconds.
+    // The limit admits a burst of ten lines and one every five seconds.
     let bound = 11 + 2 * begun.elapsed().as_secs() as usize / 5;
-    assert!((1..=bound).contains(&lines), "{lines} lines: {log}");
+    assert!(
+        (1..=bound).contains(&lines),
+        "{lines} lines were logged, not 1 to {bound}: {log}"
+    );
 }
 
-/// docs/control.md: 64 KiB bound a client's messages, not the answers.
+/// The limit of 64 KiB in docs/control.md applies to messages of clients, not to answers.
 #[test]
 fn an_answer_may_be_longer_than_a_call() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let mut config = config(directory.path());
     config.vms = (0..64)
         .map(|nr| {
             let socket = directory.path().join(format!("{nr}.sock"));
             let text = format!("socket={},name=vm-{nr}", socket.display());
-            text.parse().expect("good")
+            text.parse().expect("the VM's settings are valid")
         })
         .collect();
-    let _daemon = Daemon::start(config.clone()).expect("starts");
-    let mut stream = UnixStream::connect(&config.control).expect("connects");
-    stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+    let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
+    let mut stream = UnixStream::connect(&config.control).expect("cannot connect to the socket");
+    stream
+        .set_read_timeout(Some(TIMEOUT))
+        .expect("cannot set the socket's time-out");
     let call = b"{\"method\":\"io.virtiotmem.Control.GetStats\",\"parameters\":{}}\0";
-    stream.write_all(call).expect("sent");
+    stream.write_all(call).expect("cannot send the bytes");
     let mut answer = Vec::new();
     let mut part = [0; 4096];
     while answer.last() != Some(&0) {
-        let read = stream.read(&mut part).expect("answers");
-        assert!(read > 0, "it ends after {} bytes", answer.len());
+        let read = stream.read(&mut part).expect("the daemon did not answer");
+        assert!(read > 0, "the answer ended after {} bytes", answer.len());
         answer.extend_from_slice(&part[..read]);
     }
-    assert!(answer.len() > 64 << 10, "{} bytes", answer.len());
+    assert!(
+        answer.len() > 64 << 10,
+        "the answer has only {} bytes, which fit into the socket's buffer",
+        answer.len()
+    );
     let answer: serde_json::Value =
-        serde_json::from_slice(&answer[..answer.len() - 1]).expect("JSON");
+        serde_json::from_slice(&answer[..answer.len() - 1]).expect("the text is not JSON");
     let vms = answer["parameters"]["vms"].as_array().map(Vec::len);
     assert_eq!(vms, Some(64));
 }
 
-/// A VMM gives its memory to the process that listens on its socket.
+/// The daemon warns if other users can create sockets in its directory, because a VMM gives its
+/// memory to the process that listens on its socket.
 #[test]
 fn a_world_writable_folder_is_logged() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     for (mode, named) in [(0o770, false), (0o777, true)] {
-        fs::set_permissions(directory.path(), fs::Permissions::from_mode(mode)).expect("set");
+        fs::set_permissions(directory.path(), fs::Permissions::from_mode(mode))
+            .expect("cannot change the file's mode");
         let daemon = tmemd(directory.path());
         until("it serves", || UnixStream::connect(&config.control).is_ok());
         let log = log_of(daemon);
         let warning = format!("everybody can write to {}", directory.path().display());
-        assert_eq!(log.contains(&warning), named, "{mode:o}: {log}");
+        assert_eq!(
+            log.contains(&warning),
+            named,
+            "mode {mode:o}: the warning is missing or wrong: {log}"
+        );
     }
 }
 
@@ -511,28 +630,28 @@ fn invalid_arguments_are_named() {
         let output = Command::new(env!("CARGO_BIN_EXE_tmemd"))
             .args(arguments)
             .output()
-            .expect("runs");
+            .expect("cannot run the program");
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(
             !output.status.success() && error.contains(part),
-            "{arguments:?}: {error}"
+            "{arguments:?}: tmemd started, or its error has no {part:?}: {error}"
         );
     }
 }
 
-/// Files in the test's directory stand for the host's files, because the test cannot make a machine
-/// short of memory.
+/// Files in the test's directory replace the files of the host, because the test cannot make a
+/// machine short of memory.
 #[test]
 fn the_pool_shrinks_for_the_host_and_grows_back() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let path = |name: &str| directory.path().join(name);
-    // Replaced atomically, like the kernel's files.
+    // The files are replaced atomically, as the kernel's files change.
     let host = |available: u64, stall_us: u64| {
         let meminfo = format!("MemAvailable:   {} kB\n", available >> 10);
         let pressure = format!("some avg10=0.00 avg60=0.00 avg300=0.00 total={stall_us}\n");
         for (name, text) in [("meminfo", meminfo), ("pressure", pressure)] {
-            fs::write(path("new"), text).expect("written");
-            fs::rename(path("new"), path(name)).expect("renamed");
+            fs::write(path("new"), text).expect("cannot write the file");
+            fs::rename(path("new"), path(name)).expect("cannot rename the file");
         }
     };
     host(1 << 30, 0);
@@ -544,9 +663,16 @@ fn the_pool_shrinks_for_the_host_and_grows_back() {
         }),
         ..config(directory.path())
     };
-    let _daemon = Daemon::start(config.clone()).expect("starts");
-    let mut client = tmem_control::connect(&config.control).expect("connects");
-    let mut pool = || client.get_stats(None).call().expect("answers").pool;
+    let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
+    let mut client =
+        tmem_control::connect(&config.control).expect("cannot connect to the control socket");
+    let mut pool = || {
+        client
+            .get_stats(None)
+            .call()
+            .expect("the daemon answered the varlink call with an error")
+            .pool
+    };
     assert_eq!((pool().size_bytes, pool().host_shrinks), (64 << 20, 0));
 
     host((256 << 20) - (1 << 20), 0);
@@ -558,7 +684,7 @@ fn the_pool_shrinks_for_the_host_and_grows_back() {
     host(1 << 30, 0);
     until("it begins to grow", || pool().host_grows > 0);
     let size_bytes = pool().size_bytes;
-    // A quarter of the time is spent waiting.
+    // Tasks wait for memory during a quarter of the time.
     let begun = Instant::now();
     until("waits are noticed", || {
         host(1 << 30, begun.elapsed().as_micros() as u64 / 4);

@@ -40,7 +40,7 @@ fn nothing_changes(driver: &Driver, neighbour: &mut Driver, after: &str) {
     let changed = driver.guest.ram().changed_pages(&before);
     assert!(
         changed.is_empty(),
-        "pages {changed:x?} changed after {after}"
+        "pages {changed:x?} of the guest changed after {after}"
     );
 }
 
@@ -51,7 +51,7 @@ fn slots() -> GuestConfig {
     }
 }
 
-/// Pause and continue with batches in flight.
+/// The VM is paused and continues with batches in flight.
 #[test]
 fn a_pause_releases_memory_and_keeps_the_cache() {
     let seed = seed("a_pause_releases_memory_and_keeps_the_cache");
@@ -75,7 +75,7 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
         met += driver.guest.in_flight();
         for (queue, base) in bases.iter().enumerate() {
             let used = driver.guest.ring(queue).used_idx_in_memory();
-            assert_eq!(used, *base, "queue {queue}: taken and not answered");
+            assert_eq!(used, *base, "queue {queue}: a taken chain was not answered");
         }
         nothing_changes(&driver, &mut neighbour, "GET_VRING_BASE");
         driver.collect().unwrap();
@@ -84,7 +84,7 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
         assert_eq!(
             driver.guest.generation(),
             generation,
-            "a pause keeps the generation"
+            "the generation changed although the VM was only paused"
         );
         driver.settle().unwrap();
     }
@@ -105,7 +105,7 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
     assert_eq!(driver.model.counts().hits - hits, kept as u64);
 }
 
-/// RESET_DEVICE and the end of a connection, with batches in flight.
+/// RESET_DEVICE and the end of a connection come while batches are in flight.
 #[test]
 fn a_reset_releases_memory_and_empties_the_cache() {
     let seed = seed("a_reset_releases_memory_and_empties_the_cache");
@@ -141,7 +141,7 @@ fn changing_the_memory_table_under_load_loses_no_request() {
     for mem_slots in [false, true] {
         let mut daemon = Daemon::start(&[("a", None)]);
         let mut ram = guest("a").ram;
-        // A region that comes and goes and contains nothing.
+        // This region is added and removed, and contains nothing.
         ram.push(RamRegion {
             start: 2 << 32,
             size_bytes: 1 << 20,
@@ -168,7 +168,7 @@ fn changing_the_memory_table_under_load_loses_no_request() {
         driver.get_all().unwrap();
         let counts = driver.model.counts();
         println!("{counts:?}");
-        assert!(counts.hits > 100, "{counts:?}");
+        assert!(counts.hits > 100, "the guest had too few hits: {counts:?}");
     }
 }
 
@@ -195,13 +195,13 @@ fn a_refused_put_leaves_nothing() {
     for round in 0.. {
         assert!(
             round < 1500,
-            "no drain met a batch: {refused} pages refused"
+            "no drain interrupted a batch in 1500 rounds: {refused} pages refused"
         );
         for object in 1..=4 {
             driver.put(object, 0, 64);
         }
         driver.settle().unwrap();
-        // The cookies of the older versions, then the cookies of the refused puts.
+        // The list has the cookies of the older versions, then those of the refused puts.
         let mut cookies: Vec<(Key, u64)> = Vec::new();
         cookies.extend(driver.index().iter().map(|(k, c)| (*k, *c)));
         for object in 1..=4 {
@@ -257,7 +257,7 @@ fn a_removed_region_is_unmapped() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut neighbour = daemon.driver("b", seed);
     for round in 0..12 {
-        // Rings in the first region, buffers in the second.
+        // The rings are in the first region, the buffers in the second.
         let ram = vec![
             RamRegion {
                 start: 0,
@@ -275,7 +275,7 @@ fn a_removed_region_is_unmapped() {
         };
         let machine = GuestConfig {
             ram,
-            // REM_MEM_REG, or a table without the region.
+            // The region is removed by REM_MEM_REG, or by a table without it.
             mem_slots: round % 2 == 0,
             ..slots()
         };
@@ -288,7 +288,7 @@ fn a_removed_region_is_unmapped() {
         let gone: Vec<_> = changed.iter().filter(|&&p| p >= (1 << 32) / 4096).collect();
         assert!(
             gone.is_empty(),
-            "pages {gone:x?} of a region that is gone were written"
+            "the daemon wrote to pages {gone:x?} of a region that was removed"
         );
         // Answers to requests that the daemon took are present and correct.
         driver.collect().unwrap();
@@ -340,14 +340,15 @@ fn staged(driver: &mut Driver, object: u64) {
     driver.guest.add(0, report, generation).unwrap();
 }
 
-/// A migration ends with GET_VRING_BASE or with the connection.
+/// A migration ends with GET_VRING_BASE or with the end of the connection.
 #[test]
 fn a_short_dirty_log_is_reported_before_the_migration_ends() {
     let region = |start, size_bytes| RamRegion { start, size_bytes };
     for stops in [true, false] {
         let mut daemon = Daemon::start(&[("a", None)]);
         let config = GuestConfig {
-            // Rings in the first region, which the log covers, buffers in the second.
+            // The rings are in the first region, which the log covers, and the buffers in the
+            // second.
             ram: vec![region(0, 128 << 10), region(1 << 32, 8 << 20)],
             request_queues: 1,
             ..guest("a")
@@ -360,20 +361,28 @@ fn a_short_dirty_log_is_reported_before_the_migration_ends() {
         driver.get(5, 0, 64);
         driver.settle().unwrap();
         let told = |daemon: &Daemon| {
-            let log = std::fs::read_to_string(daemon.path("log")).expect("its log");
+            let log = std::fs::read_to_string(daemon.path("log")).expect("cannot read the log");
             log.matches("could not be marked in the dirty log").count()
         };
         assert_eq!(
             told(&daemon),
             0,
-            "the lost marks were reported without a request"
+            "the lost marks were reported before a request caused them"
         );
         if stops {
             driver.guest.stop().unwrap();
-            assert_eq!(told(&daemon), 1, "before GET_VRING_BASE is answered");
+            assert_eq!(
+                told(&daemon),
+                1,
+                "the lost marks were not reported before the answer to GET_VRING_BASE"
+            );
         }
         driver.guest.hang_up().unwrap();
-        assert_eq!(told(&daemon), 1, "stops: {stops}");
+        assert_eq!(
+            told(&daemon),
+            1,
+            "the lost marks were not reported exactly once (VM stopped before: {stops})"
+        );
     }
 }
 
@@ -423,7 +432,7 @@ fn the_dirty_log_covers_all_written_pages() {
                         .collect::<Vec<_>>()
             };
             daemon.until("all is answered", || used(&driver));
-            // The mark of a published answer may follow the index, but not the stop.
+            // The mark of a published answer may come after the used index, but not after the stop.
             driver.guest.stop().unwrap();
         }
         let changed = driver.guest.ram().changed_pages(&before);
@@ -435,19 +444,20 @@ fn the_dirty_log_covers_all_written_pages() {
         let missing: Vec<_> = device.iter().filter(|&&p| !log.is_dirty(p)).collect();
         assert!(
             missing.is_empty(),
-            "round {round}: pages {missing:x?} changed and not logged"
+            "round {round}: pages {missing:x?} changed and are not in the dirty log"
         );
         if round < 3 {
             assert!(
                 device.len() > 64 + 3,
-                "hits were to be written: {}",
+                "the daemon wrote only {} pages: the gets had too few hits",
                 device.len()
             );
         }
-        // The log contains only written pages: 5 answers, 136 pages, two used rings.
+        // The log contains only pages that were written: those of 5 answers with 136 pages, and of
+        // two used rings.
         assert!(
             log.dirty_pages() < 200,
-            "{} pages logged",
+            "{} pages are in the dirty log, more than were written",
             log.dirty_pages()
         );
         let done = driver.guest.poll_all().unwrap();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A daemon that is stopped while its front end hangs up. When it continues, the guest has other
-//! data in the memory that the daemon still maps, and no byte of it may change.
+//! A daemon that is stopped while its front end hangs up. When the daemon continues, it still maps
+//! the guest's memory, which has other data by then. The daemon must not change a byte of that
+//! memory.
 //!
 //! QEMU gives up on a daemon that does not answer, and the guest continues without it. The guest
 //! may reset the device or reboot, and use the memory of rings and buffers for other data.
@@ -13,21 +14,22 @@ use tmem_sim::requests::PAGE;
 use tmem_sim::ring::{F_NEXT, F_WRITE};
 use tmem_sim::{Desc, Driver, FakeGuest, Request};
 
-/// Each round is a race between the workers and the control thread, which the workers would win in
-/// some.
+/// Number of rounds. In each round the daemon's workers race with its control thread, which detects
+/// the hang-up. Without a check, the workers write to memory first in some of the rounds.
 const ROUNDS: u64 = 60;
 
-/// Chains that each ring appears to contain.
+/// Number of chains that the overwritten ring of each queue appears to contain.
 const CHAINS: u16 = 16;
 
-/// Pages that each of these chains requests.
+/// Number of pages that each of these chains requests.
 const CHAIN_PAGES: u64 = 2;
 
-/// Content of all other memory.
+/// Byte with which all other memory is filled.
 const CANARY: u8 = 0xa5;
 
-/// Fills all memory with canaries. In the ring of each request queue it leaves apparent requests
-/// for pages that the daemon holds, with buffers that contain canaries.
+/// Fills all guest memory with canary bytes, and leaves what looks like requests in the ring of
+/// each request queue. They request pages that the daemon holds, into buffers that contain canary
+/// bytes.
 fn overwrite(driver: &Driver) {
     let (guest, ram) = (&driver.guest, driver.guest.ram());
     let index = |queue| guest.ring(queue).used_idx_in_memory();
@@ -82,7 +84,11 @@ fn get(driver: &Driver, object: u64, first: u64) -> Request {
     };
     let mut cookies: Vec<(u64, u64)> = driver.index().iter().filter_map(cookie).collect();
     cookies.sort_unstable();
-    assert_eq!(cookies.len() as u64, CHAIN_PAGES, "held");
+    assert_eq!(
+        cookies.len() as u64,
+        CHAIN_PAGES,
+        "the model lacks pages of the chain"
+    );
     Request::Get {
         pool: driver.pool(),
         object,
@@ -108,7 +114,10 @@ fn a_daemon_stopped_during_a_hang_up_writes_nothing() {
         daemon.suspend();
         for queue in 1..queues {
             let request = get(&driver, queue as u64, 0);
-            driver.guest.submit(queue, request).expect("room");
+            driver
+                .guest
+                .submit(queue, request)
+                .expect("the queue has room for the request");
         }
         driver.put(40, 0, 2);
         driver.put(41, 300, 302);
@@ -118,8 +127,8 @@ fn a_daemon_stopped_during_a_hang_up_writes_nothing() {
         let before = driver.guest.ram().snapshot();
         daemon.resume();
 
-        // A VM has one connection. The daemon accepts another after it has released the memory of
-        // the first.
+        // A VM has one connection. The daemon accepts another one after it has released the memory
+        // of the first.
         daemon.until("the daemon notices", || probe.connect(&socket).is_ok());
         probe.disconnect();
         let pages = driver.guest.ram().changed_pages(&before);
@@ -129,10 +138,11 @@ fn a_daemon_stopped_during_a_hang_up_writes_nothing() {
     }
     assert!(
         changed.is_empty(),
-        "in {} of {ROUNDS} rounds the daemon wrote to memory that it had lost: {changed:x?}",
+        "in {} of {ROUNDS} rounds the daemon wrote to guest memory after the hang-up: pages \
+         {changed:x?}",
         changed.len()
     );
-    // A later connection is served.
+    // The daemon serves a later connection.
     let mut driver = daemon.driver("a", ROUNDS);
     common::work(&mut driver, 100);
 }

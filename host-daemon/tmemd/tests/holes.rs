@@ -21,10 +21,11 @@ const ROUNDS: usize = 5;
 /// Longest wait of a guest's reader for an answer.
 const DEADLINE: Duration = Duration::from_millis(20);
 
-/// Interval in which a reader requests a page.
+/// Interval at which a reader requests a page.
 const PACE: Duration = Duration::from_millis(1);
 
-/// Returns the time until each requested page arrived while `busy` was set, on both queues in turn.
+/// Requests pages on both queues in turn while `busy` is set. Returns the time until each page
+/// arrived.
 fn gets(driver: &mut Driver, busy: &AtomicBool) -> Vec<Duration> {
     let mut times = Vec::new();
     let (mut objects, mut wanted) = ((1..=8).cycle(), Instant::now());
@@ -61,9 +62,9 @@ fn punching_a_hole_delays_other_vms() {
     let mut neighbour = daemon.driver("b", 1);
     let region = |start, size_bytes| RamRegion { start, size_bytes };
     let config = GuestConfig {
-        // Rings in the first region, everything else in the second.
+        // The rings are in the first region, everything else is in the second.
         ram: vec![region(0, 256 << 10), region(1 << 32, FILE_BYTES)],
-        // A queue whose requests are lost may stop, so each round has two of its own.
+        // Each round has two queues of its own, because a queue whose requests are lost may stop.
         request_queues: 2 * ROUNDS as u16,
         ..guest("a")
     };
@@ -104,11 +105,14 @@ fn punching_a_hole_delays_other_vms() {
                     pool,
                     pages: vec![page],
                 };
-                driver.guest.add(queue, put, generation).expect("room");
+                driver
+                    .guest
+                    .add(queue, put, generation)
+                    .expect("the queue has room for the request");
             }
             punched.store(false, Ordering::SeqCst);
             let punch = scope.spawn(punch);
-            // The worker has begun by then.
+            // The worker has begun its access by then.
             thread::sleep(Duration::from_millis(20));
             let in_time = !punched.load(Ordering::SeqCst);
             queues.for_each(|queue| driver.guest.publish(queue));

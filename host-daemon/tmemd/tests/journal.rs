@@ -48,9 +48,9 @@ impl JournalTest {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .expect("unshare is there");
+            .expect("cannot run unshare");
         let ask = child.stdin.take();
-        let answers = BufReader::new(child.stdout.take().expect("piped"));
+        let answers = BufReader::new(child.stdout.take().expect("the process has a pipe"));
         JournalTest {
             child,
             ask,
@@ -60,11 +60,11 @@ impl JournalTest {
 
     /// Returns the matching entries of the journal, one per line.
     fn entries(&mut self, query: &str) -> Vec<String> {
-        let ask = self.ask.as_mut().expect("not yet dropped");
-        writeln!(ask, "{query}").expect("it listens");
+        let ask = self.ask.as_mut().expect("the script is running");
+        writeln!(ask, "{query}").expect("the script reads its input");
         let lines = self.answers.by_ref().lines();
         lines
-            .map(|line| line.expect("text"))
+            .map(|line| line.expect("the script's output is not text"))
             .take_while(|line| !line.is_empty())
             .collect()
     }
@@ -72,7 +72,7 @@ impl JournalTest {
 
 impl Drop for JournalTest {
     fn drop(&mut self) {
-        // The script ends with its input, and ends the processes that it started.
+        // The script ends at the end of its input, and then ends the processes that it started.
         drop(self.ask.take());
         let _ = self.child.wait();
     }
@@ -92,12 +92,12 @@ fn messages_have_fields_in_the_journal() {
     driver.new_generation().unwrap();
     driver.settle().unwrap();
     driver.create_pool().unwrap();
-    // A fault of the guest that stops a queue.
+    // Selects a fault of the guest that stops a queue.
     let stops = |fault: &fault::Fault| matches!(fault.expect, Expect::Stopped);
     let fault = fault::all()
         .into_iter()
         .find(stops)
-        .expect("there are some");
+        .expect("some faults stop a queue");
     let target = Target {
         queue: 1,
         pool: driver.pool(),
@@ -120,10 +120,16 @@ fn messages_have_fields_in_the_journal() {
         "stopped until it is set up again",
         "\"TMEM_VM\":\"web1\"",
     ] {
-        assert!(entry.contains(field), "{field} is missing in {entry}");
+        assert!(
+            entry.contains(field),
+            "the journal's entry has no {field}: {entry}"
+        );
     }
     assert!(host.entries("TMEM_VM=web2").is_empty());
-    // Nothing was written to stderr as well.
+    // The daemon did not also write the lines to stderr.
     let lines = std::fs::read_to_string(folder.path().join("stderr")).unwrap();
-    assert!(!lines.contains("virtqueue"), "{lines}");
+    assert!(
+        !lines.contains("virtqueue"),
+        "stderr repeats what the journal got: {lines}"
+    );
 }

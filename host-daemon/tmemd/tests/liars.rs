@@ -48,12 +48,12 @@ fn victim_is_there(driver: &mut Driver, fault: &str) {
     assert_eq!(
         driver.model.counts().hits,
         hits + 1,
-        "{fault}: it moved a page"
+        "{fault}: the page that no request named was lost"
     );
 }
 
-/// Returns the status of the fault's answer, or None once the VMM has learned that the queue
-/// stopped.
+/// Waits for the result of a fault. Returns the status of its answer, or None if the queue stopped
+/// and the VMM was told.
 fn outcome(daemon: &mut Daemon, driver: &mut Driver, queue: usize, used: u16) -> Option<u8> {
     let guest = &driver.guest;
     let mut stopped = false;
@@ -62,12 +62,15 @@ fn outcome(daemon: &mut Daemon, driver: &mut Driver, queue: usize, used: u16) ->
         stopped || guest.ring(queue).used_idx_in_memory() != used
     });
     let answered = guest.ring(queue).used_idx_in_memory() != used;
-    assert!(!(stopped && answered), "both answered and stopped");
+    assert!(
+        !(stopped && answered),
+        "the daemon both answered and stopped the queue"
+    );
     let done = driver.guest.poll(queue).unwrap();
     done.map(|d| d.answer.status)
 }
 
-/// Checks that every other queue answers and that queue does not.
+/// Checks that every queue answers except the stopped one.
 fn others_answer(daemon: &mut Daemon, driver: &mut Driver, stopped: usize) {
     let silent = driver.guest.ring(stopped).used_idx_in_memory();
     let pool = driver.pool();
@@ -92,11 +95,11 @@ fn others_answer(daemon: &mut Daemon, driver: &mut Driver, stopped: usize) {
     assert_eq!(
         driver.guest.ring(stopped).used_idx_in_memory(),
         silent,
-        "a stopped queue answers"
+        "a stopped queue answered"
     );
 }
 
-/// Each fault of the list by itself.
+/// Each fault of the list is tested by itself.
 #[test]
 fn every_malformed_request_gets_the_specified_status() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
@@ -133,7 +136,7 @@ fn every_malformed_request_gets_the_specified_status() {
             }
             every_queue_answers(&mut driver);
         }
-        // A reset revives a stopped queue.
+        // A reset makes a stopped queue work again.
         if status.is_none() || status == Some(wire::S_OK) {
             driver.reboot().unwrap();
         }
@@ -141,7 +144,7 @@ fn every_malformed_request_gets_the_specified_status() {
     daemon.expect_alive();
     assert!(
         wrong.is_empty(),
-        "{} faults:\n{}",
+        "{} faults were treated wrongly:\n{}",
         wrong.len(),
         wrong.join("\n")
     );
@@ -149,8 +152,8 @@ fn every_malformed_request_gets_the_specified_status() {
     work(&mut neighbour, 100);
 }
 
-/// Memory changes while the daemon reads it. The daemon survives, neighbours notice nothing, and a
-/// hit is always the page of the cookie in the answer.
+/// Guest memory changes while the daemon reads it. The daemon survives, other VMs notice nothing,
+/// and a hit is always the page of the cookie in the answer.
 #[test]
 fn requests_changed_by_the_guest_during_a_read_are_harmless() {
     let seed = seed("requests_changed_by_the_guest_during_a_read_are_harmless");
@@ -158,7 +161,7 @@ fn requests_changed_by_the_guest_during_a_read_are_harmless() {
     let mut liar = daemon.driver("liar", seed);
     let mut neighbour = daemon.driver("neighbour", seed + 1);
     let pool = liar.pool();
-    // Pages whose content depends on their cookie.
+    // The content of each page depends on its cookie.
     let content = |cookie: u64| Content::Noise(cookie);
     let cookie = |index: u64| 1000 + index;
     let refill = |liar: &mut Driver| {
@@ -194,7 +197,8 @@ fn requests_changed_by_the_guest_during_a_read_are_harmless() {
             let mut rng = fastrand::Rng::with_seed(seed + round);
             std::thread::spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
-                    // Another index and other cookies, most of them of pages in the pool.
+                    // The request gets another index and other cookies, most of which name pages in
+                    // the pool.
                     ram.write(addr + REQ_BYTES as u64 + 8, &rng.u64(..256).to_le_bytes());
                     let at = rng.u64(..64);
                     let value = cookie(rng.u64(..256)).to_le_bytes();
@@ -213,7 +217,7 @@ fn requests_changed_by_the_guest_during_a_read_are_harmless() {
                 let page = answer.page.as_ref().unwrap();
                 assert!(
                     **page == *content(answer.cookie).page(),
-                    "wrong bytes for a cookie"
+                    "the daemon returned another page than the cookie names"
                 );
             }
         }
@@ -262,7 +266,7 @@ fn random_guest_memory_is_harmless() {
             } else {
                 liar.get(object, start, start + 30);
             }
-            // The guest's own interpretation of the answers does not matter.
+            // The answers are not judged, because this guest overwrote its requests.
             while let Ok(Some(_)) = liar.guest.poll(rng.usize(..3)) {}
             neighbour.step().unwrap();
         }
@@ -275,7 +279,7 @@ fn random_guest_memory_is_harmless() {
     neighbour.get_all().unwrap();
 }
 
-/// A guest that kicks, fills its rings continuously and never takes an answer.
+/// A guest kicks, fills its rings continuously and never takes an answer.
 #[test]
 fn a_guest_that_takes_no_answers_blocks_no_other() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
@@ -295,7 +299,8 @@ fn a_guest_that_takes_no_answers_blocks_no_other() {
     };
     let encoded = put.encode(liar.guest.generation());
     let placed = liar.guest.place(&encoded).unwrap();
-    // One hand-made chain is made available repeatedly, up to the size of the ring at a time.
+    // One chain that the test built is made available repeatedly, up to the size of the ring at a
+    // time.
     let parts: Vec<(u64, usize, bool)> = placed
         .1
         .readable
@@ -371,7 +376,7 @@ fn blocking_call_eventfds_block_no_other_vm() {
         // SAFETY: the descriptor is open as long as `call`.
         let fd = unsafe { BorrowedFd::borrow_raw(call.as_raw_fd()) };
         fcntl_setfl(fd, OFlags::empty()).unwrap();
-        // Takes earlier counts, if any.
+        // Earlier counts, if there are any, are taken first.
         let _ = rustix::io::preadv2(
             fd,
             &mut [IoSliceMut::new(&mut [0; 8])],
@@ -380,7 +385,7 @@ fn blocking_call_eventfds_block_no_other_vm() {
         );
         call.write(u64::MAX - 1).unwrap();
     }
-    // Work that needs an interrupt on each of them, more than there are workers.
+    // The requests need an interrupt on each eventfd, more than there are workers.
     for object in 1..=64 {
         liar.put(object, 0, 1);
         liar.collect().unwrap();

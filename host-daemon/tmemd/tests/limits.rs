@@ -13,33 +13,33 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{DriverConfig, GuestConfig, RamRegion};
 use vhost::VhostBackend;
 
-/// Log lines in a burst, of all VMs together and of other sources.
+/// Number of log lines in a burst, of all VMs together and of other sources.
 const BURST_ALL: usize = 512;
 const BURST: usize = 10;
 
-/// Resources of a connection by docs/operating.md.
+/// Resources of a connection according to docs/operating.md.
 const QUEUES: usize = 17;
 const REGIONS: usize = 64;
 const THREADS_MAX: usize = 1;
 const DESCRIPTORS_MAX: usize = 5 + 3 * QUEUES + REGIONS;
-/// While the front end changes its memory map: tables that wait to be unmapped, and one in a
-/// message, which contains at most this many regions.
+/// Maximum number of regions in a message. While the front end changes its memory map, the daemon
+/// has tables that wait to be unmapped, and one in a message.
 const MESSAGE_REGIONS: usize = 32;
 const TABLES_WAITING: usize = 4;
 const DESCRIPTORS_CHANGING_MAX: usize =
     DESCRIPTORS_MAX + TABLES_WAITING * REGIONS + MESSAGE_REGIONS;
 const MEMORY_MAX_BYTES: usize = 1 << 20;
 
-/// Changes of a memory map in a loop; some hundred a second are unmapped.
+/// Number of changes of the memory map in a loop. The daemon unmaps some hundred a second.
 const CHANGES: usize = 2000;
 
-/// Without the sandbox, because other processes cannot inspect a sandboxed daemon.
+/// Starts a daemon without the sandbox, because other processes cannot inspect a sandboxed daemon.
 fn visible() -> Daemon {
     let seen = |_: &std::path::Path| vec!["--no-sandbox".into()];
     Daemon::with_arguments(&[("a", None)], "64MiB", seen)
 }
 
-/// Returns the resources after the start's probe connections have ended.
+/// Returns the daemon's resources after the probe connections of its start have ended.
 fn at_rest(daemon: &mut Daemon) -> Taken {
     let pid = daemon.pid() as i32;
     let mut last = taken_by(pid);
@@ -55,7 +55,7 @@ fn at_rest(daemon: &mut Daemon) -> Taken {
 }
 
 fn log(daemon: &Daemon) -> String {
-    fs::read_to_string(daemon.path("log")).expect("its log")
+    fs::read_to_string(daemon.path("log")).expect("cannot read the log")
 }
 
 #[test]
@@ -64,19 +64,26 @@ fn log_lines_of_all_vms_are_bounded() {
     let vms: Vec<(&str, Option<&str>)> = names.iter().map(|name| (name.as_str(), None)).collect();
     let begun = Instant::now();
     let daemon = Daemon::with_pool(&vms, "64MiB");
-    let mut client = tmem_control::connect(&daemon.path("control")).expect("connects");
+    let mut client = tmem_control::connect(&daemon.path("control"))
+        .expect("cannot connect to the control socket");
     for _ in 0..6 {
         for name in &names {
             // A connection is refused while the previous one has not ended, which is logged, too.
-            drop(UnixStream::connect(daemon.socket(name)).expect("connects"));
+            drop(UnixStream::connect(daemon.socket(name)).expect("cannot connect to the socket"));
         }
         until("all have been seen", || {
-            let stats = client.get_stats(None).call().expect("answers");
+            let stats = client
+                .get_stats(None)
+                .call()
+                .expect("the daemon answered the varlink call with an error");
             stats.vms.iter().all(|vm| !vm.connected)
         });
     }
     until("a line is left out", || {
-        let stats = client.get_stats(None).call().expect("answers");
+        let stats = client
+            .get_stats(None)
+            .call()
+            .expect("the daemon answered the varlink call with an error");
         let seen = stats
             .vms
             .iter()
@@ -86,10 +93,13 @@ fn log_lines_of_all_vms_are_bounded() {
     let log = log(&daemon);
     let lines = log.lines().filter(|line| line.contains("vm=")).count();
     let bound = BURST_ALL + 1 + begun.elapsed().as_secs() as usize;
-    assert!(lines <= bound, "{lines} lines, at most {bound}");
+    assert!(
+        lines <= bound,
+        "{lines} lines were logged, more than {bound}"
+    );
     assert!(
         lines > BURST_ALL / 2,
-        "{lines} lines: they were not many enough to tell"
+        "only {lines} lines were logged, too few to reach the limit"
     );
 }
 
@@ -97,44 +107,51 @@ fn log_lines_of_all_vms_are_bounded() {
 fn log_lines_of_failed_accepts_are_bounded() {
     let mut daemon = visible();
     at_rest(&mut daemon);
-    let pid = Pid::from_raw(daemon.pid() as i32).expect("a process");
+    let pid = Pid::from_raw(daemon.pid() as i32).expect("a process id is positive");
     let said = || {
         log(&daemon)
             .matches("a connection cannot be accepted")
             .count()
     };
-    // The next descriptor, which has the lowest free number, exceeds the limit.
-    let descriptors = fs::read_dir(format!("/proc/{}/fd", daemon.pid())).expect("it runs");
+    // The limit is the lowest free number, so that the next descriptor exceeds it.
+    let descriptors =
+        fs::read_dir(format!("/proc/{}/fd", daemon.pid())).expect("cannot list the directory");
     let number = |entry: fs::DirEntry| entry.file_name().to_str()?.parse::<u64>().ok();
     let numbers: Vec<u64> = descriptors
         .filter_map(|entry| number(entry.ok()?))
         .collect();
     let free = (0..).find(|number| !numbers.contains(number));
-    // The hard limit, to which the daemon raises its soft limit.
+    // The limit is raised to the hard limit, which the daemon also sets.
     let maximum = getrlimit(Resource::Nofile).maximum;
     let limit = |current| {
         let limit = Rlimit { current, maximum };
-        prlimit(Some(pid), Resource::Nofile, limit).expect("its limit");
+        prlimit(Some(pid), Resource::Nofile, limit)
+            .expect("cannot set the process's limit of descriptors");
     };
     limit(free);
     let begun = Instant::now();
-    let client = UnixStream::connect(daemon.path("control")).expect("it waits to be accepted");
+    let client = UnixStream::connect(daemon.path("control"))
+        .expect("the kernel queues the connection until the daemon accepts it");
     until("it is said that some were left out", || {
         log(&daemon).contains("cannot be accepted") && log(&daemon).contains("left_out=")
     });
     let bound = BURST + 1 + begun.elapsed().as_secs() as usize / 5;
     assert!(
         (BURST..=bound).contains(&said()),
-        "{} lines, at most {bound}",
+        "{} lines were logged, not {BURST} to {bound}",
         said()
     );
     limit(maximum);
     drop(client);
-    let mut client = tmem_control::connect(&daemon.path("control")).expect("connects");
-    client.list_vms().call().expect("it is served again");
+    let mut client = tmem_control::connect(&daemon.path("control"))
+        .expect("cannot connect to the control socket");
+    client
+        .list_vms()
+        .call()
+        .expect("the daemon does not serve after it has descriptors again");
 }
 
-/// Everything that a front end may request: queues, regions, the largest rings.
+/// The front end requests all that it may: queues, regions and the largest rings.
 #[test]
 fn resources_of_a_connection_are_bounded() {
     let mut daemon = visible();
@@ -155,10 +172,14 @@ fn resources_of_a_connection_are_bounded() {
     let mut driver = daemon.driver_with(config, DriverConfig::default());
     let mut most = taken_by(pid);
     for _ in 0..200 {
-        driver.step().expect("served");
+        driver
+            .step()
+            .expect("the device did not answer each request correctly");
         most = most.most(&taken_by(pid));
     }
-    driver.settle().expect("served");
+    driver
+        .settle()
+        .expect("the device did not answer each request correctly");
     let Taken {
         threads,
         descriptors,
@@ -166,20 +187,26 @@ fn resources_of_a_connection_are_bounded() {
         ..
     } = most;
     println!("before {before:?}, most {most:?}");
-    assert!(threads <= before.threads + THREADS_MAX, "{threads} threads");
+    assert!(
+        threads <= before.threads + THREADS_MAX,
+        "a connection used more than {THREADS_MAX} threads: {before:?} became {most:?}"
+    );
     assert!(
         descriptors <= before.descriptors + DESCRIPTORS_MAX,
-        "{descriptors} descriptors"
+        "a connection used more than {DESCRIPTORS_MAX} descriptors: {before:?} became {most:?}"
     );
     assert_eq!(
         descriptors,
         before.descriptors + DESCRIPTORS_MAX,
-        "it is the most"
+        "the connection uses fewer descriptors than DESCRIPTORS_MAX, so that bound is too high"
     );
     let pool = daemon_pool_bytes(&daemon);
     let own = memory_bytes.saturating_sub(before.memory_bytes + pool);
     println!("{own} bytes beside {pool} of the pool");
-    assert!(own <= MEMORY_MAX_BYTES, "{own} bytes");
+    assert!(
+        own <= MEMORY_MAX_BYTES,
+        "{own} bytes beside the pool are more than {MEMORY_MAX_BYTES}"
+    );
 
     // Each message passes new descriptors, which stay open as long as their table.
     let regions = driver.guest.ram().vhost_regions();
@@ -192,26 +219,39 @@ fn resources_of_a_connection_are_bounded() {
             }
             most
         });
-        let frontend = driver.guest.frontend().expect("connected");
+        let frontend = driver
+            .guest
+            .frontend()
+            .expect("cannot connect the simulated VMM");
         for _ in 0..CHANGES {
             let changes = frontend.set_mem_table(&regions[..MESSAGE_REGIONS]);
-            changes.expect("served");
+            changes.expect("the daemon did not accept the memory table");
         }
         changed.store(true, Ordering::SeqCst);
-        looks.join().expect("the thread does not panic")
+        looks.join().expect("the thread panicked")
     });
     println!("{most} descriptors while its memory changes");
     let bound = before.descriptors + DESCRIPTORS_CHANGING_MAX;
-    assert!(most <= bound, "{most} descriptors, at most {bound}");
+    assert!(
+        most <= bound,
+        "{most} descriptors were open, more than {bound}"
+    );
     let table = DESCRIPTORS_MAX - REGIONS + MESSAGE_REGIONS;
     let one = before.descriptors + table;
-    assert!(most > one, "{most} descriptors: of one table only");
+    assert!(
+        most > one,
+        "only {most} descriptors were open, those of one memory table"
+    );
     daemon.until("nothing has piled up", || taken_by(pid).descriptors <= one);
 }
 
 /// Returns the bytes that the pool holds.
 fn daemon_pool_bytes(daemon: &Daemon) -> usize {
-    let mut client = tmem_control::connect(&daemon.path("control")).expect("connects");
-    let stats = client.get_stats(None).call().expect("answers");
-    usize::try_from(stats.pool.held_bytes).expect("not negative")
+    let mut client = tmem_control::connect(&daemon.path("control"))
+        .expect("cannot connect to the control socket");
+    let stats = client
+        .get_stats(None)
+        .call()
+        .expect("the daemon answered the varlink call with an error");
+    usize::try_from(stats.pool.held_bytes).expect("the number is not negative")
 }

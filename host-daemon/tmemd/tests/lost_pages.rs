@@ -25,7 +25,8 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 const HUGE_BYTES: u64 = 2 << 20;
 const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
 
-/// Returns start and end of all mappings in this process of the file that is mapped at an address.
+/// Returns start and end of all mappings in this process that map the same file as the mapping at
+/// `address`.
 fn mappings_like(address: u64) -> Vec<(u64, u64)> {
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let parse = |line: &str| {
@@ -36,7 +37,7 @@ fn mappings_like(address: u64) -> Vec<(u64, u64)> {
     };
     let all: Vec<(u64, u64, String)> = maps.lines().map(parse).collect();
     let own = all.iter().find(|m| m.0 <= address && address < m.1);
-    let file = &own.expect("mapped").2;
+    let file = &own.expect("the file is mapped").2;
     let same = all.iter().filter(|m| m.2 == *file);
     same.map(|m| (m.0, m.1)).collect()
 }
@@ -62,14 +63,14 @@ fn connect(driver: &mut Driver, socket: &Path) {
     driver.create_pool().unwrap();
 }
 
-/// Rings in the first region, nearly all buffers in the second.
+/// Returns a guest with the rings in the first region and nearly all buffers in the second.
 fn two_regions(name: &str) -> GuestConfig {
     let mut config = guest(name);
     config.ram[0].size_bytes = 512 << 10;
     config
 }
 
-/// Sets the flag when dropped, also after a panic.
+/// Sets the flag when it is dropped, also after a panic.
 struct End<'a>(&'a AtomicBool);
 
 impl Drop for End<'_> {
@@ -83,7 +84,7 @@ fn take_away_region(driver: &Driver, region: RamRegion) {
     let own = driver.guest.ram().host_addr(region.start);
     let mappings = mappings_like(own);
     let theirs: Vec<_> = mappings.iter().filter(|m| m.0 != own).collect();
-    assert!(!theirs.is_empty(), "the daemon has none");
+    assert!(!theirs.is_empty(), "the daemon has not mapped the memory");
     for (start, end) in theirs {
         take_away(*start, end - start);
     }
@@ -113,14 +114,17 @@ fn only_the_vm_whose_page_has_gone_is_disconnected() {
             while !stop.load(Ordering::SeqCst) {
                 work(neighbour, 20);
             }
-            assert!(neighbour.guest.read_config().is_ok(), "disconnected");
+            assert!(
+                neighbour.guest.read_config().is_ok(),
+                "the neighbour was disconnected"
+            );
         });
         let end = End(&stop);
         let mut driver = driver("a", seed);
         for region in [0, 1, 0] {
             work(&mut driver, 50);
             take_away_region(&driver, two_regions("a").ram[region]);
-            // Sends requests until the daemon has touched the region.
+            // The guest sends requests until the daemon has touched the region.
             until(&format!("region {region}: it is disconnected"), || {
                 for object in 1..4 {
                     driver.put(object, 0, 64);
@@ -171,7 +175,8 @@ fn has_ended(driver: &mut Driver) -> bool {
     poll(&mut fds, Some(&no_wait)).unwrap() > 0
 }
 
-/// Number of the host's huge pages, restored by drop. Tests that change it run one after the other.
+/// Number of the host's huge pages, which drop restores. Tests that change it run one after the
+/// other.
 struct HugePages {
     before: u64,
     _turn: File,
@@ -234,7 +239,7 @@ impl Drop for HugePages {
 
 #[test]
 fn a_hole_in_huge_pages_ends_only_its_connection() {
-    // Two regions, and as many again that stay free.
+    // The test needs huge pages for two regions, and as many again that stay free.
     let kept = match HugePages::more(6) {
         Ok(kept) => kept,
         Err(why) => return skipped(Missing::HugePages, why),
@@ -270,20 +275,26 @@ fn a_hole_in_huge_pages_ends_only_its_connection() {
                 page: Box::new([number as u8; 4096]),
             }],
         };
-        driver.guest.add(1, put, generation).expect("room");
+        driver
+            .guest
+            .add(1, put, generation)
+            .expect("the queue has room for the request");
     }
     let files = driver.guest.ram().shared_regions().unwrap();
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     fallocate(&files[1].2, flags, 0, files[1].0.size_bytes).unwrap();
     kept.take_free();
     driver.guest.publish(1);
-    // Without a message, with which the control thread would check by itself.
+    // The test waits without a message, which would make the control thread check the memory.
     daemon.until("it is disconnected", || has_ended(&mut driver));
     let answered = driver.guest.ring(1).used_idx_in_memory();
     let asked = driver.guest.ring(1).avail_idx_in_memory();
     let left = asked.wrapping_sub(answered);
     // Requests in the second region are unanswered, as are all later ones.
-    assert!((1..=20).contains(&left), "{left} of 20 are not answered");
+    assert!(
+        (1..=20).contains(&left),
+        "{left} of 20 requests are not answered"
+    );
     // Other VMs notice nothing, and this VM is served again with new memory.
     work(&mut neighbour, 200);
     drop((driver, files));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Operations on a running daemon, and its statistics: flush, freeze, resize, events.
+//! Tests operations on a running daemon (flush, freeze, resize, events) and its statistics.
 
 mod common;
 
@@ -59,12 +59,21 @@ fn requests_are_timed_and_counted() {
     let sum = |histogram: &tmem_control::Histogram| histogram.buckets.iter().sum::<i64>();
     let latencies = [&vm.put_latency, &vm.get_latency, &vm.flush_latency];
     for latency in latencies {
-        assert!(sum(latency) > 0 && latency.sum_ns > 0, "{latency:?}");
+        assert!(
+            sum(latency) > 0 && latency.sum_ns > 0,
+            "no latency was recorded: {latency:?}"
+        );
     }
-    assert!(sum(&vm.wait_latency) > 0, "each turn was waited for");
-    // Further requests are few: pools and reports.
+    assert!(
+        sum(&vm.wait_latency) > 0,
+        "no time of waiting for a worker was recorded"
+    );
+    // The guest sends only few other requests: pools and reports.
     let timed: i64 = latencies.into_iter().map(sum).sum();
-    assert!(timed < vm.requests && timed > vm.requests - 10, "{vm:?}");
+    assert!(
+        timed < vm.requests && timed > vm.requests - 10,
+        "latencies of {timed} requests were recorded: {vm:?}"
+    );
     assert_eq!(vm.misses, vm.gets - vm.hits);
     assert_eq!(vm.disk_read_avoided_bytes, vm.hits * 4096);
     assert_eq!(vm.saved_bytes, vm.pages * 4096 - vm.charged_bytes);
@@ -72,13 +81,13 @@ fn requests_are_timed_and_counted() {
     assert!(of_daemon.resident_bytes > 0 && of_daemon.cpu_ms >= of_daemon.cpu_requests_ms);
 }
 
-/// Processor time grows with work, and not for an idle VM. No time is compared with one that
-/// depends on the load of the machine.
+/// Processor time grows with work, and does not grow for an idle VM. The test compares no time with
+/// one that depends on the load of the machine.
 #[test]
 fn processor_time_is_reported_by_work_and_by_vm() {
     const BACKGROUND_THREADS: i64 = 2;
     let vms = [("a", None), ("b", None)];
-    // So small that pages must be evicted.
+    // The pool is so small that pages must be evicted.
     let mut daemon = Daemon::with_arguments(&vms, "4MiB", |_| {
         let threads = BACKGROUND_THREADS.to_string();
         ["--background-threads", &threads]
@@ -89,7 +98,7 @@ fn processor_time_is_reported_by_work_and_by_vm() {
     let mut client = client(&daemon.path("control"));
     let mut indexes = 0..;
     let (mut settling_ms, mut room_ms, mut requests_ms) = (0, 0, 0);
-    // Each value is present and grows with work.
+    // Each value exists and grows with work.
     for _ in 0..2 {
         until("work is counted", || {
             (0..64).for_each(|_| put(&mut driver, indexes.next().unwrap()));
@@ -107,10 +116,18 @@ fn processor_time_is_reported_by_work_and_by_vm() {
         let tick_ms = 1000 / i64::try_from(rustix::param::clock_ticks_per_second()).unwrap();
         let sum = settling_ms + told.daemon.cpu_recompress_ms + room_ms;
         let most = told.daemon.cpu_background_ms + BACKGROUND_THREADS * 2 * tick_ms;
-        assert!(sum <= most, "{:?}", told.daemon);
+        assert!(
+            sum <= most,
+            "the kinds of work used {sum} ms of processor time, more than {most} ms: {:?}",
+            told.daemon
+        );
     }
     let [a, b] = ["a", "b"].map(|vm| stats(&mut client, vm));
-    assert_eq!((b.connected, b.cpu_requests_ms), (false, 0), "{b:?}");
+    assert_eq!(
+        (b.connected, b.cpu_requests_ms),
+        (false, 0),
+        "VM b, which did nothing, has a connection or processor time: {b:?}"
+    );
     // Each request lies in a slice, which ends a little after its last answer.
     let sum_ns = a.put_latency.sum_ns + a.get_latency.sum_ns + a.flush_latency.sum_ns;
     until("the last turn is counted", || {
@@ -118,7 +135,7 @@ fn processor_time_is_reported_by_work_and_by_vm() {
     });
 }
 
-/// Reported beside the report, and only by drivers that send it.
+/// Latencies of the driver are reported beside its report, and only by drivers that send them.
 #[test]
 fn latencies_of_readers_are_reported() {
     let mut daemon = daemon();
@@ -127,7 +144,12 @@ fn latencies_of_readers_are_reported() {
     let report = Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES]));
     assert!(driver.send(0, report, vec![]));
     driver.settle().unwrap();
-    let told = |client: &mut VarlinkClient| stats(client, "a").driver.expect("there").get_latency;
+    let told = |client: &mut VarlinkClient| {
+        stats(client, "a")
+            .driver
+            .expect("the guest's driver sent a report")
+            .get_latency
+    };
     assert_eq!(told(&mut client), None);
     let mut latencies = [0; tmem_sim::requests::LATENCIES_BYTES];
     latencies[..8].copy_from_slice(&70_000u64.to_le_bytes());
@@ -163,7 +185,7 @@ fn a_flushed_vm_is_empty_and_continues() {
     assert_eq!(stats(&mut client, "a").hash_mismatches, 0);
 }
 
-/// An older version under the key must not be returned either.
+/// A frozen VM must not get an older version of a page that it put again.
 #[test]
 fn a_frozen_vm_puts_nothing_and_still_gets() {
     let mut daemon = daemon();
@@ -176,7 +198,10 @@ fn a_frozen_vm_puts_nothing_and_still_gets() {
     let before = stats(&mut client, "a");
     (25..75).for_each(|index| put(&mut driver, index));
     let frozen = stats(&mut client, "a");
-    assert_eq!(frozen.pages, 25, "what was put again is gone");
+    assert_eq!(
+        frozen.pages, 25,
+        "the frozen VM does not have exactly the 25 pages that it did not put again"
+    );
     assert_eq!(frozen.refused_frozen, 50);
     assert_eq!(frozen.puts_refused, before.puts_refused + 50);
     assert_eq!(frozen.puts, before.puts + 50);
@@ -197,11 +222,14 @@ fn a_resized_pool_shrinks_and_grows() {
     (0..4000).for_each(|index| put(&mut driver, index));
     let mut client = client(&daemon.path("control"));
     let held = client.get_freeable().call().unwrap();
-    assert!(held.held_bytes > 12 << 20, "{held:?}");
+    assert!(
+        held.held_bytes > 12 << 20,
+        "the pool holds too little: {held:?}"
+    );
     assert_eq!(held.freeable_bytes, held.held_bytes - (1 << 20));
     assert_eq!(
         held.beyond_reserves_bytes, held.freeable_bytes,
-        "nothing is reserved"
+        "not all memory is beyond reserves although nothing is reserved"
     );
     client.set_pool_size(8 << 20).call().unwrap();
     until("it gives back", || {
@@ -211,7 +239,7 @@ fn a_resized_pool_shrinks_and_grows() {
     assert_eq!((pool.size_bytes, pool.configured_bytes), (8 << 20, 8 << 20));
     assert!(
         pool.evictions_shrink > 0 && pool.evictions_limit == 0,
-        "{pool:?}"
+        "pages were not evicted because the pool shrank: {pool:?}"
     );
     client.set_pool_size(32 << 20).call().unwrap();
     let pool = client.get_stats(None).call().unwrap().pool;
@@ -220,11 +248,11 @@ fn a_resized_pool_shrinks_and_grows() {
         let error = client
             .set_pool_size(size_bytes)
             .call()
-            .expect_err("senseless");
+            .expect_err("the daemon accepted an invalid pool size");
         assert!(
             matches!(error.kind(), ErrorKind::BadSize(Some(bad)) if bad.size_bytes == size_bytes
                 && bad.reason.contains("1048576")),
-            "{error}"
+            "the daemon answered with another error: {error}"
         );
     }
 }
@@ -236,7 +264,7 @@ fn the_read_only_socket_changes_nothing() {
     let refused = |kind: &ErrorKind, method: &str| {
         assert!(
             matches!(kind, ErrorKind::ReadOnlySocket(Some(args)) if args.method == method),
-            "{kind}"
+            "the daemon answered with another error: {kind}"
         );
     };
     refused(
@@ -255,7 +283,10 @@ fn the_read_only_socket_changes_nothing() {
         client.set_pool_size(8 << 20).call().unwrap_err().kind(),
         "SetPoolSize",
     );
-    client.get_freeable().call().expect("it reads");
+    client
+        .get_freeable()
+        .call()
+        .expect("the read-only socket does not return freeable memory");
     assert!(!client.list_vms().call().unwrap().vms[0].frozen);
 }
 
@@ -266,7 +297,7 @@ fn unknown_vms_are_named_in_errors() {
     let unknown = |kind: &ErrorKind| {
         assert!(
             matches!(kind, ErrorKind::NoSuchVm(Some(args)) if args.name == "x"),
-            "{kind}"
+            "the daemon answered with another error: {kind}"
         );
     };
     unknown(client.flush_vm("x".into()).call().unwrap_err().kind());
@@ -286,10 +317,14 @@ fn events_are_sent_as_they_happen() {
             sender.send(event.event).unwrap();
         }
     });
-    let next = || receiver.recv_timeout(common::TIMEOUT).expect("an event");
+    let next = || {
+        receiver
+            .recv_timeout(common::TIMEOUT)
+            .expect("no event came")
+    };
     assert_eq!(next().kind, "subscribed");
     let mut driver = daemon.driver("b", 5);
-    // The start's probe connection may still be visible.
+    // The probe connection of the daemon's start may still be visible.
     let until = |kind: &str| {
         let of_kind = std::iter::repeat_with(next)
             .find(|event| event.kind == kind && event.vm.as_deref() != Some("a"));
@@ -324,7 +359,7 @@ fn left_out_events_are_sent_later() {
         drop(UnixStream::connect(daemon.socket("b")).unwrap());
         stats(&mut client, "b").connections > 40
     });
-    // Parts of events as they arrive.
+    // Events arrive in parts.
     let (mut text, mut part) = (String::new(), [0; 4096]);
     let told = |text: &str| {
         let last = text
@@ -333,12 +368,12 @@ fn left_out_events_are_sent_later() {
         last.is_some_and(|event| event.contains("disconnected (") && event.ends_with('}'))
     };
     while !told(&text) {
-        let read = listener.read(&mut part).expect("it is told in time");
+        let read = listener.read(&mut part).expect("no event came");
         text.push_str(std::str::from_utf8(&part[..read]).unwrap());
     }
 }
 
-/// Returns when the subscription has begun.
+/// Subscribes to events. Returns when the subscription has begun.
 fn subscribe(control: &Path) -> io::Result<UnixStream> {
     let call = b"{\"method\":\"io.virtiotmem.Control.SubscribeEvents\",\"more\":true}\0";
     let mut stream = UnixStream::connect(control)?;
@@ -352,12 +387,12 @@ fn subscribe(control: &Path) -> io::Result<UnixStream> {
 fn a_subscription_requires_more_and_ends_with_the_client() {
     let daemon = daemon();
     let error = client(&daemon.path("control")).subscribe_events().call();
-    let error = error.expect_err("without more");
+    let error = error.expect_err("the daemon accepted a subscription without \"more\"");
     assert!(
         matches!(error.kind(), ErrorKind::MoreExpected(Some(args)) if args.method == "SubscribeEvents"),
-        "{error}"
+        "the daemon answered with another error: {error}"
     );
-    // As many clients as permitted, which all disconnect.
+    // As many clients connect as the limit permits, and all of them disconnect.
     for _ in 0..3 {
         // Their slots become free one by one.
         let streams: Vec<UnixStream> = (0..16)
@@ -372,7 +407,11 @@ fn a_subscription_requires_more_and_ends_with_the_client() {
             .collect();
         let mut full = UnixStream::connect(daemon.path("control")).unwrap();
         full.set_read_timeout(Some(common::TIMEOUT)).unwrap();
-        assert_eq!(full.read(&mut [0]).unwrap(), 0, "all places are taken");
+        assert_eq!(
+            full.read(&mut [0]).unwrap(),
+            0,
+            "the daemon served more than the maximum of subscribers"
+        );
         drop(streams);
         until("there is room again", || {
             client(&daemon.path("control")).list_vms().call().is_ok()
@@ -397,15 +436,24 @@ fn calls_of_read_only_clients_are_rate_limited() {
     let read_only = daemon.path("read-only");
     // 50 of 150 calls are answered at once and 50 in each further second.
     let took = read_in_a_loop(&read_only, 50);
-    assert!(took >= Duration::from_millis(1900), "{took:?}");
+    assert!(
+        took >= Duration::from_millis(1900),
+        "50 calls above the rate took only {took:?}"
+    );
     // Another client is not delayed.
     let took = read_in_a_loop(&read_only, 10);
-    assert!(took < Duration::from_millis(1900), "{took:?}");
+    assert!(
+        took < Duration::from_millis(1900),
+        "the calls of another client took {took:?}"
+    );
     assert_eq!(stats(&mut client(&read_only), "a").name, "a");
     let mut nobody = client(&read_only);
     let error = nobody
         .get_stats(Some("c".into()))
         .call()
-        .expect_err("no such VM");
-    assert!(matches!(error.kind(), ErrorKind::NoSuchVm(_)), "{error}");
+        .expect_err("the daemon returned statistics of an unknown VM");
+    assert!(
+        matches!(error.kind(), ErrorKind::NoSuchVm(_)),
+        "the daemon answered with another error: {error}"
+    );
 }

@@ -9,11 +9,11 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::frontend::{F_EVENT_IDX, F_INDIRECT_DESC};
 use tmem_sim::{Cut, Driver, DriverConfig, GuestConfig, RamRegion};
 
-/// An event of a machine between two requests.
+/// Lets one event of a VM happen between two requests, such as a pause or a reset.
 fn event(daemon: &mut Daemon, driver: &mut Driver, rng: &mut fastrand::Rng) {
     match rng.u8(..6) {
         0 => {
-            // Pause and continue with requests in flight. The cache is kept.
+            // The VM is paused with requests in flight and continues. It keeps its cache.
             driver.guest.stop().unwrap();
             driver.collect().unwrap();
             driver.guest.start().unwrap();
@@ -22,7 +22,7 @@ fn event(daemon: &mut Daemon, driver: &mut Driver, rng: &mut fastrand::Rng) {
             assert_eq!(
                 driver.model.generation(),
                 before,
-                "a pause keeps the generation"
+                "the generation changed although the VM was only paused"
             );
         }
         1 => driver.reboot().unwrap(),
@@ -39,8 +39,8 @@ fn event(daemon: &mut Daemon, driver: &mut Driver, rng: &mut fastrand::Rng) {
     }
 }
 
-/// Runs guests. Returns each guest with the number of its pages that a drain cut off by the
-/// daemon's count.
+/// Runs several guests with random requests. Returns each guest with the number of its pages that a
+/// drain cut off according to the daemon.
 fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<(Driver, u64)> {
     let vms = [
         ("a", Some("team")),
@@ -111,7 +111,7 @@ fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<(Driver, u64)> {
         .collect()
 }
 
-/// Thousands of requests of four guests. Pages that fit into the pool are returned.
+/// Four guests send thousands of requests. Pages that fit into the pool are returned.
 #[test]
 fn random_guests_in_a_large_pool_read_their_own_pages() {
     let drivers = crowd(
@@ -126,16 +126,19 @@ fn random_guests_in_a_large_pool_read_their_own_pages() {
             driver.guest.name(),
             driver.requests()
         );
-        // A cache that always misses would never be wrong, so hits are required. Losses are flushes
-        // that cross a put on another queue, and pages that a drain cut off on a busy machine,
-        // which are counted.
-        assert!(counts.hits > 300, "{counts:?}");
+        // The test requires hits, because a cache that always misses would never be wrong. Losses
+        // are flushes that cross a put on another queue, and pages that a drain cut off on a busy
+        // machine, which are counted.
+        assert!(counts.hits > 300, "the guest had too few hits: {counts:?}");
         let lost = counts.lost.saturating_sub(cut);
-        assert!(lost * 20 < counts.hits, "{cut} cut off, {counts:?}");
+        assert!(
+            lost * 20 < counts.hits,
+            "too many pages were lost, not counting {cut} pages that a drain cut off: {counts:?}"
+        );
     }
 }
 
-/// A pool so small that pages are evicted all the time.
+/// The pool is so small that pages are evicted all the time.
 #[test]
 fn random_guests_in_a_small_pool_read_their_own_pages() {
     let drivers = crowd(
@@ -148,11 +151,14 @@ fn random_guests_in_a_small_pool_read_their_own_pages() {
         .map(|(d, _)| d.model.counts().lost + d.model.counts().refused)
         .sum();
     let hits: u64 = drivers.iter().map(|(d, _)| d.model.counts().hits).sum();
-    assert!(lost > 0, "the pool was not tight");
+    assert!(
+        lost > 0,
+        "the pool lost and refused no page, so it was not full"
+    );
     assert!(hits > 0);
 }
 
-/// Full batches through the largest and the smallest rings.
+/// Full batches pass through the largest and the smallest rings.
 #[test]
 fn batches_and_rings_of_every_size_work() {
     let seed = seed("batches_and_rings_of_every_size_work");

@@ -18,11 +18,11 @@ struct Running {
 
 fn file(folder: &Path, text: &str) -> PathBuf {
     let path = folder.join("tmemd.toml");
-    fs::write(&path, text).expect("written");
+    fs::write(&path, text).expect("cannot write the file");
     path
 }
 
-/// The part that all of these files have.
+/// Returns the text of a configuration file: a part that all files of these tests have, and `rest`.
 fn toml(folder: &Path, rest: &str) -> String {
     let at = folder.display();
     format!(
@@ -44,16 +44,16 @@ impl Running {
     }
 
     fn start_with(options: &[&str], rest: impl Fn(&Path) -> String) -> Running {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
         let path = file(folder.path(), &toml(folder.path(), &rest(folder.path())));
-        let log = fs::File::create(folder.path().join("log")).expect("a log");
+        let log = fs::File::create(folder.path().join("log")).expect("cannot create the file");
         let child = Command::new(env!("CARGO_BIN_EXE_tmemd"))
             .arg("--config")
             .arg(path)
             .args(options)
             .stderr(Stdio::from(log))
             .spawn()
-            .expect("runs");
+            .expect("cannot run the program");
         let running = Running { child, folder };
         until("it serves", || running.log().contains("serving"));
         running
@@ -64,15 +64,16 @@ impl Running {
     }
 
     fn log(&self) -> String {
-        fs::read_to_string(self.path().join("log")).expect("a log")
+        fs::read_to_string(self.path().join("log")).expect("cannot read the log")
     }
 
-    /// Reloads another file. Returns the log lines.
+    /// Writes another file and reloads it. Returns the log lines.
     fn reload(&self, rest: &str) -> String {
         file(self.path(), &toml(self.path(), rest));
         let before = self.log().len();
         let pid = rustix::process::Pid::from_child(&self.child);
-        rustix::process::kill_process(pid, rustix::process::Signal::HUP).expect("sent");
+        rustix::process::kill_process(pid, rustix::process::Signal::HUP)
+            .expect("cannot send the signal");
         until("it has read it", || {
             let log = self.log();
             log[before..].contains("was reloaded")
@@ -82,7 +83,8 @@ impl Running {
     }
 
     fn client(&self) -> tmem_control::VarlinkClient {
-        tmem_control::connect(&self.path().join("control")).expect("connects")
+        tmem_control::connect(&self.path().join("control"))
+            .expect("cannot connect to the control socket")
     }
 }
 
@@ -99,9 +101,17 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
     let daemon =
         Running::start(|at| format!("pool_size = \"64MiB\"\n{}", vm(at, "a", "weight = 1\n")));
     let at = daemon.path().to_path_buf();
-    let front_end = UnixStream::connect(at.join("a.sock")).expect("connects");
-    front_end.set_read_timeout(Some(TIMEOUT)).expect("set");
-    let stats = || daemon.client().get_stats(None).call().expect("answers");
+    let front_end = UnixStream::connect(at.join("a.sock")).expect("cannot connect to the socket");
+    front_end
+        .set_read_timeout(Some(TIMEOUT))
+        .expect("cannot set the socket's time-out");
+    let stats = || {
+        daemon
+            .client()
+            .get_stats(None)
+            .call()
+            .expect("the daemon answered the varlink call with an error")
+    };
     until("the VM is connected", || stats().vms[0].connected);
 
     let new = format!(
@@ -111,11 +121,16 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
     let said = daemon.reload(&new);
     assert!(
         said.contains("was reloaded") && !said.contains("next start"),
-        "{said}"
+        "the log does not report a complete reload: {said}"
     );
     assert_eq!(stats().pool.size_bytes, 128 << 20);
     assert_eq!(
-        daemon.client().list_vms().call().expect("answers").vms[0]
+        daemon
+            .client()
+            .list_vms()
+            .call()
+            .expect("the daemon answered the varlink call with an error")
+            .vms[0]
             .quota
             .weight,
         7
@@ -136,11 +151,18 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
         "trust domain of VM a",
         "new VM b",
     ] {
-        assert!(said.contains(part), "{said} lacks {part}");
+        assert!(said.contains(part), "the log has no {part:?}: {said}");
     }
     let said = daemon.reload("pool_size = \"128MiB\"\n");
-    assert!(said.contains("removed VM a"), "{said}");
-    assert_eq!(stats().vms.len(), 1, "it stays until then");
+    assert!(
+        said.contains("removed VM a"),
+        "the log does not name the removed VM: {said}"
+    );
+    assert_eq!(
+        stats().vms.len(),
+        1,
+        "the VM was removed before the next start"
+    );
 
     // An invalid file changes nothing.
     for (wrong, part) in [
@@ -156,14 +178,14 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
         let said = daemon.reload(wrong);
         assert!(
             said.contains("configuration is unchanged") && said.contains(part),
-            "{said} lacks {part}"
+            "the log does not report an unchanged configuration and {part:?}: {said}"
         );
     }
     let reserve = vm(&at, "a", "reserve = \"1GiB\"\n");
     let said = daemon.reload(&format!("pool_size = \"128MiB\"\n{reserve}"));
     assert!(
         said.contains("\\\"a\\\"") || said.contains("\"a\""),
-        "{said}"
+        "the log does not name VM a: {said}"
     );
     assert_eq!(stats().pool.size_bytes, 128 << 20);
     assert_eq!(
@@ -173,17 +195,20 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
     drop(front_end);
 }
 
-/// The remedy for puts that are refused because too many pages wait. The option takes precedence
-/// over the file, and the file over the default, and that number of threads starts.
+/// The number of background threads, which an operator increases if puts are refused because too
+/// many pages wait. The option takes precedence over the file, and the file over the default, and
+/// the daemon starts that number of threads.
 #[test]
 fn the_configured_number_of_background_threads_starts() {
     let background_threads = |daemon: &Running| {
         let tasks = format!("/proc/{}/task", daemon.child.id());
-        let names = fs::read_dir(tasks).expect("it runs").map(|task| {
-            let comm = task.expect("a thread").path().join("comm");
-            // A thread of another kind may have ended.
-            fs::read_to_string(comm).unwrap_or_default()
-        });
+        let names = fs::read_dir(tasks)
+            .expect("cannot list the directory")
+            .map(|task| {
+                let comm = task.expect("cannot start the thread").path().join("comm");
+                // A thread of another kind may have ended.
+                fs::read_to_string(comm).unwrap_or_default()
+            });
         names.filter(|name| name.trim() == "background").count()
     };
     let text = "pool_size = \"64MiB\"\nbackground_threads = 3\n";
@@ -193,13 +218,23 @@ fn the_configured_number_of_background_threads_starts() {
     let of_option = Running::start_with(&["--background-threads", "5"], |_| text.into());
     until("there are five", || background_threads(&of_option) == 5);
     let said = of_file.reload("pool_size = \"64MiB\"\nbackground_threads = 4\n");
-    assert!(said.contains("next start: background_threads"), "{said}");
+    assert!(
+        said.contains("next start: background_threads"),
+        "the log does not name background_threads: {said}"
+    );
     assert_eq!(background_threads(&of_file), 3);
     for (threads, good) in [("0", false), ("1", true), ("64", true), ("65", false)] {
         let checked = check(of_file.path(), &["--background-threads", threads]);
-        assert_eq!(checked.status.success(), good, "{threads}");
+        assert_eq!(
+            checked.status.success(),
+            good,
+            "tmemd accepted or refused --background-threads {threads} wrongly"
+        );
         let error = String::from_utf8_lossy(&checked.stderr);
-        assert!(good || error.contains("1 to 64"), "{error}");
+        assert!(
+            good || error.contains("1 to 64"),
+            "the error does not name the range: {error}"
+        );
     }
 }
 
@@ -222,11 +257,14 @@ fn reserves_must_fit_a_reloaded_size() {
         "104857600",
         "67108864",
     ] {
-        assert!(said.contains(part), "{said} lacks {part}");
+        assert!(said.contains(part), "the log has no {part:?}: {said}");
     }
     let said = read("256MiB", "200MiB");
-    assert!(said.contains("was reloaded"), "{said}");
-    // This limit also holds for calls on the control socket, and for a size set there.
+    assert!(
+        said.contains("was reloaded"),
+        "the log reports no reload: {said}"
+    );
+    // This limit also holds for calls on the control socket, and for a pool size set there.
     let set = |mib: u64| {
         let quota = tmem_control::quota(Some(mib << 20), None, None);
         running.client().set_quota("greedy".into(), quota).call()
@@ -235,14 +273,14 @@ fn reserves_must_fit_a_reloaded_size() {
         .client()
         .set_pool_size(100 << 20)
         .call()
-        .expect("resized");
-    set(201).expect_err("more than there will be");
-    set(90).expect("it fits");
-    set(101).expect_err("more than there is");
+        .expect("the daemon did not change the pool's size");
+    set(201).expect_err("a reserve was accepted that exceeds the configured pool");
+    set(90).expect("a reserve of 90 MiB fits into the pool");
+    set(101).expect_err("a reserve was accepted that exceeds the pool");
 }
 
-/// Reserves and the size of the pool depend on each other. Whatever their order in the file, they
-/// are applied together or not at all.
+/// Reserves and the size of the pool depend on each other. They are applied together or not at all,
+/// in whatever order the file has them.
 #[test]
 fn a_file_is_applied_completely_or_not_at_all() {
     let reserves = |at: &Path, a: &str, b: &str| {
@@ -253,22 +291,33 @@ fn a_file_is_applied_completely_or_not_at_all() {
     let running = Running::start(|at| small(reserves(at, "40MiB", "20MiB")));
     let at = running.path();
     let held = || {
-        let vms = running.client().list_vms().call().expect("answers").vms;
+        let vms = running
+            .client()
+            .list_vms()
+            .call()
+            .expect("the daemon answered the varlink call with an error")
+            .vms;
         let reserve = |name: &str| {
-            let vm = vms.iter().find(|vm| vm.name == name).expect("it is there");
+            let vm = vms
+                .iter()
+                .find(|vm| vm.name == name)
+                .expect("the VM is listed");
             vm.quota.reserve_bytes >> 20
         };
         let size = running
             .client()
             .get_stats(None)
             .call()
-            .expect("answers")
+            .expect("the daemon answered the varlink call with an error")
             .pool;
         (size.configured_bytes >> 20, reserve("a"), reserve("b"))
     };
     let good = |text: String, now: (i64, i64, i64)| {
         let said = running.reload(&text);
-        assert!(said.contains("was reloaded"), "{said}");
+        assert!(
+            said.contains("was reloaded"),
+            "the log reports no reload: {said}"
+        );
         assert_eq!(held(), now);
     };
     for (a, b) in [(20, 40), (40, 20)] {
@@ -276,15 +325,19 @@ fn a_file_is_applied_completely_or_not_at_all() {
         good(small(text), (64, a, b));
     }
 
-    // From here on the other VM has more than the file says, as after a call of tmemctl.
+    // From here on the other VM has a larger reserve than the file gives it, as after a call of
+    // tmemctl.
     let quota = tmem_control::quota(Some(24 << 20), None, None);
     let set = running.client().set_quota("b".into(), quota).call();
-    set.expect("it fits");
+    set.expect("the reserve fits into the pool");
     let config = tmem_sim::DriverConfig::default();
-    let mut guest = tmem_sim::Driver::new(common::guest("a"), config).expect("memory");
-    guest.connect(&at.join("a.sock")).expect("it serves");
+    let mut guest = tmem_sim::Driver::new(common::guest("a"), config)
+        .expect("cannot create the simulated guest");
+    guest
+        .connect(&at.join("a.sock"))
+        .expect("cannot connect to the VM's socket");
     for (size, a, part) in [
-        // Too large by itself, and too large beside the other VM's present reserve.
+        // The reserve is too large by itself, or too large beside the other VM's present reserve.
         ("128MiB", "1GiB", "VM \"a\": a reserve of 1073741824 bytes"),
         ("128MiB", "105MiB", "VM \"a\": a reserve of 110100480 bytes"),
         ("60MiB", "39MiB", "VM \"b\": a reserve of 25165824 bytes"),
@@ -292,18 +345,24 @@ fn a_file_is_applied_completely_or_not_at_all() {
         let rest = reserves(at, a, "20MiB");
         let rate = "vm_pages_per_second = 1\n";
         let said = running.reload(&format!("pool_size = \"{size}\"\n{rate}{rest}"));
-        // As text, or quoted once more.
+        // The log has the name as text, or quoted once more.
         let said = said.replace('\\', "");
         assert!(
             said.contains("configuration is unchanged") && said.contains(part),
-            "{said} lacks {part}"
+            "the log does not report an unchanged configuration and {part:?}: {said}"
         );
         assert_eq!(held(), (64, 40, 24));
         common::work(&mut guest, 300);
         let stats = running.client().get_stats(Some("a".into())).call();
-        assert_eq!(stats.expect("answers").vms[0].limited_pages, 0);
+        assert_eq!(
+            stats
+                .expect("the daemon answered the varlink call with an error")
+                .vms[0]
+                .limited_pages,
+            0
+        );
     }
-    // A smaller pool with smaller reserves, then a larger one with larger reserves.
+    // The pool and its reserves become smaller, then larger.
     good(
         format!("pool_size = \"40MiB\"\n{}", reserves(at, "10MiB", "30MiB")),
         (40, 10, 30),
@@ -317,7 +376,8 @@ fn a_file_is_applied_completely_or_not_at_all() {
     );
 }
 
-/// Nothing can be looked up in the sandbox, so written names are compared.
+/// A reload compares the written names of users and groups, because nothing can be looked up in the
+/// sandbox.
 #[test]
 fn users_and_groups_are_looked_up_only_at_the_start() {
     let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
@@ -333,7 +393,7 @@ fn users_and_groups_are_looked_up_only_at_the_start() {
     let said = daemon.reload(&own(at));
     assert!(
         said.contains("was reloaded") && !said.contains("next start"),
-        "{said}"
+        "the log does not report a complete reload: {said}"
     );
     let said = daemon.reload(&text(at, "no-such-group", "no-such-user"));
     for part in [
@@ -343,18 +403,22 @@ fn users_and_groups_are_looked_up_only_at_the_start() {
         "control_read_only_group",
         "owner, UUID and trust domain of VM a",
     ] {
-        assert!(said.contains(part), "{said} lacks {part}");
+        assert!(said.contains(part), "the log has no {part:?}: {said}");
     }
     // The next start reports the fault and ends, so no daemon runs with sockets of unknown owners.
     let next = Command::new(env!("CARGO_BIN_EXE_tmemd"))
         .arg("--config")
         .arg(at.join("tmemd.toml"))
         .output()
-        .expect("runs");
+        .expect("cannot run the program");
     let said = String::from_utf8_lossy(&next.stderr).replace('\\', "");
-    assert_eq!(next.status.code(), Some(1), "{said}");
+    assert_eq!(
+        next.status.code(),
+        Some(1),
+        "tmemd did not end with code 1: {said}"
+    );
     for part in ["control_group", "no-such-group", "/etc/group", "create it"] {
-        assert!(said.contains(part), "{said} lacks {part}");
+        assert!(said.contains(part), "the error has no {part:?}: {said}");
     }
 }
 
@@ -364,20 +428,24 @@ fn check(folder: &Path, more: &[&str]) -> Output {
         .arg("--check-config")
         .arg("--config")
         .arg(folder.join("tmemd.toml"));
-    command.args(more).output().expect("runs")
+    command.args(more).output().expect("cannot run the program")
 }
 
 #[test]
 fn a_file_is_checked_without_a_daemon() {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
     let at = folder.path();
     let fails = |more: &[&str], part: &str| {
         let output = check(at, more);
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(1), "{error}");
+        assert_eq!(
+            output.status.code(),
+            Some(1),
+            "tmemd did not end with code 1: {error}"
+        );
         assert!(
             error.contains(part) && error.contains("tmemd"),
-            "{error} lacks {part}"
+            "the error does not name tmemd and {part:?}: {error}"
         );
     };
     fails(&[], "tmemd.toml");
@@ -385,7 +453,10 @@ fn a_file_is_checked_without_a_daemon() {
     let output = check(at, &[]);
     assert!(output.status.success());
     assert!(String::from_utf8_lossy(&output.stdout).contains("tmemd.toml: good"));
-    assert!(!at.join("control").exists(), "nothing was started");
+    assert!(
+        !at.join("control").exists(),
+        "tmemd created its socket although it only checked the configuration"
+    );
     file(at, &toml(at, "pool_size = \"64MiB\"\nworkrs = 2\n"));
     fails(&[], "tmemd.toml: line 6: workrs = 2: unknown field");
     // Options take precedence and must be valid together with the file.
@@ -433,24 +504,35 @@ fn a_reload_changes_the_rate_limit() {
             seed: number as u64,
             ..Default::default()
         };
-        let mut driver = tmem_sim::Driver::new(guest, config).expect("memory");
+        let mut driver =
+            tmem_sim::Driver::new(guest, config).expect("cannot create the simulated guest");
         let socket = running.path().join(format!("{name}.sock"));
-        driver.connect(&socket).expect("it serves");
+        driver
+            .connect(&socket)
+            .expect("cannot connect to the VM's socket");
         guests.push(driver);
     }
     let figures = |name: &str| {
         let stats = running.client().get_stats(Some(name.into())).call();
-        let vm = stats.expect("answers").vms.remove(0);
+        let vm = stats
+            .expect("the daemon answered the varlink call with an error")
+            .vms
+            .remove(0);
         (vm.limited_pages, vm.requests)
     };
-    // An unlimited number of requests: each is answered soon, and most get nothing.
+    // The guest sends as many requests as it can: each is answered soon, and most return nothing.
     common::work(&mut guests[0], 300);
     let (pages, requests) = figures("web");
-    assert!(pages > 500 && requests >= 300, "{pages} of {requests}");
+    assert!(
+        pages > 500 && requests >= 300,
+        "{pages} pages of {requests} requests were limited, too few"
+    );
     // Another VM has a rate of its own.
     for index in 0..4 {
         assert!(guests[1].put(1, index, index + 1) && guests[1].get(1, index, index + 1));
-        guests[1].settle().expect("good");
+        guests[1]
+            .settle()
+            .expect("the device did not answer each request correctly");
     }
     assert_eq!((figures("db").0, guests[1].model.counts().hits), (0, 4));
     let rest = format!(
@@ -459,9 +541,18 @@ fn a_reload_changes_the_rate_limit() {
         vm(running.path(), "db", "")
     );
     let log = running.reload(&rest);
-    assert!(!log.contains("next start"), "{log}");
+    assert!(
+        !log.contains("next start"),
+        "the log says that the removed rate applies only at the next start: {log}"
+    );
     let before = figures("web").0;
     common::work(&mut guests[0], 300);
-    assert_eq!(figures("web").0, before, "it has no rate any more");
-    guests[0].get_all().expect("good");
+    assert_eq!(
+        figures("web").0,
+        before,
+        "pages were limited although the rate was removed"
+    );
+    guests[0]
+        .get_all()
+        .expect("the device did not answer each request correctly");
 }

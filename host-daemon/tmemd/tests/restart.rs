@@ -10,7 +10,7 @@ use vhost::VhostBackend;
 use virtio_tmem as wire;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// Repeated kill -9 with requests in flight.
+/// The daemon is killed repeatedly, with kill -9, while requests are in flight.
 #[test]
 fn requests_in_flight_at_a_kill_are_replayed() {
     let seed = seed("requests_in_flight_at_a_kill_are_replayed");
@@ -23,7 +23,8 @@ fn requests_in_flight_at_a_kill_are_replayed() {
             drivers[rng.usize(..2)].step().unwrap();
         }
         for driver in &mut drivers {
-            // In the rings at the kill, whether taken or not.
+            // These requests are in the rings when the daemon is killed, whether it has taken them
+            // or not.
             driver.put(round + 1, 0, 64);
             driver.get(round + 1, 0, 64);
             driver.put(round + 1, 256, 300);
@@ -42,7 +43,7 @@ fn requests_in_flight_at_a_kill_are_replayed() {
             assert_eq!(
                 driver.model.counts().stale - stale,
                 in_flight,
-                "each replayed, each STALE"
+                "not every request in flight was replayed and answered STALE"
             );
             ask_for_old(driver, &old);
         }
@@ -89,7 +90,7 @@ fn a_new_connection_starts_with_an_empty_cache() {
         } else {
             driver.reboot().unwrap();
         }
-        // The pool id is that of before, so that only the pages can be missing.
+        // The pool id is that of the earlier pool, so that only the pages can be missing.
         let pool = old[0].0.pool;
         let misses = driver.model.counts().misses;
         driver.send(0, Request::PoolCreate { pool, flags: 0 }, vec![]);
@@ -194,14 +195,14 @@ fn a_stale_request_changes_nothing() {
             assert_eq!(
                 answer.status,
                 wire::S_STALE,
-                "{request:?} of generation {wrong:#x}"
+                "{request:?} of generation {wrong:#x} was not answered STALE"
             );
             assert!(answer.pages.is_empty());
         }
     }
-    // All sixteen pages are still there, under the pool of the stale destroy request.
+    // All sixteen pages are still in the pool that the stale request should have destroyed.
     assert_eq!(driver.get_all().unwrap(), 16);
-    // The pool of the stale create request does not exist.
+    // The pool that the stale request should have created does not exist.
     let get = Request::Get {
         pool: pool + 1,
         object: 1,

@@ -33,7 +33,7 @@ fn put_one(driver: &mut Driver, object: u64, index: u64, cookie: u64, content: C
             index
         }),
         Some(cookie),
-        "stored"
+        "the page was not stored"
     );
 }
 
@@ -91,10 +91,14 @@ fn every_bit_of_a_cookie_counts() {
         put_one(&mut driver, 1, 1, cookie, Content::Noise(bit));
         assert!(
             !get_one(&mut driver, pool, 1, 1, cookie ^ (1 << bit)),
-            "bit {bit}"
+            "a get whose cookie differs in bit {bit} returned the page"
         );
         put_one(&mut driver, 1, 1, cookie ^ (1 << bit), Content::Text(bit));
-        assert!(!get_one(&mut driver, pool, 1, 1, cookie), "bit {bit}");
+        assert!(
+            !get_one(&mut driver, pool, 1, 1, cookie),
+            "a get with the cookie of the replaced page, which differs in bit {bit}, returned a \
+             page"
+        );
     }
     for cookie in [1, u64::MAX, 1 << 63, 1 << 32] {
         put_one(&mut driver, 1, 1, cookie, Content::Noise(cookie));
@@ -139,7 +143,7 @@ fn every_bit_of_a_key_counts() {
     driver.create_pool().unwrap();
     assert!(!get_one(&mut driver, pool + 1, 1 << 20, 1 << 20, 9));
     assert!(get_one(&mut driver, pool, 1 << 20, 1 << 20, 9));
-    // The ends of the range.
+    // These are the ends of the range of indices.
     let last = (1 << wire::INDEX_BITS) - 1;
     let pool = driver.pool();
     put_one(&mut driver, u64::MAX, last, u64::MAX, Content::Noise(2));
@@ -165,14 +169,17 @@ fn the_last_put_of_a_key_wins() {
     assert!(driver.send(queue, Request::Put { pool, pages }, contents.clone()));
     driver.settle().unwrap();
     for i in 0..8 {
-        assert!(!get_one(&mut driver, pool, 1, i, 100 + i), "an earlier one");
+        assert!(
+            !get_one(&mut driver, pool, 1, i, 100 + i),
+            "an earlier put of the same key was returned"
+        );
     }
     let pages = (0..64).map(page).collect();
     assert!(driver.send(queue, Request::Put { pool, pages }, contents));
     for i in 0..8 {
         assert!(
             get_one(&mut driver, pool, 1, i, 100 + 56 + i),
-            "the last one"
+            "the last put of the key was not returned"
         );
     }
 }
@@ -230,7 +237,7 @@ fn answers_come_in_order() {
         driver.guest.publish(1);
         let done = driver.guest.drain(TIMEOUT).unwrap();
         assert_eq!(done.iter().map(|d| d.token).collect::<Vec<_>>(), tokens);
-        // They are also executed in that order: each get follows a put of the same pages.
+        // The requests are also executed in that order: each get follows a put of the same pages.
         for d in done.iter().skip(2).step_by(4) {
             assert!(d.answer.pages.iter().all(|a| a.result == wire::P_HIT));
         }
@@ -276,9 +283,12 @@ fn flushes_drop_exactly_their_ranges() {
             assert_eq!(
                 get_one(&mut driver, pool, 1, i, 500 + i),
                 !dropped.contains(&i),
-                "{i}"
+                "the flush dropped or kept the page with index {i} wrongly"
             );
-            assert!(get_one(&mut driver, pool, 2, i, 500 + i), "another object");
+            assert!(
+                get_one(&mut driver, pool, 2, i, 500 + i),
+                "the flush dropped a page of another object"
+            );
         }
     }
     let end = 1 << wire::INDEX_BITS;
@@ -287,7 +297,8 @@ fn flushes_drop_exactly_their_ranges() {
     assert!(!get_one(&mut driver, pool, 3, end - 1, 5));
 }
 
-/// 256 pools and not one more. The driver chooses the ids, and a destroyed pool is empty.
+/// A VM can have 256 pools and not one more. The driver chooses their ids, and a destroyed pool is
+/// empty.
 #[test]
 fn the_number_of_pools_is_limited() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
@@ -304,19 +315,34 @@ fn the_number_of_pools_is_limited() {
         assert!(create(&mut driver, 1000 + i * 7919));
     }
     assert_eq!(driver.model.pools().len(), wire::POOLS_MAX);
-    assert!(!create(&mut driver, 5), "LIMIT");
+    assert!(
+        !create(&mut driver, 5),
+        "a pool beyond the limit was created"
+    );
     create(&mut driver, u32::MAX);
-    assert!(create(&mut other, 5), "another VM has pools of its own");
+    assert!(
+        create(&mut other, 5),
+        "the pools of one VM count against the limit of another"
+    );
     put_one(&mut driver, 1, 1, 7, Content::Noise(7));
     let pool = driver.pool();
     assert!(driver.send(0, Request::PoolDestroy { pool }, vec![]));
     driver.settle().unwrap();
-    assert!(!get_one(&mut driver, pool, 1, 1, 7), "NO_POOL");
-    assert!(create(&mut driver, 5), "room again");
+    assert!(
+        !get_one(&mut driver, pool, 1, 1, 7),
+        "a destroyed pool returned a page"
+    );
+    assert!(
+        create(&mut driver, 5),
+        "no pool can be created after one was destroyed"
+    );
     driver.send(0, Request::PoolDestroy { pool: 5 }, vec![]);
     driver.settle().unwrap();
     assert!(create(&mut driver, pool));
-    assert!(!get_one(&mut driver, pool, 1, 1, 7), "a pool begins empty");
+    assert!(
+        !get_one(&mut driver, pool, 1, 1, 7),
+        "a new pool with an old id returned a page"
+    );
     every_queue_answers(&mut driver);
 }
 
@@ -331,10 +357,13 @@ fn a_vm_gets_no_page_of_another() {
     assert_eq!(pool, b.pool());
     for i in 0..32 {
         put_one(&mut a, 1, i, 50 + i, Content::Text(i));
-        assert!(!get_one(&mut b, pool, 1, i, 50 + i), "a neighbour's page");
+        assert!(
+            !get_one(&mut b, pool, 1, i, 50 + i),
+            "the daemon returned the page of another VM"
+        );
         put_one(&mut b, 1, i, 50 + i, Content::Text(i));
     }
-    // A neighbour's generation is as wrong as any other.
+    // A generation of another VM is as wrong as any other.
     let get = Request::Get {
         pool,
         object: 1,
@@ -364,7 +393,7 @@ fn a_vm_gets_no_page_of_another() {
     for i in 0..32 {
         assert!(
             get_one(&mut a, pool, 1, i, 50 + i),
-            "page {i} went with a neighbour's"
+            "page {i} was dropped with a pool of another VM"
         );
     }
     // A pool that only the neighbour has does not exist.
@@ -374,10 +403,13 @@ fn a_vm_gets_no_page_of_another() {
     let pool = a.pool();
     put_one(&mut a, 1, 1, 3, Content::Noise(3));
     assert!(!b.model.pools().contains(&pool));
-    assert!(!get_one(&mut b, pool, 1, 1, 3), "NO_POOL, says the oracle");
+    assert!(
+        !get_one(&mut b, pool, 1, 1, 3),
+        "the daemon returned a page of a pool that only another VM has"
+    );
 }
 
-/// A socket has one live connection.
+/// The daemon serves one connection at a time on each socket.
 #[test]
 fn a_second_connection_is_refused() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -387,7 +419,7 @@ fn a_second_connection_is_refused() {
         let error = second.guest.connect(&daemon.socket("a"));
         assert!(
             matches!(error, Err(GuestError::Message { .. })),
-            "attempt {i}: {error:?}"
+            "attempt {i}: the second connection was accepted or failed otherwise: {error:?}"
         );
         work(&mut first, 30);
     }
@@ -415,7 +447,7 @@ fn unsealed_memory_is_refused() {
         let error = driver.guest.start();
         assert!(
             matches!(error, Err(GuestError::Message { .. })),
-            "{error:?}"
+            "memory that can be truncated was accepted, or the error is another: {error:?}"
         );
         driver.guest.disconnect();
         work(&mut neighbour, 20);

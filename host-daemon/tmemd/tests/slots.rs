@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory slots: the announced number exists at once, and slots come and go in any order with
-//! requests in flight. One more is refused without an effect on other VMs.
+//! Memory slots: a VM can use the announced number at once, and can add and remove them in any
+//! order with requests in flight. One slot more is refused without an effect on other VMs.
 
 mod common;
 
@@ -8,12 +8,13 @@ use common::{Daemon, guest, seed, work};
 use tmem_sim::{Driver, DriverConfig, GuestConfig, GuestRam, RamRegion};
 use vhost::vhost_user::VhostUserFrontend;
 
-/// The announced number, which docs/operating.md states.
+/// Number of slots that the daemon announces, which docs/operating.md states.
 const SLOTS: usize = 64;
 
 const ROUNDS: usize = 600;
 
-/// One region contains rings and buffers. The others are memory that no request refers to.
+/// Returns a guest with all slots in use. One region contains rings and buffers. No request refers
+/// to the other regions.
 fn full() -> GuestConfig {
     let region = |number: u64| RamRegion {
         start: number << 32,
@@ -26,7 +27,7 @@ fn full() -> GuestConfig {
     }
 }
 
-/// Puts and gets on every queue, without waiting.
+/// Submits puts and gets on every queue, without waiting.
 fn burst(driver: &mut Driver, rng: &mut fastrand::Rng) {
     for _ in 0..rng.usize(2..12) {
         let (object, start) = (rng.u64(1..6), rng.u64(..8) * 64);
@@ -52,13 +53,14 @@ fn memory_slot_changes_under_load_lose_no_request() {
     let regions = driver.guest.ram().vhost_regions();
     let announced = driver.guest.frontend().unwrap().get_max_mem_slots();
     assert_eq!(announced.unwrap(), SLOTS as u64);
-    // Each has its slot from the start.
+    // All regions have a slot at the start.
     let mut plugged = [true; SLOTS];
     let (mut met, mut changes) = (0, 0);
     for round in 0..ROUNDS {
         burst(&mut driver, &mut rng);
         met += usize::from(driver.guest.in_flight() > 0);
-        // One slot, and sometimes all missing ones, so that all slots are used again.
+        // One slot changes, and sometimes all missing ones are added, so that all slots are used
+        // again.
         let all = round % 50 == 49;
         let one = rng.usize(1..SLOTS);
         for (number, region) in regions.iter().enumerate() {
@@ -74,7 +76,11 @@ fn memory_slot_changes_under_load_lose_no_request() {
                 true => front_end.add_mem_region(region).map(drop),
                 false => front_end.remove_mem_region(region),
             }
-            .unwrap_or_else(|e| panic!("round {round}, region {number}, plug {plug}: {e}"));
+            .unwrap_or_else(|e| {
+                panic!(
+                    "round {round}, region {number}, add {plug}: the daemon refused the change: {e}"
+                )
+            });
             plugged[number] = plug;
             changes += 1;
         }
@@ -84,8 +90,11 @@ fn memory_slot_changes_under_load_lose_no_request() {
     driver.get_all().unwrap();
     let counts = driver.model.counts();
     println!("{met} of {ROUNDS} rounds had requests in flight, {changes} changes; {counts:?}");
-    assert!(met > ROUNDS / 2, "nothing was in flight");
-    assert!(counts.hits > 100, "{counts:?}");
+    assert!(
+        met > ROUNDS / 2,
+        "only {met} of {ROUNDS} rounds had requests in flight"
+    );
+    assert!(counts.hits > 100, "the guest had too few hits: {counts:?}");
     // Removing a missing region fails and changes nothing.
     let front_end = driver.guest.frontend().unwrap();
     front_end.remove_mem_region(&regions[5]).unwrap();
@@ -119,12 +128,18 @@ fn one_slot_too_many_is_refused_without_effect_on_others() {
             .unwrap_err();
         let log = std::fs::read_to_string(daemon.path("log")).unwrap();
         let said = log.matches("more than 64 memory regions").count();
-        assert!(said > 0, "round {round}: {log}");
+        assert!(
+            said > 0,
+            "round {round}: the log does not report too many regions: {log}"
+        );
         // The neighbour keeps its cache, and each answer is correct.
         let before = neighbour.model.counts().hits;
         neighbour.settle().unwrap();
         neighbour.get_all().unwrap();
-        assert!(neighbour.model.counts().hits > before, "round {round}");
+        assert!(
+            neighbour.model.counts().hits > before,
+            "round {round}: the neighbour lost its cache"
+        );
         // The VM is served again with the permitted number.
         driver.hang_up().unwrap();
         daemon.connect(&mut driver, "a");

@@ -11,45 +11,60 @@ use std::fs;
 use tmem_sim::{Driver, DriverConfig};
 use tmemd::{Config, Daemon};
 
-/// Memory that allocators keep for later, in bytes.
+/// Number of bytes that allocators may keep for later.
 const MEMORY_LEFT_BYTES: usize = 4 << 20;
 const MAPPINGS_LEFT: usize = 16;
 
-/// Runs a daemon from start to stop, with VMs that are connected at the stop.
+/// Runs a daemon from its start to its stop. VMs are connected when it stops.
 fn live(round: u64) {
-    let folder = tempfile::tempdir().expect("folder");
+    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = Config::for_test(folder.path(), &["a", "b"]);
-    let daemon = Daemon::start(config.clone()).expect("starts");
+    let daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
     let mut drivers = Vec::new();
     for vm in &config.vms {
         let driver = DriverConfig {
             seed: round,
             ..DriverConfig::default()
         };
-        let mut driver = Driver::new(common::guest(&vm.name), driver).expect("memory");
-        driver.guest.connect(&vm.socket).expect("connects");
-        driver.guest.start().expect("started");
-        driver.new_generation().expect("told");
-        driver.settle().expect("served");
-        driver.create_pool().expect("served");
+        let mut driver = Driver::new(common::guest(&vm.name), driver)
+            .expect("cannot create the simulated guest");
+        driver
+            .guest
+            .connect(&vm.socket)
+            .expect("cannot connect to the VM's socket");
+        driver
+            .guest
+            .start()
+            .expect("cannot start the simulated guest");
+        driver
+            .new_generation()
+            .expect("the daemon gave no generation");
+        driver
+            .settle()
+            .expect("the device did not answer each request correctly");
+        driver
+            .create_pool()
+            .expect("the device did not create a pool");
         common::work(&mut driver, 200);
         drivers.push(driver);
     }
-    let _client = tmem_control::connect(&config.control).expect("connects");
+    let _client =
+        tmem_control::connect(&config.control).expect("cannot connect to the control socket");
     daemon.stop();
     let left: Vec<_> = fs::read_dir(folder.path())
-        .expect("there")
-        .map(|file| file.expect("there").file_name())
+        .expect("cannot list the directory")
+        .map(|file| file.expect("cannot read a directory entry").file_name())
         .collect();
-    assert!(left.is_empty(), "files: {left:?}");
+    assert!(left.is_empty(), "the stopped daemon left files: {left:?}");
 }
 
 #[test]
 fn a_clean_stop_releases_all_resources() {
     let own = std::process::id() as i32;
-    // With huge pages the kernel would decide in steps of 2 MiB how much remains.
-    disable_transparent_huge_pages(true).expect("3.15 or later");
-    // The first run leaves what a process creates once.
+    // Huge pages are disabled, because with them the kernel would decide in steps of 2 MiB how much
+    // memory remains.
+    disable_transparent_huge_pages(true).expect("the kernel is older than 3.15");
+    // The first run creates what a process creates only once.
     live(0);
     let settled = |before: Option<&Taken>| {
         let mut now = taken_by(own);
@@ -70,10 +85,10 @@ fn a_clean_stop_releases_all_resources() {
     assert_eq!(after.descriptors, before.descriptors);
     assert!(
         after.mappings <= before.mappings + MAPPINGS_LEFT,
-        "{after:?}"
+        "the stopped daemon left mappings: {before:?} became {after:?}"
     );
     assert!(
         after.memory_bytes <= before.memory_bytes + MEMORY_LEFT_BYTES,
-        "{after:?}"
+        "the stopped daemon left memory: {before:?} became {after:?}"
     );
 }

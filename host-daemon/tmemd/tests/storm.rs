@@ -19,22 +19,23 @@ const ROUNDS: usize = 4;
 /// Steps of random work of each VM in a round.
 const STEPS: usize = 12;
 
-/// Request queues of a VM, and its regions. The last region is empty and comes and goes.
+/// Request queues and memory regions of a VM. The last region is empty and is added and removed.
 const QUEUES: u16 = 2;
 const REGIONS: usize = 3;
 
-/// Longer than any answer takes on a busy machine; `tmem-bench vms` measures the times.
+/// Time limit of an answer, longer than any answer takes on a busy machine; `tmem-bench vms`
+/// measures the times.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Resources of a connected VM by docs/operating.md: a thread; a socket with four more handles;
-/// kick, call and error of each queue; the file of each region. Mappings are the regions and the
-/// thread's stack and signal stack, each with a guard. Memory includes these few pages.
+/// Resources of a connected VM according to docs/operating.md: a thread; a socket with four more
+/// handles; kick, call and error of each queue; the file of each region. Mappings are the regions
+/// and the thread's stack and signal stack, each with a guard. Memory includes these few pages.
 const THREADS_PER_VM: usize = 1;
 const DESCRIPTORS_PER_VM: usize = 5 + 3 * (1 + QUEUES as usize) + REGIONS;
 const MAPPINGS_PER_VM: usize = REGIONS + 4;
 const MEMORY_PER_VM_BYTES: usize = 256 << 10;
 
-/// Memory that allocators keep for later after all VMs have left, in bytes.
+/// Number of bytes that allocators may keep for later after all VMs have left.
 const MEMORY_LEFT_BYTES: usize = 32 << 20;
 const MAPPINGS_LEFT: usize = 64;
 
@@ -57,7 +58,8 @@ fn small(name: &str, number: usize) -> GuestConfig {
     }
 }
 
-/// A meeting point of all VMs. If one fails, the others do not wait forever.
+/// Barrier at which all VMs wait for each other. If one of them fails, the others do not wait for
+/// ever.
 #[derive(Default)]
 struct Meeting(AtomicUsize);
 
@@ -69,14 +71,14 @@ impl Meeting {
         while self.0.load(Ordering::SeqCst) < wanted {
             assert!(
                 Instant::now() < deadline,
-                "a thread does not reach the barrier"
+                "a thread did not reach the barrier in time"
             );
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 }
 
-/// Returns the daemon's resources once they are as stated.
+/// Waits until the daemon's resources meet a condition, and returns them.
 fn settled(pid: i32, stated: impl Fn(&common::Taken) -> bool) -> common::Taken {
     let deadline = Instant::now() + common::scaled(common::TIMEOUT);
     loop {
@@ -84,7 +86,10 @@ fn settled(pid: i32, stated: impl Fn(&common::Taken) -> bool) -> common::Taken {
         if stated(&now) {
             return now;
         }
-        assert!(Instant::now() < deadline, "not as stated: {now:?}");
+        assert!(
+            Instant::now() < deadline,
+            "the daemon's resources did not return to the expected state: {now:?}"
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -100,7 +105,7 @@ fn connect(driver: &mut Driver, socket: &std::path::Path) {
     driver.create_pool().unwrap();
 }
 
-/// One VM's part of a round: work, and each time another way to leave.
+/// Runs one VM's part of a round: it connects, works and leaves, each time in another way.
 fn visit(driver: &mut Driver, socket: &std::path::Path, rng: &mut fastrand::Rng) {
     connect(driver, socket);
     for _ in 0..STEPS {
@@ -124,11 +129,11 @@ fn vms_connect_and_disconnect_concurrently() {
     let seed = seed("vms_connect_and_disconnect_concurrently");
     let names: Vec<String> = (0..VMS).map(|number| format!("vm{number}")).collect();
     let vms: Vec<(&str, Option<&str>)> = names.iter().map(|name| (name.as_str(), None)).collect();
-    // Without the sandbox, because other processes cannot inspect a sandboxed daemon.
+    // The daemon has no sandbox, because other processes cannot inspect a sandboxed daemon.
     let seen = |_: &std::path::Path| vec!["--no-sandbox".into()];
     let mut daemon = Daemon::with_arguments(&vms, "128MiB", seen);
     let sockets: Vec<_> = names.iter().map(|name| daemon.socket(name)).collect();
-    // Until the start's probe connections have ended.
+    // The resources are counted after the probe connections of the daemon's start have ended.
     let mut before = daemon.taken();
     let mut same = 0;
     daemon.until("no VM is connected", || {
@@ -161,14 +166,14 @@ fn vms_connect_and_disconnect_concurrently() {
                     meeting.all(VMS + 1);
                     visit(&mut driver, socket, &mut rng);
                     meeting.all(VMS + 1);
-                    // All VMs are connected, and the resources are counted.
+                    // At this barrier all VMs are connected, and the resources are counted.
                     meeting.all(VMS + 1);
                     if rng.bool() {
                         driver.put(1, 0, 8);
                         in_flight.fetch_add(driver.guest.in_flight(), Ordering::SeqCst);
                         driver.hang_up().unwrap();
                     } else {
-                        // No VM waits for the daemon to notice.
+                        // The VM leaves without waiting until the daemon notices it.
                         driver.settle().unwrap();
                         driver.lose_backend().unwrap();
                     }
@@ -195,7 +200,10 @@ fn vms_connect_and_disconnect_concurrently() {
         "no VM disconnected with requests in flight"
     );
     let memory = most.memory_bytes - before.memory_bytes;
-    assert!(memory <= VMS * MEMORY_PER_VM_BYTES, "{memory} bytes");
+    assert!(
+        memory <= VMS * MEMORY_PER_VM_BYTES,
+        "the daemon kept {memory} bytes, more than {MEMORY_PER_VM_BYTES} for each VM"
+    );
     let after = settled(before.pid, |now| {
         now.threads <= before.threads
             && now.descriptors <= before.descriptors

@@ -9,7 +9,7 @@ use std::os::unix::fs::PermissionsExt;
 use tmem_sim::{Content, Driver, PutPage, Range, Request};
 use tmem_trace::format::{Event, ObjectKey, Op, Reader};
 
-/// A number that looks like nothing else in a file.
+/// Object number that looks like nothing else in a file.
 const OBJECT: u64 = 0x1357_9bdf_0246_8ace;
 const INDEX: u64 = 0x0011_2233_4455;
 
@@ -104,7 +104,7 @@ fn a_trace_contains_the_requests() {
         workingset: false,
     }) = ops.next()
     else {
-        panic!("{events:?}");
+        panic!("the first operation after Clear is not the put: {events:?}");
     };
     assert_eq!(size.bytes(), 4096);
     let rest: Vec<Op> = ops.collect();
@@ -134,10 +134,10 @@ fn a_trace_contains_the_requests() {
     assert!(matches!(rest[7], Op::Put { object: o, .. } if o != object && o.pool == object.pool));
     assert!(
         rest[8..].iter().all(|op| *op == Op::Clear) && rest.len() > 8,
-        "{rest:?}"
+        "the trace does not end with Clear operations only: {rest:?}"
     );
 
-    // Neither object numbers nor contents.
+    // The trace contains neither object numbers nor contents.
     assert_ne!(object, ObjectKey::default());
     for secret in [
         &OBJECT.to_le_bytes()[..5],
@@ -163,7 +163,11 @@ fn a_trace_ends_at_its_maximum_size() {
     drop(driver);
     daemon.terminate();
     let bytes = fs::read(daemon.path("trace")).unwrap();
-    assert!((900..=1000).contains(&bytes.len()), "{} bytes", bytes.len());
+    assert!(
+        (900..=1000).contains(&bytes.len()),
+        "the trace has {} bytes, not 900 to its maximum of 1000",
+        bytes.len()
+    );
     assert!(read(&bytes).len() > 50);
 }
 
@@ -180,7 +184,7 @@ fn an_existing_file_is_not_overwritten() {
     let log = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(
         !output.status.success() && log.contains(trace.to_str().unwrap()),
-        "{log}"
+        "tmemd started, or its error does not name the trace: {log}"
     );
     assert_eq!(fs::read(&trace).unwrap(), b"mine");
 }

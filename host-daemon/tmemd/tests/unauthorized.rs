@@ -20,40 +20,43 @@ use tmem_sim::{Missing, skipped};
 const QEMU: u32 = 64055;
 const READERS: u32 = 64056;
 const OTHER: u32 = 64057;
-/// A user and a group that hosts have.
+/// Name of a user and a group that each host has.
 const NAMED: &str = "daemon";
 
-/// In a thread of its own: the other threads stay root's.
+/// Runs `what` in a thread with another user and other groups. Other threads stay root's.
 fn as_user<R: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> R + Send) -> R {
     let groups: Vec<Gid> = groups.iter().map(|group| Gid::from_raw(*group)).collect();
     let (uid, gid) = (Uid::from_raw(user), Gid::from_raw(user));
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            set_thread_groups(&groups).expect("root may");
-            set_thread_res_gid(gid, gid, gid).expect("root may");
-            set_thread_res_uid(uid, uid, uid).expect("root may");
+            set_thread_groups(&groups).expect("root can change the thread's credentials");
+            set_thread_res_gid(gid, gid, gid).expect("root can change the thread's credentials");
+            set_thread_res_uid(uid, uid, uid).expect("root can change the thread's credentials");
             what()
         });
-        thread.join().expect("the thread does not panic")
+        thread.join().expect("the thread panicked")
     })
 }
 
-/// Sends a message that is answered while the connection lasts.
+/// Sends a message. Returns true if the connection answers it.
 fn is_served(socket: &Path, message: &[u8]) -> bool {
-    let mut stream = UnixStream::connect(socket).expect("its file lets everybody in");
-    stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+    let mut stream =
+        UnixStream::connect(socket).expect("every user can connect to a socket of this mode");
+    stream
+        .set_read_timeout(Some(TIMEOUT))
+        .expect("cannot set the socket's time-out");
     // The connection may have ended already.
     let sent = stream.write_all(message);
     let answer = stream.read(&mut [0; 12]);
     let waits = matches!(&answer, Err(e) if e.kind() == std::io::ErrorKind::WouldBlock);
-    assert!(!waits, "neither served nor refused");
+    assert!(!waits, "the daemon neither served nor refused the client");
     sent.is_ok() && answer.is_ok_and(|read| read > 0)
 }
 
-/// Connects as that user and checks for an answer of such a socket.
+/// Connects as the given user and groups. Returns true if the socket answers.
 fn served(user: u32, groups: &[u32], socket: &Path) -> bool {
     let message = match socket.extension() {
-        // GET_FEATURES, version 1, no payload.
+        // The message is GET_FEATURES of version 1 without a payload.
         Some(_) => [1u32, 1, 0].map(u32::to_ne_bytes).concat(),
         None => b"{\"method\":\"io.virtiotmem.Control.ListVms\"}\0".to_vec(),
     };
@@ -61,12 +64,13 @@ fn served(user: u32, groups: &[u32], socket: &Path) -> bool {
 }
 
 fn log(daemon: &Daemon) -> String {
-    fs::read_to_string(daemon.path("log")).expect("its log")
+    fs::read_to_string(daemon.path("log")).expect("cannot read the log")
 }
 
-/// A mistake that an operator may make.
+/// Lets every user connect to the socket, a mistake that an operator may make.
 fn let_everybody_in(socket: &Path) {
-    fs::set_permissions(socket, Permissions::from_mode(0o666)).expect("set");
+    fs::set_permissions(socket, Permissions::from_mode(0o666))
+        .expect("cannot change the file's mode");
 }
 
 #[test]
@@ -79,8 +83,10 @@ fn unauthorized_peers_are_refused() {
         vec!["--control-read-only".into(), path]
     };
     let daemon = Daemon::with_arguments(&[("given", None)], "64MiB", read_only);
-    fs::set_permissions(daemon.path(""), Permissions::from_mode(0o755)).expect("set");
-    let mut client = tmem_control::connect(&daemon.path("control")).expect("connects");
+    fs::set_permissions(daemon.path(""), Permissions::from_mode(0o755))
+        .expect("cannot change the file's mode");
+    let mut client = tmem_control::connect(&daemon.path("control"))
+        .expect("cannot connect to the control socket");
     let socket = daemon.socket("added");
     let spec = VmSpec {
         uuid: "5ca1ab1e-0000-4000-8000-000000000001".into(),
@@ -92,36 +98,43 @@ fn unauthorized_peers_are_refused() {
         trust_domain: None,
         quota: tmem_control::quota(None, None, None),
     };
-    client.add_vm(spec).call().expect("added");
+    client
+        .add_vm(spec)
+        .call()
+        .expect("the daemon did not add the VM");
 
     let (given, control) = (daemon.socket("given"), daemon.path("control"));
     let read_only = daemon.path("read-only");
     for socket in [&socket, &given, &control, &read_only] {
         let_everybody_in(socket);
     }
-    // The previous connection may not be over yet, so accepted ones are tested with one VM each.
-    assert!(served(QEMU, &[], &socket), "whom it was given to");
+    // Each accepted connection uses a VM of its own, because the daemon may not have noticed the
+    // end of the previous connection.
+    assert!(
+        served(QEMU, &[], &socket),
+        "the VM's socket refused its owner"
+    );
     assert!(
         !served(OTHER, &[READERS], &socket),
-        "an unauthorized peer at a VM's socket"
+        "the VM's socket served an unauthorized peer"
     );
     assert!(
         !served(QEMU, &[], &given),
-        "the socket was given to another user"
+        "the socket served the user of another VM"
     );
     for socket in [&control, &read_only] {
         assert!(
             !served(OTHER, &[READERS], socket),
-            "an unauthorized peer at {}",
+            "{} served an unauthorized peer",
             socket.display()
         );
-        chown(socket, None, Some(READERS)).expect("given");
+        chown(socket, None, Some(READERS)).expect("cannot change the file's owner");
         assert!(
             served(OTHER, &[READERS], socket),
-            "a member of the socket's group was not served at {}",
+            "{} refused a member of its group",
             socket.display()
         );
-        assert!(served(0, &[], socket), "root, at {}", socket.display());
+        assert!(served(0, &[], socket), "{} refused root", socket.display());
     }
 
     let log = log(&daemon);
@@ -130,28 +143,32 @@ fn unauthorized_peers_are_refused() {
         "a connection to {} is refused, process ",
         socket.display()
     ));
-    let of_vm = of_vm.unwrap_or_else(|| panic!("no word of it: {log}"));
+    let of_vm = of_vm.unwrap_or_else(|| panic!("the refused connection is not in the log: {log}"));
     for part in [
         "vm=added",
         &format!("of user {OTHER}"),
         &format!("is for user {QEMU}"),
         "--owner",
     ] {
-        assert!(of_vm.contains(part), "{part}: {of_vm}");
+        assert!(
+            of_vm.contains(part),
+            "the log line has no {part:?}: {of_vm}"
+        );
     }
-    let of_control = line("a client is refused, process ").expect("said");
+    let of_control =
+        line("a client is refused, process ").expect("the log does not report the refused client");
     assert!(
         of_control.contains(&format!("of user {OTHER}")),
-        "{of_control}"
+        "the log line does not name user {OTHER}: {of_control}"
     );
     let stats = client
         .get_stats(Some("added".into()))
         .call()
-        .expect("answers");
+        .expect("the daemon answered the varlink call with an error");
     assert_eq!(stats.vms[0].connections_refused, 1);
 }
 
-/// Each socket belongs to the configured users at each start, without a chgrp.
+/// Each start gives the sockets to the configured users and groups, without a chgrp.
 #[test]
 fn sockets_belong_to_the_configured_users() {
     if !geteuid().is_root() {
@@ -161,8 +178,8 @@ fn sockets_belong_to_the_configured_users() {
         );
     }
     let named = |file: &str| {
-        let rows = fs::read_to_string(file).expect("readable");
-        accounts::number(&rows, NAMED).unwrap_or_else(|| panic!("{file} has no {NAMED}"))
+        let rows = fs::read_to_string(file).expect("cannot read the file");
+        accounts::number(&rows, NAMED).unwrap_or_else(|| panic!("{file} has no account {NAMED}"))
     };
     let (user, admins) = (named("/etc/passwd"), named("/etc/group"));
     let mut daemon = Daemon::with_arguments(&[("given", None)], "64MiB", |folder| {
@@ -178,10 +195,11 @@ fn sockets_belong_to_the_configured_users() {
         .map(|pair| pair.map(String::from))
         .concat()
     });
-    fs::set_permissions(daemon.path(""), Permissions::from_mode(0o755)).expect("set");
+    fs::set_permissions(daemon.path(""), Permissions::from_mode(0o755))
+        .expect("cannot change the file's mode");
     let (control, read_only) = (daemon.path("control"), daemon.path("read-only"));
     let (own, given) = (daemon.socket("own"), daemon.socket("given"));
-    // The second time the sockets replace ones that belong to other users.
+    // At the second start the sockets replace ones that belong to other users.
     for _ in 0..2 {
         until("the last one listens", || UnixStream::connect(&own).is_ok());
         for (path, owner, group) in [
@@ -190,27 +208,45 @@ fn sockets_belong_to_the_configured_users() {
             (&own, user, 0),
             (&given, 0, 0),
         ] {
-            let file = fs::metadata(path).expect("there");
+            let file = fs::metadata(path).expect("cannot read the file's attributes");
             let is = (file.uid(), file.gid(), file.mode() & 0o777);
-            assert_eq!(is, (owner, group, 0o660), "{}", path.display());
+            assert_eq!(
+                is,
+                (owner, group, 0o660),
+                "{} has another owner, group or mode",
+                path.display()
+            );
         }
         daemon.kill();
         daemon.spawn();
     }
     until("the last one listens", || UnixStream::connect(&own).is_ok());
-    assert!(served(OTHER, &[READERS], &read_only), "who may look");
-    assert!(served(OTHER, &[admins], &control), "who may change things");
+    assert!(
+        served(OTHER, &[READERS], &read_only),
+        "the read-only socket refused a member of its group"
+    );
+    assert!(
+        served(OTHER, &[admins], &control),
+        "the control socket refused a member of its group"
+    );
     for (groups, socket) in [([READERS], &control), ([admins], &read_only)] {
         let error = as_user(OTHER, &groups, || UnixStream::connect(socket));
-        let error = error.expect_err("by the file's mode");
+        let error = error.expect_err("the kernel let a user connect whom the file's mode excludes");
         assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied);
         let_everybody_in(socket);
-        assert!(!served(OTHER, &groups, socket), "{}", socket.display());
+        assert!(
+            !served(OTHER, &groups, socket),
+            "{} served a user who is not in its group",
+            socket.display()
+        );
     }
     let_everybody_in(&own);
     assert!(
         !served(QEMU, &[], &own),
-        "the user of another VM's QEMU was served"
+        "the socket served the user of another VM's QEMU"
     );
-    assert!(served(user, &[], &own), "its QEMU");
+    assert!(
+        served(user, &[], &own),
+        "the socket refused the user of its VM's QEMU"
+    );
 }

@@ -61,16 +61,16 @@ impl RegistryTest {
 
     fn add(&self, spec: &VmSpec) -> bool {
         let reply = self.client().add_vm(spec.clone()).call();
-        reply.expect("taken").added
+        reply.expect("the daemon did not add the VM").added
     }
 
-    /// Returns the VM's name in the error, and the reason.
+    /// Adds a VM that the daemon must refuse. Returns the VM's name in the error, and the reason.
     fn refused(&self, spec: &VmSpec) -> (String, String) {
         let error = self.client().add_vm(spec.clone()).call();
-        match error.expect_err("refused").kind() {
+        match error.expect_err("the daemon accepted an invalid VM").kind() {
             ErrorKind::BadVm(Some(bad)) => (bad.name.clone(), bad.reason.clone()),
             ErrorKind::BadQuota(Some(bad)) => (bad.name.clone(), format!("quota: {}", bad.reason)),
-            other => panic!("another error: {other:?}"),
+            other => panic!("the daemon answered with another error: {other:?}"),
         }
     }
 
@@ -78,21 +78,37 @@ impl RegistryTest {
         let socket = self.path(&format!("{name}.sock"));
         let mut client = self.client();
         let reply = client.remove_vm(uuid.into(), socket.to_string_lossy().into());
-        { reply }.call().expect("answers").removed
+        { reply }
+            .call()
+            .expect("the daemon answered the varlink call with an error")
+            .removed
     }
 
     fn names(&self) -> Vec<String> {
-        let vms = self.client().list_vms().call().expect("answers").vms;
+        let vms = self
+            .client()
+            .list_vms()
+            .call()
+            .expect("the daemon answered the varlink call with an error")
+            .vms;
         vms.into_iter().map(|vm| vm.name).collect()
     }
 
     fn vm(&self, name: &str) -> tmem_control::Vm {
-        let vms = self.client().list_vms().call().expect("answers").vms;
-        vms.into_iter().find(|vm| vm.name == name).expect("listed")
+        let vms = self
+            .client()
+            .list_vms()
+            .call()
+            .expect("the daemon answered the varlink call with an error")
+            .vms;
+        vms.into_iter()
+            .find(|vm| vm.name == name)
+            .expect("the VM is listed")
     }
 
     fn connect(&self, name: &str) -> UnixStream {
-        let stream = UnixStream::connect(self.path(&format!("{name}.sock"))).expect("listens");
+        let stream = UnixStream::connect(self.path(&format!("{name}.sock")))
+            .expect("cannot connect to the socket");
         until("it is connected", || self.vm(name).connected);
         stream
     }
@@ -100,7 +116,9 @@ impl RegistryTest {
 
 /// Returns true if the other end has closed, or never accepted the connection.
 fn ended(mut stream: UnixStream) -> bool {
-    stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+    stream
+        .set_read_timeout(Some(TIMEOUT))
+        .expect("cannot set the socket's time-out");
     match stream.read(&mut [0]) {
         Ok(read) => read == 0,
         Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
@@ -110,37 +128,48 @@ fn ended(mut stream: UnixStream) -> bool {
 #[test]
 fn a_vm_is_added_and_removed() {
     let host = host();
-    assert!(!host.path("vms").exists(), "nothing is noted yet");
+    assert!(
+        !host.path("vms").exists(),
+        "the store exists before a VM was added"
+    );
     let mut spec = host.spec(&UUID.to_uppercase(), "web");
     spec.quota.reserve_bytes = 8 << 20;
     spec.trust_domain = Some("team".into());
-    assert!(host.add(&spec), "it is new");
-    assert!(
-        !host.add(&spec),
-        "the second call must not add the VM again"
-    );
+    assert!(host.add(&spec), "the daemon did not add the new VM");
+    assert!(!host.add(&spec), "the second call added the VM again");
     assert_eq!(host.names(), ["given", "web"]);
     let vm = host.vm("web");
-    assert_eq!(vm.uuid.as_deref(), Some(UUID), "in lower case");
+    assert_eq!(
+        vm.uuid.as_deref(),
+        Some(UUID),
+        "the UUID is not in lower case"
+    );
     assert_eq!(
         (vm.quota.clone(), vm.trust_domain),
         (spec.quota.clone(), spec.trust_domain.clone())
     );
     assert!(host.stored("web").exists());
     let connection = host.connect("web");
-    assert!(!host.add(&spec), "also of one that is connected");
+    assert!(!host.add(&spec), "the call added a connected VM again");
     assert!(host.vm("web").connected);
 
     assert!(!host.remove(UUID, "other") && !host.remove(OTHER, "web"));
     assert!(!host.remove(UUID, "/elsewhere/web"));
-    assert!(host.stored("web").exists(), "nothing was removed");
+    assert!(
+        host.stored("web").exists(),
+        "a call with another VM's UUID or socket removed the VM"
+    );
     assert!(host.remove(UUID, "web"));
     assert!(!host.path("web.sock").exists() && !host.stored("web").exists());
     assert!(ended(connection));
     assert_eq!(host.names(), ["given"]);
-    assert!(!host.remove(UUID, "web"), "again: nothing to do");
+    assert!(
+        !host.remove(UUID, "web"),
+        "the second call removed the VM again"
+    );
     assert!(!host.remove("nonsense", "/"));
-    // The reserve of the removed VM is free. That it is free at once is a test of registry.rs.
+    // The reserve of the removed VM is free for another VM. A test of registry.rs checks that it is
+    // free at once.
     spec.quota.reserve_bytes = 60 << 20;
     assert!(host.add(&spec));
     host.connect("web");
@@ -165,9 +194,9 @@ fn an_added_vm_is_changed_in_place() {
     };
     assert!(!host.add(&changed));
     let vm = host.vm("shop");
-    assert!(vm.connected, "the VM was disconnected");
+    assert!(vm.connected, "changing the VM disconnected it");
     assert_eq!(vm.quota, quota);
-    let metadata = fs::metadata(host.path("web.sock")).expect("there");
+    let metadata = fs::metadata(host.path("web.sock")).expect("cannot read the file's attributes");
     assert_eq!(metadata.permissions().mode() & 0o777, 0o666);
 
     // The trust domain of a connected VM cannot change, because its pages are shared.
@@ -179,7 +208,7 @@ fn an_added_vm_is_changed_in_place() {
     assert_eq!(name, "shop");
     assert!(
         reason.contains("trust domain none") && reason.contains("connected"),
-        "{reason}"
+        "the reason does not name the trust domain and the connection: {reason}"
     );
     let other_socket = VmSpec {
         socket: host.path("b.sock").to_string_lossy().into(),
@@ -194,7 +223,7 @@ fn an_added_vm_is_changed_in_place() {
         ..other_domain
     }));
     assert!(!host.path("web.sock").exists() && host.path("b.sock").exists());
-    UnixStream::connect(host.path("b.sock")).expect("listens");
+    UnixStream::connect(host.path("b.sock")).expect("cannot connect to the socket");
 }
 
 #[test]
@@ -203,8 +232,13 @@ fn a_refused_change_has_no_effect() {
     let spec = host.spec(UUID, "web");
     host.add(&spec);
     host.add(&host.spec(OTHER, "db"));
-    let before = host.client().list_vms().call().expect("answers").vms;
-    fs::write(host.path("file"), "precious").expect("written");
+    let before = host
+        .client()
+        .list_vms()
+        .call()
+        .expect("the daemon answered the varlink call with an error")
+        .vms;
+    fs::write(host.path("file"), "precious").expect("cannot write the file");
     let mut wrong = vec![];
     let mut change = |what: &'static str, change: &dyn Fn(&mut VmSpec)| {
         let mut spec = spec.clone();
@@ -247,27 +281,50 @@ fn a_refused_change_has_no_effect() {
         s.quota.reserve_bytes = (64 << 20) + 1;
         s.owner = Some(1);
     });
-    let owner = || fs::metadata(host.path("web.sock")).expect("there").uid();
+    let owner = || {
+        fs::metadata(host.path("web.sock"))
+            .expect("cannot read the file's attributes")
+            .uid()
+    };
     let owner_before = owner();
     for (what, spec) in wrong {
         let (_, reason) = host.refused(&spec);
-        assert_eq!(owner(), owner_before, "{what}");
-        assert!(reason.contains(what), "{reason:?} lacks {what:?}");
-        let after = host.client().list_vms().call().expect("answers").vms;
-        assert_eq!(after, before, "{what}");
+        assert_eq!(
+            owner(),
+            owner_before,
+            "the refused change ({what}) changed the socket's owner"
+        );
+        assert!(
+            reason.contains(what),
+            "the reason has no {what:?}: {reason:?}"
+        );
+        let after = host
+            .client()
+            .list_vms()
+            .call()
+            .expect("the daemon answered the varlink call with an error")
+            .vms;
+        assert_eq!(
+            after, before,
+            "the refused change ({what}) changed the list of VMs"
+        );
     }
-    assert_eq!(fs::read(host.path("file")).expect("there"), b"precious");
+    assert_eq!(
+        fs::read(host.path("file")).expect("cannot read the file"),
+        b"precious"
+    );
     let mut given = spec.clone();
     given.owner = Some(1);
     assert!(!host.add(&given));
     assert_eq!(owner(), 1);
     assert!(
         !host.add(&spec),
-        "without an owner it is the daemon's again"
+        "the call without an owner added the VM again"
     );
     assert_eq!(owner(), owner_before);
     for name in ["web", "db"] {
-        UnixStream::connect(host.path(&format!("{name}.sock"))).expect("listens");
+        UnixStream::connect(host.path(&format!("{name}.sock")))
+            .expect("cannot connect to the socket");
     }
     // A refused new VM leaves nothing behind either.
     let mut new = host.spec("5ca1ab1e-0000-4000-8000-000000000003", "new");
@@ -283,7 +340,11 @@ fn configured_vms_cannot_be_removed() {
     spec.name = "what-libvirt-calls-it".into();
     spec.quota.limit_bytes = Some(1 << 20);
     assert!(!host.add(&spec));
-    assert_eq!(host.vm("given").quota, spec.quota, "its quota can change");
+    assert_eq!(
+        host.vm("given").quota,
+        spec.quota,
+        "the quota of a configured VM was not changed"
+    );
     spec.trust_domain = Some("team".into());
     assert!(host.refused(&spec).1.contains("--vm"));
     assert!(!host.remove(GIVEN, "given"));
@@ -315,27 +376,31 @@ fn a_problem_stays_until_it_is_fixed() {
     };
     assert_eq!(problem(), None);
     let mends: [&dyn Fn(); 4] = [
-        &|| set(UUID, None).expect("taken"),
+        &|| set(UUID, None).expect("the daemon did not set the problem"),
         &|| assert!(!host.add(&spec)),
         &|| assert!(!host.add(&changed)),
         &|| assert!(quota().call().is_ok()),
     ];
     for mend in mends {
-        set(&UUID.to_uppercase(), Some("a unit XiB")).expect("taken");
+        set(&UUID.to_uppercase(), Some("a unit XiB")).expect("the daemon did not set the problem");
         assert_eq!(problem().as_deref(), Some("a unit XiB"));
         mend();
         assert_eq!(problem(), None);
     }
-    set(GIVEN, Some("x")).expect("of any VM");
-    let error = set(OTHER, Some("x")).expect_err("unknown");
-    assert!(matches!(error.kind(), ErrorKind::NoSuchVm(_)), "{error}");
+    set(GIVEN, Some("x")).expect("a configured VM can have a problem");
+    let error = set(OTHER, Some("x")).expect_err("the daemon set a problem of an unknown VM");
+    assert!(
+        matches!(error.kind(), ErrorKind::NoSuchVm(_)),
+        "the daemon answered with another error: {error}"
+    );
 }
 
 #[test]
 fn the_read_only_socket_adds_and_removes_nothing() {
     let host = host();
     host.add(&host.spec(UUID, "web"));
-    let mut client = tmem_control::connect(&host.path("read-only")).expect("connects");
+    let mut client = tmem_control::connect(&host.path("read-only"))
+        .expect("cannot connect to the control socket");
     let added = client.add_vm(host.spec(OTHER, "db")).call().map(drop);
     let removed = client.remove_vm(UUID.into(), "x".into()).call().map(drop);
     let problem = client
@@ -343,10 +408,10 @@ fn the_read_only_socket_adds_and_removes_nothing() {
         .call()
         .map(drop);
     for result in [added, removed, problem] {
-        let error = result.expect_err("refused");
+        let error = result.expect_err("the read-only socket changed a VM");
         assert!(
             matches!(error.kind(), ErrorKind::ReadOnlySocket(_)),
-            "{error}"
+            "the daemon answered with another error: {error}"
         );
     }
     assert_eq!(host.names(), ["given", "web"]);
@@ -355,7 +420,9 @@ fn the_read_only_socket_adds_and_removes_nothing() {
 #[test]
 fn added_vms_are_restored_after_a_restart() {
     let mut host = host();
-    let me = fs::metadata(host.daemon.folder()).expect("there").uid();
+    let me = fs::metadata(host.daemon.folder())
+        .expect("cannot read the file's attributes")
+        .uid();
     let mut spec = host.spec(UUID, "web");
     spec.trust_domain = Some("team".into());
     (spec.mode, spec.owner) = (Some(0o600), Some(i64::from(me)));
@@ -369,7 +436,7 @@ fn added_vms_are_restored_after_a_restart() {
     host.client()
         .set_quota("web".into(), quota.clone())
         .call()
-        .expect("taken");
+        .expect("the daemon did not change the quota");
     host.restart();
     assert_eq!(host.names(), ["given", "web"]);
     let vm = host.vm("web");
@@ -377,7 +444,7 @@ fn added_vms_are_restored_after_a_restart() {
         (vm.quota, vm.trust_domain),
         (quota, spec.trust_domain.clone())
     );
-    let metadata = fs::metadata(host.path("web.sock")).expect("there");
+    let metadata = fs::metadata(host.path("web.sock")).expect("cannot read the file's attributes");
     assert_eq!(metadata.permissions().mode() & 0o777, 0o600);
     host.connect("web");
     assert!(host.remove(UUID, "web"));
@@ -402,9 +469,15 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     let reserve = |host: &RegistryTest, name: &str| host.vm(name).quota.reserve_bytes >> 20;
     assert_eq!((reserve(&host, "db"), reserve(&host, "web")), (20, 12));
     assert_eq!(host.vm("db").problem, None);
-    let problem = host.vm("web").problem.expect("it is said");
+    let problem = host
+        .vm("web")
+        .problem
+        .expect("the daemon does not report that the reserve was reduced");
     for part in ["31457280", "12582912", "the VM gets what is left"] {
-        assert!(problem.contains(part), "{problem}");
+        assert!(
+            problem.contains(part),
+            "the problem has no {part:?}: {problem}"
+        );
     }
     host.connect("web");
     // The manager reports no problem, but the daemon does.
@@ -412,11 +485,14 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     let told = client
         .set_problem(OTHER.into(), second.socket.clone(), None)
         .call();
-    told.expect("taken");
+    told.expect("the daemon did not set the problem");
     assert_eq!(host.vm("web").problem.as_ref(), Some(&problem));
     // A repeated request fits no better, but a smaller one does.
     let (_, reason) = host.refused(&second);
-    assert!(reason.contains("a reserve of 31457280 bytes"), "{reason}");
+    assert!(
+        reason.contains("a reserve of 31457280 bytes"),
+        "the reason does not name the reserve: {reason}"
+    );
     assert_eq!(reserve(&host, "web"), 12);
     assert!(!host.add(&less));
     assert_eq!((reserve(&host, "web"), host.vm("web").problem), (11, None));
@@ -441,7 +517,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
         assert_eq!(host.vm("web").problem.is_some(), left_mib < 30);
     }
     let resize = |bytes| host.client().set_pool_size(bytes).call().map(drop);
-    resize(64 << 20).expect("resized");
+    resize(64 << 20).expect("the daemon did not change the pool's size");
     assert_eq!((reserve(&host, "web"), host.vm("web").problem), (30, None));
     host.daemon.config().pool_size_bytes = 32 << 20;
     host.restart();
@@ -463,27 +539,40 @@ fn two_ends_of_a_migration_are_two_vms() {
     let (source, target) = (end(&host, "web.sock"), end(&host, "b.sock"));
     assert!(host.add(&source));
     let first = host.connect("web");
-    assert!(host.add(&target), "it is another");
+    assert!(
+        host.add(&target),
+        "the daemon did not add the target of the migration as another VM"
+    );
     assert_eq!(host.names(), ["given", "web", "web+incoming"]);
     let (_, reason) = host.refused(&target);
     assert!(
         reason.contains("a reserve of"),
-        "it does not fit twice: {reason}"
+        "the reason does not name the reserve, which does not fit twice: {reason}"
     );
     let arrives = |host: &RegistryTest| host.vm("web+incoming");
     assert_eq!(arrives(&host).uuid.as_deref(), Some(UUID));
-    assert_eq!(arrives(&host).quota.reserve_bytes, 24 << 20, "what is left");
-    // It is not connected yet, so another end replaces it.
+    assert_eq!(
+        arrives(&host).quota.reserve_bytes,
+        24 << 20,
+        "the target's reserve is not what the source leaves of the pool"
+    );
+    // The target is not connected yet, so a target with another socket replaces it.
     for (socket, old) in [("c", "b"), ("b", "c")] {
         let socket = format!("{socket}.sock");
         assert!(!host.add(&end(&host, &socket)));
         assert!(arrives(&host).socket.ends_with(&socket) && !host.stored(old).exists());
     }
-    let second = UnixStream::connect(&target.socket).expect("listens");
+    let second = UnixStream::connect(&target.socket).expect("cannot connect to the socket");
     until("it is connected", || arrives(&host).connected);
     let (_, reason) = host.refused(&end(&host, "c.sock"));
-    assert!(reason.contains("two sockets already"), "{reason}");
-    assert!(host.vm("web").connected, "the first one is not touched");
+    assert!(
+        reason.contains("two sockets already"),
+        "the reason does not name the two sockets: {reason}"
+    );
+    assert!(
+        host.vm("web").connected,
+        "adding the target disconnected the source"
+    );
 
     // The migration fails: everything is as before.
     assert!(host.remove(UUID, "b") && ended(second));
@@ -515,16 +604,20 @@ fn an_invalid_stored_vm_is_skipped_and_kept() {
     host.add(&host.spec(UUID, "web"));
     host.add(&host.spec(OTHER, "db"));
     host.daemon.stop();
-    let good = fs::read_to_string(host.stored("db")).expect("there");
-    fs::write(host.stored("db"), good.replace("\"db\"", "\"given\"")).expect("written");
-    fs::write(host.stored("third"), "{\"uuid\": ").expect("written");
+    let good = fs::read_to_string(host.stored("db")).expect("cannot read the file");
+    fs::write(host.stored("db"), good.replace("\"db\"", "\"given\""))
+        .expect("cannot write the file");
+    fs::write(host.stored("third"), "{\"uuid\": ").expect("cannot write the file");
     let given = good.replace(OTHER, GIVEN).replace("db.sock", "other.sock");
-    fs::write(host.stored("other"), given).expect("written");
+    fs::write(host.stored("other"), given).expect("cannot write the file");
     host.restart();
     assert_eq!(host.names(), ["given", "web"]);
     host.connect("web");
     for name in ["db", "third", "other"] {
-        assert!(host.stored(name).exists(), "{name}");
+        assert!(
+            host.stored(name).exists(),
+            "the file of stored VM {name} was removed"
+        );
     }
     // A start of the VM repairs its file, and its end removes it.
     assert!(host.add(&host.spec(OTHER, "db")));
@@ -544,20 +637,27 @@ fn the_number_of_vms_is_limited() {
             &format!("vm{number}"),
         )
     };
-    // One VM exists already.
+    // The configuration already has one VM.
     for number in 1..VMS_MAX {
-        client.add_vm(spec(number)).call().expect("there is room");
+        client
+            .add_vm(spec(number))
+            .call()
+            .expect("fewer than VMS_MAX VMs exist");
     }
     assert!(host.refused(&spec(VMS_MAX)).1.contains("1024 VMs already"));
     assert!(host.remove(&spec(7).uuid, "vm7"));
     host.add(&spec(VMS_MAX));
 }
 
-/// Many requests at once: no socket is lost, and none is left.
+/// Threads add and remove VMs at the same time. No socket is lost, and none is left.
 #[test]
 fn vms_are_added_and_removed_concurrently() {
     let host = host();
-    let number = |path: &Path| fs::read_dir(path).expect("there").count();
+    let number = |path: &Path| {
+        fs::read_dir(path)
+            .expect("cannot list the directory")
+            .count()
+    };
     let before = number(host.daemon.folder());
     std::thread::scope(|scope| {
         for thread in 0..4 {
@@ -567,7 +667,8 @@ fn vms_are_added_and_removed_concurrently() {
                 let spec = host.spec(&uuid, &format!("vm{thread}"));
                 for _ in 0..50 {
                     assert!(host.add(&spec));
-                    let stream = UnixStream::connect(&spec.socket).expect("listens");
+                    let stream =
+                        UnixStream::connect(&spec.socket).expect("cannot connect to the socket");
                     assert!(host.remove(&uuid, &spec.name));
                     assert!(ended(stream));
                 }
@@ -578,7 +679,7 @@ fn vms_are_added_and_removed_concurrently() {
     assert_eq!(
         number(host.daemon.folder()),
         before + 1,
-        "the folder of notes is new"
+        "the run directory has more new entries than the VM store"
     );
     assert_eq!(number(&host.path("vms")), 0);
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Messages of the daemon to the service manager: that it serves, is alive and stops, and that it
-//! hangs even if only one thread does. The test is the manager, at NOTIFY_SOCKET.
+//! Tests the messages of the daemon to the service manager: that it serves, is alive, stops, or
+//! hangs. The daemon hangs if only one of its threads hangs. The test is the service manager and
+//! listens at NOTIFY_SOCKET.
 
 mod common;
 
@@ -9,7 +10,8 @@ use std::io::Write;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::time::{Duration, Instant};
 
-/// Short, to keep the tests short, but long compared with the delays of a thread on a busy machine.
+/// Watchdog period. It is short to keep the tests short, but long compared with the delays of a
+/// thread on a busy machine.
 const PERIOD: Duration = Duration::from_secs(2);
 
 const LIVES: &str = "WATCHDOG=1";
@@ -20,30 +22,32 @@ fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
     let mut manager = None;
     let daemon = Daemon::with_environment(vms, |folder| {
         let path = folder.join("notify");
-        let socket = UnixDatagram::bind(&path).expect("a socket");
+        let socket = UnixDatagram::bind(&path).expect("cannot bind the socket");
         socket
             .set_read_timeout(Some(common::TIMEOUT))
-            .expect("a time-out");
+            .expect("cannot set the socket's time-out");
         manager = Some(socket);
         vec![
             ("NOTIFY_SOCKET".into(), path.display().to_string()),
             ("WATCHDOG_USEC".into(), PERIOD.as_micros().to_string()),
         ]
     });
-    (daemon, manager.expect("made"))
+    (daemon, manager.expect("the daemon's arguments were built"))
 }
 
-/// Returns the next message.
+/// Returns the next message of the daemon.
 fn hear(manager: &UnixDatagram) -> String {
     let mut word = [0; 256];
-    let length = manager.recv(&mut word).expect("a notification");
+    let length = manager
+        .recv(&mut word)
+        .expect("the daemon sent no notification");
     std::str::from_utf8(&word[..length])
-        .expect("text")
+        .expect("the text is not UTF-8")
         .trim()
         .into()
 }
 
-/// Checks for a time that the daemon only reports to be alive.
+/// Checks for a time that the daemon sends no other message than that it is alive.
 fn lives_for(manager: &UnixDatagram, time: Duration) {
     let end = Instant::now() + time;
     while Instant::now() < end {
@@ -55,12 +59,15 @@ fn lives_for(manager: &UnixDatagram, time: Duration) {
 fn the_service_manager_is_notified_of_start_progress_and_stop() {
     let (mut daemon, manager) = watched(&[("a", None)]);
     assert_eq!(hear(&manager), "READY=1");
-    UnixStream::connect(daemon.socket("a")).expect("it serves");
+    UnixStream::connect(daemon.socket("a")).expect("cannot connect to the socket");
     let begun = Instant::now();
     for _ in 0..4 {
         assert_eq!(hear(&manager), LIVES);
     }
-    assert!(begun.elapsed() < 4 * PERIOD, "often enough");
+    assert!(
+        begun.elapsed() < 4 * PERIOD,
+        "four notifications took longer than four periods"
+    );
     let mut driver = daemon.driver("a", 1);
     common::work(&mut driver, 300);
     daemon.terminate();
@@ -71,17 +78,20 @@ fn the_service_manager_is_notified_of_start_progress_and_stop() {
     assert_eq!(last, "STOPPING=1");
 }
 
-/// A thread that waits for others does not hang: neither the workers of an idle daemon nor the
-/// thread of a front end that sends half a message or none.
+/// A thread that waits does not count as hung. The workers of an idle daemon wait for requests, and
+/// the thread of a front end that sends half a message, or none, waits for the rest.
 #[test]
-fn a_waiting_thread_does_not_hang() {
+fn a_thread_that_waits_does_not_count_as_hung() {
     let (mut daemon, manager) = watched(&[("idle", None), ("half", None), ("silent", None)]);
-    // It worked before and is idle now.
+    // This VM's workers worked before and are idle now.
     let mut driver = daemon.driver("idle", 1);
     common::work(&mut driver, 50);
-    let mut half = UnixStream::connect(daemon.socket("half")).expect("it serves");
-    half.write_all(&[1, 0, 0, 0, 1]).expect("half a header");
-    let _silent = UnixStream::connect(daemon.socket("silent")).expect("it serves");
+    let mut half =
+        UnixStream::connect(daemon.socket("half")).expect("cannot connect to the socket");
+    half.write_all(&[1, 0, 0, 0, 1])
+        .expect("cannot send half a message header");
+    let _silent =
+        UnixStream::connect(daemon.socket("silent")).expect("cannot connect to the socket");
     assert_eq!(hear(&manager), "READY=1");
     lives_for(&manager, 2 * PERIOD);
 }
@@ -119,11 +129,14 @@ impl Drop for Stopped {
 }
 
 fn workers(daemon: &Daemon) -> Vec<libc::pid_t> {
-    let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.pid())).expect("it runs");
-    let named = tasks.map(|task| task.expect("a thread")).filter(|task| {
-        let name = std::fs::read_to_string(task.path().join("comm"));
-        name.is_ok_and(|name| name.starts_with("worker-"))
-    });
+    let tasks =
+        std::fs::read_dir(format!("/proc/{}/task", daemon.pid())).expect("tmemd does not run");
+    let named = tasks
+        .map(|task| task.expect("cannot start the thread"))
+        .filter(|task| {
+            let name = std::fs::read_to_string(task.path().join("comm"));
+            name.is_ok_and(|name| name.starts_with("worker-"))
+        });
     let number = |task: std::fs::DirEntry| task.file_name().to_str()?.parse().ok();
     named.filter_map(number).collect()
 }
@@ -137,9 +150,9 @@ fn a_hung_worker_is_reported() {
     let stopped = loop {
         assert!(
             begun.elapsed() < 4 * common::TIMEOUT,
-            "the hang is not reported"
+            "the daemon did not report the hang in time"
         );
-        // Some milliseconds of work, in which the workers can be stopped.
+        // The requests take the workers some milliseconds, in which the test can stop them.
         for object in 1..=20 {
             driver.put(object, 0, 64);
         }
@@ -148,16 +161,25 @@ fn a_hung_worker_is_reported() {
             break stopped;
         }
         drop(stopped);
-        driver.settle().expect("the released workers continue");
+        driver
+            .settle()
+            .expect("the released workers do not continue");
     };
-    assert_eq!(hear(&manager), HANGS, "the daemon must report the hang");
-    let log = std::fs::read_to_string(daemon.path("log")).expect("its log");
-    // A background worker that waits for a lock held by a stopped thread hangs, too, and is listed first.
+    assert_eq!(hear(&manager), HANGS, "the daemon did not report the hang");
+    let log = std::fs::read_to_string(daemon.path("log")).expect("cannot read the log");
+    // A background worker that waits for a lock of a stopped thread hangs, too, and is listed
+    // first.
     let told = |line: &str| line.contains("the daemon hangs at ") && line.contains("worker-");
-    assert!(log.lines().any(told), "{log}");
-    // The daemon continues as soon as it can, if nothing has ended it.
+    assert!(
+        log.lines().any(told),
+        "the log does not name the hanging worker: {log}"
+    );
+    // The daemon continues as soon as the thread runs again, unless the service manager has ended
+    // it.
     drop(stopped);
-    driver.settle().expect("the released workers continue");
+    driver
+        .settle()
+        .expect("the released workers do not continue");
     while hear(&manager) == HANGS {}
     lives_for(&manager, PERIOD);
 }

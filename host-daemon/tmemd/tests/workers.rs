@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Workers as the host and other guests see them: asleep without work and fair under load, with
-//! both event loops.
+//! Workers as the host and other guests see them: they sleep without work and are fair under load,
+//! with both event loops.
 
 mod common;
 
@@ -49,7 +49,7 @@ fn slept(pid: u32) -> BTreeMap<String, (String, u64)> {
     all
 }
 
-/// Consecutive checks without a change after which a worker counts as idle.
+/// Number of consecutive checks without a change after which a worker counts as idle.
 const LOOKS: u32 = 3;
 
 /// No worker wakes up without work, however busy it was before.
@@ -61,7 +61,7 @@ fn idle_workers_sleep() {
         work(&mut driver, 300);
         driver.settle().unwrap();
         let mut before = slept(daemon.pid());
-        // The last polling times end within a millisecond, plus delays by the host's load.
+        // The last polling times end within a millisecond, if the host's load does not delay them.
         let mut same = 0;
         until("it comes to rest", || {
             std::thread::sleep(Duration::from_millis(100));
@@ -71,13 +71,17 @@ fn idle_workers_sleep() {
             same == LOOKS
         });
         std::thread::sleep(Duration::from_millis(500));
-        assert_eq!(slept(daemon.pid()), before, "{event_loop}: it woke up");
-        // A worker is there when it is needed.
+        assert_eq!(
+            slept(daemon.pid()),
+            before,
+            "{event_loop}: an idle worker woke up"
+        );
+        // A sleeping worker serves new requests.
         work(&mut driver, 100);
     }
 }
 
-/// Puts a batch of that many pages on a queue, if it fits.
+/// Puts a batch of `pages` pages on a queue, if the queue has room. Returns whether it had.
 fn put(guest: &mut FakeGuest, queue: usize, pages: usize) -> bool {
     let page = |index| PutPage {
         object: queue as u64,
@@ -131,22 +135,23 @@ fn a_flood_of_requests_takes_only_the_fair_share_of_its_vm() {
             while small.poll(1).unwrap().is_none() {
                 assert!(
                     begun.elapsed() < Duration::from_secs(120),
-                    "{event_loop}: starved"
+                    "{event_loop}: the request of the small VM was not answered within 120 s"
                 );
             }
             shares.push(answered(&flood) - before);
         }
         shares.sort_unstable();
-        // The current slice of the worker and a measuring error. It would be eight if queues took
-        // turns.
+        // The bound allows for the worker's current slice and a measuring error. The median would
+        // be eight if queues instead of VMs took turns.
         let median = shares[shares.len() / 2];
         assert!(
             median <= 4,
-            "{event_loop}: batches for each request of the other: {shares:?}"
+            "{event_loop}: the flooding VM got these numbers of batches for each request of the \
+             other: {shares:?}"
         );
         assert!(
             answered(&flood) > 0,
-            "{event_loop}: the flood is served, too"
+            "{event_loop}: the flooding VM got no answer"
         );
     }
 }

@@ -77,7 +77,10 @@ fn hit(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> 
     let Some(page) = answer.pages.first().and_then(|page| page.page.as_ref()) else {
         return false;
     };
-    assert!(**page == *Content::Noise(cookie).page(), "wrong bytes");
+    assert!(
+        **page == *Content::Noise(cookie).page(),
+        "the daemon returned another page than the cookie names"
+    );
     true
 }
 
@@ -95,7 +98,7 @@ fn all_are(driver: &mut Driver, pool: u32, status: &[u8]) {
         let answer = ask(driver, request);
         assert!(
             status.contains(&answer.status),
-            "status {} to type {kind} of pool {pool:#x}",
+            "a request of type {kind} for pool {pool:#x} got status {}",
             answer.status
         );
         assert!(answer.pages.iter().all(|page| page.page.is_none()));
@@ -142,16 +145,23 @@ fn a_guest_cannot_perform_control_operations() {
             added.unwrap();
             driver.guest.publish(queue);
             let status = driver.guest.drain(TIMEOUT).unwrap()[0].answer.status;
-            assert_eq!(status, wire::S_UNSUPPORTED, "type {kind}");
+            assert_eq!(
+                status,
+                wire::S_UNSUPPORTED,
+                "type {kind} was not refused as unsupported"
+            );
         }
     }
-    // Kinds of pools that a guest cannot create, shared ones among them.
+    // A guest cannot create other kinds of pools, such as shared ones.
     for bit in 0..32 {
         let flags = 1 << bit;
         let answer = ask(&mut driver, Request::PoolCreate { pool: 78, flags });
-        assert!(BAD.contains(&answer.status), "flag {bit}");
+        assert!(
+            BAD.contains(&answer.status),
+            "a pool with flag {bit} was created"
+        );
     }
-    // On a queue of the other kind, requests have no effect either.
+    // Requests on a queue of the other kind have no effect.
     let generation = driver.guest.generation();
     for (queue, request) in [
         (0, flush(1, 1, 0, 0)),
@@ -160,13 +170,16 @@ fn a_guest_cannot_perform_control_operations() {
         driver.guest.add(queue, request, generation).unwrap();
         driver.guest.publish(queue);
         let done = driver.guest.drain(TIMEOUT).unwrap();
-        assert!(BAD.contains(&done[0].answer.status), "queue {queue}");
+        assert!(
+            BAD.contains(&done[0].answer.status),
+            "queue {queue} executed a request of the other kind of queue"
+        );
     }
     // The VMM cannot write the configuration, through which QEMU's device would let a guest do so.
     let frontend = driver.guest.frontend().unwrap();
     let flags = VhostUserConfigFlags::WRITABLE;
     let written = frontend.set_config(0, flags, &[0xff; 32]);
-    written.expect_err("the configuration is read-only");
+    written.expect_err("the VMM wrote to the configuration");
     assert_eq!(driver.guest.read_config().unwrap().generation, generation);
     work(&mut driver, 30);
     // A VM's socket does not offer the control interface.
@@ -178,7 +191,7 @@ fn a_guest_cannot_perform_control_operations() {
         b"{\"method\":\"io.virtiotmem.Control.SetPoolSize\",\"parameters\":{\"size_bytes\":1048576}}\0";
     stream.write_all(call).unwrap();
     let mut answer = Vec::new();
-    // Closed, whether the daemon had read everything or not.
+    // The connection is closed, whether the daemon had read the whole message or not.
     let _ = stream.read_to_end(&mut answer);
     assert_eq!(answer, b"");
     assert_eq!(figures(), before);
@@ -201,9 +214,13 @@ fn pool_ids_are_unsigned() {
         assert_eq!(
             ask(&mut driver, create.clone()).status,
             wire::S_OK,
-            "{pool:#x}"
+            "pool {pool:#x} was not created"
         );
-        assert_eq!(ask(&mut driver, create).status, wire::S_BAD, "{pool:#x}");
+        assert_eq!(
+            ask(&mut driver, create).status,
+            wire::S_BAD,
+            "pool {pool:#x} was created twice"
+        );
         store(&mut driver, pool, u64::MAX, 1, 100 + number as u64);
     }
     // Clearing the sign bit never identifies another pool.
@@ -214,14 +231,20 @@ fn pool_ids_are_unsigned() {
     }
     assert!(
         !hit(&mut driver, 1, u64::MAX, 1, 101),
-        "pool 1 is the driver's"
+        "pool 1 returned a page of the pool whose id has the sign bit, too"
     );
     for (number, pool) in negative.into_iter().enumerate() {
         let cookie = 100 + number as u64;
         for object in [1, u64::MAX >> 1, 1 << 63, u64::from(u32::MAX)] {
-            assert!(!hit(&mut driver, pool, object, 1, cookie), "{object:#x}");
+            assert!(
+                !hit(&mut driver, pool, object, 1, cookie),
+                "pool {pool:#x} returned a page for object {object:#x}, which was not put"
+            );
         }
-        assert!(hit(&mut driver, pool, u64::MAX, 1, cookie), "{pool:#x}");
+        assert!(
+            hit(&mut driver, pool, u64::MAX, 1, cookie),
+            "pool {pool:#x} lost its page"
+        );
     }
     // The range of indices ends far below the sign bit.
     let end = 1 << wire::INDEX_BITS;
@@ -233,7 +256,11 @@ fn pool_ids_are_unsigned() {
         ] {
             let kind = request.kind();
             let status = ask(&mut driver, request).status;
-            assert_eq!(status, wire::S_BAD, "type {kind}, index {index:#x}");
+            assert_eq!(
+                status,
+                wire::S_BAD,
+                "type {kind} with index {index:#x} beyond the last one was not refused"
+            );
         }
     }
     every_queue_answers(&mut driver);
@@ -249,12 +276,12 @@ fn foreign_or_stale_pool_ids_are_refused() {
     let none = &[wire::S_NO_POOL];
     all_are(&mut driver, 0, BAD);
     let create = ask(&mut driver, Request::PoolCreate { pool: 0, flags: 0 });
-    assert!(BAD.contains(&create.status), "pool 0");
+    assert!(BAD.contains(&create.status), "pool 0 was created");
     let borders = [2, 255, 256, 257, 0xffff, 0x1_0000, 0x1_0001, u32::MAX];
     for pool in borders {
         all_are(&mut driver, pool, none);
     }
-    // Destroyed and created again.
+    // A pool is destroyed, and created again with the same id.
     for pool in borders {
         let create = || Request::PoolCreate { pool, flags: 0 };
         assert_eq!(ask(&mut driver, create()).status, wire::S_OK);
@@ -265,9 +292,12 @@ fn foreign_or_stale_pool_ids_are_refused() {
         );
         all_are(&mut driver, pool, none);
         assert_eq!(ask(&mut driver, create()).status, wire::S_OK);
-        assert!(!hit(&mut driver, pool, 1, 1, 7), "a pool begins empty");
+        assert!(
+            !hit(&mut driver, pool, 1, 1, 7),
+            "a new pool with the id of a destroyed one returned a page"
+        );
     }
-    // These pools are the first VM's.
+    // These pools belong to the first VM.
     for pool in borders {
         store(&mut driver, pool, 1, 1, 8);
         all_are(&mut other, pool, none);
@@ -295,7 +325,7 @@ fn requests_before_or_after_a_connection_reach_no_pool() {
     let socket = daemon.socket("a");
     let first = &mut driver.guest;
     daemon.until("the VM's socket is free", || first.connect(&socket).is_ok());
-    // Kicked before memory or a ring exists.
+    // Queues are kicked before the guest has memory or a ring.
     (0..driver.guest.num_queues()).for_each(|queue| driver.guest.kick(queue));
     driver.guest.start().unwrap();
     driver.new_generation().unwrap();
@@ -320,10 +350,10 @@ fn requests_before_or_after_a_connection_reach_no_pool() {
     let pool = driver.pool();
     assert!(
         !hit(&mut driver, pool, 1, 1, 7),
-        "a page of the time before"
+        "a new pool returned a page of an earlier generation"
     );
-    // A VM that is removed while it sends requests: its connection ends, and no request is answered
-    // any more.
+    // A VM is removed while it sends requests. Its connection ends, and no request is answered any
+    // more.
     let mut control = tmem_control::connect(&daemon.path("control")).unwrap();
     let (uuid, socket) = (
         "89abcdef-0123-4567-89ab-cdef01234567",
@@ -374,8 +404,8 @@ fn requests_before_or_after_a_connection_reach_no_pool() {
     work(&mut driver, 30);
 }
 
-/// Adds a chain on queue 1, with the descriptors that `bend` makes of a valid chain. It is not
-/// published yet.
+/// Adds a chain on queue 1, with the descriptors that `bend` makes from those of a valid chain. The
+/// chain is not published yet.
 fn add_chain(driver: &mut Driver, request: Request, bend: impl FnOnce(&mut Vec<Desc>)) {
     let generation = driver.guest.generation();
     let placed = driver.guest.place(&request.encode(generation)).unwrap();
@@ -419,7 +449,11 @@ fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnc
     driver.guest.publish(1);
     let guest = &driver.guest;
     daemon.until("the queue is stopped", || {
-        assert_eq!(guest.ring(1).used_idx_in_memory(), used, "{what}: answered");
+        assert_eq!(
+            guest.ring(1).used_idx_in_memory(),
+            used,
+            "{what}: the request was answered"
+        );
         guest.take_queue_error(1)
     });
     // A worker may request kicks again after the guest has seen its last answer.
@@ -433,7 +467,10 @@ fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnc
         .iter()
         .filter(|page| !rings.contains(page))
         .collect();
-    assert!(wrong.is_empty(), "{what}: pages {wrong:x?} were written");
+    assert!(
+        wrong.is_empty(),
+        "{what}: the daemon wrote to pages {wrong:x?}"
+    );
     let generation = driver.guest.generation();
     let asked = get(pool, 900, 1, 5);
     driver.guest.add(2, asked, generation).unwrap();
@@ -444,7 +481,7 @@ fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnc
         done.is_some()
     });
     let result = done.unwrap().answer.pages[0].result;
-    assert_eq!(result, wire::P_HIT, "{what}: it moved a page");
+    assert_eq!(result, wire::P_HIT, "{what}: another page was lost");
     driver.reboot().unwrap();
     work(driver, 5);
     work(neighbour, 5);
@@ -457,9 +494,9 @@ fn buffers_outside_of_guest_memory_are_never_accessed() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut vms = [daemon.driver("a", 1), daemon.driver("b", 2)];
     let log = vms[0].guest.start_log().unwrap().region();
-    // Beside, between and around the regions; the VMM's addresses of memory and dirty log; possible
-    // addresses of the daemon; addresses of the kernel. Then buffers that begin inside and end
-    // outside.
+    // The addresses are beside, between and around the regions; in the VMM's addresses of memory
+    // and dirty log; in the daemon's address space; and in the kernel's. Then come buffers that
+    // begin inside a region and end outside.
     let end = (1 << 32) + (8 << 20);
     let addresses = [
         8 << 20,
@@ -482,7 +519,8 @@ fn buffers_outside_of_guest_memory_are_never_accessed() {
                 descs[number].addr = address;
             }
         };
-        // Parts of a put: the request, its page, its answer. Part of a get: its page.
+        // The faulty address replaces each part of a put (the request, its page, its answer), and a
+        // part of a get (its page).
         for number in 0..3 {
             let what = format!("a put's descriptor {number} at {address:#x}");
             stops(&mut daemon, &mut vms, &what, |driver| {
@@ -513,7 +551,8 @@ fn buffers_outside_of_guest_memory_are_never_accessed() {
 #[test]
 fn overflowing_sums_in_requests_are_refused() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
-    // Much address space of which almost nothing is touched, so that 4 GiB lie inside.
+    // The guest has a large address space, of which almost nothing is touched, so that lengths of 4
+    // GiB lie inside.
     let large = GuestConfig {
         ram: vec![RamRegion {
             start: 0,
@@ -528,7 +567,7 @@ fn overflowing_sums_in_requests_are_refused() {
     store(&mut driver, pool, 1, 0, 5);
     store(&mut driver, pool, 1, 1, 6);
     let end = 1u64 << wire::INDEX_BITS;
-    // Indices: each sum is small if it wraps.
+    // Sums of index and length are small if they wrap.
     let beyond = |index: u64| flush(pool, 1, index, 0u64.wrapping_sub(index - 2));
     let run = Request::Get {
         pool,
@@ -548,10 +587,14 @@ fn overflowing_sums_in_requests_are_refused() {
     ];
     for request in requests {
         let kind = request.kind();
-        assert_eq!(ask(&mut driver, request).status, wire::S_BAD, "type {kind}");
+        assert_eq!(
+            ask(&mut driver, request).status,
+            wire::S_BAD,
+            "type {kind} was not refused"
+        );
     }
     assert!(hit(&mut driver, pool, 1, 0, 5) && hit(&mut driver, pool, 1, 1, 6));
-    // Lengths: 4 GiB more than the correct one, in either part of the chain.
+    // Lengths are 4 GiB more than the correct one, in either part of the chain.
     for writable in [false, true] {
         let request = flush(driver.pool(), 1, 0, 0);
         add_chain(&mut driver, request, |descs| {
@@ -572,7 +615,7 @@ fn overflowing_sums_in_requests_are_refused() {
         assert_eq!(driver.guest.ring(1).used_idx_in_memory(), used);
         driver.reboot().unwrap();
     }
-    // Rings: none of them runs, and the other queue does.
+    // No ring with an overflowing address runs, and the other queue does.
     let layout = driver.guest.ring(1).layout();
     let [desc, avail, used] = [layout.desc, layout.avail, layout.used]
         .map(|address| driver.guest.ram().host_addr(address));
@@ -600,12 +643,15 @@ fn overflowing_sums_in_requests_are_refused() {
             daemon.until("the other queue answers", || {
                 driver.guest.poll(2).unwrap().is_some()
             });
-            assert!(driver.guest.poll(1).unwrap().is_none(), "{odd:#x}");
+            assert!(
+                driver.guest.poll(1).unwrap().is_none(),
+                "the queue answered although a part of its ring is at {odd:#x}"
+            );
             driver.reboot().unwrap();
         }
     }
     let file = driver.guest.ram().shared_regions().unwrap().remove(0).2;
-    // The VMM has its memory at 0, so that only the end of a ring overflows.
+    // The VMM has its memory at address 0, so that only the end of a ring overflows.
     let region = VhostUserMemoryRegionInfo {
         guest_phys_addr: 1 << 40,
         memory_size: 8192,
@@ -628,10 +674,14 @@ fn overflowing_sums_in_requests_are_refused() {
     driver.guest.kick(1);
     let pool = driver.pool();
     let answer = driver.guest.call(2, get(pool, 1, 1, 1)).unwrap();
-    assert_eq!(answer.status, wire::S_OK, "the other queue goes on");
+    assert_eq!(
+        answer.status,
+        wire::S_OK,
+        "another queue does not answer any more"
+    );
     driver.guest.disconnect();
     daemon.connect(&mut driver, "a");
-    // Regions: the connection ends, and the next one is served.
+    // A faulty region ends the connection, and the next connection is served.
     let odd = [
         (u64::MAX - 4095, 0x10_0000, 8192, 0),
         (1 << 40, u64::MAX - 4095, 8192, 0),
@@ -648,7 +698,7 @@ fn overflowing_sums_in_requests_are_refused() {
         };
         let frontend = driver.guest.frontend().unwrap();
         let refused = frontend.add_mem_region(&region);
-        refused.expect_err("it ends before it begins");
+        refused.expect_err("a region was accepted whose end exceeds 64 bits");
         work(&mut other, 10);
         driver.guest.disconnect();
         daemon.connect(&mut driver, "a");
@@ -676,7 +726,7 @@ fn error_paths_leave_no_lock_held() {
             control.flush_vm(name.into()).call().unwrap();
         }
     };
-    // Requests that are refused, for existing and missing objects.
+    // These requests are refused, for objects that exist and for objects that do not.
     for _ in 0..3 {
         let pool = driver.pool();
         let create = |pool| Request::PoolCreate { pool, flags: 0 };
@@ -709,14 +759,14 @@ fn error_paths_leave_no_lock_held() {
         }
         assert!(
             odd >= refused - wire::POOLS_MAX,
-            "{odd} of {refused} were refused"
+            "only {odd} of {refused} invalid requests were refused"
         );
         every_queue_answers_by_hand(&mut driver);
         operator();
         work(&mut other, 20);
         driver.reboot().unwrap();
     }
-    // Messages: the connection ends, or continues if that is harmless.
+    // A faulty message ends the connection, unless it is harmless.
     type Odd = fn(&mut tmem_sim::FakeGuest) -> bool;
     let messages: [(&str, Odd); 6] = [
         ("features", |guest| {
@@ -762,11 +812,14 @@ fn error_paths_leave_no_lock_held() {
         }),
     ];
     for (what, odd) in messages {
-        // During work, so that workers need the locks, too.
+        // Messages come during work, when workers need the locks, too.
         for object in 1..6 {
             driver.put(object, 0, 12);
         }
-        assert!(odd(&mut driver.guest), "{what}: taken");
+        assert!(
+            odd(&mut driver.guest),
+            "{what}: the daemon accepted the message"
+        );
         work(&mut other, 20);
         operator();
         if driver.guest.read_config().is_err() {
@@ -779,7 +832,7 @@ fn error_paths_leave_no_lock_held() {
     }
 }
 
-/// One answered request on each queue, independent of the model's pools.
+/// Sends one request on each queue and checks the answer, without the pools of the model.
 fn every_queue_answers_by_hand(driver: &mut Driver) {
     let pool = driver.pool();
     for queue in 1..driver.guest.num_queues() {

@@ -8,18 +8,18 @@
 use std::str::FromStr;
 use tmem_control::accounts;
 
-/// The file of users.
+/// Path of the file that lists the host's users.
 pub const USERS: &str = "/etc/passwd";
-/// The file of groups.
+/// Path of the file that lists the host's groups.
 pub const GROUPS: &str = "/etc/group";
 
-/// A user or a group. Two values are equal if they are written alike.
+/// User or group of the configuration. Two values are equal if the configuration writes them alike.
 #[derive(Clone, Debug, Eq, serde::Deserialize)]
 #[serde(try_from = "String")]
 pub struct Account {
-    /// The name or number as it is written.
+    /// Name or number as the configuration writes it.
     pub name: String,
-    /// The number; None until it is looked up.
+    /// Number of the user or group; None until it is looked up.
     number: Option<u32>,
 }
 
@@ -32,7 +32,7 @@ impl PartialEq for Account {
 impl FromStr for Account {
     type Err = String;
 
-    /// Parses a name without looking it up.
+    /// Parses a name or number without looking it up in a file.
     fn from_str(name: &str) -> Result<Account, String> {
         match name {
             "" => Err("is empty: write a name or a number".into()),
@@ -58,16 +58,17 @@ impl Account {
         self.number
     }
 
-    /// Looks the name up in a file, unless that was done before.
+    /// Looks the name up in a file of users or groups, unless that was done before.
     ///
     /// # Errors
-    /// The name is not there; the text says what to do.
+    /// The file cannot be read or does not list the name; the text says what to do.
     pub fn find(&mut self, file: &str) -> Result<(), String> {
         if self.number.is_some() {
             return Ok(());
         }
         let rows = std::fs::read(file);
-        // Other fields may be in any encoding.
+        // The bytes are converted lossily, because fields other than name and number may have any
+        // encoding.
         let text = String::from_utf8_lossy(rows.as_deref().unwrap_or_default());
         self.number = accounts::number(&text, &self.name);
         match (self.number, &rows) {
@@ -89,39 +90,60 @@ mod tests {
 
     #[test]
     fn an_account_is_looked_up_once() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
         let path = folder.path().join("group");
-        let file = path.to_str().expect("a name");
-        std::fs::write(file, b"qemu:x:64055:\nb\xf6se:x:5:\nmetrics:x:990:\n").expect("written");
-        let account = |name: &str| name.parse::<Account>().expect("a name");
+        let file = path.to_str().expect("the text is not UTF-8");
+        std::fs::write(file, b"qemu:x:64055:\nb\xf6se:x:5:\nmetrics:x:990:\n")
+            .expect("cannot write the file");
+        let account = |name: &str| {
+            name.parse::<Account>()
+                .expect("an account name is not empty")
+        };
         let mut found = account("metrics");
         assert_eq!(found.number(), None);
-        found.find(file).expect("it is there");
+        found
+            .find(file)
+            .expect("the file lists the account metrics");
         assert_eq!(found.number(), Some(990));
         for (name, number) in [("qemu", 64055), ("107", 107)] {
             let mut account = account(name);
-            account.find(file).expect("it is there");
+            account
+                .find(file)
+                .expect("the file lists the account, or its name is a number");
             assert_eq!(account.number(), Some(number));
         }
         for name in ["nobody-such", "4294967295", "-1"] {
-            let error = account(name).find(file).expect_err(name);
+            let Err(error) = account(name).find(file) else {
+                panic!("account {name} was found");
+            };
             assert!(
                 error.contains(file) && error.contains("create it"),
-                "{error}"
+                "the error does not name the file and the remedy: {error}"
             );
         }
 
-        // As in the sandbox, the file cannot be read.
-        std::fs::remove_file(file).expect("there");
-        found.find(file).expect("it is known");
+        // The file is removed, because the sandbox does not permit to read it either.
+        std::fs::remove_file(file).expect("cannot remove the file");
+        found
+            .find(file)
+            .expect("the account's number is already known");
         assert_eq!(found, account("metrics"));
-        assert_ne!(found, account("990"), "what is written differs");
-        account("107").find(file).expect("a number needs no file");
-        let error = account("metrics").find(file).expect_err("no file");
+        assert_ne!(
+            found,
+            account("990"),
+            "accounts of the same number and different names are equal"
+        );
+        account("107")
+            .find(file)
+            .expect("an account that is a number needs no file");
+        let error = account("metrics")
+            .find(file)
+            .expect_err("an account was found without a file");
         assert!(
             error.contains(file) && error.contains("its number"),
-            "{error}"
+            "the error does not name the file and the remedy: {error}"
         );
-        "".parse::<Account>().expect_err("nobody");
+        "".parse::<Account>()
+            .expect_err("an empty account name was accepted");
     }
 }

@@ -95,7 +95,7 @@ pub struct Settings {
     pub vm: Vec<VmConfig>,
 }
 
-/// A `[[vm]]` table.
+/// Settings of one VM, a `[[vm]]` table of the configuration file.
 #[derive(serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 struct VmTable {
@@ -159,7 +159,7 @@ impl std::str::FromStr for VmConfig {
     }
 }
 
-/// Deserializes a text and converts it.
+/// Deserializes a text and converts it with a function.
 fn text<'de, T, D: Deserializer<'de>>(
     value: D,
     parse: impl FnOnce(&str) -> Result<T, String>,
@@ -292,7 +292,7 @@ mod tests {
              [[vm]]\nname = \"a\"\nsocket = \"/a.sock\"\ntrust_domain = \"web\"\nreserve = \"1MiB\"\n\
              [[vm]]\nname = \"b\"\nsocket = \"/b.sock\"\nowner = \"nobody-such\"\nlimit = 4096\nweight = 7\n",
         )
-        .expect("good");
+        .expect("the configuration is valid");
         assert_eq!(
             (file.pool_size, file.host_free_min),
             (Some(8 << 30), Some(1 << 20))
@@ -315,7 +315,10 @@ mod tests {
         assert_eq!(file.vm[0].quota.reserve_bytes, 1 << 20);
         let quota = file.vm[1].quota;
         assert_eq!((quota.limit_bytes, quota.weight), (Some(4096), 7));
-        assert_eq!(Settings::parse("").expect("empty"), Settings::default());
+        assert_eq!(
+            Settings::parse("").expect("an empty configuration is valid"),
+            Settings::default()
+        );
     }
 
     #[test]
@@ -389,11 +392,20 @@ mod tests {
                 &["line 4: limit = \"x\": ", "GiB"],
             ),
         ] {
-            let ConfigError(error) = Settings::parse(text).expect_err(text);
+            let Err(ConfigError(error)) = Settings::parse(text) else {
+                panic!("{text:?} was accepted");
+            };
             for part in parts {
-                assert!(error.contains(part), "{text}: {error} lacks {part}");
+                assert!(
+                    error.contains(part),
+                    "{text}: the error has no {part:?}: {error}"
+                );
             }
-            assert_eq!(error.lines().count(), 1, "{error}");
+            assert_eq!(
+                error.lines().count(),
+                1,
+                "the error has more than one line: {error}"
+            );
         }
     }
 
@@ -410,10 +422,12 @@ mod tests {
         rows.collect()
     }
 
-    /// Returns the keys that a faulty key's error lists.
+    /// Returns the valid keys, from the error that an unknown key causes.
     fn keys(toml: &str) -> Vec<String> {
-        let ConfigError(error) = Settings::parse(toml).expect_err("no such key");
-        let (_, keys) = error.split_once("expected one of ").expect("a list");
+        let ConfigError(error) = Settings::parse(toml).expect_err("an unknown key was accepted");
+        let (_, keys) = error
+            .split_once("expected one of ")
+            .expect("the error lists the valid keys");
         keys.replace('`', "").split(", ").map(Into::into).collect()
     }
 
@@ -430,31 +444,46 @@ mod tests {
             .map(|line| format!("{line}\n"))
             .collect();
         Settings::parse(&uncommented).expect("the template is valid");
-        let table: Table = uncommented.parse().expect("TOML");
+        let table: Table = uncommented.parse().expect("the template is valid TOML");
         let command = <Settings as clap::Args>::augment_args(clap::Command::new("tmemd"));
         let settings = documented.len() - of_vm.len();
         for (number, [key, _, default, applies, meaning]) in documented.into_iter().enumerate() {
-            assert!(EXAMPLE.contains(meaning), "the template lacks {meaning}");
-            assert!(["reload", "start"].contains(&applies), "{key}: {applies}");
+            assert!(
+                EXAMPLE.contains(meaning),
+                "the template does not contain {meaning:?}"
+            );
+            assert!(
+                ["reload", "start"].contains(&applies),
+                "{key} applies at {applies}, which is neither reload nor start"
+            );
             if number >= settings {
                 assert!(
                     table["vm"][0].get(key).is_some(),
-                    "no {key} in the template"
+                    "the template sets no {key} for a VM"
                 );
                 continue;
             }
-            assert!(table.contains_key(key), "no {key} in the template");
+            assert!(table.contains_key(key), "the template does not set {key}");
             let option = command
                 .get_arguments()
                 .find(|option| option.get_id() == key);
             let Some(option) = option.filter(|_| key != "vm") else {
-                assert!(["log", "vm"].contains(&key), "{key} is no option");
+                assert!(
+                    ["log", "vm"].contains(&key),
+                    "no option of the command line corresponds to {key}"
+                );
                 continue;
             };
-            let help = option.get_help().expect("help").to_string();
+            let help = option
+                .get_help()
+                .expect("each option has a help text")
+                .to_string();
             let good = [meaning.into(), format!("{meaning} (default: {default})")];
             let good = good.iter().any(|good| good.eq_ignore_ascii_case(&help));
-            assert!(good, "help of {key}: {help}");
+            assert!(
+                good,
+                "the help of {key} differs from the documentation: {help}"
+            );
         }
         assert!(Settings::parse(EXAMPLE).is_ok_and(|file| file.vm.is_empty()));
     }

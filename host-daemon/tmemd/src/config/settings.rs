@@ -11,11 +11,11 @@ use tmem_pool::Quota;
 /// Maximum number of VMs: four times the design target. Each may need a thread and some hundred
 /// file descriptors and mappings.
 pub const VMS_MAX: usize = 1024;
-/// Maximum number of data workers: more than memory bandwidth can supply.
+/// Maximum number of data workers. Fewer already use the host's whole memory bandwidth.
 pub const WORKERS_MAX: usize = 64;
-/// Maximum number of background threads: more than memory bandwidth can supply.
+/// Maximum number of background threads. Fewer already use the host's whole memory bandwidth.
 pub const BACKGROUND_THREADS_MAX: usize = 64;
-/// Default maximum of background threads. They compress faster than guests put.
+/// Largest default number of background threads. So many compress faster than guests put pages.
 const BACKGROUND_THREADS_DEFAULT_MAX: usize = 8;
 /// Default weight of a VM.
 pub const WEIGHT_DEFAULT: u32 = 100;
@@ -56,11 +56,12 @@ pub struct Config {
     pub control_read_only: Option<PathBuf>,
     /// Group that may use the read-only socket; None for the daemon's group.
     pub control_read_only_group: Option<Account>,
-    /// Folder for the sockets of added VMs. Its folder `vms/` stores the added VMs.
+    /// Run directory: directory of the sockets of added VMs. Its directory `vms/` stores the added
+    /// VMs.
     pub run_directory: PathBuf,
     /// The VMs that are served from the start.
     pub vms: Vec<VmConfig>,
-    /// When the pool shrinks for the host; None if it never does.
+    /// Settings for shrinking the pool when the host is short of memory; None if it never shrinks.
     pub pressure: Option<PressureConfig>,
     /// The trace to record, if any.
     pub trace: Option<TraceConfig>,
@@ -98,7 +99,7 @@ pub enum EventLoop {
     IoUring,
 }
 
-/// When the pool shrinks for other users of the host's memory.
+/// Settings for shrinking the pool when other users of the host's memory need it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PressureConfig {
     /// Memory in bytes that should stay available on the host.
@@ -109,7 +110,7 @@ pub struct PressureConfig {
     pub stalls: Option<PathBuf>,
 }
 
-/// A trace to record.
+/// Settings of a trace that the daemon records.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TraceConfig {
     /// The trace's file, which must not exist.
@@ -118,15 +119,15 @@ pub struct TraceConfig {
     pub bytes_max: u64,
 }
 
-/// A VM.
+/// Settings of a VM that the daemon serves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmConfig {
     /// Unique name for people and statistics.
     pub name: String,
     /// Unique path of the vhost-user socket.
     pub socket: PathBuf,
-    /// The user that the VM's QEMU runs as; None for the daemon's user. For an added VM the request
-    /// AddVm contains it.
+    /// User that the VM's QEMU runs as; None for the daemon's user. For an added VM, the varlink
+    /// call AddVm names the user.
     pub owner: Option<Account>,
     /// Unique UUID in lower case, as libvirt knows it.
     pub uuid: Option<String>,
@@ -151,15 +152,15 @@ pub fn workers_default() -> usize {
     (processors() / 2).clamp(2, 8)
 }
 
-/// Returns the default number of background threads: a quarter of the processors, because only puts
-/// that are refused meanwhile depend on them.
+/// Returns the default number of background threads: a quarter of the processors, because guests do
+/// not wait for them: too few threads only cause refused puts.
 pub fn background_threads_default() -> usize {
     processors().div_ceil(4).min(BACKGROUND_THREADS_DEFAULT_MAX)
 }
 
-/// Returns the default of the memory to leave available, in bytes: a 32nd of the host's, at which
-/// the kernel still reclaims calmly, but at most 1 GiB, which lasts longer than the second between
-/// two readings.
+/// Returns the default of `host_free_min`, the memory to leave available on the host, in bytes. It
+/// is a 32nd of the host's memory, at which the kernel still reclaims calmly, but at most 1 GiB.
+/// That lasts longer than the second between two readings of the host's memory.
 pub fn host_free_min_default() -> u64 {
     (host_memory_bytes() / 32).min(1 << 30)
 }
@@ -194,7 +195,7 @@ pub fn parse_uuid(text: &str) -> Result<String, String> {
     Ok(text.to_ascii_lowercase())
 }
 
-/// Checks a quota by itself.
+/// Checks the values of a quota, without regard to other VMs.
 ///
 /// # Errors
 /// The text says what is wrong.
@@ -211,7 +212,7 @@ pub fn check_quota(quota: &Quota) -> Result<(), String> {
     }
 }
 
-/// Describes a reserve that does not fit beside the others.
+/// Describes a reserve that does not fit into the pool beside the reserves of other VMs.
 pub fn reserve_text(reserve_bytes: u64, available_bytes: u64) -> String {
     format!(
         "a reserve of {reserve_bytes} bytes does not fit: the other VMs' reserves leave {available_bytes} \
@@ -220,16 +221,16 @@ pub fn reserve_text(reserve_bytes: u64, available_bytes: u64) -> String {
 }
 
 impl Config {
-    /// Returns the configuration of a test's daemon: a small pool that the host's memory does not
-    /// change, and all files in `folder`. A VM is given as `NAME[,KEY=VALUE...]`; its socket is
-    /// `NAME.sock`.
+    /// Returns the configuration of a test's daemon: a small pool that does not depend on the
+    /// host's memory, and all files in `folder`. A VM is given as `NAME[,KEY=VALUE...]`; its socket
+    /// is `NAME.sock`.
     #[doc(hidden)]
     pub fn for_test(folder: &Path, vms: &[&str]) -> Config {
         let vm = |vm: &&str| {
             let name = vm.split(',').next().unwrap_or_default();
             let socket = folder.join(format!("{name}.sock"));
             let text = format!("name={vm},socket={}", socket.display());
-            text.parse().expect("a valid VM")
+            text.parse().expect("the VM's settings are valid")
         };
         Config {
             pool_size_bytes: 64 << 20,
@@ -368,13 +369,13 @@ mod tests {
             "socket=/run/a.sock,name=web-1,owner=qemu,uuid=01234567-89AB-cdef-0123-456789abcdef,\
                             trust_domain=debian,reserve=16MiB,limit=1GiB,weight=7"
                 .parse()
-                .expect("good");
+                .expect("the VM's settings are valid");
         assert_eq!(
             vm,
             VmConfig {
                 name: "web-1".into(),
                 socket: "/run/a.sock".into(),
-                owner: Some("qemu".parse().expect("a name")),
+                owner: Some("qemu".parse().expect("an account name is not empty")),
                 uuid: Some("01234567-89ab-cdef-0123-456789abcdef".into()),
                 trust_domain: Some("debian".into()),
                 quota: Quota {
@@ -384,7 +385,9 @@ mod tests {
                 },
             }
         );
-        let vm: VmConfig = "name=a,socket=s".parse().expect("good");
+        let vm: VmConfig = "name=a,socket=s"
+            .parse()
+            .expect("the VM's settings are valid");
         assert_eq!(
             vm.quota,
             Quota {
@@ -429,9 +432,15 @@ mod tests {
             ),
             ("name=a,socket", &["\"socket\"", "key=value"]),
         ] {
-            let error = text.parse::<VmConfig>().expect_err(text).0;
+            let Err(error) = text.parse::<VmConfig>() else {
+                panic!("{text:?} was accepted");
+            };
+            let error = error.0;
             for part in parts {
-                assert!(error.contains(part), "{text}: {error} lacks {part}");
+                assert!(
+                    error.contains(part),
+                    "{text}: the error has no {part:?}: {error}"
+                );
             }
         }
     }
@@ -440,7 +449,10 @@ mod tests {
         Config {
             control: "/c".into(),
             control_read_only: Some("/r".into()),
-            vms: vms.iter().map(|vm| vm.parse().expect("good")).collect(),
+            vms: vms
+                .iter()
+                .map(|vm| vm.parse().expect("the VM's settings are valid"))
+                .collect(),
             ..Config::for_test("/".as_ref(), &[])
         }
     }
@@ -449,10 +461,10 @@ mod tests {
     fn contradicting_settings_are_refused() {
         config(&["name=a,socket=/a", "name=b,socket=/b"])
             .check()
-            .expect("good");
+            .expect("the configuration is valid");
         let mut full = config(&["name=a,socket=/a,reserve=1MiB,limit=1MiB"]);
         full.pool_size_bytes = 1 << 20;
-        full.check().expect("all of it");
+        full.check().expect("reserves may take the whole pool");
         let uuid = "uuid=01234567-89ab-cdef-0123-456789abcdef";
         for (config, part) in [
             (
@@ -531,7 +543,9 @@ mod tests {
             (
                 Config {
                     control_read_only: None,
-                    control_read_only_group: Some("kvm".parse().expect("a name")),
+                    control_read_only_group: Some(
+                        "kvm".parse().expect("an account name is not empty"),
+                    ),
                     ..config(&[])
                 },
                 "control_read_only_group = \"kvm\": there is no socket",
@@ -544,20 +558,22 @@ mod tests {
                 "4096 bytes",
             ),
         ] {
-            let error = config.check().expect_err(part).0;
-            assert!(error.contains(part), "{error}");
+            let Err(ConfigError(error)) = config.check() else {
+                panic!("a configuration was accepted whose error should have {part:?}");
+            };
+            assert!(error.contains(part), "the error has no {part:?}: {error}");
         }
     }
 
     #[test]
     fn missing_accounts_are_named() {
-        let some = |name: &str| Some(name.parse().expect("a name"));
+        let some = |name: &str| Some(name.parse().expect("an account name is not empty"));
         let mut good = Config {
             control_group: some("root"),
             control_read_only_group: some("17"),
             ..config(&["name=a,socket=/a,owner=root", "name=b,socket=/b"])
         };
-        good.find_accounts().expect("every host has them");
+        good.find_accounts().expect("every host has these accounts");
         let number = |account: &Option<Account>| account.as_ref().and_then(Account::number);
         assert_eq!(number(&good.control_group), Some(0));
         assert_eq!(number(&good.control_read_only_group), Some(17));
@@ -577,10 +593,12 @@ mod tests {
                 (of_read_only, "control_read_only_group = ", GROUPS),
                 (of_vm, "VM \"a\": owner=", USERS),
             ] {
-                config.check().expect("it looks nothing up");
-                let error = config.find_accounts().expect_err(key).0;
+                config.check().expect("the check looks up no account");
+                let Err(ConfigError(error)) = config.find_accounts() else {
+                    panic!("account {name:?} of {key:?} was found");
+                };
                 for part in [key, name, file, "create it"] {
-                    assert!(error.contains(part), "{error} lacks {part}");
+                    assert!(error.contains(part), "the error has no {part:?}: {error}");
                 }
             }
         }

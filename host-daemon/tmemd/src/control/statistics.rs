@@ -124,11 +124,11 @@ fn file_systems(hooks: u64) -> String {
     names.join(", ")
 }
 
-/// Upper bound of a histogram bucket that a guest reports. The sum and the percentages of sixteen
-/// buckets must not overflow. A million requests a second take nine years to reach it.
+/// Upper bound of a histogram bucket that a guest reports. It keeps the sum and the percentages of
+/// sixteen buckets from overflowing. A million requests a second take nine years to reach it.
 const GUEST_COUNT_MAX: u64 = 1 << 48;
 
-/// Converts latencies that the guest wrote. Counts are bounded.
+/// Converts latencies that the guest wrote. Counts above [`GUEST_COUNT_MAX`] are reduced to it.
 fn of_latencies(latencies: &wire::Latencies) -> api::Histogram {
     let bounded = |count: &wire::U64| int(count.get().min(GUEST_COUNT_MAX));
     api::Histogram {
@@ -137,7 +137,8 @@ fn of_latencies(latencies: &wire::Latencies) -> api::Histogram {
     }
 }
 
-/// Converts a report that the guest wrote. Text is made harmless for terminals and logs.
+/// Converts a report that the guest wrote. Characters that terminals or logs could interpret are
+/// replaced.
 fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api::DriverReport {
     let version = report.version.get();
     let printable = |byte: &u8| {
@@ -236,15 +237,15 @@ pub fn pool(control: &Sources, stats: &tmem_pool::EngineStats) -> api::PoolStats
 /// Returns the statistics of the daemon.
 pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
     let count = |what: fn(&Vm) -> bool| vms.iter().filter(|vm| what(vm)).count() as i64;
-    // Read before the sum that contains them, so that they never exceed it.
+    // The parts are read before the sum that contains them, so that they never exceed it.
     let background = |work| int(control.background.cpu_time.cpu_ms(work));
     let [finalize, recompress, reclaim] =
         [Work::Finalize, Work::Recompress, Work::MakeRoom].map(background);
     let requests = int(control.workers.stage().cpu_ms());
     let all_background = int(control.background.stage.cpu_ms());
     let all = int(usage::process_cpu_ms());
-    // The parts are read at different times, and those of the background after each step, so the
-    // rest could shrink. A counter must not.
+    // The parts are read at different times, and background work adds its time after each step, so
+    // the remainder could shrink. A counter must not shrink.
     let other = all - requests - finalize - recompress - reclaim;
     let other = control
         .cpu_other_ms
@@ -277,7 +278,8 @@ mod tests {
     use super::*;
     use zerocopy::FromZeros;
 
-    /// Readers add the counts up and multiply them.
+    /// The counts that a guest reports must not overflow when readers of the statistics add and
+    /// multiply them.
     #[test]
     fn counts_of_a_guest_are_bounded() {
         let latencies = wire::Latencies {
@@ -296,7 +298,8 @@ mod tests {
         assert_eq!(file_systems(u64::MAX), "ext4, xfs");
     }
 
-    /// An operator who merges trust domains because of this value would gain nothing.
+    /// Pages that deduplication did not merge must not count as saved: an operator who merges trust
+    /// domains because of this value would gain nothing.
     #[test]
     fn zstd_gain_does_not_count_as_deduplication() {
         let mut stats = tmem_pool::EngineStats::default();
@@ -306,12 +309,12 @@ mod tests {
         assert_eq!(dedup_saved_bytes(&stats), 0);
         stats.payload_bytes = 30;
         assert_eq!(dedup_saved_bytes(&stats), 40);
-        // Pages that are dropped and not yet freed count in the payload only.
+        // Pages that are dropped and not yet freed count only in the stored bytes (payload).
         stats.payload_bytes = 90;
         assert_eq!(dedup_saved_bytes(&stats), 0);
     }
 
-    /// The name may be shown on a terminal, in a log and in a metric.
+    /// A kernel name that a guest reports is safe on a terminal, in a log and in a metric.
     #[test]
     fn the_kernel_name_of_a_guest_is_sanitized() {
         let mut report = wire::Report::new_zeroed();
@@ -319,10 +322,6 @@ mod tests {
         report.kernel[..text.len()].copy_from_slice(text);
         assert_eq!(of_driver(&report, None).kernel, "6.12?]0;x????1m?{}\"");
         report.kernel = [0xff; 64];
-        assert_eq!(
-            of_driver(&report, None).kernel,
-            "?".repeat(64),
-            "without an end"
-        );
+        assert_eq!(of_driver(&report, None).kernel, "?".repeat(64));
     }
 }

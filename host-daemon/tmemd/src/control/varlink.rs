@@ -23,7 +23,8 @@ use std::time::{Duration, Instant};
 use tmem_control as api;
 use varlink::{ConnectionHandler, VarlinkService};
 
-/// Maximum number of clients of a control socket: people, an exporter, a bridge, and as many again.
+/// Maximum number of clients of a control socket. People, an exporter and a bridge need half as
+/// many.
 pub const CLIENTS_MAX: usize = 16;
 /// Longest message of a client in bytes; the longest valid call has some hundred.
 const MESSAGE_BYTES_MAX: usize = 64 << 10;
@@ -31,26 +32,26 @@ const MESSAGE_BYTES_MAX: usize = 64 << 10;
 /// to read its answer.
 const IDLE: Duration = Duration::from_secs(60);
 
-/// Period in which events are sent that a VM caused too quickly.
+/// Period in which the daemon sends events that it delayed because a VM caused too many.
 const CATCH_UP: Timespec = Timespec {
     tv_sec: 1,
     tv_nsec: 0,
 };
 
-/// Calls of a read-only client per second, and in a burst. Further calls wait in the client's
-/// thread. An exporter and tmemctl make a few.
+/// Maximum number of calls per second on the read-only socket, and of calls in a burst. Further
+/// calls wait in the client's thread. An exporter and tmemctl make a few calls.
 const READ_ONLY_CALLS_PER_SECOND: u64 = 50;
 
-/// Time after which a waiting call is tried again.
+/// Time after which a call that exceeds the limit is tried again.
 const CALL_WAIT: Duration = Duration::from_millis(5);
 
-/// The implementation of the interface for one socket.
+/// Varlink interface as one socket offers it: with all methods, or with those that only read.
 struct SocketInterface {
     control: Arc<Sources>,
     read_only: bool,
 }
 
-/// The service of one socket.
+/// Varlink service of one control socket.
 pub struct Service {
     varlink: VarlinkService,
     control: Arc<Sources>,
@@ -102,13 +103,13 @@ fn is_subscription(message: &[u8]) -> bool {
 
 /// Writes events until the client disconnects, sends another message, or does not read them.
 fn monitor(control: &Sources, mut stream: &UnixStream) -> std::io::Result<()> {
-    // Each subscriber does this; without a subscriber it is not needed.
+    // Each subscriber's thread sends delayed events. Without a subscriber nobody needs them.
     let catch_up = || {
         for vm in control.registry.vms() {
             vm.catch_up(Instant::now());
         }
     };
-    // Events that waited while there was no subscriber are not sent to this one.
+    // Events that were delayed before the subscription are not sent to the new subscriber.
     catch_up();
     let subscription = control.events.subscribe()?;
     loop {
@@ -379,8 +380,8 @@ impl api::VarlinkInterface for SocketInterface {
     }
 }
 
-/// Returns the bytes that the pool holds, that it could free, that it could free above the
-/// reserves, and that are unused in its frames.
+/// Returns four numbers of bytes: held by the pool, freeable, freeable above the reserves, and
+/// unused in the pool's page frames.
 fn freeable(stats: &tmem_pool::EngineStats) -> [i64; 4] {
     let least_bytes = POOL_BYTES_MIN.max(stats.tables_bytes);
     let floor_bytes = least_bytes.max(stats.reserved_bytes);
@@ -415,7 +416,7 @@ impl SocketInterface {
         vms.into_iter().find(|vm| *vm.name() == *name)
     }
 
-    /// Freezes or thaws a VM. Returns whether this changed its state; None if there is no such VM.
+    /// Freezes or thaws a VM. Returns whether this changed its state; None if no VM has that name.
     fn set_frozen(&self, name: &str, frozen: bool) -> Option<bool> {
         let vm = self.vm(name)?;
         let changed = vm.frozen.swap(frozen, Ordering::Relaxed) != frozen;

@@ -25,7 +25,8 @@ use std::time::{Duration, Instant};
 /// Pause after a failure to accept a connection for lack of descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Stack of a connection's thread. The thread does little work, and there may be a thousand of them.
+/// Stack size in bytes of a connection's thread. It is small, because there may be a thousand such
+/// threads, and each does little.
 const CONNECTION_STACK_BYTES: usize = 512 << 10;
 
 /// A connection: its socket, through which the daemon can end it, and its thread.
@@ -34,10 +35,11 @@ pub type Connection = (UnixStream, JoinHandle<()>);
 /// The service that a listening socket offers.
 #[derive(Clone)]
 pub enum Purpose {
-    /// vhost-user connection of this VM.
+    /// Serves a vhost-user connection of this VM.
     Vm(Arc<Vm>),
-    /// Control interface, with the number of connected clients. Each socket counts its own clients, so
-    /// clients of the read-only socket cannot use up the slots of the other socket.
+    /// Serves the control interface. The number counts the connected clients. Each socket counts
+    /// its own clients, so clients of the read-only socket cannot use up the slots of the other
+    /// socket.
     Control(Arc<Service>, Arc<Mutex<usize>>),
 }
 
@@ -94,7 +96,7 @@ impl EndedThreads {
     }
 }
 
-/// Reports the end of the thread that drops it.
+/// Guard that reports the end of its thread when the thread drops it.
 struct EndGuard(Arc<EndedThreads>);
 
 impl Drop for EndGuard {
@@ -110,13 +112,13 @@ pub struct Acceptor {
     pub control: Vec<(Arc<Listener>, Purpose)>,
     /// The VMs, whose sockets change while the daemon runs.
     pub registry: Arc<Registry>,
-    /// Passed to each VM connection.
+    /// Parts of the daemon that each VM connection uses.
     pub shared: ConnectionContext,
-    /// Threads to join.
+    /// List of connection threads that have ended.
     pub ended: Arc<EndedThreads>,
     /// Signalled when the daemon stops.
     pub stop: Arc<OwnedFd>,
-    /// Sign of life of the acceptor thread.
+    /// Heartbeat of the acceptor thread.
     pub heartbeat: Heartbeat,
 }
 
@@ -125,11 +127,12 @@ impl Acceptor {
     /// connections that are still open.
     pub fn accept_all(self) -> Vec<Connection> {
         let mut connections: Vec<Connection> = Vec::new();
-        // The acceptor retries after a failure, so failures may repeat quickly.
+        // Limits log lines, because the acceptor retries and can fail many times a second.
         let log_limit = LogLimit::default();
         loop {
             self.heartbeat.work();
-            // Consumed before the list is read: a later change signals the descriptor again.
+            // The signal is consumed before the list of VMs is read, so that a later change signals
+            // the descriptor again.
             consume(self.registry.changed());
             let listeners = self.listeners();
             let ready = match self.wait(&listeners) {
@@ -167,8 +170,9 @@ impl Acceptor {
         self.control.iter().cloned().chain(vms).collect()
     }
 
-    /// Waits until there is something to do. Returns for each listener whether a connection waits; the
-    /// last element tells whether the daemon stops.
+    /// Waits until a connection comes, a thread ends, the list of VMs changes or the daemon stops.
+    /// Returns for each listener whether a connection waits; the last element tells whether the
+    /// daemon stops.
     ///
     /// # Errors
     /// The system cannot wait.
@@ -211,17 +215,17 @@ impl Acceptor {
 /// Logs a failure of the acceptor, at a bounded rate.
 fn log_failure(log_limit: &LogLimit, what: &str, error: io::Error) {
     if let Some(left_out) = log_limit.admit(Instant::now()) {
-        // The field is omitted if it is 0.
+        // The log line omits the number of left-out lines if it is 0.
         let left_out = (left_out > 0).then_some(left_out);
         tracing::error!(left_out, "{what}: {error}");
     }
 }
 
-/// A client's slot at a control socket; dropping it releases the slot.
+/// Place of one client at a control socket. Dropping the value frees the place.
 struct ClientSlot(Arc<Mutex<usize>>);
 
 impl ClientSlot {
-    /// Takes a slot; None if all are taken.
+    /// Takes a place at the socket; None if all places are taken.
     fn claim(clients: &Arc<Mutex<usize>>) -> Option<ClientSlot> {
         let mut count = clients.lock().unwrap_or_else(PoisonError::into_inner);
         if *count >= varlink::CLIENTS_MAX {
@@ -307,14 +311,20 @@ mod tests {
         let clients = Arc::default();
         for _ in 0..varlink::CLIENTS_MAX + 1 {
             let client = AssertUnwindSafe(|| {
-                let _slot = ClientSlot::claim(&clients).expect("a slot");
-                panic!("simulated bug");
+                let _slot = ClientSlot::claim(&clients)
+                    .expect("fewer than CLIENTS_MAX clients are connected");
+                panic!("a simulated bug");
             });
-            let panic = catch_unwind(client).expect_err("panicked");
-            assert!(panic.is::<&str>(), "no slot was free");
+            let panic = catch_unwind(client).expect_err("the client's thread did not panic");
+            assert!(
+                panic.is::<&str>(),
+                "the slot of the panicked client was not released"
+            );
         }
         let slots: Vec<_> = (0..varlink::CLIENTS_MAX)
-            .map(|_| ClientSlot::claim(&clients).expect("a slot"))
+            .map(|_| {
+                ClientSlot::claim(&clients).expect("fewer than CLIENTS_MAX clients are connected")
+            })
             .collect();
         assert!(ClientSlot::claim(&clients).is_none());
         drop(slots);

@@ -115,7 +115,8 @@ impl Daemon {
     ) -> Result<Daemon, StartError> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = rustix::event::eventfd(0, flags).map_err(io::Error::from)?;
-        // From here on, dropping the daemon ends whatever was started, if a later step fails.
+        // From here on, dropping the daemon ends all threads that were started, if a later step
+        // fails.
         let mut daemon = Daemon {
             acceptor: None,
             stop: Arc::new(stop),
@@ -289,7 +290,7 @@ fn unix_time_seconds() -> i64 {
 /// Warns if any user can create files in the run directory. A VMM shares its guest's memory with the
 /// process that listens on its socket, so another user could create that socket first.
 fn warn_of_writable_folder(run_directory: &Path) {
-    // A missing folder is reported when a socket is bound in it.
+    // If the directory is missing, binding a socket in it reports that.
     let Ok(metadata) = std::fs::metadata(run_directory) else {
         return;
     };
@@ -302,8 +303,8 @@ fn warn_of_writable_folder(run_directory: &Path) {
     }
 }
 
-/// Raises the soft limit of open files to the hard limit. docs/operating.md gives the number that VMs
-/// need.
+/// Raises the soft limit of open files to the hard limit. docs/operating.md gives the number of
+/// descriptors that VMs need.
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);

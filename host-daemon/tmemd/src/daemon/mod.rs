@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon as a value: start, reload, stop, and accepting connections.
+//! The daemon: start, reload, stop, and accepting connections.
 //!
 //! Belongs here: creating the parts in their order and connecting them. Nothing else in the crate
 //! depends on this directory.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Events and their subscribers: VMs come and go, operators act, the host runs short of memory.
+//! Events and their subscribers. Events report that VMs come and go, that operators act, or that
+//! the host runs short of memory.
 //!
 //! Each subscriber has a bounded queue. A subscriber that does not read its events loses the oldest
 //! ones and receives their number. Out of scope: events for single requests of a guest, and the
@@ -14,7 +15,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::SystemTime;
 use tmem_control::Event;
 
-/// Events that wait for a subscriber at most: several for each of many VMs that reconnect at once.
+/// Maximum number of events that wait for a subscriber. Each of many VMs can cause several when it
+/// reconnects.
 const QUEUE_MAX: usize = 1024;
 
 /// Kinds of events. Their names are part of the control interface (docs/control.md).
@@ -26,9 +28,9 @@ pub enum EventKind {
     Added,
     /// The daemon no longer serves the VM.
     Removed,
-    /// The VMM has connected.
+    /// A VMM has connected to the VM's socket.
     Connected,
-    /// The connection has ended.
+    /// The connection of the VM's VMM has ended.
     Disconnected,
     /// A connection to the VM's socket was refused.
     ConnectionRefused,
@@ -38,7 +40,8 @@ pub enum EventKind {
     Driver,
     /// The VM's quota was changed.
     Quota,
-    /// The VM's manager reports a problem, or its end.
+    /// The VM's manager (such as the libvirt bridge) reports a problem, or that the problem is
+    /// solved.
     Problem,
     /// An operator dropped the VM's pages.
     Flushed,
@@ -57,7 +60,7 @@ pub enum EventKind {
 }
 
 impl EventKind {
-    /// All kinds, for the test of the documentation.
+    /// All kinds of events. A test compares them with the documentation.
     pub const ALL: [EventKind; 17] = [
         EventKind::Subscribed,
         EventKind::Added,
@@ -78,8 +81,9 @@ impl EventKind {
         EventKind::Reloaded,
     ];
 
-    /// Returns Some if a guest, its VMM or a peer of its socket can cause the event in a loop. The
-    /// last event of the same sort describes the current state.
+    /// Returns Some for an event that a guest, its VMM or a peer of its socket can cause in a loop.
+    /// Among waiting events of the same sort, only the last one is kept, because it describes the
+    /// current state.
     pub fn sort(self) -> Option<EventKind> {
         match self {
             EventKind::Connected | EventKind::Disconnected => Some(EventKind::Connected),
@@ -96,7 +100,7 @@ impl EventKind {
         }
     }
 
-    /// Returns the name in the control interface.
+    /// Returns the kind's name in the control interface.
     pub fn name(self) -> &'static str {
         match self {
             EventKind::Subscribed => "subscribed",
@@ -120,7 +124,7 @@ impl EventKind {
     }
 }
 
-/// The subscribers, to which events are sent.
+/// The subscribers to events.
 #[derive(Debug, Default)]
 pub struct Events {
     /// Guards the subscribers and the number of events so far. A subscriber's queue is locked under
@@ -128,12 +132,12 @@ pub struct Events {
     state: Mutex<(Vec<Weak<Subscription>>, i64)>,
 }
 
-/// A subscription, which lasts until it is dropped.
+/// Subscription to events, which lasts until it is dropped.
 #[derive(Debug)]
 pub struct Subscription {
     /// Guards the waiting events, and the number of events lost since the last one was taken.
     queue: Mutex<(VecDeque<Event>, i64)>,
-    /// Readable while events wait.
+    /// Descriptor that is readable while events wait.
     ready: OwnedFd,
 }
 
@@ -225,13 +229,19 @@ mod tests {
     #[test]
     fn the_documentation_lists_all_event_kinds() {
         let document = include_str!("../../../../docs/control.md");
-        let (_, events) = document.split_once("## Events").expect("its chapter");
+        let (_, events) = document
+            .split_once("## Events")
+            .expect("docs/control.md has no chapter Events");
         for kind in EventKind::ALL {
             let named = |row: &str| {
                 let first = row.trim_start_matches("| ").split(" |").next();
                 first.is_some_and(|names| names.split(", ").any(|name| name == kind.name()))
             };
-            assert!(events.lines().any(named), "{} is missing", kind.name());
+            assert!(
+                events.lines().any(named),
+                "the documentation does not list event {}",
+                kind.name()
+            );
         }
     }
 
@@ -239,7 +249,9 @@ mod tests {
     fn a_slow_subscriber_loses_the_oldest_events_and_learns_how_many() {
         let events = Events::default();
         events.emit(EventKind::Added, Some("a"), format_args!("before"));
-        let subscription = events.subscribe().expect("a descriptor");
+        let subscription = events
+            .subscribe()
+            .expect("cannot create the subscription's eventfd");
         let emit = |count| {
             for nth in 0..count {
                 events.emit(EventKind::Connected, Some("a"), format_args!("{nth}"));
@@ -253,10 +265,16 @@ mod tests {
         emit(QUEUE_MAX + 5);
         let taken = subscription.take();
         assert_eq!((taken.len(), taken[0].lost), (QUEUE_MAX, 5));
-        assert_eq!(taken[0].text, "5", "the oldest are lost");
+        assert_eq!(
+            taken[0].text, "5",
+            "the queue did not drop its oldest events"
+        );
         assert!(subscription.take().is_empty());
         drop(subscription);
         emit(1);
-        assert!(lock(&events.state).0.is_empty(), "and it is forgotten");
+        assert!(
+            lock(&events.state).0.is_empty(),
+            "the state of the dropped subscription was kept"
+        );
     }
 }

@@ -2,9 +2,9 @@
 //! Bound on the events that one VM can cause: a burst, and after it one event per period.
 //!
 //! A guest that changes its state in a loop must not displace events of other VMs from a
-//! subscriber's queue. An event beyond the bound waits and replaces an older one of the same sort.
-//! It is sent when the bound permits, so the last event of a VM describes its current state. Out of
-//! scope: events that an operator causes.
+//! subscriber's queue. An event beyond the bound waits, and replaces a waiting event of the same
+//! sort (such as an older state of the driver). It is sent when the bound permits, so the last
+//! event of a VM describes its current state. Out of scope: events that an operator causes.
 
 use crate::events::bus::EventKind;
 use crate::util::rate_limit::{RateLimit, since_start_ns};
@@ -13,13 +13,13 @@ use std::fmt::Arguments;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Events of a VM in a burst. All its queues may stop at once, and it may reconnect a few times. A
-/// subscriber's queue holds 32 times as many.
+/// Number of events that a VM may cause at once. All its queues may stop at once, and it may
+/// reconnect a few times. A subscriber's queue holds 32 times as many.
 pub(crate) const BURST: u32 = 32;
-/// Time in which a VM earns one more event.
+/// Time after which a VM that used up its burst may cause one more event.
 pub(crate) const PERIOD: Duration = Duration::from_secs(5);
 
-/// The events of one VM.
+/// Bound on the events of one VM, and its waiting events.
 #[derive(Debug, Default)]
 pub(crate) struct EventLimit {
     rate: RateLimit,
@@ -53,7 +53,7 @@ impl EventLimit {
         self.emit_some(&mut pending, now, emit);
     }
 
-    /// Sends waiting events as far as the bound permits.
+    /// Sends waiting events until none is left or the bound is reached.
     pub(crate) fn catch_up(&self, now: Instant, emit: impl Emit) {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         self.emit_some(&mut pending, now, emit);
@@ -104,11 +104,19 @@ mod tests {
             limit.add(start, EventKind::Disconnected, format_args!("{nth}"), emit);
         }
         limit.catch_up(start, emit);
-        assert_eq!(reported.take(), [], "there is no room");
+        assert_eq!(
+            reported.take(),
+            [],
+            "an event was reported beyond the limit"
+        );
         limit.catch_up(start + PERIOD, emit);
         let stopped = (EventKind::QueueStopped, "9 (9 left out before)".into());
-        assert_eq!(reported.take(), [stopped], "there is room for one");
-        // A later event is sent later.
+        assert_eq!(
+            reported.take(),
+            [stopped],
+            "not exactly one event was reported when the limit admits one"
+        );
+        // An event that occurs later is sent after the waiting ones.
         limit.add(start + PERIOD, EventKind::Driver, format_args!("on"), emit);
         limit.catch_up(start + 10 * PERIOD, emit);
         let gone = (EventKind::Disconnected, "9 (19 left out before)".into());

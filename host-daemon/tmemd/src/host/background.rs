@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Background worker threads: the pool's background work and unmapping memory.
 //!
-//! Unmapping has a thread of its own. It takes as long as VMs have memory, which may be seconds,
-//! and the pool's work continues meanwhile. For the same reason that thread has no heartbeat.
+//! Unmapping has a thread of its own. It takes longer the more memory a VM has, up to seconds, and
+//! must not delay the pool's work. For the same reason that thread has no heartbeat.
 
 use crate::host::clock::ClockAndEntropy;
 use crate::host::heartbeat::{Heartbeat, Heartbeats};
@@ -19,53 +19,54 @@ use tmem_pool::{Engine, Time};
 /// Pages of background work between two checks whether the daemon stops.
 const MAINTAIN_PAGES: usize = 1024;
 
-/// Longest pause between two runs, because some of the pool's work depends on time.
+/// Longest pause between two runs of background work, which is needed because some of the pool's
+/// work depends on time.
 const PERIOD: Duration = Duration::from_millis(500);
 
-/// Shortest pause after a run that left no work. The raw pages that a VM may have, some hundreds,
-/// last longer than this.
+/// Shortest pause after a run that did all work. A VM takes longer than this to put the raw pages
+/// that it may have, some hundreds.
 const PERIOD_MIN: Duration = Duration::from_millis(1);
 
-/// Memory tables of a VM that may wait to be unmapped. A front end that changes its table faster
-/// waits while its own thread unmaps further tables, because they count against limits that all VMs
-/// share.
+/// Maximum number of memory tables of a VM that wait to be unmapped. A front end that changes its
+/// table faster is slowed down: its own connection thread unmaps further tables. Tables count
+/// against limits that all VMs share.
 pub const DISCARDED_MAX: usize = 4;
 
-/// Number of memory tables of a VM that wait to be unmapped or are being unmapped. Each of them
-/// holds a clone.
+/// Number of memory tables of a VM that wait to be unmapped or are being unmapped. Each of these
+/// tables holds a clone of the reference.
 #[derive(Debug, Default)]
 pub struct Discarded(Arc<()>);
 
 /// A memory table that waits to be unmapped and is counted until then.
 struct DiscardedMemory {
     _memory: Arc<dyn Any + Send + Sync>,
-    /// Declared after the memory, so that it is dropped after it.
+    /// This field is declared after the memory, so that Rust drops it after the memory.
     _counted: Arc<()>,
 }
 
 /// The background worker threads.
 pub struct BackgroundWorkers {
-    /// Set when new work may exist since a thread last checked.
+    /// Flag that is set when new work may exist since a thread last checked.
     work: AtomicBool,
     stop: AtomicBool,
     /// Guards the memory to unmap. Leaf lock.
     discarded: Mutex<Vec<DiscardedMemory>>,
-    /// Guards the handles of the threads that do the pool's work.
+    /// Guards the handles of the threads that do the pool's background work.
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// Guards the handle of the thread that unmaps. Leaf lock.
     unmapper: Mutex<Option<JoinHandle<()>>>,
     /// Processor time of all background threads.
     pub stage: Stage,
-    /// Processor time of the pool's background work, by kind.
+    /// Processor time of the pool's background work, by kind of work.
     pub cpu_time: Arc<BackgroundTime>,
 }
 
 impl BackgroundWorkers {
-    /// Starts `threads` threads for the pool's work and one that unmaps. With 0 no thread is
-    /// started, and the caller does all work.
+    /// Starts `threads` threads for the pool's background work and one thread that unmaps memory.
+    /// If `threads` is 0, no thread is started, and the caller does all work.
     ///
     /// # Errors
-    /// The system lacks a thread; the threads that were started have ended.
+    /// The system cannot start a thread; the threads that were started have ended.
     pub fn start(
         engine: Arc<Engine>,
         clock: &ClockAndEntropy,
@@ -135,7 +136,7 @@ impl BackgroundWorkers {
         self.stage.join();
         while !self.stop.load(Ordering::SeqCst) {
             self.unmap();
-            // Returns at once if memory was discarded meanwhile.
+            // park() returns at once if memory was discarded meanwhile.
             std::thread::park();
         }
     }
@@ -149,8 +150,8 @@ impl BackgroundWorkers {
             let done = catch_unwind(AssertUnwindSafe(maintain));
             heartbeat.rest();
             let Ok(more) = done else {
-                // Without background work VMs soon run out of space, so the thread continues. The
-                // pause keeps a repeated panic from filling the log.
+                // The thread continues after a panic, because VMs soon run out of space without
+                // background work. The pause keeps a repeated panic from filling the log.
                 tracing::error!(
                     "a bug in the engine: background work panicked; the worker continues"
                 );
@@ -177,8 +178,8 @@ impl BackgroundWorkers {
         drop(discarded);
     }
 
-    /// Wakes the threads. Callers call it after anything that may leave background work; it is
-    /// cheap.
+    /// Wakes the threads. Callers call it after anything that may leave background work; the call
+    /// is cheap.
     pub fn wake(&self) {
         // Only the first call since a thread last checked wakes the threads.
         if !self.work.swap(true, Ordering::SeqCst) {
@@ -188,11 +189,11 @@ impl BackgroundWorkers {
         }
     }
 
-    /// Unmaps memory later, when nothing else uses it. If too many tables of the VM wait already,
-    /// the caller's thread unmaps it.
+    /// Queues memory to be unmapped when nothing else uses it. If [`DISCARDED_MAX`] tables of the
+    /// VM wait already, the caller's thread unmaps the memory.
     pub fn discard(&self, memory: Arc<dyn Any + Send + Sync>, of_vm: &Discarded) {
         let counted = of_vm.0.clone();
-        // The count includes the VM's own reference and this one.
+        // The subtracted two references are the VM's own and `of_vm` of this call.
         if Arc::strong_count(&of_vm.0) - 2 >= DISCARDED_MAX {
             return;
         }
@@ -235,17 +236,17 @@ mod tests {
         let calls = std::sync::atomic::AtomicUsize::new(0);
         let maintain = move || {
             let call = calls.fetch_add(1, Ordering::SeqCst);
-            assert!(call > 0, "the first call panics");
+            assert!(call > 0, "a simulated bug in the first call");
             let sender = sender.lock().unwrap_or_else(PoisonError::into_inner);
-            // An error means that the test has seen enough.
+            // An error means that the test has ended.
             let _ = sender.send(call);
             false
         };
         let background =
             BackgroundWorkers::start_with(1, &Heartbeats::default(), Arc::default(), maintain)
-                .expect("a thread");
+                .expect("cannot start the thread");
         let call = receiver.recv_timeout(Duration::from_secs(60));
-        assert_eq!(call, Ok(1), "the worker must continue after the panic");
+        assert_eq!(call, Ok(1), "the worker did not continue after the panic");
         background.stop();
     }
 
@@ -260,7 +261,7 @@ mod tests {
         };
         let background =
             BackgroundWorkers::start_with(1, &Heartbeats::default(), Arc::default(), maintain)
-                .expect("a thread");
+                .expect("cannot start the thread");
         let of_vm = Discarded::default();
         for _ in 0..3 {
             let memory = Arc::new([0u8; 16]);
@@ -268,7 +269,10 @@ mod tests {
             background.discard(memory, &of_vm);
             let deadline = std::time::Instant::now() + Duration::from_secs(60);
             while held.strong_count() > 0 || Arc::strong_count(&of_vm.0) > 1 {
-                assert!(std::time::Instant::now() < deadline, "it waits");
+                assert!(
+                    std::time::Instant::now() < deadline,
+                    "the memory was not unmapped within 60 s"
+                );
                 std::thread::sleep(Duration::from_millis(1));
             }
         }

@@ -7,9 +7,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Clock and entropy as a simulator provides them.
+/// Clock and entropy source that a simulator provides.
 pub trait SimulatedClock: Send + Sync {
-    /// Returns the nanoseconds since the daemon's start; never less than before.
+    /// Returns the nanoseconds since the daemon's start; the value never decreases.
     fn now_ns(&self) -> u64;
     /// Returns a number that no guest can have seen before, never 0.
     fn generation(&self) -> u64;
@@ -18,14 +18,14 @@ pub trait SimulatedClock: Send + Sync {
 /// The clock and entropy source. Clones refer to the same source.
 #[derive(Clone)]
 pub enum ClockAndEntropy {
-    /// The host's; the value is the daemon's start.
+    /// The host's clock and entropy. The value is the time of the daemon's start.
     Host(Instant),
-    /// A simulator's.
+    /// The clock and entropy of a simulator.
     Simulated(Arc<dyn SimulatedClock>),
 }
 
 impl ClockAndEntropy {
-    /// Creates the host's source. The clock starts now.
+    /// Creates the source for the host's clock and entropy. The clock starts at 0.
     pub fn host() -> ClockAndEntropy {
         ClockAndEntropy::Host(Instant::now())
     }
@@ -70,11 +70,20 @@ mod tests {
         let mut seen = std::collections::HashSet::new();
         let (mut ones, mut zeros) = (0, 0);
         for _ in 0..1000 {
-            let generation = clock.new_generation().expect("random");
+            let generation = clock
+                .new_generation()
+                .expect("the host has no random numbers");
             assert_ne!(generation, 0);
-            assert!(seen.insert(generation), "{generation:#x} came twice");
+            assert!(
+                seen.insert(generation),
+                "generation {generation:#x} was drawn twice"
+            );
             (ones, zeros) = (ones | generation, zeros | !generation);
         }
-        assert_eq!((ones, zeros), (u64::MAX, u64::MAX), "each bit is drawn");
+        assert_eq!(
+            (ones, zeros),
+            (u64::MAX, u64::MAX),
+            "a bit of the generation is never 0 or never 1"
+        );
     }
 }

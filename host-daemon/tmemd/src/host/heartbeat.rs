@@ -2,19 +2,20 @@
 //! Heartbeats: whether each thread that VMs need makes progress.
 //!
 //! A thread that works counts its heartbeat with every bounded piece of work. A thread that waits
-//! for others, or does work without a bound (unmapping a terabyte), rests and is not checked. An
-//! idle daemon is therefore not a hung one, and a front end that sends half a message hangs
-//! nothing. A beat is one store to memory of the thread. Out of scope: the reaction to a thread
-//! that hangs, see `watchdog.rs`.
+//! for others, or does work without a bound (such as unmapping a terabyte), is marked as resting
+//! and is not checked. So an idle daemon does not count as hung, and neither does a thread that
+//! waits for the rest of a front end's message. To count, a thread only writes to a word of its own
+//! in memory. Out of scope: the reaction to a thread that hangs, see `watchdog.rs`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Checks that find a thread at the same piece of work before it counts as hung. They are counted,
-/// not timed: a daemon that was stopped was not checked meanwhile.
+/// Number of consecutive checks that must find a thread at the same piece of work before it counts
+/// as hung. Checks are counted instead of time, because time also passes while the daemon is
+/// stopped and not checked.
 pub const MISSED_CHECKS_MAX: u32 = 4;
 
-/// Value of the counter after the thread has ended as it should.
+/// Value of the counter after the thread has ended normally.
 const ENDED: u64 = u64::MAX;
 
 /// The heartbeats of a daemon's threads.
@@ -27,7 +28,7 @@ pub struct Heartbeats {
 struct Watched {
     name: String,
     beats: Arc<AtomicU64>,
-    /// The counter at the last check.
+    /// Value of the heartbeat's counter at the last check.
     seen: u64,
     /// Consecutive checks that found the thread at the same piece of work.
     missed_checks: u32,
@@ -35,8 +36,8 @@ struct Watched {
 
 /// The heartbeat of one thread.
 pub struct Heartbeat {
-    /// Counter of beats. An odd value means work, and each value is another piece; an even value
-    /// means rest.
+    /// Counter of the thread's beats. It is odd while the thread works, with another value for each
+    /// piece of work, and even while the thread rests.
     beats: Arc<AtomicU64>,
 }
 
@@ -78,7 +79,7 @@ impl Heartbeats {
 }
 
 impl Heartbeat {
-    /// Begins a bounded piece of work, the first or the next.
+    /// Begins a bounded piece of work.
     pub fn work(&self) {
         let beats = self.beats.load(Ordering::Relaxed);
         self.beats.store((beats | 1) + 2, Ordering::Relaxed);
@@ -90,7 +91,7 @@ impl Heartbeat {
         self.beats.store((beats + 1) & !1, Ordering::Relaxed);
     }
 
-    /// Reports the thread as hung, because it ends although it is needed.
+    /// Makes the thread count as hung for ever. A thread that is needed calls it when it ends.
     pub fn lose(self) {
         self.work();
         std::mem::forget(self);
@@ -98,8 +99,8 @@ impl Heartbeat {
 }
 
 impl Drop for Heartbeat {
-    /// A thread that panics counts as hung. Any other thread that drops its heartbeat has ended as
-    /// it should.
+    /// Ends the heartbeat. A thread that panics counts as hung. Any other thread that drops its
+    /// heartbeat has ended normally.
     fn drop(&mut self) {
         match std::thread::panicking() {
             true => self.work(),
@@ -120,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_without_progress_hangs() {
+    fn a_thread_without_progress_counts_as_hung() {
         let heartbeats = Heartbeats::default();
         let (one, other) = (heartbeats.register("one"), heartbeats.register("other"));
         one.work();
@@ -128,24 +129,27 @@ mod tests {
             other.work();
             let hang = heartbeats.check();
             other.rest();
-            assert!(hang.is_empty() || hang == ["one"], "{hang:?}");
+            assert!(
+                hang.is_empty() || hang == ["one"],
+                "another thread than \"one\" was reported: {hang:?}"
+            );
         }
         assert_eq!(heartbeats.check(), ["one"]);
         one.work();
         assert!(
             heartbeats.check().is_empty(),
-            "the thread made progress again"
+            "a thread that made progress again was reported"
         );
         assert_eq!(checks(&heartbeats, MISSED_CHECKS_MAX), ["one"]);
     }
 
     #[test]
-    fn a_resting_thread_does_not_hang() {
+    fn a_resting_thread_does_not_count_as_hung() {
         let heartbeats = Heartbeats::default();
         let heartbeat = heartbeats.register("idle");
         assert!(
             checks(&heartbeats, 3 * MISSED_CHECKS_MAX).is_empty(),
-            "it never worked"
+            "a thread that never began to work was reported"
         );
         heartbeat.work();
         heartbeat.rest();
@@ -154,31 +158,35 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_with_progress_does_not_hang() {
+    fn a_thread_with_progress_does_not_count_as_hung() {
         let heartbeats = Heartbeats::default();
         let heartbeat = heartbeats.register("busy");
         for _ in 0..3 * MISSED_CHECKS_MAX {
             heartbeat.work();
             assert!(checks(&heartbeats, MISSED_CHECKS_MAX).is_empty());
         }
-        // Work after a rest is another piece of work.
+        // Work that begins after a rest counts as another piece of work.
         heartbeat.rest();
         heartbeat.work();
         assert!(checks(&heartbeats, MISSED_CHECKS_MAX).is_empty());
     }
 
     #[test]
-    fn a_panicked_thread_hangs_and_an_ended_one_does_not() {
+    fn a_panicked_thread_counts_as_hung_and_an_ended_one_does_not() {
         let heartbeats = Arc::new(Heartbeats::default());
         for panics in [false, true] {
             let heartbeat = heartbeats.register("thread");
             let thread = std::thread::spawn(move || {
                 heartbeat.rest();
-                assert!(!panics, "as a bug might");
+                assert!(!panics, "a simulated bug");
             });
             assert_eq!(thread.join().is_err(), panics);
             let hang = checks(&heartbeats, 1 + MISSED_CHECKS_MAX);
-            assert_eq!(hang.len(), usize::from(panics), "{hang:?}");
+            assert_eq!(
+                hang.len(),
+                usize::from(panics),
+                "the thread panicked: {panics}; threads reported: {hang:?}"
+            );
         }
         heartbeats.register("given up").lose();
         assert_eq!(checks(&heartbeats, 1 + MISSED_CHECKS_MAX).len(), 2);

@@ -24,72 +24,76 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tmem_pool::{AdmissionError, Engine, Quota, Tenant};
 
-/// Time between two readings without a report from the kernel. A host's guests may fill some GiB in
-/// this time, which is the purpose of `host_free_min_bytes`.
+/// Time between two readings of the host's memory if the kernel reports no waits. Guests of a host
+/// may use some GiB in this time, so `host_free_min_bytes` must suffice for it.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Least time between two readings after a report. Freeing a step takes part of it, and the
-/// available memory changes only afterwards.
+/// Shortest time between two readings after a report of the kernel. Freeing memory takes a part of
+/// this time, and the host's available memory changes only afterwards.
 const PERIOD_MIN: Duration = Duration::from_millis(100);
 
-/// Share of the window that counts as a shortage: a tenth of the time some task waited for memory.
+/// Divisor of [`STALL_WINDOW`]: the host counts as short of memory if some task waited for memory
+/// during a tenth of the window.
 const STALL_PART: u32 = 10;
 
-/// The window for waits. A multiple of two seconds needs no privilege
+/// Window in which waits for memory are summed. A multiple of two seconds needs no privilege
 /// (Documentation/accounting/psi.rst).
 const STALL_WINDOW: Duration = Duration::from_secs(2);
 
-/// Largest share of the held memory that one step takes when memory is missing. A reading may be
-/// out of date, as after a burst, and must not empty the pool; eight steps leave a third.
+/// Divisor of the held memory: one step frees at most an eighth of it when memory is missing. A
+/// reading may be out of date, as after a burst, and must not empty the pool. After eight steps a
+/// third is left.
 const SHRINK_PART: u64 = 8;
 
-/// Share of the held memory that one step takes when tasks wait although enough memory is
-/// available. They may wait because of a limit of their own, which the pool cannot help.
+/// Divisor of the held memory: one step frees a 16th of it when tasks wait although enough memory
+/// is available. These tasks may wait because of a limit of their own, which a smaller pool does
+/// not change.
 const STALL_SHRINK_PART: u64 = 16;
 
-/// Least size of a step in bytes, so that shrinking ends in bounded time.
+/// Smallest step in bytes, so that shrinking ends in bounded time.
 const SHRINK_BYTES_MIN: u64 = 4 << 20;
 
-/// The pool grows only while a quarter more than the minimum is available. Otherwise the growth
-/// would be missing at once.
+/// Divisor of `host_free_min`: the pool grows only while a quarter more than the minimum is
+/// available. Otherwise the host would be short again after the growth.
 const MARGIN_PART: u64 = 4;
 
-/// The pool grows only after no shortage for so long: longer than the window for waits, a sweep of
-/// the kernel through its lists, and most bursts.
+/// Time without a shortage after which the pool may grow. It is longer than the window for waits,
+/// than a sweep of the kernel through its lists, and than most bursts.
 const CALM: Duration = Duration::from_secs(15);
 
-/// A growth step is this share of the configured size, so the pool grows back from nothing within
-/// two minutes.
+/// Divisor of the configured size: a growth step is a 64th of it, so that the pool grows from
+/// nothing to its full size within two minutes.
 const GROW_PART: u64 = 64;
 
 /// Time between two growth steps.
 const GROW_PERIOD: Duration = Duration::from_secs(2);
 
-/// Longest wait of a caller that asked for room. Memory returns at some GiB a second, and the start
-/// of a VM must not hang on it.
+/// Longest time for which a caller that requested host memory waits. The pool frees some GiB a
+/// second, and the start of a VM must not take much longer because of it.
 pub const ROOM_WAIT: Duration = Duration::from_secs(1);
 
-/// Time between two checks whether there is room.
+/// Time between two checks whether the requested memory is available.
 const ROOM_POLL: Duration = Duration::from_millis(5);
 
-/// Readings from the host.
+/// Values that the host reports about its memory.
 #[derive(Clone, Copy, Debug)]
 struct Readings {
     /// Memory that the host can allocate without harmful reclaim, in bytes; None if the host does
     /// not report it.
     available_bytes: Option<u64>,
-    /// Tasks wait for memory.
+    /// Whether tasks wait for memory.
     stalled: bool,
 }
 
-/// Decides the size of the pool. Clock and readings are arguments.
+/// Decides the size of the pool. The clock and the host's readings are arguments, so that tests can
+/// choose them.
 #[derive(Debug)]
 struct Governor {
     free_min_bytes: u64,
     /// The configured size in bytes.
     full_bytes: u64,
     size_bytes: u64,
-    /// Time since which nothing was short.
+    /// Time since which the host was not short of memory; None while it is short.
     calm_since: Option<Instant>,
     grown: Option<Instant>,
 }
@@ -107,7 +111,8 @@ impl Governor {
 
     /// Sets another configured size in bytes. Returns the size that the pool should have now.
     fn set_full(&mut self, full_bytes: u64) -> u64 {
-        // A pool that shrank for the host continues to grow in steps and does not jump.
+        // A pool that shrank for the host grows to the new size in steps. Only a pool of full size
+        // takes the new size at once.
         let is_full = self.size_bytes == self.full_bytes;
         self.full_bytes = full_bytes;
         if is_full || self.size_bytes > full_bytes {
@@ -116,8 +121,8 @@ impl Governor {
         self.size_bytes
     }
 
-    /// Returns the new size in bytes if the pool should change it. `held_bytes` is the memory that
-    /// it holds.
+    /// Returns the pool's new size in bytes; None if it should not change. `held_bytes` is the
+    /// memory that the pool holds.
     fn step(&mut self, now: Instant, readings: Readings, held_bytes: u64) -> Option<u64> {
         let available_bytes = readings.available_bytes.unwrap_or(u64::MAX);
         let missing_bytes = self.free_min_bytes.saturating_sub(available_bytes);
@@ -128,8 +133,8 @@ impl Governor {
             } else {
                 (u64::MAX, STALL_SHRINK_PART)
             };
-            // Memory that the pool does not hold is no help to the host, but the pool must not take
-            // it now either.
+            // The step is subtracted from the memory that the pool holds. Memory that it does not
+            // hold cannot help the host, but the pool must not take it now either.
             let held_bytes = held_bytes.min(self.size_bytes);
             let step_bytes = wanted.min((held_bytes / part).max(SHRINK_BYTES_MIN));
             held_bytes
@@ -145,10 +150,12 @@ impl Governor {
         })
     }
 
-    /// Returns the new size in bytes if the pool must shrink to leave `room_bytes` to another
-    /// process. `available_bytes` is up to date, so all of it goes in one step.
+    /// Returns the pool's new size in bytes if it must shrink to leave `room_bytes` to another
+    /// process; otherwise None. The pool shrinks in one step, because `available_bytes` is up to
+    /// date.
     fn make_room(&mut self, room_bytes: u64, available_bytes: u64, held_bytes: u64) -> Option<u64> {
-        // The pool must not grow before the other process takes the memory.
+        // The quiet period begins again, so that the pool does not grow before the other process
+        // takes the memory.
         self.calm_since = None;
         let wanted_bytes = self.free_min_bytes.saturating_add(room_bytes);
         let missing_bytes = wanted_bytes.saturating_sub(available_bytes);
@@ -206,10 +213,10 @@ fn trigger(path: &Path) -> Option<File> {
     }
 }
 
-/// The waits of the current window, from the totals of a PSI file.
+/// Sums waits for memory over a window, from the totals of a PSI file.
 #[derive(Debug, Default)]
 struct Stalls {
-    /// The total in µs and the time at the begin of the window.
+    /// The PSI file's total in µs and the time, both at the begin of the window.
     begin: Option<(u64, Instant)>,
 }
 
@@ -229,20 +236,20 @@ impl Stalls {
     }
 }
 
-/// The size of the pool: the configured size, as far as the host permits. All changes of the size
-/// go through this value.
+/// The size of the pool: the configured size, or less if the host needs memory. All changes of the
+/// size go through this value.
 pub struct PoolSize {
-    /// Guards the decision until the pool has applied it. The lock of the VM list may be held
-    /// before it; the pool's registry is locked under it.
+    /// Guards the decision until the pool has applied it. A thread may hold the lock of the VM list
+    /// when it takes this lock; the pool's registry is locked under it.
     governor: Mutex<Governor>,
     engine: Arc<Engine>,
     background: Arc<BackgroundWorkers>,
     events: Arc<Events>,
     /// The file that reports the host's memory; None if the pool never shrinks for the host.
     meminfo: Option<PathBuf>,
-    /// Steps that made the pool smaller.
+    /// Number of steps that made the pool smaller.
     pub shrinks: AtomicU64,
-    /// Steps that made the pool larger again.
+    /// Number of steps that made the pool larger again.
     pub grows: AtomicU64,
 }
 
@@ -300,7 +307,7 @@ impl PoolSize {
         Ok(())
     }
 
-    /// Resizes the pool, which already admits reserves by that size.
+    /// Changes the size of the pool, which already admits reserves by the new configured size.
     fn follow_full(&self, mut governor: MutexGuard<'_, Governor>, full_bytes: u64) {
         let size_bytes = governor.set_full(full_bytes);
         self.engine.resize(size_bytes);
@@ -315,7 +322,7 @@ impl PoolSize {
         self.lock().free_min_bytes = free_min_bytes;
     }
 
-    /// Applies readings of the host.
+    /// Changes the pool's size as new readings of the host require.
     fn follow(&self, now: Instant, readings: Readings) {
         let mut governor = self.lock();
         let before_bytes = governor.size_bytes;
@@ -328,8 +335,8 @@ impl PoolSize {
         }
     }
 
-    /// Makes room for another process and waits for it, at most for [`ROOM_WAIT`]. Returns true if
-    /// the host has the memory, or does not report it, or if the pool never shrinks for the host.
+    /// Frees memory for another process and waits for it, at most for [`ROOM_WAIT`]. Returns true
+    /// if the host has the memory or does not report it, or if the pool never shrinks for the host.
     pub fn make_room(&self, room_bytes: u64) -> bool {
         let deadline = Instant::now() + ROOM_WAIT;
         let mut governor = self.lock();
@@ -359,7 +366,7 @@ impl PoolSize {
         meminfo_bytes(&meminfo, "MemAvailable")
     }
 
-    /// Has the pool apply a decision, and reports it.
+    /// Changes the pool's size as decided, logs the change and counts it.
     fn resized(
         &self,
         governor: MutexGuard<'_, Governor>,
@@ -375,7 +382,7 @@ impl PoolSize {
             false => &self.grows,
         };
         counter.fetch_add(1, Relaxed);
-        // The first and the last step are events; the steps between are not.
+        // Only the first and the last step of shrinking and growing are sent as events.
         if before_bytes == full_bytes {
             let text = format_args!("the pool shrinks from {before_bytes} bytes: {why}");
             self.events.emit(EventKind::HostShort, None, text);
@@ -434,7 +441,8 @@ impl PressureWatcher {
     }
 }
 
-/// Waits for a report of the kernel or for the time. Returns false if the thread must stop.
+/// Waits until the kernel reports waiting tasks, or for `time`. Returns false if the thread must
+/// stop.
 fn wait(trigger: Option<&File>, stop: &OwnedFd, time: Duration) -> bool {
     let timeout = Timespec {
         tv_sec: time.as_secs() as i64,
@@ -444,7 +452,7 @@ fn wait(trigger: Option<&File>, stop: &OwnedFd, time: Duration) -> bool {
     if let Some(trigger) = trigger {
         fds.push(PollFd::new(trigger, PollFlags::PRI));
     }
-    // An error counts as a report. The stop is checked first.
+    // An error counts as a report of the kernel. The caller checks `stop` first.
     let _ = rustix::event::poll(&mut fds, Some(&timeout));
     fds[0].revents().is_empty()
 }
@@ -464,7 +472,8 @@ fn watch(config: &PressureConfig, size: &PoolSize, stop: &OwnedFd, heartbeat: &H
         };
         size.follow(now, readings);
         heartbeat.rest();
-        // A trigger that has fired stays quiet for a window, but the shortage may continue.
+        // A trigger that has fired does not fire again within the window, but the shortage may
+        // continue.
         let begun = Instant::now();
         if !wait(trigger.as_ref(), stop, PERIOD) {
             return;
@@ -484,11 +493,11 @@ mod tests {
     const FULL: u64 = 8 * GIB;
     const FREE_MIN: u64 = GIB;
 
-    /// A host with a pool that takes all memory that it may and frees it at once.
+    /// Simulated host. Its pool takes all memory that it may take, and frees memory at once.
     struct TestHost {
         governor: Governor,
         now: Instant,
-        /// Available memory without the pool, in bytes.
+        /// Memory in bytes that is available if the pool has none.
         others: u64,
         size: u64,
     }
@@ -529,18 +538,25 @@ mod tests {
         // 4 GiB are available, of which 1 GiB must stay.
         assert_eq!(host.governor.make_room(3 * GIB, 4 * GIB, FULL), None);
         let made = host.governor.make_room(5 * GIB, 4 * GIB, FULL);
-        assert_eq!(made, Some(6 * GIB), "what is missing, in one step");
+        assert_eq!(
+            made,
+            Some(6 * GIB),
+            "the pool did not shrink in one step by the missing 2 GiB"
+        );
         host.size = 6 * GIB;
         assert_eq!(host.governor.make_room(5 * GIB, 6 * GIB, 6 * GIB), None);
         let since = host.now;
         while host.step(false) == 6 * GIB {
-            assert!(host.now - since < 2 * CALM, "it grows back");
+            assert!(
+                host.now - since < 2 * CALM,
+                "the pool did not grow back within twice the quiet period"
+            );
         }
         assert!(host.now - since >= CALM);
-        // A request that exceeds the host's memory.
+        // This request exceeds the host's memory.
         let made = host.governor.make_room(1 << 60, 0, 6 * GIB);
         assert_eq!(made, Some(POOL_BYTES_MIN));
-        // Memory that the pool may take but does not hold is no help to the host.
+        // Lowering the pool's size to the memory that it holds frees nothing.
         let mut host = TestHost::new(12 * GIB);
         let made = host.governor.make_room(5 * GIB, 4 * GIB, 3 * GIB);
         assert_eq!(made, Some(GIB));
@@ -549,15 +565,27 @@ mod tests {
     #[test]
     fn the_pool_shrinks_by_the_missing_memory_and_no_more() {
         let mut host = TestHost::new(12 * GIB);
-        assert_eq!(host.step(false), FULL, "enough is free");
+        assert_eq!(
+            host.step(false),
+            FULL,
+            "the pool shrank although enough memory is available"
+        );
         host.others = 6 * GIB;
         let steps = (1..100).find(|_| {
             host.step(false);
             host.available() >= FREE_MIN
         });
-        assert!(steps.unwrap() < 10, "{steps:?}");
-        assert_eq!(host.size, 5 * GIB, "what is missing, to the byte");
-        // It stays there, because less than a quarter more than the minimum is available.
+        assert!(
+            steps.unwrap() < 10,
+            "the missing memory was not available after {steps:?} steps"
+        );
+        assert_eq!(
+            host.size,
+            5 * GIB,
+            "the pool did not shrink by exactly the missing memory"
+        );
+        // The pool's size stays the same, because the available memory is less than a quarter above
+        // the minimum.
         for _ in 0..100 {
             assert_eq!(host.step(false), 5 * GIB);
         }
@@ -575,7 +603,7 @@ mod tests {
         for _ in 0..calm_steps {
             assert_eq!(host.step(false), small);
         }
-        // One wait starts the quiet period again, and the pool shrinks.
+        // A single wait for memory starts the quiet period again and shrinks the pool.
         assert!(host.step(true) < small);
         let small = host.size;
         for _ in 0..calm_steps {
@@ -587,12 +615,12 @@ mod tests {
             steps += 1;
             assert!(steps < 200, "the pool did not regain its full size");
         }
-        assert!(steps > 60, "{steps} steps are no slow growth");
+        assert!(steps > 60, "the pool grew back in only {steps} steps");
     }
 
     #[test]
     fn the_size_does_not_oscillate() {
-        // Enough for a pool of 4 GiB and the minimum.
+        // The host has memory for a pool of 4 GiB and for the minimum.
         let mut host = TestHost::new(5 * GIB);
         let mut changes = 0;
         for nth in 0..2000 {
@@ -600,7 +628,10 @@ mod tests {
             let changed = host.step(false) != before;
             changes += usize::from(nth > 200 && changed);
         }
-        assert!(changes < 5, "{changes} changes when nothing else does");
+        assert!(
+            changes < 5,
+            "the size changed {changes} times although the host's load did not"
+        );
     }
 
     #[test]
@@ -610,7 +641,11 @@ mod tests {
         while host.size > POOL_BYTES_MIN {
             host.step(true);
             steps += 1;
-            assert!(steps < 200, "{} B after {steps} steps", host.size);
+            assert!(
+                steps < 200,
+                "the pool still has {} bytes after {steps} steps",
+                host.size
+            );
         }
         for _ in 0..10 {
             assert_eq!(host.step(true), POOL_BYTES_MIN);
@@ -640,14 +675,22 @@ mod tests {
         assert_eq!(host.governor.set_full(FULL), FULL);
         host.step(true);
         let small = host.size;
-        assert_eq!(host.governor.set_full(2 * FULL), small, "the host is short");
+        assert_eq!(
+            host.governor.set_full(2 * FULL),
+            small,
+            "the pool grew although the host is short of memory"
+        );
         assert_eq!(
             host.governor.set_full(GIB),
             GIB,
-            "a smaller size must be accepted while the host is short of memory"
+            "a smaller size was refused while the host is short of memory"
         );
         host.size = GIB;
-        assert_eq!(host.governor.set_full(2 * GIB), 2 * GIB, "it was full");
+        assert_eq!(
+            host.governor.set_full(2 * GIB),
+            2 * GIB,
+            "a pool that has its configured size did not take the larger one at once"
+        );
     }
 
     #[test]
@@ -657,24 +700,27 @@ mod tests {
         let at = |ms| start + Duration::from_millis(ms);
         assert!(
             !stalls.has_stalled(Some(1_000_000), at(0)),
-            "what was before is not known"
+            "stalls before the first reading were counted"
         );
         assert!(!stalls.has_stalled(Some(1_100_000), at(1000)));
         assert!(
             stalls.has_stalled(Some(1_200_000), at(1500)),
-            "a tenth of the window"
+            "stalls for a tenth of the window were not reported"
         );
         assert!(
             !stalls.has_stalled(Some(1_300_000), at(2500)),
-            "counted from 0 again"
+            "stalls were not counted from 0 again after the report"
         );
         assert!(
             !stalls.has_stalled(Some(1_310_000), at(3600)),
-            "the window ends"
+            "stalls of the ended window were counted"
         );
         assert!(!stalls.has_stalled(Some(1_490_000), at(4500)));
         assert!(!stalls.has_stalled(None, at(5000)));
-        assert!(!stalls.has_stalled(Some(5), at(5100)), "another file");
+        assert!(
+            !stalls.has_stalled(Some(5), at(5100)),
+            "a counter that restarted from a smaller value was taken for a stall"
+        );
     }
 
     #[test]

@@ -40,20 +40,21 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// The newest Landlock ABI that this file knows. An older kernel enforces what it can.
+/// Newest Landlock ABI that this file knows. An older kernel enforces the part of the rules that it
+/// knows.
 const LANDLOCK: ABI = ABI::V9;
 
-/// The folder of the journal's socket. tmem-log sends each line to a socket there by name.
+/// Directory of the journal's socket. tmem-log sends each log line to that socket by its path.
 const JOURNAL: &str = "/run/systemd/journal";
 
-/// Capabilities that remain. The daemon gives sockets to the users of QEMUs and to groups of
-/// operators, and sets their modes afterwards; it locks pages of guests in memory. The unit grants
-/// the first two and permits locking by a limit.
+/// Capabilities that the daemon keeps. It uses them to give sockets to the users of QEMUs and to
+/// groups of operators, to set the sockets' modes afterwards, and to lock pages of guests in
+/// memory. The systemd unit grants the first two, and permits locking by a limit instead.
 const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::FOWNER)
     .union(CapabilitySet::IPC_LOCK);
 
-/// Kinds of threads.
+/// Kind of a thread, which decides the system calls that it may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
     /// Creates the resources that other threads use while they serve.
@@ -66,7 +67,7 @@ pub enum ThreadKind {
     Data,
 }
 
-/// A filter for each kind except the first.
+/// Seccomp filters, one for each kind of thread except [`ThreadKind::Starting`].
 struct Filters {
     serving: BpfProgram,
     connection: BpfProgram,
@@ -95,7 +96,7 @@ const DATA_CALLS: &[c_long] = &[
     libc::SYS_getpid,
     libc::SYS_getrandom,
     libc::SYS_gettid,
-    // Interrupts of guests, see queue/notifier.rs.
+    // These calls interrupt guests, see queue/notifier.rs.
     libc::SYS_io_getevents,
     libc::SYS_io_submit,
     libc::SYS_io_uring_enter,
@@ -122,25 +123,25 @@ const DATA_CALLS: &[c_long] = &[
     libc::SYS_rt_sigreturn,
     libc::SYS_sched_getaffinity,
     libc::SYS_sched_yield,
-    // Log lines to the journal, and replies to vhost-user messages. No thread has sendmsg(2), which
-    // could pass file descriptors: see vhost/reply.rs.
+    // sendto(2) sends log lines to the journal, and replies to vhost-user messages. No thread has
+    // sendmsg(2), which could pass file descriptors: see vhost/reply.rs.
     libc::SYS_sendto,
     libc::SYS_set_robust_list,
-    // Ends a connection whose memory was lost.
+    // shutdown(2) ends a connection whose memory was lost.
     libc::SYS_shutdown,
     libc::SYS_sigaltstack,
-    // Used by abort(), for the process itself.
+    // abort() uses tgkill(2) for the process itself.
     libc::SYS_tgkill,
     libc::SYS_write,
     libc::SYS_writev,
 ];
 
-/// Further system calls of connection threads: an open socket, files that are passed through it,
-/// and watching kicks.
+/// Further system calls of connection threads. They read from an open socket, receive files through
+/// it, and watch kicks.
 const CONNECTION_CALLS: &[c_long] = &[
     libc::SYS_epoll_ctl,
     libc::SYS_fstatfs,
-    // Reads the type of a descriptor from /proc/self/fd.
+    // The call reads the type of a descriptor from /proc/self/fd.
     #[cfg(target_arch = "x86_64")]
     libc::SYS_readlink,
     libc::SYS_readlinkat,
@@ -212,7 +213,7 @@ const SERVING_CALLS: &[c_long] = &[
 /// the daemon serves.
 const STARTING_CALLS: &[c_long] = &[libc::SYS_io_setup, libc::SYS_io_uring_setup];
 
-/// System calls that no part of this process ever makes.
+/// System calls that no part of this process ever makes. A thread that makes one ends the process.
 const ATTACKS: &[c_long] = &[
     libc::SYS_bpf,
     libc::SYS_execve,
@@ -250,7 +251,7 @@ pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
         // This also sets no_new_privs. If filters differ, the strictest applies.
         seccompiler::apply_filter(&filter).map_err(io::Error::other)?;
     }
-    // Set only the first time; the process has one sandbox.
+    // This sets the value only the first time; the process has one sandbox.
     let _ = FILTERS.set(Filters {
         serving: filter(ThreadKind::Serving)?,
         connection: filter(ThreadKind::Connection)?,
@@ -270,7 +271,8 @@ pub fn narrow(kind: ThreadKind) {
         return;
     };
     let filter = match kind {
-        // This filter applies since the sandbox was entered.
+        // A starting thread keeps the filter of the whole process, which applies since the sandbox
+        // was entered.
         ThreadKind::Starting => return,
         ThreadKind::Serving => &filters.serving,
         ThreadKind::Connection => &filters.connection,
@@ -290,7 +292,8 @@ enum LogLine {
 fn missing_protection(ruleset: &RulesetStatus, landlock: LandlockStatus) -> Option<LogLine> {
     match (ruleset, landlock) {
         (RulesetStatus::FullyEnforced, _) => None,
-        // The right to sockets is the only one that matters and that these versions lack.
+        // The daemon needs only one of the rights that these Landlock versions lack: the right to
+        // connect to sockets.
         (
             RulesetStatus::PartiallyEnforced,
             LandlockStatus::Available {
@@ -323,7 +326,7 @@ fn drop_capabilities() -> io::Result<()> {
             }
         }
     }
-    // Clearing the inheritable set also clears the ambient set.
+    // Clearing the inheritable set also clears the ambient set of capabilities.
     set_capabilities(
         None,
         CapabilitySets {
@@ -357,7 +360,7 @@ fn compile(
 }
 
 fn filter(kind: ThreadKind) -> io::Result<BpfProgram> {
-    // Each kind has the calls of the kinds after it.
+    // Each kind may use its own calls and those of all kinds that follow it in this list.
     let lists = [STARTING_CALLS, SERVING_CALLS, CONNECTION_CALLS, DATA_CALLS];
     let own = match kind {
         ThreadKind::Starting => &lists[..],
@@ -375,7 +378,7 @@ fn filter(kind: ThreadKind) -> io::Result<BpfProgram> {
         let thread = libc::CLONE_THREAD | libc::CLONE_VM;
         rules.insert(libc::SYS_clone, vec![argument(0, thread, thread)?]);
         rules.insert(libc::SYS_socket, vec![argument(0, -1, libc::AF_UNIX)?]);
-        // FIONBIO, with which std makes a socket non-blocking.
+        // std makes a socket nonblocking with FIONBIO.
         rules.insert(
             libc::SYS_ioctl,
             vec![argument(1, -1, libc::FIONBIO as i32)?],
@@ -414,7 +417,8 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         | AccessFs::MakeDir
         | AccessFs::MakeSock
         | AccessFs::RemoveFile
-        // Finds out whether a process listens on a socket that is in the way.
+        // The daemon connects to a socket that is in the way, to find out whether a process listens
+        // on it.
         | AccessFs::ResolveUnix
         | AccessFs::Truncate;
     let parent = |path: &Path| path.parent().unwrap_or(Path::new("/")).to_path_buf();
@@ -426,7 +430,8 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         ("/sys/devices/system/cpu".into(), read),
         ("/sys/fs/cgroup".into(), read),
         (JOURNAL.into(), AccessFs::ResolveUnix.into()),
-        // An editor that saves the file replaces it by a new one.
+        // The rule is for the file's directory, because an editor that saves the file replaces it
+        // by a new one.
         (parent(file), read),
         (config.run_directory.clone(), all),
         (parent(&config.control), all),
@@ -445,7 +450,7 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         let stalls = pressure.stalls.iter();
         paths.extend(stalls.map(|path| (path.clone(), AccessFs::ReadFile | AccessFs::WriteFile)));
     }
-    // The socket of the service manager, which may be an abstract one.
+    // NOTIFY_SOCKET names the socket of the service manager, which may be an abstract one.
     let manager = std::env::var_os("NOTIFY_SOCKET").map(PathBuf::from);
     let manager = manager.filter(|path| path.is_absolute());
     paths.extend(manager.map(|path| (path, AccessFs::ResolveUnix.into())));
@@ -457,7 +462,7 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         .scope(Scope::Signal)?
         .create()?;
     for (path, access) in paths {
-        // A missing path cannot be opened; its user reports it.
+        // A missing path cannot be opened; the code that uses the path reports it.
         let Ok(fd) = PathFd::new(&path) else { continue };
         let access = match path.is_dir() {
             true => access,
@@ -496,50 +501,56 @@ mod tests {
 
     /// Runs `what` in a sandboxed thread. Threads that were started before are not in the sandbox.
     fn inside<R: Send>(kind: ThreadKind, what: impl FnOnce(&Path) -> R + Send) -> R {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
         inside_at(folder.path(), kind, what)
     }
 
     /// Runs `what` in a sandbox whose configuration names that folder.
     fn inside_at<R: Send>(at: &Path, kind: ThreadKind, what: impl FnOnce(&Path) -> R + Send) -> R {
-        fs::write(at.join("tmemd.toml"), "").expect("written");
+        fs::write(at.join("tmemd.toml"), "").expect("cannot write the file");
         std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
-                enter(&config(at), &at.join("tmemd.toml")).expect("entered");
+                enter(&config(at), &at.join("tmemd.toml")).expect("cannot enter the sandbox");
                 narrow(kind);
                 what(at)
             });
-            thread.join().expect("the thread does not panic")
+            thread.join().expect("the thread panicked")
         })
     }
 
-    /// Runs an ignored test in a process of its own.
+    /// Runs a test that is marked as ignored in a process of its own.
     fn in_a_process(name: &str) -> Output {
-        let own = std::env::current_exe().expect("there");
+        let own = std::env::current_exe().expect("cannot find the program of this test");
         let test = format!("host::sandbox::tests::{name}");
         let mut command = Command::new(own);
         let output = command.args(["--ignored", "--exact", &test]).output();
-        output.expect("it runs")
+        output.expect("cannot run the test program")
     }
 
     #[test]
     fn the_sandbox_opens_only_configured_files() {
-        let other = tempfile::tempdir().expect("a folder");
+        let other = tempfile::tempdir().expect("cannot create a temporary directory");
         let denied = |result: io::Result<()>| {
-            let error = result.expect_err("access outside of the configuration is refused");
-            assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
+            let error = result.expect_err("a file outside of the configuration was opened");
+            assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
         };
         inside(ThreadKind::Serving, |own| {
             denied(fs::read("/etc/passwd").map(drop));
             denied(fs::read_dir("/etc").map(drop));
             denied(fs::write(other.path().join("new"), ""));
             denied(fs::create_dir(other.path().join("new")));
-            fs::write(own.join("note"), "kept").expect("its own folder");
-            fs::rename(own.join("note"), own.join("vm")).expect("its own folder");
-            assert_eq!(fs::read(own.join("vm")).expect("its own file"), b"kept");
-            fs::remove_file(own.join("vm")).expect("its own file");
-            fs::read("/proc/self/stat").expect("of itself");
-            fs::read("/proc/meminfo").expect("of the host");
+            fs::write(own.join("note"), "kept")
+                .expect("the daemon may write files in its run directory");
+            fs::rename(own.join("note"), own.join("vm"))
+                .expect("the daemon may rename files in its run directory");
+            assert_eq!(
+                fs::read(own.join("vm")).expect("the daemon may read files in its run directory"),
+                b"kept"
+            );
+            fs::remove_file(own.join("vm"))
+                .expect("the daemon may remove files in its run directory");
+            fs::read("/proc/self/stat").expect("the daemon may read its own status");
+            fs::read("/proc/meminfo").expect("the daemon may read the host's memory statistics");
         });
     }
 
@@ -547,29 +558,35 @@ mod tests {
     fn unneeded_system_calls_are_refused() {
         inside(ThreadKind::Serving, |_| {
             let tcp = socket(AddressFamily::INET, SocketType::STREAM, None);
-            assert_eq!(tcp.expect_err("TCP"), Errno::PERM);
-            socket(AddressFamily::UNIX, SocketType::STREAM, None).expect("a local socket");
-            std::thread::spawn(|| ()).join().expect("a thread");
+            assert_eq!(tcp.expect_err("a TCP socket was created"), Errno::PERM);
+            socket(AddressFamily::UNIX, SocketType::STREAM, None)
+                .expect("the daemon may create Unix sockets");
+            std::thread::spawn(|| ())
+                .join()
+                .expect("the daemon may create threads");
             let (read, write) = (ProtFlags::READ, ProtFlags::WRITE);
             let map = |prot| {
                 // SAFETY: the mapping is new, and nothing uses it.
                 unsafe { mmap_anonymous(std::ptr::null_mut(), 4096, prot, MapFlags::PRIVATE) }
             };
-            assert_eq!(map(read | ProtFlags::EXEC).expect_err("code"), Errno::PERM);
-            let page = map(read | write).expect("memory");
+            assert_eq!(
+                map(read | ProtFlags::EXEC).expect_err("executable memory was mapped"),
+                Errno::PERM
+            );
+            let page = map(read | write).expect("the daemon may map memory");
             // SAFETY: the page was just mapped.
             let done = unsafe { mprotect(page, 4096, MprotectFlags::READ | MprotectFlags::EXEC) };
-            assert_eq!(done.expect_err("code"), Errno::PERM);
+            assert_eq!(done.expect_err("memory was made executable"), Errno::PERM);
             // SAFETY: nothing uses the page any more.
-            unsafe { rustix::mm::munmap(page, 4096) }.expect("unmapped");
-            // SAFETY: the call is fork's, without the flags of a thread. It must be refused; a
-            // child would only exit.
+            unsafe { rustix::mm::munmap(page, 4096) }.expect("cannot unmap the page");
+            // SAFETY: the call is that of fork, without flags of a thread. The kernel must refuse
+            // it. If it does not, the child only exits.
             let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
             if child == 0 {
                 // SAFETY: only a child that must not exist gets here.
                 unsafe { libc::_exit(1) };
             }
-            assert_eq!(child, -1, "a process");
+            assert_eq!(child, -1, "a process was created");
         });
     }
 
@@ -592,58 +609,78 @@ mod tests {
 
     #[test]
     fn no_thread_can_pass_descriptors() {
-        let (left, right) = UnixStream::pair().expect("a pair");
+        let (left, right) = UnixStream::pair().expect("cannot create a socket pair");
         for kind in KINDS {
             inside(kind, |_| {
                 let passed = left.send_with_fd(&b"x"[..], right.as_raw_fd());
                 let errno = passed.expect_err("a descriptor was passed").errno();
-                assert_eq!(errno, libc::EPERM, "{kind:?}");
-                // The way in which the vhost crate sends a reply.
+                assert_eq!(
+                    errno,
+                    libc::EPERM,
+                    "a thread of kind {kind:?} did not get EPERM for passing a descriptor"
+                );
+                // The vhost crate sends a reply with this call.
                 let sent = left.send_with_fds(&[&b"re"[..], &b"ply"[..]], &[]);
-                assert_eq!(sent.expect("a reply"), 5, "{kind:?}");
+                assert_eq!(
+                    sent.expect("a thread may send a reply without descriptors"),
+                    5,
+                    "a thread of kind {kind:?} sent a reply of another length"
+                );
             });
         }
     }
 
-    /// The way in which tracing-journald sends a line: through an open socket, to a path.
+    /// tracing-journald sends a log line through an open socket to a path.
     #[test]
     fn every_thread_can_write_to_the_journal() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
         let path = folder.path().join("socket");
-        let journal = UnixDatagram::bind(&path).expect("bound");
-        let socket = UnixDatagram::unbound().expect("a socket");
+        let journal = UnixDatagram::bind(&path).expect("cannot bind the socket");
+        let socket = UnixDatagram::unbound().expect("cannot create a Unix socket");
         for kind in KINDS {
             inside_at(folder.path(), kind, |_| {
-                socket.send_to(b"MESSAGE=x", &path).expect("a log line");
+                socket
+                    .send_to(b"MESSAGE=x", &path)
+                    .expect("the thread may write to the journal");
             });
             let mut line = [0; 16];
-            assert_eq!(journal.recv(&mut line).expect("received"), 9, "{kind:?}");
+            assert_eq!(
+                journal
+                    .recv(&mut line)
+                    .expect("the journal's socket received nothing"),
+                9,
+                "the line of a thread of kind {kind:?} has another length"
+            );
         }
     }
 
     fn opens_nothing(kind: ThreadKind) {
-        let (left, right) = UnixDatagram::pair().expect("a pair");
+        let (left, right) = UnixDatagram::pair().expect("cannot create a socket pair");
         inside(kind, |own| {
-            let error = fs::read(own.join("tmemd.toml")).expect_err("opened");
+            let error = fs::read(own.join("tmemd.toml")).expect_err("a file was opened");
             assert_eq!(error.raw_os_error(), Some(libc::EPERM));
             let local = socket(AddressFamily::UNIX, SocketType::STREAM, None);
-            assert_eq!(local.expect_err("a socket"), Errno::PERM);
+            assert_eq!(local.expect_err("a socket was created"), Errno::PERM);
             // An open socket cannot connect either.
-            let error = left.connect(own.join("any")).expect_err("connected");
+            let error = left
+                .connect(own.join("any"))
+                .expect_err("an open socket was connected");
             assert_eq!(error.raw_os_error(), Some(libc::EPERM));
-            right.send(b"what is there").expect("works");
+            right
+                .send(b"what is there")
+                .expect("the thread may send through an open socket");
             let thread = std::thread::Builder::new().spawn(|| ());
-            assert!(thread.is_err(), "a thread");
+            assert!(thread.is_err(), "a thread was created");
         });
     }
 
-    /// Tries to create a context of io_uring and one of AIO.
+    /// Tries to create an io_uring context and an AIO context.
     fn contexts() -> [io::Result<()>; 2] {
         let made = |made: c_long| match made {
             -1 => Err(io::Error::last_os_error()),
             _ => Ok(()),
         };
-        // `struct io_uring_params` without flags.
+        // The array stands for a `struct io_uring_params` without flags.
         let mut parameters = [0u64; 15];
         let mut context: libc::c_ulong = 0;
         // SAFETY: the kernel reads and writes the parameters and returns a new descriptor. The ring
@@ -657,12 +694,15 @@ mod tests {
 
     fn refused(contexts: [io::Result<()>; 2]) {
         for (what, made) in ["io_uring_setup", "io_setup"].iter().zip(contexts) {
-            let error = made.expect_err(what);
-            assert_eq!(error.raw_os_error(), Some(libc::EPERM), "{what}");
+            let Err(error) = made else {
+                panic!("{what} was not refused");
+            };
+            assert_eq!(error.raw_os_error(), Some(libc::EPERM));
         }
     }
 
-    /// seccomp does not see the operations of a ring, and a new ring is not restricted.
+    /// Serving threads must not create an io_uring, because seccomp does not see its operations,
+    /// and a new one is not restricted.
     #[test]
     fn serving_threads_cannot_create_rings() {
         if let [Err(error), _] | [_, Err(error)] = contexts() {
@@ -670,18 +710,20 @@ mod tests {
         }
         inside(ThreadKind::Starting, |_| {
             for (what, made) in ["io_uring_setup", "io_setup"].iter().zip(contexts()) {
-                made.unwrap_or_else(|error| panic!("{what}, before it serves: {error}"));
+                made.unwrap_or_else(|error| {
+                    panic!("{what} was refused before the thread serves: {error}")
+                });
             }
         });
         inside(ThreadKind::Serving, |_| {
             refused(contexts());
-            // A connection's thread, which the acceptor starts.
+            // The acceptor starts the thread of a connection like this.
             let later = std::thread::spawn(|| {
                 refused(contexts());
                 narrow(ThreadKind::Connection);
                 refused(contexts());
             });
-            later.join().expect("refused");
+            later.join().expect("the thread panicked");
         });
         inside(ThreadKind::Data, |_| refused(contexts()));
     }
@@ -690,7 +732,7 @@ mod tests {
     #[ignore = "puts its process into the sandbox: see a_started_daemon_cannot_create_rings"]
     fn starts_a_daemon_and_creates_rings() {
         inside(ThreadKind::Starting, |own| {
-            let daemon = crate::Daemon::start(config(own)).expect("starts");
+            let daemon = crate::Daemon::start(config(own)).expect("cannot start the daemon");
             refused(contexts());
             daemon.stop();
         });
@@ -699,34 +741,39 @@ mod tests {
     #[test]
     fn a_started_daemon_cannot_create_rings() {
         let output = in_a_process("starts_a_daemon_and_creates_rings");
-        assert!(output.status.success(), "{output:?}");
+        assert!(output.status.success(), "the process failed: {output:?}");
     }
 
-    /// The situation of a container that forbids io_uring.
+    /// A container may forbid io_uring in this way.
     #[test]
     fn workers_use_epoll_where_io_uring_is_refused() {
         inside(ThreadKind::Serving, |_| {
             let error = event_loop::create(EventLoop::IoUring, 1)
                 .err()
-                .expect("refused");
+                .expect("an io_uring context was created although io_uring is refused");
             let said = error.to_string();
-            assert!(said.contains("\"auto\" takes epoll instead"), "{said}");
-            let pollers = event_loop::create(EventLoop::Auto, 2).expect("epoll");
+            assert!(
+                said.contains("\"auto\" takes epoll instead"),
+                "the error does not name the alternative: {said}"
+            );
+            let pollers =
+                event_loop::create(EventLoop::Auto, 2).expect("\"auto\" falls back to epoll");
             assert_eq!(pollers.len(), 2);
             let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
             for poller in pollers {
-                let kick = Arc::new(eventfd(0, flags).expect("eventfd"));
-                poller.add(&kick, 7).expect("watched");
+                let kick = Arc::new(eventfd(0, flags).expect("cannot create an eventfd"));
+                poller.add(&kick, 7).expect("cannot watch the eventfd");
                 signal(&kick);
                 let mut ready = Vec::new();
-                poller.wait(&mut ready, true).expect("the wait succeeds");
+                poller
+                    .wait(&mut ready, true)
+                    .expect("cannot wait for descriptors");
                 assert_eq!(ready, [7]);
             }
         });
     }
 
-    /// The log line of `enter` tells whether this machine's kernel knows the right, so the test
-    /// uses it, too.
+    /// A log line names the missing protections of each Landlock version that lacks some.
     #[test]
     fn partial_or_missing_landlock_is_logged() {
         let on = |effective_abi| LandlockStatus::Available {
@@ -740,12 +787,18 @@ mod tests {
         let none = RulesetStatus::NotEnforced;
         assert_eq!(missing_protection(&full, on(ABI::V9)), None);
         for abi in [ABI::V6, ABI::V7, ABI::V8] {
-            let missing_protection =
-                missing_protection(&part, on(abi)).expect("it knows no sockets");
+            let missing_protection = missing_protection(&part, on(abi))
+                .expect("a kernel without Landlock rules for sockets lacks protection");
             let LogLine::Info(text) = missing_protection else {
-                panic!("{abi:?}: {missing_protection:?}");
+                panic!(
+                    "ABI {abi:?}: the protection against connections is missing: \
+                     {missing_protection:?}"
+                );
             };
-            assert!(text.contains("sockets") && text.contains("7.1"), "{text}");
+            assert!(
+                text.contains("sockets") && text.contains("7.1"),
+                "the warning does not name sockets and the kernel version: {text}"
+            );
         }
         for (ruleset, landlock) in [
             (&part, on(ABI::V5)),
@@ -753,26 +806,30 @@ mod tests {
             (&none, LandlockStatus::NotEnabled),
             (&none, LandlockStatus::NotImplemented),
         ] {
-            let missing_protection = missing_protection(ruleset, landlock).expect("files are open");
+            let missing_protection = missing_protection(ruleset, landlock)
+                .expect("without Landlock, files are unprotected");
             let LogLine::Warning(text) = missing_protection else {
-                panic!("{landlock:?}: {missing_protection:?}");
+                panic!("{landlock:?}: another protection is missing: {missing_protection:?}");
             };
-            assert!(text.contains("lsm=landlock"), "{text}");
+            assert!(
+                text.contains("lsm=landlock"),
+                "the warning does not name the remedy: {text}"
+            );
         }
     }
 
     /// Only sockets in the configured folders can be connected to, whatever their modes permit.
     #[test]
     fn the_sandbox_refuses_connections_to_unconfigured_sockets() {
-        let other = tempfile::tempdir().expect("a folder");
+        let other = tempfile::tempdir().expect("cannot create a temporary directory");
         let theirs = other.path().join("bus");
-        let _listener = UnixListener::bind(&theirs).expect("bound");
-        // In a thread of its own, because the rules cannot be removed from a thread.
+        let _listener = UnixListener::bind(&theirs).expect("cannot bind the socket");
+        // The rules are applied in a thread of its own, because a thread cannot remove them.
         let ruled = std::thread::spawn(|| rules(&config(Path::new("/")), Path::new("/none")));
         let abi = match ruled
             .join()
-            .expect("the thread does not panic")
-            .expect("ruled")
+            .expect("the thread panicked")
+            .expect("cannot apply the Landlock rules")
             .landlock
         {
             LandlockStatus::Available { effective_abi, .. } => effective_abi,
@@ -780,17 +837,24 @@ mod tests {
         };
         inside(ThreadKind::Serving, |own| {
             let mine = own.join("own");
-            let _listener = UnixListener::bind(&mine).expect("its own folder");
-            UnixStream::connect(&mine).expect("its own folder");
+            let _listener = UnixListener::bind(&mine)
+                .expect("the daemon may bind sockets in its run directory");
+            UnixStream::connect(&mine)
+                .expect("the daemon may connect to sockets in its run directory");
             let connected = UnixStream::connect(&theirs);
             match abi {
                 ABI::V9 => {
-                    let error =
-                        connected.expect_err("access outside of the configuration is refused");
-                    assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
+                    let error = connected.expect_err(
+                        "a socket outside of the configuration accepted the connection",
+                    );
+                    assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
                 }
-                // The remaining risk that docs/threat-model.md describes.
-                _ => drop(connected.expect("nothing keeps it from it")),
+                // This is the remaining risk that docs/threat-model.md describes.
+                _ => {
+                    drop(connected.expect(
+                        "a kernel without Landlock rules for sockets refuses no connection",
+                    ))
+                }
             }
         });
         if abi != ABI::V9 {
@@ -806,7 +870,8 @@ mod tests {
     fn executes_a_program_in_the_sandbox() {
         inside(ThreadKind::Serving, |_| {
             let arguments = [std::ptr::null::<libc::c_char>()];
-            // SAFETY: a name that ends with 0 and an empty list. The call fails or does not return.
+            // SAFETY: the arguments are a name that ends with 0 and an empty list. The call fails
+            // or does not return.
             unsafe { libc::execv(c"/bin/true".as_ptr(), arguments.as_ptr()) };
         });
     }
@@ -814,6 +879,10 @@ mod tests {
     #[test]
     fn attack_system_calls_end_the_process() {
         let output = in_a_process("executes_a_program_in_the_sandbox");
-        assert_eq!(output.status.signal(), Some(libc::SIGSYS), "{output:?}");
+        assert_eq!(
+            output.status.signal(),
+            Some(libc::SIGSYS),
+            "the process was not killed by SIGSYS: {output:?}"
+        );
     }
 }

@@ -173,17 +173,21 @@ mod tests {
         // Switching to the same kind changes nothing.
         work_time.switch_to(Work::Recompress);
         burn(20);
-        assert_eq!(sums(), [0; 3], "it counts at its end");
+        assert_eq!(sums(), [0; 3], "time was added before the work ended");
         drop(work_time);
         let [_, recompress, room] = sums();
-        assert!(recompress > 0 && room == 0, "{:?}", sums());
+        assert!(
+            recompress > 0 && room == 0,
+            "times by kind are {:?}; only recompression should have time",
+            sums()
+        );
 
         // A panic ends the work, too.
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let mut work_time = background.begin();
             work_time.switch_to(Work::MakeRoom);
             burn(20);
-            panic!("as a bug would");
+            panic!("a simulated bug");
         }));
         assert!(panicked.is_err());
         assert!(
@@ -196,9 +200,15 @@ mod tests {
         drop(work_time);
         let cpu_ns = clock_ns(ClockId::ThreadCPUTime) - begun_ns;
         let sum_ns: u64 = sums().into_iter().sum();
-        assert!(sum_ns <= cpu_ns, "{sum_ns} of {cpu_ns}");
+        assert!(
+            sum_ns <= cpu_ns,
+            "the sum of all kinds is {sum_ns} ns, more than the thread's {cpu_ns} ns"
+        );
         // The division loses less than a nanosecond for each kind and piece of work.
-        assert!(sum_ns >= 60_000_000 - 9, "{sum_ns}");
+        assert!(
+            sum_ns >= 60_000_000 - 9,
+            "the sum of all kinds is {sum_ns} ns, less than the 60 ms of work"
+        );
     }
 
     #[test]

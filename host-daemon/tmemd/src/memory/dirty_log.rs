@@ -19,14 +19,15 @@ const LOG_PAGE_BYTES: u64 = 4096;
 /// Maximum size of a log in bytes, which covers 64 TiB of guest memory.
 const LOG_BYTES_MAX: u64 = 1 << 31;
 
-/// The log of a connection.
+/// Dirty log of one connection.
 #[derive(Debug, Default)]
 pub struct DirtyLog {
-    /// VHOST_F_LOG_ALL is set.
+    /// Whether VHOST_F_LOG_ALL is set.
     enabled: AtomicBool,
     /// Guards the mapping against replacement while a page is marked.
     map: RwLock<Option<LogMap>>,
-    /// Pages beyond the end of the log, or written while logging was enabled without a log.
+    /// Number of pages that could not be marked, because they are beyond the end of the log or were
+    /// written while logging was enabled without a log.
     missed: AtomicU64,
 }
 
@@ -106,7 +107,7 @@ impl LogMap {
     }
 }
 
-/// The part of the log that belongs to a memory region.
+/// The part of the dirty log that belongs to one memory region.
 #[derive(Debug)]
 pub struct RegionLog {
     /// The log of the connection, shared by its regions.
@@ -115,7 +116,7 @@ pub struct RegionLog {
     pub base: u64,
 }
 
-/// The part of the log that belongs to a slice of a memory region.
+/// The part of the dirty log that belongs to a slice of a memory region.
 #[derive(Clone, Copy, Debug)]
 pub struct SliceLog<'a> {
     log: &'a DirtyLog,
@@ -173,16 +174,16 @@ mod tests {
 
     #[test]
     fn a_lost_page_of_the_log_is_reported() {
-        let file = memfd_create("log", MemfdFlags::CLOEXEC).expect("memfd");
-        ftruncate(&file, 8192).expect("its length");
+        let file = memfd_create("log", MemfdFlags::CLOEXEC).expect("cannot create a memfd");
+        ftruncate(&file, 8192).expect("cannot set the length of the memfd");
         let lost = Arc::default();
-        let map = LogMap::new(&file.into(), 0, 8192, &lost).expect("mapped");
+        let map = LogMap::new(&file.into(), 0, 8192, &lost).expect("cannot map the log");
         crate::memory::sigbus::take_away(map.0.start(), 4096);
         let log = DirtyLog::default();
         log.set_enabled(true);
         log.set_map(map);
         log.mark(8 * LOG_PAGE_BYTES * 4096, 1);
-        assert!(!lost.is_lost(), "the other page");
+        assert!(!lost.is_lost(), "the loss of another page was reported");
         log.mark(0, 1);
         assert!(lost.is_lost());
     }

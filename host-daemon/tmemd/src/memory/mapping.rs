@@ -16,13 +16,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Bytes of pages that one step releases. It takes 0.3 ms for 4 KiB pages on the machine of
-/// docs/benchmarks. The largest mapping, 8 TiB without pages, is gone after two seconds.
+/// docs/benchmarks. The largest mapping, 8 TiB without pages, is unmapped after two seconds.
 const GIVE_BACK_BYTES: usize = 4 << 20;
 
-/// Bytes of address space without pages that one step unmaps. It takes 0.1 ms, for the page tables.
+/// Bytes of address space without pages that one step unmaps. A step takes 0.1 ms, because of the
+/// page tables.
 const UNMAP_BYTES: usize = 1 << 30;
 
-/// Bytes of a file, mapped readable, writable and shared.
+/// Shared, readable and writable mapping of a part of a file.
 #[derive(Debug)]
 pub struct Mapping {
     start: *mut u8,
@@ -47,7 +48,7 @@ impl Mapping {
     /// The system cannot map or watch it.
     pub fn new(file: &File, offset: u64, bytes: usize, lost: &Arc<Lost>) -> io::Result<Mapping> {
         let file_page_bytes = page_bytes(file)?;
-        // MAP_NORESERVE is not set: for huge pages it means that an access may end the daemon if no
+        // MAP_NORESERVE is not set. With it, an access to a huge page could end the daemon if no
         // page is free. For other pages it makes no difference.
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         let anywhere = std::ptr::null_mut();
@@ -101,7 +102,7 @@ impl Drop for Mapping {
     }
 }
 
-/// A step of unmapping.
+/// Step of unmapping.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
     GiveBack(Range<usize>),
@@ -135,7 +136,7 @@ mod tests {
     /// Tells whether the file of that name, or one page of it, is mapped. Other threads may map
     /// memory at a released address at any time.
     fn is_mapped(name: &str, page: usize) -> bool {
-        let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("cannot read /proc/self/maps");
         let own = format!("{page:x}-{:x} ", page + PAGE);
         maps.lines()
             .any(|line| line.contains(name) || line.starts_with(&own))
@@ -143,13 +144,13 @@ mod tests {
 
     #[test]
     fn dropping_a_mapping_unmaps_it_and_keeps_the_content_of_its_file() {
-        // Two steps of unmapping and one more page.
+        // The mapping is unmapped in two full steps and one of a single page.
         let bytes = 2 * UNMAP_BYTES + PAGE;
-        let file = memfd_create("all-of-it", MemfdFlags::CLOEXEC).expect("memfd");
-        ftruncate(&file, bytes as u64).expect("its length");
+        let file = memfd_create("all-of-it", MemfdFlags::CLOEXEC).expect("cannot create a memfd");
+        ftruncate(&file, bytes as u64).expect("cannot set the length of the memfd");
         let file = File::from(file);
         let lost = Arc::<Lost>::default();
-        let map = || Mapping::new(&file, 0, bytes, &lost).expect("mapped");
+        let map = || Mapping::new(&file, 0, bytes, &lost).expect("cannot map the file");
         let touched = [0, GIVE_BACK_BYTES, UNMAP_BYTES - 1, UNMAP_BYTES, bytes - 1];
         let mapping = map();
         let at = |mapping: &Mapping, byte| mapping.start().wrapping_add(byte);
@@ -166,7 +167,10 @@ mod tests {
         let none = "/memfd:none";
         assert!(is_mapped("/memfd:all-of-it", 0) && is_mapped(none, gone));
         drop(mapping);
-        assert!(!is_mapped("/memfd:all-of-it", gone), "a part is left");
+        assert!(
+            !is_mapped("/memfd:all-of-it", gone),
+            "a part of the dropped mapping is still mapped"
+        );
         let mapping = map();
         for byte in touched {
             // SAFETY: the address is inside the mapping, which is only accessed like this.
@@ -174,7 +178,7 @@ mod tests {
         }
     }
 
-    /// No page is covered twice, and none is unmapped before it was released.
+    /// Each page is released once and unmapped once, and it is released first.
     #[test]
     fn pages_are_released_before_they_are_unmapped() {
         const GIB: usize = 1 << 30;
@@ -189,7 +193,10 @@ mod tests {
                     let (range, at, most) = match step {
                         Step::GiveBack(range) => (range, &mut given_back, GIVE_BACK_BYTES),
                         Step::Unmap(range) => {
-                            assert_eq!(range.end, given_back, "not given back before");
+                            assert_eq!(
+                                range.end, given_back,
+                                "a range was unmapped before its pages were released"
+                            );
                             (range, &mut unmapped, UNMAP_BYTES)
                         }
                     };

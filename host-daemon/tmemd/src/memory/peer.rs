@@ -5,8 +5,8 @@
 //! A VMM gives up on a daemon that is stopped or starved, and closes the connection. The guest may
 //! then be reset and use the memory of rings and buffers for other data, while the daemon still
 //! maps it. When the daemon continues, a worker may run before the control thread notices the end
-//! of the connection. While the VMM waits for an answer, the memory keeps its meaning, so unread
-//! messages do not matter.
+//! of the connection. A VMM that has sent a message waits for the answer and does not reuse the
+//! memory meanwhile, so the check ignores unread messages.
 //!
 //! The time between a check and the access that follows remains unprotected. A daemon that is
 //! stopped exactly there, for as long as the VMM waits, still completes that access: it writes at
@@ -21,13 +21,13 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long the result of a check is valid, because a small request takes not much longer than a
-/// system call. In that time no VMM can close a connection, run its guest again, and have the guest
-/// reuse the memory. A daemon that is stopped between two checks notices at the second check that
-/// the time has passed.
+/// Time for which a check stays valid. A small request takes not much longer than a system call, so
+/// a check before each access would be expensive. In 5 µs no VMM can close a connection, run its
+/// guest again, and have the guest reuse the memory. If the daemon is stopped after a check, the
+/// next check finds that this time has passed, and asks the kernel again.
 const GOOD_FOR: Duration = Duration::from_micros(5);
 
-/// The front end closed its end of the connection.
+/// Error: the front end closed its end of the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HungUp;
 
@@ -37,7 +37,7 @@ pub struct HungUp;
 /// socket down, so that the front end sees the end before the last handle is closed.
 pub struct Peer(Source);
 
-/// The check of a simulated front end.
+/// Function that checks a simulated front end.
 pub type Check = Box<dyn Fn() -> Result<(), HungUp> + Send + Sync>;
 
 enum Source {
@@ -48,16 +48,15 @@ enum Source {
 struct Socket {
     socket: OwnedFd,
     epoch: Instant,
-    /// Start of the last check that found the front end connected, by any worker, in ns by
-    /// `now_ns`.
+    /// Time in ns of `now_ns` at which the last successful check began, by any worker.
     seen_at_ns: AtomicU64,
-    /// The number of checks that still find the front end connected.
+    /// Number of further checks that succeed; the next one finds that the front end hung up.
     #[cfg(test)]
     checks: AtomicU64,
 }
 
 impl Peer {
-    /// Creates the front end at the other end of a socket.
+    /// Creates the handle of the front end at the other end of a socket.
     pub fn new(stream: UnixStream) -> Peer {
         Peer(Source::Socket(Socket {
             socket: stream.into(),
@@ -76,7 +75,7 @@ impl Peer {
     /// Checks whether the front end is connected, without waiting.
     ///
     /// # Errors
-    /// It is not; this is permanent.
+    /// The front end is not connected; every later check fails, too.
     pub fn check(&self) -> Result<(), HungUp> {
         match &self.0 {
             Source::Socket(socket) => socket.check(),
@@ -107,13 +106,13 @@ impl Socket {
             self.checks
                 .store(left.checked_sub(1).ok_or(HungUp)?, Ordering::SeqCst);
         }
-        // Read before the check, because the daemon may be stopped after it.
+        // The time is read before the check, because the daemon may be stopped after the check.
         let now_ns = self.now_ns();
         let seen_ago_ns = now_ns.saturating_sub(self.seen_at_ns.load(Ordering::Relaxed));
         if seen_ago_ns < GOOD_FOR.as_nanos() as u64 {
             return Ok(());
         }
-        // The kernel always reports HUP and ERR.
+        // poll(2) always reports HUP and ERR, without a request.
         let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
         let no_wait = Timespec {
             tv_sec: 0,
@@ -126,7 +125,7 @@ impl Socket {
                     return Ok(());
                 }
                 Err(Errno::INTR) => {}
-                // If the check fails, memory must not be touched.
+                // If poll(2) fails, memory must not be touched either.
                 Ok(_) | Err(_) => return Err(HungUp),
             }
         }
@@ -140,12 +139,12 @@ mod tests {
     use std::net::Shutdown;
 
     fn pair() -> (Peer, UnixStream, UnixStream) {
-        let (own, other) = UnixStream::pair().expect("sockets");
-        let same = own.try_clone().expect("a second handle");
+        let (own, other) = UnixStream::pair().expect("cannot create a socket pair");
+        let same = own.try_clone().expect("cannot duplicate the descriptor");
         (Peer::new(own), same, other)
     }
 
-    /// Checks after the previous check has expired.
+    /// Waits until the previous check has expired, and checks again.
     fn check(peer: &Peer) -> Result<(), HungUp> {
         std::thread::sleep(2 * GOOD_FOR);
         peer.check()
@@ -153,7 +152,7 @@ mod tests {
 
     #[test]
     fn the_first_check_detects_an_earlier_hang_up() {
-        let (own, other) = UnixStream::pair().expect("sockets");
+        let (own, other) = UnixStream::pair().expect("cannot create a socket pair");
         drop(other);
         assert_eq!(Peer::new(own).check(), Err(HungUp));
     }
@@ -162,29 +161,54 @@ mod tests {
     fn unread_messages_are_no_hang_up() {
         let (peer, _own, mut other) = pair();
         assert_eq!(check(&peer), Ok(()));
-        other.write_all(b"unread").expect("room");
+        other
+            .write_all(b"unread")
+            .expect("the socket's buffer has room for 6 bytes");
         assert_eq!(check(&peer), Ok(()));
         drop(other);
-        assert_eq!(check(&peer), Err(HungUp), "unread messages or none");
+        assert_eq!(
+            check(&peer),
+            Err(HungUp),
+            "a closed peer was not detected; it had sent unread messages or none"
+        );
     }
 
     #[test]
     fn each_way_to_hang_up_is_detected() {
         for how in [Shutdown::Write, Shutdown::Both] {
             let (peer, _own, other) = pair();
-            other.shutdown(how).expect("connected");
-            assert_eq!(check(&peer), Err(HungUp), "{how:?}");
-            assert_eq!(check(&peer), Err(HungUp), "{how:?}: for good");
+            other
+                .shutdown(how)
+                .expect("cannot shut the connection down");
+            assert_eq!(
+                check(&peer),
+                Err(HungUp),
+                "a peer that shut down {how:?} was not detected"
+            );
+            assert_eq!(
+                check(&peer),
+                Err(HungUp),
+                "a peer that shut down {how:?} was taken for connected later"
+            );
         }
         let (peer, own, other) = pair();
-        let other_handle = other.try_clone().expect("a second handle");
+        let other_handle = other.try_clone().expect("cannot duplicate the descriptor");
         drop(other);
-        assert_eq!(check(&peer), Ok(()), "another handle is open");
+        assert_eq!(
+            check(&peer),
+            Ok(()),
+            "the peer counts as closed although another handle of it is open"
+        );
         drop(other_handle);
         assert_eq!(check(&peer), Err(HungUp));
         drop(own);
         let (peer, own, _other) = pair();
-        own.shutdown(Shutdown::Both).expect("connected");
-        assert_eq!(check(&peer), Err(HungUp), "by this daemon");
+        own.shutdown(Shutdown::Both)
+            .expect("cannot shut the connection down");
+        assert_eq!(
+            check(&peer),
+            Err(HungUp),
+            "a connection that this process shut down was not detected"
+        );
     }
 }

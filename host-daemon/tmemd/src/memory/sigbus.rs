@@ -24,7 +24,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 pub use mark::Lost;
 
-/// This module alone creates the proof of a mark, so no code can replace a page without marking it.
+/// Only this module can create a `Marked`, so that no code can replace a page without marking it
+/// as lost.
 mod mark {
     use super::*;
 
@@ -32,14 +33,14 @@ mod mark {
     #[derive(Debug, Default)]
     pub struct Lost(AtomicBool);
 
-    /// Proof that a memory is marked as lost. Every check from now on reports the loss.
+    /// Proof that memory is marked as lost, so that every later check reports the loss.
     pub struct Marked(());
 
     impl Lost {
-        /// Returns true if a page is lost. Data that was read before may then be zeros of the
-        /// daemon, and data that was written may be missing.
+        /// Returns true if a page of the memory was lost. Data that was read before may then be
+        /// zeros from the daemon's replacement page, and data that was written may be missing.
         pub fn is_lost(&self) -> bool {
-            // Orders the check after the reads that it covers.
+            // The fence orders this check after the reads that it covers.
             fence(Ordering::SeqCst);
             self.0.load(Ordering::SeqCst)
         }
@@ -67,7 +68,7 @@ const HUGETLBFS_MAGIC: FsWord = 0x958458f6;
 #[derive(Debug)]
 pub struct Watch {
     slot: &'static Slot,
-    /// Keeps the flag alive, to which the slot points.
+    /// Keeps the flag alive to which the handler's slot points.
     _lost: Arc<Lost>,
 }
 
@@ -89,7 +90,7 @@ impl Watch {
         let lost_ptr = Arc::as_ptr(lost).cast_mut();
         slot.lost.store(lost_ptr, Ordering::SeqCst);
         slot.start.store(start, Ordering::SeqCst);
-        // Stored last, because it makes the slot valid for the handler.
+        // The end is stored last, because it makes the slot valid for the handler.
         slot.end.store(start + bytes, Ordering::SeqCst);
         Ok(Watch {
             slot,
@@ -105,7 +106,7 @@ impl Drop for Watch {
     }
 }
 
-/// A mapping as the handler sees it.
+/// Entry of the handler's table: one watched mapping.
 #[derive(Debug)]
 struct Slot {
     start: AtomicUsize,
@@ -115,7 +116,7 @@ struct Slot {
     lost: AtomicPtr<Lost>,
 }
 
-/// Slots of a chunk: more than a VM needs, and little memory.
+/// Number of slots in a chunk. It is more than one VM needs, and takes little memory.
 const CHUNK_SLOTS: usize = 64;
 
 /// A chunk of slots. Chunks are never freed, so the handler can read all slots at any time.
@@ -167,8 +168,8 @@ impl Free {
             let chunk: &'static Chunk = match self.last {
                 None => &FIRST,
                 Some(last) => {
-                    // There are as many slots as there ever were mappings at once. Freed slots are
-                    // used again.
+                    // The table has as many slots as there ever were mappings at the same time.
+                    // Freed slots are used again.
                     let chunk = Box::leak(Box::new(Chunk::new()));
                     last.next.store(chunk, Ordering::SeqCst);
                     chunk
@@ -199,7 +200,7 @@ fn install() -> io::Result<()> {
         }
         before.assume_init()
     };
-    // Stored before the handler is installed, because the handler reads it.
+    // The previous action is stored before the handler is installed, because the handler reads it.
     let _ = BEFORE.set(before);
     let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) = on_sigbus;
     // SAFETY: a zeroed sigaction is valid and blocks no signal. The handler only does what a signal
@@ -219,8 +220,8 @@ fn install() -> io::Result<()> {
 extern "C" fn on_sigbus(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
     // SAFETY: the kernel passes a valid siginfo.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
-    // Other codes belong to no access: a process sent the signal, or the kernel reports an error
-    // early.
+    // Other codes belong to no memory access: a process sent the signal, or the kernel reports an
+    // error early.
     let is_fault = (libc::BUS_ADRALN..=libc::BUS_MCEERR_AR).contains(&code);
     if is_fault && replace(address) {
         return;
@@ -272,18 +273,18 @@ fn replace(address: usize) -> bool {
     }
 }
 
-/// Maps an empty page. It takes the proof of a mark, because a thread that reads the empty page and
-/// checks afterwards must see the mark.
+/// Maps an empty page in place of a lost one. The argument proves that the memory is marked: a
+/// thread that reads the empty page and checks afterwards must see the mark.
 fn put_empty_page(page: usize, page_bytes: usize, _: mark::Marked) -> bool {
     let at = std::ptr::with_exposed_provenance_mut::<c_void>(page);
-    // SAFETY: the call replaces a page that is gone, in a mapping that is only accessed as memory
+    // SAFETY: the call replaces a page that is lost, in a mapping that is only accessed as memory
     // that may change at any time. The page is unmapped with the rest of the mapping.
     unsafe {
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let mapped = rustix::mm::mmap_anonymous(at, page_bytes, prot, flags);
-        // Excluded from core dumps like the page before. On an error the dump may contain an
-        // answer.
+        // The page is excluded from core dumps, as the lost page was. If that fails, a core dump
+        // may contain bytes of an answer.
         mapped.is_ok() && {
             let _ = rustix::mm::madvise(at, page_bytes, Advice::LinuxDontDump);
             true
@@ -291,10 +292,12 @@ fn put_empty_page(page: usize, page_bytes: usize, _: mark::Marked) -> bool {
     }
 }
 
-/// Removes pages in tests, without privileges: it maps a truncated file in their place.
+/// Removes a page from a mapping, in tests and without privileges: it maps a truncated file in its
+/// place.
 #[cfg(test)]
 pub fn take_away(start: *mut u8, bytes: usize) {
-    let file = rustix::fs::memfd_create("gone", rustix::fs::MemfdFlags::CLOEXEC).expect("memfd");
+    let file = rustix::fs::memfd_create("gone", rustix::fs::MemfdFlags::CLOEXEC)
+        .expect("cannot create a memfd");
     // SAFETY: as in `put_empty_page`, the range is only accessed as memory that may change at any
     // time.
     let mapped = unsafe {
@@ -302,7 +305,7 @@ pub fn take_away(start: *mut u8, bytes: usize) {
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         rustix::mm::mmap(start.cast(), bytes, prot, flags, &file, 0)
     };
-    mapped.expect("a mapping of an empty file");
+    mapped.expect("cannot map an empty file");
 }
 
 #[cfg(test)]
@@ -321,23 +324,23 @@ mod tests {
 
     impl Mapping {
         fn new(pages: usize) -> Mapping {
-            let file = memfd_create("lost", MemfdFlags::CLOEXEC).expect("memfd");
+            let file = memfd_create("lost", MemfdFlags::CLOEXEC).expect("cannot create a memfd");
             let bytes = pages * PAGE;
-            ftruncate(&file, bytes as u64).expect("its length");
+            ftruncate(&file, bytes as u64).expect("cannot set the length of the memfd");
             // SAFETY: a fresh mapping at an address of the kernel's choice.
             let start = unsafe {
                 let prot = ProtFlags::READ | ProtFlags::WRITE;
                 rustix::mm::mmap(null_mut(), bytes, prot, MapFlags::SHARED, &file, 0)
             };
             Mapping {
-                start: start.expect("mapped").cast(),
+                start: start.expect("cannot map the file").cast(),
                 bytes,
                 file: file.into(),
             }
         }
 
         fn watch(&self, lost: &Arc<Lost>) -> Watch {
-            Watch::new(self.start, self.bytes, PAGE as u64, lost).expect("watched")
+            Watch::new(self.start, self.bytes, PAGE as u64, lost).expect("cannot watch the mapping")
         }
 
         fn at(&self, page: usize) -> *mut u8 {
@@ -372,25 +375,31 @@ mod tests {
             other.write(page, 7);
         }
         assert!(!lost.is_lost());
-        rustix::fs::ftruncate(&one.file, 2 * PAGE as u64).expect("shorter");
+        rustix::fs::ftruncate(&one.file, 2 * PAGE as u64).expect("cannot truncate the file");
         assert_eq!((one.read(0), one.read(1)), (7, 7));
-        assert!(!lost.is_lost(), "no thread has read the lost page");
+        assert!(
+            !lost.is_lost(),
+            "a loss was reported before a thread accessed the lost page"
+        );
         assert_eq!(one.read(2), 0);
         assert!(lost.is_lost());
-        // Reads and writes continue, and the other pages keep their content.
+        // The mapping can still be read and written, and its other pages keep their content.
         one.write(2, 9);
         one.write(3, 9);
         assert_eq!((one.read(1), one.read(2), one.read(3)), (7, 9, 9));
         assert_eq!(other.read(2), 7);
-        assert!(!kept.is_lost(), "another's memory");
+        assert!(
+            !kept.is_lost(),
+            "the loss was reported for another mapping, too"
+        );
     }
 
-    /// Another thread that reads the page while it is replaced must see the mark, too. The test
-    /// tries many points in time; with the wrong order some of them fail.
+    /// A thread that reads a page while another thread replaces it must see the mark, too. The test
+    /// tries many points in time; with the wrong order of marking and replacing, some of them fail.
     #[test]
     fn each_reader_of_a_replaced_page_sees_that_it_was_lost() {
         const ROUNDS: u32 = 1500;
-        /// Long enough that the page has been replaced.
+        /// Number of loop turns that take longer than the replacement of a page.
         const SPINS: u32 = 2000;
         for round in 0..ROUNDS {
             let mapping = Mapping::new(1);
@@ -405,7 +414,7 @@ mod tests {
                     while !gone.load(Ordering::SeqCst) {
                         std::hint::spin_loop();
                     }
-                    // A different point in time in each round.
+                    // The thread reads at a different point in time in each round.
                     for _ in 0..round.wrapping_mul(7919) % SPINS {
                         std::hint::spin_loop();
                     }
@@ -416,7 +425,11 @@ mod tests {
                 take_away(mapping.at(0), PAGE);
                 gone.store(true, Ordering::SeqCst);
                 mapping.read(0);
-                assert_eq!(other.join().expect("it reads"), (0, true), "round {round}");
+                assert_eq!(
+                    other.join().expect("the reading thread panicked"),
+                    (0, true),
+                    "round {round}: the thread read another byte than 0 or did not see the loss"
+                );
             });
         }
     }
@@ -432,20 +445,27 @@ mod tests {
             take_away(mappings[one].at(1), PAGE);
             assert_eq!(mappings[one].read(1), 0);
             for (number, lost) in lost.iter().enumerate() {
-                assert_eq!(lost.is_lost(), number == one, "mapping {number}");
+                assert_eq!(
+                    lost.is_lost(),
+                    number == one,
+                    "mapping {number} of {one} was reported wrongly; only {one} lost a page"
+                );
             }
         }
     }
 
     /// Runs a test of this file in a process of its own, because the test ends its process.
     fn ends_with(name: &str) -> std::process::ExitStatus {
-        let program = std::env::current_exe().expect("this program");
+        let program = std::env::current_exe().expect("cannot find the program of this test");
         let name = format!("memory::sigbus::tests::{name}");
         let mut command = std::process::Command::new(program);
         command.args([&name, "--exact", "--ignored", "--nocapture"]);
-        let output = command.output().expect("it runs");
+        let output = command.output().expect("cannot run the program");
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        assert!(text.contains("running 1 test"), "{text}");
+        assert!(
+            text.contains("running 1 test"),
+            "the process did not run exactly one test: {text}"
+        );
         output.status
     }
 
@@ -455,7 +475,11 @@ mod tests {
             "reads_memory_that_is_no_longer_watched",
             "sends_sigbus_to_its_own_process",
         ] {
-            assert_eq!(ends_with(name).signal(), Some(libc::SIGBUS), "{name}");
+            assert_eq!(
+                ends_with(name).signal(),
+                Some(libc::SIGBUS),
+                "{name}: SIGBUS did not end the process"
+            );
         }
     }
 
@@ -476,8 +500,9 @@ mod tests {
         let lost = Arc::default();
         let _watch = mapping.watch(&lost);
         let own = rustix::process::getpid();
-        rustix::process::kill_process(own, rustix::process::Signal::BUS).expect("sent");
-        // Any thread may receive the signal.
+        rustix::process::kill_process(own, rustix::process::Signal::BUS)
+            .expect("cannot send the signal");
+        // The thread waits here, because any thread of the process may receive the signal.
         std::thread::sleep(std::time::Duration::from_secs(60));
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Guest memory: the memory table, with regions that the VMM shares. They are checked and mapped.
+//! Memory table: the regions of guest memory that the VMM shares, checked and mapped.
 //!
 //! A table never changes. Adding or removing a region creates a new table, so a thread that holds a
 //! vring sees a consistent table. A region whose file could be truncated is refused. If a page of a
@@ -27,12 +27,12 @@ pub const REGIONS_MAX: usize = 64;
 /// one and [`crate::host::background::DISCARDED_MAX`] that wait to be unmapped.
 pub const MEMORY_BYTES_MAX: u64 = 8 << 40;
 
-/// A region as the VMM describes it.
+/// Memory region as the VMM describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionSpec {
     /// Guest physical address.
     pub guest_address: u64,
-    /// Address in the VMM, which ring addresses refer to.
+    /// Address in the VMM's address space. Ring addresses are given in that address space, too.
     pub user_address: u64,
     /// Length in bytes.
     pub bytes: u64,
@@ -45,7 +45,7 @@ pub struct RegionSpec {
 #[error("{0}")]
 pub struct MemoryError(String);
 
-/// A region of a table.
+/// Memory region of a table.
 #[derive(Clone)]
 struct Region {
     spec: RegionSpec,
@@ -53,7 +53,7 @@ struct Region {
     _mapping: Arc<Mapping>,
 }
 
-/// A memory table.
+/// Memory table of a VM.
 pub struct Memory {
     regions: Vec<Region>,
     /// Access by guest physical address. It points into the mappings of `regions`, so it must be
@@ -77,7 +77,7 @@ impl Memory {
     /// Returns this table with one more region.
     ///
     /// # Errors
-    /// The region is invalid, or one too many, or cannot be mapped.
+    /// The region is invalid, exceeds the number of regions, or cannot be mapped.
     pub fn with_region(
         &self,
         spec: RegionSpec,
@@ -105,8 +105,8 @@ impl Memory {
         if spec.user_address.checked_add(spec.bytes).is_none() {
             return Err(odd("its address in the VMM overflows".into()));
         }
-        // Regions may overlap in the VMM's addresses, because guest memory may appear at two places
-        // of the guest. Only guest addresses must be unambiguous.
+        // VMM addresses of regions may overlap, because the VMM may show the same memory at two
+        // guest addresses. Only guest addresses must be unambiguous.
         let region_log = RegionLog {
             log: log.clone(),
             base: at,
@@ -134,10 +134,11 @@ impl Memory {
         Ok(self.changed(regions, guest))
     }
 
-    /// Returns this table without the region of that guest address, VMM address and length.
+    /// Returns this table without the region that has the given guest address, VMM address and
+    /// length.
     ///
     /// # Errors
-    /// There is no such region.
+    /// The table has no such region.
     pub fn without_region(&self, spec: RegionSpec) -> Result<Memory, MemoryError> {
         let same = |Region { spec: other, .. }: &Region| {
             other.guest_address == spec.guest_address
@@ -183,11 +184,11 @@ const PROT_READ_WRITE: i32 =
     (rustix::mm::ProtFlags::READ.bits() | rustix::mm::ProtFlags::WRITE.bits()) as i32;
 const MAP_SHARED: i32 = rustix::mm::MapFlags::SHARED.bits() as i32;
 
-/// Checks that a mapping of the bytes cannot lose its file: the file is sealed against shrinking
-/// and long enough.
+/// Checks that a part of a file can be mapped and cannot be truncated: the file is sealed against
+/// shrinking and long enough.
 ///
 /// # Errors
-/// It is not; the text says what to do.
+/// The file does not meet these conditions; the text says what to do.
 pub fn check_file(file: &File, offset: u64, bytes: u64) -> Result<(), MemoryError> {
     let seals = rustix::fs::fcntl_get_seals(file).unwrap_or(SealFlags::empty());
     if !seals.contains(SealFlags::SHRINK) {
@@ -230,10 +231,10 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn memfd(bytes: u64, seals: SealFlags) -> File {
-        let file =
-            memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("memfd");
-        ftruncate(&file, bytes).expect("its length");
-        fcntl_add_seals(&file, seals).expect("its seals");
+        let file = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .expect("cannot create a memfd");
+        ftruncate(&file, bytes).expect("cannot set the length of the memfd");
+        fcntl_add_seals(&file, seals).expect("cannot seal the memfd");
         file.into()
     }
 
@@ -256,23 +257,28 @@ mod tests {
     fn only_sealed_files_are_mapped() {
         let empty = Memory::empty(&Arc::default());
         let region = spec(0, 0, MIB);
-        add(&empty, region, memfd(MIB, SealFlags::SHRINK)).expect("sealed");
+        add(&empty, region, memfd(MIB, SealFlags::SHRINK))
+            .expect("a file that cannot shrink is accepted");
         add(
             &empty,
             region,
             memfd(MIB, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL),
         )
-        .expect("sealed as by QEMU");
-        let ordinary = tempfile::tempfile().expect("file");
-        ordinary.set_len(MIB).expect("its length");
+        .expect("a file with the seals that QEMU sets is accepted");
+        let ordinary = tempfile::tempfile().expect("cannot create a temporary file");
+        ordinary
+            .set_len(MIB)
+            .expect("cannot set the length of the file");
         for file in [
             memfd(MIB, SealFlags::empty()),
             memfd(MIB, SealFlags::GROW),
             ordinary,
         ] {
-            let error = add(&empty, region, file).err().expect("not sealed");
+            let error = add(&empty, region, file)
+                .err()
+                .expect("a file that can shrink was accepted");
             for part in ["0x0", "F_SEAL_SHRINK", "memory-backend-memfd,share=on"] {
-                assert!(error.contains(part), "{error}");
+                assert!(error.contains(part), "the error has no {part:?}: {error}");
             }
         }
     }
@@ -291,10 +297,17 @@ mod tests {
                 file(),
             )
         };
-        with(4096, MIB - 4096).map(drop).expect("inside");
+        with(4096, MIB - 4096)
+            .map(drop)
+            .expect("a region inside its file is accepted");
         for (offset, bytes) in [(4096, MIB), (0, MIB + 4096), (u64::MAX, MIB), (0, u64::MAX)] {
-            let error = with(offset, bytes).err().expect("outside");
-            assert!(error.contains(&bytes.to_string()), "{error}");
+            let error = with(offset, bytes)
+                .err()
+                .expect("a region beyond the end of its file was accepted");
+            assert!(
+                error.contains(&bytes.to_string()),
+                "the error does not give the size {bytes}: {error}"
+            );
         }
     }
 
@@ -307,41 +320,64 @@ mod tests {
             memfd(MIB, seals),
         )
         .err()
-        .expect("sealed");
-        assert!(error.contains("writable"), "{error}");
+        .expect("a file sealed against writes was accepted");
+        assert!(
+            error.contains("writable"),
+            "the error has another text: {error}"
+        );
     }
 
-    /// An access to a page beyond the end of its file raises SIGBUS.
+    /// A region must end inside its file, because an access to a page beyond the end raises SIGBUS.
     #[test]
     fn missing_huge_pages_are_not_mapped() {
         let more_than_any_host_has = 1 << 42;
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
-        let file = memfd_create("test", flags).expect("memfd");
-        ftruncate(&file, more_than_any_host_has).expect("its length");
-        fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+        let file = memfd_create("test", flags).expect("cannot create a memfd");
+        ftruncate(&file, more_than_any_host_has).expect("cannot set the length of the memfd");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("cannot seal the memfd");
         let region = spec(0, 0, more_than_any_host_has);
         let error = add(&Memory::empty(&Arc::default()), region, file.into());
-        let error = error.err().expect("not enough huge pages");
-        assert!(error.contains("cannot be mapped"), "{error}");
+        let error = error
+            .err()
+            .expect("a region was mapped that exceeds the host's huge pages");
+        assert!(
+            error.contains("cannot be mapped"),
+            "the error has another text: {error}"
+        );
     }
 
-    /// Such a part could be neither unmapped nor replaced after a loss.
+    /// A region must not end inside a huge page, because a part of a huge page could be neither
+    /// unmapped nor replaced after a loss.
     #[test]
     fn parts_of_huge_pages_are_not_mapped() {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
-        let file = memfd_create("test", flags).expect("memfd");
-        let page_bytes = page_bytes(&file.try_clone().expect("a handle").into()).expect("known");
-        ftruncate(&file, 4 * page_bytes).expect("its length");
-        fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+        let file = memfd_create("test", flags).expect("cannot create a memfd");
+        let page_bytes = page_bytes(
+            &file
+                .try_clone()
+                .expect("cannot duplicate the descriptor")
+                .into(),
+        )
+        .expect("a memfd has a page size");
+        ftruncate(&file, 4 * page_bytes).expect("cannot set the length of the memfd");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("cannot seal the memfd");
         for (offset, bytes) in [(0, page_bytes / 2), (page_bytes / 2, page_bytes)] {
             let region = RegionSpec {
                 file_offset: offset,
                 ..spec(0, 0, bytes)
             };
-            let same = file.try_clone().expect("a handle").into();
+            let same = file
+                .try_clone()
+                .expect("cannot duplicate the descriptor")
+                .into();
             let error = add(&Memory::empty(&Arc::default()), region, same);
-            let error = error.err().expect("a part of a page");
-            assert!(error.contains("whole pages"), "{error}");
+            let error = error
+                .err()
+                .expect("a region was accepted that ends inside a huge page");
+            assert!(
+                error.contains("whole pages"),
+                "the error has another text: {error}"
+            );
         }
     }
 
@@ -353,18 +389,20 @@ mod tests {
             spec(0, 0x7000_0000, MIB),
             file(),
         )
-        .expect("first");
-        let memory = add(&memory, spec(4 * MIB, 0x8000_0000, MIB), file()).expect("second");
+        .expect("the first region is accepted");
+        let memory = add(&memory, spec(4 * MIB, 0x8000_0000, MIB), file())
+            .expect("the second region is accepted");
         add(&memory, spec(MIB / 2, 0x9000_0000, MIB), file())
             .err()
-            .expect("guest addresses");
-        add(&memory, spec(8 * MIB, 0x8000_1000, MIB), file()).expect("seen at two places");
+            .expect("a region with guest addresses of another region was accepted");
+        add(&memory, spec(8 * MIB, 0x8000_1000, MIB), file())
+            .expect("a region with user addresses of another region was accepted");
         add(&memory, spec(8 * MIB, u64::MAX - 4096, MIB), file())
             .err()
-            .expect("overflow");
+            .expect("a region whose end exceeds 64 bits was accepted");
         add(&memory, spec(u64::MAX - 4095, 0x9000_0000, MIB), file())
             .err()
-            .expect("overflow");
+            .expect("a region whose end exceeds 64 bits was accepted");
 
         assert_eq!(memory.guest_address(0x8000_0010, 16), Some(4 * MIB + 16));
         assert_eq!(memory.guest_address(0x8000_0000, MIB), Some(4 * MIB));
@@ -375,14 +413,14 @@ mod tests {
         memory
             .without_region(spec(4 * MIB, 0x8000_0000, 4096))
             .err()
-            .expect("another length");
+            .expect("a region with another length was removed");
         memory
             .without_region(spec(4 * MIB, 0x7000_0000, MIB))
             .err()
-            .expect("another address");
+            .expect("a region with another address was removed");
         let memory = memory
             .without_region(spec(4 * MIB, 0x8000_0000, MIB))
-            .expect("there");
+            .expect("the region is in the table");
         assert_eq!(memory.guest_address(0x8000_0000, 1), None);
         assert_eq!(memory.guest_address(0x7000_0000, 1), Some(0));
     }
@@ -393,15 +431,19 @@ mod tests {
         let region = |number: u64| spec(number * MIB, number * MIB, 4096);
         let file = || memfd(4096, SealFlags::SHRINK);
         for number in 0..REGIONS_MAX as u64 {
-            memory = add(&memory, region(number), file()).expect("within the limit");
+            memory = add(&memory, region(number), file())
+                .expect("the table accepts REGIONS_MAX regions");
         }
         let error = add(&memory, region(REGIONS_MAX as u64), file())
             .err()
-            .expect("one too many");
-        assert!(error.contains(&REGIONS_MAX.to_string()), "{error}");
+            .expect("the table accepted more than REGIONS_MAX regions");
+        assert!(
+            error.contains(&REGIONS_MAX.to_string()),
+            "the error does not give the limit of {REGIONS_MAX} regions: {error}"
+        );
     }
 
-    /// A sparse file may have any length.
+    /// A region must not exceed the maximum, because a sparse file may have any length.
     #[test]
     fn the_size_of_all_regions_is_limited() {
         let half = MEMORY_BYTES_MAX / 2;
@@ -411,17 +453,24 @@ mod tests {
             spec(0, 0, half),
             file(half),
         )
-        .expect("a half");
-        let memory = add(&memory, spec(half, half, half), file(half)).expect("the other half");
+        .expect("the first half of MEMORY_BYTES_MAX is accepted");
+        let memory = add(&memory, spec(half, half, half), file(half))
+            .expect("the second half of MEMORY_BYTES_MAX is accepted");
         let region = spec(2 * half, 2 * half, 4096);
-        let error = add(&memory, region, file(4096)).err().expect("too much");
-        assert!(error.contains(&MEMORY_BYTES_MAX.to_string()), "{error}");
+        let error = add(&memory, region, file(4096))
+            .err()
+            .expect("the table accepted more than MEMORY_BYTES_MAX");
+        assert!(
+            error.contains(&MEMORY_BYTES_MAX.to_string()),
+            "the error does not give the limit of {MEMORY_BYTES_MAX} bytes: {error}"
+        );
     }
 
     /// Returns the numbers of the pages that are marked in a log.
     fn dirty_pages(file: &File) -> Vec<u64> {
         let mut bytes = [0u8; 64];
-        file.read_exact_at(&mut bytes, 0).expect("the log");
+        file.read_exact_at(&mut bytes, 0)
+            .expect("cannot read the log");
         (0..512)
             .filter(|page| bytes[page / 8] & (1 << (page % 8)) != 0)
             .map(|p| p as u64)
@@ -434,47 +483,57 @@ mod tests {
         let log_file = memfd(64, SealFlags::SHRINK);
         let memory = Memory::empty(&Arc::default())
             .with_region(spec(MIB, 0, MIB), memfd(MIB, SealFlags::SHRINK), &log)
-            .expect("good");
+            .expect("cannot add the region to the table");
         let guest = &memory.guest;
         let write = |page: u64| {
             guest
                 .write_slice(&[1], GuestAddress(page * 4096))
-                .expect("inside")
+                .expect("the address is inside the guest's memory")
         };
 
-        log.set_map(LogMap::new(&log_file, 0, 64, &Arc::default()).expect("good"));
+        log.set_map(LogMap::new(&log_file, 0, 64, &Arc::default()).expect("cannot map the log"));
         write(256);
-        assert!(dirty_pages(&log_file).is_empty(), "not enabled");
+        assert!(
+            dirty_pages(&log_file).is_empty(),
+            "a page was logged while logging was off"
+        );
         log.set_enabled(true);
-        // Writes at page boundaries: 8 bytes across a boundary, a whole page, an atomic store.
+        // The writes test page boundaries: 8 bytes across a boundary, a whole page, an atomic
+        // store.
         guest
             .write_slice(&[1; 8], GuestAddress(257 * 4096 - 4))
-            .expect("inside");
+            .expect("the address is inside the guest's memory");
         guest
             .write_slice(&[1; 4096], GuestAddress(300 * 4096))
-            .expect("inside");
+            .expect("the address is inside the guest's memory");
         guest
             .store(
                 1u16,
                 GuestAddress(511 * 4096 + 4094),
                 std::sync::atomic::Ordering::Release,
             )
-            .expect("inside");
+            .expect("the address is inside the guest's memory");
         assert_eq!(dirty_pages(&log_file), [256, 257, 300, 511]);
         guest
             .read_slice(&mut [0; 8], GuestAddress(400 * 4096))
-            .expect("inside");
-        assert_eq!(dirty_pages(&log_file), [256, 257, 300, 511], "reading");
+            .expect("the address is inside the guest's memory");
+        assert_eq!(
+            dirty_pages(&log_file),
+            [256, 257, 300, 511],
+            "reading memory changed the log"
+        );
 
-        // A new table keeps the log.
-        let memory = memory.without_region(spec(MIB, 0, MIB)).expect("there");
+        // A new table keeps the log of the old table.
+        let memory = memory
+            .without_region(spec(MIB, 0, MIB))
+            .expect("the region is in the table");
         let memory = memory
             .with_region(spec(0, 0, MIB), memfd(MIB, SealFlags::SHRINK), &log)
-            .expect("good");
+            .expect("cannot add the region to the table");
         memory
             .guest
             .write_slice(&[1], GuestAddress(0))
-            .expect("inside");
+            .expect("the address is inside the guest's memory");
         assert_eq!(dirty_pages(&log_file), [0, 256, 257, 300, 511]);
         assert_eq!(log.missed_pages(), 0);
 
@@ -485,22 +544,22 @@ mod tests {
                 memfd(MIB, SealFlags::SHRINK),
                 &log,
             )
-            .expect("good");
+            .expect("cannot add the region to the table");
         memory
             .guest
             .write_slice(&[1; 8192], GuestAddress(2 * MIB))
-            .expect("inside");
+            .expect("the address is inside the guest's memory");
         assert_eq!(log.missed_pages(), 2);
 
         log.set_enabled(false);
         memory
             .guest
             .write_slice(&[1], GuestAddress(8192))
-            .expect("inside");
+            .expect("the address is inside the guest's memory");
         assert_eq!(
             dirty_pages(&log_file),
             [0, 256, 257, 300, 511],
-            "not enabled any more"
+            "a page was logged after logging was switched off"
         );
     }
 }

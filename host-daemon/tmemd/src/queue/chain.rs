@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One descriptor chain: validated completely, read once, written at offsets.
+//! Descriptor chain: it is validated completely, read once, and written at offsets.
 //!
 //! virtio-queue's iterator ends a malformed chain as if it were complete. This module detects such
 //! a chain and reports an error, as it does for a buffer outside guest memory. Guest addresses are
@@ -12,22 +12,23 @@ use virtio_queue::DescriptorChain;
 use virtio_tmem::{PAGE_SIZE, QUEUE_SIZE_MAX, READABLE_BYTES_MAX};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemory as _, GuestMemoryError, Permissions};
 
-/// Bytes that are written after one check of the front end; the copy takes some µs.
+/// Bytes of an answer that are written after one check that the front end is connected. The copy
+/// takes some µs.
 const SLICE_BYTES: usize = 16 * PAGE_SIZE;
 
 /// Why a chain cannot be followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChainError {
-    /// A descriptor is missing: bad index, loop, nested or unreadable indirect table, or more than
-    /// 4 GiB.
+    /// The chain cannot be followed: a bad index, a loop, a nested or unreadable indirect table, or
+    /// more than 4 GiB.
     Broken,
     /// More descriptors than a queue may have.
     TooLong,
-    /// A buffer is not inside the guest's memory.
+    /// A buffer is partly or completely outside the guest's memory.
     Outside {
-        /// Guest physical address.
+        /// Guest physical address of the buffer.
         address: u64,
-        /// Length in bytes.
+        /// Length of the buffer in bytes.
         length: u32,
     },
 }
@@ -78,7 +79,7 @@ struct Buffer {
     length: u32,
 }
 
-/// The buffers of one chain. A worker keeps the value and fills it again for each chain.
+/// Buffers of one descriptor chain. A worker keeps the value and fills it again for each chain.
 #[derive(Default)]
 pub struct Chain {
     readable: Vec<Buffer>,
@@ -87,9 +88,9 @@ pub struct Chain {
     writable_bytes: u64,
     descriptors: u32,
     readable_after_writable: bool,
-    /// The writable buffer that was written last, and the offset at which it begins. An answer is
-    /// written from front to back in up to a hundred pieces; without this, each of them would
-    /// search from the first of up to a thousand buffers.
+    /// Writable buffer that was written last, and the offset in the answer at which it begins. An
+    /// answer is written from front to back in up to a hundred pieces. Without this value, each
+    /// piece would be searched for from the first of up to a thousand buffers.
     written_last: Cell<(usize, u64)>,
 }
 
@@ -152,7 +153,7 @@ impl Chain {
             list.push(Buffer { address, length });
             *bytes += u64::from(length);
         }
-        // The iterator ends at the last descriptor or at one that it cannot read.
+        // The iterator ends at the last descriptor, or at a descriptor that it cannot read.
         if more {
             Err(ChainError::Broken)
         } else {
@@ -160,22 +161,22 @@ impl Chain {
         }
     }
 
-    /// Returns the number of descriptors, empty ones included.
+    /// Returns the number of descriptors in the chain, including those of length 0.
     pub fn descriptors(&self) -> u32 {
         self.descriptors
     }
 
-    /// Returns the number of pages that the larger part can hold.
+    /// Returns the number of pages that the larger of the readable and the writable part can hold.
     pub fn pages(&self) -> u64 {
         self.readable_bytes.max(self.writable_bytes) / PAGE_SIZE as u64
     }
 
-    /// Returns the bytes of the readable part.
+    /// Returns the length of the readable part in bytes.
     pub fn readable_bytes(&self) -> u64 {
         self.readable_bytes
     }
 
-    /// Returns the bytes of the writable part.
+    /// Returns the length of the writable part in bytes.
     pub fn writable_bytes(&self) -> u64 {
         self.writable_bytes
     }
@@ -205,8 +206,8 @@ impl Chain {
         Ok(&into[..filled])
     }
 
-    /// Copies bytes to an offset of the writable part while the front end is connected. Returns
-    /// false if they do not fit.
+    /// Copies bytes to an offset of the writable part, if the front end is connected. Returns false
+    /// if they do not fit.
     ///
     /// # Errors
     /// The front end hung up, or guest memory cannot be accessed.
@@ -280,7 +281,8 @@ mod tests {
     const INDIRECT: u16 = 4;
     const MEMORY_BYTES: u64 = 1 << 20;
     const SIZE: u16 = 16;
-    /// Descriptor table, available ring, used ring and an indirect table in guest memory.
+    /// Addresses in guest memory of the descriptor table, available ring, used ring and an indirect
+    /// table.
     const TABLE: u64 = 0;
     const AVAIL: u64 = 0x1000;
     const USED: u64 = 0x2000;
@@ -288,9 +290,9 @@ mod tests {
     const DATA: u64 = 0x10000;
 
     fn memory() -> Memory {
-        let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("memfd");
-        ftruncate(&file, MEMORY_BYTES).expect("its length");
-        fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+        let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("cannot create a memfd");
+        ftruncate(&file, MEMORY_BYTES).expect("cannot set the length of the memfd");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("cannot seal the memfd");
         let spec = RegionSpec {
             guest_address: 0,
             user_address: 0,
@@ -299,7 +301,7 @@ mod tests {
         };
         Memory::empty(&Default::default())
             .with_region(spec, file.into(), &Default::default())
-            .expect("good")
+            .expect("cannot add the region to the table")
     }
 
     type Descriptor = (u64, u32, u16, u16);
@@ -312,11 +314,11 @@ mod tests {
             bytes.extend(next.to_le_bytes());
             memory
                 .write_slice(&bytes, GuestAddress(at + 16 * number as u64))
-                .expect("inside");
+                .expect("the address is inside the guest's memory");
         }
     }
 
-    /// Reads the chain that begins at the first descriptor.
+    /// Reads the chain that begins at the descriptor table's first descriptor.
     fn fill(
         memory: &GuestMemory,
         table: &[Descriptor],
@@ -326,16 +328,16 @@ mod tests {
         put_table(memory, INDIRECT_TABLE, indirect);
         memory
             .write_slice(&[0, 0, 1, 0, 0, 0], GuestAddress(AVAIL))
-            .expect("inside");
-        let mut queue = Queue::new(SIZE).expect("a power of two");
+            .expect("the address is inside the guest's memory");
+        let mut queue = Queue::new(SIZE).expect("the queue size is a power of two");
         queue.set_avail_ring_address(Some(AVAIL as u32), None);
         queue.set_used_ring_address(Some(USED as u32), None);
         queue.set_ready(true);
         let descriptors = queue
             .iter(memory)
-            .expect("good rings")
+            .expect("the rings are inside the guest's memory")
             .next()
-            .expect("one chain");
+            .expect("the available ring has a chain");
         let mut chain = Chain::new();
         chain.fill(memory, descriptors).map(|()| chain)
     }
@@ -347,7 +349,7 @@ mod tests {
         let bytes: Vec<u8> = (0..100).collect();
         memory
             .write_slice(&bytes, GuestAddress(DATA))
-            .expect("inside");
+            .expect("the address is inside the guest's memory");
         let table = [
             (DATA, 3, NEXT, 1),
             (DATA + 3, 0, NEXT, 2),
@@ -362,21 +364,28 @@ mod tests {
             } else {
                 fill(memory, &table, &[])
             };
-            let chain = chain.expect("good");
+            let chain = chain.expect("the chain is valid");
             assert!(!chain.is_out_of_order());
             assert_eq!(chain.writable_bytes(), 10);
             let mut buffer = [0; READ_BUFFER_BYTES];
-            assert_eq!(chain.read(memory, &mut buffer).expect("inside"), bytes);
             assert_eq!(
-                chain.read(memory, &mut [0; 4]).expect("inside"),
+                chain
+                    .read(memory, &mut buffer)
+                    .expect("the address is inside the guest's memory"),
+                bytes
+            );
+            assert_eq!(
+                chain
+                    .read(memory, &mut [0; 4])
+                    .expect("the address is inside the guest's memory"),
                 [0, 1, 2, 3],
-                "bounded"
+                "more bytes were read than the buffer holds"
             );
 
             memory
                 .write_slice(&[0; 0x300], GuestAddress(DATA + 0x100))
-                .expect("inside");
-            let (own, _front_end) = UnixStream::pair().expect("sockets");
+                .expect("the address is inside the guest's memory");
+            let (own, _front_end) = UnixStream::pair().expect("cannot create a socket pair");
             let peer = Peer::new(own);
             assert_eq!(chain.write(memory, &peer, 0, &[1, 2, 3]).ok(), Some(true));
             assert_eq!(
@@ -386,12 +395,14 @@ mod tests {
             assert_eq!(
                 chain.write(memory, &peer, 9, &[1, 1]).ok(),
                 Some(false),
-                "does not fit"
+                "more bytes were written than the chain holds"
             );
             let mut seen = [[0; 6]; 3];
             for (number, seen) in seen.iter_mut().enumerate() {
                 let at = DATA + 0x100 * (number as u64 + 1);
-                memory.read_slice(seen, GuestAddress(at)).expect("inside");
+                memory
+                    .read_slice(seen, GuestAddress(at))
+                    .expect("the address is inside the guest's memory");
             }
             assert_eq!(
                 seen,
@@ -406,7 +417,7 @@ mod tests {
         let table = [(DATA, 8, NEXT | WRITE, 1), (DATA, 8, 0, 0)];
         assert!(
             fill(&memory.guest, &table, &[])
-                .expect("walked")
+                .expect("the chain is valid")
                 .is_out_of_order()
         );
     }
@@ -448,7 +459,11 @@ mod tests {
         ];
         for (what, table, indirect) in broken {
             let error = fill(&memory.guest, table, indirect).err();
-            assert_eq!(error, Some(ChainError::Broken), "{what}");
+            assert_eq!(
+                error,
+                Some(ChainError::Broken),
+                "{what}: the chain was accepted or refused for another reason"
+            );
         }
     }
 
@@ -496,6 +511,9 @@ mod tests {
             length: 7,
         }
         .to_string();
-        assert!(error.contains("0x1000") && error.contains('7'), "{error}");
+        assert!(
+            error.contains("0x1000") && error.contains('7'),
+            "the error does not give address and length: {error}"
+        );
     }
 }

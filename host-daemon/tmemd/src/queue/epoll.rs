@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Waiting with epoll, where io_uring is missing or forbidden. It is level-triggered: a kick that
-//! is not consumed is reported again.
+//! Poller that uses epoll, where io_uring is missing or forbidden. It is level-triggered: a kick
+//! that is not consumed is reported again.
 //!
 //! System calls: epoll_create1, epoll_ctl, epoll_wait, eventfd2.
 
@@ -13,10 +13,10 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Events taken with one call; the next call returns the others.
+/// Maximum number of events that one call returns; the next call returns the others.
 const EVENTS_MAX: usize = 256;
 
-/// An epoll instance and an eventfd to wake its worker.
+/// Poller with an epoll instance, and an eventfd to wake its worker.
 pub struct Epoll {
     epoll: OwnedFd,
     wake: OwnedFd,

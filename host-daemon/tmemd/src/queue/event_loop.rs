@@ -53,7 +53,7 @@ mod tests {
 
     fn pollers() -> Vec<(EventLoop, Box<dyn Poller>)> {
         let one = |kind| create(kind, 1).map(|mut pollers| (kind, pollers.remove(0)));
-        let mut pollers = vec![one(EventLoop::Epoll).expect("every kernel has it")];
+        let mut pollers = vec![one(EventLoop::Epoll).expect("every kernel has epoll")];
         match one(EventLoop::IoUring) {
             Ok(uring) => pollers.push(uring),
             Err(error) => skipped(Missing::IoUring, error),
@@ -62,7 +62,10 @@ mod tests {
     }
 
     fn descriptor() -> Arc<OwnedFd> {
-        Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("eventfd"))
+        Arc::new(
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                .expect("cannot create an eventfd"),
+        )
     }
 
     /// Polls without blocking until a token is reported or the time is over. Returns the tokens.
@@ -70,7 +73,9 @@ mod tests {
         let begun = std::time::Instant::now();
         let mut ready = Vec::new();
         while ready.is_empty() && begun.elapsed() < time {
-            poller.wait(&mut ready, false).expect("the wait succeeds");
+            poller
+                .wait(&mut ready, false)
+                .expect("cannot wait for descriptors");
         }
         ready
     }
@@ -82,28 +87,48 @@ mod tests {
     fn a_signal_is_reported_until_its_eventfd_is_removed() {
         for (kind, poller) in pollers() {
             let (a, b) = (descriptor(), descriptor());
-            // Signalled before it is watched.
+            // The eventfd is signalled before the poller watches it.
             signal(&a);
-            poller.add(&a, 7).expect("an eventfd");
-            poller.add(&b, 8).expect("an eventfd");
-            assert_eq!(poll_for(&*poller, LONG), [7], "{kind:?}");
+            poller.add(&a, 7).expect("cannot watch the eventfd");
+            poller.add(&b, 8).expect("cannot watch the eventfd");
+            assert_eq!(
+                poll_for(&*poller, LONG),
+                [7],
+                "{kind:?} does not report the signalled eventfd"
+            );
             consume(&a);
-            assert_eq!(poll_for(&*poller, SHORT), [0; 0], "{kind:?}: consumed");
+            assert_eq!(
+                poll_for(&*poller, SHORT),
+                [0; 0],
+                "{kind:?} reports the eventfd again without a new signal"
+            );
             for _ in 0..3 {
                 signal(&b);
                 signal(&b);
-                assert_eq!(poll_for(&*poller, LONG), [8], "{kind:?}");
+                assert_eq!(
+                    poll_for(&*poller, LONG),
+                    [8],
+                    "{kind:?} does not report the eventfd that was signalled before it waited"
+                );
                 consume(&b);
             }
-            poller.remove(&b, 8).expect("watched");
-            assert_eq!(poll_for(&*poller, SHORT), [0; 0], "{kind:?}");
+            poller.remove(&b, 8).expect("the descriptor is watched");
+            assert_eq!(
+                poll_for(&*poller, SHORT),
+                [0; 0],
+                "{kind:?} reports an eventfd that was removed"
+            );
             signal(&b);
-            assert_eq!(poll_for(&*poller, SHORT), [0; 0], "{kind:?}: removed");
+            assert_eq!(
+                poll_for(&*poller, SHORT),
+                [0; 0],
+                "{kind:?} reports an eventfd that was signalled after its removal"
+            );
             signal(&a);
             assert_eq!(
                 poll_for(&*poller, LONG),
                 [7],
-                "{kind:?}: the other is still watched"
+                "{kind:?} no longer reports the other eventfd"
             );
         }
     }
@@ -117,46 +142,69 @@ mod tests {
             std::thread::spawn(move || {
                 let mut ready = Vec::new();
                 for _ in 0..2 {
-                    other.wait(&mut ready, true).expect("the wait succeeds");
-                    sender.send(()).expect("waited for");
+                    other
+                        .wait(&mut ready, true)
+                        .expect("cannot wait for descriptors");
+                    sender.send(()).expect("the test waits for the message");
                 }
                 while ready.is_empty() {
-                    other.wait(&mut ready, true).expect("the wait succeeds");
+                    other
+                        .wait(&mut ready, true)
+                        .expect("cannot wait for descriptors");
                 }
                 assert_eq!(ready, [5]);
-                sender.send(()).expect("waited for");
+                sender.send(()).expect("the test waits for the message");
             });
-            // A wake that precedes the wait ends it, too.
+            // A wake that comes before the wait ends the wait, too.
             for _ in 0..2 {
                 poller.wake();
-                assert_eq!(done.recv_timeout(LONG), Ok(()), "{kind:?}");
+                assert_eq!(
+                    done.recv_timeout(LONG),
+                    Ok(()),
+                    "{kind:?}: a wait did not end"
+                );
             }
             signal(&fd);
-            poller.add(&fd, 5).expect("an eventfd");
-            assert_eq!(done.recv_timeout(LONG), Ok(()), "{kind:?}");
+            poller.add(&fd, 5).expect("cannot watch the eventfd");
+            assert_eq!(
+                done.recv_timeout(LONG),
+                Ok(()),
+                "{kind:?}: a wait did not end"
+            );
         }
     }
 
-    /// The poller may find the wake while it processes the removal, just before it would sleep.
+    /// A wake must end the next wait, also if the poller finds the wake while it processes the
+    /// removal.
     #[test]
     fn a_wake_during_a_removal_ends_a_wait() {
         for (kind, poller) in pollers() {
             let (sender, done) = mpsc::channel();
             std::thread::spawn(move || {
                 let fd = descriptor();
-                poller.add(&fd, 7).expect("an eventfd");
-                assert_eq!(poll_for(&*poller, SHORT), [0; 0], "{kind:?}");
-                poller.remove(&fd, 7).expect("watched");
+                poller.add(&fd, 7).expect("cannot watch the eventfd");
+                assert_eq!(
+                    poll_for(&*poller, SHORT),
+                    [0; 0],
+                    "{kind:?} reports an eventfd that was not signalled"
+                );
+                poller.remove(&fd, 7).expect("the descriptor is watched");
                 poller.wake();
                 let result = poller.wait(&mut Vec::new(), true);
-                sender.send(result.is_ok()).expect("waited for");
+                sender
+                    .send(result.is_ok())
+                    .expect("the test waits for the message");
             });
-            assert_eq!(done.recv_timeout(LONG), Ok(true), "{kind:?}");
+            assert_eq!(
+                done.recv_timeout(LONG),
+                Ok(true),
+                "{kind:?}: removing the descriptor did not end"
+            );
         }
     }
 
-    /// Holds for signals at any time. A file that stayed open would be kernel memory, and a front end that
-    /// replaces its kicks in a loop could use up more and more of it.
+    /// A removed file is released whenever it was signalled. Otherwise the file would stay in
+    /// kernel memory, and a front end that replaces its kicks in a loop could use up that memory.
     #[test]
     fn a_removed_file_is_released() {
         const BEFORE: usize = 1;
@@ -165,49 +213,67 @@ mod tests {
         for (kind, poller) in pollers() {
             for signals in 0..8 {
                 // A write to a pipe shows whether its other end is still open.
-                let (end, other) = std::io::pipe().expect("a pipe");
+                let (end, other) = std::io::pipe().expect("cannot create a pipe");
                 let end: Arc<OwnedFd> = Arc::new(end.into());
                 let signal = |when| {
                     if signals & when != 0 {
-                        rustix::io::write(&other, &[1]).expect("the other end is open");
+                        rustix::io::write(&other, &[1]).expect("the other end of the pipe is open");
                     }
                 };
                 let (token, mut ready) = (signals as u64, Vec::new());
                 signal(BEFORE);
-                poller.add(&end, token).expect("a pipe");
+                poller.add(&end, token).expect("cannot watch the pipe");
                 if signals & (WATCHED | REPORTED) != 0 {
-                    poller.wait(&mut ready, false).expect("the wait succeeds");
+                    poller
+                        .wait(&mut ready, false)
+                        .expect("cannot wait for descriptors");
                     signal(WATCHED);
                 }
                 if signals & REPORTED != 0 {
-                    poller.wait(&mut ready, false).expect("the wait succeeds");
+                    poller
+                        .wait(&mut ready, false)
+                        .expect("cannot wait for descriptors");
                     signal(REPORTED);
                 }
-                poller.remove(&end, token).expect("watched");
+                poller
+                    .remove(&end, token)
+                    .expect("the descriptor is watched");
                 drop(end);
                 for _ in 0..2 {
-                    poller.wait(&mut ready, false).expect("the wait succeeds");
+                    poller
+                        .wait(&mut ready, false)
+                        .expect("cannot wait for descriptors");
                 }
                 let kept = rustix::io::write(&other, &[1]);
-                assert_eq!(kept, Err(Errno::PIPE), "{kind:?}, signalled at {signals}");
+                assert_eq!(
+                    kept,
+                    Err(Errno::PIPE),
+                    "{kind:?}, signalled at {signals}: the removed descriptor is still open"
+                );
             }
         }
     }
 
-    /// A thousand is more than either implementation reports in one call.
+    /// The number of signals, 1,000, is more than either poller reports in one call.
     #[test]
     fn a_thousand_simultaneous_signals_are_all_reported() {
         for (kind, poller) in pollers() {
             let all: Vec<_> = (0..1000).map(|_| descriptor()).collect();
             for (token, fd) in all.iter().enumerate() {
-                poller.add(fd, token as u64).expect("an eventfd");
+                poller
+                    .add(fd, token as u64)
+                    .expect("cannot watch the eventfd");
             }
             for _ in 0..3 {
                 let mut seen = std::collections::BTreeSet::new();
                 all.iter().for_each(|fd| signal(fd));
                 while seen.len() < all.len() {
                     let ready = poll_for(&*poller, LONG);
-                    assert!(!ready.is_empty(), "{kind:?}: {} of 1000", seen.len());
+                    assert!(
+                        !ready.is_empty(),
+                        "{kind:?} reported only {} of 1000 eventfds",
+                        seen.len()
+                    );
                     ready
                         .iter()
                         .for_each(|token| consume(&all[*token as usize]));

@@ -31,36 +31,38 @@ use virtio_tmem as wire;
 use virtio_tmem::{GetPage, PutPage, Resp, U64};
 use zerocopy::IntoBytes;
 
-/// Pages between two reads of the clock. They take some tens of µs, a small part of the 10 ms that a
-/// drain may take.
+/// Number of pages between two reads of the clock. They take some tens of µs, a small part of the
+/// 10 ms that a drain may take.
 const GROUP_PAGES: usize = 16;
 
-/// Least time in ns with which the flush of a range begins, even if the range has few pages.
+/// Least time in ns that the slice must have left before the flush of a range begins, even if the
+/// range has few pages.
 const RANGE_NS_LEAST: u64 = 5_000;
 
 const RESP_BYTES: usize = size_of::<Resp>();
 const GET_PAGE_BYTES: usize = size_of::<GetPage>();
 
-/// The circumstances in which a request is executed.
+/// Circumstances in which a request is executed.
 pub struct Context<'vm, 'a> {
     /// The VM that sent the request.
     pub vm: &'vm Vm,
     /// The connection's generation.
     pub generation: u64,
-    /// The request exceeds the VM's rate: all its pages are refused or missed.
+    /// Whether the request exceeds the VM's rate, so that all its pages are refused or missed.
     pub limited: bool,
     /// Returns true when the time limit of a drain has expired: remaining pages are refused or missed.
     pub drain_expired: &'a dyn Fn() -> bool,
-    /// Bounds the work.
+    /// Slice that bounds the work.
     pub slice: &'a Slice<'a>,
 }
 
 /// How far a request was executed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Progress {
-    /// Finished pages of a PUT or GET, or finished ranges of a FLUSH. Their results are written.
+    /// Number of finished pages of a PUT or GET, or of finished ranges of a FLUSH. Their results
+    /// are written.
     done: usize,
-    /// Bytes of the answer, up to the last page that was written.
+    /// Length of the answer in bytes, up to the end of the last page that was written.
     used_bytes: usize,
 }
 
@@ -85,7 +87,7 @@ impl PageBuffers {
         SecretPages::new(wire::BATCH_MAX).map(PageBuffers)
     }
 
-    /// Returns the buffers.
+    /// Returns the buffers, for tests of their memory.
     #[cfg(test)]
     pub fn pages(&mut self) -> &mut [Page] {
         self.0.pages()
@@ -104,14 +106,14 @@ fn resp(status: u8) -> Resp {
 pub struct Answer<'a> {
     /// The chain of the request.
     pub chain: &'a Chain,
-    /// The memory that contains its buffers.
+    /// Guest memory that contains the chain's buffers.
     pub memory: &'a GuestMemory,
     /// The front end, which must be connected while guest memory is written.
     pub peer: &'a Peer,
 }
 
 impl Answer<'_> {
-    /// Writes an answer that consists of a status. Returns the bytes written.
+    /// Writes an answer that consists only of a status. Returns the number of bytes written.
     ///
     /// # Errors
     /// The front end hung up, or guest memory cannot be accessed.
@@ -125,11 +127,11 @@ impl Answer<'_> {
         let fits = self
             .chain
             .write(self.memory, self.peer, offset as u64, bytes)?;
-        debug_assert!(fits, "parse checked the length of the writable part");
+        debug_assert!(fits, "parse did not check the length of the writable part");
         Ok(())
     }
 
-    /// Writes a status and the results, except the results of the first `from` pages. Each result has
+    /// Writes a status, and the results of all pages except the first `from`. Each result has
     /// `result_bytes` bytes.
     fn write_results(
         &self,
@@ -267,7 +269,8 @@ fn flush_range(
         if done? {
             return Ok(true);
         }
-        // With less time the pool may have dropped nothing, and would drop nothing again.
+        // With less time the pool might drop nothing, and would drop nothing again in the next
+        // call.
         if step_ns < FLUSH_NS_MIN {
             break;
         }
@@ -293,7 +296,7 @@ fn put(
     let (vm, slice, count) = (context.vm, context.slice, batch.pages.len());
     let mut results = [wire::P_REFUSED; wire::BATCH_MAX];
     let mut status = if stale { wire::S_STALE } else { wire::S_OK };
-    // The results of the pages before `from` are written.
+    // The results of the pages before `from` are already in guest memory.
     let mut from = progress.done.min(count);
     let mut done = from;
     while status == wire::S_OK && done < count {
@@ -301,7 +304,7 @@ fn put(
         let left = count - done;
         let group = match slice.step_pages(PUT_NS_MAX, left.min(GROUP_PAGES)) {
             Some(pages) => pages,
-            // An expired drain refuses all remaining pages at once.
+            // After the time limit of a drain, all remaining pages are refused at once.
             None if drain_expired => left,
             None => break,
         };
@@ -323,7 +326,8 @@ fn put(
         return Ok(None);
     }
     if status != wire::S_OK {
-        // The pool or the generation ended, perhaps between two groups, and the stored pages with it.
+        // The pool or the generation ended, perhaps between two groups. All pages of the request
+        // are refused, because the stored ones are gone, too.
         results.fill(wire::P_REFUSED);
         from = 0;
     }
@@ -408,7 +412,7 @@ struct GetBatch<'a> {
     cookies: &'a [U64],
 }
 
-/// The result of a page that is not returned.
+/// Returns the result of a page that is not returned.
 fn miss() -> GetPage {
     GetPage {
         cookie: 0.into(),
@@ -430,7 +434,7 @@ fn get<'vm>(
     let Remainder { spent, progress } = remainder;
     let mut results = [miss(); wire::BATCH_MAX];
     let mut status = if stale { wire::S_STALE } else { wire::S_OK };
-    // The results and contents of the pages before `from` are written.
+    // The results and contents of the pages before `from` are already in guest memory.
     let mut from = progress.done.min(count);
     let mut done = from;
     while status == wire::S_OK && done < count {
@@ -453,7 +457,8 @@ fn get<'vm>(
         }
     }
     if status != wire::S_OK {
-        // The pool or the generation ended, perhaps between two groups.
+        // The pool or the generation ended, perhaps between two groups. All pages of the request
+        // are missed.
         results.fill(miss());
         (from, done, progress.used_bytes) = (0, count, 0);
     }
@@ -466,8 +471,8 @@ fn get<'vm>(
     Ok((done == count).then_some(used_bytes as u32))
 }
 
-/// Counts the remaining pages of a GET as missed. The limits of rate and drain turn hits into misses
-/// but do not change the status of a request, so the pool must exist.
+/// Counts the remaining pages of a GET as missed. The limits of rate and drain turn hits into
+/// misses, but do not change the status of a request. The pool must therefore exist here, too.
 fn miss_rest(context: &Context<'_, '_>, batch: &GetBatch<'_>, pages: usize) -> Result<(), NoPool> {
     let vm = context.vm;
     let counter = match context.limited {
@@ -475,7 +480,7 @@ fn miss_rest(context: &Context<'_, '_>, batch: &GetBatch<'_>, pages: usize) -> R
         false => &vm.counters.drain_cut_pages,
     };
     counter.fetch_add(pages as u64, Ordering::Relaxed);
-    // A flush of no pages drops nothing and fails if the pool does not exist.
+    // A flush of 0 pages drops nothing, but fails if the pool does not exist.
     vm.tenant
         .flush(batch.pool, batch.object, batch.index, Some(0))
         .map(drop)

@@ -21,12 +21,12 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Maximum number of completions that are not reaped. All processes of the host share 65,536
-/// (fs.aio-max-nr); a few of them save system calls.
+/// Maximum number of completions that the daemon leaves in the context. All processes of the host
+/// share 65,536 (fs.aio-max-nr). Leaving a few saves system calls.
 const EVENTS_MAX: usize = 128;
 
-/// Attempts of a notification while other threads use up the free completions. No thread needs this
-/// many.
+/// Maximum number of attempts of one notification while other threads use up the free completions.
+/// No thread needs this many.
 const ATTEMPTS_MAX: usize = 10_000;
 
 /// `struct iocb` of linux/aio_abi.h on a little-endian machine.
@@ -58,13 +58,13 @@ const FLAG_EVENTFD: u32 = 1;
 #[cfg(target_endian = "big")]
 compile_error!("struct iocb has key and rw_flags the other way round");
 
-/// A context of the kernel's AIO. Any thread may use it.
+/// Context of the kernel's AIO. Any thread may use it.
 struct Notifier {
     context: c_ulong,
     null: OwnedFd,
 }
 
-/// The context of the process. The kernel destroys it when the process ends.
+/// AIO context of the process. The kernel destroys it when the process ends.
 static NOTIFIER: OnceLock<Notifier> = OnceLock::new();
 
 /// Creates the context that [`interrupt`] uses. The caller must call it before it serves a queue.
@@ -73,13 +73,13 @@ static NOTIFIER: OnceLock<Notifier> = OnceLock::new();
 /// The kernel has no AIO, or other processes use all operations.
 pub fn prepare() -> io::Result<()> {
     if NOTIFIER.get().is_none() {
-        // If another thread was faster, one context remains unused, which is harmless.
+        // If another thread was faster, this context remains unused, which is harmless.
         let _ = NOTIFIER.set(Notifier::new()?);
     }
     Ok(())
 }
 
-/// Interrupts that the kernel did not deliver.
+/// Number of interrupts that the kernel did not deliver.
 static LOST_INTERRUPTS: AtomicU64 = AtomicU64::new(0);
 
 /// Returns the number of interrupts since the start that the kernel did not deliver.
@@ -106,7 +106,9 @@ pub fn interrupt(vm: &Vm, fd: &OwnedFd) {
 /// # Errors
 /// The kernel did not deliver the interrupt. For an open eventfd the reason is a lack of memory.
 fn notify(fd: &OwnedFd) -> io::Result<()> {
-    let notifier = NOTIFIER.get().expect("prepared before anything is served");
+    let notifier = NOTIFIER
+        .get()
+        .expect("notifier::prepare runs before any queue is served");
     notifier.notify(fd).inspect_err(|_| {
         LOST_INTERRUPTS.fetch_add(1, Ordering::Relaxed);
     })
@@ -154,7 +156,7 @@ impl Notifier {
             }
             last = io::Error::last_os_error();
             match last.raw_os_error() {
-                // No free completion.
+                // The context has no free completion.
                 Some(libc::EAGAIN) => self.reap(),
                 Some(libc::EINTR) => {}
                 _ => break,
@@ -163,7 +165,7 @@ impl Notifier {
         Err(last)
     }
 
-    /// Discards completions. Their content has no meaning.
+    /// Discards completions. Nothing reads their content.
     fn reap(&self) {
         let mut events = [IoEvent::default(); EVENTS_MAX];
         // SAFETY: the kernel writes at most `EVENTS_MAX` events, for which the array has space.
@@ -190,34 +192,40 @@ mod tests {
 
     fn count(fd: &OwnedFd) -> u64 {
         let mut bytes = [0; 8];
-        rustix::io::read(fd, &mut bytes).expect("signalled");
+        rustix::io::read(fd, &mut bytes).expect("the eventfd is signalled");
         u64::from_ne_bytes(bytes)
     }
 
     #[test]
     fn every_notification_counts_from_any_thread() {
-        prepare().expect("AIO");
-        let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("eventfd");
+        prepare().expect("cannot create the kernel's AIO context");
+        let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
         const CALLS: u64 = 20_000;
         std::thread::scope(|scope| {
             for _ in 0..3 {
-                scope.spawn(|| (0..CALLS).for_each(|_| notify(&fd).expect("delivered")));
+                scope.spawn(|| {
+                    (0..CALLS)
+                        .for_each(|_| notify(&fd).expect("the notifier did not signal the eventfd"))
+                });
             }
         });
         assert_eq!(count(&fd), 3 * CALLS);
     }
 
-    /// The eventfd's counter is full and the descriptor blocking, as a front end can set at any
-    /// time. A plain write would block forever.
+    /// The eventfd's counter is full and its descriptor is blocking, a state that a front end can
+    /// cause at any time. A plain write would block for ever.
     #[test]
     fn notifying_never_blocks() {
-        prepare().expect("AIO");
-        let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("eventfd");
-        rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes()).expect("empty");
+        prepare().expect("cannot create the kernel's AIO context");
+        let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
+        rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes())
+            .expect("the eventfd's counter accepts the value");
         let (sender, done) = mpsc::channel();
         std::thread::spawn(move || {
-            (0..1000).for_each(|_| notify(&fd).expect("delivered"));
-            sender.send(count(&fd)).expect("waited for");
+            (0..1000).for_each(|_| notify(&fd).expect("the notifier did not signal the eventfd"));
+            sender
+                .send(count(&fd))
+                .expect("the test waits for the message");
         });
         let counted = done.recv_timeout(Duration::from_secs(30));
         assert!(counted.is_ok_and(|count| count >= u64::MAX - 1));

@@ -7,17 +7,17 @@
 //! it is not polled. A quiet or slow driver therefore costs polling time only once, and no pause
 //! costs more than the bound. Out of scope: which vrings are polled, see `worker.rs`.
 
-/// Polling state of one vring.
+/// Decides whether a worker polls one vring.
 #[derive(Debug, Default)]
 pub struct Polling {
-    /// When the vring became empty, in ns; None while it has work.
+    /// Time in ns at which the vring became empty; None while it has work.
     dry_since_ns: Option<u64>,
-    /// The last pause was shorter than the bound.
+    /// Whether the last pause was shorter than the bound, so that polling is worth its cost.
     worth_it: bool,
 }
 
 impl Polling {
-    /// Notes that the vring is empty. Returns the time in ns until which to poll it, or None to
+    /// Records that the vring is empty. Returns the time in ns until which to poll it, or None to
     /// request a kick.
     pub fn dry(&mut self, now_ns: u64, max_ns: u64) -> Option<u64> {
         let since_ns = *self.dry_since_ns.get_or_insert(now_ns);
@@ -25,7 +25,7 @@ impl Polling {
         (self.worth_it && now_ns < until_ns).then_some(until_ns)
     }
 
-    /// Notes that the vring has work.
+    /// Records that the vring has work.
     pub fn work(&mut self, now_ns: u64, max_ns: u64) {
         if let Some(since_ns) = self.dry_since_ns.take() {
             self.worth_it = now_ns.saturating_sub(since_ns) < max_ns;
@@ -42,21 +42,33 @@ mod tests {
     #[test]
     fn polling_starts_after_a_short_pause() {
         let mut polling = Polling::default();
-        assert_eq!(polling.dry(1000, MAX), None, "nothing is known");
+        assert_eq!(
+            polling.dry(1000, MAX),
+            None,
+            "the ring was polled before any pause was measured"
+        );
         polling.work(1000 + MAX - 1, MAX);
         assert_eq!(polling.dry(2000, MAX), Some(2000 + MAX));
         assert_eq!(
             polling.dry(2000 + MAX - 1, MAX),
             Some(2000 + MAX),
-            "from its beginning"
+            "the poll does not end MAX ns after its beginning"
         );
-        assert_eq!(polling.dry(2000 + MAX, MAX), None, "the bound");
+        assert_eq!(
+            polling.dry(2000 + MAX, MAX),
+            None,
+            "the poll did not end at its limit"
+        );
         assert_eq!(polling.dry(9000, MAX), None);
         polling.work(9000, MAX);
-        assert_eq!(polling.dry(9000, MAX), None, "the last pause was long");
+        assert_eq!(
+            polling.dry(9000, MAX),
+            None,
+            "the ring was polled after a pause longer than the limit"
+        );
         polling.work(9000, MAX);
         assert_eq!(polling.dry(9010, MAX), Some(9010 + MAX));
-        // Work without a pause before it does not change the prediction.
+        // Work that comes without a pause does not change the prediction.
         polling.work(9020, MAX);
         polling.work(9900, MAX);
         assert_eq!(polling.dry(9900, MAX), Some(9900 + MAX));

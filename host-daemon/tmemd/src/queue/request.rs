@@ -9,16 +9,16 @@ use virtio_tmem as wire;
 use virtio_tmem::{Get, Latencies, PoolCreate, PutPage, Range, Report, Req, Resp, U64};
 use zerocopy::FromBytes;
 
-/// The two kinds of virtqueue.
+/// Kind of a virtqueue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueKind {
-    /// Queue 0.
+    /// Control queue, number 0.
     Control,
-    /// Queues 1 to `num_request_queues`.
+    /// Request queue, numbers 1 to `num_request_queues`.
     Request,
 }
 
-/// The part that all requests have.
+/// Fields that all requests have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// The generation that the driver knows.
@@ -30,14 +30,14 @@ pub struct Header {
 /// A well-formed request whose values are in range.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Body<'a> {
-    /// Store pages. `pages` and `data` have the same length.
+    /// Stores pages. `pages` and `data` have the same length.
     Put {
-        /// Keys, cookies and flags.
+        /// Keys, cookies and flags of the pages.
         pages: &'a [PutPage],
-        /// Page contents.
+        /// Contents of the pages.
         data: &'a [[u8; wire::PAGE_SIZE]],
     },
-    /// Return consecutive pages from `index` on, one for each cookie.
+    /// Returns consecutive pages from `index` on, one for each cookie.
     Get {
         /// Object number, not 0.
         object: u64,
@@ -46,27 +46,27 @@ pub enum Body<'a> {
         /// The wanted cookie of each page.
         cookies: &'a [U64],
     },
-    /// Drop ranges of pages.
+    /// Drops ranges of pages.
     Flush {
         /// The ranges, at least one.
         ranges: &'a [Range],
     },
-    /// Create the pool of the header.
+    /// Creates the pool that the header names.
     PoolCreate,
-    /// Destroy the pool of the header.
+    /// Destroys the pool that the header names.
     PoolDestroy,
-    /// Counters of the driver.
+    /// Reports counters of the driver.
     Report(&'a Report),
-    /// Latencies that the driver's readers observed.
+    /// Reports latencies that the driver's readers observed.
     Latencies(&'a Latencies),
 }
 
-/// A request to execute.
+/// Request to execute.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Request<'a> {
-    /// Generation and pool.
+    /// Generation and pool of the request.
     pub header: Header,
-    /// The remaining content, by type.
+    /// Remaining content of the request, by type.
     pub body: Body<'a>,
 }
 
@@ -252,7 +252,7 @@ mod tests {
         }
     }
 
-    /// A valid request of each type: queue, type, count, bytes.
+    /// Returns a valid request of each type: queue, type, count and bytes.
     fn good() -> Vec<(QueueKind, u16, u16, Vec<u8>)> {
         use QueueKind::{Control, Request};
         let page = put_page(1, LAST_INDEX, u64::MAX, wire::PUT_WORKINGSET, 0);
@@ -286,14 +286,14 @@ mod tests {
 
     fn writable(request_type: u16, count: u16) -> u64 {
         shape(request_type, count)
-            .expect("a good type and count")
+            .expect("the type and count are valid")
             .writable_bytes as u64
     }
 
     #[test]
     fn valid_requests_are_parsed() {
         for (queue, t, n, readable) in good() {
-            let request = parse(queue, &readable, writable(t, n)).expect("good");
+            let request = parse(queue, &readable, writable(t, n)).expect("the request is valid");
             assert_eq!(
                 request.header,
                 Header {
@@ -322,29 +322,38 @@ mod tests {
                 (wire::T_POOL_DESTROY, Body::PoolDestroy) => {}
                 (wire::T_REPORT, Body::Report(_)) => {}
                 (wire::T_LATENCIES, Body::Latencies(_)) => {}
-                (_, body) => panic!("type {t} was read as {body:?}"),
+                (_, body) => panic!("type {t} was parsed as {body:?}"),
             }
         }
     }
 
-    /// Each part must have exactly its size.
+    /// Each part of a request must have exactly its size.
     #[test]
     fn requests_of_any_other_size_are_bad() {
         for (queue, t, n, readable) in good() {
             let room = writable(t, n);
             for length in 0..readable.len() {
                 let short = parse(queue, &readable[..length], room);
-                assert_eq!(short, Err(BAD), "type {t}, {length} bytes");
+                assert_eq!(
+                    short,
+                    Err(BAD),
+                    "type {t} was accepted with only {length} readable bytes"
+                );
             }
             let long = bytes(&[&readable, &[0]]);
-            assert_eq!(parse(queue, &long, room), Err(BAD), "type {t}");
+            assert_eq!(
+                parse(queue, &long, room),
+                Err(BAD),
+                "type {t} was accepted with too many readable bytes"
+            );
             let huge = vec![readable[0]; READABLE_BYTES_MAX + 1];
-            parse(queue, &huge, room).expect_err("too large for any");
+            parse(queue, &huge, room)
+                .expect_err("a request larger than any valid request was accepted");
             for room in (size_of::<Resp>() as u64..room).chain([room + 1, u64::MAX]) {
                 assert_eq!(
                     parse(queue, &readable, room),
                     Err(BAD),
-                    "type {t}, room {room}"
+                    "type {t} was accepted with {room} writable bytes"
                 );
             }
         }
@@ -373,7 +382,7 @@ mod tests {
             assert_eq!(
                 parse(other, &readable, writable(t, n)),
                 Err(BAD),
-                "type {t}"
+                "type {t} was accepted on the wrong queue"
             );
         }
     }
@@ -387,7 +396,7 @@ mod tests {
                 assert_eq!(
                     parse(queue, readable.as_bytes(), 8),
                     Err(UNSUPPORTED),
-                    "type {t}"
+                    "unknown type {t} was not refused as unsupported"
                 );
             }
         }
@@ -397,31 +406,31 @@ mod tests {
     fn headers_out_of_range_are_bad() {
         for (queue, t, n, mut readable) in good() {
             let room = writable(t, n);
-            // Each byte of the reserved field.
+            // Each byte of the reserved field must be 0.
             for byte in 16..24 {
                 readable[byte] = 1;
                 assert_eq!(
                     parse(queue, &readable, room),
                     Err(BAD),
-                    "type {t}, byte {byte}"
+                    "type {t} was accepted with a non-zero reserved byte {byte}"
                 );
                 readable[byte] = 0;
             }
-            // The pool number. Reports and latencies have none.
+            // The pool number must not be 0, except for reports and latencies, which have none.
             readable[12..16].fill(0);
             assert_eq!(
                 parse(queue, &readable, room).is_ok(),
                 matches!(t, wire::T_REPORT | wire::T_LATENCIES),
-                "type {t}"
+                "type {t}: pool 0 was accepted or refused wrongly"
             );
             readable[12] = 3;
-            // The count.
+            // The count must match the length and must not exceed the maximum.
             for count in [n + 1, wire::BATCH_MAX as u16 + 1, u16::MAX] {
                 readable[10..12].copy_from_slice(&count.to_le_bytes());
                 assert_eq!(
                     parse(queue, &readable, room),
                     Err(BAD),
-                    "type {t}, count {count}"
+                    "type {t} was accepted with count {count}"
                 );
             }
         }
@@ -437,12 +446,36 @@ mod tests {
             parse(QueueKind::Request, &all, writable(wire::T_PUT, 2)).map(|_| ())
         };
         assert_eq!(one(put_page(u64::MAX, LAST_INDEX, 1, 1, 0)), Ok(()));
-        assert_eq!(one(put_page(0, 0, 1, 0, 0)), Err(BAD), "object 0");
-        assert_eq!(one(put_page(1, LAST_INDEX + 1, 1, 0, 0)), Err(BAD), "index");
-        assert_eq!(one(put_page(1, 0, 0, 0, 0)), Err(BAD), "cookie 0");
-        assert_eq!(one(put_page(1, 0, 1, 0, 1)), Err(BAD), "reserved");
-        assert_eq!(one(put_page(1, 0, 1, 2, 0)), Err(UNSUPPORTED), "flag");
-        assert_eq!(one(put_page(1, 0, 1, 1 << 31, 0)), Err(UNSUPPORTED), "flag");
+        assert_eq!(
+            one(put_page(0, 0, 1, 0, 0)),
+            Err(BAD),
+            "object 0 was accepted"
+        );
+        assert_eq!(
+            one(put_page(1, LAST_INDEX + 1, 1, 0, 0)),
+            Err(BAD),
+            "an index beyond the last one was accepted"
+        );
+        assert_eq!(
+            one(put_page(1, 0, 0, 0, 0)),
+            Err(BAD),
+            "cookie 0 was accepted"
+        );
+        assert_eq!(
+            one(put_page(1, 0, 1, 0, 1)),
+            Err(BAD),
+            "a non-zero reserved field was accepted"
+        );
+        assert_eq!(
+            one(put_page(1, 0, 1, 2, 0)),
+            Err(UNSUPPORTED),
+            "an unknown flag was accepted"
+        );
+        assert_eq!(
+            one(put_page(1, 0, 1, 1 << 31, 0)),
+            Err(UNSUPPORTED),
+            "an unknown flag was accepted"
+        );
     }
 
     #[test]
@@ -459,7 +492,7 @@ mod tests {
         assert_eq!(
             get(1, LAST_INDEX),
             Err(BAD),
-            "the second page is beyond the end"
+            "a batch was accepted whose second page is beyond the last index"
         );
         assert_eq!(get(1, u64::MAX), Err(BAD));
         assert_eq!(get(0, 0), Err(BAD));
@@ -473,7 +506,11 @@ mod tests {
         assert_eq!(flush(range(1, LAST_INDEX, 1)), Ok(()));
         assert_eq!(flush(range(1, LAST_INDEX, wire::TO_END)), Ok(()));
         assert_eq!(flush(range(1, LAST_INDEX, 2)), Err(BAD));
-        assert_eq!(flush(range(1, 1, u64::MAX)), Err(BAD), "the sum overflows");
+        assert_eq!(
+            flush(range(1, 1, u64::MAX)),
+            Err(BAD),
+            "a range was accepted whose end exceeds 64 bits"
+        );
         assert_eq!(flush(range(1, LAST_INDEX + 1, wire::TO_END)), Err(BAD));
         assert_eq!(flush(range(0, 0, 1)), Err(BAD));
     }

@@ -7,10 +7,10 @@
 
 use std::collections::VecDeque;
 
-/// A queue of items, each with an owner.
+/// Queue of items, each of which has an owner.
 pub struct RunQueue<T> {
-    /// The items by owner, in the order of the next slices. No list is empty. There are only as
-    /// many owners as VMs have work for this worker, so a linear search is fast enough.
+    /// Items by owner, in the order of the next slices. No list is empty. A linear search is fast
+    /// enough, because only VMs that have work for this worker are owners.
     owners: VecDeque<(usize, VecDeque<T>)>,
 }
 
@@ -71,7 +71,7 @@ mod tests {
         queue.push(2, 20);
         assert_eq!(queue.owners(), 2);
         assert_eq!((queue.pop(), queue.pop()), (Some(10), Some(20)));
-        // Pushed again at once, like a vring that has more work.
+        // The item is pushed again at once, like a vring that has more work.
         queue.push(1, 10);
         queue.push(2, 20);
         queue.push(3, 30);

@@ -15,8 +15,8 @@ use crate::host::clock::ClockAndEntropy;
 use std::cell::Cell;
 use tmem_pool::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX};
 
-/// Length of a slice in ns. It fits one batch of 64 pages in lz4 form, or about half a batch in
-/// zstd form. With 16 busy VMs on a worker, a request waits for 3 ms.
+/// Length of a slice in ns. A batch of 64 pages in lz4 form fits into it, or about half a batch in
+/// zstd form. If a worker has 16 busy VMs, a request waits for 3 ms.
 pub const SLICE_NS: u64 = 200_000;
 
 /// Cost in ns of taking a chain from the ring and answering it, including a system call for the
@@ -30,12 +30,13 @@ pub const DESCRIPTOR_NS: u64 = 50;
 /// Cost in ns of copying a page out of guest memory.
 pub const READ_PAGE_NS: u64 = 400;
 
-/// Expected cost in ns of a page before the request is read. A chain that would not fit into the
-/// rest of a slice is left to the next slice, so that few chains are interrupted and read twice.
+/// Expected cost in ns of a page, used before the request is read. A chain that would not fit into
+/// the rest of a slice is left to the next slice, so that few chains are interrupted and read
+/// twice.
 pub const PAGE_EXPECTED_NS: u64 = 2_000;
 
-/// Cost in ns that the first step of a slice may have, however late it begins: enough for each step
-/// that cannot be divided. A FLUSH reads the clock after each step of this cost.
+/// Largest cost in ns of the first step of a slice, however late the step begins. Each step that
+/// cannot be divided costs less. A FLUSH reads the clock after each step of this cost.
 pub const STEP_NS: u64 = 60_000;
 
 const _: () = {
@@ -44,7 +45,7 @@ const _: () = {
     assert!(2 * STEP_NS <= SLICE_NS);
 };
 
-/// A slice that is running.
+/// Scheduling slice that is running.
 pub struct Slice<'a> {
     clock: &'a ClockAndEntropy,
     ends_at_ns: u64,

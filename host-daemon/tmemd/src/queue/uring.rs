@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Waiting with io_uring. Each kick is a multishot poll that stays in the ring until it is removed.
-//! A worker that has work sees new kicks in memory that it shares with the kernel. It makes a
-//! system call only to sleep, or when the kernel reports pending work.
+//! Poller that uses io_uring. Each kick is a multishot poll that stays in the ring until it is
+//! removed. A worker that has work sees new kicks in memory that it shares with the kernel. It
+//! makes a system call only to sleep, or when the kernel reports pending work.
 //!
 //! The ring can do nothing else: it is restricted to [`OPERATIONS`] before its first use. No
 //! operation refers to memory of the daemon, so nothing must wait for an operation before memory is
@@ -23,23 +23,23 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// The only operations that the ring accepts.
 pub const OPERATIONS: [u8; 2] = [opcode::PollAdd::CODE, opcode::AsyncCancel::CODE];
 
-/// Polls that one system call can begin or end.
+/// Maximum number of polls that one system call can begin or end.
 const SUBMITTED_MAX: u32 = 128;
 
-/// Kicks that are reported at once: as many as 256 VMs have queues, on two workers. The kernel
-/// keeps further ones and ends their polls, which are then begun again.
+/// Maximum number of kicks that are reported at once: 256 VMs have as many queues, on two workers.
+/// The kernel keeps further kicks and ends their polls, which are then begun again.
 const COMPLETIONS_MAX: u32 = 4096;
 
-/// Token of operations whose completion is ignored. Tokens of kicks count up from 0.
+/// Token of operations whose completion is ignored. Tokens of kicks are numbered from 0.
 const NOBODY: u64 = u64::MAX - 1;
 
-/// A poll to begin or to end.
+/// Change of the ring: a poll to begin or to end.
 enum Change {
     Add(Arc<OwnedFd>, u64),
     Remove(u64),
 }
 
-/// An io_uring and an eventfd to wake its worker.
+/// Poller with an io_uring, and an eventfd to wake its worker.
 pub struct Uring {
     /// Guards the ring. Only the thread that waits takes it, alone or with `changes` under it.
     ring: Mutex<Ring>,
@@ -50,7 +50,8 @@ pub struct Uring {
 
 struct Ring {
     io: IoUring,
-    /// The ring accepts operations, from the thread that waited first and from no other.
+    /// Whether the ring accepts operations. It accepts them from the thread that waited first, and
+    /// from no other.
     enabled: bool,
     /// Flags of a wait. NO_IOWAIT keeps an idle process from counting as waiting for a disk.
     wait_flags: EnterFlags,
@@ -153,12 +154,12 @@ impl Ring {
                 WAKE => wake.as_raw_fd(),
                 token => match self.watched.get(&token) {
                     Some(fd) => fd.as_raw_fd(),
-                    // The kick was removed meanwhile.
+                    // The kick was removed while its completion waited.
                     None => continue,
                 },
             };
             if result < 0 {
-                // The eventfd is open, so only a lack of memory can be the reason.
+                // The eventfd is open, so the poll can only have ended because memory was short.
                 let error = io::Error::from_raw_os_error(-result);
                 tracing::error!("a kick could not be watched; the worker tries again: {error}");
             }
@@ -199,8 +200,8 @@ impl Poller for Uring {
             ring.make(change)?;
         }
         // The kernel may report completions with every submission, also with those of the changes.
-        // A wake among them must not be followed by sleep: its reason arose after the caller looked
-        // for work.
+        // If a wake is among them, the worker must not sleep: the reason for the wake arose after
+        // the caller looked for work.
         let woken = ring.reap(&self.wake, ready)?;
         let wait_flags = ring.wait_flags.bits();
         let (submitter, queue, _) = ring.io.split();
@@ -217,7 +218,8 @@ impl Poller for Uring {
         };
         match done {
             Ok(_) => {}
-            // A signal, or a temporary lack of memory or of completions: the next wait tries again.
+            // The call was interrupted by a signal, or memory or space for completions is short for
+            // a moment. The next wait tries again.
             Err(error)
                 if matches!(
                     error.raw_os_error(),
@@ -239,7 +241,8 @@ mod tests {
     use super::*;
     use tmem_sim::{Missing, skipped};
 
-    /// An attacker who controls a worker thread cannot have the ring do other operations.
+    /// The ring must refuse other operations, which an attacker who controls a worker thread could
+    /// submit.
     #[test]
     fn a_ring_refuses_operations_that_workers_do_not_use() {
         let uring = match Uring::new() {
@@ -247,12 +250,22 @@ mod tests {
             Err(error) => return skipped(Missing::IoUring, error),
         };
         let mut ready = Vec::new();
-        uring.wait(&mut ready, false).expect("the wait succeeds");
+        uring
+            .wait(&mut ready, false)
+            .expect("cannot wait for descriptors");
         let mut ring = lock(&uring.ring);
         let nop = opcode::Nop::new().build().user_data(3);
-        ring.push(nop).expect("room");
-        ring.io.submit_and_wait(1).expect("submitted");
+        ring.push(nop)
+            .expect("the submission queue has a free entry");
+        ring.io
+            .submit_and_wait(1)
+            .expect("cannot submit to io_uring");
         let refused = ring.io.completion().find(|entry| entry.user_data() == 3);
-        assert_eq!(refused.expect("answered").result(), -libc::EACCES);
+        assert_eq!(
+            refused
+                .expect("io_uring did not complete the entry")
+                .result(),
+            -libc::EACCES
+        );
     }
 }

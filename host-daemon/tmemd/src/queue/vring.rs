@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One virtqueue: its state, the work of a worker in one slice, and how the control thread stops
-//! it.
+//! Virtqueue: its state, the work of a worker in one slice, and how the control thread stops it.
 //!
 //! Two threads use a vring: the worker that it belongs to and the control thread of its connection.
 //! The lock guards everything that may hold a guest address. The worker only tries the lock, so a
@@ -39,8 +38,9 @@ use vm_memory::{Bytes, GuestAddress};
 
 const PAGE_BYTES: u64 = wire::PAGE_SIZE as u64;
 
-/// Time after which a drain refuses or misses the rest of the current chain. It is half of the 10
-/// ms that a drain may take; the other half is for the group that has begun.
+/// Time after the begin of a drain at which the rest of the current chain is refused or missed. It
+/// is half of the 10 ms that a drain may take; the other half is for the group of pages that has
+/// begun.
 const DRAIN_CUT: Duration = Duration::from_millis(5);
 
 /// Sizes of ring elements in bytes (virtio 1.3, 2.7). Available and used ring also have a header
@@ -50,14 +50,14 @@ const AVAIL_ELEMENT_BYTES: u64 = 2;
 const USED_ELEMENT_BYTES: u64 = 8;
 const RING_EXTRA_BYTES: u64 = 6;
 
-/// Flag of the available ring: the driver wants no interrupts.
+/// Flag of the available ring with which the driver requests no interrupts.
 const AVAIL_F_NO_INTERRUPT: u16 = 1;
 
 /// Data that the vrings of a connection share.
 pub struct Link {
     /// The VM of the connection.
     pub vm: Arc<Vm>,
-    /// The front end.
+    /// Front end of the connection.
     pub peer: Peer,
     /// The generation that requests must carry. It changes only while all vrings are held.
     pub generation: AtomicU64,
@@ -76,7 +76,7 @@ pub struct RingAddresses {
     pub used: u64,
 }
 
-/// The part of a vring that its lock guards.
+/// Part of a vring that its lock guards.
 pub struct VringState {
     /// Ring indices and addresses.
     pub queue: Queue,
@@ -93,29 +93,30 @@ pub struct VringState {
     pub error: Option<OwnedFd>,
     /// State from SET_VRING_ENABLE.
     pub enabled: bool,
-    /// The rings are in guest memory, and the used index equals the base.
+    /// Whether the rings are in guest memory and the used index equals the base.
     ready: bool,
-    /// The used index was compared with the base after the last SET_VRING_BASE.
+    /// Whether the used index was compared with the base after the last SET_VRING_BASE.
     synced: bool,
-    /// Why the ring is stopped until it is set up again.
+    /// Reason why the ring is stopped until the VMM sets it up again; None while it is not stopped.
     stopped: Option<String>,
     /// Decides whether the worker polls an empty ring.
     polling: Polling,
-    /// The chain that the end of a slice interrupted: the next one that is available.
+    /// Chain that the end of a slice interrupted; it is the next available chain. None if no chain
+    /// is interrupted.
     unfinished: Option<Unfinished>,
 }
 
-/// A chain that the end of a slice interrupted.
+/// Descriptor chain that the end of a slice interrupted.
 #[derive(Clone, Copy)]
 struct Unfinished {
-    /// Index of its first descriptor.
+    /// Index of the chain's first descriptor.
     head: u16,
     /// Generation, type, count and pool as the worker read them. If the guest changes them or the
     /// ring, the request is executed from its beginning.
     header: [u8; size_of::<wire::Req>()],
-    /// When its execution began, in ns of the daemon's clock.
+    /// Time at which the execution of the chain began, in ns of the daemon's clock.
     begun_ns: u64,
-    /// The chain exceeds the VM's rate. The rate is checked once for each chain.
+    /// Whether the chain exceeds the VM's rate. The rate is checked once for each chain.
     limited: bool,
     progress: Progress,
 }
@@ -123,35 +124,35 @@ struct Unfinished {
 /// State of a vring at the end of a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SliceEnd {
-    /// There is nothing to do before the next kick.
+    /// The vring needs no worker before the next kick.
     Idle,
-    /// There is nothing to do, and no kick is requested. The worker polls the ring and gives it
-    /// another slice at `until_ns`.
+    /// The ring is empty, and no kick is requested. The worker polls the ring and gives it another
+    /// slice at `until_ns`.
     Poll {
         /// End of the polling, in ns of the daemon's clock.
         until_ns: u64,
     },
-    /// More chains are available.
+    /// The ring has further available chains.
     More,
 }
 
-/// A chain that was taken from the available ring.
+/// Descriptor chain that was taken from the available ring.
 struct TakenChain {
-    /// Index of its first descriptor.
+    /// Index of the chain's first descriptor.
     head: u16,
-    /// When it was taken, in ns of the daemon's clock.
+    /// Time at which the chain was taken, in ns of the daemon's clock.
     begun_ns: u64,
-    /// The state of the chain with this head that the last slice interrupted.
+    /// State of this chain if the last slice interrupted it.
     interrupted: Option<Unfinished>,
 }
 
-/// A chain whose answer is in guest memory.
+/// Descriptor chain whose answer is in guest memory.
 struct Done<'a> {
-    /// Bytes to report in the used element.
+    /// Number of bytes to report in the used element.
     used_bytes: u32,
-    /// When its execution began, in ns of the daemon's clock.
+    /// Time at which the execution of the chain began, in ns of the daemon's clock.
     begun_ns: u64,
-    /// The histogram that counts its latency.
+    /// Histogram that counts the latency of the request.
     latency: Option<&'a Histogram>,
 }
 
@@ -163,7 +164,7 @@ enum Answered<'a> {
     Unfinished(Unfinished),
 }
 
-/// Why a slice ended early.
+/// Reason why a slice ended early.
 enum Halt {
     /// The front end hung up, so the memory may no longer be the guest's.
     HungUp,
@@ -210,8 +211,8 @@ fn next_chain<'m>(
     let next = chains
         .map_err(|error| format!("the available ring is broken: {error}"))?
         .next();
-    // After a lost back end the VMM replays requests from the last used element on. An answer out of
-    // order would write into memory that the driver has reused.
+    // A VMM that lost its back end replays requests from the last used element on. If answers were
+    // out of order, a replayed request could write into memory that the driver has reused.
     let answered = state.queue.next_used().wrapping_add(1);
     if next.is_some() && state.queue.next_avail() != answered {
         return Err(Halt::Fault(format!(
@@ -222,7 +223,8 @@ fn next_chain<'m>(
     Ok(next)
 }
 
-/// Returns an error if guest memory has lost a page. All data read before a success is the guest's.
+/// Returns an error if guest memory has lost a page. After a success, all data read before is the
+/// guest's.
 fn intact(memory: &Memory) -> Result<(), Halt> {
     match memory.lost.is_lost() {
         true => Err(Halt::Lost),
@@ -251,20 +253,20 @@ impl Scratch {
     }
 }
 
-/// A virtqueue.
+/// Virtqueue of a connection.
 pub struct Vring {
-    /// Number within the device; 0 is the control queue.
+    /// Number of the queue within the device; 0 is the control queue.
     pub index: usize,
-    /// Number of the worker that the vring belongs to.
+    /// Number of the worker to which the vring belongs.
     pub worker: usize,
-    /// The vring is in the worker's run queue.
+    /// Whether the vring is in the worker's run queue.
     queued: AtomicBool,
-    /// When it was queued, in ns of the daemon's clock. Only the worker uses it.
+    /// Time at which the vring was queued, in ns of the daemon's clock. Only the worker uses it.
     queued_at_ns: AtomicU64,
     link: Arc<Link>,
     hold: AtomicBool,
-    /// When a drain refuses or misses the rest of a chain, in ns of the daemon's clock; `u64::MAX`
-    /// without a drain.
+    /// Time at which a drain refuses or misses the rest of a chain, in ns of the daemon's clock;
+    /// `u64::MAX` without a drain.
     cut_at_ns: AtomicU64,
     state: Mutex<VringState>,
 }
@@ -298,7 +300,7 @@ impl Vring {
         }
     }
 
-    /// Identifies the VM of the vring in the run queue.
+    /// Returns a number that identifies the VM of the vring in the run queue.
     pub fn owner(&self) -> usize {
         Arc::as_ptr(&self.link.vm) as usize
     }
@@ -342,7 +344,7 @@ impl Vring {
         counters.slices_ns.fetch_add(took_ns, Ordering::Relaxed);
     }
 
-    /// First half of holding a vring: the worker leaves at the end of its current chain.
+    /// Begins to hold the vring: the worker leaves it at the end of its current chain.
     pub fn raise_hold(&self) {
         self.cut_at_ns.store(
             self.now_ns() + DRAIN_CUT.as_nanos() as u64,
@@ -351,14 +353,14 @@ impl Vring {
         self.hold.store(true, Ordering::SeqCst);
     }
 
-    /// Second half of holding a vring: waits for the worker to leave. The vring is drained as long
-    /// as the guard lives.
+    /// Completes the hold of the vring: waits for the worker to leave it. The vring is drained as
+    /// long as the guard lives.
     pub fn lock(&self) -> MutexGuard<'_, VringState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets the worker back in. The caller must have dropped the guard, and must schedule the vring
-    /// afterwards, because the worker ignored kicks meanwhile.
+    /// Ends the hold of the vring. The caller must have dropped the guard, and must schedule the
+    /// vring afterwards, because the worker ignored kicks meanwhile.
     pub fn lower_hold(&self) {
         self.cut_at_ns.store(u64::MAX, Ordering::SeqCst);
         self.hold.store(false, Ordering::SeqCst);
@@ -367,7 +369,7 @@ impl Vring {
     /// Returns true if a polled vring needs a slice: a chain has arrived, the polling time is over,
     /// or the ring is no longer running.
     pub fn poll_has_ended(&self, until_ns: u64) -> bool {
-        // The control thread holds the lock; it schedules the vring when it releases the lock.
+        // The control thread holds the lock. It schedules the vring when it releases the lock.
         let Some(state) = self.try_lock() else {
             return true;
         };
@@ -380,8 +382,8 @@ impl Vring {
             || self.now_ns() >= until_ns
     }
 
-    /// Answers some chains in order. On an empty ring it may ask to be polled for up to
-    /// `poll_max_ns` instead of requesting a kick.
+    /// Answers available chains in order, as far as the slice allows. If the ring is empty, it may
+    /// ask the worker to poll the ring for up to `poll_max_ns` instead of requesting a kick.
     pub fn run_slice(&self, scratch: &mut Scratch, poll_max_ns: u64) -> SliceEnd {
         // Only the control thread holds the lock for longer, and it schedules the vring afterwards.
         let Some(mut state) = self.try_lock() else {
@@ -392,8 +394,8 @@ impl Vring {
         }
         let memory = state.memory.clone();
         let result = self.answer_chains(&mut state, &memory, scratch, poll_max_ns);
-        // A lost page comes before every other result, including a supposed fault of the guest that
-        // resulted from reading zeros.
+        // The loss of a page is checked before any other result, because reading zeros may look
+        // like a fault of the guest.
         match intact(&memory).and(result) {
             Ok(end) => end,
             Err(Halt::Lost) => {
@@ -408,7 +410,7 @@ impl Vring {
                 SliceEnd::Idle
             }
             Err(Halt::HungUp) => {
-                // The ring stays stopped until the control thread notices the hang-up and releases
+                // The ring stays stopped until the control thread detects the hang-up and releases
                 // the memory.
                 state.give_back();
                 state.stopped = Some("the front end hung up".into());
@@ -461,14 +463,15 @@ impl Vring {
             if has_begun && !slice.fits(CHAIN_NS) {
                 break SliceEnd::More;
             }
-            // The next steps read the available ring or write the event index.
+            // The peer is checked, because the next steps read the available ring or write the
+            // event index.
             peer.check()?;
             let Some(descriptors) = next_chain(state, memory)? else {
                 if let Some(end) = self.ring_is_empty(state, memory, poll_max_ns)? {
                     break end;
                 }
-                // A chain arrived just now. The check is charged as work, so that the slice ends even if
-                // the guest repeats this.
+                // A chain arrived just now. The check of the ring is charged as work, so that the
+                // slice ends even if the guest repeats this.
                 slice.charge(CHAIN_NS);
                 has_begun = true;
                 continue;
@@ -500,13 +503,14 @@ impl Vring {
                     break SliceEnd::More;
                 }
             }
-            // With EVENT_IDX the driver names the answer for which it wants an interrupt. Without it, one
-            // interrupt at the end stands for the whole slice.
+            // With EVENT_IDX the driver names the answer for which it wants an interrupt. Without
+            // it, the guest is interrupted once for all answers of the slice.
             to_interrupt = !state.queue.event_idx_enabled();
             if !to_interrupt {
                 state.interrupt(memory, &self.link.vm)?;
             }
-            // The guest has its answer, so freeing the storage does not delay it.
+            // The storage is freed after the guest has its answer, so that this does not delay the
+            // answer.
             drop(spent);
         };
         if to_interrupt {
@@ -515,8 +519,8 @@ impl Vring {
         Ok(end)
     }
 
-    /// Decides what follows on an empty ring: polling, or a kick that the guest is asked for. Returns
-    /// None if a chain arrived meanwhile.
+    /// Decides what follows when the ring is empty: the worker polls it, or the guest is asked for
+    /// a kick. Returns None if a chain arrived meanwhile.
     fn ring_is_empty(
         &self,
         state: &mut VringState,
@@ -580,8 +584,8 @@ impl Vring {
         let buffer = &mut readable.pages().as_flattened_mut()[..READ_BUFFER_BYTES];
         let readable = chain.read(&table.guest, buffer);
         let readable = readable.map_err(WriteError::from)?;
-        // Checked before the request is executed: a zero page that replaced a lost page of the guest must
-        // not be stored as the guest's page.
+        // Lost pages are checked before the request is executed: zeros of the page that replaced a
+        // lost one must not be stored as a page of the guest.
         intact(table)?;
         let kind = match self.index {
             wire::CONTROL_QUEUE => QueueKind::Control,
@@ -637,8 +641,8 @@ impl Vring {
         })
     }
 
-    /// Returns the state with which a request is executed: that of its interruption, if the request is
-    /// still the same, or a new one.
+    /// Returns the state with which a request is executed. If the last slice interrupted the same
+    /// request, it is the state of that interruption, otherwise a new one.
     fn begin_or_continue(
         &self,
         taken: TakenChain,
@@ -666,7 +670,7 @@ impl Vring {
         vm.queue_stopped(self.index, &reason);
         state.give_back();
         state.stopped = Some(reason);
-        // Interrupts for the answers before the fault.
+        // The guest is interrupted for the answers before the fault.
         if let Some(call) = &state.call {
             notifier::interrupt(vm, call);
         }
@@ -694,7 +698,8 @@ impl Vring {
             find(addresses.available, AVAIL_ELEMENT_BYTES, RING_EXTRA_BYTES),
             find(addresses.used, USED_ELEMENT_BYTES, RING_EXTRA_BYTES),
         ) else {
-            // The VMM adds regions one by one. The ring becomes ready when all of them are present.
+            // The VMM adds regions one by one. The ring becomes ready when all regions with its
+            // parts are present.
             return;
         };
         let placed = state

@@ -27,7 +27,7 @@ const USER: u64 = 0x7000_0000;
 const TABLE: u64 = 0;
 const AVAIL: u64 = 0x2000;
 const USED: u64 = 0x3000;
-/// Requests and answers, one after the other.
+/// Guest address of the first request; requests and answers follow one after the other.
 const DATA: u64 = 0x10000;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
@@ -44,13 +44,12 @@ struct Guest {
     heads: u16,
     available: u16,
     engine: Arc<Engine>,
-    /// The VM's rate in pages per second; 0 for no limit.
+    /// Rate limit of the VM in pages per second; 0 for no limit.
     pages_per_second: Arc<AtomicU64>,
     clock: Arc<Clock>,
 }
 
-/// A clock that stands still, so that only work ends a slice. A test can let time pass with each
-/// read.
+/// Clock that stands still, so that only work ends a slice. A test can advance it with each read.
 #[derive(Default)]
 struct Clock {
     now_ns: AtomicU64,
@@ -70,10 +69,10 @@ impl SimulatedClock for Clock {
 
 /// Creates a ring that the VMM starts at `base` while its used index is `used`.
 fn guest_at(base: u16, used: u16) -> Guest {
-    notifier::prepare().expect("AIO");
-    let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("memfd");
-    ftruncate(&file, MEMORY_BYTES).expect("its length");
-    fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+    notifier::prepare().expect("cannot create the kernel's AIO context");
+    let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("cannot create a memfd");
+    ftruncate(&file, MEMORY_BYTES).expect("cannot set the length of the memfd");
+    fcntl_add_seals(&file, SealFlags::SHRINK).expect("cannot seal the memfd");
     let spec = RegionSpec {
         guest_address: 0,
         user_address: USER,
@@ -82,15 +81,22 @@ fn guest_at(base: u16, used: u16) -> Guest {
     };
     let memory = Memory::empty(&Default::default())
         .with_region(spec, file.into(), &Default::default())
-        .expect("good");
+        .expect("cannot add the region to the table");
     let memory = Arc::new(memory);
 
-    let engine = Engine::new(EngineConfig::new(64 << 20, 1)).expect("address space");
-    let config: VmConfig = "name=test,socket=none".parse().expect("good");
+    let engine = Engine::new(EngineConfig::new(64 << 20, 1))
+        .expect("cannot reserve the pool's address space");
+    let config: VmConfig = "name=test,socket=none"
+        .parse()
+        .expect("the VM's settings are valid");
     let spec = TenantSpec::new("test", config.quota);
-    let tenant = engine.add_tenant(spec).expect("fits");
-    tenant.create_pool(1).expect("new");
-    let (own, front_end) = UnixStream::pair().expect("sockets");
+    let tenant = engine
+        .add_tenant(spec)
+        .expect("the pool cannot add the tenant");
+    tenant
+        .create_pool(1)
+        .expect("the tenant has no pool with this id yet");
+    let (own, front_end) = UnixStream::pair().expect("cannot create a socket pair");
     let pages_per_second = Arc::default();
     let mut vm = Vm::new(config, tenant, None, Arc::default());
     vm.rate = RequestRate::new(&pages_per_second);
@@ -102,11 +108,11 @@ fn guest_at(base: u16, used: u16) -> Guest {
         clock: ClockAndEntropy::Simulated(clock.clone()),
     });
     let vring = Vring::new(1, 0, link.clone());
-    let call = eventfd(0, EventfdFlags::NONBLOCK).expect("eventfd");
+    let call = eventfd(0, EventfdFlags::NONBLOCK).expect("cannot create an eventfd");
     memory
         .guest
         .store(used.to_le(), GuestAddress(USED + 2), Ordering::Release)
-        .expect("inside");
+        .expect("the address is inside the guest's memory");
     {
         let mut state = vring.lock();
         state.queue.set_size(SIZE);
@@ -118,7 +124,7 @@ fn guest_at(base: u16, used: u16) -> Guest {
             used: USER + USED,
         });
         state.kick = Some(0);
-        state.call = Some(call.try_clone().expect("a second handle"));
+        state.call = Some(call.try_clone().expect("cannot duplicate the descriptor"));
         state.enabled = true;
         vring.configure(&mut state);
     }
@@ -129,7 +135,7 @@ fn guest_at(base: u16, used: u16) -> Guest {
         link,
         _front_end: front_end,
         call,
-        scratch: Scratch::new().expect("address space"),
+        scratch: Scratch::new().expect("cannot map the worker's buffers"),
         free: DATA,
         heads: 0,
         available,
@@ -150,7 +156,10 @@ impl Guest {
         bytes.extend(flags.to_le_bytes());
         bytes.extend((number + 1).to_le_bytes());
         let at = GuestAddress(TABLE + 16 * u64::from(number));
-        self.memory.guest.write_slice(&bytes, at).expect("inside");
+        self.memory
+            .guest
+            .write_slice(&bytes, at)
+            .expect("the address is inside the guest's memory");
     }
 
     /// Makes a request available. Returns the address of its answer.
@@ -160,7 +169,7 @@ impl Guest {
         self.memory
             .guest
             .write_slice(readable, GuestAddress(request))
-            .expect("inside");
+            .expect("the address is inside the guest's memory");
         self.descriptor(self.heads, request, readable.len(), NEXT);
         self.descriptor(self.heads + 1, answer, writable_bytes, WRITE);
         self.offer(2);
@@ -178,13 +187,13 @@ impl Guest {
         let memory = &self.memory.guest;
         memory
             .store(self.heads.to_le(), GuestAddress(slot), Ordering::Release)
-            .expect("inside");
+            .expect("the address is inside the guest's memory");
         self.heads += descriptors;
         self.available = self.available.wrapping_add(1);
         let index = self.available.to_le();
         memory
             .store(index, GuestAddress(AVAIL + 2), Ordering::Release)
-            .expect("inside");
+            .expect("the address is inside the guest's memory");
     }
 
     fn put(&mut self, index: u64, count: usize) -> u64 {
@@ -228,7 +237,9 @@ impl Guest {
         };
         let mut stored = [tmem_pool::PutResult::Refused];
         let tenant = &self.link.vm.tenant;
-        tenant.put(1, &[put], &mut stored).expect("a live pool");
+        tenant
+            .put(1, &[put], &mut stored)
+            .expect("the tenant's pool exists");
         assert_eq!(stored, [tmem_pool::PutResult::Stored]);
         if index % 64 == 63 {
             while self.engine.maintain(tmem_pool::Time(0), 64) {}
@@ -258,7 +269,7 @@ impl Guest {
             while self.engine.maintain(now, 64) {}
         }
         let dense = self.engine.stats().denser_blobs;
-        assert_eq!(dense, count, "pages in zstd's form");
+        assert_eq!(dense, count, "not all pages are stored in zstd form");
         pages
     }
 
@@ -271,7 +282,7 @@ impl Guest {
             .memory
             .guest
             .load(GuestAddress(USED + 2), Ordering::Acquire);
-        u16::from_le(index.expect("inside"))
+        u16::from_le(index.expect("the address is inside the guest's memory"))
     }
 
     fn bytes(&self, address: u64, length: usize) -> Vec<u8> {
@@ -279,7 +290,7 @@ impl Guest {
         self.memory
             .guest
             .read_slice(&mut bytes, GuestAddress(address))
-            .expect("inside");
+            .expect("the address is inside the guest's memory");
         bytes
     }
 
@@ -352,7 +363,10 @@ fn the_work_of_a_slice_is_bounded() {
     }
     assert_eq!(guest.run_slice(), SliceEnd::More);
     let answered = guest.used();
-    assert!((30..=66).contains(&answered), "{answered}");
+    assert!(
+        (30..=66).contains(&answered),
+        "one slice answered {answered} of 70 puts"
+    );
     assert_eq!(guest.run_slice(), SliceEnd::Idle);
     assert_eq!(guest.used(), 70);
 }
@@ -376,8 +390,11 @@ fn flush_work_is_bounded_per_slice_over_many_chains() {
     loop {
         let end = guest.run_slice();
         let now = guest.link.vm.tenant.stats().pages;
-        assert!(held - now <= DROPPED_PER_SLICE_MAX, "{held} to {now}");
-        assert!(now < held, "a slice without progress");
+        assert!(
+            held - now <= DROPPED_PER_SLICE_MAX,
+            "a slice dropped pages from {held} to {now}, more than {DROPPED_PER_SLICE_MAX}"
+        );
+        assert!(now < held, "a slice dropped no page");
         (held, slices) = (now, slices + 1);
         if end == SliceEnd::Idle {
             break;
@@ -415,18 +432,21 @@ fn ranges_without_pages_are_bounded_per_slice_too() {
     while guest.used() < 10 {
         guest.run_slice();
         let now = steps(&guest);
-        assert!(now > before, "a slice without progress");
+        assert!(now > before, "a slice visited no key");
         assert!(
             (now - before) * STEP_NS_MIN <= SLICE_NS / 2,
-            "{before} to {now}"
+            "a slice visited keys {before} to {now}, too many for its time"
         );
         (before, slices) = (now, slices + 1);
     }
-    assert_eq!(before, all, "each range once");
-    assert!(slices >= 7, "{slices}");
+    assert_eq!(before, all, "a range was visited twice or not at all");
+    assert!(
+        slices >= 7,
+        "all ranges were visited in only {slices} slices"
+    );
 }
 
-/// A whole batch of pages in zstd form takes longer than a slice.
+/// A batch of 64 pages in zstd form takes longer than a slice.
 #[test]
 fn a_get_of_64_zstd_pages_takes_two_slices() {
     let mut guest = guest();
@@ -434,17 +454,23 @@ fn a_get_of_64_zstd_pages_takes_two_slices() {
     let answer = guest.get(0, 64);
     assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::More, 0));
     let hits = guest.link.vm.tenant.stats().hits;
-    assert!((20..=33).contains(&hits), "{hits} pages of 6 µs");
+    assert!(
+        (20..=33).contains(&hits),
+        "a slice returned {hits} pages of 6 µs each"
+    );
     assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 1));
     assert_eq!(guest.bytes(answer, 1), [wire::S_OK]);
     assert_eq!(guest.results(answer, 64), [wire::P_HIT; 64]);
     let data = guest.bytes(answer + 8 + 64 * 16, 64 * PAGE_SIZE);
-    assert!(data == expected.concat(), "each page once, in its place");
+    assert!(
+        data == expected.concat(),
+        "a page is missing, repeated or in the wrong place"
+    );
     let length = guest.bytes(USED + 4 + 4, 4);
     assert_eq!(length, (8 + 64 * (16 + 4096) as u32).to_le_bytes());
 }
 
-/// The clock ends a slice, too, and each slice makes progress however late it is.
+/// A slice also ends when its time is up, and each slice makes progress however late it is.
 #[test]
 fn requests_of_each_type_resume_when_time_is_up() {
     let mut guest = guest();
@@ -452,9 +478,13 @@ fn requests_of_each_type_resume_when_time_is_up() {
     let turns = |guest: &mut Guest, used: u16| {
         let mut turns = 0;
         while guest.used() < used {
-            assert_ne!(guest.run_slice(), SliceEnd::Idle, "{used}");
+            assert_ne!(
+                guest.run_slice(),
+                SliceEnd::Idle,
+                "the queue became idle before {used} chains were answered"
+            );
             turns += 1;
-            assert!(turns < 100, "no progress");
+            assert!(turns < 100, "the chain was not answered after 100 slices");
         }
         turns
     };
@@ -462,7 +492,7 @@ fn requests_of_each_type_resume_when_time_is_up() {
     assert!(turns(&mut guest, 1) > 5);
     assert_eq!(guest.bytes(put, 1), [wire::S_OK]);
     assert_eq!(guest.bytes(put + 8, 64), [wire::P_STORED; 64]);
-    // The last pages are not in the pool.
+    // The second half of these pages is not in the pool.
     let get = guest.get(35, 64);
     assert!(turns(&mut guest, 2) > 5);
     let results = [[wire::P_HIT; 32], [wire::P_MISS; 32]].concat();
@@ -473,7 +503,11 @@ fn requests_of_each_type_resume_when_time_is_up() {
     }
     let length = guest.bytes(USED + 4 + 8 + 4, 4);
     let written = 8 + 64 * 16 + 32 * 4096u32;
-    assert_eq!(length, written.to_le_bytes(), "to the last hit");
+    assert_eq!(
+        length,
+        written.to_le_bytes(),
+        "the used length does not end with the last hit"
+    );
     let ranges = [(3, 16), (19, 16)].map(|(index, nr_pages): (u64, u64)| wire::Range {
         object: 1.into(),
         index: index.into(),
@@ -498,8 +532,15 @@ fn a_drain_gives_an_interrupted_chain_back() {
     guest.vring.raise_hold();
     assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 0));
     let mut state = guest.vring.lock();
-    assert_eq!(state.queue.next_avail(), 0, "the base that the VMM gets");
-    assert!(state.unfinished.is_some(), "a hold alone changes nothing");
+    assert_eq!(
+        state.queue.next_avail(),
+        0,
+        "the interrupted chain was counted as taken"
+    );
+    assert!(
+        state.unfinished.is_some(),
+        "a hold without a change discarded the interrupted chain"
+    );
     state.set_base(0);
     assert!(state.unfinished.is_none());
     guest.vring.configure(&mut state);
@@ -512,11 +553,13 @@ fn a_drain_gives_an_interrupted_chain_back() {
     assert_eq!(
         guest.results(answer, 64),
         expected,
-        "{hits} were taken before"
+        "the first {hits} pages were taken before the chain was restarted and must miss, all \
+         others hit"
     );
 }
 
-/// A hold without a change, as for an added memory region, does not restart the chain.
+/// A hold that changes nothing for the ring, as for an added memory region, does not restart the
+/// chain.
 #[test]
 fn an_interrupted_chain_continues_after_a_hold() {
     let mut guest = guest();
@@ -542,23 +585,48 @@ fn an_interrupted_chain_whose_pool_or_generation_ends_has_no_pages() {
         let mut guest = guest();
         guest.store_dense(64);
         let get = guest.get(0, 64);
-        assert_eq!(guest.run_slice(), SliceEnd::More, "{what}");
+        assert_eq!(
+            guest.run_slice(),
+            SliceEnd::More,
+            "the get was answered in one slice before its {what} ended"
+        );
         if what == "pool" {
-            guest.link.vm.tenant.destroy_pool(1).expect("there");
+            guest
+                .link
+                .vm
+                .tenant
+                .destroy_pool(1)
+                .expect("the tenant has a pool with this id");
         } else {
             let generation = &guest.link.generation;
             generation.store(GENERATION + 1, Ordering::SeqCst);
         }
         while guest.run_slice() == SliceEnd::More {}
-        assert_eq!(guest.used(), 1, "{what}");
-        assert_eq!(guest.bytes(get, 1), [status], "{what}");
-        assert_eq!(guest.results(get, 64), [wire::P_MISS; 64], "{what}");
+        assert_eq!(
+            guest.used(),
+            1,
+            "the get was not answered after its {what} ended"
+        );
+        assert_eq!(
+            guest.bytes(get, 1),
+            [status],
+            "wrong status after the {what} ended"
+        );
+        assert_eq!(
+            guest.results(get, 64),
+            [wire::P_MISS; 64],
+            "a page was returned after the {what} ended"
+        );
         let length = guest.bytes(USED + 4 + 4, 4);
-        assert_eq!(length, (8 + 64 * 16u32).to_le_bytes(), "{what}");
+        assert_eq!(
+            length,
+            (8 + 64 * 16u32).to_le_bytes(),
+            "wrong used length after the {what} ended"
+        );
     }
 }
 
-/// A guest that replaces an interrupted request gets the new request executed.
+/// If a guest replaces an interrupted request, the new request is executed.
 #[test]
 fn a_request_that_replaces_an_interrupted_one_starts_from_its_beginning() {
     let mut guest = guest();
@@ -566,12 +634,14 @@ fn a_request_that_replaces_an_interrupted_one_starts_from_its_beginning() {
     let get = guest.get(0, 64);
     assert_eq!(guest.run_slice(), SliceEnd::More);
     let taken = guest.link.vm.tenant.stats().hits;
-    // A request of the same shape for a pool that does not exist.
+    // The new request has the same shape and names a pool that does not exist.
     let mut other = req(wire::T_GET, 64);
     other.pool = 2.into();
     let at = GuestAddress(get - (24 + 16 + 64 * 8));
     let memory = &guest.memory.guest;
-    memory.write_slice(other.as_bytes(), at).expect("inside");
+    memory
+        .write_slice(other.as_bytes(), at)
+        .expect("the address is inside the guest's memory");
     while guest.run_slice() == SliceEnd::More {}
     assert_eq!(
         (guest.bytes(get, 1), guest.used()),
@@ -611,7 +681,7 @@ fn a_large_flush_takes_many_slices() {
         let (before, now) = (held, guest.link.vm.tenant.stats().pages);
         assert!(
             now < before && before - now <= DROPPED_PER_SLICE_MAX,
-            "{before} to {now}"
+            "a slice changed the number of pages from {before} to {now}"
         );
         held = now;
         if turns == 2 {
@@ -619,18 +689,22 @@ fn a_large_flush_takes_many_slices() {
             assert_eq!(
                 (state.queue.next_avail(), guest.used()),
                 (0, 0),
-                "not taken"
+                "the unfinished flush was counted as taken"
             );
         }
     }
-    assert!(turns >= 4, "{turns} turns");
-    assert_eq!(guest.link.vm.tenant.stats().pages, 1, "index 0 stays");
+    assert!(turns >= 4, "the flush took only {turns} slices");
+    assert_eq!(
+        guest.link.vm.tenant.stats().pages,
+        1,
+        "not exactly the page with index 0 is left"
+    );
     assert_eq!(guest.used(), 2);
     assert_eq!(guest.bytes(answer, 1), [wire::S_OK]);
     assert_eq!(guest.results(get, 1), [wire::P_MISS]);
 }
 
-/// Descriptors have a cost, because a guest may split a small request into a thousand of them.
+/// Each descriptor is charged, because a guest may split a small request into a thousand of them.
 #[test]
 fn descriptors_are_charged_to_the_slice() {
     let mut guest = guest();
@@ -645,7 +719,7 @@ fn descriptors_are_charged_to_the_slice() {
                 req(wire::T_POOL_DESTROY, 0).as_bytes(),
                 GuestAddress(request),
             )
-            .expect("inside");
+            .expect("the address is inside the guest's memory");
         for number in 0..200u16 {
             let (address, length, flags) = match number {
                 0 => (request, 24u32, NEXT),
@@ -657,14 +731,21 @@ fn descriptors_are_charged_to_the_slice() {
             bytes.extend(flags.to_le_bytes());
             bytes.extend((number + 1).to_le_bytes());
             let at = GuestAddress(table + 16 * u64::from(number));
-            guest.memory.guest.write_slice(&bytes, at).expect("inside");
+            guest
+                .memory
+                .guest
+                .write_slice(&bytes, at)
+                .expect("the address is inside the guest's memory");
         }
         guest.send_indirect(table, 200);
     }
     assert_eq!(guest.run_slice(), SliceEnd::More);
     let answered = u32::from(guest.used());
     // 200 descriptors cost 10 µs.
-    assert!((1..=16).contains(&answered), "{answered}");
+    assert!(
+        (1..=16).contains(&answered),
+        "one slice answered {answered} of 70 requests"
+    );
     while guest.run_slice() == SliceEnd::More {}
     assert_eq!(guest.used(), 70);
 }
@@ -678,7 +759,7 @@ fn the_driver_can_suppress_interrupts() {
         .memory
         .guest
         .store(flags, GuestAddress(AVAIL), Ordering::Release)
-        .expect("inside");
+        .expect("the address is inside the guest's memory");
     guest.run_slice();
     assert_eq!(guest.used(), 1);
     assert!(!guest.interrupted());
@@ -690,8 +771,10 @@ struct Lines(Arc<Mutex<Vec<String>>>);
 
 impl tracing::field::Visit for Lines {
     fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-        let mut lines = self.0.lock().expect("whole");
-        let line = lines.last_mut().expect("the line of the event");
+        let mut lines = self.0.lock().expect("the lock is not poisoned");
+        let line = lines
+            .last_mut()
+            .expect("the event's fields follow its first line");
         line.push_str(&format!(" {field}={value:?}"));
     }
 }
@@ -710,7 +793,10 @@ impl tracing::Subscriber for Lines {
     fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
 
     fn event(&self, event: &tracing::Event<'_>) {
-        self.0.lock().expect("whole").push(String::new());
+        self.0
+            .lock()
+            .expect("the lock is not poisoned")
+            .push(String::new());
         event.record(&mut self.clone());
     }
 
@@ -719,12 +805,12 @@ impl tracing::Subscriber for Lines {
     fn exit(&self, _: &tracing::span::Id) {}
 }
 
-/// Only this test may lose interrupts: the counter belongs to the whole process.
+/// Only this test may lose interrupts, because all tests of the process share the counter.
 #[test]
 fn lost_interrupts_are_counted_and_logged_with_their_vm() {
     let lines = Lines::default();
     let mut guest = guest();
-    let no_eventfd = std::fs::File::open("/dev/null").expect("opened");
+    let no_eventfd = std::fs::File::open("/dev/null").expect("cannot open /dev/null");
     guest.vring.lock().call = Some(no_eventfd.into());
     let before = notifier::lost_interrupts();
     tracing::subscriber::with_default(lines.clone(), || {
@@ -734,16 +820,27 @@ fn lost_interrupts_are_counted_and_logged_with_their_vm() {
         }
     });
     assert_eq!(notifier::lost_interrupts() - before, 100);
-    let lines = std::mem::take(&mut *lines.0.lock().expect("whole"));
-    assert!(lines.len() > 1 && lines.len() < 50, "{lines:?}");
+    let lines = std::mem::take(&mut *lines.0.lock().expect("the lock is not poisoned"));
+    assert!(
+        lines.len() > 1 && lines.len() < 50,
+        "{} lines were logged, not 2 to 49: {lines:?}",
+        lines.len()
+    );
     for line in lines {
         assert!(
             line.contains("an interrupt is lost") && line.contains("vm=test"),
-            "{line}"
+            "the line does not name the failure and the VM: {line}"
         );
     }
-    assert_eq!(guest.used(), 100, "the requests are answered");
-    let call = guest.call.try_clone().expect("a second handle");
+    assert_eq!(
+        guest.used(),
+        100,
+        "requests were not answered because the interrupt failed"
+    );
+    let call = guest
+        .call
+        .try_clone()
+        .expect("cannot duplicate the descriptor");
     guest.vring.lock().call = Some(call);
     guest.put(100, 1);
     guest.run_slice();
@@ -774,21 +871,29 @@ fn event_index_decides_on_interrupts() {
             .memory
             .guest
             .store(used.to_le(), at, Ordering::Release)
-            .expect("inside");
+            .expect("the address is inside the guest's memory");
     };
     wait_for(&guest, 2);
     for (index, interrupted) in [false, false, true, false].into_iter().enumerate() {
         guest.put(index as u64, 1);
         guest.run_slice();
-        assert_eq!(guest.interrupted(), interrupted, "answer {index}");
+        assert_eq!(
+            guest.interrupted(),
+            interrupted,
+            "the guest was not interrupted exactly after answer 2; this is answer {index}"
+        );
     }
     let at = GuestAddress(USED + 4 + 8 * u64::from(SIZE));
     let kick_at: u16 = guest
         .memory
         .guest
         .load(at, Ordering::Acquire)
-        .expect("inside");
-    assert_eq!(u16::from_le(kick_at), 4, "the next chain is to be kicked");
+        .expect("the address is inside the guest's memory");
+    assert_eq!(
+        u16::from_le(kick_at),
+        4,
+        "the device did not request a kick for the next chain"
+    );
 }
 
 #[test]
@@ -799,7 +904,7 @@ fn a_held_vring_takes_no_chain() {
     assert_eq!(
         (guest.run_slice(), guest.used()),
         (SliceEnd::Idle, 0),
-        "announced"
+        "a chain was taken while a hold was announced"
     );
     guest.vring.lower_hold();
     {
@@ -807,7 +912,7 @@ fn a_held_vring_takes_no_chain() {
         assert_eq!(
             guest.vring.run_slice(&mut guest.scratch, 0),
             SliceEnd::Idle,
-            "locked"
+            "a chain was taken while the ring was locked"
         );
     }
     assert_eq!(guest.used(), 0);
@@ -820,7 +925,8 @@ fn a_held_vring_takes_no_chain() {
 fn no_guest_memory_is_written_after_a_hang_up() {
     const PAGES: usize = 20;
     let stages = [
-        // Successful checks, and the expected status, written pages, used index and event index.
+        // Each row has the number of successful checks, and the expected status, written pages,
+        // used index and event index.
         (0, [0, 0, 1, 1]),
         (1, [0, 0, 1, 1]),
         (2, [0, 0, 1, 1]),
@@ -850,11 +956,21 @@ fn no_guest_memory_is_written_after_a_hang_up() {
             usize::from(guest.used()),
             usize::from(kick_at[0]),
         ];
-        assert_eq!(seen, expected, "{looks} looks");
+        assert_eq!(
+            seen, expected,
+            "{looks} checks passed before the hang-up: other parts of the answer were written"
+        );
         if looks < 3 {
-            assert!(before == all(&guest), "{looks} looks");
+            assert!(
+                before == all(&guest),
+                "guest memory changed although only {looks} checks passed before the hang-up"
+            );
         }
-        assert_eq!(guest.stopped().is_some(), looks < 7, "{looks} looks");
+        assert_eq!(
+            guest.stopped().is_some(),
+            looks < 7,
+            "{looks} checks passed before the hang-up: the queue is in the wrong state"
+        );
         let stopped = guest
             .link
             .vm
@@ -867,7 +983,12 @@ fn no_guest_memory_is_written_after_a_hang_up() {
         guest.put(50, 1);
         let offered = all(&guest);
         guest.run_slice();
-        assert_eq!(offered == all(&guest), looks < 7, "{looks} looks");
+        assert_eq!(
+            offered == all(&guest),
+            looks < 7,
+            "{looks} checks passed before the hang-up: the stopped queue wrote to guest memory, or \
+             the running one did not"
+        );
     }
 }
 
@@ -889,8 +1010,8 @@ fn an_expired_drain_refuses_and_misses_the_rest() {
     let mut guest = guest();
     guest.put(0, 2);
     guest.run_slice();
-    // The time limit is in the past and the vring is not held: the worker takes the chain and finds
-    // the limit expired.
+    // The time limit is in the past, and the vring is not held. So the worker takes the chain and
+    // finds that the limit has expired.
     guest.vring.cut_at_ns.store(0, Ordering::SeqCst);
     let (put, missed) = (guest.put(0, 1), guest.get(1, 1));
     guest.run_slice();
@@ -911,7 +1032,7 @@ fn an_expired_drain_refuses_and_misses_the_rest() {
     assert_eq!(
         guest.results(both, 2),
         [wire::P_MISS, wire::P_HIT],
-        "0 was dropped, 1 was kept"
+        "page 0 was kept although its put was refused, or page 1 was lost"
     );
 }
 
@@ -922,7 +1043,9 @@ fn an_expired_drain_still_reports_missing_pools() {
     guest.put(0, 1);
     guest.run_slice();
     let tenant = guest.link.vm.tenant.clone();
-    tenant.destroy_pool(1).expect("there");
+    tenant
+        .destroy_pool(1)
+        .expect("the tenant has a pool with this id");
     guest.vring.cut_at_ns.store(0, Ordering::SeqCst);
     let (put, get) = (guest.put(0, 1), guest.get(0, 1));
     guest.run_slice();
@@ -938,11 +1061,15 @@ fn requests_beyond_the_rate_are_answered_at_once() {
     let mut guest = guest();
     guest.put(0, 2);
     guest.run_slice();
-    // With one page per second, the batch after a full one is admitted a minute later.
+    // With one page per second, a batch of 64 pages uses up the rate of a minute.
     guest.pages_per_second.store(1, Ordering::SeqCst);
     let first = guest.get(5, 64);
     guest.run_slice();
-    assert_eq!(guest.results(first, 64), [wire::P_MISS; 64], "not held");
+    assert_eq!(
+        guest.results(first, 64),
+        [wire::P_MISS; 64],
+        "a page that was never put was returned"
+    );
     let counters = guest.link.clone();
     let limited = move || counters.vm.counters.limited_pages.load(Ordering::Relaxed);
     assert_eq!(limited(), 0);
@@ -952,7 +1079,7 @@ fn requests_beyond_the_rate_are_answered_at_once() {
     assert_eq!(
         (guest.run_slice(), guest.used()),
         (SliceEnd::Idle, 5),
-        "all answered"
+        "a request beyond the rate was not answered at once"
     );
     assert_eq!(guest.bytes(put, 1), [wire::S_OK]);
     assert_eq!(guest.bytes(put, 9)[8], wire::P_REFUSED);
@@ -966,12 +1093,12 @@ fn requests_beyond_the_rate_are_answered_at_once() {
     assert_eq!(
         guest.results(both, 2),
         [wire::P_MISS, wire::P_HIT],
-        "0 was dropped, 1 was kept"
+        "page 0 was kept although its put was refused, or page 1 was lost"
     );
     assert_eq!(limited(), 2);
 }
 
-/// A VM beyond its rate can still flush, so that no page stays that it wants dropped.
+/// A VM beyond its rate can still flush, so that the pool keeps no page that the VM wants to drop.
 #[test]
 fn flushes_are_not_rate_limited() {
     let mut guest = guest();
@@ -1031,15 +1158,15 @@ fn statuses_have_the_precedence_of_the_specification() {
     };
     let dead_pool = 9;
     let expected = [
-        // An unknown type of a wrong size.
+        // This request has an unknown type and a wrong size.
         (req(99, 1).as_bytes().to_vec(), wire::S_UNSUPPORTED),
-        // A request of the control queue; object 0.
+        // This request belongs to the control queue and names object 0.
         (
             req(wire::T_POOL_DESTROY, 0).as_bytes().to_vec(),
             wire::S_BAD,
         ),
         (flush(0, dead_pool), wire::S_BAD),
-        // A FLUSH of a pool that does not exist.
+        // This FLUSH names a pool that does not exist.
         (flush(1, dead_pool), wire::S_STALE),
     ];
     guest
@@ -1061,34 +1188,48 @@ fn statuses_have_the_precedence_of_the_specification() {
 #[test]
 fn an_unanswerable_request_stops_the_queue() {
     let mut guest = guest();
-    let error = eventfd(0, EventfdFlags::NONBLOCK).expect("eventfd");
-    guest.vring.lock().error = Some(error.try_clone().expect("a second handle"));
+    let error = eventfd(0, EventfdFlags::NONBLOCK).expect("cannot create an eventfd");
+    guest.vring.lock().error = Some(error.try_clone().expect("cannot duplicate the descriptor"));
     guest.put(0, 1);
     guest.send(req(wire::T_POOL_DESTROY, 0).as_bytes(), 7);
     guest.put(1, 1);
     assert_eq!(guest.run_slice(), SliceEnd::Idle);
-    assert_eq!(guest.used(), 1, "what came before it is answered");
-    assert!(guest.interrupted(), "and told");
+    assert_eq!(
+        guest.used(),
+        1,
+        "the request before the faulty one was not answered"
+    );
+    assert!(
+        guest.interrupted(),
+        "the guest was not interrupted for the answered request"
+    );
     assert!(
         guest
             .stopped()
-            .expect("stopped")
+            .expect("the queue did not stop")
             .contains("7 writable bytes")
     );
     assert!(
         rustix::io::read(&error, &mut [0; 8]).is_ok(),
-        "the VMM is told"
+        "the VMM was not told by the error eventfd"
     );
     assert_eq!(
         (guest.run_slice(), guest.used()),
         (SliceEnd::Idle, 1),
-        "it stays stopped"
+        "the stopped queue answered a request"
     );
     let mut state = guest.vring.lock();
-    assert_eq!(state.queue.next_avail(), 1, "the base that the VMM gets");
+    assert_eq!(
+        state.queue.next_avail(),
+        1,
+        "the VMM gets another base than that of the faulty chain"
+    );
     state.set_base(1);
     guest.vring.configure(&mut state);
-    assert!(state.is_running(), "set up anew");
+    assert!(
+        state.is_running(),
+        "the queue does not run after the VMM set it up again"
+    );
 }
 
 #[test]
@@ -1099,9 +1240,14 @@ fn more_chains_than_the_ring_has_stop_the_queue() {
         .memory
         .guest
         .store(index, GuestAddress(AVAIL + 2), Ordering::Release)
-        .expect("inside");
+        .expect("the address is inside the guest's memory");
     guest.run_slice();
-    assert!(guest.stopped().expect("stopped").contains("available ring"));
+    assert!(
+        guest
+            .stopped()
+            .expect("the queue did not stop")
+            .contains("available ring")
+    );
 }
 
 #[test]
@@ -1109,11 +1255,14 @@ fn an_answer_out_of_order_is_never_published() {
     let mut guest = guest();
     let answer = guest.send(&flush(0, 1), 8);
     guest.send(&flush(1, 1), 8);
-    // Simulates a bug: the first chain is skipped.
+    // Skipping the first chain simulates a bug of the daemon.
     guest.vring.lock().queue.set_next_avail(1);
     assert_eq!(guest.run_slice(), SliceEnd::Idle);
-    let why = guest.stopped().expect("it has stopped");
-    assert!(why.contains("a bug in the daemon"), "{why}");
+    let why = guest.stopped().expect("the queue did not stop");
+    assert!(
+        why.contains("a bug in the daemon"),
+        "the queue stopped for another reason: {why}"
+    );
     assert_eq!(guest.used(), 0);
     assert_eq!(guest.bytes(answer, 8), [0; 8]);
 }
@@ -1122,14 +1271,21 @@ fn an_answer_out_of_order_is_never_published() {
 fn a_base_that_differs_from_the_used_index_is_refused() {
     for (base, used) in [(1, 0), (0, 1), (0, u16::MAX)] {
         let guest = guest_at(base, used);
-        let reason = guest.stopped().expect("stopped");
-        assert!(reason.contains(&format!("starts it at {base}")), "{reason}");
+        let reason = guest.stopped().expect("the queue did not stop");
+        assert!(
+            reason.contains(&format!("starts it at {base}")),
+            "the reason does not give base {base}: {reason}"
+        );
     }
     let mut guest = guest_at(u16::MAX, u16::MAX);
     guest.put(0, 1);
     guest.put(1, 1);
     guest.run_slice();
-    assert_eq!((guest.stopped(), guest.used()), (None, 1), "over the wrap");
+    assert_eq!(
+        (guest.stopped(), guest.used()),
+        (None, 1),
+        "the request at the wrap of the ring's index was not answered"
+    );
 }
 
 #[test]
@@ -1139,7 +1295,7 @@ fn rings_outside_of_memory_do_not_run() {
         let mut state = guest.vring.lock();
         state.memory = Arc::new(Memory::empty(&Default::default()));
         guest.vring.configure(&mut state);
-        assert!(!state.is_running(), "no memory yet");
+        assert!(!state.is_running(), "a ring runs without guest memory");
     }
     guest.put(0, 1);
     assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 0));
@@ -1152,7 +1308,10 @@ fn rings_outside_of_memory_do_not_run() {
             used: odd,
         });
         guest.vring.configure(&mut state);
-        assert!(!state.is_running(), "{odd:#x}");
+        assert!(
+            !state.is_running(),
+            "a ring runs whose used ring is at {odd:#x}, outside of guest memory"
+        );
     }
     let mut state = guest.vring.lock();
     state.addresses = Some(RingAddresses {
@@ -1208,7 +1367,7 @@ fn a_panic_stops_only_its_queue() {
 #[test]
 fn a_lost_page_of_the_guest_ends_the_connection() {
     const HELD: u64 = 40;
-    // The page that is lost and its address. The request begins in a page of its own.
+    // Index of the page that is lost, and its address. The request begins in a page of its own.
     const REQUEST: u64 = DATA + 0x10000;
     let cases = [
         ("table", TABLE),
@@ -1221,12 +1380,17 @@ fn a_lost_page_of_the_guest_ends_the_connection() {
     for base in [0, 5] {
         for (what, page) in cases {
             let mut guest = guest_at(base, base);
-            let own = UnixStream::pair().expect("sockets");
-            let _place = crate::vm::state::Connected::claim(&guest.link.vm, &own.0).expect("free");
+            let own = UnixStream::pair().expect("cannot create a socket pair");
+            let _place = crate::vm::state::Connected::claim(&guest.link.vm, &own.0)
+                .expect("no other connection has claimed the VM");
             guest.put(HELD, 8);
             assert_eq!(guest.run_slice(), SliceEnd::Idle);
             let before = guest.engine.stats().pages;
-            assert_eq!((guest.used(), before), (base + 1, 8), "{what}");
+            assert_eq!(
+                (guest.used(), before),
+                (base + 1, 8),
+                "{what}: the request before the loss was not answered"
+            );
             guest.free = REQUEST;
             if what == "answer" {
                 guest.get(HELD, 8);
@@ -1234,22 +1398,41 @@ fn a_lost_page_of_the_guest_ends_the_connection() {
                 guest.put(0, 4);
             }
             let address = guest.memory.guest.get_host_address(GuestAddress(page));
-            crate::memory::sigbus::take_away(address.expect("inside"), PAGE_SIZE);
+            crate::memory::sigbus::take_away(
+                address.expect("the address is inside the guest's memory"),
+                PAGE_SIZE,
+            );
 
-            assert_eq!(guest.run_slice(), SliceEnd::Idle, "{what}");
-            let reason = guest.stopped().unwrap_or_else(|| panic!("{what}: it runs"));
-            assert!(reason.contains("gone"), "{what}: {reason}");
+            assert_eq!(guest.run_slice(), SliceEnd::Idle);
+            let reason = guest
+                .stopped()
+                .unwrap_or_else(|| panic!("{what}: the queue runs on lost memory"));
+            assert!(
+                reason.contains("gone"),
+                "{what}: the queue stopped for another reason: {reason}"
+            );
             if what != "used ring" {
-                assert_eq!(guest.used(), base + 1, "{what}: answered");
+                assert_eq!(
+                    guest.used(),
+                    base + 1,
+                    "{what}: a request was answered from lost memory"
+                );
             }
             let stored = guest.engine.stats().pages;
             let expected = if what == "answer" { 0 } else { before };
-            assert_eq!(stored, expected, "{what}");
+            assert_eq!(
+                stored, expected,
+                "{what}: the wrong number of pages was stored"
+            );
             let counters = &guest.link.vm.counters;
             let faults = counters.queues_stopped.load(Ordering::Relaxed);
-            assert_eq!(faults, 0, "{what}: taken for a fault of the guest");
-            let ended = Peer::new(own.1.try_clone().expect("a handle")).check();
-            assert_eq!(ended, Err(HungUp), "{what}: the connection goes on");
+            assert_eq!(
+                faults, 0,
+                "{what}: the loss was counted as a fault of the guest"
+            );
+            let ended =
+                Peer::new(own.1.try_clone().expect("cannot duplicate the descriptor")).check();
+            assert_eq!(ended, Err(HungUp), "{what}: the connection was not ended");
         }
     }
 }
@@ -1265,12 +1448,12 @@ fn all_vrings_of_a_vm_have_the_same_owner() {
 
 #[test]
 fn worker_buffers_are_excluded_from_core_dumps() {
-    let mut scratch = Scratch::new().expect("address space");
+    let mut scratch = Scratch::new().expect("cannot map the worker's buffers");
     let buffers = [
         scratch.readable.pages().as_ptr() as usize,
         scratch.pages.pages().as_ptr() as usize,
     ];
-    let smaps = std::fs::read_to_string("/proc/self/smaps").expect("readable");
+    let smaps = std::fs::read_to_string("/proc/self/smaps").expect("cannot read the file");
     let mut undumped = Vec::new();
     let mut range = 0..0;
     for line in smaps.lines() {
@@ -1284,7 +1467,10 @@ fn worker_buffers_are_excluded_from_core_dumps() {
     }
     for buffer in buffers {
         let inside = undumped.iter().any(|range| range.contains(&buffer));
-        assert!(inside, "{buffer:#x} is in none of {undumped:x?}");
+        assert!(
+            inside,
+            "the buffer at {buffer:#x} is in none of the mappings without core dump: {undumped:x?}"
+        );
     }
 }
 
@@ -1299,22 +1485,25 @@ fn a_polled_ring_requests_no_kick() {
             .memory
             .guest
             .load(GuestAddress(USED), Ordering::Acquire)
-            .expect("inside");
+            .expect("the address is inside the guest's memory");
         u16::from_le(flags) & 1 == 0
     };
     guest.put(0, 1);
     assert_eq!(
         guest.vring.run_slice(&mut guest.scratch, LONG),
         SliceEnd::Idle,
-        "nothing is known yet"
+        "the ring was polled before any pause was measured"
     );
     assert!(wanted(&guest));
     guest.put(1, 1);
     let SliceEnd::Poll { until_ns } = guest.vring.run_slice(&mut guest.scratch, LONG) else {
-        panic!("the pause was short");
+        panic!("the ring is not polled after a short pause");
     };
     assert!(!wanted(&guest) && !guest.vring.poll_has_ended(until_ns));
-    assert!(guest.vring.poll_has_ended(0), "the time is up");
+    assert!(
+        guest.vring.poll_has_ended(0),
+        "the poll did not end at its time limit"
+    );
     guest.put(2, 1);
     assert!(guest.vring.poll_has_ended(until_ns));
     assert!(matches!(
@@ -1322,10 +1511,10 @@ fn a_polled_ring_requests_no_kick() {
         SliceEnd::Poll { .. }
     ));
     assert_eq!(guest.used(), 3);
-    // The end of the polling time.
+    // With a polling time of 0 the polling ends.
     assert_eq!(guest.vring.run_slice(&mut guest.scratch, 0), SliceEnd::Idle);
     assert!(wanted(&guest));
-    // A held vring is no longer polled.
+    // A worker does not poll a ring that is held.
     let state = guest.vring.lock();
     assert!(guest.vring.poll_has_ended(until_ns));
     drop(state);

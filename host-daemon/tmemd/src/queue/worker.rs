@@ -25,22 +25,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// A kick and its vring.
+/// Kick eventfd and its vring.
 type Registration = (Arc<OwnedFd>, Arc<Vring>);
 
-/// The part of a worker that other threads use.
+/// Part of a worker that other threads use.
 struct Worker {
     poller: Box<dyn Poller>,
-    /// Guards the kicks by token. Leaf lock.
+    /// Guards the kicks and their vrings, by token. Leaf lock.
     registry: Mutex<HashMap<u64, Registration>>,
-    /// Guards the vrings to process without a kick. Leaf lock.
+    /// Guards the vrings that the worker must process although they were not kicked. Leaf lock.
     inbox: Mutex<Vec<Arc<Vring>>>,
     stop: AtomicBool,
     /// Longest polling time in ns, see [`Waiting::poll_max`].
     poll_max_ns: u64,
 }
 
-/// All workers.
+/// All data workers of the daemon.
 pub struct Workers {
     workers: Vec<Arc<Worker>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -180,7 +180,7 @@ impl Workers {
         }
     }
 
-    /// Has the worker process a vring without a kick.
+    /// Makes the worker process a vring without a kick.
     pub fn schedule(&self, vring: &Arc<Vring>) {
         let worker = &self.workers[vring.worker];
         lock(&worker.inbox).push(vring.clone());
@@ -205,12 +205,12 @@ impl Workers {
 /// request a kick as soon as they are empty.
 const POLLED_MAX: usize = 16;
 
-/// Data that only the worker itself uses.
+/// Data that only the worker's own thread uses.
 pub struct WorkerContext {
     scratch: Scratch,
     ready: Vec<u64>,
     run_queue: RunQueue<Arc<Vring>>,
-    /// Empty vrings that request no kick, each with the end of its polling in ns.
+    /// Empty vrings that request no kick, each with the time in ns at which its polling ends.
     polled: Vec<(Arc<Vring>, u64)>,
 }
 
@@ -238,8 +238,8 @@ impl Worker {
     ) {
         while !self.stop.load(Ordering::SeqCst) {
             if let Err(error) = self.round(&mut context, background, Some(&heartbeat)) {
-                // This cannot happen while the descriptors are open. The worker cannot serve
-                // without waiting.
+                // A wait cannot fail while the descriptors are open. A worker that cannot wait
+                // cannot serve.
                 tracing::error!("a worker cannot wait for kicks and ends: {error}");
                 heartbeat.lose();
                 return;
@@ -291,7 +291,7 @@ impl Worker {
         if run_queue.is_empty() {
             std::hint::spin_loop();
         }
-        // One slice for each VM, then the kicks are collected again.
+        // Each VM gets one slice; then the kicks are collected again.
         for _ in 0..run_queue.owners() {
             let Some(vring) = run_queue.pop() else {
                 break;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The credentials of a peer, as the kernel reports them, and whether a socket admits them.
 //!
-//! The mode of a socket's file keeps out most users. But its owner may change the mode, as may an
-//! accidental chmod; the configured permissions hold regardless. Out of scope: what an admitted
-//! connection may do.
+//! The mode of a socket's file keeps out most users. But the file's owner, or an accidental chmod,
+//! may change the mode. The daemon checks the configured permissions in any case. Out of scope:
+//! what an admitted connection may do.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -12,28 +12,28 @@ use std::os::unix::net::UnixStream;
 /// Maximum number of groups of a process: the kernel's NGROUPS_MAX.
 const GROUPS_MAX: usize = 65536;
 
-/// Connecting to a socket needs write permission.
+/// Write permission, which connect(2) to a socket needs.
 const WRITE: u32 = 0o2;
 
-/// The credentials of a peer at the time of its connect(2).
+/// Credentials of a peer at the time of its connect(2).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Credentials {
-    /// Process; 0 if it is in a PID namespace that the daemon does not see.
+    /// Process id; 0 if the process is in a PID namespace that the daemon does not see.
     pub pid: u32,
-    /// User.
+    /// User id of the process.
     pub user: u32,
-    /// All groups.
+    /// Ids of all groups of the process.
     pub groups: Vec<u32>,
 }
 
-/// The permissions of a socket.
+/// Permissions of a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Permissions {
-    /// User.
+    /// User id of the socket's owner.
     pub owner: u32,
-    /// Group.
+    /// Id of the socket's group.
     pub group: u32,
-    /// The configured permission bits.
+    /// Configured permission bits.
     pub mode: u32,
 }
 
@@ -43,7 +43,7 @@ impl Credentials {
     /// # Errors
     /// The system call fails.
     pub fn of(stream: &UnixStream) -> io::Result<Credentials> {
-        // The layout of struct ucred: process, user, group.
+        // The layout is that of struct ucred: process, user, group.
         let mut own = [0; 3];
         numbers(stream, libc::SO_PEERCRED, &mut own).1?;
         let [pid, user, group] = own;
@@ -66,8 +66,8 @@ impl Credentials {
     }
 }
 
-/// Reads a socket option that is an array of numbers. Returns the number of elements; no more are
-/// written than fit.
+/// Reads a socket option that is an array of numbers. Returns the number of its elements, of which
+/// at most as many are written as fit into `room`.
 ///
 /// rustix cannot be used here: its process ids are never 0, but a process of a foreign PID
 /// namespace has that id.
@@ -92,14 +92,14 @@ fn numbers(stream: &UnixStream, option: libc::c_int, room: &mut [u32]) -> (usize
     (bytes as usize / size_of::<u32>(), result)
 }
 
-/// Returns the supplementary groups.
+/// Returns the supplementary groups of a connection's peer.
 fn more_groups(stream: &UnixStream) -> io::Result<Vec<u32>> {
     let mut groups = Vec::new();
-    // The groups of a connection never change.
+    // The groups of a connection never change, so the number and the list belong together.
     let (count, result) = numbers(stream, libc::SO_PEERGROUPS, &mut groups);
     match result {
         Err(error) if error.raw_os_error() == Some(libc::ERANGE) && count <= GROUPS_MAX => {}
-        // There are none.
+        // The peer has no supplementary groups.
         result => return result.map(|()| groups),
     }
     groups.resize(count, 0);
@@ -138,26 +138,52 @@ mod tests {
             (0o060, false, true, false),
             (0o444, false, false, false),
         ] {
-            assert_eq!(may(somebody(107, &[5]), mode), owner, "{mode:o}");
-            // The owner's bits apply to the owner, whatever the groups may do.
-            assert_eq!(may(somebody(107, &[36]), mode), owner, "{mode:o}");
-            assert_eq!(may(somebody(1000, &[5, 36]), mode), group, "{mode:o}");
-            assert_eq!(may(somebody(1000, &[5]), mode), others, "{mode:o}");
-            assert!(may(somebody(0, &[]), mode), "root, {mode:o}");
-            assert!(may(somebody(DAEMON, &[]), mode), "its own, {mode:o}");
+            assert_eq!(
+                may(somebody(107, &[5]), mode),
+                owner,
+                "mode {mode:o}: wrong access for the owner"
+            );
+            // The owner's permission bits apply to the owner, also if the group's bits permit more
+            // or less.
+            assert_eq!(
+                may(somebody(107, &[36]), mode),
+                owner,
+                "mode {mode:o}: wrong access for the owner who is in the group"
+            );
+            assert_eq!(
+                may(somebody(1000, &[5, 36]), mode),
+                group,
+                "mode {mode:o}: wrong access for a member of the group"
+            );
+            assert_eq!(
+                may(somebody(1000, &[5]), mode),
+                others,
+                "mode {mode:o}: wrong access for another user"
+            );
+            assert!(
+                may(somebody(0, &[]), mode),
+                "mode {mode:o}: root has no access"
+            );
+            assert!(
+                may(somebody(DAEMON, &[]), mode),
+                "mode {mode:o}: the daemon's own user has no access"
+            );
         }
     }
 
     #[test]
     fn credentials_come_from_the_kernel() {
-        let (one, _other) = UnixStream::pair().expect("sockets");
-        let credentials = Credentials::of(&one).expect("told");
+        let (one, _other) = UnixStream::pair().expect("cannot create a socket pair");
+        let credentials = Credentials::of(&one).expect("cannot read the peer's credentials");
         assert_eq!(credentials.pid, std::process::id());
         assert_eq!(credentials.user, rustix::process::geteuid().as_raw());
-        let mut groups = rustix::process::getgroups().expect("told");
+        let mut groups = rustix::process::getgroups().expect("cannot read this process's groups");
         groups.push(rustix::process::getegid());
         for group in groups {
-            assert!(credentials.groups.contains(&group.as_raw()), "{group:?}");
+            assert!(
+                credentials.groups.contains(&group.as_raw()),
+                "the credentials lack group {group:?} of this process"
+            );
         }
     }
 }

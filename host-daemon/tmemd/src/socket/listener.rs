@@ -16,16 +16,16 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 /// The configured permissions of a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Access {
-    /// User; None for the daemon's user.
+    /// User id of the owner; None for the daemon's user.
     pub owner: Option<u32>,
-    /// Group; None for the daemon's group.
+    /// Id of the group; None for the daemon's group.
     pub group: Option<u32>,
     /// Permission bits.
     pub mode: u32,
 }
 
 impl Default for Access {
-    /// The daemon's user and group only.
+    /// Returns the access of the daemon's user and group only.
     fn default() -> Access {
         Access {
             owner: None,
@@ -35,24 +35,24 @@ impl Default for Access {
     }
 }
 
-/// Connections that may wait to be accepted.
+/// Number of connections that may wait to be accepted.
 const BACKLOG: i32 = 64;
 
-/// A listening socket. Dropping it removes its file, if the file is still its own.
+/// Listening socket. Dropping it removes its file, unless another file has taken its place.
 pub struct Listener {
     /// The socket; accepting never blocks.
     pub socket: UnixListener,
     path: PathBuf,
     device_inode: (u64, u64),
-    /// User and group of the file when it was created: the daemon's.
+    /// User and group that the file had when it was created, those of the daemon.
     created_as: (u32, u32),
     /// The configured permission bits.
     mode: AtomicU32,
-    /// The file is removed, and another file may have its inode.
+    /// Whether the file was removed. Another file may have its inode then.
     closed: AtomicBool,
 }
 
-/// A peer that a socket does not admit.
+/// Peer that a socket does not admit.
 #[derive(Debug)]
 pub struct UnauthorizedPeer {
     credentials: Credentials,
@@ -82,7 +82,7 @@ fn probe(path: &Path) -> io::Result<UnixStream> {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
         connected => return connected,
     }
-    // A handle of the file, so that the file cannot be exchanged meanwhile.
+    // A handle of the file ensures that the checks and changes refer to the same file.
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::openat(CWD, path, flags, Mode::empty())?;
     let metadata = std::fs::File::from(file.try_clone()?).metadata()?;
@@ -226,7 +226,8 @@ impl Listener {
         }
     }
 
-    /// Removes the file, if it is still its own, even if other users of the listener remain.
+    /// Removes the socket's file, unless another file has taken its place. Other users of the
+    /// listener do not prevent that.
     pub fn close(&self) {
         if self.closed.swap(true, Ordering::SeqCst) {
             return;

@@ -23,7 +23,7 @@ pub fn consume(fd: &OwnedFd) {
     let _ = rustix::io::preadv2(fd, &mut buffers, NO_OFFSET, ReadWriteFlags::NOWAIT);
 }
 
-/// Offset -1 of preadv2(2): the file's own position, which an eventfd does not have.
+/// Offset -1 of preadv2(2), which stands for the file's own position. An eventfd has no position.
 const NO_OFFSET: u64 = u64::MAX;
 
 #[cfg(test)]
@@ -34,8 +34,9 @@ mod tests {
 
     #[test]
     fn consume_resets_the_counter_and_never_blocks() {
-        // Without O_NONBLOCK, which a front end can clear at any time. A plain read would block.
-        let fd = eventfd(3, EventfdFlags::CLOEXEC).expect("eventfd");
+        // The eventfd has no O_NONBLOCK, which a front end can clear at any time, so a plain read
+        // would block.
+        let fd = eventfd(3, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
         let (sender, done) = mpsc::channel();
         std::thread::spawn(move || {
             consume(&fd);
@@ -47,11 +48,16 @@ mod tests {
                 tv_sec: 0,
                 tv_nsec: 0,
             };
-            let left = rustix::event::poll(&mut polled, Some(&now)).expect("poll");
+            let left =
+                rustix::event::poll(&mut polled, Some(&now)).expect("cannot poll the eventfd");
             consume(&fd);
-            sender.send(left).expect("waited for");
+            sender.send(left).expect("the test waits for the message");
         });
         let left = done.recv_timeout(std::time::Duration::from_secs(30));
-        assert_eq!(left, Ok(0), "a signal is left, or consume blocked");
+        assert_eq!(
+            left,
+            Ok(0),
+            "consume left a signal in the eventfd or blocked"
+        );
     }
 }

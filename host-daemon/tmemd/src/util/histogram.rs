@@ -7,11 +7,11 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Number of buckets: below 1 µs, then up to 2, 4, … 16,384 µs, which is longer than a drain may
-/// take, and all longer times.
+/// Number of buckets. The first counts times below 1 µs, the next ones times up to 2, 4, … 16,384
+/// µs, which is longer than a drain may take. The last one counts all longer times.
 pub const BUCKETS: usize = 16;
 
-/// A histogram that any thread may update.
+/// Latency histogram that any thread may update.
 #[derive(Debug, Default)]
 pub struct Histogram {
     sum_ns: AtomicU64,
@@ -60,7 +60,10 @@ mod tests {
             let read = histogram.read();
             let mut wanted = vec![0; BUCKETS];
             wanted[bucket] = 1;
-            assert_eq!(read.buckets, wanted, "{ns} ns");
+            assert_eq!(
+                read.buckets, wanted,
+                "{ns} ns were counted in the wrong bucket"
+            );
             assert_eq!(read.sum_ns, i64::try_from(ns).unwrap_or(i64::MAX));
         }
     }

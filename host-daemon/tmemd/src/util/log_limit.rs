@@ -9,32 +9,32 @@ use crate::util::rate_limit::{RateLimit, since_start_ns};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Lines of a VM or of a socket in a burst.
+/// Number of lines that a VM or a socket may log at once.
 const BURST: u32 = 10;
-/// Time in which a VM or a socket earns one more line.
+/// Time after which a VM or a socket that used up its burst may log one more line.
 const PERIOD: Duration = Duration::from_secs(5);
 
-/// Lines of all VMs in a burst. The maximum number of VMs can reconnect at once, and half of them
-/// can fail.
+/// Number of lines that all VMs together may log at once. The maximum number of VMs can reconnect
+/// at once, and half of them can fail.
 const BURST_ALL: u32 = 512;
-/// Time in which all VMs together earn one more line: 86,400 lines a day, some 20 MB.
+/// Time after which all VMs together may log one more line: 86,400 lines a day, some 20 MB.
 const PERIOD_ALL: Duration = Duration::from_secs(1);
 
-/// The bound on all VMs of the process, which has one log.
+/// Bound on the lines of all VMs. It belongs to the process, because the process has one log.
 static ALL: RateLimit = RateLimit::new();
 
-/// The bound on the lines of one VM or of one socket.
+/// Bound on the log lines of one VM or of one socket.
 #[derive(Debug)]
 pub(crate) struct LogLimit {
     own: RateLimit,
-    /// The bound on all VMs, which also applies to a VM.
+    /// Bound on the lines of all VMs, which also applies to a VM; None for a socket.
     all: Option<&'static RateLimit>,
-    /// Guards the number of lines left out since the last line. Leaf lock.
+    /// Guards the number of lines that were left out since the last line. Leaf lock.
     left_out: Mutex<u64>,
 }
 
 impl Default for LogLimit {
-    /// Creates the limit of a socket.
+    /// Creates the bound of a socket.
     fn default() -> LogLimit {
         LogLimit::const_default()
     }
@@ -50,7 +50,7 @@ impl LogLimit {
         }
     }
 
-    /// Creates the limit of a VM.
+    /// Creates the bound of a VM.
     pub(crate) fn of_vm() -> LogLimit {
         LogLimit::within(&ALL)
     }
@@ -62,8 +62,8 @@ impl LogLimit {
         }
     }
 
-    /// Returns the number of lines left out before this one, or None if this line must be left out,
-    /// too.
+    /// Admits a line. Returns the number of lines that were left out before it, or None if this
+    /// line must be left out, too.
     pub(crate) fn admit(&self, now: Instant) -> Option<u64> {
         let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
         let now_ns = since_start_ns(now);
@@ -111,7 +111,7 @@ mod tests {
         };
         let lines: u32 = (0..BURST).map(|_| round(start).0).sum();
         assert_eq!(lines, BURST_ALL);
-        // The VMs keep their own lines, and no left-out line is uncounted.
+        // The bound on all VMs uses up no line of a single VM, and each left-out line is counted.
         let later = start + 1000 * PERIOD_ALL;
         assert_eq!(round(later), (100, u64::from(100 * BURST - BURST_ALL)));
     }

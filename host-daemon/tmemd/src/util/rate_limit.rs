@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Origin of the times of limits that have no clock of their own.
+/// Time 0 of the limits that have no clock of their own.
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// Converts a time to nanoseconds since [`START`]; earlier times are 0.
@@ -30,9 +30,9 @@ impl RateLimit {
         }
     }
 
-    /// Counts work that takes `cost_ns` at the permitted rate. Returns false, and counts nothing, if
-    /// admitted work takes `burst_ns` or longer from now on. Work that begins within the rate is
-    /// admitted completely.
+    /// Counts work that takes `cost_ns` at the permitted rate. Returns false, and counts nothing,
+    /// if the work admitted so far takes `burst_ns` or longer from now on. Work that begins within
+    /// the rate is admitted completely.
     pub(crate) fn admit(&self, now_ns: u64, cost_ns: u64, burst_ns: u64) -> bool {
         let admitted = |through_ns: u64| {
             let from_ns = through_ns.max(now_ns);

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Rate limit of a VM in pages per second, if the operator sets one.
 //!
-//! Slices are fair among VMs, but without other demand a single VM is bounded by the workers alone.
-//! A request beyond the rate is answered at once: its pages are refused or missed, which costs a
-//! tenth of storing them. Out of scope: delaying a request, because a guest would take a delay for
-//! a fault of the device.
+//! Slices share the workers fairly among VMs, but a single VM may use all of them if no other VM
+//! needs them. A request beyond the rate is answered at once: its pages are refused or missed,
+//! which costs a tenth of storing them. Out of scope: delaying a request, because a guest would
+//! take a delay for a fault of the device.
 
 use crate::util::rate_limit::RateLimit;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Burst of a VM that was quiet: the pages of one second, in ns. A guest that reads a file now and
-/// then does so at full speed.
+/// Burst of a VM that sent few requests before: the pages of one second, in ns. So a guest that
+/// reads a file now and then reads it at full speed.
 const BURST_NS: u64 = 1_000_000_000;
 
 /// The rate limit of a VM.
@@ -19,12 +19,12 @@ const BURST_NS: u64 = 1_000_000_000;
 pub struct RequestRate {
     /// Pages per second, the same for all VMs; 0 for no limit.
     per_second: Arc<AtomicU64>,
-    /// The pages that were admitted, in times of the daemon's clock.
+    /// Limit on the pages of the VM, in times of the daemon's clock.
     limit: RateLimit,
 }
 
 impl RequestRate {
-    /// Creates the limit of a VM that was quiet.
+    /// Creates the rate limit of a VM that sent no request yet.
     pub fn new(per_second: &Arc<AtomicU64>) -> RequestRate {
         RequestRate {
             per_second: per_second.clone(),
@@ -32,8 +32,9 @@ impl RequestRate {
         }
     }
 
-    /// Counts the pages of a request. Returns false if it exceeds the rate. A request that begins
-    /// within the rate is admitted completely, so that some requests of any size are.
+    /// Counts the pages of a request. Returns false if the request exceeds the rate. A request that
+    /// begins within the rate is admitted completely, so that a request of any size is admitted at
+    /// some time.
     pub fn admit(&self, now_ns: u64, pages: u32) -> bool {
         let per_second = self.per_second.load(Ordering::Relaxed);
         if per_second == 0 {
@@ -50,8 +51,8 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// Returns the pages that are admitted at each of these times, of 10,000 requested in batches
-    /// of `batch`.
+    /// Requests 10,000 pages in batches of `batch` at each of the given times. Returns how many of
+    /// them are admitted at each time.
     fn admitted(rate: &RequestRate, batch: u32, times: &[u64]) -> Vec<u32> {
         let at = |now: &u64| {
             let requests = (0..10_000 / batch).filter(|_| rate.admit(*now, batch));
@@ -66,7 +67,7 @@ mod tests {
         let times = [5 * SECOND, 5 * SECOND, 5 * SECOND + SECOND / 2, 9 * SECOND];
         let rate = RequestRate::new(&per_second);
         assert_eq!(admitted(&rate, 1, &times), [1000, 0, 500, 1000]);
-        // The last batch begins within the rate.
+        // The last batch begins within the rate and is admitted completely.
         let rate = RequestRate::new(&per_second);
         assert_eq!(admitted(&rate, 64, &times), [1024, 0, 512, 1024]);
         // With a rate below one batch per second, some batches are admitted.

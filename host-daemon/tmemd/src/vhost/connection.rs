@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The control thread of a VM's connection, which processes vhost-user messages one by one.
 //!
-//! A front end that sends half a message, or none, blocks only its own thread. At the end of the
-//! connection the tenant is emptied and the vrings are stopped, whatever ended it.
+//! A front end that sends half a message, or none, blocks only its own thread. However the
+//! connection ends, the tenant is then emptied and the vrings are stopped.
 
 use crate::events::bus::EventKind;
 use crate::host::background::BackgroundWorkers;
@@ -17,7 +17,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
-/// The parts of the daemon that a connection uses.
+/// Parts of the daemon that a connection uses.
 #[derive(Clone)]
 pub struct ConnectionContext {
     /// The data workers.
@@ -28,17 +28,17 @@ pub struct ConnectionContext {
     pub clock: ClockAndEntropy,
 }
 
-/// A connection that occupies its VM's slot, from its first message to its end.
+/// Connection that occupies its VM's slot for a front end, from its first message to its end.
 pub struct Session {
     device: Arc<Mutex<Device>>,
     background: Arc<BackgroundWorkers>,
-    /// The last field, so that the slot becomes free only after the device has ended.
+    /// This is the last field, so that the slot becomes free only after the device has ended.
     _connected: Connected,
 }
 
 impl Session {
-    /// Occupies the VM's slot and empties the tenant. Returns None if that fails, after logging the
-    /// reason.
+    /// Occupies the VM's slot and empties the tenant. Returns None, after logging the reason, if
+    /// the slot is taken or the system lacks a resource.
     pub fn begin(
         vm: &Arc<Vm>,
         stream: &UnixStream,

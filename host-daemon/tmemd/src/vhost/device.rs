@@ -35,11 +35,12 @@ const VIRTIO_F_INDIRECT_DESC: u64 = 1 << 28;
 const VIRTIO_F_EVENT_IDX: u64 = 1 << 29;
 const VIRTIO_F_IN_ORDER: u64 = 1 << 35;
 
-/// Offered features: no reserved bit of the device, no packed ring, no ACCESS_PLATFORM (SPEC.md,
-/// "Feature bits").
+/// Features that the device offers. It offers no reserved bit, no packed ring and no
+/// ACCESS_PLATFORM (SPEC.md, "Feature bits").
 ///
 /// Rings are used in order and LATENCIES is served whether or not the driver accepted the bits: the
-/// replay after a lost back end needs the order, and older drivers send LATENCIES without negotiation.
+/// replay after a lost back end needs the order, and older drivers send LATENCIES without
+/// negotiation.
 const FEATURES: u64 = VIRTIO_F_VERSION_1
     | VIRTIO_F_INDIRECT_DESC
     | VIRTIO_F_EVENT_IDX
@@ -48,8 +49,8 @@ const FEATURES: u64 = VIRTIO_F_VERSION_1
     | VhostUserVirtioFeatures::LOG_ALL.bits()
     | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
 
-/// Offered protocol features. STATUS is missing because the library does not handle it.
-/// INFLIGHT_SHMFD is missing because a drain leaves nothing in flight, and requests of a killed
+/// Protocol features that the device offers. STATUS is missing because the library does not handle
+/// it. INFLIGHT_SHMFD is missing because a drain leaves nothing in flight, and requests of a killed
 /// daemon are replayed, which is safe because they are idempotent.
 const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
     .union(VhostUserProtocolFeatures::CONFIG)
@@ -58,20 +59,20 @@ const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::
     .union(VhostUserProtocolFeatures::RESET_DEVICE)
     .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS);
 
-/// The back end of one connection.
+/// vhost-user back end of one connection.
 pub struct Device {
     link: Arc<Link>,
     vrings: Vec<Arc<Vring>>,
     workers: Arc<Workers>,
     background: Arc<BackgroundWorkers>,
     memory: Arc<Memory>,
-    /// Set if the guest's memory or the dirty log lost a page.
+    /// Flag that is set if the guest's memory or the dirty log lost a page.
     lost: Arc<Lost>,
     log: Arc<DirtyLog>,
     missed_pages: u64,
     /// Heartbeat of the control thread while it waits for workers.
     heartbeat: Heartbeat,
-    /// The last message was refused, and the connection may continue.
+    /// Whether the last message was refused although the connection may continue.
     refused: bool,
 }
 
@@ -126,7 +127,7 @@ impl Device {
         })
     }
 
-    /// Returns true once after a message that was refused without ending the connection.
+    /// Returns true once after a message that was refused although the connection may continue.
     pub fn take_refused(&mut self) -> bool {
         std::mem::take(&mut self.refused)
     }
@@ -148,8 +149,9 @@ impl Device {
         })
     }
 
-    /// Begins a drain without waiting: workers leave at the end of their chain and soon cut it
-    /// short. A simulator calls it to interrupt a slice, because it has no second thread.
+    /// Begins a drain without waiting for it: each worker leaves its vring at the end of the
+    /// current chain, and soon cuts that chain short. A simulator calls it to interrupt a slice,
+    /// because it has no second thread.
     pub fn begin_drain(&self) {
         self.vrings.iter().for_each(|vring| vring.raise_hold());
     }
@@ -195,7 +197,8 @@ impl Device {
         }
     }
 
-    /// Gives a new memory table to all vrings. The old table is unmapped later.
+    /// Gives a new memory table to all vrings. The old table is unmapped later, by a background
+    /// worker.
     fn replace_memory(&mut self, memory: Memory) {
         let memory = Arc::new(memory);
         self.hold(&self.vrings, |states| {
@@ -261,7 +264,7 @@ impl Device {
 /// `notifier::interrupt` blocks, whatever the front end does with the flags of the shared file.
 ///
 /// # Errors
-/// It is no eventfd.
+/// The descriptor is not an eventfd.
 fn event_fd(file: File) -> Result<OwnedFd> {
     let fd = OwnedFd::from(file);
     let bad = |what: String| failed(format!("not an eventfd: {what}"));
@@ -299,8 +302,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         }
         let enable = features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0;
         self.hold(&self.vrings, |states| {
-            // Changed while nothing is written, so that each write is either before or after the
-            // change.
+            // The log changes while nothing is written, so that each write comes either before or
+            // after the change.
             self.log
                 .set_enabled(features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0);
             for state in states {
@@ -567,9 +570,9 @@ mod tests {
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-    /// Returns the number of mappings of a file name in this process.
+    /// Returns the number of mappings of files with this name in this process.
     fn mapped(name: &str) -> usize {
-        let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("cannot read /proc/self/maps");
         maps.lines().filter(|line| line.contains(name)).count()
     }
 
@@ -581,22 +584,28 @@ mod tests {
         Arc<BackgroundWorkers>,
     ) {
         let engine = tmem_pool::Engine::new(tmem_pool::EngineConfig::new(1 << 20, 1))
-            .expect("address space");
-        let config: crate::config::settings::VmConfig =
-            "name=test,socket=none".parse().expect("good");
+            .expect("cannot reserve the pool's address space");
+        let config: crate::config::settings::VmConfig = "name=test,socket=none"
+            .parse()
+            .expect("the VM's settings are valid");
         let spec = tmem_pool::TenantSpec::new("test", config.quota);
-        let tenant = engine.add_tenant(spec).expect("fits");
+        let tenant = engine
+            .add_tenant(spec)
+            .expect("the pool cannot add the tenant");
         let clock = ClockAndEntropy::host();
         let heartbeats = Arc::default();
-        let background = BackgroundWorkers::start(engine, &clock, 1, &heartbeats).expect("starts");
+        let background = BackgroundWorkers::start(engine, &clock, 1, &heartbeats)
+            .expect("cannot start the thread");
         let workers = Arc::new(
-            Workers::start(1, Default::default(), &background, &heartbeats).expect("start"),
+            Workers::start(1, Default::default(), &background, &heartbeats)
+                .expect("cannot start the workers"),
         );
         background.stop();
         let vm = Arc::new(Vm::new(config, tenant, None, Arc::default()));
         let (own_workers, own_background) = (workers.clone(), background.clone());
         let device = move || {
-            let (own, front_end) = std::os::unix::net::UnixStream::pair().expect("sockets");
+            let (own, front_end) =
+                std::os::unix::net::UnixStream::pair().expect("cannot create a socket pair");
             let (workers, background) = (own_workers.clone(), own_background.clone());
             let device = Device::new(
                 vm.clone(),
@@ -605,12 +614,13 @@ mod tests {
                 background,
                 clock.clone(),
             );
-            (device.expect("random"), front_end)
+            (device.expect("the host has no random numbers"), front_end)
         };
         (device, workers, background)
     }
 
-    /// Chains are answered one by one in ring order, so these limits bound the work in flight.
+    /// The limits on queues and their sizes bound the work in flight, because chains are answered
+    /// one by one in ring order.
     #[test]
     fn queues_and_their_sizes_are_limited() {
         let (device, workers, _background) = devices();
@@ -618,20 +628,40 @@ mod tests {
         let last = QUEUES as u32 - 1;
         for queue in [0, 1, last] {
             for size in [1, 2, 512, 1024] {
-                device.set_vring_num(queue, size).expect("a power of two");
+                device
+                    .set_vring_num(queue, size)
+                    .expect("a power of two is a valid queue size");
             }
             for size in [0, 3, 1023, 1025, 2048, 1 << 16, 1 << 31, u32::MAX] {
-                let error = device.set_vring_num(queue, size).expect_err("none");
-                assert!(error.to_string().contains(&size.to_string()), "{error}");
+                let error = device
+                    .set_vring_num(queue, size)
+                    .expect_err("an invalid queue size was accepted");
+                assert!(
+                    error.to_string().contains(&size.to_string()),
+                    "the error does not give the size {size}: {error}"
+                );
             }
-            device.set_vring_base(queue, 65_535).expect("the last");
-            device.set_vring_base(queue, 65_536).expect_err("too far");
+            device
+                .set_vring_base(queue, 65_535)
+                .expect("65,535 is a valid base");
+            device
+                .set_vring_base(queue, 65_536)
+                .expect_err("a base beyond 65,535 was accepted");
         }
         for queue in [last + 1, 256, 1 << 31, u32::MAX] {
-            device.set_vring_num(queue, 1).expect_err("no such queue");
-            device.set_vring_base(queue, 0).expect_err("no such queue");
-            assert!(device.get_vring_base(queue).is_err(), "no such queue");
-            device.set_vring_enable(queue, true).expect_err("none");
+            device
+                .set_vring_num(queue, 1)
+                .expect_err("a queue that does not exist was configured");
+            device
+                .set_vring_base(queue, 0)
+                .expect_err("a queue that does not exist was configured");
+            assert!(
+                device.get_vring_base(queue).is_err(),
+                "a queue that does not exist has a base"
+            );
+            device
+                .set_vring_enable(queue, true)
+                .expect_err("a queue that does not exist was enabled");
         }
         workers.stop();
     }
@@ -640,23 +670,34 @@ mod tests {
     fn memory_table_changes_in_a_loop_leave_no_mappings() {
         let (device, workers, background) = devices();
         let name = "tmemd-changes-in-a-loop";
-        let file = memfd_create(name, MemfdFlags::ALLOW_SEALING).expect("memfd");
-        ftruncate(&file, 4096).expect("its length");
-        fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+        let file = memfd_create(name, MemfdFlags::ALLOW_SEALING).expect("cannot create a memfd");
+        ftruncate(&file, 4096).expect("cannot set the length of the memfd");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("cannot seal the memfd");
         let region = VhostUserMemoryRegion::new(0, 4096, 0, 0);
         // The bound holds across connections, too.
         for connection in 0..3 {
             let (mut device, _front_end) = device();
             for _ in 0..50 {
-                let file = file.try_clone().expect("another handle").into();
+                let file = file
+                    .try_clone()
+                    .expect("cannot duplicate the descriptor")
+                    .into();
                 device
                     .set_mem_table(&[region], vec![file], None)
-                    .expect("good");
+                    .expect("the memory table is valid");
             }
             // The first of the kept tables was empty, and the device itself has one more.
-            assert_eq!(mapped(name), DISCARDED_MAX, "connection {connection}");
+            assert_eq!(
+                mapped(name),
+                DISCARDED_MAX,
+                "connection {connection} waits for another number of mappings"
+            );
             device.end();
-            assert_eq!(mapped(name), DISCARDED_MAX - 1, "connection {connection}");
+            assert_eq!(
+                mapped(name),
+                DISCARDED_MAX - 1,
+                "connection {connection} still waits for the freed mapping"
+            );
         }
         background.unmap();
         assert_eq!(mapped(name), 0);
@@ -665,17 +706,22 @@ mod tests {
 
     #[test]
     fn only_eventfds_are_kicks_and_calls() {
-        let fd = eventfd(0, EventfdFlags::empty()).expect("eventfd");
-        let other = fd.try_clone().expect("a second handle");
-        let fd = event_fd(fd.into()).expect("an eventfd");
+        let fd = eventfd(0, EventfdFlags::empty()).expect("cannot create an eventfd");
+        let other = fd.try_clone().expect("cannot duplicate the descriptor");
+        let fd = event_fd(fd.into()).expect("an eventfd is accepted");
         // Reading an empty eventfd must not block.
         crate::util::event_fd::consume(&fd);
         crate::util::event_fd::signal(&other);
-        let (reader, _writer) = std::io::pipe().expect("pipe");
-        let file = tempfile::tempfile().expect("file");
+        let (reader, _writer) = std::io::pipe().expect("cannot create a pipe");
+        let file = tempfile::tempfile().expect("cannot create a temporary file");
         for odd in [OwnedFd::from(reader).into(), file] {
-            let error = event_fd(odd).expect_err("not an eventfd").to_string();
-            assert!(error.contains("not an eventfd"), "{error}");
+            let error = event_fd(odd)
+                .expect_err("a descriptor that is not an eventfd was accepted")
+                .to_string();
+            assert!(
+                error.contains("not an eventfd"),
+                "the error has another text: {error}"
+            );
         }
     }
 
@@ -689,7 +735,7 @@ mod tests {
         ] {
             assert_eq!(FEATURES & (1 << bit), 0);
         }
-        // ACCESS_PLATFORM and RING_PACKED.
+        // These bits are ACCESS_PLATFORM and RING_PACKED.
         assert_eq!(FEATURES & (1 << 33 | 1 << 34), 0);
     }
 }

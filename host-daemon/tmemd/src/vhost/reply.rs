@@ -21,31 +21,32 @@ use std::{ptr, slice};
 /// Longest message of several parts that becomes a sendto(2): twice the longest vhost-user reply.
 const MESSAGE_BYTES_MAX: usize = 8 << 10;
 
-/// sendmsg(2), by sendto(2) if the message carries no control data.
+/// Sends a message as sendmsg(2) does, but with sendto(2) if the message carries no control data.
 ///
 /// # Safety
-/// `message` is valid as for libc's sendmsg().
+/// `message` must be valid as for libc's sendmsg().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int) -> isize {
-    // SAFETY: as the caller says.
+    // SAFETY: the caller promises a valid message.
     let (header, parts) = unsafe { (&*message, parts(&*message)) };
     let mut buffer = [0u8; MESSAGE_BYTES_MAX];
-    // SAFETY: each part is readable, as the caller says.
+    // SAFETY: each part is readable, because the caller promises a valid message.
     let data = unsafe { join(parts, &mut buffer) };
     let (Some((data, bytes)), true) = (data, header.msg_controllen == 0) else {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller promises a valid message.
         return unsafe { libc::syscall(libc::SYS_sendmsg, fd, message, flags) as isize };
     };
     let (to, to_bytes) = (header.msg_name.cast_const().cast(), header.msg_namelen);
-    // SAFETY: the data is a part of the message or of the buffer, and the address is as the caller says.
+    // SAFETY: the data is a part of the message or of the buffer, and the caller promises a valid
+    // address.
     unsafe { libc::sendto(fd, data.cast(), bytes, flags, to, to_bytes) }
 }
 
-/// The bytes of the parts, one after the other, copied if there are several parts. None: they are too many to be
-/// copied.
+/// Returns the address and length of the bytes of all parts, one after the other. Several parts are
+/// copied to the buffer. Returns None if they do not fit.
 ///
 /// # Safety
-/// Each part names that many readable bytes.
+/// Each part must name that many readable bytes.
 unsafe fn join(
     parts: &[iovec],
     buffer: &mut [u8; MESSAGE_BYTES_MAX],
@@ -57,7 +58,7 @@ unsafe fn join(
             let mut bytes = 0;
             for part in parts.iter().filter(|part| part.iov_len > 0) {
                 let end = part.iov_len.checked_add(bytes)?;
-                // SAFETY: as the caller says.
+                // SAFETY: the caller promises that the part is readable.
                 let from = unsafe { slice::from_raw_parts(part.iov_base.cast(), part.iov_len) };
                 buffer.get_mut(bytes..end)?.copy_from_slice(from);
                 bytes = end;
@@ -67,16 +68,16 @@ unsafe fn join(
     }
 }
 
-/// The parts of the message.
+/// Returns the parts of a message.
 ///
 /// # Safety
-/// The message is valid as for libc's sendmsg().
+/// The message must be valid as for libc's sendmsg().
 unsafe fn parts(message: &msghdr) -> &[iovec] {
     // The type of the number differs between C libraries.
     #[allow(clippy::unnecessary_cast, reason = "musl has an int there")]
     match message.msg_iovlen as usize {
         0 => &[],
-        // SAFETY: as the caller says.
+        // SAFETY: the caller promises a valid message.
         count => unsafe { slice::from_raw_parts(message.msg_iov, count) },
     }
 }
@@ -94,7 +95,7 @@ mod tests {
     #[test]
     fn messages_of_any_length_and_number_of_parts_arrive() {
         const LONG: usize = MESSAGE_BYTES_MAX + 1;
-        let (left, mut right) = UnixStream::pair().expect("a pair");
+        let (left, mut right) = UnixStream::pair().expect("cannot create a socket pair");
         let long = vec![7; LONG];
         let messages: [&[&[u8]]; 5] = [
             &[],
@@ -105,39 +106,54 @@ mod tests {
         ];
         for parts in messages {
             let sent = parts.concat();
-            let bytes = left.send_with_fds(parts, &[]).expect("sent");
+            let bytes = left
+                .send_with_fds(parts, &[])
+                .expect("cannot send the message");
             assert_eq!(bytes, sent.len());
             let mut received = vec![0; bytes];
-            right.read_exact(&mut received).expect("received");
+            right
+                .read_exact(&mut received)
+                .expect("cannot receive the reply");
             assert_eq!(received, sent);
         }
     }
 
-    /// A descriptor still passes where no sandbox forbids it: tests that link the daemon send descriptors of
-    /// their own.
+    /// Without a sandbox sendmsg(2) still passes descriptors, because tests that link the daemon
+    /// send descriptors of their own.
     #[test]
     fn sent_bytes_and_descriptors_arrive_complete() {
-        let (left, mut right) = UnixStream::pair().expect("a pair");
+        let (left, mut right) = UnixStream::pair().expect("cannot create a socket pair");
         let parts: [&[u8]; 3] = [b"head", b"", b"body"];
-        assert_eq!(left.send_with_fds(&parts, &[]).expect("sent"), 8);
+        assert_eq!(
+            left.send_with_fds(&parts, &[])
+                .expect("cannot send the message"),
+            8
+        );
         let mut read = [0; 8];
-        right.read_exact(&mut read).expect("received");
+        right
+            .read_exact(&mut read)
+            .expect("cannot receive the bytes");
         assert_eq!(&read, b"headbody");
-        let passed = eventfd(7, EventfdFlags::CLOEXEC).expect("eventfd");
+        let passed = eventfd(7, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
         let sent = left.send_with_fd(&b"x"[..], passed.as_raw_fd());
-        assert_eq!(sent.expect("sent"), 1);
-        let received: (usize, Option<File>) = right.recv_with_fd(&mut read).expect("received");
+        assert_eq!(sent.expect("cannot send the reply"), 1);
+        let received: (usize, Option<File>) = right
+            .recv_with_fd(&mut read)
+            .expect("cannot receive the message");
         let mut count = [0; 8];
-        let mut file = received.1.expect("a descriptor");
-        file.read_exact(&mut count).expect("the eventfd");
+        let mut file = received.1.expect("the message has no descriptor");
+        file.read_exact(&mut count)
+            .expect("cannot read the eventfd");
         assert_eq!(u64::from_ne_bytes(count), 7);
     }
 
     #[test]
     fn a_closed_peer_is_an_error_and_no_signal() {
-        let (left, right) = UnixStream::pair().expect("a pair");
+        let (left, right) = UnixStream::pair().expect("cannot create a socket pair");
         drop(right);
-        let error = left.send_with_fds(&[&b"x"[..]], &[]).expect_err("closed");
+        let error = left
+            .send_with_fds(&[&b"x"[..]], &[])
+            .expect_err("a message was sent to a closed socket");
         assert_eq!(error.errno(), libc::EPIPE);
     }
 }

@@ -18,20 +18,20 @@ use std::time::Instant;
 use tmem_pool::{Put, PutResult, stored_bytes};
 use tmem_trace::format::{Blind, Event, Op, SizeClass, Writer};
 
-/// Bytes that are written to the file at once: some ten thousand events.
+/// Number of bytes that are written to the file at once: some ten thousand events.
 const BUFFER_BYTES: usize = 64 << 10;
 
 struct TraceState {
     writer: Writer,
     buffer: Vec<u8>,
-    /// Bytes that may still be written.
+    /// Number of bytes that may still be written to the trace.
     left_bytes: u64,
     /// Sends full buffers to the writing thread; None after the trace has ended.
     full: Option<Sender<Vec<u8>>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A trace that is being recorded.
+/// Recorder of a trace.
 pub struct Recorder {
     path: PathBuf,
     begun: Instant,
@@ -111,7 +111,7 @@ impl Recorder {
             ..
         } = &mut *state;
         let Some(sender) = full else { return };
-        // Read under the lock, so that time never runs backwards in the trace.
+        // The time is read under the lock, so that times never decrease in the trace.
         let time_us = self.begun.elapsed().as_micros() as u64;
         let mut is_full = false;
         for op in ops {
@@ -200,7 +200,7 @@ impl Tap {
         self.recorder.record(self.tenant, ops);
     }
 
-    /// Records a flush; without a number of pages it reaches to the end of the object.
+    /// Records a flush. If `nr_pages` is None, the flush reaches to the end of the object.
     pub fn flush(&self, pool: u32, object: u64, index: u64, nr_pages: Option<u64>) {
         let (object, distance) = self.recorder.blind.object(self.tenant, pool, object);
         let op = match (index, nr_pages) {
@@ -214,14 +214,14 @@ impl Tap {
         self.recorder.record(self.tenant, op.into_iter());
     }
 
-    /// Records the end of a pool.
+    /// Records that a guest destroyed a pool.
     pub fn destroy_pool(&self, pool: u32) {
         let pool = self.recorder.blind.pool(self.tenant, pool);
         self.recorder
             .record(self.tenant, std::iter::once(Op::DestroyPool(pool)));
     }
 
-    /// Records the end of all pools.
+    /// Records that all pools of a VM end.
     pub fn clear(&self) {
         self.recorder
             .record(self.tenant, std::iter::once(Op::Clear));

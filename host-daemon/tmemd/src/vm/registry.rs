@@ -28,11 +28,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tmem_control::VmSpec;
 use tmem_pool::{AdmissionError, Engine, Quota, TenantSpec};
 
-/// Permission bits that a socket may have. Only write permission matters for a socket; other bits
-/// are a mistake.
+/// Permission bits that the mode of a socket may have. Only write permission matters for a socket;
+/// a mode with other bits is a mistake.
 const MODE_BITS: i64 = 0o666;
 
-/// Suffix of a VM's name while the VM from which it is migrated on this host still exists.
+/// Suffix of the name of a VM that is migrated within this host, as long as the VM at the source
+/// still exists.
 const INCOMING: &str = "+incoming";
 
 /// Quota of a removed VM. It frees the reserve at once, before the last page is freed.
@@ -45,9 +46,9 @@ const NOTHING: Quota = Quota {
 /// Why a VM is refused; a sentence without the VM's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// Because of its quota.
+    /// The quota is invalid or does not fit.
     Quota(String),
-    /// For another reason.
+    /// Another value of the request is invalid or conflicts with another VM.
     Vm(String),
 }
 
@@ -60,12 +61,12 @@ impl std::fmt::Display for Refused {
 
 struct Member {
     vm: Arc<Vm>,
-    /// None until the daemon can serve.
+    /// Socket of the VM; None until the daemon can serve it.
     listener: Option<Arc<Listener>>,
     /// The request with which the VM was added, as it is stored; None for a VM of the
     /// configuration.
     added: Option<VmSpec>,
-    /// Why the VM was restored with a smaller reserve; text for operators.
+    /// Text for operators, if the VM was restored with a smaller reserve.
     short: Option<String>,
 }
 
@@ -74,13 +75,13 @@ pub struct Registry {
     engine: Arc<Engine>,
     recorder: Option<Arc<Recorder>>,
     events: Arc<Events>,
-    /// Rate limit of each VM, see `RequestRate`.
+    /// Rate limit of each VM in pages per second, see `RequestRate`.
     pages_per_second: Arc<AtomicU64>,
     run_directory: PathBuf,
     store: VmStore,
     /// Guards the VMs in the order of their arrival, and the number of VMs that ever arrived.
     members: Mutex<(Vec<Member>, u32)>,
-    /// Signalled when the listening sockets have changed.
+    /// Descriptor that is signalled when the listening sockets have changed.
     changed: OwnedFd,
 }
 
@@ -90,7 +91,7 @@ impl Member {
     }
 }
 
-/// Returns the name of the second end of a migration on this host.
+/// Returns the name of the target of a migration within this host, from the name of the source.
 fn incoming(name: &str) -> String {
     // Names are ASCII, so every byte is a character boundary.
     let room = NAME_BYTES_MAX - INCOMING.len();
@@ -213,7 +214,7 @@ impl Registry {
         });
         let mut members = self.lock();
         for StoredVm { path, vm } in store {
-            // None if the file cannot be read.
+            // The name is None if the stored file cannot be read.
             let name = vm.as_ref().ok().map(|spec| spec.name.clone());
             let name = name.as_deref();
             let added = vm.map_err(Refused::Vm).and_then(|spec| {
@@ -250,7 +251,7 @@ impl Registry {
             |key: &str, value: &str, what: String| Refused::Vm(format!("{key}={value}: {what}"));
         let id = |key: &str, id: Option<i64>| {
             let number = id.map(u32::try_from).transpose();
-            // u32::MAX means "unchanged" in system calls.
+            // u32::MAX is not a valid id, because system calls take it as "unchanged".
             let number = number.ok().filter(|number| *number != Some(u32::MAX));
             number.ok_or_else(|| {
                 let value = id.unwrap_or_default().to_string();
@@ -287,14 +288,15 @@ impl Registry {
             trust_domain: domain?,
             quota: quota::from_api(&spec.quota).map_err(Refused::Quota)?,
             socket,
-            // `access` contains the owner of the socket.
+            // The owner is in `access`.
             owner: None,
         };
         Ok((config, access))
     }
 
-    /// Inserts a new VM, or the second end of a migration on this host. A reserve that does not fit
-    /// is an error or, with `any_reserve`, cut to what is left. Returns the reason for a cut.
+    /// Inserts a new VM, or the target of a migration within this host. A reserve that does not fit
+    /// is an error or, with `any_reserve`, reduced to what is left of the pool. Returns the reason
+    /// for a reduction, if there is one.
     fn insert(
         &self,
         members: &mut (Vec<Member>, u32),
@@ -357,7 +359,8 @@ impl Registry {
         Ok(short)
     }
 
-    /// Grants reserves that fit now, and names that are free now.
+    /// Grants requested reserves and names of VMs that did not fit, or were taken, before and are
+    /// possible now.
     fn make_good(&self, members: &mut [Member]) {
         for at in 0..members.len() {
             let wanted = members[at].added.as_ref().map(|added| added.name.clone());
@@ -385,7 +388,7 @@ impl Registry {
         }
     }
 
-    /// Grants reserves after the pool has grown.
+    /// Grants reserves that did not fit before the pool grew.
     pub fn has_grown(&self) {
         self.make_good(&mut self.lock().0);
     }
@@ -418,7 +421,7 @@ impl Registry {
         let there = all.iter().position(at_it);
         let there = there.or_else(|| all.iter().position(|m| of_it(m) && is_free(m)));
         let Some(at) = there else {
-            // A connection at another socket is the end from which the VM is migrated.
+            // A connection at another socket is that of the source of a migration.
             if ends > 1 {
                 let what = "it is connected at two sockets already, as in a migration on this host";
                 return Err(Refused::Vm(what.into()));
@@ -472,7 +475,7 @@ impl Registry {
             vm.set_problem(None);
             return Ok(false);
         }
-        // The other end of the same VM may have the name for a while.
+        // The source of a migration may have the name for a while.
         let named_so = |m: &Member| m.vm.config.uuid != config.uuid && *m.vm.name() == *config.name;
         if let Some(other) = members.0.iter().find(|m| named_so(m)) {
             return Err(Refused::Vm(format!(
@@ -484,9 +487,10 @@ impl Registry {
         let (_, old_access) = self.parse_spec(&old)?;
         let give = |access| member.listener.as_ref().map_or(Ok(()), |l| l.give(access));
         give(access).map_err(|error| Refused::Vm(error.to_string()))?;
-        // Done after the socket, because a reduced quota may no longer fit when it is set back.
+        // The quota is set after the socket, because a reduced quota may no longer fit when it is
+        // set back.
         if let Err(error) = vm.tenant.set_quota(config.quota) {
-            // The socket is given back to its previous owner.
+            // The previous owner gets the socket back.
             let _ = give(old_access);
             return Err(too_much(&error));
         }
@@ -496,7 +500,7 @@ impl Registry {
         Ok(false)
     }
 
-    /// Stores a change that is already in effect.
+    /// Stores a change of a VM that is already in effect.
     fn store_change(&self, member: &mut Member, spec: VmSpec) {
         if let Err(error) = self.store.write(&spec) {
             tracing::error!(
@@ -508,7 +512,7 @@ impl Registry {
         member.added = Some(spec);
     }
 
-    /// Changes a quota. Returns None if there is no such VM.
+    /// Changes a quota. Returns None if no VM has that name.
     pub fn set_quota(
         &self,
         name: &str,
@@ -530,7 +534,7 @@ impl Registry {
         Some(set)
     }
 
-    /// Records a quota that was set.
+    /// Records a new quota of a VM in its stored request.
     fn has_quota(&self, member: &mut Member, quota: &tmem_control::Quota) {
         member.vm.set_problem(None);
         member.short = None;
@@ -577,8 +581,8 @@ impl Registry {
         Ok(())
     }
 
-    /// Sets the problem that a VM's manager reports. Without one, a reserve that was cut remains as
-    /// the problem. Returns false if there is no such VM.
+    /// Sets the problem that a VM's manager reports. If it is None, the problem of a reduced
+    /// reserve remains, if there is one. Returns false if no VM has that UUID and socket.
     pub fn set_problem(&self, uuid: &str, socket: &Path, problem: Option<String>) -> bool {
         let members = self.lock();
         let uuid = uuid.to_ascii_lowercase();
@@ -593,14 +597,14 @@ impl Registry {
         true
     }
 
-    /// Removes a VM that was added. Returns false if there is none.
+    /// Removes an added VM. Returns false if no such VM exists.
     pub fn remove(&self, uuid: &str, socket: &Path) -> bool {
         let mut members = self.lock();
         let uuid = uuid.to_ascii_lowercase();
         let is_it = |m: &Member| m.added.is_some() && m.is(Some(&uuid), socket);
         let there = members.0.iter().position(is_it);
         let others = |m: &Member| m.vm.config.socket == socket;
-        // A file that could not be parsed is removed as well, because its VM is gone.
+        // A stored file that could not be parsed is removed as well, because its VM is gone.
         if there.is_some() || (self.is_ours(socket) && !members.0.iter().any(others)) {
             self.forget(socket);
         }
@@ -631,7 +635,7 @@ impl Registry {
         }
     }
 
-    /// Removes a VM without its stored file.
+    /// Removes a VM, but not its stored file.
     fn take_out(&self, members: &mut (Vec<Member>, u32), at: usize) -> Arc<Vm> {
         let Member { vm, listener, .. } = members.0.remove(at);
         if let Some(listener) = listener {
@@ -647,7 +651,7 @@ impl Registry {
     }
 }
 
-/// Describes a VM for operators.
+/// Describes name and UUID of a VM for log messages.
 fn identity(vm: &Vm) -> String {
     match &vm.config.uuid {
         Some(uuid) => format!("the one with the UUID {uuid}"),
@@ -663,10 +667,12 @@ mod tests {
     #[test]
     fn the_reserve_of_a_removed_vm_is_free_at_once() {
         const POOL_BYTES: i64 = 16 << 20;
-        let engine = Engine::new(EngineConfig::new(POOL_BYTES as u64, 1)).expect("address space");
-        let folder = tempfile::tempdir().expect("folder");
+        let engine = Engine::new(EngineConfig::new(POOL_BYTES as u64, 1))
+            .expect("cannot reserve the pool's address space");
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
         let events = Arc::default();
-        let registry = Registry::new(engine, None, events, folder.path()).expect("a registry");
+        let registry =
+            Registry::new(engine, None, events, folder.path()).expect("cannot create the registry");
         let spec = |nth: u32| VmSpec {
             name: format!("vm-{nth}"),
             uuid: format!("00000000-0000-0000-0000-{nth:012}"),
@@ -682,9 +688,11 @@ mod tests {
             mode: None,
         };
         assert_eq!(registry.add(spec(1)), Ok(true));
-        // The thread of a connection holds the VM until it ends.
+        // The thread of a connection holds a reference to the VM until it ends.
         let held = registry.vms();
-        registry.add(spec(2)).expect_err("all is reserved");
+        registry
+            .add(spec(2))
+            .expect_err("a VM was added although the pool's whole memory is reserved");
         assert!(registry.remove(&spec(1).uuid, Path::new(&spec(1).socket)));
         assert_eq!(registry.add(spec(2)), Ok(true));
         drop(held);

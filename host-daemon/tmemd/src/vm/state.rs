@@ -27,23 +27,23 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Counters of a VM since the daemon's start.
 #[derive(Debug, Default)]
 pub struct Counters {
-    /// Accepted connections.
+    /// Number of accepted connections.
     pub connections: AtomicU64,
-    /// Refused connections: one existed already, or the peer was not authorized.
+    /// Number of refused connections: one existed already, or the peer was not authorized.
     pub connections_refused: AtomicU64,
-    /// Virtqueues that were stopped because of a fault of the guest or the VMM.
+    /// Number of virtqueues that were stopped because of a fault of the guest or the VMM.
     pub queues_stopped: AtomicU64,
-    /// Answered descriptor chains.
+    /// Number of answered descriptor chains.
     pub requests: AtomicU64,
-    /// Requests with an old generation.
+    /// Number of requests with the generation of an earlier connection.
     pub requests_stale: AtomicU64,
-    /// Requests answered BAD or UNSUPPORTED because of their shape.
+    /// Number of requests that were answered BAD or UNSUPPORTED because of their shape.
     pub requests_bad: AtomicU64,
-    /// Pages refused or missed because the time limit of a drain expired.
+    /// Number of pages that were refused or missed because the time limit of a drain expired.
     pub drain_cut_pages: AtomicU64,
-    /// Pages refused or missed because the VM exceeded its rate.
+    /// Number of pages that were refused or missed because the VM exceeded its rate.
     pub limited_pages: AtomicU64,
-    /// Pages refused because the VM is frozen.
+    /// Number of pages that were refused because the VM is frozen.
     pub refused_frozen: AtomicU64,
     /// Time in ns that workers spent on the VM's requests.
     pub slices_ns: AtomicU64,
@@ -57,23 +57,23 @@ pub struct Counters {
     pub wait_latency: Histogram,
 }
 
-/// A VM that has a socket.
+/// State of a VM that the daemon serves.
 pub struct Vm {
-    /// The configuration. Name and quota may have changed since.
+    /// Configuration of the VM when it was added. Name and quota may have changed since.
     pub config: VmConfig,
     /// Guards the name. Leaf lock.
     name: Mutex<Arc<str>>,
-    /// The VM's part of the pool.
+    /// Tenant of the pool that holds the VM's pages.
     pub tenant: Tenant,
-    /// The trace that records the VM's requests, if any.
+    /// Recorder of the VM's requests; None if no trace is recorded.
     pub tap: Option<Tap>,
     /// The VM's rate limit.
     pub rate: RequestRate,
     /// The VM's counters.
     pub counters: Counters,
-    /// A front end is connected.
+    /// Whether a front end is connected.
     pub connected: AtomicBool,
-    /// Puts of the VM are refused.
+    /// Whether the VM is frozen, so that its puts are refused.
     pub frozen: AtomicBool,
     /// Receives the VM's events.
     events: Arc<Events>,
@@ -92,10 +92,10 @@ pub struct Vm {
     pub discarded: Discarded,
 }
 
-/// The slot for the front end of a VM.
+/// Slot for the front end of a VM.
 enum FrontEndSlot {
     Free,
-    /// A front end is connected; the stream can end its connection.
+    /// A front end is connected. Shutting the stream down ends its connection.
     Connected(UnixStream),
     /// The VM was removed; no front end can connect.
     Removed,
@@ -154,7 +154,7 @@ impl Vm {
         }
     }
 
-    /// Ends the connection, if there is one. The front end may reconnect.
+    /// Ends the VM's connection, if there is one. The front end may reconnect.
     pub fn hang_up(&self) {
         if let FrontEndSlot::Connected(stream) = &*lock(&self.front_end) {
             // An error means that the connection has already ended.
@@ -162,8 +162,8 @@ impl Vm {
         }
     }
 
-    /// Drops all pages in constant time, and the driver's report: a connection or a generation
-    /// begins or ends.
+    /// Drops all pages of the VM in constant time, and the driver's report. It is called when a
+    /// connection or a generation begins or ends.
     pub fn clear(&self) {
         self.tenant.clear();
         if let Some(tap) = &self.tap {
@@ -172,7 +172,7 @@ impl Vm {
         self.clear_report();
     }
 
-    /// Keeps a report of the driver, and sends an event if its state changed.
+    /// Stores a report of the driver. Sends an event if its state changed.
     pub fn set_report(&self, report: Report) {
         let before = lock(&self.report).replace(report);
         if before.map(|report| report.state) != Some(report.state) {
@@ -189,7 +189,7 @@ impl Vm {
         *lock(&self.report)
     }
 
-    /// Keeps the latencies that the driver reports for its readers.
+    /// Stores the latencies that the driver reports for its readers.
     pub fn set_latencies(&self, latencies: Latencies) {
         *lock(&self.latencies) = Some(latencies);
     }
@@ -248,7 +248,7 @@ impl Vm {
     /// disk.
     pub fn warn(&self, message: std::fmt::Arguments<'_>) {
         if let Some(left_out) = self.log_limit.admit(Instant::now()) {
-            // The field is omitted if it is 0.
+            // The log line omits the number of left-out lines if it is 0.
             let left_out = (left_out > 0).then_some(left_out);
             tracing::warn!(vm = %self.name(), left_out, "{message}");
         }
@@ -261,7 +261,7 @@ impl Vm {
             format_args!("virtqueue {virtqueue}: {reason}"),
         );
         if let Some(left_out) = self.log_limit.admit(Instant::now()) {
-            // The field is omitted if it is 0.
+            // The log line omits the number of left-out lines if it is 0.
             let left_out = (left_out > 0).then_some(left_out);
             let vm = self.name();
             tracing::warn!(
@@ -274,7 +274,7 @@ impl Vm {
     /// Logs an action of the VM or its VMM at a bounded rate, because they may repeat it in a loop.
     pub fn info(&self, message: std::fmt::Arguments<'_>) {
         if let Some(left_out) = self.log_limit.admit(Instant::now()) {
-            // The field is omitted if it is 0.
+            // The log line omits the number of left-out lines if it is 0.
             let left_out = (left_out > 0).then_some(left_out);
             tracing::info!(vm = %self.name(), left_out, "{message}");
         }
@@ -293,13 +293,13 @@ pub fn driver_state(state: u32) -> &'static str {
     }
 }
 
-/// A connection's slot at its VM; dropping it releases the slot.
+/// Slot that a connection occupies at its VM. Dropping the value frees the slot.
 pub struct Connected(Arc<Vm>);
 
 /// Why a connection gets no slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NoPlace {
-    /// A front end is connected already.
+    /// Another front end is connected.
     Taken,
     /// The VM was removed.
     Removed,
@@ -308,7 +308,7 @@ pub enum NoPlace {
 }
 
 impl Connected {
-    /// Takes the slot.
+    /// Occupies the VM's slot for a connection.
     ///
     /// # Errors
     /// See [`NoPlace`].
@@ -342,19 +342,27 @@ mod tests {
     use tmem_pool::{Engine, EngineConfig, TenantSpec};
     use zerocopy::FromZeros;
 
-    /// Such a guest would displace events of other VMs from a subscriber's queue.
+    /// A guest that changes its state in a loop must not displace events of other VMs from a
+    /// subscriber's queue.
     #[test]
     fn reports_in_a_loop_do_not_displace_events_of_other_vms() {
-        let engine = Engine::new(EngineConfig::new(64 << 20, 1)).expect("address space");
+        let engine = Engine::new(EngineConfig::new(64 << 20, 1))
+            .expect("cannot reserve the pool's address space");
         let events = Arc::new(Events::default());
         let vm = |name: &str| {
-            let config: VmConfig = format!("name={name},socket=none").parse().expect("good");
+            let config: VmConfig = format!("name={name},socket=none")
+                .parse()
+                .expect("the VM's settings are valid");
             let spec = TenantSpec::new(name, config.quota);
-            let tenant = engine.add_tenant(spec).expect("fits");
+            let tenant = engine
+                .add_tenant(spec)
+                .expect("the pool cannot add the tenant");
             Vm::new(config, tenant, None, events.clone())
         };
         let (loud, other) = (vm("loud"), vm("other"));
-        let subscription = events.subscribe().expect("a descriptor");
+        let subscription = events
+            .subscribe()
+            .expect("cannot create the subscription's eventfd");
         for nth in 0..5000 {
             let mut report = Report::new_zeroed();
             report.state = [wire::R_ON, wire::R_OFF][nth % 2].into();
@@ -371,18 +379,20 @@ mod tests {
                 .filter(move |event| event.vm.as_deref() == Some(name))
         };
         assert_eq!(of("other").count(), 1);
-        // One or two periods may have passed.
+        // One or two periods of the limit may have passed during the test.
         assert!(of("loud").count() < 2 * BURST as usize);
         loud.catch_up(Instant::now() + 2 * PERIOD);
         let taken = subscription.take();
-        let last = taken.last().expect("the last was left out");
+        let last = taken
+            .last()
+            .expect("the last state of the driver was not reported");
         assert_eq!(
             (last.kind.as_str(), last.vm.as_deref()),
             ("driver", Some("loud"))
         );
         assert!(
             last.text.starts_with("the guest's driver says: off"),
-            "{}",
+            "the last event is not the driver's last state: {}",
             last.text
         );
     }

@@ -14,17 +14,17 @@ use tmem_control::VmSpec;
 /// Maximum size of a file in bytes; a valid one has some hundred.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 
-/// Suffix of a stored file.
+/// Suffix of the name of a stored VM's file.
 const SUFFIX: &str = ".json";
 
-/// The folder with the stored VMs.
+/// Directory with the stored VMs.
 pub struct VmStore(PathBuf);
 
 /// A stored VM.
 pub struct StoredVm {
-    /// Its file.
+    /// Path of the VM's file.
     pub path: PathBuf,
-    /// Its content, or why the file is invalid.
+    /// The stored VM, or the reason why the file is invalid.
     pub vm: Result<VmSpec, String>,
 }
 
@@ -41,9 +41,9 @@ impl VmStore {
         Some(self.0.join(name))
     }
 
-    /// Checks that only the daemon can write to the folder. A user who can write there decides
-    /// which VMs exist, in which trust domain, and whose files are overwritten. In a run directory
-    /// that others can write to, another user may have created it.
+    /// Checks that only the daemon can write to the directory. A user who can write there decides
+    /// which VMs exist, in which trust domain, and whose files are overwritten. If others can write
+    /// to the run directory, another user may have created the store.
     fn check(&self) -> io::Result<()> {
         let is = fs::symlink_metadata(&self.0)?;
         let me = rustix::process::geteuid().as_raw();
@@ -60,10 +60,10 @@ impl VmStore {
         result.map_err(|e| io::Error::new(e.kind(), format!("VM store: {}: {e}", path.display())))
     }
 
-    /// Reads all stored VMs in the order of their names.
+    /// Reads all stored VMs in the order of their files' names.
     ///
     /// # Errors
-    /// The folder exists and cannot be read.
+    /// The directory exists and cannot be read.
     pub fn read(&self) -> io::Result<Vec<StoredVm>> {
         let folder = match self.check().and_then(|()| fs::read_dir(&self.0)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -105,7 +105,7 @@ impl VmStore {
             options.write(true).create(true).truncate(true).mode(0o600);
             let mut file = options.open(&new)?;
             file.write_all(text.as_bytes())?;
-            // The content must be on disk before the name, in case the host stops.
+            // The content must reach the disk before the name, in case the host stops.
             file.sync_all()?;
             fs::rename(&new, &path)
         };
@@ -162,13 +162,20 @@ mod tests {
 
     #[test]
     fn a_stored_vm_is_read_until_it_is_removed() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
         let store = VmStore::new(folder.path());
-        store.remove(Path::new(SOCKET)).expect("nothing to do");
-        assert!(store.read().expect("nothing there").is_empty());
-        store.write(&vm("a")).expect("written");
-        store.write(&vm("b")).expect("replaced");
-        let read = store.read().expect("readable");
+        store
+            .remove(Path::new(SOCKET))
+            .expect("removing a VM that is not stored is no error");
+        assert!(
+            store
+                .read()
+                .expect("a missing store is read as empty")
+                .is_empty()
+        );
+        store.write(&vm("a")).expect("cannot write the VM");
+        store.write(&vm("b")).expect("cannot replace the VM");
+        let read = store.read().expect("cannot read the store");
         assert_eq!(
             read.len(),
             1,
@@ -176,59 +183,84 @@ mod tests {
         );
         assert_eq!(read[0].vm, Ok(vm("b")));
         let mode = |path: &Path| {
-            let metadata = fs::metadata(path).expect("there");
+            let metadata = fs::metadata(path).expect("cannot read the file's attributes");
             metadata.permissions().mode() & 0o777
         };
         assert_eq!(mode(&read[0].path), 0o600);
         assert_eq!(mode(&folder.path().join("vms")), 0o700);
-        store.remove(Path::new(SOCKET)).expect("removed");
-        assert!(store.read().expect("readable").is_empty());
+        store
+            .remove(Path::new(SOCKET))
+            .expect("cannot remove the VM");
+        assert!(store.read().expect("cannot read the store").is_empty());
     }
 
     /// Files that another user could have created are neither read nor written nor removed.
     #[test]
     fn a_folder_writable_by_others_is_not_used() {
-        let there = tempfile::tempdir().expect("a folder");
+        let there = tempfile::tempdir().expect("cannot create a temporary directory");
         let store = VmStore::new(there.path());
-        store.write(&vm("a")).expect("written");
+        store.write(&vm("a")).expect("cannot write the VM");
         let vms = there.path().join("vms");
         let stored = vms.join("a.sock.json");
-        let before = fs::read(&stored).expect("there");
+        let before = fs::read(&stored).expect("cannot read the file");
         let refused = |store: &VmStore, why: &str| {
             let read = store.read().map(drop);
             for result in [read, store.write(&vm("b")), store.remove(Path::new(SOCKET))] {
-                let error = result.expect_err(why).to_string();
-                assert!(error.contains("no other user can write"), "{why}: {error}");
+                let Err(error) = result else {
+                    panic!("the store was used although {why}");
+                };
+                let error = error.to_string();
+                assert!(
+                    error.contains("no other user can write"),
+                    "{why}: the error has another text: {error}"
+                );
             }
-            assert_eq!(fs::read(&stored).expect("there"), before, "{why}");
+            assert_eq!(
+                fs::read(&stored).expect("cannot read the file"),
+                before,
+                "{why}: the stored VM was changed"
+            );
         };
 
-        let here = tempfile::tempdir().expect("a folder");
-        std::os::unix::fs::symlink(&vms, here.path().join("vms")).expect("a link");
-        refused(&VmStore::new(here.path()), "a link");
+        let here = tempfile::tempdir().expect("cannot create a temporary directory");
+        std::os::unix::fs::symlink(&vms, here.path().join("vms"))
+            .expect("cannot create the symbolic link");
+        refused(
+            &VmStore::new(here.path()),
+            "the directory is a symbolic link",
+        );
         for mode in [0o770, 0o702] {
-            fs::set_permissions(&vms, fs::Permissions::from_mode(mode)).expect("set");
-            refused(&store, "a mode");
+            fs::set_permissions(&vms, fs::Permissions::from_mode(mode))
+                .expect("cannot change the file's mode");
+            refused(&store, "other users can write to the directory");
         }
-        fs::set_permissions(&vms, fs::Permissions::from_mode(0o755)).expect("set");
-        assert_eq!(store.read().expect("others may only look").len(), 1);
+        fs::set_permissions(&vms, fs::Permissions::from_mode(0o755))
+            .expect("cannot change the file's mode");
+        assert_eq!(
+            store
+                .read()
+                .expect("a directory that other users can only read is accepted")
+                .len(),
+            1
+        );
         if rustix::process::geteuid().is_root() {
-            std::os::unix::fs::chown(&vms, Some(1), None).expect("given away");
-            refused(&store, "another user's");
+            std::os::unix::fs::chown(&vms, Some(1), None)
+                .expect("cannot change the directory's owner");
+            refused(&store, "the directory belongs to another user");
         }
     }
 
     #[test]
     fn invalid_files_are_reported() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
         let store = VmStore::new(folder.path());
-        store.write(&vm("a")).expect("written");
+        store.write(&vm("a")).expect("cannot write the VM");
         let path = |name: &str| folder.path().join("vms").join(name);
-        fs::write(path("b.json"), "{").expect("written");
-        fs::copy(path("a.sock.json"), path("c.json")).expect("copied");
-        fs::write(path("d.json"), vec![b' '; 1 << 20]).expect("written");
-        fs::write(path("e.new"), "{").expect("written");
-        let read = store.read().expect("readable");
+        fs::write(path("b.json"), "{").expect("cannot write the file");
+        fs::copy(path("a.sock.json"), path("c.json")).expect("cannot copy the file");
+        fs::write(path("d.json"), vec![b' '; 1 << 20]).expect("cannot write the file");
+        fs::write(path("e.new"), "{").expect("cannot write the file");
+        let read = store.read().expect("cannot read the store");
         assert_eq!(read.len(), 4);
         assert_eq!(read[0].vm, Ok(vm("a")));
         assert!(read[1..].iter().all(|stored| stored.vm.is_err()));

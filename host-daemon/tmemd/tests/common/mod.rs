@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A real tmemd in a directory of its own, for fake guests.
+//! Runs a real tmemd in a directory of its own, for simulated guests.
 //!
-//! Waits poll for their condition with a time limit. A failed test shows the daemon's log.
+//! Waits poll their condition until a time limit. A test that fails shows the daemon's log.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::fs::{self, File};
@@ -16,16 +16,18 @@ use tempfile::TempDir;
 use tmem_sim::{Driver, DriverConfig, GuestConfig, Request};
 use virtio_tmem as wire;
 
-/// Time limit of every wait, for a busy machine and a debug build.
+/// Time limit of every wait. It is long enough for a busy machine and a debug build.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Scales a time like the tests on VMs: slow machines set TMEM_TIMEOUT_SCALE above 1.
 pub fn scaled(time: Duration) -> Duration {
     let scale = std::env::var("TMEM_TIMEOUT_SCALE");
-    time.mul_f64(scale.map_or(1.0, |scale| scale.parse().expect("a number")))
+    time.mul_f64(scale.map_or(1.0, |scale| {
+        scale.parse().expect("the text is not a number")
+    }))
 }
 
-/// Polls until `check` holds.
+/// Polls until `check` returns true. Panics with `what` after [`TIMEOUT`].
 pub fn until(what: &str, mut check: impl FnMut() -> bool) {
     let deadline = Instant::now() + scaled(TIMEOUT);
     while !check() {
@@ -37,14 +39,15 @@ pub fn until(what: &str, mut check: impl FnMut() -> bool) {
     }
 }
 
-/// Consecutive checks that find a daemon idle before it counts as idle.
+/// Number of consecutive checks that must find a daemon idle before it counts as idle.
 const IDLE_LOOKS: u32 = 5;
 
-/// Arguments without which the daemon reads the machine's memory: the tests would depend on other
-/// processes, and the file that it opens once a second would disturb tests that count descriptors.
+/// Arguments that keep the daemon from reading the machine's memory. Otherwise the tests would
+/// depend on other processes, and the file that the daemon opens once a second would disturb tests
+/// that count descriptors.
 pub const HOST_IS_NO_MATTER: [&str; 4] = ["--host-free-min", "0", "--memory-pressure", "none"];
 
-/// tmemd and the VMs whose sockets it has.
+/// A running tmemd and the names of its VMs.
 pub struct Daemon {
     dir: TempDir,
     vms: Vec<(String, Option<String>)>,
@@ -55,12 +58,12 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts a daemon with a large pool. A VM is a name and a trust domain.
+    /// Starts a daemon with a large pool. Each VM is given by a name and a trust domain.
     pub fn start(vms: &[(&str, Option<&str>)]) -> Self {
         Self::with_pool(vms, "512MiB")
     }
 
-    /// Starts a daemon with a pool of that size.
+    /// Starts a daemon with a pool of the given size.
     pub fn with_pool(vms: &[(&str, Option<&str>)], pool_size: &str) -> Self {
         Self::with_arguments(vms, pool_size, |_| Vec::new())
     }
@@ -105,7 +108,8 @@ impl Daemon {
         }
     }
 
-    /// Starts the daemon (again) and waits until every VM's socket accepts connections.
+    /// Starts the daemon, for the first time or again, and waits until every VM's socket accepts
+    /// connections.
     pub fn spawn(&mut self) {
         assert!(self.child.is_none());
         let path = self.dir.path();
@@ -152,25 +156,25 @@ impl Daemon {
 
     /// Kills the daemon with SIGKILL; it is dead when this returns.
     pub fn kill(&mut self) {
-        let mut child = self.child.take().expect("running");
+        let mut child = self.child.take().expect("tmemd is running");
         child.kill().unwrap();
         assert_eq!(
             child.wait().unwrap().signal(),
             Some(9),
-            "it died before it was killed"
+            "tmemd ended before it was killed"
         );
     }
 
-    /// Sends SIGTERM; the daemon has ended cleanly when this returns.
+    /// Sends SIGTERM and waits until the daemon has ended without an error.
     pub fn terminate(&mut self) {
-        let mut child = self.child.take().expect("running");
+        let mut child = self.child.take().expect("tmemd is running");
         kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
         assert!(child.wait().unwrap().success());
     }
 
     /// Returns the daemon's process id.
     pub fn pid(&self) -> u32 {
-        self.child.as_ref().expect("running").id()
+        self.child.as_ref().expect("tmemd is running").id()
     }
 
     /// Returns the path of a file in the daemon's directory.
@@ -178,22 +182,22 @@ impl Daemon {
         self.dir.path().join(name)
     }
 
-    /// Stops the daemon for that time (SIGSTOP, SIGCONT).
+    /// Stops the daemon with SIGSTOP for the given time.
     pub fn freeze(&self, time: Duration) {
-        let child = self.child.as_ref().expect("running");
+        let child = self.child.as_ref().expect("tmemd is running");
         let pid = Pid::from_child(child);
         kill_process(pid, Signal::STOP).unwrap();
         std::thread::sleep(time);
         kill_process(pid, Signal::CONT).unwrap();
     }
 
-    /// Stops the daemon until [`Self::resume`]; none of its threads runs when this returns. The
-    /// daemon is idle then: an answer that the guest has seen may not be the last access of a
-    /// worker.
+    /// Waits until the daemon is idle and stops it until [`Self::resume`]. When this returns, none
+    /// of its threads runs. The daemon must be idle, because an answer that the guest has seen may
+    /// not be the last access of a worker.
     pub fn suspend(&mut self) {
-        let pid = Pid::from_child(self.child.as_ref().expect("running"));
+        let pid = Pid::from_child(self.child.as_ref().expect("tmemd is running"));
         let tasks = format!("/proc/{pid}/task");
-        // The state follows the name, which is in parentheses.
+        // In /proc the state follows the name, which is in parentheses.
         let all_are = |state: &str| {
             let mut tasks = fs::read_dir(&tasks).unwrap().map(Result::unwrap);
             tasks.all(|task| {
@@ -203,7 +207,7 @@ impl Daemon {
                 })
             })
         };
-        // Checked several times, because a thread that waits for a lock also sleeps.
+        // The state is checked several times, because a thread that waits for a lock also sleeps.
         let mut idle = 0;
         self.until("all threads sleep", || {
             idle = if all_are("S") { idle + 1 } else { 0 };
@@ -213,24 +217,30 @@ impl Daemon {
         self.until("all threads stop", || all_are("T"));
     }
 
-    /// Ends [`Self::suspend`].
+    /// Ends the stop that [`Self::suspend`] began.
     pub fn resume(&self) {
-        let pid = Pid::from_child(self.child.as_ref().expect("running"));
+        let pid = Pid::from_child(self.child.as_ref().expect("tmemd is running"));
         kill_process(pid, Signal::CONT).unwrap();
     }
 
-    /// Returns the daemon's resources.
+    /// Returns the resources that the daemon uses.
     pub fn taken(&self) -> Taken {
-        taken_by(self.child.as_ref().expect("running").id() as i32)
+        taken_by(self.child.as_ref().expect("tmemd is running").id() as i32)
     }
 
     /// Panics with the log if the daemon has ended.
     pub fn expect_alive(&mut self) {
-        let status = self.child.as_mut().expect("running").try_wait().unwrap();
-        assert_eq!(status, None, "tmemd ended");
+        let status = self
+            .child
+            .as_mut()
+            .expect("tmemd is running")
+            .try_wait()
+            .unwrap();
+        assert_eq!(status, None, "tmemd ended by itself");
     }
 
-    /// Polls until `check` holds.
+    /// Polls until `check` returns true. Panics with `what` and the daemon's log if it ends or the
+    /// time is up.
     pub fn until(&mut self, what: &str, mut check: impl FnMut() -> bool) {
         until(what, || {
             check() || {
@@ -287,16 +297,16 @@ impl Drop for Daemon {
     }
 }
 
-/// Resources of a process.
+/// Resources that a process uses.
 #[derive(Clone, Copy, Debug)]
 pub struct Taken {
     /// The process id.
     pub pid: i32,
-    /// Threads.
+    /// Number of threads.
     pub threads: usize,
-    /// File descriptors.
+    /// Number of file descriptors.
     pub descriptors: usize,
-    /// Mappings of its address space.
+    /// Number of mappings of its address space.
     pub mappings: usize,
     /// Memory of its own in bytes, without guest memory.
     pub memory_bytes: usize,
@@ -333,7 +343,7 @@ pub fn taken_by(pid: i32) -> Taken {
     }
 }
 
-/// Returns an ordinary machine of that name.
+/// Returns the configuration of an ordinary simulated guest with that name.
 pub fn guest(name: &str) -> GuestConfig {
     GuestConfig {
         name: name.into(),
@@ -357,7 +367,7 @@ pub fn seed(test: &str) -> u64 {
     seed
 }
 
-/// Checks that a VM is served, by random work whose answers are judged.
+/// Checks that a VM is served, by random requests whose answers the model judges.
 pub fn work(driver: &mut Driver, steps: usize) {
     for _ in 0..steps {
         driver.step().unwrap();
