@@ -24,7 +24,7 @@ const GETS_MIN: i64 = ESTIMATE_GETS_MIN as i64;
 /// Number of gets in most of the traces from which the error bounds were found.
 const GETS_GOOD: i64 = 20_000;
 
-/// Least gain that is worth more memory: additional hits in percent of all gets.
+/// Least gain for which more memory is recommended: additional hits in percent of all gets.
 const GAIN_WORTH_PERCENT: f64 = 2.0;
 
 /// VM and period of `advise`.
@@ -50,7 +50,7 @@ pub struct Advice {
     /// Lost hits with 25, 50 and 75 % less memory, in percent of all gets.
     loss_percent: Option<[f64; 3]>,
     can_give_up_bytes: i64,
-    /// One of "none", "low" and "good".
+    /// Confidence in the advice: "none", "low" or "good".
     confidence: &'static str,
     advice: String,
 }
@@ -113,8 +113,8 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
         .zip(gain)
         .find(|(_, gain)| *gain >= GAIN_WORTH_PERCENT && known);
     let bearable = |fewer| match hits {
-        // A VM without hits loses none, but hits may come once it has read everything for the first
-        // time.
+        // A VM without hits can lose none, but hits may come after it has read everything for the
+        // first time.
         0 => enough,
         _ => counted.loss_seen > 0 && lost(fewer) * 100.0 <= LOSS_BEARABLE,
     };
@@ -126,7 +126,7 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     let give_up_percent = give_up.map(|(percent, _)| *percent).max().unwrap_or(0);
     let can_give_up_bytes = vm.charged_bytes * give_up_percent as i64 / 100;
     let has_enough = of_gets((gets - hits) as f64) < GAIN_WORTH_PERCENT;
-    // The advice holds if the engine is as far off as 99 of 100 estimates.
+    // The advice must hold even if the estimate is as wrong as 99 of 100 estimates are at most.
     let holds = match worth {
         Some((_, gain)) => gain > GAIN_OVER_USUAL,
         None => can_give_up_bytes > 0 || has_enough,
@@ -173,7 +173,8 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     }
 }
 
-/// Returns how far off the columns may be, by replays of recorded and generated loads.
+/// Describes the error bounds of the columns, which were found by replays of recorded and generated
+/// loads.
 fn bounds() -> String {
     format!(
         "In percent of all gets. By replays of loads, 99 of 100 estimates for more room are at most {GAIN_OVER_USUAL} too high, and none is \
@@ -273,7 +274,11 @@ mod tests {
         let said = advise(|vm| (vm.gets, vm.hits) = (GETS_MIN - 1, 3));
         assert_eq!((said.confidence, said.can_give_up_bytes), ("none", 0));
         assert_eq!((said.gain_percent, said.loss_percent), (None, None));
-        assert!(said.advice.contains("too few"), "{}", said.advice);
+        assert!(
+            said.advice.contains("too few"),
+            "the advice does not say that gets are too few: {}",
+            said.advice
+        );
     }
 
     #[test]
@@ -287,14 +292,18 @@ mod tests {
         assert_eq!(
             said.gain_percent,
             Some([1.0, 10.0, 50.0]),
-            "no more than misses"
+            "the estimated gain exceeds the number of misses"
         );
         assert_eq!(said.loss_percent, Some([10.0, 20.0, 40.0]));
         assert_eq!((said.confidence, said.can_give_up_bytes), ("good", 0));
-        assert!(said.advice.starts_with("50 % more"), "{}", said.advice);
+        assert!(
+            said.advice.starts_with("50 % more"),
+            "the advice does not name 50 % more memory: {}",
+            said.advice
+        );
         assert!(
             said.advice.ends_with("probably at least 4 %"),
-            "{}",
+            "the advice does not give the least gain: {}",
             said.advice
         );
     }
@@ -309,7 +318,7 @@ mod tests {
         assert_eq!((said.confidence, said.can_give_up_bytes), ("low", 50 << 20));
         assert!(
             said.advice.starts_with("can give up 50 %"),
-            "{}",
+            "the advice does not allow 50 % less memory: {}",
             said.advice
         );
         // The VM has hits, but none of them was sampled.
@@ -325,9 +334,17 @@ mod tests {
                 vm.gain_hits = vec![0, 0, 2_000];
                 (vm.loss_hits, vm.loss_hits_seen) = (vec![0, 0, 0], hits);
             });
-            assert_eq!(said.can_give_up_bytes, 0, "{hits} hits");
+            assert_eq!(
+                said.can_give_up_bytes, 0,
+                "a VM with {hits} hits should give up memory"
+            );
             let no_hits = said.advice.starts_with("no hits: 100 % more");
-            assert_eq!(no_hits, hits == 0, "{}", said.advice);
+            assert_eq!(
+                no_hits,
+                hits == 0,
+                "{hits} hits: the advice has another text: {}",
+                said.advice
+            );
         }
     }
 
@@ -341,7 +358,7 @@ mod tests {
         );
         assert!(
             said.advice.starts_with("no hits: 75 % less"),
-            "{}",
+            "the advice has another text: {}",
             said.advice
         );
         // The VM may be reading everything for the first time.
@@ -350,7 +367,7 @@ mod tests {
             assert_eq!((said.confidence, said.can_give_up_bytes), ("low", 0));
             assert!(
                 said.advice.starts_with("no hits: neither"),
-                "{}",
+                "the advice has another text: {}",
                 said.advice
             );
         }
@@ -367,9 +384,12 @@ mod tests {
         };
         assert_eq!(gains(GAIN_OVER_USUAL + 0.1, 10_000), "good");
         assert_eq!(gains(GAIN_OVER_USUAL, 10_000), "low");
-        assert_eq!(gains(GAIN_OVER_USUAL + 0.1, 10_001), "low", "gets a page");
-        // No gain was measured. There may be one all the same, unless the misses leave nothing to
-        // gain.
+        assert_eq!(
+            gains(GAIN_OVER_USUAL + 0.1, 10_001),
+            "low",
+            "the confidence is not low although there are fewer than 10 gets for each page"
+        );
+        // An estimate of no gain can be wrong, unless there are too few misses for a gain.
         assert_eq!(gains(0.0, 10_000), "low");
         let said = advise(|vm| (vm.gets, vm.hits) = (100_000, 98_001));
         assert_eq!(
@@ -388,7 +408,11 @@ mod tests {
             "none is 13 too low",
             "at most 2.",
         ] {
-            assert!(bounds().contains(bound), "{bound} in {}", bounds());
+            assert!(
+                bounds().contains(bound),
+                "the error bounds do not contain {bound}: {}",
+                bounds()
+            );
         }
     }
 

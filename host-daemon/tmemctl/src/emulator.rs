@@ -8,7 +8,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 use tmem_domain::DEVICE;
 
-/// Most bytes of an answer that are read; QEMU's has about 30 KiB.
+/// Maximum number of bytes of an answer that are read; QEMU's answer has about 30 KiB.
 const ANSWER_BYTES: u64 = 1 << 20;
 
 /// Returns whether the emulator has the device. `limit` bounds the wait.
@@ -37,7 +37,7 @@ pub fn has_device(emulator: &str, limit: Duration) -> Result<bool, String> {
         let found = lines
             .map_while(Result::ok)
             .any(|line| line.windows(device.len()).any(|part| part == device));
-        // After the timeout the receiver no longer exists.
+        // If the time was up, the receiver no longer exists.
         let _ = sender.send(found);
     });
     let found = receiver.recv_timeout(limit);
@@ -54,11 +54,12 @@ mod tests {
     use std::time::Instant;
 
     fn asked(script: &str, limit: Duration) -> Result<bool, String> {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
         let path = folder.path().join("emulator");
-        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).expect("written");
-        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).expect("executable");
-        has_device(path.to_str().expect("UTF-8"), limit)
+        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).expect("cannot write the file");
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755))
+            .expect("cannot make the file executable");
+        has_device(path.to_str().expect("the text is not UTF-8"), limit)
     }
 
     #[test]
@@ -76,8 +77,15 @@ mod tests {
         let hangs = asked("exec sleep 1000", Duration::from_millis(100));
         assert_eq!(hangs, Err("it did not answer within 0.1 s".into()));
         assert!(begun.elapsed() < long);
-        let folder = tempfile::tempdir().expect("a folder");
-        let absent = has_device(folder.path().join("qemu").to_str().expect("UTF-8"), long);
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
+        let absent = has_device(
+            folder
+                .path()
+                .join("qemu")
+                .to_str()
+                .expect("the text is not UTF-8"),
+            long,
+        );
         assert!(absent.is_err_and(|why| why.starts_with("it cannot be run: ")));
     }
 }

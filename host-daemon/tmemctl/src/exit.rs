@@ -96,11 +96,17 @@ mod tests {
     fn help_and_documentation_list_every_code() {
         let document = include_str!("../../../docs/tmemctl.md");
         for (number, code) in (1..).zip(ALL) {
-            assert_eq!(code as u8, number, "the codes are distinct");
+            assert_eq!(
+                code as u8, number,
+                "the exit codes are not consecutive numbers"
+            );
             let line = format!("\n  {number}  {}: ", code.name());
-            assert!(HELP.contains(&line), "the help text lacks {line}");
+            assert!(HELP.contains(&line), "the help text has no line {line:?}");
             let row = format!("\n| {number} | `{}` | ", code.name());
-            assert!(document.contains(&row), "docs/tmemctl.md lacks {row}");
+            assert!(
+                document.contains(&row),
+                "docs/tmemctl.md has no row {row:?}"
+            );
         }
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! attach, detach, and quota of a libvirt domain.
+//! Commands attach, detach and quota for libvirt domains.
 //!
-//! XML that is printed has no secrets; XML that is written back has them.
+//! XML that is printed has no secrets; XML that is written back to libvirt has them.
 
 use crate::client::{connect as connect_daemon, refused};
 use crate::exit::{Code, Failure};
@@ -115,7 +115,7 @@ impl Target {
     }
 
     pub fn connect(&self, read_only: bool) -> Result<Connect, Failure> {
-        // Without this, libvirt would also print each error to stderr.
+        // Without this call, libvirt would also print each error to stderr.
         virt::error::clear_error_callback();
         let uri = Some(self.connect.as_str());
         let connection = match read_only {
@@ -197,8 +197,8 @@ impl Target {
             ));
         }
         check(&tmem_domain::Domain::parse(&self.config(&domain, false)?)?)?;
-        // No slow step follows: a change that another program makes between this reading and the
-        // writing would be lost.
+        // The XML is read just before it is written, because a change that another program makes in
+        // between would be lost.
         let shown = self.config(&domain, false)?;
         let new = change(&shown)?;
         if look.print_xml {

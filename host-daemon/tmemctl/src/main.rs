@@ -245,7 +245,7 @@ fn in_time<T: Send + 'static>(
     let (sender, receiver) = std::sync::mpsc::channel();
     let own = reach.clone();
     std::thread::spawn(move || {
-        // After the timeout the receiver no longer exists.
+        // If the time was up, the receiver no longer exists.
         let _ = sender.send(run(&own));
     });
     let answer = receiver.recv_timeout(Duration::from_secs(reach.timeout));

@@ -11,7 +11,7 @@ use serde_json::json;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
 
-/// VMs of a command.
+/// VMs to which a command applies.
 #[derive(Args, Clone)]
 pub struct VmsArguments {
     /// Names of VMs, as in tmemctl list

@@ -17,7 +17,7 @@ use tmem_domain::{Cache, WEIGHT_MAX, parse_size, write_size};
 #[cfg(feature = "libvirt")]
 use crate::libvirt::{self, Target};
 
-/// Appended to libvirt's message.
+/// Hint that is appended to libvirt's error message.
 #[cfg(feature = "libvirt")]
 const NOR_THE_DAEMON: &str = "; and the daemon has no VM of that name: see tmemctl list";
 
@@ -179,7 +179,7 @@ fn of_daemon(arguments: &QuotaArguments, vm: api::Vm, socket: &Path) -> Result<S
         None => {
             "until the daemon ends: write it in its [[vm]] of the daemon's file (or its --vm) to keep it"
         }
-        // AddVm sets a UUID, and a `[[vm]]` may.
+        // AddVm sets a UUID, and a `[[vm]]` table may set one.
         Some(_) => {
             "until the VM is removed, if it was added over the control socket. If a [[vm]] or --vm configures \
              the VM, the quota applies until the daemon ends: write it there to keep it"

@@ -5,12 +5,12 @@
 use crate::exit::{Code, Failure};
 use clap::Args;
 
-/// Column alignment.
+/// Alignment of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Align {
-    /// Text.
+    /// Aligns text to the left.
     Left,
-    /// Numbers.
+    /// Aligns numbers to the right.
     Right,
 }
 
@@ -58,7 +58,7 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// Sizes in bytes, or with three digits and a unit.
+    /// Creates the format of sizes: in bytes, or with three digits and a unit.
     pub fn new(in_bytes: bool) -> Sizes {
         Sizes { in_bytes }
     }
@@ -78,7 +78,7 @@ pub struct Column<T> {
     pub name: &'static str,
     /// Alignment.
     pub align: Align,
-    /// True if the column is printed unless columns are named.
+    /// Whether the column is printed if the user names no columns.
     pub usual: bool,
     /// Formats a cell.
     pub cell: fn(&T, Sizes) -> String,
@@ -241,14 +241,15 @@ mod tests {
             };
             choose(&columns, &rows, &arguments)
         };
-        let text = print(None, false, false).expect("a table");
+        let text = print(None, false, false).expect("the table has the default columns");
         assert_eq!(text, "NAME      USED\na     2.00 KiB\nbc         1 B\n");
-        let text = print(Some("used,Name"), true, true).expect("a table");
+        let text = print(Some("used,Name"), true, true).expect("the table has these columns");
         assert_eq!(text, "2048  a\n   1  bc\n");
-        let Failure(why, code) = print(Some("NAME,SIZE"), false, false).expect_err("unknown");
+        let Failure(why, code) =
+            print(Some("NAME,SIZE"), false, false).expect_err("an unknown column was accepted");
         assert!(
             why.contains("\"SIZE\"") && why.contains("NAME, USED"),
-            "{why}"
+            "the error does not name the column and the known ones: {why}"
         );
         assert_eq!(code, Code::Usage);
     }

@@ -18,7 +18,7 @@ pub struct TraceArguments {
     file: PathBuf,
 }
 
-/// Sums for one VM.
+/// Sums over the requests of one VM.
 #[derive(Default, Serialize)]
 struct Part {
     vm: u32,

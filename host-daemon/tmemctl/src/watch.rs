@@ -9,10 +9,10 @@ use clap::Args;
 use std::time::{Duration, Instant, SystemTime};
 use tmem_control as api;
 
-/// Number of lines between two headings, which fills a screen.
+/// Number of lines between two headings, so that each screen has one.
 const LINES_PER_HEADING: u64 = 20;
 
-/// Interval and number of lines.
+/// Options of `--watch`: interval and number of lines.
 #[derive(Args, Clone)]
 pub struct WatchArguments {
     /// Print rates every SECONDS seconds, of one VM or of the pool
@@ -31,7 +31,7 @@ impl WatchArguments {
     }
 }
 
-/// Counters for the rates, and current values.
+/// Counters from which rates are computed, and current values.
 #[derive(Clone, Copy)]
 struct Sample {
     puts: i64,

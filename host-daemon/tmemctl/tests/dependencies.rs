@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Test of the crates that `tmemctl` links.
+//! Tests which crates of the workspace `tmemctl` links.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -7,14 +7,19 @@ use std::path::Path;
 /// Returns the crates of the workspace that a crate's manifest depends on, without those for tests.
 fn dependencies(workspace: &Path, name: &str) -> Vec<String> {
     let manifest = workspace.join(name).join("Cargo.toml");
-    let text = std::fs::read_to_string(manifest).expect("a manifest");
+    let text = std::fs::read_to_string(manifest).expect("cannot read the manifest");
     let mut found = Vec::new();
     let mut linked = false;
     for line in text.lines() {
         if line.starts_with('[') {
             linked = line.contains("dependencies") && !line.contains("dev-dependencies");
         } else if linked && let Some((_, path)) = line.split_once("path = \"../") {
-            found.push(path.split('"').next().expect("a path").to_owned());
+            found.push(
+                path.split('"')
+                    .next()
+                    .expect("a dependency has a path")
+                    .to_owned(),
+            );
         }
     }
     found
@@ -25,7 +30,8 @@ fn linked(workspace: &Path, name: &str) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     let mut next = vec![name.to_owned()];
     while let Some(name) = next.pop() {
-        // A crate outside of the workspace's folder, such as proto, has no crate of it below.
+        // A crate outside of the workspace's directory, such as proto, depends on no crate of the
+        // workspace.
         if workspace.join(&name).is_dir() && found.insert(name.clone()) {
             next.extend(dependencies(workspace, &name));
         }
@@ -37,7 +43,13 @@ fn linked(workspace: &Path, name: &str) -> BTreeSet<String> {
 fn tmemctl_does_not_link_the_engine() {
     let workspace = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
     let tmemctl = linked(workspace, "tmemctl");
-    assert!(tmemctl.contains("tmem-trace"), "{tmemctl:?}");
-    assert!(!tmemctl.contains("tmem-pool"), "{tmemctl:?}");
+    assert!(
+        tmemctl.contains("tmem-trace"),
+        "tmemctl does not link tmem-trace: {tmemctl:?}"
+    );
+    assert!(
+        !tmemctl.contains("tmem-pool"),
+        "tmemctl links the engine: {tmemctl:?}"
+    );
     assert!(linked(workspace, "tmemd").contains("tmem-pool"));
 }

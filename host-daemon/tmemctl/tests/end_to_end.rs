@@ -22,17 +22,17 @@ fn tmemctl(socket: &Path, arguments: &[&str]) -> Output {
         .arg(socket)
         .args(arguments)
         .output()
-        .expect("runs")
+        .expect("cannot run the program")
 }
 
 fn printed(output: &Output) -> String {
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(
         output.status.success() && error.is_empty(),
-        "{}: {error}",
+        "tmemctl ended with {}: {error}",
         output.status
     );
-    String::from_utf8(output.stdout.clone()).expect("UTF-8")
+    String::from_utf8(output.stdout.clone()).expect("the text is not UTF-8")
 }
 
 /// Returns the words of the line whose first word is `first`.
@@ -40,7 +40,7 @@ fn words<'a>(text: &'a str, first: &str) -> Vec<&'a str> {
     let line = text
         .lines()
         .find(|line| line.split_whitespace().next() == Some(first));
-    line.unwrap_or_else(|| panic!("no line {first} in {text}"))
+    line.unwrap_or_else(|| panic!("no line starts with {first}: {text}"))
         .split_whitespace()
         .collect()
 }
@@ -57,7 +57,10 @@ fn list_prints_a_table_sorted_by_name() {
                 "db", "no", "no", "team", "1.00", "MiB", "8.00", "MiB", "7", "-"
             ]
         );
-        assert!(db[10].ends_with("/db.sock"), "{text}");
+        assert!(
+            db[10].ends_with("/db.sock"),
+            "the row of VM db does not end with its socket: {text}"
+        );
         assert_eq!(
             words(&text, "web")[..7],
             ["web", "no", "no", "-", "0", "B", "-"]
@@ -75,20 +78,28 @@ fn stats_prints_all_vms_or_the_named_one() {
     let host = host();
     let control = host.path("control");
     let text = printed(&tmemctl(&control, &["stats"]));
-    assert!(text.contains("2 workers, 0 of 2 VMs connected"), "{text}");
+    assert!(
+        text.contains("2 workers, 0 of 2 VMs connected"),
+        "the status has another number of workers or VMs: {text}"
+    );
     let requests = "s of processor time for requests, ";
-    let (_, background) = text.split_once(requests).expect("it says what it takes");
+    let (_, background) = text
+        .split_once(requests)
+        .expect("the output does not give the CPU time of requests");
     for part in [
         "in the background: ",
         "new pages, ",
         "cold pages, ",
         "reclaim\n",
     ] {
-        assert!(background.contains(part), "{text} lacks {part}");
+        assert!(
+            background.contains(part),
+            "the line of background work has no {part:?}: {text}"
+        );
     }
     assert!(
         words(&text, "pool").join(" ").contains("of 64.0 MiB held"),
-        "{text}"
+        "the pool's line has another size: {text}"
     );
     assert_eq!(words(&text, "web")[..2], ["web", "no"]);
     let text = printed(&tmemctl(&control, &["stats", "db"]));
@@ -104,21 +115,25 @@ fn json_output_contains_the_answer_of_the_daemon() {
         &host.path("read-only"),
         &["--json", "stats", "db"],
     ));
-    let value: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let value: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
     assert_eq!(value["pool"]["size_bytes"], 64 << 20);
     assert_eq!(value["vms"][0]["name"], "db");
     assert_eq!(value["vms"].as_array().map(Vec::len), Some(1));
     let text = printed(&tmemctl(&host.path("read-only"), &["list", "--json"]));
-    let value: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let value: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
     assert_eq!(value["vms"][0]["quota"]["weight"], 7);
 }
 
 fn fails(output: &Output, code: i32, parts: &[&str]) {
     let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(code), "{error}");
+    assert_eq!(
+        output.status.code(),
+        Some(code),
+        "tmemctl ended with another code: {error}"
+    );
     assert!(output.stdout.is_empty());
     for part in parts {
-        assert!(error.contains(part), "{error} lacks {part}");
+        assert!(error.contains(part), "the error has no {part:?}: {error}");
     }
 }
 
@@ -141,15 +156,15 @@ fn errors_name_the_socket_and_the_remedy() {
         &[&path, "start tmemd", "--socket"],
     );
     // A killed daemon leaves its socket behind.
-    drop(UnixListener::bind(&control).expect("binds"));
+    drop(UnixListener::bind(&control).expect("cannot bind the socket"));
     fails(&tmemctl(&control, &["list"]), 3, &[&path, "was killed"]);
 }
 
 #[test]
 fn a_hung_daemon_is_reported_after_the_timeout() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let control = directory.path().join("control");
-    let _nobody_accepts = UnixListener::bind(&control).expect("binds");
+    let _nobody_accepts = UnixListener::bind(&control).expect("cannot bind the socket");
     let path = control.display().to_string();
     fails(
         &tmemctl(&control, &["list", "--timeout", "1"]),
@@ -162,10 +177,10 @@ fn a_hung_daemon_is_reported_after_the_timeout() {
 #[cfg(feature = "libvirt")]
 #[test]
 fn a_hung_libvirt_is_reported_after_the_timeout() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let control = directory.path().join("control");
     let socket = directory.path().join("libvirt");
-    let _nobody_accepts = UnixListener::bind(&socket).expect("binds");
+    let _nobody_accepts = UnixListener::bind(&socket).expect("cannot bind the socket");
     let uri = format!("qemu+unix:///system?socket={}", socket.display());
     let at = format!("libvirt at {uri}");
     for command in ["attach", "detach", "quota"] {
@@ -177,8 +192,8 @@ fn a_hung_libvirt_is_reported_after_the_timeout() {
         );
     }
     let root = directory.path().join("root");
-    std::fs::create_dir_all(root.join("etc/libvirt")).expect("folder");
-    let root = root.to_str().expect("UTF-8");
+    std::fs::create_dir_all(root.join("etc/libvirt")).expect("cannot create the directory");
+    let root = root.to_str().expect("the text is not UTF-8");
     let arguments = [
         "doctor",
         "--root",
@@ -192,30 +207,36 @@ fn a_hung_libvirt_is_reported_after_the_timeout() {
     let found = String::from_utf8_lossy(&found.stdout);
     assert!(
         found.contains(&format!("{at} did not answer within 1 s")),
-        "{found}"
+        "the finding does not name the time-out: {found}"
     );
 }
 
 /// The time limit does not apply to `trace`, because the file's length bounds the time.
 #[test]
 fn the_timeout_does_not_apply_to_reading_a_trace() {
-    let directory = tempfile::tempdir().expect("directory");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let trace = directory.path().join("trace");
-    let made = Command::new("mkfifo").arg(&trace).status().expect("runs");
+    let made = Command::new("mkfifo")
+        .arg(&trace)
+        .status()
+        .expect("cannot run the program");
     assert!(made.success());
     let writer = std::thread::spawn({
         let trace = trace.clone();
         move || {
-            let mut trace = File::options().write(true).open(trace).expect("opens");
+            let mut trace = File::options()
+                .write(true)
+                .open(trace)
+                .expect("cannot open the named pipe");
             std::thread::sleep(Duration::from_millis(1500));
-            // The reader may have ended.
+            // Writing fails if the reader has ended.
             let _ = trace.write_all(b"no trace");
         }
     });
-    let trace = trace.to_str().expect("UTF-8");
+    let trace = trace.to_str().expect("the text is not UTF-8");
     let read = tmemctl(Path::new("/"), &["trace", trace, "--timeout", "1"]);
     fails(&read, 1, &["is no trace"]);
-    writer.join().expect("writes");
+    writer.join().expect("the writing thread panicked");
 }
 
 #[test]
@@ -223,12 +244,13 @@ fn a_failed_write_of_an_error_keeps_the_exit_code() {
     let full = File::options().write(true).open("/dev/full");
     let status = Command::new(env!("CARGO_BIN_EXE_tmemctl"))
         .args(["--socket", "/nowhere", "list"])
-        .stderr(full.expect("opens"))
+        .stderr(full.expect("cannot open /dev/full"))
         .status();
-    assert_eq!(status.expect("runs").code(), Some(3));
+    assert_eq!(status.expect("cannot run tmemctl").code(), Some(3));
 }
 
-/// Exit handlers would free memory that a running thread may still use.
+/// The process must end without exit handlers, which would free memory that a running thread may
+/// still use.
 #[test]
 fn tmemctl_exits_without_exit_handlers() {
     let host = host();
@@ -240,10 +262,16 @@ fn tmemctl_exits_without_exit_handlers() {
             .args(arguments)
             .env("LD_DEBUG", "files")
             .output()
-            .expect("runs");
+            .expect("cannot run the program");
         let linker = String::from_utf8_lossy(&run.stderr);
-        assert!(linker.contains("calling init: "), "{linker}");
-        assert!(!linker.contains("calling fini: "), "{linker}");
+        assert!(
+            linker.contains("calling init: "),
+            "the dynamic linker reports no constructors: {linker}"
+        );
+        assert!(
+            !linker.contains("calling fini: "),
+            "tmemctl ran destructors at its exit: {linker}"
+        );
     }
 }
 
@@ -272,11 +300,11 @@ fn vms_are_flushed_frozen_and_thawed() {
         )
     );
     let json: serde_json::Value =
-        serde_json::from_str(&done(&["thaw", "db", "--json"])).expect("JSON");
+        serde_json::from_str(&done(&["thaw", "db", "--json"])).expect("the text is not JSON");
     let thawed = serde_json::json!({ "vms": [{ "name": "db", "frozen": false, "changed": true }] });
     assert_eq!(json, thawed);
     let json: serde_json::Value =
-        serde_json::from_str(&done(&["flush", "--all", "--json"])).expect("JSON");
+        serde_json::from_str(&done(&["flush", "--all", "--json"])).expect("the text is not JSON");
     assert_eq!(
         json["vms"][1],
         serde_json::json!({ "name": "web", "pages": 0 })
@@ -302,12 +330,18 @@ fn the_pool_is_printed_and_resized() {
     let control = host.path("control");
     let text = printed(&tmemctl(&control, &["pool", "--size", "32MiB"]));
     let said = "The pool has 32.0 MiB until the daemon ends.\nconfigured     : 32.0 MiB\n";
-    assert!(text.starts_with(said), "{text}");
+    assert!(
+        text.starts_with(said),
+        "the output has another text: {text}"
+    );
     let text = printed(&tmemctl(&control, &["pool", "--size", "1MiB", "--json"]));
-    let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
     assert_eq!(json["configured_bytes"], 1 << 20);
     let text = printed(&tmemctl(&control, &["stats"]));
-    assert!(text.contains("of 1.00 MiB held"), "{text}");
+    assert!(
+        text.contains("of 1.00 MiB held"),
+        "the output has another size: {text}"
+    );
     fails(
         &tmemctl(&control, &["pool", "--size", "1KiB"]),
         6,
@@ -322,15 +356,22 @@ fn the_pool_is_printed_and_resized() {
     let resize = ["pool", "--size", "2MiB"];
     fails(&tmemctl(&read_only, &resize), 7, &["is read-only"]);
     let text = printed(&tmemctl(&read_only, &["pool", "--bytes"]));
-    assert_eq!(text.lines().count(), 7, "{text}");
-    assert!(text.contains("configured     : 1048576\n"), "{text}");
+    assert_eq!(
+        text.lines().count(),
+        7,
+        "the output does not have 7 lines: {text}"
+    );
+    assert!(
+        text.contains("configured     : 1048576\n"),
+        "the output does not give the size in bytes: {text}"
+    );
     let text = printed(&tmemctl(&control, &["pool", "--json"]));
-    let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
     assert_eq!(json.as_object().map(serde_json::Map::len), Some(7));
     assert!(json["held_bytes"].as_i64() >= json["freeable_bytes"].as_i64());
 }
 
-/// The options of zramctl.
+/// Tables have the options of zramctl.
 #[test]
 fn tables_have_the_chosen_columns() {
     let host = host();
@@ -342,7 +383,11 @@ fn tables_have_the_chosen_columns() {
     assert_eq!(text, "NAME  PROBLEM\ndb    -\nweb   -\n");
     let text = print(&["stats", "--noheadings", "--bytes"]);
     assert_eq!(words(&text, "db")[..5], ["db", "no", "0", "0", "0"]);
-    assert_eq!(text.lines().count(), 2, "only the rows: {text}");
+    assert_eq!(
+        text.lines().count(),
+        2,
+        "the output has other lines than the two rows: {text}"
+    );
     assert_eq!(print(&["stats", "db", "-n", "-o", "HITS"]), "0\n");
     assert_eq!(
         words(&print(&["stats", "db", "-b"]), "limit"),
@@ -375,24 +420,33 @@ fn errors_are_json_if_the_output_is() {
     ] {
         let output = tmemctl(&control, arguments);
         fails(&output, code, &[]);
-        let text = String::from_utf8(output.stderr).expect("UTF-8");
-        assert_eq!(text.lines().count(), 1, "{text}");
-        let error: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        let text = String::from_utf8(output.stderr).expect("the text is not UTF-8");
+        assert_eq!(
+            text.lines().count(),
+            1,
+            "the JSON error has more than one line: {text}"
+        );
+        let error: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
         assert_eq!(
             (&error["error"], &error["exit_code"]),
             (&name.into(), &code.into())
         );
-        let message = error["message"].as_str().expect("a message");
+        let message = error["message"]
+            .as_str()
+            .expect("the JSON error has a message");
         assert!(
             message.contains(part) && !message.starts_with("error"),
-            "{message}"
+            "the message is wrong: {message}"
         );
     }
     let help = printed(&tmemctl(&control, &["--help", "--json"]));
-    assert!(help.contains("Exit codes:"), "{help}");
+    assert!(
+        help.contains("Exit codes:"),
+        "the help does not list the exit codes: {help}"
+    );
 }
 
-/// A process that prints while events happen.
+/// A tmemctl process that prints events as they happen.
 struct Printing(std::process::Child);
 
 impl Printing {
@@ -400,7 +454,7 @@ impl Printing {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tmemctl"));
         command.arg("--socket").arg(socket).args(arguments);
         command.stdout(std::process::Stdio::piped());
-        Printing(command.spawn().expect("runs"))
+        Printing(command.spawn().expect("cannot run the program"))
     }
 }
 
@@ -419,49 +473,71 @@ fn events_are_printed_as_they_arrive() {
     let control = host.path("control");
     let begin = |arguments: &[&str]| {
         let mut printing = Printing::start(&host.path("read-only"), arguments);
-        let lines = BufReader::new(printing.0.stdout.take().expect("piped")).lines();
+        let lines =
+            BufReader::new(printing.0.stdout.take().expect("the process has a pipe")).lines();
         (printing, lines)
     };
     let (mut all, lines) = begin(&["event", "--loop", "--json"]);
     let (sender, receiver) = std::sync::mpsc::channel();
-    // Sending fails once the test has seen enough.
+    // Sending fails when the test has ended.
     std::thread::spawn(move || {
         lines
             .map_while(Result::ok)
             .for_each(|line| sender.send(line).unwrap_or(()))
     });
     let (_begun, mut begun) = begin(&["event", "--loop", "--kind", "subscribed", "--timestamp"]);
-    let line = begun.next().expect("a line").expect("text");
-    assert!(line.contains("Z: event 'subscribed': "), "{line}");
+    let line = begun
+        .next()
+        .expect("tmemctl printed no line")
+        .expect("the line is not UTF-8");
+    assert!(
+        line.contains("Z: event 'subscribed': "),
+        "the first line is not the event \"subscribed\": {line}"
+    );
     let (mut one, mut first) = begin(&["event", "--vm", "web"]);
     // Events are repeated until both processes have subscribed.
     let mut json = None;
-    while json.is_none() || one.0.try_wait().expect("there").is_none() {
+    while json.is_none()
+        || one
+            .0
+            .try_wait()
+            .expect("cannot query the process")
+            .is_none()
+    {
         printed(&tmemctl(&control, &["freeze", "--all"]));
         printed(&tmemctl(&control, &["thaw", "--all"]));
         json = json.or_else(|| receiver.try_recv().ok());
     }
-    let json = json.expect("an event");
-    let event: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+    let json = json.expect("tmemctl printed no event");
+    let event: serde_json::Value = serde_json::from_str(&json).expect("the text is not JSON");
     assert!(
         ["frozen", "thawed"]
             .iter()
             .any(|kind| event["kind"] == *kind),
-        "{event}"
+        "another event was printed: {event}"
     );
-    let line = first.next().expect("a line").expect("text");
+    let line = first
+        .next()
+        .expect("tmemctl printed no line")
+        .expect("the line is not UTF-8");
     assert!(
         line.starts_with("event 'frozen' for VM web: ")
             || line.starts_with("event 'thawed' for VM web: "),
-        "{line}"
+        "another event was printed: {line}"
     );
-    assert!(first.next().is_none(), "one is enough without --loop");
+    assert!(
+        first.next().is_none(),
+        "tmemctl printed a second event without --loop"
+    );
     host.stop();
-    assert_eq!(one.0.wait().expect("ended").code(), Some(0));
     assert_eq!(
-        all.0.wait().expect("ended").code(),
+        one.0.wait().expect("cannot wait for the process").code(),
+        Some(0)
+    );
+    assert_eq!(
+        all.0.wait().expect("cannot wait for the process").code(),
         Some(3),
-        "the daemon has ended"
+        "tmemctl did not end with code 3 after the daemon ended"
     );
 }
 
@@ -475,9 +551,10 @@ fn rates_are_printed_each_interval() {
     };
     let text = watch(&[]);
     let lines: Vec<&str> = text.lines().collect();
-    assert_eq!(lines.len(), 2, "{text}");
+    assert_eq!(lines.len(), 2, "the output does not have 2 lines: {text}");
     assert_eq!(lines[0].split_whitespace().count(), 10);
-    let json: serde_json::Value = serde_json::from_str(&watch(&["--json", "web"])).expect("JSON");
+    let json: serde_json::Value =
+        serde_json::from_str(&watch(&["--json", "web"])).expect("the text is not JSON");
     assert_eq!((&json["vm"], &json["puts"]), (&"web".into(), &0.into()));
     fails(&tmemctl(&control, &["stats", "--watch=0"]), 2, &["0"]);
     fails(
@@ -498,10 +575,10 @@ fn versions_are_printed_with_and_without_a_daemon() {
     let text = printed(&tmemctl(&control, &["version"]));
     assert!(
         text.contains("tmemd   - (there is no control socket"),
-        "{text}"
+        "doctor does not report the missing control socket: {text}"
     );
     let text = printed(&tmemctl(&control, &["version", "--json"]));
-    let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
     assert_eq!(json, serde_json::json!({ "tmemctl": own, "tmemd": null }));
 }
 
@@ -510,12 +587,15 @@ fn advise_reports_no_confidence_for_few_gets() {
     let host = host();
     let read_only = host.path("read-only");
     let text = printed(&tmemctl(&read_only, &["advise"]));
-    assert!(text.contains("too few gets to tell"), "{text}");
+    assert!(
+        text.contains("too few gets to tell"),
+        "advise does not say that gets are too few: {text}"
+    );
     let text = printed(&tmemctl(
         &read_only,
         &["advise", "web", "--over", "1", "--json"],
     ));
-    let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
     assert_eq!(
         (
             json["vms"].as_array().map(Vec::len),
@@ -561,27 +641,33 @@ fn trace_prints_a_summary_of_a_recorded_trace() {
             &mut bytes,
         );
     }
-    std::fs::write(&file, &bytes).expect("written");
-    let path = file.to_str().expect("text");
+    std::fs::write(&file, &bytes).expect("cannot write the file");
+    let path = file.to_str().expect("the text is not UTF-8");
     let text = printed(&tmemctl(&host.path("control"), &["trace", path]));
-    assert!(text.starts_with("3 events in 1.5 s\n"), "{text}");
+    assert!(
+        text.starts_with("3 events in 1.5 s\n"),
+        "trace reports another number of events or another time: {text}"
+    );
     assert_eq!(words(&text, "3")[..2], ["3", "events"]);
     let text = printed(&tmemctl(&host.path("control"), &["trace", path, "--json"]));
-    let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
     assert_eq!(
         (&json["vms"][0]["vm"], &json["vms"][0]["hits"]),
         (&3.into(), &1.into())
     );
-    std::fs::write(&file, &bytes[..bytes.len() - 1]).expect("written");
+    std::fs::write(&file, &bytes[..bytes.len() - 1]).expect("cannot write the file");
     let text = printed(&tmemctl(&host.path("control"), &["trace", path]));
-    assert!(text.contains("its end is missing"), "{text}");
-    std::fs::write(&file, [0x28, 0xb5, 0x2f, 0xfd, 0]).expect("written");
+    assert!(
+        text.contains("its end is missing"),
+        "trace does not report the missing end: {text}"
+    );
+    std::fs::write(&file, [0x28, 0xb5, 0x2f, 0xfd, 0]).expect("cannot write the file");
     fails(
         &tmemctl(&host.path("control"), &["trace", path]),
         1,
         &[path, "zstd -d"],
     );
-    std::fs::write(&file, "no").expect("written");
+    std::fs::write(&file, "no").expect("cannot write the file");
     fails(
         &tmemctl(&host.path("control"), &["trace", path]),
         1,
@@ -594,19 +680,24 @@ fn trace_prints_a_summary_of_a_recorded_trace() {
 fn every_command_has_help() {
     let nowhere = Path::new("/nowhere");
     let help = printed(&tmemctl(nowhere, &["help"]));
-    let (_, commands) = help.split_once("Commands:\n").expect("commands");
+    let (_, commands) = help
+        .split_once("Commands:\n")
+        .expect("the help has a list of commands");
     let names: Vec<&str> = commands
         .lines()
         .take_while(|line| !line.is_empty())
         .filter_map(|line| line.split_whitespace().next())
         .collect();
-    assert!(names.len() > 10, "{names:?}");
+    assert!(
+        names.len() > 10,
+        "the help lists only these commands: {names:?}"
+    );
     let document = include_str!("../../../docs/tmemctl.md");
     for name in names.into_iter().filter(|name| *name != "help") {
         assert!(printed(&tmemctl(nowhere, &[name, "--help"])).contains("Usage:"));
         assert!(
             document.contains(&format!("| `{name}")),
-            "docs/tmemctl.md lacks {name}"
+            "docs/tmemctl.md has no row for command {name}"
         );
     }
 }
@@ -617,8 +708,8 @@ fn doctor_prints_faults_with_their_remedies() {
     let control = host.path("control");
     // The directory stands for a host without libvirt, KVM and PSI.
     let root = host.path("root");
-    std::fs::create_dir(&root).expect("made");
-    let root = root.to_str().expect("text").to_string();
+    std::fs::create_dir(&root).expect("cannot create the directory");
+    let root = root.to_str().expect("the text is not UTF-8").to_string();
     let text = printed(&tmemctl(&control, &["doctor", "--root", &root, "--all"]));
     for part in [
         "warning  host: there is no KVM",
@@ -627,20 +718,27 @@ fn doctor_prints_faults_with_their_remedies() {
         "warning  web: its QEMU is not connected",
         "0 faults, ",
     ] {
-        assert!(text.contains(part), "{text} lacks {part}");
+        assert!(text.contains(part), "the output has no {part:?}: {text}");
     }
     printed(&tmemctl(&control, &["freeze", "web"]));
-    std::fs::remove_file(host.path("db.sock")).expect("removed");
+    std::fs::remove_file(host.path("db.sock")).expect("cannot remove the file");
     let output = tmemctl(&control, &["doctor", "--root", &root, "--json"]);
-    assert_eq!(output.status.code(), Some(8), "with a fault");
-    let json: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(
+        output.status.code(),
+        Some(8),
+        "doctor did not end with code 8 although it found a fault"
+    );
+    let json: serde_json::Value =
+        serde_json::from_slice(&output.stdout).expect("the text is not JSON");
     assert_eq!(
         (&json["faults"], &json["findings"][0]["check"]),
         (&1.into(), &"vm-socket".into())
     );
     assert_eq!(json["findings"][0]["about"], "db");
     let mends = |part: &str| {
-        let all = json["findings"].as_array().expect("findings");
+        let all = json["findings"]
+            .as_array()
+            .expect("the JSON has no findings");
         all.iter().any(|finding| {
             finding["remedy"]
                 .as_str()
@@ -649,7 +747,7 @@ fn doctor_prints_faults_with_their_remedies() {
     };
     assert!(
         mends("systemctl restart tmemd") && mends("tmemctl thaw web"),
-        "{json}"
+        "the remedies are missing: {json}"
     );
     host.stop();
     let output = tmemctl(&control, &["doctor", "--root", &root]);
@@ -658,7 +756,7 @@ fn doctor_prints_faults_with_their_remedies() {
     assert!(
         text.starts_with("FAULT    daemon: there is no control socket")
             && text.contains("-> systemctl start tmemd"),
-        "{text}"
+        "doctor does not report the missing control socket and the remedy: {text}"
     );
 }
 
@@ -680,10 +778,10 @@ fn run_quota(host: &TestDaemon, libvirt: &[&str], arguments: &[&str]) -> Output 
 /// Returns the daemon's entry of a VM.
 fn listed(host: &TestDaemon, name: &str) -> serde_json::Value {
     let text = printed(&tmemctl(&host.path("control"), &["list", "--json"]));
-    let list: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-    let vms = list["vms"].as_array().expect("VMs");
+    let list: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
+    let vms = list["vms"].as_array().expect("the JSON has no list of VMs");
     let vm = vms.iter().find(|vm| vm["name"] == name);
-    vm.expect("there").clone()
+    vm.expect("the VM is listed").clone()
 }
 
 #[test]
@@ -701,14 +799,14 @@ fn quota_of_a_vm_outside_libvirt_is_set_in_the_daemon() {
             text.contains("VM db")
                 && text.contains("until the daemon ends")
                 && text.contains("[[vm]]"),
-            "{text}"
+            "the output does not name the VM and how to make the quota permanent: {text}"
         );
         let quota =
             serde_json::json!({ "reserve_bytes": 2 << 20, "limit_bytes": 4 << 20, "weight": 7 });
         assert_eq!(
             listed(&host, "db")["quota"],
             quota,
-            "what is not given stays"
+            "a value of the quota that was not given has changed"
         );
         // An invalid or unsuitable value is refused with the VM's name and the value, and changes
         // nothing.
@@ -745,12 +843,13 @@ fn quota_of_a_vm_outside_libvirt_is_set_in_the_daemon() {
         }
         assert_eq!(listed(&host, "db")["quota"], quota);
         let text = done(&["db", "--limit", "none", "--weight", "9", "--json"]);
-        let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        let json: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
         assert_eq!(
             (&json["vm"], json["domain"].is_null()),
             (&"db".into(), true)
         );
-        let json: serde_json::Value = serde_json::from_str(&done(&["db", "--json"])).expect("JSON");
+        let json: serde_json::Value =
+            serde_json::from_str(&done(&["db", "--json"])).expect("the text is not JSON");
         let told = serde_json::json!({
             "vm": "db", "limit_bytes": null, "reserve_bytes": 2 << 20, "weight": 9, "trust_domain": "team",
         });
@@ -777,10 +876,11 @@ fn quota_of_a_vm_outside_libvirt_is_set_in_the_daemon() {
 fn quota_of_a_libvirt_vm_is_not_set_in_the_daemon_alone() {
     use tmem_control::{VarlinkClientInterface, VmSpec};
     let host = host();
-    let mut client = tmem_control::connect(&host.path("control")).expect("connects");
+    let mut client =
+        tmem_control::connect(&host.path("control")).expect("cannot connect to the control socket");
     for (name, uuid) in [
-        // The first is the test driver's domain under another name; the second is unknown to
-        // libvirt.
+        // The first UUID is that of the test driver's domain, here with another name. libvirt does
+        // not know the second UUID.
         ("test-6695eb01", "6695eb01-f6a4-8304-79aa-97f2502e193f"),
         ("other", "00000000-0000-4000-8000-000000000001"),
     ] {
@@ -794,11 +894,20 @@ fn quota_of_a_libvirt_vm_is_not_set_in_the_daemon_alone() {
             trust_domain: None,
             quota: tmem_control::quota(None, None, None),
         };
-        assert!(client.add_vm(spec).call().expect("added").added);
+        assert!(
+            client
+                .add_vm(spec)
+                .call()
+                .expect("the daemon did not add the VM")
+                .added
+        );
     }
     let set = ["other", "--weight", "3"];
     let text = printed(&run_quota(&host, LIBVIRTS[0], &set));
-    assert!(text.contains("until the VM is removed"), "{text}");
+    assert!(
+        text.contains("until the VM is removed"),
+        "the output does not tell how long the quota holds: {text}"
+    );
     assert_eq!(listed(&host, "other")["quota"]["weight"], 3);
     #[cfg(feature = "libvirt")]
     {

@@ -14,7 +14,7 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Driver, DriverConfig, GuestConfig};
 use tmem_testing::TestDaemon;
 
-/// Bound of each wait, long enough for a loaded machine; no time is measured.
+/// Time limit of each wait. It is long enough for a loaded machine; no time is measured.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A separate tmux server, which ends with the test.
@@ -32,7 +32,7 @@ impl Tmux {
         let output = command
             .args(arguments)
             .output()
-            .expect("tmux, of Debian's package");
+            .expect("cannot run tmux (Debian package tmux)");
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
@@ -62,7 +62,7 @@ impl Drop for Tmux {
     }
 }
 
-/// A guest that puts and gets until it is stopped.
+/// A simulated guest that puts and gets until it is stopped.
 struct Guest {
     stop: Arc<AtomicBool>,
     works: JoinHandle<Driver>,
@@ -75,27 +75,36 @@ impl Guest {
             name: name.into(),
             ..GuestConfig::default()
         };
-        let mut driver = Driver::new(guest, DriverConfig::default()).expect("a driver");
+        let mut driver =
+            Driver::new(guest, DriverConfig::default()).expect("cannot create the simulated guest");
         let socket = folder.join(format!("{name}.sock"));
-        driver.connect(&socket).expect("connects");
+        driver
+            .connect(&socket)
+            .expect("cannot connect to the VM's socket");
         let stop: Arc<AtomicBool> = Arc::default();
         let works = std::thread::spawn({
             let stop = stop.clone();
             move || {
                 while !stop.load(Ordering::Relaxed) {
-                    driver.step().expect("right answers");
+                    driver
+                        .step()
+                        .expect("the device did not answer each request correctly");
                 }
-                driver.settle().expect("right answers");
+                driver
+                    .settle()
+                    .expect("the device did not answer each request correctly");
                 driver
             }
         });
         Guest { stop, works }
     }
 
-    /// Stops the requests; the guest stays connected.
+    /// Stops the requests of the guest, which stays connected.
     fn stop(self) -> Driver {
         self.stop.store(true, Ordering::Relaxed);
-        self.works.join().expect("right answers")
+        self.works
+            .join()
+            .expect("the device did not answer each request correctly")
     }
 }
 
@@ -124,7 +133,7 @@ fn start(folder: &Path, socket: &str, options: &str) -> Tmux {
     // tmux keeps its socket for a while after it ends, so each server gets a new directory.
     let tmux = Tmux(
         tempfile::tempdir_in(folder)
-            .expect("a folder")
+            .expect("cannot create a temporary directory")
             .keep()
             .join("tmux"),
     );
@@ -151,53 +160,67 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
             cells.len() >= 10 && [2, 3, 5].iter().all(|&nth| rate(&cells[nth]) > 0.0)
         })
     });
-    let web = cells(&screen, " web").expect("seen");
-    let hits: f64 = web[1].parse().expect("a part of gets");
+    let web = cells(&screen, " web").expect("the screen has no row of VM web");
+    let hits: f64 = web[1].parse().expect("the cell is not a percentage");
     let part = rate(&web[2]) / rate(&web[3]) * 100.0;
-    assert!((hits - part).abs() < 2.0, "{part} %: {screen}");
+    assert!(
+        (hits - part).abs() < 2.0,
+        "the hit rate differs from {part} %: {screen}"
+    );
     assert!(
         web[4].parse::<f64>().is_ok_and(|time| time > 0.0),
-        "{screen}"
+        "the latency is not positive: {screen}"
     );
     assert!(
         web[6].parse::<f64>().is_ok_and(|time| time > 0.0),
-        "{screen}"
+        "the driver's latency is not positive: {screen}"
     );
     assert!(
         web[7].parse::<f64>().is_ok_and(|used| used > 0.0),
-        "{screen}"
+        "the used memory is not positive: {screen}"
     );
-    assert!(web.concat().contains('█'), "its gets: {screen}");
+    assert!(
+        web.concat().contains('█'),
+        "the row has no bar of gets: {screen}"
+    );
     let lines: Vec<&str> = screen.lines().collect();
-    assert_eq!(lines.len(), 24, "{screen}");
+    assert_eq!(
+        lines.len(),
+        24,
+        "the screen does not have 24 lines: {screen}"
+    );
     assert!(
         lines[0].starts_with("tmemd ") && lines[0].contains("1 of 2 VMs connected"),
-        "{screen}"
+        "the first line has another text: {screen}"
     );
     let place = |name: &str| lines.iter().position(|line| line.starts_with(name));
     assert!(
         place(" web") < place("-db") && place(" web").is_some(),
-        "the busiest first: {screen}"
+        "the busy VM is not above the idle one: {screen}"
     );
     assert_eq!(
         cells(&screen, "-db").map(|cells| cells[1..5].to_vec()),
         Some(["-", "0", "0", "-"].map(String::from).to_vec()),
-        "{screen}"
+        "the row of the idle VM has other cells: {screen}"
     );
-    assert!(lines[23].starts_with("q quit"), "{screen}");
+    assert!(
+        lines[23].starts_with("q quit"),
+        "the key help is not in the last line: {screen}"
+    );
     tmux.run(&["send-keys", "-t", "top", "/we"]);
     tmux.until("the filter", |screen| {
         screen.contains("filter: we_") && !screen.contains("-db")
     });
     // The displayed totals of the selected VM equal the daemon's.
     let guest = guest.stop();
-    let mut client = tmem_control::connect(&folder.join("control")).expect("connects");
+    let mut client = tmem_control::connect(&folder.join("control"))
+        .expect("cannot connect to the control socket");
     let stats = client
         .get_stats(Some("web".into()))
         .call()
-        .expect("answers");
+        .expect("the daemon answered the varlink call with an error");
     let [vm] = &stats.vms[..] else {
-        panic!("{stats:?}")
+        panic!("the daemon did not return exactly one VM: {stats:?}")
     };
     let of_all = format!("{} gets, {} hits (", vm.gets, vm.hits);
     tmux.until("its counters", |screen| screen.contains(&of_all));
@@ -214,7 +237,7 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     let screen = tmux.until("its end", |screen| screen.contains("ended with 0"));
     assert!(
         !screen.contains("tmemd "),
-        "the terminal is as it was: {screen}"
+        "tmemctl did not restore the terminal: {screen}"
     );
 }
 
@@ -227,46 +250,52 @@ fn top_restores_the_terminal_at_its_end() {
     let path = |name: &str| folder.join(name);
     // The link leads to the daemon first, and then to a socket whose connections are never
     // accepted.
-    symlink(path("read-only"), path("control-of-top")).expect("linked");
-    let hangs = UnixListener::bind(path("hangs")).expect("binds");
-    hangs.set_nonblocking(true).expect("set");
+    symlink(path("read-only"), path("control-of-top")).expect("cannot create the symbolic link");
+    let hangs = UnixListener::bind(path("hangs")).expect("cannot bind the socket");
+    hangs
+        .set_nonblocking(true)
+        .expect("cannot make the socket nonblocking");
     for end in ["a key", "a signal", "no terminal"] {
         let tmux = start(&folder, "control-of-top", "--timeout 3600");
         tmux.until("its view", |screen| screen.contains("of 64.0 MiB held"));
-        symlink(path("hangs"), path("new")).expect("linked");
-        std::fs::rename(path("new"), path("control-of-top")).expect("replaced");
-        // This is time for three polls.
+        symlink(path("hangs"), path("new")).expect("cannot create the symbolic link");
+        std::fs::rename(path("new"), path("control-of-top")).expect("cannot rename the file");
+        // top polls three times in these 3 s.
         std::thread::sleep(Duration::from_secs(3));
         let waiting = std::iter::from_fn(|| hangs.accept().ok()).collect::<Vec<_>>();
         assert_eq!(
             waiting.len(),
             2,
-            "one that tried whether it is there, and one look"
+            "not exactly two connections were made: one that tests the socket, and one that reads"
         );
         let shell = tmux.run(&["display-message", "-p", "-t", "top", "#{pane_pid}"]);
         let children = format!("/proc/{0}/task/{0}/children", shell.trim());
-        let top = std::fs::read_to_string(children).expect("top");
+        let top = std::fs::read_to_string(children)
+            .expect("cannot list the child processes of the shell");
         let top = top.trim();
         match end {
             "a key" => drop(tmux.run(&["send-keys", "-t", "top", "q"])),
             "a signal" => {
                 let killed = Command::new("kill").arg(top).status();
-                assert!(killed.expect("runs").success());
+                assert!(killed.expect("cannot run kill").success());
             }
             _ => drop(tmux.run(&["kill-server"])),
         }
         if end == "no terminal" {
             let begun = Instant::now();
             while Path::new("/proc").join(top).exists() {
-                assert!(begun.elapsed() < TIMEOUT, "process {top} goes on");
+                assert!(begun.elapsed() < TIMEOUT, "process {top} did not end");
                 std::thread::sleep(Duration::from_millis(100));
             }
         } else {
             let screen = tmux.until("its end", |screen| screen.contains("ended with 0"));
-            assert!(!screen.contains("tmemd "), "as it was: {screen}");
+            assert!(
+                !screen.contains("tmemd "),
+                "tmemctl did not restore the terminal: {screen}"
+            );
         }
-        symlink(path("read-only"), path("new")).expect("linked");
-        std::fs::rename(path("new"), path("control-of-top")).expect("replaced");
+        symlink(path("read-only"), path("new")).expect("cannot create the symbolic link");
+        std::fs::rename(path("new"), path("control-of-top")).expect("cannot rename the file");
     }
     daemon.stop();
 }

@@ -292,11 +292,12 @@ mod tests {
 
     fn state(findings: &[Finding], check: &str) -> State {
         let found = findings.iter().find(|finding| finding.check == check);
-        let found = found.unwrap_or_else(|| panic!("{check} is missing in {findings:#?}"));
+        let found =
+            found.unwrap_or_else(|| panic!("no finding for check {check} among {findings:#?}"));
         assert_eq!(
             found.state != State::Good,
             found.remedy.is_some(),
-            "{found:?}"
+            "only a finding that is not good has a remedy: {found:?}"
         );
         found.state
     }
@@ -307,7 +308,11 @@ mod tests {
         let (mut daemon, mut pool) = (said.daemon, said.pool);
         daemon.version = env!("CARGO_PKG_VERSION").into();
         for finding in of_daemon(&daemon, &pool) {
-            assert_eq!(finding.state, State::Good, "{finding:?}");
+            assert_eq!(
+                finding.state,
+                State::Good,
+                "a healthy daemon has a finding: {finding:?}"
+            );
         }
         daemon.version = "0.0.1".into();
         (pool.size_bytes, pool.configured_bytes) = (1 << 20, 2 << 20);
@@ -326,34 +331,52 @@ mod tests {
             daemon.memory_locked = memory_locked;
             assert_eq!(state(&[locked(&daemon)], "memory-lock"), wanted);
         }
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
         let path = folder.path().join("socket");
         let vm = vm(&path);
-        assert_eq!(vm_socket(&vm).state, State::Fault, "the socket is missing");
-        let _listener = UnixListener::bind(&path).expect("binds");
+        assert_eq!(
+            vm_socket(&vm).state,
+            State::Fault,
+            "a missing socket is no fault"
+        );
+        let _listener = UnixListener::bind(&path).expect("cannot bind the socket");
         for (mode, wanted) in [
             (0o660, State::Good),
             (0o600, State::Good),
             (0o060, State::Fault),
             (0o666, State::Warning),
         ] {
-            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).expect("set");
-            assert_eq!(vm_socket(&vm).state, wanted, "{mode:o}");
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode))
+                .expect("cannot change the file's mode");
+            assert_eq!(
+                vm_socket(&vm).state,
+                wanted,
+                "a VM's socket of mode {mode:o} is judged wrongly"
+            );
             if mode != 0o060 {
-                assert_eq!(control_socket(&path).state, wanted, "{mode:o}");
+                assert_eq!(
+                    control_socket(&path).state,
+                    wanted,
+                    "a control socket of mode {mode:o} is judged wrongly"
+                );
             }
         }
-        fs::remove_file(&path).expect("removed");
-        fs::write(&path, "").expect("written");
-        assert_eq!(vm_socket(&vm).state, State::Fault, "it is a file");
+        fs::remove_file(&path).expect("cannot remove the file");
+        fs::write(&path, "").expect("cannot write the file");
+        assert_eq!(
+            vm_socket(&vm).state,
+            State::Fault,
+            "a file in place of the VM's socket is no fault"
+        );
     }
 
     #[test]
     fn doctor_finds_each_fault_of_a_vm() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
         let path = folder.path().join("socket");
-        let _listener = UnixListener::bind(&path).expect("binds");
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o660)).expect("set");
+        let _listener = UnixListener::bind(&path).expect("cannot bind the socket");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o660))
+            .expect("cannot change the file's mode");
         let mut vm = vm(&path);
         let mut stats = stats_of("web", 0, 0, 0);
         for (said, wanted) in [
@@ -369,7 +392,7 @@ mod tests {
             assert_eq!(
                 state(&of_vm(&vm, &stats), "driver"),
                 wanted,
-                "{:?}",
+                "the driver's state is judged wrongly: {:?}",
                 stats.driver
             );
         }

@@ -153,11 +153,14 @@ mod tests {
                 emulator: None,
             },
         )
-        .expect("attached")
+        .expect("cannot attach the device")
     }
 
     fn served(xml: &str) -> api::Vm {
-        let device = Domain::parse(xml).expect("read").device.expect("attached");
+        let device = Domain::parse(xml)
+            .expect("the domain is valid")
+            .device
+            .expect("the domain has the device");
         api::Vm {
             name: "web".into(),
             uuid: Some(UUID.into()),
@@ -191,17 +194,17 @@ mod tests {
         let vms = std::slice::from_ref(&vm);
         assert!(
             faults(PLAIN, Some(vms), Ok(false)).is_empty(),
-            "it wants no cache"
+            "a domain without the device has a fault although it wants no cache"
         );
         let elsewhere = of_domain(&xml, true, None);
         assert!(
             elsewhere.iter().all(|finding| finding.state == State::Good),
-            "that this host does not serve it is no fault: {elsewhere:?}"
+            "a VM that this host does not serve has a fault: {elsewhere:?}"
         );
         assert!(faults(&xml, Some(vms), Ok(true)).is_empty());
         assert!(
             faults(&xml, None, Ok(true)).is_empty(),
-            "the daemon cannot be asked"
+            "the domain has a fault although the daemon cannot be asked"
         );
         assert_eq!(faults(&xml, Some(vms), Ok(false)), ["emulator"]);
         assert_eq!(faults(&xml, Some(vms), Err("no".into())), ["emulator"]);
@@ -216,8 +219,13 @@ mod tests {
             .replace("mode=\"shared\"", "mode=\"private\"");
         assert_ne!(private, xml);
         assert_eq!(faults(&private, Some(vms), Ok(true)), ["shared-memory"]);
-        let cut = xml.find("<qemu:commandline").expect("it is there");
-        let end = xml.find("</qemu:commandline>").expect("it ends") + "</qemu:commandline>".len();
+        let cut = xml
+            .find("<qemu:commandline")
+            .expect("the domain has QEMU options");
+        let end = xml
+            .find("</qemu:commandline>")
+            .expect("the element of QEMU options is closed")
+            + "</qemu:commandline>".len();
         let without = format!("{}{}", &xml[..cut], &xml[end..]);
         assert_eq!(faults(&without, Some(vms), Ok(true)), ["device"]);
         assert_eq!(faults("<domain>", Some(vms), Ok(true)), ["domain"]);

@@ -111,13 +111,14 @@ mod tests {
 
     fn write(root: &Path, name: &str, text: &str) {
         let path = root.join(name);
-        fs::create_dir_all(path.parent().expect("a folder")).expect("made");
-        fs::write(path, text).expect("written");
+        fs::create_dir_all(path.parent().expect("the path has a parent directory"))
+            .expect("cannot create the directory");
+        fs::write(path, text).expect("cannot write the file");
     }
 
     #[test]
     fn doctor_finds_each_fault_of_the_host_with_its_remedy() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
         let root = folder.path();
         let states = || {
             look(root)
@@ -129,10 +130,10 @@ mod tests {
             states()
                 .into_iter()
                 .find(|(c, _)| *c == check)
-                .expect("looked at")
+                .expect("the check was made")
                 .1
         };
-        // The host has neither libvirt nor AppArmor.
+        // This host has neither libvirt nor AppArmor.
         assert_eq!(
             (state("hook"), state("apparmor")),
             (State::Good, State::Good)
@@ -144,21 +145,26 @@ mod tests {
         write(root, "dev/kvm", "");
         write(root, "proc/pressure/memory", "some avg10=0.00\n");
         assert_eq!((state("kvm"), state("psi")), (State::Good, State::Good));
-        // The host has libvirt.
+        // From here on the host has libvirt.
         write(root, "etc/libvirt/hooks/qemu.d/other", "#!/bin/sh\n");
         assert_eq!(state("hook"), State::Fault);
         let hook = "etc/libvirt/hooks/qemu.d/virtio-tmem";
         write(root, hook, "#!/bin/sh\nexec /usr/sbin/tmem-hook \"$@\"\n");
         let found = self::hook(root);
-        assert_eq!(found.state, State::Fault, "it cannot be run");
+        assert_eq!(
+            found.state,
+            State::Fault,
+            "a QEMU that cannot be run is no fault"
+        );
         assert!(
             found
                 .remedy
                 .is_some_and(|remedy| remedy.contains(&format!("chmod +x /{hook}")))
         );
-        fs::set_permissions(root.join(hook), fs::Permissions::from_mode(0o755)).expect("set");
+        fs::set_permissions(root.join(hook), fs::Permissions::from_mode(0o755))
+            .expect("cannot change the file's mode");
         assert_eq!(state("hook"), State::Good);
-        // The host has AppArmor.
+        // From here on the host has AppArmor.
         write(root, "etc/apparmor.d/abstractions/libvirt-qemu", "");
         write(root, "sys/module/apparmor/parameters/enabled", "N\n");
         assert_eq!(state("apparmor"), State::Good);

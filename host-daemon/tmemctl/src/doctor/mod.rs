@@ -44,7 +44,7 @@ pub enum State {
     Fault,
     /// Something works less well than it could, or an operator has changed it temporarily.
     Warning,
-    /// All is well, or the checked part is not used on this host.
+    /// The check found no fault, or this host does not use the checked part.
     Good,
 }
 

@@ -29,7 +29,8 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 use tmem_control as api;
 
-/// Longest wait for a key before checking for an answer or a signal; too short to be noticed.
+/// Longest wait for a key before checking for an answer of the daemon or a signal. It is too short
+/// to be noticed.
 const GLANCE: Duration = Duration::from_millis(50);
 
 /// Options of `top`.
@@ -97,8 +98,8 @@ fn key(model: &mut Model, code: KeyCode, control: bool) -> Do {
     Do::Nothing
 }
 
-/// Polls on a thread of its own, so that keys work while a daemon hangs. At most one poll is under
-/// way.
+/// Polls the daemon on a thread of its own, so that keys work while the daemon hangs. At most one
+/// poll is under way.
 struct Looks {
     reach: Reach,
     /// Start of the current poll, and the channel for its result.
@@ -110,7 +111,7 @@ impl Looks {
         let (sender, receiver) = mpsc::channel();
         let reach = self.reach.clone();
         std::thread::spawn(move || {
-            // If top has been left, the receiver no longer exists.
+            // If the user has left top, the receiver no longer exists.
             let _ = sender.send(stats(&reach, None));
         });
         self.under_way = Some((Instant::now(), receiver));
@@ -153,7 +154,7 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
         reach,
         under_way: None,
     };
-    // ratatui also restores the terminal after a panic.
+    // ratatui restores the terminal also after a panic.
     let mut terminal = ratatui::try_init().map_err(failed)?;
     let mut next = Instant::now() + period.min(Duration::from_millis(500));
     let done = loop {
@@ -179,7 +180,7 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
         }
         match looks.end() {
             Some(Ok(reply)) => model.take(reply, Instant::now()),
-            // The daemon may come back, so the last figures stay on the screen.
+            // The last figures stay on the screen, because the daemon may come back.
             Some(Err(Failure(why, _))) => model.problem = Some(why),
             None => {}
         }
@@ -188,7 +189,7 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
             looks.begin();
         }
     };
-    // The terminal may no longer exist.
+    // Restoring fails if the terminal no longer exists.
     let _ = ratatui::try_restore();
     done
 }
@@ -219,7 +220,7 @@ mod key_tests {
         let mut press = |code| key(&mut model, code, false);
         assert_eq!(press(KeyCode::Char('n')), Do::Nothing);
         assert_eq!(press(KeyCode::Char('/')), Do::Nothing);
-        // While the user types a filter, these keys are letters.
+        // While the user types a filter, these keys are letters of it.
         for code in [KeyCode::Char('q'), KeyCode::Char('x'), KeyCode::Backspace] {
             assert_eq!(press(code), Do::Nothing);
         }
@@ -231,7 +232,7 @@ mod key_tests {
         assert_eq!(key(&mut model, KeyCode::Char('c'), true), Do::Quit);
         assert_eq!((model.sort, &*model.filter), (Sort::Name, "q"));
         assert!(model.reverse && model.paused && !model.typing);
-        assert_eq!(model.selected, 0, "there is no VM below the last one");
+        assert_eq!(model.selected, 0, "the selection moved below the last VM");
         key(&mut model, KeyCode::Esc, false);
         assert_eq!(model.filter, "");
     }

@@ -80,7 +80,7 @@ impl FromStr for Sort {
     }
 }
 
-/// A VM at the last poll.
+/// Row of a VM with its figures at the last poll.
 #[derive(Clone, Debug)]
 pub struct Row {
     /// Figures of the VM.
@@ -241,7 +241,7 @@ impl Model {
         rows
     }
 
-    /// Moves the selection back to a row that is shown.
+    /// Moves the selection back to a row that exists.
     pub fn stay_inside(&mut self) {
         self.selected = self.selected.min(self.rows().len().saturating_sub(1));
     }
@@ -274,7 +274,8 @@ pub mod tests {
 
     /// Returns a VM with those counters.
     pub fn vm(name: &str, gets: i64, hits: i64, puts: i64) -> VmStats {
-        let mut vm: VmStats = serde_json::from_value(figures(Scope::Vm)).expect("all figures");
+        let mut vm: VmStats =
+            serde_json::from_value(figures(Scope::Vm)).expect("a field of the reply is missing");
         (vm.name, vm.gets, vm.hits, vm.puts) = (name.into(), gets, hits, puts);
         vm.connected = true;
         vm
@@ -283,7 +284,7 @@ pub mod tests {
     /// Returns a driver's report with that state.
     pub fn driver(state: &str) -> DriverReport {
         let figures = serde_json::from_value(figures(Scope::Driver));
-        let mut driver: DriverReport = figures.expect("all figures");
+        let mut driver: DriverReport = figures.expect("the JSON has each field of the report");
         driver.state = state.into();
         driver
     }
@@ -291,8 +292,10 @@ pub mod tests {
     /// Returns the reply of a daemon with those VMs.
     pub fn reply(vms: Vec<VmStats>) -> GetStats_Reply {
         GetStats_Reply {
-            daemon: serde_json::from_value(figures(Scope::Daemon)).expect("all figures"),
-            pool: serde_json::from_value(figures(Scope::Pool)).expect("all figures"),
+            daemon: serde_json::from_value(figures(Scope::Daemon))
+                .expect("a field of the reply is missing"),
+            pool: serde_json::from_value(figures(Scope::Pool))
+                .expect("a field of the reply is missing"),
             vms,
         }
     }
@@ -310,7 +313,7 @@ pub mod tests {
         let mut model = Model::new(Sort::Get, String::new());
         let start = Instant::now();
         model.take(reply(vec![vm("a", 100, 50, 10)]), start);
-        assert_eq!(model.rows()[0].gets, 0.0, "one look is no rate");
+        assert_eq!(model.rows()[0].gets, 0.0, "one reading gave a rate");
         let mut next = vm("a", 300, 200, 30);
         next.get_latency.buckets[3] = 4;
         next.get_latency.sum_ns = 20_000;
@@ -323,7 +326,7 @@ pub mod tests {
             (Some(0.75), Some(5.0), None)
         );
         assert_eq!((row.history.len(), model.history.back()), (1, Some(&75)));
-        // The daemon was restarted.
+        // Smaller counters mean that the daemon was restarted.
         model.take(
             reply(vec![vm("a", 5, 5, 5)]),
             start + Duration::from_secs(3),
@@ -335,7 +338,7 @@ pub mod tests {
         assert_eq!(
             model.history.len(),
             HISTORY,
-            "what is remembered is bounded"
+            "the history is longer than its limit"
         );
     }
 

@@ -115,8 +115,8 @@ fn draw_pool(frame: &mut Frame<'_>, area: Rect, model: &Model) {
     let [lines, spark] =
         Layout::horizontal([Constraint::Min(60), Constraint::Length(16)]).areas(text);
     let compressed = ratio(pool.original_bytes, pool.compressed_bytes);
-    // Size of each stored copy as it was first compressed, since zstd's later gain must not count
-    // as a gain of deduplication.
+    // Stored copies count with the size of their first compression, so that zstd's later gain does
+    // not count as a gain of deduplication.
     let once_bytes = pool.payload_bytes + pool.zstd_saved_bytes;
     let dedup = ratio(pool.compressed_bytes, once_bytes);
     let zstd = ratio(once_bytes, pool.payload_bytes);
@@ -367,8 +367,11 @@ mod tests {
     use tmem_control::{GetStats_Reply, Histogram, VmStats};
 
     fn screen(model: &Model, width: u16, height: u16) -> Vec<String> {
-        let mut terminal = Terminal::new(TestBackend::new(width, height)).expect("a terminal");
-        terminal.draw(|frame| draw(frame, model)).expect("drawn");
+        let mut terminal = Terminal::new(TestBackend::new(width, height))
+            .expect("cannot create the test terminal");
+        terminal
+            .draw(|frame| draw(frame, model))
+            .expect("cannot draw the view");
         let buffer = terminal.backend().buffer().clone();
         let rows = (0..height).map(|y| (0..width).map(move |x| (x, y)));
         rows.map(|row| row.map(|at| buffer[at].symbol()).collect::<String>())
@@ -381,12 +384,14 @@ mod tests {
         histogram.sum_ns += count * mean_us * 1000;
     }
 
-    /// Bytes of a page that lz4 halves, and bytes that the daemon charges for each page besides.
+    /// Size in bytes of a compressed page of these VMs, and the bytes that the daemon charges for
+    /// each page besides.
     const PACKED_BYTES: i64 = 1900;
     const CHARGE_BYTES: i64 = 320;
 
     /// Sets the counters that follow from the forms of the VM's pages and from its other counters,
-    /// except for `puts`. Pages that are held were put, and neither got, evicted nor dropped.
+    /// except for `puts`. Held pages are those that were put and were neither got, evicted nor
+    /// dropped.
     fn add_up(vm: &mut VmStats) {
         vm.original_bytes = vm.pages * 4096;
         vm.stored_pages = vm.pages - vm.nursery_pages - vm.same_filled_pages - vm.shared_pages;
@@ -422,7 +427,10 @@ mod tests {
             let mut driver = driver("on");
             driver.version = "1.2.3".into();
             driver.kernel = "6.12.117+deb12-cloud-amd64".into();
-            let waits = driver.get_latency.as_mut().expect("it says them");
+            let waits = driver
+                .get_latency
+                .as_mut()
+                .expect("the driver reports latencies of gets");
             requests(waits, vm.gets / 8, 31);
             vm.driver = Some(driver);
         }
@@ -484,17 +492,20 @@ mod tests {
         let text = screen.join("\n");
         assert!(
             screen[0].starts_with("tmemd 1.2.3  up 3:25:07  2 of 2 VMs connected  4 workers"),
-            "{text}"
+            "the first line has another text: {text}"
         );
-        assert!(screen[2].contains("of 512 MiB held"), "{text}");
+        assert!(
+            screen[2].contains("of 512 MiB held"),
+            "the pool's line has another text: {text}"
+        );
         assert!(
             screen[3].contains("new 1 %  pattern 4 %  shared 25 %  packed 70 %"),
-            "{text}"
+            "the line of page forms has another text: {text}"
         );
         let web = screen
             .iter()
             .position(|line| line.starts_with(" web-1"))
-            .expect("a row");
+            .expect("no row of VM web-1");
         let cells: Vec<&str> = screen[web].split_whitespace().collect();
         assert_eq!(
             cells[..13],
@@ -502,20 +513,23 @@ mod tests {
                 "web-1", "78", "%", "1872", "2400", "14", "µs", "1920", "55", "µs", "340", "MiB",
                 "341"
             ],
-            "{text}"
+            "the row of VM web-1 has other cells: {text}"
         );
         assert!(
             cells.last().is_some_and(|bars| bars.contains("█")),
-            "the most of its gets: {text}"
+            "the VM with most gets has no bar: {text}"
         );
         assert!(
             screen[web + 1].starts_with("*db"),
-            "the busiest first, frozen marked: {text}"
+            "VM db, which is frozen, is not in the second row: {text}"
         );
-        assert!(screen[23].starts_with("q quit"), "{text}");
+        assert!(
+            screen[23].starts_with("q quit"),
+            "the key help is not in the last line: {text}"
+        );
         assert!(
             text.contains("6120000 gets, 4773600 hits (78.0 %)"),
-            "the first is chosen: {text}"
+            "the details are not those of the first VM: {text}"
         );
         for end in [
             "shared 40000 ",
@@ -544,20 +558,27 @@ mod tests {
         let shown = gain(&said);
         assert!(
             shown.starts_with("gain ×4.00: compression ×2.00, equal pages ×1.00, zstd ×1.25 "),
-            "{shown}"
+            "the gain has another text: {shown}"
         );
         (said.pool.payload_bytes, said.pool.zstd_saved_bytes) = (100 << 20, 0);
         let shown = gain(&said);
-        assert!(shown.contains("equal pages ×2.00, zstd ×1.00 "), "{shown}");
+        assert!(
+            shown.contains("equal pages ×2.00, zstd ×1.00 "),
+            "the gain has another text: {shown}"
+        );
     }
 
     /// Compares the screen in docs/tmemctl.md; `TMEM_BLESS=1` draws it again.
     #[test]
     fn docs_tmemctl_md_shows_the_current_view() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/tmemctl.md");
-        let text = std::fs::read_to_string(&path).expect("docs/tmemctl.md");
-        let (before, rest) = text.split_once("<!-- top -->\n```\n").expect("a mark");
-        let (shown, after) = rest.split_once("```\n").expect("its end");
+        let text = std::fs::read_to_string(&path).expect("cannot read docs/tmemctl.md");
+        let (before, rest) = text
+            .split_once("<!-- top -->\n```\n")
+            .expect("docs/tmemctl.md has no mark for the view");
+        let (shown, after) = rest
+            .split_once("```\n")
+            .expect("docs/tmemctl.md has no end of the view");
         let lines = screen(&model(), 80, 24);
         let drawn: String = lines
             .iter()
@@ -565,9 +586,12 @@ mod tests {
             .collect();
         if std::env::var_os("TMEM_BLESS").is_some() {
             let new = format!("{before}<!-- top -->\n```\n{drawn}```\n{after}");
-            std::fs::write(&path, new).expect("written");
+            std::fs::write(&path, new).expect("cannot write the file");
         }
-        assert_eq!(shown, drawn, "TMEM_BLESS=1 draws docs/tmemctl.md anew");
+        assert_eq!(
+            shown, drawn,
+            "docs/tmemctl.md shows another view: run this test with TMEM_BLESS=1 to draw it"
+        );
     }
 
     #[test]
@@ -575,7 +599,10 @@ mod tests {
         let mut model = model();
         (model.filter, model.typing) = ("db".into(), true);
         let shown = screen(&model, 80, 24);
-        assert!(shown[23].starts_with("filter: db_"), "{shown:#?}");
+        assert!(
+            shown[23].starts_with("filter: db_"),
+            "the last line does not show the filter: {shown:#?}"
+        );
         assert!(!shown.iter().any(|line| line.starts_with(" web-1")));
         model.typing = false;
         model.problem = Some("there is no control socket".into());
@@ -584,7 +611,7 @@ mod tests {
         let text = screen(&model, 80, 24).join("\n");
         assert!(
             text.contains("g      order by get") && text.contains("q      quit"),
-            "{text}"
+            "the help lacks a key: {text}"
         );
     }
 
@@ -599,7 +626,7 @@ mod tests {
         let text = screen(&model, 80, 24).join("\n");
         assert!(
             text.contains(" vm-070") && !text.contains(" vm-000"),
-            "{text}"
+            "the table did not scroll to the selected VM: {text}"
         );
         for (width, height) in [(1, 1), (20, 5), (80, 10), (300, 100)] {
             model.help = width > 100;
