@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Asks the daemon for its figures, with a bound on time and size: a daemon that hangs must not
-//! hang the exporter. The library's client is not used because it waits without limit.
+//! Asks the daemon for its figures (statistics), with a bound on time and size: a daemon that hangs
+//! must not hang the exporter. The library's client is not used because it waits without limit.
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use std::io::{Error, Read, Result, Write};
@@ -12,13 +12,13 @@ use tmem_control::GetStats_Reply;
 /// Longest time of a request. The daemon needs less for 1,024 VMs under load, and Prometheus
 /// usually waits 10 s.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// Most bytes of an answer. The figures of 1,024 VMs take about 2 MiB.
+/// Maximum number of bytes of an answer. The figures of 1,024 VMs take about 2 MiB.
 const ANSWER_BYTES_MAX: usize = 16 << 20;
 
 fn connect(socket: &Path) -> Result<UnixStream> {
     let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
     let stream = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
-    // connect() blocks, too, if a daemon that hangs does not accept.
+    // The time-out also bounds connect(), which blocks if a hanging daemon does not accept.
     sockopt::set_socket_timeout(&stream, sockopt::Timeout::Send, Some(TIMEOUT))?;
     rustix::net::connect(&stream, &SocketAddrUnix::new(socket)?)?;
     Ok(stream.into())

@@ -13,12 +13,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use subtle::ConstantTimeEq;
 
-/// Most connections at once: enough for two Prometheus servers, people with a browser, and as many
-/// again.
+/// Maximum number of connections at once: enough for two Prometheus servers, people with a browser,
+/// and as many again.
 const CLIENTS_MAX: usize = 8;
-/// Most bytes of a request. A scraper's request has a few hundred.
+/// Maximum number of bytes of a request. A scraper's request has a few hundred.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
-/// Most header lines of a request.
+/// Maximum number of header lines of a request.
 const HEADERS_MAX: usize = 64;
 /// Longest time in which a request must arrive completely, including the handshake of TLS.
 const READ_MAX: Duration = Duration::from_secs(5);
@@ -26,7 +26,7 @@ const READ_MAX: Duration = Duration::from_secs(5);
 const WRITE_MAX: Duration = Duration::from_secs(10);
 /// Shortest time between two log messages about certificates that cannot be read.
 const LOG_PERIOD: Duration = Duration::from_secs(60);
-/// Pause after accept() failed.
+/// Pause after a connection could not be accepted.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Text format that a client accepts.
@@ -53,7 +53,7 @@ enum Asked {
     Metrics(Format),
     /// A page for people, with a link to the metrics.
     Root,
-    /// An answer without metrics: its status, and one line of text.
+    /// No metrics: the status of the answer, and one line of text.
     No(&'static str, &'static str),
 }
 
@@ -197,9 +197,9 @@ fn compose(asked: Asked, metrics: &dyn Fn(Format) -> String) -> (String, String)
 pub struct Access {
     /// The token that clients must send.
     pub token: Option<String>,
-    /// TLS, if it is configured.
+    /// TLS of the exporter; None for plain HTTP.
     pub tls: Option<Tls>,
-    /// When a fault of certificates was last logged.
+    /// Time at which a fault of certificates was last logged.
     pub logged: Mutex<Option<Instant>>,
 }
 
@@ -267,8 +267,8 @@ pub fn serve(
             }
         };
         if clients.fetch_add(1, SeqCst) >= CLIENTS_MAX {
-            // Too many clients: the connection is closed without an answer, in favour of those
-            // being served.
+            // There are too many clients. The connection is closed without an answer, in favour of
+            // the clients being served.
             clients.fetch_sub(1, SeqCst);
             continue;
         }

@@ -21,7 +21,7 @@ use web_config::Tls;
 
 /// Shortest time between two log messages about an unreachable daemon.
 const LOG_PERIOD: Duration = Duration::from_secs(60);
-/// Fewest bytes of a token; a shorter one could be guessed.
+/// Minimum number of bytes of a token; a shorter one could be guessed.
 const TOKEN_BYTES_MIN: usize = 16;
 
 /// Metrics of the virtio-tmem host daemon for Prometheus, over HTTP.

@@ -60,7 +60,7 @@ fn rounded(value: i64, step: i64) -> i64 {
 fn number(row: &Statistic, figures: &Value, step: i64) -> i64 {
     let value = match &figures[row.field] {
         Value::Bool(value) => i64::from(*value),
-        // The last value of a list includes the others.
+        // The last value of a list includes all others.
         Value::Array(values) => values.last().and_then(Value::as_i64).unwrap_or(0),
         value => value.as_i64().unwrap_or(0),
     };
@@ -87,7 +87,7 @@ fn number(row: &Statistic, figures: &Value, step: i64) -> i64 {
 /// Converts the daemon's bucket counts, whose upper bounds are 1, 2, 4, … µs.
 fn buckets(counts: &[Value]) -> Vec<(f64, u64)> {
     let bound = |nth: usize| match nth + 1 == counts.len() {
-        // The encoder writes this bound as +Inf.
+        // The encoder writes this bound, the largest number, as +Inf.
         true => f64::MAX,
         false => (1u64 << nth) as f64 / 1e6,
     };
@@ -338,7 +338,7 @@ mod tests {
         assert_eq!(
             rounded(-1, step),
             -step,
-            "what is below 0 is not told either"
+            "a negative value was not rounded down to a step"
         );
     }
 
@@ -346,13 +346,19 @@ mod tests {
     fn an_unreachable_daemon_sets_tmem_up_to_0() {
         let text = Scrape::new(None, Duration::from_millis(5), 8)
             .text()
-            .expect("text");
-        assert!(text.contains("tmem_up 0.0\n"), "{text}");
+            .expect("the metrics are valid text");
+        assert!(
+            text.contains("tmem_up 0.0\n"),
+            "the text has no tmem_up of 0: {text}"
+        );
         assert!(
             text.contains("tmem_scrape_duration_seconds 0.005\n"),
-            "{text}"
+            "the text has another duration of the scrape: {text}"
         );
-        assert!(text.ends_with("# EOF\n"), "{text}");
+        assert!(
+            text.ends_with("# EOF\n"),
+            "the text does not end with # EOF: {text}"
+        );
     }
 
     #[test]
@@ -364,7 +370,7 @@ mod tests {
         );
     }
 
-    /// Exact totals next to rounded parts must not tell more about the parts than their steps.
+    /// Exact totals beside rounded parts must not reveal more about the parts than the steps do.
     #[test]
     fn remainders_do_not_reveal_exact_shared_pages() {
         let figures = |shared: i64| {
@@ -375,7 +381,7 @@ mod tests {
         };
         let value = |field: &str, figures: &Value| {
             let row = Statistic::of(Scope::Pool).find(|row| row.field == field);
-            number(row.expect("a figure"), figures, STEP_BYTES_MIN)
+            number(row.expect("the row has a number"), figures, STEP_BYTES_MIN)
         };
         assert_eq!(value("pages", &figures(256)), 1000 - 100 - 10 - 256);
         for shared in 257..512 {

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use yaml_rust2::{Yaml, YamlLoader};
 
-/// Most bytes of the file.
+/// Maximum number of bytes of the file.
 const FILE_BYTES_MAX: usize = 64 << 10;
 
 /// Versions of TLS that the exporter speaks.
@@ -50,14 +50,15 @@ const OTHER_TLS_KEYS: [(&str, &str); 8] = [
     ("curve_preferences", "remove this key"),
 ];
 
-/// TLS of the exporter.
+/// TLS settings of the exporter.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Tls {
     certificate: PathBuf,
     key: PathBuf,
-    /// Certificates of which clients need one to be signed; None if clients need none.
+    /// File of the certificates that must have signed a client's certificate; None if clients need
+    /// none.
     client_ca: Option<PathBuf>,
-    /// How many of [`VERSIONS`] are allowed.
+    /// Number of [`VERSIONS`] that are allowed.
     versions: usize,
 }
 
@@ -199,7 +200,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
 fn check_keys(map: &Yaml, of: &str, keys: &[&str], others: &[(&str, &str)]) -> Result<(), String> {
     let Yaml::Hash(map) = map else {
         return match map {
-            // An empty document.
+            // The document is empty.
             Yaml::Null => Ok(()),
             _ => Err(format!(
                 "{of}: write a map with these keys: {}",
@@ -232,7 +233,7 @@ mod tests {
     #[test]
     fn the_prometheus_web_config_format_is_parsed() {
         for empty in ["", "# nothing\n", "{}\n", "---\n"] {
-            assert_eq!(parse(empty), Ok(None), "{empty:?}");
+            assert_eq!(parse(empty), Ok(None), "{empty:?} configures TLS");
         }
         let tls = Tls {
             certificate: "/etc/x/a.pem".into(),
@@ -244,7 +245,9 @@ mod tests {
         assert_eq!(parse(text), Ok(Some(tls)));
         let more = "  client_auth_type: RequireAndVerifyClientCert\n  client_ca_file: c.pem\n  \
                     min_version: TLS13\n";
-        let tls = parse(&format!("{text}{more}")).expect("good").expect("TLS");
+        let tls = parse(&format!("{text}{more}"))
+            .expect("the configuration is valid")
+            .expect("the configuration has TLS");
         assert!(tls.verifies_clients() && tls.versions == 1);
     }
 
@@ -297,9 +300,14 @@ mod tests {
                 &["cert_file: write a text"],
             ),
         ] {
-            let error = parse(text).expect_err(text);
+            let Err(error) = parse(text) else {
+                panic!("{text:?} was accepted");
+            };
             for part in parts {
-                assert!(error.contains(part), "{text}: {error} lacks {part}");
+                assert!(
+                    error.contains(part),
+                    "{text}: the error has no {part:?}: {error}"
+                );
             }
         }
     }

@@ -24,7 +24,8 @@ const COST_MAX: f64 = 0.01;
 /// Returns the processor time of this process, which contains the daemon, without that of this
 /// thread.
 fn used() -> Duration {
-    let read = |clock| Duration::try_from(clock_gettime(clock)).expect("not negative");
+    let read =
+        |clock| Duration::try_from(clock_gettime(clock)).expect("the number is not negative");
     read(ClockId::ProcessCPUTime) - read(ClockId::ThreadCPUTime)
 }
 
@@ -48,8 +49,13 @@ fn a_scrape_each_second_costs_at_most_1_percent_cpu() {
         "{VMS} VMs: a scrape each second takes {:.3} % of a processor of the daemon",
         costs[ROUNDS / 2] * 100.0
     );
-    // Disturbances of the caches and the clock only add to a cost, so the least one counts.
+    // The smallest cost counts, because disturbances of the caches and the clock only add to a
+    // cost.
     let least = costs[0];
-    assert!(least > 0.0, "it answered without any work");
-    assert!(least <= COST_MAX, "{:.2} %: {costs:?}", least * 100.0);
+    assert!(least > 0.0, "the scrapes used no processor time");
+    assert!(
+        least <= COST_MAX,
+        "the scrapes used {:.2} % of a processor, more than the limit: {costs:?}",
+        least * 100.0
+    );
 }

@@ -24,16 +24,18 @@ fn promtool(arguments: &[&str], input: &str) -> (bool, String) {
         .stderr(Stdio::piped());
     let mut child = command
         .spawn()
-        .expect("promtool, of Debian's package prometheus");
-    let mut stdin = child.stdin.take().expect("piped");
-    // The program may end without reading its input.
+        .expect("cannot run promtool (Debian package prometheus)");
+    let mut stdin = child.stdin.take().expect("the process has a pipe");
+    // Writing fails if the program ends without reading its input.
     let _ = stdin.write_all(input.as_bytes());
     drop(stdin);
-    let output = child.wait_with_output().expect("ends");
+    let output = child
+        .wait_with_output()
+        .expect("cannot wait for the process");
     let text = [output.stdout, output.stderr].concat();
     (
         output.status.success(),
-        String::from_utf8(text).expect("text"),
+        String::from_utf8(text).expect("the text is not UTF-8"),
     )
 }
 
@@ -44,17 +46,20 @@ fn promtool_reports_no_problem() {
     host.work(200);
     let exporter = Exporter::start(&host, &[]);
     let (good, said) = promtool(&["check", "metrics"], &exporter.metrics(""));
-    assert!(good && said.is_empty(), "{said}");
+    assert!(
+        good && said.is_empty(),
+        "promtool found faults in the metrics: {said}"
+    );
     for arguments in [
         &["check", "rules", "alerts.yml"][..],
         &["test", "rules", "alerts_test.yml"],
     ] {
         let (good, said) = promtool(arguments, "");
-        assert!(good, "{said}");
+        assert!(good, "promtool found faults in the rules: {said}");
     }
 }
 
-/// Each alert has a test of its rule, and a section of the runbook, where its link leads.
+/// Each alert has a test of its rule, and a section of the runbook to which its link leads.
 #[test]
 fn each_alert_has_a_test_and_a_runbook() {
     let of = |text: &str, key: &str| -> Vec<String> {
@@ -69,9 +74,15 @@ fn each_alert_has_a_test_and_a_runbook() {
     let links = of(include_str!("../alerts.yml"), "runbook_url:");
     assert_eq!(sections, alerts);
     for alert in &alerts {
-        assert!(tested.contains(alert), "{alert} is not tested");
+        assert!(
+            tested.contains(alert),
+            "the rule tests do not test alert {alert}"
+        );
         let link = format!("\"docs/alerts.md#{}\"", alert.to_lowercase());
-        assert!(links.contains(&link), "{link} is missing");
+        assert!(
+            links.contains(&link),
+            "no alert has the runbook link {link}"
+        );
     }
     assert_eq!(links.len(), alerts.len());
 }
@@ -94,7 +105,7 @@ impl Server {
     /// Starts Prometheus, which scrapes the exporter each second over TLS, as docs/metrics.md says,
     /// with the alert rules.
     fn start(exporter: &Exporter, token: &Path, certificate: &Path) -> Server {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
         let config = folder.path().join("prometheus.yml");
         let text = format!(
             "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n\
@@ -107,13 +118,20 @@ impl Server {
             certificate.display(),
             exporter.address()
         );
-        std::fs::write(&config, text).expect("written");
-        let (good, said) = promtool(&["check", "config", config.to_str().expect("text")], "");
-        assert!(good, "{said}");
-        // The port was free a moment ago. If another process takes it meanwhile, the test fails and
-        // does not pass by mistake.
-        let port = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let address = port.local_addr().expect("bound").to_string();
+        std::fs::write(&config, text).expect("cannot write the file");
+        let (good, said) = promtool(
+            &[
+                "check",
+                "config",
+                config.to_str().expect("the text is not UTF-8"),
+            ],
+            "",
+        );
+        assert!(good, "promtool found faults in the configuration: {said}");
+        // The port was free a moment ago. If another process takes it meanwhile, the test fails; it
+        // cannot pass by mistake.
+        let port = TcpListener::bind("127.0.0.1:0").expect("cannot bind a TCP port");
+        let address = port.local_addr().expect("the socket is bound").to_string();
         drop(port);
         let child = Command::new("prometheus")
             .arg(format!("--config.file={}", config.display()))
@@ -124,7 +142,7 @@ impl Server {
             .arg(format!("--web.listen-address={address}"))
             .args(["--log.level=warn"])
             .spawn()
-            .expect("prometheus, of Debian's package");
+            .expect("cannot run prometheus (Debian package prometheus)");
         Server {
             child,
             address,
@@ -167,14 +185,14 @@ fn filled(query: &str) -> String {
 fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
     let mut host = ServedDaemon::new();
     let token = host.path("token");
-    std::fs::write(&token, "0123456789abcdef0123456789abcdef\n").expect("written");
+    std::fs::write(&token, "0123456789abcdef0123456789abcdef\n").expect("cannot write the file");
     let tls = Certificate::new(host.path("tls"));
     let config = tls.web_config("");
     let options = [
         "--token-file",
-        token.to_str().expect("text"),
+        token.to_str().expect("the text is not UTF-8"),
         "--web.config.file",
-        config.to_str().expect("text"),
+        config.to_str().expect("the text is not UTF-8"),
     ];
     let exporter = Exporter::start(&host, &options);
     let server = Server::start(&exporter, &token, &tls.certificate());
@@ -186,22 +204,28 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
     let targets = server.api("/api/v1/targets");
     assert_eq!(
         targets["data"]["activeTargets"][0]["health"], "up",
-        "{targets}"
+        "Prometheus could not scrape the exporter: {targets}"
     );
     // Rates need several scrapes with work between them.
     for _ in 0..5 {
         host.work(100);
         std::thread::sleep(Duration::from_millis(1100));
     }
-    let dashboard: Value = serde_json::from_str(include_str!("../grafana.json")).expect("JSON");
-    let panels = dashboard["panels"].as_array().expect("panels");
+    let dashboard: Value =
+        serde_json::from_str(include_str!("../grafana.json")).expect("the text is not JSON");
+    let panels = dashboard["panels"]
+        .as_array()
+        .expect("the dashboard has panels");
     assert!(panels.len() >= 15);
     for panel in panels {
-        for target in panel["targets"].as_array().expect("queries") {
-            let query = filled(target["expr"].as_str().expect("a query"));
+        for target in panel["targets"].as_array().expect("each panel has queries") {
+            let query = filled(target["expr"].as_str().expect("each query is text"));
             server.until(&format!("{}: {query}", panel["title"]), || {
                 let answer = server.query(&query);
-                assert_eq!(answer["status"], "success", "{query}: {answer}");
+                assert_eq!(
+                    answer["status"], "success",
+                    "query {query} failed: {answer}"
+                );
                 answer["data"]["result"]
                     .as_array()
                     .is_some_and(|all| !all.is_empty())
@@ -211,16 +235,22 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
     let rules = server.api("/api/v1/rules");
     let rules = rules["data"]["groups"][0]["rules"]
         .as_array()
-        .expect("rules")
+        .expect("Prometheus returned no rules")
         .clone();
     assert_eq!(
         rules.len(),
         include_str!("../alerts.yml").matches("- alert:").count()
     );
     for rule in &rules {
-        assert_eq!(rule["health"], "ok", "{rule}");
-        let answer = server.query(rule["query"].as_str().expect("a query"));
-        assert_eq!(answer["status"], "success", "{answer}");
+        assert_eq!(
+            rule["health"], "ok",
+            "Prometheus could not evaluate the rule: {rule}"
+        );
+        let answer = server.query(rule["query"].as_str().expect("each rule has a query"));
+        assert_eq!(
+            answer["status"], "success",
+            "the rule's query failed: {answer}"
+        );
     }
     // The value in Prometheus equals the daemon's.
     let hits = host.stats("a").hits as f64;

@@ -31,17 +31,21 @@ fn every_exported_statistic_has_a_metric() {
             Kind::Gauge | Kind::Text => "",
         };
         let name = format!("{}{suffix}", row.metric().0);
-        // The report of the fake driver is missing or empty.
+        // The simulated driver sends no report, or an empty one.
         if !name.starts_with("tmem_vm_driver_") {
             assert!(
                 !samples(&text, &name).is_empty(),
-                "{name} is missing in\n{text}"
+                "metric {name} is missing in\n{text}"
             );
         }
     }
     assert_eq!(samples(&text, "tmem_up"), ["tmem_up 1.0"]);
     let state = samples(&text, "tmem_vm_driver_state");
-    assert_eq!(state.len(), 2 * 7, "{state:?}");
+    assert_eq!(
+        state.len(),
+        2 * 7,
+        "the driver's state does not have 7 samples for each of 2 VMs: {state:?}"
+    );
 }
 
 /// The daemon, its command line and the metrics show the same numbers.
@@ -56,23 +60,23 @@ fn metrics_equal_the_statistics_of_the_daemon() {
         let line = samples(&text, name)
             .into_iter()
             .find(|line| line.contains("vm=\"a\""));
-        let line = line.unwrap_or_else(|| panic!("{name} is missing"));
+        let line = line.unwrap_or_else(|| panic!("metric {name} is missing"));
         line.rsplit(' ')
             .next()
             .and_then(|value| value.parse::<f64>().ok())
-            .expect("a number")
+            .expect("the sample is not a number")
     };
     assert!(stats.hits > 0 && stats.puts > 0);
     assert_eq!(value("tmem_vm_hit_pages_total"), stats.hits as f64);
     assert_eq!(value("tmem_vm_get_pages_total"), stats.gets as f64);
     assert_eq!(value("tmem_vm_put_pages_total"), stats.puts as f64);
-    // The series of one metric can be added.
+    // The series of one metric can be added without counting a page twice.
     let sum = |name: &str| -> f64 {
         let of_vm = samples(&text, name);
         let of_vm = of_vm.iter().filter(|line| line.contains("vm=\"a\""));
         of_vm
             .map(|line| line.rsplit(' ').next().and_then(|n| n.parse::<f64>().ok()))
-            .map(|number| number.expect("a number"))
+            .map(|number| number.expect("the sample is not a number"))
             .sum()
     };
     assert_eq!(sum("tmem_vm_pages"), stats.pages as f64);
@@ -94,7 +98,7 @@ fn metrics_equal_the_statistics_of_the_daemon() {
         let line = all
             .iter()
             .find(|line| line.contains(request) && line.contains("vm=\"a\""));
-        line.expect("there")
+        line.expect("the metric has a sample")
             .rsplit(' ')
             .next()
             .and_then(|n| n.parse::<i64>().ok())
@@ -122,8 +126,12 @@ fn shared_page_metrics_are_rounded_to_steps() {
                 .rsplit(' ')
                 .next()
                 .and_then(|v| v.parse().ok())
-                .expect("a number");
-            assert_eq!(value as i64 % step, 0, "{line}");
+                .expect("the sample is not a number");
+            assert_eq!(
+                value as i64 % step,
+                0,
+                "the sample is not a multiple of {step}: {line}"
+            );
         }
     }
 }
@@ -157,12 +165,15 @@ fn info_metrics_describe_vms_and_versions() {
         .rsplit(' ')
         .next()
         .and_then(|n| n.parse().ok())
-        .expect("a number");
+        .expect("the sample is not a number");
     let now = std::time::UNIX_EPOCH
         .elapsed()
-        .expect("after 1970")
+        .expect("the host's clock is before 1970")
         .as_secs_f64();
-    assert!(start > now - 3600.0 && start <= now, "{start} {now}");
+    assert!(
+        start > now - 3600.0 && start <= now,
+        "the start time {start} is not within an hour before {now}"
+    );
 }
 
 #[test]
@@ -175,11 +186,14 @@ fn openmetrics_and_classic_text_formats_are_served() {
     );
     assert!(
         head.contains("Content-Type: application/openmetrics-text"),
-        "{head}"
+        "the response is not OpenMetrics: {head}"
     );
     assert!(body.ends_with("# EOF\n") && body.contains("# TYPE tmem_vm_hit_pages counter"));
     let (head, body) = exporter.get("/metrics", "Accept: text/plain\r\n");
-    assert!(head.contains("text/plain; version=0.0.4"), "{head}");
+    assert!(
+        head.contains("text/plain; version=0.0.4"),
+        "the response is not the classic text format: {head}"
+    );
     assert!(!body.contains("# EOF") && body.contains("# TYPE tmem_vm_hit_pages_total counter"));
     assert!(exporter.get("/", "").1.contains("/metrics"));
     assert!(exporter.get("/other", "").0.starts_with("HTTP/1.1 404 "));
@@ -194,8 +208,14 @@ fn openmetrics_and_classic_text_formats_are_served() {
 fn a_request_without_the_token_is_refused() {
     let host = ServedDaemon::new();
     let file = host.path("token");
-    std::fs::write(&file, "0123456789abcdef\n").expect("written");
-    let exporter = Exporter::start(&host, &["--token-file", file.to_str().expect("text")]);
+    std::fs::write(&file, "0123456789abcdef\n").expect("cannot write the file");
+    let exporter = Exporter::start(
+        &host,
+        &[
+            "--token-file",
+            file.to_str().expect("the text is not UTF-8"),
+        ],
+    );
     for header in [
         "",
         "Authorization: Bearer 0123456789abcdee\r\n",
@@ -206,7 +226,10 @@ fn a_request_without_the_token_is_refused() {
         for path in ["/metrics", "/", "/other"] {
             let (head, body) = exporter.get(path, header);
             assert!(head.starts_with("HTTP/1.1 401 ") && head.contains("WWW-Authenticate: Bearer"));
-            assert!(!body.contains("tmem_"), "{body}");
+            assert!(
+                !body.contains("tmem_"),
+                "the response without the token has metrics: {body}"
+            );
         }
     }
     assert!(
@@ -220,25 +243,34 @@ fn a_request_without_the_token_is_refused() {
 fn a_public_listen_address_requires_a_token() {
     let run = |arguments: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tmem-exporter"));
-        let output = command.args(arguments).output().expect("runs");
+        let output = command
+            .args(arguments)
+            .output()
+            .expect("cannot run the program");
         assert!(!output.status.success());
-        String::from_utf8(output.stderr).expect("text")
+        String::from_utf8(output.stderr).expect("the text is not UTF-8")
     };
     let error = run(&["--web.listen-address", "0.0.0.0:0"]);
     assert!(
         error.contains("0.0.0.0:0") && error.contains("--token-file"),
-        "{error}"
+        "the error does not name the address and --token-file: {error}"
     );
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
     let file = folder.path().join("token");
-    std::fs::write(&file, "short").expect("written");
-    let error = run(&["--token-file", file.to_str().expect("text")]);
+    std::fs::write(&file, "short").expect("cannot write the file");
+    let error = run(&[
+        "--token-file",
+        file.to_str().expect("the text is not UTF-8"),
+    ]);
     assert!(
         error.contains("16 or more") && error.contains("openssl"),
-        "{error}"
+        "the error does not give the token's length and how to create one: {error}"
     );
     let error = run(&["--token-file", "no-such-token"]);
-    assert!(error.contains("no-such-token"), "{error}");
+    assert!(
+        error.contains("no-such-token"),
+        "the error does not name the missing file: {error}"
+    );
 }
 
 #[test]
@@ -249,11 +281,12 @@ fn a_stopped_or_hung_daemon_sets_tmem_up_to_0() {
     host.stop();
     assert!(exporter.metrics("").contains("tmem_up 0.0"));
     // This socket accepts connections and never answers.
-    let _hangs = std::os::unix::net::UnixListener::bind(host.path("read-only")).expect("binds");
+    let _hangs = std::os::unix::net::UnixListener::bind(host.path("read-only"))
+        .expect("cannot bind the socket");
     let text = exporter.metrics("");
     assert!(
         text.contains("tmem_up 0.0") && !text.contains("tmem_vm_hit_pages"),
-        "{text}"
+        "the metrics do not report that the daemon is down: {text}"
     );
 }
 
@@ -272,17 +305,23 @@ fn misbehaving_clients_do_not_block_others() {
         format!("GET /{} HTTP/1.1\r\n\r\n", "x".repeat(100_000)),
     ] {
         let (head, _) = http(exporter.address(), &request);
-        assert!(head.is_empty() || head.starts_with("HTTP/1.1 4"), "{head}");
+        assert!(
+            head.is_empty() || head.starts_with("HTTP/1.1 4"),
+            "the invalid request got another answer: {head}"
+        );
         assert!(
             exporter.metrics("").contains("tmem_up 1.0"),
-            "others are served"
+            "the exporter does not serve other clients"
         );
     }
     // These connections occupy all places and then send no more. The exporter drops them in time.
     let slow: Vec<TcpStream> = (0..8)
         .map(|_| {
-            let mut stream = TcpStream::connect(exporter.address()).expect("connects");
-            stream.write_all(b"GET /met").expect("sent");
+            let mut stream =
+                TcpStream::connect(exporter.address()).expect("cannot connect to the TCP port");
+            stream
+                .write_all(b"GET /met")
+                .expect("cannot send the bytes");
             stream
         })
         .collect();
@@ -291,15 +330,23 @@ fn misbehaving_clients_do_not_block_others() {
         .try_metrics()
         .is_some_and(|text| text.contains("tmem_up 1.0"))
     {
-        assert!(begun.elapsed() < TIMEOUT, "no client is served any more");
+        assert!(
+            begun.elapsed() < TIMEOUT,
+            "the exporter serves no client any more"
+        );
         std::thread::sleep(std::time::Duration::from_millis(100));
     }
     for mut stream in slow {
-        stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+        stream
+            .set_read_timeout(Some(TIMEOUT))
+            .expect("cannot set the socket's time-out");
         let mut answer = String::new();
         // A connection above the limit may also be reset.
         let _ = stream.read_to_string(&mut answer);
-        assert!(answer.is_empty() || answer.contains(" 408 "), "{answer}");
+        assert!(
+            answer.is_empty() || answer.contains(" 408 "),
+            "the slow client got another answer: {answer}"
+        );
     }
 }
 
@@ -309,5 +356,8 @@ fn vms_beyond_the_limit_are_left_out() {
     let exporter = Exporter::start(&host, &["--vms-max", "1"]);
     let text = exporter.metrics("");
     assert!(text.contains("vm=\"a\"") && !text.contains("vm=\"b\""));
-    assert!(text.contains("tmem_exporter_vms_left_out 1.0"), "{text}");
+    assert!(
+        text.contains("tmem_exporter_vms_left_out 1.0"),
+        "the metrics do not count the VM that was left out: {text}"
+    );
 }

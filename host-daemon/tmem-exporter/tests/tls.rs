@@ -13,32 +13,36 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Requests the metrics over TLS, from a server with that certificate, with a client's certificate
-/// if there is one.
+/// Requests the metrics over TLS from a server that has the certificate `server`. If `client` is
+/// given, the client sends that certificate.
 fn https(
     address: &str,
     server: &Certificate,
     client: Option<&Certificate>,
 ) -> std::io::Result<String> {
     let mut roots = RootCertStore::empty();
-    let root = CertificateDer::from_pem_file(server.certificate()).expect("a certificate");
-    roots.add(root).expect("added");
+    let root = CertificateDer::from_pem_file(server.certificate())
+        .expect("cannot read the server's certificate");
+    roots.add(root).expect("the certificate is a valid root");
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let builder = ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
-        .expect("versions")
+        .expect("the provider supports the default TLS versions")
         .with_root_certificates(roots);
     let config = match client {
         None => builder.with_no_client_auth(),
         Some(client) => {
-            let own = CertificateDer::from_pem_file(client.certificate()).expect("a certificate");
-            let key = PrivateKeyDer::from_pem_file(client.key()).expect("a key");
+            let own = CertificateDer::from_pem_file(client.certificate())
+                .expect("cannot read the client's certificate");
+            let key =
+                PrivateKeyDer::from_pem_file(client.key()).expect("cannot read the client's key");
             let config = builder.with_client_auth_cert(vec![own], key);
-            config.expect("they fit")
+            config.expect("the certificate and the key belong together")
         }
     };
-    let name = ServerName::try_from("127.0.0.1").expect("a name");
-    let connection = ClientConnection::new(Arc::new(config), name).expect("a client");
+    let name = ServerName::try_from("127.0.0.1").expect("the address is a valid server name");
+    let connection =
+        ClientConnection::new(Arc::new(config), name).expect("cannot create the TLS client");
     let socket = TcpStream::connect(address)?;
     socket.set_read_timeout(Some(TIMEOUT))?;
     let mut stream = StreamOwned::new(connection, socket);
@@ -50,7 +54,7 @@ fn https(
 
 fn start(host: &ServedDaemon, tls: &Certificate, more: &str, options: &[&str]) -> Exporter {
     let config = tls.web_config(more);
-    let config = config.to_str().expect("text");
+    let config = config.to_str().expect("the text is not UTF-8");
     Exporter::start(host, &[&["--web.config.file", config], options].concat())
 }
 
@@ -59,26 +63,38 @@ fn metrics_are_served_over_tls_only() {
     let host = ServedDaemon::new();
     let tls = Certificate::new(host.path("tls"));
     let exporter = start(&host, &tls, "", &[]);
-    let answer = https(exporter.address(), &tls, None).expect("an answer");
+    let answer =
+        https(exporter.address(), &tls, None).expect("the exporter did not answer over TLS");
     assert!(answer.starts_with("HTTP/1.1 200 OK") && answer.contains("tmem_up 1.0"));
     let (head, body) = http(exporter.address(), "GET /metrics HTTP/1.1\r\n\r\n");
-    assert!(!head.contains("HTTP") && !body.contains("tmem_"), "{head}");
+    assert!(
+        !head.contains("HTTP") && !body.contains("tmem_"),
+        "a client without TLS got an answer: {head}"
+    );
     let other = Certificate::new(host.path("other"));
-    https(exporter.address(), &other, None).expect_err("another certificate");
+    https(exporter.address(), &other, None)
+        .expect_err("the client accepted a certificate that it does not trust");
 
     // A renewed certificate applies to the next connection.
     tls.renew();
-    https(exporter.address(), &tls, None).expect("the new certificate");
+    https(exporter.address(), &tls, None).expect("the exporter does not use the new certificate");
     // Files that cannot be read do not end the exporter, and no metrics are served without TLS.
-    std::fs::remove_file(tls.key()).expect("there");
-    https(exporter.address(), &tls, None).expect_err("there is no key");
+    std::fs::remove_file(tls.key()).expect("cannot remove the file");
+    https(exporter.address(), &tls, None)
+        .expect_err("the exporter serves although its key is missing");
     let (head, _) = http(exporter.address(), "GET /metrics HTTP/1.1\r\n\r\n");
-    assert!(head.is_empty(), "{head}");
-    std::fs::write(host.path("tls/web.yml"), "").expect("written");
+    assert!(
+        head.is_empty(),
+        "a client without TLS got an answer while the key is missing: {head}"
+    );
+    std::fs::write(host.path("tls/web.yml"), "").expect("cannot write the file");
     tls.renew();
     let (head, _) = http(exporter.address(), "GET /metrics HTTP/1.1\r\n\r\n");
-    assert!(!head.contains("HTTP"), "{head}");
-    https(exporter.address(), &tls, None).expect("it still has TLS");
+    assert!(
+        !head.contains("HTTP"),
+        "a client without TLS got an answer: {head}"
+    );
+    https(exporter.address(), &tls, None).expect("the exporter did not keep its TLS configuration");
 }
 
 #[test]
@@ -92,12 +108,20 @@ fn clients_need_a_certificate_if_it_is_required() {
     );
     // Other hosts may be served without a token, because clients are verified.
     let exporter = start(&host, &tls, &ca, &["--web.listen-address", ":0"]);
-    let (_, port) = exporter.address().rsplit_once(':').expect("a port");
+    let (_, port) = exporter
+        .address()
+        .rsplit_once(':')
+        .expect("the address has a port");
     let address = format!("127.0.0.1:{port}");
-    let answer = https(&address, &tls, Some(&client)).expect("an answer");
-    assert!(answer.contains("tmem_up 1.0"), "{answer}");
-    https(&address, &tls, None).expect_err("no certificate");
-    https(&address, &tls, Some(&tls)).expect_err("a certificate of another issuer");
+    let answer = https(&address, &tls, Some(&client))
+        .expect("the exporter did not answer a client with a certificate");
+    assert!(
+        answer.contains("tmem_up 1.0"),
+        "the metrics do not report that the daemon is up: {answer}"
+    );
+    https(&address, &tls, None).expect_err("the exporter served a client without a certificate");
+    https(&address, &tls, Some(&tls))
+        .expect_err("the exporter served a client with a certificate of another issuer");
 }
 
 /// Connections that never finish the handshake occupy all places, and are dropped in time.
@@ -108,17 +132,24 @@ fn slow_tls_handshakes_time_out() {
     let exporter = start(&host, &tls, "", &[]);
     let mut slow: Vec<TcpStream> = (0..8)
         .map(|_| {
-            let mut stream = TcpStream::connect(exporter.address()).expect("connects");
-            // The head of a record of 512 bytes.
-            stream.write_all(b"\x16\x03\x01\x02\x00").expect("sent");
+            let mut stream =
+                TcpStream::connect(exporter.address()).expect("cannot connect to the TCP port");
+            // These bytes are the head of a TLS record of 512 bytes.
+            stream
+                .write_all(b"\x16\x03\x01\x02\x00")
+                .expect("cannot send the bytes");
             stream
         })
         .collect();
-    https(exporter.address(), &tls, None).expect_err("no place is free");
+    https(exporter.address(), &tls, None)
+        .expect_err("the exporter served more than its maximum of clients");
     let begun = Instant::now();
     while https(exporter.address(), &tls, None).is_err() {
-        assert!(begun.elapsed() < TIMEOUT, "no client is served any more");
-        // Each byte comes long before the time of a request has passed.
+        assert!(
+            begun.elapsed() < TIMEOUT,
+            "the exporter serves no client any more"
+        );
+        // Each byte comes long before the time limit of a request.
         for stream in &mut slow {
             let _ = stream.write_all(b"\x01");
         }
@@ -132,36 +163,51 @@ fn unusable_tls_files_are_named_at_the_start() {
     let tls = Certificate::new(host.path("tls"));
     let run = |more: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tmem-exporter"));
-        let output = command.args(more).output().expect("runs");
+        let output = command.args(more).output().expect("cannot run the program");
         assert!(!output.status.success());
-        String::from_utf8(output.stderr).expect("text")
+        String::from_utf8(output.stderr).expect("the text is not UTF-8")
     };
     let with = |more: &str| {
         let config = tls.web_config(more);
-        run(&["--web.config.file", config.to_str().expect("text")])
+        run(&[
+            "--web.config.file",
+            config.to_str().expect("the text is not UTF-8"),
+        ])
     };
     let error = with("  colour: red\n");
     assert!(
         error.contains("web.yml") && error.contains("tls_server_config.colour"),
-        "{error}"
+        "the error does not name the file and the key: {error}"
     );
     let error = run(&["--web.config.file", "/no/such"]);
-    assert!(error.contains("/no/such"), "{error}");
+    assert!(
+        error.contains("/no/such"),
+        "the error does not name the missing file: {error}"
+    );
     // TLS without a check of clients does not replace the token.
     let config = tls.web_config("");
-    let config = config.to_str().expect("text");
+    let config = config.to_str().expect("the text is not UTF-8");
     let error = run(&[
         "--web.listen-address",
         "0.0.0.0:0",
         "--web.config.file",
         config,
     ]);
-    assert!(error.contains("--token-file"), "{error}");
+    assert!(
+        error.contains("--token-file"),
+        "the error does not name --token-file: {error}"
+    );
     let other = Certificate::new(host.path("other"));
-    std::fs::copy(other.key(), tls.key()).expect("copied");
+    std::fs::copy(other.key(), tls.key()).expect("cannot copy the file");
     let error = with("");
-    assert!(error.contains("key.pem"), "{error}");
-    std::fs::write(tls.certificate(), "nothing").expect("written");
+    assert!(
+        error.contains("key.pem"),
+        "the error does not name the key's file: {error}"
+    );
+    std::fs::write(tls.certificate(), "nothing").expect("cannot write the file");
     let error = with("");
-    assert!(error.contains("certificate.pem"), "{error}");
+    assert!(
+        error.contains("certificate.pem"),
+        "the error does not name the certificate's file: {error}"
+    );
 }

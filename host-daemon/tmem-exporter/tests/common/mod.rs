@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A daemon with fake guests, and an exporter that serves its figures.
+//! A daemon with simulated guests, and an exporter that serves the daemon's figures.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -11,7 +11,7 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Driver, DriverConfig, GuestConfig};
 use tmem_testing::TestDaemon;
 
-/// Bound of each wait, long enough for a loaded machine; no time is measured.
+/// Time limit of each wait. It is long enough for a loaded machine; no time is measured.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A daemon with the VMs `a` and `b`; only `a` is connected.
@@ -42,15 +42,25 @@ impl ServedDaemon {
             name: "a".into(),
             ..GuestConfig::default()
         };
-        let mut driver = Driver::new(guest, DriverConfig::default()).expect("a driver");
+        let mut driver =
+            Driver::new(guest, DriverConfig::default()).expect("cannot create the simulated guest");
         driver
             .guest
             .connect(&daemon.path("a.sock"))
-            .expect("connects");
-        driver.guest.start().expect("starts");
-        driver.new_generation().expect("a generation");
-        driver.settle().expect("settles");
-        driver.create_pool().expect("a pool");
+            .expect("cannot connect to the VM's socket");
+        driver
+            .guest
+            .start()
+            .expect("cannot start the simulated guest");
+        driver
+            .new_generation()
+            .expect("the daemon gave no generation");
+        driver
+            .settle()
+            .expect("the device did not answer each request correctly");
+        driver
+            .create_pool()
+            .expect("the device did not create a pool");
         ServedDaemon { daemon, driver }
     }
 
@@ -62,16 +72,28 @@ impl ServedDaemon {
     /// Sends random requests and checks their answers.
     pub fn work(&mut self, steps: usize) {
         for _ in 0..steps {
-            self.driver.step().expect("right answers");
+            self.driver
+                .step()
+                .expect("the device did not answer each request correctly");
         }
-        self.driver.settle().expect("right answers");
+        self.driver
+            .settle()
+            .expect("the device did not answer each request correctly");
     }
 
     /// Returns the daemon's figures of a VM.
     pub fn stats(&self, vm: &str) -> tmem_control::VmStats {
-        let mut client = tmem_control::connect(&self.path("control")).expect("connects");
-        let reply = client.get_stats(Some(vm.into())).call().expect("answers");
-        reply.vms.into_iter().next().expect("there")
+        let mut client = tmem_control::connect(&self.path("control"))
+            .expect("cannot connect to the control socket");
+        let reply = client
+            .get_stats(Some(vm.into()))
+            .call()
+            .expect("the daemon answered the varlink call with an error");
+        reply
+            .vms
+            .into_iter()
+            .next()
+            .expect("the daemon lists the VM")
     }
 
     /// Stops the daemon.
@@ -98,21 +120,24 @@ impl Exporter {
             .arg(host.path("read-only"))
             .args(more)
             .stderr(Stdio::piped());
-        let mut child = command.spawn().expect("runs");
-        let mut lines = BufReader::new(child.stderr.take().expect("piped")).lines();
+        let mut child = command.spawn().expect("cannot run the program");
+        let mut lines =
+            BufReader::new(child.stderr.take().expect("the process has a pipe")).lines();
         let mut log = String::new();
         let address = loop {
             let line = lines
                 .next()
-                .unwrap_or_else(|| panic!("it ended: {log}"))
-                .expect("text");
+                .unwrap_or_else(|| panic!("the exporter ended: {log}"))
+                .expect("the exporter's log gives its address");
             if let Some((_, rest)) = line.split_once("://") {
-                let (address, _) = rest.split_once("/metrics").expect("an address");
+                let (address, _) = rest
+                    .split_once("/metrics")
+                    .expect("the exporter's log gives its address");
                 break address.to_string();
             }
             log += &line;
         };
-        // The exporter must not block on a full pipe of log lines.
+        // The lines are read, so that the exporter does not block on a full pipe.
         std::thread::spawn(move || lines.for_each(drop));
         Exporter { child, address }
     }
@@ -133,7 +158,10 @@ impl Exporter {
     /// Returns the metrics.
     pub fn metrics(&self, headers: &str) -> String {
         let (head, body) = self.get("/metrics", headers);
-        assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+        assert!(
+            head.starts_with("HTTP/1.1 200 "),
+            "the response has another status: {head}"
+        );
         body
     }
 
@@ -152,22 +180,27 @@ impl Drop for Exporter {
     }
 }
 
-/// Sends a request, and returns the head and the body of as much as is answered.
+/// Sends a request. Returns the head and the body of the answer, as far as it came.
 pub fn http(address: &str, request: &str) -> (String, String) {
     let begun = Instant::now();
     let mut stream = loop {
         match TcpStream::connect(address) {
             Ok(stream) => break stream,
-            Err(error) => assert!(begun.elapsed() < TIMEOUT, "{error}"),
+            Err(error) => assert!(
+                begun.elapsed() < TIMEOUT,
+                "the exporter did not answer in time: {error}"
+            ),
         }
         std::thread::sleep(Duration::from_millis(10));
     };
-    stream.set_read_timeout(Some(TIMEOUT)).expect("set");
-    // The exporter may close the connection before all is sent.
+    stream
+        .set_read_timeout(Some(TIMEOUT))
+        .expect("cannot set the socket's time-out");
+    // Writing fails if the exporter closes the connection before all is sent.
     let _ = stream.write_all(request.as_bytes());
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
-    let answer = String::from_utf8(answer).expect("text");
+    let answer = String::from_utf8(answer).expect("the text is not UTF-8");
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
     (head.into(), body.into())
 }
@@ -187,11 +220,12 @@ impl Certificate {
 
     /// Replaces certificate and key.
     pub fn renew(&self) {
-        let own = rcgen::generate_simple_self_signed(["127.0.0.1".to_string()]).expect("made");
-        std::fs::create_dir_all(&self.directory).expect("a folder");
-        std::fs::write(self.certificate(), own.cert.pem()).expect("written");
+        let own = rcgen::generate_simple_self_signed(["127.0.0.1".to_string()])
+            .expect("cannot create a certificate");
+        std::fs::create_dir_all(&self.directory).expect("cannot create the directory");
+        std::fs::write(self.certificate(), own.cert.pem()).expect("cannot write the file");
         let key = self.directory.join("key.pem");
-        std::fs::write(key, own.signing_key.serialize_pem()).expect("written");
+        std::fs::write(key, own.signing_key.serialize_pem()).expect("cannot write the file");
     }
 
     /// Returns the path of the certificate.
@@ -210,7 +244,7 @@ impl Certificate {
         let text = format!(
             "tls_server_config:\n  cert_file: certificate.pem\n  key_file: key.pem\n{more}"
         );
-        std::fs::write(&path, text).expect("written");
+        std::fs::write(&path, text).expect("cannot write the file");
         path
     }
 }
