@@ -38,7 +38,11 @@ mod tests {
             ("odd", None),
             ("short", None),
         ] {
-            assert_eq!(number(users, name), expected, "{name}");
+            assert_eq!(
+                number(users, name),
+                expected,
+                "account {name:?} has another number"
+            );
         }
         let groups = "root:x:0:\nkvm:x:36:alice,bob\n";
         assert_eq!(number(groups, "kvm"), Some(36));

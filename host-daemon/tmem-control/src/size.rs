@@ -45,7 +45,11 @@ mod tests {
             ("3GiB", 3 << 30),
             ("2TiB", 2 << 40),
         ] {
-            assert_eq!(parse(text), Ok(bytes), "{text}");
+            assert_eq!(
+                parse(text),
+                Ok(bytes),
+                "{text:?} was parsed as another size"
+            );
         }
         for text in [
             "",
@@ -59,10 +63,12 @@ mod tests {
             "0x10",
             "1é",
         ] {
-            let error = parse(text).expect_err(text);
+            let Err(error) = parse(text) else {
+                panic!("{text:?} was accepted");
+            };
             assert!(
                 error.contains(&format!("{text:?}")) && error.contains("512MiB"),
-                "{error}"
+                "the error does not name the text and an example: {error}"
             );
         }
     }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Table of all figures of the interface: unit, meaning, metric, and the file that counts each one.
+//! Table of all figures (statistics) of the interface: unit, meaning, metric, and the file that
+//! counts each one.
 //!
 //! This table is the source. The exporter makes metrics of it, `tmemctl stats` prints its words,
 //! and docs/statistics.md is generated from it (`TMEM_BLESS=1 cargo test -p tmem-control`). A test
 //! compares the table with the interface file, so that each figure has a meaning.
 
-/// The type of the interface that has the figure.
+/// Type of the interface whose field the figure is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
     /// `DaemonStats`.
@@ -34,33 +35,34 @@ pub enum Kind {
 /// How precisely a metric may show the figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Export {
-    /// There is no metric.
+    /// No metric shows the figure.
     No,
-    /// The value.
+    /// The metric shows the exact value.
     Exact,
-    /// In large steps only, because the figure depends on pages that VMs have in common.
+    /// The metric shows the value in large steps only, because it depends on pages that VMs have in
+    /// common.
     Steps,
-    /// The part that no other figure of the same metric counts, so that the metric's series can be
-    /// added. The other figures are subtracted as they are exported.
+    /// The metric shows the part that no other figure of the same metric counts, so that the
+    /// metric's series can be added. The other figures are subtracted as they are exported.
     Rest,
-    /// As `Rest`, of the value in large steps.
+    /// The metric shows the same part as for `Rest`, in large steps.
     RestInSteps,
-    /// For a list of which each value includes the one before: the differences, so that the
-    /// metric's series can be added.
+    /// The figure is a list of which each value includes the one before. The metric shows the
+    /// differences, so that its series can be added.
     Ranges,
 }
 
 /// Description of one figure.
 #[derive(Clone, Copy, Debug)]
 pub struct Statistic {
-    /// The type of the interface that has it.
+    /// Type of the interface that has the figure.
     pub scope: Scope,
     /// Name of the field in the interface.
     pub field: &'static str,
     /// Name of the metric without suffixes, perhaps with a label: `name{key=value}`. For a list,
     /// the label's values are separated by `/`.
     pub metric: &'static str,
-    /// How precisely the metric may show it.
+    /// How precisely the metric may show the figure.
     pub export: Export,
     /// Kind of the figure.
     pub kind: Kind,
@@ -68,7 +70,7 @@ pub struct Statistic {
     pub unit: &'static str,
     /// Meaning of the figure, in words.
     pub meaning: &'static str,
-    /// The file below `host-daemon/` that counts it.
+    /// Path below `host-daemon/` of the file that counts the figure.
     pub source: &'static str,
 }
 
@@ -291,8 +293,12 @@ mod tests {
     /// Returns the field names of a type in the interface file.
     fn fields(type_name: &str) -> Vec<&'static str> {
         let begin = format!("type {type_name} (\n");
-        let (_, rest) = INTERFACE.split_once(&begin).expect("the type is there");
-        let (body, _) = rest.split_once(')').expect("it ends");
+        let (_, rest) = INTERFACE
+            .split_once(&begin)
+            .expect("the interface defines the type of each scope");
+        let (body, _) = rest
+            .split_once(')')
+            .expect("the type ends with a parenthesis");
         let lines = body.lines();
         lines
             .filter_map(|line| Some(line.trim().split_once(':')?.0))
@@ -303,7 +309,12 @@ mod tests {
     fn every_field_of_the_varlink_interface_is_described() {
         for scope in SCOPES {
             let rows: Vec<&str> = Statistic::of(scope).map(|row| row.field).collect();
-            assert_eq!(rows, fields(scope.type_name()), "{}", scope.type_name());
+            assert_eq!(
+                rows,
+                fields(scope.type_name()),
+                "the rows of {} differ from the fields of the interface",
+                scope.type_name()
+            );
         }
     }
 
@@ -311,21 +322,44 @@ mod tests {
     fn sources_exist_and_metric_names_follow_prometheus_conventions() {
         for row in STATISTICS {
             let path = root().join("host-daemon").join(row.source);
-            assert!(path.exists(), "{}: there is no {}", row.field, row.source);
+            assert!(
+                path.exists(),
+                "row {} names {}, which does not exist",
+                row.field,
+                row.source
+            );
             assert!(!row.meaning.is_empty() && !row.meaning.ends_with('.'));
             let (name, label) = row.metric();
-            assert_eq!(row.export == Export::No, name.is_empty(), "{}", row.field);
+            assert_eq!(
+                row.export == Export::No,
+                name.is_empty(),
+                "row {} has a metric although it is not exported, or none although it is",
+                row.field
+            );
             let good = |c: char| c.is_ascii_lowercase() || c == '_';
-            assert!(name.chars().all(good), "{name}");
+            assert!(
+                name.chars().all(good),
+                "metric {name} has an invalid character"
+            );
             assert!(label.is_none_or(|(key, values)| key.chars().all(good) && !values.is_empty()));
-            // Prometheus' naming conventions require base units.
+            // Prometheus' naming conventions require base units, so the units differ from those of
+            // the fields.
             match row.unit {
-                "bytes" => assert!(name.is_empty() || name.ends_with("_bytes"), "{name}"),
+                "bytes" => assert!(
+                    name.is_empty() || name.ends_with("_bytes"),
+                    "metric {name} counts bytes and does not end with _bytes"
+                ),
                 "ms" | "seconds" => {
-                    assert!(name.ends_with("_seconds") || name.is_empty(), "{name}")
+                    assert!(
+                        name.ends_with("_seconds") || name.is_empty(),
+                        "metric {name} is a time and does not end with _seconds"
+                    )
                 }
-                // A counter of pages does not look like one of requests.
-                "pages" => assert!(name.ends_with("_pages") || name.is_empty(), "{name}"),
+                // The name of a counter of pages must not look like that of a counter of requests.
+                "pages" => assert!(
+                    name.ends_with("_pages") || name.is_empty(),
+                    "metric {name} counts pages and does not end with _pages"
+                ),
                 _ => {}
             }
         }
@@ -364,20 +398,24 @@ mod tests {
     #[test]
     fn docs_statistics_md_matches_the_table() {
         let path = root().join("docs/statistics.md");
-        let text = std::fs::read_to_string(&path).expect("docs/statistics.md");
+        let text = std::fs::read_to_string(&path).expect("cannot read docs/statistics.md");
         let mut new = text.clone();
         for scope in SCOPES {
             let begin = format!("<!-- table {} -->\n", scope.type_name());
-            let (before, rest) = new.split_once(&begin).expect("a mark for the table");
-            let (_, after) = rest.split_once("<!-- end -->").expect("its end");
+            let (before, rest) = new
+                .split_once(&begin)
+                .expect("docs/statistics.md has no mark for the table");
+            let (_, after) = rest
+                .split_once("<!-- end -->")
+                .expect("docs/statistics.md has no mark for the end of the table");
             new = format!("{before}{begin}{}<!-- end -->{after}", table(scope));
         }
         if std::env::var_os("TMEM_BLESS").is_some() {
-            std::fs::write(&path, &new).expect("written");
+            std::fs::write(&path, &new).expect("cannot write the file");
         }
         assert!(
             text == new,
-            "docs/statistics.md differs: TMEM_BLESS=1 writes it anew"
+            "docs/statistics.md differs from the table: run this test with TMEM_BLESS=1 to write it"
         );
     }
 }

@@ -15,7 +15,7 @@ const FIELD_PREFIX: &str = "TMEM";
 /// A log that has been started.
 pub struct Log {
     handle: Handle<EnvFilter, Registry>,
-    /// True if the environment sets the filter, which then cannot be changed.
+    /// Whether the environment sets the filter, which then cannot be changed.
     fixed: bool,
 }
 
@@ -114,7 +114,10 @@ mod tests {
             Some("8"),
             Some("a:b"),
         ] {
-            assert!(!is_journal(journal, (8, 1234)), "{journal:?}");
+            assert!(
+                !is_journal(journal, (8, 1234)),
+                "{journal:?} was taken for the stderr of this process"
+            );
         }
     }
 
@@ -126,10 +129,10 @@ mod tests {
             "warn,tmemd=trace",
             "tmemd::host::pressure=debug",
         ] {
-            assert_eq!(check(good), Ok(()), "{good}");
+            assert_eq!(check(good), Ok(()), "{good:?} is refused");
         }
         for bad in ["loud", "tmemd=loud"] {
-            assert!(check(bad).is_err(), "{bad}");
+            assert!(check(bad).is_err(), "{bad:?} is accepted");
         }
     }
 }
