@@ -14,7 +14,7 @@ const NAME_BYTES_MAX: usize = 64;
 /// Cache settings of a domain. The daemon's default applies to a setting that is None.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cache {
-    /// Most bytes that the VM is ever charged.
+    /// Largest charge of the VM, in bytes.
     pub limit: Option<u64>,
     /// Bytes of the pool that the VM is entitled to before others share the rest.
     pub reserve: Option<u64>,
@@ -22,7 +22,7 @@ pub struct Cache {
     pub weight: Option<u32>,
     /// Name of the trust domain; equal pages of its VMs are stored once.
     pub trust_domain: Option<String>,
-    /// The VM must not start without its cache.
+    /// Whether the VM must not start without its cache.
     pub required: bool,
 }
 
@@ -215,9 +215,11 @@ mod tests {
 
     #[test]
     fn cache_sizes_without_a_unit_are_kib() {
-        let cache = Cache::parse("<cache><limit>2048</limit></cache>").expect("good");
+        let cache =
+            Cache::parse("<cache><limit>2048</limit></cache>").expect("the element is valid");
         assert_eq!(cache.limit, Some(2 << 20));
-        let cache = Cache::parse("<cache> <limit unit='G'> 1 </limit>\n</cache>").expect("good");
+        let cache = Cache::parse("<cache> <limit unit='G'> 1 </limit>\n</cache>")
+            .expect("the element is valid");
         assert_eq!(cache.limit, Some(1 << 30));
     }
 
@@ -259,9 +261,15 @@ mod tests {
             ("<cache xmlns='urn:other'/>", &["found <cache> instead"]),
             ("<cache", &["not the XML"]),
         ] {
-            let error = Cache::parse(text).expect_err(text).0;
+            let Err(error) = Cache::parse(text) else {
+                panic!("{text:?} was accepted");
+            };
+            let error = error.0;
             for part in parts {
-                assert!(error.contains(part), "{text}: {error} lacks {part}");
+                assert!(
+                    error.contains(part),
+                    "{text}: the error has no {part:?}: {error}"
+                );
             }
         }
     }

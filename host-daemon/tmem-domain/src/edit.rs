@@ -52,7 +52,7 @@ fn start_tag(node: Node<'_, '_>) -> (usize, bool) {
             _ => {}
         }
     }
-    unreachable!("the parser has seen the end of the start tag")
+    unreachable!("the parser accepted a start tag without an end")
 }
 
 /// Returns the range between an element's tags, or None for an empty-element tag.

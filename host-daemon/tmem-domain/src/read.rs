@@ -25,7 +25,7 @@ pub struct Domain {
     pub cache: Option<Result<Cache, Error>>,
     /// The user that QEMU runs as, if the XML names one: a name, or a number with a sign.
     pub user: Option<String>,
-    /// Error: the reason why the daemon cannot map the VM's memory.
+    /// Whether the daemon can map the VM's memory. The error is the reason why it cannot.
     pub memory: Result<(), Error>,
     /// Bytes that the guest may take from the memory that the host has available. 0 with huge
     /// pages, because the host sets these aside in advance.
@@ -37,7 +37,7 @@ pub struct Domain {
 pub struct Device {
     /// Path of the device's socket.
     pub socket: String,
-    /// True if the device has the form that attach writes.
+    /// Whether the device has the form that attach writes.
     pub ours: bool,
 }
 
@@ -217,7 +217,9 @@ mod tests {
     fn host_memory_of_a_domain_excludes_huge_pages() {
         let takes = |inside: &str| {
             let xml = format!("<domain><name>a</name><uuid>b</uuid>{inside}</domain>");
-            Domain::parse(&xml).expect("good").takes_bytes
+            Domain::parse(&xml)
+                .expect("the domain is valid")
+                .takes_bytes
         };
         let memory = "<memory unit='GiB'>2</memory>";
         assert_eq!(takes(memory), 2 << 30);

@@ -75,10 +75,14 @@ mod tests {
             ("GiB", 1 << 30),
             ("TiB", 1 << 40),
         ] {
-            assert_eq!(scale("3", unit), Ok(3 * bytes), "{unit}");
+            assert_eq!(
+                scale("3", unit),
+                Ok(3 * bytes),
+                "unit {unit:?} has another size"
+            );
         }
         for unit in ["", "KiBs", "bit", "XiB", "Ki", "é", "i"] {
-            assert!(scale("3", unit).is_err(), "{unit}");
+            assert!(scale("3", unit).is_err(), "unit {unit:?} was accepted");
         }
     }
 
@@ -88,8 +92,13 @@ mod tests {
         assert_eq!(parse_size("512 MiB"), Ok(512 << 20));
         assert_eq!(parse_size("0"), Ok(0));
         for text in ["", "2", "GiB", "-1GiB", "1.5GiB", "2GiBi", "9999999TiB"] {
-            let error = parse_size(text).expect_err(text);
-            assert!(error.contains(&format!("{text:?}")), "{error}");
+            let Err(error) = parse_size(text) else {
+                panic!("{text:?} was accepted");
+            };
+            assert!(
+                error.contains(&format!("{text:?}")),
+                "the error does not name the text: {error}"
+            );
         }
     }
 

@@ -12,7 +12,7 @@ use std::ops::Range;
 /// Namespace prefix of the record's elements.
 const PREFIX: &str = "tmem-undo";
 
-/// One change. Paths start at the root, see [`edit::find`].
+/// One recorded change. Paths start at the root, see [`edit::find`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// An element was inserted.

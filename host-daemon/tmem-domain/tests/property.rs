@@ -213,9 +213,9 @@ fn is_within(part: &str, whole: &str) -> bool {
     part.bytes().all(|byte| rest.any(|other| other == byte))
 }
 
-/// Lists all that a text contains, without white space between elements and the form of empty tags.
+/// Lists all that a text contains, except white space between elements and the form of empty tags.
 fn nodes(text: &str) -> Vec<String> {
-    let document = Document::parse(text).expect("XML");
+    let document = Document::parse(text).expect("the text is not XML");
     let nodes = document.root().descendants();
     let blank = |node: &Node| node.is_text() && node.text().unwrap_or("").trim().is_empty();
     let nodes = nodes.filter(|node| !blank(node));
@@ -240,11 +240,12 @@ fn check(seed: u64) {
     let rng = &mut fastrand::Rng::with_seed(seed);
     let made = domain(rng);
     let options = options(rng);
-    let attached = attach(&made.text, &options).expect("attach failed for a generated domain");
+    let attached =
+        attach(&made.text, &options).expect("cannot attach the device to the generated domain");
 
     // The result has the requested device, memory and quota.
-    let read = Domain::parse(&attached).expect("is a domain");
-    let device = read.device.expect("has the device");
+    let read = Domain::parse(&attached).expect("the changed domain is not valid");
+    let device = read.device.expect("the changed domain has no device");
     assert_eq!(read.memory, Ok(()));
     assert_eq!(read.cache, Some(Ok(options.cache.clone())));
     assert!(device.ours);
@@ -256,11 +257,12 @@ fn check(seed: u64) {
     let slot = attached
         .split("bus=pcie.0,addr=0x")
         .nth(1)
-        .expect("an address");
-    let slot = u8::from_str_radix(&slot[..2], 16).expect("a slot");
+        .expect("the device has a PCI address");
+    let slot =
+        u8::from_str_radix(&slot[..2], 16).expect("the PCI slot is not a hexadecimal number");
     assert!(
         !made.slots.contains(&slot),
-        "slot {slot} of {:?}",
+        "slot {slot} is one of those in use: {:?}",
         made.slots
     );
 
@@ -290,11 +292,11 @@ fn check(seed: u64) {
     // detach.
     assert_eq!(attach(&attached, &options).as_ref(), Ok(&attached));
     let other = self::options(rng);
-    let changed = attach(&attached, &other).expect("can be changed");
+    let changed = attach(&attached, &other).expect("cannot change the attached device");
     assert_eq!(attach(&changed, &other).as_ref(), Ok(&changed));
 
     for text in [&attached, &changed, &made.text] {
-        let detached = detach(text).expect("can be detached");
+        let detached = detach(text).expect("cannot detach the device");
         assert_eq!(nodes(&detached), nodes(&made.text));
     }
 }
@@ -302,7 +304,7 @@ fn check(seed: u64) {
 #[test]
 fn detach_restores_random_domains() {
     let first = match std::env::var("TMEM_SEED") {
-        Ok(seed) => return check(seed.parse().expect("TMEM_SEED is a number")),
+        Ok(seed) => return check(seed.parse().expect("TMEM_SEED is not a number")),
         Err(_) => fastrand::u64(..),
     };
     println!("seeds from {first}");

@@ -44,9 +44,15 @@ fn unsupported_domains_are_refused_with_a_reason() {
         ("<network/>".into(), &["<network>"]),
         ("<domain>".into(), &["not the XML"]),
     ] {
-        let error = attach(&text, &Options::default()).expect_err(&text).0;
+        let Err(error) = attach(&text, &Options::default()) else {
+            panic!("{text:?} was accepted");
+        };
+        let error = error.0;
         for part in parts {
-            assert!(error.contains(part), "{text}: {error} lacks {part}");
+            assert!(
+                error.contains(part),
+                "{text}: the error has no {part:?}: {error}"
+            );
         }
     }
     let options = Options {
@@ -57,10 +63,12 @@ fn unsupported_domains_are_refused_with_a_reason() {
         },
         ..Options::default()
     };
-    let error = attach(&domain(DEVICES), &options).expect_err("nonsense").0;
+    let error = attach(&domain(DEVICES), &options)
+        .expect_err("a limit below the reserve was accepted")
+        .0;
     assert!(
         error.contains("1024 KiB") && error.contains("2048 KiB"),
-        "{error}"
+        "the error does not give both sizes: {error}"
     );
 }
 
@@ -81,19 +89,27 @@ fn memory_that_the_daemon_cannot_map_is_reported_with_the_remedy() {
             "type='file'",
         ),
     ] {
-        let error = Domain::parse(&domain(backing)).expect("good").memory;
-        let error = error.expect_err(backing).0;
+        let error = Domain::parse(&domain(backing))
+            .expect("the domain is valid")
+            .memory;
+        let Err(error) = error else {
+            panic!("{backing:?} was accepted");
+        };
+        let error = error.0;
         assert!(
             error.contains(part) && error.contains("tmemctl attach"),
-            "{error}"
+            "the error does not name the fault and the remedy: {error}"
         );
     }
 }
 
 #[test]
 fn attach_takes_and_keeps_the_highest_free_pci_slot() {
-    let attached = attach(&domain(DEVICES), &Options::default()).expect("good");
-    assert!(attached.contains("bus=pci.0,addr=0x1f"), "{attached}");
+    let attached = attach(&domain(DEVICES), &Options::default()).expect("cannot attach the device");
+    assert!(
+        attached.contains("bus=pci.0,addr=0x1f"),
+        "the device has another PCI address: {attached}"
+    );
     let plugged = attached.replace(
         "  </devices>",
         "    <rng><address type='pci' bus='0x00' slot='0x1e'/></rng>\n  </devices>",
@@ -103,7 +119,7 @@ fn attach_takes_and_keeps_the_highest_free_pci_slot() {
 
 #[test]
 fn a_clone_gets_a_socket_of_its_own() {
-    let attached = attach(&domain(DEVICES), &Options::default()).expect("good");
+    let attached = attach(&domain(DEVICES), &Options::default()).expect("cannot attach the device");
     let uuid = "fedcba98-89ab-cdef-0123-456789abcdef";
     let head = "<uuid>";
     let clone = attached.replace(
@@ -112,13 +128,13 @@ fn a_clone_gets_a_socket_of_its_own() {
     );
     let socket = |text: &str| {
         Domain::parse(text)
-            .expect("good")
+            .expect("the domain is valid")
             .device
-            .expect("one")
+            .expect("the domain has the device")
             .socket
     };
     assert_eq!(socket(&clone), socket(&attached));
-    let again = attach(&clone, &Options::default()).expect("good");
+    let again = attach(&clone, &Options::default()).expect("cannot attach the device");
     assert_eq!(socket(&again), format!("/run/virtio-tmem/{uuid}.sock"));
 }
 
@@ -128,13 +144,13 @@ fn detach_keeps_changes_made_after_attach() {
         emulator: Some("/opt/qemu".into()),
         ..Options::default()
     };
-    let attached = attach(&domain(DEVICES), &options).expect("good");
+    let attached = attach(&domain(DEVICES), &options).expect("cannot attach the device");
     let changed = attached.replace("/opt/qemu<", "/opt/newer<").replace(
         "    <source type='memfd'/>",
         "    <hugepages/>\n    <source type='memfd'/>",
     );
     assert_ne!(changed, attached);
-    let left = detach(&changed).expect("good");
+    let left = detach(&changed).expect("cannot detach the device");
     let expected = domain(DEVICES)
         .replace("/usr/bin/qemu-system-x86_64", "/opt/newer")
         .replace(
@@ -146,18 +162,21 @@ fn detach_keeps_changes_made_after_attach() {
 
 #[test]
 fn attach_and_detach_replace_a_quota_set_by_virsh() {
-    let attached = attach(&domain(DEVICES), &Options::default()).expect("good");
+    let attached = attach(&domain(DEVICES), &Options::default()).expect("cannot attach the device");
     let element = "<tmem:cache xmlns:tmem=\"urn:virtio-tmem:cache:1\" required=\"no\"/>";
-    assert!(attached.contains(element), "{attached}");
+    assert!(
+        attached.contains(element),
+        "the domain has no {element}: {attached}"
+    );
     let set = attached.replace(
         element,
         "<t:cache xmlns:t='urn:virtio-tmem:cache:1'><t:limit>7</t:limit></t:cache>",
     );
     let cache = Domain::parse(&set)
-        .expect("good")
+        .expect("the domain is valid")
         .cache
-        .expect("one")
-        .expect("good");
+        .expect("the domain has a cache element")
+        .expect("the cache element is valid");
     assert_eq!(cache.limit, Some(7 << 10));
     assert_eq!(detach(&set), Ok(domain(DEVICES)));
     assert_eq!(attach(&set, &Options::default()), Ok(attached));
@@ -167,7 +186,7 @@ fn attach_and_detach_replace_a_quota_set_by_virsh() {
 fn the_dac_seclabel_of_a_domain_names_its_user() {
     let user = |labels: &str| {
         let domain = Domain::parse(&domain(labels));
-        domain.expect("good").user
+        domain.expect("the domain is valid").user
     };
     let dac =
         "<seclabel type='static' model='dac' relabel='yes'><label>+107:+36</label></seclabel>";
@@ -178,6 +197,6 @@ fn the_dac_seclabel_of_a_domain_names_its_user() {
         Some("qemu")
     );
     for none in ["", selinux, "<seclabel type='none' model='dac'/>"] {
-        assert_eq!(user(none), None, "{none}");
+        assert_eq!(user(none), None, "a user was found in the label {none}");
     }
 }

@@ -13,13 +13,13 @@ use tmem_domain::{Cache, Device, Domain};
 /// others.
 const QEMU_USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
 
-/// Longest name of a VM that the daemon accepts, in bytes.
+/// Longest name in bytes of a VM that the daemon accepts.
 const NAME_BYTES_MAX: usize = 64;
 
-/// Number of the UUID's digits that make a label unique.
+/// Number of digits of the UUID that are appended to a changed name to make it unique.
 const UUID_DIGITS: usize = 8;
 
-/// libvirt's configuration of its QEMU driver.
+/// Path of libvirt's configuration of its QEMU driver.
 const QEMU_CONF: &str = "/etc/libvirt/qemu.conf";
 
 /// The user who may connect to a VM's socket, by number. None allows only the daemon's user.
@@ -27,8 +27,8 @@ const QEMU_CONF: &str = "/etc/libvirt/qemu.conf";
 pub struct Owner(pub Option<u32>);
 
 impl Owner {
-    /// Finds a user by name or number. "none" gives no user, and without a word it is the user that
-    /// this host's libvirt runs QEMU as.
+    /// Finds a user by name or number. "none" gives no user. If `word` is None, the user is the one
+    /// that this host's libvirt runs QEMU as.
     ///
     /// # Errors
     /// Returns an error if there is no such user.
@@ -166,7 +166,7 @@ mod tests {
         let xml = format!(
             "<domain><name>{name}</name><uuid>5CA1AB1E-0000-4000-8000-0123456789ab</uuid></domain>"
         );
-        Domain::parse(&xml).expect("good")
+        Domain::parse(&xml).expect("the domain is valid")
     }
 
     #[test]
@@ -202,9 +202,10 @@ mod tests {
         ] {
             assert_eq!(Owner::named(users, name, "x"), Ok(Owner(Some(expected))));
         }
-        let error = Owner::named(users, "nobody-such", "the source").expect_err("unknown");
+        let error = Owner::named(users, "nobody-such", "the source")
+            .expect_err("an unknown user was accepted");
         for part in ["nobody-such", "the source", "--owner"] {
-            assert!(error.contains(part), "{error}");
+            assert!(error.contains(part), "the error has no {part:?}: {error}");
         }
         for (conf, expected) in [
             ("# user = \"qemu\"\ngroup = \"kvm\"\n", None),
@@ -213,7 +214,11 @@ mod tests {
             ("user = \"\"", None),
             ("users = \"a\"\n#user = \"b\"\nuser = 5\n", Some("5")),
         ] {
-            assert_eq!(configured(conf), expected, "{conf}");
+            assert_eq!(
+                configured(conf),
+                expected,
+                "the configuration {conf:?} gives other values"
+            );
         }
         assert_eq!(Owner::find(Some("none")), Ok(Owner(None)));
     }

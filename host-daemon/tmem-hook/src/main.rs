@@ -37,7 +37,7 @@ const ROOM_TIMEOUT: Duration = Duration::from_millis(1500);
 /// Pause before asking a daemon again that closed the connection. Most clients have gone by then.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// True once the daemon has closed a connection without an answer.
+/// Whether the daemon has closed a connection without an answer.
 static WAS_SHUT: AtomicBool = AtomicBool::new(false);
 
 /// syslog's facility `daemon` and level `warning`.
@@ -62,10 +62,10 @@ struct Options {
     owner: Option<String>,
 }
 
-/// The reason why the VM has no cache, or another one than it should have.
+/// Reason why the VM has no cache, or another one than it should have.
 struct Problem {
     required: bool,
-    /// True if the daemon did not answer within [`TIMEOUT`].
+    /// Whether the daemon did not answer within [`TIMEOUT`].
     late: bool,
     what: String,
 }
@@ -154,7 +154,7 @@ fn log(message: &str) {
         log.set_nonblocking(true)?;
         log.send_to(line.as_bytes(), "/dev/log")
     });
-    // There is no other place to report an error.
+    // An error of the log cannot be reported anywhere else.
     drop(sent);
 }
 
@@ -168,7 +168,7 @@ fn look(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Probl
         return arrive(xml, &domain, options);
     }
     let problem = check(&domain, operation, options);
-    // A VM whose start is stopped takes no memory.
+    // If the start is stopped, the VM takes no memory.
     if operation == Operation::Prepare && !problem.as_ref().is_some_and(|p| p.required || p.late) {
         let (bytes, options) = (domain.takes_bytes, options.clone());
         // The result is ignored: a pool that cannot shrink does not prevent the VM's start.
@@ -242,7 +242,7 @@ fn within<T: Send + 'static>(
 ) -> Option<T> {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
-        // After the timeout the receiver no longer exists.
+        // If the time was up, the receiver no longer exists.
         let _ = sender.send(work());
     });
     receiver.recv_timeout(time).ok()
@@ -281,7 +281,7 @@ fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), St
     let socket = &options.socket;
     let cache = match &domain.cache {
         Some(cache) => cache.clone().map_err(|error| error.0)?,
-        // The device was added by hand; the daemon may be configured for the VM all the same.
+        // The device was added by hand, so the daemon may be configured for the VM in another way.
         None => {
             let list = ask(socket, |client| client.list_vms().call());
             let vms = list.map_err(|(_, what)| what)?.vms;

@@ -19,7 +19,7 @@ use tmemd::PressureConfig;
 const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";
 const POOL_BYTES: u64 = 64 << 20;
 const FREE_MIN_BYTES: u64 = 256 << 20;
-/// The memory that has to stay free, and 512 MiB.
+/// Available memory of the host in these tests: the memory that has to stay free, and 512 MiB.
 const AVAILABLE_BYTES: u64 = FREE_MIN_BYTES + (512 << 20);
 
 /// Number of clients that the control socket accepts.
@@ -33,7 +33,7 @@ fn host() -> HookTest {
     let daemon = TestDaemon::start_with(&[], |config| {
         let meminfo = config.run_directory.join("meminfo");
         let text = format!("MemAvailable:   {} kB\n", AVAILABLE_BYTES >> 10);
-        fs::write(&meminfo, text).expect("written");
+        fs::write(&meminfo, text).expect("cannot write the file");
         config.pool_size_bytes = POOL_BYTES;
         config.pressure = Some(PressureConfig {
             host_free_min_bytes: FREE_MIN_BYTES,
@@ -50,13 +50,22 @@ impl HookTest {
     }
 
     fn vms(&self) -> Vec<tmem_control::Vm> {
-        let mut client = tmem_control::connect(&self.control()).expect("connects");
-        client.list_vms().call().expect("answers").vms
+        let mut client =
+            tmem_control::connect(&self.control()).expect("cannot connect to the control socket");
+        client
+            .list_vms()
+            .call()
+            .expect("the daemon answered the varlink call with an error")
+            .vms
     }
 
     fn pool_bytes(&self) -> u64 {
-        let mut client = tmem_control::connect(&self.control()).expect("connects");
-        let stats = client.get_stats(None).call().expect("answers");
+        let mut client =
+            tmem_control::connect(&self.control()).expect("cannot connect to the control socket");
+        let stats = client
+            .get_stats(None)
+            .call()
+            .expect("the daemon answered the varlink call with an error");
         stats.pool.size_bytes as u64
     }
 }
@@ -66,7 +75,8 @@ impl HookTest {
 fn clients(host: &HookTest) -> Vec<tmem_control::VarlinkClient> {
     let mut clients = Vec::new();
     until("every place is taken", || {
-        let mut client = tmem_control::connect(&host.control()).expect("connects");
+        let mut client =
+            tmem_control::connect(&host.control()).expect("cannot connect to the control socket");
         // A client that gets an answer has a place.
         if client.list_vms().call().is_ok() {
             clients.push(client);
@@ -111,11 +121,15 @@ fn hook_with(stderr: Stdio, control: &Path, operation: &str, xml: &str) -> Outpu
         .stdout(Stdio::piped())
         .stderr(stderr)
         .spawn()
-        .expect("runs");
-    let mut stdin = child.stdin.take().expect("piped");
-    stdin.write_all(xml.as_bytes()).expect("read");
+        .expect("cannot run the program");
+    let mut stdin = child.stdin.take().expect("the process has a pipe");
+    stdin
+        .write_all(xml.as_bytes())
+        .expect("cannot write to the hook's stdin");
     drop(stdin);
-    child.wait_with_output().expect("ends")
+    child
+        .wait_with_output()
+        .expect("cannot wait for the process")
 }
 
 #[test]
@@ -126,12 +140,24 @@ fn the_pool_shrinks_for_a_starting_vm() {
         assert!(output.status.success() && output.stdout.is_empty());
         host.pool_bytes()
     };
-    assert_eq!(start("prepare", 512), POOL_BYTES, "there is room");
+    assert_eq!(
+        start("prepare", 512),
+        POOL_BYTES,
+        "the pool shrank although the host has enough memory"
+    );
     for operation in ["start", "started", "reconnect", "release", "stopped"] {
-        assert_eq!(start(operation, 1024), POOL_BYTES, "{operation}");
+        assert_eq!(
+            start(operation, 1024),
+            POOL_BYTES,
+            "operation {operation} changed the pool's size"
+        );
     }
     // The VM takes more than the whole pool could give.
-    assert_eq!(start("prepare", 1024), 1 << 20, "the least that a pool is");
+    assert_eq!(
+        start("prepare", 1024),
+        1 << 20,
+        "the pool did not shrink to its minimum"
+    );
 }
 
 /// Returns the arguments that give a domain the device at `socket`.
@@ -152,17 +178,29 @@ fn migration_within_a_host_uses_a_second_socket() {
     let run = |operation: &str, xml: &str| {
         let output = hook(&host.control(), operation, xml);
         assert!(output.status.success() && output.stderr.is_empty());
-        String::from_utf8(output.stdout).expect("text")
+        String::from_utf8(output.stdout).expect("the text is not UTF-8")
     };
     let (a, b) = (
         socket(&format!("{UUID}.sock")),
         socket(&format!("{UUID}-b.sock")),
     );
-    assert_eq!(run("migrate", &at(&a)), "", "the daemon does not have it");
+    assert_eq!(
+        run("migrate", &at(&a)),
+        "",
+        "the hook changed the domain although the daemon does not have the socket"
+    );
     run("prepare", &at(&a));
-    let _qemu = UnixStream::connect(&a).expect("listens");
-    assert_eq!(run("migrate", &at(&a)), at(&b), "nothing else is changed");
-    assert_eq!(run("migrate", &xml(1, "")), "", "without the device");
+    let _qemu = UnixStream::connect(&a).expect("cannot connect to the socket");
+    assert_eq!(
+        run("migrate", &at(&a)),
+        at(&b),
+        "the hook did not change exactly the socket"
+    );
+    assert_eq!(
+        run("migrate", &xml(1, "")),
+        "",
+        "the hook changed a domain without the device"
+    );
     until("QEMU is connected", || host.vms()[0].connected);
     run("prepare", &at(&b));
     let names = || host.vms().into_iter().map(|vm| vm.name).collect::<Vec<_>>();
@@ -170,14 +208,19 @@ fn migration_within_a_host_uses_a_second_socket() {
     run("release", &at(&a));
     assert_eq!(names(), ["web"]);
     assert!(!a.exists() && b.exists());
-    assert_eq!(run("migrate", &at(&b)), at(&a), "and back");
-    // Without a daemon the hook cannot tell, and leaves the VM's XML as it is.
+    assert_eq!(
+        run("migrate", &at(&b)),
+        at(&a),
+        "the hook did not change the socket back"
+    );
+    // Without a daemon the hook cannot know whether the VM migrates within the host, and leaves the
+    // VM's XML as it is.
     let output = hook(&socket("nobody"), "migrate", &at(&b));
     assert!(output.status.success() && output.stdout.is_empty());
     let words = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(
         words.contains("if it is migrated within this host"),
-        "{words}"
+        "the message does not name migration within the host: {words}"
     );
 }
 
@@ -195,27 +238,34 @@ fn a_starting_vm_with_the_device_gets_a_socket_and_host_memory() {
 /// hook fails at `reconnect`.
 #[test]
 fn a_failed_write_of_a_message_does_not_fail_the_hook() {
-    let folder = tempfile::tempdir().expect("folder");
+    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
     let (control, socket) = (folder.path().join("control"), folder.path().join("a.sock"));
     let xml = xml(1, &device(&socket));
-    let (reader, closed) = std::io::pipe().expect("a pipe");
+    let (reader, closed) = std::io::pipe().expect("cannot create a pipe");
     drop(reader);
-    let full = || fs::File::create("/dev/full").expect("opens");
+    let full = || fs::File::create("/dev/full").expect("cannot create the file");
     for operation in ["reconnect", "prepare", "release"] {
         let told = hook(&control, operation, &xml).stderr;
-        assert!(!told.is_empty(), "{operation}: there is a message");
-        let closed = closed.try_clone().expect("a pipe");
+        assert!(
+            !told.is_empty(),
+            "the hook printed no message at {operation}, although no daemon exists"
+        );
+        let closed = closed.try_clone().expect("cannot duplicate the descriptor");
         for stderr in [Stdio::from(full()), Stdio::from(closed)] {
             let output = hook_with(stderr, &control, operation, &xml);
-            assert_eq!(output.status.code(), Some(0), "{operation}");
+            assert_eq!(
+                output.status.code(),
+                Some(0),
+                "the hook failed at {operation} because it could not print a message"
+            );
         }
     }
 }
 
-/// Listens on a socket and forwards to the daemon. It reports each client that the daemon closes
-/// without an answer.
+/// Listens on a socket, forwards each client to the daemon, and reports each client that the daemon
+/// closes without an answer.
 fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
-    let listener = UnixListener::bind(path).expect("binds");
+    let listener = UnixListener::bind(path).expect("cannot bind the socket");
     let (sender, shut_out) = mpsc::channel();
     let pass = move |client: UnixStream, sender: mpsc::Sender<()>| {
         let daemon = UnixStream::connect(&control)?;
@@ -235,7 +285,8 @@ fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
     };
     std::thread::spawn(move || {
         for client in listener.incoming() {
-            pass(client.expect("comes"), sender.clone()).expect("the daemon is there");
+            pass(client.expect("cannot accept the client"), sender.clone())
+                .expect("cannot connect to the daemon");
         }
     });
     shut_out
@@ -251,11 +302,13 @@ fn the_hook_retries_while_the_daemon_has_too_many_clients() {
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 let time = Duration::from_secs(30);
-                shut_out.recv_timeout(time).expect("there was a place");
+                shut_out
+                    .recv_timeout(time)
+                    .expect("the daemon turned no client away");
                 drop(clients);
             });
             let output = hook(&front, operation, &xml(1024, device));
-            fs::remove_file(&front).expect("there");
+            fs::remove_file(&front).expect("cannot remove the file");
             let words = String::from_utf8_lossy(&output.stderr).into_owned();
             assert_eq!((output.status.code(), &*words), (Some(0), ""));
         });
@@ -265,7 +318,10 @@ fn the_hook_retries_while_the_daemon_has_too_many_clients() {
     run(&host, "prepare", "");
     until("the pool gives way", || {
         let client = tmem_control::connect(&host.control());
-        let stats = client.expect("connects").get_stats(None).call();
+        let stats = client
+            .expect("cannot connect to the control socket")
+            .get_stats(None)
+            .call();
         stats.is_ok_and(|stats| stats.pool.size_bytes == 1 << 20)
     });
     let socket = host.daemon.folder().join("a.sock");
@@ -286,26 +342,29 @@ fn a_daemon_with_too_many_clients_delays_a_start_only_until_the_timeout() {
         let time = begun.elapsed();
         assert!(output.status.success() && time < Duration::from_secs(20));
         let words = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(words.contains("too many clients"), "{operation}: {words}");
+        assert!(
+            words.contains("too many clients"),
+            "{operation}: the message does not name the number of clients: {words}"
+        );
     }
 }
 
 #[test]
 fn a_hung_daemon_delays_a_start_only_until_the_timeout() {
-    let folder = tempfile::tempdir().expect("folder");
+    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
     let control = folder.path().join("control");
     let begun = Instant::now();
     let output = hook(&control, "prepare", &xml(1024, ""));
     assert!(
         output.status.success() && output.stderr.is_empty(),
-        "there is none"
+        "the hook failed or printed a message although no daemon exists"
     );
-    let _nobody_accepts = UnixListener::bind(&control).expect("binds");
+    let _nobody_accepts = UnixListener::bind(&control).expect("cannot bind the socket");
     let output = hook(&control, "prepare", &xml(1024, ""));
     assert!(output.status.success());
     assert!(
         begun.elapsed() < Duration::from_secs(20),
-        "{:?}",
+        "the hook took {:?}, 20 s or more",
         begun.elapsed()
     );
 }

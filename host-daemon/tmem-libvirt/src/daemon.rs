@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use tmem_control as api;
 use tmem_control::{VarlinkClientInterface, VmSpec};
 
-/// Time after which a VM is removed that has no connection and whose domain does not run: the
-/// daemon could not be informed of its end. A start that is under way takes less.
+/// Time after which a VM is removed if it has no connection and its domain does not run. Such a VM
+/// remains if its end could not be reported to the daemon. A start that is under way takes less
+/// time.
 const STRAY: Duration = Duration::from_secs(60);
 
 /// The daemon, and the VMs that it should serve.
@@ -22,20 +23,20 @@ pub struct Daemon {
     socket: PathBuf,
     /// The request of each running domain, by UUID.
     wishes: HashMap<String, Wish>,
-    /// The description that the daemon accepted last, by UUID.
+    /// VM description that the daemon accepted last, by UUID.
     accepted: HashMap<String, VmSpec>,
-    /// The problem that was logged last, by UUID, so that each is logged once.
+    /// Problem that was logged last, by UUID, so that each problem is logged once.
     complaints: HashMap<String, String>,
-    /// When a VM whose domain does not run was first seen, by socket.
+    /// Time at which a VM whose domain does not run was first seen, by socket.
     strays: HashMap<String, Instant>,
     /// UUID and socket of each VM in the daemon whose domain this process has seen running. These
-    /// VMs are certainly libvirt's, even if libvirt no longer knows them. The set is no larger than
-    /// the daemon's number of VMs.
+    /// VMs belong to libvirt, even if libvirt no longer knows them. The set is no larger than the
+    /// daemon's list of VMs.
     ran: HashSet<(String, String)>,
     away: bool,
 }
 
-/// Reason why a pass failed: the daemon or libvirt cannot be reached.
+/// Reason why a pass failed.
 enum Trouble {
     Daemon(String),
     Libvirt(String),
@@ -297,7 +298,7 @@ mod tests {
         bridge: Daemon,
         /// The only domain as libvirt reports it; None means that it does not run.
         running: RefCell<Option<Wish>>,
-        /// The state that libvirt reports while the domain does not run.
+        /// State that libvirt reports while the domain does not run.
         otherwise: State,
         now: Instant,
     }
@@ -348,10 +349,14 @@ mod tests {
 
         /// Connects to the VM's socket as QEMU does.
         fn connect(&self) -> UnixStream {
-            let qemu = UnixStream::connect(self.spec(0).socket).expect("listens");
+            let qemu =
+                UnixStream::connect(self.spec(0).socket).expect("cannot connect to the socket");
             let deadline = Instant::now() + Duration::from_secs(30);
             while !self.vms()[0].connected {
-                assert!(Instant::now() < deadline, "timeout");
+                assert!(
+                    Instant::now() < deadline,
+                    "the expected state was not reached in time"
+                );
                 std::thread::sleep(Duration::from_millis(1));
             }
             qemu
@@ -362,7 +367,11 @@ mod tests {
         }
 
         fn vms(&self) -> Vec<api::Vm> {
-            self.client().list_vms().call().expect("answers").vms
+            self.client()
+                .list_vms()
+                .call()
+                .expect("the daemon answered the varlink call with an error")
+                .vms
         }
     }
 
@@ -384,7 +393,7 @@ mod tests {
         host.client()
             .set_quota("shop".into(), quota)
             .call()
-            .expect("taken");
+            .expect("the daemon did not change the quota");
         host.reconcile();
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
         // Settings that the domain does not name stay unchanged.
@@ -412,7 +421,7 @@ mod tests {
         assert_eq!(
             vm.quota.limit_bytes,
             Some(5),
-            "what the daemon refuses is nonsense as well"
+            "a quota that the daemon refuses changed the limit"
         );
         assert!(
             vm.problem
@@ -424,7 +433,7 @@ mod tests {
         host.client()
             .remove_vm(UUID.into(), host.spec(5).socket)
             .call()
-            .expect("removed");
+            .expect("the daemon did not remove the VM");
         host.wish(Some(Wish::Nonsense("unit XiB".into())));
         assert!(host.vms().is_empty());
     }
@@ -440,12 +449,16 @@ mod tests {
         host.tmemd.stop();
         host.wish(Some(Wish::So(host.spec(6))));
         host.tmemd.restart();
-        assert_eq!(host.vms()[0].quota.limit_bytes, Some(5), "as it was noted");
+        assert_eq!(
+            host.vms()[0].quota.limit_bytes,
+            Some(5),
+            "the restarted daemon does not use the stored quota"
+        );
         host.reconcile();
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
     }
 
-    /// Each end of a migration on one host is changed only by its own bridge.
+    /// A bridge changes only the end of a migration on this host that its own libvirt runs.
     #[test]
     fn a_bridge_changes_only_its_own_end_of_a_migration() {
         let mut host = BridgeTest::new();
@@ -454,7 +467,10 @@ mod tests {
         let _qemu = host.connect();
         let mut other = host.spec(7);
         other.socket = socket.replace("a.sock", "b.sock");
-        host.client().add_vm(other.clone()).call().expect("added");
+        host.client()
+            .add_vm(other.clone())
+            .call()
+            .expect("the daemon did not add the VM");
         let limits = |host: &BridgeTest| -> Vec<_> {
             let vms = host.vms().into_iter();
             vms.map(|vm| (vm.name, vm.quota.limit_bytes)).collect()
@@ -468,7 +484,7 @@ mod tests {
         host.client()
             .remove_vm(UUID.into(), socket)
             .call()
-            .expect("removed");
+            .expect("the daemon did not remove the VM");
         assert_eq!(limits(&host), [("web".into(), Some(7))]);
     }
 
@@ -480,13 +496,13 @@ mod tests {
         host.client()
             .remove_vm(UUID.into(), host.spec(5).socket)
             .call()
-            .expect("removed");
+            .expect("the daemon did not remove the VM");
         *host.running.borrow_mut() = None;
         host.reconcile();
         assert!(host.vms().is_empty());
     }
 
-    /// The VM stops after libvirt was asked and before the daemon is.
+    /// The VM stops after libvirt was asked and before the daemon is asked.
     #[test]
     fn a_vm_that_stops_while_it_is_added_is_removed_at_once() {
         let mut host = BridgeTest::new();
@@ -499,15 +515,18 @@ mod tests {
             assert_eq!((done, host.vms().len()), (Ok(()), 0));
             assert!(host.bridge.wishes.is_empty());
         }
-        // A VM that the hook has added may be about to start, so it is not removed.
-        host.client().add_vm(host.spec(6)).call().expect("added");
+        // A VM that the hook has added may be about to start, so the bridge does not remove it.
+        host.client()
+            .add_vm(host.spec(6))
+            .call()
+            .expect("the daemon did not add the VM");
         let wish = Wish::So(host.spec(5));
         host.bridge.wish(UUID, Some(wish));
         host.reconcile();
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
     }
 
-    /// The VM stops after libvirt was asked and before the daemon is, and libvirt stops, too.
+    /// The VM stops after libvirt was asked and before the daemon is asked, and libvirt stops, too.
     #[test]
     fn a_vm_that_stops_during_reconcile_is_removed_later() {
         let mut host = BridgeTest::new();
@@ -534,8 +553,12 @@ mod tests {
         host.wish(None);
         host.now += STRAY / 2;
         host.reconcile();
-        assert_eq!(host.vms().len(), 1, "its start may be under way");
-        // If the VM starts and stops again, the time begins again.
+        assert_eq!(
+            host.vms().len(),
+            1,
+            "a VM was removed whose start may be under way"
+        );
+        // If the VM starts and stops again, the delay begins again.
         host.wish(Some(Wish::So(host.spec(5))));
         host.wish(None);
         host.now += STRAY / 2;
@@ -544,7 +567,11 @@ mod tests {
         host.now += STRAY;
         *host.running.borrow_mut() = Some(Wish::So(host.spec(5)));
         host.reconcile();
-        assert_eq!(host.vms().len(), 1, "it runs, which was not reported yet");
+        assert_eq!(
+            host.vms().len(),
+            1,
+            "a VM was removed although its domain runs, which was not reported yet"
+        );
         *host.running.borrow_mut() = None;
         host.reconcile();
         assert!(host.vms().is_empty());
@@ -566,24 +593,34 @@ mod tests {
         host.tmemd.stop();
         host.wish(None);
         host.tmemd.restart();
-        assert_eq!(host.vms().len(), 1, "as it was noted");
+        assert_eq!(
+            host.vms().len(),
+            1,
+            "the restarted daemon did not restore the stored VM"
+        );
         assert_eq!(are_left(&mut host), 0);
         host.reconcile();
         assert!(host.bridge.ran.is_empty());
         // A VM that never ran here may have been added without libvirt.
-        host.client().add_vm(host.spec(5)).call().expect("added");
+        host.client()
+            .add_vm(host.spec(5))
+            .call()
+            .expect("the daemon did not add the VM");
         assert_eq!(are_left(&mut host), 1);
         // A VM that ran here may have arrived at another libvirt, with another socket.
         host.wish(Some(Wish::So(host.spec(5))));
         let _qemu = host.connect();
         let mut other = host.spec(5);
         other.socket = other.socket.replace("a.sock", "b.sock");
-        host.client().add_vm(other).call().expect("added");
+        host.client()
+            .add_vm(other)
+            .call()
+            .expect("the daemon did not add the VM");
         host.reconcile();
         host.client()
             .remove_vm(UUID.into(), host.spec(5).socket)
             .call()
-            .expect("removed");
+            .expect("the daemon did not remove the VM");
         host.wish(None);
         assert_eq!(are_left(&mut host), 1);
     }

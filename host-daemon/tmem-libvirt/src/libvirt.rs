@@ -12,7 +12,7 @@ use virt::domain::Domain;
 use virt::error::{Error, ErrorNumber};
 use virt_sys as sys;
 
-/// An event of libvirt.
+/// Event of libvirt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// The domain with this UUID has changed.
@@ -43,7 +43,7 @@ static EVENTS: OnceLock<Sender<Event>> = OnceLock::new();
 
 fn send(event: Event) {
     if let Some(events) = EVENTS.get() {
-        // At the end of the process the receiver no longer exists.
+        // When the process ends, the receiver no longer exists.
         let _ = events.send(event);
     }
 }
@@ -61,7 +61,7 @@ pub fn start_events() -> Result<Receiver<Event>, String> {
     if EVENTS.set(sender).is_err() {
         return Err("a bug: the event loop runs already".into());
     }
-    // Without this, libvirt would also print each error to stderr.
+    // Without this call, libvirt would also print each error to stderr.
     virt::error::clear_error_callback();
     // SAFETY: virEventRegisterDefaultImpl must be called before a connection is opened, and none
     // has been.
@@ -159,7 +159,7 @@ impl Connection {
         if watched < 0 {
             return Err(last_error());
         }
-        // Some transports do not support keepalive. Then only a closed connection is noticed.
+        // Some transports do not support keepalive. With them, only a closed connection is noticed.
         // SAFETY: the connection is open.
         if unsafe { sys::virConnectSetKeepAlive(raw, KEEPALIVE.0, KEEPALIVE.1) } < 0 {
             tracing::warn!(
@@ -276,7 +276,7 @@ impl Drop for Connection {
         }
         // SAFETY: the connection is still open. Without a registered callback the call only fails.
         unsafe { sys::virConnectUnregisterCloseCallback(raw, Some(closed)) };
-        // A failure to close cannot be handled.
+        // If closing fails, nothing can be done about it.
         let _ = self.connect.close();
     }
 }

@@ -121,7 +121,7 @@ fn session(
                         Event::Closed(which) if which == number => {
                             return "it closed the connection".into();
                         }
-                        // This event belongs to an earlier connection.
+                        // This event belongs to an earlier connection, so it is ignored.
                         Event::Closed(_) => {}
                         Event::Domain(uuid) if changed.contains(&uuid) => {}
                         Event::Domain(uuid) => changed.push(uuid),

@@ -66,20 +66,23 @@ mod tests {
         let read = |cache: &str, access, device| read(UUID, &xml(cache, access, device), owner);
         let limit = cache("<tmem:limit unit='MiB'>5</tmem:limit>");
         let Some(Wish::So(vm)) = read(&limit, "shared", device) else {
-            panic!("a good one");
+            panic!("a valid domain is refused");
         };
         assert_eq!(vm.quota.limit_bytes, Some(5 << 20));
         assert_eq!((&*vm.name, &*vm.uuid, vm.owner), ("web", UUID, Some(107)));
         let served = read("", "shared", device);
-        assert!(matches!(served, Some(Wish::Served(_))), "{served:?}");
+        assert!(
+            matches!(served, Some(Wish::Served(_))),
+            "the domain is not served: {served:?}"
+        );
         assert_eq!(read(&limit, "shared", "virtio-rng-pci"), None);
         let wrong = cache("<tmem:limit unit='XiB'>5</tmem:limit>");
         for (cache, access, part) in [(&wrong, "shared", "XiB"), (&limit, "private", "not shared")]
         {
             let Some(Wish::Nonsense(what)) = read(cache, access, device) else {
-                panic!("{part}");
+                panic!("a domain was accepted whose fault is {part:?}");
             };
-            assert!(what.contains(part), "{what}");
+            assert!(what.contains(part), "the reason has no {part:?}: {what}");
         }
     }
 }
