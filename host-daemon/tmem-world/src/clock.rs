@@ -8,10 +8,10 @@ use tmemd::parts::SimulatedClock;
 /// Clock and entropy source of one daemon. All clocks follow the time of one world.
 pub struct Clock {
     now_ns: std::sync::Arc<AtomicU64>,
-    /// Time by which this clock is ahead, because its daemon was slow while the world's time stood
-    /// still.
+    /// Time in ns by which this clock is ahead of the world's time, because its daemon was slow
+    /// while the world's time stood still.
     ahead_ns: AtomicU64,
-    /// Last random number; a counter where generations are counted.
+    /// Last random number, or the last count if the clock counts generations.
     drawn: AtomicU64,
     counted: bool,
 }

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Contents of a file's page, computed from its version.
+//! Contents of pages of files, computed from the version of a page.
 //!
-//! A version is written once in a run and never again, not even by a guest whose time went back. So
-//! equal bytes mean the same write. Some versions use contents that all guests share, to test
-//! deduplication. The others contain their guest's mark, by which a page in another guest is
-//! recognized.
+//! Each write in a run has a version of its own, which is never used again, not even by a guest
+//! that was restored from a snapshot. So equal bytes mean the same write. Some versions use
+//! contents that all guests share, to test deduplication. The others contain their guest's mark, by
+//! which a page in another guest is recognized.
 
 use tmem_sim::Content;
 
-/// Number of a write to a page. 0: the page was never written, and is zero.
+/// Number of the write that a page contains; 0 if the page was never written and is zero.
 pub type Version = u32;
 
-/// Number of contents that guests share.
+/// Number of different contents that guests share.
 const SHARED: u64 = 12;
 
-/// Most guests of a world.
+/// Maximum number of guests of a world.
 const GUESTS_MAX: u64 = 4;
 
 /// Mark in the upper bits of a private page's first word.
@@ -47,7 +47,7 @@ pub fn of(guest: usize, version: Version) -> Content {
 #[must_use]
 pub fn owner(first_word: u64) -> Option<usize> {
     let (mark, version) = (first_word >> 48, first_word & 0xffff_ffff_ffff);
-    // The pattern is narrow, since a generation may be any number.
+    // The test is strict, because a generation may be any number and must not look like a page.
     let is_page = (MARK..MARK + GUESTS_MAX).contains(&mark) && version <= u64::from(Version::MAX);
     is_page.then(|| (mark - MARK) as usize)
 }

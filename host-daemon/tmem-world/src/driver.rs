@@ -3,8 +3,8 @@
 //! control requests. It does what `guest-driver/core/` does, in the same order.
 //!
 //! The index is the authority: the driver never asks for a page that is not in it, and erasing an
-//! entry cannot fail. All state of the driver is in the guest's memory, and so goes back in time
-//! with it. Out of scope: files and their contents.
+//! entry cannot fail. All state of the driver is in the guest's memory, so a rollback of the guest
+//! to a snapshot restores it, too. Out of scope: files and their contents.
 
 mod control;
 mod gets;
@@ -48,7 +48,7 @@ pub struct Port<'a> {
     pub kicks: &'a [OwnedFd],
 }
 
-/// A guest's driver.
+/// Driver of a simulated guest.
 #[derive(Clone)]
 pub struct Driver {
     mutation: Option<Mutation>,
@@ -57,7 +57,7 @@ pub struct Driver {
     generation: u64,
     epoch: u32,
     resync: bool,
-    /// The device's pool; 0 while the driver has none.
+    /// Id of the driver's pool at the device; 0 while the driver has none.
     pool: u32,
     pool_last: u32,
     burnt: Vec<u32>,
@@ -69,7 +69,7 @@ pub struct Driver {
     index: BTreeMap<FilePage, u64>,
     /// Marked inodes, whose pages are not put.
     bypass: BTreeSet<u32>,
-    /// The hooks know the file system.
+    /// Whether the hooks know the file system.
     known: bool,
     places_free: Vec<u64>,
     slots: Vec<Vec<Slot>>,
@@ -137,14 +137,14 @@ impl Driver {
         self.index.len()
     }
 
-    /// Returns whether requests wait for an answer or to be sent.
+    /// Returns whether requests wait to be sent or to be answered.
     pub fn busy(&self) -> bool {
         self.transport.in_flight() > 0
             || self.slots.iter().any(|slots| !slots.is_empty())
             || !self.readers.is_empty()
     }
 
-    /// Returns whether the page is in the index, so that a get would ask for it.
+    /// Returns whether the page is in the index, so that a read would request it from the device.
     pub fn holds(&self, page: FilePage) -> bool {
         self.index.contains_key(&page)
     }
@@ -241,7 +241,7 @@ impl Driver {
     }
 
     /// Erases the entries of pages that changed or are no longer wanted, so that the driver does
-    /// not ask for them. The host is told later, or never.
+    /// not ask for them. The driver tells the host later, or never.
     pub fn invalidate(&mut self, inode: u32, from: u64, to: u64) {
         let gone: Vec<FilePage> = self
             .index
@@ -296,5 +296,5 @@ impl Driver {
 
 /// Adds one to an eventfd.
 pub fn kick(fd: &OwnedFd) {
-    rustix::io::write(fd, &1u64.to_ne_bytes()).expect("a valid eventfd");
+    rustix::io::write(fd, &1u64.to_ne_bytes()).expect("cannot write to the eventfd");
 }

@@ -19,15 +19,15 @@ use tmemd::parts::{
 use crate::clock::Clock;
 use crate::mutation::Mutation;
 
-/// A fault that happens between two checks of a front end. A fuse counts the checks of one front
-/// end, or of all, and then burns.
+/// A fault that happens between two checks of a front end. The fuse counts the checks of one front
+/// end, or of all, and triggers the fault when the count is reached.
 pub struct Fuse {
     left: AtomicU64,
     burnt: AtomicBool,
     drain: Mutex<Option<Drain>>,
 }
 
-/// A drain that begins in the middle of a scheduling slice.
+/// Drain that begins in the middle of a scheduling slice.
 struct Drain {
     looks: u64,
     device: Weak<Mutex<Device>>,
@@ -38,7 +38,7 @@ struct Drain {
 const DRAIN_NS: u64 = 6_000_000;
 
 impl Fuse {
-    /// Creates a fuse that never burns.
+    /// Creates a fuse that triggers no fault.
     pub fn new() -> Arc<Fuse> {
         Arc::new(Fuse {
             left: AtomicU64::new(u64::MAX),
@@ -47,39 +47,42 @@ impl Fuse {
         })
     }
 
-    /// Sets the number of checks after which the fuse burns.
+    /// Sets the number of checks after which the fuse triggers the fault.
     pub fn light(&self, looks: u64) {
         self.left.store(looks, SeqCst);
     }
 
-    /// Burns the fuse now.
+    /// Triggers the fault now.
     pub fn burn(&self) {
         self.burnt.store(true, SeqCst);
     }
 
-    /// Returns whether the fuse has burnt.
+    /// Returns whether the fuse has triggered its fault.
     pub fn is_burnt(&self) -> bool {
         self.burnt.load(SeqCst)
     }
 
     /// Returns whether a drain that this fuse triggers has begun.
     pub fn is_draining(&self) -> bool {
-        let drain = self.drain.lock().expect("not poisoned");
+        let drain = self.drain.lock().expect("the lock is not poisoned");
         drain.as_ref().is_some_and(|drain| drain.looks == 0)
     }
 
-    /// Clears the drain, because it is done or shall not happen.
+    /// Removes the drain, because it is done or must not happen.
     pub fn end_drain(&self) {
-        *self.drain.lock().expect("not poisoned") = None;
+        *self.drain.lock().expect("the lock is not poisoned") = None;
     }
 
     fn look(&self) {
-        if let Some(drain) = &mut *self.drain.lock().expect("not poisoned")
+        if let Some(drain) = &mut *self.drain.lock().expect("the lock is not poisoned")
             && drain.looks > 0
         {
             drain.looks -= 1;
             if let (0, Some(device)) = (drain.looks, drain.device.upgrade()) {
-                device.lock().expect("not poisoned").begin_drain();
+                device
+                    .lock()
+                    .expect("the lock is not poisoned")
+                    .begin_drain();
                 drain.clock.linger(DRAIN_NS);
             }
         }
@@ -105,20 +108,20 @@ pub struct SimulatedDaemonConfig {
     pub poll_max: Duration,
     /// Trust domain of each VM.
     pub domains: Vec<Option<String>>,
-    /// Rule that is broken.
+    /// Rule that is broken on purpose.
     pub mutation: Option<Mutation>,
 }
 
-/// A daemon that runs.
+/// Running daemon of a simulated host.
 pub struct SimulatedDaemon {
     daemon: HeadlessDaemon,
     vms: Vec<Arc<Vm>>,
     shared: ConnectionContext,
     contexts: Vec<WorkerContext>,
     clock: Arc<Clock>,
-    /// Fuse of the whole daemon, which dies when it burns.
+    /// Fuse that kills the daemon.
     pub death: Arc<Fuse>,
-    /// The daemon is stopped, as by SIGSTOP.
+    /// Whether the daemon is stopped, as by SIGSTOP.
     pub frozen: bool,
     mutation: Option<Mutation>,
 }
@@ -144,14 +147,14 @@ impl SimulatedDaemon {
             };
             vms.push(daemon.vm(&name, tenant, Arc::default()));
         }
-        let workers =
-            Workers::without_threads(config.workers, config.poll_max).expect("descriptors");
+        let workers = Workers::without_threads(config.workers, config.poll_max)
+            .expect("cannot create the workers' descriptors");
         SimulatedDaemon {
             vms,
             shared: daemon.context(workers),
             daemon,
             contexts: (0..config.workers)
-                .map(|_| WorkerContext::new().expect("memory"))
+                .map(|_| WorkerContext::new().expect("cannot map the worker's buffers"))
                 .collect(),
             clock,
             death: Fuse::new(),
@@ -170,7 +173,9 @@ impl SimulatedDaemon {
         if !self.frozen {
             let context = &mut self.contexts[worker];
             let (workers, background) = (&self.shared.workers, &self.shared.background);
-            workers.round(worker, context, background).expect("epoll");
+            workers
+                .round(worker, context, background)
+                .expect("cannot poll for kicks");
         }
     }
 
@@ -213,13 +218,13 @@ impl SimulatedDaemon {
             device: Arc::downgrade(session.device()),
             clock: self.clock.clone(),
         };
-        *fuse.drain.lock().expect("not poisoned") = Some(drain);
+        *fuse.drain.lock().expect("the lock is not poisoned") = Some(drain);
     }
 
     /// Connects a front end. None: the daemon refuses it. The fuse `hang_up` is that of the front
     /// end.
     pub fn connect(&self, guest: usize, hang_up: &Arc<Fuse>) -> Option<(Session, UnixStream)> {
-        let (own, other) = UnixStream::pair().expect("descriptors");
+        let (own, other) = UnixStream::pair().expect("cannot create a socket pair");
         let (death, hang_up) = (self.death.clone(), hang_up.clone());
         let deaf = self.mutation == Some(Mutation::HangUpIgnored);
         let look = move || {

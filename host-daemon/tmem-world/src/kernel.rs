@@ -3,8 +3,8 @@
 //!
 //! The hooks of the kernel module are calls of the driver here: for a page that is made dirty,
 //! truncated, written past the page cache or evicted. The result of each read is compared with the
-//! last written contents, byte by byte. Page cache and driver go back in time with the guest's
-//! memory, the disk with a snapshot of the disk.
+//! last written contents, byte by byte. A snapshot of the guest's memory restores page cache and
+//! driver, and a snapshot of the disk restores the disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -32,8 +32,8 @@ struct Cached {
     version: Version,
     dirty: bool,
     used_again: bool,
-    /// The page is clean and older than the disk: it was read concurrently with a direct write that
-    /// failed.
+    /// Whether the page is clean and older than the disk, because it was read concurrently with a
+    /// direct write that failed.
     old: bool,
 }
 
@@ -58,7 +58,7 @@ pub struct Kernel {
     cache: BTreeMap<FilePage, Cached>,
     /// Files that are open for direct writes.
     writers: BTreeSet<u32>,
-    /// Reads that miss the page cache: file, and pages that have to come.
+    /// Reads that miss the page cache: the file, and the pages that are still missing.
     reads: BTreeMap<u64, (u32, Vec<u64>)>,
 }
 
@@ -144,7 +144,7 @@ impl Kernel {
         self.finish(port, storage);
     }
 
-    /// Ends the reads that are complete or late.
+    /// Ends the reads that are complete or whose deadline has passed.
     pub fn finish(&mut self, port: &mut Port<'_>, storage: &Storage) {
         while let Some(mut got) = self.driver.finished(port.now_ns) {
             if got.waited_ns > DEADLINE_NS {
@@ -242,7 +242,7 @@ impl Kernel {
         self.clear_mark(inode);
     }
 
-    /// Deletes a file; its inode number is used again at once.
+    /// Deletes a file. A new file gets its inode number at once.
     pub fn delete(&mut self, storage: &mut Storage, inode: u32) {
         if !self.is_read(inode) {
             self.truncate(storage, inode, 0);

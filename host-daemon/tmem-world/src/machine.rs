@@ -28,26 +28,26 @@ const F_INDIRECT_DESC: u64 = 1 << 28;
 const F_EVENT_IDX: u64 = 1 << 29;
 const F_VERSION_1: u64 = 1 << 32;
 
-/// A connection to a daemon.
+/// Connection of a VMM to a daemon.
 pub struct Link {
-    /// Number of the host.
+    /// Number of the host whose daemon it is.
     pub host: usize,
     /// The daemon's side of the connection.
     pub session: Session,
-    /// Fuse that burns when the VMM hangs up.
+    /// Fuse that triggers when the VMM hangs up.
     pub hang_up: Arc<Fuse>,
     /// The VMM's side of the socket.
     _stream: UnixStream,
-    /// The rings run.
+    /// Whether the rings run.
     pub started: bool,
 }
 
 /// State of a migration at the source.
 pub struct Migration {
-    /// A log for each start of the rings. The VMM reads the last one when the rings are stopped, or
-    /// lost.
+    /// One dirty log for each start of the rings. The VMM reads the last log when the rings are
+    /// stopped or lost.
     logs: Vec<DirtyLog>,
-    /// Memory as it was sent first.
+    /// Memory as it was sent at the begin of the migration.
     base: Vec<Vec<u8>>,
 }
 
@@ -62,11 +62,11 @@ pub struct Machine {
     calls: Vec<OwnedFd>,
     /// Generation in the configuration, as the VMM reports it.
     pub generation: u64,
-    /// The configuration has changed, and the guest was not notified yet.
+    /// Whether the configuration has changed since the guest was last notified.
     pub config_irq: bool,
     /// Connection to the daemon.
     pub link: Option<Link>,
-    /// Ring indices at which the device continues. None: after the last used element.
+    /// Ring indices at which the device continues; None to continue after the last used element.
     pub bases: Option<Vec<u16>>,
     migration: Option<Migration>,
     event_idx: bool,
@@ -74,7 +74,7 @@ pub struct Machine {
     mutation: Option<Mutation>,
 }
 
-/// The sentence of a message that the daemon refused.
+/// Reason for which the daemon refused a message, a sentence.
 pub type Refused = String;
 
 type Done = Result<(), Refused>;
@@ -84,13 +84,13 @@ fn refused<T>(message: &str, result: vhost::vhost_user::Result<T>) -> Result<T, 
 }
 
 fn device(session: &Session) -> MutexGuard<'_, Device> {
-    session.device().lock().expect("not poisoned")
+    session.device().lock().expect("the lock is not poisoned")
 }
 
 /// Creates an eventfd for each queue.
 fn notifiers(queues: usize) -> Vec<OwnedFd> {
     let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
-    let fd = |_| eventfd(0, flags).expect("descriptors");
+    let fd = |_| eventfd(0, flags).expect("cannot create an eventfd");
     (0..queues).map(fd).collect()
 }
 
@@ -105,7 +105,7 @@ impl Machine {
         (event_idx, indirect): (bool, bool),
         mutation: Option<Mutation>,
     ) -> Machine {
-        let ram = GuestRam::new(&ram(), true).expect("memory");
+        let ram = GuestRam::new(&ram(), true).expect("cannot create the guest's memory");
         let layout = Arc::new(Layout::new(&ram, queues));
         Machine {
             ram,
@@ -177,7 +177,10 @@ impl Machine {
 
     /// Sends the memory table: with all memory, or with the first region only.
     pub fn set_mem_table(&mut self, whole: bool) -> Done {
-        let regions = self.ram.shared_regions().expect("descriptors");
+        let regions = self
+            .ram
+            .shared_regions()
+            .expect("cannot duplicate the descriptors of guest memory");
         let count = if whole { regions.len() } else { 1 };
         let (specs, files): (Vec<_>, Vec<_>) = regions
             .into_iter()
@@ -194,8 +197,10 @@ impl Machine {
 
     /// Sends a memory table with memory that could be truncated. The daemon must refuse it.
     pub fn set_unsealed_memory(&mut self) -> Done {
-        let ram = GuestRam::new(&ram(), false).expect("memory");
-        let mut regions = ram.shared_regions().expect("descriptors");
+        let ram = GuestRam::new(&ram(), false).expect("cannot create the guest's memory");
+        let mut regions = ram
+            .shared_regions()
+            .expect("cannot duplicate the descriptors of guest memory");
         let (region, addr, file) = regions.remove(0);
         let spec = VhostUserMemoryRegion::new(region.start, region.size_bytes, addr, 0);
         let link = self.link()?;
@@ -248,7 +253,13 @@ impl Machine {
     fn start_ring(&mut self, queue: usize, base: u16) -> Done {
         let layout = self.layout.rings[queue];
         let (ram, number) = (self.ram.clone(), queue as u32);
-        let clone = |fd: &OwnedFd| Some(fd.try_clone().expect("descriptors").into());
+        let clone = |fd: &OwnedFd| {
+            Some(
+                fd.try_clone()
+                    .expect("cannot duplicate the descriptor")
+                    .into(),
+            )
+        };
         let (kick, call) = (clone(&self.kicks[queue]), clone(&self.calls[queue]));
         let mut device = device(&self.link()?.session);
         refused("NUM", device.set_vring_num(number, layout.size.into()))?;
@@ -273,7 +284,7 @@ impl Machine {
         }
         for queue in 0..queues as u32 {
             let state = refused("GET_VRING_BASE", device.get_vring_base(queue))?;
-            // `num` is the base; the library has no getter for it.
+            // The field `num` is the base; the library has no function that returns it.
             bases.push({ state.num } as u16);
         }
         drop(device);
@@ -315,8 +326,8 @@ impl Machine {
         let Some(migration) = &mut self.migration else {
             return Ok(());
         };
-        let log = DirtyLog::new(&self.ram).expect("memory");
-        let file = log.file().expect("descriptors");
+        let log = DirtyLog::new(&self.ram).expect("cannot create the guest's memory");
+        let file = log.file().expect("cannot duplicate the log's descriptor");
         let spec = VhostUserLog::new(log.size_bytes(), 0);
         migration.logs.push(log);
         let r = device(&self.link()?.session).set_log_base(&spec, file);
@@ -338,8 +349,8 @@ impl Machine {
         refused("SET_FEATURES", r)
     }
 
-    /// Ends the migration with the memory of the destination: pages that were not logged are as
-    /// they were sent first. Rings must be stopped. The VMM itself logs the used rings.
+    /// Ends the migration with the memory of the destination. Pages that were not logged have the
+    /// content that was sent first. Rings must be stopped. The VMM itself logs the used rings.
     pub fn arrive(&mut self) {
         let Some(Migration { logs, base }) = self.migration.take() else {
             return;
@@ -377,6 +388,6 @@ impl Machine {
 /// Returns the generation in the device's configuration.
 fn generation(device: &mut Device) -> u64 {
     let bytes = device.get_config(0, 8, VhostUserConfigFlags::empty());
-    let bytes = bytes.expect("the configuration has more than that");
-    u64::from_le_bytes(bytes.try_into().expect("eight bytes were read"))
+    let bytes = bytes.expect("the configuration contains the generation");
+    u64::from_le_bytes(bytes.try_into().expect("the slice has 8 bytes"))
 }

@@ -95,7 +95,7 @@ fn main() -> ExitCode {
     let begun = Instant::now();
     let told = Mutex::new(begun);
     let progress = |done: u64| {
-        let mut told = told.lock().expect("not poisoned");
+        let mut told = told.lock().expect("the lock is not poisoned");
         if told.elapsed() >= PROGRESS {
             *told = Instant::now();
             let per_second = done as f64 / begun.elapsed().as_secs_f64();

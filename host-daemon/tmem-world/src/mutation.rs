@@ -4,7 +4,7 @@
 //! A rule of the driver is broken in the model of the driver. A rule of the device is broken around
 //! the real daemon, by changing its answers or its requests. The daemon itself is never changed.
 
-/// A rule that is broken.
+/// Rule that is broken on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mutation {
     /// A reset does not reach the device: same generation, pages kept.
@@ -31,7 +31,8 @@ pub enum Mutation {
     DrainSkipped,
     /// A back end goes on after its front end has hung up.
     HangUpIgnored,
-    /// The VMM does not make the next back end replay the requests that the last one left.
+    /// The VMM does not make the next back end replay the requests that the last one left
+    /// unanswered.
     ReplaySkipped,
     /// The VMM loses the pages that the device marked in the dirty log.
     DirtyLogLost,

@@ -15,7 +15,7 @@ use crate::content;
 use crate::mutation::Mutation;
 use crate::transport::{Flight, Transport};
 
-/// A rule that was broken.
+/// A broken rule, which the oracle found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     /// Name of the rule.
@@ -24,17 +24,17 @@ pub struct Failure {
     pub what: String,
 }
 
-/// Number of puts that are remembered after the device had to drop them.
+/// Number of puts that the oracle remembers after the device had to drop them.
 const ENDED: usize = 12;
 
-/// State of a put, as its driver should know it.
+/// State of a put, as the guest's driver should know it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
     /// The put was sent, and is stored or not answered yet.
     Sent,
-    /// The answer said that the page is not held.
+    /// The device answered that it does not hold the page.
     Refused,
-    /// A get has named the page.
+    /// A get has requested the page.
     Asked,
 }
 
@@ -59,7 +59,8 @@ pub struct Oracle {
     current: u64,
     /// Used index of each queue up to which answers were judged.
     seen: Vec<u16>,
-    /// State of this generation: ids of pools, puts, cookies, the queue of each chunk.
+    /// Pool ids of this generation. The next fields have its puts, its cookies, and the queue of
+    /// each chunk.
     pools: BTreeSet<u32>,
     puts: BTreeMap<(Key, u64), (Fate, Content)>,
     cookies: HashSet<u64>,
@@ -95,7 +96,7 @@ impl Oracle {
         self.failure.get_or_insert(Failure { rule, what });
     }
 
-    /// Notes the generation that the device reports, at the start of a connection and after a
+    /// Records the generation that the device reports, at the start of a connection and after a
     /// reset.
     pub fn begin(&mut self, generation: u64) {
         self.current = generation;
@@ -119,7 +120,7 @@ impl Oracle {
         self.chunks.clear();
     }
 
-    /// Notes that the back end is lost, so that there is no generation until the next one.
+    /// Records that the back end is lost, so that there is no generation until the next one.
     pub fn lost(&mut self) {
         self.current = 0;
     }
@@ -129,7 +130,7 @@ impl Oracle {
         generation == self.current
     }
 
-    /// Notes that the rings are empty again, or those of a snapshot.
+    /// Records that the rings are empty again, or are those of a snapshot.
     pub fn rings_changed(&mut self, transport: &Transport) {
         let used = transport.rings.iter().map(|r| r.used_idx_in_memory());
         self.seen = used.collect();
@@ -176,7 +177,7 @@ impl Oracle {
             self.fail("generation", "a request without a generation".into());
         }
         if !current || probe {
-            // The device has to answer STALE, or the request is a deliberate probe.
+            // The device must answer STALE, or the request is a deliberate probe.
             return;
         }
         if let Request::PoolCreate { pool, .. } = &*flight.request {
@@ -196,8 +197,9 @@ impl Oracle {
             Request::Put { pages, .. } => {
                 for page in pages {
                     self.chunk(queue, pool, page.object, page.index);
-                    // The feeder serves each queue separately: cookies grow in the order of puts,
-                    // not of sends.
+                    // Only the repetition of a cookie is a failure. Cookies grow in the order of
+                    // puts, but the feeder sends the puts of each queue separately, so not in that
+                    // order.
                     if !self.cookies.insert(page.cookie) {
                         self.fail("cookie", format!("{:#x} was used before", page.cookie));
                     }
@@ -223,7 +225,7 @@ impl Oracle {
         }
     }
 
-    /// Notes the contents of a put that is sent.
+    /// Records the contents of a put that is sent.
     pub fn putting(&mut self, key: Key, cookie: u64, content: Content) {
         self.puts.insert((key, cookie), (Fate::Sent, content));
     }

@@ -17,7 +17,7 @@ use crate::world::World;
 pub struct Outcome {
     /// The first rule that was broken, and the step at which the oracle saw it.
     pub failure: Option<(usize, Failure)>,
-    /// Pages stored, hit, refused and lost, and stale requests.
+    /// Numbers of pages stored, hit, refused and lost, and of stale requests.
     pub counts: [u64; 5],
     /// Virtual time at the end, in nanoseconds.
     pub now_ns: u64,
@@ -78,7 +78,7 @@ fn play(script: &Script, tell: Tell<'_>) -> Outcome {
 pub struct Found {
     /// Number of the seed.
     pub seed: u64,
-    /// Number of the step.
+    /// Number of the step at which the run failed.
     pub at: usize,
     /// The failure.
     pub failure: Failure,
@@ -114,7 +114,7 @@ pub fn run_seeds(
             return;
         }
         let outcome = run(&Script::draw(seed, mutation));
-        let mut totals = totals.lock().expect("not poisoned");
+        let mut totals = totals.lock().expect("the lock is not poisoned");
         totals.seeds += 1;
         totals.now_ns += outcome.now_ns;
         let sums = totals.counts.iter_mut().zip(outcome.counts);
@@ -122,7 +122,7 @@ pub fn run_seeds(
         if let Some((at, failure)) = outcome.failure
             && totals.found.as_ref().is_none_or(|found| seed < found.seed)
         {
-            // Other threads finish smaller seeds that they have begun.
+            // Other threads finish the smaller seeds that they have begun.
             end.fetch_min(seed, Relaxed);
             totals.found = Some(Found { seed, at, failure });
         }
@@ -135,5 +135,5 @@ pub fn run_seeds(
             scope.spawn(work);
         }
     });
-    totals.into_inner().expect("not poisoned")
+    totals.into_inner().expect("the lock is not poisoned")
 }

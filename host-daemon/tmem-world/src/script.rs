@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Scripts of a world: a list of steps, drawn from a seed.
+//! Scripts: lists of steps that the simulator executes, drawn from a seed.
 //!
-//! Steps name the objects that they touch by small numbers. Each step has a meaning in any state of
-//! the world, or does nothing. So any part of a script is a script, which shrinking needs. A seed
-//! also draws the kinds of faults that occur at all, since some faults only meet when others are
-//! absent.
+//! A step names the guests, hosts or files that it affects by small numbers. Each step has a
+//! meaning in any state of the world, or does nothing. So a script from which steps are removed is
+//! still a valid script, which shrinking needs. The seed also selects which kinds of faults occur
+//! in the script, because some combinations of faults occur only if others are absent.
 
 use crate::kernel::{FILES, PAGES};
 use crate::mutation::Mutation;
 
-/// One step. `u8`s are numbers of guests, hosts or files, modulo their count.
+/// One step of a script. Each `u8` is a number of a guest, host or file, modulo their count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(
     missing_docs,
@@ -50,9 +50,9 @@ pub enum Step {
     /// The file system is unmounted and mounted again, and is registered with the hooks later.
     RemountUnseen(u8),
     See(u8),
-    /// The guest asks for a page that was put earlier and that it must not get.
+    /// The guest requests a page that it put earlier and that the device must not return any more.
     AskOld(u8, u16),
-    /// Time passes, in µs.
+    /// The given time passes, in µs.
     Time(u32),
     /// The daemon of a host is killed after the given number of checks of front ends.
     Kill(u8, u8),
@@ -61,7 +61,7 @@ pub enum Step {
     /// A daemon is stopped, and continues.
     Freeze(u8),
     Thaw(u8),
-    /// A VMM loses its connection after the given number of checks of it.
+    /// A VMM hangs up after the given number of checks of its front end.
     HangUp(u8, u8),
     /// The daemon notices ended connections.
     Notice(u8),
@@ -72,7 +72,7 @@ pub enum Step {
     /// The VM is paused, and continues.
     Pause(u8),
     /// The VM is paused in the middle of a slice, after the given number of checks, and the drain
-    /// does not wait.
+    /// does not wait for its end.
     PauseLate(u8, u8),
     Continue(u8),
     /// The VM is reset.
@@ -86,7 +86,7 @@ pub enum Step {
     Migrate(u8),
     Arrive(u8),
     Cancel(u8),
-    /// The memory table changes.
+    /// The VMM changes the guest's memory table.
     MemTable(u8),
     /// The pool of a host gets the given size in KiB.
     Resize(u8, u16),
@@ -112,19 +112,19 @@ pub struct Setup {
     pub poll_us: u64,
     /// Number of queues of each guest, the control queue included.
     pub queues: usize,
-    /// VIRTIO_F_EVENT_IDX is offered.
+    /// Whether the device offers VIRTIO_F_EVENT_IDX.
     pub event_idx: bool,
-    /// VIRTIO_F_INDIRECT_DESC is offered.
+    /// Whether the device offers VIRTIO_F_INDIRECT_DESC.
     pub indirect: bool,
     /// Size of each pool in KiB.
     pub pool_kib: u16,
-    /// All guests share one trust domain.
+    /// Whether all guests are in one trust domain.
     pub one_domain: bool,
-    /// Rule that is broken.
+    /// Rule that is broken on purpose, if any.
     pub mutation: Option<Mutation>,
 }
 
-/// A setup with its steps.
+/// Parameters of a world and the steps that it executes.
 #[derive(Clone, Debug)]
 pub struct Script {
     /// Parameters of the world.
@@ -133,10 +133,10 @@ pub struct Script {
     pub steps: Vec<Step>,
 }
 
-/// Least and largest number of steps of a script.
+/// Smallest and largest number of steps of a script.
 const STEPS: std::ops::RangeInclusive<usize> = 60..=240;
 
-/// Most steps between a fault and its repair.
+/// Maximum number of steps between a fault and its repair.
 const REMEDY_WITHIN: usize = 14;
 
 /// Number of kinds of faults.
@@ -277,7 +277,7 @@ impl Script {
             rng,
         };
         let count = draw.rng.usize(STEPS);
-        // One step in this many is a fault, if its kind is enabled.
+        // On average one step of `every` is a fault, if its kind is enabled.
         let every = draw.rng.usize(6..=30);
         // These steps bring the guests online first, so that most faults hit a connection in use.
         let mut steps: Vec<Step> = (0..4).map(Step::Serve).collect();

@@ -2,17 +2,17 @@
 //! Shrinks a script: fewer steps for the same failure, by delta debugging (Zeller and Hildebrandt,
 //! 2002).
 //!
-//! It leaves out runs of steps, long ones first, as long as the same rule fails. A step means the
-//! same wherever it stands, so the rest can be replayed.
+//! It leaves out sequences of steps, long ones first, as long as the same rule is broken. The
+//! remaining steps can be replayed, because the meaning of a step does not depend on its position.
 
 use crate::oracle::Failure;
 use crate::run::run;
 use crate::script::{Script, Step};
 
-/// Most runs, so that shrinking ends within a minute.
+/// Maximum number of runs, so that shrinking ends within a minute.
 const RUNS_MAX: usize = 4_000;
 
-/// Returns the shortest script found that breaks the same rule, and its failure. None: the script
+/// Returns the shortest script found that breaks the same rule, and its failure; None if the script
 /// does not fail.
 #[must_use]
 pub fn shrink(script: &Script) -> Option<(Script, Failure)> {

@@ -15,11 +15,12 @@ use tmem_sim::ring::RingLayout;
 use tmem_sim::{Answer, Buffer, DriverRing, GuestRam, RamRegion, Request, RingError};
 use virtio_tmem as wire;
 
-/// Most pages or ranges of a request: enough for real batches, and few enough for fast runs.
+/// Maximum number of pages or ranges of a request. Batches are large enough to be realistic, and
+/// small enough for fast runs.
 pub const BATCH: usize = 8;
-/// Batches of puts in flight on a queue.
+/// Number of put batches in flight on a queue.
 pub const PUTS: usize = 2;
-/// Number of pages that can wait to be put.
+/// Number of slots of the put ring, in which pages wait to be sent.
 pub const PLACES: usize = 20;
 /// Number of gets in flight.
 pub const GETS: usize = 5;
@@ -27,29 +28,29 @@ pub const GETS: usize = 5;
 pub const BOUNCE: usize = 24;
 /// Number of control requests in flight.
 pub const CONTROLS: usize = 3;
-/// Descriptors of a ring.
+/// Number of descriptors of a ring.
 const RING: u16 = 64;
 
 /// Offsets within the page of a request: its answer, and its indirect table.
 const ANSWER_AT: u64 = 2048;
 const TABLE_AT: u64 = 3072;
 
-/// Addresses in guest memory.
+/// Addresses of rings and buffers in guest memory.
 #[derive(Debug)]
 pub struct Layout {
-    /// Rings: control, then request queues.
+    /// Layout of the rings: the control queue, then the request queues.
     pub rings: Vec<RingLayout>,
-    /// Put batches of each queue.
+    /// Addresses of the put batches of each queue.
     pub puts: Vec<[u64; PUTS]>,
-    /// The flush request of each queue.
+    /// Address of the flush request of each queue.
     pub flush: Vec<u64>,
-    /// Get requests.
+    /// Addresses of the get requests.
     pub gets: Vec<u64>,
-    /// Bounce pages.
+    /// Addresses of the bounce pages.
     pub bounce: Vec<u64>,
-    /// Pages that wait to be put.
+    /// Addresses of the pages that wait to be put.
     pub places: Vec<u64>,
-    /// Control requests.
+    /// Addresses of the control requests.
     pub controls: Vec<u64>,
 }
 
@@ -98,7 +99,7 @@ pub struct Flight {
     pub request: Arc<Request>,
     /// Generation of the request.
     pub generation: u64,
-    /// Data for the model of the device.
+    /// Data from which the model of the device judges the answer.
     pub asked: Asked,
     /// Address of the page of the request.
     pub page: u64,
@@ -225,7 +226,13 @@ impl Transport {
         let number = ring.used_idx().wrapping_add(place as u16);
         let mut element = [0; 8];
         self.ram.read(self.used_at(queue, number), &mut element);
-        let word = |at: usize| u32::from_le_bytes(element[at..at + 4].try_into().expect("four"));
+        let word = |at: usize| {
+            u32::from_le_bytes(
+                element[at..at + 4]
+                    .try_into()
+                    .expect("the slice has 4 bytes"),
+            )
+        };
         Some((word(0), word(4)))
     }
 
@@ -245,7 +252,7 @@ impl Transport {
         };
         let flight = self.flight[queue]
             .pop_front()
-            .expect("an entry for each chain in flight");
+            .expect("each chain in flight has an entry");
         let answer = flight.answer(&self.ram, used.len);
         Ok(Some((flight, answer)))
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A world: hosts, guests and their time. It does the steps of a script, one after the other.
+//! The simulated world: hosts, guests and their time. It executes the steps of a script, one after
+//! the other.
 //!
 //! Time passes in steps only, and stops at each reader's deadline on its way. Everything random is
 //! drawn from the setup's seed and the step's own numbers. A stream of random numbers would shift
@@ -26,7 +27,7 @@ use crate::oracle::{Failure, Kept, Oracle};
 use crate::script::{Setup, Step};
 use crate::transport::Tag;
 
-/// Duration of a step in nanoseconds.
+/// Time in nanoseconds that passes in a step.
 const STEP_NS: u64 = 5_000;
 
 /// Saved memory, disk and clock of a guest.
@@ -45,7 +46,7 @@ struct Guest {
     machine: Machine,
     oracle: Oracle,
     snapshot: Option<Snapshot>,
-    /// Last version written; it never goes back.
+    /// Last version that was written; it never decreases.
     version: Version,
     /// Number of boots.
     boots: u64,
@@ -87,7 +88,7 @@ impl Guest {
     }
 }
 
-/// A connection whose front end has hung up, and whose daemon has not noticed that yet.
+/// Connection that its front end has closed, and whose daemon has not noticed that yet.
 struct Ghost {
     guest: usize,
     link: Link,
@@ -101,7 +102,7 @@ struct Late {
     bytes: Vec<u8>,
 }
 
-/// All hosts and guests, and the time.
+/// All hosts and guests, and the world's time.
 pub struct World {
     setup: Setup,
     now_ns: Arc<AtomicU64>,
@@ -109,11 +110,11 @@ pub struct World {
     guests: Vec<Guest>,
     ghosts: Vec<Ghost>,
     late: Vec<Late>,
-    /// Pages that broken devices hold, with guest and generation. They are stored when the device
-    /// has room for them.
+    /// Pages that the mutated devices hold although they must not, with guest and generation. A
+    /// page is stored when the device has room for it.
     kept: Vec<(usize, u64, Kept)>,
     boots: u64,
-    /// Number of the step.
+    /// Number of the current step.
     pub at: usize,
 }
 
@@ -473,7 +474,7 @@ impl World {
     }
 
     /// Judges the answers that a host's daemon has published, and ends daemons and connections
-    /// whose fuse has burnt.
+    /// whose fuse has triggered.
     fn look(&mut self, h: usize) {
         for g in 0..self.guests.len() {
             self.swap_answers(g);
@@ -576,7 +577,7 @@ impl World {
     }
 }
 
-/// Stores a page. False: there is no room, or no pool.
+/// Stores a page in the device of a guest. Returns false if there is no room or no pool.
 fn put(host: &SimulatedDaemon, guest: usize, kept: &Kept) -> bool {
     let page = kept.content.page();
     let put = Put {

@@ -24,9 +24,13 @@ fn equal_seeds_give_identical_runs() {
         let script = Script::draw(seed, None);
         let (once, again) = (trace(&script), trace(&Script::draw(seed, None)));
         for (a, b) in once.iter().zip(&again) {
-            assert_eq!(a, b, "TMEM_SEED={seed}");
+            assert_eq!(a, b, "two runs with TMEM_SEED={seed} differ");
         }
-        assert_eq!(once.len(), again.len(), "TMEM_SEED={seed}");
+        assert_eq!(
+            once.len(),
+            again.len(),
+            "two runs with TMEM_SEED={seed} have different lengths"
+        );
     }
 }
 
@@ -36,16 +40,16 @@ fn equal_seeds_give_identical_runs() {
 fn no_seed_fails_without_a_mutation() {
     let totals = run_seeds((1, 150), None, 2, |_| {});
     if let Some(found) = totals.found {
-        panic!("TMEM_SEED={}: {:?}", found.seed, found.failure);
+        panic!("TMEM_SEED={} fails: {:?}", found.seed, found.failure);
     }
     assert_eq!(totals.seeds, 150);
     let names = ["stored", "hits", "refused", "lost", "stale"];
     for (name, count) in names.iter().zip(totals.counts) {
-        assert!(count > 0, "nothing is ever {name}");
+        assert!(count > 0, "no run has the fault {name}");
     }
 }
 
-/// Each kind of step is drawn.
+/// Scripts contain each kind of step.
 #[test]
 fn random_scripts_contain_each_kind_of_step() {
     let mut seen: BTreeMap<String, u32> = BTreeMap::new();
@@ -56,17 +60,21 @@ fn random_scripts_contain_each_kind_of_step() {
             *seen.entry(name.to_string()).or_default() += 1;
         }
     }
-    assert_eq!(seen.len(), 42, "{seen:?}");
+    assert_eq!(
+        seen.len(),
+        42,
+        "not exactly 42 kinds of steps were seen: {seen:?}"
+    );
 }
 
 /// Returns the table of docs/simulator.md: for each broken rule, the failure and the seed that
 /// finds it.
 fn table() -> BTreeMap<String, (String, String)> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/simulator.md");
-    let text = std::fs::read_to_string(path).expect("docs/simulator.md");
+    let text = std::fs::read_to_string(path).expect("cannot read docs/simulator.md");
     let (_, rest) = text
         .split_once("<!-- table: mutations -->\n")
-        .expect("the table of mutations");
+        .expect("docs/simulator.md has no table of mutations");
     let rows = rest
         .lines()
         .take_while(|line| line.starts_with('|'))
@@ -77,7 +85,7 @@ fn table() -> BTreeMap<String, (String, String)> {
             .map(|cell| cell.trim().trim_matches('`'))
             .collect();
         let [_, name, _, _, rule, seed, _] = cells[..] else {
-            panic!("{path}: not five cells: {line}");
+            panic!("a row of {path} does not have five cells: {line}");
         };
         (name.to_string(), (rule.to_string(), seed.to_string()))
     };
@@ -89,7 +97,11 @@ fn table() -> BTreeMap<String, (String, String)> {
 fn simulator_page_lists_exactly_the_mutations() {
     let mut known = Mutation::ALL.map(|m| format!("{m:?}"));
     known.sort();
-    assert!(table().keys().eq(&known), "{:?}", table().keys());
+    assert!(
+        table().keys().eq(&known),
+        "the table of docs/simulator.md lists other mutations: {:?}",
+        table().keys()
+    );
 }
 
 #[test]
@@ -100,7 +112,8 @@ fn each_mutation_is_detected() {
     let table = table();
     for mutation in Mutation::ALL {
         let totals = run_seeds((1, SEEDS), Some(mutation), threads, |_| {});
-        // Not println: the table shall be printed although the test harness captures output.
+        // The table is written to stdout directly, because the test harness captures the output of
+        // println.
         let mut out = std::io::stdout();
         let _ = match &totals.found {
             Some(found) => writeln!(
@@ -121,7 +134,7 @@ fn each_mutation_is_detected() {
     }
     assert!(
         missed.is_empty(),
-        "mutations that no seed detected: {missed:?}"
+        "no seed detected the mutations {missed:?}"
     );
     assert!(
         others.is_empty(),
@@ -134,22 +147,36 @@ fn each_mutation_is_detected() {
 fn a_failure_prints_its_replay_command() {
     let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_tmem-world"));
     let program = program.args(["--mutation", "MissTaken", "--seeds", "20"]);
-    let output = program.env_remove("TMEM_SEED").output().expect("runs");
+    let output = program
+        .env_remove("TMEM_SEED")
+        .output()
+        .expect("cannot run the program");
     let said = String::from_utf8_lossy(&output.stdout);
     let command = "cargo run --release -p tmem-world -- --mutation MissTaken --trace";
-    assert!(said.contains(command), "{said}");
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains(command),
+        "the output does not give the command that repeats the run: {said}"
+    );
+    assert_eq!(
+        output.status.code(),
+        Some(1),
+        "the simulator did not end with code 1: {said}"
+    );
 }
 
 #[test]
 fn a_failing_script_shrinks_to_necessary_steps() {
     let mutation = Some(Mutation::MissTaken);
     let found = run_seeds((1, 200), mutation, 1, |_| {}).found;
-    let found = found.expect("it is found soon");
+    let found = found.expect("no seed found the mutation");
     let script = Script::draw(found.seed, mutation);
-    let (short, failure) = shrink(&script).expect("it fails");
+    let (short, failure) = shrink(&script).expect("the run with the mutation fails");
     assert_eq!(failure.rule, found.failure.rule);
-    assert!(short.steps.len() < 20, "{:?}", short.steps);
+    assert!(
+        short.steps.len() < 20,
+        "the shortened run still has these steps: {:?}",
+        short.steps
+    );
     // The shrunk script fails by itself, and each of its steps is needed.
     assert_eq!(run(&short).failure.map(|(_, f)| f), Some(failure.clone()));
     for leave_out in 0..short.steps.len() {
@@ -158,6 +185,10 @@ fn a_failing_script_shrinks_to_necessary_steps() {
         let setup = short.setup.clone();
         let outcome = run(&Script { setup, steps });
         let same = outcome.failure.is_some_and(|(_, f)| f.rule == failure.rule);
-        assert!(!same, "step {leave_out} of {:?} is not needed", short.steps);
+        assert!(
+            !same,
+            "the run also fails without step {leave_out} of {:?}",
+            short.steps
+        );
     }
 }

@@ -21,7 +21,7 @@ pub enum Control {
 }
 
 impl Driver {
-    /// Notes that the device's configuration changed.
+    /// Records that the device's configuration changed.
     pub fn config_changed(&mut self) {
         self.resync = true;
     }
@@ -53,7 +53,7 @@ impl Driver {
             self.generation = port.generation;
             (self.late_row, self.tripped) = (0, false);
         }
-        // One request at a time: its answer triggers the next.
+        // The driver sends one control request at a time. Its answer triggers the next one.
         let waiting = |c: &Control| matches!(c, Control::Sent(_));
         if self.generation == 0 || self.controls.iter().any(waiting) {
             self.resync = self.generation != 0;

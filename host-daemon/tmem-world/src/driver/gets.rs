@@ -23,11 +23,11 @@ pub enum Get {
     Abandoned,
     /// The request is the breaker's probe, sent at this time.
     Probe(u64),
-    /// The request asks for a page that the device must not return.
+    /// The request names a page that the device must not return.
     Vain,
 }
 
-/// A read that misses the page cache.
+/// Read of pages that are not in the page cache.
 #[derive(Clone, Debug)]
 pub struct Reader {
     waiting: usize,
@@ -37,7 +37,7 @@ pub struct Reader {
     late: bool,
 }
 
-/// Result of a read; missing pages have to come from the disk.
+/// Result of a read; the guest reads missing pages from its disk.
 pub struct Got {
     /// Number of the read.
     pub reader: u64,
@@ -48,7 +48,7 @@ pub struct Got {
 }
 
 impl Driver {
-    /// Asks for pages of a file; [`finished`](Self::finished) returns them later. Returns the
+    /// Requests pages of a file; [`finished`](Self::finished) returns them later. Returns the
     /// number of the read.
     pub fn get(&mut self, port: &mut Port<'_>, inode: u32, pages: &[u64]) -> u64 {
         self.reader_last += 1;
@@ -180,7 +180,7 @@ impl Driver {
         }
     }
 
-    /// Asks for a page that the device must not return. No reader gets the answer.
+    /// Requests a page that the device must not return. No reader gets the answer.
     pub fn ask_in_vain(&mut self, port: &mut Port<'_>, key: Key, cookie: u64) {
         if self.generation != 0 {
             let key = (key.pool, key.object, key.index);
@@ -205,7 +205,7 @@ impl Driver {
         readers.map(|reader| reader.begun_ns + DEADLINE_NS).min()
     }
 
-    /// Takes a read that is complete, or late.
+    /// Takes a read that is complete, or whose deadline has passed.
     pub fn finished(&mut self, now_ns: u64) -> Option<Got> {
         let late = |reader: &Reader| now_ns >= reader.begun_ns + DEADLINE_NS;
         let patient = self.is(Mutation::DeadlineMissing);
@@ -214,7 +214,7 @@ impl Driver {
         let mut reader = self
             .readers
             .remove(&id)
-            .expect("a reader that was just found");
+            .expect("the reader was found just before");
         reader.late = reader.waiting > 0;
         self.abandon(id);
         self.late_row = if reader.late { self.late_row + 1 } else { 0 };

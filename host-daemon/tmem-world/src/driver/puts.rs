@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Puts and flushes: a put copies the page into a place and adds it to the index; the feeder sends
-//! it later.
+//! Puts and flushes: a put copies the page into a slot of the put ring (a "place") and adds it to
+//! the index; the feeder sends it later.
 //!
 //! A put never waits. A put that is dropped or refused leaves no entry.
 
@@ -11,10 +11,10 @@ use super::{Driver, Port};
 use crate::mutation::Mutation;
 use crate::transport::{BATCH, PUTS, Tag};
 
-/// Most ranges that are remembered for the host; further ones are dropped.
+/// Maximum number of ranges that the driver remembers to flush; it drops further ones.
 const RANGES_MAX: usize = 4;
 
-/// A page that waits to be sent.
+/// Page that waits to be sent.
 #[derive(Clone, Debug)]
 pub struct Slot {
     inode: u32,
@@ -29,13 +29,13 @@ pub struct Slot {
     content: Content,
 }
 
-/// A batch that the device owns.
+/// Batch of puts that the device owns.
 #[derive(Clone, Debug)]
 pub struct PutBatch {
     pub(super) slots: Vec<Slot>,
 }
 
-/// A range that the host can forget.
+/// Range of pages that the host can drop.
 #[derive(Clone, Debug)]
 pub struct Range {
     object: u64,
@@ -94,7 +94,7 @@ impl Driver {
             return;
         };
         let queue = self.queue(object, from);
-        // The driver never reports half of the ranges, as a driver may.
+        // The model leaves out half of the ranges, as a real driver may.
         let draw = (self.cookie_last ^ object << 8 ^ from).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         if draw >> 63 == 0 {
             return;
@@ -172,7 +172,7 @@ impl Driver {
             index: slot.page,
             cookie: slot.cookie,
             flags: u32::from(slot.workingset) * wire::PUT_WORKINGSET,
-            // The data are in their places.
+            // The request has an empty page, because the data are already in their slots.
             page: Box::new([0; wire::PAGE_SIZE]),
         });
         let request = Request::Put {

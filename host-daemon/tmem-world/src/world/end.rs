@@ -7,7 +7,7 @@
 use super::World;
 use crate::kernel::{FILES, PAGES};
 
-/// Most checks of whether all work is done.
+/// Maximum number of checks whether all work is done.
 const LOOKS: usize = 260;
 /// Time between the first checks in nanoseconds, long enough for answers.
 const SHORT_NS: u64 = 500_000;

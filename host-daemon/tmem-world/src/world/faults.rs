@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Faults: daemons, connections, machines and memory that stop, go back in time or move.
+//! Faults: daemons, connections, machines and memory stop, are restored from a snapshot, or
+//! migrate.
 //!
 //! The order of a VMM's messages is QEMU's. A VMM gives up the connection to a daemon that does not
 //! answer its message.
@@ -153,8 +154,8 @@ impl World {
         }
     }
 
-    /// Returns whether there is a daemon that answers. Gives up the connection to one that does
-    /// not.
+    /// Returns whether the guest's VMM is connected to a daemon that answers. Closes the connection
+    /// to a daemon that does not answer.
     fn can_talk(&mut self, g: usize) -> bool {
         let Some(link) = &self.guests[g].machine.link else {
             return false;
@@ -255,7 +256,7 @@ impl World {
         }
     }
 
-    /// Sends RESET_DEVICE: rings stopped, the tenant empty, another generation.
+    /// Sends RESET_DEVICE, which stops the rings, empties the tenant and begins another generation.
     fn reset_device(&mut self, g: usize) {
         self.stop(g);
         if self.can_talk(g) {
@@ -337,7 +338,8 @@ impl World {
         if self.hosts.len() < 2 || self.guests[g].machine.migrates() {
             return;
         }
-        // A daemon that does not answer is given up, and the migration goes on.
+        // The VMM closes the connection to a daemon that does not answer, and the migration
+        // continues.
         self.can_talk(g);
         let guest = &mut self.guests[g];
         if let Err(error) = guest.machine.begin_migration() {
