@@ -25,48 +25,49 @@ use tmemd::parts::{
 /// Size of the pool in bytes: enough for all pages that an input can put.
 const POOL_BYTES: u64 = 32 << 20;
 
-/// Time between two checks in nanoseconds. Only its progress matters, not the value.
+/// Time between two checks in nanoseconds. Only the progress of time matters, not the value.
 const LOOK_NS: u64 = 1_000;
 
 /// Time in nanoseconds that is longer than a drain waits before it cuts off the remaining work.
 const DRAIN_NS: u64 = 6_000_000;
 
-/// Number of the neighbour's pages.
+/// Number of pages of the neighbour, another VM of the daemon.
 const NEIGHBOURS: u64 = 4;
 
 /// Key of the neighbour's pages, which the guest may use, too.
 const POOL: u32 = 1;
 const OBJECT: u64 = 1;
 
-/// Most checks of a round: one for each chain and each answer, and one for each piece of its data.
-/// A round has 64 pages of work and may begin another batch with the last of them.
+/// Maximum number of checks in a round of a worker: one for each chain and each answer, and one for
+/// each piece of its data. A round has 64 pages of work and may begin another batch with the last
+/// of them.
 const LOOKS_PER_ROUND_MAX: u64 = 1000;
 
-/// Most work of a scheduling slice, in nanoseconds by [`work_ns`]: the 200 µs of a slice, and a
+/// Maximum work of a scheduling slice, in nanoseconds by [`work_ns`]: the 200 µs of a slice, and a
 /// first step that begins however little time is left.
 const WORK_PER_SLICE_MAX_NS: u64 = 260_000;
 
-/// Most rounds until no work is left. An input has less work than that.
+/// Maximum number of rounds until no work is left. An input has less work than that.
 const ROUNDS_MAX: usize = 2000;
 
-/// Action at a check.
+/// Action that happens at a check of the front end.
 pub enum Act {
     /// The guest writes these bytes at an offset of the file of its memory.
     Write(Arc<File>, u64, Vec<u8>),
-    /// The front end hangs up: from then on the guest's memory, whose file this is, must not
+    /// The front end hangs up. From then on the guest's memory, whose file this is, must not
     /// change.
     HangUp(Arc<File>, usize),
     /// A drain begins.
     Drain(Weak<Mutex<Device>>),
 }
 
-/// Actions at a worker's checks.
+/// Scheduled actions at a worker's checks of the front end.
 #[derive(Default)]
 pub struct Watch {
     looks: AtomicU64,
     /// Pending actions, each with the number of checks after which it happens.
     acts: Mutex<Vec<(u64, Act)>>,
-    /// An action happened.
+    /// Whether an action has happened.
     acted: AtomicBool,
     hung_up: AtomicBool,
     /// Contents of the memory at the moment of the hang-up.
@@ -93,11 +94,11 @@ impl Watch {
             match act {
                 Act::Write(file, at, bytes) => file
                     .write_all_at(&bytes, at)
-                    .expect("a range inside the file"),
+                    .expect("the range is inside the file"),
                 Act::HangUp(file, bytes) => {
                     let mut left = vec![0; bytes];
                     file.read_exact_at(&mut left, 0)
-                        .expect("a file of that length");
+                        .expect("the range is inside the file");
                     *lock(&self.left) = Some(left);
                     self.hung_up.store(true, SeqCst);
                 }
@@ -126,7 +127,7 @@ impl Watch {
         self.acted.swap(false, SeqCst)
     }
 
-    /// Returns the memory as it was when the front end hung up, if it has.
+    /// Returns the memory as it was when the front end hung up; None if it has not hung up.
     pub fn left(&self) -> Option<Vec<u8>> {
         lock(&self.left).clone()
     }
@@ -137,7 +138,7 @@ impl SimulatedClock for Watch {
         self.now_ns.load(SeqCst)
     }
 
-    /// Generations are counted, so that an input can name them.
+    /// Returns consecutive generations, so that an input can name them.
     fn generation(&self) -> u64 {
         self.generation.fetch_add(1, SeqCst) + 1
     }
@@ -149,7 +150,7 @@ fn work_ns(before: &TenantStats, after: &TenantStats) -> u64 {
     let since = |of: fn(&TenantStats) -> u64| of(after) - of(before);
     let (puts, refused) = (since(|s| s.puts), since(|s| s.puts_refused));
     let (gets, hits) = (since(|s| s.gets), since(|s| s.hits));
-    // A large object is dropped in one step, and freed later.
+    // A large object is detached in one step, and its pages are freed later.
     let detached = after.detached_pages.saturating_sub(before.detached_pages);
     let dropped = since(|s| s.flushed_pages).saturating_sub(detached);
     1_000 * (puts - refused)
@@ -164,7 +165,7 @@ fn work_ns(before: &TenantStats, after: &TenantStats) -> u64 {
 /// Locks a mutex. No panic of the daemon can have left its contents half changed, because a panic
 /// ends the run.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().expect("not poisoned")
+    mutex.lock().expect("the lock is not poisoned")
 }
 
 /// Parts that are created once for all inputs, since reserving address space for a pool takes
@@ -207,17 +208,20 @@ impl Base {
         let (guest, neighbour) = (tenant("guest"), tenant("neighbour"));
         neighbour
             .create_pool(POOL)
-            .expect("the tenant's first pool");
+            .expect("the tenant has no pool with this id yet");
         let events: Arc<Events> = Arc::default();
-        let told = events.subscribe().expect("a descriptor");
+        let told = events
+            .subscribe()
+            .expect("cannot create the subscription's eventfd");
         let vm = daemon.vm("guest", guest, events);
-        let workers = Workers::without_threads(1, Duration::ZERO).expect("descriptors");
+        let workers = Workers::without_threads(1, Duration::ZERO)
+            .expect("cannot create the workers' descriptors");
         Base {
             vm,
             neighbour,
             workers: Arc::new(workers),
             daemon,
-            context: RefCell::new(WorkerContext::new().expect("memory")),
+            context: RefCell::new(WorkerContext::new().expect("cannot map the worker's buffers")),
             told,
         }
     }
@@ -258,9 +262,13 @@ impl Base {
             let (pages, results) = (&mut page, &mut result);
             let tenant = &self.neighbour;
             let got = tenant.get(POOL, OBJECT, index, &[cookie], pages, results);
-            drop(got.expect("its pool is there"));
-            assert_eq!(result, [GetResult::Hit { cookie }], "the neighbour's page");
-            assert!(page[0] == content(index), "the neighbour's page");
+            drop(got.expect("the neighbour has its pool"));
+            assert_eq!(
+                result,
+                [GetResult::Hit { cookie }],
+                "the neighbour did not get its page"
+            );
+            assert!(page[0] == content(index), "the neighbour got another page");
         }
     }
 }
@@ -277,14 +285,14 @@ impl FuzzedDaemon {
             background: base.daemon.background.clone(),
             clock: ClockAndEntropy::Simulated(watch.clone()),
         };
-        let (own, front_end) = UnixStream::pair().expect("descriptors");
+        let (own, front_end) = UnixStream::pair().expect("cannot create a socket pair");
         let looks = watch.clone();
         let peer = Peer::simulated(Box::new(move || looks.look()));
         let session = Session::begin(&base.vm, &own, peer, &shared);
         FuzzedDaemon {
             base,
             watch,
-            session: session.expect("the only connection"),
+            session: session.expect("no other connection has claimed the VM"),
             _front_end: front_end,
         }
     }
@@ -304,20 +312,23 @@ impl FuzzedDaemon {
             let stats = vm.tenant.stats();
             workers
                 .round(0, &mut context, &daemon.background)
-                .expect("epoll");
+                .expect("cannot poll for kicks");
             let work_ns = work_ns(&stats, &vm.tenant.stats());
             assert!(
                 work_ns <= WORK_PER_SLICE_MAX_NS,
-                "a slice of {work_ns} ns of work"
+                "a slice did {work_ns} ns of work, more than {WORK_PER_SLICE_MAX_NS}"
             );
             let looks = self.watch.looks.load(SeqCst) - before;
-            assert!(looks <= LOOKS_PER_ROUND_MAX, "a round of {looks} polls");
+            assert!(
+                looks <= LOOKS_PER_ROUND_MAX,
+                "a round polled {looks} times, more than {LOOKS_PER_ROUND_MAX}"
+            );
             if looks == 0 {
                 daemon.background.unmap();
                 return;
             }
         }
-        panic!("the worker finds work for ever");
+        panic!("the worker did not become idle");
     }
 
     /// Does all background work.
@@ -329,7 +340,9 @@ impl FuzzedDaemon {
     #[cfg(test)]
     pub fn store_same(&self, pages: u64) {
         let tenant = &self.base.vm.tenant;
-        tenant.create_pool(POOL).expect("the tenant's first pool");
+        tenant
+            .create_pool(POOL)
+            .expect("the tenant has no pool with this id yet");
         for index in 0..pages {
             let put = Put {
                 object: OBJECT,
@@ -356,7 +369,11 @@ impl FuzzedDaemon {
     /// Asserts that the daemon logged no bug of its own.
     pub fn check(&self) {
         for event in self.base.told.take() {
-            assert!(!event.text.contains("a bug"), "{}", event.text);
+            assert!(
+                !event.text.contains("a bug"),
+                "the daemon reports a bug of its own: {}",
+                event.text
+            );
         }
     }
 
@@ -369,6 +386,6 @@ impl FuzzedDaemon {
         base.maintain_all(0);
         base.daemon.background.unmap();
         let held = base.daemon.engine.stats().pages;
-        assert_eq!(held, 0, "pages that belong to no tenant");
+        assert_eq!(held, 0, "the pool holds pages that belong to no tenant");
     }
 }

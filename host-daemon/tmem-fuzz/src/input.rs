@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The fuzzer's bytes as choices: a change of the bytes changes what the guest does.
+//! The fuzzer's bytes as choices. A change of the bytes changes what the guest does.
 //!
 //! Bytes are read from the front, so that seeds can be written by hand and a change at the end
 //! leaves the beginning as it was. After the last byte, zeros are read. (The crate `arbitrary`
 //! reads lengths from the end.)
 
-/// The rest of a fuzzer's bytes.
+/// Rest of a fuzzer's bytes.
 pub struct Input<'a>(&'a [u8]);
 
-/// Boundary values: of signed and unsigned integers, of indices, of pages.
+/// Values at boundaries: of signed and unsigned integers, of indices, of pages.
 const BORDERS: [u64; 16] = [
     0,
     1,

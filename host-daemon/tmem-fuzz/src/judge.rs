@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Required reactions to a chain, by the specification. This code reads the chain by hand from the
+//! Reactions to a chain that the specification requires. This code reads the chain by hand from the
 //! guest's memory, without the daemon's parser and without the library that walks its chains.
 //!
 //! Out of scope: the daemon's actions.
@@ -20,10 +20,10 @@ const INDIRECT: u16 = 4;
 const DESCRIPTOR: u64 = 16;
 const RANGE_BYTES: usize = 24;
 
-/// A piece of guest memory: address and bytes.
+/// Piece of guest memory: its address and length in bytes.
 pub type Piece = (u64, u64);
 
-/// A chain that can be followed.
+/// Descriptor chain that can be followed.
 #[derive(Default)]
 pub struct Chain {
     /// Pieces that the device reads.
@@ -32,11 +32,11 @@ pub struct Chain {
     pub writable: Vec<Piece>,
     /// The indirect table, if there is one.
     pub table: Option<Piece>,
-    /// A readable descriptor follows a writable one.
+    /// Whether a readable descriptor follows a writable one.
     pub out_of_order: bool,
 }
 
-/// Follows a chain. None: the chain cannot be followed.
+/// Follows a chain. Returns None if the chain cannot be followed.
 pub fn walk(image: &[u8], table: u64, size: u16, head: u16) -> Option<Chain> {
     let mut chain = Chain::default();
     let (mut table, mut length, mut at) = (table, u64::from(size), u64::from(head));
@@ -93,7 +93,7 @@ impl Chain {
             let left = (wire::READABLE_BYTES_MAX + 1 - out.len()) as u64;
             out.extend(
                 Ram::read(image, *address, (*bytes).min(left))
-                    .expect("a descriptor that was walked"),
+                    .expect("the descriptor's range was checked when the chain was walked"),
             );
         }
         out
@@ -119,7 +119,7 @@ type Key = (u32, u64, u64);
 /// Contents of a page.
 type Page = Rc<[u8]>;
 
-/// A well-formed request.
+/// Content of a well-formed request.
 enum Asked {
     Put(Vec<(u64, u64, u64, Page)>),
     Get(u64, u64, Vec<u64>),
@@ -129,7 +129,7 @@ enum Asked {
     Told,
 }
 
-/// Required reaction to a chain.
+/// Reaction to a chain that the specification requires.
 pub enum Due {
     /// The queue stops.
     Stop,
@@ -139,7 +139,7 @@ pub enum Due {
     Run(Carry),
 }
 
-/// A request to be carried out.
+/// Request that the device must execute.
 pub struct Carry {
     generation: u64,
     pool: u32,
@@ -153,11 +153,11 @@ fn u16_at(bytes: &[u8], at: usize) -> u16 {
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four"))
+    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("the slice has 4 bytes"))
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight"))
+    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("the slice has 8 bytes"))
 }
 
 /// Returns whether page numbers for `pages` pages from `index` on exist.
@@ -248,12 +248,12 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool) -> Due {
     })
 }
 
-/// A page that was stored.
+/// Page that was stored.
 struct Held {
     cookie: u64,
     page: Page,
-    /// No request has named the page with another cookie. Upon such a request a device may drop the
-    /// page.
+    /// Whether no request has named the page with another cookie. Upon such a request a device may
+    /// drop the page.
     certain: bool,
 }
 
@@ -263,7 +263,7 @@ pub struct Model {
     generation: u64,
     pools: BTreeSet<u32>,
     held: HashMap<Key, Held>,
-    /// A drain has begun: held pages may be missed.
+    /// Whether a drain has begun. From then on held pages may be missed.
     pub drained: bool,
 }
 
@@ -297,12 +297,16 @@ impl Model {
     /// Judges the bytes that the device wrote as the answer to a request, and updates the model.
     pub fn judge(&mut self, carry: &Carry, answer: &[u8]) {
         let status = self.status(carry);
-        assert_eq!(answer[0], status, "status");
+        assert_eq!(answer[0], status, "the request got another status");
         let (pool, ok) = (carry.pool, status == wire::S_OK);
         let results = &answer[RESP_BYTES..];
         match &carry.asked {
             Asked::Put(pages) => {
-                assert_eq!(results.len(), pages.len(), "bytes of a put's answer");
+                assert_eq!(
+                    results.len(),
+                    pages.len(),
+                    "the results of a PUT have another length"
+                );
                 for ((object, index, cookie, page), result) in pages.iter().zip(results) {
                     let key = (pool, *object, *index);
                     match *result {
@@ -318,43 +322,58 @@ impl Model {
                             self.held.remove(&key);
                         }
                         wire::P_REFUSED => {}
-                        other => panic!("result {other} of a put"),
+                        other => panic!("a PUT has the unknown result {other}"),
                     }
                 }
             }
             Asked::Get(object, index, cookies) => {
                 let data = cookies.len() * GET_PAGE_BYTES;
-                assert!(results.len() >= data, "bytes of a get's answer");
+                assert!(
+                    results.len() >= data,
+                    "the answer to a GET is too short for its results"
+                );
                 let mut end = data;
                 for (number, cookie) in cookies.iter().enumerate() {
                     let key = (pool, *object, index + number as u64);
                     let result = &results[number * GET_PAGE_BYTES..][..GET_PAGE_BYTES];
-                    assert_eq!(result[9..], [0; 7], "reserved");
+                    assert_eq!(result[9..], [0; 7], "a reserved byte of a result is not 0");
                     let held = self.held.get_mut(&key).filter(|_| ok);
                     match (result[8], held) {
                         (wire::P_MISS, held) => {
-                            assert_eq!(u64_at(result, 0), 0, "the cookie of a miss");
+                            assert_eq!(u64_at(result, 0), 0, "the result of a miss names a cookie");
                             if let Some(held) = held {
                                 let lost = held.certain && held.cookie == *cookie;
-                                assert!(!lost || self.drained, "a page is lost: {key:?}");
+                                assert!(!lost || self.drained, "the page of {key:?} was lost");
                                 held.certain = false;
                             }
                         }
                         (wire::P_HIT, Some(held)) => {
-                            assert_eq!(held.cookie, *cookie, "a hit by another cookie");
-                            assert_eq!(u64_at(result, 0), *cookie, "the cookie of a hit");
+                            assert_eq!(
+                                held.cookie, *cookie,
+                                "a get returned the page of another cookie"
+                            );
+                            assert_eq!(
+                                u64_at(result, 0),
+                                *cookie,
+                                "the result of a hit names another cookie"
+                            );
                             let from = data + number * PAGE;
                             end = from + PAGE;
-                            assert!(results[from..end] == *held.page, "wrong bytes: {key:?}");
+                            assert!(
+                                results[from..end] == *held.page,
+                                "the page of {key:?} has wrong bytes"
+                            );
                             self.held.remove(&key);
                         }
-                        (other, _) => panic!("result {other} of a get of what is not held"),
+                        (other, _) => {
+                            panic!("a GET of a page that is not stored has result {other}")
+                        }
                     }
                 }
-                assert_eq!(results.len(), end, "bytes of a get's answer");
+                assert_eq!(results.len(), end, "the answer to a GET has another length");
             }
             asked => {
-                assert!(results.is_empty(), "a status alone");
+                assert!(results.is_empty(), "the answer has more than a status");
                 match asked {
                     _ if !ok => {}
                     Asked::Flush(ranges) => self.held.retain(|key, _| {

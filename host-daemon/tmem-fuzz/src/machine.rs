@@ -3,9 +3,10 @@
 //! chains that the guest offers, and the result is compared with the required one.
 //!
 //! While all offered chains are disjoint in memory and nothing changes during the daemon's work,
-//! each byte that the daemon may write is known ([`Machine::judged`]). Otherwise the machine goes
-//! on unjudged and checks the properties that hold in any case: nothing outside of the guest's
-//! memory is written, work ends, no bug is logged, the neighbour has its pages.
+//! each byte that the daemon may write is known ([`Machine::judged`]). Otherwise the machine
+//! continues, but judges no answers and checks the properties that hold in any case: nothing
+//! outside of the guest's memory is written, work ends, no bug is logged, the neighbour has its
+//! pages.
 
 use std::os::fd::OwnedFd;
 use std::sync::MutexGuard;
@@ -27,7 +28,7 @@ const F_EVENT_IDX: u64 = 1 << 29;
 
 /// Number of queues: the control queue, and one for requests.
 pub const QUEUES: usize = 2;
-/// Most descriptors of a queue.
+/// Maximum number of descriptors of a queue.
 pub const SIZE_MAX: u16 = 64;
 /// Bytes of guest memory for the three parts of a ring.
 const RING_BYTES: u64 = 0x1000;
@@ -36,7 +37,7 @@ const USED_AT: u64 = 0x600;
 /// First address for buffers and tables: after the rings, up to the end of the first region.
 pub const ARENA: u64 = BASE + QUEUES as u64 * RING_BYTES;
 
-/// A ring as its driver sees it.
+/// Ring as its driver sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct Ring {
     /// Number of descriptors.
@@ -47,7 +48,7 @@ pub struct Ring {
     pub offered: u16,
     /// Number of chains answered.
     pub answered: u16,
-    /// The queue has stopped, and does nothing until it is set up again.
+    /// Whether the queue has stopped, so that it does nothing until it is set up again.
     stopped: bool,
     running: bool,
 }
@@ -67,7 +68,7 @@ impl Ring {
     }
 }
 
-/// A chain that the daemon has to answer.
+/// Descriptor chain that the daemon must answer.
 struct Planned {
     queue: usize,
     head: u16,
@@ -75,14 +76,14 @@ struct Planned {
     due: Due,
 }
 
-/// Expected actions of the daemon.
+/// Expected actions of the daemon for the published chains.
 struct Plan {
     chains: Vec<Planned>,
-    /// Queues that stop after these chains.
+    /// Whether each queue stops after these chains.
     stops: [bool; QUEUES],
 }
 
-/// A guest, its front end and the daemon.
+/// A guest, its front end, and the daemon.
 pub struct Machine {
     /// The daemon.
     pub host: FuzzedDaemon,
@@ -94,7 +95,7 @@ pub struct Machine {
     pub model: Model,
     kicks: Vec<OwnedFd>,
     calls: Vec<OwnedFd>,
-    /// All actions of the daemon are known in advance.
+    /// Whether all actions of the daemon are known in advance.
     pub judged: bool,
 }
 
@@ -107,7 +108,7 @@ impl Machine {
     pub fn new(size: u16, event_idx: bool) -> Machine {
         assert!(size.is_power_of_two() && size <= SIZE_MAX);
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
-        let fds = || (0..QUEUES).map(|_| eventfd(0, flags).expect("descriptors"));
+        let fds = || (0..QUEUES).map(|_| eventfd(0, flags).expect("cannot create an eventfd"));
         let ring = |number: usize| Ring {
             size,
             table: BASE + number as u64 * RING_BYTES,
@@ -130,9 +131,11 @@ impl Machine {
         let features = F_VERSION_1 | F_INDIRECT_DESC | protocol | event;
         let (regions, files) = machine.ram.table();
         let mut device = device(&machine.host);
-        device.set_features(features).expect("offered features");
+        device
+            .set_features(features)
+            .expect("the features are a part of those that the device offered");
         let table = device.set_mem_table(&regions, files, None);
-        drop(table.expect("sealed memory without overlaps"));
+        drop(table.expect("the memory is sealed and has no overlaps"));
         drop(device);
         machine.begin();
         (0..QUEUES).for_each(|queue| machine.start(queue));
@@ -142,8 +145,12 @@ impl Machine {
     /// Reads the generation, in which the device holds no pages yet.
     fn begin(&mut self) {
         let config = device(&self.host).get_config(0, 8, VhostUserConfigFlags::empty());
-        let bytes = config.expect("the configuration is longer").try_into();
-        self.model.begin(u64::from_le_bytes(bytes.expect("eight")));
+        let bytes = config
+            .expect("the configuration is shorter than the generation's field")
+            .try_into();
+        self.model.begin(u64::from_le_bytes(
+            bytes.expect("the generation has 8 bytes"),
+        ));
     }
 
     /// Sets a ring up, starting after the last answer.
@@ -153,7 +160,13 @@ impl Machine {
         let (ring, number) = (*ring, queue as u32);
         let used = ring.answered.to_le_bytes();
         assert!(self.ram.write(ring.used() + 2, &used));
-        let file = |fd: &OwnedFd| Some(fd.try_clone().expect("descriptors").into());
+        let file = |fd: &OwnedFd| {
+            Some(
+                fd.try_clone()
+                    .expect("cannot duplicate the descriptor")
+                    .into(),
+            )
+        };
         let (kick, call) = (file(&self.kicks[queue]), file(&self.calls[queue]));
         let [table, used, avail] = [ring.table, ring.used(), ring.avail()].map(Ram::user);
         let flags = VhostUserVringAddrFlags::empty();
@@ -166,7 +179,10 @@ impl Machine {
             device.set_vring_call(queue as u8, call),
             device.set_vring_enable(number, true),
         ];
-        assert!(messages.iter().all(Result::is_ok), "{messages:?}");
+        assert!(
+            messages.iter().all(Result::is_ok),
+            "the device refused a message: {messages:?}"
+        );
     }
 
     /// Stops a ring and sets it up again, as around a pause or after a lost daemon. The daemon then
@@ -177,10 +193,13 @@ impl Machine {
         }
         self.watched(|machine| {
             let state = device(&machine.host).get_vring_base(queue as u32);
-            let base = { state.expect("a queue of the device").num } as u16;
+            let base = { state.expect("the device has the queue").num } as u16;
             let ring = &mut machine.rings[queue];
             if machine.judged {
-                assert_eq!(base, ring.answered, "the base that GET_VRING_BASE returned");
+                assert_eq!(
+                    base, ring.answered,
+                    "GET_VRING_BASE returned another base than the number of answered chains"
+                );
             }
             ring.answered = base;
             ring.running = false;
@@ -192,14 +211,16 @@ impl Machine {
         self.work();
     }
 
-    /// Sends RESET_DEVICE: another generation, no pages held, rings empty.
+    /// Sends RESET_DEVICE, which begins another generation without pages and with empty rings.
     pub fn reset(&mut self) {
         for queue in 0..QUEUES {
             let state = device(&self.host).get_vring_base(queue as u32);
-            state.expect("a queue of the device");
+            state.expect("the device has the queue");
             self.rings[queue].running = false;
         }
-        device(&self.host).reset_device().expect("always");
+        device(&self.host)
+            .reset_device()
+            .expect("RESET_DEVICE never fails");
         for queue in 0..QUEUES {
             let ring = &mut self.rings[queue];
             (ring.offered, ring.answered) = (0, 0);
@@ -221,11 +242,12 @@ impl Machine {
         if !whole {
             regions.pop();
             files.pop();
-            // The test still takes the removed addresses for memory, and the daemon no longer does.
+            // The machine still counts the removed addresses as memory, and the daemon no longer
+            // does.
             self.judged = false;
         }
         let done = device(&self.host).set_mem_table(&regions, files, None);
-        drop(done.expect("sealed memory without overlaps"));
+        drop(done.expect("the memory is sealed and has no overlaps"));
         self.work();
     }
 
@@ -263,7 +285,8 @@ impl Machine {
         let ring = self.rings[queue];
         let index = ring.avail() + 2;
         assert!(self.ram.write(index, &ring.offered.to_le_bytes()));
-        rustix::io::write(&self.kicks[queue], &1u64.to_ne_bytes()).expect("eventfd");
+        rustix::io::write(&self.kicks[queue], &1u64.to_ne_bytes())
+            .expect("cannot write to the eventfd");
         self.work();
     }
 
@@ -280,7 +303,7 @@ impl Machine {
         if let Some(left) = self.host.watch.left() {
             assert!(
                 left == after,
-                "the front end has hung up, and memory is written"
+                "the daemon wrote to guest memory after the front end had hung up"
             );
         }
         if acted || plan.is_none() {
@@ -347,7 +370,9 @@ impl Machine {
     fn judge(&mut self, plan: &Plan, after: &[u8]) {
         let mut expected = self.ram.copy();
         let mut accept = |piece: &Piece| {
-            for (from, count) in Ram::places(piece.0, piece.1).expect("memory") {
+            for (from, count) in
+                Ram::places(piece.0, piece.1).expect("the range is inside the guest's memory")
+            {
                 expected[from..from + count].copy_from_slice(&after[from..from + count]);
             }
         };
@@ -361,39 +386,61 @@ impl Machine {
             let slot = u64::from(ring.answered % ring.size);
             let element = (ring.used() + 4 + 8 * slot, 8);
             accept(&element);
-            let bytes = Ram::read(after, element.0, 8).expect("memory");
-            let id = u32::from_le_bytes(bytes[..4].try_into().expect("four"));
-            let length = u32::from_le_bytes(bytes[4..].try_into().expect("four"));
-            assert_eq!(id, u32::from(planned.head), "answers are in order");
-            assert!(u64::from(length) <= planned.chain.room(), "bytes written");
+            let bytes =
+                Ram::read(after, element.0, 8).expect("the range is inside the guest's memory");
+            let id = u32::from_le_bytes(bytes[..4].try_into().expect("the slice has 4 bytes"));
+            let length = u32::from_le_bytes(bytes[4..].try_into().expect("the slice has 4 bytes"));
+            assert_eq!(
+                id,
+                u32::from(planned.head),
+                "the answers are not in the order of the requests"
+            );
+            assert!(
+                u64::from(length) <= planned.chain.room(),
+                "the used length {length} exceeds the writable part of the chain"
+            );
             ring.answered = ring.answered.wrapping_add(1);
             let pieces = planned.chain.answer(length.into());
             let mut answer = Vec::new();
             for piece in &pieces {
                 accept(piece);
-                answer.extend(Ram::read(after, piece.0, piece.1).expect("memory"));
+                answer.extend(
+                    Ram::read(after, piece.0, piece.1)
+                        .expect("the range is inside the guest's memory"),
+                );
             }
-            assert!(answer.len() >= 8, "an answer of {length} bytes");
-            assert_eq!(answer[1..8], [0; 7], "reserved");
+            assert!(
+                answer.len() >= 8,
+                "the answer has only {length} bytes, less than a status"
+            );
+            assert_eq!(
+                answer[1..8],
+                [0; 7],
+                "a reserved byte of the answer is not 0"
+            );
             match &planned.due {
                 Due::Refused(statuses) => {
-                    assert!(statuses.contains(&answer[0]), "status {}", answer[0]);
-                    assert_eq!(length, 8, "a status alone");
+                    assert!(
+                        statuses.contains(&answer[0]),
+                        "status {} is none of those expected",
+                        answer[0]
+                    );
+                    assert_eq!(length, 8, "the refused request has more than a status");
                 }
                 Due::Run(carry) => self.model.judge(carry, &answer),
-                Due::Stop => unreachable!("a fault that stops the queue has no answer"),
+                Due::Stop => unreachable!("a fault that stops the queue has an answer"),
             }
         }
         for (queue, ring) in self.rings.iter_mut().enumerate() {
             accept(&(ring.used() + 2, 2));
             let used = Ram::u16_of(after, ring.used() + 2);
-            assert_eq!(used, ring.answered, "used index of queue {queue}");
+            assert_eq!(used, ring.answered, "queue {queue} has another used index");
             ring.stopped |= plan.stops[queue];
         }
         let changed = first_difference(&expected, after);
         assert_eq!(
             changed, None,
-            "the daemon wrote outside the requests' buffers"
+            "the daemon wrote outside of the requests' buffers"
         );
         self.ram.drop_copy(expected);
     }
@@ -405,7 +452,7 @@ impl Machine {
         let memory = self.ram.current();
         assert!(
             memory == self.ram.image,
-            "the end of the connection wrote guest memory"
+            "the end of the connection changed guest memory"
         );
         self.ram.drop_copy(memory);
         self.ram.keep();
@@ -413,7 +460,7 @@ impl Machine {
 }
 
 fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
-    // Compare the whole memory first, which is faster.
+    // The whole memory is compared first, which is faster than comparing byte by byte.
     (one != other).then(|| one.iter().zip(other).position(|(a, b)| a != b))?
 }
 

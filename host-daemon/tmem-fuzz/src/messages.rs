@@ -2,9 +2,9 @@
 //! Vhost-user messages with any bytes and descriptors through the socket of a complete daemon.
 //! Rings run at the same time, and a neighbour is served throughout.
 //!
-//! The daemon has its threads here, so an input is not always played in the same order. The
-//! properties: no thread panics, the connection ends soon after its front end has ended it, the
-//! neighbour has its pages.
+//! The daemon has its threads here, so an input is not always played in the same order. These
+//! properties must hold: no thread panics, the connection ends soon after its front end has ended
+//! it, and the neighbour has its pages.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -26,18 +26,18 @@ use tmem_testing::TestDaemon;
 use crate::input::Input;
 use crate::ram::{BASE, Ram, TOP};
 
-/// Most steps of an input.
+/// Maximum number of steps of an input.
 const STEPS_MAX: usize = 40;
-/// Bound of every wait, on a busy machine.
+/// Time limit of every wait, long enough for a busy machine.
 const WAIT: Duration = Duration::from_secs(20);
-/// Bytes of guest memory for the parts of a ring. Each queue has a place of its own; those from
+/// Bytes of guest memory for the parts of a ring. Each queue has a place of its own; queues from
 /// number RINGS - 1 on share one.
 const RING_BYTES: u64 = 0x1000;
 const RINGS: u64 = 4;
 const SIZE: u16 = 16;
 /// First address for requests and their answers.
 const ARENA: u64 = BASE + RINGS * RING_BYTES;
-/// Most descriptors of a message; the library accepts 32.
+/// Maximum number of descriptors of a message; the library accepts 32.
 const FILES_MAX: usize = 33;
 
 const NEED_REPLY: u32 = 1 << 3;
@@ -62,15 +62,17 @@ const RESET_DEVICE: u32 = 34;
 const ADD_MEM_REG: u32 = 37;
 const REM_MEM_REG: u32 = 38;
 
-/// Virtio 1, event indices, indirect tables, protocol features.
+/// Features that the front end accepts: virtio 1, event indices, indirect tables, protocol
+/// features.
 const FEATURES: u64 = 1 << 32 | 1 << 30 | 1 << 29 | 1 << 28;
-/// MQ, LOG_SHMFD, REPLY_ACK, CONFIG, RESET_DEVICE, CONFIGURE_MEM_SLOTS.
+/// Protocol features that the front end accepts: MQ, LOG_SHMFD, REPLY_ACK, CONFIG, RESET_DEVICE,
+/// CONFIGURE_MEM_SLOTS.
 const PROTOCOL: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 9 | 1 << 13 | 1 << 15;
 
-/// A thread of this process has panicked; the daemon itself would go on.
+/// Whether a thread of this process has panicked. The daemon itself would continue after a panic.
 static PANICKED: AtomicBool = AtomicBool::new(false);
 
-/// The daemon, created once for all inputs, and the other VM.
+/// Daemon that is created once for all inputs, and its other VM.
 struct World {
     daemon: TestDaemon,
     neighbour: Driver,
@@ -93,9 +95,10 @@ impl World {
             name: "neighbour".into(),
             ..GuestConfig::default()
         };
-        let mut neighbour = Driver::new(guest, DriverConfig::default()).expect("memory");
+        let mut neighbour =
+            Driver::new(guest, DriverConfig::default()).expect("cannot create the simulated guest");
         let connected = neighbour.connect(&daemon.path("neighbour.sock"));
-        connected.expect("the daemon is there");
+        connected.expect("cannot connect to the VM's socket");
         World {
             daemon,
             neighbour,
@@ -107,10 +110,14 @@ impl World {
     fn look_after_the_neighbour(&mut self) {
         self.inputs += 1;
         for _ in 0..2 {
-            self.neighbour.step().expect("the neighbour is served");
+            self.neighbour
+                .step()
+                .expect("the device did not answer the neighbour's requests correctly");
         }
         if self.inputs.is_multiple_of(16) {
-            self.neighbour.get_all().expect("the neighbour is served");
+            self.neighbour
+                .get_all()
+                .expect("the device did not answer the neighbour's requests correctly");
         }
         assert!(!PANICKED.load(SeqCst), "a thread panicked");
     }
@@ -136,24 +143,24 @@ pub fn run(bytes: &[u8]) {
     });
 }
 
-/// The hostile VMM and its guest.
+/// Hostile VMM and its guest.
 struct FrontEnd {
     stream: UnixStream,
     ram: Ram,
     event: OwnedFd,
     generation: u64,
     offered: [u16; RINGS as usize],
-    /// The daemon has ended the connection.
+    /// Whether the daemon has ended the connection.
     ended: bool,
 }
 
 fn memfd(sealed: bool, bytes: u64) -> OwnedFd {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
     let fd = memfd_create("liar", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
-    let fd = fd.expect("memory");
-    ftruncate(&fd, bytes).expect("memory");
+    let fd = fd.expect("cannot create a memfd");
+    ftruncate(&fd, bytes).expect("cannot set the length of the memfd");
     if sealed {
-        fcntl_add_seals(&fd, SealFlags::SHRINK).expect("a memfd that allows seals");
+        fcntl_add_seals(&fd, SealFlags::SHRINK).expect("cannot seal the memfd");
     }
     fd
 }
@@ -162,20 +169,24 @@ impl FrontEnd {
     fn connect(path: &Path) -> FrontEnd {
         let deadline = Instant::now() + WAIT;
         loop {
-            let stream = UnixStream::connect(path).expect("the daemon listens");
-            stream.set_read_timeout(Some(WAIT)).expect("a socket");
-            stream.set_write_timeout(Some(WAIT)).expect("a socket");
+            let stream = UnixStream::connect(path).expect("cannot connect to the socket");
+            stream
+                .set_read_timeout(Some(WAIT))
+                .expect("cannot set the socket's time-out");
+            stream
+                .set_write_timeout(Some(WAIT))
+                .expect("cannot set the socket's time-out");
             let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
             let mut front_end = FrontEnd {
                 stream,
                 ram: Ram::new(),
-                event: eventfd(0, flags).expect("a descriptor"),
+                event: eventfd(0, flags).expect("cannot create an eventfd"),
                 generation: 0,
                 offered: [0; RINGS as usize],
                 ended: false,
             };
-            // The daemon may not have finished the last connection yet. In that case it closes this
-            // one.
+            // The daemon may not have ended the previous connection yet. In that case it closes
+            // this one.
             front_end.send(SET_PROTOCOL_FEATURES, 0, &PROTOCOL.to_le_bytes(), &[]);
             front_end.read_generation();
             if !front_end.ended {
@@ -184,7 +195,7 @@ impl FrontEnd {
             front_end.ram.keep();
             assert!(
                 Instant::now() < deadline,
-                "the connection's slot is never free"
+                "the daemon did not free the slot of the connection"
             );
             std::thread::yield_now();
         }
@@ -205,7 +216,8 @@ impl FrontEnd {
             assert!(control.push(SendAncillaryMessage::ScmRights(files)));
         }
         let bytes = [IoSlice::new(bytes)];
-        // The daemon may have ended the connection, which the next read shows.
+        // An error means that the daemon may have ended the connection, which the next read
+        // detects.
         let flags = SendFlags::NOSIGNAL;
         let sent = retry_on_intr(|| sendmsg(&self.stream, &bytes, &mut control, flags));
         self.ended |= sent.is_err();
@@ -218,13 +230,19 @@ impl FrontEnd {
         while !self.ended {
             let mut header = [0; 12];
             self.ended |= self.stream.read_exact(&mut header).is_err();
-            let field =
-                |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four"));
+            let field = |at: usize| {
+                u32::from_le_bytes(
+                    header[at..at + 4]
+                        .try_into()
+                        .expect("the slice has 4 bytes"),
+                )
+            };
             let mut body = vec![0; field(8) as usize % 4096];
             self.ended |= self.stream.read_exact(&mut body).is_err();
             if field(0) == GET_CONFIG {
                 if let Some(bytes) = body.get(12..20) {
-                    self.generation = u64::from_le_bytes(bytes.try_into().expect("eight"));
+                    self.generation =
+                        u64::from_le_bytes(bytes.try_into().expect("the slice has 8 bytes"));
                 }
                 return;
             }
@@ -239,16 +257,16 @@ impl FrontEnd {
             match self.stream.read(&mut sink) {
                 Ok(0) => break,
                 Ok(_) => {}
-                // The alarm clock of libFuzzer interrupts the call.
+                // The alarm signal of libFuzzer interrupts the call.
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::ConnectionReset => break,
-                Err(error) => panic!("the daemon keeps a connection that has ended: {error}"),
+                Err(error) => panic!("the daemon did not end the connection: {error}"),
             }
         }
         self.ram.keep();
     }
 
-    /// Sets up a valid ring: memory, parts, descriptors, enabled.
+    /// Sets up a valid ring: memory table, ring addresses, descriptors, and enabling.
     fn set_up(&mut self, queue: u64) {
         self.send(SET_FEATURES, 0, &FEATURES.to_le_bytes(), &[]);
         self.memory(false);
@@ -263,7 +281,10 @@ impl FrontEnd {
             .map(u64::to_le_bytes)
             .concat();
         self.send(SET_VRING_ADDR, 0, &[state(0), addresses].concat(), &[]);
-        let event = self.event.try_clone().expect("a descriptor");
+        let event = self
+            .event
+            .try_clone()
+            .expect("cannot duplicate the descriptor");
         for code in [SET_VRING_KICK, SET_VRING_CALL, SET_VRING_ERR] {
             self.send(code, 0, &queue.to_le_bytes(), &[event.as_fd()]);
         }
@@ -341,13 +362,13 @@ impl FrontEnd {
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
 
-    /// Does one step. False: hang up and connect again.
+    /// Executes one step. Returns false if the front end must hang up and connect again.
     fn step(&mut self, input: &mut Input<'_>) -> bool {
         match input.below(12) {
             0 => self.set_up(u64::from(input.u8()) % 20),
             1..=3 => self.request(input),
             4 => {
-                // Overwrite memory at the place of the rings or the requests.
+                // Memory at the place of the rings or the requests is overwritten.
                 let at = BASE + u64::from(input.u16()) % 0x8000;
                 self.ram.write(at, &input.u32().to_le_bytes());
                 self.kick();
@@ -466,12 +487,22 @@ impl FrontEnd {
             _ => body.len(),
         };
         let file: OwnedFd = match input.below(8) {
-            0 | 1 => self.event.try_clone().expect("a descriptor"),
-            2 | 3 => self.ram.file.try_clone().expect("a descriptor").into(),
+            0 | 1 => self
+                .event
+                .try_clone()
+                .expect("cannot duplicate the descriptor"),
+            2 | 3 => self
+                .ram
+                .file
+                .try_clone()
+                .expect("cannot duplicate the descriptor")
+                .into(),
             4 => memfd(true, 0x4000),
             5 => memfd(false, 0x4000),
-            6 => std::io::pipe().expect("a pipe").0.into(),
-            _ => File::open("/dev/null").expect("there").into(),
+            6 => std::io::pipe().expect("cannot create a pipe").0.into(),
+            _ => File::open("/dev/null")
+                .expect("cannot open the file")
+                .into(),
         };
         let files = match input.u8() {
             0..=63 => 0,

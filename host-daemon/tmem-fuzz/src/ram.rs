@@ -12,7 +12,7 @@ use vhost::vhost_user::message::VhostUserMemoryRegion;
 
 const PAGE: u64 = 4096;
 
-/// A region: guest address, address in the front end, offset in the file, bytes.
+/// Memory region: guest address, address in the front end, offset in the file, and length in bytes.
 struct Region {
     guest: u64,
     user: u64,
@@ -22,14 +22,15 @@ struct Region {
 
 /// Guest address of the first region.
 pub const BASE: u64 = 0x10000;
-/// Pages of the first region: rings, tables, and room for the largest requests.
+/// Number of pages of the first region, for rings, tables and the largest requests.
 const PAGES: u64 = 80;
 /// Guest address at which the first region ends and the second begins.
 pub const SEAM: u64 = BASE + PAGES * PAGE;
 /// Guest address of the region that ends near 2^64.
 pub const TOP: u64 = 0xffff_ffff_ffff_0000;
 
-/// The regions that are adjacent in the guest are not adjacent in the file or the front end.
+/// Memory regions. Those that are adjacent in the guest are not adjacent in the file or the front
+/// end.
 const REGIONS: [Region; 3] = [
     Region {
         guest: BASE,
@@ -51,7 +52,7 @@ const REGIONS: [Region; 3] = [
     },
 ];
 
-/// Bytes of the file, with a guard page before, between and after the regions.
+/// Length of the file in bytes. It has a guard page before, between and after the regions.
 const FILE_BYTES: u64 = (PAGES + 8) * PAGE;
 
 /// Byte that fills the guard pages.
@@ -63,12 +64,12 @@ pub struct Ram {
     pub file: Arc<File>,
     /// Contents of the file after the last action of the daemon.
     pub image: Vec<u8>,
-    /// Buffers for two more copies, since allocating them takes longer than an input.
+    /// Buffers for two more copies, because allocating them takes longer than an input.
     spare: Vec<Vec<u8>>,
 }
 
 thread_local! {
-    /// The memory of the last input.
+    /// Memory of the last input, which the next input uses again.
     static LAST: RefCell<Option<Ram>> = const { RefCell::new(None) };
 }
 
@@ -82,12 +83,12 @@ impl Ram {
             let all = region.offset as usize..(region.offset + region.bytes) as usize;
             for page in all.step_by(PAGE as usize) {
                 let bytes = &mut image[page..page + PAGE as usize];
-                // Whole pages at once: a fuzzer counts each comparison.
+                // Whole pages are compared at once, because a fuzzer counts each comparison.
                 if *bytes != [0; PAGE as usize] {
                     bytes.fill(0);
                     ram.file
                         .write_all_at(bytes, page as u64)
-                        .expect("a file of that length");
+                        .expect("the range is inside the file");
                 }
             }
         }
@@ -97,12 +98,13 @@ impl Ram {
 
     fn create() -> Ram {
         let fd = memfd_create("tmem-fuzz", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
-        let fd = fd.expect("memory");
-        ftruncate(&fd, FILE_BYTES).expect("memory");
-        fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).expect("its own file");
+        let fd = fd.expect("cannot create a memfd");
+        ftruncate(&fd, FILE_BYTES).expect("cannot set the length of the memfd");
+        fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).expect("cannot seal the memfd");
         let image = vec![NOBODYS; FILE_BYTES as usize];
         let file = Arc::new(File::from(fd));
-        file.write_all_at(&image, 0).expect("a file of that length");
+        file.write_all_at(&image, 0)
+            .expect("the range is inside the file");
         let spare = vec![image.clone(), image.clone()];
         Ram { file, image, spare }
     }
@@ -114,7 +116,10 @@ impl Ram {
 
     /// Returns a copy of the image.
     pub fn copy(&mut self) -> Vec<u8> {
-        let mut copy = self.spare.pop().expect("two spare images are enough");
+        let mut copy = self
+            .spare
+            .pop()
+            .expect("at most two spare images are in use");
         copy.copy_from_slice(&self.image);
         copy
     }
@@ -127,13 +132,17 @@ impl Ram {
     fn read_into(&self, image: &mut [u8]) {
         self.file
             .read_exact_at(image, 0)
-            .expect("a file of that length");
+            .expect("the range is inside the file");
     }
 
     /// Returns the memory table.
     pub fn table(&self) -> (Vec<VhostUserMemoryRegion>, Vec<File>) {
         let spec = |r: &Region| VhostUserMemoryRegion::new(r.guest, r.bytes, r.user, r.offset);
-        let file = |_| self.file.try_clone().expect("a descriptor");
+        let file = |_| {
+            self.file
+                .try_clone()
+                .expect("cannot duplicate the descriptor")
+        };
         let specs = REGIONS.iter().map(spec).collect();
         (specs, REGIONS.iter().map(file).collect())
     }
@@ -143,8 +152,8 @@ impl Ram {
         address - REGIONS[0].guest + REGIONS[0].user
     }
 
-    /// Returns the places in the file of `bytes` bytes at a guest address: offset and length. None:
-    /// not all of them are memory.
+    /// Returns the places in the file, each as offset and length, of `bytes` bytes at a guest
+    /// address; None if not all of them are memory.
     pub fn places(address: u64, bytes: u64) -> Option<Vec<(usize, usize)>> {
         let mut places = Vec::new();
         let (mut at, mut left) = (address, bytes);
@@ -170,11 +179,12 @@ impl Ram {
 
     /// Returns the number in two bytes at a guest address, which must be memory.
     pub fn u16_of(image: &[u8], address: u64) -> u16 {
-        let bytes = Ram::read(image, address, 2).expect("memory");
+        let bytes = Ram::read(image, address, 2).expect("the range is inside the guest's memory");
         u16::from_le_bytes([bytes[0], bytes[1]])
     }
 
-    /// Writes as the guest. False: not all bytes are memory, and nothing is written.
+    /// Writes bytes to the guest's memory. Returns false and writes nothing if not all of them are
+    /// memory.
     pub fn write(&mut self, address: u64, bytes: &[u8]) -> bool {
         let Some(places) = Ram::places(address, bytes.len() as u64) else {
             return false;
@@ -185,7 +195,7 @@ impl Ram {
             self.image[from..from + count].copy_from_slice(now);
             self.file
                 .write_all_at(now, from as u64)
-                .expect("a file of that length");
+                .expect("the range is inside the file");
             rest = later;
         }
         true
@@ -193,7 +203,10 @@ impl Ram {
 
     /// Returns the present contents of the file, which the caller accepts or drops.
     pub fn current(&mut self) -> Vec<u8> {
-        let mut image = self.spare.pop().expect("two spare images are enough");
+        let mut image = self
+            .spare
+            .pop()
+            .expect("at most two spare images are in use");
         self.read_into(&mut image);
         image
     }
@@ -216,7 +229,7 @@ impl Ram {
 fn nobodys(bytes: &[u8]) {
     for page in bytes.chunks(PAGE as usize) {
         let same = *page == [NOBODYS; PAGE as usize];
-        assert!(same, "memory was written that is not the guest's");
+        assert!(same, "memory next to the guest's was written");
     }
 }
 
@@ -237,7 +250,11 @@ mod tests {
             (u64::MAX, 1),
             (BASE, u64::from(u32::MAX)),
         ] {
-            assert_eq!(Ram::places(address, bytes), None, "{address:#x} {bytes}");
+            assert_eq!(
+                Ram::places(address, bytes),
+                None,
+                "a range of {bytes} bytes at {address:#x} is outside of memory and was found"
+            );
         }
         assert_eq!(Ram::read(&ram.image, TOP, 3), Some(vec![0; 3]));
     }

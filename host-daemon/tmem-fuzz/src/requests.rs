@@ -5,16 +5,16 @@ use crate::input::Input;
 use crate::judge::sizes;
 use crate::machine::{ARENA, Machine, QUEUES};
 
-/// Most requests of an input.
+/// Maximum number of requests of an input.
 const REQUESTS_MAX: usize = 24;
-/// Address of the bytes of a request; then follow the pages and the answer.
+/// Address of the bytes of a request. The pages and the answer follow them.
 const META: u64 = ARENA;
 const META_MAX: usize = 0x1000;
 const DATA: u64 = META + META_MAX as u64;
-/// Number of different page contents; several descriptors name the same page.
+/// Number of different page contents. Several descriptors name the same page.
 const CONTENTS: u64 = 8;
 const ANSWER: u64 = DATA + CONTENTS * 4096;
-/// Bytes of the longest answer: 64 pages with their results, and some bytes more.
+/// Length of the longest answer in bytes: 64 pages with their results, and some bytes more.
 const ROOM_MAX: u64 = 66 * 4096;
 
 const NEXT: u16 = 1;
@@ -28,7 +28,8 @@ pub fn run(bytes: &[u8]) {
     let mut machine = Machine::new(4, input.u8() & 1 != 0);
     for number in 0..CONTENTS {
         let mut page = [number as u8; 4096];
-        // The pages have each kind of content that the engine distinguishes: one word, text, noise.
+        // The pages have each kind of content that the engine distinguishes: one repeated word,
+        // text, noise.
         for (at, byte) in page.iter_mut().enumerate() {
             match number % 3 {
                 1 => *byte = (at % 61) as u8 ^ number as u8,

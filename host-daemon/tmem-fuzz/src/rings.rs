@@ -12,9 +12,9 @@ use crate::input::Input;
 use crate::machine::{ARENA, Machine, QUEUES};
 use crate::ram::{BASE, Ram, SEAM, TOP};
 
-/// Most steps of an input.
+/// Maximum number of steps of an input.
 const STEPS_MAX: usize = 64;
-/// Most pages of a well-formed request, so that several requests fit into memory.
+/// Maximum number of pages of a well-formed request, so that several requests fit into memory.
 const BATCH: usize = 6;
 /// Pages of the slot of a request in the arena. Requests take the slots in turn; as many pages
 /// again are for chains that are built by hand.
@@ -89,7 +89,7 @@ impl Player {
                 machine.offer(queue, head);
             }
             9 => {
-                // Publish a wrong index, which may become right again later.
+                // A wrong index is published, which may become right again later.
                 let queue = input.below(QUEUES);
                 let ring = &mut machine.rings[queue];
                 ring.offered = ring.offered.wrapping_add(input.number() as u16);
@@ -116,7 +116,7 @@ impl Player {
                 let device = Arc::downgrade(machine.host.session.device());
                 machine.host.watch.at(looks, Act::Drain(device));
                 machine.kick(input.below(QUEUES));
-                // Restart both queues, which completes the drain.
+                // The restart of both queues completes the drain.
                 machine.restart(0);
                 machine.restart(1);
             }
@@ -196,7 +196,7 @@ impl Player {
             encoded.answer_meta_bytes = input.below(64);
         }
         let queue = usize::from(!request.is_control()) ^ usize::from(bend & 4 != 0);
-        // The request, then the answer. The pages of each begin at a page boundary.
+        // The request comes first, then the answer. The pages of each begin at a page boundary.
         let slot = ARENA + self.slot * SLOT_PAGES * 4096;
         self.slot = (self.slot + 1) % SLOTS;
         let readable = slot + 4096 - encoded.meta.len() as u64;
@@ -221,7 +221,7 @@ impl Player {
         };
         let mut buffers = cut(&stretches, how);
         if bend & 8 != 0 && buffers.len() > 1 {
-            // Swap two buffers.
+            // Two buffers are swapped.
             let at = input.below(buffers.len() - 1);
             buffers.swap(at, at + 1);
         }

@@ -15,13 +15,17 @@ fn play(target: &str) {
     let archive = corpus.join(format!("{target}.tar.gz"));
     let mut tar = Command::new("tar");
     tar.arg("-xzf").arg(&archive).arg("-C").arg(unpacked.path());
-    assert!(tar.status().unwrap().success(), "{}", archive.display());
+    assert!(
+        tar.status().unwrap().success(),
+        "cannot unpack {}",
+        archive.display()
+    );
     let inputs = |folder: &Path| -> Vec<_> {
         let files = std::fs::read_dir(folder).unwrap();
         files.map(|file| file.unwrap().path()).collect()
     };
     let mut files = inputs(unpacked.path());
-    assert!(files.len() > 1, "{} is empty", archive.display());
+    assert!(files.len() > 1, "{} has no files", archive.display());
     let named = corpus.join(target);
     if named.exists() {
         files.extend(inputs(&named));
