@@ -70,8 +70,11 @@ fn names(header: &str) -> Result<Names, String> {
                 list.push((format!("{c_type}{length}"), name.to_string()));
             }
             (Some(_), ["};"]) => {
-                found.structs.last_mut().expect("inside a struct").1 =
-                    fields.take().expect("inside a struct");
+                found
+                    .structs
+                    .last_mut()
+                    .expect("a field is inside a struct")
+                    .1 = fields.take().expect("a struct's fields are closed once");
             }
             _ => return Err(format!("header line not understood: {line}")),
         }
@@ -101,10 +104,10 @@ fn measure(names: &Names, purpose: &str) -> BTreeMap<String, Vec<u64>> {
 
     let directory =
         std::env::temp_dir().join(format!("virtio-tmem-{purpose}-{}", std::process::id()));
-    std::fs::create_dir_all(&directory).expect("temporary directory");
+    std::fs::create_dir_all(&directory).expect("cannot create the directory");
     let source = directory.join("abi.c");
     let binary = directory.join("abi");
-    std::fs::write(&source, program).expect("write the C program");
+    std::fs::write(&source, program).expect("cannot write the C program");
     let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".into());
     let status = Command::new(&compiler)
         .args(["-Wall", "-Werror", "-I"])
@@ -114,19 +117,29 @@ fn measure(names: &Names, purpose: &str) -> BTreeMap<String, Vec<u64>> {
         .arg(&binary)
         .status()
         .unwrap_or_else(|e| panic!("cannot run the C compiler {compiler}: {e}"));
-    assert!(status.success(), "{compiler} failed: {status}");
-    let output = Command::new(&binary).output().expect("run the C program");
-    std::fs::remove_dir_all(&directory).expect("remove the temporary directory");
+    assert!(
+        status.success(),
+        "{compiler} could not compile the program: {status}"
+    );
+    let output = Command::new(&binary)
+        .output()
+        .expect("cannot run the C program");
+    std::fs::remove_dir_all(&directory).expect("cannot remove the temporary directory");
     assert!(output.status.success());
     String::from_utf8(output.stdout)
-        .expect("ASCII")
+        .expect("the text is not UTF-8")
         .lines()
         .map(|line| {
             let mut words = line.split(' ');
-            let what = words.next().expect("a name").to_string();
+            let what = words
+                .next()
+                .expect("the line begins with a name")
+                .to_string();
             (
                 what,
-                words.map(|word| word.parse().expect("a number")).collect(),
+                words
+                    .map(|word| word.parse().expect("the text is not a number"))
+                    .collect(),
             )
         })
         .collect()
@@ -138,7 +151,7 @@ fn c_type(rust_type: &str) -> String {
         let (item, length) = array
             .trim_end_matches(']')
             .split_once(';')
-            .expect("an array of known length");
+            .expect("the array's length is known");
         return format!("{}[{}]", c_type(item), length.trim());
     }
     match rust_type {
@@ -146,7 +159,7 @@ fn c_type(rust_type: &str) -> String {
         "U16" => "__le16",
         "U32" => "__le32",
         "U64" => "__le64",
-        other => panic!("{other} is no known C type"),
+        other => panic!("{other} is not a known C type"),
     }
     .to_string()
 }
@@ -236,29 +249,36 @@ fn differences(names: &Names, measures: &BTreeMap<String, Vec<u64>>) -> Vec<Stri
 
 #[test]
 fn crate_matches_the_c_header() {
-    let names = names(HEADER).expect("the header is understood");
+    let names = names(HEADER).expect("the header has only known declarations");
     let found = differences(&names, &measure(&names, "equals"));
-    assert!(found.is_empty(), "{found:#?}");
+    assert!(
+        found.is_empty(),
+        "the header and the Rust types differ: {found:#?}"
+    );
     assert!(
         names.defines.len() >= 38 && names.structs.len() >= 9,
-        "{names:?}"
+        "too few definitions were found: {names:?}"
     );
 }
 
 /// The comparison detects each kind of change to the header.
 #[test]
 fn each_deviation_from_the_c_header_is_detected() {
-    let good = names(HEADER).expect("the header is understood");
+    let good = names(HEADER).expect("the header has only known declarations");
     let measures = measure(&good, "differences");
     let changed = |from: &str, to: &str| {
-        assert!(HEADER.contains(from), "{from}");
-        names(&HEADER.replace(from, to)).expect("the header is understood")
+        assert!(HEADER.contains(from), "the header has no {from:?}");
+        names(&HEADER.replace(from, to)).expect("the changed header has only known declarations")
     };
 
     let mut more = measures.clone();
     more.insert("VIRTIO_TMEM_NEW".into(), [1].into());
     let names_more = changed("#endif", "#define VIRTIO_TMEM_NEW 1\n#endif");
-    assert_eq!(differences(&names_more, &more).len(), 1, "a new define");
+    assert_eq!(
+        differences(&names_more, &more).len(),
+        1,
+        "a new define was not reported"
+    );
 
     let mut more = measures.clone();
     more.insert("virtio_tmem_new".into(), [8].into());
@@ -267,7 +287,11 @@ fn each_deviation_from_the_c_header_is_detected() {
         "#endif",
         "struct virtio_tmem_new {\n\t__le64 a;\n};\n#endif",
     );
-    assert_eq!(differences(&names_more, &more).len(), 2, "a new struct");
+    assert_eq!(
+        differences(&names_more, &more).len(),
+        2,
+        "a new struct was not reported with its size"
+    );
 
     let mut more = measures.clone();
     more.insert("virtio_tmem_get.more".into(), [16, 8].into());
@@ -275,25 +299,37 @@ fn each_deviation_from_the_c_header_is_detected() {
         "struct virtio_tmem_get {",
         "struct virtio_tmem_get {\n__le64 more;",
     );
-    assert_eq!(differences(&names_more, &more).len(), 1, "a new field");
+    assert_eq!(
+        differences(&names_more, &more).len(),
+        1,
+        "a new field was not reported"
+    );
 
     for what in measures.keys() {
         let mut less = measures.clone();
         less.remove(what);
-        assert_eq!(differences(&good, &less).len(), 1, "{what} is gone");
+        assert_eq!(
+            differences(&good, &less).len(),
+            1,
+            "the removal of {what} was not reported"
+        );
         let mut other = measures.clone();
         *other
             .get_mut(what)
-            .expect("the constant is in the header")
+            .expect("the name was measured")
             .last_mut()
-            .expect("a value") += 1;
-        assert_eq!(differences(&good, &other).len(), 1, "{what} is another");
+            .expect("each name has a value") += 1;
+        assert_eq!(
+            differences(&good, &other).len(),
+            1,
+            "the change of {what} was not reported"
+        );
     }
     let other = changed("__le32 flags;", "__le16 flags;");
     assert_eq!(
         differences(&other, &measures).len(),
         2,
-        "another type in put_page, pool_create"
+        "a field of another type was not reported in put_page and pool_create"
     );
     for odd in [
         "enum a { B };",
@@ -301,6 +337,6 @@ fn each_deviation_from_the_c_header_is_detected() {
         "#define A(x) x",
         "union a {",
     ] {
-        names(odd).expect_err(odd);
+        assert!(names(odd).is_err(), "{odd:?} was accepted");
     }
 }
