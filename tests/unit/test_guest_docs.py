@@ -115,7 +115,7 @@ def test_inode_flag_table_matches_the_source() -> None:
 def test_quoted_messages_exist_in_the_driver() -> None:
     """Messages that the page tells users to look for are messages of the driver."""
     sources = all_sources()
-    messages = [code(row[0]) for row in table(SUPPORT, "messages")]
+    messages = [code(row[0]) for name in ("messages", "refusals") for row in table(SUPPORT, name)]
     messages += re.findall(r"refused: `([^`]+)`", SUPPORT.read_text())
     assert len(messages) > 10
     for message in messages:

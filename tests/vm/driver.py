@@ -25,6 +25,9 @@ DM = "/bin/dm"
 SYSFS = "/sys/kernel/virtio_tmem"
 PARAMETERS = "/sys/module/virtio_tmem/parameters"
 WHERE = "/mnt"
+# Bits of live hooks in sysfs, by their numbers in hooks/hooks.h: all but "selftest" are needed to
+# serve ext4.
+HOOKS_OF_EXT4 = 0xFFFF
 
 # The driver's deadline in tests, scaled for slow machines. A host under TCG answers within it. If a
 # page arrives later, the driver reads it from the disk.

@@ -23,12 +23,8 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 READERS = [("readahead", "cat"), ("read_folio", f"{SPECIAL} map")]
 
 
-@pytest.mark.parametrize(("hook", "reader"), READERS)
-def test_each_read_path_needs_its_hook_for_hits(
-    session: Session, kernel: Kernel, test_module: Path, hook: str, reader: str
-) -> None:
-    """Without the hook, such reads come from the disk, and the host's pages do no harm."""
-    guest = boot(session, kernel, test_module)
+def check_read_path(guest: Guest, hook: str, reader: str) -> None:
+    """Reads a file from the pool if the hook is called, and from the disk if it is off."""
     path = f"{WHERE}/f"
     (digest,) = make(guest, path).values()
     for off in (True, False):
@@ -40,6 +36,15 @@ def test_each_read_path_needs_its_hook_for_hits(
             assert found == digest
             hits = after["hits"] - before["hits"]
             assert hits == 0 if off else hits > FILE_PAGES // 2
+
+
+@pytest.mark.parametrize(("hook", "reader"), READERS)
+def test_each_read_path_needs_its_hook_for_hits(
+    session: Session, kernel: Kernel, test_module: Path, hook: str, reader: str
+) -> None:
+    """Without the hook, such reads come from the disk, and the host's pages do no harm."""
+    guest = boot(session, kernel, test_module)
+    check_read_path(guest, hook, reader)
     wait_state(guest, "on")
 
 

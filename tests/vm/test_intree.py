@@ -1,37 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The driver built into an x86-64 kernel without ftrace, kprobes and modules: `--kernel intree`."""
+"""The driver built into an x86-64 kernel without ftrace, kprobes and modules: `--kernel intree`.
+
+The kernel calls the hooks itself. For each call that the patches of guest-driver/intree add, except
+the one of a failed conversion of unwritten blocks, a test finds the difference that the call makes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import pytest
 from driver import (
+    DEADLINE_MS,
     DISK_BYTES,
+    DM,
+    HOOKS_OF_EXT4,
     PARAMETERS,
     PATIENT,
+    SYSFS,
     TORTURE,
     WHERE,
     Torture,
+    checksums,
+    evict,
+    growth,
+    programs,
     seed,
     set_parameter,
+    settle,
     start_daemon,
     state,
     stats,
     wait_served,
     wait_state,
 )
+from test_files import FILE_PAGES, check_cached, make
+from test_filesystems import SCENARIOS as XFS_SCENARIOS
+from test_filesystems import mounted
+from test_fs_errors import EMPTIED_SECONDS, PAGE, SPECIAL
+from test_hooks import READERS, check_read_path, puts_of_an_open_file
+from test_mounts import Mount
 from test_selftest import BLIND
-from test_torture import BROKEN, MOUNT, SCENARIOS, SMALL
+from test_torture import BROKEN, BROKEN_RANDOM, MOUNT, SCENARIOS, SMALL
 
 from harness import debug_kernel, disk
 from harness.guest import Guest
 from harness.kernel import Kernel
-from harness.paths import TESTS, guest_program
 from harness.session import Session
-from harness.vm import Config, Tmem
+from harness.vm import MIB, Config, Tmem
+from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs", "built_in")
 
 OPERATIONS = 15_000
+ABSENT = ("FTRACE", "FUNCTION_TRACER", "KPROBES", "LIVEPATCH", "MODULES", "TRACEPOINTS")
 
 
 @pytest.fixture
@@ -40,17 +63,25 @@ def built_in(kernel: Kernel) -> None:
         pytest.skip(f"Linux {kernel.series} does not have the driver built in: --kernel intree")
 
 
-def boot(session: Session, kernel: Kernel, parameters: str, name: str = "ext4") -> Guest:
+def boot(
+    session: Session,
+    kernel: Kernel,
+    parameters: str,
+    name: str = "ext4",
+    *,
+    image: Path | None = None,
+    files: Mapping[str, Path] | None = None,
+) -> Guest:
     """Boots a VM with the data disk mounted, and the driver's parameters on the command line."""
     fs = disk.FILE_SYSTEMS[name]
-    image = fs.make(session.folder / "data.img", DISK_BYTES)
+    image = image or fs.make(session.folder / "data.img", DISK_BYTES)
     words = parameters.split()
     config = Config(
         kernel,
         cpus=2,
         disks=[disk.Disk("data", image)],
         tmem=Tmem(start_daemon(session).socket("vm1")),
-        files={TORTURE: guest_program(TESTS / "guest/torture.c")},
+        files=files or programs(TORTURE, SPECIAL),
         cmdline=" ".join(f"virtio_tmem.{word}" for word in words),
     )
     guest = session.vm(config).start()
@@ -58,19 +89,45 @@ def boot(session: Session, kernel: Kernel, parameters: str, name: str = "ext4") 
     return guest
 
 
-def served(session: Session, kernel: Kernel, parameters: str, name: str = "ext4") -> Guest:
+def served(
+    session: Session, kernel: Kernel, parameters: str = "verify_every=0", name: str = "ext4"
+) -> Guest:
     """Boots a VM whose driver caches."""
-    guest = boot(session, kernel, f"deadline_ms=200 {parameters}", name)
+    guest = boot(session, kernel, f"deadline_ms={DEADLINE_MS} {parameters}", name)
     wait_state(guest, "on")
     wait_served(guest)
     return guest
 
 
-def test_the_kernel_has_no_ftrace(session: Session, kernel: Kernel) -> None:
-    guest = served(session, kernel, "verify_every=0")
-    assert guest.run("test -e /sys/kernel/tracing/available_filter_functions").status != 0
-    assert guest.run("test -e /proc/modules").status != 0
-    assert guest.read(f"{PARAMETERS}/deadline_ms") == "200"
+def test_hooks_without_ftrace(session: Session, kernel: Kernel) -> None:
+    """The self-test passes on a kernel without tracing, and all hooks of ext4 are live."""
+    guest = served(session, kernel)
+    config = set(guest.sh("zcat /proc/config.gz").splitlines())
+    assert "CONFIG_VIRTIO_TMEM=y" in config
+    assert config.isdisjoint(f"CONFIG_{name}=y" for name in ABSENT)
+    for path in ("/sys/kernel/tracing", "/sys/kernel/debug/tracing", "/proc/modules"):
+        assert guest.run(f"test -e {path}").status != 0, path
+    assert guest.read(f"{PARAMETERS}/deadline_ms") == str(DEADLINE_MS)
+    live = int(guest.read(f"{SYSFS}/hooks"), 0)
+    assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, hex(live)
+
+
+def test_pages_come_from_the_pool(session: Session, kernel: Kernel) -> None:
+    """Files that were evicted come back right, and not from the disk."""
+    guest = served(session, kernel)
+    files = [f"{WHERE}/f{number}" for number in range(16)]
+    for path in files:
+        guest.sh(f"dd if=/dev/urandom of={path} bs=1M count=1 conv=fsync 2>/dev/null", 60)
+    sums = checksums(guest, files)
+    before = evict(guest, files)
+    read = guest.disk_stat("data")
+    assert checksums(guest, files) == sums
+    pages = len(files) * MIB // PAGE
+    change = growth(before, stats(guest))
+    assert change["hits"] > pages * 9 // 10
+    sectors = (guest.disk_stat("data") - read).read_sectors
+    assert sectors < pages * 8 // 10  # a page has 8
+    assert change["mismatches"] == 0
 
 
 @pytest.mark.parametrize("parameter, words", BLIND)
@@ -78,44 +135,76 @@ def test_self_test_detects_each_missing_hook(
     session: Session, kernel: Kernel, parameter: str, words: str
 ) -> None:
     """The self-test finds a hook that the kernel does not call, and the cache stays off."""
-    found = state(boot(session, kernel, parameter))
+    guest = boot(session, kernel, parameter)
+    found = state(guest)
     assert found.startswith("off: self-test: ") and words in found, found
+    guest.sh(f"dd if=/dev/urandom of={WHERE}/f bs=64k count=16 conv=fsync 2>/dev/null")
+    guest.drop_caches()
+    assert stats(guest)["puts"] == 0
+
+
+def test_released_hooks_are_taken_again(session: Session, kernel: Kernel) -> None:
+    """Hooks are switched while torture runs: no wrong byte, and afterwards pages are found."""
+    guest = served(session, kernel)
+    torture = Torture(guest, f"--seed={seed()} --ops=6000 {SMALL} --jobs=2", 600)
+    for _ in range(5):
+        guest.sh(f"echo 0 >{SYSFS}/hooks_enabled", 60)
+        assert state(guest).startswith("off: hooks are released")
+        before = settle(guest)["puts"]
+        guest.sh("sleep 0.2; echo 1 >/proc/sys/vm/drop_caches")
+        assert stats(guest)["puts"] == before
+        guest.sh(f"echo 1 >{SYSFS}/hooks_enabled", 60)
+        wait_state(guest, "on")
+    torture.finish()
+    wait_served(guest)
+    check_cached(guest, make(guest, f"{WHERE}/f"))
 
 
 @pytest.mark.parametrize("name", ["ext4", "xfs"])
 def test_random_operations_find_no_wrong_byte(session: Session, kernel: Kernel, name: str) -> None:
     """Runs workers, an evictor and unmount cycles, in which the cache must take part."""
     guest = served(session, kernel, "verify_every=10", name)
-    kind = disk.FILE_SYSTEMS[name].kind
-    mount = f"--device=/dev/vda --fstype={kind}"
-    arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4 {mount}"
-    Torture(guest, arguments, 900).finish()
+    arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4"
+    numbers = Torture(guest, f"{arguments} {mounted(name)} {disk.left_out(name)}", 900).finish()
+    assert numbers["ops"] >= OPERATIONS
     counters = stats(guest)
+    print(counters)
     assert counters["hits"] > OPERATIONS // 10
+    assert counters["verified_hits"] > 100
     assert counters["mismatches"] == counters["verify_mismatches"] == 0
+    for why in ("dirty", "truncate", "direct", "inode", "unmount", "fadvise"):
+        assert counters[f"invalidations_{why}"] > 0, why
+    assert (counters["invalidations_move_ext"] > 0) == (name == "ext4")
     wait_state(guest, "on")
 
 
 def test_readers_never_see_an_older_version(session: Session, kernel: Kernel) -> None:
-    guest = served(session, kernel, "verify_every=0")
+    """Buffered and direct writers and readers use the same blocks."""
+    guest = served(session, kernel)
     arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
     Torture(guest, f"{arguments} --readers=3 --direct-readers=1", 600).finish()
+    assert stats(guest)["hits"] > 100
     wait_state(guest, "on")
 
 
-def test_scenarios_find_no_wrong_byte(session: Session, kernel: Kernel) -> None:
-    guest = served(session, kernel, "verify_every=0")
-    for scenario in SCENARIOS:
-        numbers = Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
+@pytest.mark.parametrize(
+    "name, scenarios",
+    [("ext4", SCENARIOS), ("xfs", [*XFS_SCENARIOS, "clone", "swapext"])],
+    ids=["ext4", "xfs"],
+)
+def test_scenarios_find_no_wrong_byte(
+    session: Session, kernel: Kernel, name: str, scenarios: list[str]
+) -> None:
+    guest = served(session, kernel, name=name)
+    for scenario in scenarios:
+        numbers = Torture(guest, f"--scenario={scenario} {mounted(name)}").finish()
         assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
+    assert stats(guest)["hits"] > 0
     wait_state(guest, "on")
 
 
 def test_scenario_without_its_hook_finds_a_wrong_byte(session: Session, kernel: Kernel) -> None:
-    """Each call that the in-tree patches add to the kernel is needed.
-
-    Without the call, the scenario finds a wrong byte.
-    """
+    """Calls for changes of a file are needed: without each of them, a byte is wrong."""
     guest = served(session, kernel, f"verify_every=0 {PATIENT}")
     for hooks, scenario in BROKEN:
         set_parameter(guest, "test_hooks_off", hooks)
@@ -123,3 +212,64 @@ def test_scenario_without_its_hook_finds_a_wrong_byte(session: Session, kernel: 
         set_parameter(guest, "test_hooks_off", "")
         guest.sh(f"umount {WHERE}; mount -t ext4 /dev/vda {WHERE}", 60)
         Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
+
+
+@pytest.mark.parametrize("hooks", BROKEN_RANDOM)
+def test_random_operations_detect_each_missing_hook(
+    session: Session, kernel: Kernel, hooks: str
+) -> None:
+    """The random operations detect each missing hook that file contents depend on."""
+    guest = served(session, kernel, f"verify_every=0 {PATIENT} test_hooks_off={hooks}")
+    arguments = f"--seed={seed()} --ops=50000 --files=16 --size-max=262144 --no-evictor"
+    Torture(guest, arguments, 600).must_mismatch()
+
+
+def test_hooks_that_no_byte_depends_on(session: Session, kernel: Kernel) -> None:
+    """Without the call of a mount, a read or drop_slab(), exactly its purpose is lost."""
+    guest = served(session, kernel)
+    for hook, reader in READERS:
+        check_read_path(guest, hook, reader)
+    make(guest, f"{WHERE}/other")
+    assert puts_of_an_open_file(guest) > FILE_PAGES // 2
+    set_parameter(guest, "test_hooks_off", "mount")
+    assert puts_of_an_open_file(guest) == 0
+    set_parameter(guest, "drop_caches_flush", "1")
+    for off in (True, False):
+        set_parameter(guest, "test_hooks_off", "drop_slab" if off else "")
+        assert evict(guest, [f"{WHERE}/other"])["index_pages"] > 0
+        guest.sh("echo 3 >/proc/sys/vm/drop_caches")
+        assert (stats(guest)["index_pages"] > 0) == off
+
+
+@pytest.mark.parametrize("hooks_off", ["journal_abort", "fs_error", "journal_abort,fs_error"])
+def test_forced_shutdown_is_reported(session: Session, kernel: Kernel, hooks_off: str) -> None:
+    """ext4 and jbd2 report a shutdown, each by itself, and the driver empties the mount's pool."""
+    guest = served(session, kernel)
+    mount = Mount(guest, WHERE)
+    check_cached(guest, make(guest, f"{WHERE}/f"))
+    evict(guest, [f"{WHERE}/f"])
+    held = mount.count("held_pages")
+    assert held > 0
+    set_parameter(guest, "test_hooks_off", hooks_off)
+    guest.sh(f"{SPECIAL} shutdown {WHERE}")
+    if "," in hooks_off:
+        assert mount.count("held_pages") == held
+        return
+    assert mount.read("state") == "blocked: the file system had an error; unmount and check it"
+    until(lambda: mount.count("held_pages") == 0, EMPTIED_SECONDS, "the pool is emptied")
+
+
+def test_file_systems_on_device_mapper_are_refused(session: Session, kernel: Kernel) -> None:
+    """Without kprobes, the driver cannot find out whether a device below encrypts."""
+    image = disk.ext4(session.folder / "data.img", 256 * MIB)
+    guest = boot(session, kernel, "verify_every=0", image=image, files=programs(DM))
+    wait_state(guest, "on")
+    wait_served(guest)
+    guest.sh(f"umount {WHERE}", 60)
+    sectors = guest.read(f"/sys/class/block/{guest.disk('data')}/size")
+    node = guest.sh(f"{DM} data 0 {sectors} linear '/dev/{guest.disk('data')} 0'").strip()
+    guest.sh(f"mount -t ext4 {node} {WHERE}", 60)
+    before = stats(guest)
+    evict(guest, list(make(guest, f"{WHERE}/f")))
+    assert "cannot be examined" in state(guest)
+    assert growth(before, stats(guest))["puts"] == 0

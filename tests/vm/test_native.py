@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from driver import (
     DISK_BYTES,
+    HOOKS_OF_EXT4,
     PATIENT,
     TORTURE,
     WHERE,
@@ -42,9 +43,6 @@ pytestmark = pytest.mark.usefixtures("host_programs")
 
 OPERATIONS = 100_000
 MOUNT = "--device=/dev/vda --fstype=ext4"
-# Mask of the hooks that must be live to serve ext4, by their numbers in hooks/hooks.h: all except
-# "selftest".
-HOOKS_OF_EXT4 = 0xFFFF
 
 
 def native_vm(
