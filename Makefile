@@ -34,8 +34,9 @@ qemu: ## build QEMU with the vhost-user-tmem device, in the cache
 module: ## build guest-driver/virtio_tmem.ko for Debian's KERNEL=6.12 cloud kernel
 	$(MAKE) -C guest-driver KDIR="$$(tests/kernel prepare $(KERNEL) --key kdir)"
 
-demo: deps all ## run two VMs without the device, then with it and one pool, and compare them
-	$(PYTHON) tests/demo.py
+# NATIVE=1: user-mode Linux instead of QEMU.
+demo: $(if $(NATIVE),deps-test daemon,deps all) ## run two VMs without the device, then with it and one pool, and compare them; NATIVE=1: at native speed
+	NATIVE=$(NATIVE) $(PYTHON) tests/demo.py
 
 # Directories of two related servers, for the benchmark. TREES="A B" sets others, TREES= leaves them out.
 TREES ?= $$(scripts/two-servers || echo)
