@@ -11,7 +11,7 @@ JOBS ?= 2
 PYTEST = cd tests && ./python -m pytest -n $(JOBS) --dist worksteal --ignore=vm/test_native.py unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-density bench-life check check-host check-guest check-kvm check-libvirt check-ops \
+.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-native bench-density bench-life check check-host check-guest check-kvm check-libvirt check-ops \
 	check-guest-long check-all check-newest check-kernel-debug check-miri check-sim check-sim-long \
 	lint lint-rust lint-c lint-shell lint-python lint-prose lint-licence test-rust \
 	test-driver fuzz fuzz-guests clean
@@ -36,8 +36,9 @@ qemu: ## build QEMU with the vhost-user-tmem device, in the cache
 module: ## build guest-driver/virtio_tmem.ko for Debian's KERNEL=6.12 cloud kernel
 	$(MAKE) -C guest-driver KDIR="$$(tests/kernel prepare $(KERNEL) --key kdir)"
 
-demo: deps all ## run two VMs without the device, then with it and one pool, and compare them
-	$(PYTHON) tests/demo.py
+# NATIVE=1: user-mode Linux instead of QEMU.
+demo: $(if $(NATIVE),deps-test daemon,deps all) ## run two VMs without the device, then with it and one pool, and compare them; NATIVE=1: at native speed
+	NATIVE=$(NATIVE) $(PYTHON) tests/demo.py
 
 # Directories of two related servers, for the benchmark. TREES="A B" sets others, TREES= leaves them out.
 TREES ?= $$(scripts/two-servers || echo)
@@ -60,6 +61,9 @@ bench-vms: deps ## measure 256 VMs on one daemon: memory and CPU, many connectio
 
 bench-guest: deps all ## measure costs and gains of the guest driver; JSON=FILE writes the figures
 	$(PYTHON) tests/bench_guest.py
+
+bench-native: deps-test daemon ## measure driver and path in native guests (user-mode Linux); JSON=FILE writes the figures
+	JSON=$(JSON) $(PYTHON) tests/bench_native.py
 
 bench-density: deps all ## compare four VMs with one pool, with as much additional RAM, and with KSM (25 minutes, as root); JSON=FILE
 	$(PYTHON) tests/bench_density.py
@@ -191,7 +195,7 @@ lint-shell:
 lint-python:
 	cd tests && ./python -m ruff check . ../qemu-dev/tests ../scripts/lint-prose
 	cd tests && ./python -m ruff format --check . ../qemu-dev/tests ../scripts/lint-prose
-	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_density.py bench_life.py long.py conftest.py kernel unit vm
+	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_native.py bench_density.py bench_life.py long.py conftest.py kernel unit vm
 
 lint-prose:
 	scripts/lint-prose

@@ -28,6 +28,7 @@ from harness.daemon import Daemon
 from harness.disk import Disk
 from harness.guest import DiskStat, Guest
 from harness.kernel import Kernel
+from harness.native import NativeVm
 from harness.paths import TESTS, HarnessError, guest_program, host_binary, qemu_binary
 from harness.session import Session
 from harness.vm import MIB, Config, Tmem, Vm
@@ -79,6 +80,13 @@ DATA, UNHOOKED = "/data", "/unhooked"
 UNHOOKED_KIND = "ext3"
 
 
+def figure_text(value: float, unit: str) -> str:
+    """Returns a figure with as many digits as its unit and size need."""
+    if unit == "ratio":
+        return f"{value:.4f}"
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.2f}"
+
+
 @dataclass(frozen=True)
 class Row:
     """A figure of the report. `met` is None if there is no target."""
@@ -94,7 +102,7 @@ class Row:
     def cells(self) -> list[str]:
         low_high = f"{self.interval[0]:.3f}-{self.interval[1]:.3f}" if self.interval else ""
         verdict = {None: "", True: "met", False: "MISSED"}[self.met]
-        value = f"{self.value:.4f}" if self.unit == "ratio" else f"{self.value:,.0f}"
+        value = figure_text(self.value, self.unit)
         return [self.what, self.key, value, self.unit, low_high, self.target, verdict]
 
 
@@ -142,28 +150,33 @@ def contents(path: Path, size_bytes: int, source: random.Random) -> None:
             )
 
 
+def make_image(
+    path: Path, size_bytes: int, files: dict[str, int], source: random.Random, *options: str
+) -> Path:
+    """Creates an ext4 image with files of these names and sizes in bytes."""
+    tree = path.with_suffix(".tree")
+    tree.mkdir()
+    for name, file_bytes in files.items():
+        contents(tree / name, file_bytes, source)
+    disk.ext4(path, size_bytes, tree, *options)
+    shutil.rmtree(tree)
+    return path
+
+
 def make_disks(folder: Path) -> tuple[Path, Path]:
     """Returns the ext4 image with the files, and an image of a file system that is not hooked."""
-    tree = folder / "tree"
-    tree.mkdir()
     source = random.Random(SEED)
     sizes = {"stream": STREAM_BYTES, "set": SET_BYTES, "cached": CACHED_BYTES, "batch": BATCH_BYTES}
-    for name, size_bytes in sizes.items():
-        contents(tree / name, size_bytes, source)
-    data = disk.ext4(folder / "data.img", DISK_BYTES, tree)
-    for name in sizes:
-        (tree / name).unlink()
-    contents(tree / "file", UNHOOKED_BYTES, source)
-    contents(tree / "batch", BATCH_BYTES, source)
-    other = disk.ext4(folder / "other.img", UNHOOKED_DISK_BYTES, tree, "-t", UNHOOKED_KIND)
-    shutil.rmtree(tree)
-    return data, other
+    data = make_image(folder / "data.img", DISK_BYTES, sizes, source)
+    sizes = {"file": UNHOOKED_BYTES, "batch": BATCH_BYTES}
+    other = folder / "other.img"
+    return data, make_image(other, UNHOOKED_DISK_BYTES, sizes, source, "-t", UNHOOKED_KIND)
 
 
 class Machine:
     """A guest of the benchmark."""
 
-    def __init__(self, vm: Vm, cached: bool, icount: bool) -> None:
+    def __init__(self, vm: Vm | NativeVm, cached: bool, icount: bool = False) -> None:
         self.vm = vm
         self.cached = cached
         self.icount = icount
@@ -239,6 +252,52 @@ class Machine:
 
     def disk_stat(self) -> DiskStat:
         return self.guest.disk_stat("data")
+
+    def dropped(self, where: str) -> int:
+        """Returns the ticks to drop a file's pages, minus the ticks of a drop without pages."""
+        self.bench(f"seq {where}/batch")
+        before = self.stat("puts") if self.cached else 0
+        ticks = self.bench("drop")
+        if self.cached and where == DATA:
+            all_put(self.stat("puts") - before)
+        self.settle()
+        return ticks - self.bench("drop")
+
+    def micro(self, repeat: int, say: Callable[[int], None] | None = None) -> dict[str, float]:
+        """Returns medians of the driver's own micro-benchmarks, in ticks without loop and clock."""
+        runs: dict[str, list[float]] = {}
+        for number in range(repeat):
+            self.bench(f"seq {DATA}/cached")
+            self.guest.sh(f"echo {DATA}/cached >{MICRO}", SECONDS)
+            for line in self.guest.read(MICRO).splitlines():
+                name, median, most, operations = line.split()
+                runs.setdefault(name, []).append(int(median) / int(operations))
+                runs.setdefault(f"{name}_max", []).append(int(most) / int(operations))
+            if say:
+                say(number + 1)
+        out = {name: statistics.median(values) for name, values in runs.items()}
+        for name in ("xa_load", "miss_inode", "miss_far", "miss_near"):
+            out[name] -= out["empty"]
+        return out
+
+    def all_counters(self) -> dict[str, int]:
+        """Returns all counters of the driver."""
+        lines = self.guest.sh(f"cd {SYSFS}/stats && grep . *").splitlines()
+        return {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
+
+    def counters(self, before: dict[str, int] | None = None) -> dict[str, int]:
+        """Returns the driver's counters that are not 0, or their growth since `before`."""
+        old = before or {}
+        now = self.all_counters()
+        return {name: value - old.get(name, 0) for name, value in now.items() if value}
+
+
+def all_put(puts: int) -> None:
+    """Raises if the ring was full, because the measurement is then invalid."""
+    if puts < BATCH_BYTES // PAGE_BYTES * 0.95:
+        raise HarnessError(
+            f"only {puts} of {BATCH_BYTES // PAGE_BYTES} pages were put: the put ring was full"
+        )
 
 
 class Both:
@@ -357,7 +416,7 @@ class Bench:
             machine.remount()
             for _ in range(3):
                 machine.bench(f"seq {DATA}/set")
-        before_all = self.counters(pair.cached)
+        before_all = pair.cached.counters()
 
         def measure(machine: Machine, _: int) -> float:
             before, hits_before = machine.disk_stat(), 0
@@ -371,7 +430,7 @@ class Bench:
             return ticks
 
         paired = pair.in_turns(REPEAT_REREAD, measure, self.saying("re-read", REPEAT_REREAD))
-        self.details["reread_counters"] = moved = self.counters(pair.cached, before_all)
+        self.details["reread_counters"] = moved = pair.cached.counters(before_all)
         total = Paired([float(sum(sectors.cached))], [float(sum(sectors.plain))])
 
         # For comparison, the same amount is read from the page cache of the same guest.
@@ -416,13 +475,13 @@ class Bench:
         self.progress.step(f"random reads of 4 KiB, {RANDOM_READS} times {REPEAT_REREAD} each")
         for machine in (pair.cached, pair.plain):
             machine.bench(f"rand {DATA}/set {RANDOM_READS} {SEED}")
-        before = self.counters(pair.cached)
+        before = pair.cached.counters()
         paired = pair.in_turns(
             REPEAT_REREAD,
             lambda machine, number: machine.bench(f"rand {DATA}/set {RANDOM_READS} {number}"),
             self.saying("random reads", REPEAT_REREAD),
         )
-        self.details["random_counters"] = self.counters(pair.cached, before)
+        self.details["random_counters"] = pair.cached.counters(before)
         speedup = 1 / paired.ratio()
         low, high = paired.interval()
         self.rows.append(
@@ -440,7 +499,7 @@ class Bench:
         self.progress.step(f"reclaim of clean pages, {REPEAT_RECLAIM} times each")
 
         def dropped(machine: Machine, _: int) -> float:
-            return self.dropped(machine, DATA)
+            return machine.dropped(DATA)
 
         for machine in (pair.cached, pair.plain):
             machine.drop()
@@ -469,24 +528,6 @@ class Bench:
             ),
         ]
 
-    def dropped(self, machine: Machine, where: str) -> int:
-        """Returns the ticks to drop a file's pages, minus the ticks of a drop without pages."""
-        machine.bench(f"seq {where}/batch")
-        before = machine.stat("puts") if machine.cached else 0
-        ticks = machine.bench("drop")
-        if machine.cached and where == DATA:
-            self.all_put(machine.stat("puts") - before)
-        machine.settle()
-        return ticks - machine.bench("drop")
-
-    @staticmethod
-    def all_put(puts: int) -> None:
-        """Raises if the ring was full, because the measurement is then invalid."""
-        if puts < BATCH_BYTES // PAGE_BYTES * 0.95:
-            raise HarnessError(
-                f"only {puts} of {BATCH_BYTES // PAGE_BYTES} pages were put: the put ring was full"
-            )
-
     def unhooked(self, pair: Both) -> None:
         self.progress.step(f"a file system that is not hooked, {REPEAT_UNHOOKED} times each")
 
@@ -500,28 +541,13 @@ class Bench:
         what = "reading a file system that is not hooked: time with / without"
         self.rows.append(bounded("unhooked_ratio", what, paired, UNHOOKED_MAX))
 
-    def micro(self, machine: Machine, repeat: int) -> dict[str, float]:
-        """Returns medians of the driver's own micro-benchmarks, in ticks without loop and clock."""
-        runs: dict[str, list[float]] = {}
-        for _ in range(repeat):
-            machine.bench(f"seq {DATA}/cached")
-            machine.guest.sh(f"echo {DATA}/cached >{MICRO}", SECONDS)
-            for line in machine.guest.read(MICRO).splitlines():
-                name, median, most, operations = line.split()
-                runs.setdefault(name, []).append(int(median) / int(operations))
-                runs.setdefault(f"{name}_max", []).append(int(most) / int(operations))
-        out = {name: statistics.median(values) for name, values in runs.items()}
-        for name in ("xa_load", "miss_inode", "miss_far", "miss_near"):
-            out[name] -= out["empty"]
-        return out
-
     def micro_time(self, pair: Both) -> None:
         self.progress.step(f"look-ups that miss, {REPEAT_MICRO} times")
         machine = pair.cached
         machine.guest.sh("rmmod virtio_tmem", SECONDS)
         machine.load(TEST_MODULE)
         machine.serve()
-        out = self.micro(machine, REPEAT_MICRO)
+        out = machine.micro(REPEAT_MICRO)
         self.details["micro_ticks"] = out
         worst = max(out[name] for name in ("miss_inode", "miss_far", "miss_near"))
         ratio = worst / out["xa_load"]
@@ -541,24 +567,24 @@ class Bench:
             return
         self.progress.step("guest instructions (QEMU -icount)")
         pair = self.both("2", TEST_MODULE, icount=True)
-        out = self.micro(pair.cached, REPEAT_ICOUNT)
+        out = pair.cached.micro(REPEAT_ICOUNT)
         self.details["micro_instructions"] = out
         worst = max(out[name] for name in ("miss_inode", "miss_far", "miss_near"))
         pages = BATCH_BYTES // PAGE_BYTES
 
         def dropped(where: str) -> Callable[[Machine, int], float]:
-            return lambda machine, _: self.dropped(machine, where) / pages
+            return lambda machine, _: machine.dropped(where) / pages
 
         for machine in (pair.cached, pair.plain):
             machine.remount()
             for _ in range(2):
                 machine.bench(f"seq {DATA}/set")
-        before = self.counters(pair.cached)
+        before = pair.cached.counters()
         set_pages = SET_BYTES // PAGE_BYTES
         reread = pair.in_turns(
             2, lambda machine, _: machine.processor_ns(f"seq {DATA}/set") / set_pages
         )
-        self.details["icount_reread_counters"] = self.counters(pair.cached, before)
+        self.details["icount_reread_counters"] = pair.cached.counters(before)
         for _ in range(2):
             pair.plain.bench(f"seq {DATA}/cached")
         from_cache = pair.plain.processor_ns(f"seq {DATA}/cached") / (CACHED_BYTES // PAGE_BYTES)
@@ -664,14 +690,6 @@ class Bench:
         pair.cached.vm.check_console()
         pair.plain.vm.check_console()
 
-    @staticmethod
-    def counters(machine: Machine, before: dict[str, int] | None = None) -> dict[str, int]:
-        """Returns the driver's counters that are not 0, or their growth since `before`."""
-        lines = machine.guest.sh(f"cd {SYSFS}/stats && grep . *").splitlines()
-        now = {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
-        old = before or {}
-        return {name: value - old.get(name, 0) for name, value in now.items() if value}
-
     def run(self, only: list[str]) -> None:
         steps: dict[str, Callable[[Both], None]] = {
             "stream": self.stream,
@@ -696,14 +714,16 @@ class Bench:
         self.progress.step("done")
 
 
-def machine_text() -> str:
-    """Returns a description of the machine that ran the benchmark."""
-    model = "unknown processor"
+def processor_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return f"{os.cpu_count()} processors, {model}, Linux {platform.release()}"
+            return line.partition(":")[2].strip()
+    return "unknown processor"
+
+
+def machine_text() -> str:
+    """Returns a description of the machine that ran the benchmark."""
+    return f"{os.cpu_count()} processors, {processor_model()}, Linux {platform.release()}"
 
 
 REMARK = """

@@ -4,6 +4,9 @@
 Both read an operating-system tree over and over from a disk that is throttled to a cloud volume,
 first without the device, then with it and one pool for both. A table shows the difference. The
 SHA-256 of every file is compared with the host's, and any difference fails the demo.
+
+The machines are QEMU's. With --native they are user-mode Linux, which runs at the machine's own
+speed.
 """
 
 from __future__ import annotations
@@ -16,27 +19,40 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import disk, kernel, module
+from harness import disk, kernel, module, native
 from harness.daemon import Daemon, Tenant
 from harness.disk import Disk
 from harness.guest import Guest, Job
+from harness.native import NativeConfig, NativeVm
 from harness.paths import HarnessError, host_binary, qemu_binary
 from harness.session import Session
 from harness.vm import MIB, Config, Tmem, Vm
 
-RAM_BYTES = 256 * MIB
-WORKING_SET_BYTES = 400 * MIB
-POOL_SIZE = "512MiB"
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of each VM's RAM and working set, and of the pool for both."""
+
+    ram_bytes: int
+    set_bytes: int
+    pool: str
+
+
+SIZES = Sizes(256 * MIB, 400 * MIB, "512MiB")
+# In a native guest, opening a file costs more than reading it. With half of the files, the demo
+# takes less than two minutes.
+SIZES_NATIVE = Sizes(128 * MIB, 200 * MIB, "256MiB")
 ROUNDS = 4
 SHARED_FRACTION = 0.9  # fraction of each tree that all trees contain
 TREES = ("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/libexec", "/usr/share", "/usr/include")
 FILE_MAX_BYTES = 32 * MIB  # larger files are left out: one would be a tenth of the working set
+SECTOR_BYTES = 512
 SEED = 2026  # selects the files that the two trees do not share
 # Software emulation runs the guest ten times slower than hardware, so its deadline is longer.
 MODULE_PARAMETERS = "deadline_ms=200"
@@ -51,6 +67,9 @@ for round in $(seq {ROUNDS}); do
 	echo "$round"
 done
 """
+REMARK_NATIVE = """
+The guests are user-mode Linux: a real kernel at the machine's own speed, with one processor each.
+System calls and page faults of processes are much slower than on hardware."""
 REMARK = """
 Disk reads, hits and pool sizes are what a real host would see. Times are not: CPUs are emulated
 here, some ten times slower than hardware, and disks are not."""
@@ -109,7 +128,7 @@ def walk() -> Iterator[tuple[Path, int]]:
 
 
 def choose(
-    files: list[tuple[Path, int]], count: int = len(NAMES), set_bytes: int = WORKING_SET_BYTES
+    files: list[tuple[Path, int]], count: int = len(NAMES), set_bytes: int = SIZES.set_bytes
 ) -> list[list[Path]]:
     """Returns working sets. Each shares SHARED_FRACTION of its bytes with all others."""
     order = list(files)
@@ -172,8 +191,24 @@ def stat(guest: Guest, name: str) -> int:
     return int(guest.read(f"/sys/kernel/virtio_tmem/stats/{name}"))
 
 
+Machine = Vm | NativeVm
+
+
+def read_bytes(vm: Machine) -> int:
+    """Returns how many bytes the VM has read from its disk.
+
+    The count of a native guest is its kernel's own.
+    """
+    if isinstance(vm, NativeVm):
+        return vm.guest.disk_stat("data").read_sectors * SECTOR_BYTES
+    return int(vm.block_stat("data")["rd_bytes"])
+
+
 def watch(
-    jobs: dict[str, Job], vms: dict[str, Vm], out: dict[str, Measured], say: Callable[[str], None]
+    jobs: dict[str, Job],
+    vms: Mapping[str, Machine],
+    out: dict[str, Measured],
+    say: Callable[[str], None],
 ) -> None:
     """Shows the VMs' progress until all jobs are done, and records the seconds of each round.
 
@@ -190,7 +225,7 @@ def watch(
                 now = time.monotonic()
                 out[name].rounds.append(now - begin[name])
                 begin[name] = now
-            read = size_text(vms[name].block_stat("data")["rd_bytes"])
+            read = size_text(read_bytes(vms[name]))
             parts.append(f"{name}: round {min(done + 1, ROUNDS)}/{ROUNDS}, {read} from disk")
         say("; ".join(parts))
         time.sleep(POLL_SECONDS)
@@ -198,26 +233,33 @@ def watch(
         job.wait().check()
 
 
-def phase(
-    vms: dict[str, Vm], sums: dict[str, dict[str, str]], cached: bool, progress: Progress
-) -> dict[str, Measured]:
-    """Boots the VMs, reads the trees ROUNDS times, and then compares every checksum."""
-    out = {name: Measured() for name in vms}
+def boot(vms: Mapping[str, Machine], cached: bool) -> None:
+    """Boots the VMs, loads the driver if it is not built in, and mounts the trees."""
     for vm in vms.values():
-        vm.launch()
+        if isinstance(vm, Vm):
+            vm.launch()
     for vm in vms.values():
-        guest = vm.connect()
+        guest = vm.start() if isinstance(vm, NativeVm) else vm.connect()
         if cached:
-            guest.insmod("/virtio_tmem.ko", MODULE_PARAMETERS)
+            if isinstance(vm, Vm):
+                guest.insmod("/virtio_tmem.ko", MODULE_PARAMETERS)
             state = guest.read("/sys/kernel/virtio_tmem/state")
             if state.split(":")[0] != "on":
                 raise HarnessError(f"{vm.name}: the driver is '{state}', not on")
         guest.mount("data", "/data", options="ro")
-    before = {name: vm.block_stat("data")["rd_bytes"] for name, vm in vms.items()}
+
+
+def phase(
+    vms: Mapping[str, Machine], sums: dict[str, dict[str, str]], cached: bool, progress: Progress
+) -> dict[str, Measured]:
+    """Boots the VMs, reads the trees ROUNDS times, and then compares every checksum."""
+    out = {name: Measured() for name in vms}
+    boot(vms, cached)
+    before = {name: read_bytes(vm) for name, vm in vms.items()}
     jobs = {name: vm.guest.start(READ_ROUNDS, PHASE_SECONDS) for name, vm in vms.items()}
     watch(jobs, vms, out, progress.show)
     for name, vm in vms.items():
-        out[name].read_bytes = vm.block_stat("data")["rd_bytes"] - before[name]
+        out[name].read_bytes = read_bytes(vm) - before[name]
         if cached:
             out[name].gets, out[name].hits = stat(vm.guest, "gets"), stat(vm.guest, "hits")
     progress.show("comparing the SHA-256 of every file with the host's")
@@ -288,14 +330,18 @@ def pool_summary(pool: dict[str, Any]) -> str:
 
 
 def write_json(
-    path: Path, plain: dict[str, Measured], tmem: dict[str, Measured], pool: dict[str, Any]
+    path: Path,
+    ram_bytes: int,
+    plain: dict[str, Measured],
+    tmem: dict[str, Measured],
+    pool: dict[str, Any],
 ) -> None:
     keys = ("pages", "original_bytes", "held_bytes", "shared_pages")
     report = {
         "vms": [
             {
                 "name": name,
-                "ram_bytes": RAM_BYTES,
+                "ram_bytes": ram_bytes,
                 "seconds_without": round(plain[name].seconds, 2),
                 "seconds_with": round(tmem[name].seconds, 2),
                 "disk_read_bytes_without": plain[name].read_bytes,
@@ -311,11 +357,12 @@ def write_json(
     path.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def around(daemon: Daemon, vms: dict[str, Vm]) -> str:
+def around(daemon: Daemon, native_guests: bool) -> str:
     """Returns a text with commands to examine the VMs and the pool after the demo."""
+    command = "make demo NATIVE=1" if native_guests else "make demo"
     return f"""
 How to look around:
-  TMEM_KEEP=1 make demo                 keeps both VMs and the pool until you press Enter, then:
+  {"TMEM_KEEP=1 " + command:<38}keeps both VMs and the pool until you press Enter, then:
     host-daemon/target/release/tmemctl --socket {daemon.control} list
     host-daemon/target/release/tmemctl --socket {daemon.control} stats
   tests/run-vm --help                   boots a VM and runs a command in it
@@ -323,61 +370,84 @@ How to look around:
   README.md                             how to use it with your own VMs"""
 
 
-def run(json_path: Path | None, keep: bool) -> int:
+class Machines:
+    """Makes the VMs of a phase, of QEMU or native. Construction builds what they need."""
+
+    def __init__(self, native_guests: bool) -> None:
+        # A missing program is reported at once, not after minutes.
+        host_binary("tmemd"), host_binary("tmemctl")
+        self._native = native_guests
+        self.sizes = SIZES_NATIVE if native_guests else SIZES
+        if native_guests:
+            native.build()
+        else:
+            qemu_binary()
+            self._kernel = kernel.prepare("6.12")
+            self._driver = module.build(self._kernel)
+
+    def make(
+        self, session: Session, images: dict[str, Path], daemon: Daemon | None
+    ) -> dict[str, Machine]:
+        """Returns a VM for each image; with a daemon, the VMs have the device."""
+        return {name: self._make(session, name, path, daemon) for name, path in images.items()}
+
+    def _make(self, session: Session, name: str, image: Path, daemon: Daemon | None) -> Machine:
+        disks = [Disk("data", image, read_only=True, throttle=disk.CLOUD_VOLUME)]
+        socket = daemon.socket(name) if daemon else None
+        if self._native:
+            return session.native_vm(
+                NativeConfig(name=name, memory_bytes=self.sizes.ram_bytes, disks=disks, tmem=socket)
+            )
+        return session.vm(
+            Config(
+                kernel=self._kernel,
+                name=name,
+                memory_bytes=self.sizes.ram_bytes,
+                disks=disks,
+                tmem=Tmem(socket) if socket else None,
+                files={"/virtio_tmem.ko": self._driver} if socket else {},
+            )
+        )
+
+
+def run(json_path: Path | None, keep: bool, native_guests: bool) -> int:
     progress = Progress()
-    # A missing program is reported at once, not after minutes.
-    qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")
-    guest_kernel = kernel.prepare("6.12")
-    driver = module.build(guest_kernel)
+    machines = Machines(native_guests)
+    sizes = machines.sizes
     with Session() as session:
         progress.step(
-            f"two trees of {size_text(WORKING_SET_BYTES)} from this machine's /usr, as ext4 disks"
+            f"two trees of {size_text(sizes.set_bytes)} from this machine's /usr, as ext4 disks"
         )
         sums, images = {}, {}
+        chosen = choose(list(walk()), len(NAMES), sizes.set_bytes)
         trees = Trees(session.folder / "trees")
-        for name, files in zip(NAMES, choose(list(walk())), strict=True):
+        for name, files in zip(NAMES, chosen, strict=True):
             tree, sums[name] = trees.stage(name, files)
-            images[name] = disk.ext4(session.folder / f"{name}.img", 2 * WORKING_SET_BYTES, tree)
+            images[name] = disk.ext4(session.folder / f"{name}.img", 2 * sizes.set_bytes, tree)
         shutil.rmtree(session.folder / "trees")
 
-        def machines(daemon: Daemon | None) -> dict[str, Vm]:
-            return {
-                name: session.vm(
-                    Config(
-                        kernel=guest_kernel,
-                        name=name,
-                        memory_bytes=RAM_BYTES,
-                        disks=[
-                            Disk("data", images[name], read_only=True, throttle=disk.CLOUD_VOLUME)
-                        ],
-                        tmem=Tmem(daemon.socket(name)) if daemon else None,
-                        files={"/virtio_tmem.ko": driver} if daemon else {},
-                    )
-                )
-                for name in NAMES
-            }
-
         progress.step(
-            f"without: two VMs of {size_text(RAM_BYTES)}, each reads its tree {ROUNDS} times"
+            f"without: two VMs of {size_text(sizes.ram_bytes)}, each reads its tree {ROUNDS} times"
         )
-        vms = machines(None)
+        vms = machines.make(session, images, None)
         plain = phase(vms, sums, False, progress)
         for vm in vms.values():
             vm.stop()
 
-        progress.step(f"with: the same, and one pool of at most {POOL_SIZE} on the host for both")
+        progress.step(f"with: the same, and one pool of at most {sizes.pool} on the host for both")
         tenants = [Tenant(name, trust_domain="demo") for name in NAMES]
-        daemon = session.daemon(*tenants, pool_size=POOL_SIZE)
+        daemon = session.daemon(*tenants, pool_size=sizes.pool)
         daemon.start()
-        vms = machines(daemon)
+        vms = machines.make(session, images, daemon)
         tmem = phase(vms, sums, True, progress)
         pool = daemon.stats()["pool"]
         progress.step("done")
 
-        print(f"\n{summary(plain, tmem)}\n\n{pool_summary(pool)}\n{REMARK}")
-        print(around(daemon, vms))
+        print(f"\n{summary(plain, tmem)}\n\n{pool_summary(pool)}\n")
+        print(REMARK_NATIVE if native_guests else REMARK)
+        print(around(daemon, native_guests))
         if json_path:
-            write_json(json_path, plain, tmem, pool)
+            write_json(json_path, sizes.ram_bytes, plain, tmem, pool)
         if keep:
             input("\nThe VMs run. Press Enter to end them. ")
         equal = all(m.checksums_equal for m in (*plain.values(), *tmem.values()))
@@ -394,10 +464,16 @@ def main() -> int:
     parser.add_argument(
         "--keep", action="store_true", help="keep the VMs and the daemon running until Enter"
     )
+    parser.add_argument(
+        "--native",
+        action="store_true",
+        help="run user-mode Linux instead of QEMU; also NATIVE=1 make demo",
+    )
     arguments = parser.parse_args()
+    native_guests = arguments.native or bool(os.environ.get("NATIVE"))
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
     try:
-        return run(json_path, arguments.keep or bool(os.environ.get("TMEM_KEEP")))
+        return run(json_path, arguments.keep or bool(os.environ.get("TMEM_KEEP")), native_guests)
     except HarnessError as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1

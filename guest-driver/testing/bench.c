@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Micro-benchmarks for tests/bench_guest.py. Writing the path of a file whose
- * pages are in the page cache to the parameter test_bench runs them. Reading the parameter returns
- * the medians.
+ * Micro-benchmarks for tests/bench_guest.py and tests/bench_native.py. Writing the path of a file
+ * whose pages are in the page cache to the parameter test_bench runs them. Reading the parameter
+ * returns the medians.
  *
  * The clock is the TSC. It tells time on hardware and under plain emulation; under QEMU's -icount
  * it counts the instructions that the guest executed. The operations that are compared take turns,
@@ -31,11 +31,24 @@
 #define BENCH_LOOKUPS		64
 /* Puts in a sample: a quarter of the smallest batch that the feeder sends without waiting. */
 #define BENCH_PUTS		16
+/*
+ * Samples of the puts of a folio. They are fewer, because the host has to take all pages of a folio
+ * before the next one.
+ */
+#define BENCH_FOLIO_SAMPLES	256
+/*
+ * Pages that the puts of folios take in turn, in blocks of the largest folio. They are more than
+ * the processor's second cache holds, because reclaim takes pages that were not used lately.
+ */
+#define BENCH_COLD_PAGES	1024
+#define BENCH_FOLIO_ORDER_MAX	6
+#define BENCH_COLD_BLOCKS	(BENCH_COLD_PAGES >> BENCH_FOLIO_ORDER_MAX)
 /* Attempts at a put while the ring is full or the host has no pool yet, 1 ms apart. */
 #define BENCH_RETRIES		10000
-/* The inode whose pages are held, and an inode without held pages. */
+/* The inode whose pages are held, an inode without held pages, and the inode of folios. */
 #define BENCH_INO		12
 #define BENCH_INO_NONE		13
+#define BENCH_INO_FOLIO		14
 /* Every second page below this number is held. Look-ups of BENCH_MISS_FAR start at this number. */
 #define BENCH_HELD_END		4096
 
@@ -48,11 +61,22 @@ enum bench_kind {
 	BENCH_COPY,		/* copy_page() */
 	BENCH_COPY_CHECK,	/* copy of a put, which computes the content check */
 	BENCH_PUT,
+	BENCH_FOLIO_1,		/* puts of all pages of a folio, with interrupts off throughout */
+	BENCH_FOLIO_4,
+	BENCH_FOLIO_16,
+	BENCH_FOLIO_64,
 	NR_BENCH
 };
 
 static const char *const bench_name[NR_BENCH] = {
 	"empty", "xa_load", "miss_inode", "miss_far", "miss_near", "copy", "copy_check", "put",
+	"folio_1", "folio_4", "folio_16", "folio_64",
+};
+
+/* Operations in a sample. */
+static const unsigned int bench_operations[NR_BENCH] = {
+	BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, 1, 1, 1,
+	1, 4, 16, 64,
 };
 
 static DEFINE_MUTEX(bench_lock);
@@ -63,6 +87,8 @@ struct bench {
 	unsigned long nr_pages;
 	struct tmem_key key;
 	struct page *from, *to;
+	struct page *cold[BENCH_COLD_BLOCKS];
+	unsigned int next_cold;
 	struct rnd_state rnd;
 	pgoff_t index[BENCH_LOOKUPS];
 	u64 next_put;
@@ -70,6 +96,16 @@ struct bench {
 	u64 found;
 	u64 check;
 };
+
+/* Reads the TSC. On user-mode Linux get_cycles() is always 0. */
+static u64 bench_ticks(void)
+{
+#ifdef CONFIG_UML
+	return __builtin_ia32_rdtsc();
+#else
+	return get_cycles();
+#endif
+}
 
 static void bench_lookups(struct bench *bench, enum bench_kind kind, unsigned int at)
 {
@@ -88,7 +124,7 @@ static void bench_lookups(struct bench *bench, enum bench_kind kind, unsigned in
 	if (kind == BENCH_MISS_INODE)
 		key.ino = BENCH_INO_NONE;
 	local_irq_save(flags);
-	begin = get_cycles();
+	begin = bench_ticks();
 	switch (kind) {
 	case BENCH_XA_LOAD:
 		for (i = 0; i < BENCH_LOOKUPS; i++)
@@ -102,7 +138,7 @@ static void bench_lookups(struct bench *bench, enum bench_kind kind, unsigned in
 		for (i = 0; i < BENCH_LOOKUPS; i++)
 			found += tmem_held(&key, bench->index[i], 1, held);
 	}
-	bench->sample[kind][at] = get_cycles() - begin;
+	bench->sample[kind][at] = bench_ticks() - begin;
 	local_irq_restore(flags);
 	/* Counts look-ups with the wrong outcome, which would spoil the comparison. */
 	bench->found += kind == BENCH_XA_LOAD ? BENCH_LOOKUPS - found : found;
@@ -119,15 +155,15 @@ static int bench_puts(struct bench *bench, unsigned int at)
 	for (i = 0; i < BENCH_PUTS; i++) {
 		prandom_bytes_state(&bench->rnd, from, sizeof(u64));
 		local_irq_save(flags);
-		t[0] = get_cycles();
+		t[0] = bench_ticks();
 		copy_page(to, from);
-		t[1] = get_cycles();
+		t[1] = bench_ticks();
 		/* The sum is used; otherwise the compiler would leave the check out. */
 		bench->check += tmem_check_copy(&tmem_keys, to, from);
-		t[2] = get_cycles();
+		t[2] = bench_ticks();
 		put = tmem_put(&bench->key, bench->next_put * 2 % BENCH_HELD_END, bench->from,
 			       false);
-		t[3] = get_cycles();
+		t[3] = bench_ticks();
 		local_irq_restore(flags);
 		if (!put) {
 			if (!retries--)
@@ -144,6 +180,38 @@ static int bench_puts(struct bench *bench, unsigned int at)
 	return 0;
 }
 
+/*
+ * Puts the pages of a folio as hooks/put.c does. A folio of which the ring has no room for all
+ * pages is put again.
+ */
+static int bench_folio(struct bench *bench, enum bench_kind kind, unsigned int at)
+{
+	unsigned int pages = bench_operations[kind], i, taken, retries = BENCH_RETRIES;
+	struct tmem_key key = bench->key;
+	struct page *page;
+	unsigned long flags;
+	u64 begin;
+
+	key.ino = BENCH_INO_FOLIO;
+	do {
+		page = bench->cold[bench->next_cold >> BENCH_FOLIO_ORDER_MAX] +
+		       bench->next_cold % BIT(BENCH_FOLIO_ORDER_MAX);
+		taken = 0;
+		local_irq_save(flags);
+		begin = bench_ticks();
+		for (i = 0; i < pages; i++)
+			taken += tmem_put(&key, bench->next_cold + i, page + i, false);
+		bench->sample[kind][at] = bench_ticks() - begin;
+		local_irq_restore(flags);
+		if (taken == pages) {
+			bench->next_cold = (bench->next_cold + pages) % BENCH_COLD_PAGES;
+			return 0;
+		}
+		fsleep(USEC_PER_MSEC);
+	} while (retries--);
+	return -EAGAIN;
+}
+
 static int bench_compare(const void *a, const void *b)
 {
 	u64 x = *(const u64 *)a, y = *(const u64 *)b;
@@ -153,7 +221,7 @@ static int bench_compare(const void *a, const void *b)
 
 static int bench_measure(struct bench *bench)
 {
-	unsigned int i, kind;
+	unsigned int i, kind, samples;
 	int err;
 
 	/* The first puts fill the index; the later ones replace entries. */
@@ -170,10 +238,20 @@ static int bench_measure(struct bench *bench)
 	}
 	if (bench->found)
 		return -EBUSY;
+	for (kind = BENCH_FOLIO_1; kind < NR_BENCH; kind++) {
+		bench->next_cold = 0;
+		for (i = 0; i < BENCH_FOLIO_SAMPLES; i++) {
+			err = bench_folio(bench, kind, i);
+			if (err)
+				return err;
+			cond_resched();
+		}
+	}
 	for (kind = 0; kind < NR_BENCH; kind++) {
-		sort(bench->sample[kind], BENCH_SAMPLES, sizeof(u64), bench_compare, NULL);
-		bench_median[kind] = bench->sample[kind][BENCH_SAMPLES / 2];
-		bench_max[kind] = bench->sample[kind][BENCH_SAMPLES - 1];
+		samples = kind < BENCH_FOLIO_1 ? BENCH_SAMPLES : BENCH_FOLIO_SAMPLES;
+		sort(bench->sample[kind], samples, sizeof(u64), bench_compare, NULL);
+		bench_median[kind] = bench->sample[kind][samples / 2];
+		bench_max[kind] = bench->sample[kind][samples - 1];
 	}
 	return 0;
 }
@@ -195,6 +273,11 @@ static int bench_run(const char *path)
 		if (!bench->sample[i])
 			goto out;
 	}
+	for (i = 0; i < BENCH_COLD_BLOCKS; i++) {
+		bench->cold[i] = alloc_pages(GFP_KERNEL, BENCH_FOLIO_ORDER_MAX);
+		if (!bench->cold[i])
+			goto out;
+	}
 	if (!bench->from || !bench->to || IS_ERR_OR_NULL(bench->key.pool))
 		goto out;
 	file = filp_open(path, O_RDONLY, 0);
@@ -207,6 +290,9 @@ static int bench_run(const char *path)
 	/* A fixed seed, because no result depends on the numbers. */
 	prandom_seed_state(&bench->rnd, BENCH_INO);
 	prandom_bytes_state(&bench->rnd, page_address(bench->from), PAGE_SIZE);
+	for (i = 0; i < BENCH_COLD_BLOCKS; i++)
+		prandom_bytes_state(&bench->rnd, page_address(bench->cold[i]),
+				    PAGE_SIZE << BENCH_FOLIO_ORDER_MAX);
 	err = bench->nr_pages ? bench_measure(bench) : -EINVAL;
 	filp_close(file, NULL);
 out:
@@ -214,6 +300,9 @@ out:
 		tmem_pool_free(bench->key.pool);
 	for (i = 0; i < NR_BENCH; i++)
 		kvfree(bench->sample[i]);
+	for (i = 0; i < BENCH_COLD_BLOCKS; i++)
+		if (bench->cold[i])
+			__free_pages(bench->cold[i], BENCH_FOLIO_ORDER_MAX);
 	if (bench->from)
 		__free_page(bench->from);
 	if (bench->to)
@@ -245,8 +334,7 @@ static int get_bench(char *buffer, const struct kernel_param *param)
 	mutex_lock(&bench_lock);
 	for (i = 0; i < NR_BENCH; i++)
 		len += sysfs_emit_at(buffer, len, "%s %llu %llu %u\n", bench_name[i],
-				     bench_median[i], bench_max[i],
-				     i < BENCH_COPY ? BENCH_LOOKUPS : 1);
+				     bench_median[i], bench_max[i], bench_operations[i]);
 	mutex_unlock(&bench_lock);
 	return len;
 }

@@ -64,7 +64,7 @@ def digest_of(paths: Iterable[Path]) -> str:
 def driver_sources() -> list[Path]:
     """Returns the sources that APPLY copies into a kernel."""
     driver = ROOT / "guest-driver"
-    folders = (driver, driver / "core", driver / "hooks")
+    folders = (driver, driver / "core", driver / "hooks", driver / "testing")
     found = [path for folder in folders for path in folder.glob("*.[ch]")]
     found = [path for path in found if not path.name.endswith(".mod.c")]
     return [*found, driver / "Kbuild", APPLY.parent / "Kconfig", ROOT / "proto/virtio_tmem.h"]

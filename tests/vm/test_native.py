@@ -7,6 +7,7 @@ folios stay with QEMU: user-mode Linux has none of them.
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 
@@ -32,12 +33,15 @@ from driver import (
 from test_selftest import BLIND
 from test_torture import BROKEN, BROKEN_RANDOM, SCENARIOS, SMALL
 
+import bench_guest
+import bench_native
 from harness import disk, storage
 from harness.guest import Guest
 from harness.native import NativeConfig, NativeVm
 from harness.paths import TESTS, HarnessError, guest_program
 from harness.session import Session
 from harness.vm import MIB
+from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("host_programs")
 
@@ -274,3 +278,48 @@ def test_image_is_dropped_from_the_hosts_cache(tmp_path: Path) -> None:
     assert storage.cached_bytes(path) > 0
     storage.forget_cached(path)
     assert storage.cached_bytes(path) == 0
+
+
+def test_benchmark_measures_gets_and_puts(session: Session) -> None:
+    """The programs of bench_native.py: evicted blocks come from the pool, and puts are timed."""
+    daemon = start_daemon(session)
+    tree = session.folder / "tree"
+    tree.mkdir()
+    for name in ("blocks", "cached"):
+        (tree / name).write_bytes(random.Random(name).randbytes(4 * MIB))
+    image = disk.ext4(session.folder / "data.img", 64 * MIB, tree)
+    vm = session.native_vm(
+        NativeConfig(
+            disks=[disk.Disk("data", image)],
+            tmem=daemon.socket("vm1"),
+            files={bench_guest.BENCH: guest_program(TESTS / "guest/bench.c")},
+            parameters=PATIENT,
+        )
+    )
+    vm.start()
+    machine = bench_guest.Machine(vm, cached=True)
+    machine.guest.mount("data", bench_guest.DATA)
+    wait_state(machine.guest, "on")
+
+    def evict(name: str) -> int:
+        return int(machine.guest.sh(f"{bench_guest.BENCH} evict {bench_guest.DATA}/{name}", 60))
+
+    def served() -> bool:
+        return evict("cached") > 0 and machine.stat("puts") > 0
+
+    until(served, 60, "the driver serves the mount")
+    assert evict("blocks") == 1024
+    evict("cached")
+    before = machine.counters()
+    arguments = f"{bench_guest.DATA}/blocks 500 4096 1 {bench_guest.DATA}/cached 100"
+    text = machine.guest.sh(f"{bench_guest.BENCH} latency {arguments}", 60)
+    samples = bench_native.parse_latency(text)
+    counts = {kind: len(ticks) for kind, ticks in samples.items()}
+    assert counts == {"get": 500, "cached": 500, "empty": 500, "disk": 5}
+    assert machine.counters(before)["hits"] >= 500
+    middle = {kind: bench_native.percentile(ticks, 0.5) for kind, ticks in samples.items()}
+    assert 0 < middle["empty"] < middle["cached"] < middle["get"], middle
+    ticks = machine.micro(1)
+    assert 0 < ticks["copy"] < ticks["put"], ticks
+    for pages in bench_native.FOLIO_PAGES:
+        assert ticks[f"folio_{pages}"] > ticks["copy"], ticks

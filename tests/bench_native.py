@@ -1,0 +1,635 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Measures driver and path at native speed: `make bench-native`, docs/benchmarks/native.md.
+
+Guests are user-mode Linux, so driver, daemon and disks run at the machine's own speed. Each step
+measures its peers in the same run and in turns: a read from the page cache, a read from a throttled
+disk, and a system call that does nothing. The clock is the TSC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from bench_guest import (
+    BATCH_BYTES,
+    BENCH,
+    DATA,
+    PAGE_BYTES,
+    SECONDS,
+    SEED,
+    UNHOOKED,
+    UNHOOKED_KIND,
+    Both,
+    Machine,
+    Row,
+    make_image,
+    processor_model,
+)
+from demo import Progress, table
+from harness import disk, native
+from harness.daemon import Daemon
+from harness.disk import Disk
+from harness.native import NativeConfig, NativeVm
+from harness.paths import TESTS, HarnessError, guest_program, host_binary
+from harness.session import Session
+from harness.vm import MIB
+
+RAM_BYTES = 192 * MIB
+POOL_BYTES = 512 * MIB  # for each guest
+SET_BYTES = 288 * MIB  # 1.5 times the RAM; it fits RAM and pool
+CACHED_BYTES = 32 * MIB  # small enough to stay in the page cache
+BLOCKS_BYTES = 64 * MIB  # read in random order, one size of blocks at a time
+FILLER_BYTES = 4 * MIB  # more than the put ring has, so no later get is answered from the ring
+DATA_DISK_BYTES = 512 * MIB
+OTHER_DISK_BYTES = 112 * MIB
+WINDOW_BYTES = 128 << 10  # the default readahead
+GUESTS = (1, 2, 4)  # numbers of guests that read at the same time
+
+# Numbers of repetitions, and of blocks that each repetition reads.
+REPEAT_BOOT = 9
+REPEAT_LATENCY = 9
+PAGES = 2000
+WINDOWS = 500
+PAGES_PER_DISK_READ = 20
+WINDOWS_PER_DISK_READ = 10
+REPEAT_MICRO = 9
+REPEAT_RECLAIM = 31
+REPEAT_REREAD = 9
+GUEST_ROUNDS = 5
+
+QUICK = 5  # divides all repetitions with --quick
+STEPS = ("boot", "latency", "put", "reread", "guests")
+# Comparing hits with the disk is switched off: it would read the disk while a get is measured.
+PARAMETERS = "verify_every=0"
+# While single gets are measured, a late answer is waited for. Otherwise the reader would give up
+# and read the disk, which is another figure.
+PARAMETERS_LATENCY = "verify_every=0 deadline_ms=1000"
+HIT_SHARE_MIN = 0.99
+SIZES = {"4k": "page of 4 KiB", "128k": "window of 128 KiB"}
+FOLIO_PAGES = (1, 4, 16, 64)
+WHERE = {"get": "from the pool", "cached": "from the page cache", "disk": "from the disk"}
+COMMON = {"p50": 0.5, "p99": 0.99}
+PERCENTILES = {**COMMON, "p999": 0.999}
+GIB = 1 << 30
+REASONS = ("puts_dropped_", "puts_skipped_")
+REFUSALS = "refused_"
+
+
+def percentile(values: Iterable[float], fraction: float) -> float:
+    """Returns the value below or at which this fraction of the values is (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+
+
+def parse_latency(text: str) -> dict[str, list[int]]:
+    """Returns the ticks of each kind from the output of `bench latency`."""
+    out = {}
+    for line in text.splitlines():
+        name, *ticks = line.split()
+        out[name] = [int(word) for word in ticks]
+    return out
+
+
+def latency_rows(size: str, samples: dict[str, list[int]], ticks_per_us: float) -> list[Row]:
+    """Returns the percentiles of gets and their peers.
+
+    The cost of an empty system call is subtracted from those of 4 KiB.
+    """
+    what = SIZES[size]
+    us = {kind: [ticks / ticks_per_us for ticks in values] for kind, values in samples.items()}
+    empty = percentile(us["empty"], 0.5)
+    less = empty if size == "4k" else 0.0
+    how = ", without the system call" if less else ""
+    most = {"get_4k_p50_us": 15.0, "get_4k_p99_us": 60.0}
+    rows = []
+    for kind, where in WHERE.items():
+        for name, fraction in PERCENTILES.items() if kind == "get" else COMMON.items():
+            key = f"{kind}_{size}_{name}_us"
+            value = percentile(us[kind], fraction) - less
+            target, met = "reported", None
+            if key in most:
+                target, met = f"<= {most[key]:.0f}", value <= most[key]
+            rows.append(Row(key, f"{what} {where}, {fraction:.1%}{how}", value, "µs", target, met))
+    for name, fraction in COMMON.items():
+        key = f"syscall_{size}_{name}_us"
+        value = percentile(us["empty"], fraction)
+        rows.append(Row(key, f"  empty system call beside it, {fraction:.1%}", value, "µs"))
+    return rows
+
+
+def dropped_rows(guests: int, change: dict[str, int]) -> list[Row]:
+    """Returns pages that were not put, by reason, and their share of the pages offered.
+
+    `change` has the growth of the driver's counters, and of tmemd's counters of refused puts.
+    """
+    refused = {name: value for name, value in change.items() if name.startswith(REFUSALS)}
+    counts = {name: value for name, value in change.items() if name.startswith(REASONS)}
+    lost = sum(counts.values()) + change.get("puts_refused", 0)
+    offered = change["puts"] + sum(counts.values())
+    text = f"{guests} guest{'s' if guests > 1 else ''}"
+    rows = [
+        Row(f"offered_{guests}_guests", f"{text}: pages offered to the driver", offered, "pages"),
+        Row(
+            f"lost_share_{guests}_guests",
+            "  share of them that did not reach the pool",
+            lost / offered if offered else 0.0,
+        ),
+    ]
+    for name in (*sorted(counts), "puts_refused", *sorted(refused)):
+        value = change.get(name, 0)
+        rows.append(Row(f"{name}_{guests}_guests", f"  {name}", value, "pages"))
+    return rows
+
+
+def shown(rows: list[Row]) -> list[Row]:
+    """Returns the rows for the table, without reasons for which no page was dropped."""
+    return [row for row in rows if row.value or not row.key.startswith(("puts_", REFUSALS))]
+
+
+def flat(rows: list[Row], facts: dict[str, Any]) -> dict[str, Any]:
+    """Returns the figures and the facts of the machine as one flat object."""
+    out: dict[str, Any] = {}
+    for row in rows:
+        if not math.isfinite(row.value):
+            raise HarnessError(f"{row.key} is {row.value}")
+        if row.key in out:
+            raise HarnessError(f"two figures have the key {row.key}")
+        out[row.key] = round(row.value, 5)
+    out["missed"] = " ".join(row.key for row in rows if row.met is False)
+    return out | facts
+
+
+def refusals(daemon: Daemon) -> dict[str, int]:
+    """Returns the puts that tmemd has refused for all its VMs, by reason."""
+    out: dict[str, int] = {}
+    for vm in daemon.stats()["vms"]:
+        for name, value in vm.items():
+            if name.startswith(REFUSALS):
+                out[name] = out.get(name, 0) + value
+    return out
+
+
+def host_times() -> tuple[float, float]:
+    """Returns the ticks of all processors of this machine, and those that the host above took."""
+    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return float(sum(fields)), float(fields[7])  # proc(5): the eighth field is "steal"
+
+
+class HostPart:
+    """Growth of a VM's statistics at tmemd."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._before = self._now()
+
+    def _now(self) -> dict[str, float]:
+        stats = self._daemon.stats()
+        vm = stats["vms"][0]
+        return {
+            "puts": vm["puts"],
+            "gets": vm["gets"],
+            "put_ns": vm["put_latency"]["sum_ns"],
+            "get_ns": vm["get_latency"]["sum_ns"],
+            "finalize_ns": stats["daemon"]["cpu_finalize_ms"] * 1e6,
+        }
+
+    def per_page(self, time: str, pages: str) -> float:
+        """Returns nanoseconds for each page since the object was made."""
+        now = self._now()
+        return (now[time] - self._before[time]) / ((now[pages] - self._before[pages]) or math.nan)
+
+
+class Bench:
+    """One run of the benchmark. Each step appends its rows."""
+
+    def __init__(self, session: Session, progress: Progress, divisor: int = 1) -> None:
+        self.session = session
+        self.progress = progress
+        self.divisor = divisor
+        self.rows: list[Row] = []
+        self.facts: dict[str, Any] = {}
+        self.ticks_per_us = 0.0
+        self._shown = 0
+        self._files = {BENCH: guest_program(TESTS / "guest/bench.c")}
+        native.build()
+        progress.step("disks: ext4 and ext3, each of 3,000 IOPS and 125 MB/s")
+        source = random.Random(SEED)
+        sizes = {
+            "set": SET_BYTES,
+            "cached": CACHED_BYTES,
+            "batch": BATCH_BYTES,
+            "blocks": BLOCKS_BYTES,
+            "filler": FILLER_BYTES,
+        }
+        self.data = make_image(session.folder / "data.img", DATA_DISK_BYTES, sizes, source)
+        sizes = {"blocks": BLOCKS_BYTES, "batch": BATCH_BYTES}
+        path = session.folder / "other.img"
+        self.other = make_image(path, OTHER_DISK_BYTES, sizes, source, "-t", UNHOOKED_KIND)
+
+    def times(self, count: int) -> int:
+        return max(1, count // self.divisor)
+
+    def saying(self, what: str, repeat: int) -> Callable[[int], None]:
+        return lambda number: self.progress.show(f"{what}: {number} of {repeat}")
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Appends rows and prints them at once."""
+        self.rows += rows
+        for row in shown(self.rows[self._shown :]):
+            self.progress.step("  " + "  ".join(cell for cell in row.cells()[1:] if cell))
+        self._shown = len(self.rows)
+
+    def daemon(self, *names: str) -> Daemon:
+        size = f"{POOL_BYTES * len(names) // MIB}MiB"
+        daemon = self.session.daemon(*names, pool_size=size)
+        daemon.start()
+        return daemon
+
+    def vm(self, name: str, daemon: Daemon | None, parameters: str = PARAMETERS) -> NativeVm:
+        def of(disk_name: str, path: Path) -> Disk:
+            return Disk(disk_name, path, read_only=True, throttle=disk.CLOUD_VOLUME)
+
+        config = NativeConfig(
+            name=name,
+            memory_bytes=RAM_BYTES,
+            disks=[of("data", self.data), of("other", self.other)],
+            tmem=daemon.socket(name) if daemon else None,
+            files=self._files,
+            parameters=parameters if daemon else "",
+        )
+        return self.session.native_vm(config)
+
+    def machine(self, name: str, daemon: Daemon | None, parameters: str = PARAMETERS) -> Machine:
+        """Boots a guest and mounts its disks."""
+        machine = Machine(self.vm(name, daemon, parameters), daemon is not None)
+        machine.vm.start()
+        machine.guest.mount("other", UNHOOKED, UNHOOKED_KIND, "ro")
+        machine.mount()
+        if not self.ticks_per_us:
+            self._measure_clock(machine)
+        return machine
+
+    def _measure_clock(self, machine: Machine) -> None:
+        speeds = []
+        for _ in range(3):
+            _, ticks, nanoseconds = machine.guest.sh(f"{BENCH} clock").split()
+            speeds.append(int(ticks) / int(nanoseconds) * 1000)
+        self.ticks_per_us = statistics.median(speeds)
+        self.facts["tsc_mhz"] = round(self.ticks_per_us, 1)
+        self.facts["guest_kernel"] = machine.guest.sh("uname -r").strip()
+
+    # Steps
+
+    def boot(self) -> None:
+        repeat = self.times(REPEAT_BOOT)
+        self.progress.step(f"boot with the device and two disks, {repeat} times")
+        names = [f"boot{number}" for number in range(repeat)]
+        daemon = self.daemon(*names)
+        seconds = []
+        for number, name in enumerate(names):
+            vm = self.vm(name, daemon)
+            guest = vm.start()
+            began = time.monotonic()
+            guest.sh("true")
+            seconds.append(vm.boot_seconds + time.monotonic() - began)
+            vm.stop()
+            self.saying("boot", repeat)(number + 1)
+        daemon.stop()
+        middle = statistics.median(seconds)
+        what = "start of a guest until its shell answers"
+        self.add(
+            [
+                Row("boot_s", what, middle, "s", "<= 3", middle <= 3),
+                Row("boot_max_s", "  slowest", max(seconds), "s"),
+            ]
+        )
+
+    def latency(self) -> None:
+        daemon = self.daemon("latency")
+        machine = self.machine("latency", daemon, PARAMETERS_LATENCY)
+        repeat = self.times(REPEAT_LATENCY)
+        put_ns, finalize_ns = [], []
+        for size, block_bytes, count, every in (
+            ("4k", PAGE_BYTES, PAGES, PAGES_PER_DISK_READ),
+            ("128k", WINDOW_BYTES, WINDOWS, WINDOWS_PER_DISK_READ),
+        ):
+            self.progress.step(f"gets, each a {SIZES[size]}, {repeat} times {count}")
+            samples: dict[str, list[int]] = {}
+            get_ns, wait_us, pages, hits = [], [], 0, 0
+            for number in range(repeat):
+                part = HostPart(daemon)
+                self._evict(machine)
+                put_ns.append(part.per_page("put_ns", "puts"))
+                finalize_ns.append(part.per_page("finalize_ns", "puts"))
+                part, before = HostPart(daemon), machine.counters()
+                blocks = f"{count} {block_bytes} {number} {UNHOOKED}/blocks {every}"
+                text = machine.guest.sh(f"{BENCH} latency {DATA}/blocks {blocks}", SECONDS)
+                for kind, ticks in parse_latency(text).items():
+                    samples.setdefault(kind, []).extend(ticks)
+                change = machine.counters(before)
+                get_ns.append(part.per_page("get_ns", "gets"))
+                wait_us.append(change["get_waits_ns"] / change["requests_get"] / 1000)
+                pages += count * block_bytes // PAGE_BYTES
+                hits += change["hits"] - change.get("ring_hits", 0)
+                self.saying("gets", repeat)(number + 1)
+            if hits < pages * HIT_SHARE_MIN:
+                raise HarnessError(
+                    f"only {hits} of {pages} pages came from the pool, so the times are not those "
+                    f"of gets: {machine.counters()}"
+                )
+            self.add(
+                [
+                    *latency_rows(size, samples, self.ticks_per_us),
+                    Row(
+                        f"get_{size}_wait_us",
+                        "  wait of the reader for the host, mean of a request",
+                        statistics.median(wait_us),
+                        "µs",
+                    ),
+                    Row(
+                        f"host_get_{size}_ns",
+                        "  host's part of it, for each page",
+                        statistics.median(get_ns),
+                        "ns",
+                    ),
+                    Row(f"get_{size}_hit_share", "  pages that came from the host", hits / pages),
+                ]
+            )
+            self.facts[f"get_{size}_samples"] = len(samples["get"])
+        self.add(
+            [
+                Row(
+                    "host_put_ns",
+                    "host's part of a put, for each page",
+                    statistics.median(put_ns),
+                    "ns",
+                ),
+                Row(
+                    "host_finalize_ns",
+                    "  later, in the background: equal pages, lz4",
+                    statistics.median(finalize_ns),
+                    "ns",
+                ),
+            ]
+        )
+        self._end(machine, daemon)
+
+    def _evict(self, machine: Machine) -> None:
+        """Moves all pages of the file of blocks to the pool, and none of them into the put ring."""
+        machine.serve()
+        before = machine.counters()
+        pages = machine.guest.sh(f"{BENCH} evict {DATA}/blocks", SECONDS)
+        machine.guest.sh(f"{BENCH} evict {DATA}/filler", SECONDS)
+        change = machine.counters(before)
+        # Pages of the file that were in the page cache at first are put in one burst, and those
+        # that find no room are read again.
+        if change.get("puts_stored", 0) < int(pages):
+            raise HarnessError(f"fewer than {pages.strip()} pages are stored: {change}")
+
+    def put(self) -> None:
+        daemon = self.daemon("put")
+        machine = self.machine("put", daemon)
+        repeat = self.times(REPEAT_MICRO)
+        self.progress.step(f"puts with interrupts off, {repeat} times")
+        ticks = machine.micro(repeat, self.saying("puts", repeat))
+        ns = {name: value / self.ticks_per_us * 1000 for name, value in ticks.items()}
+        rows = [
+            Row(
+                "put_ns_guest",
+                "driver's part of a put, of a page that is not in the processor's cache",
+                ns["folio_1"],
+                "ns",
+                "<= 900",
+                ns["folio_1"] <= 900,
+            ),
+            Row("put_hot_ns", "  of a page that is in the processor's cache", ns["put"], "ns"),
+            Row("copy_check_ns", "    its copy with content check", ns["copy_check"], "ns"),
+            Row("copy_ns", "    a bare copy_page()", ns["copy"], "ns"),
+        ]
+        for pages in FOLIO_PAGES:
+            what = f"interrupts off for each page, folio of {pages}"
+            rows.append(Row(f"locked_{pages}_ns", what, ns[f"folio_{pages}"], "ns"))
+        whole = ns[f"folio_{FOLIO_PAGES[-1]}"] * FOLIO_PAGES[-1] / 1000
+        rows.append(
+            Row("locked_64_us", "  all of a folio of 64 pages, the largest put", whole, "µs")
+        )
+        self.add(rows)
+        self._reclaim(machine)
+        self._end(machine, daemon)
+
+    def _reclaim(self, machine: Machine) -> None:
+        repeat = self.times(REPEAT_RECLAIM)
+        self.progress.step(f"reclaim of 1 MiB of clean pages, {repeat} times each")
+        ticks: dict[str, list[float]] = {DATA: [], UNHOOKED: []}
+        machine.drop()
+        for number in range(repeat):
+            for where in (DATA, UNHOOKED) if number % 2 else (UNHOOKED, DATA):
+                ticks[where].append(machine.dropped(where) / (BATCH_BYTES // PAGE_BYTES))
+        with_put, without = (
+            statistics.median(ticks[where]) / self.ticks_per_us * 1000 for where in (DATA, UNHOOKED)
+        )
+        self.add(
+            [
+                Row(
+                    "reclaim_put_ns",
+                    "all that the driver adds to the reclaim of a page",
+                    with_put - without,
+                    "ns",
+                ),
+                Row("reclaim_ns", "  reclaim without a put", without, "ns"),
+            ]
+        )
+
+    def reread(self) -> None:
+        repeat = self.times(REPEAT_REREAD)
+        self.progress.step(f"re-reads of {SET_BYTES // MIB} MiB, {repeat} times each")
+        daemon = self.daemon("with")
+        pair = Both(self.machine("with", daemon), self.machine("without", None))
+        for machine in (pair.cached, pair.plain):
+            for _ in range(2):
+                machine.bench(f"seq {DATA}/set")
+        cached_ticks, hits, sectors = [], [], []
+        set_pages = SET_BYTES // PAGE_BYTES
+
+        def measure(machine: Machine, _: int) -> float:
+            before = machine.counters() if machine.cached else {}
+            disk_before = machine.disk_stat()
+            ticks = machine.bench(f"seq {DATA}/set")
+            if machine.cached:
+                hits.append(machine.counters(before).get("hits", 0) / set_pages)
+                read = (machine.disk_stat() - disk_before).read_sectors
+                sectors.append(read * 512 / SET_BYTES)
+            return ticks
+
+        paired = pair.in_turns(repeat, measure, self.saying("re-read", repeat))
+        pair.cached.bench(f"seq {DATA}/cached")
+        for _ in range(repeat + 1):
+            cached_ticks.append(pair.cached.bench(f"seq {DATA}/cached"))
+
+        def rate(size_bytes: int, ticks: Iterable[float]) -> float:
+            return size_bytes / GIB / (statistics.median(ticks) / self.ticks_per_us / 1e6)
+
+        found = rate(SET_BYTES, paired.cached)
+        self.add(
+            [
+                Row(
+                    "seq_reread_gib_per_s",
+                    "re-read of 1.5 times the RAM from RAM and pool",
+                    found,
+                    "GiB/s",
+                    ">= 0.8",
+                    found >= 0.8,
+                ),
+                Row("seq_reread_hit_share", "  pages from the pool", statistics.median(hits)),
+                Row("seq_reread_disk_share", "  bytes from the disk", statistics.median(sectors)),
+                Row(
+                    "seq_disk_gib_per_s",
+                    "  without the device, from the throttled disk",
+                    rate(SET_BYTES, paired.plain),
+                    "GiB/s",
+                ),
+                Row(
+                    "seq_pagecache_gib_per_s",
+                    "  from the page cache",
+                    rate(CACHED_BYTES, cached_ticks[1:]),
+                    "GiB/s",
+                ),
+            ]
+        )
+        pair.plain.vm.check_console()
+        pair.plain.vm.stop()
+        self._end(pair.cached, daemon)
+
+    def guests(self) -> None:
+        rounds = self.times(GUEST_ROUNDS)
+        for count in GUESTS:
+            self.progress.step(f"{count} guests re-read {SET_BYTES // MIB} MiB {rounds} times each")
+            names = [f"guest{count}{number}" for number in range(count)]
+            daemon = self.daemon(*names)
+            machines = [self.machine(name, daemon) for name in names]
+            self._together(machines, 2)
+            before = [machine.counters() for machine in machines]
+            refused = refusals(daemon)
+            seconds = self._together(machines, rounds)
+            for machine in machines:
+                machine.settle()
+            change = {name: value - refused[name] for name, value in refusals(daemon).items()}
+            for machine, old in zip(machines, before, strict=True):
+                # All counters, also those that did not grow, so that each run has the same keys.
+                for name, value in machine.all_counters().items():
+                    change[name] = change.get(name, 0) + value - old.get(name, 0)
+            rate = count * rounds * SET_BYTES / GIB / seconds
+            what = "all together"
+            self.add(
+                [
+                    *dropped_rows(count, change),
+                    Row(f"reread_{count}_guests_gib_per_s", f"  {what}", rate, "GiB/s"),
+                    Row(
+                        f"late_{count}_guests",
+                        "  gets that were later than the deadline",
+                        change["misses_late"] + change["misses_tripped"],
+                        "pages",
+                    ),
+                ]
+            )
+            for machine in machines:
+                machine.vm.check_console()
+                machine.vm.stop()
+            daemon.stop()
+
+    @staticmethod
+    def _together(machines: list[Machine], rounds: int) -> float:
+        """All guests read their sets; returns the seconds until the last one is done."""
+        script = f"for round in $(seq {rounds}); do {BENCH} seq {DATA}/set || exit 1; done"
+        began = time.monotonic()
+        jobs = [machine.guest.start(script, SECONDS) for machine in machines]
+        for job in jobs:
+            job.wait().check()
+        return time.monotonic() - began
+
+    @staticmethod
+    def _end(machine: Machine, daemon: Daemon) -> None:
+        machine.vm.check_console()
+        machine.vm.stop()
+        daemon.stop()
+
+    def run(self, only: list[str]) -> None:
+        load, times = os.getloadavg()[0], host_times()
+        for name in STEPS:
+            if not only or name in only:
+                getattr(self, name)()
+        total, stolen = (now - then for now, then in zip(host_times(), times, strict=True))
+        self.facts |= {
+            "processor": processor_model(),
+            "processors": os.cpu_count(),
+            "host_kernel": platform.release(),
+            "nice": os.nice(0),
+            "load_1min_before": round(load, 2),
+            "load_1min_after": round(os.getloadavg()[0], 2),
+            "steal_share": round(stolen / total, 4) if total else 0.0,
+        }
+        self.progress.step("done")
+
+
+def conditions(facts: dict[str, Any]) -> str:
+    """Returns a line on the machine, its load and the guest."""
+    return (
+        f"{facts['processors']} processors, {facts['processor']}, Linux {facts['host_kernel']}; "
+        f"load average {facts['load_1min_before']} before and {facts['load_1min_after']} after, "
+        f"{facts['steal_share']:.1%} stolen; guest {facts.get('guest_kernel', 'not measured')}"
+    )
+
+
+def report(rows: list[Row]) -> str:
+    """Returns the table of all figures. Rows of this benchmark have no intervals."""
+    head = ["", "key", "value", "unit", "target", ""]
+    lines = [row.cells() for row in shown(rows)]
+    return table([head, *([*cells[:4], *cells[5:]] for cells in lines)])
+
+
+REMARK = """
+Guests are user-mode Linux with one processor: a kick is a write to an eventfd, an interrupt is a
+signal, and a system call stops the process with ptrace. There are no exits and no large folios."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures to this file; also JSON=PATH")
+    parser.add_argument(
+        "--only", nargs="*", default=[], choices=STEPS, help="run only these steps", metavar="STEP"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"repeat only 1/{QUICK} as often, for a test"
+    )
+    arguments = parser.parse_args()
+    json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
+    try:
+        # A missing program is reported at once, not after minutes.
+        host_binary("tmemd"), host_binary("tmemctl")
+        with Session() as session:
+            bench = Bench(session, Progress(), QUICK if arguments.quick else 1)
+            bench.run(arguments.only)
+            figures = report(bench.rows)
+            print(f"\n{conditions(bench.facts)}\n\n{figures}\n{REMARK}")
+            if json_path:
+                found = flat(bench.rows, bench.facts)
+                json_path.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    except HarnessError as error:
+        print(f"\nbench-native: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

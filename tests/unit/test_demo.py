@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Working sets, table and report of the demo, for QEMU's and for native guests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import demo
+from harness.native import NativeVm
+from harness.paths import HarnessError
+from harness.vm import MIB
+
+pytestmark = pytest.mark.smoke
+
+POOL = {"pages": 10, "original_bytes": 40960, "held_bytes": 4096, "shared_pages": 3}
+
+
+def measured(read: int, hits: int) -> demo.Measured:
+    return demo.Measured([1.0, 2.0, 3.0, 4.0], read, True, hits + 1, hits)
+
+
+@pytest.mark.parametrize("sizes", [demo.SIZES, demo.SIZES_NATIVE])
+def test_working_set_exceeds_the_ram_and_fits_ram_and_pool(sizes: demo.Sizes) -> None:
+    pool_bytes = int(sizes.pool.removesuffix("MiB")) * MIB
+    assert sizes.set_bytes > 1.5 * sizes.ram_bytes
+    assert sizes.set_bytes < sizes.ram_bytes + pool_bytes
+
+
+def test_working_sets_share_most_of_their_files() -> None:
+    files = [(Path(f"/usr/share/{number}"), MIB) for number in range(400)]
+    one, other = (set(tree) for tree in demo.choose(files, 2, 200 * MIB))
+    assert abs(len(one) - 200) <= 1 and abs(len(other) - 200) <= 1
+    assert len(one & other) == 200 * demo.SHARED_FRACTION
+    with pytest.raises(HarnessError, match="too small"):
+        demo.choose(files[:100], 2, 200 * MIB)
+
+
+def test_bytes_of_a_native_guests_disk_are_its_sectors() -> None:
+    class Stub(NativeVm):
+        def __init__(self) -> None:
+            pass
+
+        @property
+        def guest(self) -> Any:
+            return SimpleNamespace(disk_stat=lambda name: SimpleNamespace(read_sectors=10))
+
+    assert demo.read_bytes(Stub()) == 5120
+
+
+def test_report_and_table_have_both_vms(tmp_path: Path) -> None:
+    plain = {name: measured(4 << 30, 0) for name in demo.NAMES}
+    tmem = {name: measured(1 << 30, 262144) for name in demo.NAMES}
+    path = tmp_path / "demo.json"
+    demo.write_json(path, 128 * MIB, plain, tmem, POOL)
+    report = json.loads(path.read_text())
+    assert [vm["ram_bytes"] for vm in report["vms"]] == [128 * MIB] * 2
+    assert report["vms"][0]["seconds_with"] == 10 and report["pool"] == POOL
+    text = demo.summary(plain, tmem)
+    assert "262,144 = 1.00 GiB" in text and "both with" in text and "DIFFER" not in text
+    tmem["web1"].checksums_equal = False
+    assert "DIFFER" in demo.summary(plain, tmem)
+
+
+@pytest.mark.parametrize(
+    "native, command", [(True, "TMEM_KEEP=1 make demo NATIVE=1"), (False, "TMEM_KEEP=1 make demo ")]
+)
+def test_hints_name_the_command_of_the_guests(native: bool, command: str) -> None:
+    daemon: Any = SimpleNamespace(control="/run/control")
+    assert command in demo.around(daemon, native)
