@@ -114,9 +114,8 @@ VENDORS = kernel-fedora kernel-rhel kernel-ubuntu
 # A kernel with the driver built in, without ftrace and modules, built in the same way.
 INTREE = kernel-intree
 # .ci/run runs these shards in rotation, as many as fit into its time. The shards that need a nightly
-# compiler, or a kernel that is built first, are left out. The shards of 7.3 and the native guests are
-# added when each has passed once.
-TURNS = $(filter-out native miri fuzz vm-7.3-%,$(SHARDS))
+# compiler, or a kernel that is built first, are left out.
+TURNS = $(filter-out native miri fuzz,$(SHARDS))
 SHARD ?= $(SHARDS)
 
 check-all: check $(addprefix shard-,$(SHARD)) ## run all tests; SHARD=NAME runs make check and one shard
