@@ -155,11 +155,8 @@ impl<X: Zeroed> Heap<X> {
                 for i in (0..usize::from(s.frames.get()) * FRAME_BYTES).step_by(step) {
                     let byte = self.data.at(at as usize * SPAN_BYTES + i);
                     // SAFETY: the address is in the region, and no other call is running.
-                    assert_eq!(
-                        unsafe { byte.read() },
-                        0,
-                        "byte {i} of idle span {at} is not zero"
-                    );
+                    let byte = unsafe { byte.read() };
+                    assert_eq!(byte, 0, "byte {i} of idle span {at} is not zero");
                 }
                 at = s.next.get();
             }
