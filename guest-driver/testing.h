@@ -34,8 +34,8 @@ enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
 extern unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker;
 void tmem_hold(unsigned int *place);
 
-/* Returns the limit of the index, which a test may lower. */
 extern unsigned long tmem_test_index_bytes;
+/* Returns the limit of the index, which a test may lower. */
 static inline long tmem_test_limit(long bytes)
 {
 	long test_bytes = READ_ONCE(tmem_test_index_bytes);
@@ -43,34 +43,34 @@ static inline long tmem_test_limit(long bytes)
 	return test_bytes ? min(bytes, test_bytes) : bytes;
 }
 
+extern unsigned long tmem_test_cookies;
 /*
  * Returns the first sequence number of a queue, whose numbers end at @max. A test can leave only
  * the last tmem_test_cookies numbers.
  */
-extern unsigned long tmem_test_cookies;
 static inline u64 tmem_test_first_seq(u64 max)
 {
 	return tmem_test_cookies ? max - tmem_test_cookies : 0;
 }
 
+extern unsigned long tmem_test_hooks_off;
 /*
  * Returns whether a test has switched a hook (enum tmem_hook) off, to show what it is needed for.
  */
-extern unsigned long tmem_test_hooks_off;
 static inline bool tmem_hook_off(unsigned int hook)
 {
 	return READ_ONCE(tmem_test_hooks_off) & BIT(hook);
 }
 
-/* Returns whether the self-test ignores a hook's calls, as if the kernel did not make them. */
 extern unsigned long tmem_test_selftest_blind;
+/* Returns whether the self-test ignores a hook's calls, as if the kernel did not make them. */
 static inline bool tmem_selftest_blind(unsigned int hook)
 {
 	return READ_ONCE(tmem_test_selftest_blind) & BIT(hook);
 }
 
-/* Returns whether the point release counts as one that was not tested. */
 extern bool tmem_test_untested;
+/* Returns whether the point release counts as one that was not tested. */
 static inline bool tmem_test_untested_release(void)
 {
 	return tmem_test_untested;

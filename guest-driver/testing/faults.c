@@ -31,11 +31,11 @@ MODULE_PARM_DESC(inject_corrupt, "TEST: every n'th page got has a bit flipped be
 
 unsigned long tmem_test_index_bytes;
 module_param_named(test_index_bytes, tmem_test_index_bytes, ulong, 0644);
-MODULE_PARM_DESC(test_index_bytes, "TEST: the most that the index may use, its table included; 0 is as much as there is");
+MODULE_PARM_DESC(test_index_bytes, "TEST: limit of the index in bytes, its table included, if it is below the normal limit; 0: normal limit");
 
 unsigned long tmem_test_cookies;
 module_param_named(test_cookies, tmem_test_cookies, ulong, 0444);
-MODULE_PARM_DESC(test_cookies, "TEST: puts of a queue until its cookies are used up; 0 is all there are");
+MODULE_PARM_DESC(test_cookies, "TEST: number of cookies that a queue has left when it starts, one for each put; 0: all");
 
 /**
  * tmem_inject() - decide whether a fault occurs now
@@ -51,11 +51,11 @@ bool tmem_inject(atomic_t *calls, unsigned int every)
 
 unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker;
 module_param_named(test_hold_replace, tmem_hold_replace, uint, 0644);
-MODULE_PARM_DESC(test_hold_replace, "TEST: 1 holds the task that replaces a file system, after it found the new one and before it frees the old one; 2: held; 0: go on");
+MODULE_PARM_DESC(test_hold_replace, "TEST: 1: stop the next task that replaces a file system, after it found the new one and before it frees the old one; reads 2 while the task waits; 0: let it continue");
 module_param_named(test_hold_verify, tmem_hold_verify, uint, 0644);
-MODULE_PARM_DESC(test_hold_verify, "TEST: the same for the task that is about to compare a hit with the disk");
+MODULE_PARM_DESC(test_hold_verify, "TEST: 1: stop the next task that is about to compare a hit with the disk; reads 2 while the task waits; 0: let it continue");
 module_param_named(test_hold_breaker, tmem_hold_breaker, uint, 0644);
-MODULE_PARM_DESC(test_hold_breaker, "TEST: the same for the task that opened the breaker, before it reports that");
+MODULE_PARM_DESC(test_hold_breaker, "TEST: 1: stop the next task that opened the breaker, before it reports the open breaker; reads 2 while the task waits; 0: let it continue");
 
 /**
  * tmem_hold() - wait here if a test requests that

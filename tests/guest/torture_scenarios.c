@@ -543,7 +543,7 @@ static void look_large(struct worker *w, struct file *f)
 static void scenario_large(struct worker *w, struct file *f, struct file *g)
 {
 	(void)g;
-	f = &w->files[7];	/* the file with the largest limit */
+	f = &w->files[7];	/* the file that may become largest */
 	prime_large(w, f, "large");
 	look_large(w, f);
 	prime_large(w, f, "large, parts overwritten");

@@ -83,7 +83,8 @@ pub struct Args {
     /// Event loop of the worker: auto, epoll or io_uring.
     #[arg(long, default_value = "auto", value_name = "KIND")]
     event_loop: EventLoop,
-    /// Seed of the pages, of the half that is held, and of the order of puts.
+    /// Seed of the random numbers, which choose the contents of the pages, the half of them that the
+    /// other VM has, and the order of puts.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
     /// Print the result as JSON on standard output.

@@ -19,15 +19,15 @@ const FILE_BYTES_MAX: usize = 64 << 10;
 /// Versions of TLS that the exporter speaks.
 const VERSIONS: [&SupportedProtocolVersion; 2] = [&version::TLS13, &version::TLS12];
 
-/// Keys of the file that this exporter has.
+/// Top-level keys of the web configuration file that this exporter supports.
 const KEYS: [&str; 1] = ["tls_server_config"];
-/// Keys of the format that this exporter does not have, and what to use instead.
+/// Top-level keys that this exporter does not support, and what to use instead.
 const OTHER_KEYS: [(&str, &str); 3] = [
     ("basic_auth_users", "use --token-file"),
     ("http_server_config", "the exporter speaks HTTP/1.1 only"),
     ("rate_limit", "the exporter serves 8 clients at once"),
 ];
-/// Keys of `tls_server_config` that this exporter has.
+/// Keys of `tls_server_config` that this exporter supports.
 const TLS_KEYS: [&str; 5] = [
     "cert_file",
     "key_file",

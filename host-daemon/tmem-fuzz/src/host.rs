@@ -38,9 +38,9 @@ const NEIGHBOURS: u64 = 4;
 const POOL: u32 = 1;
 const OBJECT: u64 = 1;
 
-/// Maximum number of checks in a round of a worker: one for each chain and each answer, and one for
-/// each piece of its data. A round has 64 pages of work and may begin another batch with the last
-/// of them.
+/// Maximum number of checks in one scheduling slice of a worker that the front end is still
+/// connected: one for each descriptor chain, one for each answer, and one for each piece of an
+/// answer's data. A slice processes 64 pages, and the last page may begin another batch.
 const LOOKS_PER_ROUND_MAX: u64 = 1000;
 
 /// Maximum work of a scheduling slice, in nanoseconds by [`work_ns`]: the 200 µs of a slice, and a
@@ -321,7 +321,7 @@ impl FuzzedDaemon {
             let looks = self.watch.looks.load(SeqCst) - before;
             assert!(
                 looks <= LOOKS_PER_ROUND_MAX,
-                "a round polled {looks} times, more than {LOOKS_PER_ROUND_MAX}"
+                "a slice checked the front end {looks} times, more than {LOOKS_PER_ROUND_MAX}"
             );
             if looks == 0 {
                 daemon.background.unmap();

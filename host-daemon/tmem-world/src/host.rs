@@ -210,8 +210,8 @@ impl SimulatedDaemon {
         &self.vms[guest]
     }
 
-    /// Begins a drain of this connection after `looks` checks; the drain cuts off the remaining
-    /// work.
+    /// Begins a drain of this connection when the worker has checked `looks` times that the front
+    /// end is connected. The drain cuts off the remaining work.
     pub fn drain_after(&self, looks: u64, session: &Session, fuse: &Fuse) {
         let drain = Drain {
             looks: looks + 1,

@@ -145,7 +145,7 @@ fn only_the_vm_whose_page_has_gone_is_disconnected() {
 /// The control thread, which reads a ring when it is started, may be the first to touch a lost
 /// page.
 #[test]
-fn a_page_lost_to_the_control_thread_ends_the_connection() {
+fn a_lost_page_that_the_control_thread_reads_ends_the_connection() {
     let mut daemon = TestDaemon::start(&["a"]);
     let mut driver = Driver::new(two_regions("a"), DriverConfig::default()).unwrap();
     connect(&mut driver, &daemon.path("a.sock"));

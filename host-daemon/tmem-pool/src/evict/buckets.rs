@@ -145,7 +145,8 @@ impl IndexMut<usize> for Buckets {
         if nr < self.first.len() {
             return &mut self.first[nr];
         }
-        // SAFETY: as for `index`, and the table is borrowed exclusively.
+        // SAFETY: the chunk belongs to this table until the table releases it, is aligned to a frame
+        // and holds valid buckets, of which zeroes are one. The table is borrowed exclusively.
         unsafe { self.at(nr).as_mut() }
     }
 }

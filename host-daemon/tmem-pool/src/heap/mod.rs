@@ -333,8 +333,9 @@ impl<X: Zeroed> Heap<X> {
         let at = self.bytes_at(&state.class, new);
         state.payload_bytes += bytes.len() as u64;
         drop(state);
-        // SAFETY: the slot belongs to this thread and has at least this many bytes. No thread reads
-        // it before the handle's word names it.
+        // SAFETY: the slot belongs to this thread and has at least this many bytes. Other threads
+        // find a slot only through the atomic word of its handle, in which `fetch_update` stores
+        // the new place after this copy.
         unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         let unread = |word| (word & PINS == 0).then(|| new.word());
         let replaced = self.word(handle).fetch_update(AcqRel, Acquire, unread);

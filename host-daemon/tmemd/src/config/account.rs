@@ -78,7 +78,7 @@ impl Account {
                 u32::MAX - 1
             )),
             (None, Err(error)) => Err(format!(
-                "{file} cannot be read ({error}): fix that, or give its number"
+                "{file} cannot be read ({error}): fix that, or give the number of the user or group"
             )),
         }
     }
@@ -140,7 +140,7 @@ mod tests {
             .find(file)
             .expect_err("an account was found without a file");
         assert!(
-            error.contains(file) && error.contains("its number"),
+            error.contains(file) && error.contains("give the number"),
             "the error does not name the file and the remedy: {error}"
         );
         "".parse::<Account>()

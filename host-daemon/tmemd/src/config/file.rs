@@ -71,7 +71,7 @@ pub struct Settings {
     /// the daemon's group).
     #[arg(long, value_name = "GROUP")]
     pub control_group: Option<Account>,
-    /// Read-only socket of the control interface (default: the path of control with -ro
+    /// Read-only socket of the control interface (default: the path of the control socket with -ro
     /// appended).
     #[arg(long, value_name = "PATH")]
     #[serde(deserialize_with = "some_path")]
@@ -80,8 +80,8 @@ pub struct Settings {
     /// daemon's group).
     #[arg(long, value_name = "GROUP")]
     pub control_read_only_group: Option<Account>,
-    /// Run directory: directory of the sockets of VMs that are added, and of the VM store (default: the
-    /// directory of control).
+    /// Directory of the VM store, and of the sockets of VMs that are added while tmemd runs (default:
+    /// the directory of the control socket).
     #[arg(long, value_name = "PATH")]
     #[serde(deserialize_with = "some_path")]
     pub run_directory: Option<PathBuf>,

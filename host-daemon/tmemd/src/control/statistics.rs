@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn file_systems_of_a_report_are_named() {
+    fn unknown_file_system_bits_of_a_guest_are_ignored() {
         assert_eq!(file_systems(0x1ffff), "");
         assert_eq!(file_systems((1 << 56) | 0x1ffff), "ext4");
         assert_eq!(file_systems(u64::MAX), "ext4, xfs");

@@ -18,8 +18,8 @@ use std::time::Duration;
 /// Period without a service manager that asks for another one. A hung thread is then logged.
 const PERIOD_DEFAULT: Duration = Duration::from_secs(10);
 
-/// Checks in a period. A thread that hangs is reported after [`MISSED_CHECKS_MAX`] + 1 checks,
-/// before the manager would miss a message.
+/// Number of heartbeat checks in one watchdog period (`WatchdogSec=`). A hung thread is reported
+/// after [`MISSED_CHECKS_MAX`] + 1 checks, which is before the service manager's time-out.
 const CHECKS_PER_PERIOD: u32 = 8;
 const _: () = assert!(MISSED_CHECKS_MAX + 1 < CHECKS_PER_PERIOD);
 

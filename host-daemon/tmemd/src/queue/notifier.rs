@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn every_notification_counts_from_any_thread() {
+    fn concurrent_notifications_are_all_counted() {
         prepare().expect("cannot create the kernel's AIO context");
         let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
         const CALLS: u64 = 20_000;

@@ -958,18 +958,18 @@ fn no_guest_memory_is_written_after_a_hang_up() {
         ];
         assert_eq!(
             seen, expected,
-            "{looks} checks passed before the hang-up: other parts of the answer were written"
+            "hang-up after {looks} checks of the front end: other parts of the answer were written"
         );
         if looks < 3 {
             assert!(
                 before == all(&guest),
-                "guest memory changed although only {looks} checks passed before the hang-up"
+                "guest memory changed although the front end hung up after {looks} checks"
             );
         }
         assert_eq!(
             guest.stopped().is_some(),
             looks < 7,
-            "{looks} checks passed before the hang-up: the queue is in the wrong state"
+            "hang-up after {looks} checks of the front end: the queue is in the wrong state"
         );
         let stopped = guest
             .link
@@ -986,8 +986,8 @@ fn no_guest_memory_is_written_after_a_hang_up() {
         assert_eq!(
             offered == all(&guest),
             looks < 7,
-            "{looks} checks passed before the hang-up: the stopped queue wrote to guest memory, or \
-             the running one did not"
+            "hang-up after {looks} checks of the front end: a queue that stopped wrote to guest \
+             memory, or a queue that runs did not"
         );
     }
 }
