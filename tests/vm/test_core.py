@@ -530,6 +530,8 @@ def test_suspend_empties_the_cache(tree: Tree) -> None:
 
 def test_hibernation_empties_the_cache(session: Session, kernel: Kernel, module: Path) -> None:
     """The driver holds nothing from the preparation of a hibernation until the guest runs again."""
+    if kernel.version >= (7, 3):
+        pytest.skip("Linux 7.3 loses the agent's port in hibernation, also without the driver")
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
