@@ -25,8 +25,8 @@
 /* Samples of each kind. The median is reported. */
 #define BENCH_SAMPLES		1024
 /*
- * Look-ups in a sample: so many that two readings of the clock hardly count, and so few that a
- * sample is much shorter than a timer tick.
+ * Number of look-ups in a sample. They take much longer than the two readings of the clock, and
+ * much less time than a timer tick.
  */
 #define BENCH_LOOKUPS		64
 /* Puts in a sample: a quarter of the smallest batch that the feeder sends without waiting. */
