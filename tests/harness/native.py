@@ -46,6 +46,7 @@ from harness.wait import Deadline
 
 LAB = TESTS / "native-kernel"
 BINARIES_KEPT = 8  # kernels of edits and branches that stay in the cache
+TREES_KEPT = 2  # 1.5 GB each; two branches with different patches do not rebuild each other's tree
 BOOT_SECONDS = 60.0  # a boot takes about 2 on an idle machine
 DEVICE_ID_BLOCK = 2
 DEVICE_ID_TMEM = 63
@@ -81,10 +82,11 @@ def _lab_patches() -> list[Path]:
 def _build(base: Path, tree: Path, linux: Path) -> None:
     source, out = tree / "source", tree / "out"
     if not (tree / "ready").exists():
-        # A tree of other patches is of no use any more.
-        for old in base.iterdir():
-            if old.is_dir():
-                shutil.rmtree(old)
+        trees = [path for path in base.iterdir() if path.is_dir()]
+        trees.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in trees[TREES_KEPT - 1 :]:
+            shutil.rmtree(old)
+        shutil.rmtree(tree, ignore_errors=True)
         tree.mkdir()
         say("fetching the source of the native kernel")
         unpack(tree, *SOURCE)
