@@ -11,7 +11,7 @@ JOBS ?= 2
 PYTEST = cd tests && ./python -m pytest -n $(JOBS) --dist worksteal --ignore=vm/test_native.py unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-native bench-density bench-life check check-host check-guest check-kvm check-libvirt check-ops \
+.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-native bench-locks bench-density bench-life check check-host check-guest check-kvm check-libvirt check-ops \
 	check-guest-long check-all check-newest check-kernel-debug check-miri check-sim check-sim-long \
 	lint lint-rust lint-c lint-shell lint-python lint-prose lint-licence test-rust \
 	test-driver fuzz fuzz-guests clean
@@ -64,6 +64,9 @@ bench-guest: deps all ## measure costs and gains of the guest driver; JSON=FILE 
 
 bench-native: deps-test daemon ## measure driver and path in native guests (user-mode Linux); JSON=FILE writes the figures
 	JSON=$(JSON) $(PYTHON) tests/bench_native.py
+
+bench-locks: deps all ## count what processors share in the driver: locks, processor time of kernel threads (builds a kernel at first); ARGS="--only locks"
+	JSON=$(JSON) $(PYTHON) tests/bench_locks.py $(ARGS)
 
 bench-density: deps all ## compare four VMs with one pool, with as much additional RAM, and with KSM (25 minutes, as root); JSON=FILE
 	$(PYTHON) tests/bench_density.py
@@ -194,7 +197,7 @@ lint-shell:
 lint-python:
 	cd tests && ./python -m ruff check . ../qemu-dev/tests ../scripts/lint-prose
 	cd tests && ./python -m ruff format --check . ../qemu-dev/tests ../scripts/lint-prose
-	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_native.py bench_density.py bench_life.py long.py conftest.py kernel unit vm
+	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_native.py bench_locks.py bench_density.py bench_life.py long.py conftest.py kernel unit vm
 
 lint-prose:
 	scripts/lint-prose

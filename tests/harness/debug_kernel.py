@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Kernels that check themselves, have other vendors' configurations or have the driver built in.
+"""Kernels with checks, lock statistics, other vendors' configurations or a built-in driver.
 
 They are built from Debian's source.
 
@@ -36,7 +36,9 @@ VENDORS = {
 }
 # The driver and its hooks are part of this kernel, which has no ftrace and no modules.
 INTREE = "intree"
-KINDS = (*CHECKING, *VENDORS, INTREE)
+# This kernel counts the acquisitions and contentions of each lock (/proc/lock_stat).
+LOCKSTAT = "lockstat"
+KINDS = (*CHECKING, *VENDORS, INTREE, LOCKSTAT)
 
 # Adds the driver and the patches of a series to a kernel's source.
 APPLY = ROOT / "guest-driver/intree/apply"
