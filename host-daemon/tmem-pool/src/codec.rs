@@ -8,8 +8,8 @@
 //! the stack has positions only.
 //!
 //! A stored form that is as long as a page is the page itself. Any other form begins with a byte
-//! that names its codec. The stored bytes were written by the engine itself. Decoding is bounded
-//! nevertheless: a damaged form results in an error, and no byte outside the page is written.
+//! that names its codec. Only the engine writes stored forms. Decoding is bounded nevertheless: a
+//! damaged form results in an error, and no byte outside the page is written.
 
 use crate::config::{PAGE_SIZE, Page};
 use crate::secret::SecretPages;
@@ -124,7 +124,7 @@ fn is_ok(result: usize) -> bool {
 /// Overwrites the calling thread's context with zeroes, because it may contain parts of restored
 /// pages.
 pub(crate) fn wipe() {
-    // An error means that the thread is ending and its context was already freed, so that nothing
+    // An error means that the thread is ending and has already freed its context, so that nothing
     // is left to wipe.
     let _ = RESTORER.try_with(|restorer| {
         if let Some(restorer) = &mut *restorer.borrow_mut() {

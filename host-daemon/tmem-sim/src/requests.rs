@@ -35,7 +35,7 @@ pub struct PutPage {
     pub object: u64,
     /// Page index in the object.
     pub index: u64,
-    /// Cookie; a correct driver never uses 0.
+    /// Cookie of the page. A correct driver never uses 0.
     pub cookie: u64,
     /// `VIRTIO_TMEM_PUT_*`.
     pub flags: u32,
@@ -218,7 +218,7 @@ impl Request {
 /// each field.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Encoded {
-    /// Struct `req` and the fields that follow it, without page data.
+    /// `struct virtio_tmem_req` and the fields that follow it, without page data.
     pub meta: Vec<u8>,
     /// Page data of a PUT.
     pub data: Vec<u8>,
@@ -243,7 +243,7 @@ impl Encoded {
     }
 }
 
-/// Way of dividing a chain into descriptors. The device must not depend on it.
+/// Way of dividing a chain into descriptors. The device must accept every division.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
     /// Division as in the driver: the small parts, then one descriptor for each page.
