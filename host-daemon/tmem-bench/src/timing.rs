@@ -253,7 +253,7 @@ impl Rig {
         })
     }
 
-    /// Returns the batches of a half.
+    /// Returns the batches of one half of the pages.
     fn half(&self, half: usize) -> Vec<Run> {
         let run = |nr| Run {
             index: nr * BATCH,

@@ -50,7 +50,7 @@ pub struct Args {
     #[arg(long)]
     leaving_only: bool,
     /// Memory of the leaving VM in GiB, all touched by the daemon. The host needs only 1 GiB for
-    /// it, which is mapped at as many places.
+    /// it, because all parts of the VM's memory map the same file.
     #[arg(long, default_value_t = 64, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=64))]
     mapped_gib: u64,
     /// Do not confine the daemon, so that users other than root can see its resources.

@@ -6,16 +6,16 @@
 //! and docs/statistics.md is generated from it (`TMEM_BLESS=1 cargo test -p tmem-control`). A test
 //! compares the table with the interface file, so that each figure has a meaning.
 
-/// Type of the interface whose field the figure is.
+/// Type in the control interface that contains the figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
-    /// `DaemonStats`.
+    /// Type `DaemonStats` of the interface.
     Daemon,
-    /// `PoolStats`.
+    /// Type `PoolStats` of the interface.
     Pool,
-    /// `VmStats`.
+    /// Type `VmStats` of the interface.
     Vm,
-    /// `DriverReport`: figures that a guest's driver reports.
+    /// Type `DriverReport`: figures that a guest's driver reports.
     Driver,
 }
 

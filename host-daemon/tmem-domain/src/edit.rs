@@ -145,7 +145,7 @@ pub fn find<'a, 'input: 'a>(root: Node<'a, 'input>, path: &'a str) -> Option<Nod
     path.split('/').try_fold(root, child)
 }
 
-/// Returns the metadata element of a namespace; libvirt keeps at most one of each.
+/// Returns the metadata element of a namespace. libvirt keeps at most one for each namespace.
 pub fn metadata<'a, 'input: 'a>(
     root: Node<'a, 'input>,
     namespace: &'a str,

@@ -34,7 +34,7 @@ impl<'a> Input<'a> {
         Input(bytes)
     }
 
-    /// Returns whether only zeros are left.
+    /// Returns whether all bytes are used. From then on, the input returns zeros.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

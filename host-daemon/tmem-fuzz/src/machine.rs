@@ -379,7 +379,8 @@ impl Machine {
             }
         };
         for ring in &self.rings {
-            // The fields with which the device asks for kicks.
+            // The device may write the fields by which it requests kicks: the flags and the avail
+            // event index.
             accept(&(ring.used(), 2));
             accept(&(ring.used() + 4 + 8 * u64::from(ring.size), 2));
         }

@@ -391,7 +391,7 @@ impl Store {
         None
     }
 
-    // ---- table --------------------------------------------------------------------------------
+    // ---- table of equal pages -----------------------------------------------------------------
 
     fn is_listed_as(&self, blob: u32, domain: DomainId, hash: u32) -> bool {
         let record = self.record(blob);

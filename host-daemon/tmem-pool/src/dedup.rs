@@ -404,7 +404,8 @@ mod tests {
                 if !blob.is_multiple_of(100) {
                     assert_eq!(found.is_some(), listed.contains(&blob));
                 }
-                // Grow to nearly all blobs, then shrink.
+                // In the first steps blobs are mostly added, until nearly all are listed. In the
+                // later steps they are mostly removed.
                 let add = rng.below(60_000) > step;
                 if add && listed.insert(blob) {
                     table.add(&blobs, table.lock(blobs.hash(blob)), blob);

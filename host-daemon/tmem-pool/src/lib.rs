@@ -91,6 +91,9 @@
 //! 3. one lock of the table of equal pages,
 //! 4. the lock of one size class of the heap,
 //! 5. the heap's lock of free spans or of spare handles.
+//!
+//! The lock of the index memory's chunks and the lock of the scratch pages are leaf locks: a thread
+//! that holds one of them takes no other lock.
 
 mod blob;
 mod check;

@@ -35,7 +35,7 @@ pub(crate) const FLUSH_HASHES_MAX: u64 = 64;
 /// tenant may have. The queue includes entries of pages that are no longer raw.
 const RAW_QUEUE_PART: usize = 2;
 
-/// A tenant's state under its lock.
+/// State of a tenant. The tenant's lock guards it.
 #[derive(Debug)]
 pub(crate) struct State {
     pub index: Index,

@@ -24,7 +24,7 @@ pub enum Missing {
     HugePages,
     /// Landlock with rules for sockets.
     LandlockSockets,
-    /// One more processor.
+    /// A second processor, so that two threads can run at the same time.
     Processors,
     /// Low load, so that times can be measured.
     Quiet,

@@ -268,7 +268,7 @@ impl Writer {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TraceError {
-    /// The bytes do not begin as a trace of this version does.
+    /// The bytes do not begin with the name of the trace format and this version of it.
     NoTrace,
     /// The trace ends within an event: the recorder was killed, or the file was truncated.
     Cut,
@@ -306,7 +306,7 @@ impl<'a> Reader<'a> {
     /// Creates a reader of the bytes of a trace.
     ///
     /// # Errors
-    /// The bytes do not begin as a trace of this version does.
+    /// The bytes do not begin with the name of the trace format and this version of it.
     pub fn new(bytes: &'a [u8]) -> Result<Reader<'a>, TraceError> {
         if !bytes.starts_with(&MAGIC) {
             return Err(TraceError::NoTrace);

@@ -58,7 +58,8 @@ pub struct Kernel {
     cache: BTreeMap<FilePage, Cached>,
     /// Files that are open for direct writes.
     writers: BTreeSet<u32>,
-    /// Reads that miss the page cache: the file, and the pages that are still missing.
+    /// Reads in progress, by number. Each has the inode of the file, and the pages that were not in
+    /// the page cache.
     reads: BTreeMap<u64, (u32, Vec<u64>)>,
 }
 

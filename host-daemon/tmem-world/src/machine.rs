@@ -34,7 +34,7 @@ pub struct Link {
     pub host: usize,
     /// The daemon's side of the connection.
     pub session: Session,
-    /// Fuse that triggers when the VMM hangs up.
+    /// Fuse that makes the VMM hang up.
     pub hang_up: Arc<Fuse>,
     /// The VMM's side of the socket.
     _stream: UnixStream,

@@ -24,7 +24,7 @@ pub enum Mutation {
     CookieUnchecked,
     /// The driver gives two puts one cookie.
     CookieRepeated,
-    /// The driver sends requests of one chunk to any queue.
+    /// The driver sends the requests of one chunk to several queues instead of one.
     QueueAny,
     /// The device publishes two answers in the wrong order.
     AnswersSwapped,

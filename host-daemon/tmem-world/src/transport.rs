@@ -80,13 +80,13 @@ impl Layout {
 /// Kind and number of a request's buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tag {
-    /// A batch of puts of the queue.
+    /// The put batch with this number of the queue.
     Put(usize),
-    /// The flush of the queue.
+    /// The flush request of the queue.
     Flush,
-    /// A get.
+    /// The get request with this number.
     Get(usize),
-    /// A control request.
+    /// The control request with this number.
     Control(usize),
 }
 

@@ -10,7 +10,7 @@ use tmem_sim::{Buffer, FakeGuest, GuestConfig, RamRegion, Request};
 use virtio_tmem as wire;
 use zerocopy::IntoBytes;
 
-/// Pages of a request.
+/// Number of pages of a request.
 pub const BATCH: usize = wire::BATCH_MAX;
 
 /// Number of requests in flight.

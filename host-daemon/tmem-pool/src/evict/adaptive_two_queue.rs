@@ -21,8 +21,8 @@ use crate::index::{Chunks, Entries, Id};
 use std::sync::Arc;
 
 /// Initial weight: the factor of the age of pages in the small queue. On the recorded traces, pages
-/// that are read once cause more misses with 4, and changes of the working set cause more misses
-/// with 16.
+/// that are read once cause more misses with the weight 4, and changes of the working set cause
+/// more misses with the weight 16.
 const WEIGHT: f32 = 8.0;
 
 /// Smallest weight. With it, the policy is LRU.

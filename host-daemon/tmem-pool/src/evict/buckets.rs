@@ -121,7 +121,7 @@ impl Buckets {
         );
         let nr = nr - BUCKETS_MIN;
         let chunk = self.source.at(&self.chunks[nr / CHUNK_BUCKETS]).cast();
-        // SAFETY: a chunk has room for CHUNK_BUCKETS buckets.
+        // SAFETY: the offset is below CHUNK_BUCKETS, and a chunk has room for that many buckets.
         unsafe { chunk.add(nr % CHUNK_BUCKETS) }
     }
 }

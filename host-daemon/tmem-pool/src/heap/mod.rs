@@ -56,7 +56,7 @@ const GROUPS: usize = 8;
 /// Name of the data that the heap's locks guard, for log messages.
 const HEAP: &str = "the heap";
 
-// ---- words ------------------------------------------------------------------------------------
+// ---- words of handles -------------------------------------------------------------------------
 
 const PINS_BITS: u32 = 14;
 const LEN_BITS: u32 = 12;
@@ -212,8 +212,8 @@ impl<X: Zeroed> Heap<X> {
     /// Creates an empty heap that never has more than `bytes_max` bytes of frames.
     ///
     /// # Errors
-    /// The system does not provide the address space:
-    /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES).
+    /// The system does not provide the address space, for which
+    /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES) gives the factor.
     pub(crate) fn new(bytes_max: u64) -> io::Result<Heap<X>> {
         // A span has at least one frame, and number 0 means no span.
         let spans = (bytes_max / FRAME_BYTES as u64 + 1).min((1 << SPAN_BITS) - 1) as usize + 1;
@@ -634,7 +634,7 @@ impl<X: Zeroed> Heap<X> {
         self.count_spare(state);
     }
 
-    // ---- lists of a class ---------------------------------------------------------------------
+    // ---- lists of spans -----------------------------------------------------------------------
 
     /// Adds a span to the list of its group. Does nothing for a full span, which is in no list.
     fn list(&self, state: &mut ClassState, span: u32) {

@@ -139,7 +139,7 @@ impl<X: Zeroed> Heap<X> {
             .fetch_add(class.frames.into(), Relaxed);
     }
 
-    // ---- back to the system -------------------------------------------------------------------
+    // ---- returning memory to the system -------------------------------------------------------
 
     /// Returns by how much the number of idle frames exceeds `stay`.
     pub(crate) fn idle_excess(&self, stay: u64) -> u64 {

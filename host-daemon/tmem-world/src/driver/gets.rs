@@ -17,7 +17,7 @@ use crate::transport::{BATCH, Flight, GETS, Tag};
 pub enum Get {
     /// The driver owns the buffer.
     Free,
-    /// The request is in flight for this reader; its pages begin at this page.
+    /// The request is in flight for the reader with this number. Its pages begin at the given page.
     Sent(u64, FilePage),
     /// The request is in flight, and no reader waits for it.
     Abandoned,

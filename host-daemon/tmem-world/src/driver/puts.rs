@@ -14,7 +14,7 @@ use crate::transport::{BATCH, PUTS, Tag};
 /// Maximum number of ranges that the driver remembers to flush; it drops further ones.
 const RANGES_MAX: usize = 4;
 
-/// Page that waits to be sent.
+/// Page in the put ring, which waits to be sent.
 #[derive(Clone, Debug)]
 pub struct Slot {
     inode: u32,
@@ -24,7 +24,7 @@ pub struct Slot {
     pub(super) cookie: u64,
     epoch: u32,
     workingset: bool,
-    /// Address of the copy.
+    /// Address of the page's copy in the put ring.
     pub(super) place: u64,
     content: Content,
 }

@@ -9,12 +9,12 @@ use crate::kernel::{FILES, PAGES};
 
 /// Maximum number of checks whether all guests are idle and online.
 const CHECKS_MAX: usize = 260;
-/// Time between the first checks in nanoseconds, long enough for answers.
+/// Time in nanoseconds between the first `SHORT_CHECKS` checks, long enough for answers.
 const SHORT_NS: u64 = 500_000;
 /// Number of checks with the short interval. The longer interval of the other checks leaves time
 /// for reports and control requests.
 const SHORT_CHECKS: usize = 60;
-/// Time between the other checks in nanoseconds.
+/// Time in nanoseconds between the checks after the first `SHORT_CHECKS`.
 const LONG_NS: u64 = 50_000_000;
 
 impl World {
