@@ -53,12 +53,13 @@ def fingerprint(kind: str) -> str:
 
 def _base(kind: str) -> list[Path]:
     """Returns the files that a kernel is built from, except for the driver's sources."""
-    paths = [FRAGMENTS / "base.config", _fragment(kind)]
-    return [*paths, *series(INTREE[kind])] if kind in INTREE else paths
+    return [*fragments(kind), *(series(INTREE[kind]) if kind in INTREE else [])]
 
 
-def _fragment(kind: str) -> Path:
-    return FRAGMENTS / f"{'intree' if kind in INTREE else kind}.config"
+def fragments(kind: str) -> list[Path]:
+    """Returns the files with the options of a kind; later ones win."""
+    names = ["base", "intree", kind] if kind in INTREE else ["base", kind]
+    return [FRAGMENTS / f"{name}.config" for name in dict.fromkeys(names)]
 
 
 def digest_of(paths: Iterable[Path]) -> str:
@@ -117,7 +118,7 @@ def build(kind: str, root: Path) -> str:
     version = run_make(source, "kernelversion").strip()
 
     config = work / "all.config"
-    options = merge(path.read_text() for path in (FRAGMENTS / "base.config", _fragment(kind)))
+    options = merge(path.read_text() for path in fragments(kind))
     options["CONFIG_LOCALVERSION"] = f'"-tmem-{kind}"'
     config.write_text("".join(f"{name}={value}\n" for name, value in options.items()))
     arguments = [

@@ -71,7 +71,7 @@ ABSENT = ("FTRACE", "FUNCTION_TRACER", "KPROBES", "LIVEPATCH", "MODULES", "TRACE
 def built_in(kernel: Kernel) -> None:
     if kernel.series not in debug_kernel.INTREE:
         pytest.skip(
-            f"Linux {kernel.series} does not have the driver built in: --kernel intree or intree-7.3"
+            f"Linux {kernel.series} has no built-in driver: use --kernel intree or intree-7.3"
         )
 
 
