@@ -3,7 +3,7 @@
  * Declarations that the files of core/ share: the device, its queues, and the index's inner
  * interface. Files use only files of lower layers (tests/unit/test_driver_layers.py).
  *
- * Locks, outermost first. All but the two mutexes are taken with interrupts off:
+ * Locks, outermost first. All spinlocks but that of admit.c are taken with interrupts off:
  *	control.c: dev->control_lock (mutex)	control queue, one request at a time
  *	pool.c: tmem_pools_lock (mutex)	list of pools, assignment of their ids
  *	index.c: bucket->lock		all index state of the inodes that hash there
@@ -13,16 +13,22 @@
  *	queue->vq_lock			the virtqueue; state of requests that are the device's
  *	  dev->get_lock			free get requests and bounce blocks
  *	    stats.c: state_lock		state for sysfs; also taken alone
- * control_vq_lock and the locks of admit.c, bypass.c and policy.c are leaf locks. vq_lock and
- * bucket->lock are never held together. Callers may hold mm and file system locks (i_pages), so
- * none of these locks may be held while an mm or file system lock is taken.
+ * control_vq_lock and the locks of admit.c, bypass.c and policy.c are leaf locks. That of admit.c
+ * is taken in process context only, with interrupts on. vq_lock and bucket->lock are never held
+ * together. Callers may hold mm and file system locks (i_pages), so none of these locks may be held
+ * while an mm or file system lock is taken.
+ *
+ * No lock or cache line is written by all CPUs for each page of a put or get. bucket->lock belongs
+ * to one inode in a bucket, ring_lock and vq_lock to one queue. block_lock is taken for each
+ * TMEM_BLOCK_PAGES pages, get_lock for each request. tests/unit/test_hot_paths.py lists all writes
+ * of this kind.
  */
 #ifndef _TMEM_CORE_H
 #define _TMEM_CORE_H
 
 #include <linux/completion.h>
 #include <linux/mutex.h>
-#include <linux/refcount.h>
+#include <linux/percpu-refcount.h>
 #include <linux/scatterlist.h>
 #include <linux/spinlock.h>
 #include <linux/virtio.h>
@@ -157,11 +163,16 @@ struct tmem_get_req {
 	} in;
 };
 
+/*
+ * Groups of fields that different CPUs write are in cache lines of their own, here and in struct
+ * tmem_dev. Fields that each put or get reads are apart from those that other CPUs write.
+ */
 struct tmem_queue {
 	struct tmem_dev *dev;
 	unsigned int nr;
 
-	spinlock_t vq_lock;		/* guards vq, request states, answered and stalled */
+	/* Guards vq, request states, answered and stalled. */
+	spinlock_t vq_lock ____cacheline_aligned_in_smp;
 	struct virtqueue *vq;
 	bool answered;			/* a put or flush batch is DONE */
 	bool stalled;			/* the virtqueue is full until an answer comes */
@@ -170,7 +181,8 @@ struct tmem_queue {
 	struct tmem_put_batch *put[TMEM_PUTS_IN_FLIGHT];
 	struct tmem_flush_batch *flush[TMEM_FLUSHES_IN_FLIGHT];
 
-	spinlock_t ring_lock;		/* guards head, tail, seq_start, map, pending flushes */
+	/* Guards head, tail, seq_start, map, pending flushes. */
+	spinlock_t ring_lock ____cacheline_aligned_in_smp;
 	u64 head;			/* next sequence number to reserve */
 	u64 seq_start;			/* sequence number whose cookie offset is queue->nr */
 	u64 next;			/* next slot to send; written by the feeder only */
@@ -181,7 +193,7 @@ struct tmem_queue {
 	u16 *map;			/* block numbers, by sequence number / TMEM_BLOCK_PAGES */
 	unsigned int nr_flush;
 	struct tmem_flush_range *pending;
-};
+} ____cacheline_aligned_in_smp;
 
 struct tmem_dev {
 	struct virtio_device *vdev;
@@ -199,24 +211,27 @@ struct tmem_dev {
 	unsigned int pools_max;
 	struct tmem_queue *queue;
 	unsigned long memory_bytes;
+	struct tmem_admit *admit;
+	/* References of users that may sleep: tmem_get() and tmem_sync_hibernate(). */
+	struct percpu_ref users;
+	struct completion unused;	/* the last reference was released */
 
 	/* Slots and data of the put rings, which all queues share. */
 	unsigned int nr_blocks;
 	struct tmem_slot *slot;
 	void **block;
-	spinlock_t block_lock;		/* guards free, first_free and nr_free */
+	/* Guards free, first_free and nr_free. */
+	spinlock_t block_lock ____cacheline_aligned_in_smp;
 	u16 *free;			/* ring of free blocks, oldest first */
 	unsigned int first_free;
 	unsigned int nr_free;
 
 	/* Feeder thread of all request queues. */
-	struct task_struct *feeder;
+	struct task_struct *feeder ____cacheline_aligned_in_smp;
 	wait_queue_head_t feeder_wait;
 
-	struct tmem_admit *admit;
-
-	/* State of gets. */
-	spinlock_t get_lock;		/* guards all fields below but get_req and bounce */
+	/* State of gets: the lock guards all fields below but get_req and bounce. */
+	spinlock_t get_lock ____cacheline_aligned_in_smp;
 	struct tmem_get_req **get_req;
 	struct list_head get_free;
 	void **bounce;			/* all blocks */
@@ -224,18 +239,14 @@ struct tmem_dev {
 	void **bounce_free;		/* stack of free blocks */
 	unsigned int nr_bounce_free;
 	unsigned int nr_kept;		/* blocks of abandoned requests that the host still has */
-	unsigned int late_row;		/* late calls in a row; guarded by get_lock */
+	unsigned int late_row;		/* late calls in a row; written under get_lock */
 	u64 slow_ns;			/* fill of the breaker's bucket; guarded by get_lock */
 	u64 slow_at_ns;			/* when the bucket last leaked; guarded by get_lock */
 	u64 wait_max_ns;		/* longest wait of a call; written under get_lock */
 	bool tripped;			/* written under get_lock */
 
-	/* References of users that may sleep: tmem_get() and tmem_sync_hibernate(). */
-	refcount_t users;
-	struct completion unused;
-
 	/* State of the control queue. */
-	struct mutex control_lock;
+	struct mutex control_lock ____cacheline_aligned_in_smp;
 	int pools_error;		/* last error of tmem_pools_create(); sync work only */
 	spinlock_t control_vq_lock;	/* guards control_vq and the states of its requests */
 	struct virtqueue *control_vq;
@@ -257,6 +268,8 @@ extern struct tmem_check_keys tmem_keys;
 
 struct tmem_dev *tmem_dev_get(void);
 void tmem_dev_put(struct tmem_dev *dev);
+int tmem_dev_users_init(struct tmem_dev *dev);
+void tmem_dev_users_wait(struct tmem_dev *dev);
 void tmem_dev_resync(struct tmem_dev *dev, bool renew);
 void tmem_dev_resync_any(bool renew);
 void tmem_dev_report(struct tmem_dev *dev);

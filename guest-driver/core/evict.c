@@ -28,7 +28,7 @@ static unsigned long sweep(u32 id, enum tmem_inval why)
 		hlist_for_each_entry_safe(object, next, &tmem_buckets[i].objects, node) {
 			if (id ? object->pool != id : tmem_pool_live(object->pool))
 				continue;
-			atomic_long_sub(object->nr_pages, &tmem_index_nr_pages);
+			tmem_index_add_pages(-(long)object->nr_pages);
 			tmem_count_inval(why, object->nr_pages);
 			erased += object->nr_pages;
 			unlink_object(object, &freed);

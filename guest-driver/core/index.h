@@ -19,6 +19,7 @@
 
 struct bucket {
 	spinlock_t lock;	/* guards all fields below, see index.c */
+	u64 nr_made;		/* objects made in this bucket; with its number, ids of objects */
 	struct hlist_head objects;
 };
 

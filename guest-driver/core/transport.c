@@ -118,6 +118,7 @@ static void free_device(struct tmem_dev *dev)
 	tmem_bounce_exit(dev);
 	tmem_sync_exit(dev);
 	tmem_control_exit(dev);
+	percpu_ref_exit(&dev->users);
 	kfree(dev);
 }
 
@@ -190,15 +191,15 @@ static int set_up(struct virtio_device *vdev)
 	if (!dev)
 		return -ENOMEM;
 	dev->vdev = vdev;
-	refcount_set(&dev->users, 1);
-	init_completion(&dev->unused);
 	init_waitqueue_head(&dev->feeder_wait);
 	/*
 	 * The random base is below 2^63, so the renewals, which add 2^TMEM_SEQ_BITS each, never
 	 * wrap it around. It is not 0, because no cookie is 0.
 	 */
 	dev->cookie_base = (get_random_u64() >> 1) | 1;
-	err = read_limits(dev);
+	err = tmem_dev_users_init(dev);
+	if (!err)
+		err = read_limits(dev);
 	if (!err)
 		err = alloc_memory(dev);
 	if (err)
@@ -238,8 +239,7 @@ static void tear_down(struct virtio_device *vdev)
 	rcu_assign_pointer(tmem_device, NULL);
 	synchronize_rcu();
 	/* No put runs now. Gets end at their deadline. */
-	tmem_dev_put(dev);
-	wait_for_completion(&dev->unused);
+	tmem_dev_users_wait(dev);
 	kthread_stop(dev->feeder);
 	tmem_sync_stop(dev);
 	/* Set again, because the sync work may just have set the state to online. */

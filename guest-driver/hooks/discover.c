@@ -76,10 +76,10 @@ static void tmem_fs_report(void)
 /* Frees a file system that hooks can no longer find. */
 static void tmem_fs_free(struct tmem_fs *fs)
 {
-	tmem_fs_put(fs);
-	wait_for_completion(&fs->idle);
+	tmem_users_wait(&fs->cpu->users);
 	tmem_verify_void_fs(fs);
 	tmem_pool_free(fs->pool);
+	free_percpu(fs->cpu);
 	kfree_rcu(fs, rcu);
 }
 
@@ -249,19 +249,15 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 		return;
 	fs->sb = sb;
 	fs->type = type;
-	refcount_set(&fs->users, 1);
-	init_completion(&fs->idle);
+	fs->cpu = alloc_percpu(struct tmem_fs_cpu);
+	if (!fs->cpu)
+		goto nomem;
 	fs->pool = tmem_pool_new(sb->s_id, old ? old->pool : NULL);
-	if (!fs->pool) {
-		kfree(fs);
-		return;
-	}
+	if (!fs->pool)
+		goto nomem;
 	fs->mount = old ? old->mount : mount_new(sb, type);
-	if (!fs->mount) {
-		tmem_pool_free(fs->pool);
-		kfree(fs);
-		return;
-	}
+	if (!fs->mount)
+		goto nomem_mount;
 	spin_lock_irq(&tmem_fs_lock);
 	if (old) {
 		hlist_replace_rcu(&old->node, &fs->node);
@@ -291,6 +287,12 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	mutex_unlock(&tmem_fs_switch_lock);
 	if (*fs->mount->refused)
 		tmem_fs_report();
+	return;
+nomem_mount:
+	tmem_pool_free(fs->pool);
+nomem:
+	free_percpu(fs->cpu);
+	kfree(fs);
 }
 
 /* Serves a mounted file system. s_umount is held and @sb is alive. */

@@ -26,7 +26,7 @@ core/ring core/evict
 core/feeder core/get core/pool
 core/sync
 core/transport
-hooks/state hooks/fs hooks/seen
+hooks/state hooks/users hooks/fs hooks/seen
 hooks/ftrace hooks/verify hooks/errors hooks/refuse hooks/mounts hooks/device
 hooks/marks hooks/fadvise hooks/selftest
 hooks/direct hooks/read hooks/put
