@@ -18,11 +18,11 @@ mod wish;
 use clap::Parser;
 use daemon::Daemon;
 use libvirt::{Connection, Event};
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 use tmem_hook::Owner;
+use tmem_libvirt::Arguments;
 
 /// Longest time between two comparisons with the daemon, which may have been restarted. It is short
 /// enough that an operator does not notice, and a message over a socket costs little.
@@ -33,22 +33,6 @@ const ASK_ANEW: Duration = Duration::from_secs(60);
 
 /// Shortest and longest pause before libvirt is tried again; each pause is twice the one before.
 const PAUSES: [Duration; 2] = [Duration::from_millis(250), Duration::from_secs(5)];
-
-/// Passes the cache settings of libvirt's domains on to the virtio-tmem daemon.
-#[derive(Parser)]
-#[command(version)]
-struct Arguments {
-    /// URI of the libvirt to follow; the connection is read-only
-    #[arg(short, long, value_name = "URI", default_value = "qemu:///system")]
-    connect: String,
-    /// Control socket of the daemon
-    #[arg(long, value_name = "PATH", default_value = tmem_control::DEFAULT_SOCKET)]
-    socket: PathBuf,
-    /// User that QEMU runs as and that may connect to the sockets of VMs: a name, a number, or
-    /// "none" for the daemon's own; default: that of /etc/libvirt/qemu.conf, or the distribution's
-    #[arg(long, value_name = "USER")]
-    owner: Option<String>,
-}
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();

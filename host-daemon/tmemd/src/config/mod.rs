@@ -6,6 +6,7 @@
 //! `daemon/`.
 
 pub mod account;
+pub mod arguments;
 pub mod file;
 pub mod meminfo;
 pub mod settings;
