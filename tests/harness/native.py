@@ -81,7 +81,7 @@ def _lab_patches() -> list[Path]:
 def _build(base: Path, tree: Path, linux: Path) -> None:
     source, out = tree / "source", tree / "out"
     if not (tree / "ready").exists():
-        # A tree of other patches is of no use any more.
+        # A tree with other patches is not needed any more.
         for old in base.iterdir():
             if old.is_dir():
                 shutil.rmtree(old)
