@@ -195,8 +195,7 @@ def run_make(source: Path, *arguments: str) -> str:
 def check_config(wanted: Path, got: Path) -> None:
     """Fails if an option of the configuration was disabled by a dependency.
 
-    Its check would be missing.
-    """
+    The kernel would then lack the check that the option enables."""
     have = set(got.read_text().splitlines())
     asked = merge([wanted.read_text()])
     missing = [

@@ -237,7 +237,8 @@ def test_random_operations_detect_each_missing_hook(
 
 
 def test_hooks_that_no_byte_depends_on(session: Session, kernel: Kernel) -> None:
-    """Without the call of a mount, a read or drop_slab(), exactly its purpose is lost."""
+    """Without the hook call at a mount, at a read or in drop_slab(), only its own purpose is
+    lost."""
     guest = served(session, kernel)
     for hook, reader in READERS:
         check_read_path(guest, hook, reader)
