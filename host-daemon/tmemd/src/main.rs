@@ -33,7 +33,8 @@ struct Arguments {
     #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "trace",
           default_value = config::TRACE_BYTES_DEFAULT)]
     trace_max: u64,
-    /// Do not confine the process to the system calls and files that it needs, for debuggers and profilers
+    /// Do not confine the process to the system calls and files that it needs, for debuggers and
+    /// profilers
     #[arg(long)]
     no_sandbox: bool,
 }
