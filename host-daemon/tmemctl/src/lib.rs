@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! tmemctl: command line of the daemon's control socket, which also adds the device to libvirt's
+//! tmemctl: command line for the daemon's control socket. It also adds the device to libvirt's
 //! domains. docs/tmemctl.md describes its commands, JSON and exit codes.
 //!
 //! | file | contents |
@@ -78,7 +78,8 @@ enum Command {
     Freeze(operate::VmsArguments),
     /// Accept puts of frozen VMs again
     Thaw(operate::VmsArguments),
-    /// Print the size of the pool and how much memory it could give back to the host, or set its size
+    /// Print the size of the pool and how much memory it could give back to the host, or set its
+    /// size
     Pool(operate::PoolArguments),
     /// Check host, daemon, VMs and domains, and print the remedy for each fault
     Doctor(doctor::DoctorArguments),
@@ -114,16 +115,16 @@ impl Command {
 }
 
 /// Output of a command, as text and as JSON.
-struct Said {
+struct Output {
     text: String,
     json: serde_json::Value,
 }
 
-impl Said {
-    /// Builds the output from a reply of the daemon, whose JSON stays as it is.
-    fn reply(text: String, reply: &impl serde::Serialize) -> Result<Said, Failure> {
+impl Output {
+    /// Builds the output from a reply of the daemon. The JSON is the reply itself.
+    fn reply(text: String, reply: &impl serde::Serialize) -> Result<Output, Failure> {
         let json = serde_json::to_value(reply).map_err(|e| Failure(e.to_string(), Code::Failed))?;
-        Ok(Said { text, json })
+        Ok(Output { text, json })
     }
 }
 
@@ -136,7 +137,8 @@ struct Reach {
 }
 
 impl Reach {
-    /// Returns the limit for a program that is asked as one part of a command.
+    /// Returns the time limit for another program, such as an emulator, that a command asks as one
+    /// of its steps.
     #[cfg(feature = "libvirt")]
     fn half_the_time(&self) -> Duration {
         Duration::from_secs(self.timeout) / 2
@@ -172,21 +174,23 @@ pub fn main() {
         }
         Command::Top(top) => top::run(&reach, &top),
         Command::Doctor(doctor) => match doctor::run(&reach, &doctor) {
-            Ok((said, false)) => say(json, &said),
-            Ok((said, true)) => match say(json, &said) {
+            Ok((output, false)) => say(json, &output),
+            Ok((output, true)) => match say(json, &output) {
                 Ok(()) => leave(Code::Faults as u8),
                 failed => failed,
             },
             Err(failure) => Err(failure),
         },
         Command::Event(event) => event::run(&reach, &event),
-        Command::Advise(advise) => advise::run(&reach, &advise).and_then(|said| say(json, &said)),
+        Command::Advise(advise) => {
+            advise::run(&reach, &advise).and_then(|output| say(json, &output))
+        }
         // This command asks no service, and a trace can be long, so no time limit applies.
-        Command::Trace(trace) => trace::run(&trace).and_then(|said| say(json, &said)),
+        Command::Trace(trace) => trace::run(&trace).and_then(|output| say(json, &output)),
         command => {
             let asked = command.asks(&reach);
-            let said = in_time(&asked, &reach, move |reach| run(command, reach));
-            said.and_then(|said| say(json, &said))
+            let output = in_time(&asked, &reach, move |reach| run(command, reach));
+            output.and_then(|output| say(json, &output))
         }
     };
     match done {
@@ -206,19 +210,19 @@ fn wrong_usage(error: &clap::Error) -> ! {
     error.exit();
 }
 
-/// Ends the process without running exit handlers. Handlers of C libraries free memory that a
-/// thread of [`in_time`] may still use, in libvirt or while that thread ends (OpenSSL's and GLib's;
-/// observed as heap corruption). All output has been flushed before.
+/// Ends the process without running exit handlers. Handlers of C libraries (OpenSSL, GLib) free
+/// memory that a thread of [`in_time`] may still use, in libvirt or while that thread ends. This
+/// was observed as heap corruption. All output has been flushed before.
 fn leave(code: u8) -> ! {
     // SAFETY: _exit ends the process at once and touches no memory of it.
     unsafe { libc::_exit(i32::from(code)) }
 }
 
-fn say(json: bool, said: &Said) -> Result<(), Failure> {
+fn say(json: bool, output: &Output) -> Result<(), Failure> {
     if json {
-        return print(&format!("{:#}\n", said.json));
+        return print(&format!("{:#}\n", output.json));
     }
-    print(&said.text)
+    print(&output.text)
 }
 
 /// Prints and flushes the text.
@@ -229,7 +233,7 @@ fn print(text: &str) -> Result<(), Failure> {
         .and_then(|()| stdout.flush())
     {
         Ok(()) => Ok(()),
-        // The reader has closed the pipe, as head does once it has seen enough.
+        // The reader has closed the pipe, as head(1) does after its last line.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => leave(0),
         Err(error) => Err(Failure(format!("cannot print: {error}"), Code::Failed)),
     }
@@ -251,7 +255,7 @@ fn in_time<T: Send + 'static>(
     let (sender, receiver) = std::sync::mpsc::channel();
     let own = reach.clone();
     std::thread::spawn(move || {
-        // If the time was up, the receiver no longer exists.
+        // If the time limit has passed, the receiver no longer exists.
         let _ = sender.send(run(&own));
     });
     let answer = receiver.recv_timeout(Duration::from_secs(reach.timeout));
@@ -274,7 +278,7 @@ fn stats(reach: &Reach, vm: Option<String>) -> Result<api::GetStats_Reply, Failu
     reply.map_err(|error| refused(&reach.socket, &error))
 }
 
-fn run(command: Command, reach: &Reach) -> Result<Said, Failure> {
+fn run(command: Command, reach: &Reach) -> Result<Output, Failure> {
     let socket = &reach.socket;
     let failed = |error: api::Error| refused(socket, &error);
     match command {
@@ -285,7 +289,7 @@ fn run(command: Command, reach: &Reach) -> Result<Said, Failure> {
         Command::Quota(quota) => quota::run(&quota, socket),
         Command::List { table } => {
             let reply = connect(socket)?.list_vms().call().map_err(failed)?;
-            Said::reply(show::list(&reply.vms, &table)?, &reply)
+            Output::reply(show::list(&reply.vms, &table)?, &reply)
         }
         Command::Stats { vm, table, .. } => {
             let reply = stats(reach, vm.clone())?;
@@ -294,7 +298,7 @@ fn run(command: Command, reach: &Reach) -> Result<Said, Failure> {
                 ([vm], Some(_)) => show::one(vm, table.sizes()),
                 (vms, _) => show::overview(&reply, vms, &table)?,
             };
-            Said::reply(text, &reply)
+            Output::reply(text, &reply)
         }
         Command::Flush(vms) => operate::flush(reach, &vms),
         Command::Freeze(vms) => operate::set_frozen(reach, &vms, true),

@@ -29,7 +29,8 @@ pub struct Arguments {
     #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "trace",
           default_value = TRACE_BYTES_DEFAULT)]
     pub trace_max: u64,
-    /// Do not confine the process to the system calls and files that it needs, for debuggers and profilers
+    /// Do not confine the process to the system calls and files that it needs, for debuggers and
+    /// profilers
     #[arg(long)]
     pub no_sandbox: bool,
 }
