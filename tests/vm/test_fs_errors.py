@@ -130,6 +130,12 @@ def extent_block(image: Path) -> int:
     return int(found[1])
 
 
+def extents_dropped(below: Below, block: int) -> bool:
+    guest = below.guest
+    guest.sh(f"sync {below.node}; {SPECIAL} drain && echo 1 >/proc/sys/vm/drop_caches")
+    return guest.run(f"{SPECIAL} cached {below.node} {block}").status == 1
+
+
 def fail_conversion(below: Below) -> None:
     """Writes page 1 and makes its extents unreadable afterwards.
 
@@ -150,7 +156,8 @@ def fail_conversion(below: Below) -> None:
     delay = below.except_block(data, f"delay '{place} 0 {place} {DELAY_MS} {place} 0'")
     guest.sh(f"{DM} data {delay}")
     writing = below.write_back()
-    guest.sh(f"sync {below.node}; {SPECIAL} drain && echo 1 >/proc/sys/vm/drop_caches")
+    # The task that writes holds a reference to the block of the extents for a moment.
+    until(lambda: extents_dropped(below, extents), WRITEBACK_SECONDS, "the extents leave the cache")
     # A delay ends when its device is suspended. The conversion then reads the extents through this
     # table, and fails.
     below.go_on(below.except_block(extents, "error ''"), writing)

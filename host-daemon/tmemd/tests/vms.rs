@@ -384,7 +384,7 @@ fn a_problem_stays_until_it_is_fixed() {
     for fix in ways_to_fix {
         set(&UUID.to_uppercase(), Some("a unit XiB")).expect("the daemon did not set the problem");
         assert_eq!(problem().as_deref(), Some("a unit XiB"));
-        mend();
+        fix();
         assert_eq!(problem(), None);
     }
     set(GIVEN, Some("x")).expect("a configured VM can have a problem");
