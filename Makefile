@@ -114,8 +114,8 @@ SHARDS = $(VM_SHARDS) native qemu-life qemu-newest ops miri fuzz
 CHECKING = kernel-debug kernel-kcsan
 # Kernels with the configuration of other vendors, built in the same way.
 VENDORS = kernel-fedora kernel-rhel kernel-ubuntu
-# A kernel with the driver built in, without ftrace and modules, built in the same way.
-INTREE = kernel-intree
+# Kernels with the driver built in, without ftrace and modules, built in the same way.
+INTREE = kernel-intree kernel-intree-7.3
 # .ci/run runs these shards in rotation, as many as fit into its time. The shards that need a nightly
 # compiler, or a kernel that is built first, are left out.
 TURNS = $(filter-out native miri fuzz,$(SHARDS))
@@ -149,9 +149,9 @@ $(addprefix shard-,$(VENDORS)): shard-kernel-%: deps-test all
 	tests/kernel prepare $* --key release
 	cd tests && ./python -m pytest --kernel $* vm/test_vendor_config.py
 
-shard-kernel-intree: deps-test daemon qemu
-	tests/kernel prepare intree --key release
-	cd tests && ./python -m pytest --kernel intree vm/test_intree.py
+$(addprefix shard-,$(INTREE)): shard-kernel-%: deps-test daemon qemu
+	tests/kernel prepare $* --key release
+	cd tests && ./python -m pytest --kernel $* vm/test_intree.py
 
 check-kernel-debug: shard-kernel-debug ## run the torture on a kernel with lockdep, KASAN and kmemleak
 

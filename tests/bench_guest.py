@@ -313,7 +313,7 @@ class Both:
         measure: Callable[[Machine, int], float],
         say: Callable[[int], None] | None = None,
     ) -> Paired:
-        """Measures both `repeat` times; the order alternates."""
+        """Measures both guests `repeat` times, in alternating order."""
         out = Paired()
         for number in range(repeat):
             order = [(self.cached, out.cached), (self.plain, out.plain)]
@@ -554,7 +554,7 @@ class Bench:
         self.rows.append(
             Row(
                 "miss_ratio",
-                "index miss, the dearest kind, by a page cache look-up (xa_load): time",
+                "index miss, the most expensive kind, by a page cache look-up (xa_load): time",
                 ratio,
                 target="<= 2",
                 met=ratio <= 2,

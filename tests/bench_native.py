@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Measures driver and path at native speed: `make bench-native`, docs/benchmarks/native.md.
 
-Guests are user-mode Linux, so driver, daemon and disks run at the machine's own speed. Each step
-measures its peers in the same run and in turns: a read from the page cache, a read from a throttled
-disk, and a system call that does nothing. The clock is the TSC.
-"""
+Guests are user-mode Linux, so driver, daemon and disks run at the machine's own speed. In the same
+run and in turns, each step also measures operations to compare with: a read from the page cache, a
+read from a throttled disk, and a system call that does nothing. The clock is the TSC."""
 
 from __future__ import annotations
 
@@ -102,10 +101,9 @@ def parse_latency(text: str) -> dict[str, list[int]]:
 
 
 def latency_rows(size: str, samples: dict[str, list[int]], ticks_per_us: float) -> list[Row]:
-    """Returns the percentiles of gets and their peers.
+    """Returns the percentiles of gets and of the operations to compare with.
 
-    The cost of an empty system call is subtracted from those of 4 KiB.
-    """
+    The cost of an empty system call is subtracted from those of 4 KiB."""
     what = SIZES[size]
     us = {kind: [ticks / ticks_per_us for ticks in values] for kind, values in samples.items()}
     empty = percentile(us["empty"], 0.5)
@@ -181,7 +179,8 @@ def refusals(daemon: Daemon) -> dict[str, int]:
 
 
 def host_times() -> tuple[float, float]:
-    """Returns the ticks of all processors of this machine, and those that the host above took."""
+    """Returns the ticks of all processors of this machine, and those that its hypervisor took
+    away."""
     fields = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     return float(sum(fields)), float(fields[7])  # proc(5): the eighth field is "steal"
 
@@ -205,7 +204,7 @@ class HostPart:
         }
 
     def per_page(self, time: str, pages: str) -> float:
-        """Returns nanoseconds for each page since the object was made."""
+        """Returns nanoseconds for each page since this object was created."""
         now = self._now()
         return (now[time] - self._before[time]) / ((now[pages] - self._before[pages]) or math.nan)
 

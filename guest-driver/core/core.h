@@ -130,7 +130,7 @@ struct tmem_req {
 	enum tmem_req_kind kind;
 	enum tmem_req_state state;
 	u32 room_bytes;			/* size of the writable part */
-	u32 used_bytes;			/* as the device says; 0 if that is above room_bytes */
+	u32 used_bytes;			/* from the device; 0 if above room_bytes */
 };
 
 /*

@@ -121,8 +121,9 @@ static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
 }
 
 /*
- * Makes room in a full index. Leaves that were not stored to since the last visit go, oldest first
- * in the manner of CLOCK, until an eighth is free. The host's own eviction finds its copies.
+ * Makes room in a full index: erases leaves that were not stored to since the last visit, oldest
+ * first in the manner of CLOCK, until an eighth of the index is free. The host's own eviction finds
+ * the host's copies of their pages.
  */
 static void evict_work_fn(struct work_struct *work)
 {

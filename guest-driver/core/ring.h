@@ -113,7 +113,10 @@ static inline bool queue_has_work(struct tmem_queue *queue)
 		return true;
 	if (stalled || in_flight >= TMEM_PUTS_IN_FLIGHT)
 		return false;
-	/* The first put of a batch wakes the feeder as well, so that the feeder sets the time. */
+	/*
+	 * The first put of a batch wakes the feeder as well. The feeder then sets kick_at, the time
+	 * at which an incomplete batch is sent.
+	 */
 	return pending >= queue->dev->batch_full || !READ_ONCE(queue->kick_armed) ||
 	       time_after_eq(jiffies, READ_ONCE(queue->kick_at));
 }

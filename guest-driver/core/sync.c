@@ -258,8 +258,8 @@ void tmem_sync_stop(struct tmem_dev *dev)
 	cancel_delayed_work_sync(&dev->report_work);
 	cancel_work_sync(&dev->sync_work);
 	/*
-	 * The report may have queued the sync work before it read the flag, and the sync work the
-	 * report.
+	 * Before it read the flag, the report may have queued the sync work, and the sync work may
+	 * have queued the report.
 	 */
 	cancel_delayed_work_sync(&dev->report_work);
 	cancel_work_sync(&dev->sync_work);

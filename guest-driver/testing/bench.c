@@ -4,7 +4,7 @@
  * whose pages are in the page cache to the parameter test_bench runs them. Reading the parameter
  * returns the medians.
  *
- * The clock is the TSC. It tells time on hardware and under plain emulation; under QEMU's -icount
+ * The clock is the TSC. It shows time on hardware and under plain emulation; under QEMU's -icount
  * it counts the instructions that the guest executed. The operations that are compared take turns,
  * with interrupts off.
  */

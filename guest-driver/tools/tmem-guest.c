@@ -38,7 +38,7 @@ enum {
 
 /* Deepest nesting of directories. Each level holds one of 1,024 file descriptors. */
 #define DEPTH_MAX	256
-/* Names are shown up to this length in bytes. Longer ones are walked even so. */
+/* Messages show a path up to this length in bytes. Longer paths are walked, too. */
 #define PATH_BYTES	16384
 /* Number of retries if the driver does not know a file system yet, and the time between them. */
 #define AGAIN_TIMES	40

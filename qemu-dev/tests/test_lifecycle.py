@@ -168,8 +168,7 @@ def test_device_survives_repeated_backend_kills(machine, backend, up):
 def test_queries_send_the_backend_no_message(machine, backend):
     """Queries must not send GET_VRING_BASE, which stops a queue.
 
-    QEMU once sent it to read an index.
-    """
+    Without a patch of this series, QEMU sends it to read an index."""
     daemon = backend()
     vm = machine()
     vm.driver_up()

@@ -65,7 +65,7 @@ class Daemon:
             raise HarnessError("tmemd is already running")
         command = [str(self.program or host_binary("tmemd")), "--pool-size", self.pool_size]
         command += ["--control", str(self.control)]
-        # The memory of this machine does not matter; test_pressure has a host of its own.
+        # The daemon ignores this machine's memory; test_pressure.py tests it in a VM.
         command += ["--host-free-min", "0B", "--memory-pressure", "none"]
         for tenant in self.tenants:
             more = f",trust_domain={tenant.trust_domain}" if tenant.trust_domain else ""

@@ -40,8 +40,8 @@ remember_owner = 0
 stdio_handler = "file"
 """
 
-# Owner of the VM sockets. It is another user than the daemon's; QEMU, which is root here, may
-# connect all the same.
+# Owner of the VM sockets, which is not the daemon's user. QEMU runs as root in these tests, so it
+# may connect to the sockets anyway.
 OWNER = "libvirt-qemu"
 
 # Directories of libvirtd on the machine. Each is replaced by a private one.

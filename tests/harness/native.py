@@ -24,7 +24,6 @@ from harness import initramfs
 from harness.channel import Channel
 from harness.debug_kernel import (
     APPLY,
-    INTREE_SERIES,
     SOURCE,
     check_config,
     digest_of,
@@ -45,6 +44,7 @@ from harness.vm import MIB, TROUBLE
 from harness.wait import Deadline
 
 LAB = TESTS / "native-kernel"
+SERIES = "6.12"
 BINARIES_KEPT = 8  # kernels of edits and branches that stay in the cache
 TREES_KEPT = 2  # 1.5 GB each; two branches with different patches do not rebuild each other's tree
 BOOT_SECONDS = 60.0  # a boot takes about 2 on an idle machine
@@ -65,7 +65,7 @@ def build() -> Path:
         return Path(named)
     base = cache_dir() / "kernel/native"
     base.mkdir(parents=True, exist_ok=True)
-    tree = base / digest_of([*series(), *_lab_patches(), LAB / "native.config"])
+    tree = base / digest_of([*series(SERIES), *_lab_patches(), LAB / "native.config"])
     linux = tree / f"linux-{digest_of(driver_sources())}"
     with open(base / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -94,11 +94,11 @@ def _build(base: Path, tree: Path, linux: Path) -> None:
             for path in (source / folder).rglob("*.[ch]"):
                 path.unlink()
         out.mkdir()
-        run(APPLY, source, INTREE_SERIES)
+        run(APPLY, source, SERIES)
         for patch in _lab_patches():
             run("patch", "-d", source, "-p1", "--fuzz=0", "--quiet", "-i", patch)
         (tree / "ready").touch()
-    run(APPLY, "--driver-only", source, INTREE_SERIES)
+    run(APPLY, "--driver-only", source, SERIES)
     config = tree / "all.config"
     options = merge([(LAB / "native.config").read_text()])
     options["CONFIG_LOCALVERSION"] = '"-tmem-native"'

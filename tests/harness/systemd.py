@@ -112,13 +112,13 @@ class Systemd:
         return self.folder / "systemd.log"
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file of its root, before the start."""
+        """Writes a file below systemd's root directory, before systemd starts."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
     def path(self, name: str) -> Path:
-        """Returns the path of a file of its root, while it runs."""
+        """Returns the path of a file below systemd's root directory, while systemd runs."""
         return Path(f"/proc/{self.pid}/root") / name.lstrip("/")
 
     def start(self) -> None:
@@ -145,7 +145,7 @@ class Systemd:
         until(answers, 30, "systemd has reached its basic target")
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Runs a command in its namespaces."""
+        """Runs a command in systemd's namespaces."""
         enter = ["nsenter", "--target", str(self.pid), *NAMESPACES, "--root", "--wd"]
         return subprocess.run(
             [*enter, *command],
@@ -158,7 +158,7 @@ class Systemd:
         )
 
     def expect(self, *command: str) -> str:
-        """Runs a command in its namespaces, which must succeed, and returns its output."""
+        """Runs a command in systemd's namespaces, which must succeed, and returns its output."""
         done = self.run(*command)
         if done.returncode != 0:
             raise HarnessError(

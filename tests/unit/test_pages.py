@@ -44,7 +44,7 @@ def test_index_lists_every_page() -> None:
 
 
 def test_tmemctl_commands_on_the_pages_exist() -> None:
-    main = (ROOT / "host-daemon/tmemctl/src/main.rs").read_text()
+    main = (ROOT / "host-daemon/tmemctl/src/lib.rs").read_text()
     enum = main.split("enum Command {")[1].split("\n}\n")[0]
     commands = {name.lower() for name in re.findall(r"^    ([A-Z][a-z]+)\b", enum, re.MULTILINE)}
     named = set()

@@ -56,8 +56,8 @@ int main(int n, char **v) { return printf("%s %s %d", v[0], v[1], n) < 0; }"""
     toolchain.wrap_programs(scratch, final, tools)
     scratch.rename(final)
     assert (final / "lib.so.1").read_bytes().startswith(b"\x7fELF")
-    said = subprocess.run([final / "link", "a  b"], check=True, capture_output=True, text=True)
-    assert said.stdout == f"{final}/link a  b 2"
+    done = subprocess.run([final / "link", "a  b"], check=True, capture_output=True, text=True)
+    assert done.stdout == f"{final}/link a  b 2"
     # The program is not run by the loader that it requests.
     loader.unlink()
     assert subprocess.run([final / "tool"], check=False, capture_output=True).returncode != 0

@@ -535,7 +535,8 @@ def read_until(guest: Guest, sums: dict[str, str], counter: str) -> None:
 def test_pools_with_contradictory_answers_get_no_puts(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """A pool that the device does not clearly have gets no puts until the device has it."""
+    """A pool gets no puts until the device has confirmed it with an answer that is not
+    contradictory."""
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
     with Liar(session.folder / "liar") as liar:

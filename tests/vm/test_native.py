@@ -2,8 +2,7 @@
 """The torture in native guests: user-mode Linux, the driver built in, hooks that the kernel calls.
 
 The kernel has no ftrace, kprobes and modules. Migration, restart of the daemon, resets and large
-folios stay with QEMU: user-mode Linux has none of them.
-"""
+folios are tested with QEMU only, because user-mode Linux has none of them."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ impl Guest {
         spent.expect("the tenant has the pool")
     }
 
-    /// Drops pages.
+    /// Drops pages of an object from the page `first` on: `pages` pages, or all with None.
     pub fn flush(&self, object: u64, first: usize, pages: Option<u64>) {
         self.0
             .flush(POOL, object, first as u64, pages)

@@ -42,8 +42,8 @@ const REPEATS: usize = 3;
 /// reaches from the smallest to the largest value.
 const ROUNDS_MIN: usize = 6;
 
-/// Largest number of batches of a half. Both halves together must be fewer pages than a guest may
-/// have raw.
+/// Largest number of batches of a half. Both halves together must have fewer pages than the limit
+/// of a guest's raw pages.
 const BATCHES_MAX: usize = 14;
 
 /// Number of pages of each half that are put one by one in a round. They are the first batch of the
@@ -253,7 +253,7 @@ impl Rig {
         })
     }
 
-    /// Returns the batches of a half.
+    /// Returns the batches of one half of the pages.
     fn half(&self, half: usize) -> Vec<Run> {
         let run = |nr| Run {
             index: nr * BATCH,
@@ -270,8 +270,8 @@ impl Rig {
         (first..first + SINGLES).map(run).collect()
     }
 
-    /// Returns the runs of both halves in random order. The flag of each run says whether the
-    /// neighbour holds its pages.
+    /// Returns the runs of both halves in random order. The flag of each run is true if the
+    /// neighbour holds the run's pages.
     fn mixed(
         &self,
         held: usize,
@@ -286,7 +286,7 @@ impl Rig {
         runs
     }
 
-    /// Does one round: `held` is the number of the held half.
+    /// Does one round. `held` is the number of the half whose pages the neighbour holds.
     fn round(
         &mut self,
         times: &mut Times,
@@ -476,7 +476,7 @@ fn outcome(times: &Times) -> Outcome {
         let ratio = times.ratio((holder, what));
         if times.verdict((holder, what)) != Verdict::Different {
             return Outcome::Undecided(format!(
-                "{} of {holder:?} is {:.3} – {:.3}: what is there is not found, so what is not found may be there",
+                "{} with pages of {holder:?} has the ratio {:.3} – {:.3}: the run did not find this difference, which exists, and may have missed others",
                 what.name(),
                 ratio.low,
                 ratio.high
@@ -660,7 +660,7 @@ mod tests {
             at_last.expect("a simulated run cannot fail").1,
             Outcome::Equal
         );
-        // A run that does not find the differences that exist is undecided.
+        // A run that finds no difference, although some exist, is undecided.
         let blind = times(|_, _| 1.0, 0.01);
         assert!(matches!(outcome(&blind), Outcome::Undecided(_)));
     }

@@ -80,8 +80,8 @@ pub fn move_socket(text: &str, socket: &str) -> Result<String, Error> {
     Ok(apply(text, splices.collect()))
 }
 
-/// Returns the domain's XML without the device and without all that attach changed. An empty element
-/// that attach used keeps its end tag.
+/// Returns the domain's XML without the device and with all changes of attach reverted. An
+/// empty-element tag to which attach added children stays a pair of tags.
 pub fn detach(text: &str) -> Result<String, Error> {
     Domain::parse(text)?;
     let mut text = text.to_string();
@@ -122,8 +122,9 @@ impl Edit {
         })
     }
 
-    /// Inserts `element` into the element at path `parent` (empty: the root). It goes behind the
-    /// last child whose name is in `after`, or behind the last child if `after` is empty.
+    /// Inserts `element` into the element at path `parent` (empty: the root). The new element
+    /// follows the last child whose name is in `after`, or the last child of all if `after` is
+    /// empty.
     fn insert(&mut self, parent: &str, after: &[&str], element: &str) -> Result<(), Error> {
         let document = Document::parse(&self.text)?;
         let root = document.root_element();
@@ -132,13 +133,13 @@ impl Edit {
             path => find(root, path),
         };
         let node = node.ok_or_else(|| Error(format!("the domain has no <{parent}>")))?;
-        let behind = match after {
+        let previous = match after {
             [] => node.last_element_child(),
             names => node
                 .children()
                 .rfind(|c| names.iter().any(|n| c.has_tag_name(*n))),
         };
-        self.text = apply(&self.text, edit::insert(node, behind, &[element.into()]));
+        self.text = apply(&self.text, edit::insert(node, previous, &[element.into()]));
         Ok(())
     }
 

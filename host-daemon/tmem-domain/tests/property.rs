@@ -213,7 +213,8 @@ fn is_within(part: &str, whole: &str) -> bool {
     part.bytes().all(|byte| rest.any(|other| other == byte))
 }
 
-/// Lists all that a text contains, except white space between elements and the form of empty tags.
+/// Lists the nodes of an XML text, without white space between elements and without the form of
+/// empty tags.
 fn nodes(text: &str) -> Vec<String> {
     let document = Document::parse(text).expect("the text is not XML");
     let nodes = document.root().descendants();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests with a real Prometheus: promtool's checks of metrics and rules, and the answer to each
-//! query of dashboard and rules. Debian's package `prometheus` has both programs; `make check-ops`
-//! runs this.
+//! Tests with a real Prometheus: promtool checks the metrics and rules, and each query of the
+//! dashboard and the rules must have an answer. Debian's package `prometheus` has both programs.
+//! `make check-ops` runs these tests.
 
 mod common;
 
@@ -45,17 +45,17 @@ fn promtool_reports_no_problem() {
     let mut host = ServedDaemon::new();
     host.work(200);
     let exporter = Exporter::start(&host, &[]);
-    let (good, said) = promtool(&["check", "metrics"], &exporter.metrics(""));
+    let (good, output) = promtool(&["check", "metrics"], &exporter.metrics(""));
     assert!(
-        good && said.is_empty(),
-        "promtool found faults in the metrics: {said}"
+        good && output.is_empty(),
+        "promtool found faults in the metrics: {output}"
     );
     for arguments in [
         &["check", "rules", "alerts.yml"][..],
         &["test", "rules", "alerts_test.yml"],
     ] {
-        let (good, said) = promtool(arguments, "");
-        assert!(good, "promtool found faults in the rules: {said}");
+        let (good, output) = promtool(arguments, "");
+        assert!(good, "promtool found faults in the rules: {output}");
     }
 }
 
@@ -90,7 +90,7 @@ fn each_alert_has_a_test_and_a_runbook() {
 struct Server {
     child: Child,
     address: String,
-    _folder: tempfile::TempDir,
+    _directory: tempfile::TempDir,
 }
 
 impl Drop for Server {
@@ -105,8 +105,8 @@ impl Server {
     /// Starts Prometheus, which scrapes the exporter each second over TLS, as docs/metrics.md says,
     /// with the alert rules.
     fn start(exporter: &Exporter, token: &Path, certificate: &Path) -> Server {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        let config = folder.path().join("prometheus.yml");
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let config = directory.path().join("prometheus.yml");
         let text = format!(
             "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n\
              rule_files: [{}/alerts.yml]\n\
@@ -119,7 +119,7 @@ impl Server {
             exporter.address()
         );
         std::fs::write(&config, text).expect("cannot write the file");
-        let (good, said) = promtool(
+        let (good, output) = promtool(
             &[
                 "check",
                 "config",
@@ -127,7 +127,7 @@ impl Server {
             ],
             "",
         );
-        assert!(good, "promtool found faults in the configuration: {said}");
+        assert!(good, "promtool found faults in the configuration: {output}");
         // The port was free a moment ago. If another process takes it meanwhile, the test fails; it
         // cannot pass by mistake.
         let port = TcpListener::bind("127.0.0.1:0").expect("cannot bind a TCP port");
@@ -137,7 +137,7 @@ impl Server {
             .arg(format!("--config.file={}", config.display()))
             .arg(format!(
                 "--storage.tsdb.path={}",
-                folder.path().join("data").display()
+                directory.path().join("data").display()
             ))
             .arg(format!("--web.listen-address={address}"))
             .args(["--log.level=warn"])
@@ -146,7 +146,7 @@ impl Server {
         Server {
             child,
             address,
-            _folder: folder,
+            _directory: directory,
         }
     }
 

@@ -255,8 +255,8 @@ fn a_public_listen_address_requires_a_token() {
         error.contains("0.0.0.0:0") && error.contains("--token-file"),
         "the error does not name the address and --token-file: {error}"
     );
-    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-    let file = folder.path().join("token");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let file = directory.path().join("token");
     std::fs::write(&file, "short").expect("cannot write the file");
     let error = run(&[
         "--token-file",
@@ -314,7 +314,8 @@ fn misbehaving_clients_do_not_block_others() {
             "the exporter does not serve other clients"
         );
     }
-    // These connections occupy all places and then send no more. The exporter drops them in time.
+    // These connections occupy all places and then send nothing more. The exporter closes them at
+    // its time limit.
     let slow: Vec<TcpStream> = (0..8)
         .map(|_| {
             let mut stream =

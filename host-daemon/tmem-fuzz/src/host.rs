@@ -2,8 +2,9 @@
 //! The daemon without its threads, and a neighbour whose pages must stay unchanged.
 //!
 //! A worker checks that the front end is connected each time before it touches guest memory.
-//! [`Watch`] answers this check. Between two checks it can do what another processor of the guest
-//! would do, at a point that is the same in each run.
+//! [`Watch`] answers this check instead of a socket. In this check, [`Watch`] can change the
+//! guest's memory or hang up, as another thread could. So such a change happens at the same point
+//! in each run of an input.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -25,8 +26,9 @@ use tmemd::parts::{
 /// Size of the pool in bytes: enough for all pages that an input can put.
 const POOL_BYTES: u64 = 32 << 20;
 
-/// Time between two checks in nanoseconds. Only the progress of time matters, not the value.
-const LOOK_NS: u64 = 1_000;
+/// Virtual time between two checks of the front end, in nanoseconds. Any positive value will do,
+/// because time only has to pass.
+const CHECK_NS: u64 = 1_000;
 
 /// Time in nanoseconds that is longer than a drain waits before it cuts off the remaining work.
 const DRAIN_NS: u64 = 6_000_000;
@@ -34,14 +36,14 @@ const DRAIN_NS: u64 = 6_000_000;
 /// Number of pages of the neighbour, another VM of the daemon.
 const NEIGHBOURS: u64 = 4;
 
-/// Key of the neighbour's pages, which the guest may use, too.
+/// Pool and object of the neighbour's pages. The guest may use the same numbers.
 const POOL: u32 = 1;
 const OBJECT: u64 = 1;
 
 /// Maximum number of checks in one scheduling slice of a worker that the front end is still
 /// connected: one for each descriptor chain, one for each answer, and one for each piece of an
 /// answer's data. A slice processes 64 pages, and the last page may begin another batch.
-const LOOKS_PER_ROUND_MAX: u64 = 1000;
+const CHECKS_PER_SLICE_MAX: u64 = 1000;
 
 /// Maximum work of a scheduling slice, in nanoseconds by [`work_ns`]: the 200 µs of a slice, and a
 /// first step that begins however little time is left.
@@ -64,7 +66,7 @@ pub enum Act {
 /// Scheduled actions at a worker's checks of the front end.
 #[derive(Default)]
 pub struct Watch {
-    looks: AtomicU64,
+    checks: AtomicU64,
     /// Pending actions, each with the number of checks after which it happens.
     acts: Mutex<Vec<(u64, Act)>>,
     /// Whether an action has happened.
@@ -77,9 +79,9 @@ pub struct Watch {
 }
 
 impl Watch {
-    fn look(&self) -> Result<(), HungUp> {
-        self.now_ns.fetch_add(LOOK_NS, SeqCst);
-        self.looks.fetch_add(1, SeqCst);
+    fn check(&self) -> Result<(), HungUp> {
+        self.now_ns.fetch_add(CHECK_NS, SeqCst);
+        self.checks.fetch_add(1, SeqCst);
         let mut acts = lock(&self.acts);
         acts.iter_mut().for_each(|(left, _)| *left -= 1);
         let (due, rest): (Vec<_>, _) = acts.drain(..).partition(|(left, _)| *left == 0);
@@ -116,9 +118,9 @@ impl Watch {
         }
     }
 
-    /// Schedules an action after `looks` checks, counted from 1.
-    pub fn at(&self, looks: u64, act: Act) {
-        lock(&self.acts).push((looks.max(1), act));
+    /// Schedules an action after `checks` checks, counted from 1.
+    pub fn at(&self, checks: u64, act: Act) {
+        lock(&self.acts).push((checks.max(1), act));
     }
 
     /// Returns whether an action has happened since the last call. Cancels the pending actions.
@@ -138,7 +140,7 @@ impl SimulatedClock for Watch {
         self.now_ns.load(SeqCst)
     }
 
-    /// Returns consecutive generations, so that an input can name them.
+    /// Returns consecutive numbers as generations, so that an input can name a generation.
     fn generation(&self) -> u64 {
         self.generation.fetch_add(1, SeqCst) + 1
     }
@@ -168,15 +170,15 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect("the lock is not poisoned")
 }
 
-/// Parts that are created once for all inputs, since reserving address space for a pool takes
-/// milliseconds. The pool is empty between two inputs.
+/// The parts of a daemon that are created once for all inputs, because reserving address space for
+/// a pool takes milliseconds. The pool is empty between two inputs.
 struct Base {
     daemon: HeadlessDaemon,
     vm: Arc<Vm>,
     neighbour: Tenant,
     workers: Arc<Workers>,
     context: RefCell<WorkerContext>,
-    told: Arc<Subscription>,
+    subscription: Arc<Subscription>,
 }
 
 thread_local! {
@@ -186,7 +188,7 @@ thread_local! {
 /// A daemon with a connection of its guest.
 pub struct FuzzedDaemon {
     base: Rc<Base>,
-    /// Actions at checks.
+    /// Actions that are scheduled for checks of the front end.
     pub watch: Arc<Watch>,
     /// The connection of the guest.
     pub session: Session,
@@ -210,7 +212,7 @@ impl Base {
             .create_pool(POOL)
             .expect("the tenant has no pool with this id yet");
         let events: Arc<Events> = Arc::default();
-        let told = events
+        let subscription = events
             .subscribe()
             .expect("cannot create the subscription's eventfd");
         let vm = daemon.vm("guest", guest, events);
@@ -222,7 +224,7 @@ impl Base {
             workers: Arc::new(workers),
             daemon,
             context: RefCell::new(WorkerContext::new().expect("cannot map the worker's buffers")),
-            told,
+            subscription,
         }
     }
 
@@ -286,8 +288,8 @@ impl FuzzedDaemon {
             clock: ClockAndEntropy::Simulated(watch.clone()),
         };
         let (own, front_end) = UnixStream::pair().expect("cannot create a socket pair");
-        let looks = watch.clone();
-        let peer = Peer::simulated(Box::new(move || looks.look()));
+        let checked = watch.clone();
+        let peer = Peer::simulated(Box::new(move || checked.check()));
         let session = Session::begin(&base.vm, &own, peer, &shared);
         FuzzedDaemon {
             base,
@@ -308,7 +310,7 @@ impl FuzzedDaemon {
         } = &*self.base;
         let mut context = context.borrow_mut();
         for _ in 0..ROUNDS_MAX {
-            let before = self.watch.looks.load(SeqCst);
+            let before = self.watch.checks.load(SeqCst);
             let stats = vm.tenant.stats();
             workers
                 .round(0, &mut context, &daemon.background)
@@ -318,12 +320,12 @@ impl FuzzedDaemon {
                 work_ns <= WORK_PER_SLICE_MAX_NS,
                 "a slice did {work_ns} ns of work, more than {WORK_PER_SLICE_MAX_NS}"
             );
-            let looks = self.watch.looks.load(SeqCst) - before;
+            let checks = self.watch.checks.load(SeqCst) - before;
             assert!(
-                looks <= LOOKS_PER_ROUND_MAX,
-                "a slice checked the front end {looks} times, more than {LOOKS_PER_ROUND_MAX}"
+                checks <= CHECKS_PER_SLICE_MAX,
+                "a slice checked the front end {checks} times, more than {CHECKS_PER_SLICE_MAX}"
             );
-            if looks == 0 {
+            if checks == 0 {
                 daemon.background.unmap();
                 return;
             }
@@ -368,7 +370,7 @@ impl FuzzedDaemon {
 
     /// Asserts that the daemon logged no bug of its own.
     pub fn check(&self) {
-        for event in self.base.told.take() {
+        for event in self.base.subscription.take() {
             assert!(
                 !event.text.contains("a bug"),
                 "the daemon reports a bug of its own: {}",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Reactions to a chain that the specification requires. This code reads the chain by hand from the
-//! guest's memory, without the daemon's parser and without the library that walks its chains.
+//! The reaction to a chain that the specification requires. This code reads the chain by hand from
+//! the guest's memory, without the daemon's parser and without the library that walks its chains.
 //!
 //! Out of scope: the daemon's actions.
 
@@ -160,14 +160,15 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("the slice has 8 bytes"))
 }
 
-/// Returns whether page numbers for `pages` pages from `index` on exist.
+/// Returns whether a request may name `pages` pages from `index` on: the object is not 0, and no
+/// page number exceeds INDEX_BITS bits.
 fn exist(object: u64, index: u64, pages: u64) -> bool {
     let end = u128::from(index) + u128::from(pages);
     object != 0 && index < 1 << wire::INDEX_BITS && end <= 1 << wire::INDEX_BITS
 }
 
 /// Returns the sizes in bytes of the readable and writable parts of a request of this type and
-/// count. None: there is no such request.
+/// count. Returns None if no such request exists.
 pub fn sizes(kind: u16, count: u16) -> Option<(usize, usize)> {
     let n = usize::from(count);
     let batch = n > 0 && n <= wire::BATCH_MAX;
@@ -252,7 +253,7 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool) -> Due {
 struct Held {
     cookie: u64,
     page: Page,
-    /// Whether no request has named the page with another cookie. Upon such a request a device may
+    /// True until a request names the page with another cookie. At such a request, a device may
     /// drop the page.
     certain: bool,
 }
@@ -263,7 +264,7 @@ pub struct Model {
     generation: u64,
     pools: BTreeSet<u32>,
     held: HashMap<Key, Held>,
-    /// Whether a drain has begun. From then on held pages may be missed.
+    /// Whether a drain has begun. From then on, a get of a held page may be answered with a miss.
     pub drained: bool,
 }
 

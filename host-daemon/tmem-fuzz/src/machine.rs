@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A guest with a control queue and a request queue, and its front end. The daemon works off the
-//! chains that the guest offers, and the result is compared with the required one.
+//! A guest with a control queue and a request queue, and its front end. The daemon executes the
+//! chains that the guest offers, and the machine compares the result with the required one.
 //!
 //! While all offered chains are disjoint in memory and nothing changes during the daemon's work,
 //! each byte that the daemon may write is known ([`Machine::judged`]). Otherwise the machine
@@ -44,7 +44,8 @@ pub struct Ring {
     pub size: u16,
     /// Address of the descriptor table; the other two parts follow.
     pub table: u64,
-    /// Number of chains offered. The index in memory lags behind until they are published.
+    /// Number of chains offered. The index in guest memory is smaller until the chains are
+    /// published.
     pub offered: u16,
     /// Number of chains answered.
     pub answered: u16,
@@ -142,7 +143,7 @@ impl Machine {
         machine
     }
 
-    /// Reads the generation, in which the device holds no pages yet.
+    /// Reads the generation, and records that the device holds no pages of it yet.
     fn begin(&mut self) {
         let config = device(&self.host).get_config(0, 8, VhostUserConfigFlags::empty());
         let bytes = config
@@ -316,8 +317,9 @@ impl Machine {
         self.host.check();
     }
 
-    /// Returns what is required for the published chains, in order. None: that is unknown, because
-    /// an answer overwrites another chain, or because both queues have work.
+    /// Returns the actions that the specification requires for the published chains, in order.
+    /// Returns None if they are unknown, because an answer overwrites another chain or because both
+    /// queues have work.
     fn plan(&self) -> Option<Plan> {
         let image = &self.ram.image;
         let mut plan = Plan {
@@ -377,7 +379,8 @@ impl Machine {
             }
         };
         for ring in &self.rings {
-            // The fields with which the device asks for kicks.
+            // The device may write the fields by which it requests kicks: the flags and the avail
+            // event index.
             accept(&(ring.used(), 2));
             accept(&(ring.used() + 4 + 8 * u64::from(ring.size), 2));
         }

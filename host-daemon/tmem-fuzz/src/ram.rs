@@ -29,8 +29,8 @@ pub const SEAM: u64 = BASE + PAGES * PAGE;
 /// Guest address of the region that ends near 2^64.
 pub const TOP: u64 = 0xffff_ffff_ffff_0000;
 
-/// Memory regions. Those that are adjacent in the guest are not adjacent in the file or the front
-/// end.
+/// Memory regions. Regions that are adjacent in the guest's address space are not adjacent in the
+/// file or in the front end's address space.
 const REGIONS: [Region; 3] = [
     Region {
         guest: BASE,
@@ -56,7 +56,7 @@ const REGIONS: [Region; 3] = [
 const FILE_BYTES: u64 = (PAGES + 8) * PAGE;
 
 /// Byte that fills the guard pages.
-const NOBODYS: u8 = 0xa5;
+const GUARD_BYTE: u8 = 0xa5;
 
 /// Guest memory and its expected contents.
 pub struct Ram {
@@ -64,7 +64,8 @@ pub struct Ram {
     pub file: Arc<File>,
     /// Contents of the file after the last action of the daemon.
     pub image: Vec<u8>,
-    /// Buffers for two more copies, because allocating them takes longer than an input.
+    /// Buffers for two more copies of the memory. They are kept because allocating them takes
+    /// longer than the run of an input.
     spare: Vec<Vec<u8>>,
 }
 
@@ -101,7 +102,7 @@ impl Ram {
         let fd = fd.expect("cannot create a memfd");
         ftruncate(&fd, FILE_BYTES).expect("cannot set the length of the memfd");
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).expect("cannot seal the memfd");
-        let image = vec![NOBODYS; FILE_BYTES as usize];
+        let image = vec![GUARD_BYTE; FILE_BYTES as usize];
         let file = Arc::new(File::from(fd));
         file.write_all_at(&image, 0)
             .expect("the range is inside the file");
@@ -201,7 +202,8 @@ impl Ram {
         true
     }
 
-    /// Returns the present contents of the file, which the caller accepts or drops.
+    /// Returns the present contents of the file. The caller passes them to [`Self::accept`] or
+    /// [`Self::drop_copy`].
     pub fn current(&mut self) -> Vec<u8> {
         let mut image = self
             .spare
@@ -211,24 +213,24 @@ impl Ram {
         image
     }
 
-    /// Accepts an image as the contents of the memory, after a check that the guard pages are
-    /// unchanged.
+    /// Takes an image as the expected contents of the memory from now on, after a check that the
+    /// guard pages are unchanged.
     pub fn accept(&mut self, image: Vec<u8>) {
         let mut at = 0;
         for region in &REGIONS {
-            nobodys(&image[at..region.offset as usize]);
+            assert_guard_pages(&image[at..region.offset as usize]);
             at = (region.offset + region.bytes) as usize;
         }
-        nobodys(&image[at..]);
+        assert_guard_pages(&image[at..]);
         let before = std::mem::replace(&mut self.image, image);
         self.spare.push(before);
     }
 }
 
 /// Asserts that guard pages are unchanged.
-fn nobodys(bytes: &[u8]) {
+fn assert_guard_pages(bytes: &[u8]) {
     for page in bytes.chunks(PAGE as usize) {
-        let same = *page == [NOBODYS; PAGE as usize];
+        let same = *page == [GUARD_BYTE; PAGE as usize];
         assert!(same, "memory next to the guest's was written");
     }
 }

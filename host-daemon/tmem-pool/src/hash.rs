@@ -20,11 +20,12 @@ pub struct PageHash {
     secret: Box<[u8]>,
 }
 
-/// Type of the hash function of pages. Tests use another function, to make pages collide.
+/// Type of the hash function of pages. Some tests use another function, which gives different pages
+/// equal hashes.
 pub(crate) type HashFn = fn(&PageHash, &Page) -> u128;
 
 impl PageHash {
-    /// Creates the hash function of a seed: `XXH3_128bits_withSeed` of xxHash.
+    /// Creates the hash function with this seed, which is `XXH3_128bits_withSeed` of xxHash.
     pub fn new(seed: u64) -> PageHash {
         let secret = Hasher::with_seed(seed).into_secret();
         PageHash { secret }

@@ -14,7 +14,7 @@ use crate::stats::TenantStats;
 use std::io;
 use std::sync::Arc;
 
-/// Memory for the indexes of shadow tenants. Clones share it.
+/// Memory for the indexes of shadow tenants. Clones of this value share the memory.
 #[derive(Clone, Debug)]
 pub struct ShadowMemory(Arc<Chunks>);
 
@@ -117,20 +117,20 @@ impl ShadowTenant {
         self.free_detached();
     }
 
-    /// Ends a pool, if the tenant has it.
+    /// Removes a pool with its pages, if the tenant has the pool.
     pub fn destroy_pool(&mut self, pool: u32) {
         if self.0.destroy_pool(pool).is_ok() {
             self.free_detached();
         }
     }
 
-    /// Ends all pools.
+    /// Removes all pools with their pages.
     pub fn clear(&mut self) {
         self.0.clear();
         self.free_detached();
     }
 
-    /// Evicts the page that the policy chooses, as a full pool does.
+    /// Evicts the page that the policy chooses, as the engine does when the pool is full.
     pub fn evict(&mut self) {
         self.0.evict(1, Reason::Pool, &mut Freed::new());
     }

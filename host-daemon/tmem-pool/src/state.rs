@@ -23,8 +23,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use tmem_trace::estimate::Estimator;
 
-/// Largest number of pages of an object that a flush frees itself. A larger object is detached and
-/// freed later.
+/// Largest number of pages of an object that a flush frees itself. A larger object is detached from
+/// the index at once, and its pages are freed later.
 pub(crate) const DETACH_PAGES_MIN: u32 = 16;
 
 /// Largest number of pages of a flush that removes its keys from the estimator by hashing each of
@@ -35,7 +35,7 @@ pub(crate) const FLUSH_HASHES_MAX: u64 = 64;
 /// tenant may have. The queue includes entries of pages that are no longer raw.
 const RAW_QUEUE_PART: usize = 2;
 
-/// A tenant's state under its lock.
+/// State of a tenant. The tenant's lock guards it.
 #[derive(Debug)]
 pub(crate) struct State {
     pub index: Index,
@@ -86,11 +86,11 @@ pub(crate) struct NewPage {
     pub check: u32,
 }
 
-/// References that the caller releases.
+/// References to stored contents that the caller has to release.
 pub(crate) type Freed = Vec<Content>;
 
 impl State {
-    /// Creates an empty state. `seed` is for the index.
+    /// Creates an empty state. `seed` is the seed of the index's hashes.
     pub(crate) fn new(
         seed: u64,
         keys_max: u32,
@@ -134,8 +134,8 @@ impl State {
         self.index.gauges.charged_bytes()
     }
 
-    /// Returns the charge in bytes, or the bytes that the tenant's pages and `index_bytes` hold, if
-    /// that is more.
+    /// Returns the tenant's charge in bytes, or the sum of its stored bytes and `index_bytes`,
+    /// whichever is larger.
     pub(crate) fn owed_bytes(&self, index_bytes: u64) -> u64 {
         let held_bytes = self.index.gauges.stored_bytes + index_bytes;
         self.charged_bytes().max(held_bytes)
@@ -230,8 +230,8 @@ impl State {
 
     // ---- pages --------------------------------------------------------------------------------
 
-    /// Returns the number of pages for which the tenant has room, for the estimator. If the tenant
-    /// has evicted nothing so far, it has room for any number.
+    /// Returns, for the estimator, the number of pages for which the tenant has room. A tenant that
+    /// has evicted nothing so far has room for any number.
     fn room_pages(&self) -> u64 {
         match self.counters.evictions {
             0 => u64::MAX,
@@ -258,7 +258,7 @@ impl State {
         self.index.remove(id)
     }
 
-    /// Stores a page in place of the page that was held under its key. `room` says whether the pool
+    /// Stores a page in place of the page that was held under its key. `room` is true if the pool
     /// has room for index entries. Returns false if the page is refused. Then nothing is held under
     /// the key, and the page's blob is in `freed`.
     pub(crate) fn put(
@@ -542,13 +542,13 @@ impl State {
         None
     }
 
-    /// Puts back a raw page for whose final form there was no memory.
+    /// Returns a raw page to the head of the queue, because there was no memory for its final form.
     pub(crate) fn raw_again(&mut self, id: Id, blob: u32) {
         self.raw.push_front((id, blob));
     }
 
-    /// Returns whether the entry is a raw page with this blob. It may be another raw page that has
-    /// the same numbers by now, which can be finalized as well.
+    /// Returns whether the entry is a raw page with this blob. The page may have been replaced by
+    /// another raw page that got the same numbers, which can be finalized as well.
     fn is_raw(&self, id: Id, blob: u32) -> bool {
         self.index
             .entries
@@ -556,8 +556,8 @@ impl State {
             .is_some_and(|entry| entry.content() == Content::Raw(blob))
     }
 
-    /// Gives a raw page its final form. Releases the final form if the page is gone or no longer
-    /// raw.
+    /// Gives a raw page its final form. If the page was removed or is no longer raw, releases the
+    /// final form instead.
     pub(crate) fn finalize(
         &mut self,
         (id, blob): (Id, u32),
@@ -596,7 +596,7 @@ pub(crate) struct Range {
 
 #[cfg(test)]
 impl State {
-    /// Returns the entry of a page, which stays in the index.
+    /// Returns the entry of a page without removing it from the index.
     pub(crate) fn peek(
         &self,
         Key {

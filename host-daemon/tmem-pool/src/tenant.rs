@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A tenant's handle: the operations of one VM on the pool.
+//! Handle to a tenant, with the operations of one VM on the pool.
 //!
 //! Copying, hashing, compression, comparison and decompression run with no lock held. The tenant's
 //! lock guards its `State`; a thread holds at most one tenant's lock. Lock order: membership,
 //! tenant.
 //!
-//! A panic under a tenant's lock empties that tenant, because what it held is no longer known. The
+//! A panic under a tenant's lock empties that tenant, because its state is no longer known. The
 //! process goes on: other threads take the same lock to work for other tenants.
 
 use crate::blob::{DomainId, Reader, Store};
@@ -98,7 +98,7 @@ pub(crate) struct TenantShared {
     owed_bytes: Sum,
     /// Memory of keys and queues in bytes.
     index_bytes: Sum,
-    /// True if the tenant no longer counts in the totals. It is set under the lock.
+    /// True if the tenant no longer counts in the totals. The flag is set under the tenant's lock.
     forgotten: AtomicBool,
     /// True if the tenant has detached pages.
     has_dead: AtomicBool,
@@ -152,8 +152,8 @@ impl TenantShared {
 
     /// Returns how far the tenant is above its entitlement, in bytes. The result is negative if the
     /// tenant is below it. The comparison uses `owed_bytes` instead of the charge. Otherwise a
-    /// tenant that has few of many pages left would keep the memory of the other keys from tenants
-    /// that are entitled to it.
+    /// tenant that has lost most of its pages could keep the index memory of the lost pages, to
+    /// which other tenants are entitled.
     pub(crate) fn excess_bytes(&self) -> i128 {
         i128::from(self.owed_bytes.get()) - i128::from(self.entitled_bytes.get())
     }
@@ -170,8 +170,8 @@ impl TenantShared {
         self.state().limit_bytes = limit_bytes.unwrap_or(u64::MAX);
     }
 
-    /// Removes the tenant from the totals. Nothing is left of the tenant except references of
-    /// threads that are still looking at it.
+    /// Removes the tenant from the totals. After that, only threads that still work on the tenant
+    /// refer to it.
     pub(crate) fn forgotten(&self, totals: &Totals) {
         let _state = self.state();
         self.forgotten.store(true, Relaxed);
@@ -224,7 +224,7 @@ impl TenantShared {
         while nr < FINALIZE_PAGES
             && let Some((id, blob)) = state.next_raw()
         {
-            // The second reference keeps the page's bytes if the page leaves in the meantime.
+            // This second reference keeps the page's bytes if the page is removed in the meantime.
             if engine.store.share(blob) {
                 work[nr] = (id, blob);
                 nr += 1;
@@ -251,7 +251,7 @@ impl TenantShared {
         if let Some(buffer) = buffer {
             engine.give_buffer(buffer);
         }
-        // Wipe the remains of stored pages that were decompressed for comparison.
+        // Wipe the remains of stored pages that were decompressed for a comparison.
         codec::wipe();
         let mut freed = Freed::new();
         let mut state = self.lock(&engine.totals);
@@ -270,8 +270,8 @@ impl TenantShared {
         (!failed).then_some(nr)
     }
 
-    /// Logs a failed check, but only once for each tenant, because a faulty host would log it at
-    /// every get.
+    /// Logs that a page does not match its hash, but only once for each tenant, because a faulty
+    /// host would log it at every get.
     fn log_mismatch(&self, object: u64, index: u64) {
         if !self.mismatch_logged.swap(true, Relaxed) {
             tracing::error!(
@@ -317,7 +317,8 @@ impl Drop for Locked<'_> {
             unwinding,
         } = self;
         if std::thread::panicking() && !*unwinding {
-            // A panic has poisoned the lock: the next thread that takes it empties the tenant.
+            // A panic has poisoned the lock: the next thread that takes the lock empties the
+            // tenant.
             return;
         }
         tenant.charged_bytes.set(state.charged_bytes());
@@ -332,7 +333,7 @@ impl Drop for Locked<'_> {
     }
 }
 
-/// Returns the cost of dropping a page of this content.
+/// Returns the cost of dropping a page with this content, in nanoseconds.
 fn drop_ns(content: &Content) -> u64 {
     match content {
         Content::Same(_) => DROP_SAME_NS,
@@ -365,12 +366,13 @@ impl Drop for Spent<'_> {
             }
             self.store.release_content(content);
         }
-        // Wipe the remains of restored pages, now that no guest waits for them.
+        // Wipe the remains of decompressed pages only now, when no guest waits for an answer.
         codec::wipe();
     }
 }
 
-/// Owner of a tenant, which all handles share. Dropping it makes the tenant depart.
+/// Owner of a tenant, which all handles of the tenant share. Dropping the owner makes the tenant
+/// depart.
 struct TenantOwner {
     engine: Arc<Engine>,
     tenant: Arc<TenantShared>,
@@ -425,7 +427,7 @@ impl Tenant {
         self.0.lock().create_pool(id)
     }
 
-    /// Ends a pool and its pages in constant time; the pages are freed later.
+    /// Removes a pool with its pages in constant time; the pages are freed later.
     ///
     /// # Errors
     /// The tenant has no such pool.
@@ -433,8 +435,8 @@ impl Tenant {
         self.0.lock().destroy_pool(id)
     }
 
-    /// Stores pages in their order: if a key is given twice, the later page counts. `results` has
-    /// the length of `pages`. A refused page leaves nothing under its key.
+    /// Stores pages in their order: if a key occurs twice, the later page replaces the earlier one.
+    /// `results` has the length of `pages`. A refused page leaves nothing under its key.
     ///
     /// The call copies the pages, and [`Engine::maintain`](crate::Engine::maintain) gives them
     /// their final form. A page is refused if too many pages of the tenant wait for their final
@@ -447,7 +449,8 @@ impl Tenant {
     /// that later puts do not pay for it again.
     ///
     /// # Errors
-    /// The tenant has no such pool, or it ended during the call; then all results are `Refused`.
+    /// The tenant has no such pool, or the pool was destroyed during the call. All results are then
+    /// `Refused`.
     ///
     /// # Panics
     /// If the slices differ in length.
@@ -478,8 +481,8 @@ impl Tenant {
         Ok(cost_ns)
     }
 
-    /// Stores up to [`PUT_GROUP_PAGES`] pages. Returns the cost in nanoseconds, or None if the pool
-    /// was destroyed.
+    /// Stores a group of up to [`PUT_GROUP_PAGES`] pages. Returns the cost in nanoseconds, or None
+    /// if the pool was destroyed.
     fn put_group(
         &self,
         pool: PoolRef,
@@ -544,8 +547,8 @@ impl Tenant {
 
     /// Gets consecutive pages of one object from `index` on, one for each cookie. `cookies`, `out`
     /// and `results` have the same length. A hit removes the page. For a miss, the contents of the
-    /// page in `out` are unspecified. The restored bytes are checked against the hash of the bytes
-    /// that were put. A page that fails is answered as a miss and counted in `hash_mismatches`.
+    /// page in `out` are unspecified. The restored bytes are compared with the hash of the bytes
+    /// that were put. If they differ, the answer is a miss, which is counted in `hash_mismatches`.
     ///
     /// # Errors
     /// The tenant has no such pool; then all results are `Miss`.
@@ -751,7 +754,8 @@ impl Tenant {
     pub fn drop_pages(&self) -> u64 {
         let (mut left, before) = {
             let mut state = self.0.lock();
-            // More memory would not have turned later misses of these pages into hits.
+            // Remove the keys from the estimator, because more memory would not have prevented
+            // later misses of these pages.
             state.estimator.drop_where(|_| true);
             let pages = u64::from(state.index.gauges.pages);
             (pages, pages)
@@ -801,8 +805,8 @@ impl Tenant {
         &self.0.engine
     }
 
-    /// Returns the cookie that is held under (pool, object, index), and copies the page to `read`,
-    /// if that is given. The page is not removed.
+    /// Returns the cookie of the page with the key (pool, object, index), and copies the page to
+    /// `read`, if that is given. The page is not removed.
     pub(crate) fn peek_with(
         &self,
         (pool, object, index): (u32, u64, u64),

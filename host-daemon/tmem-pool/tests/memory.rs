@@ -2,7 +2,7 @@
 //! Test that the engine reports its memory as the system does, and that freed memory contains no
 //! bytes of pages.
 //!
-//! It is the only test of its process, since it reads all memory of the process.
+//! This must be the only test of its process, because it reads all memory of the process.
 
 mod common;
 
@@ -210,7 +210,7 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
         let stats = engine.stats();
         let metadata_bytes = held_bytes - stats.frames_bytes;
         println!(
-            "{what}: {} pages, {} B of payload in {} B, metadata {} B a page, told {}",
+            "{what}: {} pages, {} B of payload in {} B, metadata for each page {} B, reported {} B",
             stats.pages,
             stats.payload_bytes,
             stats.frames_bytes,

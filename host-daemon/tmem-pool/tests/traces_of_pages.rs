@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Test that finds copies of a page's bytes that the engine leaves in the memory of its process.
 //!
-//! It is the only test of its process, since it reads all memory of the process.
+//! This must be the only test of its process, because it reads all memory of the process.
 
 mod common;
 
@@ -9,9 +9,10 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use tmem_pool::{Engine, GetResult, PAGE_SIZE, Put, PutResult, SecretPages, Tenant, Time};
 
-/// Bytes that each page contains and that the test looks for, inverted. zstd stores them unchanged
-/// (as literals), because no five of them in a row occur anywhere else in the pages. They are
-/// inverted here so that the test's own memory does not contain them.
+/// Inverted bits of the needle: the bytes that each page contains and that the test searches for in
+/// the memory of the process. zstd stores them unchanged (as literals), because no five of them in
+/// a row occur anywhere else in the pages. They are inverted here so that the test's own memory
+/// does not contain them.
 const NEEDLE_INVERTED: [u8; 16] = [
     !b'k', !b'b', !b'e', !b'h', !b'c', !b'l', !b'a', !b'i', !b'g', !b'd', !b'l', !b'f', !b'k',
     !b'a', !b'j', !b'c',
@@ -21,7 +22,7 @@ const NEEDLE_INVERTED: [u8; 16] = [
 /// zstd.
 const HOURS: u64 = 24;
 
-/// Number of pages that are put. Each contains the needle, the bytes that the test looks for.
+/// Number of pages that are put. Each contains the needle, the bytes that the test searches for.
 const PAGES: usize = 8;
 
 /// Fills a page with words in random order and the needle. lz4 finds repeated words, and zstd also

@@ -2,9 +2,9 @@
 //! All kinds of faults that a guest's request can have, and the reaction of the device that
 //! SPEC.md, "Requests", requires.
 //!
-//! A fault is sent to a device that holds the page of its [`Target`]. After a request that was not
-//! carried out, the device must still hold that page, whatever it answered. No correct driver sends
-//! any of these requests.
+//! A fault is sent to a device that holds the page of its [`Target`]. If the device does not carry
+//! out the faulty request, it must still hold that page, whatever it answers. No correct driver
+//! sends any of these requests.
 
 mod chains;
 mod shapes;

@@ -128,7 +128,7 @@ pub struct RingFull;
 pub struct Used {
     /// Token with which the chain was added.
     pub token: u64,
-    /// Bytes that the device says it wrote.
+    /// Number of bytes that the device wrote, by its used element.
     pub len: u32,
 }
 
@@ -281,8 +281,8 @@ impl DriverRing {
         Ok(())
     }
 
-    /// Puts a head into the avail ring. The caller has written the descriptors, which may be wrong.
-    /// The descriptors in `descs` become free when the chain is answered.
+    /// Puts the head of a chain into the avail ring. The caller has written the descriptors, which
+    /// may be invalid. The descriptors in `descs` become free when the chain is answered.
     pub fn add_raw(&mut self, head: u16, descs: Vec<u16>, token: u64) {
         self.push(head, descs, token);
     }

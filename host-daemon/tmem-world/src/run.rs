@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Runs scripts: one, or those of many seeds on several threads.
+//! Runs one script, or the scripts of many seeds on several threads.
 //!
 //! A panic in the code of the daemon or the pool is a failure like any other.
 

@@ -44,7 +44,7 @@ impl TableArguments {
         self.output.is_some()
     }
 
-    /// Returns true if columns are named or headings unwanted: a program reads the table, and
+    /// Returns true if columns are named or headings unwanted. A program then reads the table, and
     /// nothing else is printed.
     pub fn is_chosen(&self) -> bool {
         self.noheadings || self.output.is_some()

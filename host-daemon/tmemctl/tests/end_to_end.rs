@@ -329,9 +329,9 @@ fn the_pool_is_printed_and_resized() {
     let host = host();
     let control = host.path("control");
     let text = printed(&tmemctl(&control, &["pool", "--size", "32MiB"]));
-    let said = "The pool has 32.0 MiB until the daemon ends.\nconfigured     : 32.0 MiB\n";
+    let expected = "The pool has 32.0 MiB until the daemon ends.\nconfigured     : 32.0 MiB\n";
     assert!(
-        text.starts_with(said),
+        text.starts_with(expected),
         "the output has another text: {text}"
     );
     let text = printed(&tmemctl(&control, &["pool", "--size", "1MiB", "--json"]));
@@ -706,7 +706,7 @@ fn every_command_has_help() {
 fn doctor_prints_faults_with_their_remedies() {
     let mut host = host();
     let control = host.path("control");
-    // The directory stands for a host without libvirt, KVM and PSI.
+    // This directory takes the place of the root of a host without libvirt, KVM and PSI.
     let root = host.path("root");
     std::fs::create_dir(&root).expect("cannot create the directory");
     let root = root.to_str().expect("the text is not UTF-8").to_string();
@@ -735,7 +735,7 @@ fn doctor_prints_faults_with_their_remedies() {
         (&1.into(), &"vm-socket".into())
     );
     assert_eq!(json["findings"][0]["about"], "db");
-    let mends = |part: &str| {
+    let has_remedy = |part: &str| {
         let all = json["findings"]
             .as_array()
             .expect("the JSON has no findings");
@@ -746,7 +746,7 @@ fn doctor_prints_faults_with_their_remedies() {
         })
     };
     assert!(
-        mends("systemctl restart tmemd") && mends("tmemctl thaw web"),
+        has_remedy("systemctl restart tmemd") && has_remedy("tmemctl thaw web"),
         "the remedies are missing: {json}"
     );
     host.stop();
@@ -760,8 +760,9 @@ fn doctor_prints_faults_with_their_remedies() {
     );
 }
 
-/// Options that keep quota from this host's libvirt: the test driver of libvirt's library, whose
-/// only domain is called test, and a libvirt that does not exist.
+/// Options with which `quota` does not use this host's libvirt. The first names the test driver of
+/// libvirt's library, whose only domain is called test; the second names a libvirt that does not
+/// exist.
 #[cfg(feature = "libvirt")]
 const LIBVIRTS: [&[&str]; 2] = [
     &["--connect", "test:///default"],
@@ -870,8 +871,8 @@ fn quota_of_a_vm_outside_libvirt_is_set_in_the_daemon() {
     }
 }
 
-/// A VM that was added over the control socket has a UUID. If libvirt knows that UUID, or might
-/// know it, quota leaves the VM to libvirt.
+/// A VM that was added over the control socket has a UUID. If libvirt has a domain with that UUID,
+/// or cannot be asked, the command does not change the quota in the daemon alone.
 #[test]
 fn quota_of_a_libvirt_vm_is_not_set_in_the_daemon_alone() {
     use tmem_control::{VarlinkClientInterface, VmSpec};

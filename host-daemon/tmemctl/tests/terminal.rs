@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of `top` in a real terminal of 80 × 24. The terminal is tmux, whose screen a test can
-//! read. `make check-ops` runs this.
+//! Tests of `top` in a real terminal of 80 × 24 characters. The terminal is tmux, because a test
+//! can read its screen. `make check-ops` runs these tests.
 
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
@@ -14,7 +14,8 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Driver, DriverConfig, GuestConfig};
 use tmem_testing::TestDaemon;
 
-/// Time limit of each wait. It is long enough for a loaded machine; no time is measured.
+/// Time limit of each wait. It is long enough for a loaded machine, because no test measures a
+/// time.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A separate tmux server, which ends with the test.
@@ -70,14 +71,14 @@ struct Guest {
 
 impl Guest {
     /// Starts a guest as the VM with that name.
-    fn start(folder: &Path, name: &str) -> Guest {
+    fn start(directory: &Path, name: &str) -> Guest {
         let guest = GuestConfig {
             name: name.into(),
             ..GuestConfig::default()
         };
         let mut driver =
             Driver::new(guest, DriverConfig::default()).expect("cannot create the simulated guest");
-        let socket = folder.join(format!("{name}.sock"));
+        let socket = directory.join(format!("{name}.sock"));
         driver
             .connect(&socket)
             .expect("cannot connect to the VM's socket");
@@ -129,10 +130,10 @@ fn rate(cell: &str) -> f64 {
 }
 
 /// Starts top for the daemon at `socket`, in a new screen.
-fn start(folder: &Path, socket: &str, options: &str) -> Tmux {
+fn start(directory: &Path, socket: &str, options: &str) -> Tmux {
     // tmux keeps its socket for a while after it ends, so each server gets a new directory.
     let tmux = Tmux(
-        tempfile::tempdir_in(folder)
+        tempfile::tempdir_in(directory)
             .expect("cannot create a temporary directory")
             .keep()
             .join("tmux"),
@@ -140,7 +141,7 @@ fn start(folder: &Path, socket: &str, options: &str) -> Tmux {
     let top = format!(
         "{} --socket {}/{socket} {options} top; echo ended with $?; exec sleep 600",
         env!("CARGO_BIN_EXE_tmemctl"),
-        folder.display()
+        directory.display()
     );
     let session = ["new-session", "-d", "-s", "top", "-x", "80", "-y", "24"];
     tmux.run(&[&["-f", "/dev/null"], &session[..], &[&top]].concat());
@@ -151,9 +152,9 @@ fn start(folder: &Path, socket: &str, options: &str) -> Tmux {
 #[ignore = "needs tmux: make check-ops"]
 fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     let mut daemon = TestDaemon::start(&["web", "db"]);
-    let folder = daemon.folder().to_path_buf();
-    let guest = Guest::start(&folder, "web");
-    let tmux = start(&folder, "read-only", "");
+    let directory = daemon.folder().to_path_buf();
+    let guest = Guest::start(&directory, "web");
+    let tmux = start(&directory, "read-only", "");
     // Rates need two polls with work between them.
     let screen = tmux.until("a VM at work", |screen| {
         cells(screen, " web").is_some_and(|cells| {
@@ -213,7 +214,7 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     });
     // The displayed totals of the selected VM equal the daemon's.
     let guest = guest.stop();
-    let mut client = tmem_control::connect(&folder.join("control"))
+    let mut client = tmem_control::connect(&directory.join("control"))
         .expect("cannot connect to the control socket");
     let stats = client
         .get_stats(Some("web".into()))
@@ -246,8 +247,8 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
 #[ignore = "needs tmux: make check-ops"]
 fn top_restores_the_terminal_at_its_end() {
     let mut daemon = TestDaemon::start(&["web", "db"]);
-    let folder = daemon.folder().to_path_buf();
-    let path = |name: &str| folder.join(name);
+    let directory = daemon.folder().to_path_buf();
+    let path = |name: &str| directory.join(name);
     // The link leads to the daemon first, and then to a socket whose connections are never
     // accepted.
     symlink(path("read-only"), path("control-of-top")).expect("cannot create the symbolic link");
@@ -256,7 +257,7 @@ fn top_restores_the_terminal_at_its_end() {
         .set_nonblocking(true)
         .expect("cannot make the socket nonblocking");
     for end in ["a key", "a signal", "no terminal"] {
-        let tmux = start(&folder, "control-of-top", "--timeout 3600");
+        let tmux = start(&directory, "control-of-top", "--timeout 3600");
         tmux.until("its view", |screen| screen.contains("of 64.0 MiB held"));
         symlink(path("hangs"), path("new")).expect("cannot create the symbolic link");
         std::fs::rename(path("new"), path("control-of-top")).expect("cannot rename the file");

@@ -9,9 +9,9 @@ use std::path::Path;
 
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
-/// Returns the names of the files and directories in `folder`, without the suffix `.rs`.
-fn names(folder: &Path) -> Vec<String> {
-    let entries = std::fs::read_dir(folder).expect("cannot list the source directory");
+/// Returns the names of the files and directories in `directory`, without the suffix `.rs`.
+fn names(directory: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(directory).expect("cannot list the source directory");
     let name = |entry: std::io::Result<std::fs::DirEntry>| {
         let name = entry.expect("cannot read a directory entry").file_name();
         name.to_string_lossy().trim_end_matches(".rs").to_owned()
@@ -76,15 +76,15 @@ fn a_cycle_of_imports_is_found() {
 #[test]
 fn files_and_directories_have_no_import_cycle() {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src"));
-    let (mut files, mut folders) = (Graph::new(), Graph::new());
-    let is_folder = |name: &String| root.join(name).is_dir();
-    for folder in names(root).into_iter().filter(is_folder) {
-        for file in names(&root.join(&folder)) {
+    let (mut files, mut directories) = (Graph::new(), Graph::new());
+    let is_directory = |name: &String| root.join(name).is_dir();
+    for directory in names(root).into_iter().filter(is_directory) {
+        for file in names(&root.join(&directory)) {
             if file.ends_with("_test") {
                 continue;
             }
-            let name = format!("{folder}::{file}");
-            let source = std::fs::read_to_string(root.join(&folder).join(format!("{file}.rs")));
+            let name = format!("{directory}::{file}");
+            let source = std::fs::read_to_string(root.join(&directory).join(format!("{file}.rs")));
             let source = source.expect("directories contain source files only");
             assert!(
                 !source.contains("super::super::"),
@@ -100,8 +100,11 @@ fn files_and_directories_have_no_import_cycle() {
                 );
                 let files = files.entry(name.clone()).or_default();
                 files.insert(format!("{to}::{to_file}"));
-                if to != folder {
-                    folders.entry(folder.clone()).or_default().insert(to.into());
+                if to != directory {
+                    directories
+                        .entry(directory.clone())
+                        .or_default()
+                        .insert(to.into());
                 }
             }
         }
@@ -111,7 +114,7 @@ fn files_and_directories_have_no_import_cycle() {
         "the imports of only {} files were found: {files:?}",
         files.len()
     );
-    for graph in [files, folders] {
+    for graph in [files, directories] {
         assert_eq!(
             cycle(&graph),
             None,

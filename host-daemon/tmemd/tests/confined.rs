@@ -28,7 +28,7 @@ const CAPABILITIES: u64 = 1 << 0 | 1 << 3;
 /// Capability CAP_IPC_LOCK, which root has outside containers.
 const IPC_LOCK: u64 = 1 << 14;
 
-/// Number of system call filters that all threads have.
+/// Number of seccomp filters that every thread has.
 const FILTERS: u32 = 3;
 
 struct Running(Child);
@@ -45,24 +45,24 @@ fn confine(command: &mut Command) {
 }
 
 /// Starts the daemon like the unit does.
-fn start(folder: &Path, control: &str) -> Running {
+fn start(directory: &Path, control: &str) -> Running {
     let mut command = Command::new("setpriv");
     confine(&mut command);
-    start_by(command, folder, control)
+    start_by(command, directory, control)
 }
 
-fn start_by(mut command: Command, folder: &Path, control: &str) -> Running {
+fn start_by(mut command: Command, directory: &Path, control: &str) -> Running {
     let child = command
-        .arg(folder.join("tmemd"))
+        .arg(directory.join("tmemd"))
         .args(["--pool-size", "64MiB", "--config", "/dev/null", "--control"])
-        .arg(folder.join("run").join(control))
+        .arg(directory.join("run").join(control))
         .args(["--control-group", &ADMINS.to_string()])
         .arg("--trace")
-        .arg(folder.join("traces").join(control))
+        .arg(directory.join("traces").join(control))
         .spawn();
     let daemon = Running(child.expect("cannot start tmemd"));
     until("it serves", || {
-        UnixStream::connect(folder.join("run").join(control)).is_ok()
+        UnixStream::connect(directory.join("run").join(control)).is_ok()
     });
     daemon
 }
@@ -87,7 +87,7 @@ fn status_of(task: &str) -> HashMap<String, String> {
         .collect()
 }
 
-/// Returns the number of system call filters for each kind of thread.
+/// Returns the number of seccomp filters for each kind of thread.
 fn filters(pid: u32) -> HashMap<String, u32> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("cannot list the directory");
     let of_task = |task: PathBuf| {
@@ -112,10 +112,10 @@ fn client(control: &Path) -> VarlinkClient {
 }
 
 /// Creates the daemon's program and directories, owned by the given user.
-fn folders(user: u32) -> TempDir {
-    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-    let at = |name: &str| folder.path().join(name);
-    fs::set_permissions(folder.path(), Permissions::from_mode(0o755))
+fn directories(user: u32) -> TempDir {
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let at = |name: &str| directory.path().join(name);
+    fs::set_permissions(directory.path(), Permissions::from_mode(0o755))
         .expect("cannot change the file's mode");
     // Another process copies the program. If this process wrote it, a process that another test
     // starts meanwhile would inherit the file open for writing, and the copy could not be executed.
@@ -129,7 +129,7 @@ fn folders(user: u32) -> TempDir {
         fs::create_dir(at(name)).expect("cannot create the directory");
         chown(at(name), Some(user), Some(user)).expect("cannot change the file's owner");
     }
-    folder
+    directory
 }
 
 fn web1(socket: &Path) -> VmSpec {
@@ -157,9 +157,9 @@ fn the_daemon_serves_a_qemu_of_another_user() {
             "only root can start processes of other users",
         );
     }
-    let folder = folders(USER);
-    let at = |name: &str| folder.path().join(name);
-    let daemon = start(folder.path(), "control");
+    let directory = directories(USER);
+    let at = |name: &str| directory.path().join(name);
+    let daemon = start(directory.path(), "control");
     let socket = at("run/web1.sock");
     let control = fs::metadata(at("run/control")).expect("cannot read the file's attributes");
     assert_eq!((control.uid(), control.gid()), (USER, ADMINS));
@@ -214,7 +214,7 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     // A killed daemon leaves a socket that belongs to another user; the next daemon replaces it.
     drop(daemon);
     fs::remove_file(at("traces/control")).expect("cannot remove the file");
-    let _next = start(folder.path(), "control");
+    let _next = start(directory.path(), "control");
     let told = || {
         let metadata = fs::metadata(&socket).expect("cannot read the file's attributes");
         (metadata.ino(), metadata.uid())
@@ -223,7 +223,7 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     let is = told();
     assert_eq!(is.1, QEMU);
     // A second daemon does not replace the socket of a running one.
-    let _other = start(folder.path(), "other");
+    let _other = start(directory.path(), "other");
     // The daemon answers after it has tried to bind the sockets.
     let vms = client(&at("run/other"))
         .list_vms()
@@ -240,13 +240,13 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
     if !geteuid().is_root() {
         return skipped(Missing::Root, "only root can start it as root");
     }
-    let folder = folders(0);
-    let at = |name: &str| folder.path().join(name);
+    let directory = directories(0);
+    let at = |name: &str| directory.path().join(name);
     let run = |control| {
         // Root can lock memory whatever its limit is.
         let mut command = Command::new("prlimit");
         command.arg("--memlock=65536:65536");
-        start_by(command, folder.path(), control)
+        start_by(command, directory.path(), control)
     };
     let daemon = run("control");
     let socket = at("run/web1.sock");
@@ -323,12 +323,12 @@ fn unlocked_memory_is_logged() {
             "only root can start processes of other users",
         );
     }
-    let folder = folders(USER);
+    let directory = directories(USER);
     let mut command = Command::new("prlimit");
     command.args(["--memlock=65536:65536", "setpriv"]);
     confine(&mut command);
-    let _daemon = start_by(command, folder.path(), "control");
-    let stats = client(&folder.path().join("run/control"))
+    let _daemon = start_by(command, directory.path(), "control");
+    let stats = client(&directory.path().join("run/control"))
         .get_stats(None)
         .call();
     assert!(
@@ -364,14 +364,15 @@ fn threads_of_all_kinds_log_to_the_journal() {
             "a journal's place can be taken only where user namespaces are allowed",
         );
     }
-    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-    let journal = UnixDatagram::bind(folder.path().join("socket")).expect("cannot bind the socket");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let journal =
+        UnixDatagram::bind(directory.path().join("socket")).expect("cannot bind the socket");
     journal
         .set_nonblocking(true)
         .expect("cannot make the socket nonblocking");
     let child = Command::new("unshare")
         .args(["-Urm", "sh", "-c", BESIDE_A_JOURNAL, "sh"])
-        .args([Path::new(env!("CARGO_BIN_EXE_tmemd")), folder.path()])
+        .args([Path::new(env!("CARGO_BIN_EXE_tmemd")), directory.path()])
         .spawn();
     let _daemon = Running(child.expect("cannot start tmemd"));
     let mut lines = Vec::new();
@@ -387,7 +388,7 @@ fn threads_of_all_kinds_log_to_the_journal() {
     };
     let mut driver = Driver::new(common::guest("web1"), DriverConfig::default())
         .expect("cannot create the simulated guest");
-    let socket = folder.path().join("web1.sock");
+    let socket = directory.path().join("web1.sock");
     until("tmemd takes the VM", || {
         driver.guest.connect(&socket).is_ok()
     });
@@ -422,7 +423,7 @@ fn threads_of_all_kinds_log_to_the_journal() {
     };
     fault.send(&mut driver.guest, target);
     told("a worker logs", &["stopped until", "TMEM_VM", "web1"]);
-    let mut control = client(&folder.path().join("control"));
+    let mut control = client(&directory.path().join("control"));
     control
         .flush_vm("web1".into())
         .call()

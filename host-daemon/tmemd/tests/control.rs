@@ -594,7 +594,7 @@ fn an_answer_may_be_longer_than_a_call() {
 /// The daemon warns if other users can create sockets in its directory, because a VMM gives its
 /// memory to the process that listens on its socket.
 #[test]
-fn a_world_writable_folder_is_logged() {
+fn a_world_writable_directory_is_logged() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     for (mode, named) in [(0o770, false), (0o777, true)] {

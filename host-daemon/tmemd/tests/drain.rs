@@ -28,8 +28,8 @@ fn burst(driver: &mut Driver, rng: &mut fastrand::Rng) {
     }
 }
 
-/// Gives the daemon other work for a while, so that a thread that still holds an address has time
-/// to use it.
+/// Lets another VM send requests for a while, so that a thread of the daemon that still holds an
+/// address has time to use it.
 fn time_passes(neighbour: &mut Driver) {
     work(neighbour, 60);
 }
@@ -134,7 +134,7 @@ fn a_reset_releases_memory_and_empties_the_cache() {
     work(&mut driver, 100);
 }
 
-/// The memory map changes under load, as at a hotplug. Nothing is lost or late.
+/// The memory map changes under load, as at a hotplug. No request is lost or late.
 #[test]
 fn changing_the_memory_table_under_load_loses_no_request() {
     let seed = seed("changing_the_memory_table_under_load_loses_no_request");
@@ -172,9 +172,9 @@ fn changing_the_memory_table_under_load_loses_no_request() {
     }
 }
 
-/// Pages that a drain has no time for are refused, and leave neither themselves nor an older
-/// version. The daemon is stopped in the middle of a batch that a drain waits for, until the time
-/// limit has expired.
+/// A drain refuses pages for which it has no time. Neither a refused page nor an older version of
+/// it may remain in the pool. The daemon is stopped in the middle of a batch that a drain waits
+/// for, until the time limit of the drain has expired.
 #[test]
 fn a_refused_put_leaves_nothing() {
     let seed = seed("a_refused_put_leaves_nothing");
@@ -340,7 +340,8 @@ fn staged(driver: &mut Driver, object: u64) {
     driver.guest.add(0, report, generation).unwrap();
 }
 
-/// A migration ends with GET_VRING_BASE or with the end of the connection.
+/// A migration ends with GET_VRING_BASE or with the end of the connection. Before that, the daemon
+/// must report marks that did not fit into the dirty log.
 #[test]
 fn a_short_dirty_log_is_reported_before_the_migration_ends() {
     let region = |start, size_bytes| RamRegion { start, size_bytes };
@@ -360,26 +361,26 @@ fn a_short_dirty_log_is_reported_before_the_migration_ends() {
         driver.guest.start_this_log(log).unwrap();
         driver.get(5, 0, 64);
         driver.settle().unwrap();
-        let told = |daemon: &Daemon| {
+        let reports = |daemon: &Daemon| {
             let log = std::fs::read_to_string(daemon.path("log")).expect("cannot read the log");
             log.matches("could not be marked in the dirty log").count()
         };
         assert_eq!(
-            told(&daemon),
+            reports(&daemon),
             0,
             "the lost marks were reported before a request caused them"
         );
         if stops {
             driver.guest.stop().unwrap();
             assert_eq!(
-                told(&daemon),
+                reports(&daemon),
                 1,
                 "the lost marks were not reported before the answer to GET_VRING_BASE"
             );
         }
         driver.guest.hang_up().unwrap();
         assert_eq!(
-            told(&daemon),
+            reports(&daemon),
             1,
             "the lost marks were not reported exactly once (VM stopped before: {stops})"
         );
@@ -432,7 +433,8 @@ fn the_dirty_log_covers_all_written_pages() {
                         .collect::<Vec<_>>()
             };
             daemon.until("all is answered", || used(&driver));
-            // The mark of a published answer may come after the used index, but not after the stop.
+            // The mark of a published answer may be set after the used index changes, but not after
+            // the stop.
             driver.guest.stop().unwrap();
         }
         let changed = driver.guest.ram().changed_pages(&before);

@@ -41,10 +41,10 @@ struct JournalTest {
 }
 
 impl JournalTest {
-    fn start(folder: &Path) -> JournalTest {
+    fn start(directory: &Path) -> JournalTest {
         let mut child = Command::new("unshare")
             .args(["-Urm", "sh", "-c", SCRIPT, "sh"])
-            .args([Path::new(env!("CARGO_BIN_EXE_tmemd")), folder])
+            .args([Path::new(env!("CARGO_BIN_EXE_tmemd")), directory])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -81,10 +81,10 @@ impl Drop for JournalTest {
 #[test]
 #[ignore = "wants systemd-journald and user namespaces: make check-ops"]
 fn messages_have_fields_in_the_journal() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut host = JournalTest::start(folder.path());
+    let directory = tempfile::tempdir().unwrap();
+    let mut host = JournalTest::start(directory.path());
     let mut driver = Driver::new(common::guest("web1"), DriverConfig::default()).unwrap();
-    let socket = folder.path().join("web1.sock");
+    let socket = directory.path().join("web1.sock");
     until("tmemd takes the VM", || {
         driver.guest.connect(&socket).is_ok()
     });
@@ -127,7 +127,7 @@ fn messages_have_fields_in_the_journal() {
     }
     assert!(host.entries("TMEM_VM=web2").is_empty());
     // The daemon did not also write the lines to stderr.
-    let lines = std::fs::read_to_string(folder.path().join("stderr")).unwrap();
+    let lines = std::fs::read_to_string(directory.path().join("stderr")).unwrap();
     assert!(
         !lines.contains("virtqueue"),
         "stderr repeats what the journal got: {lines}"

@@ -53,7 +53,7 @@ fn victim_is_there(driver: &mut Driver, fault: &str) {
 }
 
 /// Waits for the result of a fault. Returns the status of its answer, or None if the queue stopped
-/// and the VMM was told.
+/// and the error eventfd reported it to the VMM.
 fn outcome(daemon: &mut Daemon, driver: &mut Driver, queue: usize, used: u16) -> Option<u8> {
     let guest = &driver.guest;
     let mut stopped = false;
@@ -152,7 +152,7 @@ fn every_malformed_request_gets_the_specified_status() {
     work(&mut neighbour, 100);
 }
 
-/// Guest memory changes while the daemon reads it. The daemon survives, other VMs notice nothing,
+/// Guest memory changes while the daemon reads it. The daemon survives, other VMs are not affected,
 /// and a hit is always the page of the cookie in the answer.
 #[test]
 fn requests_changed_by_the_guest_during_a_read_are_harmless() {
@@ -364,7 +364,7 @@ fn a_guest_that_takes_no_answers_blocks_no_other() {
 }
 
 /// The front end clears O_NONBLOCK of the eventfds that it shares, and keeps their counters full.
-/// Its own guest may miss interrupts. Other VMs notice nothing, and the daemon can stop.
+/// Its own guest may miss interrupts. Other VMs are not affected, and the daemon can stop.
 #[test]
 fn blocking_call_eventfds_block_no_other_vm() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
@@ -376,7 +376,7 @@ fn blocking_call_eventfds_block_no_other_vm() {
         // SAFETY: the descriptor is open as long as `call`.
         let fd = unsafe { BorrowedFd::borrow_raw(call.as_raw_fd()) };
         fcntl_setfl(fd, OFlags::empty()).unwrap();
-        // Earlier counts, if there are any, are taken first.
+        // Counts that the eventfd may already have are read first.
         let _ = rustix::io::preadv2(
             fd,
             &mut [IoSliceMut::new(&mut [0; 8])],

@@ -13,7 +13,7 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{DriverConfig, GuestConfig, RamRegion};
 use vhost::VhostBackend;
 
-/// Number of log lines in a burst, of all VMs together and of other sources.
+/// Number of log lines in a burst: of all VMs together, and of any other source.
 const BURST_ALL: usize = 512;
 const BURST: usize = 10;
 
@@ -151,7 +151,7 @@ fn log_lines_of_failed_accepts_are_bounded() {
         .expect("the daemon does not serve after it has descriptors again");
 }
 
-/// The front end requests all that it may: queues, regions and the largest rings.
+/// The front end requests as much as it may: queues, regions and the largest rings.
 #[test]
 fn resources_of_a_connection_are_bounded() {
     let mut daemon = visible();
@@ -212,7 +212,7 @@ fn resources_of_a_connection_are_bounded() {
     let regions = driver.guest.ram().vhost_regions();
     let changed = AtomicBool::new(false);
     let most = std::thread::scope(|scope| {
-        let looks = scope.spawn(|| {
+        let counter = scope.spawn(|| {
             let mut most = 0;
             while !changed.load(Ordering::SeqCst) {
                 most = most.max(taken_by(pid).descriptors);
@@ -228,7 +228,7 @@ fn resources_of_a_connection_are_bounded() {
             changes.expect("the daemon did not accept the memory table");
         }
         changed.store(true, Ordering::SeqCst);
-        looks.join().expect("the thread panicked")
+        counter.join().expect("the thread panicked")
     });
     println!("{most} descriptors while its memory changes");
     let bound = before.descriptors + DESCRIPTORS_CHANGING_MAX;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Loss of a page of guest memory: its VM is disconnected, and other VMs notice nothing.
+//! Loss of a page of guest memory: its VM is disconnected, and other VMs are not affected.
 //!
 //! One test has a daemon in this process whose mapping loses the page, which needs no privilege.
 //! Another test punches a hole into huge pages when the host has no free ones. It needs root and
@@ -94,8 +94,8 @@ fn take_away_region(driver: &Driver, region: RamRegion) {
 fn only_the_vm_whose_page_has_gone_is_disconnected() {
     let seed = seed("only_the_vm_whose_page_has_gone_is_disconnected");
     let mut daemon = TestDaemon::start(&["a", "b"]);
-    let folder = daemon.folder().to_path_buf();
-    let socket = |name: &str| folder.join(format!("{name}.sock"));
+    let directory = daemon.folder().to_path_buf();
+    let socket = |name: &str| directory.join(format!("{name}.sock"));
     let driver = |name: &str, seed| {
         let config = DriverConfig {
             seed,
@@ -175,8 +175,8 @@ fn has_ended(driver: &mut Driver) -> bool {
     poll(&mut fds, Some(&no_wait)).unwrap() > 0
 }
 
-/// Number of the host's huge pages, which drop restores. Tests that change it run one after the
-/// other.
+/// Number of the host's huge pages. Dropping the value restores the number that the host had
+/// before. Tests that change it run one after the other.
 struct HugePages {
     before: u64,
     _turn: File,
@@ -290,12 +290,12 @@ fn a_hole_in_huge_pages_ends_only_its_connection() {
     let answered = driver.guest.ring(1).used_idx_in_memory();
     let asked = driver.guest.ring(1).avail_idx_in_memory();
     let left = asked.wrapping_sub(answered);
-    // Requests in the second region are unanswered, as are all later ones.
+    // Requests in the second region and all later ones stay unanswered.
     assert!(
         (1..=20).contains(&left),
         "{left} of 20 requests are not answered"
     );
-    // Other VMs notice nothing, and this VM is served again with new memory.
+    // Other VMs are not affected, and this VM is served again with new memory.
     work(&mut neighbour, 200);
     drop((driver, files));
     let mut driver = daemon.driver("a", 2);

@@ -13,28 +13,28 @@ use tmem_control::VarlinkClientInterface;
 
 struct Running {
     child: Child,
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
 }
 
-fn file(folder: &Path, text: &str) -> PathBuf {
-    let path = folder.join("tmemd.toml");
+fn file(directory: &Path, text: &str) -> PathBuf {
+    let path = directory.join("tmemd.toml");
     fs::write(&path, text).expect("cannot write the file");
     path
 }
 
 /// Returns the text of a configuration file: a part that all files of these tests have, and `rest`.
-fn toml(folder: &Path, rest: &str) -> String {
-    let at = folder.display();
+fn toml(directory: &Path, rest: &str) -> String {
+    let at = directory.display();
     format!(
         "control = \"{at}/control\"\ncontrol_read_only = \"{at}/read-only\"\nhost_free_min = 0\n\
          memory_pressure = \"none\"\n{rest}"
     )
 }
 
-fn vm(folder: &Path, name: &str, rest: &str) -> String {
+fn vm(directory: &Path, name: &str, rest: &str) -> String {
     format!(
         "[[vm]]\nname = \"{name}\"\nsocket = \"{}/{name}.sock\"\n{rest}",
-        folder.display()
+        directory.display()
     )
 }
 
@@ -44,9 +44,12 @@ impl Running {
     }
 
     fn start_with(options: &[&str], rest: impl Fn(&Path) -> String) -> Running {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        let path = file(folder.path(), &toml(folder.path(), &rest(folder.path())));
-        let log = fs::File::create(folder.path().join("log")).expect("cannot create the file");
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let path = file(
+            directory.path(),
+            &toml(directory.path(), &rest(directory.path())),
+        );
+        let log = fs::File::create(directory.path().join("log")).expect("cannot create the file");
         let child = Command::new(env!("CARGO_BIN_EXE_tmemd"))
             .arg("--config")
             .arg(path)
@@ -54,13 +57,13 @@ impl Running {
             .stderr(Stdio::from(log))
             .spawn()
             .expect("cannot run the program");
-        let running = Running { child, folder };
+        let running = Running { child, directory };
         until("it serves", || running.log().contains("serving"));
         running
     }
 
     fn path(&self) -> &Path {
-        self.folder.path()
+        self.directory.path()
     }
 
     fn log(&self) -> String {
@@ -422,19 +425,19 @@ fn users_and_groups_are_looked_up_only_at_the_start() {
     }
 }
 
-fn check(folder: &Path, more: &[&str]) -> Output {
+fn check(directory: &Path, more: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tmemd"));
     command
         .arg("--check-config")
         .arg("--config")
-        .arg(folder.join("tmemd.toml"));
+        .arg(directory.join("tmemd.toml"));
     command.args(more).output().expect("cannot run the program")
 }
 
 #[test]
 fn a_file_is_checked_without_a_daemon() {
-    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-    let at = folder.path();
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let at = directory.path();
     let fails = |more: &[&str], part: &str| {
         let output = check(at, more);
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -494,8 +497,12 @@ fn a_file_is_checked_without_a_daemon() {
 #[test]
 fn a_reload_changes_the_rate_limit() {
     let limited = "pool_size = \"64MiB\"\nvm_pages_per_second = 100\n";
-    let running = Running::start(|folder| {
-        format!("{limited}{}{}", vm(folder, "web", ""), vm(folder, "db", ""))
+    let running = Running::start(|directory| {
+        format!(
+            "{limited}{}{}",
+            vm(directory, "web", ""),
+            vm(directory, "db", "")
+        )
     });
     let mut guests: Vec<tmem_sim::Driver> = Vec::new();
     for (number, name) in ["web", "db"].into_iter().enumerate() {

@@ -212,7 +212,7 @@ fn a_stale_request_changes_nothing() {
     assert_eq!(driver.guest.call(1, get).unwrap().status, wire::S_NO_POOL);
 }
 
-/// A daemon that dies between an answer and its interrupt leaves a driver that waits. Its successor
+/// A daemon may die between an answer and its interrupt, and the driver then waits. The next daemon
 /// interrupts the guest when it receives a call descriptor.
 #[test]
 fn a_new_daemon_interrupts_for_answers_of_the_old_one() {

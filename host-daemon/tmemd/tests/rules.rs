@@ -37,7 +37,7 @@ fn put_one(driver: &mut Driver, object: u64, index: u64, cookie: u64, content: C
     );
 }
 
-/// Requests one page by cookie. Returns true for a hit, whose content the oracle has compared.
+/// Requests one page by cookie. Returns true for a hit; the oracle has then compared the content.
 fn get_one(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> bool {
     let hits = driver.model.counts().hits;
     let queue = driver.queue_of(object, index);
@@ -363,7 +363,7 @@ fn a_vm_gets_no_page_of_another() {
         );
         put_one(&mut b, 1, i, 50 + i, Content::Text(i));
     }
-    // A generation of another VM is as wrong as any other.
+    // The generation of another VM is stale like any other wrong generation.
     let get = Request::Get {
         pool,
         object: 1,

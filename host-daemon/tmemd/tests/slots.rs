@@ -132,7 +132,7 @@ fn one_slot_too_many_is_refused_without_effect_on_others() {
             said > 0,
             "round {round}: the log does not report too many regions: {log}"
         );
-        // The neighbour keeps its cache, and each answer is correct.
+        // The other VM keeps its cache, and each answer is correct.
         let before = neighbour.model.counts().hits;
         neighbour.settle().unwrap();
         neighbour.get_all().unwrap();

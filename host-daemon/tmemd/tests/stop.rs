@@ -17,8 +17,8 @@ const MAPPINGS_LEFT: usize = 16;
 
 /// Runs a daemon from its start to its stop. VMs are connected when it stops.
 fn live(round: u64) {
-    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-    let config = Config::for_test(folder.path(), &["a", "b"]);
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let config = Config::for_test(directory.path(), &["a", "b"]);
     let daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
     let mut drivers = Vec::new();
     for vm in &config.vms {
@@ -51,7 +51,7 @@ fn live(round: u64) {
     let _client =
         tmem_control::connect(&config.control).expect("cannot connect to the control socket");
     daemon.stop();
-    let left: Vec<_> = fs::read_dir(folder.path())
+    let left: Vec<_> = fs::read_dir(directory.path())
         .expect("cannot list the directory")
         .map(|file| file.expect("cannot read a directory entry").file_name())
         .collect();

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! As many VMs as the daemon is designed for connect, work and disconnect at once, repeatedly.
 //!
-//! Every answer is judged, and every message has a time limit. The daemon's resources stay within
-//! the bounds of docs/operating.md, and afterwards they are what they were before.
+//! The model checks every answer, and every message has a time limit. The daemon's resources stay
+//! within the bounds of docs/operating.md, and return to their first values after the VMs have
+//! disconnected.
 
 mod common;
 
@@ -27,9 +28,10 @@ const REGIONS: usize = 3;
 /// measures the times.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Resources of a connected VM according to docs/operating.md: a thread; a socket with four more
-/// handles; kick, call and error of each queue; the file of each region. Mappings are the regions
-/// and the thread's stack and signal stack, each with a guard. Memory includes these few pages.
+/// Resources of a connected VM according to docs/operating.md. Threads: one. Descriptors: a socket
+/// with four duplicates; kick, call and error of each queue; the file of each region. Mappings: the
+/// regions, and the thread's stack and signal stack, each with a guard page. Memory: these few
+/// pages.
 const THREADS_PER_VM: usize = 1;
 const DESCRIPTORS_PER_VM: usize = 5 + 3 * (1 + QUEUES as usize) + REGIONS;
 const MAPPINGS_PER_VM: usize = REGIONS + 4;
@@ -78,7 +80,7 @@ impl Meeting {
     }
 }
 
-/// Waits until the daemon's resources meet a condition, and returns them.
+/// Waits until `stated` accepts the daemon's resources, and returns them.
 fn settled(pid: i32, stated: impl Fn(&common::Taken) -> bool) -> common::Taken {
     let deadline = Instant::now() + common::scaled(common::TIMEOUT);
     loop {
@@ -183,7 +185,7 @@ fn vms_connect_and_disconnect_concurrently() {
         for _ in 0..ROUNDS {
             meeting.all(VMS + 1);
             meeting.all(VMS + 1);
-            // Old memory tables are unmapped a little later.
+            // Memory tables of ended connections are unmapped a little later.
             let now = settled(before.pid, |now| {
                 now.threads == before.threads + VMS * THREADS_PER_VM
                     && now.descriptors == before.descriptors + VMS * DESCRIPTORS_PER_VM

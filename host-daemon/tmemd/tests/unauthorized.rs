@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A peer that a socket's file admits but its configured permissions do not is refused.
+//! A peer is refused if the mode of a socket's file admits it but the configured permissions do
+//! not.
 //!
 //! The test needs root, which can become another user.
 
@@ -23,7 +24,7 @@ const OTHER: u32 = 64057;
 /// Name of a user and a group that each host has.
 const NAMED: &str = "daemon";
 
-/// Runs `what` in a thread with another user and other groups. Other threads stay root's.
+/// Runs `what` in a thread with another user and other groups. The other threads still run as root.
 fn as_user<R: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> R + Send) -> R {
     let groups: Vec<Gid> = groups.iter().map(|group| Gid::from_raw(*group)).collect();
     let (uid, gid) = (Uid::from_raw(user), Gid::from_raw(user));
@@ -78,8 +79,8 @@ fn unauthorized_peers_are_refused() {
     if !geteuid().is_root() {
         return skipped(Missing::Root, "only root can connect as other users");
     }
-    let read_only = |folder: &Path| {
-        let path = folder.join("read-only").display().to_string();
+    let read_only = |directory: &Path| {
+        let path = directory.join("read-only").display().to_string();
         vec!["--control-read-only".into(), path]
     };
     let daemon = Daemon::with_arguments(&[("given", None)], "64MiB", read_only);
@@ -182,8 +183,8 @@ fn sockets_belong_to_the_configured_users() {
         accounts::number(&rows, NAMED).unwrap_or_else(|| panic!("{file} has no account {NAMED}"))
     };
     let (user, admins) = (named("/etc/passwd"), named("/etc/group"));
-    let mut daemon = Daemon::with_arguments(&[("given", None)], "64MiB", |folder| {
-        let at = |name: &str| folder.join(name).display().to_string();
+    let mut daemon = Daemon::with_arguments(&[("given", None)], "64MiB", |directory| {
+        let at = |name: &str| directory.join(name).display().to_string();
         let vm = format!("name=own,owner={NAMED},socket={}", at("own.sock"));
         let group = READERS.to_string();
         [

@@ -375,16 +375,16 @@ fn a_problem_stays_until_it_is_fixed() {
         client.set_quota("web".into(), spec.quota.clone())
     };
     assert_eq!(problem(), None);
-    let mends: [&dyn Fn(); 4] = [
+    let ways_to_fix: [&dyn Fn(); 4] = [
         &|| set(UUID, None).expect("the daemon did not set the problem"),
         &|| assert!(!host.add(&spec)),
         &|| assert!(!host.add(&changed)),
         &|| assert!(quota().call().is_ok()),
     ];
-    for mend in mends {
+    for fix in ways_to_fix {
         set(&UUID.to_uppercase(), Some("a unit XiB")).expect("the daemon did not set the problem");
         assert_eq!(problem().as_deref(), Some("a unit XiB"));
-        mend();
+        fix();
         assert_eq!(problem(), None);
     }
     set(GIVEN, Some("x")).expect("a configured VM can have a problem");
@@ -487,7 +487,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
         .call();
     told.expect("the daemon did not set the problem");
     assert_eq!(host.vm("web").problem.as_ref(), Some(&problem));
-    // A repeated request fits no better, but a smaller one does.
+    // A request of the same size still does not fit; a smaller request does.
     let (_, reason) = host.refused(&second);
     assert!(
         reason.contains("a reserve of 31457280 bytes"),

@@ -26,7 +26,8 @@ fn daemon(vms: &[(&str, Option<&str>)], event_loop: &str, workers: usize) -> Dae
     Daemon::with_arguments(vms, "512MiB", arguments)
 }
 
-/// Returns for each worker of a process the number of its sleeps and its processor time in ns.
+/// Returns, for each worker of a process, the number of times that it slept and its processor time
+/// in ns.
 fn slept(pid: u32) -> BTreeMap<String, (String, u64)> {
     let mut all = BTreeMap::new();
     for thread in std::fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
@@ -50,7 +51,7 @@ fn slept(pid: u32) -> BTreeMap<String, (String, u64)> {
 }
 
 /// Number of consecutive checks without a change after which a worker counts as idle.
-const LOOKS: u32 = 3;
+const CHECKS: u32 = 3;
 
 /// No worker wakes up without work, however busy it was before.
 #[test]
@@ -68,7 +69,7 @@ fn idle_workers_sleep() {
             let now = slept(daemon.pid());
             same = if now == before { same + 1 } else { 0 };
             before = now;
-            same == LOOKS
+            same == CHECKS
         });
         std::thread::sleep(Duration::from_millis(500));
         assert_eq!(
@@ -96,9 +97,9 @@ fn put(guest: &mut FakeGuest, queue: usize, pages: usize) -> bool {
         .is_some()
 }
 
-/// A guest that keeps eight queues full of the largest batches, beside a guest with one small
-/// request at a time. In each round of the worker both get a slice, so for each small request the
-/// other guest gets a batch or two, however many it has waiting.
+/// One guest keeps eight queues full of the largest batches; another guest has one small request at
+/// a time. In each round of the worker both get a slice. For each small request, the busy guest
+/// therefore gets a batch or two, however many batches wait.
 #[test]
 fn a_flood_of_requests_takes_only_the_fair_share_of_its_vm() {
     if std::thread::available_parallelism().is_ok_and(|number| number.get() == 1) {

@@ -46,7 +46,8 @@ impl Outcome {
 const INDEX_BYTES_MAX: u64 = 32 << 30;
 
 /// Replays one request. A pool is created when a request first names it, because a trace may begin
-/// in the middle. Returns false if there are too many keys or pools, or if there is no memory.
+/// after the guest has created its pools. Returns false if there are too many keys or pools, or if
+/// there is no memory.
 fn apply(tenant: &mut ShadowTenant, op: Op) -> bool {
     match op {
         Op::Put {
@@ -107,8 +108,8 @@ impl Replay {
         })
     }
 
-    /// Replays a request. Its recorded answer does not matter. Returns false, and does nothing, if
-    /// there are more keys or pools than a tenant may have, or if there is no memory.
+    /// Replays a request, whatever answer the trace recorded for it. Returns false, and does
+    /// nothing, if there are more keys or pools than a tenant may have, or if there is no memory.
     pub fn apply(&mut self, event: &Event) -> bool {
         let make = || ShadowTenant::new(self.policy, self.seed, &self.memory);
         let tenant = self.tenants.entry(event.tenant).or_insert_with(make);

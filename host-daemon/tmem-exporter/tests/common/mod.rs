@@ -11,7 +11,8 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Driver, DriverConfig, GuestConfig};
 use tmem_testing::TestDaemon;
 
-/// Time limit of each wait. It is long enough for a loaded machine; no time is measured.
+/// Time limit of each wait. It is long enough for a loaded machine, because no test measures a
+/// time.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A daemon with the VMs `a` and `b`; only `a` is connected.
@@ -180,7 +181,7 @@ impl Drop for Exporter {
     }
 }
 
-/// Sends a request. Returns the head and the body of the answer, as far as it came.
+/// Sends a request. Returns the head and the body of the answer, or as much of them as arrived.
 pub fn http(address: &str, request: &str) -> (String, String) {
     let begun = Instant::now();
     let mut stream = loop {

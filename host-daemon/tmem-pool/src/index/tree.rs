@@ -391,7 +391,7 @@ mod tests {
         }
     }
 
-    /// Returns a damaged tree: where page 5 belongs, the root is its own child.
+    /// Returns a damaged tree: the root is its own child at the place of page 5.
     fn circle() -> (Nodes, Id) {
         let mut nodes = Nodes::new(64, Chunks::some());
         let mut root = 0;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Random operations of several tenants against a model, compared after every step.
 //!
-//! The model holds the last page put under each key. A get may answer that page, with that cookie,
+//! The model holds the last page put under each key. A get may return that page with that cookie,
 //! or a miss. After each step, every page that the engine holds must be in the model. Each page
 //! that only the model holds must have been counted as evicted.
 

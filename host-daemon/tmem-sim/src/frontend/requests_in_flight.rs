@@ -50,8 +50,8 @@ impl FakeGuest {
         self.add_encoded(queue, request, generation, &encoded)
     }
 
-    /// Does what [`Self::add`] does, with bytes that the caller modified. Returns None if the ring
-    /// is full or no slot is free.
+    /// Adds a request as [`Self::add`] does, with bytes that the caller has modified. Returns None
+    /// if the ring is full or no slot is free.
     pub fn add_encoded(
         &mut self,
         queue: usize,
@@ -126,7 +126,8 @@ impl FakeGuest {
     }
 
     /// Adds a chain whose descriptors the caller wrote, for a request that [`Self::place`] wrote.
-    /// `head` is put into the avail ring unchanged. The answer is read at the place of the request.
+    /// `head` is put into the avail ring unchanged. The answer is later read from the place of that
+    /// request.
     pub fn add_by_hand(
         &mut self,
         queue: usize,

@@ -11,7 +11,7 @@ use tmem_domain::Domain;
 use virt::connect::Connect;
 
 /// Checks all domains. `served` are the daemon's VMs, if it can be reached.
-pub fn look(reach: &Reach, uri: &str, root: &Path, served: Option<&[api::Vm]>) -> Vec<Finding> {
+pub fn findings(reach: &Reach, uri: &str, root: &Path, served: Option<&[api::Vm]>) -> Vec<Finding> {
     let of = ("libvirt", "host");
     if !root.join("etc/libvirt").exists() {
         return vec![Finding::good(of, "there is no libvirt")];

@@ -53,7 +53,7 @@ impl TryFrom<String> for Account {
 }
 
 impl Account {
-    /// Returns the number, once it was [looked up](Self::find).
+    /// Returns the number; None before [`find`](Self::find) has looked it up.
     pub fn number(&self) -> Option<u32> {
         self.number
     }
@@ -90,8 +90,8 @@ mod tests {
 
     #[test]
     fn an_account_is_looked_up_once() {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        let path = folder.path().join("group");
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let path = directory.path().join("group");
         let file = path.to_str().expect("the text is not UTF-8");
         std::fs::write(file, b"qemu:x:64055:\nb\xf6se:x:5:\nmetrics:x:990:\n")
             .expect("cannot write the file");

@@ -30,13 +30,13 @@ pub struct Settings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub pool_size: Option<u64>,
-    /// Memory that the pool leaves available on the host. 0: none; if `memory_pressure` is `none` as
-    /// well, the pool never shrinks for the host (default: a 32nd of the host, at most 1GiB).
+    /// Memory that the pool leaves available on the host. 0: none; if `memory_pressure` is `none`
+    /// as well, the pool never shrinks for the host (default: a 32nd of the host, at most 1GiB).
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub host_free_min: Option<u64>,
-    /// Pressure (PSI) file that shows how long tasks wait for memory: the host's or that of a control
-    /// group. The pool also shrinks when tasks wait (default: /proc/pressure/memory).
+    /// Pressure (PSI) file that shows how long tasks wait for memory: the host's or that of a
+    /// control group. The pool also shrinks when tasks wait (default: /proc/pressure/memory).
     #[arg(long, value_name = "PATH")]
     #[serde(deserialize_with = "some_path")]
     pub memory_pressure: Option<PathBuf>,
@@ -44,8 +44,8 @@ pub struct Settings {
     #[arg(long, value_name = "N")]
     #[serde(deserialize_with = "within::<1, { WORKERS_MAX as u64 }, _, _>")]
     pub workers: Option<usize>,
-    /// Threads that find equal pages, compress and release memory while no guest waits. With too few
-    /// threads, `refused nursery` grows (default: a quarter of the processors, 1 to 8).
+    /// Threads that find equal pages, compress and release memory while no guest waits. With too
+    /// few threads, `refused nursery` grows (default: a quarter of the processors, 1 to 8).
     #[arg(long, value_name = "N")]
     #[serde(deserialize_with = "within::<1, { BACKGROUND_THREADS_MAX as u64 }, _, _>")]
     pub background_threads: Option<usize>,
@@ -53,13 +53,13 @@ pub struct Settings {
     /// (default: auto).
     #[arg(long, value_name = "KIND")]
     pub event_loop: Option<EventLoop>,
-    /// µs that a worker polls an empty virtqueue before it requests a kick, if the guest's last pause
-    /// was that short. 0: never (default: 50).
+    /// µs that a worker polls an empty virtqueue before it requests a kick, if the guest's last
+    /// pause was that short. 0: never (default: 50).
     #[arg(long, value_name = "N")]
     #[serde(deserialize_with = "within::<0, POLL_US_MAX, _, _>")]
     pub poll_max_us: Option<u64>,
-    /// Pages that each VM may put and get in a second. Puts and gets above it are refused or missed at
-    /// once. Flushes count, too, and are always executed. 0: no limit (default: 0).
+    /// Pages that each VM may put and get in a second. Puts and gets above it are refused or missed
+    /// at once. Flushes count, too, and are always executed. 0: no limit (default: 0).
     #[arg(long, value_name = "N")]
     #[serde(deserialize_with = "within::<0, VM_PAGES_PER_SECOND_MAX, _, _>")]
     pub vm_pages_per_second: Option<u64>,
@@ -67,8 +67,8 @@ pub struct Settings {
     #[arg(long, value_name = "PATH")]
     #[serde(deserialize_with = "some_path")]
     pub control: Option<PathBuf>,
-    /// Group whose members may use the control socket: its name in /etc/group, or its number (default:
-    /// the daemon's group).
+    /// Group whose members may use the control socket: its name in /etc/group, or its number
+    /// (default: the daemon's group).
     #[arg(long, value_name = "GROUP")]
     pub control_group: Option<Account>,
     /// Read-only socket of the control interface (default: the path of the control socket with -ro
@@ -76,12 +76,12 @@ pub struct Settings {
     #[arg(long, value_name = "PATH")]
     #[serde(deserialize_with = "some_path")]
     pub control_read_only: Option<PathBuf>,
-    /// Group whose members may use the read-only socket. Use a group without other rights (default: the
-    /// daemon's group).
+    /// Group whose members may use the read-only socket. Use a group without other rights (default:
+    /// the daemon's group).
     #[arg(long, value_name = "GROUP")]
     pub control_read_only_group: Option<Account>,
-    /// Directory of the VM store, and of the sockets of VMs that are added while tmemd runs (default:
-    /// the directory of the control socket).
+    /// Directory of the VM store, and of the sockets of VMs that are added while tmemd runs
+    /// (default: the directory of the control socket).
     #[arg(long, value_name = "PATH")]
     #[serde(deserialize_with = "some_path")]
     pub run_directory: Option<PathBuf>,
@@ -137,8 +137,8 @@ impl<'de> Deserialize<'de> for VmConfig {
 impl std::str::FromStr for VmConfig {
     type Err = ConfigError;
 
-    /// Parses the keys of a `[[vm]]` table in the form of the command line, `key=value,...`. A value
-    /// with a comma cannot be given.
+    /// Parses the keys of a `[[vm]]` table in the form of the command line, `key=value,...`. A
+    /// value with a comma cannot be given.
     fn from_str(text: &str) -> Result<VmConfig, ConfigError> {
         let fault = |what: String| ConfigError(format!("VM {text:?}: {what}"));
         let mut table = Table::new();
@@ -253,7 +253,8 @@ impl Settings {
         Settings::parse(&text).map_err(|ConfigError(what)| fault(what))
     }
 
-    /// Returns these settings, and those of `other` that are not given here. The VMs are those of both.
+    /// Returns these settings, and those of `other` that are not given here. The VMs are those of
+    /// both.
     #[must_use]
     pub fn or(self, other: Settings) -> Settings {
         Settings {
@@ -409,7 +410,8 @@ mod tests {
         }
     }
 
-    /// Returns the rows of the documentation's tables: key, unit, default, reload or start, meaning.
+    /// Returns the rows of the documentation's tables: key, unit, default, reload or start,
+    /// meaning.
     fn documented() -> Vec<[&'static str; 5]> {
         let document = include_str!("../../../../docs/configuration.md");
         let rows = document.lines().filter_map(|line| {

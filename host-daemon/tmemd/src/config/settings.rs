@@ -42,7 +42,7 @@ pub struct Config {
     pub pool_size_bytes: u64,
     /// Number of data workers.
     pub workers: usize,
-    /// Number of threads that deduplicate, compress and make room.
+    /// Number of threads that deduplicate, compress and evict pages.
     pub background_threads: usize,
     /// How the data workers wait for work.
     pub waiting: Waiting,
@@ -146,21 +146,23 @@ fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Returns the default number of workers. They copy and decompress pages while a guest waits, so
-/// there are at least two, but at most half of the processors, which belong to the guests.
+/// Returns the default number of workers: half the processors, so that the other half is left to
+/// the guests. At least 2, because workers copy and decompress pages while a guest waits; at most
+/// 8.
 pub fn workers_default() -> usize {
     (processors() / 2).clamp(2, 8)
 }
 
-/// Returns the default number of background threads: a quarter of the processors, because guests do
-/// not wait for them: too few threads only cause refused puts.
+/// Returns the default number of background threads: a quarter of the processors, at most
+/// [`BACKGROUND_THREADS_DEFAULT_MAX`]. No guest waits for these threads; with too few of them, puts
+/// are refused.
 pub fn background_threads_default() -> usize {
     processors().div_ceil(4).min(BACKGROUND_THREADS_DEFAULT_MAX)
 }
 
-/// Returns the default of `host_free_min`, the memory to leave available on the host, in bytes. It
-/// is a 32nd of the host's memory, at which the kernel still reclaims calmly, but at most 1 GiB.
-/// That lasts longer than the second between two readings of the host's memory.
+/// Returns the default of `host_free_min`, the memory to leave available on the host, in bytes: a
+/// 32nd of the host's memory, with which the kernel does not have to reclaim urgently, but at most
+/// 1 GiB. The host seldom uses 1 GiB within the second between two readings of its memory.
 pub fn host_free_min_default() -> u64 {
     (host_memory_bytes() / 32).min(1 << 30)
 }
@@ -222,13 +224,13 @@ pub fn reserve_text(reserve_bytes: u64, available_bytes: u64) -> String {
 
 impl Config {
     /// Returns the configuration of a test's daemon: a small pool that does not depend on the
-    /// host's memory, and all files in `folder`. A VM is given as `NAME[,KEY=VALUE...]`; its socket
-    /// is `NAME.sock`.
+    /// host's memory, and all files in `directory`. A VM is given as `NAME[,KEY=VALUE...]`; its
+    /// socket is `NAME.sock`.
     #[doc(hidden)]
-    pub fn for_test(folder: &Path, vms: &[&str]) -> Config {
+    pub fn for_test(directory: &Path, vms: &[&str]) -> Config {
         let vm = |vm: &&str| {
             let name = vm.split(',').next().unwrap_or_default();
-            let socket = folder.join(format!("{name}.sock"));
+            let socket = directory.join(format!("{name}.sock"));
             let text = format!("name={vm},socket={}", socket.display());
             text.parse().expect("the VM's settings are valid")
         };
@@ -238,11 +240,11 @@ impl Config {
             background_threads: 1,
             waiting: Waiting::default(),
             vm_pages_per_second: 0,
-            control: folder.join("control"),
+            control: directory.join("control"),
             control_group: None,
-            control_read_only: Some(folder.join("read-only")),
+            control_read_only: Some(directory.join("read-only")),
             control_read_only_group: None,
-            run_directory: folder.into(),
+            run_directory: directory.into(),
             vms: vms.iter().map(vm).collect(),
             pressure: None,
             trace: None,

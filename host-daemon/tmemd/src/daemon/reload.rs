@@ -11,8 +11,8 @@ use std::path::Path;
 use std::sync::PoisonError;
 
 impl Daemon {
-    /// Applies the settings that can change while the daemon runs: the size of the pool, the memory to
-    /// leave available on the host, the rate limit and the quotas of configured VMs. No VM is
+    /// Applies the settings that can change while the daemon runs: the size of the pool, the memory
+    /// to leave available on the host, the rate limit and the quotas of configured VMs. No VM is
     /// interrupted. Returns the names of changed settings that take effect at the next start only.
     ///
     /// # Errors
@@ -45,8 +45,8 @@ impl Daemon {
     }
 }
 
-/// Sets the size of the pool and the quotas of configured VMs. Size and quotas depend on each other,
-/// so either all of them change or none.
+/// Sets the size of the pool and the quotas of configured VMs. Size and quotas depend on each
+/// other, so either all of them change or none.
 ///
 /// # Errors
 /// The size exceeds the host's memory at the start, or a reserve does not fit.

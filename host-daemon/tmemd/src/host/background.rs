@@ -23,8 +23,8 @@ const MAINTAIN_PAGES: usize = 1024;
 /// work depends on time.
 const PERIOD: Duration = Duration::from_millis(500);
 
-/// Shortest pause after a run that did all work. A VM takes longer than this to put the raw pages
-/// that it may have, some hundreds.
+/// Shortest pause after a run that left no work. A VM may have some hundred raw pages in the pool,
+/// and needs longer than this pause to put them.
 const PERIOD_MIN: Duration = Duration::from_millis(1);
 
 /// Maximum number of memory tables of a VM that wait to be unmapped. A front end that changes its

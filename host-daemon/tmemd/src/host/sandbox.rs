@@ -238,8 +238,8 @@ const ATTACKS: &[c_long] = &[
 pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     drop_capabilities()?;
-    // The page size is read once now, by calls that a connection's thread, its first user, may not
-    // make.
+    // The page size is read and cached here. Otherwise a connection thread would read it first,
+    // with system calls that its filter forbids.
     rustix::param::page_size();
     let ruled = restrict_files(config, file)?;
     match missing_protection(&ruled.ruleset, ruled.landlock) {
@@ -501,11 +501,11 @@ mod tests {
 
     /// Runs `what` in a sandboxed thread. Threads that were started before are not in the sandbox.
     fn inside<R: Send>(kind: ThreadKind, what: impl FnOnce(&Path) -> R + Send) -> R {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        inside_at(folder.path(), kind, what)
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        inside_at(directory.path(), kind, what)
     }
 
-    /// Runs `what` in a sandbox whose configuration names that folder.
+    /// Runs `what` in a sandbox whose configuration names the directory `at`.
     fn inside_at<R: Send>(at: &Path, kind: ThreadKind, what: impl FnOnce(&Path) -> R + Send) -> R {
         fs::write(at.join("tmemd.toml"), "").expect("cannot write the file");
         std::thread::scope(|scope| {
@@ -633,12 +633,12 @@ mod tests {
     /// tracing-journald sends a log line through an open socket to a path.
     #[test]
     fn every_thread_can_write_to_the_journal() {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        let path = folder.path().join("socket");
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let path = directory.path().join("socket");
         let journal = UnixDatagram::bind(&path).expect("cannot bind the socket");
         let socket = UnixDatagram::unbound().expect("cannot create a Unix socket");
         for kind in KINDS {
-            inside_at(folder.path(), kind, |_| {
+            inside_at(directory.path(), kind, |_| {
                 socket
                     .send_to(b"MESSAGE=x", &path)
                     .expect("the thread may write to the journal");
@@ -717,7 +717,7 @@ mod tests {
         });
         inside(ThreadKind::Serving, |_| {
             refused(contexts());
-            // The acceptor starts the thread of a connection like this.
+            // The acceptor starts the thread of a connection from a serving thread, too.
             let later = std::thread::spawn(|| {
                 refused(contexts());
                 narrow(ThreadKind::Connection);
@@ -818,7 +818,7 @@ mod tests {
         }
     }
 
-    /// Only sockets in the configured folders can be connected to, whatever their modes permit.
+    /// Only sockets in the configured directories can be connected to, whatever their modes permit.
     #[test]
     fn the_sandbox_refuses_connections_to_unconfigured_sockets() {
         let other = tempfile::tempdir().expect("cannot create a temporary directory");

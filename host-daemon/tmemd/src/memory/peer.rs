@@ -33,8 +33,9 @@ pub struct HungUp;
 
 /// The front end of a connection.
 ///
-/// The handle is one of several of the same socket. A thread that ends a connection shuts the
-/// socket down, so that the front end sees the end before the last handle is closed.
+/// The value holds one of several descriptors of the connection's socket. A thread that ends a
+/// connection shuts the socket down, so that the front end sees the end before the last descriptor
+/// is closed.
 pub struct Peer(Source);
 
 /// Function that checks a simulated front end.
@@ -94,7 +95,8 @@ impl Peer {
 }
 
 impl Socket {
-    /// Returns the time in ns, which starts so high that a check at time 0 has expired.
+    /// Returns the time in ns. The value starts at `GOOD_FOR`, so that a check recorded at time 0
+    /// has already expired.
     fn now_ns(&self) -> u64 {
         (self.epoch.elapsed() + GOOD_FOR).as_nanos() as u64
     }

@@ -23,8 +23,8 @@ pub type GuestMemory = GuestMemoryMmap<RegionLog>;
 pub const REGIONS_MAX: usize = 64;
 
 /// Maximum size of all regions of a VM in bytes. A sparse file may have any size, and the address
-/// space of the daemon has 128 TiB for all VMs. A VM may have six tables mapped: this one, a new
-/// one and [`crate::host::background::DISCARDED_MAX`] that wait to be unmapped.
+/// space of the daemon has 128 TiB for all VMs. A VM may have six tables mapped: the current one, a
+/// new one and [`crate::host::background::DISCARDED_MAX`] that wait to be unmapped.
 pub const MEMORY_BYTES_MAX: u64 = 8 << 40;
 
 /// Memory region as the VMM describes it.

@@ -8,8 +8,8 @@ use crate::queue::poller::Poller;
 use crate::queue::uring::Uring;
 use std::io;
 
-/// Creates one poller for each of `count` workers: of the wanted kind, or with `Auto` of the best kind
-/// that the kernel provides.
+/// Creates one poller for each of `count` workers: of the wanted kind, or with `Auto` of the best
+/// kind that the kernel provides.
 ///
 /// # Errors
 /// The kernel does not provide the wanted kind.

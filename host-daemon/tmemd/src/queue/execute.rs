@@ -2,15 +2,16 @@
 //! Executes a request on the tenant of its VM and writes the answer into guest memory.
 //!
 //! Page contents pass through buffers of the worker in both directions. The guest can change its
-//! memory at any time, and the pool must never observe such a change. Pages are processed in groups of
-//! up to [`GROUP_PAGES`]. When the time limit of a drain expires, the remaining pages of a PUT are
-//! refused and the remaining pages of a GET are missed.
+//! memory at any time, and the pool must never observe such a change. Pages are processed in groups
+//! of up to [`GROUP_PAGES`]. When the time limit of a drain expires, the remaining pages of a PUT
+//! are refused and the remaining pages of a GET are missed.
 //!
-//! A request that costs more than a scheduling slice is interrupted between two groups. The finished
-//! part is then in the pool or in guest memory, results included. So only two numbers are kept of an
-//! interrupted request ([`Progress`]), and no page of a guest stays in a buffer of the worker. The next
-//! slice reads the request again and continues after the finished pages. If the guest changes the
-//! request meanwhile, which no correct driver does, it gets results of a mixture of both requests.
+//! A request that costs more than a scheduling slice is interrupted between two groups. The
+//! finished part is then in the pool or in guest memory, results included. So only two numbers are
+//! kept of an interrupted request ([`Progress`]), and no page of a guest stays in a buffer of the
+//! worker. The next slice reads the request again and continues after the finished pages. If the
+//! guest changes the request meanwhile, which no correct driver does, it gets results of a mixture
+//! of both requests.
 
 use crate::memory::peer::Peer;
 use crate::memory::table::GuestMemory;
@@ -50,7 +51,8 @@ pub struct Context<'vm, 'a> {
     pub generation: u64,
     /// Whether the request exceeds the VM's rate, so that all its pages are refused or missed.
     pub limited: bool,
-    /// Returns true when the time limit of a drain has expired: remaining pages are refused or missed.
+    /// Returns true when the time limit of a drain has expired: remaining pages are refused or
+    /// missed.
     pub drain_expired: &'a dyn Fn() -> bool,
     /// Slice that bounds the work.
     pub slice: &'a Slice<'a>,
@@ -68,8 +70,8 @@ pub struct Progress {
 
 /// State of a request after its execution in one slice.
 pub struct Remainder<'vm, 'a> {
-    /// Storage of the pages that a GET took out of the pool. The caller frees it after the guest has
-    /// its answer.
+    /// Storage of the pages that a GET took out of the pool. The caller frees it after the guest
+    /// has its answer.
     pub spent: &'a mut Vec<Spent<'vm>>,
     /// How far the request was executed.
     pub progress: &'a mut Progress,
@@ -148,9 +150,9 @@ impl Answer<'_> {
     }
 }
 
-/// Executes a request and writes its answer. Returns the bytes to report in the used element, or None
-/// if the slice is over before the request is finished. An unfinished request has no answer yet; another
-/// call with the same `progress` continues it.
+/// Executes a request and writes its answer. Returns the bytes to report in the used element, or
+/// None if the slice is over before the request is finished. An unfinished request has no answer
+/// yet; another call with the same `progress` continues it.
 ///
 /// # Errors
 /// The front end hung up, or guest memory cannot be accessed.
@@ -269,8 +271,8 @@ fn flush_range(
         if done? {
             return Ok(true);
         }
-        // With less time the pool might drop nothing, and would drop nothing again in the next
-        // call.
+        // After a step that was shorter than FLUSH_NS_MIN the slice ends. Such a step may have
+        // dropped no page, and so might the next one.
         if step_ns < FLUSH_NS_MIN {
             break;
         }
@@ -285,7 +287,8 @@ struct PutBatch<'a> {
     data: &'a [[u8; wire::PAGE_SIZE]],
 }
 
-/// Executes a PUT. Returns like [`execute`].
+/// Executes a PUT. Returns the bytes to report in the used element, or None if the slice is over
+/// before the request is finished.
 fn put(
     context: &Context<'_, '_>,
     stale: bool,
@@ -339,8 +342,8 @@ fn put(
     Ok(Some(end as u32))
 }
 
-/// Refuses a group of pages. A refused page leaves nothing under its key, so an older version that is
-/// in the pool is dropped.
+/// Refuses a group of pages. A refused page leaves nothing under its key, so an older version that
+/// is in the pool is dropped.
 fn refuse_group(
     context: &Context<'_, '_>,
     batch: &PutBatch<'_>,
@@ -421,7 +424,8 @@ fn miss() -> GetPage {
     }
 }
 
-/// Executes a GET. Returns like [`execute`].
+/// Executes a GET. Returns the bytes to report in the used element, or None if the slice is over
+/// before the request is finished.
 fn get<'vm>(
     context: &Context<'vm, '_>,
     stale: bool,
@@ -486,8 +490,8 @@ fn miss_rest(context: &Context<'_, '_>, batch: &GetBatch<'_>, pages: usize) -> R
         .map(drop)
 }
 
-/// Takes a group of pages, from number `start` of the batch on, out of the pool. Copies their contents
-/// to `pages` and sets their results.
+/// Takes a group of pages, from number `start` of the batch on, out of the pool. Copies their
+/// contents to `pages` and sets their results.
 fn take_group<'vm>(
     context: &Context<'vm, '_>,
     batch: &GetBatch<'_>,
@@ -511,8 +515,8 @@ fn take_group<'vm>(
         tap.get(pool, object, first, hits);
     }
     for ((result, found), wanted) in results.iter_mut().zip(found).zip(wanted) {
-        // The pool returns no page with another cookie. The comparison is repeated here because a page
-        // of another put must never reach a guest.
+        // The pool returns no page with another cookie. The comparison is repeated here because a
+        // page of another put must never reach a guest.
         if let GetResult::Hit { cookie } = found
             && *cookie == *wanted
         {
@@ -542,8 +546,9 @@ fn write_get_results(
     }
 }
 
-/// Writes the contents of the hits in `group`, adjacent hits in one copy. The data of a miss stays as
-/// the driver left it. Returns the end of the last page in the answer, in bytes; None without a hit.
+/// Writes the contents of the hits in `group`, adjacent hits in one copy. The data of a miss stays
+/// as the driver left it. Returns the end of the last page in the answer, in bytes; None without a
+/// hit.
 fn write_get_pages(
     answer: Answer<'_>,
     results: &[GetPage],

@@ -936,7 +936,7 @@ fn no_guest_memory_is_written_after_a_hang_up() {
         (6, [1, PAGES, 2, 1]),
         (7, [1, PAGES, 2, 2]),
     ];
-    for (looks, expected) in stages {
+    for (checks, expected) in stages {
         let mut guest = guest();
         guest.vring.lock().queue.set_event_idx(true);
         guest.put(1, PAGES);
@@ -945,7 +945,7 @@ fn no_guest_memory_is_written_after_a_hang_up() {
         let answer = guest.get(1, PAGES);
         let all = |guest: &Guest| guest.bytes(0, MEMORY_BYTES as usize);
         let before = all(&guest);
-        guest.link.peer.hang_up_after(looks);
+        guest.link.peer.hang_up_after(checks);
         assert_eq!(guest.run_slice(), SliceEnd::Idle);
         let results = guest.results(answer, PAGES);
         let data = guest.bytes(answer + 8 + 16 * PAGES as u64, PAGES * PAGE_SIZE);
@@ -958,18 +958,18 @@ fn no_guest_memory_is_written_after_a_hang_up() {
         ];
         assert_eq!(
             seen, expected,
-            "hang-up after {looks} checks of the front end: other parts of the answer were written"
+            "hang-up after {checks} checks of the front end: other parts of the answer were written"
         );
-        if looks < 3 {
+        if checks < 3 {
             assert!(
                 before == all(&guest),
-                "guest memory changed although the front end hung up after {looks} checks"
+                "guest memory changed although the front end hung up after {checks} checks"
             );
         }
         assert_eq!(
             guest.stopped().is_some(),
-            looks < 7,
-            "hang-up after {looks} checks of the front end: the queue is in the wrong state"
+            checks < 7,
+            "hang-up after {checks} checks of the front end: the queue is in the wrong state"
         );
         let stopped = guest
             .link
@@ -985,8 +985,8 @@ fn no_guest_memory_is_written_after_a_hang_up() {
         guest.run_slice();
         assert_eq!(
             offered == all(&guest),
-            looks < 7,
-            "hang-up after {looks} checks of the front end: a queue that stopped wrote to guest \
+            checks < 7,
+            "hang-up after {checks} checks of the front end: a queue that stopped wrote to guest \
              memory, or a queue that runs did not"
         );
     }
@@ -1139,8 +1139,8 @@ fn a_stale_request_changes_nothing() {
     assert_eq!(guest.results(get, 1), [wire::P_HIT]);
 }
 
-/// A request that is wrong in several ways gets the status of the earliest check (SPEC.md, "Precedence
-/// of statuses").
+/// A request that is wrong in several ways gets the status of the earliest check (SPEC.md,
+/// "Precedence of statuses").
 #[test]
 fn statuses_have_the_precedence_of_the_specification() {
     let mut guest = guest();
@@ -1211,7 +1211,7 @@ fn an_unanswerable_request_stops_the_queue() {
     );
     assert!(
         rustix::io::read(&error, &mut [0; 8]).is_ok(),
-        "the VMM was not told by the error eventfd"
+        "the error eventfd did not report the fault to the VMM"
     );
     assert_eq!(
         (guest.run_slice(), guest.used()),

@@ -142,7 +142,7 @@ impl Workers {
         &self.stage
     }
 
-    /// Returns the heartbeats of the workers' threads, which connections use, too.
+    /// Returns the heartbeats of the daemon's threads, at which workers and connections register.
     pub fn heartbeats(&self) -> &Heartbeats {
         &self.heartbeats
     }

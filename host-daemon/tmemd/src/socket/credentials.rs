@@ -73,8 +73,8 @@ impl Credentials {
 /// namespace has that id.
 fn numbers(stream: &UnixStream, option: libc::c_int, room: &mut [u32]) -> (usize, io::Result<()>) {
     let mut bytes = size_of_val(room) as libc::socklen_t;
-    // SAFETY: `room` has that many bytes, of numbers that may have any value, and the kernel writes
-    // no more.
+    // SAFETY: `bytes` is the size of `room`, the kernel writes no more than that, and a `u32` may
+    // have any value.
     let done = unsafe {
         let room = room.as_mut_ptr().cast();
         libc::getsockopt(

@@ -8,15 +8,15 @@ use rustix::io::ReadWriteFlags;
 use std::io::IoSliceMut;
 use std::os::fd::OwnedFd;
 
-/// Adds 1 to an eventfd of the daemon's own. An eventfd whose counter is full is signalled already, so
-/// the error is ignored. For an eventfd of a front end use `queue::notifier::notify`: a plain write to
-/// it may block.
+/// Adds 1 to an eventfd of the daemon's own. An eventfd whose counter is full is signalled already,
+/// so the error is ignored. For an eventfd of a front end use `queue::notifier::notify`: a plain
+/// write to it may block.
 pub fn signal(fd: &OwnedFd) {
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
-/// Resets an eventfd's counter to 0. The call never blocks, whatever the peer does with the flags of
-/// the file that it shares, and whatever it reads from the eventfd between the poll and this read.
+/// Resets an eventfd's counter to 0. The call never blocks, even if the peer that shares the file
+/// changes its flags, or reads the eventfd between the caller's poll(2) and this read.
 pub fn consume(fd: &OwnedFd) {
     let mut count = [0u8; 8];
     let mut buffers = [IoSliceMut::new(&mut count)];

@@ -156,7 +156,8 @@ impl Device {
         self.vrings.iter().for_each(|vring| vring.raise_hold());
     }
 
-    /// Drains some vrings, calls `change` on their states, and lets the workers back in.
+    /// Drains some vrings, calls `change` on their states, and then lets the workers use the vrings
+    /// again.
     fn hold<R>(
         &self,
         vrings: &[Arc<Vring>],
@@ -674,7 +675,7 @@ mod tests {
         ftruncate(&file, 4096).expect("cannot set the length of the memfd");
         fcntl_add_seals(&file, SealFlags::SHRINK).expect("cannot seal the memfd");
         let region = VhostUserMemoryRegion::new(0, 4096, 0, 0);
-        // The bound holds across connections, too.
+        // The limit of DISCARDED_MAX tables applies to the VM, not to each of its connections.
         for connection in 0..3 {
             let (mut device, _front_end) = device();
             for _ in 0..50 {
@@ -686,7 +687,7 @@ mod tests {
                     .set_mem_table(&[region], vec![file], None)
                     .expect("the memory table is valid");
             }
-            // The first of the kept tables was empty, and the device itself has one more.
+            // The first of the tables that wait was empty, and the device itself has one more.
             assert_eq!(
                 mapped(name),
                 DISCARDED_MAX,

@@ -19,7 +19,8 @@ use virtio_tmem as wire;
 /// Time limit of every wait. It is long enough for a busy machine and a debug build.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Scales a time like the tests on VMs: slow machines set TMEM_TIMEOUT_SCALE above 1.
+/// Multiplies a time limit by TMEM_TIMEOUT_SCALE, as the tests on VMs do. Slow machines set it
+/// above 1.
 pub fn scaled(time: Duration) -> Duration {
     let scale = std::env::var("TMEM_TIMEOUT_SCALE");
     time.mul_f64(scale.map_or(1.0, |scale| {
@@ -40,11 +41,11 @@ pub fn until(what: &str, mut check: impl FnMut() -> bool) {
 }
 
 /// Number of consecutive checks that must find a daemon idle before it counts as idle.
-const IDLE_LOOKS: u32 = 5;
+const IDLE_CHECKS: u32 = 5;
 
-/// Arguments that keep the daemon from reading the machine's memory. Otherwise the tests would
-/// depend on other processes, and the file that the daemon opens once a second would disturb tests
-/// that count descriptors.
+/// Arguments that keep the daemon from reading the host's memory statistics. Otherwise the tests
+/// would depend on other processes, and the file that the daemon opens once a second would disturb
+/// tests that count descriptors.
 pub const HOST_IS_NO_MATTER: [&str; 4] = ["--host-free-min", "0", "--memory-pressure", "none"];
 
 /// A running tmemd and the names of its VMs.
@@ -211,7 +212,7 @@ impl Daemon {
         let mut idle = 0;
         self.until("all threads sleep", || {
             idle = if all_are("S") { idle + 1 } else { 0 };
-            idle == IDLE_LOOKS
+            idle == IDLE_CHECKS
         });
         kill_process(pid, Signal::STOP).unwrap();
         self.until("all threads stop", || all_are("T"));
@@ -250,8 +251,8 @@ impl Daemon {
         });
     }
 
-    /// Connects a driver, repeatedly if needed: the probe of [`Self::spawn`] or the previous
-    /// connection may not be over yet, and one connection at a time is accepted.
+    /// Connects a driver, and tries again while the VM still has a connection: that of the probe in
+    /// [`Self::spawn`] or of an earlier driver. The daemon accepts one connection at a time.
     pub fn connect(&mut self, driver: &mut Driver, name: &str) {
         let socket = self.socket(name);
         let guest = &mut driver.guest;
@@ -325,7 +326,7 @@ impl Taken {
     }
 }
 
-/// Returns the present resources of a process.
+/// Returns the resources that a process uses now.
 pub fn taken_by(pid: i32) -> Taken {
     let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap();
     let entries = |name: &str| fs::read_dir(format!("/proc/{pid}/{name}")).unwrap().count();
@@ -367,7 +368,8 @@ pub fn seed(test: &str) -> u64 {
     seed
 }
 
-/// Checks that a VM is served, by random requests whose answers the model judges.
+/// Checks that the daemon serves a VM: sends random requests and compares the answers with the
+/// model.
 pub fn work(driver: &mut Driver, steps: usize) {
     for _ in 0..steps {
         driver.step().unwrap();
