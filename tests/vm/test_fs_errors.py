@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -92,13 +93,14 @@ class Below:
     def whole(self) -> str:
         return f"0 {self.sectors} linear '{self.disk} 0'"
 
-    def except_block(self, block: int, target: str) -> str:
-        """Returns a table with another target for the page-sized range at `block`."""
-        bad, after = block * SECTORS, (block + 1) * SECTORS
-        return (
-            f"0 {bad} linear '{self.disk} 0' {bad} {SECTORS} {target}"
-            f" {after} {self.sectors - after} linear '{self.disk} {after}'"
-        )
+    def except_blocks(self, targets: Mapping[int, str]) -> str:
+        """Returns a table with other targets for the page-sized ranges at these blocks."""
+        table, at = [], 0
+        for block, target in sorted(targets.items()):
+            first = block * SECTORS
+            table.append(f"{at} {first - at} linear '{self.disk} {at}' {first} {SECTORS} {target}")
+            at = first + SECTORS
+        return " ".join([*table, f"{at} {self.sectors - at} linear '{self.disk} {at}'"])
 
     def write(self, page: int, count: int = 1) -> None:
         self.guest.put("/tmp/data", DATA * count)
@@ -151,16 +153,20 @@ def fail_conversion(below: Below) -> None:
     extents = extent_block(below.image)
     below.mount()
     below.write(1)
+    # The extents become unreadable before the data are written, because the conversion may begin
+    # before the next table is in use. They stay writable: the write splits an extent. The target
+    # "delay" takes a device, an offset and a delay in ms each for reads, writes and flushes.
+    errors = guest.sh(f"{DM} errors 0 {SECTORS} error ''").strip()
+    place = f"{below.disk} {extents * SECTORS} 0"
+    unreadable = {extents: f"delay '{errors} 0 0 {place} {place}'"}
     place = f"{below.disk} {data * SECTORS}"
-    # Only writes are delayed, not reads and flushes.
-    delay = below.except_block(data, f"delay '{place} 0 {place} {DELAY_MS} {place} 0'")
-    guest.sh(f"{DM} data {delay}")
+    delay = f"delay '{place} 0 {place} {DELAY_MS} {place} 0'"
+    guest.sh(f"{DM} data {below.except_blocks({**unreadable, data: delay})}")
     writing = below.write_back()
     # The task that writes holds a reference to the block of the extents for a moment.
     until(lambda: extents_dropped(below, extents), WRITEBACK_SECONDS, "the extents leave the cache")
-    # A delay ends when its device is suspended. The conversion then reads the extents through this
-    # table, and fails.
-    below.go_on(below.except_block(extents, "error ''"), writing)
+    # The delay ends when its device is suspended.
+    below.go_on(below.except_blocks(unreadable), writing)
     print(guest.sh("dmesg | tail -n 4"))
     assert "map_blocks returned -5" in guest.sh("dmesg"), "the conversion did not fail"
     guest.sh(f"{DM} data {below.whole()}")
