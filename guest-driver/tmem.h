@@ -81,9 +81,18 @@ void tmem_pool_free(struct tmem_pool *pool);
  * @workingset: the page was used again after it was read in.
  *
  * The page is sent to the host when a batch is full, or within TMEM_PUT_DELAY_MS (10 ms, in ticks),
- * unless the host has as many batches as it can have: see core/feeder.c.
+ * unless the host has as many batches as it can have: see core/send.c.
  */
 bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset);
+/* Calls tmem_put() for @nr pages that are neighbours in the file and in memory. */
+unsigned int tmem_put_pages(const struct tmem_key *key, pgoff_t index, struct page *page,
+			    unsigned int nr, bool workingset);
+/*
+ * Sends batches that puts have filled. A kernel for which tmem_has_put_end() is true calls it after
+ * the puts, when it has released the i_pages lock. Any context but NMI; one load if there is nothing
+ * to send.
+ */
+void tmem_put_end(void);
 
 /*
  * Erases the entries of pages first .. last, both included. Any context but NMI. The cost is

@@ -85,6 +85,8 @@ class Measured:
     checksums_equal: bool = False
     gets: int = 0
     hits: int = 0
+    puts_eligible: int = 0
+    puts_lost: int = 0
 
     @property
     def seconds(self) -> float:
@@ -261,7 +263,8 @@ def phase(
     for name, vm in vms.items():
         out[name].read_bytes = read_bytes(vm) - before[name]
         if cached:
-            out[name].gets, out[name].hits = stat(vm.guest, "gets"), stat(vm.guest, "hits")
+            for counter in ("gets", "hits", "puts_eligible", "puts_lost"):
+                setattr(out[name], counter, stat(vm.guest, counter))
     progress.show("comparing the SHA-256 of every file with the host's")
     with ThreadPoolExecutor() as pool:
         found = dict(zip(vms, pool.map(lambda vm: guest_sums(vm.guest), vms.values()), strict=True))
@@ -285,6 +288,11 @@ def ratio(part: float, whole: float) -> str:
     return f"{part / whole:.2f}" if whole else "-"
 
 
+def lost_fraction(of: list[Measured]) -> float:
+    """Returns the part of the evicted pages that the driver should have kept and has not."""
+    return sum(m.puts_lost for m in of) / (sum(m.puts_eligible for m in of) or 1)
+
+
 def table(rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
@@ -296,7 +304,7 @@ def table(rows: list[list[str]]) -> str:
 
 def summary(plain: dict[str, Measured], tmem: dict[str, Measured]) -> str:
     """Returns the comparison, for each VM and in total."""
-    head = ["", "all rounds", "last round", "disk reads", "hits", "checksums"]
+    head = ["", "all rounds", "last round", "disk reads", "hits", "lost", "checksums"]
 
     def row(label: str, of: list[Measured], cached: bool) -> list[str]:
         hits = sum(m.hits for m in of)
@@ -306,6 +314,7 @@ def summary(plain: dict[str, Measured], tmem: dict[str, Measured]) -> str:
             f"{max(m.rounds[-1] for m in of):.1f} s",
             size_text(sum(m.read_bytes for m in of)),
             f"{hits:,} = {size_text(hits * 4096)}" if cached else "-",
+            f"{lost_fraction(of):.1%}" if cached else "-",
             "equal" if all(m.checksums_equal for m in of) else "DIFFER",
         ]
 
@@ -337,7 +346,9 @@ def write_json(
     pool: dict[str, Any],
 ) -> None:
     keys = ("pages", "original_bytes", "held_bytes", "shared_pages")
+    read = [sum(m.read_bytes for m in phase.values()) for phase in (tmem, plain)]
     report = {
+        "disk_read_ratio": round(read[0] / read[1], 4) if read[1] else None,
         "vms": [
             {
                 "name": name,
@@ -348,6 +359,9 @@ def write_json(
                 "disk_read_bytes_with": tmem[name].read_bytes,
                 "gets": tmem[name].gets,
                 "hits": tmem[name].hits,
+                "puts_eligible": tmem[name].puts_eligible,
+                "puts_lost": tmem[name].puts_lost,
+                "lost_fraction": round(lost_fraction([tmem[name]]), 5),
                 "checksums_equal": plain[name].checksums_equal and tmem[name].checksums_equal,
             }
             for name in plain

@@ -168,7 +168,7 @@ static bool get_wait(struct tmem_get_req *get, u64 spin_until_ns, u64 deadline_n
 	u64 now_ns = ktime_get_ns();
 
 	while (now_ns < spin_until_ns && !need_resched()) {
-		tmem_queue_drain(get->queue);
+		tmem_send_drain(get->queue);
 		if (get_done(get))
 			return true;
 		cpu_relax();

@@ -41,7 +41,7 @@ static int find_queues(struct tmem_dev *dev)
 	int err;
 
 	for (i = 1; i <= dev->nr_queues; i++)
-		info[i] = (struct virtqueue_info){ "request", tmem_queue_vq_callback };
+		info[i] = (struct virtqueue_info){ "request", tmem_send_vq_callback };
 	err = tmem_find_vqs(dev->vdev, 1 + dev->nr_queues, vqs, info);
 	if (err) {
 		dev_err(&dev->vdev->dev, "the device is not used: %u virtqueues cannot be set up (error %d)\n",
@@ -98,7 +98,8 @@ static int read_limits(struct tmem_dev *dev)
 			batch_max, VIRTIO_TMEM_BATCH_MAX, pools, VIRTIO_TMEM_POOLS_MAX);
 		return -EINVAL;
 	}
-	dev->nr_queues = queues;
+	/* More queues than processors would only split the batches of puts. */
+	dev->nr_queues = min_t(unsigned int, queues, num_possible_cpus());
 	dev->batch_max = batch_max;
 	dev->pools_max = pools;
 	return 0;
@@ -109,7 +110,7 @@ static void free_device(struct tmem_dev *dev)
 	unsigned int i;
 
 	for (i = 0; dev->queue && i < dev->nr_queues; i++) {
-		tmem_feeder_exit(&dev->queue[i]);
+		tmem_send_exit(&dev->queue[i]);
 		tmem_ring_exit(&dev->queue[i]);
 	}
 	kfree(dev->queue);
@@ -165,11 +166,12 @@ static int alloc_memory(struct tmem_dev *dev)
 		queue->nr = i;
 		spin_lock_init(&queue->vq_lock);
 		spin_lock_init(&queue->ring_lock);
+		spin_lock_init(&queue->send_lock);
 	}
 	for (i = 0; i < dev->nr_queues; i++) {
 		err = tmem_ring_init(dev, &dev->queue[i]);
 		if (!err)
-			err = tmem_feeder_init(dev, &dev->queue[i]);
+			err = tmem_send_init(dev, &dev->queue[i]);
 		if (err)
 			return err;
 	}
@@ -234,6 +236,7 @@ fail:
 static void tear_down(struct virtio_device *vdev)
 {
 	struct tmem_dev *dev = vdev->priv;
+	unsigned int i;
 
 	tmem_state_offline("no device");
 	rcu_assign_pointer(tmem_device, NULL);
@@ -246,6 +249,8 @@ static void tear_down(struct virtio_device *vdev)
 	tmem_state_offline("no device");
 	/* The reset returns all buffers to the driver, answered or not. */
 	virtio_reset_device(vdev);
+	for (i = 0; i < dev->nr_queues; i++)
+		tmem_send_stop(&dev->queue[i]);
 	vdev->config->del_vqs(vdev);
 	tmem_pools_forget();
 	tmem_pools_device(false);

@@ -103,6 +103,16 @@ void tmem_hook_removed(struct folio *folio)
 }
 
 /**
+ * tmem_hook_reclaimed() - send what was put when a folio was removed
+ *
+ * Context: process, without the i_pages lock.
+ */
+void tmem_hook_reclaimed(void)
+{
+	tmem_put_end();
+}
+
+/**
  * tmem_hook_dirty() - handle a folio that becomes dirty
  * @folio: the folio
  * @mapping: its mapping

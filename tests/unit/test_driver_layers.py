@@ -23,6 +23,7 @@ core/stats core/budget core/pool_id core/bounce
 core/leaf core/policy core/bypass core/admit core/queue core/control core/sysfs
 core/index
 core/ring core/evict
+core/send
 core/feeder core/get core/pool
 core/sync
 core/transport
