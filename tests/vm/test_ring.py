@@ -131,23 +131,23 @@ def check_full_batches_without_feeder(guest: Guest) -> None:
 
 
 def test_full_batches_and_their_answers_need_no_feeder(
-    session: Session, kernel: Kernel, module: Path
+    session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Full batches leave and their answers free slots while the feeder thread does not run."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=1)
-    guest = driver_vm(session, kernel, module, tmem, memory_bytes=256 * MIB).start()
+    guest = driver_vm(session, kernel, test_module, tmem, memory_bytes=256 * MIB).start()
     load(guest, f"verify_every=0 {PATIENT}")
     check_full_batches_without_feeder(guest)
 
 
 def test_a_flush_is_sent_before_a_later_put_of_its_page(
-    session: Session, kernel: Kernel, module: Path
+    session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """The host keeps pages that were put after a flush of them, although no feeder sent it."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=1)
-    guest = driver_vm(session, kernel, module, tmem, memory_bytes=256 * MIB).start()
+    guest = driver_vm(session, kernel, test_module, tmem, memory_bytes=256 * MIB).start()
     load(guest, f"verify_every=0 {PATIENT}")
     write = f"dd if=/dev/urandom of={CHUNK} bs=4096 count={CHUNK_PAGES} conv=notrunc 2>/dev/null"
     guest.sh(f"{write}; sync; echo 1 >/proc/sys/vm/drop_caches")
