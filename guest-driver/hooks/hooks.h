@@ -237,6 +237,15 @@ bool tmem_refuse(struct super_block *sb, char *why, size_t why_bytes);
 
 /* --- put.c --------------------------------------------------------------------------------- */
 
+/*
+ * Pages of a folio that are put; the rest is erased. Reclaim removes a folio with interrupts off,
+ * and the puts of one folio may take 20 us of this time. A put of a page that is not in the
+ * processor's cache takes up to 0.6 us there (docs/benchmarks/native.md). The number is a power of
+ * two like the sizes of folios, because a folio is got with all its pages or not at all. 32 pages
+ * are the default readahead window.
+ */
+#define TMEM_FOLIO_MAX_PAGES 32
+
 void tmem_probe_removed(void *data, struct folio *folio);
 void tmem_probe_dirty(void *data, struct folio *folio, struct address_space *mapping);
 void tmem_probe_added(void *data, struct folio *folio);
@@ -313,8 +322,8 @@ void tmem_entry_bmap(struct tmem_args *args);
 
 /* --- read.c -------------------------------------------------------------------------------- */
 
-/* Pages of one tmem_get(), and the largest folio whose pages are all put or got. */
-#define TMEM_FOLIO_MAX_PAGES 64
+/* Pages of one tmem_get(), and so the largest folio that is got. */
+#define TMEM_RUN_PAGES 64
 
 void tmem_wrap_readahead(struct readahead_control *rac);
 int tmem_wrap_read_folio(struct file *file, struct folio *folio);

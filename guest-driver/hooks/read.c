@@ -30,10 +30,10 @@
  * leaves little room on the stack.
  */
 struct tmem_run {
-	struct page *pages[TMEM_FOLIO_MAX_PAGES];
-	struct tmem_verify *verify[TMEM_FOLIO_MAX_PAGES];
-	DECLARE_BITMAP(want, TMEM_FOLIO_MAX_PAGES);
-	DECLARE_BITMAP(sampled, TMEM_FOLIO_MAX_PAGES);
+	struct page *pages[TMEM_RUN_PAGES];
+	struct tmem_verify *verify[TMEM_RUN_PAGES];
+	DECLARE_BITMAP(want, TMEM_RUN_PAGES);
+	DECLARE_BITMAP(sampled, TMEM_RUN_PAGES);
 };
 
 /* State of one call, for both replacements. */
@@ -98,7 +98,7 @@ static bool folio_wanted(const struct tmem_read *rd, struct folio *folio,
 {
 	unsigned long nr = folio_nr_pages(folio);
 
-	if (nr > TMEM_FOLIO_MAX_PAGES || folio_test_uptodate(folio) || folio_test_dirty(folio) ||
+	if (nr > TMEM_RUN_PAGES || folio_test_uptodate(folio) || folio_test_dirty(folio) ||
 	    folio_test_private(folio) || folio_test_private_2(folio) || folio->index >= rd->end)
 		return false;
 	nr = min_t(unsigned long, nr, rd->end - folio->index);
@@ -297,7 +297,7 @@ static void read_window(const struct tmem_read *rd, const struct readahead_contr
 		for (end = i; end < stop;) {
 			unsigned int next = end + folio_nr_pages(folio_at(rd, base + end));
 
-			if (next - i > TMEM_FOLIO_MAX_PAGES)
+			if (next - i > TMEM_RUN_PAGES)
 				break;
 			end = next;
 		}
@@ -370,7 +370,7 @@ leave:
  */
 int tmem_wrap_read_folio(struct file *file, struct folio *folio)
 {
-	DECLARE_BITMAP(held, TMEM_FOLIO_MAX_PAGES);
+	DECLARE_BITMAP(held, TMEM_RUN_PAGES);
 	struct address_space *mapping = folio->mapping;
 	unsigned long nr = folio_nr_pages(folio);
 	struct tmem_run *run = NULL;
@@ -383,7 +383,7 @@ int tmem_wrap_read_folio(struct file *file, struct folio *folio)
 		ret = mapping->a_ops->read_folio(file, folio);
 		goto leave;
 	}
-	if (nr <= TMEM_FOLIO_MAX_PAGES && tmem_held(&rd.key, folio->index, nr, held) &&
+	if (nr <= TMEM_RUN_PAGES && tmem_held(&rd.key, folio->index, nr, held) &&
 	    folio_wanted(&rd, folio, held, 0))
 		run = kzalloc(sizeof(*run), GFP_NOFS | __GFP_NORETRY | __GFP_NOWARN);
 	if (run) {
