@@ -14,6 +14,7 @@
 
 use crate::codec::{self, Corrupt, DENSER_BYTES, Denser};
 use crate::config::{PAGE_SIZE, Page};
+use crate::cost::{GET_DENSE_NS, GET_NS, GET_SAME_NS};
 use crate::dedup::{Dedup, Links};
 use crate::entry::Content;
 use crate::hash::{HashFn, PageHash, check_bits, place_bits, table_bits};
@@ -224,6 +225,18 @@ impl Store {
             Content::Raw(blob) | Content::Blob(blob) => {
                 Reader::Bytes(self.heap.reader(Handle(blob)))
             }
+        }
+    }
+
+    /// Returns the largest cost of getting a page with this content, in nanoseconds. A blob that the
+    /// sweep recompresses at the same time may cost more.
+    pub(crate) fn get_ns_max(&self, content: Content) -> u64 {
+        match content {
+            Content::Same(_) => GET_SAME_NS,
+            Content::Blob(blob) if self.record(blob).state.load(Relaxed) & DENSE != 0 => {
+                GET_DENSE_NS
+            }
+            Content::Raw(_) | Content::Blob(_) => GET_NS,
         }
     }
 

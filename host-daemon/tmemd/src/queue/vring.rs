@@ -494,7 +494,7 @@ impl Vring {
                 begun_ns,
                 interrupted: unfinished.take().filter(|last| last.head == head),
             };
-            let mut spent = Vec::new();
+            let mut spent = None;
             match self.answer(table, scratch, &slice, taken, &mut spent)? {
                 Answered::Done(done) => self.publish(state, table, head, done)?,
                 Answered::Unfinished(chain) => {
@@ -566,7 +566,7 @@ impl Vring {
         scratch: &mut Scratch,
         slice: &Slice<'_>,
         taken: TakenChain,
-        spent: &mut Vec<Spent<'a>>,
+        spent: &mut Option<Spent<'a>>,
     ) -> Result<Answered<'a>, Halt> {
         let Scratch {
             chain,
