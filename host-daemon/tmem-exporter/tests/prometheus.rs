@@ -25,7 +25,7 @@ fn promtool(arguments: &[&str], input: &str) -> (bool, String) {
     let mut child = command
         .spawn()
         .expect("cannot run promtool (Debian package prometheus)");
-    let mut stdin = child.stdin.take().expect("the process has a pipe");
+    let mut stdin = child.stdin.take().expect("the process has no pipe");
     // Writing fails if the program ends without reading its input.
     let _ = stdin.write_all(input.as_bytes());
     drop(stdin);
@@ -131,7 +131,10 @@ impl Server {
         // The port was free a moment ago. If another process takes it meanwhile, the test fails; it
         // cannot pass by mistake.
         let port = TcpListener::bind("127.0.0.1:0").expect("cannot bind a TCP port");
-        let address = port.local_addr().expect("the socket is bound").to_string();
+        let address = port
+            .local_addr()
+            .expect("the socket is not bound")
+            .to_string();
         drop(port);
         let child = Command::new("prometheus")
             .arg(format!("--config.file={}", config.display()))
@@ -215,11 +218,11 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
         serde_json::from_str(include_str!("../grafana.json")).expect("the text is not JSON");
     let panels = dashboard["panels"]
         .as_array()
-        .expect("the dashboard has panels");
+        .expect("the dashboard has no panels");
     assert!(panels.len() >= 15);
     for panel in panels {
-        for target in panel["targets"].as_array().expect("each panel has queries") {
-            let query = filled(target["expr"].as_str().expect("each query is text"));
+        for target in panel["targets"].as_array().expect("a panel has no queries") {
+            let query = filled(target["expr"].as_str().expect("a query is not text"));
             server.until(&format!("{}: {query}", panel["title"]), || {
                 let answer = server.query(&query);
                 assert_eq!(
@@ -246,7 +249,7 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
             rule["health"], "ok",
             "Prometheus could not evaluate the rule: {rule}"
         );
-        let answer = server.query(rule["query"].as_str().expect("each rule has a query"));
+        let answer = server.query(rule["query"].as_str().expect("a rule has no query"));
         assert_eq!(
             answer["status"], "success",
             "the rule's query failed: {answer}"

@@ -98,7 +98,7 @@ fn metrics_equal_the_statistics_of_the_daemon() {
         let line = all
             .iter()
             .find(|line| line.contains(request) && line.contains("vm=\"a\""));
-        line.expect("the metric has a sample")
+        line.expect("the metric has no sample")
             .rsplit(' ')
             .next()
             .and_then(|n| n.parse::<i64>().ok())
@@ -307,7 +307,7 @@ fn misbehaving_clients_do_not_block_others() {
         let (head, _) = http(exporter.address(), &request);
         assert!(
             head.is_empty() || head.starts_with("HTTP/1.1 4"),
-            "the invalid request got another answer: {head}"
+            "the invalid request got the wrong answer: {head}"
         );
         assert!(
             exporter.metrics("").contains("tmem_up 1.0"),
@@ -346,7 +346,7 @@ fn misbehaving_clients_do_not_block_others() {
         let _ = stream.read_to_string(&mut answer);
         assert!(
             answer.is_empty() || answer.contains(" 408 "),
-            "the slow client got another answer: {answer}"
+            "the slow client got the wrong answer: {answer}"
         );
     }
 }

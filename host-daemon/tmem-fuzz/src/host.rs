@@ -96,11 +96,11 @@ impl Watch {
             match act {
                 Act::Write(file, at, bytes) => file
                     .write_all_at(&bytes, at)
-                    .expect("the range is inside the file"),
+                    .expect("the range is outside of the file"),
                 Act::HangUp(file, bytes) => {
                     let mut left = vec![0; bytes];
                     file.read_exact_at(&mut left, 0)
-                        .expect("the range is inside the file");
+                        .expect("the range is outside of the file");
                     *lock(&self.left) = Some(left);
                     self.hung_up.store(true, SeqCst);
                 }
@@ -167,7 +167,7 @@ fn work_ns(before: &TenantStats, after: &TenantStats) -> u64 {
 /// Locks a mutex. No panic of the daemon can have left its contents half changed, because a panic
 /// ends the run.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().expect("the lock is not poisoned")
+    mutex.lock().expect("the lock is poisoned")
 }
 
 /// The parts of a daemon that are created once for all inputs, because reserving address space for
@@ -210,7 +210,7 @@ impl Base {
         let (guest, neighbour) = (tenant("guest"), tenant("neighbour"));
         neighbour
             .create_pool(POOL)
-            .expect("the tenant has no pool with this id yet");
+            .expect("the tenant already has a pool with this id");
         let events: Arc<Events> = Arc::default();
         let subscription = events
             .subscribe()
@@ -264,13 +264,16 @@ impl Base {
             let (pages, results) = (&mut page, &mut result);
             let tenant = &self.neighbour;
             let got = tenant.get(POOL, OBJECT, index, &[cookie], pages, results);
-            drop(got.expect("the neighbour has its pool"));
+            drop(got.expect("the neighbour has lost its pool"));
             assert_eq!(
                 result,
                 [GetResult::Hit { cookie }],
                 "the neighbour did not get its page"
             );
-            assert!(page[0] == content(index), "the neighbour got another page");
+            assert!(
+                page[0] == content(index),
+                "the neighbour got the wrong page"
+            );
         }
     }
 }
@@ -294,7 +297,7 @@ impl FuzzedDaemon {
         FuzzedDaemon {
             base,
             watch,
-            session: session.expect("no other connection has claimed the VM"),
+            session: session.expect("another connection has claimed the VM"),
             _front_end: front_end,
         }
     }
@@ -344,7 +347,7 @@ impl FuzzedDaemon {
         let tenant = &self.base.vm.tenant;
         tenant
             .create_pool(POOL)
-            .expect("the tenant has no pool with this id yet");
+            .expect("the tenant already has a pool with this id");
         for index in 0..pages {
             let put = Put {
                 object: OBJECT,

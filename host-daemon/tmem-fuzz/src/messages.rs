@@ -235,15 +235,16 @@ impl FrontEnd {
                 u32::from_le_bytes(
                     header[at..at + 4]
                         .try_into()
-                        .expect("the slice has 4 bytes"),
+                        .expect("the slice does not have 4 bytes"),
                 )
             };
             let mut body = vec![0; field(8) as usize % 4096];
             self.ended |= self.stream.read_exact(&mut body).is_err();
             if field(0) == GET_CONFIG {
                 if let Some(bytes) = body.get(12..20) {
-                    self.generation =
-                        u64::from_le_bytes(bytes.try_into().expect("the slice has 8 bytes"));
+                    self.generation = u64::from_le_bytes(
+                        bytes.try_into().expect("the slice does not have 8 bytes"),
+                    );
                 }
                 return;
             }

@@ -122,7 +122,7 @@ fn hook_with(stderr: Stdio, control: &Path, operation: &str, xml: &str) -> Outpu
         .stderr(stderr)
         .spawn()
         .expect("cannot run the program");
-    let mut stdin = child.stdin.take().expect("the process has a pipe");
+    let mut stdin = child.stdin.take().expect("the process has no pipe");
     stdin
         .write_all(xml.as_bytes())
         .expect("cannot write to the hook's stdin");
@@ -307,7 +307,7 @@ fn the_hook_retries_while_the_daemon_has_too_many_clients() {
                 let time = Duration::from_secs(30);
                 shut_out
                     .recv_timeout(time)
-                    .expect("the daemon turned no client away");
+                    .expect("the daemon refused no client");
                 drop(clients);
             });
             let output = hook(&front, operation, &xml(1024, device));

@@ -27,7 +27,7 @@ fn run(command: &mut Command) -> Output {
 }
 
 fn files(folder: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(folder).expect("the directory exists");
+    let entries = fs::read_dir(folder).expect("the directory does not exist");
     entries
         .map(|entry| entry.expect("cannot read the directory").path())
         .collect()
@@ -67,9 +67,17 @@ fn shown(page: &Path) -> String {
 fn man_has_no_warnings() {
     let folder = written();
     let pages = files(&folder.path().join("man"));
-    assert!(pages.len() > PROGRAMS.len(), "{pages:?}");
+    assert!(
+        pages.len() > PROGRAMS.len(),
+        "too few pages were written: {pages:?}"
+    );
     for page in pages {
-        assert_eq!(warnings(&page), "", "{}", page.display());
+        assert_eq!(
+            warnings(&page),
+            "",
+            "man prints warnings for {}",
+            page.display()
+        );
     }
 }
 
@@ -176,5 +184,9 @@ fn completions_offer_commands() {
     let folder = written();
     let [bash, fish] = offered(folder.path());
     assert_eq!(bash, "stats");
-    assert_eq!(fish.split('\t').next(), Some("stats"), "{fish}");
+    assert_eq!(
+        fish.split('\t').next(),
+        Some("stats"),
+        "fish offers the wrong command: {fish}"
+    );
 }

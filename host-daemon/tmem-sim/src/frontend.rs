@@ -182,21 +182,21 @@ impl DeviceConfig {
             u32::from_le_bytes(
                 b[at..at + 4]
                     .try_into()
-                    .expect("a slice of four bytes converts to an array"),
+                    .expect("the slice does not have four bytes"),
             )
         };
         let u16_at = |at: usize| {
             u16::from_le_bytes(
                 b[at..at + 2]
                     .try_into()
-                    .expect("a slice of two bytes converts to an array"),
+                    .expect("the slice does not have two bytes"),
             )
         };
         Self {
             generation: u64::from_le_bytes(
                 b[..8]
                     .try_into()
-                    .expect("a slice of eight bytes converts to an array"),
+                    .expect("the slice does not have eight bytes"),
             ),
             page_size: u32_at(8),
             num_request_queues: u16_at(12),
@@ -699,7 +699,7 @@ impl FakeGuest {
         for i in 0..self.queues.len() {
             self.set_ring_addr(i)?;
         }
-        Ok(self.log.as_ref().expect("the dirty log was just set"))
+        Ok(self.log.as_ref().expect("no dirty log is set"))
     }
 
     /// Returns the dirty log, or None if it is off.

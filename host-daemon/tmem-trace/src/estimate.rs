@@ -285,7 +285,7 @@ mod tests {
                 let (_, oldest) = self
                     .puts
                     .pop_first()
-                    .expect("a cache above its size is not empty");
+                    .expect("a cache above its size is empty");
                 self.by_key.remove(&oldest);
             }
         }

@@ -192,7 +192,7 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     );
     assert!(
         lines[0].starts_with("tmemd ") && lines[0].contains("1 of 2 VMs connected"),
-        "the first line has another text: {screen}"
+        "the first line has the wrong text: {screen}"
     );
     let place = |name: &str| lines.iter().position(|line| line.starts_with(name));
     assert!(
@@ -202,7 +202,7 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     assert_eq!(
         cells(&screen, "-db").map(|cells| cells[1..5].to_vec()),
         Some(["-", "0", "0", "-"].map(String::from).to_vec()),
-        "the row of the idle VM has other cells: {screen}"
+        "the row of the idle VM has the wrong cells: {screen}"
     );
     assert!(
         lines[23].starts_with("q quit"),

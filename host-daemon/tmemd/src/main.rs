@@ -201,7 +201,7 @@ mod tests {
             let all = [&["tmemd", "--pool-size", "1MiB"], options].concat();
             let arguments = Arguments::parse_from(all);
             let config =
-                configure(&arguments, Settings::default()).expect("the arguments are valid");
+                configure(&arguments, Settings::default()).expect("the arguments were refused");
             config.control_read_only
         };
         // The exporter uses this path by default.

@@ -260,7 +260,7 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
         QEMU
     );
     // The connection exists so that the daemon has a connection thread.
-    let _vm = UnixStream::connect(&socket).expect("root can connect to each socket");
+    let _vm = UnixStream::connect(&socket).expect("root cannot connect to a socket");
 
     let pid = daemon.0.id();
     let may_lock = status(std::process::id())["CapPrm"].clone();
@@ -274,14 +274,14 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
             .expect("cannot read a directory entry")
             .file_name()
             .into_string()
-            .expect("a thread's id is a number");
+            .expect("a thread's id is not a number");
         let status = status_of(&format!("{pid}/task/{id}"));
         let name = &status["Name"];
         let set = |key: &str| {
             u64::from_str_radix(&status[key], 16).expect("the text is not a hexadecimal number")
         };
         for key in ["CapEff", "CapPrm", "CapBnd"] {
-            assert_eq!(set(key), keeps, "thread {name} has another set {key}");
+            assert_eq!(set(key), keeps, "thread {name} has the wrong set {key}");
         }
         assert_eq!(
             set("CapInh") | set("CapAmb"),
@@ -413,7 +413,7 @@ fn threads_of_all_kinds_log_to_the_journal() {
     let fault = fault::all()
         .into_iter()
         .find(stops)
-        .expect("some faults stop a queue");
+        .expect("no fault stops a queue");
     let target = Target {
         queue: 1,
         pool: driver.pool(),

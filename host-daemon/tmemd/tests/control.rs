@@ -172,7 +172,7 @@ fn only_the_full_socket_changes_quotas() {
         .expect_err("the read-only socket changed a quota");
     assert!(
         matches!(error.kind(), tmem_control::ErrorKind::ReadOnlySocket(_)),
-        "the daemon answered with another error: {error}"
+        "the daemon answered with the wrong error: {error}"
     );
     let quota_of = |client: &mut tmem_control::VarlinkClient, number: usize| {
         client
@@ -218,7 +218,7 @@ fn only_the_full_socket_changes_quotas() {
         assert!(
             matches!(error.kind(), tmem_control::ErrorKind::BadQuota(Some(args))
             if args.name == "web" && !args.reason.is_empty()),
-            "the daemon answered with another error: {error}"
+            "the daemon answered with the wrong error: {error}"
         );
     }
     assert_eq!(quota_of(&mut full, 1), good);
@@ -308,7 +308,7 @@ fn the_number_of_clients_is_limited() {
     let other = config
         .control_read_only
         .as_ref()
-        .expect("the configuration names a read-only socket");
+        .expect("the configuration names no read-only socket");
     assert!(served(
         &UnixStream::connect(other).expect("cannot connect to the socket")
     ));
@@ -356,7 +356,7 @@ fn stale_sockets_are_replaced_and_live_ones_refused() {
         drop(UnixListener::bind(socket).expect("cannot bind the socket"));
     }
     let daemon = Daemon::start(config.clone())
-        .expect("a daemon does not replace the sockets of an ended one");
+        .expect("a daemon did not replace the sockets of an ended one");
     for (number, socket) in sockets(&config).iter().enumerate() {
         let other = tempfile::tempdir().expect("cannot create a temporary directory");
         let mut second = self::config(other.path());
@@ -394,7 +394,7 @@ fn stale_sockets_are_replaced_and_live_ones_refused() {
         .to_string();
     assert!(
         error.contains("not a socket"),
-        "the error has another text: {error}"
+        "the error has the wrong text: {error}"
     );
     assert_eq!(
         fs::read(&config.control).expect("cannot read the file"),
@@ -426,7 +426,7 @@ fn reserves_that_do_not_fit_are_refused() {
         .expect("a configuration was accepted whose reserves exceed the pool");
     assert!(
         matches!(error, StartError::Config(_)),
-        "the daemon started or ended for another reason: {error}"
+        "the daemon started, or ended for the wrong reason: {error}"
     );
     assert!(
         error.to_string().contains("VM \"db\""),
@@ -485,7 +485,7 @@ fn signals_end_the_daemon_cleanly() {
         child
             .stderr
             .take()
-            .expect("the process has a pipe")
+            .expect("the process has no pipe")
             .read_to_string(&mut log)
             .expect("the text is not UTF-8");
         assert!(
@@ -509,7 +509,7 @@ fn log_of(mut daemon: Running) -> String {
         .expect("cannot send the signal");
     child.wait().expect("cannot wait for the process");
     let mut log = String::new();
-    let mut stderr = child.stderr.take().expect("the process has a pipe");
+    let mut stderr = child.stderr.take().expect("the process has no pipe");
     stderr
         .read_to_string(&mut log)
         .expect("the text is not UTF-8");
@@ -563,7 +563,7 @@ fn an_answer_may_be_longer_than_a_call() {
         .map(|nr| {
             let socket = directory.path().join(format!("{nr}.sock"));
             let text = format!("socket={},name=vm-{nr}", socket.display());
-            text.parse().expect("the VM's settings are valid")
+            text.parse().expect("the VM's settings were refused")
         })
         .collect();
     let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");

@@ -117,7 +117,7 @@ fn a_daemon_stopped_during_a_hang_up_writes_nothing() {
             driver
                 .guest
                 .submit(queue, request)
-                .expect("the queue has room for the request");
+                .expect("the queue has no room for the request");
         }
         driver.put(40, 0, 2);
         driver.put(41, 300, 302);

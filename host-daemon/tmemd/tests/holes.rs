@@ -108,7 +108,7 @@ fn punching_a_hole_delays_other_vms() {
                 driver
                     .guest
                     .add(queue, put, generation)
-                    .expect("the queue has room for the request");
+                    .expect("the queue has no room for the request");
             }
             punched.store(false, Ordering::SeqCst);
             let punch = scope.spawn(punch);

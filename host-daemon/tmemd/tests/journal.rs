@@ -50,7 +50,7 @@ impl JournalTest {
             .spawn()
             .expect("cannot run unshare");
         let ask = child.stdin.take();
-        let answers = BufReader::new(child.stdout.take().expect("the process has a pipe"));
+        let answers = BufReader::new(child.stdout.take().expect("the process has no pipe"));
         JournalTest {
             child,
             ask,
@@ -60,8 +60,8 @@ impl JournalTest {
 
     /// Returns the matching entries of the journal, one per line.
     fn entries(&mut self, query: &str) -> Vec<String> {
-        let ask = self.ask.as_mut().expect("the script is running");
-        writeln!(ask, "{query}").expect("the script reads its input");
+        let ask = self.ask.as_mut().expect("the script ended");
+        writeln!(ask, "{query}").expect("the script does not read its input");
         let lines = self.answers.by_ref().lines();
         lines
             .map(|line| line.expect("the script's output is not text"))
@@ -97,7 +97,7 @@ fn messages_have_fields_in_the_journal() {
     let fault = fault::all()
         .into_iter()
         .find(stops)
-        .expect("some faults stop a queue");
+        .expect("no fault stops a queue");
     let target = Target {
         queue: 1,
         pool: driver.pool(),

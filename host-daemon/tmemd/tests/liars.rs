@@ -217,7 +217,7 @@ fn requests_changed_by_the_guest_during_a_read_are_harmless() {
                 let page = answer.page.as_ref().unwrap();
                 assert!(
                     **page == *content(answer.cookie).page(),
-                    "the daemon returned another page than the cookie names"
+                    "the daemon returned a page that the cookie does not name"
                 );
             }
         }

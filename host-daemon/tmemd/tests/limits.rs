@@ -107,7 +107,7 @@ fn log_lines_of_all_vms_are_bounded() {
 fn log_lines_of_failed_accepts_are_bounded() {
     let mut daemon = visible();
     at_rest(&mut daemon);
-    let pid = Pid::from_raw(daemon.pid() as i32).expect("a process id is positive");
+    let pid = Pid::from_raw(daemon.pid() as i32).expect("the process id is 0");
     let said = || {
         log(&daemon)
             .matches("a connection cannot be accepted")
@@ -131,7 +131,7 @@ fn log_lines_of_failed_accepts_are_bounded() {
     limit(free);
     let begun = Instant::now();
     let client = UnixStream::connect(daemon.path("control"))
-        .expect("the kernel queues the connection until the daemon accepts it");
+        .expect("the kernel did not queue the connection for the daemon");
     until("it is said that some were left out", || {
         log(&daemon).contains("cannot be accepted") && log(&daemon).contains("left_out=")
     });
@@ -253,5 +253,5 @@ fn daemon_pool_bytes(daemon: &Daemon) -> usize {
         .get_stats(None)
         .call()
         .expect("the daemon answered the varlink call with an error");
-    usize::try_from(stats.pool.held_bytes).expect("the number is not negative")
+    usize::try_from(stats.pool.held_bytes).expect("the number is negative")
 }

@@ -37,7 +37,7 @@ fn mappings_like(address: u64) -> Vec<(u64, u64)> {
     };
     let all: Vec<(u64, u64, String)> = maps.lines().map(parse).collect();
     let own = all.iter().find(|m| m.0 <= address && address < m.1);
-    let file = &own.expect("the file is mapped").2;
+    let file = &own.expect("the file is not mapped").2;
     let same = all.iter().filter(|m| m.2 == *file);
     same.map(|m| (m.0, m.1)).collect()
 }
@@ -278,7 +278,7 @@ fn a_hole_in_huge_pages_ends_only_its_connection() {
         driver
             .guest
             .add(1, put, generation)
-            .expect("the queue has room for the request");
+            .expect("the queue has no room for the request");
     }
     let files = driver.guest.ram().shared_regions().unwrap();
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;

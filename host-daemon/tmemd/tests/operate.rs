@@ -147,7 +147,7 @@ fn latencies_of_readers_are_reported() {
     let latencies_of = |client: &mut VarlinkClient| {
         stats(client, "a")
             .driver
-            .expect("the guest's driver sent a report")
+            .expect("the guest's driver sent no report")
             .get_latency
     };
     assert_eq!(latencies_of(&mut client), None);
@@ -252,7 +252,7 @@ fn a_resized_pool_shrinks_and_grows() {
         assert!(
             matches!(error.kind(), ErrorKind::BadSize(Some(bad)) if bad.size_bytes == size_bytes
                 && bad.reason.contains("1048576")),
-            "the daemon answered with another error: {error}"
+            "the daemon answered with the wrong error: {error}"
         );
     }
 }
@@ -264,7 +264,7 @@ fn the_read_only_socket_changes_nothing() {
     let refused = |kind: &ErrorKind, method: &str| {
         assert!(
             matches!(kind, ErrorKind::ReadOnlySocket(Some(args)) if args.method == method),
-            "the daemon answered with another error: {kind}"
+            "the daemon answered with the wrong error: {kind}"
         );
     };
     refused(
@@ -297,7 +297,7 @@ fn unknown_vms_are_named_in_errors() {
     let unknown = |kind: &ErrorKind| {
         assert!(
             matches!(kind, ErrorKind::NoSuchVm(Some(args)) if args.name == "x"),
-            "the daemon answered with another error: {kind}"
+            "the daemon answered with the wrong error: {kind}"
         );
     };
     unknown(client.flush_vm("x".into()).call().unwrap_err().kind());
@@ -390,7 +390,7 @@ fn a_subscription_requires_more_and_ends_with_the_client() {
     let error = error.expect_err("the daemon accepted a subscription without \"more\"");
     assert!(
         matches!(error.kind(), ErrorKind::MoreExpected(Some(args)) if args.method == "SubscribeEvents"),
-        "the daemon answered with another error: {error}"
+        "the daemon answered with the wrong error: {error}"
     );
     // As many clients connect as the limit permits, and all of them disconnect.
     for _ in 0..3 {
@@ -444,7 +444,7 @@ fn calls_of_read_only_clients_are_rate_limited() {
     let took = read_in_a_loop(&read_only, 10);
     assert!(
         took < Duration::from_millis(1900),
-        "the calls of another client took {took:?}"
+        "the calls of the other client took {took:?}"
     );
     assert_eq!(stats(&mut client(&read_only), "a").name, "a");
     let mut nobody = client(&read_only);
@@ -454,6 +454,6 @@ fn calls_of_read_only_clients_are_rate_limited() {
         .expect_err("the daemon returned statistics of an unknown VM");
     assert!(
         matches!(error.kind(), ErrorKind::NoSuchVm(_)),
-        "the daemon answered with another error: {error}"
+        "the daemon answered with the wrong error: {error}"
     );
 }

@@ -278,7 +278,7 @@ fn reserves_must_fit_a_reloaded_size() {
         .call()
         .expect("the daemon did not change the pool's size");
     set(201).expect_err("a reserve was accepted that exceeds the configured pool");
-    set(90).expect("a reserve of 90 MiB fits into the pool");
+    set(90).expect("a reserve of 90 MiB, which fits into the pool, was refused");
     set(101).expect_err("a reserve was accepted that exceeds the pool");
 }
 
@@ -304,7 +304,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
             let vm = vms
                 .iter()
                 .find(|vm| vm.name == name)
-                .expect("the VM is listed");
+                .expect("the VM is not listed");
             vm.quota.reserve_bytes >> 20
         };
         let size = running
@@ -332,7 +332,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
     // tmemctl.
     let quota = tmem_control::quota(Some(24 << 20), None, None);
     let set = running.client().set_quota("b".into(), quota).call();
-    set.expect("the reserve fits into the pool");
+    set.expect("a reserve that fits into the pool was refused");
     let config = tmem_sim::DriverConfig::default();
     let mut guest = tmem_sim::Driver::new(common::guest("a"), config)
         .expect("cannot create the simulated guest");

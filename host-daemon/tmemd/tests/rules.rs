@@ -104,13 +104,13 @@ fn every_bit_of_a_cookie_counts() {
         put_one(&mut driver, 1, 1, cookie, Content::Noise(cookie));
         assert!(
             !get_one(&mut driver, pool, 1, 1, 0),
-            "a get with cookie 0 must miss"
+            "a get with cookie 0 returned the page"
         );
         put_one(&mut driver, 1, 1, cookie, Content::Noise(cookie));
         assert!(get_one(&mut driver, pool, 1, 1, cookie));
         assert!(
             !get_one(&mut driver, pool, 1, 1, cookie),
-            "a hit removes the page"
+            "a second get returned the page that a hit removes"
         );
     }
 }
@@ -447,7 +447,7 @@ fn unsealed_memory_is_refused() {
         let error = driver.guest.start();
         assert!(
             matches!(error, Err(GuestError::Message { .. })),
-            "memory that can be truncated was accepted, or the error is another: {error:?}"
+            "memory that can be truncated was accepted, or the error is the wrong one: {error:?}"
         );
         driver.guest.disconnect();
         work(&mut neighbour, 20);

@@ -30,9 +30,11 @@ fn as_user<R: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> R + Send) 
     let (uid, gid) = (Uid::from_raw(user), Gid::from_raw(user));
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            set_thread_groups(&groups).expect("root can change the thread's credentials");
-            set_thread_res_gid(gid, gid, gid).expect("root can change the thread's credentials");
-            set_thread_res_uid(uid, uid, uid).expect("root can change the thread's credentials");
+            set_thread_groups(&groups).expect("cannot change the thread's credentials as root");
+            set_thread_res_gid(gid, gid, gid)
+                .expect("cannot change the thread's credentials as root");
+            set_thread_res_uid(uid, uid, uid)
+                .expect("cannot change the thread's credentials as root");
             what()
         });
         thread.join().expect("the thread panicked")
@@ -42,7 +44,7 @@ fn as_user<R: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> R + Send) 
 /// Sends a message. Returns true if the connection answers it.
 fn is_served(socket: &Path, message: &[u8]) -> bool {
     let mut stream =
-        UnixStream::connect(socket).expect("every user can connect to a socket of this mode");
+        UnixStream::connect(socket).expect("a user cannot connect to a socket of this mode");
     stream
         .set_read_timeout(Some(TIMEOUT))
         .expect("cannot set the socket's time-out");
@@ -214,7 +216,7 @@ fn sockets_belong_to_the_configured_users() {
             assert_eq!(
                 is,
                 (owner, group, 0o660),
-                "{} has another owner, group or mode",
+                "{} has the wrong owner, group or mode",
                 path.display()
             );
         }

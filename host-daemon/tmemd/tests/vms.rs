@@ -70,7 +70,7 @@ impl RegistryTest {
         match error.expect_err("the daemon accepted an invalid VM").kind() {
             ErrorKind::BadVm(Some(bad)) => (bad.name.clone(), bad.reason.clone()),
             ErrorKind::BadQuota(Some(bad)) => (bad.name.clone(), format!("quota: {}", bad.reason)),
-            other => panic!("the daemon answered with another error: {other:?}"),
+            other => panic!("the daemon answered with the wrong error: {other:?}"),
         }
     }
 
@@ -103,7 +103,7 @@ impl RegistryTest {
             .vms;
         vms.into_iter()
             .find(|vm| vm.name == name)
-            .expect("the VM is listed")
+            .expect("the VM is not listed")
     }
 
     fn connect(&self, name: &str) -> UnixStream {
@@ -387,11 +387,11 @@ fn a_problem_stays_until_it_is_fixed() {
         fix();
         assert_eq!(problem(), None);
     }
-    set(GIVEN, Some("x")).expect("a configured VM can have a problem");
+    set(GIVEN, Some("x")).expect("the daemon refused to note a problem of a configured VM");
     let error = set(OTHER, Some("x")).expect_err("the daemon set a problem of an unknown VM");
     assert!(
         matches!(error.kind(), ErrorKind::NoSuchVm(_)),
-        "the daemon answered with another error: {error}"
+        "the daemon answered with the wrong error: {error}"
     );
 }
 
@@ -411,7 +411,7 @@ fn the_read_only_socket_adds_and_removes_nothing() {
         let error = result.expect_err("the read-only socket changed a VM");
         assert!(
             matches!(error.kind(), ErrorKind::ReadOnlySocket(_)),
-            "the daemon answered with another error: {error}"
+            "the daemon answered with the wrong error: {error}"
         );
     }
     assert_eq!(host.names(), ["given", "web"]);
@@ -642,7 +642,7 @@ fn the_number_of_vms_is_limited() {
         client
             .add_vm(spec(number))
             .call()
-            .expect("fewer than VMS_MAX VMs exist");
+            .expect("VMS_MAX VMs already exist");
     }
     assert!(host.refused(&spec(VMS_MAX)).1.contains("1024 VMs already"));
     assert!(host.remove(&spec(7).uuid, "vm7"));

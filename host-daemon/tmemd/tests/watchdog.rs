@@ -32,7 +32,10 @@ fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
             ("WATCHDOG_USEC".into(), PERIOD.as_micros().to_string()),
         ]
     });
-    (daemon, manager.expect("the daemon's arguments were built"))
+    (
+        daemon,
+        manager.expect("the daemon's arguments were not built"),
+    )
 }
 
 /// Returns the next message of the daemon.
@@ -163,7 +166,7 @@ fn a_hung_worker_is_reported() {
         drop(stopped);
         driver
             .settle()
-            .expect("the released workers do not continue");
+            .expect("the released workers did not continue");
     };
     assert_eq!(hear(&manager), HANGS, "the daemon did not report the hang");
     let log = std::fs::read_to_string(daemon.path("log")).expect("cannot read the log");
@@ -180,7 +183,7 @@ fn a_hung_worker_is_reported() {
     drop(stopped);
     driver
         .settle()
-        .expect("the released workers do not continue");
+        .expect("the released workers did not continue");
     while hear(&manager) == HANGS {}
     lives_for(&manager, PERIOD);
 }

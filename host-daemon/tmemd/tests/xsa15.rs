@@ -79,7 +79,7 @@ fn hit(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> 
     };
     assert!(
         **page == *Content::Noise(cookie).page(),
-        "the daemon returned another page than the cookie names"
+        "the daemon returned a page that the cookie does not name"
     );
     true
 }
@@ -483,7 +483,11 @@ fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnc
         done.is_some()
     });
     let result = done.unwrap().answer.pages[0].result;
-    assert_eq!(result, wire::P_HIT, "{what}: another page was lost");
+    assert_eq!(
+        result,
+        wire::P_HIT,
+        "{what}: the page that was stored before was lost"
+    );
     driver.reboot().unwrap();
     work(driver, 5);
     work(neighbour, 5);
@@ -679,7 +683,7 @@ fn overflowing_sums_in_requests_are_refused() {
     assert_eq!(
         answer.status,
         wire::S_OK,
-        "another queue does not answer any more"
+        "the other queue does not answer any more"
     );
     driver.guest.disconnect();
     daemon.connect(&mut driver, "a");

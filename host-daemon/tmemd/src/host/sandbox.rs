@@ -278,7 +278,8 @@ pub fn narrow(kind: ThreadKind) {
         ThreadKind::Connection => &filters.connection,
         ThreadKind::Data => &filters.data,
     };
-    seccompiler::apply_filter(filter).expect("the kernel took a filter before");
+    seccompiler::apply_filter(filter)
+        .expect("the kernel refused a filter, although it accepted one before");
 }
 
 /// A log line about a protection that the kernel lacks.
@@ -539,18 +540,16 @@ mod tests {
             denied(fs::read_dir("/etc").map(drop));
             denied(fs::write(other.path().join("new"), ""));
             denied(fs::create_dir(other.path().join("new")));
-            fs::write(own.join("note"), "kept")
-                .expect("the daemon may write files in its run directory");
+            fs::write(own.join("note"), "kept").expect("cannot write a file in the run directory");
             fs::rename(own.join("note"), own.join("vm"))
-                .expect("the daemon may rename files in its run directory");
+                .expect("cannot rename a file in the run directory");
             assert_eq!(
-                fs::read(own.join("vm")).expect("the daemon may read files in its run directory"),
+                fs::read(own.join("vm")).expect("cannot read a file in the run directory"),
                 b"kept"
             );
-            fs::remove_file(own.join("vm"))
-                .expect("the daemon may remove files in its run directory");
-            fs::read("/proc/self/stat").expect("the daemon may read its own status");
-            fs::read("/proc/meminfo").expect("the daemon may read the host's memory statistics");
+            fs::remove_file(own.join("vm")).expect("cannot remove a file in the run directory");
+            fs::read("/proc/self/stat").expect("cannot read the daemon's own status");
+            fs::read("/proc/meminfo").expect("cannot read the host's memory statistics");
         });
     }
 
@@ -560,10 +559,10 @@ mod tests {
             let tcp = socket(AddressFamily::INET, SocketType::STREAM, None);
             assert_eq!(tcp.expect_err("a TCP socket was created"), Errno::PERM);
             socket(AddressFamily::UNIX, SocketType::STREAM, None)
-                .expect("the daemon may create Unix sockets");
+                .expect("cannot create a Unix socket");
             std::thread::spawn(|| ())
                 .join()
-                .expect("the daemon may create threads");
+                .expect("cannot create a thread");
             let (read, write) = (ProtFlags::READ, ProtFlags::WRITE);
             let map = |prot| {
                 // SAFETY: the mapping is new, and nothing uses it.
@@ -573,7 +572,7 @@ mod tests {
                 map(read | ProtFlags::EXEC).expect_err("executable memory was mapped"),
                 Errno::PERM
             );
-            let page = map(read | write).expect("the daemon may map memory");
+            let page = map(read | write).expect("cannot map memory");
             // SAFETY: the page was just mapped.
             let done = unsafe { mprotect(page, 4096, MprotectFlags::READ | MprotectFlags::EXEC) };
             assert_eq!(done.expect_err("memory was made executable"), Errno::PERM);
@@ -622,9 +621,9 @@ mod tests {
                 // The vhost crate sends a reply with this call.
                 let sent = left.send_with_fds(&[&b"re"[..], &b"ply"[..]], &[]);
                 assert_eq!(
-                    sent.expect("a thread may send a reply without descriptors"),
+                    sent.expect("the thread cannot send a reply without descriptors"),
                     5,
-                    "a thread of kind {kind:?} sent a reply of another length"
+                    "a thread of kind {kind:?} sent a reply of the wrong length"
                 );
             });
         }
@@ -641,7 +640,7 @@ mod tests {
             inside_at(directory.path(), kind, |_| {
                 socket
                     .send_to(b"MESSAGE=x", &path)
-                    .expect("the thread may write to the journal");
+                    .expect("the thread cannot write to the journal");
             });
             let mut line = [0; 16];
             assert_eq!(
@@ -649,7 +648,7 @@ mod tests {
                     .recv(&mut line)
                     .expect("the journal's socket received nothing"),
                 9,
-                "the line of a thread of kind {kind:?} has another length"
+                "the line of a thread of kind {kind:?} has the wrong length"
             );
         }
     }
@@ -668,7 +667,7 @@ mod tests {
             assert_eq!(error.raw_os_error(), Some(libc::EPERM));
             right
                 .send(b"what is there")
-                .expect("the thread may send through an open socket");
+                .expect("the thread cannot send through an open socket");
             let thread = std::thread::Builder::new().spawn(|| ());
             assert!(thread.is_err(), "a thread was created");
         });
@@ -756,8 +755,8 @@ mod tests {
                 said.contains("\"auto\" takes epoll instead"),
                 "the error does not name the alternative: {said}"
             );
-            let pollers =
-                event_loop::create(EventLoop::Auto, 2).expect("\"auto\" falls back to epoll");
+            let pollers = event_loop::create(EventLoop::Auto, 2)
+                .expect("\"auto\" did not fall back to epoll");
             assert_eq!(pollers.len(), 2);
             let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
             for poller in pollers {
@@ -788,7 +787,7 @@ mod tests {
         assert_eq!(missing_protection(&full, on(ABI::V9)), None);
         for abi in [ABI::V6, ABI::V7, ABI::V8] {
             let missing_protection = missing_protection(&part, on(abi))
-                .expect("a kernel without Landlock rules for sockets lacks protection");
+                .expect("no missing protection was reported for a kernel without Landlock rules for sockets");
             let LogLine::Info(text) = missing_protection else {
                 panic!(
                     "ABI {abi:?}: the protection against connections is missing: \
@@ -807,9 +806,11 @@ mod tests {
             (&none, LandlockStatus::NotImplemented),
         ] {
             let missing_protection = missing_protection(ruleset, landlock)
-                .expect("without Landlock, files are unprotected");
+                .expect("no missing protection was reported without Landlock");
             let LogLine::Warning(text) = missing_protection else {
-                panic!("{landlock:?}: another protection is missing: {missing_protection:?}");
+                panic!(
+                    "{landlock:?}: the wrong protection is reported as missing: {missing_protection:?}"
+                );
             };
             assert!(
                 text.contains("lsm=landlock"),
@@ -837,10 +838,9 @@ mod tests {
         };
         inside(ThreadKind::Serving, |own| {
             let mine = own.join("own");
-            let _listener = UnixListener::bind(&mine)
-                .expect("the daemon may bind sockets in its run directory");
-            UnixStream::connect(&mine)
-                .expect("the daemon may connect to sockets in its run directory");
+            let _listener =
+                UnixListener::bind(&mine).expect("cannot bind a socket in the run directory");
+            UnixStream::connect(&mine).expect("cannot connect to a socket in the run directory");
             let connected = UnixStream::connect(&theirs);
             match abi {
                 ABI::V9 => {
@@ -850,11 +850,10 @@ mod tests {
                     assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
                 }
                 // This is the remaining risk that docs/threat-model.md describes.
-                _ => {
-                    drop(connected.expect(
-                        "a kernel without Landlock rules for sockets refuses no connection",
-                    ))
-                }
+                _ => drop(
+                    connected
+                        .expect("the connection was refused without Landlock rules for sockets"),
+                ),
             }
         });
         if abi != ABI::V9 {

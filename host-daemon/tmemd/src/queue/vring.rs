@@ -274,7 +274,7 @@ pub struct Vring {
 impl Vring {
     /// Creates a vring that is not set up.
     pub fn new(index: usize, worker: usize, link: Arc<Link>) -> Vring {
-        let queue = Queue::new(wire::QUEUE_SIZE_MAX).expect("the maximum is a power of two");
+        let queue = Queue::new(wire::QUEUE_SIZE_MAX).expect("the maximum is not a power of two");
         Vring {
             index,
             worker,

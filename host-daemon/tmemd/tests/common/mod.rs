@@ -157,7 +157,7 @@ impl Daemon {
 
     /// Kills the daemon with SIGKILL; it is dead when this returns.
     pub fn kill(&mut self) {
-        let mut child = self.child.take().expect("tmemd is running");
+        let mut child = self.child.take().expect("tmemd does not run");
         child.kill().unwrap();
         assert_eq!(
             child.wait().unwrap().signal(),
@@ -168,14 +168,14 @@ impl Daemon {
 
     /// Sends SIGTERM and waits until the daemon has ended without an error.
     pub fn terminate(&mut self) {
-        let mut child = self.child.take().expect("tmemd is running");
+        let mut child = self.child.take().expect("tmemd does not run");
         kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
         assert!(child.wait().unwrap().success());
     }
 
     /// Returns the daemon's process id.
     pub fn pid(&self) -> u32 {
-        self.child.as_ref().expect("tmemd is running").id()
+        self.child.as_ref().expect("tmemd does not run").id()
     }
 
     /// Returns the path of a file in the daemon's directory.
@@ -185,7 +185,7 @@ impl Daemon {
 
     /// Stops the daemon with SIGSTOP for the given time.
     pub fn freeze(&self, time: Duration) {
-        let child = self.child.as_ref().expect("tmemd is running");
+        let child = self.child.as_ref().expect("tmemd does not run");
         let pid = Pid::from_child(child);
         kill_process(pid, Signal::STOP).unwrap();
         std::thread::sleep(time);
@@ -196,7 +196,7 @@ impl Daemon {
     /// of its threads runs. The daemon must be idle, because an answer that the guest has seen may
     /// not be the last access of a worker.
     pub fn suspend(&mut self) {
-        let pid = Pid::from_child(self.child.as_ref().expect("tmemd is running"));
+        let pid = Pid::from_child(self.child.as_ref().expect("tmemd does not run"));
         let tasks = format!("/proc/{pid}/task");
         // In /proc the state follows the name, which is in parentheses.
         let all_are = |state: &str| {
@@ -220,13 +220,13 @@ impl Daemon {
 
     /// Ends the stop that [`Self::suspend`] began.
     pub fn resume(&self) {
-        let pid = Pid::from_child(self.child.as_ref().expect("tmemd is running"));
+        let pid = Pid::from_child(self.child.as_ref().expect("tmemd does not run"));
         kill_process(pid, Signal::CONT).unwrap();
     }
 
     /// Returns the resources that the daemon uses.
     pub fn taken(&self) -> Taken {
-        taken_by(self.child.as_ref().expect("tmemd is running").id() as i32)
+        taken_by(self.child.as_ref().expect("tmemd does not run").id() as i32)
     }
 
     /// Panics with the log if the daemon has ended.
@@ -234,7 +234,7 @@ impl Daemon {
         let status = self
             .child
             .as_mut()
-            .expect("tmemd is running")
+            .expect("tmemd does not run")
             .try_wait()
             .unwrap();
         assert_eq!(status, None, "tmemd ended by itself");
@@ -356,7 +356,7 @@ pub fn guest(name: &str) -> GuestConfig {
 /// another seed.
 pub fn seed(test: &str) -> u64 {
     let seed = match std::env::var("TMEM_SEED") {
-        Ok(value) => value.parse().expect("TMEM_SEED is a decimal number"),
+        Ok(value) => value.parse().expect("TMEM_SEED is not a decimal number"),
         Err(_) => {
             let now = SystemTime::now()
                 .duration_since(SystemTime::UNIX_EPOCH)
