@@ -403,7 +403,8 @@ impl Guest {
     }
 }
 
-/// Returns the times of runs, one at a time, for each half, in ns per page.
+/// Executes the runs of `order` one after the other. Returns their times in ns per page, in a list
+/// for each half of the pages.
 fn time(
     guest: &mut Guest,
     order: &[(usize, Run)],

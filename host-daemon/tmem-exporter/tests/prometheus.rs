@@ -199,7 +199,7 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
     ];
     let exporter = Exporter::start(&host, &options);
     let server = Server::start(&exporter, &token, &tls.certificate());
-    server.until("the exporter is scraped", || {
+    server.until("Prometheus has scraped the exporter", || {
         server.query("tmem_up == 1")["data"]["result"]
             .as_array()
             .is_some_and(|all| !all.is_empty())
@@ -223,16 +223,19 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
     for panel in panels {
         for target in panel["targets"].as_array().expect("a panel has no queries") {
             let query = filled(target["expr"].as_str().expect("a query is not text"));
-            server.until(&format!("{}: {query}", panel["title"]), || {
-                let answer = server.query(&query);
-                assert_eq!(
-                    answer["status"], "success",
-                    "query {query} failed: {answer}"
-                );
-                answer["data"]["result"]
-                    .as_array()
-                    .is_some_and(|all| !all.is_empty())
-            });
+            server.until(
+                &format!("panel {}: {query} has a result", panel["title"]),
+                || {
+                    let answer = server.query(&query);
+                    assert_eq!(
+                        answer["status"], "success",
+                        "query {query} failed: {answer}"
+                    );
+                    answer["data"]["result"]
+                        .as_array()
+                        .is_some_and(|all| !all.is_empty())
+                },
+            );
         }
     }
     let rules = server.api("/api/v1/rules");
@@ -257,7 +260,7 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
     }
     // The value in Prometheus equals the daemon's.
     let hits = host.stats("a").hits as f64;
-    server.until("the last scrape", || {
+    server.until("Prometheus has the daemon's number of hits", || {
         let answer = server.query("tmem_vm_hit_pages_total{vm=\"a\"}");
         let value = answer["data"]["result"][0]["value"][1]
             .as_str()
@@ -265,7 +268,7 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
         value == Some(Ok(hits))
     });
     host.stop();
-    server.until("the alert for a daemon that is away", || {
+    server.until("the alert for a daemon that is down fires", || {
         let answer = server.query("ALERTS{alertname=\"TmemDaemonDown\"}");
         answer["data"]["result"]
             .as_array()

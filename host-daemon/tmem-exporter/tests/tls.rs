@@ -151,7 +151,8 @@ fn slow_tls_handshakes_time_out() {
             begun.elapsed() < TIMEOUT,
             "the exporter serves no client any more"
         );
-        // Each byte comes long before the time limit of a request.
+        // Send a byte twice a second, so that the exporter never waits long for the next byte. Only
+        // a limit on the whole handshake ends these connections.
         for stream in &mut slow {
             let _ = stream.write_all(b"\x01");
         }
@@ -186,7 +187,7 @@ fn unusable_tls_files_are_named_at_the_start() {
         error.contains("/no/such"),
         "the error does not name the missing file: {error}"
     );
-    // TLS without a check of clients does not replace the token.
+    // TLS that does not verify client certificates does not replace the token.
     let config = tls.web_config("");
     let config = config.to_str().expect("the text is not UTF-8");
     let error = run(&[

@@ -56,8 +56,8 @@ const ROUNDS_MAX: usize = 2000;
 pub enum Act {
     /// The guest writes these bytes at an offset of the file of its memory.
     Write(Arc<File>, u64, Vec<u8>),
-    /// The front end hangs up. From then on the guest's memory, whose file this is, must not
-    /// change.
+    /// The front end hangs up, and the guest's memory must not change any more. The values are the
+    /// file of that memory and its length in bytes.
     HangUp(Arc<File>, usize),
     /// A drain begins.
     Drain(Weak<Mutex<Device>>),
@@ -88,7 +88,8 @@ impl Watch {
         *acts = rest;
         drop(acts);
         for (_, act) in due {
-            // After a hang-up, the memory may belong to another process.
+            // Actions after a hang-up are not done, because the memory may then belong to another
+            // process.
             if self.hung_up.load(SeqCst) {
                 break;
             }

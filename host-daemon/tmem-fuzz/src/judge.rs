@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The reaction to a chain that the specification requires. This code reads the chain by hand from
+//! Computes the reaction to a chain that the specification requires. This code reads the chain from
 //! the guest's memory, without the daemon's parser and without the library that walks its chains.
 //!
 //! Out of scope: the daemon's actions.

@@ -237,14 +237,15 @@ impl Machine {
         self.work();
     }
 
-    /// Sends a memory table without the memory near 2^64, or again with all memory.
+    /// Sends a memory table. It has all memory if `whole` is true, and otherwise lacks the region
+    /// near 2^64.
     pub fn remap(&mut self, whole: bool) {
         let (mut regions, mut files) = self.ram.table();
         if !whole {
             regions.pop();
             files.pop();
-            // The machine still counts the removed addresses as memory, and the daemon no longer
-            // does.
+            // From here on the machine still treats the removed addresses as memory, but the daemon
+            // does not.
             self.judged = false;
         }
         let done = device(&self.host).set_mem_table(&regions, files, None);

@@ -259,7 +259,7 @@ impl FrontEnd {
             match self.stream.read(&mut sink) {
                 Ok(0) => break,
                 Ok(_) => {}
-                // The alarm signal of libFuzzer interrupts the call.
+                // The alarm signal of libFuzzer may interrupt the read.
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::ConnectionReset => break,
                 Err(error) => panic!("the daemon did not end the connection: {error}"),
@@ -370,7 +370,7 @@ impl FrontEnd {
             0 => self.set_up(u64::from(input.u8()) % 20),
             1..=3 => self.request(input),
             4 => {
-                // Memory at the place of the rings or the requests is overwritten.
+                // Overwrite memory in which rings or requests may be.
                 let at = BASE + u64::from(input.u16()) % 0x8000;
                 self.ram.write(at, &input.u32().to_le_bytes());
                 self.kick();

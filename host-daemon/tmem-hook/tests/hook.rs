@@ -74,7 +74,7 @@ impl HookTest {
 /// hold some places for a moment.
 fn clients(host: &HookTest) -> Vec<tmem_control::VarlinkClient> {
     let mut clients = Vec::new();
-    until("every place is taken", || {
+    until("all clients of the control socket are connected", || {
         let mut client =
             tmem_control::connect(&host.control()).expect("cannot connect to the control socket");
         // A client that gets an answer has a place.
@@ -152,7 +152,7 @@ fn the_pool_shrinks_for_a_starting_vm() {
             "operation {operation} changed the pool's size"
         );
     }
-    // The VM takes more than the whole pool could give.
+    // The VM needs more memory than the whole pool could release.
     assert_eq!(
         start("prepare", 1024),
         1 << 20,

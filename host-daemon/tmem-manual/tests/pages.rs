@@ -33,7 +33,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Returns what man and groff say about a page.
+/// Returns the warnings that man and groff print for a page.
 fn warnings(page: &Path) -> String {
     let mut command = Command::new("man");
     command
@@ -107,7 +107,7 @@ fn pages_of_all_commands_and_formats_exist() {
     for name in wanted {
         assert!(names.contains(&name), "there is no page {name}: {names:?}");
     }
-    // Each page that is named elsewhere exists, or belongs to another project.
+    // Each man page to which a page refers exists, or belongs to another project.
     let page = folder.path().join("man/tmemctl.8");
     let text = shown(&page);
     for name in ["tmemctl-attach(8)", "EXIT CODES", "--timeout", "tmemd(8)"] {
@@ -167,7 +167,7 @@ fn shells_accept_the_completions() {
     }
 }
 
-/// Returns what bash and fish offer after `tmemctl st`.
+/// Returns the completions of bash and of fish for `tmemctl st`.
 fn offered(folder: &Path) -> [String; 2] {
     let bash = "source \"$0/bash/tmemctl.bash\"; COMP_WORDS=(tmemctl st); COMP_CWORD=1; \
                 _tmemctl tmemctl st tmemctl; echo \"${COMPREPLY[@]}\"";

@@ -3,7 +3,7 @@
 //!
 //! Memory and rings stay when a connection ends, as a guest outlives its daemon. After the loss of
 //! a back end, the rings start again from the last used element. The fake guest has the buffers and
-//! rings of a driver, and nothing else of it. [`crate::Model`] decides which answers are right.
+//! rings of a driver, but no index of pages. [`crate::Model`] decides which answers are right.
 //! Every wait has a time limit.
 
 mod requests_in_flight;

@@ -371,7 +371,7 @@ fn the_pool_is_printed_and_resized() {
     assert!(json["held_bytes"].as_i64() >= json["freeable_bytes"].as_i64());
 }
 
-/// Tables have the options of zramctl.
+/// The options for tables (--output, --noheadings, --bytes) are those of zramctl.
 #[test]
 fn tables_have_the_chosen_columns() {
     let host = host();

@@ -185,7 +185,7 @@ fn the_last_put_of_a_key_wins() {
 }
 
 /// Slow and fast requests of one queue are answered in their order; the ring of the fake guest
-/// rejects any other.
+/// reports any other order as an error.
 #[test]
 fn answers_come_in_order() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -363,7 +363,7 @@ fn a_vm_gets_no_page_of_another() {
         );
         put_one(&mut b, 1, i, 50 + i, Content::Text(i));
     }
-    // The generation of another VM is stale like any other wrong generation.
+    // A request with the generation of another VM is answered STALE.
     let get = Request::Get {
         pool,
         object: 1,
@@ -396,7 +396,7 @@ fn a_vm_gets_no_page_of_another() {
             "page {i} was dropped with a pool of another VM"
         );
     }
-    // A pool that only the neighbour has does not exist.
+    // For a VM, a pool that only its neighbour has created does not exist.
     for _ in 0..2 {
         a.create_pool().unwrap();
     }
@@ -443,7 +443,9 @@ fn unsealed_memory_is_refused() {
         let mut driver = Driver::new(config, Default::default()).unwrap();
         let socket = daemon.socket("a");
         let unsealed = &mut driver.guest;
-        daemon.until("the socket is free", || unsealed.connect(&socket).is_ok());
+        daemon.until("the VM's socket is free", || {
+            unsealed.connect(&socket).is_ok()
+        });
         let error = driver.guest.start();
         assert!(
             matches!(error, Err(GuestError::Message { .. })),

@@ -2,7 +2,7 @@
 //! A peer is refused if the mode of a socket's file admits it but the configured permissions do
 //! not.
 //!
-//! The test needs root, which can become another user.
+//! The tests need root, because only root can connect as another user.
 
 mod common;
 
@@ -70,7 +70,8 @@ fn log(daemon: &Daemon) -> String {
     fs::read_to_string(daemon.path("log")).expect("cannot read the log")
 }
 
-/// Lets every user connect to the socket, a mistake that an operator may make.
+/// Sets a mode with which every user can connect to the socket, a mistake that an operator may
+/// make.
 fn let_everybody_in(socket: &Path) {
     fs::set_permissions(socket, Permissions::from_mode(0o666))
         .expect("cannot change the file's mode");
@@ -202,9 +203,11 @@ fn sockets_belong_to_the_configured_users() {
         .expect("cannot change the file's mode");
     let (control, read_only) = (daemon.path("control"), daemon.path("read-only"));
     let (own, given) = (daemon.socket("own"), daemon.socket("given"));
-    // At the second start the sockets replace ones that belong to other users.
+    // At its second start the daemon replaces sockets that belong to other users.
     for _ in 0..2 {
-        until("the last one listens", || UnixStream::connect(&own).is_ok());
+        until("tmemd serves the last VM's socket", || {
+            UnixStream::connect(&own).is_ok()
+        });
         for (path, owner, group) in [
             (&control, 0, admins),
             (&read_only, 0, READERS),
@@ -223,7 +226,9 @@ fn sockets_belong_to_the_configured_users() {
         daemon.kill();
         daemon.spawn();
     }
-    until("the last one listens", || UnixStream::connect(&own).is_ok());
+    until("tmemd serves the last VM's socket", || {
+        UnixStream::connect(&own).is_ok()
+    });
     assert!(
         served(OTHER, &[READERS], &read_only),
         "the read-only socket refused a member of its group"

@@ -282,7 +282,7 @@ fn freed_handles_are_reused_for_other_lengths() {
     }
     println!("{stored} stored with {} handles", heap.places());
     assert!(stored > 2 * heap.handles_max());
-    // Each class may keep some handles.
+    // Each size class may keep up to twice HANDLES_STEP free handles.
     let kept = heap.classes.len() * 2 * HANDLES_STEP as usize;
     assert!(heap.places() as usize <= seen + kept);
 }

@@ -30,7 +30,7 @@ type Key = (u32, u64, u64);
 struct Modelled {
     tenant: Tenant,
     pools: BTreeSet<u32>,
-    /// Cookie and number in the corpus, by key.
+    /// Cookie and number in the corpus of each held page, by its key.
     pages: BTreeMap<Key, (u64, usize)>,
     evictions_seen: u64,
     quota: Quota,

@@ -11,7 +11,8 @@ impl FakeGuest {
         let slot = self.slots_free.pop()?;
         let base = self.slots[slot];
         let (first, tail) = (base + PAGE_BYTES, base + 65 * PAGE_BYTES);
-        // In the part with page data, the metadata ends where the pages begin.
+        // One part of the request has page data. In that part, the metadata ends where the pages
+        // begin.
         let readable_big = !encoded.data.is_empty() || encoded.answer_data_bytes == 0;
         let place = |meta: usize, data: usize, big: bool| {
             if big {

@@ -119,7 +119,8 @@ mod tests {
             );
         }
 
-        // The file is removed, because the sandbox does not permit to read it either.
+        // The rest of the test runs without the file, because the sandbox does not permit reading
+        // it.
         std::fs::remove_file(file).expect("cannot remove the file");
         found.find(file).expect("the account's number is not known");
         assert_eq!(found, account("metrics"));

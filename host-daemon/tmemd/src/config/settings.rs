@@ -15,7 +15,8 @@ pub const VMS_MAX: usize = 1024;
 pub const WORKERS_MAX: usize = 64;
 /// Maximum number of background threads. Fewer already use the host's whole memory bandwidth.
 pub const BACKGROUND_THREADS_MAX: usize = 64;
-/// Largest default number of background threads. So many compress faster than guests put pages.
+/// Largest default number of background threads. Eight threads compress pages faster than guests
+/// put them.
 const BACKGROUND_THREADS_DEFAULT_MAX: usize = 8;
 /// Default weight of a VM.
 pub const WEIGHT_DEFAULT: u32 = 100;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The sandbox: it limits an attacker who controls the process to what the daemon needs.
 //!
-//! - Landlock permits only the configured files, no TCP, and no signals to other processes. From
-//!   Linux 7.1 on it also forbids sockets of other processes; before, only the unit hides them, see
-//!   `missing_protection`.
+//! - Landlock permits only the configured files, no TCP, and no signals to other processes. Since
+//!   Linux 7.1 it also forbids connections to sockets of other processes. On older kernels only the
+//!   systemd unit hides these sockets, see `missing_protection`.
 //! - seccomp permits only the system calls below, by the kind of thread. Threads that touch guests'
 //!   data have the shortest list: they open no files, make no connections and start no threads.
-//!   Threads that read messages of a VMM do neither.
+//!   Threads that read messages of a VMM do none of these either.
 //! - Three of root's capabilities remain if the daemon runs as root.
 //! - The process gains no rights by execve(2), which seccomp forbids anyway. Other processes of its
 //!   user cannot trace it, and it writes no core dump.
@@ -141,7 +141,7 @@ const DATA_CALLS: &[c_long] = &[
 const CONNECTION_CALLS: &[c_long] = &[
     libc::SYS_epoll_ctl,
     libc::SYS_fstatfs,
-    // The call reads the type of a descriptor from /proc/self/fd.
+    // readlink(2) reads the type of a descriptor from /proc/self/fd.
     #[cfg(target_arch = "x86_64")]
     libc::SYS_readlink,
     libc::SYS_readlinkat,
@@ -248,10 +248,11 @@ pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
         Some(LogLine::Warning(text)) => tracing::warn!("{text}"),
     }
     for filter in [filter(ThreadKind::Starting)?, no_clone3()?, attacks()?] {
-        // This also sets no_new_privs. If filters differ, the strictest applies.
+        // `apply_filter` also sets no_new_privs. If a thread has several filters, the strictest
+        // decides.
         seccompiler::apply_filter(&filter).map_err(io::Error::other)?;
     }
-    // This sets the value only the first time; the process has one sandbox.
+    // Only the first call sets the value, because the process has one sandbox.
     let _ = FILTERS.set(Filters {
         serving: filter(ThreadKind::Serving)?,
         connection: filter(ThreadKind::Connection)?,
@@ -418,8 +419,8 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         | AccessFs::MakeDir
         | AccessFs::MakeSock
         | AccessFs::RemoveFile
-        // The daemon connects to a socket that is in the way, to find out whether a process listens
-        // on it.
+        // If a socket already exists at a configured path, the daemon connects to it, to find out
+        // whether a process listens on it.
         | AccessFs::ResolveUnix
         | AccessFs::Truncate;
     let parent = |path: &Path| path.parent().unwrap_or(Path::new("/")).to_path_buf();
@@ -618,7 +619,7 @@ mod tests {
                     libc::EPERM,
                     "a thread of kind {kind:?} did not get EPERM for passing a descriptor"
                 );
-                // The vhost crate sends a reply with this call.
+                // The vhost crate sends its replies with send_with_fds(), which calls sendmsg().
                 let sent = left.send_with_fds(&[&b"re"[..], &b"ply"[..]], &[]);
                 assert_eq!(
                     sent.expect("the thread cannot send a reply without descriptors"),
@@ -825,7 +826,8 @@ mod tests {
         let other = tempfile::tempdir().expect("cannot create a temporary directory");
         let theirs = other.path().join("bus");
         let _listener = UnixListener::bind(&theirs).expect("cannot bind the socket");
-        // The rules are applied in a thread of its own, because a thread cannot remove them.
+        // The Landlock rules are applied in a separate thread, because a thread cannot remove its
+        // rules.
         let ruled = std::thread::spawn(|| rules(&config(Path::new("/")), Path::new("/none")));
         let abi = match ruled
             .join()

@@ -156,7 +156,7 @@ impl Notifier {
             }
             last = io::Error::last_os_error();
             match last.raw_os_error() {
-                // The context has no free completion.
+                // EAGAIN means that the AIO context has no free completion.
                 Some(libc::EAGAIN) => self.reap(),
                 Some(libc::EINTR) => {}
                 _ => break,

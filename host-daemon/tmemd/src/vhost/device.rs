@@ -303,8 +303,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         }
         let enable = features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0;
         self.hold(&self.vrings, |states| {
-            // The log changes while nothing is written, so that each write comes either before or
-            // after the change.
+            // All vrings are held while the log changes, so that each write to guest memory comes
+            // either before or after the change.
             self.log
                 .set_enabled(features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0);
             for state in states {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Runs a real tmemd in a directory of its own, for simulated guests.
 //!
-//! Waits poll their condition until a time limit. A test that fails shows the daemon's log.
+//! A test that waits polls the condition until a time limit. A test that fails prints the daemon's
+//! log.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::fs::{self, File};
@@ -144,7 +145,7 @@ impl Daemon {
         self.child = Some(command.spawn().unwrap());
         for (name, _) in self.vms.clone() {
             let socket = self.socket(&name);
-            self.until("tmemd takes connections", || {
+            self.until("tmemd accepts connections", || {
                 UnixStream::connect(&socket).is_ok()
             });
         }
@@ -155,7 +156,7 @@ impl Daemon {
         self.dir.path().join(format!("{name}.sock"))
     }
 
-    /// Kills the daemon with SIGKILL; it is dead when this returns.
+    /// Kills the daemon with SIGKILL and waits until it is dead.
     pub fn kill(&mut self) {
         let mut child = self.child.take().expect("tmemd does not run");
         child.kill().unwrap();
@@ -240,8 +241,8 @@ impl Daemon {
         assert_eq!(status, None, "tmemd ended by itself");
     }
 
-    /// Polls until `check` returns true. Panics with `what` and the daemon's log if it ends or the
-    /// time is up.
+    /// Polls until `check` returns true. Panics with `what` and the daemon's log if the daemon ends
+    /// or [`TIMEOUT`] has passed.
     pub fn until(&mut self, what: &str, mut check: impl FnMut() -> bool) {
         until(what, || {
             check() || {
@@ -251,8 +252,9 @@ impl Daemon {
         });
     }
 
-    /// Connects a driver, and tries again while the VM still has a connection: that of the probe in
-    /// [`Self::spawn`] or of an earlier driver. The daemon accepts one connection at a time.
+    /// Connects a driver, and tries again while the VM still has another connection: that of an
+    /// earlier driver, or the one with which [`Self::spawn`] tests the socket. The daemon accepts
+    /// one connection at a time.
     pub fn connect(&mut self, driver: &mut Driver, name: &str) {
         let socket = self.socket(name);
         let guest = &mut driver.guest;
@@ -309,7 +311,7 @@ pub struct Taken {
     pub descriptors: usize,
     /// Number of mappings of its address space.
     pub mappings: usize,
-    /// Memory of its own in bytes, without guest memory.
+    /// Resident memory of the process in bytes, without guest memory.
     pub memory_bytes: usize,
 }
 
