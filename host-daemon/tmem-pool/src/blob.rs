@@ -144,7 +144,7 @@ impl Store {
         let hash = self.heap.read(Handle(blob), |copy| {
             let copy = copy
                 .try_into()
-                .expect("a raw blob has the length of a page");
+                .expect("a raw blob does not have the length of a page");
             (self.hash)(&self.hasher, copy)
         });
         let record = self.record(blob);
@@ -274,7 +274,7 @@ impl Store {
         self.heap.read(Handle(raw), |page| {
             let page: &Page = page
                 .try_into()
-                .expect("a raw blob has the length of a page");
+                .expect("a raw blob does not have the length of a page");
             if let Some(pattern) = codec::same_filled(page) {
                 return Some(Finalized {
                     content: Content::Same(pattern),
@@ -467,7 +467,7 @@ impl Store {
         self.dedup.check(self, |blob| {
             let (domain, _) = refs
                 .get(&blob)
-                .expect("a blob that the table of equal pages lists has a reference");
+                .expect("a blob that the table of equal pages lists has no reference");
             let hash = self.record(blob).hash.load(Relaxed);
             assert!(
                 self.is_listed_as(blob, *domain, hash),

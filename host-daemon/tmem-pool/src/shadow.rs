@@ -75,7 +75,7 @@ impl ShadowTenant {
         let raw = self
             .0
             .next_raw()
-            .expect("the page that was just put is raw");
+            .expect("the page that was just put is not raw");
         let finalized = Finalized {
             content: Content::Same(0),
             stored_bytes,

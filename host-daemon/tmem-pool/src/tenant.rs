@@ -861,7 +861,7 @@ impl Tenant {
         if let Some(out) = read {
             let store = &self.0.engine.store;
             let read = store.read(&store.reader(entry.content()), entry.check, out);
-            read.expect("a stored page is restored without error");
+            read.expect("a stored page cannot be restored");
         }
         Some(entry.cookie)
     }

@@ -63,9 +63,9 @@ fn found() -> Vec<u64> {
             .split(' ')
             .next()
             .and_then(|range| range.split_once('-'))
-            .expect("a line of /proc/self/maps begins with an address range");
+            .expect("a line of /proc/self/maps does not begin with an address range");
         let address = |text| {
-            u64::from_str_radix(text, 16).expect("the address in /proc/self/maps is hexadecimal")
+            u64::from_str_radix(text, 16).expect("an address in /proc/self/maps is not hexadecimal")
         };
         let (start, end) = (address(start), address(end));
         let bytes = window.pages().as_flattened_mut();
@@ -120,7 +120,7 @@ fn put_all(tenant: &Tenant, object: u64, pages: &mut SecretPages) {
         let mut results = [PutResult::Refused];
         tenant
             .put(1, &[put], &mut results)
-            .expect("the tenant has pool 1");
+            .expect("the tenant has no pool 1");
         assert_eq!(results, [PutResult::Stored]);
     }
     pages.wipe();
@@ -176,7 +176,7 @@ fn zstd_leaves_no_copy_of_a_page() {
             std::slice::from_mut(out),
             &mut results,
         );
-        drop(spent.expect("the tenant has pool 1"));
+        drop(spent.expect("the tenant has no pool 1"));
         assert_eq!(results, [GetResult::Hit { cookie: 1 }]);
         let [page, out] = pages.pages() else {
             unreachable!("the buffer has two pages")

@@ -323,7 +323,8 @@ impl World {
             guest.storage = snapshot.storage.clone();
             guest.machine.bases = Some(snapshot.bases.clone());
             (guest.behind_ns, guest.paused_at_ns) = (now - snapshot.now_ns, None);
-            // A guest that is notified of a change reads the configuration again.
+            // Notify the guest of a changed configuration, so that its driver reads the generation
+            // again.
             guest.machine.config_irq = true;
         }
         guest.oracle.rings_changed(&guest.kernel.driver.transport);

@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(check(&peer), Ok(()));
         other
             .write_all(b"unread")
-            .expect("the socket's buffer has room for 6 bytes");
+            .expect("the socket's buffer has no room for 6 bytes");
         assert_eq!(check(&peer), Ok(()));
         drop(other);
         assert_eq!(

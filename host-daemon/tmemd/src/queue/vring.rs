@@ -274,7 +274,7 @@ pub struct Vring {
 impl Vring {
     /// Creates a vring that is not set up.
     pub fn new(index: usize, worker: usize, link: Arc<Link>) -> Vring {
-        let queue = Queue::new(wire::QUEUE_SIZE_MAX).expect("the maximum is a power of two");
+        let queue = Queue::new(wire::QUEUE_SIZE_MAX).expect("the maximum is not a power of two");
         Vring {
             index,
             worker,
@@ -385,7 +385,8 @@ impl Vring {
     /// Answers available chains in order, as far as the slice allows. If the ring is empty, it may
     /// ask the worker to poll the ring for up to `poll_max_ns` instead of requesting a kick.
     pub fn run_slice(&self, scratch: &mut Scratch, poll_max_ns: u64) -> SliceEnd {
-        // Only the control thread holds the lock for longer, and it schedules the vring afterwards.
+        // If the lock is taken, the control thread holds it. That thread schedules the vring when
+        // it releases the lock.
         let Some(mut state) = self.try_lock() else {
             return SliceEnd::Idle;
         };

@@ -51,7 +51,9 @@ mod tests {
             let left =
                 rustix::event::poll(&mut polled, Some(&now)).expect("cannot poll the eventfd");
             consume(&fd);
-            sender.send(left).expect("the test waits for the message");
+            sender
+                .send(left)
+                .expect("the test no longer waits for the message");
         });
         let left = done.recv_timeout(std::time::Duration::from_secs(30));
         assert_eq!(
