@@ -148,7 +148,7 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
     assert!(
         reserved <= ADDRESS_SPACE_TIMES * POOL_BYTES
             && reserved > (ADDRESS_SPACE_TIMES - 1) * POOL_BYTES,
-        "the engine reserved {reserved} B of address space"
+        "the engine reserved {reserved} B of address space, not {ADDRESS_SPACE_TIMES} pools"
     );
     // The engine's regions are the heap with its spans and handles, and the table of equal pages.
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
@@ -263,6 +263,6 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
     // An empty engine keeps only tables, at their largest size, and idle frames for new pages.
     assert!(
         before_bytes < 20 << 20,
-        "an empty engine holds {before_bytes} B"
+        "an empty engine holds {before_bytes} B, 20 MiB or more"
     );
 }

@@ -107,7 +107,7 @@ fn found() -> Vec<u64> {
 fn put_all(tenant: &Tenant, object: u64, pages: &mut SecretPages) {
     for index in 0..PAGES {
         let [page, _] = pages.pages() else {
-            unreachable!("the buffer has two pages")
+            unreachable!("the buffer does not have two pages")
         };
         fill(page, index as u64);
         let put = Put {
@@ -165,7 +165,7 @@ fn zstd_leaves_no_copy_of_a_page() {
     );
     for index in 0..PAGES {
         let [_, out] = pages.pages() else {
-            unreachable!("the buffer has two pages")
+            unreachable!("the buffer does not have two pages")
         };
         let mut results = [GetResult::Miss];
         let spent = tenant.get(
@@ -179,7 +179,7 @@ fn zstd_leaves_no_copy_of_a_page() {
         drop(spent.expect("the tenant has no pool 1"));
         assert_eq!(results, [GetResult::Hit { cookie: 1 }]);
         let [page, out] = pages.pages() else {
-            unreachable!("the buffer has two pages")
+            unreachable!("the buffer does not have two pages")
         };
         fill(page, index as u64);
         assert!(page == out);

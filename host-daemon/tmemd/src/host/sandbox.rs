@@ -788,7 +788,7 @@ mod tests {
         assert_eq!(missing_protection(&full, on(ABI::V9)), None);
         for abi in [ABI::V6, ABI::V7, ABI::V8] {
             let missing_protection = missing_protection(&part, on(abi))
-                .expect("no missing protection was reported for a kernel without Landlock rules for sockets");
+                .expect("no protection is reported as missing without rules for sockets");
             let LogLine::Info(text) = missing_protection else {
                 panic!(
                     "ABI {abi:?}: the protection against connections is missing: \
@@ -809,9 +809,7 @@ mod tests {
             let missing_protection = missing_protection(ruleset, landlock)
                 .expect("no missing protection was reported without Landlock");
             let LogLine::Warning(text) = missing_protection else {
-                panic!(
-                    "{landlock:?}: the wrong protection is reported as missing: {missing_protection:?}"
-                );
+                panic!("{landlock:?}: a wrong protection is reported: {missing_protection:?}");
             };
             assert!(
                 text.contains("lsm=landlock"),
