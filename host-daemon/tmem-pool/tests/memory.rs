@@ -81,7 +81,8 @@ fn secrets() -> usize {
             .read_exact_at(&mut map, start / PAGE_SIZE as u64 * 8)
             .unwrap();
         for (nth, word) in map.as_chunks::<8>().0.iter().enumerate() {
-            // Bit 63: the page is in memory (Documentation/admin-guide/mm/pagemap.rst).
+            // Bit 63 of a word of the pagemap means that the page is in memory
+            // (Documentation/admin-guide/mm/pagemap.rst).
             if u64::from_le_bytes(*word) >> 63 == 1 {
                 memory
                     .read_exact_at(&mut page, start + (nth * PAGE_SIZE) as u64)

@@ -79,7 +79,8 @@ fn found() -> Vec<u64> {
             let present = pagemap
                 .read_exact_at(&mut entry, page / PAGE_SIZE as u64 * 8)
                 .is_ok();
-            // Bit 63: the page is in memory (Documentation/admin-guide/mm/pagemap.rst).
+            // Bit 63 of a word of the pagemap means that the page is in memory
+            // (Documentation/admin-guide/mm/pagemap.rst).
             if !present
                 || u64::from_le_bytes(entry) >> 63 == 0
                 || memory.read_exact_at(&mut bytes[PAGE_SIZE..], page).is_err()

@@ -464,7 +464,8 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         .scope(Scope::Signal)?
         .create()?;
     for (path, access) in paths {
-        // A missing path cannot be opened; the code that uses the path reports it.
+        // A path that does not exist needs no rule. The code that uses the path reports that it is
+        // missing.
         let Ok(fd) = PathFd::new(&path) else { continue };
         let access = match path.is_dir() {
             true => access,
@@ -661,7 +662,7 @@ mod tests {
             assert_eq!(error.raw_os_error(), Some(libc::EPERM));
             let local = socket(AddressFamily::UNIX, SocketType::STREAM, None);
             assert_eq!(local.expect_err("a socket was created"), Errno::PERM);
-            // An open socket cannot connect either.
+            // A socket that was open before the sandbox was entered cannot be connected either.
             let error = left
                 .connect(own.join("any"))
                 .expect_err("an open socket was connected");
