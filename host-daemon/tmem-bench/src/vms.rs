@@ -364,7 +364,7 @@ fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, S
     })?;
     let (left_kib, freed) = kib.get();
     println!(
-        "\na VM with {pages} pages disconnects; the daemon had {} MiB, and has {} MiB after {:.2} s",
+        "\na VM with {pages} pages disconnects: the daemon had {} MiB and has {} MiB after {:.2} s",
         full_kib >> 10,
         left_kib >> 10,
         (freed - begun).as_secs_f64()
@@ -467,7 +467,7 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         let joined = [answers, tables].map(|thread| thread.join());
         gone?;
         println!(
-            "\na VM disconnects whose memory the daemon has touched: {} MiB are unmapped after {:.2} s",
+            "\na VM disconnects: {} MiB that the daemon has touched are unmapped in {:.2} s",
             full >> 20,
             took.as_secs_f64()
         );

@@ -93,7 +93,7 @@ impl Chain {
             let left = (wire::READABLE_BYTES_MAX + 1 - out.len()) as u64;
             out.extend(
                 Ram::read(image, *address, (*bytes).min(left))
-                    .expect("the descriptor's range is outside of memory, although it was checked with the chain"),
+                    .expect("the descriptor's range is outside of memory"),
             );
         }
         out

@@ -440,7 +440,9 @@ impl Machine {
                     assert_eq!(length, 8, "the refused request has more than a status");
                 }
                 Due::Run(carry) => self.model.judge(carry, &answer),
-                Due::Stop => unreachable!("a fault that stops the queue has an answer"),
+                Due::Stop => {
+                    unreachable!("the plan expects an answer to a chain that must stop the queue")
+                }
             }
         }
         for (queue, ring) in self.rings.iter_mut().enumerate() {

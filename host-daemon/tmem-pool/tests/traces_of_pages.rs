@@ -79,7 +79,8 @@ fn found() -> Vec<u64> {
             let present = pagemap
                 .read_exact_at(&mut entry, page / PAGE_SIZE as u64 * 8)
                 .is_ok();
-            // Bit 63: the page is in memory (Documentation/admin-guide/mm/pagemap.rst).
+            // Bit 63 of a word of the pagemap means that the page is in memory
+            // (Documentation/admin-guide/mm/pagemap.rst).
             if !present
                 || u64::from_le_bytes(entry) >> 63 == 0
                 || memory.read_exact_at(&mut bytes[PAGE_SIZE..], page).is_err()
@@ -107,7 +108,7 @@ fn found() -> Vec<u64> {
 fn put_all(tenant: &Tenant, object: u64, pages: &mut SecretPages) {
     for index in 0..PAGES {
         let [page, _] = pages.pages() else {
-            unreachable!("the buffer has two pages")
+            unreachable!("the buffer does not have two pages")
         };
         fill(page, index as u64);
         let put = Put {
@@ -165,7 +166,7 @@ fn zstd_leaves_no_copy_of_a_page() {
     );
     for index in 0..PAGES {
         let [_, out] = pages.pages() else {
-            unreachable!("the buffer has two pages")
+            unreachable!("the buffer does not have two pages")
         };
         let mut results = [GetResult::Miss];
         let spent = tenant.get(
@@ -179,7 +180,7 @@ fn zstd_leaves_no_copy_of_a_page() {
         drop(spent.expect("the tenant has no pool 1"));
         assert_eq!(results, [GetResult::Hit { cookie: 1 }]);
         let [page, out] = pages.pages() else {
-            unreachable!("the buffer has two pages")
+            unreachable!("the buffer does not have two pages")
         };
         fill(page, index as u64);
         assert!(page == out);

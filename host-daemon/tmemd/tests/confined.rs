@@ -199,8 +199,8 @@ fn the_daemon_serves_a_qemu_of_another_user() {
         0,
         "the files of tmemd in /proc do not belong to root, so its user can trace it"
     );
-    // Threads of connections have two filters beside those that every thread has. All other kinds
-    // of threads in these lists have one.
+    // A thread of a connection (`vm`) has two filters beside those that every thread has. The other
+    // kinds of threads have one.
     until("each kind of thread has its filters", || {
         let filters = filters(daemon.0.id());
         let has = |kind, more| filters.get(kind) == Some(&(FILTERS + more));

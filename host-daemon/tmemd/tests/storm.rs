@@ -170,7 +170,8 @@ fn vms_connect_and_disconnect_concurrently() {
                     meeting.all(VMS + 1);
                     visit(&mut driver, socket, &mut rng);
                     meeting.all(VMS + 1);
-                    // At this barrier all VMs are connected, and the resources are counted.
+                    // While the threads wait at this barrier, all VMs are connected, and the main
+                    // thread counts the resources.
                     meeting.all(VMS + 1);
                     if rng.bool() {
                         driver.put(1, 0, 8);
@@ -215,7 +216,7 @@ fn vms_connect_and_disconnect_concurrently() {
             && now.memory_bytes <= before.memory_bytes + MEMORY_LEFT_BYTES
     });
     println!("after: {after:?}");
-    // A later connection is served.
+    // After all rounds, the daemon still serves a new connection.
     let mut driver = daemon.driver("vm0", seed);
     common::work(&mut driver, 100);
 }

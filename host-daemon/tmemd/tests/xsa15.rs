@@ -193,7 +193,7 @@ fn a_guest_cannot_perform_control_operations() {
         b"{\"method\":\"io.virtiotmem.Control.SetPoolSize\",\"parameters\":{\"size_bytes\":1048576}}\0";
     stream.write_all(call).unwrap();
     let mut answer = Vec::new();
-    // The connection is closed, whether the daemon had read the whole message or not.
+    // The daemon closes the connection, whether it has read the whole message or not.
     let _ = stream.read_to_end(&mut answer);
     assert_eq!(answer, b"");
     assert_eq!(figures(), before);

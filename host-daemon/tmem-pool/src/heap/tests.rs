@@ -67,7 +67,7 @@ impl<X: Zeroed> Heap<X> {
                             assert_eq!(
                                 (place.span, place.slot),
                                 (at, slot),
-                                "the handle in the header of slot {slot} of span {at} names the wrong place"
+                                "the handle in the header of slot {slot} of span {at} is wrong"
                             );
                             headers += 1;
                         }

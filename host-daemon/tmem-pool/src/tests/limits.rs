@@ -457,7 +457,7 @@ fn tenants_keep_no_index_memory_of_evicted_pages() {
     let pages: u64 = tenants.iter().map(|tenant| tenant.stats().pages).sum();
     assert!(
         stats.metadata_bytes / pages <= 100,
-        "metadata takes {} B for each held page: {stats:?}",
+        "metadata takes {} B for each held page, more than 100 B: {stats:?}",
         stats.metadata_bytes / pages
     );
     maintain_all(&engine);
@@ -683,7 +683,7 @@ fn shrinking_the_pool_evicts_in_bounded_steps() {
     let evicted = engine.stats().evictions;
     assert!(
         (1..=20).contains(&evicted),
-        "a step of 20 pages evicted {evicted} pages"
+        "a step of 20 pages evicted {evicted} pages, not 1 to 20"
     );
     assert_eq!(
         a.stats().evictions,
@@ -698,7 +698,7 @@ fn shrinking_the_pool_evicts_in_bounded_steps() {
     );
     assert!(
         a.stats().pages.abs_diff(b.stats().pages) < 40,
-        "the equally entitled tenants a and b have {} and {} pages",
+        "the equally entitled tenants a and b differ too much: {} and {} pages",
         a.stats().pages,
         b.stats().pages
     );
@@ -718,7 +718,7 @@ fn a_put_evicts_no_more_than_its_bound() {
     let evictions = tenant.stats().evictions;
     assert!(
         (1..=EVICTIONS_PER_PUT_PAGE as u64).contains(&evictions),
-        "a put in a pool above its size evicted {evictions} pages"
+        "a put in a pool above its size evicted {evictions} pages, not 1 to {EVICTIONS_PER_PUT_PAGE}"
     );
     // The bound also holds for a put of a tenant whose limit was lowered.
     engine.resize(2000 * NOISE_CHARGE);
@@ -727,7 +727,7 @@ fn a_put_evicts_no_more_than_its_bound() {
     let more = tenant.stats().evictions - evictions;
     assert!(
         (1..=EVICTIONS_PER_PUT_PAGE as u64).contains(&more),
-        "a put of a tenant above its limit evicted {more} pages"
+        "a put of a tenant above its limit evicted {more} pages, not 1 to {EVICTIONS_PER_PUT_PAGE}"
     );
     maintain_all(&engine);
     assert_eq!(tenant.stats().pages, 8);

@@ -265,7 +265,7 @@ impl World {
         let evictions_max = 2 * crate::config::EVICTIONS_PER_PUT_PAGE * pages.len();
         assert!(
             evicted <= evictions_max as u64,
-            "a put of {} pages evicted {evicted} pages",
+            "a put of {} pages evicted {evicted} pages, more than {evictions_max}",
             pages.len()
         );
         for (&(object, index, cookie, page), result) in puts.iter().zip(results) {

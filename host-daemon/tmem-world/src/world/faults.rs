@@ -139,7 +139,8 @@ impl World {
             let what = "memory that could be truncated was taken".into();
             guest.oracle.fail("memory", what);
         }
-        // The control thread ends the connection when it has refused a message.
+        // End the connection, as the control thread of the daemon does after it has refused a
+        // message.
         if let Some(link) = guest.unlink() {
             link.session.end();
         }

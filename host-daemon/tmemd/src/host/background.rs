@@ -194,7 +194,7 @@ impl BackgroundWorkers {
     /// VM wait already, the caller's thread unmaps the memory.
     pub fn discard(&self, memory: Arc<dyn Any + Send + Sync>, of_vm: &Discarded) {
         let counted = of_vm.0.clone();
-        // The subtracted two references are the VM's own and `of_vm` of this call.
+        // Two of the references belong to no waiting table: the VM's own, and `of_vm` of this call.
         if Arc::strong_count(&of_vm.0) - 2 >= DISCARDED_MAX {
             return;
         }

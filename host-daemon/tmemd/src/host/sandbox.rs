@@ -464,7 +464,8 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         .scope(Scope::Signal)?
         .create()?;
     for (path, access) in paths {
-        // A missing path cannot be opened; the code that uses the path reports it.
+        // A path that does not exist needs no rule. The code that uses the path reports that it is
+        // missing.
         let Ok(fd) = PathFd::new(&path) else { continue };
         let access = match path.is_dir() {
             true => access,
@@ -661,7 +662,7 @@ mod tests {
             assert_eq!(error.raw_os_error(), Some(libc::EPERM));
             let local = socket(AddressFamily::UNIX, SocketType::STREAM, None);
             assert_eq!(local.expect_err("a socket was created"), Errno::PERM);
-            // An open socket cannot connect either.
+            // A socket that was open before the sandbox was entered cannot be connected either.
             let error = left
                 .connect(own.join("any"))
                 .expect_err("an open socket was connected");
@@ -788,7 +789,7 @@ mod tests {
         assert_eq!(missing_protection(&full, on(ABI::V9)), None);
         for abi in [ABI::V6, ABI::V7, ABI::V8] {
             let missing_protection = missing_protection(&part, on(abi))
-                .expect("no missing protection was reported for a kernel without Landlock rules for sockets");
+                .expect("no protection is reported as missing without rules for sockets");
             let LogLine::Info(text) = missing_protection else {
                 panic!(
                     "ABI {abi:?}: the protection against connections is missing: \
@@ -809,9 +810,7 @@ mod tests {
             let missing_protection = missing_protection(ruleset, landlock)
                 .expect("no missing protection was reported without Landlock");
             let LogLine::Warning(text) = missing_protection else {
-                panic!(
-                    "{landlock:?}: the wrong protection is reported as missing: {missing_protection:?}"
-                );
+                panic!("{landlock:?}: a wrong protection is reported: {missing_protection:?}");
             };
             assert!(
                 text.contains("lsm=landlock"),

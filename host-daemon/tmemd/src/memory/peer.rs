@@ -89,7 +89,7 @@ impl Peer {
     pub fn hang_up_after(&self, checks: u64) {
         match &self.0 {
             Source::Socket(socket) => socket.checks.store(checks, Ordering::SeqCst),
-            Source::Simulated(_) => unreachable!("a simulated peer has its own schedule"),
+            Source::Simulated(_) => unreachable!("hang_up_after() was called for a simulated peer"),
         }
     }
 }

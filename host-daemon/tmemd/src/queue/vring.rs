@@ -471,8 +471,8 @@ impl Vring {
                 if let Some(end) = self.ring_is_empty(state, memory, poll_max_ns)? {
                     break end;
                 }
-                // A chain arrived just now. The check of the ring is charged as work, so that the
-                // slice ends even if the guest repeats this.
+                // A chain arrived after the ring was found empty. The check of the ring is charged
+                // as work, so that the slice ends even if the guest repeats this.
                 slice.charge(CHAIN_NS);
                 has_begun = true;
                 continue;
@@ -671,7 +671,7 @@ impl Vring {
         vm.queue_stopped(self.index, &reason);
         state.give_back();
         state.stopped = Some(reason);
-        // The guest is interrupted for the answers before the fault.
+        // Interrupt the guest, which may wait for answers to chains before the faulty one.
         if let Some(call) = &state.call {
             notifier::interrupt(vm, call);
         }

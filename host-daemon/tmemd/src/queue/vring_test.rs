@@ -367,7 +367,7 @@ fn the_work_of_a_slice_is_bounded() {
     let answered = guest.used();
     assert!(
         (30..=66).contains(&answered),
-        "one slice answered {answered} of 70 puts"
+        "one slice answered {answered} of 70 puts, not 30 to 66"
     );
     assert_eq!(guest.run_slice(), SliceEnd::Idle);
     assert_eq!(guest.used(), 70);
@@ -797,7 +797,7 @@ fn descriptors_are_charged_to_the_slice() {
     // of 200 µs answers at most 16.
     assert!(
         (1..=16).contains(&answered),
-        "one slice answered {answered} of 70 requests"
+        "one slice answered {answered} of 70 requests, not 1 to 16"
     );
     while guest.run_slice() == SliceEnd::More {}
     assert_eq!(guest.used(), 70);
@@ -1011,7 +1011,7 @@ fn no_guest_memory_is_written_after_a_hang_up() {
         ];
         assert_eq!(
             seen, expected,
-            "hang-up after {checks} checks of the front end: the wrong parts of the answer were written"
+            "hang-up after {checks} checks of the front end: wrong parts of the answer were written"
         );
         if checks < 3 {
             assert!(

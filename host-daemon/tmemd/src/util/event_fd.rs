@@ -34,8 +34,8 @@ mod tests {
 
     #[test]
     fn consume_resets_the_counter_and_never_blocks() {
-        // The eventfd has no O_NONBLOCK, which a front end can clear at any time, so a plain read
-        // would block.
+        // This eventfd lacks O_NONBLOCK, as if a front end had cleared the flag. A plain read of it
+        // would block while its counter is 0.
         let fd = eventfd(3, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
         let (sender, done) = mpsc::channel();
         std::thread::spawn(move || {

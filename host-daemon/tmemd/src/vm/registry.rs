@@ -491,7 +491,7 @@ impl Registry {
         // The quota is set after the socket, because a reduced quota may no longer fit when it is
         // set back.
         if let Err(error) = vm.tenant.set_quota(config.quota) {
-            // The previous owner gets the socket back.
+            // Give the socket back to its previous owner.
             let _ = give(old_access);
             return Err(too_much(&error));
         }
