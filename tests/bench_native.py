@@ -72,8 +72,8 @@ QUICK = 5  # divides all repetitions with --quick
 STEPS = ("boot", "latency", "put", "burst", "reread", "guests")
 # Comparing hits with the disk is switched off: it would read the disk while a get is measured.
 PARAMETERS = "verify_every=0"
-# While single gets are measured, a late answer is waited for. Otherwise the reader would give up
-# and read the disk, which is another figure.
+# Parameters for measuring single gets. The deadline is so long that a reader waits for a late
+# answer. Otherwise the reader would read the disk, and the time would not be that of a get.
 PARAMETERS_LATENCY = "verify_every=0 deadline_ms=1000"
 HIT_SHARE_MIN = 0.99
 SIZES = {"4k": "page of 4 KiB", "128k": "window of 128 KiB"}
@@ -129,7 +129,9 @@ def latency_rows(size: str, samples: dict[str, list[int]], ticks_per_us: float) 
 
 
 def dropped_rows(guests: int, change: dict[str, int]) -> list[Row]:
-    """Returns pages that were not put, by reason, and their share of the pages offered.
+    """Returns rows with the numbers of pages that are not in the pool after their eviction.
+
+    There is a row for each reason, and one with the share of all pages that could have been put.
 
     `change` has the growth of the driver's counters, and of tmemd's counters of refused puts.
     """
@@ -188,7 +190,7 @@ def host_times() -> tuple[float, float]:
 
 
 class HostPart:
-    """Growth of a VM's statistics at tmemd."""
+    """Measures by how much tmemd's statistics of its VM have grown."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
@@ -408,8 +410,8 @@ class Bench:
         pages = machine.guest.sh(f"{BENCH} evict {DATA}/blocks", SECONDS)
         machine.guest.sh(f"{BENCH} evict {DATA}/filler", SECONDS)
         change = machine.counters(before)
-        # Pages of the file that were in the page cache at first are put in one burst, and those
-        # that find no room are read again.
+        # Pages that were in the page cache before are put in one burst. Some of them may find the
+        # put ring full, so the program reads and evicts these again.
         if change.get("puts_stored", 0) < int(pages):
             raise HarnessError(f"fewer than {pages.strip()} pages are stored: {change}")
 
@@ -591,7 +593,8 @@ class Bench:
                 machine.settle()
             change = {name: value - refused[name] for name, value in refusals(daemon).items()}
             for machine, old in zip(machines, before, strict=True):
-                # All counters, also those that did not grow, so that each run has the same keys.
+                # Add up all counters, also those that did not grow, so that the results of all runs
+                # have the same keys.
                 for name, value in machine.all_counters().items():
                     change[name] = change.get(name, 0) + value - old.get(name, 0)
             rate = count * rounds * SET_BYTES / GIB / seconds
@@ -615,7 +618,7 @@ class Bench:
 
     @staticmethod
     def _together(machines: list[Machine], rounds: int) -> float:
-        """All guests read their sets; returns the seconds until the last one is done."""
+        """Makes all guests read their sets. Returns the seconds until all have finished."""
         script = f"for round in $(seq {rounds}); do {BENCH} seq {DATA}/set || exit 1; done"
         began = time.monotonic()
         jobs = [machine.guest.start(script, SECONDS) for machine in machines]
@@ -648,7 +651,7 @@ class Bench:
 
 
 def conditions(facts: dict[str, Any]) -> str:
-    """Returns a line on the machine, its load and the guest."""
+    """Returns a line of text about the machine, its load and the guest."""
     return (
         f"{facts['processors']} processors, {facts['processor']}, Linux {facts['host_kernel']}; "
         f"load average {facts['load_1min_before']} before and {facts['load_1min_after']} after, "

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Demonstrates the main job with two virtual machines whose working sets do not fit their RAM.
+"""Demonstrates the cache with two virtual machines whose working sets do not fit their RAM.
 
-Both read an operating-system tree over and over from a disk that is throttled to a cloud volume,
-first without the device, then with it and one pool for both. A table shows the difference. The
-SHA-256 of every file is compared with the host's, and any difference fails the demo.
+Both VMs read files of an operating system over and over. Their disks are throttled to the speed of
+a common cloud volume. The VMs run first without the device, then with it and one pool for both. A
+table shows the difference. The demo compares the SHA-256 of every file in the guest with that on
+the host, and fails at a difference.
 
-The machines are QEMU's. With --native they are user-mode Linux, which runs at the machine's own
+The VMs run under QEMU. With --native they are user-mode Linux, which runs at the machine's own
 speed.
 """
 
@@ -132,7 +133,7 @@ def walk() -> Iterator[tuple[Path, int]]:
 def choose(
     files: list[tuple[Path, int]], count: int = len(NAMES), set_bytes: int = SIZES.set_bytes
 ) -> list[list[Path]]:
-    """Returns working sets. Each shares SHARED_FRACTION of its bytes with all others."""
+    """Returns a list of files for each VM. All lists share SHARED_FRACTION of their bytes."""
     order = list(files)
     random.Random(SEED).shuffle(order)
     source = iter(order)
@@ -158,14 +159,14 @@ def choose(
 
 
 class Trees:
-    """Copies of the files in a directory for each VM; a file of both VMs is copied once."""
+    """A directory for each VM with copies of its files. A file of both VMs is copied once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._done: dict[Path, tuple[Path, str]] = {}
 
     def stage(self, name: str, files: list[Path]) -> tuple[Path, dict[str, str]]:
-        """Returns the directory, and each file's SHA-256 by its path in the guest."""
+        """Fills a VM's directory. Returns it, and each file's SHA-256 by its path in the guest."""
         sums = {}
         root = self._folder / name
         for path in files:
@@ -199,7 +200,7 @@ Machine = Vm | NativeVm
 def read_bytes(vm: Machine) -> int:
     """Returns how many bytes the VM has read from its disk.
 
-    The count of a native guest is its kernel's own.
+    For a native guest, its kernel counts them; for another one, QEMU does.
     """
     if isinstance(vm, NativeVm):
         return vm.guest.disk_stat("data").read_sectors * SECTOR_BYTES
@@ -303,7 +304,10 @@ def table(rows: list[list[str]]) -> str:
 
 
 def summary(plain: dict[str, Measured], tmem: dict[str, Measured]) -> str:
-    """Returns the comparison, for each VM and in total."""
+    """Returns a table that compares the results without the device (`plain`) and with it (`tmem`).
+
+    The table has rows for each VM and for all VMs together.
+    """
     head = ["", "all rounds", "last round", "disk reads", "hits", "lost", "checksums"]
 
     def row(label: str, of: list[Measured], cached: bool) -> list[str]:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Kernels with checks, lock statistics, other vendors' configurations or a built-in driver.
+"""Builds kernels with checks, lock statistics, a vendor's configuration or a built-in driver.
 
-They are built from Debian's source.
-
-`tests/debug-kernel/base.config` has the options that the VMs need. A fragment for each kind
-("debug", "kcsan", "rhel", ...) adds the rest, and its lines win over those of the base. The cache
-keeps the bootable image and a tree to build modules in. It keeps sources and objects only of the
-kernel with the driver built in, so that a change of the driver compiles the driver and links. A
-full build takes 13 minutes of one core.
+The sources are Debian's. `tests/debug-kernel/base.config` has the options that the VMs need. A
+fragment for each kind of kernel ("debug", "kcsan", "rhel", ...) adds options or replaces options of
+the base. The cache keeps the bootable image and a tree to build modules in. For a kernel with the
+driver built in, it also keeps sources and objects, so that a change of the driver compiles only the
+driver. A full build takes 13 minutes of one core.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from pathlib import Path
 from harness import toolchain
 from harness.paths import ROOT, TESTS, HarnessError, cache_dir
 
-# Suite and name of the source package. Its series is the one that the tests of stock kernels use
-# most.
+# Suite and name of Debian's source package. Most tests of stock kernels use this series as well.
 SOURCE = ("bookworm-security", r"linux-source-6\.12")
 
 FRAGMENTS = TESTS / "debug-kernel"
@@ -44,12 +41,12 @@ LOCKSTAT = "lockstat"
 KINDS = (*CHECKING, *VENDORS, *INTREE, LOCKSTAT)
 SOURCES = {**VENDORS, "intree-7.3": NEWER_SOURCE}
 
-# Adds the driver and the patches of a series to a kernel's source.
+# Script that adds the driver and the patches for a kernel series to a kernel's source.
 APPLY = ROOT / "guest-driver/intree/apply"
 
 
 def fingerprint(kind: str) -> str:
-    """Returns a hash of the configuration, which names the kernel that was built from it."""
+    """Returns a hash of the files that a kernel is built from. The cached kernel has it as name."""
     return digest_of([*_base(kind), *(driver_sources() if kind in INTREE else [])])
 
 
@@ -59,7 +56,7 @@ def _base(kind: str) -> list[Path]:
 
 
 def fragments(kind: str) -> list[Path]:
-    """Returns the files with the options of a kind; later ones win."""
+    """Returns the configuration fragments of a kind; the last value of an option counts."""
     names = ["base", "intree", kind] if kind in INTREE else ["base", kind]
     return [FRAGMENTS / f"{name}.config" for name in dict.fromkeys(names)]
 
@@ -126,7 +123,8 @@ def build(kind: str, root: Path) -> str:
     arguments = [
         f"O={out}",
         f"KCONFIG_ALLCONFIG={config}",
-        # The driver checks the vendor and the point release, in the form of Debian's kernels.
+        # The driver reads the vendor and the point release from `uname -v`, so the kernel has them
+        # in the form of Debian's kernels.
         f"KBUILD_BUILD_TIMESTAMP=Debian {version}",
         "KBUILD_BUILD_USER=tmem",
         "KBUILD_BUILD_HOST=tests",
@@ -157,7 +155,7 @@ def build(kind: str, root: Path) -> str:
 
 
 def merge(fragments: Iterable[str]) -> dict[str, str]:
-    """Returns the options of configuration fragments; the last value of an option wins."""
+    """Returns the options of configuration fragments; the last value of an option counts."""
     lines = "\n".join(fragments).splitlines()
     return dict(line.split("=", 1) for line in lines if line.startswith("CONFIG_"))
 
@@ -195,9 +193,9 @@ def run_make(source: Path, *arguments: str) -> str:
 
 
 def check_config(wanted: Path, got: Path) -> None:
-    """Fails if an option of the configuration was disabled by a dependency.
+    """Raises if an option of `wanted` is not in `got`, the configuration that is built.
 
-    The kernel would then lack the check that the option enables."""
+    `make olddefconfig` silently drops options whose dependencies are missing."""
     have = set(got.read_text().splitlines())
     asked = merge([wanted.read_text()])
     missing = [

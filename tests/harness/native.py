@@ -3,8 +3,8 @@
 
 The kernel is Debian's source with the patches of guest-driver/intree, so it has no ftrace, kprobes
 and modules. Patches of tests/native-kernel/patches, for the lab only, put guest memory into a
-sealed memfd and make call descriptors eventfds, as tmemd demands. The kernel process itself is the
-vhost-user front end of the device and of the disks.
+sealed memfd and use eventfds for interrupts, because tmemd accepts nothing else. The kernel process
+itself is the vhost-user front end of the device and of the disks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from harness.wait import Deadline
 
 LAB = TESTS / "native-kernel"
 SERIES = "6.12"
-BINARIES_KEPT = 8  # kernels of edits and branches that stay in the cache
+BINARIES_KEPT = 8  # number of built kernels that stay in the cache
 TREES_KEPT = 2  # 1.5 GB each; two branches with different patches do not rebuild each other's tree
 BOOT_SECONDS = 60.0  # a boot takes about 2 on an idle machine
 DEVICE_ID_BLOCK = 2
@@ -56,7 +56,7 @@ UNUSED = ("drivers/gpu", "drivers/net/ethernet", "drivers/net/wireless", "driver
 
 
 def build() -> Path:
-    """Returns the kernel: TMEM_NATIVE_KERNEL, or one built from these sources, in the cache.
+    """Returns the kernel of TMEM_NATIVE_KERNEL, or one from the cache that these sources build.
 
     The cache keeps the tree with its objects, so that a change of the driver only compiles the
     driver and links. The first build takes 13 minutes of one core.
@@ -122,7 +122,7 @@ def _build(base: Path, tree: Path, linux: Path) -> None:
 class NativeConfig:
     """Configuration of a native guest, which has one processor.
 
-    `tmem` is the socket of its tmemd, which must serve already: the kernel does not connect again.
+    `tmem` is the socket of a tmemd that runs already, because the kernel connects only once.
     """
 
     name: str = "vm1"

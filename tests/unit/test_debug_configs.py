@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""In fragments of kernel configurations, the kind's lines win over those of the base."""
+"""If two fragments of a kernel configuration set an option, the later fragment's value is used."""
 
 from __future__ import annotations
 

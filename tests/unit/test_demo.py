@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Working sets, table and report of the demo, for QEMU's and for native guests."""
+"""The demo computes working sets and prints its results, for guests under QEMU and native ones."""
 
 from __future__ import annotations
 

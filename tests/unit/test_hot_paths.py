@@ -104,8 +104,9 @@ FUNCTION = re.compile(
     r"^(?!extern)\w[^\n;={}#]*?\b(\w+)\(([^;{}]*?)\)\n(\{.*?^\})", re.DOTALL | re.MULTILINE
 )
 CALL = re.compile(r"\b([a-z]\w*)\(")
-# Macros and functions of the kernel that write to shared memory. __set_bit() and the like do not
-# match, because they are used on memory of the caller.
+# Pattern of the kernel's macros and functions that write to memory that processors may share.
+# __set_bit() and other functions with two leading underscores do not match: the driver uses them
+# only for memory of the caller.
 WRITER = re.compile(
     r"\b((?!\w+_(?:read|init)\()(?:atomic\w*|refcount|kref|percpu_counter)_\w+"
     r"|(?:raw_)?spin_(?:try)?lock\w*|bit_spin_lock|xa_(?:try)?lock\w*|(?:read|write)_lock\w*"
@@ -122,7 +123,8 @@ ASSIGN = r"(?:\s*(?:[-+|&^*]|<<|>>)?=(?!=)|\+\+|--)"
 FIELD = re.compile(
     rf"\b({SHARED}->\w+){ASSIGN}|WRITE_ONCE\(({SHARED}->\w+)|(?:\+\+|--)({SHARED}->\w+)"
 )
-# Definitions of variables in the first column, and static ones in a function.
+# Pattern of the definition of a global variable, in the first column, or of a static variable in a
+# function.
 GLOBAL = re.compile(
     r"^(?!typedef|return|#)(?:static |extern )?(?!const )(?:struct |unsigned |enum )*\w+[ *]+"
     r"(\w+)(?:\[[^\]]*\])*(?: __\w+| ____\w+)*(?: = [^;]*)?;",
@@ -134,7 +136,10 @@ STATIC_LOCAL = re.compile(
 
 
 def functions(sources: list[str]) -> dict[str, list[tuple[str, str]]]:
-    """Returns parameters and body of each function; static functions may share a name."""
+    """Returns the parameters and the body of each function, by name.
+
+    Several static functions may have the same name.
+    """
     found: dict[str, list[tuple[str, str]]] = {}
     for text in sources:
         for name, parameters, body in FUNCTION.findall(text):
@@ -143,7 +148,10 @@ def functions(sources: list[str]) -> dict[str, list[tuple[str, str]]]:
 
 
 def argument(text: str) -> str:
-    """Returns what a writer writes to: the argument that is an address or not a plain variable."""
+    """Returns the argument that names the memory to which a function of WRITER writes.
+
+    It is the argument that is an address, or that is more than the name of a variable.
+    """
     depth, parts = 0, [""]
     for letter in text:
         depth += letter == "("

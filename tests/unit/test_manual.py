@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The man page of tmem-guest names all that its help names, and man accepts it.
+"""The man page of tmem-guest names all that `tmem-guest --help` names, and man accepts the page.
 
 The crate tmem-manual tests the pages of the host's programs.
 """
@@ -22,7 +22,7 @@ PAGE = ROOT / "guest-driver/tools/tmem-guest.8"
 
 
 def warnings(page: Path) -> str:
-    """Returns what man and groff say about a page."""
+    """Returns the warnings of man and groff about a man page."""
     done = subprocess.run(
         ["man", "--warnings", "-E", "UTF-8", "-l", "-Tutf8", "-Z", page],
         check=False,

@@ -72,7 +72,7 @@ fn class(path: &Path, page: &Page) -> usize {
         "other"
     };
     let class = CLASSES.iter().position(|(other, _)| *other == name);
-    class.expect("CLASSES has the class of every file")
+    class.expect("CLASSES lacks the class of a file")
 }
 
 fn files(dir: &Path, found: &mut Vec<PathBuf>) {

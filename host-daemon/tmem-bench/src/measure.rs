@@ -46,7 +46,7 @@ impl Samples {
 
     /// Returns the value of the latest round.
     pub fn last(&self) -> f64 {
-        *self.0.last().expect("last() needs a measured round")
+        *self.0.last().expect("no round was measured before last()")
     }
 
     /// Returns the median.

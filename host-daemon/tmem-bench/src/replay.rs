@@ -256,7 +256,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     if args.json {
         println!(
             "{}",
-            serde_json::to_string_pretty(&result).expect("the results can be written as JSON")
+            serde_json::to_string_pretty(&result).expect("the results cannot be written as JSON")
         );
     } else {
         print(&result);

@@ -43,7 +43,7 @@ const UNUSUAL_PART: f64 = 0.02;
 
 fn seeds() -> std::ops::RangeInclusive<u64> {
     let count = std::env::var("TMEM_SEEDS")
-        .map(|text| text.parse().expect("TMEM_SEEDS is a number of seeds"));
+        .map(|text| text.parse().expect("TMEM_SEEDS is not a number of seeds"));
     1..=count.unwrap_or(SEEDS)
 }
 
@@ -62,7 +62,7 @@ fn recorded() -> Vec<(String, Vec<Event>)> {
     );
     let name = |path: &PathBuf| {
         path.file_name()
-            .expect("a path in tests/traces has a file name")
+            .expect("a path in tests/traces has no file name")
             .to_string_lossy()
             .into_owned()
     };
@@ -152,7 +152,7 @@ fn guest(reads: u64, cache_pages: usize, mut next: impl FnMut(u64) -> u64) -> Ve
         if used.len() > cache_pages {
             let (_, oldest) = order
                 .pop_first()
-                .expect("a page cache above its size is not empty");
+                .expect("a page cache above its size is empty");
             used.remove(&oldest);
             let (object, index) = place(oldest);
             event(Op::Put {

@@ -48,7 +48,7 @@ const PROCESSORS: [usize; 2] = [0, 1];
 /// Options of the benchmark.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Rounds for each attack, one alone and one beside it.
+    /// Number of rounds for each attack. A round measures the victim alone and beside the attack.
     #[arg(long, default_value_t = 40, value_name = "NUMBER")]
     rounds: usize,
     /// Pause of the victim between two gets, in µs. Without a pause its next get comes in time for

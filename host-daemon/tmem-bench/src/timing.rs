@@ -319,7 +319,7 @@ impl Rig {
             * times.bound
             * times.ns[&(holder, What::PutBatch)]
                 .last()
-                .expect("measured")
+                .expect("nothing was measured")
             * BATCH as f64;
         let mut order: Vec<_> = order
             .into_iter()
@@ -403,7 +403,8 @@ impl Guest {
     }
 }
 
-/// Returns the times of runs, one at a time, for each half, in ns per page.
+/// Executes the runs of `order` one after the other. Returns their times in ns per page, in a list
+/// for each half of the pages.
 fn time(
     guest: &mut Guest,
     order: &[(usize, Run)],
@@ -523,7 +524,7 @@ fn decide(mut run: impl FnMut(usize) -> Result<Times, String>) -> Result<(Times,
         }
         last = Some((times, found));
     }
-    let (times, found) = last.expect("REPEATS is at least 1");
+    let (times, found) = last.expect("REPEATS is 0");
     let same = different.len() == REPEATS && different.iter().all(|what| *what == different[0]);
     let found = match found {
         Outcome::Different(what) if !same => {
@@ -636,7 +637,7 @@ mod tests {
         };
         assert_eq!(outcome(&times(leak, 0.01)), Outcome::Different("put_page"));
         let always = decide(|_| Ok(times(leak, 0.01)))
-            .expect("a simulated run cannot fail")
+            .expect("a simulated run failed")
             .1;
         assert_eq!(always, Outcome::Different("put_page"));
         let twice = decide(|nth| {
@@ -646,7 +647,7 @@ mod tests {
             ))
         });
         assert!(matches!(
-            twice.expect("a simulated run cannot fail").1,
+            twice.expect("a simulated run failed").1,
             Outcome::Undecided(_)
         ));
         let at_last = decide(|nth| {
@@ -656,10 +657,7 @@ mod tests {
                 times(as_designed, 0.01)
             })
         });
-        assert_eq!(
-            at_last.expect("a simulated run cannot fail").1,
-            Outcome::Equal
-        );
+        assert_eq!(at_last.expect("a simulated run failed").1, Outcome::Equal);
         // A run that finds no difference, although some exist, is undecided.
         let blind = times(|_, _| 1.0, 0.01);
         assert!(matches!(outcome(&blind), Outcome::Undecided(_)));

@@ -34,23 +34,24 @@ pub struct Args {
     /// Number of VMs.
     #[arg(long, default_value_t = 256, value_name = "NUMBER")]
     vms: usize,
-    /// How often all VMs leave and connect again.
+    /// Number of times that all VMs disconnect and connect again.
     #[arg(long, default_value_t = 5, value_name = "NUMBER")]
     rounds: usize,
     /// Number of threads that the guests share.
     #[arg(long, default_value_t = 4, value_name = "NUMBER")]
     clients: usize,
-    /// Seconds of measurement under load, and before a VM leaves.
+    /// Seconds of measurement under load, and before a VM disconnects.
     #[arg(long, default_value_t = 3, value_name = "NUMBER")]
     seconds: u64,
-    /// Pages of the leaving VM in the pool, in GiB: pages of one value, which take metadata only.
+    /// Pages in the pool of the VM that disconnects, in GiB: same-filled pages, which take metadata
+    /// only.
     #[arg(long, default_value_t = 16, value_name = "GIB")]
     leaving_gib: u64,
-    /// Measure only a large VM that leaves.
+    /// Measure only what happens when a large VM disconnects.
     #[arg(long)]
     leaving_only: bool,
-    /// Memory of the leaving VM in GiB, all touched by the daemon. The host needs only 1 GiB for
-    /// it, because all parts of the VM's memory map the same file.
+    /// Memory in GiB of the VM that disconnects, all touched by the daemon. The host needs only 1
+    /// GiB for it, because all parts of the VM's memory map the same file.
     #[arg(long, default_value_t = 64, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=64))]
     mapped_gib: u64,
     /// Do not confine the daemon, so that users other than root can see its resources.
@@ -363,7 +364,7 @@ fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, S
     })?;
     let (left_kib, freed) = kib.get();
     println!(
-        "\na VM leaves {pages} pages, for which the daemon took {} MiB; {} MiB are left after {:.2} s",
+        "\na VM with {pages} pages disconnects: the daemon had {} MiB and has {} MiB after {:.2} s",
         full_kib >> 10,
         left_kib >> 10,
         (freed - begun).as_secs_f64()
@@ -458,15 +459,15 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         phase.store(1, Ordering::Relaxed);
         let begun = Instant::now();
         large.disconnect();
-        // The memory of the VM that disconnects is gone when less than a hundredth is left: the
-        // other VMs have less than that.
+        // The memory counts as released when less than a hundredth of it is still mapped. The
+        // memory of the other VMs is less than that.
         let gone = until(|| daemon.touched_bytes() < full / 100);
         let took = begun.elapsed();
         phase.store(2, Ordering::Relaxed);
         let joined = [answers, tables].map(|thread| thread.join());
         gone?;
         println!(
-            "\na VM leaves with {} MiB that the daemon has touched; {:.2} s until they are unmapped",
+            "\na VM disconnects: {} MiB that the daemon has touched are unmapped in {:.2} s",
             full >> 20,
             took.as_secs_f64()
         );

@@ -296,10 +296,10 @@ mod tests {
         let begin = format!("type {type_name} (\n");
         let (_, rest) = INTERFACE
             .split_once(&begin)
-            .expect("the interface defines the type of each scope");
+            .expect("the interface does not define the type of a scope");
         let (body, _) = rest
             .split_once(')')
-            .expect("the type ends with a parenthesis");
+            .expect("the type does not end with a parenthesis");
         let lines = body.lines();
         lines
             .filter_map(|line| Some(line.trim().split_once(':')?.0))

@@ -306,13 +306,16 @@ mod tests {
         let plain = "<domain type='kvm'><name>a</name><uuid>b</uuid><!-- /run/virtio-tmem/b.sock -->\
                      <os><type machine='q35'>hvm</type></os><devices/></domain>";
         assert!(move_socket(plain, "/x").is_err());
-        let before = attach(plain, &Options::default()).expect("the domain is valid");
-        let after = move_socket(&before, "/run/a,b&c").expect("the domain has the device");
-        let device = Domain::parse(&after).expect("the domain is valid").device;
+        let before = attach(plain, &Options::default()).expect("the domain was refused");
+        let after =
+            move_socket(&before, "/run/a,b&c").expect("the domain does not have the device");
+        let device = Domain::parse(&after)
+            .expect("the domain was refused")
+            .device;
         assert_eq!(device.map(|d| d.socket).as_deref(), Some("/run/a,b&c"));
         assert!(after.contains("<!-- /run/virtio-tmem/b.sock -->"));
-        let back =
-            move_socket(&after, "/run/virtio-tmem/b.sock").expect("the domain has the device");
+        let back = move_socket(&after, "/run/virtio-tmem/b.sock")
+            .expect("the domain does not have the device");
         assert_eq!(back, before);
     }
 }

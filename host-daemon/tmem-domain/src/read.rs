@@ -219,7 +219,7 @@ mod tests {
         let takes = |inside: &str| {
             let xml = format!("<domain><name>a</name><uuid>b</uuid>{inside}</domain>");
             Domain::parse(&xml)
-                .expect("the domain is valid")
+                .expect("the domain was refused")
                 .takes_bytes
         };
         let memory = "<memory unit='GiB'>2</memory>";

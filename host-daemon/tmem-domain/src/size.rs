@@ -78,7 +78,7 @@ mod tests {
             assert_eq!(
                 scale("3", unit),
                 Ok(3 * bytes),
-                "unit {unit:?} has another size"
+                "unit {unit:?} has the wrong size"
             );
         }
         for unit in ["", "KiBs", "bit", "XiB", "Ki", "é", "i"] {

@@ -258,7 +258,7 @@ fn check(seed: u64) {
     let slot = attached
         .split("bus=pcie.0,addr=0x")
         .nth(1)
-        .expect("the device has a PCI address");
+        .expect("the device has no PCI address");
     let slot =
         u8::from_str_radix(&slot[..2], 16).expect("the PCI slot is not a hexadecimal number");
     assert!(

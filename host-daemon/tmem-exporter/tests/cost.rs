@@ -23,8 +23,7 @@ const COST_MAX: f64 = 0.01;
 /// Returns the processor time of this process, which contains the daemon, without that of this
 /// thread.
 fn used() -> Duration {
-    let read =
-        |clock| Duration::try_from(clock_gettime(clock)).expect("the number is not negative");
+    let read = |clock| Duration::try_from(clock_gettime(clock)).expect("the number is negative");
     read(ClockId::ProcessCPUTime) - read(ClockId::ThreadCPUTime)
 }
 

@@ -56,8 +56,8 @@ const ROUNDS_MAX: usize = 2000;
 pub enum Act {
     /// The guest writes these bytes at an offset of the file of its memory.
     Write(Arc<File>, u64, Vec<u8>),
-    /// The front end hangs up. From then on the guest's memory, whose file this is, must not
-    /// change.
+    /// The front end hangs up, and the guest's memory must not change any more. The values are the
+    /// file of that memory and its length in bytes.
     HangUp(Arc<File>, usize),
     /// A drain begins.
     Drain(Weak<Mutex<Device>>),
@@ -88,7 +88,8 @@ impl Watch {
         *acts = rest;
         drop(acts);
         for (_, act) in due {
-            // After a hang-up, the memory may belong to another process.
+            // Actions after a hang-up are not done, because the memory may then belong to another
+            // process.
             if self.hung_up.load(SeqCst) {
                 break;
             }
@@ -96,11 +97,11 @@ impl Watch {
             match act {
                 Act::Write(file, at, bytes) => file
                     .write_all_at(&bytes, at)
-                    .expect("the range is inside the file"),
+                    .expect("the range is outside of the file"),
                 Act::HangUp(file, bytes) => {
                     let mut left = vec![0; bytes];
                     file.read_exact_at(&mut left, 0)
-                        .expect("the range is inside the file");
+                        .expect("the range is outside of the file");
                     *lock(&self.left) = Some(left);
                     self.hung_up.store(true, SeqCst);
                 }
@@ -167,7 +168,7 @@ fn work_ns(before: &TenantStats, after: &TenantStats) -> u64 {
 /// Locks a mutex. No panic of the daemon can have left its contents half changed, because a panic
 /// ends the run.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().expect("the lock is not poisoned")
+    mutex.lock().expect("the lock is poisoned")
 }
 
 /// The parts of a daemon that are created once for all inputs, because reserving address space for
@@ -210,7 +211,7 @@ impl Base {
         let (guest, neighbour) = (tenant("guest"), tenant("neighbour"));
         neighbour
             .create_pool(POOL)
-            .expect("the tenant has no pool with this id yet");
+            .expect("the tenant already has a pool with this id");
         let events: Arc<Events> = Arc::default();
         let subscription = events
             .subscribe()
@@ -264,13 +265,16 @@ impl Base {
             let (pages, results) = (&mut page, &mut result);
             let tenant = &self.neighbour;
             let got = tenant.get(POOL, OBJECT, index, &[cookie], pages, results);
-            drop(got.expect("the neighbour has its pool"));
+            drop(got.expect("the neighbour has lost its pool"));
             assert_eq!(
                 result,
                 [GetResult::Hit { cookie }],
                 "the neighbour did not get its page"
             );
-            assert!(page[0] == content(index), "the neighbour got another page");
+            assert!(
+                page[0] == content(index),
+                "the neighbour got the wrong page"
+            );
         }
     }
 }
@@ -294,7 +298,7 @@ impl FuzzedDaemon {
         FuzzedDaemon {
             base,
             watch,
-            session: session.expect("no other connection has claimed the VM"),
+            session: session.expect("another connection has claimed the VM"),
             _front_end: front_end,
         }
     }
@@ -344,7 +348,7 @@ impl FuzzedDaemon {
         let tenant = &self.base.vm.tenant;
         tenant
             .create_pool(POOL)
-            .expect("the tenant has no pool with this id yet");
+            .expect("the tenant already has a pool with this id");
         for index in 0..pages {
             let put = Put {
                 object: OBJECT,

@@ -134,9 +134,9 @@ impl Machine {
         let mut device = device(&machine.host);
         device
             .set_features(features)
-            .expect("the features are a part of those that the device offered");
+            .expect("the device refused features that it had offered");
         let table = device.set_mem_table(&regions, files, None);
-        drop(table.expect("the memory is sealed and has no overlaps"));
+        drop(table.expect("the device refused sealed memory without overlaps"));
         drop(device);
         machine.begin();
         (0..QUEUES).for_each(|queue| machine.start(queue));
@@ -150,7 +150,7 @@ impl Machine {
             .expect("the configuration is shorter than the generation's field")
             .try_into();
         self.model.begin(u64::from_le_bytes(
-            bytes.expect("the generation has 8 bytes"),
+            bytes.expect("the generation does not have 8 bytes"),
         ));
     }
 
@@ -194,12 +194,12 @@ impl Machine {
         }
         self.watched(|machine| {
             let state = device(&machine.host).get_vring_base(queue as u32);
-            let base = { state.expect("the device has the queue").num } as u16;
+            let base = { state.expect("the device does not have the queue").num } as u16;
             let ring = &mut machine.rings[queue];
             if machine.judged {
                 assert_eq!(
                     base, ring.answered,
-                    "GET_VRING_BASE returned another base than the number of answered chains"
+                    "GET_VRING_BASE did not return the number of answered chains"
                 );
             }
             ring.answered = base;
@@ -216,12 +216,12 @@ impl Machine {
     pub fn reset(&mut self) {
         for queue in 0..QUEUES {
             let state = device(&self.host).get_vring_base(queue as u32);
-            state.expect("the device has the queue");
+            state.expect("the device does not have the queue");
             self.rings[queue].running = false;
         }
         device(&self.host)
             .reset_device()
-            .expect("RESET_DEVICE never fails");
+            .expect("RESET_DEVICE failed");
         for queue in 0..QUEUES {
             let ring = &mut self.rings[queue];
             (ring.offered, ring.answered) = (0, 0);
@@ -237,18 +237,19 @@ impl Machine {
         self.work();
     }
 
-    /// Sends a memory table without the memory near 2^64, or again with all memory.
+    /// Sends a memory table. It has all memory if `whole` is true, and otherwise lacks the region
+    /// near 2^64.
     pub fn remap(&mut self, whole: bool) {
         let (mut regions, mut files) = self.ram.table();
         if !whole {
             regions.pop();
             files.pop();
-            // The machine still counts the removed addresses as memory, and the daemon no longer
-            // does.
+            // From here on the machine still treats the removed addresses as memory, but the daemon
+            // does not.
             self.judged = false;
         }
         let done = device(&self.host).set_mem_table(&regions, files, None);
-        drop(done.expect("the memory is sealed and has no overlaps"));
+        drop(done.expect("the device refused sealed memory without overlaps"));
         self.work();
     }
 
@@ -373,7 +374,7 @@ impl Machine {
         let mut expected = self.ram.copy();
         let mut accept = |piece: &Piece| {
             for (from, count) in
-                Ram::places(piece.0, piece.1).expect("the range is inside the guest's memory")
+                Ram::places(piece.0, piece.1).expect("the range is outside of the guest's memory")
             {
                 expected[from..from + count].copy_from_slice(&after[from..from + count]);
             }
@@ -390,9 +391,17 @@ impl Machine {
             let element = (ring.used() + 4 + 8 * slot, 8);
             accept(&element);
             let bytes =
-                Ram::read(after, element.0, 8).expect("the range is inside the guest's memory");
-            let id = u32::from_le_bytes(bytes[..4].try_into().expect("the slice has 4 bytes"));
-            let length = u32::from_le_bytes(bytes[4..].try_into().expect("the slice has 4 bytes"));
+                Ram::read(after, element.0, 8).expect("the range is outside of the guest's memory");
+            let id = u32::from_le_bytes(
+                bytes[..4]
+                    .try_into()
+                    .expect("the slice does not have 4 bytes"),
+            );
+            let length = u32::from_le_bytes(
+                bytes[4..]
+                    .try_into()
+                    .expect("the slice does not have 4 bytes"),
+            );
             assert_eq!(
                 id,
                 u32::from(planned.head),
@@ -409,7 +418,7 @@ impl Machine {
                 accept(piece);
                 answer.extend(
                     Ram::read(after, piece.0, piece.1)
-                        .expect("the range is inside the guest's memory"),
+                        .expect("the range is outside of the guest's memory"),
                 );
             }
             assert!(
@@ -431,13 +440,18 @@ impl Machine {
                     assert_eq!(length, 8, "the refused request has more than a status");
                 }
                 Due::Run(carry) => self.model.judge(carry, &answer),
-                Due::Stop => unreachable!("a fault that stops the queue has an answer"),
+                Due::Stop => {
+                    unreachable!("the plan expects an answer to a chain that must stop the queue")
+                }
             }
         }
         for (queue, ring) in self.rings.iter_mut().enumerate() {
             accept(&(ring.used() + 2, 2));
             let used = Ram::u16_of(after, ring.used() + 2);
-            assert_eq!(used, ring.answered, "queue {queue} has another used index");
+            assert_eq!(
+                used, ring.answered,
+                "queue {queue} has the wrong used index"
+            );
             ring.stopped |= plan.stops[queue];
         }
         let changed = first_difference(&expected, after);

@@ -235,15 +235,16 @@ impl FrontEnd {
                 u32::from_le_bytes(
                     header[at..at + 4]
                         .try_into()
-                        .expect("the slice has 4 bytes"),
+                        .expect("the slice does not have 4 bytes"),
                 )
             };
             let mut body = vec![0; field(8) as usize % 4096];
             self.ended |= self.stream.read_exact(&mut body).is_err();
             if field(0) == GET_CONFIG {
                 if let Some(bytes) = body.get(12..20) {
-                    self.generation =
-                        u64::from_le_bytes(bytes.try_into().expect("the slice has 8 bytes"));
+                    self.generation = u64::from_le_bytes(
+                        bytes.try_into().expect("the slice does not have 8 bytes"),
+                    );
                 }
                 return;
             }
@@ -258,7 +259,7 @@ impl FrontEnd {
             match self.stream.read(&mut sink) {
                 Ok(0) => break,
                 Ok(_) => {}
-                // The alarm signal of libFuzzer interrupts the call.
+                // The alarm signal of libFuzzer may interrupt the read.
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::ConnectionReset => break,
                 Err(error) => panic!("the daemon did not end the connection: {error}"),
@@ -369,7 +370,7 @@ impl FrontEnd {
             0 => self.set_up(u64::from(input.u8()) % 20),
             1..=3 => self.request(input),
             4 => {
-                // Memory at the place of the rings or the requests is overwritten.
+                // Overwrite memory in which rings or requests may be.
                 let at = BASE + u64::from(input.u16()) % 0x8000;
                 self.ram.write(at, &input.u32().to_le_bytes());
                 self.kick();

@@ -89,7 +89,7 @@ impl Ram {
                     bytes.fill(0);
                     ram.file
                         .write_all_at(bytes, page as u64)
-                        .expect("the range is inside the file");
+                        .expect("the range is outside of the file");
                 }
             }
         }
@@ -105,7 +105,7 @@ impl Ram {
         let image = vec![GUARD_BYTE; FILE_BYTES as usize];
         let file = Arc::new(File::from(fd));
         file.write_all_at(&image, 0)
-            .expect("the range is inside the file");
+            .expect("the range is outside of the file");
         let spare = vec![image.clone(), image.clone()];
         Ram { file, image, spare }
     }
@@ -120,7 +120,7 @@ impl Ram {
         let mut copy = self
             .spare
             .pop()
-            .expect("at most two spare images are in use");
+            .expect("more than two spare images are in use");
         copy.copy_from_slice(&self.image);
         copy
     }
@@ -133,7 +133,7 @@ impl Ram {
     fn read_into(&self, image: &mut [u8]) {
         self.file
             .read_exact_at(image, 0)
-            .expect("the range is inside the file");
+            .expect("the range is outside of the file");
     }
 
     /// Returns the memory table.
@@ -180,7 +180,8 @@ impl Ram {
 
     /// Returns the number in two bytes at a guest address, which must be memory.
     pub fn u16_of(image: &[u8], address: u64) -> u16 {
-        let bytes = Ram::read(image, address, 2).expect("the range is inside the guest's memory");
+        let bytes =
+            Ram::read(image, address, 2).expect("the range is outside of the guest's memory");
         u16::from_le_bytes([bytes[0], bytes[1]])
     }
 
@@ -196,7 +197,7 @@ impl Ram {
             self.image[from..from + count].copy_from_slice(now);
             self.file
                 .write_all_at(now, from as u64)
-                .expect("the range is inside the file");
+                .expect("the range is outside of the file");
             rest = later;
         }
         true
@@ -208,7 +209,7 @@ impl Ram {
         let mut image = self
             .spare
             .pop()
-            .expect("at most two spare images are in use");
+            .expect("more than two spare images are in use");
         self.read_into(&mut image);
         image
     }

@@ -89,7 +89,7 @@ impl Player {
                 machine.offer(queue, head);
             }
             9 => {
-                // A wrong index is published, which may become right again later.
+                // Publish a wrong available index. A later step may publish a correct one again.
                 let queue = input.below(QUEUES);
                 let ring = &mut machine.rings[queue];
                 ring.offered = ring.offered.wrapping_add(input.number() as u16);

@@ -168,7 +168,7 @@ mod tests {
         let xml = format!(
             "<domain><name>{name}</name><uuid>5CA1AB1E-0000-4000-8000-0123456789ab</uuid></domain>"
         );
-        Domain::parse(&xml).expect("the domain is valid")
+        Domain::parse(&xml).expect("the domain was refused")
     }
 
     #[test]
@@ -219,7 +219,7 @@ mod tests {
             assert_eq!(
                 configured(conf),
                 expected,
-                "the configuration {conf:?} gives other values"
+                "the configuration {conf:?} gives the wrong values"
             );
         }
         assert_eq!(Owner::find(Some("none")), Ok(Owner(None)));

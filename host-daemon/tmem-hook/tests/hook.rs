@@ -74,7 +74,7 @@ impl HookTest {
 /// hold some places for a moment.
 fn clients(host: &HookTest) -> Vec<tmem_control::VarlinkClient> {
     let mut clients = Vec::new();
-    until("every place is taken", || {
+    until("all clients of the control socket are connected", || {
         let mut client =
             tmem_control::connect(&host.control()).expect("cannot connect to the control socket");
         // A client that gets an answer has a place.
@@ -122,7 +122,7 @@ fn hook_with(stderr: Stdio, control: &Path, operation: &str, xml: &str) -> Outpu
         .stderr(stderr)
         .spawn()
         .expect("cannot run the program");
-    let mut stdin = child.stdin.take().expect("the process has a pipe");
+    let mut stdin = child.stdin.take().expect("the process has no pipe");
     stdin
         .write_all(xml.as_bytes())
         .expect("cannot write to the hook's stdin");
@@ -152,7 +152,7 @@ fn the_pool_shrinks_for_a_starting_vm() {
             "operation {operation} changed the pool's size"
         );
     }
-    // The VM takes more than the whole pool could give.
+    // The VM needs more memory than the whole pool could release.
     assert_eq!(
         start("prepare", 1024),
         1 << 20,
@@ -307,7 +307,7 @@ fn the_hook_retries_while_the_daemon_has_too_many_clients() {
                 let time = Duration::from_secs(30);
                 shut_out
                     .recv_timeout(time)
-                    .expect("the daemon turned no client away");
+                    .expect("the daemon refused no client");
                 drop(clients);
             });
             let output = hook(&front, operation, &xml(1024, device));

@@ -238,7 +238,7 @@ mod tests {
 
     fn convert(text: &str) -> String {
         let page = Converter::new(HeadingLevel::H1).convert(text);
-        page.expect("the text can be converted").to_roff()
+        page.expect("the text cannot be converted").to_roff()
     }
 
     #[test]

@@ -27,13 +27,13 @@ fn run(command: &mut Command) -> Output {
 }
 
 fn files(folder: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(folder).expect("the directory exists");
+    let entries = fs::read_dir(folder).expect("the directory does not exist");
     entries
         .map(|entry| entry.expect("cannot read the directory").path())
         .collect()
 }
 
-/// Returns what man and groff say about a page.
+/// Returns the warnings that man and groff print for a page.
 fn warnings(page: &Path) -> String {
     let mut command = Command::new("man");
     command
@@ -67,9 +67,17 @@ fn shown(page: &Path) -> String {
 fn man_has_no_warnings() {
     let folder = written();
     let pages = files(&folder.path().join("man"));
-    assert!(pages.len() > PROGRAMS.len(), "{pages:?}");
+    assert!(
+        pages.len() > PROGRAMS.len(),
+        "too few pages were written: {pages:?}"
+    );
     for page in pages {
-        assert_eq!(warnings(&page), "", "{}", page.display());
+        assert_eq!(
+            warnings(&page),
+            "",
+            "man prints warnings for {}",
+            page.display()
+        );
     }
 }
 
@@ -99,7 +107,7 @@ fn pages_of_all_commands_and_formats_exist() {
     for name in wanted {
         assert!(names.contains(&name), "there is no page {name}: {names:?}");
     }
-    // Each page that is named elsewhere exists, or belongs to another project.
+    // Each man page to which a page refers exists, or belongs to another project.
     let page = folder.path().join("man/tmemctl.8");
     let text = shown(&page);
     for name in ["tmemctl-attach(8)", "EXIT CODES", "--timeout", "tmemd(8)"] {
@@ -159,7 +167,7 @@ fn shells_accept_the_completions() {
     }
 }
 
-/// Returns what bash and fish offer after `tmemctl st`.
+/// Returns the completions of bash and of fish for `tmemctl st`.
 fn offered(folder: &Path) -> [String; 2] {
     let bash = "source \"$0/bash/tmemctl.bash\"; COMP_WORDS=(tmemctl st); COMP_CWORD=1; \
                 _tmemctl tmemctl st tmemctl; echo \"${COMPREPLY[@]}\"";
@@ -176,5 +184,9 @@ fn completions_offer_commands() {
     let folder = written();
     let [bash, fish] = offered(folder.path());
     assert_eq!(bash, "stats");
-    assert_eq!(fish.split('\t').next(), Some("stats"), "{fish}");
+    assert_eq!(
+        fish.split('\t').next(),
+        Some("stats"),
+        "fish offers the wrong command: {fish}"
+    );
 }

@@ -14,6 +14,7 @@
 
 use crate::codec::{self, Corrupt, DENSER_BYTES, Denser};
 use crate::config::{PAGE_SIZE, Page};
+use crate::cost::{GET_DENSE_NS, GET_NS, GET_SAME_NS};
 use crate::dedup::{Dedup, Links};
 use crate::entry::Content;
 use crate::hash::{HashFn, PageHash, check_bits, place_bits, table_bits};
@@ -143,7 +144,7 @@ impl Store {
         let hash = self.heap.read(Handle(blob), |copy| {
             let copy = copy
                 .try_into()
-                .expect("a raw blob has the length of a page");
+                .expect("a raw blob does not have the length of a page");
             (self.hash)(&self.hasher, copy)
         });
         let record = self.record(blob);
@@ -227,6 +228,18 @@ impl Store {
         }
     }
 
+    /// Returns the largest cost of getting a page with this content, in nanoseconds. A blob that the
+    /// sweep recompresses at the same time may cost more.
+    pub(crate) fn get_ns_max(&self, content: Content) -> u64 {
+        match content {
+            Content::Same(_) => GET_SAME_NS,
+            Content::Blob(blob) if self.record(blob).state.load(Relaxed) & DENSE != 0 => {
+                GET_DENSE_NS
+            }
+            Content::Raw(_) | Content::Blob(_) => GET_NS,
+        }
+    }
+
     /// Restores a page into `out` and compares its hash with the check bits. After an error, the
     /// contents of `out` are unspecified.
     pub(crate) fn read(
@@ -261,7 +274,7 @@ impl Store {
         self.heap.read(Handle(raw), |page| {
             let page: &Page = page
                 .try_into()
-                .expect("a raw blob has the length of a page");
+                .expect("a raw blob does not have the length of a page");
             if let Some(pattern) = codec::same_filled(page) {
                 return Some(Finalized {
                     content: Content::Same(pattern),
@@ -454,7 +467,7 @@ impl Store {
         self.dedup.check(self, |blob| {
             let (domain, _) = refs
                 .get(&blob)
-                .expect("a blob that the table of equal pages lists has a reference");
+                .expect("a blob that the table of equal pages lists has no reference");
             let hash = self.record(blob).hash.load(Relaxed);
             assert!(
                 self.is_listed_as(blob, *domain, hash),

@@ -350,7 +350,7 @@ mod tests {
         for _ in 0..3 {
             let stored = denser
                 .encode(&page, &mut buffer, PAGE_SIZE)
-                .expect("the test page compresses");
+                .expect("the test page does not compress");
             assert_eq!(restorer.restore(&stored[1..], &mut out), Some(PAGE_SIZE));
             assert!(out == page);
             assert!(!is_zero(&mut denser.memory) && !is_zero(&mut restorer.memory));
@@ -370,7 +370,7 @@ mod tests {
         let mut restorer = Restorer::new().expect("cannot allocate a zstd context");
         let stored = denser
             .encode(&page, &mut buffer, PAGE_SIZE)
-            .expect("the test page compresses")
+            .expect("the test page does not compress")
             .to_vec();
         println!(
             "contexts: {} and {} pages",

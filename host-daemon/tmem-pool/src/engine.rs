@@ -392,7 +392,7 @@ impl Engine {
         let pages: &mut [Page; 2] = buffer
             .pages()
             .try_into()
-            .expect("the sweep's buffer has two pages");
+            .expect("the sweep's buffer does not have two pages");
         while *next < due && *next - first < SWEEP_STEP && worked < SWEEP_PAGES {
             let frames_bytes_max = self.frames_bytes_max();
             let dense = self.store.sweep(*next, frames_bytes_max, denser, pages);

@@ -34,7 +34,7 @@ impl PageHash {
     /// Returns the hash of a page.
     pub fn of(&self, page: &Page) -> u128 {
         let hash = XxHash3_128::oneshot_with_secret(&self.secret, page);
-        hash.expect("a secret derived from a seed has the length that xxh3 requires")
+        hash.expect("the secret derived from a seed does not have the length that xxh3 requires")
     }
 }
 

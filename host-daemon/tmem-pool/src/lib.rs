@@ -134,4 +134,4 @@ pub use hash::PageHash;
 pub use secret::SecretPages;
 pub use shadow::{ShadowMemory, ShadowTenant};
 pub use stats::{EngineStats, TenantStats};
-pub use tenant::{GetResult, Put, PutResult, Spent, Tenant};
+pub use tenant::{GET_PAGES_MAX, GetResult, Put, PutResult, Spent, Tenant};

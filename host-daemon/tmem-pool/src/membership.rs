@@ -101,12 +101,12 @@ impl Membership {
             .position(|member| Arc::ptr_eq(&member.tenant, tenant));
         let member = self
             .members
-            .swap_remove(at.expect("a tenant that departs is a member"));
+            .swap_remove(at.expect("a tenant that departs is not a member"));
         if let Some(name) = member.domain_name {
             let domain = self
                 .domains
                 .get_mut(&name)
-                .expect("the trust domain of a member has a name entry");
+                .expect("the trust domain of a member has no name entry");
             domain.members -= 1;
             if domain.members == 0 {
                 self.domains.remove(&name);
@@ -174,7 +174,9 @@ impl Membership {
         for &(tenant, quota) in quotas {
             let mut members = self.members.iter_mut();
             let member = members.find(|member| Arc::ptr_eq(&member.tenant, tenant));
-            member.expect("a tenant with a handle is a member").quota = quota;
+            member
+                .expect("a tenant with a handle is not a member")
+                .quota = quota;
             tenant.set_limit(quota.limit_bytes);
         }
         self.entitle();
@@ -186,7 +188,9 @@ impl Membership {
             .members
             .iter()
             .find(|member| Arc::ptr_eq(&member.tenant, tenant));
-        member.expect("a tenant with a handle is a member").quota
+        member
+            .expect("a tenant with a handle is not a member")
+            .quota
     }
 
     pub(crate) fn resize(&mut self, size_bytes: u64) {

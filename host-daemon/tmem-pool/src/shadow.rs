@@ -9,7 +9,7 @@ use crate::blob::Finalized;
 use crate::config::{KEYS_PER_TENANT_MAX, PolicyKind};
 use crate::entry::Content;
 use crate::index::Chunks;
-use crate::state::{Freed, NewPage, Range, Reason, State};
+use crate::state::{Freed, NewPage, Range, Reason, State, Wanted};
 use crate::stats::TenantStats;
 use std::io;
 use std::sync::Arc;
@@ -75,7 +75,7 @@ impl ShadowTenant {
         let raw = self
             .0
             .next_raw()
-            .expect("the page that was just put is raw");
+            .expect("the page that was just put is not raw");
         let finalized = Finalized {
             content: Content::Same(0),
             stored_bytes,
@@ -90,11 +90,15 @@ impl ShadowTenant {
         let Ok(pool) = self.0.pool(pool) else {
             return false;
         };
-        let (mut taken, mut ids) = ([None], [0]);
-        self.0.take(pool, object, index, &[0], &mut taken, &mut ids);
-        let hit = taken[0].is_some();
-        self.0.counters.hits += u64::from(hit);
-        hit
+        let wanted = Wanted {
+            object,
+            index,
+            cookies: &[0],
+            budget_ns: u64::MAX,
+        };
+        let mut taken = [None];
+        self.0.take(pool, &wanted, &mut taken, |_| {}, |_| 0);
+        taken[0].is_some()
     }
 
     /// Drops `nr_pages` pages of an object from the page `index` on. With None, drops all pages

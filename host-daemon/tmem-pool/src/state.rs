@@ -13,12 +13,13 @@ use crate::config::{
     EVICTIONS_PER_PUT_PAGE, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX,
     STALE_SKIPS_MAX,
 };
-use crate::cost::{FORGET_NS, KEY_NS, estimator_ns, forget_all_ns_max};
+use crate::cost::{ESTIMATE_NS_MAX, FORGET_NS, KEY_NS, MISS_NS, estimator_ns, forget_all_ns_max};
 use crate::entry::{Content, Entry};
 use crate::error::{CreateError, NoPool};
 use crate::evict::{self, Arrival, Leave, Policy};
 use crate::index::{Chunks, Id, Index, Key, PoolRef};
 use crate::stats::{Counters, TenantStats};
+use crate::tenant::GET_PAGES_MAX;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use tmem_trace::estimate::Estimator;
@@ -83,6 +84,25 @@ pub(crate) struct NewPage {
     pub cookie: u64,
     pub workingset: bool,
     pub blob: u32,
+    pub check: u32,
+}
+
+/// Consecutive pages of an object that a get wants, one for each cookie. The number of the last
+/// page does not exceed the largest page number.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted<'a> {
+    pub object: u64,
+    pub index: u64,
+    pub cookies: &'a [u64],
+    /// Largest cost of the get in nanoseconds.
+    pub budget_ns: u64,
+}
+
+/// A page that a get has removed from the index.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Taken {
+    pub content: Content,
+    /// Check bits of the page's hash.
     pub check: u32,
 }
 
@@ -361,31 +381,65 @@ impl State {
         self.charged_bytes() <= room_bytes
     }
 
-    /// Removes the pages from `index` on that are held under the requested cookies, and returns
-    /// them. The caller owns their references.
+    /// Removes the wanted pages that are held, and returns them in `taken`, whose elements are
+    /// None before. The caller owns their references. The call ends before the first page whose
+    /// cost could exceed the budget. Returns the number of pages before that one, hits and misses.
+    /// A page that fails its check afterwards is counted as a hit until the caller corrects that.
+    ///
+    /// The call reads the records of all pages in steps, and prefetches for all of them what the
+    /// next step reads. So the processor loads the records of several pages at the same time.
+    /// `prefetch` prefetches the record of a content, and `get_ns_max` returns the largest cost of
+    /// getting it.
     pub(crate) fn take(
         &mut self,
         pool: PoolRef,
-        object: u64,
-        index: u64,
-        cookies: &[u64],
-        taken: &mut [Option<Entry>],
-        ids: &mut [Id],
-    ) {
-        self.counters.gets += cookies.len() as u64;
-        self.index.find_run(pool, object, index, ids);
+        wanted: &Wanted<'_>,
+        taken: &mut [Option<Taken>],
+        prefetch: impl Fn(Content),
+        get_ns_max: impl Fn(Content) -> u64,
+    ) -> usize {
+        let mut ids: [Id; GET_PAGES_MAX] = [0; GET_PAGES_MAX];
+        let ids = &mut ids[..wanted.cookies.len()];
+        self.index.find_run(pool, wanted.object, wanted.index, ids);
+        ids.iter().for_each(|&id| self.index.entries.prefetch(id));
+        for &id in ids.iter().filter(|&&id| id != 0) {
+            let entry = &self.index.entries[id];
+            prefetch(entry.content());
+            // Removing the entry from its queue changes its neighbours.
+            self.index.entries.prefetch(entry.prev);
+            self.index.entries.prefetch(entry.next);
+        }
         let room_pages = self.room_pages();
         let used_pages = self.index.gauges.pages.into();
-        for (nth, (&id, taken)) in ids.iter().zip(taken).enumerate() {
-            let held = id != 0 && self.index.entries[id].cookie == cookies[nth];
+        let estimator_before_ns = self.estimator_ns();
+        let (mut cost_ns, mut done, mut hits) = (0, 0, 0);
+        for ((&id, &cookie), taken) in ids.iter().zip(wanted.cookies).zip(taken) {
+            let entry = (id != 0).then(|| &self.index.entries[id]);
+            let held = entry.filter(|entry| entry.cookie == cookie);
+            cost_ns += held.map_or(MISS_NS, |entry| get_ns_max(entry.content()));
+            let estimator_ns = self.estimator_ns() - estimator_before_ns;
+            if cost_ns + estimator_ns + ESTIMATE_NS_MAX > wanted.budget_ns {
+                break;
+            }
+            let held = held.is_some();
             self.counters.cookie_mismatches += u64::from(id != 0 && !held);
-            let key = self.index.key_of(pool, object, index + nth as u64);
+            let index = wanted.index + done as u64;
+            let key = self.index.key_of(pool, wanted.object, index);
             let key_hash = self.index.key_hash(key);
             if held {
-                *taken = Some(self.remove_as(id, Leave::Got, key_hash));
+                let entry = self.remove_as(id, Leave::Got, key_hash);
+                *taken = Some(Taken {
+                    content: entry.content(),
+                    check: entry.check,
+                });
+                hits += 1;
             }
             self.estimator.get(key_hash, held, room_pages, used_pages);
+            done += 1;
         }
+        self.counters.gets += done as u64;
+        self.counters.hits += hits;
+        done
     }
 
     /// Evicts up to `pages` pages. Returns the number of steps, which includes the detached pages

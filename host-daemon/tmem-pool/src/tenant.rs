@@ -19,13 +19,15 @@ use crate::cost::{
     RANGE_NS, REFUSE_NS,
 };
 use crate::engine::{Engine, TenantParams};
-use crate::entry::{Content, Entry};
+use crate::entry::Content;
 use crate::error::{AdmissionError, CreateError, NoPool};
 use crate::heap::prefetch_lines;
 #[cfg(test)]
 use crate::index::Key;
-use crate::index::{Id, PoolRef};
-use crate::state::{FLUSH_HASHES_MAX, Freed, NewPage, Range, Reason, Refusal, State};
+use crate::index::PoolRef;
+use crate::state::{
+    FLUSH_HASHES_MAX, Freed, NewPage, Range, Reason, Refusal, State, Taken, Wanted,
+};
 use crate::stats::{Counters, TenantStats};
 use crate::sync::{AtomicBool, Mutex, MutexGuard};
 use crate::totals::{Sum, Totals};
@@ -43,8 +45,12 @@ const GET_TOGETHER: usize = 16;
 /// prefetch for a page and the freeing of that page.
 const FREE_AHEAD: usize = 3;
 
-/// Largest number of pages that a get or a flush handles before it releases the tenant's lock.
+/// Largest number of pages that a flush drops before it releases the tenant's lock.
 const LOCKED_PAGES_MAX: usize = 64;
+
+/// Largest number of pages of one get, which takes the tenant's lock once: a whole batch of the
+/// device. Taking as many pages out of the index holds the lock for some 10 µs.
+pub const GET_PAGES_MAX: usize = 64;
 
 /// A page to put. `object` and `index` are the key within the pool.
 #[derive(Clone, Copy, Debug)]
@@ -192,6 +198,8 @@ impl TenantShared {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
+        #[cfg(test)]
+        LOCKED_TIMES.set(LOCKED_TIMES.get() + 1);
         self.state.lock().unwrap_or_else(|poisoned| {
             let mut state = poisoned.into_inner();
             let pages = state.index.gauges.pages;
@@ -346,11 +354,20 @@ fn drop_ns(content: &Content) -> u64 {
 #[derive(Debug)]
 pub struct Spent<'a> {
     store: &'a Store,
-    contents: Freed,
+    /// Contents of the removed pages. Only the first `nr` are valid. The array is part of the value,
+    /// so that a get allocates no memory.
+    contents: [Content; GET_PAGES_MAX],
+    nr: usize,
+    pages: usize,
     cost_ns: u64,
 }
 
 impl Spent<'_> {
+    /// Returns the number of pages that the get has handled, hits and misses.
+    pub fn pages(&self) -> usize {
+        self.pages
+    }
+
     /// Returns the cost of the get in nanoseconds, including that of freeing the pages that it took
     /// out.
     pub fn cost_ns(&self) -> u64 {
@@ -360,8 +377,9 @@ impl Spent<'_> {
 
 impl Drop for Spent<'_> {
     fn drop(&mut self) {
-        for (nth, &content) in self.contents.iter().enumerate() {
-            if let Some(&ahead) = self.contents.get(nth + FREE_AHEAD) {
+        let contents = &self.contents[..self.nr];
+        for (nth, &content) in contents.iter().enumerate() {
+            if let Some(&ahead) = contents.get(nth + FREE_AHEAD) {
                 self.store.prefetch_listed(ahead);
             }
             self.store.release_content(content);
@@ -554,7 +572,7 @@ impl Tenant {
     /// The tenant has no such pool; then all results are `Miss`.
     ///
     /// # Panics
-    /// If the slices differ in length.
+    /// If the slices differ in length, or have more than [`GET_PAGES_MAX`] elements.
     pub fn get(
         &self,
         pool: u32,
@@ -564,90 +582,98 @@ impl Tenant {
         out: &mut [Page],
         results: &mut [GetResult],
     ) -> Result<Spent<'_>, NoPool> {
-        assert_eq!(
-            cookies.len(),
-            out.len(),
-            "get() was called with different numbers of cookies and pages"
-        );
-        assert_eq!(
-            cookies.len(),
-            results.len(),
-            "get() was called with different numbers of cookies and results"
-        );
-        results.fill(GetResult::Miss);
-        let pool = self.0.lock().pool(pool)?;
-        let mut spent = Spent {
-            store: &self.0.engine.store,
-            contents: Freed::with_capacity(cookies.len()),
-            cost_ns: 0,
-        };
-        let mut index = Some(index);
-        let chunks = cookies
-            .chunks(LOCKED_PAGES_MAX)
-            .zip(out.chunks_mut(LOCKED_PAGES_MAX))
-            .zip(results.chunks_mut(LOCKED_PAGES_MAX));
-        for ((cookies, out), results) in chunks {
-            let Some(first) = index else { break };
-            self.get_chunk(pool, (object, first), cookies, out, results, &mut spent);
-            index = first.checked_add(cookies.len() as u64);
-        }
-        Ok(spent)
+        self.get_some(pool, (object, index), cookies, out, results, u64::MAX)
     }
 
-    fn get_chunk(
+    /// Does a [`get`](Self::get) of as many pages as cost at most `budget_ns` nanoseconds by the
+    /// figures of `cost.rs`, for threads that have to serve other VMs in between.
+    /// [`Spent::pages`] returns their number. The pages after them are neither looked up nor
+    /// removed, and have the result `Miss`. With a budget of [`GET_NS_MAX`](crate::GET_NS_MAX) or
+    /// more, a call handles at least one page.
+    ///
+    /// The cost of a page is known only approximately when it is taken: a page that a background
+    /// worker compresses with zstd at this moment may exceed the budget.
+    ///
+    /// # Errors
+    /// The tenant has no such pool; then all results are `Miss`.
+    ///
+    /// # Panics
+    /// If the slices differ in length, or have more than [`GET_PAGES_MAX`] elements.
+    pub fn get_some(
         &self,
-        pool: PoolRef,
+        pool: u32,
         (object, index): (u64, u64),
         cookies: &[u64],
         out: &mut [Page],
         results: &mut [GetResult],
-        spent: &mut Spent<'_>,
-    ) {
+        budget_ns: u64,
+    ) -> Result<Spent<'_>, NoPool> {
+        assert!(
+            cookies.len() == out.len() && cookies.len() == results.len(),
+            "a get has {} cookies, {} pages and {} results",
+            cookies.len(),
+            out.len(),
+            results.len()
+        );
         let TenantOwner { engine, tenant } = &*self.0;
-        // There are no pages beyond the last page number.
+        let store = &engine.store;
+        results.fill(GetResult::Miss);
+        // There are no pages beyond the last page number, and nothing is looked up for them.
         let nr = (u64::MAX - index)
             .saturating_add(1)
             .min(cookies.len() as u64) as usize;
-        let mut taken: [Option<Entry>; LOCKED_PAGES_MAX] = [const { None }; LOCKED_PAGES_MAX];
-        let mut ids: [Id; LOCKED_PAGES_MAX] = [0; LOCKED_PAGES_MAX];
+        let mut taken = [None; GET_PAGES_MAX];
+        let wanted = Wanted {
+            object,
+            index,
+            cookies: &cookies[..nr],
+            budget_ns,
+        };
         let mut state = self.0.lock();
+        let pool = state.pool(pool)?;
         let estimator_before_ns = state.estimator_ns();
-        if state.index.is_live(pool) {
-            let (taken, ids) = (&mut taken[..nr], &mut ids[..nr]);
-            state.take(pool, object, index, &cookies[..nr], taken, ids);
-        }
-        spent.cost_ns += state.estimator_ns() - estimator_before_ns;
+        let prefetch = |content| store.prefetch(content);
+        let get_ns_max = |content| store.get_ns_max(content);
+        let looked_up = state.take(pool, &wanted, &mut taken[..nr], prefetch, get_ns_max);
+        let estimator_ns = state.estimator_ns() - estimator_before_ns;
         drop(state);
 
-        let (mut hits, mut mismatches) = (0, 0);
-        // First prefetch the records of all pages, then the bytes, some pages at a time. All pages
-        // stay in place until they are read. Opening each reader just before its page is read would
-        // make each page wait until the write for the page before has reached memory.
-        for entry in taken.iter().flatten() {
-            engine.store.prefetch(entry.content());
+        let mut spent = Spent {
+            store,
+            contents: [Content::Same(0); GET_PAGES_MAX],
+            nr: 0,
+            pages: if looked_up == nr {
+                cookies.len()
+            } else {
+                looked_up
+            },
+            cost_ns: estimator_ns,
+        };
+        // All pages stay in place until they are read. Opening each reader just before its page is
+        // read would make each page wait until the write for the page before has reached memory.
+        let taken = &taken[..looked_up];
+        let mut readers = [const { None }; GET_PAGES_MAX];
+        for (reader, taken) in readers.iter_mut().zip(taken) {
+            *reader = taken.map(|Taken { content, .. }| store.reader(content));
         }
-        let readers = taken.each_ref().map(|entry| {
-            let content = entry.as_ref()?.content();
-            Some(engine.store.reader(content))
-        });
-        let mut ahead = readers.chunks(GET_TOGETHER);
+        let mut ahead = readers[..looked_up].chunks(GET_TOGETHER);
         let mut fetch = || {
             let next = ahead.next().unwrap_or_default();
             next.iter().flatten().for_each(Reader::prefetch);
         };
         fetch();
-        for (i, (entry, reader)) in taken.iter().zip(&readers).enumerate() {
+        let mut mismatches = 0;
+        for (i, (taken, reader)) in taken.iter().zip(&readers).enumerate() {
             if i.is_multiple_of(GET_TOGETHER) {
                 fetch();
             }
-            let (Some(entry), Some(reader)) = (entry, reader) else {
+            let (Some(Taken { content, check }), Some(reader)) = (*taken, reader) else {
+                spent.cost_ns += MISS_NS;
                 continue;
             };
-            if engine.store.read(reader, entry.check, &mut out[i]).is_ok() {
-                results[i] = GetResult::Hit {
-                    cookie: entry.cookie,
-                };
-                hits += 1;
+            if store.read(reader, check, &mut out[i]).is_ok() {
+                let cookie = cookies[i];
+                results[i] = GetResult::Hit { cookie };
             } else {
                 tenant.log_mismatch(object, index + i as u64);
                 mismatches += 1;
@@ -657,14 +683,15 @@ impl Tenant {
                 Reader::Bytes(bytes) if codec::is_dense(bytes.bytes()) => GET_DENSE_NS,
                 Reader::Bytes(_) => GET_NS,
             };
-            spent.contents.push(entry.content());
+            spent.contents[spent.nr] = content;
+            spent.nr += 1;
         }
-        spent.cost_ns += (cookies.len() as u64 - hits - mismatches) * MISS_NS;
-        if hits + mismatches > 0 {
-            let mut state = self.0.lock();
-            state.counters.hits += hits;
-            state.counters.hash_mismatches += mismatches;
+        if mismatches > 0 {
+            let counters = &mut self.0.lock().counters;
+            counters.hits -= mismatches;
+            counters.hash_mismatches += mismatches;
         }
+        Ok(spent)
     }
 
     /// Drops `nr_pages` pages of one object from the page `index` on. With None, drops all pages
@@ -800,6 +827,18 @@ impl Tenant {
 }
 
 #[cfg(test)]
+thread_local! {
+    /// Counter: how often this thread has taken the lock of a tenant.
+    static LOCKED_TIMES: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
+/// Returns how often this thread has taken the lock of a tenant.
+#[cfg(test)]
+pub(crate) fn locked_times() -> u64 {
+    LOCKED_TIMES.get()
+}
+
+#[cfg(test)]
 impl Tenant {
     pub(crate) fn engine(&self) -> &Arc<Engine> {
         &self.0.engine
@@ -822,7 +861,7 @@ impl Tenant {
         if let Some(out) = read {
             let store = &self.0.engine.store;
             let read = store.read(&store.reader(entry.content()), entry.check, out);
-            read.expect("a stored page is restored without error");
+            read.expect("a stored page cannot be restored");
         }
         Some(entry.cookie)
     }

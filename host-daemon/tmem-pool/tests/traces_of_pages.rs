@@ -63,9 +63,9 @@ fn found() -> Vec<u64> {
             .split(' ')
             .next()
             .and_then(|range| range.split_once('-'))
-            .expect("a line of /proc/self/maps begins with an address range");
+            .expect("a line of /proc/self/maps does not begin with an address range");
         let address = |text| {
-            u64::from_str_radix(text, 16).expect("the address in /proc/self/maps is hexadecimal")
+            u64::from_str_radix(text, 16).expect("an address in /proc/self/maps is not hexadecimal")
         };
         let (start, end) = (address(start), address(end));
         let bytes = window.pages().as_flattened_mut();
@@ -79,7 +79,8 @@ fn found() -> Vec<u64> {
             let present = pagemap
                 .read_exact_at(&mut entry, page / PAGE_SIZE as u64 * 8)
                 .is_ok();
-            // Bit 63: the page is in memory (Documentation/admin-guide/mm/pagemap.rst).
+            // Bit 63 of a word of the pagemap means that the page is in memory
+            // (Documentation/admin-guide/mm/pagemap.rst).
             if !present
                 || u64::from_le_bytes(entry) >> 63 == 0
                 || memory.read_exact_at(&mut bytes[PAGE_SIZE..], page).is_err()
@@ -107,7 +108,7 @@ fn found() -> Vec<u64> {
 fn put_all(tenant: &Tenant, object: u64, pages: &mut SecretPages) {
     for index in 0..PAGES {
         let [page, _] = pages.pages() else {
-            unreachable!("the buffer has two pages")
+            unreachable!("the buffer does not have two pages")
         };
         fill(page, index as u64);
         let put = Put {
@@ -120,7 +121,7 @@ fn put_all(tenant: &Tenant, object: u64, pages: &mut SecretPages) {
         let mut results = [PutResult::Refused];
         tenant
             .put(1, &[put], &mut results)
-            .expect("the tenant has pool 1");
+            .expect("the tenant has no pool 1");
         assert_eq!(results, [PutResult::Stored]);
     }
     pages.wipe();
@@ -165,7 +166,7 @@ fn zstd_leaves_no_copy_of_a_page() {
     );
     for index in 0..PAGES {
         let [_, out] = pages.pages() else {
-            unreachable!("the buffer has two pages")
+            unreachable!("the buffer does not have two pages")
         };
         let mut results = [GetResult::Miss];
         let spent = tenant.get(
@@ -176,10 +177,10 @@ fn zstd_leaves_no_copy_of_a_page() {
             std::slice::from_mut(out),
             &mut results,
         );
-        drop(spent.expect("the tenant has pool 1"));
+        drop(spent.expect("the tenant has no pool 1"));
         assert_eq!(results, [GetResult::Hit { cookie: 1 }]);
         let [page, out] = pages.pages() else {
-            unreachable!("the buffer has two pages")
+            unreachable!("the buffer does not have two pages")
         };
         fill(page, index as u64);
         assert!(page == out);

@@ -252,7 +252,7 @@ impl Driver {
             let asked = self
                 .asked
                 .remove(&d.token)
-                .expect("an answered request has a record in `asked`");
+                .expect("an answered request is not in `asked`");
             self.model
                 .judge(&asked, d, |k| queue_of(queues, k.object, k.index))?;
             if let Request::Put { pool, pages } = &d.request {

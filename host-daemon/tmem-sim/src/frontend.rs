@@ -3,7 +3,7 @@
 //!
 //! Memory and rings stay when a connection ends, as a guest outlives its daemon. After the loss of
 //! a back end, the rings start again from the last used element. The fake guest has the buffers and
-//! rings of a driver, and nothing else of it. [`crate::Model`] decides which answers are right.
+//! rings of a driver, but no index of pages. [`crate::Model`] decides which answers are right.
 //! Every wait has a time limit.
 
 mod requests_in_flight;
@@ -182,21 +182,21 @@ impl DeviceConfig {
             u32::from_le_bytes(
                 b[at..at + 4]
                     .try_into()
-                    .expect("a slice of four bytes converts to an array"),
+                    .expect("the slice does not have four bytes"),
             )
         };
         let u16_at = |at: usize| {
             u16::from_le_bytes(
                 b[at..at + 2]
                     .try_into()
-                    .expect("a slice of two bytes converts to an array"),
+                    .expect("the slice does not have two bytes"),
             )
         };
         Self {
             generation: u64::from_le_bytes(
                 b[..8]
                     .try_into()
-                    .expect("a slice of eight bytes converts to an array"),
+                    .expect("the slice does not have eight bytes"),
             ),
             page_size: u32_at(8),
             num_request_queues: u16_at(12),
@@ -699,7 +699,7 @@ impl FakeGuest {
         for i in 0..self.queues.len() {
             self.set_ring_addr(i)?;
         }
-        Ok(self.log.as_ref().expect("the dirty log was just set"))
+        Ok(self.log.as_ref().expect("no dirty log is set"))
     }
 
     /// Returns the dirty log, or None if it is off.

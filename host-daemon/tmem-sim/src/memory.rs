@@ -191,7 +191,7 @@ impl GuestRam {
         for (region, mapped) in self.regions.iter().zip(self.map.iter()) {
             let file = mapped
                 .file_offset()
-                .expect("each region is backed by a file")
+                .expect("a region is not backed by a file")
                 .file();
             out.push((*region, self.host_addr(region.start), file.try_clone()?));
         }
@@ -307,14 +307,10 @@ impl DirtyLog {
     /// # Errors
     /// When no descriptor is left.
     pub fn file(&self) -> io::Result<File> {
-        let region = self
-            .map
-            .iter()
-            .next()
-            .expect("the dirty log has one region");
+        let region = self.map.iter().next().expect("the dirty log has no region");
         region
             .file_offset()
-            .expect("the dirty log is backed by a file")
+            .expect("the dirty log is not backed by a file")
             .file()
             .try_clone()
     }

@@ -252,7 +252,7 @@ impl Model {
         answer: &Answer,
     ) -> Result<(), Violation> {
         let Request::Put { pool, pages } = request else {
-            unreachable!("the caller has matched a put")
+            unreachable!("the request is no PUT")
         };
         for (i, (page, result)) in pages.iter().zip(&answer.pages).enumerate() {
             let key = Key {
@@ -301,7 +301,7 @@ impl Model {
             cookies,
         } = request
         else {
-            unreachable!("the caller has matched a get")
+            unreachable!("the request is no GET")
         };
         for (i, (&cookie, got)) in cookies.iter().zip(&answer.pages).enumerate() {
             let key = Key {

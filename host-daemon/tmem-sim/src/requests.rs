@@ -136,7 +136,7 @@ impl Request {
             Self::Flush { ranges, .. } => ranges.len(),
             _ => 0,
         };
-        u16::try_from(n).expect("no test sends a request with 65,536 pages or more")
+        u16::try_from(n).expect("the request has 65,536 pages or more")
     }
 
     /// Returns the field `pool`.
@@ -356,7 +356,7 @@ pub fn decode(
         status,
         reserved: meta[1..RESP_BYTES]
             .try_into()
-            .expect("a slice of seven bytes converts to an array"),
+            .expect("the slice does not have seven bytes"),
         used_bytes,
         pages: Vec::new(),
     };
@@ -387,7 +387,7 @@ pub fn decode(
                 let cookie = u64::from_le_bytes(
                     meta[at..at + 8]
                         .try_into()
-                        .expect("a slice of eight bytes converts to an array"),
+                        .expect("the slice does not have eight bytes"),
                 );
                 let result = meta[at + 8];
                 let end = RESP_BYTES + n * GET_PAGE_BYTES + (i + 1) * PAGE;
@@ -444,7 +444,7 @@ mod tests {
             assert_eq!(
                 flat(&buffers),
                 whole,
-                "the division with seed {seed} has other bytes"
+                "the division with seed {seed} has the wrong bytes"
             );
         }
     }

@@ -87,7 +87,7 @@ mod tests {
         }
         for there in ["", "io_uring", "rooted"] {
             let line = judge(Missing::Root, &"user 7", there)
-                .expect("the test is skipped and does not fail");
+                .expect("the test failed instead of being skipped");
             assert_eq!(line, "SKIPPED for want of root: user 7");
         }
     }

@@ -30,7 +30,7 @@ impl HeadlessDaemon {
         let background = BackgroundWorkers::start(engine.clone(), &clock, 0, &Arc::default());
         HeadlessDaemon {
             engine,
-            background: background.expect("starting no threads cannot fail"),
+            background: background.expect("starting no threads failed"),
             clock,
         }
     }
@@ -58,7 +58,7 @@ impl HeadlessDaemon {
     pub fn vm(&self, name: &str, tenant: Tenant, events: Arc<Events>) -> Arc<Vm> {
         let config: VmConfig = format!("name={name},socket=none")
             .parse()
-            .expect("the VM's name is valid");
+            .expect("the VM's name is invalid");
         Arc::new(Vm::new(config, tenant, None, events))
     }
 

@@ -65,25 +65,22 @@ impl Fuse {
 
     /// Returns whether a drain that this fuse triggers has begun.
     pub fn is_draining(&self) -> bool {
-        let drain = self.drain.lock().expect("the lock is not poisoned");
+        let drain = self.drain.lock().expect("the lock is poisoned");
         drain.as_ref().is_some_and(|drain| drain.checks == 0)
     }
 
     /// Removes the drain, because it is done or must not happen.
     pub fn end_drain(&self) {
-        *self.drain.lock().expect("the lock is not poisoned") = None;
+        *self.drain.lock().expect("the lock is poisoned") = None;
     }
 
     fn count_check(&self) {
-        if let Some(drain) = &mut *self.drain.lock().expect("the lock is not poisoned")
+        if let Some(drain) = &mut *self.drain.lock().expect("the lock is poisoned")
             && drain.checks > 0
         {
             drain.checks -= 1;
             if let (0, Some(device)) = (drain.checks, drain.device.upgrade()) {
-                device
-                    .lock()
-                    .expect("the lock is not poisoned")
-                    .begin_drain();
+                device.lock().expect("the lock is poisoned").begin_drain();
                 drain.clock.linger(DRAIN_NS);
             }
         }
@@ -219,7 +216,7 @@ impl SimulatedDaemon {
             device: Arc::downgrade(session.device()),
             clock: self.clock.clone(),
         };
-        *fuse.drain.lock().expect("the lock is not poisoned") = Some(drain);
+        *fuse.drain.lock().expect("the lock is poisoned") = Some(drain);
     }
 
     /// Connects a front end. Returns None if the daemon refuses the connection. The fuse `hang_up`

@@ -84,7 +84,7 @@ fn refused<T>(message: &str, result: vhost::vhost_user::Result<T>) -> Result<T, 
 }
 
 fn device(session: &Session) -> MutexGuard<'_, Device> {
-    session.device().lock().expect("the lock is not poisoned")
+    session.device().lock().expect("the lock is poisoned")
 }
 
 /// Creates an eventfd for each queue.
@@ -390,6 +390,6 @@ impl Machine {
 /// Returns the generation in the device's configuration.
 fn generation(device: &mut Device) -> u64 {
     let bytes = device.get_config(0, 8, VhostUserConfigFlags::empty());
-    let bytes = bytes.expect("the configuration contains the generation");
-    u64::from_le_bytes(bytes.try_into().expect("the slice has 8 bytes"))
+    let bytes = bytes.expect("the configuration does not contain the generation");
+    u64::from_le_bytes(bytes.try_into().expect("the slice does not have 8 bytes"))
 }

@@ -96,7 +96,7 @@ fn main() -> ExitCode {
     let begun = Instant::now();
     let last_report = Mutex::new(begun);
     let progress = |done: u64| {
-        let mut last_report = last_report.lock().expect("the lock is not poisoned");
+        let mut last_report = last_report.lock().expect("the lock is poisoned");
         if last_report.elapsed() >= PROGRESS {
             *last_report = Instant::now();
             let per_second = done as f64 / begun.elapsed().as_secs_f64();

@@ -30,7 +30,7 @@ pub enum Mutation {
     AnswersSwapped,
     /// A back end writes data of an answer after it has answered the message that stops the ring.
     DrainSkipped,
-    /// A back end goes on after its front end has hung up.
+    /// A back end continues to serve a connection after the front end has hung up.
     HangUpIgnored,
     /// The VMM does not make the next back end replay the requests that the last one left
     /// unanswered.

@@ -114,7 +114,7 @@ pub fn run_seeds(
             return;
         }
         let outcome = run(&Script::draw(seed, mutation));
-        let mut totals = totals.lock().expect("the lock is not poisoned");
+        let mut totals = totals.lock().expect("the lock is poisoned");
         totals.seeds += 1;
         totals.now_ns += outcome.now_ns;
         let sums = totals.counts.iter_mut().zip(outcome.counts);
@@ -135,5 +135,5 @@ pub fn run_seeds(
             scope.spawn(work);
         }
     });
-    totals.into_inner().expect("the lock is not poisoned")
+    totals.into_inner().expect("the lock is poisoned")
 }

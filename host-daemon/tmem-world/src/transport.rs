@@ -210,7 +210,7 @@ impl Transport {
         self.token += 1;
         let ring = &mut self.rings[queue];
         ring.add(&buffers, table, self.token)
-            .expect("the caller checked has_room");
+            .expect("there is no room, although the caller checked has_room");
         self.flight[queue].push_back(flight);
         ring.publish()
     }
@@ -230,7 +230,7 @@ impl Transport {
             u32::from_le_bytes(
                 element[at..at + 4]
                     .try_into()
-                    .expect("the slice has 4 bytes"),
+                    .expect("the slice does not have 4 bytes"),
             )
         };
         Some((word(0), word(4)))
@@ -252,7 +252,7 @@ impl Transport {
         };
         let flight = self.flight[queue]
             .pop_front()
-            .expect("each chain in flight has an entry");
+            .expect("a chain in flight has no entry");
         let answer = flight.answer(&self.ram, used.len);
         Ok(Some((flight, answer)))
     }

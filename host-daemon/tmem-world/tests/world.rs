@@ -100,7 +100,7 @@ fn simulator_page_lists_exactly_the_mutations() {
     known.sort();
     assert!(
         table().keys().eq(&known),
-        "the table of docs/simulator.md lists other mutations: {:?}",
+        "the table of docs/simulator.md does not list exactly the mutations of the code: {:?}",
         table().keys()
     );
 }
@@ -139,7 +139,7 @@ fn each_mutation_is_detected() {
     );
     assert!(
         others.is_empty(),
-        "the table of docs/simulator.md must have these rules: {others:?}"
+        "the table of docs/simulator.md has other rules or seeds than these runs: {others:?}"
     );
 }
 
@@ -171,7 +171,7 @@ fn a_failing_script_shrinks_to_necessary_steps() {
     let found = run_seeds((1, 200), mutation, 1, |_| {}).found;
     let found = found.expect("no seed found the mutation");
     let script = Script::draw(found.seed, mutation);
-    let (short, failure) = shrink(&script).expect("the run with the mutation fails");
+    let (short, failure) = shrink(&script).expect("the run with the mutation does not fail");
     assert_eq!(failure.rule, found.failure.rule);
     assert!(
         short.steps.len() < 20,

@@ -340,13 +340,13 @@ mod tests {
             });
             assert_eq!(
                 advice.can_give_up_bytes, 0,
-                "a VM with {hits} hits should give up memory"
+                "a VM with {hits} hits is advised to give up memory"
             );
             let no_hits = advice.advice.starts_with("no hits: 100 % more");
             assert_eq!(
                 no_hits,
                 hits == 0,
-                "{hits} hits: the advice has another text: {}",
+                "{hits} hits: the advice has the wrong text: {}",
                 advice.advice
             );
         }
@@ -362,7 +362,7 @@ mod tests {
         );
         assert!(
             advice.advice.starts_with("no hits: 75 % less"),
-            "the advice has another text: {}",
+            "the advice has the wrong text: {}",
             advice.advice
         );
         // The VM may be reading everything for the first time.
@@ -371,7 +371,7 @@ mod tests {
             assert_eq!((advice.confidence, advice.can_give_up_bytes), ("low", 0));
             assert!(
                 advice.advice.starts_with("no hits: neither"),
-                "the advice has another text: {}",
+                "the advice has the wrong text: {}",
                 advice.advice
             );
         }

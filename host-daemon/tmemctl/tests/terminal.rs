@@ -156,7 +156,7 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     let guest = Guest::start(&directory, "web");
     let tmux = start(&directory, "read-only", "");
     // Rates need two polls with work between them.
-    let screen = tmux.until("a VM at work", |screen| {
+    let screen = tmux.until("the rates of VM web", |screen| {
         cells(screen, " web").is_some_and(|cells| {
             cells.len() >= 10 && [2, 3, 5].iter().all(|&nth| rate(&cells[nth]) > 0.0)
         })
@@ -192,7 +192,7 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     );
     assert!(
         lines[0].starts_with("tmemd ") && lines[0].contains("1 of 2 VMs connected"),
-        "the first line has another text: {screen}"
+        "the first line has the wrong text: {screen}"
     );
     let place = |name: &str| lines.iter().position(|line| line.starts_with(name));
     assert!(
@@ -202,14 +202,14 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     assert_eq!(
         cells(&screen, "-db").map(|cells| cells[1..5].to_vec()),
         Some(["-", "0", "0", "-"].map(String::from).to_vec()),
-        "the row of the idle VM has other cells: {screen}"
+        "the row of the idle VM has the wrong cells: {screen}"
     );
     assert!(
         lines[23].starts_with("q quit"),
         "the key help is not in the last line: {screen}"
     );
     tmux.run(&["send-keys", "-t", "top", "/we"]);
-    tmux.until("the filter", |screen| {
+    tmux.until("the filtered table", |screen| {
         screen.contains("filter: we_") && !screen.contains("-db")
     });
     // The displayed totals of the selected VM equal the daemon's.
@@ -224,18 +224,20 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
         panic!("the daemon did not return exactly one VM: {stats:?}")
     };
     let of_all = format!("{} gets, {} hits (", vm.gets, vm.hits);
-    tmux.until("its counters", |screen| screen.contains(&of_all));
+    tmux.until("the totals of VM web", |screen| screen.contains(&of_all));
     tmux.run(&["send-keys", "-t", "top", "Enter"]);
     tmux.run(&["send-keys", "-t", "top", "?"]);
-    tmux.until("the help", |screen| screen.contains("order by name"));
-    // top reports that the daemon has stopped, and keeps the view.
+    tmux.until("the help text", |screen| screen.contains("order by name"));
+    // `tmemctl top` reports that the daemon has stopped, and keeps showing the last view.
     daemon.stop();
     drop(guest);
-    tmux.until("the problem", |screen| {
+    tmux.until("the report that the daemon has stopped", |screen| {
         screen.contains("there is no control socket") && cells(screen, " web").is_some()
     });
     tmux.run(&["send-keys", "-t", "top", "q"]);
-    let screen = tmux.until("its end", |screen| screen.contains("ended with 0"));
+    let screen = tmux.until("the end of tmemctl top", |screen| {
+        screen.contains("ended with 0")
+    });
     assert!(
         !screen.contains("tmemd "),
         "tmemctl did not restore the terminal: {screen}"
@@ -258,10 +260,12 @@ fn top_restores_the_terminal_at_its_end() {
         .expect("cannot make the socket nonblocking");
     for end in ["a key", "a signal", "no terminal"] {
         let tmux = start(&directory, "control-of-top", "--timeout 3600");
-        tmux.until("its view", |screen| screen.contains("of 64.0 MiB held"));
+        tmux.until("the view of tmemctl top", |screen| {
+            screen.contains("of 64.0 MiB held")
+        });
         symlink(path("hangs"), path("new")).expect("cannot create the symbolic link");
         std::fs::rename(path("new"), path("control-of-top")).expect("cannot rename the file");
-        // top polls three times in these 3 s.
+        // `tmemctl top` polls the daemon three times in these 3 s.
         std::thread::sleep(Duration::from_secs(3));
         let waiting = std::iter::from_fn(|| hangs.accept().ok()).collect::<Vec<_>>();
         assert_eq!(
@@ -289,7 +293,9 @@ fn top_restores_the_terminal_at_its_end() {
                 std::thread::sleep(Duration::from_millis(100));
             }
         } else {
-            let screen = tmux.until("its end", |screen| screen.contains("ended with 0"));
+            let screen = tmux.until("the end of tmemctl top", |screen| {
+                screen.contains("ended with 0")
+            });
             assert!(
                 !screen.contains("tmemd "),
                 "tmemctl did not restore the terminal: {screen}"

@@ -34,7 +34,9 @@
 //!    map, a VM's report, a trace, and the pool's own locks. Only a poller's ring is held while the
 //!    poller's list of changes is taken.
 //!
-//! the queue of one subscriber. No other lock is taken under them except the name of the VM.
+//! A thread that sends an event takes three locks in this order: the VM's waiting events, the list
+//! of subscribers, and the queue of one subscriber. While it holds them, it takes no other lock
+//! except that of the VM's name.
 
 pub mod config;
 mod control;

@@ -176,7 +176,7 @@ mod tests {
     use super::*;
     use clap::CommandFactory;
 
-    /// Each option has the name of the file's key, with `-` for `_`.
+    /// Each option has the name of a key of the configuration file, with `-` in place of `_`.
     #[test]
     fn command_line_options_have_the_names_of_configuration_keys() {
         let only_options = ["config", "check_config", "trace", "trace_max", "no_sandbox"];
@@ -201,7 +201,7 @@ mod tests {
             let all = [&["tmemd", "--pool-size", "1MiB"], options].concat();
             let arguments = Arguments::parse_from(all);
             let config =
-                configure(&arguments, Settings::default()).expect("the arguments are valid");
+                configure(&arguments, Settings::default()).expect("the arguments were refused");
             config.control_read_only
         };
         // The exporter uses this path by default.

@@ -38,7 +38,7 @@ fn identifier(text: &str) -> &str {
 /// Returns a cycle of the graph, if it has one.
 fn cycle(graph: &Graph) -> Option<Vec<String>> {
     fn walk(graph: &Graph, path: &mut Vec<String>, done: &mut BTreeSet<String>) -> bool {
-        let node = path.last().expect("a path has at least one node").clone();
+        let node = path.last().expect("the path has no node").clone();
         for next in graph.get(&node).into_iter().flatten() {
             let is_cycle = path.contains(next);
             path.push(next.clone());
@@ -64,7 +64,7 @@ fn a_cycle_of_imports_is_found() {
     assert_eq!(cycle(&graph), None);
     graph.extend([edge("c", "a")]);
     assert_eq!(
-        cycle(&graph).expect("the graph has a cycle that was not found"),
+        cycle(&graph).expect("the cycle of the graph was not found"),
         ["a", "b", "c", "a"]
     );
     let source = "use crate::a::b::{C, D};\n// crate::e::f\nfn f() { crate::g::h::i() }\n\
@@ -85,7 +85,7 @@ fn files_and_directories_have_no_import_cycle() {
             }
             let name = format!("{directory}::{file}");
             let source = std::fs::read_to_string(root.join(&directory).join(format!("{file}.rs")));
-            let source = source.expect("directories contain source files only");
+            let source = source.expect("cannot read the source file");
             assert!(
                 !source.contains("super::super::"),
                 "{name} imports from super::super"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Runs the real daemon in its sandbox: as its systemd unit runs it, with a user of its own and two
-//! capabilities, and as root would start it by hand.
+//! Runs the real daemon in its sandbox: as its systemd unit starts it (with an unprivileged user
+//! and two capabilities), and as root starts it from a shell.
 
 mod common;
 
@@ -21,19 +21,20 @@ use tmem_sim::{Driver, DriverConfig, Missing, skipped};
 const USER: u32 = 65534;
 /// Id of the user that libvirt's QEMUs run as on Debian.
 const QEMU: u32 = 64055;
-/// Id of a group that may use the control socket; nobody is not a member.
+/// Id of a group that may use the control socket. The user of the daemon in these tests, `USER`, is
+/// not a member.
 const ADMINS: u32 = 64058;
 /// Capabilities that the unit grants: CAP_CHOWN and CAP_FOWNER.
 const CAPABILITIES: u64 = 1 << 0 | 1 << 3;
 /// Capability CAP_IPC_LOCK, which root has outside containers.
 const IPC_LOCK: u64 = 1 << 14;
 
-/// Number of seccomp filters that every thread has.
+/// Number of seccomp filters that every thread of the daemon has.
 const FILTERS: u32 = 3;
 
 struct Running(Child);
 
-/// Restricts the command like the unit does.
+/// Restricts the command as the systemd unit does: user, groups and capabilities.
 fn confine(command: &mut Command) {
     let capabilities = "-all,+chown,+fowner";
     command
@@ -44,7 +45,7 @@ fn confine(command: &mut Command) {
         .arg(format!("--bounding-set={capabilities}"));
 }
 
-/// Starts the daemon like the unit does.
+/// Starts the daemon as the systemd unit does.
 fn start(directory: &Path, control: &str) -> Running {
     let mut command = Command::new("setpriv");
     confine(&mut command);
@@ -61,7 +62,7 @@ fn start_by(mut command: Command, directory: &Path, control: &str) -> Running {
         .arg(directory.join("traces").join(control))
         .spawn();
     let daemon = Running(child.expect("cannot start tmemd"));
-    until("it serves", || {
+    until("tmemd serves", || {
         UnixStream::connect(directory.join("run").join(control)).is_ok()
     });
     daemon
@@ -91,7 +92,7 @@ fn status_of(task: &str) -> HashMap<String, String> {
 fn filters(pid: u32) -> HashMap<String, u32> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("cannot list the directory");
     let of_task = |task: PathBuf| {
-        // A connection's thread may end after it was listed and before its files are read.
+        // A thread of a connection may end after it was listed and before its files are read.
         let name = fs::read_to_string(task.join("comm")).ok()?;
         let text = fs::read_to_string(task.join("status")).ok()?;
         let mut lines = text.lines();
@@ -167,7 +168,7 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     let mut added = full.add_vm(web1(&socket));
     assert!(added.call().expect("the daemon did not add the VM").added);
     let mut vm = None;
-    until("the socket is there", || {
+    until("the VM's socket exists", || {
         vm = UnixStream::connect(&socket).ok();
         vm.is_some()
     });
@@ -186,7 +187,7 @@ fn the_daemon_serves_a_qemu_of_another_user() {
             .unwrap_or_else(|error| panic!("{key} of the process is not a number: {error}"))
     };
     assert_eq!(number("NoNewPrivs", 10), 1);
-    // In this field 2 means filter mode.
+    // The value 2 of the field Seccomp means filter mode, see proc_pid_status(5).
     assert_eq!(number("Seccomp", 10), 2);
     assert_eq!(number("CapEff", 16), CAPABILITIES);
     assert_eq!(number("CapBnd", 16), CAPABILITIES);
@@ -198,9 +199,9 @@ fn the_daemon_serves_a_qemu_of_another_user() {
         0,
         "the files of tmemd in /proc do not belong to root, so its user can trace it"
     );
-    // Threads that touch pages have one more filter from their start, as have threads that start
-    // when the rings exist. Threads of connections have another one.
-    until("filters for each kind of thread", || {
+    // A thread of a connection (`vm`) has two filters beside those that every thread has. The other
+    // kinds of threads have one.
+    until("each kind of thread has its filters", || {
         let filters = filters(daemon.0.id());
         let has = |kind, more| filters.get(kind) == Some(&(FILTERS + more));
         let narrow = ["worker", "background", "unmapper", "trace"];
@@ -219,7 +220,9 @@ fn the_daemon_serves_a_qemu_of_another_user() {
         let metadata = fs::metadata(&socket).expect("cannot read the file's attributes");
         (metadata.ino(), metadata.uid())
     };
-    until("the VM is back", || UnixStream::connect(&socket).is_ok());
+    until("tmemd serves the VM's socket again", || {
+        UnixStream::connect(&socket).is_ok()
+    });
     let is = told();
     assert_eq!(is.1, QEMU);
     // A second daemon does not replace the socket of a running one.
@@ -238,12 +241,12 @@ fn the_daemon_serves_a_qemu_of_another_user() {
 #[test]
 fn as_root_the_daemon_keeps_only_needed_capabilities() {
     if !geteuid().is_root() {
-        return skipped(Missing::Root, "only root can start it as root");
+        return skipped(Missing::Root, "only root can start the daemon as root");
     }
     let directory = directories(0);
     let at = |name: &str| directory.path().join(name);
     let run = |control| {
-        // Root can lock memory whatever its limit is.
+        // CAP_IPC_LOCK lets root lock more memory than this limit permits.
         let mut command = Command::new("prlimit");
         command.arg("--memlock=65536:65536");
         start_by(command, directory.path(), control)
@@ -260,7 +263,7 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
         QEMU
     );
     // The connection exists so that the daemon has a connection thread.
-    let _vm = UnixStream::connect(&socket).expect("root can connect to each socket");
+    let _vm = UnixStream::connect(&socket).expect("root cannot connect to a socket");
 
     let pid = daemon.0.id();
     let may_lock = status(std::process::id())["CapPrm"].clone();
@@ -268,20 +271,22 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
         .expect("the text is not a hexadecimal number")
         & IPC_LOCK;
     let keeps = CAPABILITIES | may_lock;
-    until("all threads are there", || filters(pid).contains_key("vm"));
+    until("the connection's thread exists", || {
+        filters(pid).contains_key("vm")
+    });
     for task in fs::read_dir(format!("/proc/{pid}/task")).expect("cannot list the directory") {
         let id = task
             .expect("cannot read a directory entry")
             .file_name()
             .into_string()
-            .expect("a thread's id is a number");
+            .expect("a thread's id is not a number");
         let status = status_of(&format!("{pid}/task/{id}"));
         let name = &status["Name"];
         let set = |key: &str| {
             u64::from_str_radix(&status[key], 16).expect("the text is not a hexadecimal number")
         };
         for key in ["CapEff", "CapPrm", "CapBnd"] {
-            assert_eq!(set(key), keeps, "thread {name} has another set {key}");
+            assert_eq!(set(key), keeps, "thread {name} has the wrong set {key}");
         }
         assert_eq!(
             set("CapInh") | set("CapAmb"),
@@ -311,12 +316,15 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
     drop(daemon);
     fs::remove_file(at("traces/control")).expect("cannot remove the file");
     let _next = run("control");
-    until("the VM is back", || UnixStream::connect(&socket).is_ok());
+    until("tmemd serves the VM's socket again", || {
+        UnixStream::connect(&socket).is_ok()
+    });
 }
 
-/// A daemon that may not lock memory says so in its statistics, which tmemctl doctor reads.
+/// A daemon that the kernel does not allow to lock memory reports that in its statistics, which
+/// `tmemctl doctor` reads.
 #[test]
-fn unlocked_memory_is_logged() {
+fn unlocked_memory_is_reported_in_statistics() {
     if !geteuid().is_root() {
         return skipped(
             Missing::Root,
@@ -389,7 +397,7 @@ fn threads_of_all_kinds_log_to_the_journal() {
     let mut driver = Driver::new(common::guest("web1"), DriverConfig::default())
         .expect("cannot create the simulated guest");
     let socket = directory.path().join("web1.sock");
-    until("tmemd takes the VM", || {
+    until("tmemd accepts the VM's connection", || {
         driver.guest.connect(&socket).is_ok()
     });
     driver
@@ -406,14 +414,14 @@ fn threads_of_all_kinds_log_to_the_journal() {
         .create_pool()
         .expect("the device did not create a pool");
     told(
-        "a connection's thread logs",
+        "the journal has a line of a connection thread",
         &["connected", "TMEM_VM", "web1"],
     );
     let stops = |fault: &fault::Fault| matches!(fault.expect, Expect::Stopped);
     let fault = fault::all()
         .into_iter()
         .find(stops)
-        .expect("some faults stop a queue");
+        .expect("no fault stops a queue");
     let target = Target {
         queue: 1,
         pool: driver.pool(),
@@ -422,11 +430,17 @@ fn threads_of_all_kinds_log_to_the_journal() {
         cookie: 1,
     };
     fault.send(&mut driver.guest, target);
-    told("a worker logs", &["stopped until", "TMEM_VM", "web1"]);
+    told(
+        "the journal has a line of a worker",
+        &["stopped until", "TMEM_VM", "web1"],
+    );
     let mut control = client(&directory.path().join("control"));
     control
         .flush_vm("web1".into())
         .call()
         .expect("the daemon did not flush the VM");
-    told("a control client's thread logs", &["flushed", "TMEM_PAGES"]);
+    told(
+        "the journal has a line of a control client's thread",
+        &["flushed", "TMEM_PAGES"],
+    );
 }

@@ -51,7 +51,7 @@ fn slots() -> GuestConfig {
     }
 }
 
-/// The VM is paused and continues with batches in flight.
+/// A VM is paused and continued while batches of requests are in flight.
 #[test]
 fn a_pause_releases_memory_and_keeps_the_cache() {
     let seed = seed("a_pause_releases_memory_and_keeps_the_cache");
@@ -105,7 +105,7 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
     assert_eq!(driver.model.counts().hits - hits, kept as u64);
 }
 
-/// RESET_DEVICE and the end of a connection come while batches are in flight.
+/// The VMM sends RESET_DEVICE, or closes the connection, while batches of requests are in flight.
 #[test]
 fn a_reset_releases_memory_and_empties_the_cache() {
     let seed = seed("a_reset_releases_memory_and_empties_the_cache");
@@ -201,7 +201,8 @@ fn a_refused_put_leaves_nothing() {
             driver.put(object, 0, 64);
         }
         driver.settle().unwrap();
-        // The list has the cookies of the older versions, then those of the refused puts.
+        // This list contains the cookies of the older versions, followed by those of the refused
+        // puts.
         let mut cookies: Vec<(Key, u64)> = Vec::new();
         cookies.extend(driver.index().iter().map(|(k, c)| (*k, *c)));
         for object in 1..=4 {
@@ -275,7 +276,8 @@ fn a_removed_region_is_unmapped() {
         };
         let machine = GuestConfig {
             ram,
-            // The region is removed by REM_MEM_REG, or by a table without it.
+            // In even rounds REM_MEM_REG removes the region; in odd rounds a memory table without
+            // it does.
             mem_slots: round % 2 == 0,
             ..slots()
         };
@@ -290,7 +292,7 @@ fn a_removed_region_is_unmapped() {
             gone.is_empty(),
             "the daemon wrote to pages {gone:x?} of a region that was removed"
         );
-        // Answers to requests that the daemon took are present and correct.
+        // Check the answers to all requests that the daemon took.
         driver.collect().unwrap();
         driver.guest.hang_up().unwrap();
     }
@@ -432,7 +434,7 @@ fn the_dirty_log_covers_all_written_pages() {
                         })
                         .collect::<Vec<_>>()
             };
-            daemon.until("all is answered", || used(&driver));
+            daemon.until("all requests are answered", || used(&driver));
             // The mark of a published answer may be set after the used index changes, but not after
             // the stop.
             driver.guest.stop().unwrap();

@@ -98,9 +98,9 @@ fn processor_time_is_reported_by_work_and_by_vm() {
     let mut client = client(&daemon.path("control"));
     let mut indexes = 0..;
     let (mut settling_ms, mut room_ms, mut requests_ms) = (0, 0, 0);
-    // Each value exists and grows with work.
+    // Each of the processor times is reported and grows with work.
     for _ in 0..2 {
-        until("work is counted", || {
+        until("processor time of each kind of work is counted", || {
             (0..64).for_each(|_| put(&mut driver, indexes.next().unwrap()));
             let stats = client.get_stats(None).call().unwrap();
             stats.daemon.cpu_finalize_ms > settling_ms
@@ -147,7 +147,7 @@ fn latencies_of_readers_are_reported() {
     let latencies_of = |client: &mut VarlinkClient| {
         stats(client, "a")
             .driver
-            .expect("the guest's driver sent a report")
+            .expect("the guest's driver sent no report")
             .get_latency
     };
     assert_eq!(latencies_of(&mut client), None);
@@ -232,7 +232,7 @@ fn a_resized_pool_shrinks_and_grows() {
         "not all memory is beyond reserves although nothing is reserved"
     );
     client.set_pool_size(8 << 20).call().unwrap();
-    until("it gives back", || {
+    until("the pool holds at most 8 MiB", || {
         client.get_freeable().call().unwrap().held_bytes <= 8 << 20
     });
     let pool = client.get_stats(None).call().unwrap().pool;
@@ -252,7 +252,7 @@ fn a_resized_pool_shrinks_and_grows() {
         assert!(
             matches!(error.kind(), ErrorKind::BadSize(Some(bad)) if bad.size_bytes == size_bytes
                 && bad.reason.contains("1048576")),
-            "the daemon answered with another error: {error}"
+            "the daemon answered with the wrong error: {error}"
         );
     }
 }
@@ -264,7 +264,7 @@ fn the_read_only_socket_changes_nothing() {
     let refused = |kind: &ErrorKind, method: &str| {
         assert!(
             matches!(kind, ErrorKind::ReadOnlySocket(Some(args)) if args.method == method),
-            "the daemon answered with another error: {kind}"
+            "the daemon answered with the wrong error: {kind}"
         );
     };
     refused(
@@ -297,7 +297,7 @@ fn unknown_vms_are_named_in_errors() {
     let unknown = |kind: &ErrorKind| {
         assert!(
             matches!(kind, ErrorKind::NoSuchVm(Some(args)) if args.name == "x"),
-            "the daemon answered with another error: {kind}"
+            "the daemon answered with the wrong error: {kind}"
         );
     };
     unknown(client.flush_vm("x".into()).call().unwrap_err().kind());
@@ -324,7 +324,7 @@ fn events_are_sent_as_they_happen() {
     };
     assert_eq!(next().kind, "subscribed");
     let mut driver = daemon.driver("b", 5);
-    // The probe connection of the daemon's start may still be visible.
+    // The connection with which `Daemon::spawn` tested the socket may still cause events.
     let until = |kind: &str| {
         let of_kind = std::iter::repeat_with(next)
             .find(|event| event.kind == kind && event.vm.as_deref() != Some("a"));
@@ -348,18 +348,18 @@ fn events_are_sent_as_they_happen() {
     listener.join().unwrap();
 }
 
-/// Connections that come and go in a loop are not reported one by one, but the last state is, even
-/// if nothing more happens.
+/// If connections begin and end in a loop, the daemon does not send an event for each of them. It
+/// does send the event of the last state, even if nothing more happens.
 #[test]
 fn left_out_events_are_sent_later() {
     let daemon = daemon();
     let mut listener = subscribe(&daemon.path("read-only")).unwrap();
     let mut client = client(&daemon.path("control"));
-    until("there were many", || {
+    until("VM b has had more than 40 connections", || {
         drop(UnixStream::connect(daemon.socket("b")).unwrap());
         stats(&mut client, "b").connections > 40
     });
-    // Events arrive in parts.
+    // A read may return a part of an event.
     let (mut text, mut part) = (String::new(), [0; 4096]);
     let is_complete = |text: &str| {
         let last = text
@@ -390,15 +390,15 @@ fn a_subscription_requires_more_and_ends_with_the_client() {
     let error = error.expect_err("the daemon accepted a subscription without \"more\"");
     assert!(
         matches!(error.kind(), ErrorKind::MoreExpected(Some(args)) if args.method == "SubscribeEvents"),
-        "the daemon answered with another error: {error}"
+        "the daemon answered with the wrong error: {error}"
     );
-    // As many clients connect as the limit permits, and all of them disconnect.
+    // The maximum number of clients connects, and all of them disconnect.
     for _ in 0..3 {
-        // Their slots become free one by one.
+        // The slots of the clients of the last round become free one by one.
         let streams: Vec<UnixStream> = (0..16)
             .map(|_| {
                 let mut stream = None;
-                until("a place", || {
+                until("the daemon accepts the subscription", || {
                     stream = subscribe(&daemon.path("control")).ok();
                     stream.is_some()
                 });
@@ -413,7 +413,7 @@ fn a_subscription_requires_more_and_ends_with_the_client() {
             "the daemon served more than the maximum of subscribers"
         );
         drop(streams);
-        until("there is room again", || {
+        until("the daemon serves another client", || {
             client(&daemon.path("control")).list_vms().call().is_ok()
         });
     }
@@ -434,17 +434,17 @@ fn read_in_a_loop(socket: &Path, calls: u32) -> Duration {
 fn calls_of_read_only_clients_are_rate_limited() {
     let daemon = daemon();
     let read_only = daemon.path("read-only");
-    // 50 of 150 calls are answered at once and 50 in each further second.
+    // The loop makes 150 calls. 50 of them are answered at once, and 50 in each further second.
     let took = read_in_a_loop(&read_only, 50);
     assert!(
         took >= Duration::from_millis(1900),
         "50 calls above the rate took only {took:?}"
     );
-    // Another client is not delayed.
+    // The calls of the first client do not delay those of another one.
     let took = read_in_a_loop(&read_only, 10);
     assert!(
         took < Duration::from_millis(1900),
-        "the calls of another client took {took:?}"
+        "the calls of the other client took {took:?}"
     );
     assert_eq!(stats(&mut client(&read_only), "a").name, "a");
     let mut nobody = client(&read_only);
@@ -454,6 +454,6 @@ fn calls_of_read_only_clients_are_rate_limited() {
         .expect_err("the daemon returned statistics of an unknown VM");
     assert!(
         matches!(error.kind(), ErrorKind::NoSuchVm(_)),
-        "the daemon answered with another error: {error}"
+        "the daemon answered with the wrong error: {error}"
     );
 }

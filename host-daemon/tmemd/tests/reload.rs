@@ -22,7 +22,8 @@ fn file(directory: &Path, text: &str) -> PathBuf {
     path
 }
 
-/// Returns the text of a configuration file: a part that all files of these tests have, and `rest`.
+/// Returns the text of a configuration file: the part that all configuration files of these tests
+/// have in common, followed by `rest`.
 fn toml(directory: &Path, rest: &str) -> String {
     let at = directory.display();
     format!(
@@ -58,7 +59,7 @@ impl Running {
             .spawn()
             .expect("cannot run the program");
         let running = Running { child, directory };
-        until("it serves", || running.log().contains("serving"));
+        until("tmemd serves", || running.log().contains("serving"));
         running
     }
 
@@ -70,14 +71,15 @@ impl Running {
         fs::read_to_string(self.path().join("log")).expect("cannot read the log")
     }
 
-    /// Writes another file and reloads it. Returns the log lines.
+    /// Writes a new configuration file and lets tmemd reload it. Returns the log lines of the
+    /// reload.
     fn reload(&self, rest: &str) -> String {
         file(self.path(), &toml(self.path(), rest));
         let before = self.log().len();
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, rustix::process::Signal::HUP)
             .expect("cannot send the signal");
-        until("it has read it", || {
+        until("tmemd has read the file", || {
             let log = self.log();
             log[before..].contains("was reloaded")
                 || log[before..].contains("configuration is unchanged")
@@ -198,9 +200,9 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
     drop(front_end);
 }
 
-/// The number of background threads, which an operator increases if puts are refused because too
-/// many pages wait. The option takes precedence over the file, and the file over the default, and
-/// the daemon starts that number of threads.
+/// Checks that tmemd starts the configured number of background threads. The option takes
+/// precedence over the file, and the file over the default. An operator increases the number if
+/// puts are refused because too many pages wait to be compressed.
 #[test]
 fn the_configured_number_of_background_threads_starts() {
     let background_threads = |daemon: &Running| {
@@ -208,8 +210,11 @@ fn the_configured_number_of_background_threads_starts() {
         let names = fs::read_dir(tasks)
             .expect("cannot list the directory")
             .map(|task| {
-                let comm = task.expect("cannot start the thread").path().join("comm");
-                // A thread of another kind may have ended.
+                let comm = task
+                    .expect("cannot read a directory entry")
+                    .path()
+                    .join("comm");
+                // The thread may have ended since it was listed.
                 fs::read_to_string(comm).unwrap_or_default()
             });
         names.filter(|name| name.trim() == "background").count()
@@ -217,9 +222,13 @@ fn the_configured_number_of_background_threads_starts() {
     let text = "pool_size = \"64MiB\"\nbackground_threads = 3\n";
     let of_file = Running::start(|_| text.into());
     // Threads get their names when they first run.
-    until("there are three", || background_threads(&of_file) == 3);
+    until("tmemd has three background threads", || {
+        background_threads(&of_file) == 3
+    });
     let of_option = Running::start_with(&["--background-threads", "5"], |_| text.into());
-    until("there are five", || background_threads(&of_option) == 5);
+    until("tmemd has five background threads", || {
+        background_threads(&of_option) == 5
+    });
     let said = of_file.reload("pool_size = \"64MiB\"\nbackground_threads = 4\n");
     assert!(
         said.contains("next start: background_threads"),
@@ -241,7 +250,8 @@ fn the_configured_number_of_background_threads_starts() {
     }
 }
 
-/// Reserves must fit the size of the file that was read last, because the next start has that size.
+/// Reserves must fit into the pool size of the last file that was read, because the next start uses
+/// that size.
 #[test]
 fn reserves_must_fit_a_reloaded_size() {
     let running = Running::start(|at| format!("pool_size = \"128MiB\"\n{}", vm(at, "greedy", "")));
@@ -278,7 +288,7 @@ fn reserves_must_fit_a_reloaded_size() {
         .call()
         .expect("the daemon did not change the pool's size");
     set(201).expect_err("a reserve was accepted that exceeds the configured pool");
-    set(90).expect("a reserve of 90 MiB fits into the pool");
+    set(90).expect("a reserve of 90 MiB, which fits into the pool, was refused");
     set(101).expect_err("a reserve was accepted that exceeds the pool");
 }
 
@@ -304,7 +314,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
             let vm = vms
                 .iter()
                 .find(|vm| vm.name == name)
-                .expect("the VM is listed");
+                .expect("the VM is not listed");
             vm.quota.reserve_bytes >> 20
         };
         let size = running
@@ -328,11 +338,11 @@ fn a_file_is_applied_completely_or_not_at_all() {
         good(small(text), (64, a, b));
     }
 
-    // From here on the other VM has a larger reserve than the file gives it, as after a call of
-    // tmemctl.
+    // From here on VM b has a larger reserve than the file gives it, because a control client has
+    // set it.
     let quota = tmem_control::quota(Some(24 << 20), None, None);
     let set = running.client().set_quota("b".into(), quota).call();
-    set.expect("the reserve fits into the pool");
+    set.expect("a reserve that fits into the pool was refused");
     let config = tmem_sim::DriverConfig::default();
     let mut guest = tmem_sim::Driver::new(common::guest("a"), config)
         .expect("cannot create the simulated guest");
@@ -340,7 +350,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
         .connect(&at.join("a.sock"))
         .expect("cannot connect to the VM's socket");
     for (size, a, part) in [
-        // The reserve is too large by itself, or too large beside the other VM's present reserve.
+        // The reserve is larger than the pool, or does not fit beside the present reserve of VM b.
         ("128MiB", "1GiB", "VM \"a\": a reserve of 1073741824 bytes"),
         ("128MiB", "105MiB", "VM \"a\": a reserve of 110100480 bytes"),
         ("60MiB", "39MiB", "VM \"b\": a reserve of 25165824 bytes"),
@@ -348,7 +358,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
         let rest = reserves(at, a, "20MiB");
         let rate = "vm_pages_per_second = 1\n";
         let said = running.reload(&format!("pool_size = \"{size}\"\n{rate}{rest}"));
-        // The log has the name as text, or quoted once more.
+        // The log contains the name of the VM with or without additional quotes.
         let said = said.replace('\\', "");
         assert!(
             said.contains("configuration is unchanged") && said.contains(part),
@@ -527,14 +537,15 @@ fn a_reload_changes_the_rate_limit() {
             .remove(0);
         (vm.limited_pages, vm.requests)
     };
-    // The guest sends as many requests as it can: each is answered soon, and most return nothing.
+    // The guest sends requests as fast as it can. Each is answered at once; most puts are refused
+    // and most gets miss.
     common::work(&mut guests[0], 300);
     let (pages, requests) = figures("web");
     assert!(
         pages > 500 && requests >= 300,
         "{pages} pages of {requests} requests were limited, too few"
     );
-    // Another VM has a rate of its own.
+    // The rate of each VM is counted separately.
     for index in 0..4 {
         assert!(guests[1].put(1, index, index + 1) && guests[1].get(1, index, index + 1));
         guests[1]

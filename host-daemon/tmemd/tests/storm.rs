@@ -20,7 +20,8 @@ const ROUNDS: usize = 4;
 /// Steps of random work of each VM in a round.
 const STEPS: usize = 12;
 
-/// Request queues and memory regions of a VM. The last region is empty and is added and removed.
+/// Number of request queues and memory regions of a VM. The VMM adds and removes the last region,
+/// which contains no requests.
 const QUEUES: u16 = 2;
 const REGIONS: usize = 3;
 
@@ -37,7 +38,7 @@ const DESCRIPTORS_PER_VM: usize = 5 + 3 * (1 + QUEUES as usize) + REGIONS;
 const MAPPINGS_PER_VM: usize = REGIONS + 4;
 const MEMORY_PER_VM_BYTES: usize = 256 << 10;
 
-/// Number of bytes that allocators may keep for later after all VMs have left.
+/// Number of bytes that allocators may keep for later after all VMs have disconnected.
 const MEMORY_LEFT_BYTES: usize = 32 << 20;
 const MAPPINGS_LEFT: usize = 64;
 
@@ -80,7 +81,7 @@ impl Meeting {
     }
 }
 
-/// Waits until `stated` accepts the daemon's resources, and returns them.
+/// Waits until `stated` returns true for the resources of the daemon, and returns these resources.
 fn settled(pid: i32, stated: impl Fn(&common::Taken) -> bool) -> common::Taken {
     let deadline = Instant::now() + common::scaled(common::TIMEOUT);
     loop {
@@ -107,7 +108,8 @@ fn connect(driver: &mut Driver, socket: &std::path::Path) {
     driver.create_pool().unwrap();
 }
 
-/// Runs one VM's part of a round: it connects, works and leaves, each time in another way.
+/// Runs one VM's part of a round: it connects, sends requests and disconnects, in one of several
+/// ways.
 fn visit(driver: &mut Driver, socket: &std::path::Path, rng: &mut fastrand::Rng) {
     connect(driver, socket);
     for _ in 0..STEPS {
@@ -168,14 +170,15 @@ fn vms_connect_and_disconnect_concurrently() {
                     meeting.all(VMS + 1);
                     visit(&mut driver, socket, &mut rng);
                     meeting.all(VMS + 1);
-                    // At this barrier all VMs are connected, and the resources are counted.
+                    // While the threads wait at this barrier, all VMs are connected, and the main
+                    // thread counts the resources.
                     meeting.all(VMS + 1);
                     if rng.bool() {
                         driver.put(1, 0, 8);
                         in_flight.fetch_add(driver.guest.in_flight(), Ordering::SeqCst);
                         driver.hang_up().unwrap();
                     } else {
-                        // The VM leaves without waiting until the daemon notices it.
+                        // The VM disconnects without waiting until the daemon notices that.
                         driver.settle().unwrap();
                         driver.lose_backend().unwrap();
                     }
@@ -213,7 +216,7 @@ fn vms_connect_and_disconnect_concurrently() {
             && now.memory_bytes <= before.memory_bytes + MEMORY_LEFT_BYTES
     });
     println!("after: {after:?}");
-    // A later connection is served.
+    // After all rounds, the daemon still serves a new connection.
     let mut driver = daemon.driver("vm0", seed);
     common::work(&mut driver, 100);
 }

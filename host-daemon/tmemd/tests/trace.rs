@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The recorder: the file contains the requests of guests in their order, and nothing else.
+//! Tests of the trace recorder: its file contains the requests of guests in their order, and
+//! nothing else.
 
 mod common;
 
@@ -91,8 +92,8 @@ fn a_trace_contains_the_requests() {
     let bytes = fs::read(&path).unwrap();
     let events = read(&bytes);
     assert!(events.is_sorted_by_key(|event| event.time_us));
-    // A connection empties the tenant at its begin and at its end, as does the probe connection at
-    // the start of the test.
+    // Each connection empties the tenant when it begins and when it ends. So does the connection
+    // with which `Daemon::spawn` tests the socket.
     let mut ops = events.iter().filter(|event| event.tenant == 1);
     let mut ops = ops
         .by_ref()

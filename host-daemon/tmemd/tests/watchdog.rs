@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests the messages of the daemon to the service manager: that it serves, is alive, stops, or
-//! hangs. The daemon counts as hung if at least one of its threads hangs. The test takes the place
-//! of the service manager and listens at NOTIFY_SOCKET.
+//! hangs. The daemon counts as hung if at least one of its threads hangs. Each test takes the place
+//! of the service manager and listens on the socket that NOTIFY_SOCKET names.
 
 mod common;
 
@@ -17,7 +17,8 @@ const PERIOD: Duration = Duration::from_secs(2);
 const LIVES: &str = "WATCHDOG=1";
 const HANGS: &str = "WATCHDOG=trigger";
 
-/// Starts a daemon that reports to this socket.
+/// Starts a daemon that reports to a service manager. Returns the daemon and the socket of the
+/// manager.
 fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
     let mut manager = None;
     let daemon = Daemon::with_environment(vms, |directory| {
@@ -32,7 +33,10 @@ fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
             ("WATCHDOG_USEC".into(), PERIOD.as_micros().to_string()),
         ]
     });
-    (daemon, manager.expect("the daemon's arguments were built"))
+    (
+        daemon,
+        manager.expect("the daemon's arguments were not built"),
+    )
 }
 
 /// Returns the next message of the daemon.
@@ -152,7 +156,8 @@ fn a_hung_worker_is_reported() {
             begun.elapsed() < 4 * common::TIMEOUT,
             "the daemon did not report the hang in time"
         );
-        // The requests take the workers some milliseconds, in which the test can stop them.
+        // These requests keep the workers busy for some milliseconds, in which the test can stop
+        // one of them.
         for object in 1..=20 {
             driver.put(object, 0, 64);
         }
@@ -163,7 +168,7 @@ fn a_hung_worker_is_reported() {
         drop(stopped);
         driver
             .settle()
-            .expect("the released workers do not continue");
+            .expect("the released workers did not continue");
     };
     assert_eq!(hear(&manager), HANGS, "the daemon did not report the hang");
     let log = std::fs::read_to_string(daemon.path("log")).expect("cannot read the log");
@@ -180,7 +185,7 @@ fn a_hung_worker_is_reported() {
     drop(stopped);
     driver
         .settle()
-        .expect("the released workers do not continue");
+        .expect("the released workers did not continue");
     while hear(&manager) == HANGS {}
     lives_for(&manager, PERIOD);
 }

@@ -62,9 +62,9 @@ fn idle_workers_sleep() {
         work(&mut driver, 300);
         driver.settle().unwrap();
         let mut before = slept(daemon.pid());
-        // The last polling times end within a millisecond, if the host's load does not delay them.
+        // Workers poll their empty rings for at most a millisecond, or longer if the host is busy.
         let mut same = 0;
-        until("it comes to rest", || {
+        until("the workers are idle", || {
             std::thread::sleep(Duration::from_millis(100));
             let now = slept(daemon.pid());
             same = if now == before { same + 1 } else { 0 };
@@ -98,12 +98,13 @@ fn put(guest: &mut FakeGuest, queue: usize, pages: usize) -> bool {
 }
 
 /// One guest keeps eight queues full of the largest batches; another guest has one small request at
-/// a time. In each round of the worker both get a slice. For each small request, the busy guest
-/// therefore gets a batch or two, however many batches wait.
+/// a time. In each round of the worker, both guests get a slice. So for each small request, the
+/// worker serves one or two batches of the busy guest, however many batches wait.
 #[test]
 fn a_flood_of_requests_takes_only_the_fair_share_of_its_vm() {
     if std::thread::available_parallelism().is_ok_and(|number| number.get() == 1) {
-        let why = "with one the worker has many turns while we do not look";
+        let why =
+            "with one processor, the worker gives many slices between two readings of the test";
         return skipped(Missing::Processors, why);
     }
     for event_loop in ["epoll", "auto"] {
@@ -142,8 +143,8 @@ fn a_flood_of_requests_takes_only_the_fair_share_of_its_vm() {
             shares.push(answered(&flood) - before);
         }
         shares.sort_unstable();
-        // The bound allows for the worker's current slice and a measuring error. The median would
-        // be eight if queues instead of VMs took turns.
+        // The bound allows for the worker's current slice and a measuring error. If the worker gave
+        // slices to queues in turn instead of VMs, the median would be eight.
         let median = shares[shares.len() / 2];
         assert!(
             median <= 4,

@@ -71,7 +71,8 @@ fn store(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) {
     assert_eq!(answer.pages[0].result, wire::P_STORED);
 }
 
-/// Requests a page by cookie. Returns true for a hit; the page must then be that of the cookie.
+/// Requests a page by cookie. Returns true for a hit, after a check that the page is that of the
+/// cookie.
 fn hit(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> bool {
     let answer = ask(driver, get(pool, object, index, cookie));
     let Some(page) = answer.pages.first().and_then(|page| page.page.as_ref()) else {
@@ -79,13 +80,13 @@ fn hit(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> 
     };
     assert!(
         **page == *Content::Noise(cookie).page(),
-        "the daemon returned another page than the cookie names"
+        "the daemon returned a page that the cookie does not name"
     );
     true
 }
 
-/// Sends all requests that a pool can receive. Each must be answered with one of these statuses and
-/// have no effect.
+/// Sends all requests that a pool can receive. Checks that each request is answered with a status
+/// of the list `status` and has no effect.
 fn all_are(driver: &mut Driver, pool: u32, status: &[u8]) {
     let destroy = Request::PoolDestroy { pool };
     for request in [
@@ -192,7 +193,7 @@ fn a_guest_cannot_perform_control_operations() {
         b"{\"method\":\"io.virtiotmem.Control.SetPoolSize\",\"parameters\":{\"size_bytes\":1048576}}\0";
     stream.write_all(call).unwrap();
     let mut answer = Vec::new();
-    // The connection is closed, whether the daemon had read the whole message or not.
+    // The daemon closes the connection, whether it has read the whole message or not.
     let _ = stream.read_to_end(&mut answer);
     assert_eq!(answer, b"");
     assert_eq!(figures(), before);
@@ -283,7 +284,7 @@ fn foreign_or_stale_pool_ids_are_refused() {
     for pool in borders {
         all_are(&mut driver, pool, none);
     }
-    // A pool is destroyed, and created again with the same id.
+    // Destroy each pool and create a pool with the same id.
     for pool in borders {
         let create = || Request::PoolCreate { pool, flags: 0 };
         assert_eq!(ask(&mut driver, create()).status, wire::S_OK);
@@ -385,7 +386,7 @@ fn requests_before_or_after_a_connection_reach_no_pool() {
         assert!(control.remove_vm(uuid.into(), path).call().unwrap().removed);
         // Answers that still arrive belong to earlier requests.
         let guest = &mut removed.guest;
-        until("the connection ends", || guest.read_config().is_err());
+        until("the VM's connection ends", || guest.read_config().is_err());
         let used = |guest: &tmem_sim::FakeGuest| -> Vec<u16> {
             let queues = 0..guest.num_queues();
             queues.map(|q| guest.ring(q).used_idx_in_memory()).collect()
@@ -483,7 +484,11 @@ fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnc
         done.is_some()
     });
     let result = done.unwrap().answer.pages[0].result;
-    assert_eq!(result, wire::P_HIT, "{what}: another page was lost");
+    assert_eq!(
+        result,
+        wire::P_HIT,
+        "{what}: the page that was stored before was lost"
+    );
     driver.reboot().unwrap();
     work(driver, 5);
     work(neighbour, 5);
@@ -569,7 +574,7 @@ fn overflowing_sums_in_requests_are_refused() {
     store(&mut driver, pool, 1, 0, 5);
     store(&mut driver, pool, 1, 1, 6);
     let end = 1u64 << wire::INDEX_BITS;
-    // Sums of index and length are small if they wrap.
+    // For these flushes, the sum of index and length is small if the addition wraps.
     let beyond = |index: u64| flush(pool, 1, index, 0u64.wrapping_sub(index - 2));
     let run = Request::Get {
         pool,
@@ -617,7 +622,7 @@ fn overflowing_sums_in_requests_are_refused() {
         assert_eq!(driver.guest.ring(1).used_idx_in_memory(), used);
         driver.reboot().unwrap();
     }
-    // A ring whose address overflows does not run. The other queue does.
+    // A queue whose ring address overflows does not run. The other queue continues to run.
     let layout = driver.guest.ring(1).layout();
     let [desc, avail, used] = [layout.desc, layout.avail, layout.used]
         .map(|address| driver.guest.ram().host_addr(address));
@@ -679,7 +684,7 @@ fn overflowing_sums_in_requests_are_refused() {
     assert_eq!(
         answer.status,
         wire::S_OK,
-        "another queue does not answer any more"
+        "the other queue does not answer any more"
     );
     driver.guest.disconnect();
     daemon.connect(&mut driver, "a");

@@ -218,7 +218,7 @@ impl Guest {
         };
         let ring = self.guest.ring_mut(QUEUE);
         ring.add(&chain, Some(table), number as u64)
-            .expect("the queue has descriptors for all requests in flight");
+            .expect("the queue has no descriptors for another request");
         self.guest.publish(QUEUE);
     }
 

@@ -94,7 +94,7 @@ impl ServedDaemon {
             .vms
             .into_iter()
             .next()
-            .expect("the daemon lists the VM")
+            .expect("the daemon does not list the VM")
     }
 
     /// Stops the daemon.
@@ -123,17 +123,17 @@ impl Exporter {
             .stderr(Stdio::piped());
         let mut child = command.spawn().expect("cannot run the program");
         let mut lines =
-            BufReader::new(child.stderr.take().expect("the process has a pipe")).lines();
+            BufReader::new(child.stderr.take().expect("the process has no pipe")).lines();
         let mut log = String::new();
         let address = loop {
             let line = lines
                 .next()
                 .unwrap_or_else(|| panic!("the exporter ended: {log}"))
-                .expect("the exporter's log gives its address");
+                .expect("the exporter's log does not give its address");
             if let Some((_, rest)) = line.split_once("://") {
                 let (address, _) = rest
                     .split_once("/metrics")
-                    .expect("the exporter's log gives its address");
+                    .expect("the exporter's log does not give its address");
                 break address.to_string();
             }
             log += &line;
@@ -161,7 +161,7 @@ impl Exporter {
         let (head, body) = self.get("/metrics", headers);
         assert!(
             head.starts_with("HTTP/1.1 200 "),
-            "the response has another status: {head}"
+            "the response has the wrong status: {head}"
         );
         body
     }

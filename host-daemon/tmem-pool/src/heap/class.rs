@@ -82,7 +82,7 @@ impl Class {
                 let fits = lengths.filter(|frames| frames * FRAME_BYTES >= slot_bytes);
                 fits.min_by(|&a, &b| waste(a).total_cmp(&waste(b)))
             })
-            .expect("a span of the largest size holds at least one slot of any size");
+            .expect("a span of the largest size holds no slot of this size");
         let slots = frames * FRAME_BYTES / slot_bytes;
         assert!(slots <= SLOTS_MAX);
         // The waste at the end of the span is divided among the slots, as far as their alignment

@@ -70,7 +70,8 @@ mod system {
                 // (RLIMIT_MEMLOCK) does not allow that, the memory stays unlocked.
                 (base, mlock_with(base, len, MlockFlags::ONFAULT).is_ok())
             };
-            let base = NonNull::new(base.cast()).expect("the kernel never maps address 0");
+            let base =
+                NonNull::new(base.cast()).expect("the kernel returned address 0 for a mapping");
             Ok(Region { base, len, locked })
         }
 
@@ -113,7 +114,7 @@ mod system {
 
     fn layout(len: usize) -> Layout {
         Layout::from_size_align(len, super::FRAME_BYTES)
-            .expect("the region's size is valid for an allocation")
+            .expect("the region's size is invalid for an allocation")
     }
 
     impl Region {

@@ -56,7 +56,7 @@ impl Chunks {
 
     /// Returns the number of chunks that indexes hold.
     pub(crate) fn taken(&self) -> usize {
-        let free = self.free.lock().expect("the lock is not poisoned");
+        let free = self.free.lock().expect("the lock is poisoned");
         free.fresh as usize - free.bare.len()
     }
 }

@@ -235,7 +235,7 @@ impl Index {
         while let Some((&nr, _)) = self.live.first_key_value() {
             let pool = self
                 .pool(nr)
-                .expect("the list of live pools names a live pool");
+                .expect("the list of live pools names a pool that is not live");
             self.detach_pool(pool);
         }
     }
@@ -328,7 +328,7 @@ impl Index {
         let shard = &mut self.map[Index::shard(hash)];
         let found = shard.find_entry(hash, |&other| other == id);
         found
-            .expect("an object that is not detached is in the map")
+            .expect("an object that is not detached is not in the map")
             .remove();
         let before = shard.allocation_size();
         if shard.is_empty() {
@@ -524,7 +524,7 @@ impl Index {
             let (_, id) = self
                 .nodes
                 .next(self.objects[object].root, 0)
-                .expect("a detached object has a page, since it is freed with its last one");
+                .expect("a detached object has no page, but it is freed with its last page");
             return Some(id);
         }
         None

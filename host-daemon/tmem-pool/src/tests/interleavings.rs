@@ -402,7 +402,7 @@ fn a_put_to_a_destroyed_pool_stores_nothing_in_the_next_pool() {
                 let tenant = tenant.clone();
                 thread::spawn(move || {
                     tenant.destroy_pool(POOL).unwrap();
-                    // The new pool gets the index record of the old one.
+                    // The new pool gets the index record that the destroyed pool had.
                     tenant.create_pool(OTHER).unwrap();
                 })
             };

@@ -30,7 +30,7 @@ type Key = (u32, u64, u64);
 struct Modelled {
     tenant: Tenant,
     pools: BTreeSet<u32>,
-    /// Cookie and number in the corpus, by key.
+    /// Cookie and number in the corpus of each held page, by its key.
     pages: BTreeMap<Key, (u64, usize)>,
     evictions_seen: u64,
     quota: Quota,
@@ -265,7 +265,7 @@ impl World {
         let evictions_max = 2 * crate::config::EVICTIONS_PER_PUT_PAGE * pages.len();
         assert!(
             evicted <= evictions_max as u64,
-            "a put of {} pages evicted {evicted} pages",
+            "a put of {} pages evicted {evicted} pages, more than {evictions_max}",
             pages.len()
         );
         for (&(object, index, cookie, page), result) in puts.iter().zip(results) {
@@ -484,10 +484,11 @@ fn a_get_returns_the_last_put_when_allocations_fail() {
 #[ignore = "runs for TMEM_SECONDS seconds: make fuzz"]
 fn random_operations_match_the_model() {
     let seconds = std::env::var("TMEM_SECONDS").map_or(60, |text| {
-        text.parse().expect("TMEM_SECONDS is a number of seconds")
+        text.parse()
+            .expect("TMEM_SECONDS is not a number of seconds")
     });
     let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    let first = since_1970.expect("the clock is after 1970").as_secs() << 16;
+    let first = since_1970.expect("the clock is before 1970").as_secs() << 16;
     let (end, mut runs) = (Instant::now() + Duration::from_secs(seconds), 0);
     while Instant::now() < end {
         for_each_seed_from(first + runs, "fuzz", 1, |seed| {

@@ -215,7 +215,7 @@ impl Driver {
         let mut reader = self
             .readers
             .remove(&id)
-            .expect("the reader was found just before");
+            .expect("the reader is missing, although it was found just before");
         reader.late = reader.waiting > 0;
         self.abandon(id);
         self.late_row = if reader.late { self.late_row + 1 } else { 0 };

@@ -95,7 +95,8 @@ impl Driver {
             return;
         };
         let queue = self.queue(object, from);
-        // The model leaves out half of the ranges, as a real driver may.
+        // The model forgets half of the ranges and never flushes them, because a driver may drop
+        // any range.
         let draw = (self.cookie_last ^ object << 8 ^ from).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         if draw >> 63 == 0 {
             return;
@@ -173,7 +174,8 @@ impl Driver {
             index: slot.page,
             cookie: slot.cookie,
             flags: u32::from(slot.workingset) * wire::PUT_WORKINGSET,
-            // The request has an empty page, because the data are already in their slots.
+            // The request contains an empty page, because the page data is already in the slots of
+            // the put ring.
             page: Box::new([0; wire::PAGE_SIZE]),
         });
         let request = Request::Put {

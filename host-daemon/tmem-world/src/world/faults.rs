@@ -139,7 +139,8 @@ impl World {
             let what = "memory that could be truncated was taken".into();
             guest.oracle.fail("memory", what);
         }
-        // The control thread ends the connection when it has refused a message.
+        // End the connection, as the control thread of the daemon does after it has refused a
+        // message.
         if let Some(link) = guest.unlink() {
             link.session.end();
         }
@@ -323,7 +324,8 @@ impl World {
             guest.storage = snapshot.storage.clone();
             guest.machine.bases = Some(snapshot.bases.clone());
             (guest.behind_ns, guest.paused_at_ns) = (now - snapshot.now_ns, None);
-            // A guest that is notified of a change reads the configuration again.
+            // Notify the guest of a changed configuration, so that its driver reads the generation
+            // again.
             guest.machine.config_irq = true;
         }
         guest.oracle.rings_changed(&guest.kernel.driver.transport);

@@ -297,7 +297,7 @@ mod tests {
         assert_eq!(
             found.state != State::Good,
             found.remedy.is_some(),
-            "only a finding that is not good has a remedy: {found:?}"
+            "a good finding has a remedy, or a finding that is not good has none: {found:?}"
         );
         found.state
     }
@@ -337,7 +337,7 @@ mod tests {
         assert_eq!(
             vm_socket(&vm).state,
             State::Fault,
-            "a missing socket is no fault"
+            "doctor reports no fault for a missing socket"
         );
         let _listener = UnixListener::bind(&path).expect("cannot bind the socket");
         for (mode, wanted) in [
@@ -366,7 +366,7 @@ mod tests {
         assert_eq!(
             vm_socket(&vm).state,
             State::Fault,
-            "a file in place of the VM's socket is no fault"
+            "doctor reports no fault for a file in place of the VM's socket"
         );
     }
 

@@ -111,7 +111,7 @@ mod tests {
 
     fn write(root: &Path, name: &str, text: &str) {
         let path = root.join(name);
-        fs::create_dir_all(path.parent().expect("the path has a parent directory"))
+        fs::create_dir_all(path.parent().expect("the path has no parent directory"))
             .expect("cannot create the directory");
         fs::write(path, text).expect("cannot write the file");
     }
@@ -130,7 +130,7 @@ mod tests {
             states()
                 .into_iter()
                 .find(|(c, _)| *c == check)
-                .expect("the check was made")
+                .expect("the report lacks the check")
                 .1
         };
         // This host has neither libvirt nor AppArmor.
@@ -154,7 +154,7 @@ mod tests {
         assert_eq!(
             found.state,
             State::Fault,
-            "a QEMU that cannot be run is no fault"
+            "doctor reports no fault for a QEMU that cannot be run"
         );
         assert!(
             found

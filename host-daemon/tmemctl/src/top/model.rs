@@ -284,7 +284,7 @@ pub mod tests {
     /// Returns a driver's report with that state.
     pub fn driver(state: &str) -> DriverReport {
         let figures = serde_json::from_value(figures(Scope::Driver));
-        let mut driver: DriverReport = figures.expect("the JSON has each field of the report");
+        let mut driver: DriverReport = figures.expect("the JSON lacks a field of the report");
         driver.state = state.into();
         driver
     }

@@ -430,7 +430,7 @@ mod tests {
             let waits = driver
                 .get_latency
                 .as_mut()
-                .expect("the driver reports latencies of gets");
+                .expect("the driver reports no latencies of gets");
             requests(waits, vm.gets / 8, 31);
             vm.driver = Some(driver);
         }
@@ -492,15 +492,15 @@ mod tests {
         let text = screen.join("\n");
         assert!(
             screen[0].starts_with("tmemd 1.2.3  up 3:25:07  2 of 2 VMs connected  4 workers"),
-            "the first line has another text: {text}"
+            "the first line has the wrong text: {text}"
         );
         assert!(
             screen[2].contains("of 512 MiB held"),
-            "the pool's line has another text: {text}"
+            "the pool's line has the wrong text: {text}"
         );
         assert!(
             screen[3].contains("new 1 %  pattern 4 %  shared 25 %  packed 70 %"),
-            "the line of page forms has another text: {text}"
+            "the line of page forms has the wrong text: {text}"
         );
         let web = screen
             .iter()
@@ -513,7 +513,7 @@ mod tests {
                 "web-1", "78", "%", "1872", "2400", "14", "µs", "1920", "55", "µs", "340", "MiB",
                 "341"
             ],
-            "the row of VM web-1 has other cells: {text}"
+            "the row of VM web-1 has the wrong cells: {text}"
         );
         assert!(
             cells.last().is_some_and(|bars| bars.contains("█")),
@@ -558,13 +558,13 @@ mod tests {
         let shown = gain(&figures);
         assert!(
             shown.starts_with("gain ×4.00: compression ×2.00, equal pages ×1.00, zstd ×1.25 "),
-            "the gain has another text: {shown}"
+            "the gain has the wrong text: {shown}"
         );
         (figures.pool.payload_bytes, figures.pool.zstd_saved_bytes) = (100 << 20, 0);
         let shown = gain(&figures);
         assert!(
             shown.contains("equal pages ×2.00, zstd ×1.00 "),
-            "the gain has another text: {shown}"
+            "the gain has the wrong text: {shown}"
         );
     }
 
@@ -591,7 +591,7 @@ mod tests {
         }
         assert_eq!(
             shown, drawn,
-            "docs/tmemctl.md shows another view: run this test with TMEM_BLESS=1 to draw it"
+            "docs/tmemctl.md shows an outdated view: run this test with TMEM_BLESS=1 to draw it"
         );
     }
 

@@ -18,7 +18,7 @@ pub struct Arguments {
     /// Check file and options, and exit
     #[arg(long)]
     pub check_config: bool,
-    // A doc comment would become the help of the complete command.
+    // This field has no doc comment, because clap would use it as the help of the complete command.
     #[allow(missing_docs)]
     #[command(flatten)]
     pub settings: Settings,

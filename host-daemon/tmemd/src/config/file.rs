@@ -293,7 +293,7 @@ mod tests {
              [[vm]]\nname = \"a\"\nsocket = \"/a.sock\"\ntrust_domain = \"web\"\nreserve = \"1MiB\"\n\
              [[vm]]\nname = \"b\"\nsocket = \"/b.sock\"\nowner = \"nobody-such\"\nlimit = 4096\nweight = 7\n",
         )
-        .expect("the configuration is valid");
+        .expect("the configuration was refused");
         assert_eq!(
             (file.pool_size, file.host_free_min),
             (Some(8 << 30), Some(1 << 20))
@@ -317,7 +317,7 @@ mod tests {
         let quota = file.vm[1].quota;
         assert_eq!((quota.limit_bytes, quota.weight), (Some(4096), 7));
         assert_eq!(
-            Settings::parse("").expect("an empty configuration is valid"),
+            Settings::parse("").expect("an empty configuration was refused"),
             Settings::default()
         );
     }
@@ -429,7 +429,7 @@ mod tests {
         let ConfigError(error) = Settings::parse(toml).expect_err("an unknown key was accepted");
         let (_, keys) = error
             .split_once("expected one of ")
-            .expect("the error lists the valid keys");
+            .expect("the error does not list the valid keys");
         keys.replace('`', "").split(", ").map(Into::into).collect()
     }
 
@@ -445,8 +445,8 @@ mod tests {
             .map(|line| line.strip_prefix("#: ").unwrap_or(line))
             .map(|line| format!("{line}\n"))
             .collect();
-        Settings::parse(&uncommented).expect("the template is valid");
-        let table: Table = uncommented.parse().expect("the template is valid TOML");
+        Settings::parse(&uncommented).expect("the template was refused");
+        let table: Table = uncommented.parse().expect("the template is not valid TOML");
         let command = <Settings as clap::Args>::augment_args(clap::Command::new("tmemd"));
         let settings = documented.len() - of_vm.len();
         for (number, [key, _, default, applies, meaning]) in documented.into_iter().enumerate() {
@@ -478,7 +478,7 @@ mod tests {
             };
             let help = option
                 .get_help()
-                .expect("each option has a help text")
+                .expect("an option has no help text")
                 .to_string();
             let good = [meaning.into(), format!("{meaning} (default: {default})")];
             let good = good.iter().any(|good| good.eq_ignore_ascii_case(&help));

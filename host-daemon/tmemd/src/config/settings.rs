@@ -15,7 +15,8 @@ pub const VMS_MAX: usize = 1024;
 pub const WORKERS_MAX: usize = 64;
 /// Maximum number of background threads. Fewer already use the host's whole memory bandwidth.
 pub const BACKGROUND_THREADS_MAX: usize = 64;
-/// Largest default number of background threads. So many compress faster than guests put pages.
+/// Largest default number of background threads. Eight threads compress pages faster than guests
+/// put them.
 const BACKGROUND_THREADS_DEFAULT_MAX: usize = 8;
 /// Default weight of a VM.
 pub const WEIGHT_DEFAULT: u32 = 100;
@@ -232,7 +233,7 @@ impl Config {
             let name = vm.split(',').next().unwrap_or_default();
             let socket = directory.join(format!("{name}.sock"));
             let text = format!("name={vm},socket={}", socket.display());
-            text.parse().expect("the VM's settings are valid")
+            text.parse().expect("the VM's settings were refused")
         };
         Config {
             pool_size_bytes: 64 << 20,
@@ -371,13 +372,13 @@ mod tests {
             "socket=/run/a.sock,name=web-1,owner=qemu,uuid=01234567-89AB-cdef-0123-456789abcdef,\
                             trust_domain=debian,reserve=16MiB,limit=1GiB,weight=7"
                 .parse()
-                .expect("the VM's settings are valid");
+                .expect("the VM's settings were refused");
         assert_eq!(
             vm,
             VmConfig {
                 name: "web-1".into(),
                 socket: "/run/a.sock".into(),
-                owner: Some("qemu".parse().expect("an account name is not empty")),
+                owner: Some("qemu".parse().expect("the account name is empty")),
                 uuid: Some("01234567-89ab-cdef-0123-456789abcdef".into()),
                 trust_domain: Some("debian".into()),
                 quota: Quota {
@@ -389,7 +390,7 @@ mod tests {
         );
         let vm: VmConfig = "name=a,socket=s"
             .parse()
-            .expect("the VM's settings are valid");
+            .expect("the VM's settings were refused");
         assert_eq!(
             vm.quota,
             Quota {
@@ -453,7 +454,7 @@ mod tests {
             control_read_only: Some("/r".into()),
             vms: vms
                 .iter()
-                .map(|vm| vm.parse().expect("the VM's settings are valid"))
+                .map(|vm| vm.parse().expect("the VM's settings were refused"))
                 .collect(),
             ..Config::for_test("/".as_ref(), &[])
         }
@@ -463,10 +464,11 @@ mod tests {
     fn contradicting_settings_are_refused() {
         config(&["name=a,socket=/a", "name=b,socket=/b"])
             .check()
-            .expect("the configuration is valid");
+            .expect("the configuration was refused");
         let mut full = config(&["name=a,socket=/a,reserve=1MiB,limit=1MiB"]);
         full.pool_size_bytes = 1 << 20;
-        full.check().expect("reserves may take the whole pool");
+        full.check()
+            .expect("reserves that take the whole pool were refused");
         let uuid = "uuid=01234567-89ab-cdef-0123-456789abcdef";
         for (config, part) in [
             (
@@ -546,7 +548,7 @@ mod tests {
                 Config {
                     control_read_only: None,
                     control_read_only_group: Some(
-                        "kvm".parse().expect("an account name is not empty"),
+                        "kvm".parse().expect("the account name is empty"),
                     ),
                     ..config(&[])
                 },
@@ -569,13 +571,14 @@ mod tests {
 
     #[test]
     fn missing_accounts_are_named() {
-        let some = |name: &str| Some(name.parse().expect("an account name is not empty"));
+        let some = |name: &str| Some(name.parse().expect("the account name is empty"));
         let mut good = Config {
             control_group: some("root"),
             control_read_only_group: some("17"),
             ..config(&["name=a,socket=/a,owner=root", "name=b,socket=/b"])
         };
-        good.find_accounts().expect("every host has these accounts");
+        good.find_accounts()
+            .expect("the host lacks an account of this test");
         let number = |account: &Option<Account>| account.as_ref().and_then(Account::number);
         assert_eq!(number(&good.control_group), Some(0));
         assert_eq!(number(&good.control_read_only_group), Some(17));
@@ -595,7 +598,9 @@ mod tests {
                 (of_read_only, "control_read_only_group = ", GROUPS),
                 (of_vm, "VM \"a\": owner=", USERS),
             ] {
-                config.check().expect("the check looks up no account");
+                config
+                    .check()
+                    .expect("the check failed, although it looks up no account");
                 let Err(ConfigError(error)) = config.find_accounts() else {
                     panic!("account {name:?} of {key:?} was found");
                 };

@@ -311,8 +311,8 @@ mod tests {
         let clients = Arc::default();
         for _ in 0..varlink::CLIENTS_MAX + 1 {
             let client = AssertUnwindSafe(|| {
-                let _slot = ClientSlot::claim(&clients)
-                    .expect("fewer than CLIENTS_MAX clients are connected");
+                let _slot =
+                    ClientSlot::claim(&clients).expect("CLIENTS_MAX clients are already connected");
                 panic!("a simulated bug");
             });
             let panic = catch_unwind(client).expect_err("the client's thread did not panic");
@@ -323,7 +323,7 @@ mod tests {
         }
         let slots: Vec<_> = (0..varlink::CLIENTS_MAX)
             .map(|_| {
-                ClientSlot::claim(&clients).expect("fewer than CLIENTS_MAX clients are connected")
+                ClientSlot::claim(&clients).expect("CLIENTS_MAX clients are already connected")
             })
             .collect();
         assert!(ClientSlot::claim(&clients).is_none());

@@ -180,7 +180,7 @@ mod tests {
         let [_, recompress, room] = sums();
         assert!(
             recompress > 0 && room == 0,
-            "times by kind are {:?}; only recompression should have time",
+            "times by kind are {:?}, but only recompression used time",
             sums()
         );
 
@@ -221,7 +221,7 @@ mod tests {
         while stage.cpu_ms() < 20 {
             assert!(
                 begun.elapsed() < Duration::from_secs(60),
-                "the CPU time is not counted"
+                "the running thread has less than 20 ms of CPU time after 60 s"
             );
         }
         assert!(process_cpu_ms() >= 20 && resident_bytes() > 0);

@@ -89,7 +89,7 @@ impl Peer {
     pub fn hang_up_after(&self, checks: u64) {
         match &self.0 {
             Source::Socket(socket) => socket.checks.store(checks, Ordering::SeqCst),
-            Source::Simulated(_) => unreachable!("a simulated peer has its own schedule"),
+            Source::Simulated(_) => unreachable!("hang_up_after() was called for a simulated peer"),
         }
     }
 }
@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(check(&peer), Ok(()));
         other
             .write_all(b"unread")
-            .expect("the socket's buffer has room for 6 bytes");
+            .expect("the socket's buffer has no room for 6 bytes");
         assert_eq!(check(&peer), Ok(()));
         drop(other);
         assert_eq!(

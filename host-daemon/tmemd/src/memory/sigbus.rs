@@ -431,7 +431,7 @@ mod tests {
                 assert_eq!(
                     other.join().expect("the reading thread panicked"),
                     (0, true),
-                    "round {round}: the thread read another byte than 0 or did not see the loss"
+                    "round {round}: the thread read a byte other than 0 or did not see the loss"
                 );
             });
         }

@@ -2,9 +2,10 @@
 //! Executes a request on the tenant of its VM and writes the answer into guest memory.
 //!
 //! Page contents pass through buffers of the worker in both directions. The guest can change its
-//! memory at any time, and the pool must never observe such a change. Pages are processed in groups
-//! of up to [`GROUP_PAGES`]. When the time limit of a drain expires, the remaining pages of a PUT
-//! are refused and the remaining pages of a GET are missed.
+//! memory at any time, and the pool must never observe such a change. The pages of a PUT are
+//! processed in groups of up to [`PUT_GROUP_PAGES`]. The pages of a GET are one group, as far as the
+//! slice allows. When the time limit of a drain expires, the remaining pages of a PUT are refused
+//! and the remaining pages of a GET are missed.
 //!
 //! A request that costs more than a scheduling slice is interrupted between two groups. The
 //! finished part is then in the pool or in guest memory, results included. So only two numbers are
@@ -25,16 +26,18 @@ use std::sync::atomic::Ordering;
 #[cfg(test)]
 use tmem_pool::Page;
 use tmem_pool::{
-    CreateError, DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, GetResult, NoPool, PUT_NS_MAX, Put,
-    PutResult, SecretPages, Spent,
+    CreateError, DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, GET_PAGES_MAX, GetResult, NoPool,
+    PUT_NS_MAX, Put, PutResult, SecretPages, Spent,
 };
 use virtio_tmem as wire;
 use virtio_tmem::{GetPage, PutPage, Resp, U64};
 use zerocopy::IntoBytes;
 
-/// Number of pages between two reads of the clock. They take some tens of µs, a small part of the
-/// 10 ms that a drain may take.
-const GROUP_PAGES: usize = 16;
+/// Number of pages of a PUT between two reads of the clock. They take some tens of µs, a small part
+/// of the 10 ms that a drain may take.
+const PUT_GROUP_PAGES: usize = 16;
+
+const _: () = assert!(wire::BATCH_MAX <= GET_PAGES_MAX);
 
 /// Least time in ns that the slice must have left before the flush of a range begins, even if the
 /// range has few pages.
@@ -72,7 +75,7 @@ pub struct Progress {
 pub struct Remainder<'vm, 'a> {
     /// Storage of the pages that a GET took out of the pool. The caller frees it after the guest
     /// has its answer.
-    pub spent: &'a mut Vec<Spent<'vm>>,
+    pub spent: &'a mut Option<Spent<'vm>>,
     /// How far the request was executed.
     pub progress: &'a mut Progress,
 }
@@ -305,7 +308,7 @@ fn put(
     while status == wire::S_OK && done < count {
         let drain_expired = (context.drain_expired)();
         let left = count - done;
-        let group = match slice.step_pages(PUT_NS_MAX, left.min(GROUP_PAGES)) {
+        let group = match slice.step_pages(PUT_NS_MAX, left.min(PUT_GROUP_PAGES)) {
             Some(pages) => pages,
             // After the time limit of a drain, all remaining pages are refused at once.
             None if drain_expired => left,
@@ -391,7 +394,7 @@ fn store_group(
             page: data,
         })
         .collect();
-    let mut stored = [PutResult::Refused; GROUP_PAGES];
+    let mut stored = [PutResult::Refused; PUT_GROUP_PAGES];
     let stored = &mut stored[..puts.len()];
     let cost_ns = vm.tenant.put(pool, &puts, stored)?;
     context.slice.charge(cost_ns);
@@ -441,27 +444,29 @@ fn get<'vm>(
     // The results and contents of the pages before `from` are already in guest memory.
     let mut from = progress.done.min(count);
     let mut done = from;
-    while status == wire::S_OK && done < count {
+    if status == wire::S_OK && done < count {
         let taken = if context.limited || (context.drain_expired)() {
             let missed = miss_rest(context, batch, count - done);
             done = count;
             missed
+        } else if let Some(step_ns) = slice.step(GET_NS_MAX) {
+            let (pages, results) = (
+                &mut buffers.0.pages()[done..count],
+                &mut results[done..count],
+            );
+            take_pages(context, batch, done, step_ns, pages, results).map(|taken| {
+                done += taken.pages();
+                *spent = Some(taken);
+            })
         } else {
-            let Some(group) = slice.step_pages(GET_NS_MAX, (count - done).min(GROUP_PAGES)) else {
-                break;
-            };
-            let group = done..done + group;
-            done = group.end;
-            let pages = &mut buffers.0.pages()[group.clone()];
-            take_group(context, batch, group.start, pages, &mut results[group])
-                .map(|taken| spent.push(taken))
+            Ok(())
         };
         if taken.is_err() {
             status = wire::S_NO_POOL;
         }
     }
     if status != wire::S_OK {
-        // The pool or the generation ended, perhaps between two groups. All pages of the request
+        // The pool or the generation ended, perhaps between two slices. All pages of the request
         // are missed.
         results.fill(miss());
         (from, done, progress.used_bytes) = (0, count, 0);
@@ -490,28 +495,31 @@ fn miss_rest(context: &Context<'_, '_>, batch: &GetBatch<'_>, pages: usize) -> R
         .map(drop)
 }
 
-/// Takes a group of pages, from number `start` of the batch on, out of the pool. Copies their
-/// contents to `pages` and sets their results.
-fn take_group<'vm>(
+/// Takes pages out of the pool, from number `start` of the batch on, as far as `step_ns` allows.
+/// Copies their contents to `pages` and sets their results.
+fn take_pages<'vm>(
     context: &Context<'vm, '_>,
     batch: &GetBatch<'_>,
     start: usize,
+    step_ns: u64,
     pages: &mut [tmem_pool::Page],
     results: &mut [GetPage],
 ) -> Result<Spent<'vm>, NoPool> {
     let (vm, pool, object) = (context.vm, batch.pool, batch.object);
-    let mut wanted = [0u64; GROUP_PAGES];
+    let mut wanted = [0u64; wire::BATCH_MAX];
     for (wanted, cookie) in wanted.iter_mut().zip(&batch.cookies[start..]) {
         *wanted = cookie.get();
     }
     let wanted = &wanted[..pages.len()];
-    let mut found = [GetResult::Miss; GROUP_PAGES];
+    let mut found = [GetResult::Miss; wire::BATCH_MAX];
     let found = &mut found[..pages.len()];
     let first = batch.index + start as u64;
-    let taken = vm.tenant.get(pool, object, first, wanted, pages, found)?;
+    let tenant = &vm.tenant;
+    let taken = tenant.get_some(pool, (object, first), wanted, pages, found, step_ns)?;
     context.slice.charge(taken.cost_ns());
     if let Some(tap) = &vm.tap {
-        let hits = found.iter().map(|result| *result != GetResult::Miss);
+        let found = found[..taken.pages()].iter();
+        let hits = found.map(|result| *result != GetResult::Miss);
         tap.get(pool, object, first, hits);
     }
     for ((result, found), wanted) in results.iter_mut().zip(found).zip(wanted) {

@@ -108,7 +108,7 @@ pub fn interrupt(vm: &Vm, fd: &OwnedFd) {
 fn notify(fd: &OwnedFd) -> io::Result<()> {
     let notifier = NOTIFIER
         .get()
-        .expect("notifier::prepare runs before any queue is served");
+        .expect("notifier::prepare was not called before a queue is served");
     notifier.notify(fd).inspect_err(|_| {
         LOST_INTERRUPTS.fetch_add(1, Ordering::Relaxed);
     })
@@ -156,7 +156,7 @@ impl Notifier {
             }
             last = io::Error::last_os_error();
             match last.raw_os_error() {
-                // The context has no free completion.
+                // EAGAIN means that the AIO context has no free completion.
                 Some(libc::EAGAIN) => self.reap(),
                 Some(libc::EINTR) => {}
                 _ => break,
@@ -192,7 +192,7 @@ mod tests {
 
     fn count(fd: &OwnedFd) -> u64 {
         let mut bytes = [0; 8];
-        rustix::io::read(fd, &mut bytes).expect("the eventfd is signalled");
+        rustix::io::read(fd, &mut bytes).expect("the eventfd is not signalled");
         u64::from_ne_bytes(bytes)
     }
 
@@ -219,13 +219,13 @@ mod tests {
         prepare().expect("cannot create the kernel's AIO context");
         let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
         rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes())
-            .expect("the eventfd's counter accepts the value");
+            .expect("the eventfd's counter does not accept the value");
         let (sender, done) = mpsc::channel();
         std::thread::spawn(move || {
             (0..1000).for_each(|_| notify(&fd).expect("the notifier did not signal the eventfd"));
             sender
                 .send(count(&fd))
-                .expect("the test waits for the message");
+                .expect("the test no longer waits for the message");
         });
         let counted = done.recv_timeout(Duration::from_secs(30));
         assert!(counted.is_ok_and(|count| count >= u64::MAX - 1));

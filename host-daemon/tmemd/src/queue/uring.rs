@@ -257,7 +257,7 @@ mod tests {
         let mut ring = lock(&uring.ring);
         let nop = opcode::Nop::new().build().user_data(3);
         ring.push(nop)
-            .expect("the submission queue has a free entry");
+            .expect("the submission queue has no free entry");
         ring.io
             .submit_and_wait(1)
             .expect("cannot submit to io_uring");

@@ -95,11 +95,12 @@ fn numbers(stream: &UnixStream, option: libc::c_int, room: &mut [u32]) -> (usize
 /// Returns the supplementary groups of a connection's peer.
 fn more_groups(stream: &UnixStream) -> io::Result<Vec<u32>> {
     let mut groups = Vec::new();
-    // The groups of a connection never change, so the number and the list belong together.
+    // The kernel never changes the groups of a connection. The buffer that is allocated for their
+    // number therefore fits the list.
     let (count, result) = numbers(stream, libc::SO_PEERGROUPS, &mut groups);
     match result {
         Err(error) if error.raw_os_error() == Some(libc::ERANGE) && count <= GROUPS_MAX => {}
-        // The peer has no supplementary groups.
+        // A first call that succeeds means that the peer has no supplementary groups.
         result => return result.map(|()| groups),
     }
     groups.resize(count, 0);

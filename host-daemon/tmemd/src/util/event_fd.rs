@@ -34,8 +34,8 @@ mod tests {
 
     #[test]
     fn consume_resets_the_counter_and_never_blocks() {
-        // The eventfd has no O_NONBLOCK, which a front end can clear at any time, so a plain read
-        // would block.
+        // This eventfd lacks O_NONBLOCK, as if a front end had cleared the flag. A plain read of it
+        // would block while its counter is 0.
         let fd = eventfd(3, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
         let (sender, done) = mpsc::channel();
         std::thread::spawn(move || {
@@ -51,7 +51,9 @@ mod tests {
             let left =
                 rustix::event::poll(&mut polled, Some(&now)).expect("cannot poll the eventfd");
             consume(&fd);
-            sender.send(left).expect("the test waits for the message");
+            sender
+                .send(left)
+                .expect("the test no longer waits for the message");
         });
         let left = done.recv_timeout(std::time::Duration::from_secs(30));
         assert_eq!(

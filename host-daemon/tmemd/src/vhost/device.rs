@@ -303,8 +303,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         }
         let enable = features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0;
         self.hold(&self.vrings, |states| {
-            // The log changes while nothing is written, so that each write comes either before or
-            // after the change.
+            // All vrings are held while the log changes, so that each write to guest memory comes
+            // either before or after the change.
             self.log
                 .set_enabled(features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0);
             for state in states {
@@ -588,7 +588,7 @@ mod tests {
             .expect("cannot reserve the pool's address space");
         let config: crate::config::settings::VmConfig = "name=test,socket=none"
             .parse()
-            .expect("the VM's settings are valid");
+            .expect("the VM's settings were refused");
         let spec = tmem_pool::TenantSpec::new("test", config.quota);
         let tenant = engine
             .add_tenant(spec)
@@ -631,7 +631,7 @@ mod tests {
             for size in [1, 2, 512, 1024] {
                 device
                     .set_vring_num(queue, size)
-                    .expect("a power of two is a valid queue size");
+                    .expect("a queue size that is a power of two was refused");
             }
             for size in [0, 3, 1023, 1025, 2048, 1 << 16, 1 << 31, u32::MAX] {
                 let error = device
@@ -644,7 +644,7 @@ mod tests {
             }
             device
                 .set_vring_base(queue, 65_535)
-                .expect("65,535 is a valid base");
+                .expect("base 65,535 was refused");
             device
                 .set_vring_base(queue, 65_536)
                 .expect_err("a base beyond 65,535 was accepted");
@@ -685,13 +685,13 @@ mod tests {
                     .into();
                 device
                     .set_mem_table(&[region], vec![file], None)
-                    .expect("the memory table is valid");
+                    .expect("the memory table was refused");
             }
             // The first of the tables that wait was empty, and the device itself has one more.
             assert_eq!(
                 mapped(name),
                 DISCARDED_MAX,
-                "connection {connection} waits for another number of mappings"
+                "connection {connection} waits for the wrong number of mappings"
             );
             device.end();
             assert_eq!(
@@ -709,7 +709,7 @@ mod tests {
     fn only_eventfds_are_kicks_and_calls() {
         let fd = eventfd(0, EventfdFlags::empty()).expect("cannot create an eventfd");
         let other = fd.try_clone().expect("cannot duplicate the descriptor");
-        let fd = event_fd(fd.into()).expect("an eventfd is accepted");
+        let fd = event_fd(fd.into()).expect("an eventfd was refused");
         // Reading an empty eventfd must not block.
         crate::util::event_fd::consume(&fd);
         crate::util::event_fd::signal(&other);
@@ -721,7 +721,7 @@ mod tests {
                 .to_string();
             assert!(
                 error.contains("not an eventfd"),
-                "the error has another text: {error}"
+                "the error has the wrong text: {error}"
             );
         }
     }

@@ -288,7 +288,7 @@ impl Registry {
             trust_domain: domain?,
             quota: quota::from_api(&spec.quota).map_err(Refused::Quota)?,
             socket,
-            // The owner is in `access`.
+            // The caller gets the owner as part of `access`.
             owner: None,
         };
         Ok((config, access))
@@ -359,8 +359,8 @@ impl Registry {
         Ok(short)
     }
 
-    /// Retries what could not be granted before: the requested name of a VM if another VM had that
-    /// name, and the requested reserve of a VM if it did not fit.
+    /// Grants what VMs requested and could not get before: a name that another VM had, or a reserve
+    /// that did not fit.
     fn make_good(&self, members: &mut [Member]) {
         for at in 0..members.len() {
             let wanted = members[at].added.as_ref().map(|added| added.name.clone());
@@ -491,7 +491,7 @@ impl Registry {
         // The quota is set after the socket, because a reduced quota may no longer fit when it is
         // set back.
         if let Err(error) = vm.tenant.set_quota(config.quota) {
-            // The previous owner gets the socket back.
+            // Give the socket back to its previous owner.
             let _ = give(old_access);
             return Err(too_much(&error));
         }

@@ -166,11 +166,11 @@ mod tests {
         let store = VmStore::new(directory.path());
         store
             .remove(Path::new(SOCKET))
-            .expect("removing a VM that is not stored is no error");
+            .expect("removing a VM that is not stored failed");
         assert!(
             store
                 .read()
-                .expect("a missing store is read as empty")
+                .expect("reading a missing store failed")
                 .is_empty()
         );
         store.write(&vm("a")).expect("cannot write the VM");
@@ -179,7 +179,7 @@ mod tests {
         assert_eq!(
             read.len(),
             1,
-            "the store must contain one VM and no temporary file"
+            "the store does not contain exactly one VM, or it contains a temporary file"
         );
         assert_eq!(read[0].vm, Ok(vm("b")));
         let mode = |path: &Path| {
@@ -212,7 +212,7 @@ mod tests {
                 let error = error.to_string();
                 assert!(
                     error.contains("no other user can write"),
-                    "{why}: the error has another text: {error}"
+                    "{why}: the error has the wrong text: {error}"
                 );
             }
             assert_eq!(
@@ -239,7 +239,7 @@ mod tests {
         assert_eq!(
             store
                 .read()
-                .expect("a directory that other users can only read is accepted")
+                .expect("a directory that other users can only read was refused")
                 .len(),
             1
         );
