@@ -85,8 +85,8 @@ static void retire_id(struct tmem_pool *pool)
 }
 
 /**
- * tmem_pool_free() - remove a file system and all its pages
- * @pool: the pool; no other call with it may be running
+ * tmem_pool_free() - remove the pool of a file system and all pages of the pool
+ * @pool: the pool, which no other call may be using
  *
  * Context: process, may sleep, but does not wait for the device.
  */
