@@ -3,9 +3,9 @@
  * virtio-tmem: a page that this guest evicts is put into a pool in the host's memory. When the page
  * is missed, it comes from there instead of the disk.
  *
- * core/ talks to the device and knows which pages it holds; hooks/ sees pages come and go. This
- * file loads and unloads both. The hooks come last and go first, because they call the core and the
- * core never calls them.
+ * core/ sends requests to the device and has the index of the pages that the host holds. hooks/ is
+ * called by the kernel when pages enter and leave the page cache. This file sets up the core first
+ * and removes it last, because the hooks call the core and the core never calls the hooks.
  */
 #include <linux/module.h>
 

@@ -100,7 +100,7 @@ struct admit_leaf {
 	u16 credit;
 };
 
-/* Outcomes on one CPU that are not in weight and engaged yet. */
+/* Outcomes of gets on one CPU that were not added to struct tmem_admit yet. */
 struct admit_cpu {
 	unsigned long hits, losses;
 };

@@ -116,7 +116,7 @@ static long stock_batch(void)
 /* Takes bytes from the limit. Returns false, and takes nothing, if they are not left. */
 static bool take(long bytes)
 {
-	/* While the index is full, all CPUs only read the number here. */
+	/* Read before writing, so that CPUs do not write to the shared number of a full index. */
 	if (atomic_long_read(&tmem_index_used_bytes) + bytes > tmem_index_limit())
 		return false;
 	if (atomic_long_add_return(bytes, &tmem_index_used_bytes) <= tmem_index_limit())

@@ -207,7 +207,7 @@ void tmem_unbypass(struct tmem_pool *pool, u64 ino, const atomic_t *writers)
 		goto unlock;
 	word &= ~mark_bit(ino);
 	if (word) {
-		/* Replaces a value, which allocates nothing. */
+		/* Storing a new value over the old one allocates no memory. */
 		__xa_store(&marks->words, i, xa_mk_value(word), 0);
 	} else {
 		__xa_erase(&marks->words, i);

@@ -121,9 +121,9 @@ static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
 }
 
 /*
- * Makes room in a full index: erases leaves that were not stored to since the last visit, oldest
- * first in the manner of CLOCK, until an eighth of the index is free. The host's own eviction finds
- * the host's copies of their pages.
+ * Makes room in a full index, until an eighth of it is free. Like the CLOCK algorithm, it erases
+ * leaves into which no entry was stored since its last visit. The driver does not tell the host:
+ * the host's own eviction later drops its copies of these pages.
  */
 static void evict_work_fn(struct work_struct *work)
 {

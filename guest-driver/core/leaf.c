@@ -42,7 +42,7 @@ static struct leaf *new_leaf(struct object *object, unsigned long nr, unsigned i
 	leaf = kmem_cache_alloc(leaf_cache[class], GFP_INDEX);
 	if (!leaf)
 		goto nomem;
-	/* A reader that still follows a pointer to a leaf freed here before may see this value. */
+	/* A reader without a lock may still read a freed leaf whose memory this leaf has now. */
 	WRITE_ONCE(leaf->present, old ? old->present : 0);
 	leaf->class = class;
 	leaf->referenced = 1;

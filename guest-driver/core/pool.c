@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Pools: one for each super block. The host knows a pool by a number (id), which changes whenever
- * everything is forgotten. To forget all pages, the driver sets the ids to 0.
+ * Pools: one for each super block. The host knows a pool by a number (id). To forget all pages, the
+ * driver sets the ids of all pools to 0, and later gives the pools new ids.
  *
  * A pool's id is nonzero only after the device has confirmed its creation. tmem_pool_new() and
  * tmem_pool_free() never wait for the device; the sync work sends the requests.
@@ -20,7 +20,7 @@ static u32 last_serial;
 static u32 last_id;
 
 /**
- * tmem_pool_new() - add a file system
+ * tmem_pool_new() - add the pool of a file system
  * @name: name for messages
  * @old: the pool that this one replaces, which the caller frees afterwards, or NULL
  *
@@ -85,8 +85,8 @@ static void retire_id(struct tmem_pool *pool)
 }
 
 /**
- * tmem_pool_free() - remove a file system and all its pages
- * @pool: the pool; no other call with it may be running
+ * tmem_pool_free() - remove the pool of a file system and all pages of the pool
+ * @pool: the pool, which no other call may be using
  *
  * Context: process, may sleep, but does not wait for the device.
  */
@@ -110,7 +110,7 @@ void tmem_pool_free(struct tmem_pool *pool)
 }
 
 /**
- * tmem_pool_empty() - forget all pages of a file system that stays
+ * tmem_pool_empty() - forget all pages of a pool, and keep the pool
  * @pool: the pool, which other calls may be using
  *
  * Without its id, no entry of the pool is reachable. The sync work later destroys the old id, which
@@ -235,7 +235,7 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
 }
 
 /**
- * tmem_pools_create() - make the device's pools those of the guest
+ * tmem_pools_create() - create and destroy pools at the device, so that it has those of the guest
  * @dev: the device
  * @generation: generation that the requests carry
  *

@@ -241,11 +241,11 @@ static void tear_down(struct virtio_device *vdev)
 	tmem_state_offline("no device");
 	rcu_assign_pointer(tmem_device, NULL);
 	synchronize_rcu();
-	/* No put runs now. Gets end at their deadline. */
+	/* Puts have ended. Wait for gets, which end at their deadline. */
 	tmem_dev_users_wait(dev);
 	kthread_stop(dev->feeder);
 	tmem_sync_stop(dev);
-	/* Set again, because the sync work may just have set the state to online. */
+	/* Set the state again, because the sync work may have set it to online before it ended. */
 	tmem_state_offline("no device");
 	/* The reset returns all buffers to the driver, answered or not. */
 	virtio_reset_device(vdev);

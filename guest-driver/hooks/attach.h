@@ -33,7 +33,7 @@ struct tmem_args {
 /* A function of the kernel without its hook. */
 #define tmem_original(function) __##function
 
-/* The kernel calls the hook of a mount in any configuration. */
+/* The hook for mounts exists: a kernel with the patches calls it in any configuration. */
 #define TMEM_HAS_MOUNT_HOOK true
 
 /* True if driver and kernel are built together, from a source that the patches of intree/ fit. */
@@ -46,7 +46,7 @@ struct tmem_args {
 /* ftrace.c recognizes calls from this module and does not redirect them. */
 #define tmem_original(function) function
 
-/* Without CONFIG_SECURITY, security_sb_set_mnt_opts() is inline. */
+/* The hook for mounts exists: without CONFIG_SECURITY its function is inline. */
 #define TMEM_HAS_MOUNT_HOOK IS_ENABLED(CONFIG_SECURITY)
 
 #define TMEM_BUILT_IN false

@@ -105,7 +105,7 @@ static bool wants_set_mnt_opts(struct tmem_args *args)
 	return tmem_fs_serves((void *)tmem_arg(args, 0));
 }
 
-/* Frees the pool before the super block is shut down; see tmem_fs_drop(). */
+/* Replacement of generic_shutdown_super(): frees the pool before the super block is shut down. */
 static void wrap_shutdown_super(struct super_block *sb)
 {
 	tmem_enter();
@@ -120,8 +120,8 @@ static bool wants_shutdown_super(struct tmem_args *args)
 }
 
 /*
- * Writing 3 to drop_caches drops pages first, which are put, and then calls drop_slab(). This
- * parameter is for users who want an empty cache for a measurement.
+ * Parameter for users who want an empty cache for a measurement. Writing 3 to drop_caches first
+ * drops pages, which the driver puts, and then calls drop_slab(), whose hook empties the pools.
  */
 static bool drop_caches_flush;
 module_param(drop_caches_flush, bool, 0644);
@@ -166,7 +166,7 @@ int tmem_coherence_add(void)
 			return err;
 		}
 	}
-	/* Coherence does not depend on this hook; without it, the switch has no effect. */
+	/* Coherence does not depend on this hook. Without it, drop_caches_flush has no effect. */
 	err = tmem_target_add_name("drop_slab", TMEM_HOOK_DROP_SLAB, entry_drop_slab);
 	if (err)
 		pr_info("cannot hook drop_slab: error %d; drop_caches_flush does nothing\n",

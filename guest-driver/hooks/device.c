@@ -60,8 +60,8 @@ static int file_do(struct file *file, unsigned int cmd, struct virtio_tmem_file 
 	if (!tmem_owner_or_capable(file))
 		return -EPERM;
 	/*
-	 * During a replacement, both file systems have the same policies, and puts start after
-	 * tmem_fs_put().
+	 * If another struct tmem_fs replaces this one now, both share their policies. The new one
+	 * takes no puts before tmem_fs_put() below.
 	 */
 	fs = tmem_fs_get(inode->i_sb);
 	if (fs) {
@@ -120,7 +120,7 @@ void tmem_device_init(void)
 {
 	int err;
 
-	/* The device stays while the hooks are released. */
+	/* The device exists already if the hooks were released and are taken again. */
 	if (registered)
 		return;
 	err = misc_register(&device);

@@ -27,7 +27,7 @@
 #define TMEM_SEARCH_INODES 4096
 
 static unsigned int nr_fs;	/* entries of tmem_fs_hash; written under tmem_fs_lock */
-/* Guards types, targets of attach.h, registration of file systems, and found. */
+/* Guards tmem_fs_types[], the targets of attach.h, the registration of file systems, and found. */
 static DEFINE_MUTEX(discovery_lock);
 static unsigned int found;	/* types activated plus file systems registered */
 
@@ -156,7 +156,7 @@ static void tmem_fs_type_failed(struct tmem_fs_type *type, const char *function,
 	snprintf(type->why_failed, sizeof(type->why_failed), "cannot hook %s: error %d%s",
 		 function, err, remedy);
 	pr_warn("%s is not served: %s\n", type->name, type->why_failed);
-	/* The reason is complete; pairs with tmem_fs_report(). */
+	/* The text why_failed is complete before the flag is set; pairs with tmem_fs_report(). */
 	smp_store_release(&type->failed, true);
 	tmem_fs_report();
 }
@@ -173,7 +173,7 @@ static const struct fs_symbol {
 	{ "ext4", "jbd2_journal_abort", TMEM_HOOK_JOURNAL_ABORT, tmem_entry_journal_abort },
 };
 
-/* Hooks the functions of a type. Coherence comes first; the functions that read come last. */
+/* Hooks the functions of a type: first those for coherence, and last those that read pages. */
 static void tmem_fs_type_activate(struct tmem_fs_type *type,
 				  const struct address_space_operations *aops)
 {
@@ -270,7 +270,7 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	spin_unlock_irq(&tmem_fs_lock);
 	found++;
 
-	/* Every look-up from before the file system could be found has ended after this call. */
+	/* Wait for tasks that have looked the file system up and did not find it yet. */
 	synchronize_rcu_expedited();
 
 	if (old) {
@@ -285,8 +285,8 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	mutex_lock(&tmem_fs_switch_lock);
 	if (!type->off && !fs->mount->off && !*fs->mount->refused)
 		/*
-		 * "live" is set after the marks above, because read_begin() and put_folio() read it
-		 * first.
+		 * "live" is set after the marks above. read_begin() and put_folio() read "live"
+		 * first and the marks later.
 		 */
 		smp_store_release(&fs->live, true);
 	mutex_unlock(&tmem_fs_switch_lock);
@@ -439,7 +439,7 @@ int tmem_fs_init(void)
 		if (tmem_fs_types[i].at_load)
 			set_bit(i, &tmem_fs_types_noted);
 	schedule_delayed_work(&tmem_fs_discovery, 0);
-	/* Wait, so that the cache works when insmod returns, if it can work. */
+	/* Wait for the discovery, so that mounted file systems are served when insmod returns. */
 	flush_delayed_work(&tmem_fs_discovery);
 	return 0;
 }

@@ -46,7 +46,7 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 {
 	struct address_space *mapping = file->f_mapping;
 	struct inode *inode = mapping->host;
-	/* Whole pages only, as in the kernel. A length of 0 means up to the end of the file. */
+	/* The kernel drops only whole pages. A length of 0 means up to the end of the file. */
 	u64 end = (u64)offset + (u64)len;
 	pgoff_t first = DIV_ROUND_UP_ULL((u64)offset, PAGE_SIZE);
 	pgoff_t nr = len && end >= (u64)len && end < (u64)i_size_read(inode) ?
@@ -60,7 +60,7 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 		if (!test_and_set_bit(slot, &fadvise_used)) {
 			fadvise_ranges[slot].first = first;
 			fadvise_ranges[slot].last = nr - 1;
-			/* Set after the range. A concurrent reader may still miss the slot. */
+			/* Set last, so that a reader that finds the mapping sees its range. */
 			smp_store_release(&fadvise_ranges[slot].mapping, mapping);
 			break;
 		}

@@ -173,7 +173,7 @@ bool tmem_fs_note(const struct super_block *sb)
 		if (READ_ONCE(tmem_fs_types[i].failed) ||
 		    strcmp(sb->s_type->name, tmem_fs_types[i].name))
 			continue;
-		/* Only read while the discovery is queued: this runs for each page. */
+		/* This runs for each page, so it writes only if no discovery is queued. */
 		if (!test_bit(i, &tmem_fs_types_noted) &&
 		    !test_and_set_bit(i, &tmem_fs_types_noted))
 			schedule_delayed_work(&tmem_fs_discovery, delay);
@@ -274,7 +274,7 @@ void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on
 		return;
 	}
 	WRITE_ONCE(*off, !on);
-	/* At most TMEM_FS_MAX are in the table, and none that is being replaced. */
+	/* The table has at most TMEM_FS_MAX file systems, and none that is being replaced. */
 	spin_lock_irq(&tmem_fs_lock);
 	hash_for_each(tmem_fs_hash, i, fs, node) {
 		if (mount ? fs->mount != mount : fs->type != type)
@@ -288,7 +288,7 @@ void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on
 	spin_unlock_irq(&tmem_fs_lock);
 	mutex_unlock(&tmem_fs_switch_lock);
 
-	/* A put that found the file system live has entered its page by now. */
+	/* Wait for puts that found the file system live, until the index has their pages. */
 	if (!on && nr)
 		synchronize_rcu_expedited();
 	for (i = 0; i < nr; i++) {

@@ -132,7 +132,7 @@ int tmem_target_add(const struct tmem_target *target)
 int tmem_target_add_name(const char *symbol, enum tmem_hook hook,
 			 void (*entry)(struct tmem_args *args))
 {
-	/* This kprobe is never armed; it only looks the name up. */
+	/* A disabled kprobe is registered only to find the address of the function by its name. */
 	struct kprobe probe = { .symbol_name = symbol, .flags = KPROBE_FLAG_DISABLED };
 	struct tmem_target target = { .hook = hook, .entry = entry };
 	int err;

@@ -93,7 +93,7 @@ void tmem_users_wait(const long __percpu *users);
  */
 #define TMEM_SELFTEST_PAGES 128
 
-/* Calls and folios that the hooks have reported since the self-test began. */
+/* Calls and folios of the self-test's mapping that the hooks have reported. */
 struct tmem_seen {
 	unsigned long calls;		/* bits of enum tmem_hook */
 	atomic_t reclaimed, removed, dirty;
@@ -167,10 +167,10 @@ struct tmem_fs {
 	struct hlist_node node;		/* RCU; writers hold tmem_fs_lock */
 	const struct super_block *sb;	/* only compared, never dereferenced */
 	const struct tmem_fs_type *type;
-	struct tmem_mount *mount;	/* outlives this */
+	struct tmem_mount *mount;	/* freed after this struct tmem_fs */
 	struct tmem_pool *pool;
 	bool live;			/* puts and gets are allowed */
-	bool flush;			/* to be replaced by one with an empty pool */
+	bool flush;			/* the discovery replaces it by one with an empty pool */
 	struct tmem_fs_cpu __percpu *cpu;
 	struct rcu_head rcu;
 	atomic_t first_hits;		/* counted by verify.c, to find the first hits only */

@@ -43,7 +43,7 @@ static const struct tested_kernel *find_tested_kernel(void)
 	const struct new_utsname *uts = init_utsname();
 	unsigned int i;
 
-	/* Debian has these series for other processors as well. */
+	/* Only x86-64 was tested, and Debian has these series for other processors as well. */
 	if (!IS_ENABLED(CONFIG_X86_64))
 		return NULL;
 	for (i = 0; i < ARRAY_SIZE(tested_kernels); i++) {
@@ -193,7 +193,7 @@ static int release_hooks(void)
 	lockdep_assert_held(&hooks_mutex);
 	if (!hooks_down()) {
 		tmem_hooks_off(DEAD_FTRACE);
-		/* Call sites lead into this module permanently. */
+		/* The kernel calls this module from now on, so it must never be freed. */
 		__module_get(THIS_MODULE);
 		return -EIO;
 	}
@@ -209,7 +209,7 @@ static ssize_t hooks_enabled_show(struct kobject *kobj, struct kobj_attribute *a
 	return sysfs_emit(buf, "%d\n", READ_ONCE(hooks_taken));
 }
 
-/* While the hooks are released, a live patch can take a function that the driver hooks. */
+/* Releases or takes the hooks. While they are released, a live patch can take their functions. */
 static ssize_t hooks_enabled_store(struct kobject *kobj, struct kobj_attribute *attr,
 				   const char *buf, size_t count)
 {
@@ -251,9 +251,9 @@ int tmem_hooks_init(void)
 }
 
 /*
- * Never returns, because call sites in the kernel lead into this module and nothing can change
- * them. It is too late to refuse unloading, so rmmod does not return. Nothing is put or got; calls
- * pass through.
+ * Never returns, because functions of the kernel call this module and the driver cannot undo that.
+ * It is too late to refuse unloading, so rmmod does not return. The replacement functions only call
+ * the originals, and no page is put or got.
  */
 static void never_return(void)
 {
@@ -271,7 +271,7 @@ void tmem_hooks_exit(void)
 	/* Waits for a task that is taking or releasing the hooks. */
 	sysfs_remove_file(tmem_kobj, &hooks_enabled_attribute.attr);
 	tmem_device_exit();
-	/* After this, types are no longer switched. The switches of mounts go with the mounts. */
+	/* Remove the switches of types. Those of mounts are removed together with the mounts. */
 	tmem_mounts_stop();
 	if (!hooks_down())
 		never_return();

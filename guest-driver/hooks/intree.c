@@ -43,8 +43,8 @@ static const struct tmem_target *find_target(enum tmem_hook hook, unsigned long 
 }
 
 /*
- * Watches a call. Returns the replacement of the function, or NULL. With a replacement, the task
- * counts as being inside until the caller calls tmem_leave().
+ * Calls the entry function of a hook, and returns the replacement of the kernel's function, or
+ * NULL. With a replacement, the task counts as running it until the caller calls tmem_leave().
  */
 static void *hook_enter(enum tmem_hook hook, const void *function, struct tmem_args args)
 {

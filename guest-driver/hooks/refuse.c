@@ -101,7 +101,7 @@ static bool find_dm_functions(void)
 	unsigned int i;
 
 	for (i = 0; i < NR_DM_FUNCTIONS; i++) {
-		/* These kprobes are never armed; they only look names up. */
+		/* Disabled kprobes are registered only to find addresses of functions by name. */
 		probes[i].symbol_name = dm_functions[i];
 		probes[i].flags = KPROBE_FLAG_DISABLED;
 		list[i] = &probes[i];
@@ -184,7 +184,7 @@ static bool is_below(const struct gendisk *above, const struct device *dev)
 	return link;
 }
 
-/* Adds a device if it is below; called for each disk and partition of the machine. */
+/* Adds a disk or partition to the stack @arg if it is below the disk @arg->above. */
 static int add_below(struct device *dev, void *arg)
 {
 	struct gendisk *disk = dev_to_bdev(dev)->bd_disk;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Record of the calls and folios of the self-test's mapping. The hooks report here, and selftest.c,
- * which uses the hooks, compares.
+ * Record of the calls and folios of the self-test's mapping. The hooks call the functions of this
+ * file, and selftest.c compares the record with what it has done.
  */
 #include <linux/fs.h>
 #include <linux/mm.h>

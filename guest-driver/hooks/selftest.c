@@ -40,7 +40,7 @@ static void wrap_selftest_readahead(struct readahead_control *rac)
 {
 	tmem_enter();
 	atomic_inc(&redirected);
-	/* This tests the recursion guard: the call must reach the original. */
+	/* Call the redirected function from its replacement: the call must reach the original. */
 	selftest_readahead(rac);
 	selftest_fill(rac);
 	tmem_leave();
@@ -123,7 +123,7 @@ static const char *selftest_mapping(struct inode *inode)
 	if (!atomic_read(&tmem_seen.reclaimed))
 		return "tracepoint mm_filemap_delete_from_page_cache did not see reclaim";
 
-	/* Read again, because some pages must be there to be removed. */
+	/* Read pages into the page cache, so that invalidate_inode_pages2() can remove them. */
 	selftest_read(mapping);
 	invalidate_inode_pages2(mapping);
 	if (!test_bit(TMEM_HOOK_DIRECT, &tmem_seen.calls))

@@ -29,7 +29,10 @@
 /* Maximum number of comparisons at a time, with 1 MiB of copies. Further hits are not compared. */
 #define TMEM_VERIFY_MAX 256
 
-/* By default all of the first hits of each file system are compared, then one hit in this many. */
+/*
+ * By default, the first TMEM_VERIFY_FIRST_HITS hits of each file system are compared with the disk,
+ * and then one hit in TMEM_VERIFY_EVERY_HITS.
+ */
 #define TMEM_VERIFY_FIRST_HITS 1000
 #define TMEM_VERIFY_EVERY_HITS 1024
 /*

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Faults on demand. They show that a kernel which checks itself finds the kinds of faults that the
- * torture runs look for.
+ * Faults that the driver commits when a test requests one. They show that the checkers of a debug
+ * kernel (lockdep, KASAN, kmemleak, KCSAN) report these kinds of faults.
  */
 #include <linux/delay.h>
 #include <linux/jiffies.h>

@@ -16,7 +16,7 @@
 /* Interval at which a task that a test holds checks whether it may go on. */
 #define TMEM_HOLD_MS		10
 
-/* Faults for tests: they occur the n'th time, and every n'th time after it; 0 is never. */
+/* Parameters for faults. With the value n, a fault occurs at every n'th call; with 0, never. */
 unsigned int tmem_inject_ring_full;
 module_param_named(inject_ring_full, tmem_inject_ring_full, uint, 0644);
 MODULE_PARM_DESC(inject_ring_full, "TEST: every n'th put finds the ring full");

@@ -3,8 +3,9 @@
  * tmem-guest: shows the state of this guest's virtio-tmem driver, and gives it requests about
  * files.
  *
- * A tree is walked with openat() and without following a link, one directory held open for each
- * level. A file that is replaced between two steps is refused, never mistaken for another.
+ * The program walks a tree with openat(), follows no symbolic link, and holds one directory open
+ * for each level. If a file is replaced by another one during the walk, the program reports an
+ * error and sends no request for it.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -29,7 +30,7 @@
 /* Exit statuses, as in --help. The first failure decides. */
 enum {
 	EXIT_OK = 0,
-	EXIT_SOME = 1,		/* another failure */
+	EXIT_SOME = 1,		/* a failure without a status of its own */
 	EXIT_USAGE = 2,
 	EXIT_NO_DRIVER = 3,
 	EXIT_NOT_SERVED = 4,
@@ -631,8 +632,8 @@ static bool drop_file(int fd)
 		return true;
 	}
 	/*
-	 * Needed even if nothing was cached a moment ago: the driver erases the entries of the
-	 * file.
+	 * Call posix_fadvise() even if no page of the file is cached, because it also makes the
+	 * driver erase the file's entries.
 	 */
 	err = posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
 	if (err) {

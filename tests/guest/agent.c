@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Guest end of the control channel: runs commands, stores files and reads files for the host.
+ * Runs commands, writes files and reads files in the guest for the host (tests/harness/channel.py).
  *
- * Frames go in both directions over a virtio-serial port, or over the terminal that the first
- * argument names: struct frame, then `length` bytes. All fields are little-endian. Up to JOBS_MAX
- * jobs run at the same time, and answers carry the id of the request. A reset can cut a frame in
- * half. The agent then skips it by searching for the magic, and the host asks for a PONG before it
- * trusts a channel.
+ * Agent and host exchange frames over a virtio-serial port, or over the terminal that the first
+ * argument names. A frame is a struct frame and `length` bytes. All fields are little-endian. Up to
+ * JOBS_MAX commands (jobs) run at the same time, and an answer has the id of its request. A reset
+ * can cut off a frame. The agent then searches for the magic of the next frame, and the host sends
+ * a PING and waits for the PONG before it uses a channel.
  *
- * The agent must never wait for a job, and must not die while the guest lives.
+ * The agent must never wait for a job, and must not end while the guest runs.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -30,7 +30,7 @@
 
 #define MAGIC 0x31414d54u /* "TMA1" */
 #define PORT_NAME "tmem.agent"
-#define PAYLOAD_MAX (256u << 10) /* bytes of a frame; the host splits files accordingly */
+#define PAYLOAD_MAX (256u << 10) /* bytes of a frame; the host sends larger files in parts */
 #define OUTPUT_CHUNK 16384	 /* bytes of output in a frame */
 #define JOBS_MAX 32
 
@@ -91,7 +91,7 @@ static void nap(void)
 	nanosleep(&ten_ms, NULL);
 }
 
-/* Opens the port, found by its name. Ports appear some time after the driver. */
+/* Finds the port by its name and opens it. It may appear some time after its driver is loaded. */
 static int open_port(void)
 {
 	for (;;) {
@@ -204,7 +204,7 @@ static void exec_child(int out, int err)
 	dup2(err, STDERR_FILENO);
 	close_range(STDERR_FILENO + 1, ~0u, 0);
 	signal(SIGPIPE, SIG_DFL);
-	/* The OOM killer spares the agent but not its jobs. */
+	/* The agent is protected from the OOM killer. Its jobs must not inherit that. */
 	int score = open("/proc/self/oom_score_adj", O_WRONLY);
 	if (score >= 0) {
 		if (write(score, "0", 1) != 1)
@@ -264,8 +264,8 @@ static void start_job(const struct frame *request)
 }
 
 /*
- * Sends one chunk of output. Returns 0 if there is no more at the moment. Closes at the end of
- * file.
+ * Sends one chunk of a job's output to the host. Returns 0 if the pipe has no more at the moment.
+ * Closes the pipe at its end.
  */
 static int forward(const struct job *job, int *fd, uint32_t type)
 {
@@ -290,8 +290,8 @@ static void finish_job(struct job *job)
 	int status = 0;
 
 	/*
-	 * Send only the output that is in the pipes now; a daemon of the job may hold them open for
-	 * ever.
+	 * Send only the output that is in the pipes now. A background process that the job started
+	 * may hold them open forever.
 	 */
 	while (forward(job, &job->out, STDOUT))
 		;

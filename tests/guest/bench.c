@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Loads for tests/bench_guest.py and tests/bench_native.py. Each but the last three prints "bytes
- * ticks nanoseconds"; nanoseconds is the processor time that it took, in user space and kernel.
+ * Commands that tests/bench_guest.py and tests/bench_native.py measure. All commands except clock,
+ * evict and latency print "bytes ticks nanoseconds". The nanoseconds are the processor time that
+ * the command took in user space and kernel.
  *
  * - bench seq FILE: reads FILE from beginning to end, 128 KiB at a time
  * - bench rand FILE COUNT SEED: reads COUNT pages of 4 KiB at random places
@@ -278,7 +279,7 @@ static void latency(char **argv)
 		ticks[kind] = malloc(count * sizeof(uint64_t));
 		if (!ticks[kind])
 			die("malloc");
-		/* No page fault while the clock runs. */
+		/* Touch the array, so that no page fault occurs while the clock runs. */
 		memset(ticks[kind], 1, count * sizeof(uint64_t));
 	}
 	memset(buffer, 1, sizeof(buffer));

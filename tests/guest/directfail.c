@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * A direct write that fails midway, with a concurrent buffered reader:
+ * Makes a direct write fail midway, and reads the file through the page cache meanwhile:
  *
  *   directfail WAY FILE [fault|device]
  *
@@ -12,8 +12,9 @@
  * read, so the write ends with EFAULT when the first page is on the disk. With "device" the second
  * page of the buffer can be read, and the caller has made the second page of the disk fail.
  *
- * The exit status is 0 if the write failed, the first page of the disk is new, and the page cache
- * has the old one. It is 3 if this way to write gave up before it wrote anything.
+ * The exit status is 0 if the write failed, the first page of the disk has the new contents, and
+ * the page cache has the old ones. It is 3 if the write ended with an error before it wrote
+ * anything.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -193,7 +194,7 @@ int main(int argc, char **argv)
 		if (read(wait[0].fd, &message, sizeof(message)) != sizeof(message) ||
 		    message.event != UFFD_EVENT_PAGEFAULT)
 			die("userfaultfd");
-		/* The range was invalidated, and nothing was written yet. */
+		/* The write has invalidated its range, and waits for its buffer. */
 		cached = first_byte(argv[2], 0, page);
 		if (ioctl(wait[0].fd, UFFDIO_COPY, &copy))
 			die("UFFDIO_COPY");

@@ -5,9 +5,10 @@
  *   dm NAME START SECTORS TARGET PARAMETERS [START SECTORS TARGET PARAMETERS]...
  *   dm NAME suspend
  *
- * The first form makes the device NAME if it does not exist, loads this table, and prints the path
- * of its node in /dev. I/O in flight ends first; nothing is flushed. After the second form all I/O
- * waits until the first form loads the next table.
+ * The first form makes the device NAME if it does not exist, loads the table of the given targets,
+ * and prints the path of the device's node in /dev. It waits for I/O in flight before it replaces a
+ * table, but flushes no file system. After the second form, all I/O of the device waits until the
+ * first form loads the next table.
  */
 #include <fcntl.h>
 #include <linux/dm-ioctl.h>

@@ -44,11 +44,11 @@
 /* From fs/ext4/ext4.h (include/uapi/linux/ext4.h since 6.11) and fs/xfs/libxfs/xfs_fs.h. */
 #define IOC_SHUTDOWN		_IOR('X', 125, uint32_t)
 #define GOING_FLAGS_NOLOGFLUSH	2
-#define FILES_BESIDE	16UL	/* descriptors that a process has besides those it counts */
+#define FILES_BESIDE	16UL	/* descriptors besides those of COUNT files, such as stdin */
 #define QFMT_VFS_V0	2	/* include/uapi/linux/quota.h */
 /*
- * The kernel uses the first part, and the file may be longer than its header says. This length is
- * needed because files of one page are not cached in any case.
+ * Size of the quota file. The kernel uses only its first part. The file must be longer than one
+ * page, because the driver caches no file of one page.
  */
 #define QUOTA_BYTES	(16 * PAGE)
 
@@ -191,7 +191,7 @@ static int same(const char *path)
 	return got ? fail("read") : 0;
 }
 
-/* No uapi header has this structure. */
+/* Argument of EXT4_IOC_MOVE_EXT, from fs/ext4/ext4.h. No uapi header has this structure. */
 struct move_extent {
 	uint32_t reserved;
 	uint32_t donor_fd;

@@ -58,7 +58,7 @@ struct region {
 	uint32_t length;
 };
 
-/* A virtqueue with at most one request in flight, each part in a page of its own. */
+/* A virtqueue with at most one request in flight. Each of its parts has a page of its own. */
 struct queue {
 	struct vring_desc *desc;
 	struct vring_avail *avail;
@@ -178,7 +178,7 @@ static volatile uint8_t *map_bar(int number)
 	fd = open(path, O_RDWR | O_SYNC);
 	if (fd < 0)
 		die("%s: %s", path, strerror(errno));
-	/* lseek() does not work here: 6.1 answers it from another inode, whose size is 0. */
+	/* Get the size of the region. lseek() of Linux 6.1 would use another inode of size 0. */
 	if (fstat(fd, &status))
 		die("%s: %s", path, strerror(errno));
 	mapped[number] = mmap(NULL, status.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -200,14 +200,14 @@ static void open_device(void)
 	fd = open(path, O_RDWR);
 	if (fd < 0 || pread(fd, space, sizeof(space), 0) != sizeof(space))
 		die("%s: %s", path, strerror(errno));
-	/* Its interrupt has no handler: the ring is polled. */
+	/* Disable the device's interrupt, which has no handler. The program polls the ring. */
 	memcpy(&command, space + PCI_COMMAND, sizeof(command));
 	command |= PCI_COMMAND_MEMORY | PCI_COMMAND_MASTER | PCI_COMMAND_INTX_DISABLE;
 	if (pwrite(fd, &command, sizeof(command), PCI_COMMAND) != sizeof(command))
 		die("%s: %s", path, strerror(errno));
 	close(fd);
 
-	int left = 48; /* most capabilities that fit */
+	int left = 48; /* largest number of capabilities that fit into the configuration space */
 	for (uint8_t at = space[PCI_CAPABILITY_LIST]; at && left--; at = space[at + 1]) {
 		struct virtio_pci_cap cap;
 		struct region *region;
@@ -255,7 +255,7 @@ static struct virtio_tmem_config read_config(void)
 	uint8_t before;
 
 	/*
-	 * The configuration is wider than an access, so it is read again if it changed in between.
+	 * Read the configuration again if it has changed between the accesses that it needs.
 	 */
 	do {
 		uint32_t words[sizeof(config) / 4];
@@ -295,7 +295,7 @@ static void info(void)
 	int queues = get16(FIELD(num_queues));
 
 	say("status %u", get8(FIELD(device_status)));
-	/* The device takes its configured queue sizes at this status, as for a driver. */
+	/* The device sets its configured queue sizes when a driver sets the status ACKNOWLEDGE. */
 	if (!get8(FIELD(device_status)))
 		set8(FIELD(device_status), VIRTIO_CONFIG_S_ACKNOWLEDGE);
 	say("features 0x%016" PRIx64, offered_features());
@@ -313,7 +313,7 @@ static void info(void)
 	say("reserved %u", config.reserved[0] | config.reserved[1] | config.reserved[2]);
 }
 
-/* Accesses of a hostile guest, except rings that point at its own memory. */
+/* Functions for random accesses, as of a hostile guest. No ring points at memory of the guest. */
 
 static uint64_t random_state;
 
@@ -364,8 +364,8 @@ static void fuzz(uint64_t seed, uint32_t count)
 			break;
 		case 4:
 			/*
-			 * No addresses are set: address 0 is a ring at page 0, which the firmware
-			 * owns.
+			 * The queue's addresses are not set, so its ring is at address 0. That page
+			 * belongs to the firmware, so no memory of the kernel is overwritten.
 			 */
 			set16(FIELD(queue_msix_vector), random_below(40));
 			break;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * torture: options, processes, progress and the verdict. torture.h describes the program.
+ * torture: reads the options, starts the processes, and reports progress and the result. torture.h
+ * describes the program.
  *
  * Exit status: 0 all bytes right, 1 a wrong byte, 2 another failure.
  */
@@ -174,7 +175,10 @@ static void parse(struct options *opt, int argc, char **argv)
 	}
 }
 
-/* Runs a round for each byte that the worker reads, and answers each with one byte. */
+/*
+ * Runs a worker process. It runs a round of operations for each byte that it reads from `order`,
+ * and then writes a byte to `answer`.
+ */
 static void worker_process(const struct options *opt, struct shared *shared, unsigned int id,
 			   int order, int answer)
 {
@@ -214,7 +218,10 @@ static void progress(const struct options *opt, const struct shared *shared, uin
 	fflush(stdout);
 }
 
-/* Returns 0, or the exit status of the first worker that ended early. */
+/*
+ * Waits until all workers have finished a round. Returns 0, or the exit status of the first worker
+ * that ended early.
+ */
 static int wait_round(const struct options *opt, struct shared *shared, struct crew *crew,
 		      uint64_t start_ns)
 {
@@ -338,7 +345,7 @@ static int model_run(struct options *opt, struct shared *shared)
 				result = 2;
 		result = result ? result : wait_round(opt, shared, &crew, start_ns);
 	}
-	if (crew.evictor > 0) {	/* first, because it holds the pipes open as well */
+	if (crew.evictor > 0) {	/* before the workers, because the evictor has their pipes open */
 		kill(crew.evictor, SIGKILL);
 		waitpid(crew.evictor, NULL, 0);
 	}

@@ -3,9 +3,10 @@
  * torture: random file operations, checked against a model, in a guest whose page cache is backed
  * by a second cache that must never return an old byte.
  *
- * Each worker owns a directory of files and keeps the expected contents of each file in its own
- * anonymous memory. All choices come from the seed and none from a result, so a run can be
- * replayed. Written bytes name their writer, so stale bytes tell which operation wrote them.
+ * Each worker has a directory of files and keeps the expected contents of each file (the model) in
+ * its own anonymous memory. All choices depend on the seed and none on a result, so a run can be
+ * replayed. The bytes that an operation writes contain its number, so a report about old bytes
+ * names the operation that wrote them.
  */
 #ifndef TORTURE_H
 #define TORTURE_H
@@ -53,7 +54,7 @@ struct file {
 
 /* Shared by all processes of a run. */
 struct shared {
-	uint32_t report_lock;		/* the first failure reports; other processes wait */
+	uint32_t report_lock;		/* taken by the first process with a failure to report */
 	uint32_t pressure_lock;
 	uint32_t evictor_pause, evictor_paused;
 	uint64_t ops[JOBS_MAX];
@@ -75,10 +76,10 @@ struct options {
 	bool replay;
 	unsigned int replay_worker, replay_file;
 	unsigned int readers, writers;
-	unsigned int direct_readers;	/* the last ones of the readers */
+	unsigned int direct_readers;	/* number of the readers that read from the disk only */
 	bool mixed;
 	bool disabled[OPS_MAX];
-	bool zero_is_wrong;		/* wrong in the kernel itself; see zero_range_is_wrong() */
+	bool zero_is_wrong;		/* result of zero_range_is_wrong() for this kernel */
 };
 
 struct worker {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-/* The environment of the files: eviction, memory pressure, swap, mounts. */
+/* Functions that act on all files: eviction, memory pressure, swap, mounts. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
@@ -49,7 +49,7 @@ static uint64_t read_number(const char *path)
 	return strtoull(text, NULL, 10);
 }
 
-/* Returns 0 if the driver is not loaded. */
+/* Returns a counter of the driver, or 0 if the driver is not loaded. */
 uint64_t driver_stat(const char *name)
 {
 	char path[128];
@@ -59,7 +59,7 @@ uint64_t driver_stat(const char *name)
 }
 
 /*
- * Waits until the put ring is empty: the host has all pages that were put, or they were given up.
+ * Waits until the put ring is empty: the host has answered all puts, or the driver dropped them.
  */
 void settle(void)
 {
@@ -193,10 +193,11 @@ bool memcg_reclaim(uint64_t bytes)
 /*
  * Returns whether FALLOC_FL_ZERO_RANGE is wrong in this kernel.
  *
- * The ext4 of Linux 7.2 and 7.3 zeroes the rest of a file's last block before it makes the whole
- * blocks of a FALLOC_FL_ZERO_RANGE unwritten, if the file grows. The page is read again for that,
- * keeps its old bytes and is taken for written, so data that is written to it later is lost. The
- * probe uses a new file whose pages have not left the page cache, so only the kernel answers.
+ * The fault is in ext4 of Linux 7.2 and 7.3 if FALLOC_FL_ZERO_RANGE makes the file grow. ext4 then
+ * zeroes the rest of the file's last block before it marks the whole blocks of the range as
+ * unwritten. For that it reads the page again. The page keeps its old bytes and counts as written,
+ * so data that is written to it later is lost. This function tests a new file whose pages have not
+ * been evicted, so a cache below the page cache has no part in the result.
  */
 bool zero_range_is_wrong(const char *dir)
 {
@@ -245,7 +246,7 @@ static void swap_start(struct worker *w)
 	int fd;
 
 	swap_path(w, path, sizeof(path));
-	unlink(path);	/* a file that was used for swap is not cached again */
+	unlink(path);	/* a new file is needed: the driver does not cache a former swap file */
 	fd = open(path, O_RDWR | O_CREAT, 0600);
 	if (fd < 0)
 		fail(w, NULL, "open %s", path);
@@ -259,7 +260,7 @@ static void swap_start(struct worker *w)
 	if (fsync(fd))
 		fail(w, NULL, "fsync %s", path);
 	/*
-	 * Pages cached before swapon stay cached and old even in a stock kernel; drop them first.
+	 * Drop the cached pages of the file: they would stay cached and old even in a stock kernel.
 	 */
 	drop_caches(1);
 	w->swap_checked = resident_pages(fd, SWAP_BYTES) == 0;
@@ -270,7 +271,8 @@ static void swap_start(struct worker *w)
 }
 
 /*
- * Switches swap off. Swap wrote below the page cache, so cached and direct reads must then agree.
+ * Switches swap off, and compares cached reads of the swap file with direct reads. The kernel has
+ * written the file below the page cache.
  */
 void swap_off(struct worker *w)
 {
@@ -316,7 +318,7 @@ void swap_toggle(struct worker *w)
 
 /* --- mounts -------------------------------------------------------------------------------- */
 
-/* Remounts. The directory under test is the mount point itself. */
+/* Remounts the file system under test. The directory under test is its mount point. */
 int remount(const struct options *opt)
 {
 	return mount(opt->device, opt->dir, opt->fstype, MS_REMOUNT, opt->mount_options);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Operations on one file. Each is done to the file and to its model.
+ * Operations on one file. Each operation changes the file and the model of its contents.
  *
  * Bytes of the model from size to limit are always zero. So growing a file needs no work in the
  * model, and holes read as the model says.
@@ -20,7 +20,7 @@
 
 #include "torture.h"
 
-/* Largest clusters of the file systems that are tested, in bytes. */
+/* Size in bytes of the largest allocation clusters of the file systems under test. */
 #define CLUSTER_MAX 16384
 
 /* From fs/ext4/ext4.h; no header for user space has it. */
@@ -93,8 +93,8 @@ int file_direct(struct worker *w, struct file *f)
 }
 
 /*
- * Reads and verifies. Returns false if the kernel does not know a flag; it then reads without
- * flags.
+ * Reads a range and compares it with the model. If the kernel does not know the flags, reads
+ * without them and returns false.
  */
 static bool timed_read(struct worker *w, struct file *f, int fd, uint64_t offset, size_t length,
 		       int flags, const char *how)
@@ -149,7 +149,7 @@ void file_scan(struct worker *w, struct file *f, size_t chunk)
 		file_read(w, f, at, chunk);
 }
 
-/* Writes. Returns false if the kernel does not know a flag; it then writes without flags. */
+/* Writes a range. If the kernel does not know the flags, writes without them and returns false. */
 static bool write_all(struct worker *w, struct file *f, int fd, uint64_t offset, size_t length,
 		      int flags)
 {
@@ -262,7 +262,7 @@ size_t resident_pages(int fd, size_t size)
 	state = malloc(pages);
 	map = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
 	if (!state || map == MAP_FAILED || mincore(map, size, state))
-		resident = pages;	/* unknown: assume that all are */
+		resident = pages;	/* mincore() failed: assume that all pages are cached */
 	else
 		for (size_t i = 0; i < pages; i++)
 			resident += state[i] & 1;
@@ -301,7 +301,7 @@ bool file_move_ext(struct worker *w, struct file *from, struct file *donor, uint
 	failed = ioctl(from->fd, EXT4_IOC_MOVE_EXT, &move);
 	if (failed && errno != ENOTTY && errno != EOPNOTSUPP && errno != EBUSY)
 		fail(w, from, "EXT4_IOC_MOVE_EXT");
-	/* A busy page ends the ioctl after some pages were moved, as on 7.2 without a journal. */
+	/* The ioctl stops at a busy page and may have moved some pages (7.2, without a journal). */
 	memset(donor->model + donor_page * PAGE, 0, move.moved_len * PAGE);
 	return !failed || move.moved_len;
 }

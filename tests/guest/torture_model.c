@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Expected bytes, and reports of wrong ones.
+ * Computes the expected bytes of files, and reports wrong ones.
  *
- * Bytes are a function of (owner, version, position in the file when written). Most writes are
- * stamps: cells of 16 bytes that carry these three values in the clear, so a stale cell names its
- * origin even after collapse and insert have moved it. Some versions are one repeated word
+ * The written bytes depend on three values: the owner of the file, the version, and the position in
+ * the file at the time of the write. Most versions consist of cells of 16 bytes (stamps), which
+ * contain the three values. So a report about an old cell can name the write that it comes from,
+ * even after collapse and insert have moved the cell. Some versions are one repeated word
  * (same-filled pages) or noise (incompressible).
  */
 #define _GNU_SOURCE
@@ -149,7 +150,7 @@ void record(struct worker *w, struct file *f, uint64_t offset, uint64_t length, 
 
 static void begin_report(struct shared *shared)
 {
-	/* Only the first process reports. The parent ends the others when it exits. */
+	/* Only the first process reports. Others wait here until the parent kills them. */
 	while (__atomic_exchange_n(&shared->report_lock, 1, __ATOMIC_ACQ_REL))
 		sleep(1);
 	fflush(stdout);
@@ -191,7 +192,7 @@ void fail(struct worker *w, struct file *f, const char *format, ...)
 	_exit(2);
 }
 
-/* Reads the page from the disk, to tell whether the disk is wrong or only the cache. */
+/* Reads a page from the disk, and returns a text: whether the disk is wrong, or only the cache. */
 static const char *disk_says(struct worker *w, struct file *f, uint64_t page)
 {
 	size_t want = f->size - page < PAGE ? f->size - page : PAGE;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Operations of a worker, and how they are drawn.
+ * Operations of a worker, and their random choice.
  *
- * Each draw comes from the worker's generator and depends only on earlier draws and on the model.
- * So the same seed gives the same operations, regardless of the kernel's answers and of the order
- * in which the processes run.
+ * Each choice uses the worker's random generator and depends only on earlier choices and on the
+ * model. So the same seed gives the same operations, regardless of the kernel's answers and of the
+ * order in which the processes run.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -273,7 +273,7 @@ static bool op_zero(struct worker *w, struct file *f)
 	struct range r = draw_range(w, grow ? f->limit : f->size);
 
 	if (grow && w->opt->zero_is_wrong && zero_goes_wrong(f, r))
-		grow = false;	/* the kernel's fault needs a file that grows */
+		grow = false;	/* avoid the fault of the kernel, which needs a file that grows */
 	record(w, f, r.offset, r.length, grow ? "may grow" : NULL);
 	return file_fallocate(w, f, FALLOC_FL_ZERO_RANGE | (grow ? 0 : FALLOC_FL_KEEP_SIZE),
 			      r.offset, r.length);
@@ -329,7 +329,7 @@ static bool op_reopen(struct worker *w, struct file *f)
 	return true;
 }
 
-/* Has the kernel evict the inode with its pages still cached, and read it again. */
+/* Makes the kernel evict the inode while its pages are cached, and read the inode again. */
 static bool op_evict_inode(struct worker *w, struct file *f)
 {
 	record(w, f, 0, 0, NULL);
@@ -476,7 +476,7 @@ static bool op_fadvise(struct worker *w, struct file *f)
 	return true;
 }
 
-/* Makes hits possible: all clean pages leave the page cache as reclaim takes them. */
+/* Evicts all clean pages from the page cache, so that the driver puts them and can have hits. */
 static bool op_evict(struct worker *w, struct file *f)
 {
 	int what = rng_chance(&w->rng, 75) ? 1 : 2 + rng_below(&w->rng, 2);
@@ -536,7 +536,7 @@ static const struct {
 	const char *name;
 	unsigned int weight;
 	op_function run;
-	bool needs_data;	/* an empty file is written to instead */
+	bool needs_data;	/* if the file is empty, the worker writes to it instead */
 } kinds[] = {
 	{ "read", 200, op_read, true },
 	{ "scan", 60, op_scan, true },
@@ -682,7 +682,7 @@ void worker_run(struct worker *w, uint64_t ops)
 	}
 }
 
-/* Checks every byte of every file, as cached, and twice more after evictions. */
+/* Checks every byte of every file: first as cached, then twice after evictions. */
 void worker_check_all(struct worker *w)
 {
 	w->op_name = "check all";

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Short fixed sequences, one for each way in which an evicted copy becomes old without the page
- * cache noticing. Each must find the new bytes. Without the hook that a scenario is named for, it
- * finds the old ones at once.
+ * Short fixed sequences of operations (scenarios), one for each way in which a file changes while
+ * the pool has an old copy of its pages. Each scenario must read the new bytes. If the hook that
+ * reports its operation is switched off, it reads the old bytes at once.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -39,8 +39,9 @@ static void evict_all(struct worker *w, struct file *f)
 		if (!resident_pages(f->fd, f->size))
 			return;
 		/*
-		 * A processor's list of new pages holds references to them. Not every kernel
-		 * empties these lists to drop caches, but every kernel does so to compact.
+		 * Each processor has a list of new pages with references to them, so that
+		 * drop_caches cannot drop these pages. Every kernel empties the lists before it
+		 * compacts memory, but not every kernel does so before it drops caches.
 		 */
 		if (!write_text("/proc/sys/vm/compact_memory", "1"))
 			fail(w, f, "compact_memory");
@@ -49,7 +50,7 @@ static void evict_all(struct worker *w, struct file *f)
 	fail(w, f, "pages stayed in the page cache, so the scenario would prove nothing");
 }
 
-/* Writes a whole new content to the file and has reclaim take all of it. */
+/* Overwrites the complete file and evicts all its pages, so that the pool has them. */
 static void prime(struct worker *w, struct file *f, const char *step)
 {
 	w->op++;
@@ -69,7 +70,7 @@ static void begin(struct worker *w, struct file *f, const char *step)
 	record(w, f, 0, 0, NULL);
 }
 
-/* Reads the file as it is now, and again after another eviction. */
+/* Reads and verifies the file twice: as it is now, and after another eviction. */
 static void look(struct worker *w, struct file *f)
 {
 	file_scan(w, f, 4 * PAGE);
@@ -99,10 +100,10 @@ static void scenario_dirty(struct worker *w, struct file *f, struct file *g)
 }
 
 /*
- * Makes a large folio of which all but the first block is written (blocks are smaller than pages),
- * so that it is not uptodate; a record beside it tells which blocks are valid. Punching a page out
- * of it splits the folio, and the record is lost. The rest stays in the page cache, is never
- * removed, and is read again.
+ * Splits a large folio that is not uptodate, so that its pages are read again without having been
+ * removed from the page cache. Blocks are smaller than pages, and all blocks of the folio except
+ * the first are written. The kernel stores with the folio which blocks are valid. Punching out a
+ * page splits the folio, and the kernel then no longer knows which blocks are valid.
  */
 static void scenario_split(struct worker *w, struct file *f, struct file *g)
 {
@@ -147,8 +148,9 @@ static void scenario_punch(struct worker *w, struct file *f, struct file *g)
 }
 
 /*
- * Zeroes blocks over the end of a file. The two scenarios that use this test the kernel and not a
- * cache: nothing is evicted before the zeroing. See zero_range_is_wrong().
+ * Zeroes a range of blocks that goes beyond the end of the file. The two scenarios that call this
+ * function find the fault of the kernel that zero_range_is_wrong() describes. They evict no page
+ * before the zeroing, so the driver has no part in the result.
  */
 static void zero_and_grow(struct worker *w, struct file *f)
 {
@@ -297,7 +299,7 @@ static void scenario_exchange(struct worker *w, struct file *f, struct file *g)
 	look(w, g);
 }
 
-/* From fs/xfs/libxfs/xfs_fs.h, as far as the kernel reads it. */
+/* Argument of XFS_IOC_SWAPEXT, from fs/xfs/libxfs/xfs_fs.h, without the part that is unused. */
 struct swapext {
 	int64_t version, target_fd, donor_fd, offset, length;
 	char pad[16];
@@ -390,7 +392,7 @@ static void stay_here(void)
 	CPU_ZERO(&set);
 	CPU_SET(sched_getcpu(), &set);
 	if (sched_setaffinity(0, sizeof(set), &set))
-		perror("sched_setaffinity");	/* reuse is less likely then */
+		perror("sched_setaffinity");	/* the scenario continues, but finds less */
 }
 
 static void wait_for_free(void)
@@ -412,7 +414,8 @@ static void scenario_unmount(struct worker *w, struct file *f, struct file *g)
 	for (int cycle = 0; cycle < UNMOUNT_CYCLES; cycle++) {
 		prime(w, f, "unmount");
 		/*
-		 * If the file were open for writing, FIBMAP would make the driver forget its pages.
+		 * Close the file, because the driver erases the pages of a file that is open for
+		 * writing when FIBMAP asks for its blocks.
 		 */
 		file_close(f);
 		nr = map_blocks(w, f, blocks, &bytes);
@@ -427,7 +430,7 @@ static void scenario_unmount(struct worker *w, struct file *f, struct file *g)
 	}
 }
 
-/* Checks that the driver keeps no page that POSIX_FADV_DONTNEED gave up. It does not test bytes. */
+/* Checks that POSIX_FADV_DONTNEED also erases a file's pages from the driver's index. */
 static void scenario_fadvise(struct worker *w, struct file *f, struct file *g)
 {
 	struct timespec pause = { 0, 5000000 };
@@ -436,7 +439,7 @@ static void scenario_fadvise(struct worker *w, struct file *f, struct file *g)
 	(void)g;
 	prime(w, f, "fadvise");
 	file_scan(w, f, 4 * PAGE);
-	/* Pages from the host that are being compared with the disk stay cached for a moment. */
+	/* Try again: pages stay cached while the driver compares them with the disk. */
 	for (int i = 0; i < 20; i++) {
 		posix_fadvise(f->fd, 0, 0, POSIX_FADV_DONTNEED);
 		if (!resident_pages(f->fd, f->size))
@@ -457,7 +460,7 @@ static void scenario_fadvise(struct worker *w, struct file *f, struct file *g)
 	}
 }
 
-/* Reads the whole file, four pages at a time; pages cached for that are dropped at once. */
+/* Reads the complete file with RWF_DONTCACHE, four pages at a time. */
 static void read_dontcache(struct worker *w, struct file *f)
 {
 	struct iovec vector = { w->buffer, 4 * PAGE };
@@ -511,7 +514,7 @@ static void prime_large(struct worker *w, struct file *f, const char *step)
 	evict_all(w, f);
 }
 
-/* Reads through a mapping for which the kernel uses folios of 2 MiB, of which a part is held. */
+/* Reads a file of which the pool has some pages, through a mapping with folios of 2 MiB. */
 static void read_huge(struct worker *w, struct file *f)
 {
 	uint8_t *room = mmap(NULL, f->limit + HUGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -553,7 +556,7 @@ static void scenario_large(struct worker *w, struct file *f, struct file *g)
 	prime_large(w, f, "large, parts written directly");
 	file_write_direct(w, f, 40 * PAGE, 60 * PAGE);
 	look_large(w, f);
-	file_close(f);		/* after direct writes, its pages are not put until it is closed */
+	file_close(f);		/* the driver puts no pages of a file with direct writes until then */
 	file_open(w, f, false);
 	prime_large(w, f, "large, a hole punched");
 	file_fallocate(w, f, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 9 * PAGE + 5, 80 * PAGE);

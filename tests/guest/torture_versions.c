@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Readers and writers of the same blocks. No reader may see a version that is older than one that
- * was complete before the read began, or older than one that this reader has seen.
+ * Runs readers and writers of the same blocks. No reader may see a version that is older than a
+ * version whose write was complete before the read began, or older than a version that this reader
+ * has seen before.
  *
  * Every block of 4 KiB is 256 equal cells of (block, version, both mixed). A block has one writer
  * at a time, and versions grow by one. A read that overlaps a write may see both, byte by byte, so
@@ -171,7 +172,7 @@ static void check_block(const struct options *opt, const uint8_t *found, unsigne
 		fflush(stdout);
 		_exit(1);
 	}
-	if (oldest == UINT32_MAX)	/* all cells were being written */
+	if (oldest == UINT32_MAX)	/* all cells were torn by a write at the same time */
 		return;
 	*seen = oldest;
 }
@@ -182,9 +183,9 @@ static void reader(const struct options *opt, struct version_state *s, unsigned 
 	struct rng rng = { opt->seed ^ (0x4ead34ull + id) << 24 };
 	unsigned int files = opt->mixed ? VERSION_FILES : VERSION_FILES - 1;
 	/*
-	 * Some readers read from the disk only. A reader that did both could rightly see versions
-	 * go back: a half-done buffered write is in the page cache, and reaches the disk when it
-	 * has ended.
+	 * Some readers read only from the disk, and the others only through the page cache. A
+	 * reader that did both could see an older version without a fault: a buffered write changes
+	 * the page cache first, and the disk later.
 	 */
 	bool is_direct = id >= opt->readers - opt->direct_readers;
 	static uint32_t seen[VERSION_FILES][BLOCKS];

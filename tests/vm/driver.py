@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""VMs with the guest driver loaded, its counters, and tests/guest/torture.c in them."""
+"""Boots VMs with the guest driver, reads the driver's counters, and runs the torture program.
+
+The torture program (tests/guest/torture.c) changes and reads files, and checks every byte.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,16 @@ DM = "/bin/dm"
 SYSFS = "/sys/kernel/virtio_tmem"
 PARAMETERS = "/sys/module/virtio_tmem/parameters"
 WHERE = "/mnt"
-# Bits of live hooks in sysfs, by their numbers in hooks/hooks.h: all but "selftest" are needed to
-# serve ext4.
+# Value of the sysfs file "hooks" when all hooks that ext4 needs are installed. Each hook of
+# hooks/hooks.h except "selftest" has a bit.
 HOOKS_OF_EXT4 = 0xFFFF
 
-# The driver's deadline in tests, scaled for slow machines. A host under TCG answers within it. If a
-# page arrives later, the driver reads it from the disk.
+# The driver's deadline in tests, scaled for slow machines. It is long enough for an answer to a
+# guest under TCG. If a page arrives later, the driver reads it from the disk.
 DEADLINE_MAX_MS = 1000  # the module's maximum
 DEADLINE_MS = min(DEADLINE_MAX_MS, int(scaled(200)))
-# The longest deadline, for tests in which the driver must use a held page. With a short one, the
-# driver would discard a wrong page that is late, and the test would not see the fault.
+# Module parameter for tests that expect a wrong page. The deadline is the longest one, because the
+# driver discards pages that are late, and the test would then not find the fault.
 PATIENT = f"deadline_ms={DEADLINE_MAX_MS}"
 DISK_BYTES = 512 * MIB
 SETTLE_SECONDS = 30.0
@@ -63,7 +66,10 @@ def start_daemon(session: Session, *tenants: Tenant | str) -> Daemon:
 
 
 def driver_vm(session: Session, kernel: Kernel, module: Path, tmem: Tmem | None, **more: Any) -> Vm:
-    """Creates a VM with the module, torture and a disk "data", by default a blank ext4."""
+    """Creates a VM with the module, the torture program and a disk "data", which is an empty ext4.
+
+    `more` has fields of Config, for example other disks.
+    """
     files = {
         MODULE: module,
         TORTURE: guest_program(TESTS / "guest/torture.c"),
@@ -88,7 +94,7 @@ def load(
     online: bool = True,
     fs: disk.FileSystem = disk.FILE_SYSTEMS["ext4"],
 ) -> None:
-    """Mounts the data disk, loads the module and waits until it caches."""
+    """Mounts the data disk, loads the module and waits until the driver caches the disk's files."""
     guest.mount("data", WHERE, fs.kind, fs.mount_options)
     guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} {parameters}")
     if online:
@@ -106,7 +112,7 @@ def driver_guest(
     fs: disk.FileSystem = disk.FILE_SYSTEMS["ext4"],
     **more: Any,
 ) -> Guest:
-    """Boots a VM whose driver caches. Its device is `tmem`, or belongs to a new daemon."""
+    """Boots a VM, loads the driver and waits until it caches. Without `tmem`, starts a daemon."""
     if tmem is None:
         tmem = Tmem(start_daemon(session).socket("vm1"))
     if "disks" not in more:
@@ -119,7 +125,7 @@ def driver_guest(
 
 
 def wait_served(guest: Guest) -> None:
-    """Waits until the mount takes puts.
+    """Waits until the driver puts pages of the mount.
 
     The driver learns of a file system from its first regular file, which a new file system does not
     have. It then creates a pool at the host in the background.
@@ -176,7 +182,10 @@ def set_parameter(guest: Guest, name: str, value: str) -> None:
 
 
 class Hold:
-    """Makes the next task that comes to a place of the module wait there (a test build only)."""
+    """Makes the next task that reaches a named place in the driver's code wait there.
+
+    Only a module that was built for tests has such places.
+    """
 
     def __init__(self, guest: Guest, place: str) -> None:
         self.guest = guest
@@ -223,7 +232,7 @@ def settle(guest: Guest) -> dict[str, int]:
 
 
 def evict(guest: Guest, files: list[str]) -> dict[str, int]:
-    """Reads and evicts files, a few at a time, so that the put ring has room."""
+    """Reads and evicts files one by one, so that the put ring has room. Returns the counters."""
     for path in files:
         guest.sh(f"cat {path} >/dev/null && sync && echo 1 >/proc/sys/vm/drop_caches", 60)
         settle(guest)
@@ -231,13 +240,16 @@ def evict(guest: Guest, files: list[str]) -> dict[str, int]:
 
 
 def checksums(guest: Guest, files: list[str], seconds: float = 120) -> dict[str, str]:
-    """Returns the sha256 of each file; they are read in order."""
+    """Reads files in the given order, and returns the SHA-256 of each."""
     lines = guest.sh(f"sha256sum {' '.join(files)}", seconds).splitlines()
     return {path: digest for digest, path in (line.split() for line in lines)}
 
 
 def verdict(guest: Guest, command: str, status: int, text: str) -> dict[str, int]:
-    """Raises if torture found a wrong byte; returns the numbers of its last line."""
+    """Returns the numbers of the last line that the torture program printed.
+
+    Raises if the program found a wrong byte (`status` is not 0).
+    """
     if status != 0:
         raise HarnessError(
             f"'{command}' ended with {status}:\n{text[-6000:]}\n"
@@ -250,10 +262,10 @@ def verdict(guest: Guest, command: str, status: int, text: str) -> dict[str, int
 
 
 class LastingTorture:
-    """Runs torture again and again until finish().
+    """Runs the torture program in a VM again and again until finish().
 
-    The runs outlive the connection to the guest's agent, which does not move with a VM. Each call
-    therefore gets the guest as it is reachable then.
+    The runs continue while the VM is migrated, which ends the connection to the guest's agent. So
+    each method gets a Guest with a connection that works at that time.
     """
 
     OUTPUT = "/tmp/torture.out"
@@ -277,7 +289,7 @@ class LastingTorture:
     def ended(self, guest: Guest) -> bool:
         """Returns whether the runs have ended.
 
-        Without finish() that means a wrong byte or a failure.
+        Before finish() they end only because of a wrong byte or another failure.
         """
         return guest.run(f"[ -s {self.STATUS} ]").status == 0
 
@@ -290,7 +302,7 @@ class LastingTorture:
 
 
 class Torture:
-    """A run of torture in a guest, on files of the directory `where`."""
+    """A run of the torture program in a guest, on files of the directory `where`."""
 
     def __init__(
         self, guest: Guest, arguments: str, seconds: float = 300, where: str = WHERE
@@ -300,12 +312,15 @@ class Torture:
         self.job: Job = guest.start(self.command, seconds)
 
     def finish(self) -> dict[str, int]:
-        """Raises if torture found a wrong byte; returns the numbers of its last line at the end."""
+        """Waits for the end of the run and returns the numbers of its last line of output.
+
+        Raises if the program found a wrong byte.
+        """
         done = self.job.wait()
         return verdict(self.guest, self.command, done.status, done.text)
 
     def must_mismatch(self) -> str:
-        """Waits for the end, raises unless a wrong byte was found, and returns torture's report."""
+        """Waits for the end of the run, which must find a wrong byte, and returns its output."""
         done = self.job.wait()
         assert done.status == 1, f"'{self.command}' ended with {done.status}:\n{done.text[-6000:]}"
         assert "TORTURE MISMATCH" in done.text, done.text[-6000:]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A vhost-user backend that serves puts and gets, and gives wrong answers as a test asks.
+"""A vhost-user backend that serves puts and gets, and gives the wrong answers that a test chooses.
 
-It is a device whose answers are wrong in one chosen way. tmemd must never answer in these ways. It
-runs in a thread of the test, which changes `lie` at any time and reads the recorded requests. It is
-slow and small: a dict of pages, and one connection after another.
+The class Liar takes the place of tmemd, which must never give such answers. It runs in a thread of
+the test. The test chooses a wrong answer by its attribute `lie`, at any time, and reads the
+recorded requests. The backend keeps pages in a dict and serves one connection after another.
 
 Layouts are those of proto/virtio_tmem.h and of QEMU's docs/interop/vhost-user.rst.
 """
@@ -26,7 +26,7 @@ from types import TracebackType
 from harness.wait import scaled
 
 PAGE = 4096
-POLL_MS = 2  # interval at which it also polls the rings, in case a kick is missed
+POLL_MS = 2  # interval at which the backend polls the rings, in case a kick was lost
 
 HEADER = struct.Struct("<III")
 CONFIG = struct.Struct("<QIHHI12x")
@@ -64,16 +64,17 @@ LIES_OF_POOLS = (
     "pool-stale",
     "pool-limit",
 )
-# Further lies:
-# - "content": the answer is right except for the page.
-# - "late": no get is answered until the next lie and long past the driver's deadline; the answer is
-#   then wrong.
+# Further values of `lie`:
+# - "content": the answer to a get is right except for the bytes of the page.
+# - "late": gets are answered only after the test has set another lie, and long after the driver's
+#   deadline. The answers are then wrong.
 # - "older": the device does not know the latency request.
-# - "token" and "token-beyond": a used element names no request, or a number that no request can
-#   have.
+# - "token": a used element has the number of a descriptor that no request uses.
+# - "token-beyond": a used element has a number beyond the size of the queue.
 
-# Time for which "late" delays its wrong answer to a get. An answer in time would reach the driver's
-# checks, so this time is scaled and at least five deadlines, even if the machine is busy.
+# Time in seconds for which the lie "late" delays its wrong answer to a get. The driver must not get
+# the answer before its deadline, so the time is scaled for slow machines and is at least five
+# deadlines.
 LATE_SECONDS = 1.0
 
 DAMAGE = bytes(byte ^ 0xFF for byte in range(256))
@@ -83,7 +84,7 @@ Key = tuple[int, int, int]
 
 @dataclass
 class Ring:
-    """State of a virtqueue, as far as it has been set up."""
+    """State of a virtqueue. Values that QEMU has not set yet are 0 or -1."""
 
     size: int = 0
     addresses: tuple[int, int, int] = (0, 0, 0)  # QEMU addresses: descriptors, used, available
@@ -112,7 +113,7 @@ class Liar:
         self.asked: Counter[int] = Counter()  # requests by type
         self.gets = 0
         self.puts = 0  # number of pages put
-        self.puts_workingset = 0  # number of pages put with the hint
+        self.puts_workingset = 0  # number of pages put with the hint WORKINGSET
         self.delay_seconds = 0.0  # delay of each answer, also of right ones
         self.quick_probes = False  # do not delay gets of cookie 0
         self._pages: dict[Key, tuple[int, bytes]] = {}
@@ -205,7 +206,7 @@ class Liar:
         return True
 
     def _answer(self, request: int, payload: bytes, fds: list[int]) -> bytes | None:
-        """Handles a message, and returns the reply if the message has its own reply."""
+        """Handles a vhost-user message. Returns the reply, or None if the message has none."""
         if request == 24:  # GET_CONFIG
             offset, size, flags = struct.unpack_from("<III", payload)
             config = CONFIG.pack(self._generation, PAGE, 0, 64, 256)[offset : offset + size]
@@ -260,7 +261,10 @@ class Liar:
         )
 
     def _u16(self, address: int) -> memoryview:
-        """Returns one aligned 16-bit value for a single access, as a ring's index needs it."""
+        """Returns a view of an aligned 16-bit value, such as a ring's index.
+
+        An access to the view is a single memory access.
+        """
         return self._memory(address, 2, user=True).cast("H")
 
     def _work(self, ring: Ring) -> None:
@@ -297,7 +301,7 @@ class Liar:
             ring.held = max(0, ring.held - 1)
             self._u16(used + 2)[0] = ring.next
             done += 1
-        # avail_event asks for a kick at the next entry.
+        # Set avail_event, so that the driver kicks when it adds the next entry.
         self._u16(used + 4 + ring.size * 8)[0] = ring.next
         if done and ring.call >= 0:
             os.eventfd_write(ring.call, 1)
@@ -396,8 +400,8 @@ class Liar:
         status = OK
         if hits and (lie in LIES_OF_GETS or lie == "content"):
             self.lies_told += 1
-            # With any wrong answer the page is wrong, too, so that a test sees if the driver uses
-            # it.
+            # Each wrong answer also has a wrong page, so that a test notices if the driver uses the
+            # answer.
             spared = count - 1 if lie == "short-page" else 0
             pages = [page if i < spared else page.translate(DAMAGE) for i, page in enumerate(pages)]
             if lie == "silent":

@@ -2,10 +2,10 @@
 """Records the traces in tests/traces with the real driver. pytest does not collect it as a test.
 
 `TMEM_TRACES=DIR ./python -m pytest vm/record_traces.py` writes DIR/NAME.trace.zst for the names
-that `-k` selects. The pool is larger than the data that the guest reads. The driver's admission
-filter waits for pages that the host lost, so it then lets all pages pass. The replay decides which
-pages a smaller pool would have lost. Random values have a fixed seed; the moment at which reclaim
-takes pages is not reproducible.
+that `-k` selects. The pool is larger than the data that the guest reads, so the host loses no page,
+and the driver's admission filter puts all pages. A replay of the trace finds out which pages a
+smaller pool would have lost. Random values have a fixed seed, but the moments at which reclaim
+evicts pages differ from run to run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SECONDS = 600
 
 
 def compressible(generator: random.Random, size: int) -> bytes:
-    """Returns noise and zeros: blocks of 16 pages that compress by any ratio from 0 to 1."""
+    """Returns blocks of 16 pages, each of random bytes followed by zeros in a random ratio."""
     parts = []
     while size > 0:
         noise = generator.choice((0, 512, 1024, 1500, 2048, 3072, 4096))

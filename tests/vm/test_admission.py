@@ -38,8 +38,9 @@ USEFUL_MIB = 8
 STREAM_MIB = 40
 USEFUL = "/mnt/useful"
 STREAMS = [f"/mnt/s{number}" for number in range(3)]
-# There are more files than leaves in the admission filter's table of this guest (2,048). Each file
-# has two pages. The pool has room for half of the files, and the put ring for one directory.
+# The number of files is larger than the number of entries of the admission filter's table in this
+# guest (2,048). Each file has two pages. The pool has room for half of the files, and the put ring
+# has room for the files of one directory.
 FOLDERS = 36
 FOLDER_FILES = 200
 FILE_PAGES = 2
@@ -83,24 +84,26 @@ def test_streams_do_not_displace_useful_pages(
     useful = USEFUL_MIB * PAGES_MIB
     stream = STREAM_MIB * PAGES_MIB
 
-    # Without the filter, the stream displaces the useful pages.
+    # Without the filter, the pages of the stream push the useful pages out of the pool.
     set_parameter(guest, "admission", "off")
     assert hits_after_stream(guest, STREAMS[0]) < useful // 2
     before = settle(guest)
     assert before["puts_skipped_admission"] == 0
 
-    # The loss of these pages activates the filter, which knows the useful pages again.
+    # The host lost useful pages, so the filter becomes active. It recognizes the useful pages,
+    # which were evicted before, and does not put the pages of the next stream.
     set_parameter(guest, "admission", "adaptive")
     assert hits_after_stream(guest, STREAMS[1]) > useful * 3 // 4
     after = settle(guest)
     assert stream // 2 < after["puts_skipped_admission"] <= stream + PAGES_MIB
-    # Pages that were evicted twice are taken, because the filter learns.
+    # Pages of a stream that are evicted for the second time are put, because the filter has
+    # remembered them.
     read_and_drop(guest, STREAMS[1], USEFUL_MIB)
     again = settle(guest)
     assert again["puts_skipped_admission"] == after["puts_skipped_admission"]
 
-    # With the filter off again, the stream displaces the useful pages, so the filter made the
-    # difference.
+    # If the filter is switched off again, a stream pushes out the useful pages. So it was the
+    # filter that protected them before.
     set_parameter(guest, "admission", "off")
     assert hits_after_stream(guest, STREAMS[2]) < useful // 2
     assert settle(guest)["puts_skipped_admission"] == after["puts_skipped_admission"]
@@ -113,8 +116,8 @@ def test_many_small_files_keep_their_hits(
 ) -> None:
     """More files than the admission filter can remember keep their hits in a small pool.
 
-    The files are read over and over, and each hit takes a page out of the pool. Hits that are
-    compared with the disk behave in the same way.
+    The files are read over and over, and each hit takes a page out of the pool. The test also runs
+    with every hit compared with the disk.
     """
     tree = session.folder / "tree"
     for folder in range(FOLDERS):
@@ -172,7 +175,8 @@ def test_only_reused_pages_are_put_with_the_hint(
             guest.sh("echo 1 >/proc/sys/vm/drop_caches")
             settle(guest)
             puts, hints = liar.puts, liar.puts_workingset
-            # Each page is read by its own read, because readahead alone does not count as a use.
+            # Read each page with a read(2) of its own. Pages that only readahead fetched do not
+            # count as used.
             read = f"dd if={path} of=/dev/null bs=4096 2>/dev/null"
             guest.sh(f"for i in $(seq {times}); do {read}; done; echo 1 >/proc/sys/vm/drop_caches")
             settle(guest)
@@ -218,8 +222,8 @@ def test_each_refusal_reason_has_its_own_counter(
         return stats(guest)["puts"] > before
 
     until(fine_served, 30, "the driver serves /fine")
-    # Only one block of the page was written and none was read. The other blocks have no content,
-    # even when the page is clean.
+    # Write one block of the page, which is not cached, without reading the others. The page is
+    # clean after the sync, but the page cache does not have the contents of its other blocks.
     guest.sh("dd if=/dev/urandom of=/fine/part bs=4096 count=3 2>/dev/null; sync")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     guest.sh("dd if=/dev/zero of=/fine/part bs=1024 count=1 conv=notrunc 2>/dev/null; sync")
@@ -252,8 +256,8 @@ def test_nothing_is_put_without_a_device(
 ) -> None:
     """The hooks put nothing while there is no device.
 
-    The driver's benchmark puts all the same; its puts are refused and counted, and it has nothing
-    to measure.
+    The micro-benchmark inside the driver calls the put function nevertheless. These puts are
+    refused and counted, and the benchmark reports that it measured nothing.
     """
     guest = driver_vm(session, kernel, test_module, None).start()
     load(guest, "verify_every=0", online=False)

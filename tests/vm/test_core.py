@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """The driver's core under faults of memory, the daemon, the device and the machine.
 
-No byte may be wrong: contents are compared with the files that the host wrote to the disk. In
-addition, each test looks at the counter of the check that it is about. That check must have caught
-the fault, and not a later one. For example, an answer with a wrong cookie is counted as such and
-does not reach the content check.
+No byte may be wrong: contents are compared with the files that the host wrote to the disk. Each
+test also reads the counter of the check that must detect its fault. This shows that no other check
+detected the fault. For example, an answer with a wrong cookie must be counted as such, and must not
+reach the content check.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def reload(guest: Guest, parameters: str = "", *, until_state: str = "on") -> No
 
 
 def drop_pages(guest: Guest) -> None:
-    """Makes reclaim take all clean pages."""
+    """Makes the guest's kernel evict all clean pages."""
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches", 60)
 
 
 def check_works(guest: Guest, sums: dict[str, str]) -> None:
-    """Evicted pages come back with right bytes from the host, and the last ones from the ring."""
+    """Checks that evicted pages have right bytes and come from the host and from the put ring."""
     before = evict(guest, list(sums))
     assert checksums(guest, list(sums)) == sums
     after = stats(guest)
@@ -117,7 +117,7 @@ def test_driver_without_a_device_puts_nothing(
 def test_second_device_is_refused_until_the_first_is_gone(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """A second device is refused as busy, harms nothing, and is used once the first one is gone."""
+    """The driver refuses a second device as busy, and uses it after the first one is removed."""
     daemon = start_daemon(session, "vm1", "vm2")
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
@@ -178,9 +178,9 @@ def test_injected_faults_and_limits_cause_no_wrong_byte(
     guest = vm.start()
     load(guest, "verify_every=0")
 
-    # While the breaker is open, the guest reads files from the disk, and their entries stay in the
-    # index. A put that is dropped then must erase the entry of its page. Late answers must release
-    # their bounce pages; otherwise 4 rounds would use them up.
+    # While the breaker is open, the guest reads files from the disk, and the entries of their pages
+    # stay in the index. If a put of such a page is dropped, it must erase the entry. Late answers
+    # must release their bounce pages; otherwise the four rounds would use up all bounce pages.
     for fault in ("ring_full", "nomem", "ring_full", "nomem"):
         evict(guest, list(files))
         trip(guest, daemon, files)
@@ -263,7 +263,7 @@ def test_index_limit_holds_while_all_processors_use_it(
 
 
 def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
-    """The index stays within its limit by forgetting its oldest entries."""
+    """Checks that the index stays within its memory limit by dropping its oldest entries."""
     reload(guest, "admission=off")
     empty = stats(guest)["memory_bytes"]
     ((name,), _) = devices(guest)
@@ -271,7 +271,7 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     table = stats(guest)["memory_bytes"]
     guest.sh(f"echo {name} >{DRIVER}/bind")
     wait_state(guest, "on")
-    limit = 12288  # index limit: a third of what the files need
+    limit = 12288  # limit of the index in bytes; the files need three times as much
     set_parameter(guest, "test_index_bytes", str(table + limit))
     for path in sums:
         counters = evict(guest, [path])
@@ -280,8 +280,8 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     assert counters["index_evicted"] > 0
     assert 0 < counters["index_pages"] < PAGES * len(sums) // 2
     last = list(sums)[-1:]
-    # The file is evicted once more. If it was the one that found the index full, some of its
-    # entries were dropped until there was room. Now there is room.
+    # Evict the last file again. If the index became full at its first eviction, some entries of
+    # this file could not be stored. Now the index has room.
     before = evict(guest, last)
     assert checksums(guest, last) == {last[0]: sums[last[0]]}
     assert growth(before, stats(guest))["hits"] > PAGES // 4, (
@@ -289,8 +289,8 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     )
     assert checksums(guest, list(sums)) == sums
 
-    # Marks of directly written files count as well, and have priority: a full index drops entries
-    # to make room for them. Marks of 2,048 neighbouring inodes share memory.
+    # Marks of directly written files use memory of the index, too, and have priority: a full index
+    # drops entries to make room for marks. Marks of 2,048 neighbouring inodes share memory.
     guest.sh("mkdir /mnt/d && for i in $(seq 3000); do : >/mnt/d/$i; done", 60)
     set_parameter(guest, "inject_nomem", "1")
     drop_pages(guest)
@@ -313,7 +313,7 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
 
 
 def check_cookies(guest: Guest, sums: dict[str, str]) -> None:
-    """When the cookies are used up, the driver forgets everything and starts with new ones."""
+    """Checks that the driver drops all entries when it has used all cookies, and starts again."""
     reload(guest, "test_cookies=500")
     held = []
     for path in sums:
@@ -336,7 +336,7 @@ def check_cookies(guest: Guest, sums: dict[str, str]) -> None:
 
 
 def check_corruption(guest: Guest, files: dict[str, str]) -> None:
-    """A page that was changed on its way ends the cache until the module is loaded again."""
+    """Checks that a corrupted page switches the cache off until the module is loaded again."""
     reload(guest)
     evict(guest, list(files))
     set_parameter(guest, "inject_corrupt", "100")
@@ -349,7 +349,7 @@ def check_corruption(guest: Guest, files: dict[str, str]) -> None:
     assert checksums(guest, list(files)) == files
     after = stats(guest)
     assert (after["puts"], after["hits"]) == (counters["puts"], counters["hits"])
-    # A device that is bound again is not trusted either.
+    # The cache stays off after the device is unbound from the driver and bound again.
     ((name,), _) = devices(guest)
     guest.sh(f"echo {name} >{DRIVER}/unbind && echo {name} >{DRIVER}/bind", 60)
     assert state(guest).startswith("poisoned: content check, inode ")
@@ -380,10 +380,11 @@ def test_driver_memory_is_bounded(
     load(guest, "verify_every=0")
     limit = budget(guest)
     assert stats(guest)["memory_bytes"] <= limit * 3 // 4, "the limit leaves no memory for an index"
-    # In the large guest, this is more than the put rings have room for.
+    # The files do not fit into the put rings of the large guest, so pages come from the host.
     check_works(guest, sums)
     if memory < 256 * MIB:
-        # The file has only holes: pages without a disk, more than the index has room for.
+        # The file consists of a hole, so no disk space is needed for more pages than the index has
+        # room for.
         guest.sh("truncate -s 4G /mnt/holes")
         job = guest.start("while cat /mnt/holes >/dev/null; do :; done", 120)
 
@@ -412,7 +413,7 @@ def slab_bytes(guest: Guest, cache: str) -> int:
 def test_held_page_costs_the_documented_index_bytes(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """A held page costs what core/leaf.h says, by the driver's count and by the allocator's."""
+    """A held page uses TMEM_INDEX_PAGE_BYTES of memory, by the driver's and the slab's counts."""
     source = (ROOT / "guest-driver/core/leaf.h").read_text()
     found = re.search(r"#define TMEM_INDEX_PAGE_BYTES\s+(\d+)", source)
     assert found
@@ -420,7 +421,8 @@ def test_held_page_costs_the_documented_index_bytes(
     guest = driver_guest(session, kernel, module)
     before = stats(guest)
     slab_before = slab_bytes(guest, "tmem_leaf_64")
-    # The file has holes, and is read in steps that fit the put ring, so that leaves are full.
+    # The file consists of a hole. It is read in steps that fit into the put ring, so that each page
+    # is put and each leaf of the index is full.
     mib = 128
     guest.sh(f"truncate -s {mib}M /mnt/holes")
     read = "dd if=/mnt/holes of=/dev/null bs=1M count=1 skip=$i 2>/dev/null"
@@ -440,7 +442,10 @@ def test_held_page_costs_the_documented_index_bytes(
 
 
 def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[str]:
-    """Makes the device lie while files are evicted or read again; returns the counters' growth."""
+    """Makes the device give the wrong answer `lie`. Returns the growth of the driver's counters.
+
+    The guest evicts files if the lie is about puts, and reads evicted files otherwise.
+    """
     told = liar.lies_told
     if lie in LIES_OF_PUTS:
         drop_pages(guest)
@@ -481,7 +486,7 @@ def test_each_wrong_answer_is_caught_by_its_check(
                 assert grown["misses_answer"] > 0, lie
                 assert grown["hits"] == grown["ring_hits"] or lie == "short-page", lie
             assert grown["mismatches"] == 0, lie
-            # The driver must use right answers again.
+            # The device answers correctly again, and the driver must use its answers.
             check_works(guest, files)
 
         # Answers after the deadline are wrong, and must not be used.
@@ -511,7 +516,7 @@ def test_each_wrong_answer_is_caught_by_its_check(
             reload(guest)
             check_works(guest, files)
 
-        # The answer is right except for the page itself.
+        # The answers are right except for the bytes of the page.
         grown = tell(guest, liar, "content", files)
         assert grown["mismatches"] == grown["misses_check"] > 0
         assert state(guest).startswith("poisoned: content check")
@@ -522,7 +527,7 @@ def test_each_wrong_answer_is_caught_by_its_check(
 
 
 def read_until(guest: Guest, sums: dict[str, str], counter: str) -> None:
-    """Evicts and reads files, with right bytes, until the counter grows."""
+    """Evicts and reads files until the counter grows. Raises if a byte is wrong."""
     before = stats(guest)[counter]
 
     def grown() -> bool:
@@ -557,7 +562,7 @@ def test_pools_with_contradictory_answers_get_no_puts(
             assert (after["puts"], after["hits"]) == (before["puts"], before["hits"]), lie
             assert after["index_pages"] == 0, lie
             liar.lie = ""
-        # The driver asks again by itself.
+        # The driver sends the request for the pool again without any action of the test.
         read_until(guest, files, "puts")
         check_works(guest, files)
         assert stats(guest)["mismatches"] == 0
@@ -565,7 +570,7 @@ def test_pools_with_contradictory_answers_get_no_puts(
 
 @pytest.mark.smoke
 def test_suspend_empties_the_cache(tree: Tree) -> None:
-    """A suspend makes the driver forget everything, and it starts again on resume."""
+    """At a suspend the driver drops all entries of its index. It starts again at the resume."""
     daemon, vm, guest = tree.daemon, tree.vm, tree.guest
     files = dict(list(tree.sums.items())[:8])
     evict(guest, list(files))
@@ -584,7 +589,7 @@ def test_suspend_empties_the_cache(tree: Tree) -> None:
 
 
 def test_hibernation_empties_the_cache(session: Session, kernel: Kernel, module: Path) -> None:
-    """The driver holds nothing from the preparation of a hibernation until the guest runs again."""
+    """The driver's index is empty from the preparation of a hibernation until the guest resumes."""
     if kernel.version >= (7, 3):
         pytest.skip("Linux 7.3 loses the agent's port in hibernation, also without the driver")
     daemon = start_daemon(session)
@@ -601,7 +606,8 @@ def test_hibernation_empties_the_cache(session: Session, kernel: Kernel, module:
     )
     guest = vm.start()
     load(guest, "verify_every=0")
-    # Without swap, hibernation is prepared and given up; the generation stays the same.
+    # Without swap space, the kernel prepares hibernation and then fails. The generation of the
+    # device stays the same.
     evict(guest, list(files))
     before = stats(guest)
     assert before["index_pages"] > PAGES
@@ -616,19 +622,20 @@ def test_hibernation_empties_the_cache(session: Session, kernel: Kernel, module:
 
     device = guest.disk("swap")
     guest.sh(f"mkswap /dev/{device} && swapon /dev/{device}")
-    # The write sets the swap device of the image. The kernel also looks for an image, which does
-    # not exist yet.
+    # The write to `resume` tells the kernel which swap device to use for the image. It fails,
+    # because the kernel also tries to resume from an image, which does not exist yet.
     guest.run(f"cat /sys/class/block/{device}/dev >/sys/power/resume")
     guest.sh("echo test_resume >/sys/power/disk")
     evict(guest, list(files))
     before = stats(guest)
     assert before["index_pages"] > PAGES
     done = guest.run("echo disk >/sys/power/state", 300)
-    # Before 6.4 this kind of resume fails after the image is written, because the swap is in use.
+    # Before Linux 6.4, test_resume fails after the image is written, because the swap is in use.
     assert (done.status == 0) == (kernel.version >= (6, 4)), done
     wait_state(guest, "on")
     after = stats(guest)
-    # The counters are those of the image, which was made after everything was forgotten.
+    # The guest has the counters that were stored in the image. The driver had emptied its index
+    # before the image was made.
     assert after["index_pages"] == 0
     assert after["puts"] == before["puts"]
     assert checksums(guest, list(files)) == files

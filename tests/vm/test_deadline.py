@@ -38,7 +38,10 @@ FILLER = "/mnt/filler"
 
 
 def hold(guest: Guest, path: str, size_mib: int, *, create: bool = True) -> dict[str, int]:
-    """Creates a file unless `create` is false, and evicts it in steps that fit the ring."""
+    """Evicts all pages of a file, in steps that fit into the put ring. Returns the counters.
+
+    Creates the file first unless `create` is false.
+    """
     counters = {}
     if create:
         guest.sh(f"dd if=/dev/urandom of={path} bs=1M count={size_mib} 2>/dev/null; sync")
@@ -54,17 +57,22 @@ def hold(guest: Guest, path: str, size_mib: int, *, create: bool = True) -> dict
 
 @pytest.mark.smoke
 def test_one_deadline_per_readahead(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """Every second page is held, so that one readahead needs many requests."""
+    """All gets of one readahead share one deadline.
+
+    The host has every second page of the file, so that one readahead needs many requests.
+    """
     daemon = start_daemon(session)
     guest = driver_guest(session, kernel, test_module, Tmem(daemon.socket("vm1")))
     guest.sh("echo 128 >/sys/block/vda/queue/read_ahead_kb")
     guest.sh(f"dd if=/dev/urandom of={FILE} bs=4096 count={PAGES}; sync")
     sums = checksums(guest, [FILE])
     assert evict(guest, [FILE])["index_pages"] >= PAGES
-    # The filler pushes the file out of the put ring, from where pages come without the host.
+    # The pages of the filler replace those of the file in the put ring, from where the driver would
+    # read them without the host.
     held = hold(guest, FILLER, 4)["index_pages"]
 
-    # Dirty pages are no longer held, and their next put is dropped.
+    # Write every second page. A page that becomes dirty is erased from the driver's index. The
+    # injected fault "ring full" then makes the driver drop the puts of these pages.
     guest.sh(f"dd if={FILE} of=/tmp/copy bs=4096 iflag=direct")
     for page in range(0, PAGES, 2):
         where = f"bs=4096 count=1 skip={page} seek={page}"
@@ -90,7 +98,7 @@ def test_one_deadline_per_readahead(session: Session, kernel: Kernel, test_modul
 def test_nowait_readers_do_not_wait_for_the_host(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Readers that must not sleep do not wait for the host, even if it would be in time."""
+    """Readers that must not sleep do not wait for the host, even if it would answer in time."""
     if version(kernel) < (6, 12):
         pytest.skip("Linux before 6.12 does not mark reads that must not sleep")
     pages = 1024
@@ -98,7 +106,7 @@ def test_nowait_readers_do_not_wait_for_the_host(
         files = {NOWAIT: guest_program(TESTS / "guest/nowait.c")}
         guest = driver_guest(session, kernel, module, Tmem(liar.path), files=files)
         held = hold(guest, FILE, pages // 256)["index_pages"]
-        # The filler is more than the put ring has room for.
+        # The filler is larger than the put ring, so the pages of the file leave the ring.
         before = hold(guest, FILLER, 4)
         assert before["index_pages"] > held + pages * 9 // 10
 
@@ -109,7 +117,8 @@ def test_nowait_readers_do_not_wait_for_the_host(
         assert after["reads_nowait"] - before["reads_nowait"] >= pages // 64
         assert after["gets"] == before["gets"]
         assert liar.gets == gets
-        # Other readers wait, and get the pages that the first ones left.
+        # Readers that may sleep wait for the host. They get the pages that the readers before did
+        # not request.
         liar.delay_seconds = 0.0
         guest.sh(f"cat {FILE} >/dev/null")
         assert stats(guest)["hits"] > after["hits"] + pages // 2
@@ -128,15 +137,16 @@ def test_slow_answers_within_the_deadline_open_the_breaker(
         set_parameter(guest, "deadline_ms", str(deadline_ms))
         guest.sh("echo 64 >/sys/block/vda/queue/read_ahead_kb")
         hold(guest, FILE, 6)
-        # The last pages stay in the put ring, from where they come without the host.
+        # The pages of the filler replace those of FILE in the put ring, from where the driver would
+        # read them without the host.
         before = hold(guest, FILLER, 4)
         assert before["index_pages"] > 4 * 256
         sums = {
             FILE: guest.sh(f"dd if={FILE} bs=1M iflag=direct 2>/dev/null | sha256sum").split()[0]
         }
 
-        # A fast answer does not close the breaker at once, because one budget would then follow
-        # another.
+        # A fast answer to a probe does not close the breaker at once. Otherwise slow answers could
+        # use up the next budget immediately.
         liar.delay_seconds = slow_seconds
         liar.quick_probes = True
         begun = float(guest.read("/proc/uptime").split()[0])

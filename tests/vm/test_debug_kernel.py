@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Runs the torture on kernels that check themselves: `--kernel debug` and `--kernel kcsan`.
 
-A report of lockdep, KASAN or the like on the console fails the test that ran (TROUBLE in
-harness/vm.py), in this file or any other. This file also asks for leaks and data races. The last
-tests commit a fault of each kind and check that it is reported.
+A report of lockdep, KASAN or another checker on the console fails any test (TROUBLE in
+harness/vm.py). This file also reads the reports of kmemleak and KCSAN about leaks and data races.
+The last test makes the driver commit a fault of each kind and checks that the kernel reports it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,21 @@ from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs", "checking")
 
-# Enough for shadow memory, quarantine, and records of locks and allocations.
+# RAM of a guest. The checkers need it for shadow memory, quarantine, and records of locks and
+# allocations.
 MEMORY_BYTES = 768 * MIB
-# The counts let this file and the build of its kernel finish in the time of a shard.
+# Numbers of operations of the torture program. They are so small that the build of the kernel and
+# the tests of this file finish in the time of a shard.
 OPERATIONS = 3_000
 VERSIONS = 1_000
 # Number of times that all settings are changed, and of hits between two changes.
 TURNS = 8
 HITS = 50
-# Slow scenarios are left out; the random operations unmount as well.
+# Scenarios of the torture program, without slow ones and without unmounting, which the random
+# operations do as well.
 SCENARIOS = ["plain", "dirty", "truncate", "punch", "direct", "inode", "fadvise"]
 SMALL = "--files=16 --size-max=262144"
-# More data than the driver's ring keeps after sending, so that hits come from the host.
+# Operations on more data than the driver's put ring keeps, so that hits come from the host.
 LARGE_OPERATIONS = 1_000
 LARGE = "--files=24 --size-max=2097152"
 # kmemleak reports unreferenced objects that are at least 5 s old (MSECS_MIN_AGE).
@@ -58,8 +61,8 @@ LEAK_AGE_SECONDS = 6
 LEAK_SECONDS = 60.0
 KMEMLEAK = "/sys/kernel/debug/kmemleak"
 KCSAN = "/sys/kernel/debug/kcsan"
-# KCSAN watches one access in skip_watch for udelay_task µs. The defaults of 4,000 and 80 µs are
-# meant for machines that run longer and faster.
+# KCSAN watches one of `skip_watch` memory accesses, for `udelay_task` µs. The kernel's defaults are
+# 4,000 and 80 µs, which are meant for machines that run longer and faster.
 KCSAN_SETTINGS = {"skip_watch": 400, "udelay_task": 200}
 # A stack frame in the module, or in a module that is no longer loaded.
 OUR_FRAME = re.compile(r"\[virtio_tmem\]|\] 0x[0-9a-f]+$", re.MULTILINE)
@@ -68,8 +71,8 @@ RACE = re.compile(r"BUG: KCSAN: .*?(?=={20,}|\Z)", re.DOTALL)
 # The head of each stack in a report: the access, followed by an indented stack.
 STACK = re.compile(r"(?:read|write|race)\b[^\n]*:\n((?:[^\n]*\n){2})")
 
-# The faults that the module's test_bug commits on each kernel, and their reports. The last one of
-# "debug" ends the checks of locks.
+# Faults that the module parameter test_bug commits, for each kind of kernel, and the kernel's
+# reports. After the last fault of "debug", lockdep switches itself off.
 FAULTS = {
     "debug": {
         "sleep": "BUG: sleeping function called from invalid context",
@@ -115,7 +118,7 @@ class Machine:
 
     @property
     def mounted(self) -> str:
-        """Returns the arguments that torture needs to unmount and mount again."""
+        """Returns the arguments with which the torture program can unmount and mount the disk."""
         return f"--device=/dev/vda --fstype={self.fs.kind}"
 
     def random_operations(self, operations: int, files: str = SMALL, more: str = "") -> Torture:
@@ -155,7 +158,7 @@ class Machine:
 def test_torture_triggers_no_kernel_report(
     session: Session, kernel: Kernel, module: Path, name: str
 ) -> None:
-    """Runs all random operations, and each hook's own scenario."""
+    """Runs random operations, and the scenario of the torture program for each hook."""
     machine = Machine(session, kernel, module, name)
     machine.random_operations(OPERATIONS, more=f"--rounds=2 {machine.mounted}").finish()
     machine.random_operations(LARGE_OPERATIONS, LARGE).finish()
@@ -178,7 +181,7 @@ def test_torture_triggers_no_kernel_report(
 def test_replaced_daemons_and_devices_trigger_no_kernel_report(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Daemon and device come and go: generations end, and their memory is freed."""
+    """Replaces the daemon and the device, so that generations end and their memory is freed."""
     machine = Machine(session, kernel, module)
     guest = machine.guest
     torture = machine.random_operations(LARGE_OPERATIONS, LARGE)
@@ -204,7 +207,7 @@ def test_changed_switches_trigger_no_kernel_report(
     machine = Machine(session, kernel, module)
     guest = machine.guest
     trace = "/sys/kernel/tracing/events/virtio_tmem/enable"
-    # The command may report a file that was removed meanwhile.
+    # tmem-guest may fail because a file was removed meanwhile, so its status is ignored.
     turn = f"""
         set -e
         grep -r . {SYSFS} >/dev/null
@@ -249,7 +252,7 @@ def test_changed_switches_trigger_no_kernel_report(
 def test_module_reloads_trigger_no_kernel_report(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Loads and unloads the module under load; nothing of it stays behind."""
+    """Loads and unloads the module under load, and checks that it leaves no memory allocated."""
     machine = Machine(session, kernel, module)
     guest = machine.guest
     torture = machine.random_operations(OPERATIONS // 2)
@@ -265,7 +268,7 @@ def test_module_reloads_trigger_no_kernel_report(
 def test_each_checker_reports_its_injected_fault(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The checks that the other tests rely on report faults."""
+    """Each checker of the kernel reports a fault that the driver commits on purpose."""
     machine = Machine(session, kernel, test_module)
     machine.vm.expect_trouble()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The device without the module: QEMU and the guest survive all that happens to the daemon.
+"""QEMU and a guest without the driver survive each fault of the daemon.
 
 The daemon is absent, killed, stopped or restarted while the guest boots, reboots, is reset, paused
 and continued, is queried over QMP, reads the configuration, and uses the device from user space.
@@ -28,7 +28,8 @@ CONFIG_LENGTH = 32
 VERSION_1 = 1 << 32
 INDIRECT_DESC = 1 << 28
 EVENT_IDX = 1 << 29
-# Reserved device bits, and LOG_ALL, PROTOCOL_FEATURES, ACCESS_PLATFORM, RING_PACKED.
+# Feature bits that the device must not offer: reserved bits, and LOG_ALL, PROTOCOL_FEATURES,
+# ACCESS_PLATFORM and RING_PACKED.
 NEVER_OFFERED = 0b1111 | 1 << 26 | 1 << 30 | 1 << 33 | 1 << 34
 
 pytestmark = pytest.mark.usefixtures("qemu")
@@ -55,13 +56,13 @@ def query_qmp(vm: Vm) -> None:
             try:
                 vm.qmp.execute(command, place)
             except QmpError:
-                pass  # a device that is not started has no vhost state
+                pass  # QEMU answers with an error if the device has not been started
     vm.qmp.human("info qtree")
     vm.qmp.human("info virtio")
 
 
 def check_config(vm: Vm, queues: int = 2) -> int:
-    """The configuration is complete with and without a backend; returns the generation."""
+    """Checks that the guest can read all fields of the configuration. Returns the generation."""
     seen = info(vm)
     assert seen["page_size"] == PAGE_SIZE
     assert seen["num_request_queues"] == queues
@@ -138,7 +139,7 @@ def test_guest_and_qemu_work_without_a_daemon(session: Session, kernel: Kernel) 
 def test_running_device_survives_daemon_faults(
     session: Session, kernel: Kernel, trouble: Callable[[Daemon], None]
 ) -> None:
-    """The daemon fails while the device runs; QMP and the guest continue to work."""
+    """If the daemon fails while the device runs, QMP and the guest continue to work."""
     daemon = session.daemon("vm1")
     daemon.start()
     vm = device_vm(session, kernel, daemon)
@@ -158,7 +159,7 @@ def test_running_device_survives_daemon_faults(
     vm.guest.sh("true")
 
     heal(daemon)
-    # A page of an ended generation must not be found. A page of a generation that continues may be.
+    # A get may find the page only if its generation continues.
     assert driver.wait("keep ", after=mark).split()[1] in ("hit", "miss", "stale")
     second = driver.stored(other_than=0 if trouble is stopped else first)
     if trouble is not stopped:
@@ -210,7 +211,7 @@ def test_guest_boots_and_resets_during_daemon_faults(
 @pytest.mark.smoke
 @pytest.mark.usefixtures("host_programs")
 def test_generation_changes_on_reset_and_new_daemon(session: Session, kernel: Kernel) -> None:
-    """A pause keeps generation and page; a reset, a reboot and a new daemon end both."""
+    """A pause keeps the generation and a stored page. A reset, reboot or new daemon ends both."""
     daemon = session.daemon("vm1")
     daemon.start()
     vm = device_vm(session, kernel, daemon)
@@ -242,7 +243,7 @@ def test_generation_changes_on_reset_and_new_daemon(session: Session, kernel: Ke
 
 @pytest.mark.usefixtures("host_programs")
 def test_stopped_daemon_answers_after_it_continues(session: Session, kernel: Kernel) -> None:
-    """A request that waits for a stopped daemon is answered when it continues."""
+    """A request that waits for a stopped daemon is answered when the daemon continues."""
     daemon = session.daemon("vm1")
     daemon.start()
     vm = device_vm(session, kernel, daemon)

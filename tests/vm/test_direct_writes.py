@@ -23,18 +23,20 @@ SPECIAL = "/bin/special"
 PROGRAMS = (DIRECTFAIL, DM, SPECIAL)
 PAGE = 4096
 SECTOR = 512
-# Ways to issue direct writes, see tests/guest/directfail.c.
+# Ways in which the program tests/guest/directfail.c writes directly.
 WAYS = ("sync", "nowait", "aio", "io_uring")
-# Exit status of directfail if the kernel gives up before it writes.
+# Exit status of directfail if the kernel reported an error before it wrote anything.
 GAVE_UP = 3
 OLD, NEW = b"A" * PAGE, b"B" * PAGE
-# The number of tables of a database, each with its own file.
+# Number of files that a process has open for direct writes, like the tables of a database.
 TABLES = 10_000
-# Marks of 2,048 neighbouring inode numbers take a node of 576 bytes, and all marks may take a
-# quarter of the index. Here is room for two nodes, and the files need more.
+# Limit of the index in bytes. Marks of 2,048 neighbouring inode numbers take a node of 576 bytes,
+# and all marks together may take a quarter of the index. So there is room for two nodes, and the
+# files need more.
 MARKS_ROOM_BYTES = 4 * (2 * 576)
 MANY_MARKS = 6000
-# A sweep that found too little to free is repeated after 10 s.
+# Longest time until the driver has freed marks that are no longer needed. It repeats a sweep after
+# 10 s if the sweep found too few.
 SWEPT_SECONDS = 60.0
 
 
@@ -62,7 +64,7 @@ def make_two_pages(guest: Guest, path: str) -> None:
 
 
 def check_new(guest: Guest, path: str) -> None:
-    """The file equals the disk's content, and is cached again after it was read."""
+    """Checks that reads return the contents of the disk, and that the file is cached again."""
     drop(guest)
     for _ in range(2):
         assert guest.get(path) == NEW + OLD, path
@@ -77,7 +79,11 @@ def check_new(guest: Guest, path: str) -> None:
 def test_page_of_a_direct_write_that_faults_is_not_put(
     session: Session, kernel: Kernel, module: Path, fs: str
 ) -> None:
-    """The kernel leaves a clean page that is older than the disk; the driver does not put it."""
+    """The driver does not put a page that was cached during a direct write that failed midway.
+
+    The kernel leaves such a page clean although it is older than the disk. The write fails because
+    its buffer cannot be read.
+    """
     guest = boot(session, kernel, module, fs)
     written = 0
     for way in WAYS:
@@ -97,7 +103,10 @@ def test_page_of_a_direct_write_that_faults_is_not_put(
 def test_page_of_a_direct_write_with_a_disk_error_is_not_put(
     session: Session, kernel: Kernel, module: Path, fs: str
 ) -> None:
-    """A direct write fails midway because the disk's second page cannot be written."""
+    """The driver does not put a page that was cached during a direct write with a disk error.
+
+    The write fails midway, because the second page on the disk cannot be written.
+    """
     guest = boot(session, kernel, module, fs, "dm_mod", "dm_flakey")
     guest.sh(f"umount {WHERE}", 60)
     disk = f"/dev/{guest.disk('data')}"
@@ -139,7 +148,7 @@ def wait_swept(mount: Mount) -> None:
 def test_files_open_for_direct_writes_leave_others_cached(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """A database with 10,000 files open for direct writes costs no other file its cache."""
+    """Other files stay cached while a process has 10,000 files open for direct writes."""
     guest = boot(session, kernel, module, "ext4")
     mount = Mount(guest, WHERE)
     sums = make(guest, WHERE)
@@ -155,9 +164,9 @@ def test_files_open_for_direct_writes_leave_others_cached(
 def test_marks_of_closed_files_are_reused_when_none_is_free(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Directly written files that are closed keep no mark that another file needs.
+    """If there is no memory for further marks, the driver frees marks of closed files.
 
-    If all marks are needed, nothing is put, and the bytes that are read are right.
+    If all marks belong to open files, the driver puts nothing, and reads return right bytes.
     """
     guest = boot(session, kernel, test_module, "ext4")
     mount = Mount(guest, WHERE)

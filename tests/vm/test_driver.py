@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The complete path: evicted pages come back from the pool or from the disk, with right bytes.
+"""Driver, QEMU and daemon together return evicted pages with right bytes.
 
-The first tests are about the main job. The others are about events of the guest, VM, module and
-daemon. Contents are compared with those that the host knows. A disk that changed without the
-driver's knowledge must be read as it is.
+The first tests are about reading evicted files. The others are about events of the guest, the VM,
+the module and the daemon. The tests compare contents with the files that the host created. If a
+disk changed while the driver could not see it, reads must return the disk's contents.
 """
 
 from __future__ import annotations
@@ -58,25 +58,31 @@ FILES = 24
 FILE_BYTES = 512 << 10  # 128 pages: one file at a time fits into the put ring
 # Sectors of inodes, extents, bitmaps and directories, which a file system reads besides contents.
 METADATA_SECTORS = 512
-# A read that takes longer than this hangs, even on a slow machine.
+# Time in seconds after which a read counts as hung, even on a slow machine.
 HANG_SECONDS = 20.0
 
 
 def make_tree(folder: Path, generator: random.Random) -> dict[str, str]:
-    """Creates files, half compressible; returns the sha256 of each by its path in the guest."""
+    """Creates files whose contents are half noise, half text.
+
+    Returns the SHA-256 of each file by its path in the guest.
+    """
     folder.mkdir()
     sums = {}
     for number in range(FILES):
         noise = generator.randbytes(FILE_BYTES // 2)
         text = b"".join(b"%016x line of file %d\n" % (i, number) for i in range(FILE_BYTES // 32))
-        content = (noise + text)[: FILE_BYTES - number]  # the last pages have all lengths
+        content = (noise + text)[: FILE_BYTES - number]  # the files end at different offsets
         (folder / f"f{number:02}").write_bytes(content)
         sums[f"/mnt/f{number:02}"] = hashlib.sha256(content).hexdigest()
     return sums
 
 
 def tree_disk(session: Session, name: str = "data") -> tuple[Disk, dict[str, str]]:
-    """Returns a disk with such files and their sha256. Equal names have equal files."""
+    """Returns a disk with the files of make_tree(), and their SHA-256.
+
+    Two disks with the same `name` have equal files.
+    """
     folder = session.folder / f"tree-{name}"
     sums = make_tree(folder, random.Random(name))
     return Disk("data", disk.ext4(session.folder / f"{name}.img", 64 * MIB, folder)), sums
@@ -120,8 +126,8 @@ def test_evicted_files_come_back_without_the_disk(
     assert read_sectors(guest) - sectors <= METADATA_SECTORS + missed * 8
     assert missed <= pages // 10
     assert after["misses_check"] + after["misses_answer"] == 0
-    # A get takes the page out of the pool, because the guest has it again. Pages that were still in
-    # the put ring were not requested.
+    # A get takes the page out of the pool, because the guest has the page again. Hits in the
+    # guest's own put ring do not reach the pool.
     taken = after["requests_get"] and after["hits"] - after["ring_hits"]
     assert taken > 0
     assert daemon.stats()["pool"]["pages"] <= held - taken + pages // 10
@@ -159,8 +165,8 @@ def test_equal_files_are_stored_once_per_trust_domain(
     assert pool["pages"] >= total
     different = pool["blobs"] + pool["same_filled_pages"]
     if shared:
-        # There is one copy of each page. Pages that only one of the two guests has may add to the
-        # number.
+        # The pool has one copy of each page that both guests have put. Pages that only one of the
+        # guests has put add to the number of copies.
         assert different <= total - min(held.values()) * 9 // 10
     else:
         assert different >= total
@@ -185,7 +191,8 @@ def test_only_a_pause_keeps_the_cache(tree: Tree) -> None:
     assert kept["generation_changes"] == 1
     assert read_sectors(guest) - sectors <= METADATA_SECTORS
 
-    # Without the module the file changes in place, and no held page may survive.
+    # While the module is unloaded, the file is overwritten. The module must find no page from
+    # before when it is loaded again.
     evict(guest, files)
     guest.sh("rmmod virtio_tmem", 60)
     sums[first] = overwrite(guest, first)
@@ -195,7 +202,8 @@ def test_only_a_pause_keeps_the_cache(tree: Tree) -> None:
     assert checksums(guest, files) == sums
     assert stats(guest)["hits"] == 0
 
-    # No held page may survive a reboot with another boot's writes in between.
+    # The guest reboots and overwrites files before it loads the driver. The driver must find no
+    # page from before the reboot.
     evict(guest, files)
     guest = vm.reboot()
     guest.mount("data", "/mnt")
@@ -238,7 +246,7 @@ def test_loaded_snapshot_reads_its_own_disk(session: Session, kernel: Kernel, mo
     assert stats(guest)["hits"] > 100
     evict(guest, ["/mnt/f"])
 
-    # The restored guest believes that the old pages are held, but the pool has the new ones.
+    # The index of the restored guest has entries for the old pages, but the pool has the new pages.
     guest = vm.load("before")
     assert checksums(guest, ["/mnt/f"]) == {"/mnt/f": was}
     wait_state(guest, "on")
@@ -249,7 +257,7 @@ def test_loaded_snapshot_reads_its_own_disk(session: Session, kernel: Kernel, mo
 
 
 def daemon_trouble(daemon: Daemon, torture: Torture, generator: random.Random) -> int:
-    """Kills and restarts the daemon at random moments until torture has ended."""
+    """Kills and restarts the daemon at random moments until the torture program has ended."""
     kills = 0
     while not torture.job.done():
         time.sleep(generator.uniform(0.05, 2.5))  # the test acts at random moments
@@ -279,7 +287,7 @@ def test_killed_daemon_causes_no_wrong_byte_under_torture(
     assert counters["mismatches"] == 0
     assert counters["generation_changes"] > 1
     assert counters["hits"] > 0
-    # Afterwards the cache works again.
+    # The cache works again after the last restart of the daemon.
     wait_state(guest, "on")
     before = stats(guest)["hits"]
     Torture(guest, "--scenario=plain").finish()
@@ -288,7 +296,7 @@ def test_killed_daemon_causes_no_wrong_byte_under_torture(
 
 @pytest.mark.smoke
 def test_hung_daemon_opens_the_breaker(tree: Tree) -> None:
-    """Late answers are misses; the breaker opens, and closes when the daemon is back."""
+    """If the daemon hangs, gets are misses and the breaker opens. It closes when answers return."""
     daemon, guest, sums = tree.daemon, tree.guest, tree.sums
     files = list(sums)
     evict(guest, files)
@@ -300,13 +308,14 @@ def test_hung_daemon_opens_the_breaker(tree: Tree) -> None:
         "nothing was read from the disk while the daemon was stopped"
     )
     counters = stats(guest)
-    # After three readers have waited in vain, no reader waits again. One readahead asks for a few
-    # runs of pages at once.
+    # The breaker opens after three readers have waited until the deadline, and then no reader
+    # waits. The readahead of one reader may send several requests at once.
     assert 3 <= counters["late"] <= 3 * 4
     assert counters["trips"] == 1
     assert counters["hits"] == 0
     assert state(guest) == "tripped"
-    # New contents must win over the old ones that the daemon still holds.
+    # The guest overwrites a file of which the daemon still holds old pages. Reads must return the
+    # new contents.
     changed = files[-1]
     sums[changed] = overwrite(guest, changed)
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
@@ -330,7 +339,7 @@ def test_hung_daemon_opens_the_breaker(tree: Tree) -> None:
 def test_late_breaker_trip_does_not_affect_a_new_daemon(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The state of an earlier daemon does not carry over to the next one."""
+    """If the breaker trips because of an earlier daemon's answer, the next daemon is still used."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     guest = driver_guest(session, kernel, test_module, Tmem(daemon.socket("vm1")), disks=[data])
@@ -357,7 +366,7 @@ def test_late_breaker_trip_does_not_affect_a_new_daemon(
 def test_driver_starts_when_a_daemon_appears(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Without a daemon the driver reports that and does nothing; it starts when one comes."""
+    """Without a daemon the driver reports that it waits. It starts when a daemon connects."""
     daemon = session.daemon("vm1")
     data, sums = tree_disk(session)
     vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
@@ -376,7 +385,7 @@ def test_driver_starts_when_a_daemon_appears(
 
 
 def patched(module: Path, session: Session, old: bytes, new: bytes) -> Path:
-    """Returns a copy of the module with a string replaced, as if it was built with the new one."""
+    """Returns a copy of the module file in which the string `old` is replaced by `new`."""
     content = module.read_bytes()
     assert content.count(old) == 1 and len(old) == len(new)
     path = session.folder / "patched.ko"
@@ -421,7 +430,8 @@ def test_in_order_is_accepted_where_the_kernel_knows_it(
     guest = driver_guest(session, kernel, module, tmem, cpus=2)
     bits = guest.sh("cat /sys/bus/virtio/drivers/virtio_tmem/virtio*/features").strip()
     print("features", bits)
-    # In the order of bit numbers. VERSION_1 is accepted, packed rings are not.
+    # The file has one character for each feature bit. VERSION_1 (32) is accepted, packed rings (34)
+    # are not.
     assert (bits[32], bits[34]) == ("1", "0")
     Torture(guest, "--scenario=plain").finish()
     counters = stats(guest)
@@ -432,10 +442,7 @@ def test_in_order_is_accepted_where_the_kernel_knows_it(
 def test_second_device_is_left_alone_with_a_reason(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """A guest uses one device.
-
-    A second one is left alone, with a reason, and the first one works.
-    """
+    """The driver uses only one device. It does not use a second one, and logs the reason."""
     daemon = start_daemon(session, "vm1", "vm2")
     data, sums = tree_disk(session)
     second = f"socket,id=tmem2,path={daemon.socket('vm2')},reconnect-ms=100"
@@ -461,7 +468,7 @@ def test_second_device_is_left_alone_with_a_reason(
 def test_unserved_file_systems_are_not_cached(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """tmpfs, and ext2, whose inodes have the functions of ext4, are not cached and not harmed."""
+    """Files of tmpfs and ext2 are not cached. ext2 inodes have functions of ext4 nevertheless."""
     daemon = start_daemon(session)
     data, _ = tree_disk(session)
     image = disk.blank(session.folder / "other.img", 64 * MIB)
@@ -487,23 +494,24 @@ def test_unserved_file_systems_are_not_cached(
             found = checksums(guest, [f"{place}/f"])[f"{place}/f"]
             assert found == hashlib.sha256(content).hexdigest()
     guest.sh("umount /ext2 /ram")
-    # Reading the directory of commands is not a read of these files; only /mnt may have been put.
+    # The guest's commands are files of other file systems, so reading them causes no put. Only
+    # pages of /mnt may have been put.
     assert stats(guest)["puts"] == before
     assert stats(guest)["hits"] == 0
 
 
 @pytest.mark.smoke
 def test_drop_caches_empties_the_pool_only_with_the_switch(tree: Tree) -> None:
-    """drop_caches puts pages; with the switch, values 2 and 3 also empty the pool."""
+    """drop_caches puts the evicted pages. With drop_caches_flush, 2 and 3 also empty the pool."""
     guest, sums = tree.guest, tree.sums
     files = list(sums)[:4]
     held = evict(guest, files)["index_pages"]
     assert held > 100
-    # Held pages outlive their inode in memory.
+    # The pool keeps pages of a file whose inode the kernel has removed from memory.
     inodes = set(guest.sh(f"stat -c %i {' '.join(files)}").split())
     trace = "/sys/kernel/tracing"
     guest.sh(f"echo 1 >{trace}/events/ext4/ext4_evict_inode/enable")
-    # Inodes that were used recently are spared at first.
+    # The kernel evicts an inode that was used recently only at a later write to drop_caches.
     guest.sh("for i in 1 2 3 4; do echo 2 >/proc/sys/vm/drop_caches; done")
     log = guest.get(f"{trace}/trace").decode()
     assert inodes <= set(re.findall(r"ext4_evict_inode: dev \S+ ino (\d+)", log))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""QEMU's errors when it cannot create the device: they name the object, the value and a remedy."""
+"""If QEMU cannot create the device, its message names the object, the value and a remedy."""
 
 from __future__ import annotations
 

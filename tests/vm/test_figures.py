@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""One VM's figures agree in the guest, in tmemctl, in the metrics and in the disk's counters."""
+"""Statistics of a VM from the driver, tmemctl, the exporter and the disk agree with each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.wait import until
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 PAGE_SECTORS = 8
-# The driver's counters of gets, by the time that their readers waited.
+# Names of the driver's counters of gets, one for each range of the time that the readers waited.
 WAITS = [*(f"get_waits_{1 << bucket}us" for bucket in range(15)), "get_waits_longer"]
 
 
@@ -33,7 +33,7 @@ def address(log: Path) -> str:
 
 
 def metric(text: str, name: str, *labels: str) -> float:
-    """Returns the VM's value; several samples are added."""
+    """Returns the value of a metric of the VM. Adds up the samples if there are several."""
     values = [
         float(line.rsplit(" ", 1)[1])
         for line in text.splitlines()
@@ -58,7 +58,7 @@ def test_figures_agree_in_guest_daemon_and_metrics(
     sectors = read_sectors(guest) - sectors
     after = settle(guest)
 
-    # The driver reports every ten seconds.
+    # The driver sends its counters to the daemon every ten seconds.
     def reported() -> bool:
         [vm] = daemon.stats()["vms"]
         latency = (vm["driver"] or {}).get("get_latency")
@@ -77,8 +77,8 @@ def test_figures_agree_in_guest_daemon_and_metrics(
         exporter.kill()
     [served] = daemon.stats()["vms"]
 
-    # Hits in the guest's own put ring never reached the host. An answer that was too late is a hit
-    # only for the host.
+    # The host does not count hits in the guest's own put ring. If its answer was too late, the host
+    # counts a hit, and the driver a miss.
     hits = after["hits"] - after["ring_hits"]
     assert 0 < hits <= served["hits"] <= hits + after["misses_late"]
     assert served["puts"] == after["puts"]
@@ -108,15 +108,16 @@ def test_figures_agree_in_guest_daemon_and_metrics(
 
 
 def agree_on_waits(served: dict[str, Any], after: dict[str, int], metrics: str) -> None:
-    # Each request is counted once, and a reader's wait is never shorter than the daemon's time for
-    # it.
+    # The histograms count each request once. The time that a reader waits for a request is never
+    # shorter than the daemon's time for the request.
     seen = served["driver"]["get_latency"]
     assert seen["buckets"] == [after[name] for name in WAITS]
     assert (
         sum(seen["buckets"]) == after["requests_get"] == sum(served["get_latency"]["buckets"]) > 0
     )
     assert seen["sum_ns"] == after["get_waits_ns"] > served["get_latency"]["sum_ns"]
-    # The breaker's times are in microseconds, per call, and only while a reader waits.
+    # The driver also adds up the times that readers waited, for its breaker. This sum is in
+    # microseconds and counts each call once, so it is at most the sum over the requests.
     assert after["waits_us"] * 1000 <= seen["sum_ns"]
     assert sum(served["wait_latency"]["buckets"]) > 0 < served["wait_latency"]["sum_ns"]
     name = "tmem_vm_driver_get_duration_seconds"

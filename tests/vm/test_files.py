@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Files with special contents: excluded ones, and files below a loop device."""
+"""Files of special kinds: some must not be cached, such as encrypted files and swap files.
+
+Others are cached, such as files below a loop device or overlayfs.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ FILE_PAGES = 128  # pages of changed_content()
 
 
 def there(kernel: Kernel, *modules: str) -> list[str]:
-    """Returns those modules that the kernel has as modules; newer kernels have some built in."""
+    """Returns the names for which the kernel has module files. The others may be built in."""
     found = []
     for name in modules:
         try:
@@ -80,7 +83,7 @@ def make(guest: Guest, path: str) -> dict[str, str]:
 
 
 def check_not_cached(guest: Guest, sums: dict[str, str]) -> None:
-    """Files that are evicted and read again twice cause no put and no hit, and have right bytes."""
+    """Checks that evicting and reading files causes no put and no hit, and no wrong byte."""
     settle(guest)
     before = stats(guest)
     for _ in range(2):
@@ -92,7 +95,7 @@ def check_not_cached(guest: Guest, sums: dict[str, str]) -> None:
 
 
 def check_cached(guest: Guest, sums: dict[str, str]) -> None:
-    """Evicted pages come back with right bytes, and not from the disk."""
+    """Checks that evicted pages of files come back with right bytes from the cache."""
     evict(guest, list(sums))
     before = stats(guest)["hits"]
     assert checksums(guest, list(sums)) == sums
@@ -116,7 +119,7 @@ def test_encrypted_files_are_not_put(session: Session, kernel: Kernel, module: P
 def test_verity_files_are_flushed_and_not_put(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """A file is cached until it gets fs-verity; afterwards nothing of it is held."""
+    """A file is cached until fs-verity is enabled for it. Then its pages are erased and not put."""
     guest = boot(session, kernel, module, options="verity")
     sums = make(guest, f"{WHERE}/f")
     check_cached(guest, sums)
@@ -140,7 +143,8 @@ def test_quota_files_are_not_put(session: Session, kernel: Kernel, module: Path)
     guest.sh(f"{SPECIAL} quotaon {WHERE} {path}")
     owners = " ".join(str(owner) for owner in range(1000, 1040))
     guest.sh(f"cd {WHERE} && for i in {owners}; do echo $i >of$i && chown $i of$i; done; sync", 60)
-    # The file is read while quotas are on: no held page is found, and no page read is put.
+    # Read the quota file while quotas are on. The read must find no page in the pool, and the pages
+    # must not be put at their eviction.
     settle(guest)
     before = stats(guest)
     guest.sh(f"cat {path} >/dev/null; sync; echo 1 >/proc/sys/vm/drop_caches")
@@ -158,7 +162,7 @@ def test_quota_files_are_not_put(session: Session, kernel: Kernel, module: Path)
 def test_loop_device_on_a_cached_file_reads_no_old_byte(
     session: Session, kernel: Kernel, module: Path, direct: bool
 ) -> None:
-    """A file system in a file of a cached one: both are evicted, and neither reads old bytes."""
+    """Neither a cached file nor the file system of a loop device in this file reads old bytes."""
     number = seed()
     guest = boot(session, kernel, module, modules=["loop"])
     image = f"{WHERE}/image"
@@ -189,7 +193,10 @@ def test_loop_device_on_a_cached_file_reads_no_old_byte(
 def test_large_direct_write_erases_all_held_pages(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """One direct write covers all held pages of a file, and direct reads run beside cached ones."""
+    """A direct write to all of a file erases all its pages from the index. Direct reads do no harm.
+
+    Direct and cached reads run at the same time.
+    """
     guest = boot(session, kernel, module)
     path, mib = f"{WHERE}/large", 8
     for turn in range(3):
@@ -217,7 +224,7 @@ def test_large_direct_write_erases_all_held_pages(
 def test_dontcache_pages_cause_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """RWF_DONTCACHE pages, which are dropped after use, work beside pages that stay."""
+    """RWF_DONTCACHE, which drops pages after their use, causes no wrong byte."""
     guest = boot(session, kernel, module)
     done = guest.run(f"{TORTURE} --scenario=dontcache {WHERE}", 120)
     if found := re.search(r"TORTURE SKIP: (.*)", done.text):
@@ -229,7 +236,7 @@ def test_dontcache_pages_cause_no_wrong_byte(
 
 @pytest.mark.smoke
 def test_swap_file_is_flushed_and_not_put(session: Session, kernel: Kernel, module: Path) -> None:
-    """No page of a swap file is put, and its held pages are erased when it becomes one."""
+    """When a file becomes a swap file, its pages are erased from the index and no longer put."""
     guest = boot(session, kernel, module)
     path = f"{WHERE}/swap"
     sums = make(guest, path)
@@ -249,13 +256,13 @@ def test_swap_file_is_flushed_and_not_put(session: Session, kernel: Kernel, modu
 def test_fadvise_on_part_of_a_page_keeps_puts(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """fadvise for a part of a page names no page, so pages that are evicted meanwhile are put."""
+    """fadvise(DONTNEED) for a part of a page drops no page, so it must not prevent any put."""
     guest = boot(session, kernel, module)
     path = f"{WHERE}/f"
     sums = make(guest, path)
     check_cached(guest, sums)
-    # There are more of them than processors, so that at any moment one is in the middle of the
-    # call.
+    # Start more processes than the guest has processors, so that one of them is always in the
+    # middle of the fadvise call.
     advisers = [guest.start(f"exec {SPECIAL} advise {path} 100", 300) for _ in range(3)]
     for _ in range(3):
         before = settle(guest)["puts"]
@@ -281,7 +288,7 @@ def test_mounts_of_one_file_system_share_one_cache(
     (digest,) = make(guest, f"{WHERE}/f").values()
     for place in places:
         check_cached(guest, {f"{place}/f": digest})
-    # A change at each place is visible at the others.
+    # Change the file at each of the three mount points, and read the change at the others.
     for number, place in enumerate(places):
         evict(guest, [f"{WHERE}/f"])
         content = changed_content(f"{number}")
@@ -290,7 +297,7 @@ def test_mounts_of_one_file_system_share_one_cache(
         digest = hashlib.sha256(content).hexdigest()
         for other in places:
             check_cached(guest, {f"{other}/f": digest})
-    # Only the last unmount ends the cache.
+    # The driver frees the pool only at the last of the three unmounts.
     held = evict(guest, [f"{WHERE}/f"])["index_pages"]
     assert held >= FILE_PAGES // 2
     guest.sh(f"umount {WHERE} && umount {bound}")
@@ -312,7 +319,7 @@ def test_mounts_of_one_file_system_share_one_cache(
 def test_overlayfs_files_are_cached_and_change_with_their_layers(
     session: Session, kernel: Kernel, module: Path, kind: str
 ) -> None:
-    """A container's files are cached as those of the file system below, and change with them."""
+    """Files of overlayfs are cached as files of the file system below, and show its changes."""
     if not there(kernel, "overlay"):
         pytest.skip(f"kernel {kernel.release} has no overlayfs")
     guest = driver_guest(
@@ -328,15 +335,15 @@ def test_overlayfs_files_are_cached_and_change_with_their_layers(
     guest.sh(f"mount -t overlay none -o lowerdir={lower},upperdir={upper},workdir={work} {merged}")
     image = f"{merged}/image"
 
-    # A file of the lower layer comes back, both by reads and by a mapping.
+    # Reads and a memory mapping of a file of the lower layer get its pages from the cache.
     check_cached(guest, {image: digest})
     evict(guest, [image])
     before = stats(guest)["hits"]
     assert guest.sh(f"{SPECIAL} map {image} | sha256sum").split()[0] == digest
     assert stats(guest)["hits"] - before > FILE_PAGES // 2
 
-    # The first write copies the file up: reads return the new file, and the lower file is
-    # unchanged.
+    # At the first write, overlayfs copies the file to the upper layer. Reads return the new file,
+    # and the file in the lower layer is unchanged.
     for number, flags in enumerate(("notrunc", "notrunc,fsync")):
         evict(guest, [image])
         content = changed_content(f"copied up {number}")
@@ -375,7 +382,7 @@ def test_overlayfs_files_are_cached_and_change_with_their_layers(
 def test_file_stored_in_its_inode_reads_no_old_byte(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """A file of one page may be stored in its inode, and changes there without a dirty page."""
+    """A small file that changes in its inode, without a dirty page, is read with right bytes."""
     guest = boot(session, kernel, module, options="inline_data")
     for size in (100, 4096):
         path = f"{WHERE}/small{size}"
@@ -391,9 +398,9 @@ def test_file_stored_in_its_inode_reads_no_old_byte(
 def test_journalled_data_is_flushed_and_not_put(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """With data in the journal, a clean page may be newer than the disk."""
+    """Files with data in the journal are not put: a clean page may be newer than the disk."""
     guest = boot(session, kernel, module)
-    # A single file can have it only if allocation is not delayed.
+    # chattr +j works for a single file only if the file system has no delayed allocation.
     guest.sh(f"umount {WHERE}", 60)
     guest.mount("data", WHERE, "ext4", "nodelalloc")
     path = f"{WHERE}/f"
@@ -416,9 +423,10 @@ def test_journalled_data_is_flushed_and_not_put(
 def test_pages_with_failed_writeback_are_not_put(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Pages whose writeback failed are clean, and differ from the disk."""
+    """Pages whose writeback failed are not put: they are clean, but differ from the disk."""
     guest = boot(session, kernel, module, modules=["loop"])
-    # The new blocks of this disk cannot be written: it is a sparse file on a full file system.
+    # The image of this disk is a sparse file on a file system that becomes full, so writes to new
+    # blocks of the disk fail.
     guest.sh("mkdir /narrow /inner && mount -t tmpfs -o size=32m none /narrow")
     guest.sh("truncate -s 64M /narrow/image && losetup /dev/loop0 /narrow/image")
     guest.sh("mke2fs -q /dev/loop0 && mount -t ext4 /dev/loop0 /inner", 60)
@@ -436,7 +444,7 @@ def test_pages_with_failed_writeback_are_not_put(
     after = stats(guest)
     assert after["puts"] == before["puts"]
     assert after["index_pages"] <= held - FILE_PAGES // 2
-    # Contents that were written before are still right, and now come from the disk.
+    # Files that were written before still have right contents, which now come from the disk.
     old = guest.sh(f"dd if={path} bs=4096 count={FILE_PAGES} 2>/dev/null | sha256sum").split()[0]
     assert old == sums[path]
     assert stats(guest)["hits"] == after["hits"]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Runs the torture on each kind of file system that the driver serves.
+"""Runs the torture program on each kind of file system that the driver serves.
 
-test_torture.py covers a plain ext4 in depth. This file shows that the differences between file
-systems do not matter.
+test_torture.py runs more operations, but only on ext4 with default options.
 """
 
 from __future__ import annotations
@@ -45,11 +44,13 @@ SMALL = "--files=16 --size-max=524288"
 FOLIO_PAGES = 512
 FOLIO_PUT_MAX = 32
 
-# Operations that soon show a kernel's wrong zeroing: 6 of 8 runs of 6,000 failed on 7.2.
+# Kinds of random operations that soon find the fault of kernels whose FALLOC_FL_ZERO_RANGE is
+# wrong. On Linux 7.2, 6 of 8 runs of 6,000 operations found it.
 ZERO_ONLY = "read,write,zero,sync,truncate"
 ZERO_OPERATIONS = 20_000
 
-# Operations that change blocks below the page cache on xfs, and the hook that sees each.
+# Operations that change blocks below the page cache on xfs, and the hook that reports each to the
+# driver.
 XFS_BROKEN = {
     "clone": "truncate",
     "exchange": "truncate",
@@ -78,7 +79,7 @@ def boot(
 
 
 def mounted(name: str) -> str:
-    """Returns the arguments that torture needs to unmount and mount again."""
+    """Returns the arguments with which the torture program can unmount and mount the disk."""
     fs = disk.FILE_SYSTEMS[name]
     options = f" --mount-options={fs.mount_options}" if fs.mount_options else ""
     return f"--device=/dev/vda --fstype={fs.kind}{options}"
@@ -104,7 +105,7 @@ def skip_unless_mountable(kernel: Kernel, name: str) -> None:
 
 @pytest.mark.smoke
 def test_xfs_torture_finds_no_wrong_byte(session: Session, kernel: Kernel, module: Path) -> None:
-    """The short form: random operations, and each scenario."""
+    """Runs random operations and each scenario on xfs with default options."""
     guest = boot(session, kernel, module, "xfs")
     random_operations(guest, "xfs", 6_000)
     for scenario in (*SCENARIOS, "clone", "swapext"):
@@ -129,7 +130,7 @@ def test_random_operations_find_no_wrong_byte(
 def test_hits_of_random_operations_match_the_disk(
     session: Session, kernel: Kernel, module: Path, name: str
 ) -> None:
-    """Every hit is also read from the disk; the driver's own check must agree."""
+    """The driver reads every hit from the disk as well, and must find no difference."""
     skip_unless_mountable(kernel, name)
     guest = boot(session, kernel, module, name, "verify_every=1")
     random_operations(guest, name, 5_000)
@@ -155,8 +156,8 @@ def test_operation_that_a_stock_kernel_gets_wrong_is_omitted(
         )
     ).start()
     guest.mount("data", WHERE, fs.kind, fs.mount_options)
-    # A point release that fixes the fault passes as well, because the kernels are the newest of
-    # their series.
+    # The test uses the newest point release of a series, which may have a fix. So these kernels may
+    # be wrong, but need not be.
     may_be_wrong = kernel.series in ("7.2", "7.3") and fs.kind == "ext4"
     wrong = []
     for scenario, found, on_disk in (
@@ -169,8 +170,8 @@ def test_operation_that_a_stock_kernel_gets_wrong_is_omitted(
         wrong.append(done.status == 1)
         if wrong[-1]:
             assert re.search(rf"found: .*{found}\n  disk: .*{on_disk}", done.text)
-    # The random operations detect the fault and omit the operation. Otherwise other operations
-    # would see a wrong byte.
+    # The torture program detects the fault of the kernel and omits the operation from its random
+    # operations. Otherwise they would find wrong bytes that are not the driver's fault.
     arguments = f"--seed={seed()} --ops={ZERO_OPERATIONS} {SMALL} --only={ZERO_ONLY} --no-evictor"
     done = guest.run(f"{TORTURE} {arguments} {WHERE}", 300)
     print(done.text)
@@ -183,7 +184,11 @@ def test_operation_that_a_stock_kernel_gets_wrong_is_omitted(
 def test_dirty_hook_alone_protects_split_folios(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """A page that was not removed can be read again; only the dirty hook reports such a change."""
+    """The hook for dirty pages is needed for parts of a large folio that was split.
+
+    Such a page is read again without having been removed from the page cache. So no other hook
+    reports that it was changed.
+    """
     name = "xfs-1k"
     guest = boot(session, kernel, test_module, name, f"verify_every=0 {PATIENT}")
     Torture(guest, f"--scenario=split {mounted(name)}").finish()
@@ -197,9 +202,10 @@ def test_dirty_hook_alone_protects_split_folios(
 def test_xfs_scenario_without_its_hook_finds_a_wrong_byte(
     session: Session, kernel: Kernel, test_module: Path, scenario: str
 ) -> None:
-    """The hooks see clone, exchange and swapext only by their initial truncation.
+    """Each scenario of xfs finds a wrong byte if the hook for its operation is switched off.
 
-    They see a program that writes blocks directly by its request for their positions.
+    Clone, exchange and swapext first truncate the page cache, and a hook reports that. A program
+    that writes blocks of the disk itself first asks for their positions, which has another hook.
     """
     name = "xfs-exchange" if scenario == "exchange" else "xfs"
     skip_unless_mountable(kernel, name)
@@ -218,7 +224,7 @@ def test_at_most_32_pages_of_a_large_folio_are_put(
     if tuple(int(part) for part in kernel.series.split(".")) < (6, 6):
         pytest.skip(f"Linux {kernel.series} writes to small folios")
     guest = boot(session, kernel, module, "xfs")
-    # Each write creates one folio. Memory may be too fragmented for some of them.
+    # Each write creates one folio. Some may be smaller because memory is fragmented.
     found = []
     for number in range(8):
         path = f"/mnt/large{number}"

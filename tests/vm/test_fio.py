@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""fio's verification of its own data, as a checker from another project.
+"""fio writes and verifies data on a cached file system, as a checker from another project.
 
 Each block that fio writes has a header with a number derived from its seed. fio therefore
 recognizes a block of an earlier run with another seed as wrong.
@@ -45,8 +45,8 @@ RUNS = [
     "--ioengine=mmap --rw=randwrite --bs=8k",
 ]
 DIRECT = "--ioengine=io_uring --iodepth=8 --rw=randwrite --bs=8k --direct=1"
-# Reads the same blocks through the page cache. io_uring first reads without waiting, and for such
-# reads the driver does not ask the host, so another engine reads here.
+# Options to verify through the page cache the blocks that were written directly. The engine is not
+# io_uring: it first reads without waiting, and the driver does not ask the host for such reads.
 BUFFERED = "--ioengine=psync --rw=randwrite --bs=8k --verify_only"
 MARK_SECONDS = 60.0  # time for several sweeps of the driver, one every 10 s
 
@@ -73,7 +73,10 @@ def evict_all(guest: Guest) -> None:
 def test_fio_verification_finds_no_stale_page(
     session: Session, kernel: Kernel, module: Path, name: str
 ) -> None:
-    """Verifies buffered, mapped and asynchronous overwrites by reads while pages are evicted."""
+    """fio overwrites files with buffered, mapped and asynchronous writes and verifies every block.
+
+    Meanwhile pages are evicted.
+    """
     number = seed()
     guest = boot(session, kernel, module, name)
     evictor = guest.start(
@@ -83,7 +86,7 @@ def test_fio_verification_finds_no_stale_page(
         right(run(guest, f"--randseed={number + turn} {arguments}"))
     evictor.kill()
     evictor.wait()
-    # Direct writes are verified by reads through the page cache.
+    # Write directly, and verify by reads through the page cache.
     for turn in range(2):
         draw = f"--randseed={number + 100 + turn}"
         evict_all(guest)
@@ -109,12 +112,12 @@ def test_fio_verification_finds_no_stale_page(
 def test_fio_verification_finds_a_missing_hook(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Shows the value of the check: without a hook, fio finds a stale page."""
+    """If the hook for direct writes is switched off, fio finds a stale page."""
     guest = boot(session, kernel, test_module, "ext4")
     right(run(guest, f"--randseed=1 {RUNS[0]}"))
     evict_all(guest)
     set_parameter(guest, "test_hooks_off", "direct")
-    # A stale page that is late would be discarded, so the deadline is the longest one.
+    # Set the longest deadline, because the driver would discard a stale page that arrives late.
     set_parameter(guest, "deadline_ms", str(DEADLINE_MAX_MS))
     right(run(guest, f"--randseed=2 {DIRECT} --do_verify=0"))
     done = run(guest, f"--randseed=2 {BUFFERED}")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Errors of a file system after which a clean page differs from the disk.
 
-ext4 writes data to blocks that count as unwritten, and converts them afterwards. The disk below can
-be stopped in between, so that the conversion fails after the data was written.
+ext4 writes data to blocks that are marked as unwritten, and marks them as written afterwards (the
+conversion). A test can stop the disk in between, so that the conversion fails after the data was
+written.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ NAME = "unwritten"
 PATH = f"{WHERE}/{NAME}"
 DATA = b"A" * PAGE
 NO_JOURNAL = ("-O", "^has_journal")
-# Longer than the test takes; see fail_conversion().
+# Delay of a write to the data block in fail_conversion(). It is longer than the test takes.
 DELAY_MS = 60_000
 WRITEBACK_SECONDS = 60.0
 SHUTDOWN_SECONDS = 30.0
@@ -107,7 +108,7 @@ class Below:
         self.guest.sh(f"dd if=/tmp/data of={PATH} bs={PAGE} seek={page} conv=notrunc 2>/dev/null")
 
     def write_back(self) -> Job:
-        """Starts to write the file back to a disk that does not answer."""
+        """Starts to write the file back while the disk does not answer."""
         writing = self.guest.start(f"exec sync {PATH}", 120)
         until(lambda: self.writeback_kib() > 0, WRITEBACK_SECONDS, "pages are written back")
         return writing
@@ -144,7 +145,8 @@ def fail_conversion(below: Below) -> None:
     The file system has no journal, which would hold the extents in memory.
     """
     guest = below.guest
-    # Every second page is written, so that the extents need their own block.
+    # Write every second page, so that the file has too many extents for its inode, and they are in
+    # a block of their own.
     for page in range(0, PAGES, 2):
         below.write(page)
         guest.sh(f"sync {PATH}")
@@ -186,7 +188,10 @@ def page_after_failed_conversion(below: Below) -> bytes:
 def test_page_with_failed_conversion_is_not_put(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """The page is clean and has the written data, while the disk reads as zeroes."""
+    """The driver does not put a page after a failed conversion of its block.
+
+    Such a page is clean and has the written data, but the disk reads as zeroes.
+    """
     below = Below.boot(session, kernel, module, *NO_JOURNAL)
     assert page_after_failed_conversion(below) == bytes(PAGE)
     check_cached(below.guest, make(below.guest, WHERE))
@@ -212,7 +217,7 @@ def shut_down(below: Below) -> int:
     guest.sh(f"{DM} data suspend")
     writing = below.write_back()
     shutting = guest.start(f"exec {SPECIAL} shutdown {WHERE}", 120)
-    # The shutdown is seen when it begins; its end may wait for the disk.
+    # Wait only for the begin of the shutdown, because its end may need the stopped disk.
     until(lambda: "shut down requested" in guest.sh("dmesg"), SHUTDOWN_SECONDS, "shutdown begins")
     below.go_on(below.whole(), writing)
     assert shutting.wait().status == 0
@@ -229,7 +234,10 @@ def shut_down(below: Below) -> int:
 def test_forced_shutdown_empties_the_pool_of_the_mount(
     session: Session, kernel: Kernel, test_module: Path, hooks_off: str
 ) -> None:
-    """After a shutdown, the driver puts and holds no page; either of two reports is enough."""
+    """After a forced shutdown of ext4, the driver puts and holds no page of it.
+
+    Two hooks report the shutdown, and each of them is sufficient.
+    """
     below = Below.boot(session, kernel, test_module)
     guest, mount = below.guest, Mount(below.guest, WHERE)
     check_cached(guest, make(guest, WHERE))

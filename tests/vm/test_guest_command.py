@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The command tmem-guest and the driver's device: dropping trees, policies, and permissions."""
+"""The command tmem-guest and /dev/virtio_tmem: dropping trees, policies, and permissions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 COMMAND = "/bin/tmem-guest"
 PAGES = FILE_BYTES // 4096  # pages of a file
-# Exit statuses.
+# Exit statuses of tmem-guest.
 SOME, USAGE, NO_DRIVER, NOT_SERVED, NOT_OWNER = 1, 2, 3, 4, 5
 
 
@@ -45,14 +45,14 @@ def command() -> dict[str, Path]:
 
 
 def say(guest: Guest, arguments: str) -> dict[str, Any]:
-    """Runs the command with --json; it must succeed."""
+    """Runs tmem-guest with --json, and returns its answer. The command must succeed."""
     answer = json.loads(guest.sh(f"{COMMAND} --json {arguments}", 120))
     assert isinstance(answer, dict)
     return answer
 
 
 def refused(guest: Guest, arguments: str, status: int, *words: str) -> Result:
-    """The command must fail with that status and a message that contains these words."""
+    """Runs tmem-guest, which must fail with `status` and a message that contains the words."""
     done = guest.run(f"{COMMAND} {arguments}", 60)
     text = done.stderr.decode()
     assert done.status == status, (
@@ -64,7 +64,7 @@ def refused(guest: Guest, arguments: str, status: int, *words: str) -> Result:
 
 
 def start(session: Session, kernel: Kernel, module: Path) -> tuple[Guest, dict[str, str]]:
-    """Boots a guest with files, the loaded module, and the command."""
+    """Boots a guest with files, loads the module, and installs tmem-guest."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     vm = driver_vm(
@@ -123,7 +123,8 @@ def test_policy_never_flushes_and_default_allows_puts(
     assert held(guest, path) > PAGES * 9 // 10
     assert held(guest, other) > PAGES * 9 // 10
 
-    # Held pages of this file only are erased, and pages that are evicted from now on are not put.
+    # The policy erases the pages of this file from the index, but no pages of other files. From
+    # then on, evicted pages of the file are not put.
     assert say(guest, f"policy {path} never") == {
         "files": 1,
         "never": 1,
@@ -149,7 +150,7 @@ def test_policy_never_flushes_and_default_allows_puts(
     guest.sh("echo N >/sys/module/virtio_tmem/parameters/drop_caches_flush")
     assert say(guest, f"policy {path}")["never"] == 1
 
-    # The policy returns to the default. The file's contents were right all the time.
+    # With the default policy, the pages of the file are put again.
     assert say(guest, f"policy {path} default")["never"] == 0
     assert checksums(guest, [path]) == {path: sums[path]}
     for _ in range(20):  # the host creates a new pool for the emptied one in the background
@@ -165,7 +166,7 @@ def test_a_policy_ends_with_its_file(session: Session, kernel: Kernel, module: P
     guest, sums = start(session, kernel, module)
     kept = next(iter(sums))
     guest.sh(f"{COMMAND} policy {kept} never")
-    # A new inode with the number of a deleted one begins with the default.
+    # A new file whose inode number belonged to a deleted file has the default policy.
     numbers = set()
     for turn in range(3):
         path = f"{WHERE}/again{turn}"
@@ -175,7 +176,8 @@ def test_a_policy_ends_with_its_file(session: Session, kernel: Kernel, module: P
         assert say(guest, f"policy {path} never")["never"] == 1
         guest.sh(f"rm {path} && sync")
     assert len(numbers) < 3, "the file system reused no inode number, so nothing was tested"
-    # The command is recursive, and neither follows nor counts a link.
+    # tmem-guest sets the policy of all files below a directory. It neither follows nor counts
+    # symbolic links.
     guest.sh(f"mkdir -p {WHERE}/d/e && ln -s {kept} {WHERE}/d/link && mkfifo {WHERE}/d/fifo")
     guest.sh(f"for i in 1 2 3; do echo $i >{WHERE}/d/$i; echo $i >{WHERE}/d/e/$i; done; sync")
     answer = say(guest, f"policy {WHERE}/d never")
@@ -193,7 +195,7 @@ def test_a_policy_ends_with_its_file(session: Session, kernel: Kernel, module: P
 def test_policies_survive_the_replacement_of_the_pool(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Policies from before stay, and policies that are set meanwhile are not lost."""
+    """Policies are kept when the driver replaces the pool, also if they are set at that time."""
     guest, sums = start(session, kernel, test_module)
     kept, taken_back, meanwhile = list(sums)[:3]
     guest.sh(f"{COMMAND} policy {kept} {taken_back} never")
@@ -246,7 +248,7 @@ def test_permissions_and_invalid_requests_are_checked(
     refused(guest, f"policy {WHERE}/fifo", SOME, "neither a file nor a directory")
     guest.sh("echo x >/tmp/file")
     refused(guest, "policy /tmp/file never", NOT_SERVED, "/tmp/file", "does not serve")
-    # The command does not enter a mount point.
+    # tmem-guest does not enter a directory on which another file system is mounted.
     guest.sh(f"mkdir {WHERE}/below && mount -t tmpfs none {WHERE}/below")
     guest.sh(f"echo x >{WHERE}/below/file")
     answer = say(guest, f"drop {WHERE}")
@@ -256,13 +258,13 @@ def test_permissions_and_invalid_requests_are_checked(
 def test_memory_of_policies_is_bounded(session: Session, kernel: Kernel, test_module: Path) -> None:
     guest, sums = start(session, kernel, test_module)
     guest.sh(f"mkdir {WHERE}/d && cd {WHERE}/d && for i in $(seq 400); do echo >$i; done; sync", 60)
-    # An eighth of this limit is one node of 64 inode numbers, and the rest is too small for
-    # another.
+    # Policies may use an eighth of this limit. That is enough for one node, which has 64 inode
+    # numbers, and not for a second one.
     set_parameter(guest, "test_index_bytes", "8192")
     refused(guest, f"policy {WHERE}/d never", SOME, f"{WHERE}/d/", "no room")
     answer = say(guest, f"policy {WHERE}/d")
     assert 0 < answer["never"] <= 128
-    # Returning to the default frees the memory completely.
+    # Setting the default policy frees all memory of the policies. Repeat it to find a leak.
     for _ in range(3):
         assert say(guest, f"policy {WHERE}/d default")["never"] == 0
         path = next(iter(sums))
@@ -270,7 +272,7 @@ def test_memory_of_policies_is_bounded(session: Session, kernel: Kernel, test_mo
         guest.sh(f"{COMMAND} policy {path} default")
     refused(guest, f"policy {WHERE}/d never", SOME, "no room")
     assert say(guest, f"policy {WHERE}/d")["never"] == answer["never"]
-    # Marks are freed with their file system.
+    # The driver frees the policies of a file system at its unmount.
     guest.sh(f"umount {WHERE}", 60)
     guest.mount("data", WHERE)
     assert say(guest, f"policy {WHERE}/d")["never"] == 0

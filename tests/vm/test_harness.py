@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Tests of the harness itself: its reports are right, and it misses no fault of a guest or QEMU."""
+"""The harness reports the guest's state correctly, and misses no fault of a guest or of QEMU."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def test_disks_have_their_contents_and_throttling(session: Session, kernel: Kern
     assert (read - before) * 512 >= len(content)
     assert read_qemu - before_qemu == (read - before) * 512
     guest.sh("sha256sum /mnt/file")
-    # The file was cached. The file system may have read a few of its own blocks meanwhile.
+    # The second read finds the file in the page cache. The file system may have read a few blocks
+    # of its metadata.
     again, again_qemu = at_rest(guest, vm)
     assert (again - read) * 512 < len(content) // 100
     assert again_qemu - read_qemu == (again - read) * 512
@@ -156,6 +157,7 @@ def test_a_qemu_that_aborts_at_boot_is_reported(
     vm = session.vm(Config(kernel))
     vm.launch()
     vm.pause()
-    # The signal may come before the channel exists, or while an answer is awaited.
+    # The signal ends QEMU before the channel to the agent exists, or while connect() waits for the
+    # agent's answer.
     threading.Timer(0.5, vm.process.signal, [signal.SIGABRT]).start()
     assert "ended with status -6" in expect_error(vm.connect)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Hooks that file contents do not depend on: without one of them, only its own purpose is lost.
+"""Hooks that are not needed for right contents: without one of them, only hits or puts are lost.
 
-test_torture and test_filesystems leave out the hooks that coherence depends on, one by one."""
+test_torture.py and test_filesystems.py switch off the hooks that right contents depend on.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# Hooks of a way to read, and commands that read in that way.
+# Name of each hook for reads, and a guest command that reads files through it.
 READERS = [("readahead", "cat"), ("read_folio", f"{SPECIAL} map")]
 
 
 def check_read_path(guest: Guest, hook: str, reader: str) -> None:
-    """Reads a file from the pool if the hook is called, and from the disk if it is off."""
+    """Checks that a file is read from the disk while the hook is off, otherwise from the pool."""
     path = f"{WHERE}/f"
     (digest,) = make(guest, path).values()
     for off in (True, False):
@@ -41,14 +42,18 @@ def check_read_path(guest: Guest, hook: str, reader: str) -> None:
 def test_each_read_path_needs_its_hook_for_hits(
     session: Session, kernel: Kernel, test_module: Path, hook: str, reader: str
 ) -> None:
-    """Without the hook, such reads come from the disk, and the host's pages do no harm."""
+    """If a hook for reads is off, reads of its kind come from the disk and have right bytes."""
     guest = boot(session, kernel, test_module)
     check_read_path(guest, hook, reader)
     wait_state(guest, "on")
 
 
 def puts_of_an_open_file(guest: Guest) -> int:
-    """Opens a file for writing as the first of a mount; returns how many of its pages are put."""
+    """Mounts the disk again, opens a file for writing, and returns how many of its pages are put.
+
+    No other file of the mount has been opened before. So the driver can know the mount at the open
+    only by the mount hook.
+    """
     device = f"/dev/{guest.disk('data')}"
     path, other = f"{WHERE}/f", f"{WHERE}/other"
     guest.sh(f"umount {WHERE} && mount -t ext4 {device} {WHERE}", 60)

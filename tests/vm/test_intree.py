@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """The driver built into an x86-64 kernel without ftrace, kprobes and modules.
 
-`--kernel intree` is Linux 6.12, `--kernel intree-7.3` is 7.3. The kernel calls the hooks itself.
-For each call that the patches of guest-driver/intree add, a test finds the difference that the call
-makes.
+`--kernel intree` is Linux 6.12, `--kernel intree-7.3` is 7.3. The patches of guest-driver/intree
+add calls of the hooks to the kernel. For each of these calls, a test fails if the call is missing.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def boot(
 def served(
     session: Session, kernel: Kernel, parameters: str = "verify_every=0", name: str = "ext4"
 ) -> Guest:
-    """Boots a VM whose driver caches."""
+    """Boots a VM, and waits until the built-in driver caches files of the data disk."""
     guest = boot(session, kernel, f"deadline_ms={DEADLINE_MS} {parameters}", name)
     wait_state(guest, "on")
     wait_served(guest)
@@ -125,7 +124,7 @@ def test_hooks_without_ftrace(session: Session, kernel: Kernel) -> None:
 
 
 def test_pages_come_from_the_pool(session: Session, kernel: Kernel) -> None:
-    """Files that were evicted come back right, and not from the disk."""
+    """Evicted files are read back with right bytes, and mostly not from the disk."""
     guest = served(session, kernel)
     files = [f"{WHERE}/f{number}" for number in range(16)]
     for path in files:
@@ -138,7 +137,7 @@ def test_pages_come_from_the_pool(session: Session, kernel: Kernel) -> None:
     change = growth(before, stats(guest))
     assert change["hits"] > pages * 9 // 10
     sectors = (guest.disk_stat("data") - read).read_sectors
-    assert sectors < pages * 8 // 10  # a page has 8
+    assert sectors < pages * 8 // 10  # a page has 8 sectors
     assert change["mismatches"] == 0
 
 
@@ -156,7 +155,10 @@ def test_self_test_detects_each_missing_hook(
 
 
 def test_released_hooks_are_taken_again(session: Session, kernel: Kernel) -> None:
-    """Hooks are switched while torture runs: no wrong byte, and afterwards pages are found."""
+    """Releasing and taking the hooks during the torture program causes no wrong byte.
+
+    Afterwards the cache has hits again.
+    """
     guest = served(session, kernel)
     torture = Torture(guest, f"--seed={seed()} --ops=6000 {SMALL} --jobs=2", 600)
     for _ in range(5):
@@ -174,7 +176,7 @@ def test_released_hooks_are_taken_again(session: Session, kernel: Kernel) -> Non
 
 @pytest.mark.parametrize("name", ["ext4", "xfs"])
 def test_random_operations_find_no_wrong_byte(session: Session, kernel: Kernel, name: str) -> None:
-    """Runs workers, an evictor and unmount cycles, in which the cache must take part."""
+    """Random operations, evictions and unmounts cause no wrong byte, and the cache has hits."""
     guest = served(session, kernel, "verify_every=10", name)
     arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4"
     numbers = Torture(guest, f"{arguments} {mounted(name)} {disk.left_out(name)}", 900).finish()
@@ -191,7 +193,7 @@ def test_random_operations_find_no_wrong_byte(session: Session, kernel: Kernel, 
 
 
 def test_readers_never_see_an_older_version(session: Session, kernel: Kernel) -> None:
-    """Buffered and direct writers and readers use the same blocks."""
+    """Readers never see an older version of a block, beside buffered and direct writers."""
     guest = served(session, kernel)
     arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
     Torture(guest, f"{arguments} --readers=3 --direct-readers=1", 600).finish()
@@ -216,7 +218,7 @@ def test_scenarios_find_no_wrong_byte(
 
 
 def test_scenario_without_its_hook_finds_a_wrong_byte(session: Session, kernel: Kernel) -> None:
-    """Calls for changes of a file are needed: without each of them, a byte is wrong."""
+    """If the kernel does not call a hook for changes of a file, a scenario finds a wrong byte."""
     guest = served(session, kernel, f"verify_every=0 {PATIENT}")
     for hooks, scenario in BROKEN:
         set_parameter(guest, "test_hooks_off", hooks)
@@ -230,15 +232,17 @@ def test_scenario_without_its_hook_finds_a_wrong_byte(session: Session, kernel: 
 def test_random_operations_detect_each_missing_hook(
     session: Session, kernel: Kernel, hooks: str
 ) -> None:
-    """The random operations detect each missing hook that file contents depend on."""
+    """Random operations find a wrong byte without each hook that right contents depend on."""
     guest = served(session, kernel, f"verify_every=0 {PATIENT} test_hooks_off={hooks}")
     arguments = f"--seed={seed()} --ops=50000 --files=16 --size-max=262144 --no-evictor"
     Torture(guest, arguments, 600).must_mismatch()
 
 
 def test_hooks_that_no_byte_depends_on(session: Session, kernel: Kernel) -> None:
-    """Without the hook call at a mount, at a read or in drop_slab(), only its own purpose is
-    lost."""
+    """Without the hooks for mounts, reads or drop_slab(), bytes are right and only hits are lost.
+
+    Without the one for drop_slab(), drop_caches does not empty the pool.
+    """
     guest = served(session, kernel)
     for hook, reader in READERS:
         check_read_path(guest, hook, reader)
@@ -256,7 +260,7 @@ def test_hooks_that_no_byte_depends_on(session: Session, kernel: Kernel) -> None
 
 @pytest.mark.parametrize("hooks_off", ["journal_abort", "fs_error", "journal_abort,fs_error"])
 def test_forced_shutdown_is_reported(session: Session, kernel: Kernel, hooks_off: str) -> None:
-    """ext4 and jbd2 report a shutdown, each by itself, and the driver empties the mount's pool."""
+    """If only ext4 or only jbd2 reports a forced shutdown, the driver empties the mount's pool."""
     guest = served(session, kernel)
     mount = Mount(guest, WHERE)
     check_cached(guest, make(guest, f"{WHERE}/f"))
@@ -276,7 +280,11 @@ def test_forced_shutdown_is_reported(session: Session, kernel: Kernel, hooks_off
 def test_page_with_failed_conversion_is_not_put(
     session: Session, kernel: Kernel, hooks_off: str
 ) -> None:
-    """The disk reads as zeroes; without the call, the page comes from the pool as written."""
+    """The driver does not put a page after a failed conversion of its block.
+
+    The disk then reads as zeroes. If the kernel does not call the hook, the page is put, and reads
+    return the written data from the pool.
+    """
     image = make_image(session, *NO_JOURNAL)
     guest = boot(
         session,
@@ -291,7 +299,7 @@ def test_page_with_failed_conversion_is_not_put(
 
 
 def test_file_systems_on_device_mapper_are_refused(session: Session, kernel: Kernel) -> None:
-    """Without kprobes, the driver cannot find out whether a device below encrypts."""
+    """Without kprobes, the driver refuses device mapper, as it cannot see whether it encrypts."""
     image = disk.ext4(session.folder / "data.img", 256 * MIB)
     guest = boot(session, kernel, "verify_every=0", image=image, files=programs(DM))
     wait_state(guest, "on")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Large folios: a bounded number of pages is put, and a folio is got whole or not at all."""
+"""Large folios: the driver puts a bounded number of pages, and gets all of a folio or nothing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from harness.session import Session
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# The first series in which each file system writes in folios of up to 2 MiB.
+# First kernel series in which writes to each file system create folios of up to 2 MiB.
 LARGE_WRITES = {"ext4": (6, 16), "xfs": (6, 6)}
 HUGE_ORDER = 9
-# TMEM_FOLIO_MAX_PAGES of the driver: pages that are copied with interrupts off.
+# Largest number of pages of a folio that the driver puts, TMEM_FOLIO_MAX_PAGES, and its order. The
+# driver copies them with interrupts off.
 PUT_MAX, PUT_MAX_ORDER = 32, 5
-# The first series in which readahead keeps the order of a stream's folios and the driver can limit
-# it.
+# First kernel series in which readahead stores the order of a stream's folios with the open file,
+# so that the driver can limit the order.
 STREAMS_LIMITED = (6, 17)
 PAGES = 16 * 256
 
@@ -72,15 +73,15 @@ def test_put_of_a_large_folio_is_bounded(
     taken = stats(guest)["puts"] - before["puts"]
     # Other files may be put as well.
     assert bound // 2 <= taken <= bound + PUT_MAX
-    # Held pages come back from the pool, and the others from the disk.
+    # The file has right bytes. Some of its pages come from the pool, the others from the disk.
     assert checksums(guest, [path]) == sums
     wait_state(guest, "on")
 
 
 def reclaim_slowly(guest: Guest, mebibytes: int) -> None:
-    """Reclaims pages that the group's processes read, in steps that fit the put ring."""
+    """Reclaims pages that processes of GROUP have read, in steps that fit into the put ring."""
     for _ in range(mebibytes):
-        # The write fails if less could be reclaimed.
+        # The write fails if the kernel could reclaim less than 1 MiB.
         guest.sh(f"echo 1M >{GROUP}/memory.reclaim 2>/dev/null || true", 60)
         settle(guest)
 
@@ -96,7 +97,7 @@ def test_folios_of_a_stream_are_put_completely(
     guest.sh(f"dd if=/dev/urandom of={path} bs=16M count=1 2>/dev/null && sync", 60)
     guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
     settle(guest)
-    # 7.2 sets this value itself on virtio-blk; it allows folios of 2 MiB.
+    # A readahead of 8 MiB allows folios of 2 MiB. Linux 7.2 sets it for virtio-blk by itself.
     guest.sh("echo 8192 >/sys/block/vda/queue/read_ahead_kb")
     guest.sh(f"mkdir -p {CGROUPS} && mount -t cgroup2 none {CGROUPS} && mkdir {GROUP}")
     guest.sh(f"echo +memory >{CGROUPS}/cgroup.subtree_control")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """The device and its quota in domains of a stock libvirtd: tmemctl, the hook, the bridge.
 
-If a test needs no guest, its VM stays paused: it has its device, and uses no processor.
+If a test does not need a running guest, the VM stays paused and uses no processor time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def machine(
 
 
 def define(libvirt: Libvirt, machine: Machine) -> str:
-    """Defines the domain twice, because libvirt then sorts the devices that it added itself."""
+    """Defines the domain twice. At the second time, libvirt sorts the devices that it added."""
     xml = machine.folder / "domain.xml"
     xml.write_text(machine.xml())
     libvirt.virsh("define", xml)
@@ -82,7 +82,10 @@ def define(libvirt: Libvirt, machine: Machine) -> str:
 
 
 def meaning(element: ET.Element) -> tuple[object, ...]:
-    """Returns an element without blanks and without the order of children and attributes."""
+    """Returns a value of an XML element for comparisons.
+
+    It ignores white space and the order of children and attributes.
+    """
     children = sorted((meaning(child) for child in element), key=repr)
     text = (element.text or "").strip()
     return (element.tag, sorted(element.attrib.items()), text, children)
@@ -113,7 +116,7 @@ def test_detach_reverts_the_changes_of_attach(libvirt: Libvirt, machine: Machine
     assert arguments(attached)[: len(arguments(before))] == arguments(before)
     for part in ("+    <source type='memfd'/>", "+    <access mode='shared'/>", "vhost-user-tmem"):
         assert part in shown
-    # attach removes no line except the emulator's.
+    # The diff of attach removes one line only, which names the emulator.
     assert [line for line in shown.splitlines() if re.match("-(?!--)", line)] == [
         f"-    <emulator>{machine.emulator}</emulator>"
     ]
@@ -133,7 +136,10 @@ def test_detach_reverts_the_changes_of_attach(libvirt: Libvirt, machine: Machine
 
 
 def test_attach_keeps_concurrent_changes_of_the_domain(libvirt: Libvirt, machine: Machine) -> None:
-    """attach keeps a change that another program makes while attach asks the emulator."""
+    """attach keeps a change that another program makes to the domain while attach runs.
+
+    The test makes the change while attach runs the emulator to ask for its devices.
+    """
     define(libvirt, machine)
     count = machine.folder / "count"
     emulator = machine.folder / "emulator"
@@ -157,7 +163,7 @@ exec {qemu_binary()} "$@"
 
 @pytest.mark.smoke
 def test_killed_test_run_leaves_no_process(session: Session, machine: Machine) -> None:
-    """A killed run leaves no process behind, not even QEMUs, which have no parent in the tests."""
+    """If a test run is killed, all its processes end, also QEMUs that libvirtd has started."""
 
     def there() -> list[int]:
         """Returns the processes whose command lines name this test's directory."""
@@ -208,7 +214,7 @@ def test_misconfigurations_are_reported_with_a_remedy(libvirt: Libvirt, machine:
     words = libvirt.refused("quota", machine.name)
     assert "tmemctl attach" in words
     for command in ("attach", "detach"):
-        # libvirt can give the device only to the next start.
+        # libvirt cannot add the device to a running VM, so attach refuses --live.
         assert "--live" in libvirt.refused(command, machine.name, "--live", status=2)
     done = libvirt.tmemctl_run("attach", machine.name, "--limit", "1XiB")
     assert done.status == 2 and '"XiB"' in done.stderr
@@ -216,8 +222,8 @@ def test_misconfigurations_are_reported_with_a_remedy(libvirt: Libvirt, machine:
 
 
 def check_restarts(libvirt: Libvirt, daemon: Daemon, guest: Guest, sums: dict[str, str]) -> None:
-    """The VM keeps its cache when daemon and libvirtd restart."""
-    # A daemon that is killed has the VM again after its restart, with all its settings.
+    """Checks that the VM has its cache and settings again after restarts of daemon and libvirtd."""
+    # A killed daemon serves the VM again after its restart, with all settings of the VM.
     daemon.restart()
     (vm,) = daemon.list()["vms"]
     assert (vm["name"], vm["uuid"], vm["quota"]["limit_bytes"]) == (LABEL, UUID, 2 << 20)
@@ -258,7 +264,7 @@ def metadata(libvirt: Libvirt, level: str) -> str:
 
 
 def check_hits(guest: Guest, sums: dict[str, str]) -> None:
-    """Evicted pages come back from the host."""
+    """Checks that evicted pages come back from the host."""
     held = evict(guest, list(sums))["index_pages"]
     assert held > 0
     hits = stats(guest)["hits"]
@@ -270,7 +276,10 @@ def check_hits(guest: Guest, sums: dict[str, str]) -> None:
 def test_attached_domain_gets_hits_until_detach(
     session: Session, libvirt: Libvirt, machine: Machine, tree: tuple[Disk, dict[str, str]]
 ) -> None:
-    """attach, start, pages that come back from the host, the running VM's quota, detach."""
+    """A domain with the device of `tmemctl attach` gets hits from the host until `detach`.
+
+    The test also changes the quota of the running VM and restarts the services.
+    """
     _, sums = tree
     daemon = session.daemon(pool_size="128MiB")
     before = define(libvirt, machine)
@@ -390,7 +399,8 @@ def test_hook_stops_a_start_only_if_the_cache_is_required(
     libvirt.virsh("start", name, "--paused")
     daemon.kill()
     libvirt.restart()
-    # libvirtd was restarted while tmemd did not run. `virsh destroy` fails if the VM was killed.
+    # The VM survived the restart of libvirtd without a running tmemd. `virsh destroy` would fail if
+    # the VM had ended.
     assert libvirt.virsh("domstate", name).strip() == "paused"
     libvirt.virsh("destroy", name)
 
@@ -400,7 +410,7 @@ def test_hook_stops_a_start_only_if_the_cache_is_required(
 
 
 def live(libvirt: Libvirt, cache: str, *levels: str) -> None:
-    """Sets a quota with virsh, without tmemctl."""
+    """Sets the quota in the domain's metadata with virsh, without tmemctl."""
     what = (NAMESPACE, "--key", "tmem", "--set", cache)
     libvirt.virsh("metadata", UUID, *what, *(levels or ("--live",)))
 
@@ -417,7 +427,7 @@ def vm_of(daemon: Daemon) -> dict[str, Any]:
 
 
 def follows(daemon: Daemon, mib: int, what: str, seconds: float = 10) -> None:
-    """Waits until the VM has that limit."""
+    """Waits until the daemon's VM has a limit of `mib` MiB."""
 
     def has() -> bool:
         vm = vm_of(daemon)
@@ -427,7 +437,7 @@ def follows(daemon: Daemon, mib: int, what: str, seconds: float = 10) -> None:
 
 
 def shows(daemon: Daemon, part: str) -> None:
-    """Waits until the VM's problem contains this text."""
+    """Waits until the problem that the daemon reports for the VM contains the text `part`."""
     until(
         lambda: part in (vm_of(daemon)["problem"] or ""), 10, f"the VM's problem contains '{part}'"
     )
@@ -442,7 +452,7 @@ def test_bridge_applies_quotas_after_any_service_restarts(
     define(libvirt, machine)
     attach = ("attach", machine.name, "--run-directory", daemon.folder)
     libvirt.tmemctl(*attach, "--limit", "64MiB")
-    # The daemon does not run when the VM starts; the VM gets its cache once the daemon runs.
+    # The VM starts while the daemon does not run. It gets its cache when the daemon runs.
     libvirt.start_bridge()
     libvirt.virsh("start", machine.name, "--paused")
     daemon.start()
@@ -474,7 +484,7 @@ def test_bridge_applies_quotas_after_any_service_restarts(
     follows(daemon, 8, "the corrected limit applies")
     assert vm_of(daemon)["problem"] is None
 
-    # A single libvirtd cannot be both ends of a migration.
+    # libvirtd refuses a migration to itself.
     words = libvirt.virsh_refused("migrate", "--live", "--unsafe", machine.name, libvirt.uri)
     assert "same host" in words
 
@@ -482,7 +492,7 @@ def test_bridge_applies_quotas_after_any_service_restarts(
 def test_bridge_survives_restarts_of_daemon_libvirtd_and_vm(
     session: Session, libvirt: Libvirt, machine: Machine
 ) -> None:
-    """Daemon, libvirtd and VM end and come back, in turn."""
+    """The VM has its settings again after the daemon, libvirtd and the VM are restarted in turn."""
     daemon = session.daemon(pool_size="128MiB")
     define(libvirt, machine)
     libvirt.tmemctl("attach", machine.name, "--run-directory", daemon.folder, "--limit", "6MiB")
@@ -530,7 +540,7 @@ def test_ten_domains_have_their_own_sockets_and_quotas(
     for number, uuid in enumerate(uuids):
         own = replace(machine, name=f"vm{number}", uuid=uuid, folder=machine.folder / f"{number}")
         own.folder.mkdir()
-        # Ten VMs cannot write to one disk.
+        # Remove the disk, because ten VMs cannot write to one disk.
         xml = re.sub("<disk.*?</disk>", "", own.xml(memory_mib=128), flags=re.DOTALL)
         (own.folder / "domain.xml").write_text(xml)
         libvirt.virsh("define", own.folder / "domain.xml")
@@ -659,7 +669,7 @@ def test_local_migration_uses_two_sockets_and_moves_no_page(
 
 
 def migrate(at: Libvirt, to: Libvirt, machine: Machine) -> Machine:
-    """Migrates the VM, with other paths for the files that only one QEMU can use."""
+    """Migrates the VM. The QEMU at the destination has other paths for its sockets and logs."""
     arrived = replace(machine, folder=machine.folder / "then")
     arrived.folder.mkdir()
     xml = at.virsh("dumpxml", "--migratable", "--security-info", machine.name)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A device that is slow, silent or gives wrong answers permanently, under load.
+"""A device that is slow, silent or gives wrong answers for a long time, under load.
 
-test_core covers the effect of each single lie, and test_deadline the wait of one readahead. Waits
-are bounded by counting them, because each takes the driver's deadline at most.
+test_core.py tests the effect of each kind of wrong answer, and test_deadline.py the wait of one
+readahead. The tests here count waits instead of measuring them, because each wait takes the
+driver's deadline at most.
 """
 
 from __future__ import annotations
@@ -39,10 +40,14 @@ LOAD = "--ops=4000 --jobs=2 --files=16 --size-max=262144"
 
 
 def read_without_answers(guest: Guest, liar: Liar, sums: dict[str, str], delay: float) -> None:
-    """Held pages come from the disk, and after the third late answer no reader waits."""
+    """Checks that files are read from the disk while the device does not answer in time.
+
+    After the third late answer no reader waits.
+    """
     before = evict(guest, list(sums))
     assert before["index_pages"] > 0
-    # The filler pushes the files out of the put ring, from where pages come without the device.
+    # The pages of the filler replace those of the files in the put ring, from where the driver
+    # would read them without the device.
     liar.delay_seconds = delay
     assert checksums(guest, list(sums)) == sums
     after = stats(guest)
@@ -51,7 +56,7 @@ def read_without_answers(guest: Guest, liar: Liar, sums: dict[str, str], delay: 
     assert after["misses_late"] > before["misses_late"]
     assert after["trips"] == before["trips"] + 1
     assert state(guest) == "tripped"
-    # Afterwards only probes are sent, for which no reader waits.
+    # The breaker is open, so the driver sends only probes, for which no reader waits.
     for _ in range(3):
         drop_pages(guest)
         assert checksums(guest, list(sums)) == sums
@@ -65,7 +70,7 @@ def read_without_answers(guest: Guest, liar: Liar, sums: dict[str, str], delay: 
 def test_slow_or_silent_device_opens_the_breaker(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Each answer is right and late, or none comes; the breaker opens, and closes afterwards."""
+    """The breaker opens if answers are right but late, or missing. It closes when they are fast."""
     data, sums = tree_disk(session)
     with Liar(session.folder / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
@@ -94,7 +99,7 @@ def test_slow_or_silent_device_opens_the_breaker(
 def test_wrong_answers_under_load_cause_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Wrong answers of all kinds except contents, in random order, under random operations."""
+    """Wrong answers under load cause no wrong byte: all kinds except "content", in random order."""
     number = seed()
     generator = random.Random(number)
     lies = ("", *LIES_OF_GETS, *LIES_OF_PUTS, "late")
@@ -107,7 +112,8 @@ def test_wrong_answers_under_load_cause_no_wrong_byte(
                 before = liar.lies_told
                 liar.lie = generator.choice(lies)
                 liar.delay_seconds = generator.choice((0.0, 0.0, 0.0, SLOW_SECONDS))
-                # This time is not scaled: with a longer one, a run would meet fewer lies.
+                # The time until the next lie is not scaled for slow machines, because a run would
+                # then meet fewer lies.
                 end = time.monotonic() + 0.5
                 while time.monotonic() < end and not torture.job.done():
                     if liar.lies_told > before:
@@ -125,7 +131,7 @@ def test_wrong_answers_under_load_cause_no_wrong_byte(
         )
         assert counters["misses_answer"] + counters["puts_unanswered"] > 0
         assert counters["mismatches"] == 0
-        # Also after impossible used elements, the cache works as usual.
+        # The cache works after all wrong answers.
         wait_state(guest, "on")
         Torture(guest, "--scenario=plain").finish()
         assert stats(guest)["hits"] > counters["hits"]

@@ -42,7 +42,7 @@ CPUS = 4
 
 
 def crash(vm: Vm, how: str) -> None:
-    """Crashes the guest's kernel: nothing is written back, and nothing is unbound."""
+    """Crashes the guest's kernel, which then neither writes back pages nor unbinds the driver."""
     mark = vm.qmp.events_seen()
     vm.guest.start(f"echo {how} >/proc/sysrq-trigger")
     vm.qmp.wait_event("RESET", 60, mark)
@@ -54,7 +54,7 @@ def crash(vm: Vm, how: str) -> None:
 def test_boot_after_a_crash_reads_no_earlier_page(
     session: Session, kernel: Kernel, module: Path, how: str
 ) -> None:
-    """After a crash under load and a reboot on the same disk, no page from before is ever read."""
+    """After a crash and a reboot on the same disk, the guest gets no page from before the crash."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     vm = driver_vm(
@@ -96,7 +96,7 @@ def test_boot_after_a_crash_reads_no_earlier_page(
 def test_dirty_files_larger_than_memory_cause_no_oom_kill(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Files twice as large as memory are written and mapped: no OOM kill, no wrong byte."""
+    """Writing and mapping files twice as large as memory causes no OOM kill and no wrong byte."""
     daemon = start_daemon(session)
     vm = driver_vm(
         session,
@@ -128,7 +128,7 @@ def test_dirty_files_larger_than_memory_cause_no_oom_kill(
 def test_cpu_hotplug_under_load_causes_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Processors go offline and online under load, in random order."""
+    """Processors that go offline and online in random order, under load, cause no wrong byte."""
     number = seed()
     generator = random.Random(number)
     daemon = start_daemon(session)

@@ -35,7 +35,7 @@ FILE_BYTES = 1 << 20
 
 
 def documented() -> list[tuple[str, str]]:
-    """Returns the documented messages of insmod and of the kernel, row by row."""
+    """Returns the messages of insmod and of the kernel from the table in docs/secure-boot.md."""
     text = (ROOT / "docs/secure-boot.md").read_text()
     lines = text.split("<!-- table: refusals -->\n", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines]
@@ -72,7 +72,8 @@ def test_refused_modules_log_the_documented_messages(
     expect_error: Callable[[Callable[[], object]], str],
 ) -> None:
     signed = sign(kernel, module, tmp_path)
-    # The first checks can be undone by unloading; the later ones last until the next boot.
+    # The checks follow in an order in which none prevents the next: the lockdown lasts until the
+    # next boot, so the checks without lockdown come first.
     (unsigned_row, unknown_row, locked_row, loads_row) = documented()
     guest = driver_vm(session, kernel, module, None, files={"/signed.ko": signed}).start()
 
@@ -100,9 +101,9 @@ def test_refused_modules_log_the_documented_messages(
 def test_all_ext4_hooks_are_found_under_lockdown(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """All of ext4 is hooked after the lockdown.
+    """The driver finds and hooks all functions of ext4 after the kernel is locked down.
 
-    The module is loaded before, as it has no trusted key.
+    The module is loaded before the lockdown, because it is not signed with a trusted key.
     """
     daemon = start_daemon(session)
     guest = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), cpus=2).start()

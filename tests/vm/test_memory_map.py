@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""QEMU emulates two processors, of which one changes the memory map while the other works.
+"""One of two emulated processors changes the memory map while the other one accesses devices.
 
-The test is for the patch in qemu-dev/patches whose title begins with "physmem". Without this patch,
-accesses of the other processor go to a wrong device, or QEMU ends. Of two runs without the patch,
-QEMU ended in one. In the other run, a processor never woke from a sleep, because the write that
-arms its timer had gone to a wrong device.
+The test needs the patch in qemu-dev/patches whose title begins with "physmem". Without the patch,
+accesses of the other processor go to a wrong device, or QEMU ends. The test ran twice without the
+patch. QEMU ended in one run. In the other one, a processor never woke from a sleep, because the
+write that arms its timer had gone to a wrong device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DECODES_MEMORY = 2
 def test_memory_map_changes_under_load_cause_no_lost_access(
     session: Session, kernel: Kernel
 ) -> None:
-    """An unused disk stops and starts decoding its memory, over and over."""
+    """Accesses reach their devices while an unused disk switches its memory range off and on."""
     data, _ = tree_disk(session)
     guest = session.vm(Config(kernel, cpus=2, disks=[data])).start()
     device = guest.sh(f"readlink -f /sys/block/{guest.disk('data')}")

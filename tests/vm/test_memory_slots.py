@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Memory that is plugged and unplugged while the device is used, also of huge pages."""
+"""Memory, also of huge pages, is plugged into and unplugged from a VM that uses the device."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def visible_daemon(session: Session) -> Daemon:
-    """Starts a daemon whose memory map can be read.
+    """Starts a daemon whose memory map the test can read.
 
-    Only root may read the memory map of a confined daemon."""
+    Only root may read the memory map of a confined daemon. So without root, it has no sandbox.
+    """
     daemon = session.daemon("vm1", options=[] if os.geteuid() == 0 else ["--no-sandbox"])
     daemon.start()
     return daemon
@@ -50,8 +51,8 @@ def regions(daemon: Daemon) -> int:
 def guest_is_done(vm: Vm, event: int) -> bool:
     """Returns whether the guest's ACPI has handled an event of the only slot in use.
 
-    Until then the slot must not change. A guest that ejected memory and then at once sees other
-    memory in the slot takes the eject as failed, and never uses the new memory.
+    The test must not change the slot before that. If a guest ejects memory and sees other memory in
+    the slot at once, it assumes that the ejection failed, and never uses the new memory.
     """
     status = vm.qmp.execute("query-acpi-ospm-status")[0]
     return (status["source"], status["status"]) == (event, ACPI_SUCCESS)
@@ -70,7 +71,7 @@ def huge_pages(count: int) -> Iterator[None]:
         pytest.skip("huge pages cannot be reserved here")
     if f"Hugepagesize: {HUGE_BYTES >> 10:>10} kB" not in MEMINFO.read_text():
         pytest.skip("the host's huge pages are not of 2 MiB")
-    # A lock serializes all changes of the number.
+    # Hold a lock, so that only one test at a time changes the number of huge pages.
     with NR_HUGEPAGES.open() as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         before = int(NR_HUGEPAGES.read_text())
@@ -85,7 +86,7 @@ def huge_pages(count: int) -> Iterator[None]:
 
 @pytest.fixture(params=["pages", "huge pages"])
 def dimm(request: pytest.FixtureRequest) -> Iterator[dict[str, object]]:
-    """Returns the backend of memory to be plugged."""
+    """Yields QEMU's options for the backend of the memory that a test plugs."""
     backend: dict[str, object] = {"qom-type": "memory-backend-memfd", "size": DIMM_BYTES}
     if request.param == "pages":
         yield backend
@@ -106,7 +107,7 @@ def test_memory_hotplug_under_torture_causes_no_wrong_byte(
         arguments=["-m", "slots=2,maxmem=1G"],
     )
     guest = vm.start()
-    # The memory is movable, so that it can be unplugged.
+    # The guest must use plugged memory for movable pages only, so that it can be unplugged.
     guest.sh("echo online_movable >/sys/devices/system/memory/auto_online_blocks")
     load(guest)
     before = stats(guest)
@@ -142,7 +143,7 @@ def test_memory_hotplug_under_torture_causes_no_wrong_byte(
         )
         until(lambda: regions(daemon) == mapped, PLUG_SECONDS, "the daemon has unmapped the memory")
         vm.qmp.execute("object-del", {"id": "more"})
-        if "hugetlb" in dimm:  # no other process can take these pages meanwhile
+        if "hugetlb" in dimm:  # the test holds the lock, so no other test uses the huge pages
             until(
                 lambda: huge_pages_free() >= free,
                 PLUG_SECONDS,

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """A caching VM moves between two QEMUs of this host, each with its own daemon.
 
-Pages of the first daemon stay behind. Its writes into the guest's memory move along, which is the
-purpose of the dirty log. A migration that fails, is cancelled or is refused leaves the VM where it
-is, with its cache. Out of scope: migration by libvirt, see test_libvirt.py.
+The pool of the first daemon is not migrated. Pages of guest memory that this daemon writes are
+migrated, which is the purpose of the dirty log. If a migration fails, is cancelled or is refused,
+the VM stays at the source and keeps its cache. Out of scope: migration by libvirt, which
+test_libvirt.py tests.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 VM = "vm1"
 QUEUES = 2
-# Two VMs run at a time, and all memory is copied each time.
+# RAM of a VM. It is small, because two VMs run at a time and each migration copies all memory.
 MEMORY_BYTES = 192 * MIB
 LOAD = "--ops=1500 --jobs=2 --files=16 --size-max=262144"
 REFUSED_SECONDS = 30.0
@@ -77,7 +78,7 @@ def grows(guest: Guest, name: str, by: int, what: str) -> None:
 
 
 def all_right(guest: Guest) -> None:
-    """No page came back with other bytes than it was put."""
+    """Checks that no page came back from the pool with other bytes than were put."""
     counters = stats(guest)
     wrong = {name: counters[name] for name in ("mismatches", "misses_check") if counters[name]}
     assert not wrong, (wrong, state(guest))
@@ -86,7 +87,7 @@ def all_right(guest: Guest) -> None:
 def test_migrated_vm_starts_empty_and_gets_hits_again(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Held pages stay behind; each side begins with nothing, fills its pool, and has hits again."""
+    """After each migration, the VM starts with an empty cache, fills it and has hits again."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     data, sums = tree_disk(session)
     vm, guest = caching_vm(session, kernel, module, here, disks=[data])
@@ -111,7 +112,7 @@ def test_migrated_vm_starts_empty_and_gets_hits_again(
             "the driver got pages that it held before the migration"
         )
         assert after["generation_changes"] > before["generation_changes"]
-        # Contents written at this side are read later, on whichever side.
+        # The guest writes new contents on each side of the migration and reads them on both sides.
         sums[files[count]] = overwrite(guest, files[count])
         evict(guest, files)
         assert checksums(guest, files) == sums
@@ -123,7 +124,7 @@ def test_migrated_vm_starts_empty_and_gets_hits_again(
 def test_migration_under_torture_causes_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path, times: int
 ) -> None:
-    """Under load and at random moments, no byte is wrong, and the VM continues to cache."""
+    """Migrations at random moments under load cause no wrong byte, and the cache works again."""
     number = seed()
     generator = random.Random(number)
     daemons = [start_daemon(session, VM), start_daemon(session, VM)]
@@ -153,8 +154,7 @@ def test_migration_under_torture_causes_no_wrong_byte(
 
 
 def serves(vm: Vm) -> bool:
-    """Returns whether the daemon serves that QEMU; a connected daemon may not have its memory
-    yet."""
+    """Returns whether a daemon serves the VM: it is connected and has the guest's memory."""
     devices = {entry["name"]: entry["path"] for entry in vm.qmp.execute("x-query-virtio")}
     found = vm.qmp.execute("x-query-virtio-status", {"path": devices["virtio-tmem"]})
     return bool(found["vhost-started"])
@@ -172,10 +172,11 @@ def replace(daemon: Daemon) -> None:
     daemon.restart()
 
 
-# The first pass over all memory takes some seconds, in which the guest writes more. Copying that at
-# the second speed would take minutes. QEMU must not find the rest small enough to finish, which it
-# estimates from the speed so far. (With a downtime of 0, QEMU 10.0 finishes after the first pass,
-# without considering pages written meanwhile.)
+# Speeds of a migration that copies all memory once and then does not finish. The first pass over
+# the memory takes some seconds at the first speed. Pages that the guest writes meanwhile would take
+# minutes at the second speed. QEMU finishes when the rest can be copied within the downtime, by the
+# speed so far, so the downtime is the shortest one. (With a downtime of 0, QEMU 10.0 finishes after
+# the first pass without considering pages that were written meanwhile.)
 FIRST_BYTES_PER_SECOND = 16 * MIB
 THEN_BYTES_PER_SECOND = 64 << 10
 SHORTEST_MS = 1
@@ -190,7 +191,10 @@ def user_driver(session: Session, kernel: Kernel, daemon: Daemon) -> tuple[Vm, U
 
 
 def copy_all_once(session: Session, vm: Vm, daemon: Daemon) -> Vm:
-    """Migrates until all memory was copied once and cannot soon finish; returns the other side."""
+    """Starts a migration that has copied all memory once and does not finish soon.
+
+    Returns the VM at the destination.
+    """
     vm.guest.sh(f"setsid sh -c '{DIRTIER}' </dev/null >/dev/null 2>&1 & echo $! >/tmp/dirtier")
     target = migration.receiver(session, vm, device(daemon))
     migration.begin(vm, target, bytes_per_second=FIRST_BYTES_PER_SECOND, downtime_ms=SHORTEST_MS)
@@ -208,10 +212,10 @@ def copy_the_rest(vm: Vm, target: Vm) -> None:
 
 @pytest.mark.smoke
 def test_page_written_by_the_daemon_is_migrated(session: Session, kernel: Kernel) -> None:
-    """A page that was already copied, and that only the daemon then writes to, is copied again.
+    """A page that was copied before and that the daemon then writes is copied again.
 
-    The guest checks the page after its arrival. The torture above would hardly notice a missing
-    copy, because the guest reads the daemon's answers at once.
+    Only the daemon writes the page. The guest checks it after the migration. The torture program
+    would hardly notice a missing copy, because the guest reads the daemon's answers at once.
     """
     daemons = [start_daemon(session, VM), start_daemon(session, VM)]
     vm, driver = user_driver(session, kernel, daemons[0])
@@ -230,7 +234,10 @@ def test_page_written_by_the_daemon_is_migrated(session: Session, kernel: Kernel
 def test_page_written_by_a_lost_daemon_is_migrated(
     session: Session, kernel: Kernel, trouble: Callable[[Daemon], None]
 ) -> None:
-    """The page is also copied if the daemon is lost or replaced before QEMU reads its log."""
+    """A page that the daemon wrote is copied even if QEMU loses the daemon before it reads the log.
+
+    The daemon may also be replaced.
+    """
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, driver = user_driver(session, kernel, here)
     driver.stored()
@@ -240,7 +247,7 @@ def test_page_written_by_a_lost_daemon_is_migrated(
     if trouble is replace:
         until(lambda: serves(vm), 20, "QEMU has connected to the next daemon")
     else:
-        # These operations wait for a hung daemon, and QEMU gives it up during them.
+        # Pausing and resuming the VM sends the daemon messages. It hangs, so QEMU gives it up.
         vm.pause()
         vm.resume()
         until(lambda: not serves(vm), 20, "QEMU has lost its daemon")
@@ -251,7 +258,10 @@ def test_page_written_by_a_lost_daemon_is_migrated(
 
 
 def test_page_written_by_a_new_daemon_is_migrated(session: Session, kernel: Kernel) -> None:
-    """A daemon that starts in the middle of a migration gets the log before it may write."""
+    """A page that a daemon writes is migrated if the daemon started during the migration.
+
+    QEMU gives a new daemon the dirty log before the daemon may write.
+    """
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, driver = user_driver(session, kernel, here)
     generation = driver.stored()
@@ -279,7 +289,7 @@ def kill(source: Vm, target: Vm) -> None:
 def test_failed_migration_keeps_the_cache_of_the_source(
     session: Session, kernel: Kernel, module: Path, end: Callable[[Vm, Vm], None]
 ) -> None:
-    """A migration that ends half-way costs nothing, and the next one succeeds."""
+    """The VM keeps its cache if a migration fails or is cancelled, and the next one succeeds."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, guest = caching_vm(session, kernel, module, here)
     torture = LastingTorture(guest, seed(), LOAD)
@@ -306,7 +316,7 @@ def test_failed_migration_keeps_the_cache_of_the_source(
 
 
 def refused(vm: Vm, target: Vm) -> str:
-    """Tries to migrate the VM; returns the other side's log."""
+    """Starts a migration that `target` must refuse. Returns the log of the target's QEMU."""
     migration.begin(vm, target)
     migration.wait(vm, "failed")
     target.process.wait(REFUSED_SECONDS)
@@ -351,7 +361,7 @@ def test_dead_or_hung_daemon_does_not_stop_a_migration(
     trouble: Callable[[Daemon], None],
     which: str,
 ) -> None:
-    """A daemon that dies or hangs on either side costs the cache, and not the migration."""
+    """A migration succeeds although a daemon dies or hangs. The VM only loses its cache."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, guest = caching_vm(session, kernel, module, here)
     torture = LastingTorture(guest, seed(), LOAD)
@@ -381,7 +391,10 @@ POST_COPY = "postcopy-ram"
 def test_post_copy_destination_is_served_after_all_memory_arrived(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """The daemon cannot wait for memory to arrive, so it gets the memory when all has arrived."""
+    """With post-copy, QEMU gives the destination's daemon the memory after all has arrived.
+
+    The daemon cannot access memory that has not arrived yet.
+    """
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, guest = caching_vm(session, kernel, module, here)
     torture = LastingTorture(guest, seed(), LOAD)

@@ -49,11 +49,11 @@ OTHER = "/other"
 ABI = ROOT / "guest-driver/ABI/sysfs-kernel-virtio_tmem"
 STARTS_SECONDS = 30.0
 FILES = 4
-# Number of files that are swapped to, one after another.
+# Number of files that are used as swap files, one after another.
 SWAP_FILES = 65
 # TMEM_FS_MAX of the driver. Further mounts are not served.
 MOUNTS_MAX = 64
-# Size of a file system in a file, which is only mounted.
+# Size of the images of file systems that the test mounts only to reach the limit of mounts.
 LOOP_BYTES = 4 * MIB
 # The smallest swap file that mkswap accepts has 10 pages; files of one page are not cached.
 SWAP_BYTES = 64 << 10
@@ -94,7 +94,7 @@ class Mount:
 
 
 def boot(session: Session, kernel: Kernel, module: Path, **more: Disk) -> Guest:
-    """Boots a guest with an ext4 at /mnt; each further disk is mounted at its name."""
+    """Boots a guest with an ext4 at /mnt. Each disk of `more` is mounted at its name."""
     image = disk.ext4(session.folder / "data.img", DISK_BYTES)
     guest = driver_guest(
         session,
@@ -110,7 +110,7 @@ def boot(session: Session, kernel: Kernel, module: Path, **more: Disk) -> Guest:
 
 
 def made_content(path: str) -> bytes:
-    """Returns contents that differ from those that overwrite() writes."""
+    """Returns the contents of the file that make() creates at `path`."""
     return changed_content(f"made {path}")
 
 
@@ -151,7 +151,8 @@ def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, modu
     assert counters["index_pages"] == held_beside
     assert counters["invalidations_off"] >= held
     before, before_beside = mount.counts(), beside.counts()
-    # The file changes in place meanwhile, so that any page that was kept would be wrong.
+    # Overwrite a file while the switch is off. If the driver had kept pages of it, they would be
+    # wrong.
     changed = next(iter(here))
     here[changed] = overwrite(guest, changed)
     for _ in range(2):
@@ -224,7 +225,8 @@ def test_open_sysfs_files_survive_unmount_and_unload(
     sums = make(guest, OTHER)
     evict(guest, list(sums))
     path, kept = Mount(guest, OTHER).path, Mount(guest, WHERE).path
-    # A shell's read from a removed file fails, although its first read succeeded.
+    # A guest shell opens two sysfs files and reads the first one. After the unmount has removed
+    # both, a read of the second one fails.
     guest.sh(
         f'exec 3<{path}/state 4<{path}/puts && read -r said <&3 && [ "$said" = on ]'
         f" && umount {OTHER} && ! [ -e {path} ] && ! cat <&4 2>/dev/null",
@@ -279,7 +281,7 @@ def test_switching_a_mount_under_torture_causes_no_wrong_byte(
 def test_many_swap_files_leave_other_files_cached(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Files that changed below the page cache are not put, and other files stay cached."""
+    """Neither swap files nor files whose blocks were exchanged are put. Others stay cached."""
     guest = boot(session, kernel, module)
     new, old = f"{WHERE}/new", f"{WHERE}/old"
     sums = make(guest, WHERE)
@@ -290,7 +292,8 @@ def test_many_swap_files_leave_other_files_cached(
     swap_to(guest, [f"{WHERE}/swap{number}" for number in range(SWAP_FILES)])
     right = exchange(guest, new, old)
     assert mount.read("state") == "on"
-    # If the donor's old pages in the page cache were put, they would come back.
+    # The page cache has old pages of the file that gave its blocks. If the driver puts them at
+    # their eviction, the next read returns old bytes.
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
     assert checksums(guest, list(right)) == right
@@ -300,9 +303,10 @@ def test_many_swap_files_leave_other_files_cached(
 def test_pages_from_before_a_mount_is_known_are_not_put(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """A mount beyond the limit is served when another one has gone.
+    """The driver puts no page that was cached before it knew the mount.
 
-    No hook saw earlier changes of its files, so no page that was cached at that moment is put.
+    The mount is beyond the limit of served mounts at first, and is served after another one is
+    unmounted. No hook saw the earlier changes of its files.
     """
     last, swapped, new, donor = "/last", "/last/swapped", "/last/new", "/last/donor"
     image = disk.ext4(session.folder / "last.img", 64 * MIB)
@@ -318,7 +322,7 @@ def test_pages_from_before_a_mount_is_known_are_not_put(
         ],
         files={SPECIAL: guest_program(TESTS / "guest/special.c")},
     )
-    # With the mount at WHERE, these are all the mounts that are served.
+    # Mount so many file systems that the driver, with the one at WHERE, serves the maximum.
     guest.sh(
         "mkdir /loops && mount -t tmpfs none /loops && cd /loops"
         f" && for i in $(seq {MOUNTS_MAX - 1}); do truncate -s {LOOP_BYTES} i$i && mkdir m$i"
@@ -335,7 +339,8 @@ def test_pages_from_before_a_mount_is_known_are_not_put(
         "the driver serves a mount beyond the limit"
     )
 
-    # These files are cached when they are swapped to, and when their blocks are exchanged.
+    # Change files below the page cache while their pages are cached: by using a file as swap, and
+    # by exchanging the blocks of two files.
     guest.sh(f"mkswap {swapped} >/dev/null && sync && cat {swapped} >/dev/null")
     guest.sh(f"swapon {swapped} && {SPECIAL} swap-out {FILE_BYTES // 2} && swapoff {swapped}", 120)
     right = exchange(guest, new, donor)
@@ -355,7 +360,10 @@ def test_pages_from_before_a_mount_is_known_are_not_put(
 
 
 def swap_to(guest: Guest, paths: list[str]) -> None:
-    """Creates files, swaps to them and stops: they are marked until they are evicted."""
+    """Creates files and uses each as swap file for a moment.
+
+    The driver marks such a file until its inode is evicted.
+    """
     guest.sh(
         f"for f in {' '.join(paths)}; do dd if=/dev/zero of=$f bs={SWAP_BYTES} count=1 2>/dev/null"
         " && mkswap $f >/dev/null && swapon $f && swapoff $f || exit 1; done",
@@ -364,9 +372,10 @@ def swap_to(guest: Guest, paths: list[str]) -> None:
 
 
 def exchange(guest: Guest, new: str, donor: str) -> dict[str, str]:
-    """Exchanges the blocks of two files with the donor's pages cached; returns the disk's sums.
+    """Exchanges the blocks of two files while pages of `donor` are cached.
 
-    The donor's cached pages stay as they were. The blocks that it gets count as unwritten.
+    The cached pages stay as they were. The blocks that `donor` gets are marked as unwritten.
+    Returns the SHA-256 of each file as the disk has it.
     """
     assert int(guest.sh(f"cat {donor} | wc -c")) == FILE_BYTES
     guest.sh(f"{SPECIAL} move-ext {new} {donor}")
@@ -378,7 +387,7 @@ def exchange(guest: Guest, new: str, donor: str) -> dict[str, str]:
 def test_marks_survive_the_replacement_of_a_pool(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Marks of files that are deleted meanwhile end, and all others stay."""
+    """When the driver replaces a pool, it keeps all marks except those of deleted files."""
     guest = boot(session, kernel, test_module)
     mount = Mount(guest, WHERE)
     exchanged = [f"{WHERE}/exchanged{number}" for number in range(4)]
@@ -396,7 +405,8 @@ def test_marks_survive_the_replacement_of_a_pool(
     sums |= exchange(guest, *exchanged[2:])
     hold.release()
     mount.wait()
-    # If the pages in the page cache were put, they would come back.
+    # The page cache has old pages of the marked files. If the driver puts them at their eviction,
+    # the next read returns old bytes.
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
     assert checksums(guest, list(sums)) == sums
@@ -407,7 +417,10 @@ def test_marks_survive_the_replacement_of_a_pool(
 def test_replaced_mount_drops_pending_comparisons(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Pending comparisons with the disk are dropped, as the disk rightly has other contents."""
+    """When a mount's pool is replaced, the driver drops comparisons of hits with the disk.
+
+    The disk may have new contents by then, so a comparison would report a wrong byte.
+    """
     guest = boot(session, kernel, test_module)
     mount = Mount(guest, WHERE)
     path = f"{WHERE}/f"
@@ -426,7 +439,8 @@ def test_replaced_mount_drops_pending_comparisons(
     overwrite(guest, path)
 
     def voided() -> int:
-        # The parameter is read at once, because two reads of a growing number could mix its digits.
+        # head reads the number with one read(2). Two reads of a growing number could return digits
+        # of different values.
         return int(guest.sh(f"head -n 1 {PARAMETERS}/verify_voided"))
 
     begun = voided()
@@ -447,9 +461,10 @@ def test_replaced_mount_drops_pending_comparisons(
 def test_inode_creation_among_many_inodes_is_bounded(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Creating an inode waits while the driver visits a bounded number of inodes.
+    """The creation of an inode waits only while the driver visits a bounded number of inodes.
 
-    The search for an inode that can be served is bounded.
+    The driver visits the inodes of a file system that it finds in use, to search for one that it
+    can serve. A run visits WALK_INODES at most, and the search SEARCH_INODES.
     """
 
     def looked(what: str) -> int:
@@ -478,7 +493,7 @@ def test_inode_creation_among_many_inodes_is_bounded(
 def test_read_only_and_remounted_mounts_are_cached(
     session: Session, kernel: Kernel, module: Path, kind: str
 ) -> None:
-    """A read-only mount is cached; a remount to rw and back to ro leaves all files right."""
+    """A read-only mount is cached, and files are right after a remount to rw and back to ro."""
     daemon = start_daemon(session)
     if kind == "ext4":
         data, _ = tree_disk(session)

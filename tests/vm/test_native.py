@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The torture in native guests: user-mode Linux, the driver built in, hooks that the kernel calls.
+"""Runs the torture program in native guests: user-mode Linux with the driver built in.
 
-The kernel has no ftrace, kprobes and modules. Migration, restart of the daemon, resets and large
-folios are tested with QEMU only, because user-mode Linux has none of them."""
+The kernel has no ftrace, kprobes and modules, and calls the driver's hooks itself. Migration,
+restart of the daemon, resets and large folios are tested with QEMU only, because user-mode Linux
+has none of them.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def native_vm(
     throttle: disk.Throttle | None = None,
     direct: bool = True,
 ) -> NativeVm:
-    """Creates a guest with a blank disk "data", whose device belongs to a new daemon."""
+    """Creates a guest with an empty disk "data" and a device that a new daemon serves."""
     image = fs.make(session.folder / "data.img", DISK_BYTES)
     daemon = start_daemon(session)
     return session.native_vm(
@@ -76,7 +78,7 @@ def native_guest(
     fs: disk.FileSystem = disk.FILE_SYSTEMS["ext4"],
     throttle: disk.Throttle | None = None,
 ) -> Guest:
-    """Boots a guest whose driver caches."""
+    """Boots a guest, mounts its disk and waits until the driver caches files."""
     guest = native_vm(session, parameters, fs, throttle).start()
     guest.mount("data", WHERE, fs.kind, fs.mount_options)
     wait_state(guest, "on")
@@ -85,7 +87,10 @@ def native_guest(
 
 
 def rates(guest: Guest, arguments: str, seconds: float = 600) -> dict[str, int]:
-    """Runs torture, prints what it reached per minute, and returns the change of the counters."""
+    """Runs the torture program and returns the change of the driver's counters.
+
+    Prints the numbers of operations, puts and hits per minute.
+    """
     before, began = stats(guest), time.monotonic()
     numbers = Torture(guest, arguments, seconds).finish()
     minutes = (time.monotonic() - began) / 60
@@ -110,7 +115,7 @@ def test_all_ext4_hooks_are_called_without_ftrace(session: Session) -> None:
 
 
 def test_evicted_files_come_back_without_the_disk(session: Session) -> None:
-    """Files that were evicted come back right, and not from the disk."""
+    """Evicted files are read back with right bytes, and mostly not from the disk."""
     guest = native_guest(session)
     # An eviction at full speed fills the ring of 400 pages, so files are smaller than the ring.
     files = [f"{WHERE}/f{number}" for number in range(32)]
@@ -124,7 +129,7 @@ def test_evicted_files_come_back_without_the_disk(session: Session) -> None:
     change = growth(before, stats(guest))
     assert change["hits"] > pages * 9 // 10
     sectors = (guest.disk_stat("data") - read).read_sectors
-    assert sectors < pages * 8 // 10  # a page has 8
+    assert sectors < pages * 8 // 10  # a page has 8 sectors
     assert change["mismatches"] == 0
 
 
@@ -134,7 +139,7 @@ def test_full_batches_and_their_answers_need_no_feeder_or_tick(session: Session)
 
 
 def test_released_hooks_are_taken_again(session: Session) -> None:
-    """Without the hooks nothing is put, and afterwards the cache works again from empty."""
+    """Nothing is put while the hooks are released. Then the driver takes them and starts empty."""
     guest = native_guest(session)
     for _ in range(3):
         guest.sh("echo 0 >/sys/kernel/virtio_tmem/hooks_enabled", 60)
@@ -161,7 +166,7 @@ def test_self_test_detects_each_missing_hook(session: Session, parameter: str, w
 
 
 def test_random_operations_find_no_wrong_byte(session: Session) -> None:
-    """Runs workers, an evictor and unmount cycles, in which the cache must take part."""
+    """Random operations, evictions and unmounts cause no wrong byte, and the cache has hits."""
     guest = native_guest(session)
     arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4 {MOUNT}"
     change = rates(guest, arguments)
@@ -174,7 +179,7 @@ def test_random_operations_find_no_wrong_byte(session: Session) -> None:
 
 @pytest.mark.parametrize("name", ["ext4-1k", "ext4-nojournal", "xfs"])
 def test_hits_of_random_operations_match_the_disk(session: Session, name: str) -> None:
-    """Every hit is also read from the disk; the driver's own check must agree."""
+    """The driver reads every hit from the disk as well, and must find no difference."""
     fs = disk.FILE_SYSTEMS[name]
     guest = native_guest(session, "verify_every=1", fs)
     rates(guest, f"--seed={seed()} --ops=20000 {SMALL} --jobs=2 {disk.left_out(name)}")
@@ -185,7 +190,7 @@ def test_hits_of_random_operations_match_the_disk(session: Session, name: str) -
 
 
 def test_readers_never_see_an_older_version(session: Session) -> None:
-    """Buffered and direct writers and readers use the same blocks."""
+    """Readers never see an older version of a block, beside buffered and direct writers."""
     guest = native_guest(session)
     arguments = f"--seed={seed()} --mode=versions --ops=40000 --mixed"
     Torture(guest, f"{arguments} --readers=3 --direct-readers=1", 600).finish()
@@ -211,10 +216,7 @@ def test_scenarios_find_no_wrong_byte(session: Session) -> None:
 
 
 def test_scenario_without_its_hook_finds_a_wrong_byte(session: Session) -> None:
-    """Each call that the in-tree patches add to the kernel is needed.
-
-    Without the call, the scenario finds a wrong byte.
-    """
+    """If the kernel does not call a hook for changes of a file, a scenario finds a wrong byte."""
     guest = native_guest(session, f"verify_every=0 {PATIENT}")
     for hooks, scenario in BROKEN:
         set_parameter(guest, "test_hooks_off", hooks)
@@ -226,14 +228,14 @@ def test_scenario_without_its_hook_finds_a_wrong_byte(session: Session) -> None:
 
 @pytest.mark.parametrize("hooks", BROKEN_RANDOM)
 def test_random_operations_detect_each_missing_hook(session: Session, hooks: str) -> None:
-    """The random operations detect each missing hook that file contents depend on."""
+    """Random operations find a wrong byte without each hook that right contents depend on."""
     guest = native_guest(session, f"verify_every=0 {PATIENT} test_hooks_off={hooks}")
     arguments = f"--seed={seed()} --ops=200000 --files=16 --size-max=262144 --no-evictor"
     Torture(guest, arguments, 600).must_mismatch()
 
 
 def test_dropped_puts_leave_no_old_page(session: Session) -> None:
-    """A put that finds no room or no memory leaves nothing old behind under its key."""
+    """If the driver drops a put, because of a full ring or no memory, no old page remains."""
     guest = native_guest(session, "verify_every=0 inject_ring_full=3 inject_nomem=7")
     Torture(guest, f"--seed={seed()} --ops=20000 {SMALL} --jobs=2").finish()
     counters = stats(guest)
@@ -244,7 +246,7 @@ def test_dropped_puts_leave_no_old_page(session: Session) -> None:
 
 
 def test_corrupt_page_switches_the_cache_off(session: Session) -> None:
-    """A page that was changed on its way is not used, and no page is used after it."""
+    """If a page from the host is corrupt, the driver uses neither this page nor later ones."""
     guest = native_guest(session, "verify_every=0 inject_corrupt=50")
     Torture(guest, f"--seed={seed()} --ops=3000 {SMALL} --jobs=2").finish()
     assert state(guest).startswith("poisoned: content check")
@@ -252,7 +254,7 @@ def test_corrupt_page_switches_the_cache_off(session: Session) -> None:
 
 
 def test_throttled_disk_is_not_in_the_hosts_cache(session: Session) -> None:
-    """Reads of a throttled disk take as long as its limits say, also of the same data again."""
+    """Reads of a throttled disk take as long as its limits require, also of the same data again."""
     vm = native_vm(session, throttle=disk.CLOUD_VOLUME)
     guest = vm.start()
     size = 64 * MIB
@@ -262,13 +264,13 @@ def test_throttled_disk_is_not_in_the_hosts_cache(session: Session) -> None:
         began = time.monotonic()
         guest.sh(f"dd if=/dev/vda of=/dev/null bs=1M count={size // MIB} 2>/dev/null", 60)
         took = time.monotonic() - began
-        # The throttle lets a burst of a tenth of a second pass.
+        # The throttle does not delay a burst of a tenth of a second.
         assert took > 0.8 * size / disk.CLOUD_VOLUME.bytes_per_second - 0.1, took
         vm.exports[0].check_cache()
 
 
 def test_disk_in_the_hosts_cache_is_reported(session: Session) -> None:
-    """The check of the host's page cache fails for a disk that goes through it."""
+    """check_cache() raises for a disk whose image is in the host's page cache."""
     vm = native_vm(session, direct=False)
     guest = vm.start()
     guest.sh("dd if=/dev/vda of=/dev/null bs=1M count=16 2>/dev/null", 60)
@@ -286,7 +288,7 @@ def test_image_is_dropped_from_the_hosts_cache(tmp_path: Path) -> None:
 
 
 def test_benchmark_measures_gets_and_puts(session: Session) -> None:
-    """The programs of bench_native.py: evicted blocks come from the pool, and puts are timed."""
+    """The guest programs of bench_native.py get evicted blocks from the pool, and measure puts."""
     daemon = start_daemon(session)
     tree = session.folder / "tree"
     tree.mkdir()

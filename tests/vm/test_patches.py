@@ -85,14 +85,14 @@ def load(guest: Guest, state_begins: str = "on") -> None:
 
 
 def reported(daemon: Daemon) -> tuple[str, int]:
-    """Returns the state and the file systems of the last report."""
+    """Returns the driver's state from its last report, and the bits of the served file systems."""
     (vm,) = daemon.stats()["vms"]
     driver = vm["driver"]
     return (driver["state"], driver["hooks"] >> H_FIRST << H_FIRST) if driver else ("", 0)
 
 
 def see(guest: Guest, path: str) -> None:
-    """Makes the driver learn of a file system, which it does from the first page of a file."""
+    """Reads a file, so that the driver learns of its file system."""
     guest.sh(f"dd if=/dev/zero of={path} bs=64k count=1 2>/dev/null && sync")
     guest.sh(f"echo 1 >/proc/sys/vm/drop_caches && cat {path} >/dev/null")
     settle(guest)
@@ -101,7 +101,7 @@ def see(guest: Guest, path: str) -> None:
 def test_patched_file_system_is_off_and_the_other_is_served(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The other file system is served, and both are named in the state and in the report."""
+    """If a function of xfs is patched, xfs is off, ext4 is served, and the state names both."""
     guest, daemon = boot(session, kernel, test_module)
     guest.insmod(PATCH, "function=xfs_vm_readahead")
     load(guest)
@@ -126,7 +126,7 @@ def test_patched_file_system_is_off_and_the_other_is_served(
 def test_hung_mount_does_not_delay_unload(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """A mount that waits for a dead disk does not delay rmmod."""
+    """rmmod does not wait for a mount(2) that waits for a disk without answers."""
     guest, _ = boot(session, kernel, test_module, "dm_mod")
     load(guest)
     guest.sh(f"umount {XFS}", 60)
@@ -150,7 +150,10 @@ def test_hung_mount_does_not_delay_unload(
 def test_module_is_not_freed_after_ftrace_was_killed(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Call sites lead into the module forever, so it is not freed, and it caches nothing."""
+    """After the kernel disabled ftrace, the module stays in memory and caches nothing.
+
+    Functions of the kernel still call the module, so its code must not be freed.
+    """
     guest, _ = boot(session, kernel, test_module)
     load(guest)
     sums = make(guest, f"{WHERE}/f")
@@ -163,7 +166,7 @@ def test_module_is_not_freed_after_ftrace_was_killed(
         "the kernel log says that rmmod does not return",
     )
     assert state(guest) == "off: the kernel gave up on ftrace; restart the guest"
-    # Each of these operations runs through the module's code.
+    # Evictions, reads and invalidations still call the module's code.
     for _ in range(2):
         guest.sh("sync; echo 3 >/proc/sys/vm/drop_caches")
         assert checksums(guest, list(sums)) == sums
@@ -181,7 +184,7 @@ def switch_hooks(guest: Guest, on: bool) -> int:
 
 
 def wait_live_patch(guest: Guest) -> None:
-    """Waits until every task uses the live patch, or none does."""
+    """Waits for the end of the live patch's transition, after which all tasks use the same code."""
     transition = "/sys/kernel/livepatch/live/transition"
     done = f"[ ! -e {transition} ] || [ $(cat {transition}) = 0 ]"
     until(lambda: guest.run(done).status == 0, 120, "the live patch's transition ends")
@@ -190,7 +193,10 @@ def wait_live_patch(guest: Guest) -> None:
 def test_live_patch_applies_while_the_hooks_are_released(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The hooks are released, the function is patched, and the hooks return after the patch."""
+    """A live patch of a hooked function applies while the hooks are released.
+
+    The driver takes the hooks again after the patch is removed.
+    """
     guest, _ = boot(session, kernel, test_module)
     load(guest)
     path = f"{WHERE}/f"
@@ -208,7 +214,7 @@ def test_live_patch_applies_while_the_hooks_are_released(
         assert guest.sh(f"ls {SYSFS}/mounts") == ""
         guest.sh(patch)
         wait_live_patch(guest)
-        # The driver does not see changes from now on.
+        # The hooks are released, so the driver does not see this change.
         content = changed_content(f"{function} is patched")
         guest.put(path, content)
         guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
@@ -266,7 +272,7 @@ def test_hooks_are_released_and_taken_again_under_load(
 def test_hook_that_cannot_be_released_keeps_the_module_loaded(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """A hook that cannot be released keeps the module loaded."""
+    """If a hook cannot be released, the module cannot be unloaded."""
     guest, _ = boot(session, kernel, test_module)
     load(guest)
     sums = make(guest, f"{WHERE}/f")

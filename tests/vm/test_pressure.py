@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """A host that runs short of memory. The host is a VM, so that no other process uses it.
 
-tmemd runs in it as on any host, with the kernel's own figures: available memory, and the time that
-tasks of a control group wait. A simulated guest fills its pool (tmemd's example `fill`).
+tmemd runs in this VM as on any host. It reads the VM's available memory, and the time for which
+tasks of a control group wait for memory. A simulated guest fills the pool (tmemd's example `fill`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fill() -> Path:
 
 
 def libraries(*programs: Path) -> dict[str, Path]:
-    """Returns the shared libraries of these programs, by their paths."""
+    """Returns the shared libraries that the programs need, by their paths."""
     found = set()
     for program in programs:
         listed = subprocess.run(["ldd", program], check=True, stdout=subprocess.PIPE, text=True)
@@ -53,7 +53,7 @@ def libraries(*programs: Path) -> dict[str, Path]:
 
 
 class Host:
-    """The VM, and in it a daemon whose pool is filled."""
+    """The VM that acts as a host, and in it a daemon whose pool a simulated guest fills."""
 
     def __init__(
         self, session: Session, kernel: Kernel, fill: Path, arguments: str, before: str = ""
@@ -85,7 +85,7 @@ class Host:
         return self.filler.stdout().decode().splitlines(keepends=True)
 
     def pool(self) -> dict[str, Any]:
-        """Returns the pool's newest figures."""
+        """Returns the statistics of the pool from the last complete line of the filler's output."""
         whole = [line for line in self.lines() if line.endswith("\n")]
         figures: dict[str, Any] = json.loads(whole[-1])
         return figures
@@ -103,7 +103,7 @@ def joined(before: str) -> str:
 def test_pool_shrinks_when_host_memory_is_short(
     session: Session, kernel: Kernel, fill: Path
 ) -> None:
-    """The pool shrinks for the host's minimum of free memory, and grows again later."""
+    """The pool shrinks when less than `--host-free-min` is available, and grows again later."""
     free_min = 200
     host = Host(session, kernel, fill, f"--host-free-min {free_min}MiB --memory-pressure none")
     full = host.pool()
@@ -134,7 +134,10 @@ def test_pool_shrinks_when_host_memory_is_short(
 def test_pool_shrinks_under_memory_pressure_of_its_cgroup(
     session: Session, kernel: Kernel, fill: Path
 ) -> None:
-    """The host has enough available memory, but tasks of the daemon's group wait for memory."""
+    """The pool shrinks when tasks of the daemon's control group wait for memory.
+
+    The host has enough available memory.
+    """
     make = (
         f"mountpoint -q /sys/fs/cgroup || mount -t cgroup2 cgroup2 /sys/fs/cgroup;"
         f"echo +memory >/sys/fs/cgroup/cgroup.subtree_control; mkdir -p {GROUP}"
@@ -145,7 +148,8 @@ def test_pool_shrinks_under_memory_pressure_of_its_cgroup(
     assert full["host_shrinks"] == 0
     held = int(host.guest.sh(f"cat {GROUP}/memory.current"))
     assert held >= full["held_bytes"], "the control group is not charged for the pool"
-    # Above this limit the kernel makes tasks of the group wait, forever if no memory is released.
+    # If the group uses more memory than this limit, the kernel makes its tasks wait until memory is
+    # released.
     host.guest.sh(f"echo {held + 16 * MIB} >{GROUP}/memory.high")
     dd = "dd if=/dev/zero of=/big/file bs=64k count=1024 2>&1"
     taker = host.guest.start(f"echo $$ >{GROUP}/cgroup.procs; exec {dd}", 300)

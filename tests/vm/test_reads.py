@@ -62,7 +62,10 @@ def direct_sum(guest: Guest, path: str) -> str:
 
 
 def outside_ring(guest: Guest, size_mib: int) -> dict[str, int]:
-    """Pushes FILE out of the put ring to the device; returns the counters with most of it held."""
+    """Evicts a filler, whose pages replace those of FILE in the put ring. Returns the counters.
+
+    Raises unless the index has most pages of both files.
+    """
     found = hold(guest, FILLER, FILLER_MIB)
     assert found["index_pages"] > (size_mib + FILLER_MIB) * MIB_PAGES * 9 // 10
     return found
@@ -84,7 +87,8 @@ def test_only_pages_that_are_not_held_are_read_from_disk(
             break
         held = hold(guest, FILE, size_mib, create=False)["index_pages"]
     assert held - empty == pages
-    # Dirty pages are no longer held, and their next put is dropped.
+    # Write some runs of pages. A page that becomes dirty is erased from the driver's index. The
+    # injected fault "ring full" then makes the driver drop the puts of these pages.
     guest.sh(f"dd if={FILE} of=/tmp/copy bs=1M iflag=direct 2>/dev/null")
     lost = runs(random.Random(number), pages)
     guest.put(
@@ -111,10 +115,12 @@ def test_only_pages_that_are_not_held_are_read_from_disk(
     read = (pages - hits) * SECTORS
     assert read <= sectors <= read + METADATA_SECTORS
     if version(kernel) >= LARGE_FOLIOS:
-        # A folio that is held only in part is read completely from the disk.
+        # With a large readahead, folios have several pages. If one of them is missing, the driver
+        # reads the folio from the disk.
         assert 0 < hits <= pages - missing
     else:
-        # Pages that were late on a busy machine are no longer held either.
+        # On a busy machine some pages may be late. They are read from the disk, and their entries
+        # are erased as well.
         assert hits + after["misses_late"] - before["misses_late"] == pages - missing
         assert after["index_pages"] == empty
     assert found == guest.sh("sha256sum /tmp/copy").split()[0] == direct_sum(guest, FILE)
@@ -170,7 +176,7 @@ def test_disk_requests_are_dispatched_before_the_driver_waits(
 
 @pytest.mark.smoke
 def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, module: Path) -> None:
-    """One read(2) of many windows waits for a silent or slow device no longer than tmem.h says."""
+    """One large read(2) waits at most 11 deadlines in total for a silent or slow device."""
     deadline_us = DEADLINE_MS * 1000
     bound_us = 11 * deadline_us
     size_mib = 16
@@ -182,7 +188,7 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
         guest.sh(f"echo 128 >{queue}/read_ahead_kb; echo 128 >{queue}/max_sectors_kb")
         hold(guest, FILE, size_mib)
         right = direct_sum(guest, FILE)
-        # The delays are in deadlines: no answer, a late one, and one that is just in time.
+        # The device gives no answer, answers after 1.5 deadlines (late) and after 0.6 (in time).
         for delay in (SILENT_SECONDS, 1.5, 0.6):
             before = outside_ring(guest, size_mib)
             liar.delay_seconds = delay * deadline_us / 1e6
@@ -214,7 +220,7 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
 def test_only_the_readahead_that_takes_all_requests_waits(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """One readahead that uses up all requests is the only one that waits for a silent device."""
+    """If one readahead uses up all requests, no other readahead waits for a silent device."""
     size_mib = 16
     with Liar(session.folder / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))
@@ -230,7 +236,7 @@ def test_only_the_readahead_that_takes_all_requests_waits(
         print(grown)
         assert grown["trips"] == 1
         assert 0 < grown["slow"] <= 2
-        # No probe is sent before the device has returned what it holds.
+        # The driver sends no probe before the device has answered the requests that it holds.
         assert wait_state(guest, "tripped")
         assert guest.sh("sha256sum </tmp/read").split()[0] == right
         liar.delay_seconds = 0.0
@@ -286,9 +292,9 @@ def test_reader_with_a_full_queue_reads_the_disk_at_once(
     pages = 32  # pages of one readahead
     whole = "/mnt/whole"
     with Liar(session.folder / "liar") as liar:
-        # The queue is the shortest one, which the requests of one readahead fill. There are more
-        # than twice as many bounce pages as these need, so that the queue and not the bounce pages
-        # run out.
+        # The queue is so short that the requests of one readahead fill it. The guest has memory for
+        # more than twice as many bounce pages as these requests need, so that the queue and not the
+        # bounce pages run out.
         tmem = Tmem(liar.path, num_queues=1, queue_size=pages // 2)
         guest = driver_guest(session, kernel, module, tmem, memory_bytes=768 * MIB)
         for path in (FILE, whole):
@@ -296,7 +302,8 @@ def test_reader_with_a_full_queue_reads_the_disk_at_once(
         sums = checksums(guest, [FILE, whole])
         evict(guest, [FILE, whole])
         hold(guest, FILLER, 8)
-        # Every second page is in the put ring again; each of the others is a request.
+        # Read and evict every second page, so that it is in the put ring. Each of the other pages
+        # then needs a request of its own.
         readahead = f"/sys/block/{guest.disk('data')}/queue/read_ahead_kb"
         guest.sh(f"echo 0 >{readahead}")
         read = f"dd if={FILE} of=/dev/null bs=4096 count=1 skip=$i 2>/dev/null"

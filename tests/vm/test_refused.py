@@ -46,7 +46,7 @@ CRYPT_REASON = "dm-0 uses the crypt target; allow_encrypted=1"
 
 
 def boot(session: Session, kernel: Kernel, module: Path, *modules: str, **more: Path) -> Guest:
-    """Boots a guest with a served ext4 at /mnt, and a disk for each named image."""
+    """Boots a guest with an ext4 at /mnt that the driver serves, and a disk for each image."""
     image = disk.ext4(session.folder / "data.img", DISK_BYTES)
     return driver_guest(
         session,
@@ -75,7 +75,7 @@ def write(guest: Guest, path: str) -> dict[str, str]:
 def known(guest: Guest) -> Mount:
     """Waits until the driver knows the mount at INNER.
 
-    It learns of an xfs from a file's first page.
+    It learns of an xfs when a page of one of its files is read.
     """
     mount = Mount(guest, INNER)
     path = guest.sh(f"find {INNER} -type f -size +8k").split()[0]
@@ -90,7 +90,7 @@ def known(guest: Guest) -> Mount:
 
 
 def check_refused(guest: Guest, reason: str) -> None:
-    """The file system at INNER is refused with the reason, and nothing of it is put."""
+    """Checks that the driver refuses the file system at INNER with `reason`, and puts no page."""
     mount = known(guest)
     mount.wait("refused: ")
     assert reason in mount.read("state")
@@ -98,7 +98,7 @@ def check_refused(guest: Guest, reason: str) -> None:
     assert f"{number} is refused: " in state(guest) and reason in state(guest)
     assert state(guest).startswith("on: "), "the file system at /mnt is not served"
     assert mount.count("puts") == mount.count("gets") == 0
-    # The refusal also survives the use of its switch.
+    # Switching the mount off and on in sysfs does not change the refusal.
     mount.switch(False)
     mount.switch(True)
     mount.wait("refused: ")
@@ -113,7 +113,7 @@ def check_served(guest: Guest) -> None:
 
 
 def gone(guest: Guest) -> None:
-    """After an unmount, the file system is no longer in the state."""
+    """Unmounts INNER, and checks that the driver's state no longer names its file system."""
     guest.sh(f"umount {INNER}", 60)
     assert state(guest) == "on"
 
@@ -128,7 +128,7 @@ def test_encrypted_devices_are_refused(session: Session, kernel: Kernel, module:
     check_refused(guest, CRYPT_REASON)
     gone(guest)
 
-    # An encrypted part of the table is enough for a refusal, at any level below.
+    # The driver refuses a device if any part of its table, or of a device below, is encrypted.
     half = SECTORS // 2
     linear = guest.sh(
         f"{DM} upper 0 {half} linear '{device} 0' {half} {half} linear '{secret} {half}'"
@@ -138,7 +138,7 @@ def test_encrypted_devices_are_refused(session: Session, kernel: Kernel, module:
     check_refused(guest, CRYPT_REASON)
     gone(guest)
 
-    # This is an array without a superblock, assembled by hand.
+    # Assemble an md array without a superblock through sysfs.
     number = guest.read(f"/sys/block/{linear.rpartition('/')[2]}/dev")
     name = linear.rpartition("/")[2]
     guest.sh(
@@ -151,7 +151,7 @@ def test_encrypted_devices_are_refused(session: Session, kernel: Kernel, module:
     check_refused(guest, CRYPT_REASON)
     gone(guest)
 
-    # The file of a loop device may be on the encrypted disk.
+    # Mount a loop device whose file is on the encrypted disk.
     guest.sh(f"mount -t ext4 /dev/md7 {INNER}", 60)
     guest.sh(f"truncate -s 16M {INNER}/image && losetup /dev/loop0 {INNER}/image")
     guest.sh("mkdir /loop && mke2fs -q /dev/loop0 && mount -t ext4 /dev/loop0 /loop", 60)
@@ -159,7 +159,8 @@ def test_encrypted_devices_are_refused(session: Session, kernel: Kernel, module:
     until(lambda: "7:0 is refused: " in state(guest), 30, "the loop device is refused")
     guest.sh("umount /loop && losetup -d /dev/loop0", 60)
 
-    # The mount is also recognized when the module is loaded, and an operator may allow it.
+    # The driver also refuses file systems that are mounted when it is loaded. The parameter
+    # allow_encrypted=1 allows them.
     reload(guest, "")
     check_refused(guest, CRYPT_REASON)
     reload(guest, "allow_encrypted=1")
@@ -211,7 +212,8 @@ def test_devices_with_integrity_tags_are_refused(
     other = disk.blank(session.folder / "other.img", OTHER_BYTES)
     guest = boot(session, kernel, module, "dm_integrity", other=other)
     device = f"/dev/{guest.disk('other')}"
-    # Without a superblock on the disk, the kernel formats it. A quarter is enough for the tags.
+    # The disk has no superblock of dm-integrity, so the kernel formats it. A quarter of the disk is
+    # left for the integrity tags.
     node = guest.sh(
         f"{DM} tagged 0 {SECTORS // 4 * 3} integrity"
         f" '{device} 0 - D 2 internal_hash:sha256 recalculate'"
@@ -223,7 +225,7 @@ def test_devices_with_integrity_tags_are_refused(
 
 
 def test_linear_targets_are_served(session: Session, kernel: Kernel, module: Path) -> None:
-    """A linear target on a linear target is served, also beside an encrypted disk."""
+    """The driver serves a linear target on a linear target, also if another disk is encrypted."""
     other = disk.blank(session.folder / "other.img", OTHER_BYTES)
     guest = boot(session, kernel, module, "dm_mod", "dm_crypt", other=other)
     device = f"/dev/{guest.disk('other')}"

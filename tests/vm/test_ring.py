@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The put rings: the queues share the slots, and no put waits for another one."""
+"""The put ring: the queues share its slots, and puts are sent in time."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ CHUNK = "/mnt/chunk"
 CHUNK_PAGES = 256  # pages that go to one queue
 BATCH_PAGES = 64
 BURSTS = 8  # of CHUNK_PAGES each: together four times the slots of a guest of 256 MiB
-OWN_MS = 1000.0  # allowance for one delay of a busy machine; a wait for the host would last forever
+OWN_MS = 1000.0  # longest delay by a busy machine; the host does not answer in these tests
 
 
 def stated(name: str) -> int:
-    """Returns a constant of core/core.h."""
+    """Returns the value of a constant of the driver's core/core.h."""
     source = (ROOT / "guest-driver/core/core.h").read_text()
     found = re.search(rf"#define {name}\s+(\d+)", source)
     assert found
@@ -168,7 +168,7 @@ def test_a_flush_is_sent_before_a_later_put_of_its_page(
 
 
 def drop_and_wait(guest: Guest) -> float:
-    """Makes reclaim take pages; returns the ms until another request of puts is sent."""
+    """Evicts pages, and returns the ms until the driver has sent another request of puts."""
     begun, sent = guest.sh(
         f"read n <{SYSFS}/stats/requests_put; m=$n; echo 1 >/proc/sys/vm/drop_caches;"
         " read begun rest </proc/uptime;"
@@ -195,7 +195,7 @@ def test_partial_batches_are_sent_in_time(session: Session, kernel: Kernel, modu
     after = settle(guest)
     assert after["puts_stored"] - before["puts_stored"] >= 2
 
-    # From here on the host answers nothing.
+    # The host answers no further request.
     before = after
     daemon.pause()
     waits_ms = []
@@ -216,9 +216,9 @@ def test_partial_batches_are_sent_in_time(session: Session, kernel: Kernel, modu
 def test_flushes_beyond_the_limit_are_counted_and_harmless(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """The driver sends a silent host as many flushes as fit, and counts the others.
+    """If the host does not answer, the driver drops flushes beyond a limit and counts them.
 
-    In neither case is an old page found.
+    Reads find no old page, whether a flush was sent or dropped.
     """
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=1)

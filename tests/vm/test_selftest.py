@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """A kernel that does not call a hook gets no cache.
 
-A test build of the module hides a hook's calls from the self-test at load, as on such a kernel. The
-cache must then be off, with a reason that names the hook, and all bytes must be right.
+A module that was built for tests can hide the calls of a hook from the self-test at load, as if the
+kernel did not make them. The cache must then be off, with a reason that names the hook, and all
+bytes must be right.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from harness.vm import Tmem
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
 
-# A parameter of the module, and a text that the state must contain.
+# Parameter of the module that hides a hook, and a text that the driver's state must then contain.
 BLIND = [
     ("test_hooks_off=selftest", "a function was not redirected"),
     ("test_selftest_blind=dirty", "writeback_dirty_folio"),

@@ -44,7 +44,7 @@ def test_loadvm_ends_the_generation(session: Session, kernel: Kernel) -> None:
 def test_savevm_and_loadvm_work_without_the_daemon(
     session: Session, kernel: Kernel, stopped: bool
 ) -> None:
-    """Neither save nor load needs the daemon, and the guest learns that its pages are gone."""
+    """savevm and loadvm work without the daemon, and the guest learns that its pages are gone."""
     daemon = session.daemon("vm1")
     daemon.start()
     vm = snapshot_vm(session, kernel, Tmem(daemon.socket("vm1"), num_queues=1))

@@ -27,7 +27,7 @@ from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# Number of files that change after the moment to which the state is reverted.
+# Number of files that the guest changes after the state to which the test reverts was saved.
 CHANGED = 8
 
 
@@ -49,7 +49,7 @@ class World:
         return int(self.daemon.stats()["pool"]["pages"])
 
     def later(self) -> None:
-        """Changes files, puts their new contents into the pool, and checks that they are there."""
+        """Overwrites files and evicts them, and checks that the pool has their new pages."""
         changed = {path: overwrite(self.guest, path) for path in self.files[:CHANGED]}
         assert all(self.sums[path] != changed[path] for path in changed)
         evict(self.guest, list(changed))
@@ -60,7 +60,10 @@ class World:
         assert self.holds() > 100
 
     def is_as_before(self, guest: Guest, known_hits: int) -> None:
-        """All files have their earlier contents, none from the pool; then the VM caches again."""
+        """Checks that all files have their earlier contents and that none comes from the pool.
+
+        Also checks that the VM then caches again.
+        """
         wait_state(guest, "on")
         guest.sh("echo 1 >/proc/sys/vm/drop_caches")
         assert checksums(guest, self.files) == self.sums
@@ -100,7 +103,7 @@ def rest(world: World, path: Path) -> int:
 
 
 def wake(session: Session, world: World, path: Path) -> Guest:
-    """Restores the file in another QEMU."""
+    """Restores the VM's memory from the file `path` in another QEMU."""
     vm = migration.receiver(session, world.vm, world.vm.config.tmem)
     migration.restore(vm, path)
     until(lambda: world.daemon.list()["vms"][0]["connected"], 60, "QEMU finds the daemon")
@@ -108,7 +111,7 @@ def wake(session: Session, world: World, path: Path) -> Guest:
 
 
 def test_vm_restored_from_a_file_finds_no_page(session: Session, world: World) -> None:
-    """After a restore from a file, the pool's pages are gone with the QEMU that saved it."""
+    """A VM that is restored from a file finds no page, because the earlier QEMU has ended."""
     path = session.folder / "state"
     known = rest(world, path)
     assert world.holds() > 100, "the paused VM lost its pages"
@@ -119,7 +122,10 @@ def test_vm_restored_from_a_file_finds_no_page(session: Session, world: World) -
 
 @pytest.mark.smoke
 def test_rolled_back_snapshot_reads_no_newer_page(session: Session, world: World) -> None:
-    """Saves memory to a file and changes of the disk to an overlay, which is thrown away later."""
+    """A VM that is reverted to a snapshot of memory and disk reads no page from after it.
+
+    The memory is in a file. The disk's later changes are in an overlay, which is discarded.
+    """
     path = session.folder / "state"
     known = rest(world, path)
     overlay = session.folder / "overlay.qcow2"
@@ -128,7 +134,8 @@ def test_rolled_back_snapshot_reads_no_newer_page(session: Session, world: World
         "snapshot-file": str(overlay),
         "snapshot-node-name": "overlay",
     }
-    # The migration released the image, so the VM resumes before the snapshot.
+    # Saving the memory made QEMU release the disk image. Resume the VM, so that QEMU uses the image
+    # again and can take the snapshot.
     world.vm.resume()
     world.vm.pause()
     world.vm.qmp.execute("blockdev-snapshot-sync", snapshot)
@@ -142,7 +149,7 @@ def test_rolled_back_snapshot_reads_no_newer_page(session: Session, world: World
 
 
 def test_boot_from_an_earlier_image_reads_no_newer_page(session: Session, world: World) -> None:
-    """An earlier image is restored while the VM is off; then the VM boots with the same daemon."""
+    """A VM that boots from an earlier disk image, with the same daemon, reads no newer page."""
     world.guest.sh("sync")
     world.vm.pause()
     copy = session.folder / "before.qcow2"

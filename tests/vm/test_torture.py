@@ -30,12 +30,12 @@ from harness.session import Session
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# This number of operations takes one minute. test_filesystems runs 20,000 on each file system, and
-# `make check-guest-long` runs until its time is over.
+# Number of random operations of the main test, which takes one minute. test_filesystems.py runs
+# 20,000 on each file system, and `make check-guest-long` runs for a given time.
 OPERATIONS = 15_000
 # Files are few and small, so that the same pages come and go often.
 SMALL = "--files=16 --size-max=524288"
-# Arguments that torture needs to unmount and mount again.
+# Arguments with which the torture program can unmount and mount the disk.
 MOUNT = "--device=/dev/vda --fstype=ext4"
 
 SCENARIOS = [
@@ -72,7 +72,7 @@ def boot(session: Session, kernel: Kernel, module: Path, parameters: str, cpus: 
 def test_random_operations_find_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Runs workers, an evictor and unmount cycles, in which the cache must take part."""
+    """Random operations, evictions and unmounts cause no wrong byte, and the cache has hits."""
     guest = boot(session, kernel, module, "verify_every=0")
     arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4 {MOUNT}"
     numbers = Torture(guest, arguments, 900).finish()
@@ -89,7 +89,7 @@ def test_random_operations_find_no_wrong_byte(
 def test_hits_of_random_operations_match_the_disk(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Every hit is also read from the disk; the driver's own check must agree."""
+    """The driver reads every hit from the disk as well, and must find no difference."""
     guest = boot(session, kernel, module, "verify_every=1")
     Torture(guest, f"--seed={seed()} --ops=5000 {SMALL} --jobs=2").finish()
     counters = stats(guest)
@@ -100,7 +100,7 @@ def test_hits_of_random_operations_match_the_disk(
 
 @pytest.mark.smoke
 def test_readers_never_see_an_older_version(session: Session, kernel: Kernel, module: Path) -> None:
-    """Buffered and direct writers and readers use the same blocks."""
+    """Readers never see an older version of a block, beside buffered and direct writers."""
     guest = boot(session, kernel, module, "verify_every=0")
     arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
     Torture(guest, f"{arguments} --readers=3 --direct-readers=1").finish()
@@ -148,7 +148,7 @@ def test_either_of_two_hooks_prevents_a_wrong_byte(
 def test_dirty_pages_are_erased_at_once(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """A page made dirty is forgotten at once, not at its eviction, to release its room."""
+    """A page that becomes dirty is erased from the index at once, not only at its eviction."""
     guest = boot(session, kernel, test_module, "verify_every=0")
     path, pages = f"{WHERE}/f", 64
     guest.sh(f"dd if=/dev/urandom of={path} bs=4096 count={pages} conv=fsync 2>/dev/null")
@@ -167,14 +167,14 @@ def test_dirty_pages_are_erased_at_once(
 def test_random_operations_detect_each_missing_hook(
     session: Session, kernel: Kernel, test_module: Path, hooks: str
 ) -> None:
-    """The random operations detect each missing hook that file contents depend on."""
+    """Random operations find a wrong byte without each hook that right contents depend on."""
     guest = boot(session, kernel, test_module, f"verify_every=0 {PATIENT} test_hooks_off={hooks}")
     arguments = f"--seed={seed()} --ops=50000 --files=16 --size-max=262144 --no-evictor"
     print(Torture(guest, arguments, 600).must_mismatch())
 
 
 def test_equal_seeds_give_equal_operations(session: Session, kernel: Kernel, module: Path) -> None:
-    """Equal seeds give equal operations, cache or none, so that a failure can be repeated."""
+    """Equal seeds give equal operations, with and without evictions: failures can be repeated."""
     guest = boot(session, kernel, module, "verify_every=0")
     runs = []
     for parameters in ("", "--no-evictor"):
@@ -189,7 +189,7 @@ def test_equal_seeds_give_equal_operations(session: Session, kernel: Kernel, mod
 def test_dropped_puts_leave_no_old_page(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """A put that finds no room or no memory leaves nothing old behind under its key."""
+    """If the driver drops a put, because of a full ring or no memory, no old page remains."""
     faults = "inject_ring_full=3 inject_nomem=7"
     guest = boot(session, kernel, test_module, f"verify_every=0 {faults}")
     Torture(guest, f"--seed={seed()} --ops=5000 {SMALL} --jobs=2").finish()
@@ -203,14 +203,15 @@ def test_dropped_puts_leave_no_old_page(
 def test_corrupt_page_switches_the_cache_off(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """A page that was changed on its way is not used, and no page is used after it."""
+    """If a page from the host is corrupt, the driver uses neither this page nor later ones."""
     guest = boot(session, kernel, test_module, "verify_every=0 inject_corrupt=50")
     Torture(guest, f"--seed={seed()} --ops=3000 {SMALL} --jobs=2").finish()
     assert state(guest).startswith("poisoned: content check")
     counters = stats(guest)
     assert counters["mismatches"] > 0
     assert counters["misses_check"] > 0
-    # The request with the corrupt page may have brought further pages, which were right.
+    # The answer with the corrupt page may have had further pages, which were right and count as
+    # hits.
     assert counters["hits"] < 50 + 2 * 64
     assert "check the host" in guest.sh("dmesg")
 
@@ -219,11 +220,11 @@ def test_corrupt_page_switches_the_cache_off(
 def test_verification_finds_a_missing_hook(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The hits that are also read from the disk switch the cache off, and no byte is wrong."""
+    """If a hook is off, comparing hits with the disk finds it: the cache is switched off."""
     guest = boot(session, kernel, test_module, "test_hooks_off=direct verify_every=1")
     Torture(guest, "--scenario=direct").finish()
     assert "differs from the disk" in wait_state(guest, "poisoned")
-    # The cache stays off: nothing is put or got any more, and all bytes are right.
+    # The cache stays off: the driver neither puts nor gets pages, and all bytes are right.
     before = stats(guest)
     Torture(guest, "--scenario=plain").finish()
     after = stats(guest)

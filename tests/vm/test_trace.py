@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The driver's tracepoints: each event is seen in tracefs, with right values in its fields."""
+"""Each event of the driver's tracepoints is in tracefs, and its fields have the right values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def clear(guest: Guest) -> None:
 
 
 def events(guest: Guest, name: str) -> list[dict[str, str]]:
-    """Returns the fields of one event since the last clear(); "" has all text after the name."""
+    """Returns the fields of each event of this name since the last clear().
+
+    The key "" has all text after the event's name.
+    """
     found = []
     for line in guest.get(f"{TRACING}/trace").decode().splitlines():
         match = re.search(rf": {name}: (.*)$", line)
@@ -90,8 +93,8 @@ def test_put_and_get_events_match_the_counters(
     assert sum(int(get["wanted"]) for get in gets) == after["gets"] - before["gets"] > 100
     assert sum(int(get["hits"]) for get in gets) == after["hits"] - before["hits"] > 100
     assert all(get["pool"] == pool and int(get["index"]) < 128 for get in gets)
-    # No reader waits beyond the deadline. A call also copies and checks, which the additional
-    # second covers.
+    # No reader waits longer than the deadline. The bound has another second, because `wait_us`
+    # includes copying and checking the pages.
     assert all(int(get["wait_us"]) <= (DEADLINE_MS + scaled(1.0) * 1000) * 1000 for get in gets)
     assert any(int(get["wait_us"]) > 0 for get in gets)
 
@@ -130,7 +133,7 @@ def test_invalidate_events_match_the_counters(
         "invalidations_truncate",
     }
 
-    # An unmount is one event.
+    # An unmount causes only one event, which has the number of all erased pages.
     evict(guest, [other])
     held = stats(guest)["index_pages"]
     clear(guest)
@@ -147,8 +150,8 @@ def test_breaker_and_reset_are_traced(session: Session, kernel: Kernel, test_mod
     guest = vm.start()
     load(guest, "verify_every=0")
     evict(guest, list(sums)[:12])
-    # 128 KiB is 6.12's default. With the 8 MiB of 7.2, a file has too few readaheads: not enough of
-    # them are late to open the breaker.
+    # Set the readahead to 128 KiB, the default of Linux 6.12. With the 8 MiB of Linux 7.2, too few
+    # readaheads would be late to open the breaker.
     guest.sh("echo 128 >/sys/block/vda/queue/read_ahead_kb")
     trace_on(guest)
 
@@ -169,7 +172,7 @@ def test_breaker_and_reset_are_traced(session: Session, kernel: Kernel, test_mod
         "the breaker's second event",
     )
 
-    # With a full ring, the event has the reason why a page was not taken.
+    # If the put ring is full, the event has that as the reason why a page was not put.
     set_parameter(guest, "inject_ring_full", "1")
     clear(guest)
     last = list(sums)[-1]

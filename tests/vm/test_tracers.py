@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Tracers on redirected functions are switched on and off while files are used.
+"""Tracers on functions that the driver redirects are switched on and off while files are used.
 
-Operators do this first when they look for a fault. ftrace, kprobes and fprobes patch the same call
-sites as the driver.
+Operators use tracers when they look for a fault. ftrace, kprobes and fprobes patch the same places
+of the kernel's code as the driver.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ FUNCTIONS = (
     "ext4_read_folio",
     "ext4_move_extents",
 )
-# In each round every tracer is on for a while, and its findings are appended to its own file.
+# Shell script that switches each tracer on for a while in each round, and appends a line to the
+# tracer's file if the tracer saw a call.
 TOGGLE = f"""
 cd {TRACING} || exit 1
 saw() {{ grep -c -m 1 truncate_inode_pages_range trace >>/tmp/saw.$1; echo >trace; }}
@@ -70,7 +71,7 @@ ROUNDS_SECONDS = 600.0
 def test_tracers_under_torture_cause_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Every byte is right, pages still come from the cache, and the driver stays on."""
+    """With tracers, every byte is right, pages come from the cache, and the driver stays on."""
     guest = driver_guest(
         session, kernel, module, parameters="verify_every=0", cpus=2, tcg_threads="single"
     )

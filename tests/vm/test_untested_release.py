@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""An untested point release is served with more compared hits, and the state says so."""
+"""On an untested point release, the driver compares more hits with the disk, and reports that."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from harness.session import Session
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# The put ring has room for the pages of one file.
+# Files of the test. Each fits into the put ring.
 FILES = [f"{WHERE}/{number}" for number in range(12)]
 # TMEM_VERIFY_FIRST_HITS, TMEM_VERIFY_EVERY_HITS and TMEM_VERIFY_UNTESTED_HITS of verify.c.
 FIRST_HITS = 1000
@@ -44,7 +44,8 @@ def note(guest: Guest, share: str) -> str:
 
 
 def write_files(guest: Guest) -> None:
-    # The driver samples folios. Without readahead, each folio that is read has one page.
+    # The driver selects folios for the comparison. Without readahead, each folio has one page, so
+    # the test can count pages.
     guest.sh(f"echo 0 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
     for path in FILES:
         guest.sh(f"dd if=/dev/urandom of={path} bs=1M count=1 2>/dev/null")
@@ -59,7 +60,7 @@ def sectors_read(guest: Guest) -> int:
 def read_again(guest: Guest) -> tuple[int, int]:
     """Reads the evicted files; returns the hits, and how many of them were compared.
 
-    It prints the cost of the reading, which docs/guest-support.md quotes.
+    Prints the time and the sectors that the reading took, which docs/guest-support.md quotes.
     """
     before, sectors, begun = stats(guest), sectors_read(guest), time.monotonic()
     grown = growth(before, evict(guest, FILES))
@@ -76,7 +77,7 @@ def read_again(guest: Guest) -> tuple[int, int]:
 
 
 def read_first_hits(guest: Guest) -> None:
-    """Reads the files until the first hits of the file system, which are all compared, are over.
+    """Reads the files until they had FIRST_HITS hits, all of which the driver compares.
 
     Files that were just written may have large folios, of which only the first pages are put.
     """
@@ -89,8 +90,8 @@ def read_first_hits(guest: Guest) -> None:
 
 
 def check_share(hits: int, compared: int, every: int) -> None:
-    # Hits are counted over all readings, so each reading may begin just before or after a compared
-    # hit.
+    # The driver counts hits over all readings, so the number of compared hits in one reading may
+    # differ by one.
     assert abs(compared - hits / every) <= 1, (
         f"{compared} of {hits} hits were compared, not one in {every}"
     )
@@ -108,7 +109,7 @@ def test_untested_release_compares_more_hits(
     assert hits > 2 * TESTED_EVERY
     check_share(hits, compared, UNTESTED_EVERY)
 
-    # The operator's value has priority, and the state shows it.
+    # A value of verify_every that the operator sets has priority, and the state shows it.
     for every in (1024, 512):
         set_parameter(guest, "verify_every", f"{every}")
         assert state(guest) == note(guest, f"one hit in {every} is")
@@ -135,7 +136,7 @@ def test_verify_every_at_load_has_priority(
 def test_tested_release_compares_the_usual_share(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """A listed release has no note, and the usual sample."""
+    """On a tested release, the state has no note, and the usual share of hits is compared."""
     guest = driver_guest(session, kernel, module, parameters="")
     listed = {name for row in served.kernels() for name in row.releases}
     tested = release(guest) in listed
@@ -143,7 +144,7 @@ def test_tested_release_compares_the_usual_share(
     write_files(guest)
     read_first_hits(guest)
     check_share(*read_again(guest), TESTED_EVERY if tested else UNTESTED_EVERY)
-    # A reload starts from the list in the sources.
+    # After a reload, the driver uses the list of tested releases in its sources again.
     guest.sh("umount /mnt && rmmod virtio_tmem")
     load(guest, "allow_untested=1")
     assert state(guest) == ("on" if tested else note(guest, "one hit in 64 is"))

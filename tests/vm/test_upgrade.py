@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """The daemon's package is upgraded under running VMs: another program, the same directories.
 
-The old daemon is asked to end, and the new one is started with the same sockets and VM store. The
-VMs continue, with another generation and an empty cache that fills.
+The old daemon gets SIGTERM, and the new one is started with the same sockets and VM store. The VMs
+continue with a new generation, and their empty caches fill again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# One VM of the daemon's configuration, and one that was added, as libvirt's hook does.
+# Names of two VMs: one of the daemon's configuration, and one that the test adds while the daemon
+# runs, as libvirt's hook does.
 FIXED, ADDED = "fixed", "added"
 UUID = "7b2f0f6a-52a5-4dcd-8a7f-0f3d7f6b4f11"
 RESERVE_BYTES = 4 << 20

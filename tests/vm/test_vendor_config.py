@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 MGLRU = "/sys/kernel/mm/lru_gen/enabled"
 OPERATIONS = 10_000
-# The scenario "bmap" writes to the mounted disk, as md does. The vendors allow it, a kernel that
-# begins with allnoconfig does not.
+# Kernel parameter that allows writing to a mounted disk, which the scenario "bmap" does. The
+# vendors' kernels allow it by default. The test's kernels begin with allnoconfig and do not.
 WRITE_MOUNTED = "bdev_allow_write_mounted=1"
 
 
@@ -27,7 +27,10 @@ WRITE_MOUNTED = "bdev_allow_write_mounted=1"
 def test_torture_passes_on_vendor_configurations(
     session: Session, kernel: Kernel, module: Path, name: str, mglru: bool
 ) -> None:
-    """Loading runs the self-test; then random operations and each hook's own scenario follow."""
+    """On a vendor's configuration, the self-test passes and the torture program finds no fault.
+
+    The program runs random operations, and the scenario for each hook.
+    """
     if kernel.series not in debug_kernel.VENDORS:
         pytest.skip(
             f"Linux {kernel.series} is no vendor kernel; use --kernel rhel, fedora or ubuntu"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A daemon that hangs is replaced within the watchdog's period, and no operation waits longer.
+"""A daemon that hangs is replaced after the watchdog's period, and no operation waits longer.
 
-The test acts as systemd. tmemd/tests/watchdog.rs tests which of the daemon's threads count as hung.
+harness.supervisor takes the place of systemd. tmemd/tests/watchdog.rs tests which of the daemon's
+threads count as hung.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from harness.wait import scaled, until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# A fifth of the unit's value, so that the test is short.
+# Watchdog's period in the test, a fifth of the unit's value, so that the test is short.
 PERIOD_SECONDS = 2.0
 # The default of backend-timeout-ms: the longest wait of one operation for a daemon that hangs.
 BACKEND_TIMEOUT_SECONDS = 1.0
 # Additional time of an operation on a busy machine.
 OWN_SECONDS = 3.0
-# Time for the guest to release a device that is unplugged.
+# Longest time until the guest has released a device that is unplugged.
 GUEST_SECONDS = 30.0
 HANGS = 3
 
@@ -140,7 +141,7 @@ def undo(vm: Vm, operation: Callable[[Vm], None]) -> None:
             try:
                 vm.qmp.execute("device_add", device)
             except QmpError as error:
-                # The device that was removed releases its chardev a moment later.
+                # The removed device owns its chardev for a moment after the unplug event.
                 assert "in use" in str(error), error
                 return False
             return True
@@ -152,7 +153,7 @@ def undo(vm: Vm, operation: Callable[[Vm], None]) -> None:
 def test_host_operations_wait_for_one_answer_at_most(
     session: Session, kernel: Kernel, module: Path, operation: Callable[[Vm], None]
 ) -> None:
-    """Each operation meets a daemon that has just stopped, and waits for one answer at most."""
+    """An operation on a VM whose daemon has just hung waits for one time-out at most."""
     daemon = session.daemon("vm1", pool_size="128MiB")
     with supervised(daemon) as supervisor:
         vm = driver_vm(
@@ -187,7 +188,7 @@ def test_host_operations_wait_for_one_answer_at_most(
 def test_end_of_a_migration_with_a_hung_daemon_is_bounded(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """The VM is paused while its device is stopped, which has to wait for a hung daemon."""
+    """At the end of a migration, a hung daemon delays the stop of the device only up to a bound."""
     here, there = session.daemon("vm1", pool_size="128MiB"), session.daemon("vm1")
     there.start()
     with supervised(here) as supervisor:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Runs tests/guest/tmemcfg.c in a guest: the device is used from user space, without the module.
 
-The program writes its lines to a file in the guest. They outlive the control channel, and are
-reverted with the guest's memory, as the program itself is.
+The program writes its output to a file in the guest's memory. So the output is kept if the
+connection to the guest's agent ends, and a reverted VM has the output from the time of the
+snapshot.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ PROGRAM = "/tmemcfg"
 LOG = "/tmp/tmemcfg.log"
 PID = "/tmp/tmemcfg.pid"
 
-# Longest time until a daemon that came back is connected, started and has answered.
+# Longest time until QEMU has connected to a restarted daemon and the daemon has answered a request.
 HEAL_SECONDS = 60.0
 
 
@@ -33,7 +34,7 @@ def info(vm: Vm) -> dict[str, int]:
 
 
 class UserDriver:
-    """The running program in the VM's guest."""
+    """The program tmemcfg that runs in a VM's guest."""
 
     def __init__(self, vm: Vm) -> None:
         self._vm = vm
@@ -85,7 +86,7 @@ class UserDriver:
         return until(condition, HEAL_SECONDS, "tmemcfg stores a page in a new generation")
 
     def ask_keep(self) -> int:
-        """Makes the program get its stored page; returns the mark for the answer."""
+        """Makes the program get its stored page. Returns the `after` of wait() for the answer."""
         mark = self.mark()
         self._vm.guest.sh(f"kill -USR1 $(cat {PID})")
         return mark
@@ -111,7 +112,7 @@ class UserDriver:
         )
 
     def moved(self, vm: Vm) -> None:
-        """Sets the VM, after the guest with the program has moved to another QEMU."""
+        """Sets the VM to use, after a migration of the guest with the program to another QEMU."""
         self._vm = vm
 
     def end(self) -> None:

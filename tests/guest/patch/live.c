@@ -4,8 +4,8 @@
  *
  *   insmod live.ko function=NAME
  *
- * The replacement jumps to the original function, behind its call of ftrace. A replacement in C
- * would need the arguments of each function.
+ * The replacement function jumps into the original function, to the instruction after its call of
+ * ftrace. It is not written in C, because it would need the types of each function's arguments.
  */
 #include <linux/ftrace.h>
 #include <linux/kprobes.h>
@@ -16,7 +16,7 @@
 static char *function;
 module_param(function, charp, 0444);
 
-/* The first instruction of the original function that is not patched. */
+/* Address of the instruction in the original function that follows its call of ftrace. */
 unsigned long live_original;
 void live_replacement(void);
 
@@ -37,7 +37,7 @@ static struct klp_func funcs[] = {
 };
 
 static struct klp_object objects[] = {
-	{ .funcs = funcs },	/* no name: the kernel itself */
+	{ .funcs = funcs },	/* an object without a name is the kernel itself, not a module */
 	{ }
 };
 
@@ -45,7 +45,7 @@ static struct klp_patch patch = { .mod = THIS_MODULE, .objs = objects };
 
 static int __init live_init(void)
 {
-	/* This kprobe is never armed; it only looks the name up. */
+	/* Register a disabled kprobe, only to find the address of the function by its name. */
 	struct kprobe probe = { .symbol_name = function, .flags = KPROBE_FLAG_DISABLED };
 	static const u8 endbr64[] = { 0xf3, 0x0f, 0x1e, 0xfa };
 	int err = register_kprobe(&probe);
@@ -61,7 +61,7 @@ static int __init live_init(void)
 	return klp_enable_patch(&patch);
 }
 
-/* A live patch can be unloaded after 0 was written to its file "enabled". */
+/* Does nothing. The kernel unloads the module only after 0 was written to its file "enabled". */
 static void __exit live_exit(void)
 {
 }

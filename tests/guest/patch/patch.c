@@ -2,8 +2,9 @@
 /*
  * Changes a guest's ftrace as the tests need it:
  *
- * - insmod patch.ko function=NAME: takes the function as a live patch does, without changing it
- * - insmod patch.ko kill=1: makes the kernel give up on ftrace, as after an internal error
+ * - insmod patch.ko function=NAME: redirects the function through ftrace, as a live patch does, but
+ *   does not change what it does
+ * - insmod patch.ko kill=1: makes the kernel disable ftrace, as after an internal error
  */
 #include <linux/ftrace.h>
 #include <linux/kprobes.h>
@@ -27,7 +28,7 @@ static struct ftrace_ops ops = {
 
 static unsigned long address_of(const char *name)
 {
-	/* This kprobe is never armed; it only looks the name up. */
+	/* Register a disabled kprobe, only to find the address of the function by its name. */
 	struct kprobe probe = { .symbol_name = name, .flags = KPROBE_FLAG_DISABLED };
 	unsigned long address;
 
