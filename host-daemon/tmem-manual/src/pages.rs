@@ -29,7 +29,7 @@ pub struct Document {
     pub name: &'static str,
     /// Section of the manual.
     pub section: &'static str,
-    /// What the page is about, in a few words.
+    /// Subject of the page, in a few words.
     pub about: &'static str,
     /// Arguments of the program; empty for a file format.
     pub synopsis: &'static str,
