@@ -11,7 +11,7 @@ JOBS ?= 2
 PYTEST = cd tests && ./python -m pytest -n $(JOBS) --dist worksteal --ignore=vm/test_native.py unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-native bench-locks bench-density bench-life check check-host check-guest check-kvm check-libvirt check-ops \
+.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-native bench-locks bench-density bench-life packages check check-host check-guest check-kvm check-libvirt check-ops \
 	check-guest-long check-all check-newest check-kernel-debug check-miri check-sim check-sim-long \
 	lint lint-rust lint-c lint-shell lint-python lint-prose lint-licence test-rust \
 	test-driver fuzz fuzz-guests clean
@@ -73,6 +73,10 @@ bench-density: deps all ## compare four VMs with one pool, with as much addition
 
 bench-life: deps all ## measure migration with and without the device, and the time until a restarted daemon serves
 	cd tests && PYTHONPATH=vm ./python bench_life.py $(ARGS)
+
+packages: ## build the Debian packages in build/packages; PACKAGES=DIRECTORY, GUEST=1: only those for guests
+	scripts/deps packages
+	scripts/packages $(if $(GUEST),--guest) $(PACKAGES)
 
 # ---- tests ------------------------------------------------------------------------------------
 

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""dkms, run as by a distribution, builds the module from the driver's source package."""
+"""dkms, run as by a distribution, builds the module, and the guest's packages have their files.
+
+scripts/check-packages installs the packages into clean systems.
+"""
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import subprocess
@@ -51,24 +55,74 @@ def test_dkms_builds_and_installs(tmp_path: Path, kernel: Kernel) -> None:
     assert f"vermagic:       {kernel.release} " in modinfo
 
 
-def test_package_contains_the_files_of_the_build(tmp_path: Path) -> None:
-    run("make", "-C", str(DRIVER), "dkms-deb", f"DEST={tmp_path}")
-    (package,) = tmp_path.glob("virtio-tmem-dkms_*_amd64.deb")
+def build(folder: Path, *environment: str) -> Path:
+    """Builds the packages for guests, without touching the tree."""
+    command = ["env", f"TMEM_PACKAGES_WORK={folder}/work", *environment]
+    run(*command, f"{ROOT}/scripts/packages", "--guest", f"{folder}/built")
+    return folder / "built"
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("packages"))
+
+
+def test_packages_are_reproducible(packages: Path, tmp_path: Path) -> None:
+    """Directory, time zone and language of a build do not change the packages."""
+    again = build(tmp_path / "other/directory", "TZ=Pacific/Auckland", "LC_ALL=C.UTF-8")
+    built = sorted(packages.glob("*.deb"))
+    assert len(built) >= 2
+    for package in built:
+        assert package.read_bytes() == (again / package.name).read_bytes(), package.name
+
+
+def contents(packages: Path, name: str) -> set[str]:
+    (package,) = packages.glob(f"{name}_*.deb")
+    return {line.split()[-1] for line in run("dpkg-deb", "-c", str(package)).splitlines()}
+
+
+def test_packages_contain_the_files_of_the_build(packages: Path) -> None:
     source = f"./usr/src/virtio-tmem-{version()}"
-    names = {line.split()[-1] for line in run("dpkg-deb", "-c", str(package)).splitlines()}
+    names = contents(packages, "virtio-tmem-dkms")
     for path in ("dkms.conf", "Kbuild", "Makefile", "proto/virtio_tmem.h", "core/ring.c"):
         assert f"{source}/{path}" in names
-    assert "./usr/sbin/tmem-guest" in names
     for name in ("README.md", "sysfs-kernel-virtio_tmem", "guest-support.md", "secure-boot.md"):
-        assert f"./usr/share/doc/virtio-tmem-dkms/{name}" in names
+        document = f"./usr/share/doc/virtio-tmem-dkms/{name}"
+        assert names & {document, f"{document}.gz"}
     assert not [name for name in names if name.endswith((".o", ".ko", ".mod.c"))]
+    command = contents(packages, "virtio-tmem-guest")
+    assert {"./usr/sbin/tmem-guest", "./usr/share/man/man8/tmem-guest.8.gz"} <= command
+
+
+def scripts(packages: Path, folder: Path) -> Path:
+    (package,) = packages.glob("virtio-tmem-dkms_*.deb")
+    run("dpkg-deb", "-e", str(package), f"{folder}/control")
+    return folder / "control"
 
 
 @pytest.mark.parametrize("script", ["postinst", "prerm"])
-def test_package_scripts_contain_the_version(tmp_path: Path, script: str) -> None:
-    run("make", "-C", str(DRIVER), "dkms-deb", f"DEST={tmp_path}")
-    (package,) = tmp_path.glob("*.deb")
-    run("dpkg-deb", "-e", str(package), f"{tmp_path}/control")
-    text = (tmp_path / "control" / script).read_text()
+def test_package_scripts_contain_the_version(packages: Path, tmp_path: Path, script: str) -> None:
+    text = (scripts(packages, tmp_path) / script).read_text()
     assert version() in text
-    assert "@" not in text
+    assert "#MODULE_VERSION#" not in text and "#DEBHELPER#" not in text
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_installation_without_a_module_warns(packages: Path, tmp_path: Path, built: bool) -> None:
+    """The warning names the package with the headers of the running kernel."""
+    postinst = (scripts(packages, tmp_path) / "postinst").read_text()
+    # The part of dh-dkms would build the module on this machine.
+    own = "#!/bin/sh\nset -e\n" + postinst.split("# End automatically added section\n")[-1]
+    (tmp_path / "postinst").write_text(own)
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    status = f"virtio-tmem/{version()}, {platform.release()}, x86_64: installed"
+    (fake / "dkms").write_text(f"#!/bin/sh\necho '{status if built else ''}'\n")
+    (fake / "modprobe").write_text("#!/bin/sh\n")
+    for program in fake.iterdir():
+        program.chmod(0o755)
+    text = run("env", f"PATH={fake}:/usr/bin:/bin", "sh", f"{tmp_path}/postinst", "configure")
+    assert ("THE MODULE WAS NOT BUILT" in text) == (not built)
+    headers = Path(f"/lib/modules/{platform.release()}/build/include")
+    if not built and not headers.exists():
+        assert f"apt install linux-headers-{platform.release()}" in text

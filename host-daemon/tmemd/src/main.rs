@@ -183,8 +183,7 @@ mod tests {
         let example = include_str!("../tmemd.toml");
         let keys: Vec<&str> = example
             .lines()
-            .filter_map(|line| Some(line.strip_prefix("#: ")?.split_once(" = ")?.0))
-            .chain(["vm"])
+            .filter_map(|line| Some(line.trim_start_matches('#').split_once(" = ")?.0))
             .collect();
         assert!(keys.contains(&"pool_size"));
         let command = Arguments::command();

@@ -92,8 +92,12 @@ fn apparmor(root: &Path) -> Finding {
     if !confines || !enabled.is_ok_and(|text| text.starts_with('Y')) {
         return Finding::good(of, "AppArmor does not confine libvirt's QEMUs");
     }
-    let local = root.join("etc/apparmor.d/local/abstractions/libvirt-qemu");
-    match fs::read_to_string(local).is_ok_and(|rules| rules.contains("run/virtio-tmem")) {
+    // The package has its rules in a directory of its own, which not each libvirt includes.
+    let text = |path| fs::read_to_string(root.join(path)).unwrap_or_default();
+    let local = text("etc/apparmor.d/local/abstractions/libvirt-qemu");
+    let of_package = root.join("etc/apparmor.d/abstractions/libvirt-qemu.d/virtio-tmem");
+    let included = text("etc/apparmor.d/abstractions/libvirt-qemu").contains("/libvirt-qemu.d>");
+    match local.contains("virtio-tmem") || included && of_package.exists() {
         true => Finding::good(of, "AppArmor lets QEMUs connect"),
         false => Finding::fault(
             of,
@@ -175,6 +179,17 @@ mod tests {
             root,
             "etc/apparmor.d/local/abstractions/libvirt-qemu",
             rules,
+        );
+        assert_eq!(state("apparmor"), State::Good);
+        // The package's rules count only if libvirt includes their directory.
+        write(root, "etc/apparmor.d/local/abstractions/libvirt-qemu", "");
+        let of_package = "etc/apparmor.d/abstractions/libvirt-qemu.d/virtio-tmem";
+        write(root, of_package, rules);
+        assert_eq!(state("apparmor"), State::Fault);
+        write(
+            root,
+            "etc/apparmor.d/abstractions/libvirt-qemu",
+            "include if exists <abstractions/libvirt-qemu.d>\n",
         );
         assert_eq!(state("apparmor"), State::Good);
     }

@@ -285,6 +285,32 @@ mod tests {
 
     const EXAMPLE: &str = include_str!("../../tmemd.toml");
 
+    /// Returns the setting of a line of the template that is commented out.
+    fn example(line: &str) -> Option<&str> {
+        let setting = line.strip_prefix('#')?;
+        setting
+            .starts_with(|c: char| c.is_ascii_lowercase())
+            .then_some(setting)
+    }
+
+    #[test]
+    fn the_template_is_valid_with_any_one_line_uncommented() {
+        let lines: Vec<&str> = EXAMPLE.lines().collect();
+        let mut found = 0;
+        for (number, line) in lines.iter().enumerate() {
+            let Some(setting) = example(line) else {
+                continue;
+            };
+            let mut changed = lines.clone();
+            changed[number] = setting;
+            let parsed = Settings::parse(&changed.join("\n"));
+            assert!(parsed.is_ok(), "{setting}: {parsed:?}");
+            found += 1;
+        }
+        // Each key has a line of its own, but those of a VM, and two are set.
+        assert_eq!(found + 2, keys("x = 1").len());
+    }
+
     #[test]
     fn a_file_with_all_keys_is_parsed() {
         let file = Settings::parse(
@@ -442,7 +468,7 @@ mod tests {
         assert_eq!(names, [&keys("x = 1")[..], &of_vm].concat());
         let uncommented: String = EXAMPLE
             .lines()
-            .map(|line| line.strip_prefix("#: ").unwrap_or(line))
+            .map(|line| example(line).unwrap_or(line))
             .map(|line| format!("{line}\n"))
             .collect();
         Settings::parse(&uncommented).expect("the template was refused");
