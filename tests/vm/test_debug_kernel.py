@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Runs the torture on kernels that check themselves: `--kernel debug` and `--kernel kcsan`.
+"""Runs the torture program on kernels that check themselves: `--kernel debug` and `--kernel kcsan`.
 
 A report of lockdep, KASAN or another checker on the console fails any test (TROUBLE in
 harness/vm.py). This file also reads the reports of kmemleak and KCSAN about leaks and data races.

@@ -214,7 +214,7 @@ def test_misconfigurations_are_reported_with_a_remedy(libvirt: Libvirt, machine:
     words = libvirt.refused("quota", machine.name)
     assert "tmemctl attach" in words
     for command in ("attach", "detach"):
-        # libvirt cannot add the device to a running VM, so attach refuses --live.
+        # libvirt can add or remove the device only at the next start, so --live is refused.
         assert "--live" in libvirt.refused(command, machine.name, "--live", status=2)
     done = libvirt.tmemctl_run("attach", machine.name, "--limit", "1XiB")
     assert done.status == 2 and '"XiB"' in done.stderr

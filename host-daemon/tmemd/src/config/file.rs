@@ -53,8 +53,9 @@ pub struct Settings {
     /// (default: auto).
     #[arg(long, value_name = "KIND")]
     pub event_loop: Option<EventLoop>,
-    /// µs that a worker polls an empty virtqueue before it requests a kick, if the guest's last
-    /// pause was that short. 0: never (default: 50).
+    /// Time in µs for which a worker polls an empty virtqueue before it requests a kick. It polls
+    /// only if the guest's last pause between two requests was shorter than this time. 0: never
+    /// (default: 50).
     #[arg(long, value_name = "N")]
     #[serde(deserialize_with = "within::<0, POLL_US_MAX, _, _>")]
     pub poll_max_us: Option<u64>,
