@@ -89,8 +89,8 @@ unsigned int tmem_put_pages(const struct tmem_key *key, pgoff_t index, struct pa
 			    unsigned int nr, bool workingset);
 /*
  * Sends batches that puts have filled. A kernel for which tmem_has_put_end() is true calls it after
- * the puts, when it has released the i_pages lock. Any context but NMI; one load if there is nothing
- * to send.
+ * the puts, when it has released the i_pages lock. Any context but NMI. If no batch is full, the
+ * call costs one load.
  */
 void tmem_put_end(void);
 
