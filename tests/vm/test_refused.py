@@ -113,7 +113,7 @@ def check_served(guest: Guest) -> None:
 
 
 def gone(guest: Guest) -> None:
-    """After an unmount, the file system is no longer in the state."""
+    """Unmounts the file system at INNER and checks that the driver's `state` no longer names it."""
     guest.sh(f"umount {INNER}", 60)
     assert state(guest) == "on"
 
