@@ -525,7 +525,7 @@ fn a_get_of_64_pages_allocates_no_memory() {
 
 /// A slice also ends when its time is up, and each slice makes progress however late it is.
 #[test]
-fn requests_of_each_type_resume_when_time_is_up() {
+fn requests_of_each_type_resume_after_the_end_of_a_slice() {
     let mut guest = guest();
     guest.clock.step_ns.store(SLICE_NS, Ordering::Relaxed);
     let turns = |guest: &mut Guest, used: u16| {
