@@ -59,11 +59,10 @@
 #define TMEM_RING_EIGHTHS	3
 #define TMEM_BOUNCE_EIGHTHS	1
 /*
- * Slots of all queues together. The ring takes the burst in which kswapd evicts from the low to the
- * high watermark: 113 pages in a guest of 256 MiB and 2,815 in one of 1 GiB (measured with Linux
- * 6.12), about 4,224 from 4 to 16 GiB. From 512 MiB on, transparent huge pages raise the
- * watermarks. A burst lasts longer while readers allocate, so the limit is twice that number. A
- * larger ring only hides a slow host, and numbers of blocks are u16.
+ * Slots of all queues together. kswapd frees at least the pages between the low and the high
+ * watermark: 113 pages in a guest of 256 MiB and 2,815 in one of 1 GiB (measured with Linux 6.12),
+ * about 4,224 from 4 to 16 GiB. It frees more while readers allocate, so the limit is twice that
+ * number. A larger ring only hides a slow host, and numbers of blocks are u16.
  */
 #define TMEM_RING_SLOTS_MAX	8192
 /* One block for each queue, and one to share. */
