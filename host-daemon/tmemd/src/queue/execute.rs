@@ -417,7 +417,8 @@ fn miss() -> GetPage {
     GetPage {
         cookie: 0.into(),
         result: wire::P_MISS,
-        reserved: [0; 7],
+        flags: 0,
+        reserved: [0; 6],
     }
 }
 

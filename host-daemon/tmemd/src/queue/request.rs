@@ -111,7 +111,7 @@ pub fn parse(
     if queue_of_type != kind
         || readable.len() != shape.readable_bytes
         || writable_bytes != shape.writable_bytes as u64
-        || req.reserved.get() != 0
+        || req.retain.get() != 0
     {
         return Err(BAD);
     }
@@ -226,7 +226,7 @@ mod tests {
             r#type: request_type.into(),
             count: count.into(),
             pool: 3.into(),
-            reserved: 0.into(),
+            retain: 0.into(),
         }
     }
 

@@ -328,7 +328,7 @@ fn req(request_type: u16, count: usize) -> Req {
         r#type: request_type.into(),
         count: (count as u16).into(),
         pool: 1.into(),
-        reserved: 0.into(),
+        retain: 0.into(),
     }
 }
 
