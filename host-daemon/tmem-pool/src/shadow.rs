@@ -11,6 +11,7 @@ use crate::entry::Content;
 use crate::index::Chunks;
 use crate::state::{Freed, NewPage, Range, Reason, State};
 use crate::stats::TenantStats;
+use crate::tenant::GetResult;
 use std::io;
 use std::sync::Arc;
 
@@ -86,15 +87,51 @@ impl ShadowTenant {
     }
 
     /// Gets a page and removes it. Returns true if the tenant held the page.
-    pub fn get(&mut self, pool: u32, (object, index): (u64, u64)) -> bool {
+    pub fn get(&mut self, pool: u32, key: (u64, u64)) -> bool {
+        self.get_retaining(pool, key, false) != GetResult::Miss
+    }
+
+    /// Gets a page, which may be retained if `retain` is set.
+    pub fn get_retaining(
+        &mut self,
+        pool: u32,
+        (object, index): (u64, u64),
+        retain: bool,
+    ) -> GetResult {
+        let Ok(pool) = self.0.pool(pool) else {
+            return GetResult::Miss;
+        };
+        let (mut taken, mut ids) = ([None], [0]);
+        let retained = self.0.take(
+            pool,
+            (object, index),
+            (&[0], retain.into()),
+            &mut taken,
+            &mut ids,
+            &|_| true,
+        );
+        self.0.counters.hits += u64::from(taken[0].is_some());
+        self.0.counters.retains += retained;
+        match (taken[0].is_some(), retained) {
+            (false, _) => GetResult::Miss,
+            (true, 0) => GetResult::Hit { cookie: 0 },
+            (true, _) => GetResult::Retained { cookie: 0 },
+        }
+    }
+
+    /// Returns the stored size in bytes of a page that the tenant has.
+    pub fn stored_bytes(&self, pool: u32, (object, index): (u64, u64)) -> Option<usize> {
+        let id = self.0.index.find(self.0.pool(pool).ok()?, object, index);
+        (id != 0).then(|| self.0.index.entries[id].gauges().stored_bytes as usize)
+    }
+
+    /// Refers to a page that the guest has evicted unchanged. Returns true if the tenant holds the
+    /// page.
+    pub fn refer(&mut self, pool: u32, (object, index): (u64, u64)) -> bool {
         let Ok(pool) = self.0.pool(pool) else {
             return false;
         };
-        let (mut taken, mut ids) = ([None], [0]);
-        self.0.take(pool, object, index, &[0], &mut taken, &mut ids);
-        let hit = taken[0].is_some();
-        self.0.counters.hits += u64::from(hit);
-        hit
+        self.0.refer(pool, object, index, 0)
     }
 
     /// Drops `nr_pages` pages of an object from the page `index` on. With None, drops all pages

@@ -16,7 +16,7 @@ use crate::config::{
 };
 use crate::cost::{
     DROP_NS, DROP_SAME_NS, EVICT_NS, GET_DENSE_NS, GET_NS, GET_SAME_NS, KEY_NS, MISS_NS, PUT_NS,
-    RANGE_NS, REFUSE_NS,
+    RANGE_NS, REF_NS, REFUSE_NS,
 };
 use crate::engine::{Engine, TenantParams};
 use crate::entry::{Content, Entry};
@@ -78,8 +78,25 @@ pub enum GetResult {
         /// The stored cookie, which is the requested one.
         cookie: u64,
     },
+    /// The page was returned and is retained: it stays until it is evicted, and is evicted before
+    /// pages that are held.
+    Retained {
+        /// The stored cookie, which is the requested one.
+        cookie: u64,
+    },
     /// No page is held under this key and cookie.
     Miss,
+}
+
+/// A page of a reference: the guest has evicted the page of this cookie, and it is unchanged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ref {
+    /// Object, usually a file.
+    pub object: u64,
+    /// Number of the page within the object.
+    pub index: u64,
+    /// Cookie with which the page was put.
+    pub cookie: u64,
 }
 
 /// The part of a tenant that all threads of the engine share. Its sums are copies of values that
@@ -104,6 +121,8 @@ pub(crate) struct TenantShared {
     has_dead: AtomicBool,
     /// True if the tenant has raw pages.
     has_raw: AtomicBool,
+    /// True if the tenant has retained pages.
+    has_retained: AtomicBool,
     mismatch_logged: AtomicBool,
 }
 
@@ -128,6 +147,7 @@ impl TenantShared {
             forgotten: AtomicBool::new(false),
             has_dead: AtomicBool::new(false),
             has_raw: AtomicBool::new(false),
+            has_retained: AtomicBool::new(false),
             mismatch_logged: AtomicBool::new(false),
         }
     }
@@ -148,6 +168,11 @@ impl TenantShared {
     /// Returns whether the tenant had raw pages when a thread last held the lock.
     pub(crate) fn has_raw(&self) -> bool {
         self.has_raw.load(Relaxed)
+    }
+
+    /// Returns whether the tenant had retained pages when a thread last held the lock.
+    pub(crate) fn has_retained(&self) -> bool {
+        self.has_retained.load(Relaxed)
     }
 
     /// Returns how far the tenant is above its entitlement, in bytes. The result is negative if the
@@ -323,6 +348,7 @@ impl Drop for Locked<'_> {
         tenant.charged_bytes.set(state.charged_bytes());
         tenant.has_dead.store(state.index.has_detached(), Relaxed);
         tenant.has_raw.store(state.has_raw(), Relaxed);
+        tenant.has_retained.store(state.has_retained(), Relaxed);
         let (before, now) = (tenant.index_bytes.get(), state.bytes());
         tenant.owed_bytes.set(state.owed_bytes(now));
         if before != now && !tenant.forgotten.load(Relaxed) {
@@ -340,8 +366,8 @@ fn drop_ns(content: &Content) -> u64 {
     }
 }
 
-/// Pages that a get has removed from the tenant. Dropping this value frees them. The caller should
-/// answer the guest first, because freeing is a fifth of the work of a get.
+/// Pages that a get has returned. Dropping this value frees those that it removed from the tenant. The
+/// caller should answer the guest first, because freeing is a fifth of the work of a get.
 #[derive(Debug)]
 pub struct Spent<'a> {
     store: &'a Store,
@@ -561,6 +587,25 @@ impl Tenant {
         out: &mut [Page],
         results: &mut [GetResult],
     ) -> Result<Spent<'_>, NoPool> {
+        self.get_retaining(pool, (object, index), (cookies, 0), out, results)
+    }
+
+    /// Does a [`get`](Self::get) that may retain pages. A set bit n of `retain` allows it for page n
+    /// of the first 64. The engine decides for each page.
+    ///
+    /// # Errors
+    /// As for [`get`](Self::get).
+    ///
+    /// # Panics
+    /// If the slices differ in length.
+    pub fn get_retaining(
+        &self,
+        pool: u32,
+        (object, index): (u64, u64),
+        (cookies, mut retain): (&[u64], u64),
+        out: &mut [Page],
+        results: &mut [GetResult],
+    ) -> Result<Spent<'_>, NoPool> {
         assert_eq!(
             cookies.len(),
             out.len(),
@@ -585,8 +630,12 @@ impl Tenant {
             .zip(results.chunks_mut(LOCKED_PAGES_MAX));
         for ((cookies, out), results) in chunks {
             let Some(first) = index else { break };
-            self.get_chunk(pool, (object, first), cookies, out, results, &mut spent);
+            let asked = (cookies, retain);
+            self.get_chunk(pool, (object, first), asked, out, results, &mut spent);
             index = first.checked_add(cookies.len() as u64);
+            // The first chunk has all pages with a bit.
+            const { assert!(LOCKED_PAGES_MAX == u64::BITS as usize) };
+            retain = 0;
         }
         Ok(spent)
     }
@@ -595,7 +644,7 @@ impl Tenant {
         &self,
         pool: PoolRef,
         (object, index): (u64, u64),
-        cookies: &[u64],
+        (cookies, retain): (&[u64], u64),
         out: &mut [Page],
         results: &mut [GetResult],
         spent: &mut Spent<'_>,
@@ -607,16 +656,20 @@ impl Tenant {
             .min(cookies.len() as u64) as usize;
         let mut taken: [Option<Entry>; LOCKED_PAGES_MAX] = [const { None }; LOCKED_PAGES_MAX];
         let mut ids: [Id; LOCKED_PAGES_MAX] = [0; LOCKED_PAGES_MAX];
+        let mut retained = 0;
         let mut state = self.0.lock();
         let estimator_before_ns = state.estimator_ns();
         if state.index.is_live(pool) {
             let (taken, ids) = (&mut taken[..nr], &mut ids[..nr]);
-            state.take(pool, object, index, &cookies[..nr], taken, ids);
+            let asked = (&cookies[..nr], retain);
+            retained = state.take(pool, (object, index), asked, taken, ids, &|content| {
+                engine.store.share_content(content)
+            });
         }
         spent.cost_ns += state.estimator_ns() - estimator_before_ns;
         drop(state);
 
-        let (mut hits, mut mismatches) = (0, 0);
+        let (mut hits, mut retains, mut mismatches) = (0, 0, 0);
         // First prefetch the records of all pages, then the bytes, some pages at a time. All pages
         // stay in place until they are read. Opening each reader just before its page is read would
         // make each page wait until the write for the page before has reached memory.
@@ -641,13 +694,28 @@ impl Tenant {
                 continue;
             };
             if engine.store.read(reader, entry.check, &mut out[i]).is_ok() {
-                results[i] = GetResult::Hit {
-                    cookie: entry.cookie,
+                let cookie = entry.cookie;
+                results[i] = match retained >> i & 1 {
+                    0 => GetResult::Hit { cookie },
+                    _ => GetResult::Retained { cookie },
                 };
                 hits += 1;
+                retains += retained >> i & 1;
             } else {
                 tenant.log_mismatch(object, index + i as u64);
                 mismatches += 1;
+                if retained >> i & 1 != 0 {
+                    let key = (object, index + i as u64);
+                    let mut state = self.0.lock();
+                    let dropped = match state.index.is_live(pool) {
+                        true => state.drop_cookie(pool, key, entry.cookie),
+                        false => None,
+                    };
+                    drop(state);
+                    // If another thread removed the page meanwhile, that thread has counted it.
+                    retains += u64::from(dropped.is_none());
+                    spent.contents.extend(dropped);
+                }
             }
             spent.cost_ns += match reader {
                 Reader::Same(_) => GET_SAME_NS,
@@ -660,8 +728,75 @@ impl Tenant {
         if hits + mismatches > 0 {
             let mut state = self.0.lock();
             state.counters.hits += hits;
+            state.counters.retains += retains;
             state.counters.hash_mismatches += mismatches;
         }
+    }
+
+    /// Refers to pages that the guest has evicted unchanged: a retained page with the named cookie
+    /// is held again, as after a put. Sets `held` for each page that is held under its key and
+    /// cookie. A page with another cookie is left alone. A repeated reference changes nothing.
+    ///
+    /// Returns the cost in nanoseconds, at most [`REF_NS_MAX`](crate::REF_NS_MAX) for each page, not
+    /// counting followed keys that the estimator removes.
+    ///
+    /// # Errors
+    /// The tenant has no such pool, or it ended during the call; then no page is held.
+    ///
+    /// # Panics
+    /// If the slices differ in length.
+    pub fn refer(&self, pool: u32, refs: &[Ref], held: &mut [bool]) -> Result<u64, NoPool> {
+        assert_eq!(
+            refs.len(),
+            held.len(),
+            "refer() was called with different numbers of references and results"
+        );
+        held.fill(false);
+        let pool = self.0.lock().pool(pool)?;
+        let mut cost_ns = refs.len() as u64 * REF_NS;
+        let groups = refs.chunks(LOCKED_PAGES_MAX);
+        for (refs, group_held) in groups.zip(held.chunks_mut(LOCKED_PAGES_MAX)) {
+            let mut state = self.0.lock();
+            if !state.index.is_live(pool) {
+                drop(state);
+                held.fill(false);
+                return Err(NoPool);
+            }
+            let estimator_before_ns = state.estimator_ns();
+            for (page, held) in refs.iter().zip(group_held) {
+                *held = state.refer(pool, page.object, page.index, page.cookie);
+            }
+            cost_ns += state.estimator_ns() - estimator_before_ns;
+        }
+        Ok(cost_ns)
+    }
+
+    /// Refers to pages and drops them, held or retained, for a caller that cannot keep pages now. A
+    /// page with another cookie is left alone. Returns the cost in nanoseconds, at most
+    /// [`REF_NS_MAX`](crate::REF_NS_MAX) for each page.
+    ///
+    /// # Errors
+    /// The tenant has no such pool.
+    pub fn drop_refs(&self, pool: u32, refs: &[Ref]) -> Result<u64, NoPool> {
+        let pool = self.0.lock().pool(pool)?;
+        let mut cost_ns = refs.len() as u64 * REF_NS;
+        for refs in refs.chunks(LOCKED_PAGES_MAX) {
+            let mut freed = Freed::new();
+            let mut state = self.0.lock();
+            if !state.index.is_live(pool) {
+                break;
+            }
+            for page in refs {
+                let key = (page.object, page.index);
+                freed.extend(state.drop_cookie(pool, key, page.cookie));
+            }
+            state.counters.refs += refs.len() as u64;
+            state.counters.flushed_pages += freed.len() as u64;
+            drop(state);
+            cost_ns += freed.iter().map(drop_ns).sum::<u64>();
+            self.0.engine.release_all(freed);
+        }
+        Ok(cost_ns)
     }
 
     /// Drops `nr_pages` pages of one object from the page `index` on. With None, drops all pages
