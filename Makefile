@@ -11,7 +11,7 @@ JOBS ?= 2
 PYTEST = cd tests && ./python -m pytest -n $(JOBS) --dist worksteal --ignore=vm/test_native.py unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-native bench-density bench-life check check-host check-guest check-kvm check-libvirt check-ops \
+.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-native bench-locks bench-density bench-life check check-host check-guest check-kvm check-libvirt check-ops \
 	check-guest-long check-all check-newest check-kernel-debug check-miri check-sim check-sim-long \
 	lint lint-rust lint-c lint-shell lint-python lint-prose lint-licence test-rust \
 	test-driver fuzz fuzz-guests clean
@@ -65,6 +65,9 @@ bench-guest: deps all ## measure costs and gains of the guest driver; JSON=FILE 
 bench-native: deps-test daemon ## measure driver and path in native guests (user-mode Linux); JSON=FILE writes the figures
 	JSON=$(JSON) $(PYTHON) tests/bench_native.py
 
+bench-locks: deps all ## count what processors share in the driver: locks, processor time of kernel threads (builds a kernel at first); ARGS="--only locks"
+	JSON=$(JSON) $(PYTHON) tests/bench_locks.py $(ARGS)
+
 bench-density: deps all ## compare four VMs with one pool, with as much additional RAM, and with KSM (25 minutes, as root); JSON=FILE
 	$(PYTHON) tests/bench_density.py
 
@@ -111,8 +114,8 @@ SHARDS = $(VM_SHARDS) native qemu-life qemu-newest ops miri fuzz
 CHECKING = kernel-debug kernel-kcsan
 # Kernels with the configuration of other vendors, built in the same way.
 VENDORS = kernel-fedora kernel-rhel kernel-ubuntu
-# A kernel with the driver built in, without ftrace and modules, built in the same way.
-INTREE = kernel-intree
+# Kernels with the driver built in, without ftrace and modules, built in the same way.
+INTREE = kernel-intree kernel-intree-7.3
 # .ci/run runs these shards in rotation, as many as fit into its time. The shards that need a nightly
 # compiler, or a kernel that is built first, are left out.
 TURNS = $(filter-out native miri fuzz,$(SHARDS))
@@ -146,9 +149,9 @@ $(addprefix shard-,$(VENDORS)): shard-kernel-%: deps-test all
 	tests/kernel prepare $* --key release
 	cd tests && ./python -m pytest --kernel $* vm/test_vendor_config.py
 
-shard-kernel-intree: deps-test daemon qemu
-	tests/kernel prepare intree --key release
-	cd tests && ./python -m pytest --kernel intree vm/test_intree.py
+$(addprefix shard-,$(INTREE)): shard-kernel-%: deps-test daemon qemu
+	tests/kernel prepare $* --key release
+	cd tests && ./python -m pytest --kernel $* vm/test_intree.py
 
 check-kernel-debug: shard-kernel-debug ## run the torture on a kernel with lockdep, KASAN and kmemleak
 
@@ -194,7 +197,7 @@ lint-shell:
 lint-python:
 	cd tests && ./python -m ruff check . ../qemu-dev/tests ../scripts/lint-prose
 	cd tests && ./python -m ruff format --check . ../qemu-dev/tests ../scripts/lint-prose
-	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_native.py bench_density.py bench_life.py long.py conftest.py kernel unit vm
+	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_native.py bench_locks.py bench_density.py bench_life.py long.py conftest.py kernel unit vm
 
 lint-prose:
 	scripts/lint-prose

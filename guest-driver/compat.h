@@ -158,6 +158,16 @@ static inline bool tmem_owner_or_capable(const struct file *file)
 	kobject_init_and_add(kobj, ktype, parent, __VA_ARGS__)
 #endif
 
+/* Returns whether the kernel calls tmem_put_end() after puts, as the patches of intree/ do. */
+static inline bool tmem_has_put_end(void)
+{
+#ifdef TMEM_INTREE
+	return true;
+#else
+	return false;
+#endif
+}
+
 /* Series of the headers that the module was built with, as KERNEL_VERSION(major, minor, 0). */
 #define TMEM_BUILT_FOR (LINUX_VERSION_CODE & ~0xff)
 

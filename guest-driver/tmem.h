@@ -65,7 +65,8 @@ struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old);
  */
 void tmem_pool_empty(struct tmem_pool *pool);
 /*
- * Returns the pages that are held of a pool, counted by a walk through the index. Process context.
+ * Returns the number of pages that are held of a pool, counted by a walk through the index. Process
+ * context.
  */
 unsigned long tmem_pool_pages(struct tmem_pool *pool);
 /*
@@ -80,9 +81,18 @@ void tmem_pool_free(struct tmem_pool *pool);
  * @workingset: the page was used again after it was read in.
  *
  * The page is sent to the host when a batch is full, or within TMEM_PUT_DELAY_MS (10 ms, in ticks),
- * unless the host has as many batches as it can have: see core/feeder.c.
+ * unless the host has as many batches as it can have: see core/send.c.
  */
 bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset);
+/* Calls tmem_put() for @nr pages that are neighbours in the file and in memory. */
+unsigned int tmem_put_pages(const struct tmem_key *key, pgoff_t index, struct page *page,
+			    unsigned int nr, bool workingset);
+/*
+ * Sends batches that puts have filled. A kernel for which tmem_has_put_end() is true calls it after
+ * the puts, when it has released the i_pages lock. Any context but NMI; one load if there is nothing
+ * to send.
+ */
+void tmem_put_end(void);
 
 /*
  * Erases the entries of pages first .. last, both included. Any context but NMI. The cost is
@@ -118,7 +128,7 @@ bool tmem_bypass_is_all(const struct tmem_pool *pool);
 bool tmem_bypass_restored(struct tmem_pool *pool, unsigned long lost);
 
 /*
- * Policies: a wish that pages of an inode are not put. The number of policies is limited.
+ * Policies: a user's request that pages of an inode are not put. The number of policies is limited.
  * tmem_policy_forbid() may fail. If it succeeds, the caller erases the inode's entries. A policy
  * stays until it is forgotten, or until the last pool that shares it is freed.
  */
@@ -140,14 +150,14 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
  * Returns the time of ktime_get_ns() until which a reader may wait that begins to wait now.
  *
  * One readahead window, or one folio of a fault, waits at most D, which is deadline_ms. An answer
- * that takes more than D / 4 is slow, late or not. A read(2) of any length waits for slow answers
- * 11 D at most (220 ms unless set otherwise), and in the long run no more than a fifth of its time.
- * Then the breaker is open, and everything comes from the disk until a probe is answered within D /
- * 4. See core/get.c.
+ * that takes more than D / 4 counts as slow, whether it is late or not. A read(2) of any length
+ * waits for slow answers 11 D at most (220 ms unless set otherwise), and in the long run no more
+ * than a fifth of its time. After that the breaker is open, and everything comes from the disk
+ * until a probe is answered within D / 4. See core/get.c.
  *
  * A reader that must not sleep (RWF_NOWAIT, io_uring's first attempt) does not wait at all if the
- * kernel lets hooks/read.c know of it. This is so in the readahead that a miss starts, from 6.12
- * on, and not in the readahead that a marked page starts.
+ * kernel shows this to hooks/read.c. The kernel does so in the readahead that a miss starts, from
+ * 6.12 on, and not in the readahead that a marked page starts.
  */
 u64 tmem_get_deadline_ns(void);
 
@@ -202,9 +212,9 @@ void tmem_core_exit(void);
 /* --- hooks: implemented in hooks/, called by main.c ---------------------------------------- */
 
 /*
- * Checks the whitelist, runs the self-test, and takes tracepoints and ftrace. Returns 0 also when
- * the module stays off (the reason is logged and shown in sysfs), and an error only when loading
- * must fail.
+ * Checks the list of tested kernels, runs the self-test, and takes tracepoints and ftrace. Returns
+ * 0 also when the module stays off (the reason is logged and shown in sysfs), and an error only
+ * when loading must fail.
  */
 int tmem_hooks_init(void);
 void tmem_hooks_exit(void);

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Measures the pool at equal host bytes: `make bench-density`, docs/benchmarks/density.md.
+"""Compares VMs with the pool and VMs with more RAM instead, at equal use of the host's memory.
 
-Four VMs read related trees over and over. With the device they have little RAM and share one pool.
-Without it, they get as much additional RAM as the pool and the daemon took. The same is measured
-with KSM, which merges equal pages of private memory. The RAM without the device is set by
-measurement, not by calculation. Runs that took unequal bytes of the host are never compared by a
-ratio.
+`make bench-density` runs it, and docs/benchmarks/density.md has the results.
+
+Four VMs read related directory trees over and over. With the device they have little RAM and share
+one pool. Without the device, they get as much additional RAM as the pool and the daemon took. A
+third kind of run has no device and uses KSM, which merges equal pages of private memory. Test runs
+find out the RAM with which the VMs without the device take equally many bytes of the host. Runs
+that took unequal bytes of the host are never compared by a ratio.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ ROOM_BYTES = TREE_BYTES + 192 * MIB
 # Runs are not compared if their host bytes differ by more than this fraction.
 TOLERANCE = 0.03
 CALIBRATIONS = 3  # attempts to set the RAM without the device to equal host bytes
-# QEMU's translated code belongs to the emulation and not to the VM. Its buffer is bounded, because
-# it would otherwise grow.
+# Size of QEMU's buffer for translated code. It is memory of the emulation and not of the VM, so it
+# must not grow during a run.
 TCG_BUFFER_BYTES = 64 * MIB
 # The fastest scan that ksmtuned ever sets. Distributions use ksmtuned to control KSM.
 KSM_PAGES, KSM_SLEEP_MS = 1250, 10
@@ -66,7 +68,11 @@ POOL_FIGURES = ("pages", "original_bytes", "held_bytes", "shared_pages")
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to use the host's memory. If `ram_bytes` is None, it is set to equal host bytes."""
+    """One way to use the host's memory.
+
+    If `ram_bytes` is None, calibrate() sets it so that the VMs use as many bytes of the host as
+    the VMs with the device.
+    """
 
     key: str
     what: str
@@ -90,7 +96,7 @@ VARIANTS = (DEVICE, PLAIN, MERGED, ROOMY)
 
 @dataclass
 class Run:
-    """Results of all VMs together, in the measured rounds unless a field says otherwise."""
+    """Results of all VMs of a run together, in the measured rounds unless a field states more."""
 
     ram_bytes: int
     peak_bytes: int = 0  # peak of the host's memory, from the first read on
@@ -99,10 +105,10 @@ class Run:
     read_bytes: int = 0  # bytes read from disks
     warm_read_bytes: int = 0
     hits: int = 0
-    saved_bytes: int = 0  # bytes that KSM saved, at the end
+    saved_bytes: int = 0  # bytes that KSM had saved at the end of the run
     pool: dict[str, int] = field(default_factory=dict)
     processor_seconds: dict[str, float] = field(default_factory=dict)
-    settle_seconds: float = 0  # time that KSM took after the warm-up
+    settle_seconds: float = 0  # time after the warm-up until KSM had merged all equal pages
     settle_processor_seconds: float = 0
 
 
@@ -118,7 +124,7 @@ class Fleet:
         self._daemons = [daemon.process.pid] if daemon else []
 
     def now_bytes(self) -> int:
-        """Returns the host's bytes now. They include the pool, which is memory of the daemon."""
+        """Returns the bytes of host memory that the VMs, the daemon with its pool, and KSM use."""
         pids = self._qemus + self._daemons
         own = self.ksm.own_bytes() if self.ksm else 0
         now = mapped_bytes(pids) + page_table_bytes(pids) + own
@@ -141,7 +147,7 @@ class Fleet:
 
 
 def read_trees(fleet: Fleet, rounds: int, say: Callable[[str], None]) -> float:
-    """All VMs read their trees `rounds` times; returns the seconds until the last is done."""
+    """Makes all VMs read their trees `rounds` times. Returns the seconds until all have ended."""
     script = f"""
 cd /data || exit 1
 for round in $(seq {rounds}); do
@@ -150,7 +156,8 @@ for round in $(seq {rounds}); do
 done"""
     begin = time.monotonic()
     jobs: list[Job] = [vm.guest.start(script, PHASE_SECONDS) for vm in fleet.vms.values()]
-    # Each turn asks all jobs, because done() also takes their output.
+    # The list calls done() for each job, also after one that is not done, because done() also reads
+    # the job's output.
     while not all([job.done() for job in jobs]):
         done = sum(job.stdout().count(b"\n") for job in jobs)
         say(f"{done} of {rounds * len(jobs)} rounds, host {size_text(fleet.now_bytes())}")
@@ -254,14 +261,17 @@ class Bench:
                 self._compare(fleet.vms)
 
     def _compare(self, vms: dict[str, Vm]) -> None:
-        """Compares the SHA-256 of every file with the host's, since only right bytes count."""
+        """Raises if the SHA-256 of a file differs in the guest and on the host."""
         self.progress.show("comparing the SHA-256 of every file with the host's")
         for name, vm in vms.items():
             if guest_sums(vm.guest) != self._sums[name]:
                 raise HarnessError(f"{name}: a file's SHA-256 differs from the host's")
 
     def calibrate(self, variant: Variant, wanted_bytes: int, first_bytes: int) -> Variant:
-        """Returns the variant with as much RAM as gives the wanted peak of host bytes."""
+        """Returns the variant with the RAM with which its VMs use `wanted_bytes` of the host.
+
+        The peak of the use counts. `first_bytes` is the RAM of the first attempt.
+        """
         ram = first_bytes
         for _ in range(CALIBRATIONS):
             ram -= ram % MIB
@@ -292,12 +302,12 @@ class Bench:
             if variant is not DEVICE:
                 ready.append(variant)
         for repetition in range(repeat):
-            # Each repetition starts with another variant, so that disturbances of the machine
-            # affect all of them.
+            # Each repetition starts with another variant, so that other load of the machine affects
+            # all variants.
             turn = repetition % len(ready)
             for variant in ready[turn:] + ready[:turn]:
-                # The device's first run was before the calibration. KSM's results with enough RAM
-                # hardly vary, so one run suffices.
+                # The first repetition leaves out the device, which ran before the calibration. The
+                # others leave out KSM with enough RAM, whose results hardly vary.
                 if variant is (DEVICE if repetition == 0 else ROOMY):
                     continue
                 self._note(variant, self.run(variant))
@@ -329,13 +339,16 @@ def scatter(runs: list[Run], of: Callable[[Run], float], text: Callable[[float],
 
 
 def equal(runs: list[Run], to: list[Run]) -> bool:
-    """Returns whether both took equal bytes of the host, so that they can be compared."""
+    """Returns whether two variants took equal bytes of the host, so that they can be compared."""
     ours, theirs = middle(runs, PEAK), middle(to, PEAK)
     return abs(ours - theirs) <= theirs * TOLERANCE
 
 
 def ratio(runs: list[Run], device: list[Run], of: Callable[[Run], float]) -> float | None:
-    """Returns the ratio to the device's value; None if bytes differ or the divisor is 0."""
+    """Returns a variant's median of `of`, divided by the median with the device.
+
+    Returns None if the variants took unequal bytes of the host, or if the divisor is 0.
+    """
     low = middle(device, of)
     return middle(runs, of) / low if equal(runs, device) and low else None
 

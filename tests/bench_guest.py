@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Measures costs and gains of the guest driver: `make bench-guest`, docs/benchmarks/guest.md.
 
-Two guests run side by side on equal disks, one with the device and the driver and one without. They
-take turns, so that disturbances of the machine affect both. The figures are ratios of medians.
-Their clock is the TSC, which is the host's in both. Two more guests run with QEMU's -icount, where
-the TSC counts the instructions that the guest executed.
+Two guests run at the same time on equal disks, one with the device and the driver and one without.
+The benchmark measures them in turns, so that other load of the machine affects both. The figures
+are ratios of medians. The guests measure time with the TSC, which runs at the host's rate in both.
+Two more guests run with QEMU's -icount, where the TSC counts the instructions that the guest
+executed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from harness.session import Session
 from harness.vm import MIB, Config, Tmem, Vm
 from harness.wait import until
 
-SEED = 2026  # of file contents, random reads and resampling
+SEED = 2026  # seed of the random file contents, reads and resampling
 PAGE_BYTES = 4096
 SECTOR_BYTES = 512
 
@@ -72,11 +73,12 @@ SYSFS = "/sys/kernel/virtio_tmem"
 MICRO = "/sys/module/virtio_tmem/parameters/test_bench"
 # Emulated guests are ten times slower than hardware, so deadline and polling time are longer.
 PARAMETERS = "deadline_ms=200 spin_us=300"
-# Where instructions are counted, polling would count the host's time and not the driver's work.
+# Parameters under -icount. The driver does not poll, because the instructions of polling depend on
+# the host's speed and not on the driver's work.
 PARAMETERS_ICOUNT = "deadline_ms=200 spin_us=0"
 DATA, UNHOOKED = "/data", "/unhooked"
-# This file system is not on the driver's list. It is the hardest case, because its functions are
-# those of ext4, which are redirected.
+# The driver does not serve ext3. The kernel mounts it with the functions of ext4, which the driver
+# redirects, so it is the file system without a cache that costs most.
 UNHOOKED_KIND = "ext3"
 
 
@@ -108,7 +110,7 @@ class Row:
 
 @dataclass
 class Paired:
-    """Ticks of the same operation in both guests, in turns."""
+    """Times in ticks of one operation in the guests with and without driver, measured in turns."""
 
     cached: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
@@ -118,7 +120,7 @@ class Paired:
         return statistics.median(self.cached) / statistics.median(self.plain)
 
     def interval(self) -> tuple[float, float]:
-        """Returns the interval of 95 % of the ratios of resampled pairs (percentile bootstrap)."""
+        """Returns the 95 % interval of ratio(), by resampling the pairs (percentile bootstrap)."""
         source = random.Random(SEED)
         pairs = list(zip(self.cached, self.plain, strict=True))
         ratios = []
@@ -133,14 +135,14 @@ class Paired:
 
 
 def bounded(key: str, what: str, paired: Paired, most: float) -> Row:
-    """Returns a row for a ratio whose interval must not exceed `most`."""
+    """Returns a row for a ratio whose 95 % interval must not exceed `most`."""
     interval = paired.interval()
     target = f"upper bound of 95 % <= {most}"
     return Row(key, what, paired.ratio(), target=target, met=interval[1] <= most, interval=interval)
 
 
 def contents(path: Path, size_bytes: int, source: random.Random) -> None:
-    """Writes pages that are all different and that lz4 compresses to half."""
+    """Writes a file of pages that are all different and that lz4 compresses to half their size."""
     with open(path, "wb") as file:
         for _ in range(size_bytes // MIB):
             noise = source.randbytes(MIB // 2)
@@ -186,13 +188,13 @@ class Machine:
         return self.vm.guest
 
     def bench(self, arguments: str) -> int:
-        """Runs tests/guest/bench.c and returns ticks."""
+        """Runs the guest program bench (tests/guest/bench.c) and returns the ticks it prints."""
         return int(self.guest.sh(f"{BENCH} {arguments}", SECONDS).split()[1])
 
     def processor_ns(self, arguments: str) -> int:
-        """Runs tests/guest/bench.c and returns processor time in ns.
+        """Runs the guest program bench and returns the processor time in ns that it used.
 
-        It includes the time of the kernel's threads that reclaim and put. Under -icount a
+        The time includes that of the kernel's threads kswapd0 and tmem_feeder. Under -icount a
         nanosecond is an instruction, so the result is the number of executed instructions.
         """
 
@@ -222,7 +224,7 @@ class Machine:
         self.mount()
 
     def serve(self) -> None:
-        """Waits until the driver takes pages of the mount."""
+        """Waits until the driver puts pages of the mount."""
         if not self.cached:
             return
 
@@ -254,7 +256,7 @@ class Machine:
         return self.guest.disk_stat("data")
 
     def dropped(self, where: str) -> int:
-        """Returns the ticks to drop a file's pages, minus the ticks of a drop without pages."""
+        """Returns the ticks to evict a file's pages, minus those of an eviction without pages."""
         self.bench(f"seq {where}/batch")
         before = self.stat("puts") if self.cached else 0
         ticks = self.bench("drop")
@@ -264,7 +266,10 @@ class Machine:
         return ticks - self.bench("drop")
 
     def micro(self, repeat: int, say: Callable[[int], None] | None = None) -> dict[str, float]:
-        """Returns medians of the driver's own micro-benchmarks, in ticks without loop and clock."""
+        """Returns medians in ticks of the micro-benchmarks inside the driver.
+
+        The cost of the loop and of reading the clock is subtracted.
+        """
         runs: dict[str, list[float]] = {}
         for number in range(repeat):
             self.bench(f"seq {DATA}/cached")
@@ -293,7 +298,7 @@ class Machine:
 
 
 def all_put(puts: int) -> None:
-    """Raises if the ring was full, because the measurement is then invalid."""
+    """Raises if too few pages were put. The put ring was full then, and the result is invalid."""
     if puts < BATCH_BYTES // PAGE_BYTES * 0.95:
         raise HarnessError(
             f"only {puts} of {BATCH_BYTES // PAGE_BYTES} pages were put: the put ring was full"
@@ -313,7 +318,7 @@ class Both:
         measure: Callable[[Machine, int], float],
         say: Callable[[int], None] | None = None,
     ) -> Paired:
-        """Measures both `repeat` times; the order alternates."""
+        """Runs `measure` in both guests `repeat` times, in alternating order."""
         out = Paired()
         for number in range(repeat):
             order = [(self.cached, out.cached), (self.plain, out.plain)]
@@ -410,8 +415,8 @@ class Bench:
         sectors = Paired()
         cache_ticks: list[float] = []
         hits: list[int] = []
-        # This fills RAM and pool. The first thousand hits are also read from the disk, for
-        # comparison.
+        # Reading the file three times fills RAM and pool. During it, the driver also reads its
+        # first 1,000 hits from the disk and compares them, which must not be measured.
         for machine in (pair.cached, pair.plain):
             machine.remount()
             for _ in range(3):
@@ -433,7 +438,7 @@ class Bench:
         self.details["reread_counters"] = moved = pair.cached.counters(before_all)
         total = Paired([float(sum(sectors.cached))], [float(sum(sectors.plain))])
 
-        # For comparison, the same amount is read from the page cache of the same guest.
+        # Measure reads from the page cache of the same guest, to compare hits with them.
         pair.cached.bench(f"seq {DATA}/cached")
         pair.cached.bench(f"seq {DATA}/cached")
         for _ in range(REPEAT_REREAD):
@@ -554,7 +559,7 @@ class Bench:
         self.rows.append(
             Row(
                 "miss_ratio",
-                "index miss, the dearest kind, by a page cache look-up (xa_load): time",
+                "index miss, the most expensive kind, by a page cache look-up (xa_load): time",
                 ratio,
                 target="<= 2",
                 met=ratio <= 2,

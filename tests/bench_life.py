@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Measures the cost of a killed daemon and of a migration for a VM with the device.
 
-It prints medians and their ranges. VMs with and without the device take turns in one run, so that
-disturbances of the machine affect both. docs/benchmarks/life.md explains the figures.
+It prints medians and ranges. VMs with and without the device are measured in turns, so that other
+load of the machine affects both. docs/benchmarks/life.md explains the figures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from harness.wait import until
 
 MEMORY_BYTES = 192 * MIB
 POOL_SIZE = "256MiB"
-# Files that do not fit the guest's memory and are read over and over.
+# Number and size of the files that the guest reads over and over. They do not fit its memory.
 FILES, FILE_MIB = 12, 16
 # reconnect-ms of the chardev: the value that `tmemctl attach` sets, and a tenth of it.
 RECONNECT_MS = (1000, 100)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Measures driver and path at native speed: `make bench-native`, docs/benchmarks/native.md.
 
-Guests are user-mode Linux, so driver, daemon and disks run at the machine's own speed. Each step
-measures its peers in the same run and in turns: a read from the page cache, a read from a throttled
-disk, and a system call that does nothing. The clock is the TSC.
-"""
+Guests are user-mode Linux, so driver, daemon and disks run at the machine's own speed. In the same
+run and in turns, each step also measures operations to compare with: a read from the page cache, a
+read from a throttled disk, and a system call that does nothing. The clock is the TSC."""
 
 from __future__ import annotations
 
@@ -65,19 +64,21 @@ PAGES_PER_DISK_READ = 20
 WINDOWS_PER_DISK_READ = 10
 REPEAT_MICRO = 9
 REPEAT_RECLAIM = 31
+REPEAT_BURST = 5
 REPEAT_REREAD = 9
 GUEST_ROUNDS = 5
 
 QUICK = 5  # divides all repetitions with --quick
-STEPS = ("boot", "latency", "put", "reread", "guests")
+STEPS = ("boot", "latency", "put", "burst", "reread", "guests")
 # Comparing hits with the disk is switched off: it would read the disk while a get is measured.
 PARAMETERS = "verify_every=0"
-# While single gets are measured, a late answer is waited for. Otherwise the reader would give up
-# and read the disk, which is another figure.
+# Parameters for measuring single gets. The deadline is so long that a reader waits for a late
+# answer. Otherwise the reader would read the disk, and the time would not be that of a get.
 PARAMETERS_LATENCY = "verify_every=0 deadline_ms=1000"
 HIT_SHARE_MIN = 0.99
 SIZES = {"4k": "page of 4 KiB", "128k": "window of 128 KiB"}
-FOLIO_PAGES = (1, 4, 16, 64)
+FOLIO_PAGES = (1, 4, 16, 32, 64)
+FOLIO_PUT_MAX = 32  # TMEM_FOLIO_MAX_PAGES of the driver
 WHERE = {"get": "from the pool", "cached": "from the page cache", "disk": "from the disk"}
 COMMON = {"p50": 0.5, "p99": 0.99}
 PERCENTILES = {**COMMON, "p999": 0.999}
@@ -102,10 +103,9 @@ def parse_latency(text: str) -> dict[str, list[int]]:
 
 
 def latency_rows(size: str, samples: dict[str, list[int]], ticks_per_us: float) -> list[Row]:
-    """Returns the percentiles of gets and their peers.
+    """Returns the percentiles of gets and of the operations to compare with.
 
-    The cost of an empty system call is subtracted from those of 4 KiB.
-    """
+    The cost of an empty system call is subtracted from those of 4 KiB."""
     what = SIZES[size]
     us = {kind: [ticks / ticks_per_us for ticks in values] for kind, values in samples.items()}
     empty = percentile(us["empty"], 0.5)
@@ -129,7 +129,9 @@ def latency_rows(size: str, samples: dict[str, list[int]], ticks_per_us: float) 
 
 
 def dropped_rows(guests: int, change: dict[str, int]) -> list[Row]:
-    """Returns pages that were not put, by reason, and their share of the pages offered.
+    """Returns rows with the numbers of pages that are not in the pool after their eviction.
+
+    There is a row for each reason, and one with the share of all pages that could have been put.
 
     `change` has the growth of the driver's counters, and of tmemd's counters of refused puts.
     """
@@ -181,13 +183,14 @@ def refusals(daemon: Daemon) -> dict[str, int]:
 
 
 def host_times() -> tuple[float, float]:
-    """Returns the ticks of all processors of this machine, and those that the host above took."""
+    """Returns the ticks of all processors of this machine, and those that its hypervisor took
+    away."""
     fields = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     return float(sum(fields)), float(fields[7])  # proc(5): the eighth field is "steal"
 
 
 class HostPart:
-    """Growth of a VM's statistics at tmemd."""
+    """Measures by how much tmemd's statistics of its VM have grown."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
@@ -205,7 +208,7 @@ class HostPart:
         }
 
     def per_page(self, time: str, pages: str) -> float:
-        """Returns nanoseconds for each page since the object was made."""
+        """Returns nanoseconds for each page since this object was created."""
         now = self._now()
         return (now[time] - self._before[time]) / ((now[pages] - self._before[pages]) or math.nan)
 
@@ -256,9 +259,17 @@ class Bench:
         daemon.start()
         return daemon
 
-    def vm(self, name: str, daemon: Daemon | None, parameters: str = PARAMETERS) -> NativeVm:
+    def vm(
+        self,
+        name: str,
+        daemon: Daemon | None,
+        parameters: str = PARAMETERS,
+        throttle: disk.Throttle | None = disk.CLOUD_VOLUME,
+    ) -> NativeVm:
+        """Creates a guest. Its disks without a throttle are in the host's page cache."""
+
         def of(disk_name: str, path: Path) -> Disk:
-            return Disk(disk_name, path, read_only=True, throttle=disk.CLOUD_VOLUME)
+            return Disk(disk_name, path, read_only=True, throttle=throttle)
 
         config = NativeConfig(
             name=name,
@@ -267,12 +278,19 @@ class Bench:
             tmem=daemon.socket(name) if daemon else None,
             files=self._files,
             parameters=parameters if daemon else "",
+            direct=throttle is not None,
         )
         return self.session.native_vm(config)
 
-    def machine(self, name: str, daemon: Daemon | None, parameters: str = PARAMETERS) -> Machine:
+    def machine(
+        self,
+        name: str,
+        daemon: Daemon | None,
+        parameters: str = PARAMETERS,
+        throttle: disk.Throttle | None = disk.CLOUD_VOLUME,
+    ) -> Machine:
         """Boots a guest and mounts its disks."""
-        machine = Machine(self.vm(name, daemon, parameters), daemon is not None)
+        machine = Machine(self.vm(name, daemon, parameters, throttle), daemon is not None)
         machine.vm.start()
         machine.guest.mount("other", UNHOOKED, UNHOOKED_KIND, "ro")
         machine.mount()
@@ -392,8 +410,8 @@ class Bench:
         pages = machine.guest.sh(f"{BENCH} evict {DATA}/blocks", SECONDS)
         machine.guest.sh(f"{BENCH} evict {DATA}/filler", SECONDS)
         change = machine.counters(before)
-        # Pages of the file that were in the page cache at first are put in one burst, and those
-        # that find no room are read again.
+        # Pages that were in the page cache before are put in one burst. Some of them may find the
+        # put ring full, so the program reads and evicts these again.
         if change.get("puts_stored", 0) < int(pages):
             raise HarnessError(f"fewer than {pages.strip()} pages are stored: {change}")
 
@@ -420,9 +438,16 @@ class Bench:
         for pages in FOLIO_PAGES:
             what = f"interrupts off for each page, folio of {pages}"
             rows.append(Row(f"locked_{pages}_ns", what, ns[f"folio_{pages}"], "ns"))
-        whole = ns[f"folio_{FOLIO_PAGES[-1]}"] * FOLIO_PAGES[-1] / 1000
+        whole = ns[f"folio_{FOLIO_PUT_MAX}"] * FOLIO_PUT_MAX / 1000
         rows.append(
-            Row("locked_64_us", "  all of a folio of 64 pages, the largest put", whole, "µs")
+            Row(
+                f"locked_{FOLIO_PUT_MAX}_us",
+                f"  all of a folio of {FOLIO_PUT_MAX} pages, the largest put",
+                whole,
+                "µs",
+                "<= 20",
+                whole <= 20,
+            )
         )
         self.add(rows)
         self._reclaim(machine)
@@ -448,6 +473,48 @@ class Bench:
                     "ns",
                 ),
                 Row("reclaim_ns", "  reclaim without a put", without, "ns"),
+            ]
+        )
+
+    def burst(self) -> None:
+        repeat = self.times(REPEAT_BURST)
+        self.progress.step(f"bursts: {SET_BYTES // MIB} MiB at the speed of memory, {repeat} times")
+        names = [f"burst{number}" for number in range(repeat)]
+        daemon = self.daemon(*names)
+        eligible, lost, us = 0, 0, 0.0
+        for number, name in enumerate(names):
+            machine = self.machine(name, daemon, throttle=None)
+            machine.serve()
+            before = machine.all_counters()
+            us += machine.bench(f"seq {DATA}/set") / self.ticks_per_us
+            machine.settle()
+            after = machine.all_counters()
+            eligible += after["puts_eligible"] - before["puts_eligible"]
+            lost += after["puts_lost"] - before["puts_lost"]
+            machine.vm.check_console()
+            machine.vm.stop()
+            self.saying("bursts", repeat)(number + 1)
+        daemon.stop()
+        if not eligible:
+            raise HarnessError("no page was evicted, so nothing was measured")
+        share = lost / eligible
+        self.add(
+            [
+                Row(
+                    "burst_lost_fraction",
+                    "evictions of a file read at the speed of memory: part that was lost",
+                    share,
+                    "ratio",
+                    "<= 0.02",
+                    share <= 0.02,
+                ),
+                Row("burst_evictions", "  pages evicted in a burst", eligible / repeat, "pages"),
+                Row(
+                    "burst_read_gib_per_s",
+                    "  speed of the read",
+                    repeat * SET_BYTES / GIB / (us / 1e6),
+                    "GiB/s",
+                ),
             ]
         )
 
@@ -526,7 +593,8 @@ class Bench:
                 machine.settle()
             change = {name: value - refused[name] for name, value in refusals(daemon).items()}
             for machine, old in zip(machines, before, strict=True):
-                # All counters, also those that did not grow, so that each run has the same keys.
+                # Add up all counters, also those that did not grow, so that the results of all runs
+                # have the same keys.
                 for name, value in machine.all_counters().items():
                     change[name] = change.get(name, 0) + value - old.get(name, 0)
             rate = count * rounds * SET_BYTES / GIB / seconds
@@ -550,7 +618,7 @@ class Bench:
 
     @staticmethod
     def _together(machines: list[Machine], rounds: int) -> float:
-        """All guests read their sets; returns the seconds until the last one is done."""
+        """Makes all guests read their sets. Returns the seconds until all have finished."""
         script = f"for round in $(seq {rounds}); do {BENCH} seq {DATA}/set || exit 1; done"
         began = time.monotonic()
         jobs = [machine.guest.start(script, SECONDS) for machine in machines]
@@ -583,7 +651,7 @@ class Bench:
 
 
 def conditions(facts: dict[str, Any]) -> str:
-    """Returns a line on the machine, its load and the guest."""
+    """Returns a line of text about the machine, its load and the guest."""
     return (
         f"{facts['processors']} processors, {facts['processor']}, Linux {facts['host_kernel']}; "
         f"load average {facts['load_1min_before']} before and {facts['load_1min_after']} after, "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Fixtures for VM tests. A failed test's report has the log ends of all its processes."""
+"""Fixtures for VM tests. The report of a failed test has the end of each of its processes' logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAILED = pytest.StashKey[bool]()
 
 @dataclass
 class Results:
-    """Reports of all tests of this run, also of those in other processes of pytest-xdist."""
+    """Results of all tests of this run, including those in worker processes of pytest-xdist."""
 
     durations: dict[str, float] = field(default_factory=dict)
     ran: bool = False
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(config.stash[RESULTS])
 
 
-# Runs last, so that -m and -k have already selected the tests.
+# The hook has `trylast`, so that -m and -k have already selected the tests.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--kvm"):
@@ -94,7 +94,7 @@ def pytest_terminal_summary(
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
-        return  # a process of pytest-xdist, which knows only its own tests
+        return  # a worker process of pytest-xdist does not know the results of other workers
     results = session.config.stash[RESULTS]
     if results.skipped and not results.ran and session.config.getoption("--not-all-skipped"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -135,13 +135,13 @@ def host_programs() -> None:
 
 @pytest.fixture(scope="session")
 def module(kernel: Kernel) -> Path:
-    """The guest driver's module as users get it."""
+    """Builds the guest driver's module as users get it, without test-only parameters."""
     return modules.build(kernel)
 
 
 @pytest.fixture(scope="session")
 def test_module(kernel: Kernel) -> Path:
-    """The module with its test-only parameters."""
+    """Builds the guest driver's module with its test-only parameters."""
     return modules.build(kernel, test=True)
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Demonstrates the main job with two virtual machines whose working sets do not fit their RAM.
+"""Demonstrates the cache with two virtual machines whose working sets do not fit their RAM.
 
-Both read an operating-system tree over and over from a disk that is throttled to a cloud volume,
-first without the device, then with it and one pool for both. A table shows the difference. The
-SHA-256 of every file is compared with the host's, and any difference fails the demo.
+Both VMs read files of an operating system over and over. Their disks are throttled to the speed of
+a common cloud volume. The VMs run first without the device, then with it and one pool for both. A
+table shows the difference. The demo compares the SHA-256 of every file in the guest with that on
+the host, and fails at a difference.
 
-The machines are QEMU's. With --native they are user-mode Linux, which runs at the machine's own
+The VMs run under QEMU. With --native they are user-mode Linux, which runs at the machine's own
 speed.
 """
 
@@ -85,6 +86,8 @@ class Measured:
     checksums_equal: bool = False
     gets: int = 0
     hits: int = 0
+    puts_eligible: int = 0
+    puts_lost: int = 0
 
     @property
     def seconds(self) -> float:
@@ -130,7 +133,7 @@ def walk() -> Iterator[tuple[Path, int]]:
 def choose(
     files: list[tuple[Path, int]], count: int = len(NAMES), set_bytes: int = SIZES.set_bytes
 ) -> list[list[Path]]:
-    """Returns working sets. Each shares SHARED_FRACTION of its bytes with all others."""
+    """Returns a list of files for each VM. All lists share SHARED_FRACTION of their bytes."""
     order = list(files)
     random.Random(SEED).shuffle(order)
     source = iter(order)
@@ -156,14 +159,14 @@ def choose(
 
 
 class Trees:
-    """Copies of the files in a directory for each VM; a file of both VMs is copied once."""
+    """A directory for each VM with copies of its files. A file of both VMs is copied once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._done: dict[Path, tuple[Path, str]] = {}
 
     def stage(self, name: str, files: list[Path]) -> tuple[Path, dict[str, str]]:
-        """Returns the directory, and each file's SHA-256 by its path in the guest."""
+        """Fills a VM's directory. Returns it, and each file's SHA-256 by its path in the guest."""
         sums = {}
         root = self._folder / name
         for path in files:
@@ -197,7 +200,7 @@ Machine = Vm | NativeVm
 def read_bytes(vm: Machine) -> int:
     """Returns how many bytes the VM has read from its disk.
 
-    The count of a native guest is its kernel's own.
+    For a native guest, its kernel counts them; for another one, QEMU does.
     """
     if isinstance(vm, NativeVm):
         return vm.guest.disk_stat("data").read_sectors * SECTOR_BYTES
@@ -261,7 +264,8 @@ def phase(
     for name, vm in vms.items():
         out[name].read_bytes = read_bytes(vm) - before[name]
         if cached:
-            out[name].gets, out[name].hits = stat(vm.guest, "gets"), stat(vm.guest, "hits")
+            for counter in ("gets", "hits", "puts_eligible", "puts_lost"):
+                setattr(out[name], counter, stat(vm.guest, counter))
     progress.show("comparing the SHA-256 of every file with the host's")
     with ThreadPoolExecutor() as pool:
         found = dict(zip(vms, pool.map(lambda vm: guest_sums(vm.guest), vms.values()), strict=True))
@@ -285,6 +289,11 @@ def ratio(part: float, whole: float) -> str:
     return f"{part / whole:.2f}" if whole else "-"
 
 
+def lost_fraction(of: list[Measured]) -> float:
+    """Returns the part of the evicted pages that the driver should have kept and has not."""
+    return sum(m.puts_lost for m in of) / (sum(m.puts_eligible for m in of) or 1)
+
+
 def table(rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
@@ -295,8 +304,11 @@ def table(rows: list[list[str]]) -> str:
 
 
 def summary(plain: dict[str, Measured], tmem: dict[str, Measured]) -> str:
-    """Returns the comparison, for each VM and in total."""
-    head = ["", "all rounds", "last round", "disk reads", "hits", "checksums"]
+    """Returns a table that compares the results without the device (`plain`) and with it (`tmem`).
+
+    The table has rows for each VM and for all VMs together.
+    """
+    head = ["", "all rounds", "last round", "disk reads", "hits", "lost", "checksums"]
 
     def row(label: str, of: list[Measured], cached: bool) -> list[str]:
         hits = sum(m.hits for m in of)
@@ -306,6 +318,7 @@ def summary(plain: dict[str, Measured], tmem: dict[str, Measured]) -> str:
             f"{max(m.rounds[-1] for m in of):.1f} s",
             size_text(sum(m.read_bytes for m in of)),
             f"{hits:,} = {size_text(hits * 4096)}" if cached else "-",
+            f"{lost_fraction(of):.1%}" if cached else "-",
             "equal" if all(m.checksums_equal for m in of) else "DIFFER",
         ]
 
@@ -337,7 +350,9 @@ def write_json(
     pool: dict[str, Any],
 ) -> None:
     keys = ("pages", "original_bytes", "held_bytes", "shared_pages")
+    read = [sum(m.read_bytes for m in phase.values()) for phase in (tmem, plain)]
     report = {
+        "disk_read_ratio": round(read[0] / read[1], 4) if read[1] else None,
         "vms": [
             {
                 "name": name,
@@ -348,6 +363,9 @@ def write_json(
                 "disk_read_bytes_with": tmem[name].read_bytes,
                 "gets": tmem[name].gets,
                 "hits": tmem[name].hits,
+                "puts_eligible": tmem[name].puts_eligible,
+                "puts_lost": tmem[name].puts_lost,
+                "lost_fraction": round(lost_fraction([tmem[name]]), 5),
                 "checksums_equal": plain[name].checksums_equal and tmem[name].checksums_equal,
             }
             for name in plain

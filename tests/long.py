@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Runs the torture for a given time: `make check-guest-long DURATION=2h`.
+"""Runs the torture program for a given time: `make check-guest-long DURATION=2h`.
 
-Each turn uses a new VM with another file system or another kernel. It runs random operations,
-readers that must never see an older version, and the fixed scenarios. In every other turn, each hit
-is also read from the disk. Each run has a new seed, which is printed. The first failure ends it.
+Each turn uses a new VM with another file system or another kernel. The program runs random
+operations on files, readers that must never see an older version of a page, and fixed scenarios. In
+every other turn, the driver also reads each hit from the disk and compares it. Each run of the
+program has a new seed, which is printed. The first failure ends all turns.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ from harness.session import Session
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 PROGRESS_SECONDS = 60.0
 POLL_SECONDS = 0.2
-# A run takes a few minutes under emulation. The program may end that much later than requested.
+# Numbers of operations of a run of the torture program. It takes a few minutes under emulation.
+# This program ends only after a run, so it may end a few minutes later than requested.
 RANDOM_OPERATIONS = 20_000
 VERSIONS_OPERATIONS = 10_000
 RUN_SECONDS = 1800.0  # longest time of a run; a longer run is treated as hung
-# A parameter of a module that was built for tests.
+# Module parameter that switches off hooks. Only a module that was built for tests has it.
 HOOKS_OFF = "test_hooks_off="
 
 
 class Progress:
-    """The remaining time, and a line about it every minute."""
+    """Measures the remaining time, and prints it every minute."""
 
     def __init__(self, seconds: float) -> None:
         self.start = time.monotonic()
@@ -74,7 +76,7 @@ def duration(text: str) -> float:
 
 
 def arguments_of_a_turn(name: str, generator: random.Random) -> Iterator[str]:
-    """Yields torture's arguments for one turn, each with a new seed."""
+    """Yields the arguments of each run of the torture program in a turn, with a new seed."""
     yield (
         f"--seed={generator.getrandbits(32)} --ops={RANDOM_OPERATIONS} {SMALL} --jobs=2 "
         f"--rounds=3 {disk.left_out(name)} {mounted(name)}"
@@ -106,7 +108,7 @@ def turn(
     progress: Progress,
     generator: random.Random,
 ) -> None:
-    """Runs one VM; raises HarnessError or AssertionError at the first fault."""
+    """Boots a VM and tortures it. Raises HarnessError or AssertionError at the first fault."""
     where = f"kernel {kernel.release}, {name}, {parameters}"
     ko = module.build(kernel, test=HOOKS_OFF in parameters)
     with Session() as session:
@@ -183,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, (name, kernel) in enumerate(itertools.cycle(turns)):
         if progress.over():
             break
-        # Every other turn verifies all hits, and in the next pass the other turns do.
+        # Every other turn verifies all hits. In the next pass through the list, the other turns do.
         parameters = f"verify_every={(number + number // len(turns)) % 2}"
         if options.hooks_off:
             parameters = f"verify_every=0 {HOOKS_OFF}{options.hooks_off}"

@@ -22,11 +22,17 @@
  * Other evicted pages are remembered in a fixed table, with one bit for each page of a leaf. A leaf
  * that was evicted a second time defends its place against ADMIT_CREDIT puts of other leaves. Pages
  * whose reuse is farther away than the table remembers come in through the sample.
+ *
+ * No state is written by all CPUs for each page. A put takes no lock. It reads whether the filter
+ * is engaged, and writes to the table only at the place of its leaf. Two CPUs may use one place at
+ * the same moment. The leaf may then lose a bit, which costs one more read from the disk. Or it may
+ * get a bit of another leaf, which lets a page in without need. Gets count their outcomes per CPU.
  */
 #include <linux/hash.h>
 #include <linux/mm.h>
 #include <linux/mmzone.h>
 #include <linux/moduleparam.h>
+#include <linux/percpu.h>
 #include <linux/slab.h>
 #include <linux/sysfs.h>
 
@@ -56,6 +62,11 @@
 #define ADMIT_WEIGHT_MAX	(64 * ADMIT_ENGAGE)
 /* Hits until the filter disengages, for each page held when it engaged. */
 #define ADMIT_HOLD		8
+/*
+ * A CPU adds its outcomes to those of all CPUs when they weigh this much: as a get of the largest
+ * folio does. The delay of all CPUs together is less than ADMIT_ENGAGE on guests of 16 CPUs.
+ */
+#define ADMIT_FOLD		64
 
 static bool admission = true;
 static const char *const admission_names[] = { "off", "adaptive" };
@@ -89,14 +100,22 @@ struct admit_leaf {
 	u16 credit;
 };
 
+/* Outcomes on one CPU that are not in weight and engaged yet. */
+struct admit_cpu {
+	unsigned long hits, losses;
+};
+
 struct tmem_admit {
 	unsigned long *back;		/* marks, one bit for each page of RAM; atomic */
 	unsigned long nr_frames;
-	spinlock_t lock;		/* guards all fields below; leaf lock */
 	unsigned int bits;
-	long weight;			/* weight of losses, less hits */
-	u64 engaged;			/* hits still needed to disengage */
-	struct admit_leaf leaf[];
+	struct admit_cpu __percpu *cpu;	/* used with preemption disabled */
+	u64 engaged;			/* hits until the filter disengages; read without lock */
+	/* Guards weight and engaged; leaf lock. */
+	spinlock_t lock ____cacheline_aligned_in_smp;
+	long weight;			/* weight of losses, less hits; read without lock */
+	/* Read and written without a lock. */
+	struct admit_leaf leaf[] ____cacheline_aligned_in_smp;
 };
 
 /* Multiplies like hash_64() but returns all 64 bits, of which the upper ones are mixed best. */
@@ -109,20 +128,25 @@ static u64 mix(u64 value)
 static bool seen_before(struct tmem_admit *admit, u64 hash, unsigned int bit)
 {
 	struct admit_leaf *leaf = &admit->leaf[hash >> (64 - admit->bits)];
+	u64 seen = READ_ONCE(leaf->seen);
+	u16 credit = READ_ONCE(leaf->credit);
 	u32 tag = (u32)hash;
 
-	if (leaf->tag != tag || !leaf->seen) {
-		if (leaf->credit)
-			leaf->credit--;
-		else
-			*leaf = (struct admit_leaf){ .tag = tag, .seen = BIT_ULL(bit) };
+	if (READ_ONCE(leaf->tag) != tag || !seen) {
+		if (credit) {
+			WRITE_ONCE(leaf->credit, credit - 1);
+		} else {
+			WRITE_ONCE(leaf->tag, tag);
+			WRITE_ONCE(leaf->seen, BIT_ULL(bit));
+		}
 		return false;
 	}
-	if (!(leaf->seen & BIT_ULL(bit))) {
-		leaf->seen |= BIT_ULL(bit);
+	if (!(seen & BIT_ULL(bit))) {
+		WRITE_ONCE(leaf->seen, seen | BIT_ULL(bit));
 		return false;
 	}
-	leaf->credit = ADMIT_CREDIT;
+	if (credit != ADMIT_CREDIT)
+		WRITE_ONCE(leaf->credit, ADMIT_CREDIT);
 	return true;
 }
 
@@ -187,14 +211,27 @@ bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, str
 	u64 chunk = mix(inode ^ index >> VIRTIO_TMEM_CHUNK_SHIFT) >> 32;
 	struct tmem_admit *admit = dev->admit;
 	bool back = came_back(admit, page);
-	bool seen, engaged;
+	bool seen = seen_before(admit, hash, index & (LEAF_PAGES - 1));
+
+	return !READ_ONCE(admit->engaged) || back || seen || workingset ||
+	       !READ_ONCE(admission) || !(chunk % ADMIT_SAMPLE);
+}
+
+/* Adds the outcomes of one CPU to those of all CPUs, and engages or disengages the filter. */
+static void fold(struct tmem_admit *admit, unsigned long hits, unsigned long losses)
+{
+	u64 engaged;
+	long weight;
 
 	spin_lock(&admit->lock);
-	seen = seen_before(admit, hash, index & (LEAF_PAGES - 1));
-	engaged = admit->engaged;
+	weight = admit->weight + losses * ADMIT_LOSS_WEIGHT;
+	weight = clamp_t(long, weight - (long)hits, 0, ADMIT_WEIGHT_MAX);
+	WRITE_ONCE(admit->weight, weight);
+	engaged = admit->engaged - min_t(u64, admit->engaged, hits);
+	if (losses && weight > ADMIT_ENGAGE)
+		engaged = max_t(u64, tmem_index_pages(), LEAF_PAGES) * ADMIT_HOLD;
+	WRITE_ONCE(admit->engaged, engaged);
 	spin_unlock(&admit->lock);
-	return !engaged || back || seen || workingset || !READ_ONCE(admission) ||
-	       !(chunk % ADMIT_SAMPLE);
 }
 
 /**
@@ -203,22 +240,27 @@ bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, str
  * @hits: pages that the host returned
  * @losses: pages that were gone although they had not been invalidated
  *
- * Context: any but NMI.
+ * While the filter is idle, as it is while the host keeps all pages, a hit changes nothing.
+ *
+ * Context: process.
  */
 void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long losses)
 {
 	struct tmem_admit *admit = dev->admit;
-	unsigned long flags;
+	struct admit_cpu *own;
 
 	if (!hits && !losses)
 		return;
-	spin_lock_irqsave(&admit->lock, flags);
-	admit->weight += losses * ADMIT_LOSS_WEIGHT;
-	admit->weight = clamp_t(long, admit->weight - (long)hits, 0, ADMIT_WEIGHT_MAX);
-	admit->engaged -= min_t(u64, admit->engaged, hits);
-	if (losses && admit->weight > ADMIT_ENGAGE)
-		admit->engaged = max_t(u64, tmem_index_pages(), LEAF_PAGES) * ADMIT_HOLD;
-	spin_unlock_irqrestore(&admit->lock, flags);
+	own = get_cpu_ptr(admit->cpu);
+	if (losses || own->losses || READ_ONCE(admit->weight) || READ_ONCE(admit->engaged)) {
+		own->hits += hits;
+		own->losses += losses;
+		if (own->hits + own->losses * ADMIT_LOSS_WEIGHT >= ADMIT_FOLD) {
+			fold(admit, own->hits, own->losses);
+			*own = (struct admit_cpu){};
+		}
+	}
+	put_cpu_ptr(admit->cpu);
 }
 
 /* Returns the number of pages of RAM that can have a mark. */
@@ -256,7 +298,10 @@ int tmem_admit_init(struct tmem_dev *dev)
 	if (!dev->admit->back)
 		return -ENOMEM;
 	dev->admit->nr_frames = nr_frames;
-	dev->memory_bytes += bytes + mark_bytes;
+	dev->admit->cpu = alloc_percpu(struct admit_cpu);
+	if (!dev->admit->cpu)
+		return -ENOMEM;
+	dev->memory_bytes += bytes + mark_bytes + num_possible_cpus() * sizeof(struct admit_cpu);
 	return 0;
 }
 
@@ -266,7 +311,9 @@ int tmem_admit_init(struct tmem_dev *dev)
  */
 void tmem_admit_exit(struct tmem_dev *dev)
 {
-	if (dev->admit)
+	if (dev->admit) {
+		free_percpu(dev->admit->cpu);
 		kvfree(dev->admit->back);
+	}
 	kvfree(dev->admit);
 }

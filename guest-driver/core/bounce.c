@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * Requests and bounce pages of gets: get.c takes and sends them, the device writes to the pages,
- * and queue.c hands the answers back.
+ * and send.c hands the answers back.
  */
 #include <linux/slab.h>
 

@@ -5,17 +5,37 @@
  * Code that uses this memory never evicts entries itself. It starts the evictor (evict.c), which
  * makes room later. The evictor's work item is in this file, because all of that code can use it.
  */
+#include <linux/log2.h>
+
 #include "../compat.h"
 #include "budget.h"
 
 /*
- * Memory of the index in bytes: its limit, its fixed hash table, and the bytes in use, which
- * include the table. The last variable is the number of entries.
+ * Bytes that a CPU takes from the limit at a time, at most: those of 450 pages of a file that is
+ * read in order, or of 20 small files. It then counts objects and leaves in memory of its own.
  */
-long tmem_index_limit_bytes;
-long tmem_index_table_bytes;
-atomic_long_t tmem_index_used_bytes;
-atomic_long_t tmem_index_nr_pages;
+#define STOCK_BYTES_MAX		4096
+/*
+ * All CPUs together keep at most this part of the limit in their stocks, where the other CPUs
+ * cannot use it.
+ */
+#define STOCK_DIVISOR		32
+
+/*
+ * Memory of the index in bytes: its limit, and its fixed hash table. They seldom change, and each
+ * put reads them.
+ */
+long tmem_index_limit_bytes __read_mostly;
+long tmem_index_table_bytes __read_mostly;
+static unsigned int stock_shift __read_mostly;	/* a stock is at most the limit >> stock_shift */
+
+/*
+ * Bytes in use, which include the table and the stocks of all CPUs. So the index is within its
+ * limit whenever this number is.
+ */
+atomic_long_t tmem_index_used_bytes ____cacheline_aligned_in_smp;
+
+DEFINE_PER_CPU(struct tmem_index_cpu, tmem_index_cpu);
 
 /*
  * Work item of the evictor, which makes room in a full index. tmem_evict_init() sets its function.
@@ -42,48 +62,124 @@ void tmem_index_reserve(long bytes)
 }
 
 /**
+ * tmem_index_budget_init() - start the accounting of the index
+ * @limit_bytes: limit, before other parts of the module reserve memory
+ * @table_bytes: size of the hash table
+ */
+void tmem_index_budget_init(long limit_bytes, long table_bytes)
+{
+	tmem_index_limit_bytes = limit_bytes;
+	tmem_index_table_bytes = table_bytes;
+	stock_shift = ilog2(STOCK_DIVISOR) + order_base_2(num_possible_cpus());
+	atomic_long_set(&tmem_index_used_bytes, table_bytes);
+}
+
+/**
  * tmem_index_bytes() - return the memory of the index
  *
- * Return: bytes, with the hash table.
+ * Return: bytes, with the hash table and without the stocks. The number is exact while nothing is
+ * entered or erased.
  */
 long tmem_index_bytes(void)
 {
-	return atomic_long_read(&tmem_index_used_bytes);
+	long bytes = atomic_long_read(&tmem_index_used_bytes);
+	int cpu;
+
+	for_each_possible_cpu(cpu)
+		bytes -= READ_ONCE(per_cpu_ptr(&tmem_index_cpu, cpu)->stock_bytes);
+	return bytes;
 }
 
 /**
  * tmem_index_pages() - return the number of entries
  *
- * Return: pages that the host is believed to hold.
+ * Return: pages that the host is believed to hold. The number is exact while nothing is entered or
+ * erased.
  */
 long tmem_index_pages(void)
 {
-	return atomic_long_read(&tmem_index_nr_pages);
+	long pages = 0;
+	int cpu;
+
+	for_each_possible_cpu(cpu)
+		pages += READ_ONCE(per_cpu_ptr(&tmem_index_cpu, cpu)->nr_pages);
+	/* An entry may be counted on a CPU that was read before, and erased on a later one. */
+	return max(pages, 0L);
+}
+
+/* Returns half of the largest stock of a CPU, in bytes: as much as it takes and returns at once. */
+static long stock_batch(void)
+{
+	return min(tmem_index_limit() >> (stock_shift + 1), (long)STOCK_BYTES_MAX);
+}
+
+/* Takes bytes from the limit. Returns false, and takes nothing, if they are not left. */
+static bool take(long bytes)
+{
+	/* While the index is full, all CPUs only read the number here. */
+	if (atomic_long_read(&tmem_index_used_bytes) + bytes > tmem_index_limit())
+		return false;
+	if (atomic_long_add_return(bytes, &tmem_index_used_bytes) <= tmem_index_limit())
+		return true;
+	atomic_long_sub(bytes, &tmem_index_used_bytes);
+	return false;
 }
 
 /**
  * tmem_charge() - count memory of the index before it is allocated
  * @bytes: number of bytes
  *
- * All CPUs approach the limit from below at once, and each may exceed it by one leaf.
+ * The bytes come from the stock of this CPU. The CPU takes more from the limit only when its stock
+ * is too small.
+ *
+ * Context: any but NMI.
  *
  * Return: false if the index is full.
  */
 bool tmem_charge(long bytes)
 {
-	if (atomic_long_read(&tmem_index_used_bytes) + bytes > tmem_index_limit())
-		return false;
-	atomic_long_add(bytes, &tmem_index_used_bytes);
-	return true;
+	struct tmem_index_cpu *own;
+	unsigned long flags;
+	bool charged = true;
+	long batch;
+
+	local_irq_save(flags);
+	own = this_cpu_ptr(&tmem_index_cpu);
+	if (own->stock_bytes >= bytes) {
+		WRITE_ONCE(own->stock_bytes, own->stock_bytes - bytes);
+	} else {
+		batch = stock_batch();
+		if (take(bytes + batch))
+			WRITE_ONCE(own->stock_bytes, own->stock_bytes + batch);
+		else
+			charged = take(bytes);
+	}
+	local_irq_restore(flags);
+	return charged;
 }
 
 /**
  * tmem_uncharge() - subtract memory of the index that was freed
- * @bytes: number of bytes
+ * @bytes: number of bytes, which go to the stock of this CPU
+ *
+ * Context: any but NMI.
  */
 void tmem_uncharge(long bytes)
 {
-	atomic_long_sub(bytes, &tmem_index_used_bytes);
+	struct tmem_index_cpu *own;
+	unsigned long flags;
+	long batch;
+
+	local_irq_save(flags);
+	own = this_cpu_ptr(&tmem_index_cpu);
+	batch = stock_batch();
+	bytes += own->stock_bytes;
+	if (bytes > 2 * batch) {
+		atomic_long_sub(bytes - batch, &tmem_index_used_bytes);
+		bytes = batch;
+	}
+	WRITE_ONCE(own->stock_bytes, bytes);
+	local_irq_restore(flags);
 }
 
 /**
@@ -112,7 +208,12 @@ bool tmem_alone_in_node(struct xarray *xa, unsigned long index)
  */
 void tmem_evict_start(void)
 {
-	queue_work(tmem_system_wq, &tmem_evict_work);
+	/*
+	 * queue_work() writes to the work item even if it is queued already. A full index drops
+	 * puts on all CPUs, and each comes here.
+	 */
+	if (!work_pending(&tmem_evict_work))
+		queue_work(tmem_system_wq, &tmem_evict_work);
 }
 
 /**

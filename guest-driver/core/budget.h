@@ -3,6 +3,8 @@
 #ifndef _TMEM_BUDGET_H
 #define _TMEM_BUDGET_H
 
+#include <linux/percpu.h>
+
 #include "core.h"
 
 /*
@@ -15,9 +17,26 @@
 extern long tmem_index_limit_bytes;
 extern long tmem_index_table_bytes;
 extern atomic_long_t tmem_index_used_bytes;
-extern atomic_long_t tmem_index_nr_pages;
 extern struct work_struct tmem_evict_work;
 
+/*
+ * Part of the accounting that one CPU writes. A page is often entered on one CPU and erased on
+ * another, so only the sums over all CPUs have a meaning.
+ */
+struct tmem_index_cpu {
+	long stock_bytes;	/* counted in tmem_index_used_bytes and not in use; never below 0 */
+	long nr_pages;		/* entries made on this CPU, less entries erased on it */
+};
+
+DECLARE_PER_CPU(struct tmem_index_cpu, tmem_index_cpu);
+
+/* Adds to the number of entries, in any context. */
+static inline void tmem_index_add_pages(long pages)
+{
+	this_cpu_add(tmem_index_cpu.nr_pages, pages);
+}
+
+void tmem_index_budget_init(long limit_bytes, long table_bytes);
 long tmem_index_limit(void);
 bool tmem_charge(long bytes);
 void tmem_uncharge(long bytes);

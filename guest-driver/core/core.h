@@ -3,26 +3,34 @@
  * Declarations that the files of core/ share: the device, its queues, and the index's inner
  * interface. Files use only files of lower layers (tests/unit/test_driver_layers.py).
  *
- * Locks, outermost first. All but the two mutexes are taken with interrupts off:
+ * Locks, outermost first. All spinlocks but that of admit.c are taken with interrupts off:
  *	control.c: dev->control_lock (mutex)	control queue, one request at a time
  *	pool.c: tmem_pools_lock (mutex)	list of pools, assignment of their ids
- *	index.c: bucket->lock		all index state of the inodes that hash there
- *	  detached_lock		objects whose memory is freed later
- *	  queue->ring_lock		ring head and tail, list of pending flushes
- *	    dev->block_lock		free blocks of slots
- *	queue->vq_lock			the virtqueue; state of requests that are the device's
- *	  dev->get_lock			free get requests and bounce blocks
- *	    stats.c: state_lock		state for sysfs; also taken alone
- * control_vq_lock and the locks of admit.c, bypass.c and policy.c are leaf locks. vq_lock and
- * bucket->lock are never held together. Callers may hold mm and file system locks (i_pages), so
- * none of these locks may be held while an mm or file system lock is taken.
+ *	queue->send_lock		ring next and tail, requests of puts and flushes
+ *	  index.c: bucket->lock	all index state of the inodes that hash there
+ *	    detached_lock		objects whose memory is freed later
+ *	    queue->ring_lock		ring head, blocks of the queue, list of pending flushes
+ *	      dev->block_lock		free blocks of slots
+ *	  queue->vq_lock		the virtqueue; state of requests that are the device's
+ *	    dev->get_lock		free get requests and bounce blocks
+ *	      stats.c: state_lock	state for sysfs; also taken alone
+ * control_vq_lock and the locks of admit.c, bypass.c and policy.c are leaf locks. That of admit.c
+ * is taken in process context only, with interrupts on. vq_lock and bucket->lock are never held
+ * together. Callers may hold mm and file system locks (i_pages), so none of these locks may be held
+ * while an mm or file system lock is taken. An interrupt takes send_lock and all locks below it.
+ *
+ * No lock or cache line is written by all CPUs for each page of a put or get. bucket->lock belongs
+ * to one inode in a bucket, send_lock, ring_lock and vq_lock to one queue. block_lock is taken for
+ * each TMEM_BLOCK_PAGES pages, get_lock for each request. tests/unit/test_hot_paths.py lists all
+ * writes of this kind.
  */
 #ifndef _TMEM_CORE_H
 #define _TMEM_CORE_H
 
 #include <linux/completion.h>
+#include <linux/irq_work.h>
 #include <linux/mutex.h>
-#include <linux/refcount.h>
+#include <linux/percpu-refcount.h>
 #include <linux/scatterlist.h>
 #include <linux/spinlock.h>
 #include <linux/virtio.h>
@@ -51,10 +59,12 @@
 #define TMEM_RING_EIGHTHS	3
 #define TMEM_BOUNCE_EIGHTHS	1
 /*
- * Slots of all queues together. A larger ring only hides a slow host, and numbers of blocks are
- * u16.
+ * Slots of all queues together. The ring takes the burst in which kswapd evicts from the low to the
+ * high watermark while the host does not run: by default 0.1 % of RAM, which is 4,194 pages of 16
+ * GiB, and at least a quarter of the minimum watermark. A larger ring only hides a slow host, and
+ * numbers of blocks are u16.
  */
-#define TMEM_RING_SLOTS_MAX	2048
+#define TMEM_RING_SLOTS_MAX	8192
 /* One block for each queue, and one to share. */
 #define TMEM_RING_SLOTS_MIN	((VIRTIO_TMEM_REQUEST_QUEUES_MAX + 1) * TMEM_BLOCK_PAGES)
 #define TMEM_BOUNCE_PAGES_MAX	1024
@@ -85,6 +95,11 @@
  */
 #define TMEM_WAITING_DIVISOR	2
 #define TMEM_FLUSHES_IN_FLIGHT	2
+/*
+ * Batches that a sender takes back, sends or erases before it enables interrupts. A batch of 64
+ * puts takes some microseconds.
+ */
+#define TMEM_SEND_BATCHES	4
 /*
  * Ranges that wait to be reported to the host. Further ones are dropped; the host's eviction finds
  * those pages.
@@ -124,7 +139,7 @@ struct tmem_req {
 	enum tmem_req_kind kind;
 	enum tmem_req_state state;
 	u32 room_bytes;			/* size of the writable part */
-	u32 used_bytes;			/* as the device says; 0 if that is above room_bytes */
+	u32 used_bytes;			/* from the device; 0 if above room_bytes */
 };
 
 /*
@@ -157,31 +172,45 @@ struct tmem_get_req {
 	} in;
 };
 
+/*
+ * A request queue with its put ring. Slots from tail to next are with the device or answered, slots
+ * from next to head wait. Fields that the lock of their group guards are written under it with
+ * WRITE_ONCE() if they are also read without it.
+ *
+ * Groups of fields that different CPUs write are in cache lines of their own, here and in struct
+ * tmem_dev. Fields that each put or get reads are apart from those that other CPUs write.
+ */
 struct tmem_queue {
 	struct tmem_dev *dev;
 	unsigned int nr;
 
-	spinlock_t vq_lock;		/* guards vq, request states, answered and stalled */
-	struct virtqueue *vq;
-	bool answered;			/* a put or flush batch is DONE */
-	bool stalled;			/* the virtqueue is full until an answer comes */
-	unsigned int puts_in_flight;	/* this and flushes_in_flight: written by the feeder only */
+	/* The owner of send_lock is the queue's only sender: send.c. */
+	spinlock_t send_lock ____cacheline_aligned_in_smp;
+	u64 next;			/* next slot to send */
+	u64 tail;			/* oldest slot not free */
+	unsigned int puts_in_flight;
 	unsigned int flushes_in_flight;
+	bool timed;			/* the feeder will look at kick_at whether to send */
+	bool unwatched;			/* the feeder does not, until an answer comes */
+	bool attention;			/* the feeder should look at once */
+	unsigned long kick_at;		/* when puts that fill no batch are sent, in jiffies */
 	struct tmem_put_batch *put[TMEM_PUTS_IN_FLIGHT];
 	struct tmem_flush_batch *flush[TMEM_FLUSHES_IN_FLIGHT];
+	struct irq_work send_work;	/* sends full batches */
 
-	spinlock_t ring_lock;		/* guards head, tail, seq_start, map, pending flushes */
+	spinlock_t vq_lock ____cacheline_aligned_in_smp;	/* guards vq, request states */
+	struct virtqueue *vq;
+	bool stalled;			/* the virtqueue is full until an answer comes */
+
+	/* Guards head, seq_start, map and pending flushes. Each put takes it. */
+	spinlock_t ring_lock ____cacheline_aligned_in_smp;
 	u64 head;			/* next sequence number to reserve */
 	u64 seq_start;			/* sequence number whose cookie offset is queue->nr */
-	u64 next;			/* next slot to send; written by the feeder only */
-	u64 tail;			/* oldest slot not free; written by the feeder only */
-	bool kick_armed;		/* puts wait until kick_at; written by the feeder only */
-	unsigned long kick_at;		/* in jiffies */
 	unsigned int owned;		/* blocks from tail to head; guarded by dev->block_lock */
 	u16 *map;			/* block numbers, by sequence number / TMEM_BLOCK_PAGES */
 	unsigned int nr_flush;
 	struct tmem_flush_range *pending;
-};
+} ____cacheline_aligned_in_smp;
 
 struct tmem_dev {
 	struct virtio_device *vdev;
@@ -199,24 +228,28 @@ struct tmem_dev {
 	unsigned int pools_max;
 	struct tmem_queue *queue;
 	unsigned long memory_bytes;
+	struct tmem_admit *admit;
+	/* References of users that may sleep: tmem_get() and tmem_sync_hibernate(). */
+	struct percpu_ref users;
+	struct completion unused;	/* the last reference was released */
 
 	/* Slots and data of the put rings, which all queues share. */
 	unsigned int nr_blocks;
 	struct tmem_slot *slot;
 	void **block;
-	spinlock_t block_lock;		/* guards free, first_free and nr_free */
+	/* Guards free, first_free and nr_free. */
+	spinlock_t block_lock ____cacheline_aligned_in_smp;
 	u16 *free;			/* ring of free blocks, oldest first */
 	unsigned int first_free;
 	unsigned int nr_free;
 
 	/* Feeder thread of all request queues. */
-	struct task_struct *feeder;
+	struct task_struct *feeder ____cacheline_aligned_in_smp;
 	wait_queue_head_t feeder_wait;
+	unsigned long full;		/* bits of queues to be sent by tmem_put_end(); atomic */
 
-	struct tmem_admit *admit;
-
-	/* State of gets. */
-	spinlock_t get_lock;		/* guards all fields below but get_req and bounce */
+	/* State of gets: the lock guards all fields below but get_req and bounce. */
+	spinlock_t get_lock ____cacheline_aligned_in_smp;
 	struct tmem_get_req **get_req;
 	struct list_head get_free;
 	void **bounce;			/* all blocks */
@@ -224,18 +257,14 @@ struct tmem_dev {
 	void **bounce_free;		/* stack of free blocks */
 	unsigned int nr_bounce_free;
 	unsigned int nr_kept;		/* blocks of abandoned requests that the host still has */
-	unsigned int late_row;		/* late calls in a row; guarded by get_lock */
+	unsigned int late_row;		/* late calls in a row; written under get_lock */
 	u64 slow_ns;			/* fill of the breaker's bucket; guarded by get_lock */
 	u64 slow_at_ns;			/* when the bucket last leaked; guarded by get_lock */
 	u64 wait_max_ns;		/* longest wait of a call; written under get_lock */
 	bool tripped;			/* written under get_lock */
 
-	/* References of users that may sleep: tmem_get() and tmem_sync_hibernate(). */
-	refcount_t users;
-	struct completion unused;
-
 	/* State of the control queue. */
-	struct mutex control_lock;
+	struct mutex control_lock ____cacheline_aligned_in_smp;
 	int pools_error;		/* last error of tmem_pools_create(); sync work only */
 	spinlock_t control_vq_lock;	/* guards control_vq and the states of its requests */
 	struct virtqueue *control_vq;
@@ -257,6 +286,8 @@ extern struct tmem_check_keys tmem_keys;
 
 struct tmem_dev *tmem_dev_get(void);
 void tmem_dev_put(struct tmem_dev *dev);
+int tmem_dev_users_init(struct tmem_dev *dev);
+void tmem_dev_users_wait(struct tmem_dev *dev);
 void tmem_dev_resync(struct tmem_dev *dev, bool renew);
 void tmem_dev_resync_any(bool renew);
 void tmem_dev_report(struct tmem_dev *dev);
@@ -334,12 +365,17 @@ void tmem_ring_renew(struct tmem_queue *queue);
 /* queue.c */
 struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index);
 void tmem_queue_flush(const struct tmem_where *where, u64 index, u64 nr_pages);
-void tmem_queue_drain(struct tmem_queue *queue);
-void tmem_queue_vq_callback(struct virtqueue *vq);
+
+/* send.c */
+int tmem_send_init(struct tmem_dev *dev, struct tmem_queue *queue);
+void tmem_send_exit(struct tmem_queue *queue);
+void tmem_send_stop(struct tmem_queue *queue);
+bool tmem_send(struct tmem_queue *queue);
+long tmem_send_timeout(struct tmem_queue *queue);
+void tmem_send_drain(struct tmem_queue *queue);
+void tmem_send_vq_callback(struct virtqueue *vq);
 
 /* feeder.c */
-int tmem_feeder_init(struct tmem_dev *dev, struct tmem_queue *queue);
-void tmem_feeder_exit(struct tmem_queue *queue);
 int tmem_feeder(void *data);
 
 /* admit.c */

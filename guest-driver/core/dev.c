@@ -21,7 +21,7 @@ struct tmem_dev *tmem_dev_get(void)
 
 	rcu_read_lock();
 	dev = rcu_dereference(tmem_device);
-	if (dev && !refcount_inc_not_zero(&dev->users))
+	if (dev && !percpu_ref_tryget(&dev->users))
 		dev = NULL;
 	rcu_read_unlock();
 	return dev;
@@ -33,8 +33,37 @@ struct tmem_dev *tmem_dev_get(void)
  */
 void tmem_dev_put(struct tmem_dev *dev)
 {
-	if (refcount_dec_and_test(&dev->users))
-		complete(&dev->unused);
+	percpu_ref_put(&dev->users);
+}
+
+static void dev_unused(struct percpu_ref *users)
+{
+	complete(&container_of(users, struct tmem_dev, users)->unused);
+}
+
+/**
+ * tmem_dev_users_init() - allow references on a device that is being set up
+ * @dev: the device
+ *
+ * Return: 0 or -ENOMEM.
+ */
+int tmem_dev_users_init(struct tmem_dev *dev)
+{
+	init_completion(&dev->unused);
+	return percpu_ref_init(&dev->users, dev_unused, 0, GFP_KERNEL);
+}
+
+/**
+ * tmem_dev_users_wait() - wait until all references on a device are released
+ * @dev: the device; tmem_dev_get() cannot find it any more
+ *
+ * Context: process, sleeps for as long as a get that began before may wait.
+ */
+void tmem_dev_users_wait(struct tmem_dev *dev)
+{
+	/* From here on, references are counted in one place, so that the last one is seen. */
+	percpu_ref_kill(&dev->users);
+	wait_for_completion(&dev->unused);
 }
 
 /**

@@ -28,7 +28,7 @@ static unsigned long sweep(u32 id, enum tmem_inval why)
 		hlist_for_each_entry_safe(object, next, &tmem_buckets[i].objects, node) {
 			if (id ? object->pool != id : tmem_pool_live(object->pool))
 				continue;
-			atomic_long_sub(object->nr_pages, &tmem_index_nr_pages);
+			tmem_index_add_pages(-(long)object->nr_pages);
 			tmem_count_inval(why, object->nr_pages);
 			erased += object->nr_pages;
 			unlink_object(object, &freed);
@@ -121,8 +121,9 @@ static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
 }
 
 /*
- * Makes room in a full index. Leaves that were not stored to since the last visit go, oldest first
- * in the manner of CLOCK, until an eighth is free. The host's own eviction finds its copies.
+ * Makes room in a full index: erases leaves that were not stored to since the last visit, oldest
+ * first in the manner of CLOCK, until an eighth of the index is free. The host's own eviction finds
+ * the host's copies of their pages.
  */
 static void evict_work_fn(struct work_struct *work)
 {

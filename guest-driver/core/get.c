@@ -168,7 +168,7 @@ static bool get_wait(struct tmem_get_req *get, u64 spin_until_ns, u64 deadline_n
 	u64 now_ns = ktime_get_ns();
 
 	while (now_ns < spin_until_ns && !need_resched()) {
-		tmem_queue_drain(get->queue);
+		tmem_send_drain(get->queue);
 		if (get_done(get))
 			return true;
 		cpu_relax();
@@ -254,7 +254,7 @@ static bool breaker_close(struct tmem_dev *dev, bool forget)
 
 	spin_lock_irq(&dev->get_lock);
 	was = dev->tripped;
-	dev->late_row = 0;
+	WRITE_ONCE(dev->late_row, 0);
 	if (forget)
 		dev->slow_ns = 0;
 	breaker_set(dev, false);
@@ -273,10 +273,17 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 	tmem_count_n(TMEM_STAT_waits_us, div_u64(waited_ns, NSEC_PER_USEC));
 	if (slow)
 		tmem_count(TMEM_STAT_slow);
+	/*
+	 * A call that was answered quickly changes nothing below, unless it ends a row of late
+	 * ones. The waits that have leaked meanwhile are subtracted at the next slow call.
+	 */
+	if (!late && !slow && !READ_ONCE(dev->late_row) && !host_keeps(dev) &&
+	    waited_ns <= READ_ONCE(dev->wait_max_ns))
+		return;
 	spin_lock_irq(&dev->get_lock);
 	if (waited_ns > dev->wait_max_ns)
 		WRITE_ONCE(dev->wait_max_ns, waited_ns);
-	dev->late_row = late ? dev->late_row + 1 : 0;
+	WRITE_ONCE(dev->late_row, late ? dev->late_row + 1 : 0);
 	if (slow) {
 		/*
 		 * The bucket does not leak during a slow call; otherwise one read could wait longer

@@ -46,10 +46,8 @@
 
 static struct kmem_cache *object_cache;
 
-static atomic64_t last_object_id;
-
-struct bucket *tmem_buckets;
-unsigned int tmem_bucket_bits;
+struct bucket *tmem_buckets __read_mostly;
+unsigned int tmem_bucket_bits __read_mostly;
 
 /* Counts and traces erased entries of an object. The lock of its bucket is held. */
 static void note_erased(const struct object *object, u64 first, u64 last, unsigned long pages,
@@ -119,7 +117,7 @@ void tmem_object_detach(u32 bucket, struct object *object, enum tmem_inval why)
 	struct tmem_where where = { object->id, object->pool, bucket };
 
 	lockdep_assert_held(&tmem_buckets[bucket].lock);
-	atomic_long_sub(object->nr_pages, &tmem_index_nr_pages);
+	tmem_index_add_pages(-(long)object->nr_pages);
 	note_erased(object, 0, TMEM_INDEX_MAX, object->nr_pages, why);
 	tmem_queue_flush(&where, 0, VIRTIO_TMEM_TO_END);
 	spin_lock(&detached_lock);
@@ -140,8 +138,9 @@ void tmem_object_free_empty(struct object *object)
 	kmem_cache_free(object_cache, object);
 }
 
-static struct object *new_object(struct bucket *bucket, const struct tmem_key *key, u32 pool)
+static struct object *new_object(u32 nr, const struct tmem_key *key, u32 pool)
 {
+	struct bucket *bucket = &tmem_buckets[nr];
 	struct object *object;
 
 	if (!tmem_charge(sizeof(*object) + TMEM_SLAB_LINK))
@@ -151,7 +150,7 @@ static struct object *new_object(struct bucket *bucket, const struct tmem_key *k
 		tmem_uncharge(sizeof(*object) + TMEM_SLAB_LINK);
 		return ERR_PTR(-ENOMEM);
 	}
-	object->id = atomic64_inc_return(&last_object_id);
+	object->id = ++bucket->nr_made << tmem_bucket_bits | nr;
 	/*
 	 * A reader that still follows a pointer to an object freed here before may see these
 	 * values.
@@ -207,7 +206,7 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 	else if (TMEM_INJECT(nomem))
 		err = -ENOMEM;
 	if (!object && !err) {
-		object = new_object(bucket, key, pool);
+		object = new_object(nr, key, pool);
 		if (IS_ERR(object)) {
 			err = PTR_ERR(object);
 			object = NULL;
@@ -543,11 +542,10 @@ unsigned long tmem_index_pool_pages(u32 id)
 int tmem_index_init(void)
 {
 	unsigned long nr, i;
+	long limit_bytes = totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RAM_DIVISOR +
+			   TMEM_BUDGET_FLOOR_BYTES;
 
-	tmem_index_limit_bytes = totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RAM_DIVISOR +
-				 TMEM_BUDGET_FLOOR_BYTES;
-	nr = clamp_t(unsigned long, tmem_index_limit_bytes / BYTES_PER_BUCKET,
-		     BUCKETS_MIN, BUCKETS_MAX);
+	nr = clamp_t(unsigned long, limit_bytes / BYTES_PER_BUCKET, BUCKETS_MIN, BUCKETS_MAX);
 	tmem_bucket_bits = ilog2(nr);
 	nr = 1UL << tmem_bucket_bits;
 
@@ -562,10 +560,10 @@ int tmem_index_init(void)
 		goto nomem;
 	for (i = 0; i < nr; i++) {
 		spin_lock_init(&tmem_buckets[i].lock);
+		tmem_buckets[i].nr_made = 0;
 		INIT_HLIST_HEAD(&tmem_buckets[i].objects);
 	}
-	tmem_index_table_bytes = (long)nr * sizeof(*tmem_buckets);
-	atomic_long_set(&tmem_index_used_bytes, tmem_index_table_bytes);
+	tmem_index_budget_init(limit_bytes, (long)nr * sizeof(*tmem_buckets));
 	return 0;
 nomem:
 	tmem_leaf_exit();

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Internal interface of the index: the table of objects, for index.c (one inode by name) and
- * evict.c (objects that have to go). The parts that a put needs are inline.
+ * Internal interface of the index: the table of objects, for index.c (operations on one inode) and
+ * evict.c (removal in bulk). The parts that a put needs are inline.
  *
  * Objects in the table are accessed only under the lock of their bucket, except by the RCU readers
  * of tmem_held().
@@ -19,6 +19,7 @@
 
 struct bucket {
 	spinlock_t lock;	/* guards all fields below, see index.c */
+	u64 nr_made;		/* objects made in this bucket; with its number, ids of objects */
 	struct hlist_head objects;
 };
 

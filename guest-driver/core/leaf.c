@@ -103,7 +103,7 @@ int tmem_leaf_store(struct object *object, u64 index, u64 entry)
 	leaf->entry[at] = entry;
 	WRITE_ONCE(leaf->present, leaf->present | BIT_ULL(bit));
 	object->nr_pages++;
-	atomic_long_inc(&tmem_index_nr_pages);
+	tmem_index_add_pages(1);
 	return 0;
 }
 
@@ -125,7 +125,7 @@ unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct lea
 	if (!erased)
 		return 0;
 	object->nr_pages -= erased;
-	atomic_long_sub(erased, &tmem_index_nr_pages);
+	tmem_index_add_pages(-(long)erased);
 	if (!(present & ~mask)) {
 		remove_leaf(object, nr);
 		leaf_free(leaf);

@@ -7,8 +7,8 @@
  * under the lock that erasing takes. So the put comes before and is erased, or comes after and sees
  * the mark.
  *
- * A policy is a wish and coherence does not depend on it. Unlike tmem_bypass(), setting one may
- * fail.
+ * A policy is a preference of the user, and coherence does not depend on it. Unlike
+ * tmem_bypass(), setting a policy may fail.
  */
 #include <linux/slab.h>
 

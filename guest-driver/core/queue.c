@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Request queues: which queue serves a page, the ranges that the host should forget, and the
- * device's answers. feeder.c and get.c send the requests.
+ * Request queues: which queue serves a page, and the ranges that the host should forget. send.c and
+ * get.c send the requests.
  */
 #include <linux/hash.h>
 
@@ -65,68 +65,4 @@ void tmem_queue_flush(const struct tmem_where *where, u64 index, u64 nr_pages)
 	wake_feeder(queue);
 unlock:
 	rcu_read_unlock();
-}
-
-/* Takes the device's answers. vq_lock is held. Returns whether there is work for the feeder. */
-static bool drain(struct tmem_queue *queue)
-{
-	bool feeder = false;
-	struct tmem_req *req;
-	unsigned int len;
-
-	while ((req = virtqueue_get_buf(queue->vq, &len))) {
-		tmem_req_used(req, len);
-		/* Any answer makes room for requests that the feeder could not send. */
-		if (queue->stalled) {
-			WRITE_ONCE(queue->stalled, false);
-			feeder = true;
-		}
-		if (req->kind == TMEM_REQ_GET) {
-			tmem_bounce_answered(queue->dev,
-					     container_of(req, struct tmem_get_req, req));
-		} else {
-			/* Pairs with take_answers(). */
-			smp_store_release(&req->state, TMEM_REQ_DONE);
-			WRITE_ONCE(queue->answered, true);
-			feeder = true;
-		}
-	}
-	return feeder;
-}
-
-/**
- * tmem_queue_drain() - take the device's answers without waiting for its interrupt
- * @queue: the queue
- */
-void tmem_queue_drain(struct tmem_queue *queue)
-{
-	unsigned long flags;
-	bool feeder;
-
-	spin_lock_irqsave(&queue->vq_lock, flags);
-	feeder = drain(queue);
-	spin_unlock_irqrestore(&queue->vq_lock, flags);
-	if (feeder && current != queue->dev->feeder)
-		wake_up(&queue->dev->feeder_wait);
-}
-
-/**
- * tmem_queue_vq_callback() - take the device's answers at its interrupt
- * @vq: a request queue
- */
-void tmem_queue_vq_callback(struct virtqueue *vq)
-{
-	struct tmem_dev *dev = vq->vdev->priv;
-	struct tmem_queue *queue = &dev->queue[vq->index - 1];
-	unsigned long flags;
-	bool feeder = false;
-
-	spin_lock_irqsave(&queue->vq_lock, flags);
-	do {
-		virtqueue_disable_cb(vq);
-		feeder |= drain(queue);
-	} while (!virtqueue_enable_cb(vq));
-	spin_unlock_irqrestore(&queue->vq_lock, flags);
-	if (feeder)
-		wake_up(&dev->feeder_wait);
 }

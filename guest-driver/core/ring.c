@@ -22,18 +22,28 @@
  *
  * A put never waits, neither for room nor for the host: a full ring drops the put and erases the
  * key.
+ *
+ * This file writes the head, under ring_lock. The sender (send.c) owns the slots from the tail to
+ * the head whose state is READY or SKIP.
  */
 #include <linux/highmem.h>
+#include <linux/prefetch.h>
 #include <linux/slab.h>
 
 #include "../trace.h"
 #include "ring.h"
 
 /*
- * A queue takes another block only while it has fewer than this many times the free blocks. Alone
- * it can have 8/9 of all blocks. A queue that the host does not serve leaves some to the others.
+ * One of several queues takes another block only while it has fewer than this many times the free
+ * blocks, so at most 8/9 of all blocks. A queue that the host does not serve leaves some to the
+ * others.
  */
 #define SHARE_OF_FREE	8
+/*
+ * Bytes of the next page that are fetched into the cache while a page is copied. The processor's
+ * own prefetcher does not go beyond the end of a page.
+ */
+#define PREFETCH_BYTES	512
 
 /* Takes a block for the slots from head on. Returns false if the queue may not have another one. */
 static bool take_block(struct tmem_dev *dev, struct tmem_queue *queue)
@@ -42,7 +52,8 @@ static bool take_block(struct tmem_dev *dev, struct tmem_queue *queue)
 
 	lockdep_assert_held(&queue->ring_lock);
 	spin_lock(&dev->block_lock);
-	if (queue->owned < SHARE_OF_FREE * dev->nr_free) {
+	if (dev->nr_free &&
+	    (dev->nr_queues == 1 || queue->owned < SHARE_OF_FREE * dev->nr_free)) {
 		WRITE_ONCE(queue->map[queue->head / TMEM_BLOCK_PAGES % dev->nr_blocks],
 			   dev->free[dev->first_free]);
 		dev->first_free = (dev->first_free + 1) % dev->nr_blocks;
@@ -96,8 +107,8 @@ static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue,
 		slot->base = READ_ONCE(dev->cookie_base);
 		slot->epoch = READ_ONCE(dev->epoch);
 		/*
-		 * Map and state are written before the head; pairs with queue_has_work() and
-		 * feed().
+		 * Map and state are written before the head; pairs with waiting_puts() and
+		 * send_due().
 		 */
 		smp_store_release(&queue->head, queue->head + 1);
 	}
@@ -119,8 +130,12 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 	int err;
 
 	slot = reserve(dev, queue, &data, why);
-	if (!slot)
+	if (!slot) {
+		/* Without a quick irq_work, interrupts are slow as well: look for answers. */
+		if (!arch_irq_work_has_interrupt())
+			request_send(queue);
 		return false;
+	}
 
 	from = kmap_local_page(page);
 	check = tmem_check_copy(&tmem_keys, data, from);
@@ -145,7 +160,7 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 		/* Pairs with slot_state(). */
 		smp_store_release(&slot->state, TMEM_SLOT_READY);
 	}
-	wake_feeder(queue);
+	slot_done(queue);
 	return !err;
 }
 
@@ -203,6 +218,31 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 }
 
 /**
+ * tmem_put_pages() - offer neighbouring pages of a folio that leaves the page cache
+ * @key: pool and inode
+ * @index: number of the first page
+ * @page: the first page; the others follow it in memory
+ * @nr: number of pages
+ * @workingset: the pages were used again after they were read in
+ *
+ * Context: any but NMI; never waits.
+ *
+ * Return: number of pages that were taken.
+ */
+unsigned int tmem_put_pages(const struct tmem_key *key, pgoff_t index, struct page *page,
+			    unsigned int nr, bool workingset)
+{
+	unsigned int i, taken = 0;
+
+	for (i = 0; i < nr; i++) {
+		if (i + 1 < nr)
+			prefetch_range(page_address(page + i + 1), PREFETCH_BYTES);
+		taken += tmem_put(key, index + i, page + i, workingset);
+	}
+	return taken;
+}
+
+/**
  * tmem_ring_copy() - get a page that is still in the ring
  * @dev: the device
  * @queue: queue of the page
@@ -232,21 +272,22 @@ bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, v
  * tmem_ring_free() - move the tail over slots that have become free
  * @queue: the queue
  *
- * Context: the feeder, after it set slots before next to FREE.
+ * Context: with send_lock, after slots before next were set to FREE.
  */
 void tmem_ring_free(struct tmem_queue *queue)
 {
 	u64 tail = queue->tail;
 
+	lockdep_assert_held(&queue->send_lock);
 	while (tail != queue->next && slot_of(queue, tail)->state == TMEM_SLOT_FREE)
 		tail++;
 	if (tail == queue->tail)
 		return;
-	spin_lock_irq(&queue->ring_lock);
+	spin_lock(&queue->ring_lock);
 	while (queue->tail != tail)
 		if (!(++queue->tail % TMEM_BLOCK_PAGES))
 			give_block(queue->dev, queue, queue->tail);
-	spin_unlock_irq(&queue->ring_lock);
+	spin_unlock(&queue->ring_lock);
 }
 
 /* --- set-up -------------------------------------------------------------------------------- */
@@ -286,6 +327,8 @@ int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots)
 		dev->block[i] = (void *)__get_free_pages(GFP_KERNEL, TMEM_BLOCK_ORDER);
 		if (!dev->block[i])
 			return -ENOMEM;
+		/* Written once, so that the host has the memory backed before the first burst. */
+		memset(dev->block[i], 0, TMEM_BLOCK_PAGES * PAGE_SIZE);
 		dev->free[i] = i;
 	}
 	dev->nr_free = dev->nr_blocks;

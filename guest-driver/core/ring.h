@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
  * Internal interface of the put rings: slots and requests, for ring.c, which fills them, and
- * feeder.c, which empties them. The parts that a put needs are inline, because it runs with
+ * send.c, which empties them. The parts that a put needs are inline, because it runs with
  * interrupts off.
  *
  * Other files of the core use cookies and sequence numbers and do not access slots.
@@ -9,6 +9,7 @@
 #ifndef _TMEM_RING_H
 #define _TMEM_RING_H
 
+#include "../compat.h"
 #include "core.h"
 
 /* States of a slot. Slot i holds a page of the put ring; its data are page i of the blocks. */
@@ -92,29 +93,47 @@ static inline void *data_of(struct tmem_queue *queue, u64 seq)
 	return data_at(queue->dev, place_of(queue, seq));
 }
 
+/* Returns whether no put can be sent before the device answers. */
+static inline bool sending_blocked(struct tmem_queue *queue)
+{
+	return READ_ONCE(queue->stalled) ||
+	       READ_ONCE(queue->puts_in_flight) >= TMEM_PUTS_IN_FLIGHT ||
+	       (READ_ONCE(queue->nr_flush) &&
+		READ_ONCE(queue->flushes_in_flight) >= TMEM_FLUSHES_IN_FLIGHT);
+}
+
+/*
+ * Returns how many puts wait. Without send_lock the number may be too high, because next is read
+ * first.
+ */
+static inline u64 waiting_puts(struct tmem_queue *queue)
+{
+	u64 next = smp_load_acquire(&queue->next);	/* pairs with send_puts() */
+
+	return smp_load_acquire(&queue->head) - next;	/* pairs with reserve() */
+}
+
 /*
  * Returns whether the feeder has work. Called before waking the feeder, and by the feeder before it
  * sleeps.
  */
 static inline bool queue_has_work(struct tmem_queue *queue)
 {
-	/* Pairs with reserve(). */
-	u64 pending = smp_load_acquire(&queue->head) - READ_ONCE(queue->next);
-	unsigned int in_flight = READ_ONCE(queue->puts_in_flight);
-	bool stalled = READ_ONCE(queue->stalled);
+	u64 waiting = waiting_puts(queue);
 
-	if (READ_ONCE(queue->answered))
+	if (READ_ONCE(queue->attention))
 		return true;
-	if (READ_ONCE(queue->nr_flush) && !READ_ONCE(queue->flushes_in_flight) && !stalled)
+	if (READ_ONCE(queue->nr_flush) && !READ_ONCE(queue->flushes_in_flight) &&
+	    !READ_ONCE(queue->stalled))
 		return true;
-	if (!pending || slot_state(slot_of(queue, READ_ONCE(queue->next))) == TMEM_SLOT_FILLING)
+	if (!waiting || slot_state(slot_of(queue, READ_ONCE(queue->next))) == TMEM_SLOT_FILLING)
 		return false;
 	if (!READ_ONCE(queue->dev->generation))
 		return true;
-	if (stalled || in_flight >= TMEM_PUTS_IN_FLIGHT)
+	if (sending_blocked(queue))
 		return false;
 	/* The first put of a batch wakes the feeder as well, so that the feeder sets the time. */
-	return pending >= queue->dev->batch_full || !READ_ONCE(queue->kick_armed) ||
+	return waiting >= queue->dev->batch_full || !READ_ONCE(queue->timed) ||
 	       time_after_eq(jiffies, READ_ONCE(queue->kick_at));
 }
 
@@ -127,6 +146,49 @@ static inline void wake_feeder(struct tmem_queue *queue)
 	 */
 	if (queue_has_work(queue) && wq_has_sleeper(&queue->dev->feeder_wait))
 		wake_up(&queue->dev->feeder_wait);
+}
+
+/*
+ * Requests tmem_send() for a queue with a full batch, from a put: the page cache's lock is held,
+ * and the request may cost a microsecond. An irq_work runs when the lock was released and
+ * interrupts are on. If irq_work has to wait for the tick, a kernel that calls tmem_put_end() sends
+ * the batch there. Otherwise the feeder sends it.
+ */
+static inline void request_send(struct tmem_queue *queue)
+{
+	if (arch_irq_work_has_interrupt()) {
+		if (!irq_work_is_pending(&queue->send_work))
+			irq_work_queue(&queue->send_work);
+	} else if (tmem_has_put_end()) {
+		if (!test_bit(queue->nr, &queue->dev->full))
+			set_bit(queue->nr, &queue->dev->full);
+	} else {
+		wake_feeder(queue);
+	}
+}
+
+/* Has a slot sent that has just become READY or SKIP: now if it completes a batch, or in time. */
+static inline void slot_done(struct tmem_queue *queue)
+{
+	u64 waiting;
+
+	/*
+	 * The state is written before the fields that follow are read. Pairs with the barriers of
+	 * tmem_send() and irq_work: either the sender sees the slot, or this CPU sees that the
+	 * sender needs another request.
+	 */
+	smp_mb();
+	waiting = waiting_puts(queue);
+	if (waiting >= queue->dev->batch_full) {
+		/*
+		 * A blocked queue waits for the interrupt of an answer. Each further batch looks
+		 * for answers, because that interrupt may be late.
+		 */
+		if (!sending_blocked(queue) || !(waiting % queue->dev->batch_full))
+			request_send(queue);
+	} else if (!READ_ONCE(queue->timed) || !READ_ONCE(queue->dev->generation)) {
+		wake_feeder(queue);
+	}
 }
 
 #endif /* _TMEM_RING_H */

@@ -58,4 +58,28 @@ static inline const char *tmem_inval_name(enum tmem_inval why)
 
 u64 tmem_stat_sum(enum tmem_stat first, enum tmem_stat last);
 
+/*
+ * Returns the evicted pages that no rule, policy or filter excluded. Each of them is in ring or
+ * pool afterwards, was evicted there by the host, or is lost.
+ */
+static inline u64 tmem_stat_eligible(void)
+{
+	return tmem_stat_sum(TMEM_STAT_puts, TMEM_STAT_puts_skipped_large);
+}
+
+/* Returns the eligible pages that the ring did not accept. */
+static inline u64 tmem_stat_not_accepted(void)
+{
+	return tmem_stat_sum(TMEM_STAT_puts_dropped_pool, TMEM_STAT_puts_skipped_large);
+}
+
+/*
+ * Returns the eligible pages that neither ring nor pool holds, for any reason except eviction by
+ * the host.
+ */
+static inline u64 tmem_stat_lost(void)
+{
+	return tmem_stat_sum(TMEM_STAT_puts_dropped_pool, TMEM_STAT_index_evicted);
+}
+
 #endif /* _TMEM_STATS_H */

@@ -4,16 +4,32 @@
  * a counter, add a line here and call tmem_count().
  */
 
-/* puts: pages accepted into the ring, and pages that were not accepted, by reason */
+/*
+ * Evicted pages of regular files of served file systems. The hook counts each of them once: as
+ * accepted into the ring, or by the reason why it was not accepted. stats.h sums up the first three
+ * groups, so their order matters.
+ *
+ * Eligible pages that were accepted into the ring.
+ */
 TMEM_STAT(puts)
-TMEM_STAT(puts_dropped_offline)
+
+/* Eligible pages that were not accepted, and so are lost. */
 TMEM_STAT(puts_dropped_pool)
-TMEM_STAT(puts_dropped_bypass)
-TMEM_STAT(puts_dropped_policy)
 TMEM_STAT(puts_dropped_ring_full)
 TMEM_STAT(puts_dropped_index_full)
 TMEM_STAT(puts_dropped_nomem)
 TMEM_STAT(puts_dropped_cookies)
+TMEM_STAT(puts_skipped_large)
+
+/* Pages that were accepted and lost afterwards, other than by the host's eviction. */
+TMEM_STAT(puts_refused)
+TMEM_STAT(puts_unanswered)
+TMEM_STAT(index_evicted)
+
+/* Pages that are not eligible: the cache is off for them, or a rule or a policy excludes them. */
+TMEM_STAT(puts_dropped_offline)
+TMEM_STAT(puts_dropped_bypass)
+TMEM_STAT(puts_dropped_policy)
 TMEM_STAT(puts_skipped_admission)
 TMEM_STAT(puts_skipped_offline)
 TMEM_STAT(puts_skipped_inode)
@@ -21,12 +37,9 @@ TMEM_STAT(puts_skipped_size)
 TMEM_STAT(puts_skipped_folio)
 TMEM_STAT(puts_skipped_marked)
 TMEM_STAT(puts_skipped_off)
-TMEM_STAT(puts_skipped_large)
 
-/* results of accepted puts, as the host answered them */
+/* accepted puts that the host stored */
 TMEM_STAT(puts_stored)
-TMEM_STAT(puts_refused)
-TMEM_STAT(puts_unanswered)
 
 /* gets: pages that callers of tmem_get() wanted; hits include ring_hits */
 TMEM_STAT(gets)
@@ -57,7 +70,6 @@ TMEM_STAT(trips)
 TMEM_STAT(mismatches)
 TMEM_STAT(flushes_dropped)
 TMEM_STAT(generation_changes)
-TMEM_STAT(index_evicted)
 
 /*
  * get requests by the wait of their reader, as in virtio_tmem_latencies, and the sum of the waits

@@ -73,7 +73,7 @@ static void sync_work_fn(struct work_struct *work)
 			for (i = 0; i < dev->nr_queues; i++)
 				tmem_ring_renew(&dev->queue[i]);
 		}
-		smp_wmb();	/* pairs with smp_rmb() in feed() and tmem_get() */
+		smp_wmb();	/* pairs with smp_rmb() in send_due() and tmem_get() */
 		if (generation != dev->generation)
 			tmem_count(TMEM_STAT_generation_changes);
 		WRITE_ONCE(dev->generation, generation);
@@ -143,8 +143,7 @@ static void send_report(struct tmem_dev *dev, u64 generation)
 		.memory_bytes = cpu_to_le64(dev->memory_bytes + tmem_index_bytes()),
 		.index_pages = cpu_to_le64(tmem_index_pages()),
 		.puts = cpu_to_le64(tmem_stat_sum(TMEM_STAT_puts, TMEM_STAT_puts)),
-		.puts_dropped = cpu_to_le64(tmem_stat_sum(TMEM_STAT_puts_dropped_offline,
-							  TMEM_STAT_puts_dropped_cookies)),
+		.puts_dropped = cpu_to_le64(tmem_stat_not_accepted()),
 		.gets = cpu_to_le64(tmem_stat_sum(TMEM_STAT_gets, TMEM_STAT_gets)),
 		.hits = cpu_to_le64(tmem_stat_sum(TMEM_STAT_hits, TMEM_STAT_hits)),
 		.late = cpu_to_le64(tmem_stat_sum(TMEM_STAT_late, TMEM_STAT_late)),
@@ -258,8 +257,8 @@ void tmem_sync_stop(struct tmem_dev *dev)
 	cancel_delayed_work_sync(&dev->report_work);
 	cancel_work_sync(&dev->sync_work);
 	/*
-	 * The report may have queued the sync work before it read the flag, and the sync work the
-	 * report.
+	 * Before it read the flag, the report may have queued the sync work, and the sync work may
+	 * have queued the report.
 	 */
 	cancel_delayed_work_sync(&dev->report_work);
 	cancel_work_sync(&dev->sync_work);

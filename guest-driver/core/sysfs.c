@@ -5,8 +5,9 @@
  *			"tripped: <notes>", "poisoned: <why>"
  *	hooks		hooks that are live, one bit each
  *	stats/<counter>	see stats_list.h
- *	stats/index_pages, index_bytes, memory_bytes: current values; index_bytes has its table
+ *	stats/index_pages, index_bytes, memory_bytes: current values; index_bytes with its table
  *	stats/wait_max_us: longest wait of a call for this device
+ *	stats/puts_eligible, puts_lost: sums of counters, see stats.h
  */
 #include <linux/kobject.h>
 #include <linux/sysfs.h>
@@ -67,6 +68,16 @@ static ssize_t wait_max_us_show(struct kobject *kobj, struct kobj_attribute *att
 	return sysfs_emit(buf, "%llu\n", div_u64(wait_ns, NSEC_PER_USEC));
 }
 
+static ssize_t puts_eligible_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	return sysfs_emit(buf, "%llu\n", tmem_stat_eligible());
+}
+
+static ssize_t puts_lost_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	return sysfs_emit(buf, "%llu\n", tmem_stat_lost());
+}
+
 static ssize_t state_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
 {
 	return tmem_state_show(buf);
@@ -90,17 +101,21 @@ static struct kobj_attribute index_pages_attribute = __ATTR_RO(index_pages);
 static struct kobj_attribute index_bytes_attribute = __ATTR_RO(index_bytes);
 static struct kobj_attribute memory_bytes_attribute = __ATTR_RO(memory_bytes);
 static struct kobj_attribute wait_max_us_attribute = __ATTR_RO(wait_max_us);
+static struct kobj_attribute puts_eligible_attribute = __ATTR_RO(puts_eligible);
+static struct kobj_attribute puts_lost_attribute = __ATTR_RO(puts_lost);
 static struct kobj_attribute state_attribute = __ATTR_RO(state);
 static struct kobj_attribute hooks_attribute = __ATTR_RO(hooks);
 
 /* Number of files in stats/ that are not counters. */
-#define NR_GAUGES 4
+#define NR_GAUGES 6
 
 static struct attribute *stats_group_attributes[NR_GAUGES + NR_TMEM_STATS + 1] = {
 	&index_pages_attribute.attr,
 	&index_bytes_attribute.attr,
 	&memory_bytes_attribute.attr,
 	&wait_max_us_attribute.attr,
+	&puts_eligible_attribute.attr,
+	&puts_lost_attribute.attr,
 };
 
 static const struct attribute_group stats_group = {

@@ -41,7 +41,7 @@ static int find_queues(struct tmem_dev *dev)
 	int err;
 
 	for (i = 1; i <= dev->nr_queues; i++)
-		info[i] = (struct virtqueue_info){ "request", tmem_queue_vq_callback };
+		info[i] = (struct virtqueue_info){ "request", tmem_send_vq_callback };
 	err = tmem_find_vqs(dev->vdev, 1 + dev->nr_queues, vqs, info);
 	if (err) {
 		dev_err(&dev->vdev->dev, "the device is not used: %u virtqueues cannot be set up (error %d)\n",
@@ -98,7 +98,8 @@ static int read_limits(struct tmem_dev *dev)
 			batch_max, VIRTIO_TMEM_BATCH_MAX, pools, VIRTIO_TMEM_POOLS_MAX);
 		return -EINVAL;
 	}
-	dev->nr_queues = queues;
+	/* More queues than processors would only split the batches of puts. */
+	dev->nr_queues = min_t(unsigned int, queues, num_possible_cpus());
 	dev->batch_max = batch_max;
 	dev->pools_max = pools;
 	return 0;
@@ -109,7 +110,7 @@ static void free_device(struct tmem_dev *dev)
 	unsigned int i;
 
 	for (i = 0; dev->queue && i < dev->nr_queues; i++) {
-		tmem_feeder_exit(&dev->queue[i]);
+		tmem_send_exit(&dev->queue[i]);
 		tmem_ring_exit(&dev->queue[i]);
 	}
 	kfree(dev->queue);
@@ -118,6 +119,7 @@ static void free_device(struct tmem_dev *dev)
 	tmem_bounce_exit(dev);
 	tmem_sync_exit(dev);
 	tmem_control_exit(dev);
+	percpu_ref_exit(&dev->users);
 	kfree(dev);
 }
 
@@ -164,11 +166,12 @@ static int alloc_memory(struct tmem_dev *dev)
 		queue->nr = i;
 		spin_lock_init(&queue->vq_lock);
 		spin_lock_init(&queue->ring_lock);
+		spin_lock_init(&queue->send_lock);
 	}
 	for (i = 0; i < dev->nr_queues; i++) {
 		err = tmem_ring_init(dev, &dev->queue[i]);
 		if (!err)
-			err = tmem_feeder_init(dev, &dev->queue[i]);
+			err = tmem_send_init(dev, &dev->queue[i]);
 		if (err)
 			return err;
 	}
@@ -190,15 +193,15 @@ static int set_up(struct virtio_device *vdev)
 	if (!dev)
 		return -ENOMEM;
 	dev->vdev = vdev;
-	refcount_set(&dev->users, 1);
-	init_completion(&dev->unused);
 	init_waitqueue_head(&dev->feeder_wait);
 	/*
 	 * The random base is below 2^63, so the renewals, which add 2^TMEM_SEQ_BITS each, never
 	 * wrap it around. It is not 0, because no cookie is 0.
 	 */
 	dev->cookie_base = (get_random_u64() >> 1) | 1;
-	err = read_limits(dev);
+	err = tmem_dev_users_init(dev);
+	if (!err)
+		err = read_limits(dev);
 	if (!err)
 		err = alloc_memory(dev);
 	if (err)
@@ -233,19 +236,21 @@ fail:
 static void tear_down(struct virtio_device *vdev)
 {
 	struct tmem_dev *dev = vdev->priv;
+	unsigned int i;
 
 	tmem_state_offline("no device");
 	rcu_assign_pointer(tmem_device, NULL);
 	synchronize_rcu();
 	/* No put runs now. Gets end at their deadline. */
-	tmem_dev_put(dev);
-	wait_for_completion(&dev->unused);
+	tmem_dev_users_wait(dev);
 	kthread_stop(dev->feeder);
 	tmem_sync_stop(dev);
 	/* Set again, because the sync work may just have set the state to online. */
 	tmem_state_offline("no device");
 	/* The reset returns all buffers to the driver, answered or not. */
 	virtio_reset_device(vdev);
+	for (i = 0; i < dev->nr_queues; i++)
+		tmem_send_stop(&dev->queue[i]);
 	vdev->config->del_vqs(vdev);
 	tmem_pools_forget();
 	tmem_pools_device(false);

@@ -49,7 +49,10 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 	tmem_original(truncate_inode_pages_range)(mapping, start_byte, last_byte);
 
 	if (ours) {
-		/* Looked up again, because the file system may have been registered meanwhile. */
+		/*
+		 * The file system is looked up again, because it may have been registered
+		 * meanwhile.
+		 */
 		rcu_read_lock();
 		fs = tmem_fs_find(inode->i_sb);
 		if (fs) {
@@ -80,8 +83,9 @@ static bool wants_truncate(struct tmem_args *args)
  * closed.
  *
  * vfs_get_tree() would be the natural place, but it may wait for a disk for ever, and the unloading
- * of this module would wait with it. It calls this function at its end, with s_umount held for
- * writing. The function allocates memory but does not wait for anything else.
+ * of this module would wait with it. It calls security_sb_set_mnt_opts(), which this function
+ * replaces, at its end, with s_umount held for writing. The replacement allocates memory but does
+ * not wait for anything else.
  */
 static int wrap_set_mnt_opts(struct super_block *sb, void *options, unsigned long kern_flags,
 			     unsigned long *set_kern_flags)

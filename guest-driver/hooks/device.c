@@ -37,7 +37,9 @@ static int file_set(const struct tmem_key *key, u32 policy)
 		return 0;
 	case VIRTIO_TMEM_POLICY_NEVER:
 		err = tmem_policy_forbid(key);
-		/* Erased after the policy is set, so that no put comes in between. */
+		/*
+		 * The entries are erased after the policy is set, so that no put comes in between.
+		 */
 		if (!err)
 			tmem_invalidate_inode(key->pool, key->ino, TMEM_INVAL_INODE);
 		return err;

@@ -18,8 +18,8 @@
 #include "fs.h"
 
 /*
- * Seconds between two sweeps of the marks of a file system, however fast they run out. A sweep
- * visits all inodes in memory.
+ * Least number of seconds between two sweeps of the marks of a file system, because a sweep visits
+ * all inodes in memory.
  */
 #define TMEM_SWEEP_SECONDS 10
 
@@ -76,10 +76,10 @@ static void tmem_fs_report(void)
 /* Frees a file system that hooks can no longer find. */
 static void tmem_fs_free(struct tmem_fs *fs)
 {
-	tmem_fs_put(fs);
-	wait_for_completion(&fs->idle);
+	tmem_users_wait(&fs->cpu->users);
 	tmem_verify_void_fs(fs);
 	tmem_pool_free(fs->pool);
+	free_percpu(fs->cpu);
 	kfree_rcu(fs, rcu);
 }
 
@@ -161,7 +161,7 @@ static void tmem_fs_type_failed(struct tmem_fs_type *type, const char *function,
 	tmem_fs_report();
 }
 
-/* Functions below the page cache that no operations table leads to. */
+/* Functions of file systems, below the page cache, that are in no operations table. */
 static const struct fs_symbol {
 	const char *type;
 	const char *name;
@@ -211,7 +211,9 @@ static void tmem_fs_type_activate(struct tmem_fs_type *type,
 	tmem_fs_report();
 }
 
-/* Makes the mount of a super block. A mount that is refused stays refused until it is unmounted. */
+/*
+ * Creates the mount of a super block. A mount that is refused stays refused until it is unmounted.
+ */
 static struct tmem_mount *mount_new(struct super_block *sb, struct tmem_fs_type *type)
 {
 	struct tmem_mount *mount = tmem_mount_new(sb, type);
@@ -249,19 +251,15 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 		return;
 	fs->sb = sb;
 	fs->type = type;
-	refcount_set(&fs->users, 1);
-	init_completion(&fs->idle);
+	fs->cpu = alloc_percpu(struct tmem_fs_cpu);
+	if (!fs->cpu)
+		goto nomem;
 	fs->pool = tmem_pool_new(sb->s_id, old ? old->pool : NULL);
-	if (!fs->pool) {
-		kfree(fs);
-		return;
-	}
+	if (!fs->pool)
+		goto nomem;
 	fs->mount = old ? old->mount : mount_new(sb, type);
-	if (!fs->mount) {
-		tmem_pool_free(fs->pool);
-		kfree(fs);
-		return;
-	}
+	if (!fs->mount)
+		goto nomem_mount;
 	spin_lock_irq(&tmem_fs_lock);
 	if (old) {
 		hlist_replace_rcu(&old->node, &fs->node);
@@ -286,11 +284,20 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 
 	mutex_lock(&tmem_fs_switch_lock);
 	if (!type->off && !fs->mount->off && !*fs->mount->refused)
-		/* Set after the marks above; read_begin() and put_folio() read it first. */
+		/*
+		 * "live" is set after the marks above, because read_begin() and put_folio() read it
+		 * first.
+		 */
 		smp_store_release(&fs->live, true);
 	mutex_unlock(&tmem_fs_switch_lock);
 	if (*fs->mount->refused)
 		tmem_fs_report();
+	return;
+nomem_mount:
+	tmem_pool_free(fs->pool);
+nomem:
+	free_percpu(fs->cpu);
+	kfree(fs);
 }
 
 /* Serves a mounted file system. s_umount is held and @sb is alive. */
@@ -344,7 +351,10 @@ static void tmem_fs_sweep_seen(struct super_block *sb, void *arg)
 	fs = tmem_fs_find(sb);
 	rcu_read_unlock();
 	if (fs && READ_ONCE(fs->mount->sweep) && !tmem_fs_stopped) {
-		/* Cleared first, so that marks that run out from now on request another sweep. */
+		/*
+		 * The request is cleared before the sweep, so that marks that run out from now on
+		 * request another sweep.
+		 */
 		WRITE_ONCE(fs->mount->next_sweep, jiffies + TMEM_SWEEP_SECONDS * HZ);
 		WRITE_ONCE(fs->mount->sweep, false);
 		if (!tmem_fs_sweep(fs, sb))
@@ -376,7 +386,9 @@ static void discover_fn(struct work_struct *work)
 	for (i = 0; i < NR_TMEM_FS_TYPES; i++) {
 		struct tmem_fs_type *type = &tmem_fs_types[i];
 
-		/* Cleared first, so that a later note starts another search. */
+		/*
+		 * The bit is cleared before the search, so that a later note starts another search.
+		 */
 		if (test_and_clear_bit(i, &tmem_fs_types_noted)) {
 			/*
 			 * The reference keeps the module of the file system loaded until this

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * POSIX_FADV_DONTNEED: pages that such a call evicts are not put, and the entries of its range are
- * erased. Coherence does not depend on this, because the advice is only a wish. If more calls run
+ * erased. Coherence does not depend on this, because the advice is only a hint. If more calls run
  * at once than there are slots, pages of the calls without a slot are put, and erased afterwards.
  */
 #include <linux/fadvise.h>

@@ -101,8 +101,8 @@ struct tmem_fs *tmem_fs_get(const struct super_block *sb)
 
 	rcu_read_lock();
 	fs = tmem_fs_find(sb);
-	if (fs && !refcount_inc_not_zero(&fs->users))
-		fs = NULL;
+	if (fs)
+		tmem_users_begin(&fs->cpu->users);
 	rcu_read_unlock();
 	return fs;
 }
@@ -113,8 +113,7 @@ struct tmem_fs *tmem_fs_get(const struct super_block *sb)
  */
 void tmem_fs_put(struct tmem_fs *fs)
 {
-	if (refcount_dec_and_test(&fs->users))
-		complete(&fs->idle);
+	tmem_users_end(&fs->cpu->users);
 }
 
 /**
@@ -174,7 +173,9 @@ bool tmem_fs_note(const struct super_block *sb)
 		if (READ_ONCE(tmem_fs_types[i].failed) ||
 		    strcmp(sb->s_type->name, tmem_fs_types[i].name))
 			continue;
-		if (!test_and_set_bit(i, &tmem_fs_types_noted))
+		/* Only read while the discovery is queued: this runs for each page. */
+		if (!test_bit(i, &tmem_fs_types_noted) &&
+		    !test_and_set_bit(i, &tmem_fs_types_noted))
 			schedule_delayed_work(&tmem_fs_discovery, delay);
 		noted = true;
 	}
@@ -281,7 +282,7 @@ void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on
 		WRITE_ONCE(fs->live, false);
 		if (on)
 			WRITE_ONCE(fs->flush, true);
-		refcount_inc(&fs->users);
+		tmem_users_begin(&fs->cpu->users);
 		chosen[nr++] = fs;
 	}
 	spin_unlock_irq(&tmem_fs_lock);

@@ -15,7 +15,6 @@
 #include <linux/kprobes.h>
 #include <linux/module.h>
 #include <linux/rcupdate.h>
-#include <linux/wait_bit.h>
 
 #include "../compat.h"
 #include "hooks.h"
@@ -34,9 +33,7 @@ static struct tmem_target targets[TMEM_TARGETS_MAX];
 static unsigned int nr_targets;
 static bool registered, filtered;
 
-/* Number of tasks that run a replacement function of this module. */
-atomic_t tmem_nr_inside = ATOMIC_INIT(0);
-static bool draining;
+DEFINE_PER_CPU(long, tmem_nr_inside);
 
 static const struct tmem_target *find_target(unsigned long ip)
 {
@@ -77,7 +74,6 @@ static struct ftrace_ops tmem_ftrace_ops;
 void tmem_targets_reset(void)
 {
 	nr_targets = 0;
-	draining = false;
 	/* ftrace_free_filter() leaves pointers to freed memory in the structure. */
 	tmem_ftrace_ops = (struct ftrace_ops) {
 		.func = tmem_ftrace_func,
@@ -188,15 +184,6 @@ bool tmem_targets_stop(void)
 }
 
 /**
- * tmem_leave_last() - wake the drain when the last task has left a replacement
- */
-void tmem_leave_last(void)
-{
-	if (READ_ONCE(draining))
-		wake_up_var(&tmem_nr_inside);
-}
-
-/**
  * tmem_targets_drain() - wait until no task is in the code of this module
  *
  * Called after tmem_targets_stop(). The first synchronize_rcu_tasks() waits for tasks that were
@@ -204,10 +191,7 @@ void tmem_leave_last(void)
  */
 void tmem_targets_drain(void)
 {
-	WRITE_ONCE(draining, true);
-	/* Pairs with the full barrier of atomic_dec_and_test() in tmem_leave(). */
-	smp_mb();
 	synchronize_rcu_tasks();
-	wait_var_event(&tmem_nr_inside, !atomic_read(&tmem_nr_inside));
+	tmem_users_wait(&tmem_nr_inside);
 	synchronize_rcu_tasks();
 }

@@ -20,7 +20,6 @@
 #include <linux/fs.h>
 #include <linux/kobject.h>
 #include <linux/percpu.h>
-#include <linux/refcount.h>
 #include <linux/spinlock.h>
 
 #include "../testing.h"
@@ -62,6 +61,28 @@ __printf(1, 2) void tmem_hooks_off(const char *fmt, ...);
 void tmem_hooks_none(void);
 void tmem_hooks_retry(void);
 void tmem_hooks_report(void);
+
+/* --- users.c ------------------------------------------------------------------------------- */
+
+/*
+ * Sections that may sleep, counted per CPU: no cache line is shared by all tasks that begin and end
+ * one. A task may end its section on another CPU, so only the sum has a meaning, and only when no
+ * section can begin any more. A percpu_ref would add a grace period to each unmount that cannot be
+ * expedited.
+ */
+static inline void tmem_users_begin(long __percpu *users)
+{
+	this_cpu_inc(*users);
+}
+
+static inline void tmem_users_end(long __percpu *users)
+{
+	/* The section comes before its end; pairs with tmem_users_wait(). */
+	smp_mb();
+	this_cpu_dec(*users);
+}
+
+void tmem_users_wait(const long __percpu *users);
 
 /* --- seen.c -------------------------------------------------------------------------------- */
 
@@ -135,6 +156,12 @@ struct tmem_mount {
 	unsigned long next_sweep;	/* in jiffies; written under discovery_lock */
 };
 
+/* State of a file system that one CPU writes. */
+struct tmem_fs_cpu {
+	long users;			/* sections between tmem_fs_get() and tmem_fs_put() */
+	unsigned long hits;		/* counted by verify.c, to find each n-th hit */
+};
+
 /* A mounted file system. */
 struct tmem_fs {
 	struct hlist_node node;		/* RCU; writers hold tmem_fs_lock */
@@ -144,10 +171,9 @@ struct tmem_fs {
 	struct tmem_pool *pool;
 	bool live;			/* puts and gets are allowed */
 	bool flush;			/* to be replaced by one with an empty pool */
-	refcount_t users;		/* references of users that may sleep */
-	struct completion idle;		/* users reached 0 */
+	struct tmem_fs_cpu __percpu *cpu;
 	struct rcu_head rcu;
-	atomic_long_t hits;		/* counted by verify.c, to find the first hits */
+	atomic_t first_hits;		/* counted by verify.c, to find the first hits only */
 };
 
 struct tmem_fs *tmem_fs_find(const struct super_block *sb);
@@ -211,6 +237,15 @@ bool tmem_refuse(struct super_block *sb, char *why, size_t why_bytes);
 
 /* --- put.c --------------------------------------------------------------------------------- */
 
+/*
+ * Pages of a folio that are put; the rest is erased. Reclaim removes a folio with interrupts off,
+ * and the puts of one folio may take 20 us of this time. A put of a page that is not in the
+ * processor's cache takes up to 0.6 us there (docs/benchmarks/native.md). The number is a power of
+ * two like the sizes of folios, because a folio is got with all its pages or not at all. 32 pages
+ * are the default readahead window.
+ */
+#define TMEM_FOLIO_MAX_PAGES 32
+
 void tmem_probe_removed(void *data, struct folio *folio);
 void tmem_probe_dirty(void *data, struct folio *folio, struct address_space *mapping);
 void tmem_probe_added(void *data, struct folio *folio);
@@ -248,8 +283,8 @@ bool tmem_targets_stop(void);
 void tmem_targets_reset(void);
 void tmem_targets_drain(void);
 
-extern atomic_t tmem_nr_inside;
-void tmem_leave_last(void);
+/* Tasks that run a replacement function of this module. */
+DECLARE_PER_CPU(long, tmem_nr_inside);
 
 /*
  * Each replacement calls tmem_enter() first and tmem_leave() last. A task that was redirected and
@@ -258,14 +293,13 @@ void tmem_leave_last(void);
  */
 static inline void tmem_enter(void)
 {
-	atomic_inc(&tmem_nr_inside);
+	tmem_users_begin(&tmem_nr_inside);
 }
 
 static inline void tmem_leave(void)
 {
-	if (atomic_dec_and_test(&tmem_nr_inside))
-		tmem_leave_last();
-	/* The call above, or the call of the original before it, must not become a jump. */
+	tmem_users_end(&tmem_nr_inside);
+	/* The call of the original before this function must not become a jump. */
 	barrier();
 }
 
@@ -288,8 +322,8 @@ void tmem_entry_bmap(struct tmem_args *args);
 
 /* --- read.c -------------------------------------------------------------------------------- */
 
-/* Pages of one tmem_get(), and the largest folio whose pages are all put or got. */
-#define TMEM_FOLIO_MAX_PAGES 64
+/* Pages of one tmem_get(), and so the largest folio that is got. */
+#define TMEM_RUN_PAGES 64
 
 void tmem_wrap_readahead(struct readahead_control *rac);
 int tmem_wrap_read_folio(struct file *file, struct folio *folio);

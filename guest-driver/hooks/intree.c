@@ -11,7 +11,6 @@
 #include <linux/jbd2.h>
 #include <linux/rcupdate.h>
 #include <linux/swap.h>
-#include <linux/wait_bit.h>
 
 #include "hooks.h"
 
@@ -26,9 +25,7 @@ static struct tmem_target targets[TMEM_TARGETS_MAX];
 static unsigned int nr_targets;
 static bool targets_on, probes_on, added_on;
 
-/* Number of tasks that run a replacement function of the driver. */
-atomic_t tmem_nr_inside = ATOMIC_INIT(0);
-static bool draining;
+DEFINE_PER_CPU(long, tmem_nr_inside);
 
 /*
  * Returns the target of a function, or of a hook if @function is 0. File systems have different
@@ -103,6 +100,16 @@ void tmem_hook_removed(struct folio *folio)
 	if (READ_ONCE(probes_on))
 		tmem_probe_removed(NULL, folio);
 	rcu_read_unlock();
+}
+
+/**
+ * tmem_hook_reclaimed() - send what was put when a folio was removed
+ *
+ * Context: process, without the i_pages lock.
+ */
+void tmem_hook_reclaimed(void)
+{
+	tmem_put_end();
 }
 
 /**
@@ -332,7 +339,6 @@ int tmem_hook_generic_fadvise(struct file *file, loff_t offset, loff_t len, int 
 void tmem_targets_reset(void)
 {
 	nr_targets = 0;
-	draining = false;
 }
 
 /**
@@ -405,15 +411,6 @@ bool tmem_targets_stop(void)
 }
 
 /**
- * tmem_leave_last() - wake the drain when the last task has left a replacement
- */
-void tmem_leave_last(void)
-{
-	if (READ_ONCE(draining))
-		wake_up_var(&tmem_nr_inside);
-}
-
-/**
  * tmem_targets_drain() - wait until no task is inside a hook
  *
  * Called after tmem_targets_stop(). Each task that found the hooks on has counted itself when the
@@ -421,11 +418,8 @@ void tmem_leave_last(void)
  */
 void tmem_targets_drain(void)
 {
-	WRITE_ONCE(draining, true);
-	/* Pairs with the full barrier of atomic_dec_and_test() in tmem_leave(). */
-	smp_mb();
 	synchronize_rcu();
-	wait_var_event(&tmem_nr_inside, !atomic_read(&tmem_nr_inside));
+	tmem_users_wait(&tmem_nr_inside);
 }
 
 /**

@@ -39,7 +39,10 @@ void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inv
 {
 	u64 ino = inode->i_ino;
 
-	/* Also needed if the mark is set already: a get may have come before it. */
+	/*
+	 * Comparisons become void even if the mark is set already, because a get may have come
+	 * before it.
+	 */
 	tmem_verify_void(fs, ino, 0, ULONG_MAX);
 	if (tmem_bypass(fs->pool, ino))
 		tmem_fs_sweep_soon(fs);

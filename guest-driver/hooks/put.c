@@ -53,7 +53,7 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 	unsigned long all = folio_nr_pages(folio);
 	unsigned long nr = min_t(unsigned long, all, TMEM_FOLIO_MAX_PAGES);
 	loff_t isize = i_size_read(inode);
-	unsigned long i, taken = 0;
+	unsigned int taken;
 	struct tmem_key key;
 	pgoff_t end;
 	bool workingset;
@@ -92,8 +92,7 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 	nr = min(nr, end);
 	workingset = tmem_folio_used_again(folio);
 	tmem_fs_key(fs, inode, &key);
-	for (i = 0; i < nr; i++)
-		taken += tmem_put(&key, folio->index + i, folio_page(folio, i), workingset);
+	taken = tmem_put_pages(&key, folio->index, folio_page(folio, 0), nr, workingset);
 	this_cpu_add(fs->mount->counts->puts, taken);
 	return nr;
 }

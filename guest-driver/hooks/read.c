@@ -12,6 +12,7 @@
  * is a miss.
  */
 #include <linux/bitmap.h>
+#include <linux/blkdev.h>
 #include <linux/highmem.h>
 #include <linux/log2.h>
 #include <linux/mm.h>
@@ -30,10 +31,10 @@
  * leaves little room on the stack.
  */
 struct tmem_run {
-	struct page *pages[TMEM_FOLIO_MAX_PAGES];
-	struct tmem_verify *verify[TMEM_FOLIO_MAX_PAGES];
-	DECLARE_BITMAP(want, TMEM_FOLIO_MAX_PAGES);
-	DECLARE_BITMAP(sampled, TMEM_FOLIO_MAX_PAGES);
+	struct page *pages[TMEM_RUN_PAGES];
+	struct tmem_verify *verify[TMEM_RUN_PAGES];
+	DECLARE_BITMAP(want, TMEM_RUN_PAGES);
+	DECLARE_BITMAP(sampled, TMEM_RUN_PAGES);
 };
 
 /* State of one call, for both replacements. */
@@ -44,6 +45,7 @@ struct tmem_read {
 	loff_t isize_bytes;
 	pgoff_t end;		/* first page wholly beyond the end of the file */
 	u64 deadline_ns;	/* deadline of all gets together */
+	bool submitted;		/* reads from the disk may still be in the block plug */
 };
 
 /*
@@ -83,6 +85,7 @@ static bool read_begin(struct tmem_read *rd, struct address_space *mapping)
 	rd->isize_bytes = i_size_read(inode);
 	rd->end = DIV_ROUND_UP_ULL(rd->isize_bytes, PAGE_SIZE);
 	tmem_fs_key(rd->fs, inode, &rd->key);
+	rd->submitted = false;
 	return true;
 put:
 	tmem_fs_put(rd->fs);
@@ -98,7 +101,7 @@ static bool folio_wanted(const struct tmem_read *rd, struct folio *folio,
 {
 	unsigned long nr = folio_nr_pages(folio);
 
-	if (nr > TMEM_FOLIO_MAX_PAGES || folio_test_uptodate(folio) || folio_test_dirty(folio) ||
+	if (nr > TMEM_RUN_PAGES || folio_test_uptodate(folio) || folio_test_dirty(folio) ||
 	    folio_test_private(folio) || folio_test_private_2(folio) || folio->index >= rd->end)
 		return false;
 	nr = min_t(unsigned long, nr, rd->end - folio->index);
@@ -115,13 +118,32 @@ static void zero_beyond_eof(const struct tmem_read *rd, struct folio *folio)
 		folio_zero_segment(folio, left_bytes, size_bytes);
 }
 
+/*
+ * Dispatches the reads from the disk that were submitted so far. The caller of ->readahead has
+ * plugged the block layer, which keeps requests in current->plug until the plug is full, the task
+ * sleeps or ->readahead returns. A get spins before it sleeps, and a sleeping task leaves the
+ * dispatch to a kernel thread. So the disk would be idle while the task waits for the host.
+ *
+ * The new plug has the same place as the one that ends, which may be that of an outer caller.
+ */
+static void dispatch_reads(struct tmem_read *rd)
+{
+	struct blk_plug *plug = current->plug;
+
+	if (rd->submitted && plug) {
+		blk_finish_plug(plug);
+		blk_start_plug(plug);
+	}
+	rd->submitted = false;
+}
+
 /* Gets @nr pages of the run, starting at @index. */
-static void run_get(struct tmem_run *run, const struct tmem_read *rd, pgoff_t index,
-		    unsigned int nr)
+static void run_get(struct tmem_run *run, struct tmem_read *rd, pgoff_t index, unsigned int nr)
 {
 	struct tmem_mount_counts __percpu *counts = rd->fs->mount->counts;
 	unsigned int wanted = bitmap_weight(run->want, nr), hits;
 
+	dispatch_reads(rd);
 	hits = tmem_get(&rd->key, index, nr, run->pages, run->want, rd->deadline_ns);
 	this_cpu_add(counts->gets, wanted);
 	this_cpu_add(counts->hits, hits);
@@ -192,13 +214,15 @@ static void run_verify(struct tmem_run *run, unsigned int nr)
 /*
  * Lets the original read a part of a request. read_folio is called later for folios that it leaves.
  */
-static void read_part(const struct readahead_control *rac, pgoff_t index, unsigned int nr)
+static void read_part(struct tmem_read *rd, const struct readahead_control *rac, pgoff_t index,
+		      unsigned int nr)
 {
 	struct readahead_control part = tmem_rac_part(rac, index, nr);
 	struct folio *folio;
 
 	if (!nr)
 		return;
+	rd->submitted = true;
 	rac->mapping->a_ops->readahead(&part);
 	while ((folio = readahead_folio(&part)))
 		folio_unlock(folio);
@@ -214,7 +238,7 @@ static struct folio *folio_at(const struct tmem_read *rd, pgoff_t index)
  * Gets one run and lets the original read its misses. @base is the index of bit 0 of @held; the run
  * is bits @first to @end - 1, of whole folios.
  */
-static void read_run(const struct tmem_read *rd, const struct readahead_control *rac,
+static void read_run(struct tmem_read *rd, const struct readahead_control *rac,
 		     struct tmem_run *run, const unsigned long *held, pgoff_t base,
 		     unsigned int first, unsigned int end)
 {
@@ -237,12 +261,12 @@ static void read_run(const struct tmem_read *rd, const struct readahead_control 
 			folio_unlock(folio);
 			/* This drops the reference of the readahead; the page cache has its own. */
 			folio_put(folio);
-			read_part(rac, base + miss, i - miss);
+			read_part(rd, rac, base + miss, i - miss);
 			miss = i + folio_pages;
 		}
 		i += folio_pages;
 	}
-	read_part(rac, base + miss, end - miss);
+	read_part(rd, rac, base + miss, end - miss);
 	run_verify(run, nr);
 }
 
@@ -279,7 +303,7 @@ static unsigned int trim_window(const struct tmem_read *rd, pgoff_t base, unsign
 	return nr;
 }
 
-static void read_window(const struct tmem_read *rd, const struct readahead_control *rac,
+static void read_window(struct tmem_read *rd, const struct readahead_control *rac,
 			struct tmem_run *run, const unsigned long *held, pgoff_t base,
 			unsigned int nr)
 {
@@ -288,7 +312,7 @@ static void read_window(const struct tmem_read *rd, const struct readahead_contr
 	/* Start the reads from the disk first, so that the disk works during the gets. */
 	for (i = find_first_zero_bit(held, nr); i < nr; i = find_next_zero_bit(held, nr, end)) {
 		end = find_next_bit(held, nr, i);
-		read_part(rac, base + i, end - i);
+		read_part(rd, rac, base + i, end - i);
 	}
 	for (i = find_first_bit(held, nr); i < nr; i = find_next_bit(held, nr, end)) {
 		unsigned int stop = find_next_zero_bit(held, nr, i);
@@ -297,7 +321,7 @@ static void read_window(const struct tmem_read *rd, const struct readahead_contr
 		for (end = i; end < stop;) {
 			unsigned int next = end + folio_nr_pages(folio_at(rd, base + end));
 
-			if (next - i > TMEM_FOLIO_MAX_PAGES)
+			if (next - i > TMEM_RUN_PAGES)
 				break;
 			end = next;
 		}
@@ -340,7 +364,7 @@ void tmem_wrap_readahead(struct readahead_control *rac)
 	for (;;) {
 		nr = trim_window(&rd, base, nr, held);
 		if (nr > TMEM_WINDOW_PAGES)
-			read_part(rac, base, nr);
+			read_part(&rd, rac, base, nr);
 		else
 			read_window(&rd, rac, run, held, base, nr);
 		base += nr;
@@ -370,7 +394,7 @@ leave:
  */
 int tmem_wrap_read_folio(struct file *file, struct folio *folio)
 {
-	DECLARE_BITMAP(held, TMEM_FOLIO_MAX_PAGES);
+	DECLARE_BITMAP(held, TMEM_RUN_PAGES);
 	struct address_space *mapping = folio->mapping;
 	unsigned long nr = folio_nr_pages(folio);
 	struct tmem_run *run = NULL;
@@ -383,7 +407,7 @@ int tmem_wrap_read_folio(struct file *file, struct folio *folio)
 		ret = mapping->a_ops->read_folio(file, folio);
 		goto leave;
 	}
-	if (nr <= TMEM_FOLIO_MAX_PAGES && tmem_held(&rd.key, folio->index, nr, held) &&
+	if (nr <= TMEM_RUN_PAGES && tmem_held(&rd.key, folio->index, nr, held) &&
 	    folio_wanted(&rd, folio, held, 0))
 		run = kzalloc(sizeof(*run), GFP_NOFS | __GFP_NORETRY | __GFP_NOWARN);
 	if (run) {

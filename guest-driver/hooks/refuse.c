@@ -3,8 +3,9 @@
  * Checks of mounts whose file system type is served: tmem_refuse() finds the ones to refuse.
  *
  * The page cache has the clear text of data that dm-crypt keeps secret, and pages of dm-verity and
- * dm-integrity after their check. The host must not see the former, and could change the latter. So
- * each block device below a file system must be one that passes data on unchanged.
+ * dm-integrity after their check. The host must not see the data of dm-crypt, and could change the
+ * data of dm-verity and dm-integrity. So each block device below a file system must be one that
+ * passes data on unchanged.
  *
  * Only a device-mapper table says what a device does. No exported function leads to a table, and
  * names and UUIDs are free text. So the driver looks up, by name, the functions that find a table's
@@ -164,7 +165,7 @@ static bool is_dm(const struct gendisk *disk)
 	return strstarts(disk->disk_name, "dm-");
 }
 
-/* Returns true for drivers that stack devices and have no sign of it that is safe to read. */
+/* Returns true for drivers that stack devices but show this in no data that is safe to read. */
 static bool is_opaque(const struct gendisk *disk)
 {
 	return strstarts(disk->disk_name, "bcache") || strstarts(disk->disk_name, "drbd");

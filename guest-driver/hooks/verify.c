@@ -13,6 +13,7 @@
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
+#include <linux/hash.h>
 #include <linux/highmem.h>
 #include <linux/list.h>
 #include <linux/mm.h>
@@ -36,6 +37,9 @@
  * docs/guest-support.md has the cost.
  */
 #define TMEM_VERIFY_UNTESTED_HITS 64
+
+/* Counters of pending comparisons, as a power of two: more than files that are read at once. */
+#define TMEM_VERIFY_BITS 6
 
 struct tmem_verify {
 	struct list_head list;		/* in pending; guarded by pending_lock */
@@ -103,11 +107,33 @@ MODULE_PARM_DESC(verify_voided, "comparisons that a change of the file made void
 static LIST_HEAD(pending);
 static LIST_HEAD(queued);
 static unsigned int nr_pending;
-static DEFINE_SPINLOCK(pending_lock);	/* guards the lists, nr_pending, voided; innermost */
+/*
+ * Number of pending comparisons by inode. Puts read it without the lock, so that a comparison of
+ * one file costs the puts of other files no lock.
+ */
+static unsigned int pending_of[1 << TMEM_VERIFY_BITS];
+/* Guards the lists, nr_pending, pending_of and voided; innermost. */
+static DEFINE_SPINLOCK(pending_lock);
 
 static void verify_work(struct work_struct *work);
 static DECLARE_WORK(work, verify_work);
 static struct workqueue_struct *verify_wq;
+
+/* Returns the counter of an inode, which other inodes may share. */
+static unsigned int *pending_at(const struct super_block *sb, u64 ino)
+{
+	return &pending_of[hash_64(ino ^ (unsigned long)sb, TMEM_VERIFY_BITS)];
+}
+
+/* Counts a comparison that is added (1) or freed (-1). */
+static void count_pending(const struct tmem_verify *v, int change)
+{
+	unsigned int *at = pending_at(v->sb, v->ino);
+
+	lockdep_assert_held(&pending_lock);
+	WRITE_ONCE(nr_pending, nr_pending + change);
+	WRITE_ONCE(*at, *at + change);
+}
 
 /**
  * tmem_verify_due() - count a hit and decide whether it is in the sample
@@ -118,14 +144,19 @@ static struct workqueue_struct *verify_wq;
 bool tmem_verify_due(struct tmem_fs *fs)
 {
 	int every = READ_ONCE(verify_every);
-	unsigned long hit;
 
 	if (!every)
 		return false;
-	hit = atomic_long_inc_return(&fs->hits);
-	if (every > 0)
-		return !(hit % every);
-	return hit <= TMEM_VERIFY_FIRST_HITS || !(hit % default_every);
+	if (every < 0) {
+		/* All CPUs write to this counter until it has reached the limit. */
+		if (atomic_read(&fs->first_hits) < TMEM_VERIFY_FIRST_HITS) {
+			atomic_inc(&fs->first_hits);
+			return true;
+		}
+		every = default_every;
+	}
+	/* Each CPU counts its own hits. The share of hits that are compared is the same. */
+	return !(this_cpu_inc_return(fs->cpu->hits) % every);
 }
 
 /**
@@ -163,7 +194,7 @@ struct tmem_verify *tmem_verify_new(struct tmem_fs *fs, struct folio *folio, pgo
 	INIT_LIST_HEAD(&v->queue);
 	spin_lock_irq(&pending_lock);
 	list_add_tail(&v->list, &pending);
-	nr_pending++;
+	count_pending(v, 1);
 	spin_unlock_irq(&pending_lock);
 	return v;
 }
@@ -183,7 +214,7 @@ static void verify_free(struct tmem_verify *v)
 {
 	spin_lock_irq(&pending_lock);
 	list_del(&v->list);
-	nr_pending--;
+	count_pending(v, -1);
 	spin_unlock_irq(&pending_lock);
 	folio_put(v->folio);
 	__free_page(v->copy);
@@ -231,7 +262,7 @@ void tmem_verify_void(const struct tmem_fs *fs, u64 ino, pgoff_t first, pgoff_t 
 	 * Either this check sees the comparison, or the get finds the entry that the caller erases
 	 * next already erased.
 	 */
-	if (likely(!READ_ONCE(nr_pending)))
+	if (likely(!READ_ONCE(*pending_at(fs->sb, ino))))
 		return;
 	spin_lock_irqsave(&pending_lock, flags);
 	list_for_each_entry(v, &pending, list)

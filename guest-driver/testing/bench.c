@@ -4,7 +4,7 @@
  * whose pages are in the page cache to the parameter test_bench runs them. Reading the parameter
  * returns the medians.
  *
- * The clock is the TSC. It tells time on hardware and under plain emulation; under QEMU's -icount
+ * The clock is the TSC. It shows time on hardware and under plain emulation; under QEMU's -icount
  * it counts the instructions that the guest executed. The operations that are compared take turns,
  * with interrupts off.
  */
@@ -29,7 +29,7 @@
  * much less time than a timer tick.
  */
 #define BENCH_LOOKUPS		64
-/* Puts in a sample: a quarter of the smallest batch that the feeder sends without waiting. */
+/* Puts in a sample: a quarter of a full batch. */
 #define BENCH_PUTS		16
 /*
  * Samples of the puts of a folio. They are fewer, because the host has to take all pages of a folio
@@ -64,19 +64,20 @@ enum bench_kind {
 	BENCH_FOLIO_1,		/* puts of all pages of a folio, with interrupts off throughout */
 	BENCH_FOLIO_4,
 	BENCH_FOLIO_16,
+	BENCH_FOLIO_32,
 	BENCH_FOLIO_64,
 	NR_BENCH
 };
 
 static const char *const bench_name[NR_BENCH] = {
 	"empty", "xa_load", "miss_inode", "miss_far", "miss_near", "copy", "copy_check", "put",
-	"folio_1", "folio_4", "folio_16", "folio_64",
+	"folio_1", "folio_4", "folio_16", "folio_32", "folio_64",
 };
 
 /* Operations in a sample. */
 static const unsigned int bench_operations[NR_BENCH] = {
 	BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, 1, 1, 1,
-	1, 4, 16, 64,
+	1, 4, 16, 32, 64,
 };
 
 static DEFINE_MUTEX(bench_lock);
@@ -165,6 +166,7 @@ static int bench_puts(struct bench *bench, unsigned int at)
 			       false);
 		t[3] = bench_ticks();
 		local_irq_restore(flags);
+		tmem_put_end();
 		if (!put) {
 			if (!retries--)
 				return -EAGAIN;
@@ -186,7 +188,7 @@ static int bench_puts(struct bench *bench, unsigned int at)
  */
 static int bench_folio(struct bench *bench, enum bench_kind kind, unsigned int at)
 {
-	unsigned int pages = bench_operations[kind], i, taken, retries = BENCH_RETRIES;
+	unsigned int pages = bench_operations[kind], taken, retries = BENCH_RETRIES;
 	struct tmem_key key = bench->key;
 	struct page *page;
 	unsigned long flags;
@@ -196,13 +198,12 @@ static int bench_folio(struct bench *bench, enum bench_kind kind, unsigned int a
 	do {
 		page = bench->cold[bench->next_cold >> BENCH_FOLIO_ORDER_MAX] +
 		       bench->next_cold % BIT(BENCH_FOLIO_ORDER_MAX);
-		taken = 0;
 		local_irq_save(flags);
 		begin = bench_ticks();
-		for (i = 0; i < pages; i++)
-			taken += tmem_put(&key, bench->next_cold + i, page + i, false);
+		taken = tmem_put_pages(&key, bench->next_cold, page, pages, false);
 		bench->sample[kind][at] = bench_ticks() - begin;
 		local_irq_restore(flags);
+		tmem_put_end();
 		if (taken == pages) {
 			bench->next_cold = (bench->next_cold + pages) % BENCH_COLD_PAGES;
 			return 0;

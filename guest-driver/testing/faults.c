@@ -49,13 +49,16 @@ bool tmem_inject(atomic_t *calls, unsigned int every)
 	return every && !((unsigned int)atomic_inc_return(calls) % every);
 }
 
-unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker;
+unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker, tmem_hold_feeder;
 module_param_named(test_hold_replace, tmem_hold_replace, uint, 0644);
 MODULE_PARM_DESC(test_hold_replace, "TEST: 1: stop the next task that replaces a file system, after it found the new one and before it frees the old one; reads 2 while the task waits; 0: let it continue");
 module_param_named(test_hold_verify, tmem_hold_verify, uint, 0644);
 MODULE_PARM_DESC(test_hold_verify, "TEST: 1: stop the next task that is about to compare a hit with the disk; reads 2 while the task waits; 0: let it continue");
 module_param_named(test_hold_breaker, tmem_hold_breaker, uint, 0644);
 MODULE_PARM_DESC(test_hold_breaker, "TEST: 1: stop the next task that opened the breaker, before it reports the open breaker; reads 2 while the task waits; 0: let it continue");
+
+module_param_named(test_hold_feeder, tmem_hold_feeder, uint, 0644);
+MODULE_PARM_DESC(test_hold_feeder, "TEST: 1: stop the feeder thread when it is next woken; reads 2 while it waits; 0: let it continue");
 
 /**
  * tmem_hold() - wait here if a test requests that

@@ -38,7 +38,7 @@ enum {
 
 /* Deepest nesting of directories. Each level holds one of 1,024 file descriptors. */
 #define DEPTH_MAX	256
-/* Names are shown up to this length in bytes. Longer ones are walked even so. */
+/* Messages show a path up to this length in bytes. Longer paths are walked, too. */
 #define PATH_BYTES	16384
 /* Number of retries if the driver does not know a file system yet, and the time between them. */
 #define AGAIN_TIMES	40
@@ -89,6 +89,8 @@ static const char stats_text[] =
 "usage: tmem-guest stats [--watch[=SECONDS]] [--json]\n"
 "\n"
 "Shows the driver's counters, whose meaning is in ABI/sysfs-kernel-virtio_tmem.\n"
+"lost_fraction is the part of eligible evicted pages that the cache did not keep:\n"
+"puts_lost / puts_eligible.\n"
 "With --watch again every SECONDS (1 unless given, 0.1 to 3600) until interrupted:\n"
 "those that changed, and by how much a second; with --json all of them, one\n"
 "object a line.\n";
@@ -312,11 +314,14 @@ static void do_status(void)
 
 static void show_counters(const struct counter *counters, int nr)
 {
+	unsigned long long eligible = counter(counters, nr, "puts_eligible");
+	double lost = eligible ? (double)counter(counters, nr, "puts_lost") / eligible : 0;
 	int i;
 
 	if (!json) {
 		for (i = 0; i < nr; i++)
 			printf("%-26s %llu\n", counters[i].name, counters[i].value);
+		printf("%-26s %.4f\n", "lost_fraction", lost);
 		return;
 	}
 	putchar('{');
@@ -325,7 +330,7 @@ static void show_counters(const struct counter *counters, int nr)
 		json_string(counters[i].name);
 		printf(": %llu", counters[i].value);
 	}
-	printf("}\n");
+	printf("%s\"lost_fraction\": %.6f}\n", i ? ", " : "", lost);
 }
 
 static void show_changes(const struct counter *old, int nr_old, const struct counter *new, int nr,

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """A vhost-user backend that speaks only the control protocol and misbehaves on request.
 
-It holds no pages and serves no ring. It is a separate process, so that a test can stop and kill it.
-It can die, hang or refuse to answer at the n-th message that it receives, counted over all
-connections. In this way a test covers each moment of the device's life. SIGUSR1 makes it slow, and
-fast again. SIGUSR2 signals the error descriptor of queue 1, as a backend does that has stopped the
-queue.
+The backend holds no pages and serves no ring. It is a separate process, so that a test can stop and
+kill it. It can die, hang or refuse to answer at the n-th message that it receives, counted over all
+connections. A test that varies n covers each moment of the device's life. SIGUSR1 makes the backend
+slow; the next SIGUSR1 makes it fast again. SIGUSR2 makes it signal the error descriptor of queue 1,
+like a backend that has stopped the queue.
 
-With --write-at, SIGHUP makes it write a page of guest memory, mark the page in the dirty log and
-kill itself.
+With --write-at, SIGHUP makes the backend write a page of guest memory, mark the page in the dirty
+log and kill itself.
 
-It prints one JSON object per line for each message, for the test to read.
+The backend prints one line with a JSON object for each message, which the test reads.
 """
 
 import argparse
@@ -130,7 +130,7 @@ class Backend:
         print(json.dumps(what), flush=True)
 
     def misbehave(self):
-        """Misbehaves at this message as the command line asks; True closes the connection."""
+        """Misbehaves at this message if the command line says so. True: close the connection."""
         if self.messages == self.args.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.messages == self.args.hang_at:

@@ -24,10 +24,10 @@ HERE = Path(__file__).resolve().parent
 SCALE = float(os.environ.get("TMEM_TIMEOUT_SCALE", "1"))
 # Longest time of a command. A command that takes longer means that QEMU waits for a backend.
 COMMAND_TIMEOUT_S = 20 * SCALE
-# Time-out for a backend that answers: long enough that a loaded machine does not exceed it.
+# backend-timeout-ms for a backend that answers: long enough for answers on a loaded machine.
 PATIENT_TIMEOUT_MS = int(5000 * SCALE)
-# Time-out in tests of backends that hang. Such a test also waits for the pause after a time-out,
-# which is 20 times as long.
+# backend-timeout-ms in tests of backends that hang. After such a time-out, QEMU waits 20 times as
+# long before it connects again, and the tests wait for that as well.
 BACKEND_TIMEOUT_MS = int(300 * SCALE)
 IMPATIENT = f",backend-timeout-ms={BACKEND_TIMEOUT_MS}"
 
@@ -42,7 +42,7 @@ class Timeout(AssertionError):
 
 
 class Line:
-    """A socket that is read line by line, each within COMMAND_TIMEOUT_S."""
+    """A socket that is read line by line. A line must arrive within COMMAND_TIMEOUT_S."""
 
     def __init__(self, sock):
         self.sock = sock

@@ -42,7 +42,7 @@ def connections(daemon):
 @pytest.mark.parametrize("arguments", [(), ("--bytewise",)])
 @pytest.mark.parametrize("operation", ["start", "stop", "reset", "plug"])
 def test_one_deadline_covers_all_messages_of_an_operation(machine, backend, operation, arguments):
-    """Each answer, or each byte of one, is in time, but together they exceed the deadline."""
+    """The backend sends each answer, or each byte, in time, but all of them exceed the deadline."""
     delay_ms = ANSWER_MS if not arguments else OPERATION_MS // 10
     features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
     daemon = backend("--delay-ms", str(delay_ms), "--protocol-features", hex(features), *arguments)
@@ -79,7 +79,7 @@ def test_slow_handshake_is_refused_after_the_timeout(machine, backend):
 
 @pytest.mark.parametrize("operation", ["stop", "reset"])
 def test_qemu_waits_before_it_reconnects_after_a_timeout(machine, backend, operation):
-    """After a time-out, as after a refusal, QEMU waits before it connects again."""
+    """If a backend was too slow, QEMU waits before it connects again."""
     daemon = backend("--delay-ms", str(10 * BACKEND_TIMEOUT_MS))
     vm = machine(device=IMPATIENT)
     vm.driver_up()
@@ -149,7 +149,7 @@ def test_memory_of_the_command_line_must_be_shared(machine, device, first):
 
 
 def test_memory_slots_are_limited_without_a_backend(machine, backend):
-    """Memory that a lost backend could not map is refused without a backend, too."""
+    """QEMU refuses memory that exceeds the backend's slots, also while the backend is away."""
     features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
     daemon = backend("--protocol-features", hex(features))
     vm = machine(more=HOTPLUG)
@@ -252,7 +252,7 @@ def test_a_queue_that_stops_sets_needs_reset(machine, backend):
     assert vm.status()["vhost-started"] is False
     assert "the device needs a reset: the backend stopped queue 1" in vm.errors()
     assert "the backend stopped queue 1" in vm.property("last-error")
-    # Neither a pause nor another backend starts the queue again.
+    # The stopped queue does not start again after a pause, or when another backend connects.
     vm.qmp("stop")
     vm.qmp("cont")
     daemon.kill()
@@ -344,7 +344,10 @@ def arrived(vm):
 
 
 def test_unused_postcopy_delays_the_backend_until_migration_ends(machine, backend, folder):
-    """The capability alone delays the destination's backend only until the migration has ended."""
+    """With the capability postcopy-ram, the destination uses its backend after the migration.
+
+    It does so also if the migration did not use post-copy.
+    """
     vm = machine()
     vm.driver_up()
     target = machine(path=folder / "target", more=["-incoming", "defer"])
@@ -365,7 +368,8 @@ def test_incoming_vm_sends_its_backend_no_message(machine, backend, folder):
     target = machine(more=["-incoming", "defer"])
     capability = {"capability": "postcopy-ram", "state": True}
     daemon.wait("a connection", lambda event: event.get("event") == "connected")
-    # A backend that has been asked for its features would prevent the capability.
+    # QEMU must not have asked the backend for its features before: QEMU would then refuse the
+    # capability.
     target.qmp("migrate-set-capabilities", capabilities=[capability])
     assert daemon.requests() == []
     assert not target.property("connected")
@@ -398,7 +402,7 @@ def test_pages_marked_by_a_lost_backend_are_migrated(machine, backend, folder, d
     vm = machine(driver=f"{driver},addr=5", device_id=device_id)
     vm.driver_up()
     vm.command(f"memset {page:#x} 4096 0x11")
-    # Pages that are not zero, so that the migration lasts.
+    # Fill memory with pages that are not zero, so that the migration takes some time.
     vm.command(f"memset {32 << 20:#x} {16 << 20:#x} 0x5a")
     vm.qmp("migrate-set-parameters", **{"max-bandwidth": 65536})
     stream = folder / "state"
@@ -420,7 +424,8 @@ def test_pages_marked_by_a_lost_backend_are_migrated(machine, backend, folder, d
             if each["label"] == "tmem" and each["filename"].startswith("disconnected:")
         ],
     )
-    # vhost-user-blk of QEMU 10.2 lets no VM migrate whose backend is away.
+    # The backend must be connected: vhost-user-blk of QEMU 10.2 does not let a VM migrate without
+    # its backend.
     backend().wait("a start", lambda event: event.get("request") == "SET_VRING_KICK")
     assert vm.qmp("query-migrate")["status"] == "active"
     vm.qmp("migrate-set-parameters", **{"max-bandwidth": 1 << 40})

@@ -18,10 +18,7 @@ OFFERED = VERSION_1 | EVENT_IDX | INDIRECT_DESC | LATENCIES
 
 
 def exercise(vm):
-    """Performs the operations of guests and hosts.
-
-    Each must complete, with or without a backend.
-    """
+    """Performs operations of a guest and of a host. All must complete, also without a backend."""
     vm.driver_up()
     vm.config()
     vm.status()
@@ -82,7 +79,7 @@ def accepted(daemon):
 
 @pytest.mark.parametrize("features", [OFFERED | IN_ORDER, (OFFERED | IN_ORDER) & ~LATENCIES])
 def test_backend_without_latencies_is_accepted(machine, backend, features):
-    """The device offers the request, and accepts a backend that does not know it."""
+    """The device offers the feature of the latency request, and accepts a backend without it."""
     daemon = backend("--features", hex(features | PROTOCOL_FEATURES))
     vm = machine()
     vm.driver_up()
@@ -166,10 +163,9 @@ def test_device_survives_repeated_backend_kills(machine, backend, up):
 
 
 def test_queries_send_the_backend_no_message(machine, backend):
-    """Queries must not send GET_VRING_BASE, which stops a queue.
+    """QMP queries of the device send its backend no message.
 
-    QEMU once sent it to read an index.
-    """
+    Without patch 0004, QEMU sends GET_VRING_BASE to read an index, which stops the queue."""
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -262,7 +258,7 @@ def test_loaded_vm_gets_a_new_generation(machine, backend, folder):
 
 
 def test_device_survives_a_backend_that_dies_at_each_message(machine, backend):
-    """One QEMU outlives a backend that dies at its first message, at its fourth, and so on."""
+    """QEMU survives a backend that dies at its first message, one at its fourth, and so on."""
     vm = machine()
     for message in range(1, 200, 3):
         daemon = backend("--die-at", str(message))
@@ -281,7 +277,7 @@ def test_device_survives_a_backend_that_dies_at_each_message(machine, backend):
 
 
 def test_device_survives_a_backend_that_closes_at_each_message(machine, backend):
-    """One QEMU outlives a backend that closes the connection at every third message.
+    """QEMU survives a backend that closes the connection at every third message.
 
     The backend accepts again at once.
     """
@@ -294,14 +290,15 @@ def test_device_survives_a_backend_that_closes_at_each_message(machine, backend)
 
 
 def test_migration_survives_a_backend_that_closes_at_each_message(machine, backend):
-    """A backend closes at each message while the dirty log is on.
+    """QEMU survives a backend that closes the connection at each message during a migration.
 
-    QEMU allocates, reads and frees the log in between.
+    QEMU allocates, reads and frees the dirty log between these messages.
     """
     vm = machine()
     # The pages are not zero, so that the migration takes a while.
     vm.command(f"memset {32 << 20:#x} {16 << 20:#x} 0x5a")
-    # A slow reader: max-bandwidth alone lets 1 MiB/s pass, which a loaded machine outlasts.
+    # Read the stream slowly, so that the migration lasts as long as the test. max-bandwidth alone
+    # allows 1 MiB/s, with which the migration ends before the test on a loaded machine.
     reader = 'while [ "$(head -c 8192 | wc -c)" -gt 0 ]; do sleep 0.1; done'
     vm.qmp("migrate", uri=f"exec:{reader}")
     wait_for("the migration", lambda: vm.qmp("query-migrate")["status"] == "active")
@@ -450,7 +447,10 @@ def test_queue_count_follows_num_queues(machine, backend, queues):
 
 
 def add_again(vm):
-    """Returns False while the removed device still owns the chardev, which takes an RCU period."""
+    """Adds the device again. Returns False while the removed device still owns the chardev.
+
+    It owns the chardev until the end of an RCU grace period.
+    """
     try:
         vm.qmp("device_add", driver="vhost-user-tmem-pci", id="t1", addr="5", chardev="tmem")
     except RuntimeError as error:

@@ -27,7 +27,7 @@ def other_device(machine, slot, device_id, *options):
 
 
 def test_devices_offer_the_largest_queue_size(machine):
-    """A driver that sets a larger queue than the device asked for overflows nothing."""
+    """QEMU sets up each queue with the largest size, which a driver can only make smaller."""
     vm = other_device(machine, 6, RNG, "-device", "virtio-rng-pci,addr=6,disable-legacy=on")
     vm.reset()
     assert vm.read(vm.common + 24, 2) == LARGEST_QUEUE
@@ -35,7 +35,7 @@ def test_devices_offer_the_largest_queue_size(machine):
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_invalid_indirect_table_in_a_packed_ring_sets_needs_reset(machine, length):
-    """The device needs a reset. QEMU neither aborts nor queries the broken device forever."""
+    """A table of length 0 or 1 sets NEEDS_RESET. QEMU neither aborts nor polls the ring forever."""
     vm = other_device(
         machine,
         6,
@@ -53,7 +53,7 @@ def test_invalid_indirect_table_in_a_packed_ring_sets_needs_reset(machine, lengt
 
 
 def test_replaced_ring_memory_sets_needs_reset(machine, backend):
-    """The device needs a reset, as after rings that were never in memory."""
+    """If the memory of a ring is unplugged and replaced by other memory, QEMU sets NEEDS_RESET."""
     daemon = backend()
     vm = machine(device=",num-queues=1", more=["-m", "64M,slots=2,maxmem=1G"])
 

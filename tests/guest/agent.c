@@ -3,9 +3,10 @@
  * Guest end of the control channel: runs commands, stores files and reads files for the host.
  *
  * Frames go in both directions over a virtio-serial port, or over the terminal that the first
- * argument names: struct frame, then `length` bytes. All fields are little-endian. Up to JOBS_MAX jobs run at the same time, and answers carry the id of
- * the request. A reset can cut a frame in half. The agent then skips it by searching for the magic,
- * and the host asks for a PONG before it trusts a channel.
+ * argument names: struct frame, then `length` bytes. All fields are little-endian. Up to JOBS_MAX
+ * jobs run at the same time, and answers carry the id of the request. A reset can cut a frame in
+ * half. The agent then skips it by searching for the magic, and the host asks for a PONG before it
+ * trusts a channel.
  *
  * The agent must never wait for a job, and must not die while the guest lives.
  */
@@ -148,7 +149,7 @@ static void write_all(const void *data, size_t length)
 			at += done;
 			length -= done;
 		} else if (done < 0 && errno != EINTR && errno != EAGAIN) {
-			nap(); /* no host; its next connection starts with a PING */
+			nap(); /* no host is connected; the next connection starts with a PING */
 			return;
 		}
 	}

@@ -19,6 +19,7 @@
  * - special drain: empties the kernel's per-CPU lists of pages and buffers, so that no page has a
  *   reference from such a list
  * - special block FILE PAGE: prints the file system's block of a page, counted in pages
+ * - special cached FILE PAGE: exit status 0 if the page is in the page cache, 1 if it is not
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -308,6 +309,20 @@ static int block(const char *path, int page)
 	return 0;
 }
 
+static int cached(const char *path, unsigned long page)
+{
+	int fd = open(path, O_RDONLY);
+	unsigned char state;
+	void *map;
+
+	if (fd < 0)
+		return fail(path);
+	map = mmap(NULL, PAGE, PROT_READ, MAP_SHARED, fd, page * PAGE);
+	if (map == MAP_FAILED || mincore(map, PAGE, &state))
+		return fail("mincore");
+	return !(state & 1);
+}
+
 int main(int argc, char **argv)
 {
 	if (argc == 3 && !strcmp(argv[1], "encrypt"))
@@ -344,6 +359,8 @@ int main(int argc, char **argv)
 		return drain();
 	if (argc == 4 && !strcmp(argv[1], "block"))
 		return block(argv[2], atoi(argv[3]));
+	if (argc == 4 && !strcmp(argv[1], "cached"))
+		return cached(argv[2], strtoul(argv[3], NULL, 0));
 	fputs("usage: see the top of special.c\n", stderr);
 	return 2;
 }

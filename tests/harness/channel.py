@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The host's end of the control channel: frames of tests/guest/agent.c over a socket.
+"""The host's end of the channel to the guest's agent (tests/guest/agent.c): frames over a socket.
 
 A connection starts with a PING whose random nonce must come back. All bytes before that PONG are
 left over from an earlier boot or connection, and are skipped.
@@ -122,7 +122,8 @@ class Channel:
                 while len(buffer) >= HEADER.size:
                     magic, kind, number, length, arg = HEADER.unpack_from(buffer)
                     if magic != MAGIC or length > PAYLOAD_MAX:
-                        # Only a reset cuts frames, and the caller connects again after a reset.
+                        # Only a reset of the guest cuts off a frame. The caller connects again
+                        # after a reset.
                         return
                     if len(buffer) < HEADER.size + length:
                         break
@@ -147,7 +148,10 @@ class Channel:
                 inbox.put(frame)
 
     def open(self) -> tuple[int, Inbox]:
-        """Returns a new request id and the queue of its answers; None in it means closed."""
+        """Returns a new request id and the queue of its answers.
+
+        None in the queue means that the channel is closed.
+        """
         inbox: Inbox = queue.SimpleQueue()
         with self._inbox_lock:
             if self._closed:
@@ -177,6 +181,6 @@ class Channel:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the peer has closed the socket before
+            pass  # the other end has already closed the socket
         self._socket.close()
         self._reader.join(5)

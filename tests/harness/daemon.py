@@ -19,7 +19,7 @@ INTERFACE = "io.virtiotmem.Control"
 
 @dataclass(frozen=True)
 class Tenant:
-    """A VM as tmemd knows it; equal trust domains share pages."""
+    """A VM that tmemd serves. VMs with the same trust domain share equal pages."""
 
     name: str
     trust_domain: str | None = None
@@ -28,7 +28,7 @@ class Tenant:
 
 @dataclass
 class Daemon:
-    """One tmemd, with its sockets and log in `folder`. Its pages end with it."""
+    """A tmemd process, with its sockets and log in the directory `folder`."""
 
     folder: Path
     tenants: list[Tenant]
@@ -50,7 +50,7 @@ class Daemon:
         return self.folder / "control"
 
     def socket(self, name: str) -> Path:
-        """Returns the socket of the VM with that name; also valid while no daemon runs."""
+        """Returns the path of the VM's socket. The path stays the same while no daemon runs."""
         return self.folder / f"{name}.sock"
 
     @property
@@ -65,7 +65,8 @@ class Daemon:
             raise HarnessError("tmemd is already running")
         command = [str(self.program or host_binary("tmemd")), "--pool-size", self.pool_size]
         command += ["--control", str(self.control)]
-        # The memory of this machine does not matter; test_pressure has a host of its own.
+        # The daemon does not react to this machine's memory. tests/vm/test_pressure.py tests that
+        # reaction in a VM.
         command += ["--host-free-min", "0B", "--memory-pressure", "none"]
         for tenant in self.tenants:
             more = f",trust_domain={tenant.trust_domain}" if tenant.trust_domain else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Disk images, and how a VM sees them: read-only or throttled, with a name as the serial number."""
+"""Disk images and their attachment to a VM: read-only, throttled, with a name as serial number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SERIAL_MAX = 20  # longest serial number of virtio-blk
 
 @dataclass(frozen=True)
 class Throttle:
-    """Limits of a disk, per second: requests and bytes, for both directions together."""
+    """Limits of a disk per second: number of requests and bytes, reads and writes together."""
 
     iops: int
     bytes_per_second: int
@@ -157,7 +157,8 @@ class FileSystem:
     kind: str
     make_options: tuple[str, ...] = ()
     mount_options: str = ""
-    # Operations that the torture omits; see left_out().
+    # Operations that the torture program omits on this file system, because stock kernels without
+    # any module return wrong bytes after them.
     left_out: tuple[str, ...] = ()
     exchange: bool = False
 

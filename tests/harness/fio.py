@@ -17,8 +17,8 @@ from pathlib import Path
 from harness.paths import ROOT, HarnessError, cache_dir
 
 SUITE = "bookworm"
-# The build uses no library of the machine except the C library, so that the program is the same
-# everywhere.
+# Options that keep all libraries of the build machine except the C library out of the program, so
+# that each machine builds the same program.
 CONFIGURE = (
     "--build-static", "--disable-native", "--disable-shm", "--disable-numa", "--disable-rdma",
     "--disable-rados", "--disable-rbd", "--disable-gfapi", "--disable-http", "--disable-pmem",
@@ -28,7 +28,7 @@ CONFIGURE = (
 
 
 def program() -> Path:
-    """Returns the fio in the cache.
+    """Returns the path of fio in the cache.
 
     The first call fetches and builds it, which takes one or two minutes.
     """

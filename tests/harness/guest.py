@@ -18,7 +18,8 @@ from harness.wait import WaitTimeout, scaled
 
 OUTPUT_MAX_BYTES = 256 << 20  # limit of a job's output: a faulty guest cannot fill the host
 FILE_CHUNK_BYTES = 128 << 10  # smaller than a frame, which also contains the path
-# The agent ends a job itself at its time-out. The host waits this much longer for its report.
+# The agent in the guest kills a command at the command's time-out. The host waits this many seconds
+# longer for the agent's report.
 GRACE_SECONDS = 20.0
 CHECK_SECONDS = 1.0  # pause between checks of QEMU and the console during a wait
 
@@ -33,7 +34,7 @@ class CommandFailed(HarnessError):
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a command: its status (minus the signal that ended it) and its output."""
+    """Result of a command: its output and its exit status, or minus the signal that ended it."""
 
     command: str
     status: int
@@ -158,7 +159,7 @@ class Guest:
     """The running system in a VM, accessed through its agent."""
 
     def __init__(self, channel: Channel, check: Callable[[], None]) -> None:
-        """`check` raises if QEMU has ended or the kernel has panicked."""
+        """Takes the channel to the agent. `check` raises if QEMU ended or the kernel panicked."""
         self._channel = channel
         self._check = check
         self.boot_id = channel.boot_id
@@ -232,8 +233,8 @@ class Guest:
     def disk_stat(self, name: str) -> DiskStat:
         """Returns requests and sectors since boot of the disk with that name."""
         fields = [int(word) for word in self.read(f"/sys/block/{self.disk(name)}/stat").split()]
-        # Fields of Documentation/block/stat: reads, merges, sectors, ticks, and the same for
-        # writes.
+        # Documentation/block/stat.rst lists the fields: reads, merged reads, sectors read, ticks,
+        # then the same four values for writes.
         return DiskStat(fields[0], fields[2], fields[4], fields[6])
 
     def mount(self, name: str, where: str, kind: str = "ext4", options: str = "") -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Resources of the host that processes use: memory counted once, page tables, processor time.
+"""Measures the memory, page tables and processor time that processes of the host use.
 
-A page that several processes map counts in each of them by its part (PSS). The sum over all these
-processes is one page. This holds for guest memory that QEMU and tmemd share, and for pages that KSM
-merged.
+If N processes map a page, the kernel counts 1/N of the page for each of them (PSS). The sum over
+these processes is one page. This also applies to guest memory that QEMU and tmemd share, and to
+pages that KSM merged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KIB = 1024
 
 
 def _kib(path: Path, name: str) -> int:
-    """Returns the bytes of a line such as "Pss:   12 kB"."""
+    """Returns the bytes that a line such as "Pss:   12 kB" of a file states."""
     found = re.search(rf"^{name}:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
     if not found:
         raise HarnessError(f"{path} has no line '{name}'")
@@ -29,7 +29,7 @@ def _kib(path: Path, name: str) -> int:
 def mapped_bytes(pids: Iterable[int]) -> int:
     """Returns the memory that the processes map.
 
-    A page counts once if all its mappers are given.
+    A page that several processes map counts once if `pids` contains all of them.
     """
     return sum(_kib(Path(f"/proc/{pid}/smaps_rollup"), "Pss") for pid in pids)
 

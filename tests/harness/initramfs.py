@@ -16,7 +16,8 @@ from pathlib import Path
 from harness.kernel import Kernel
 from harness.paths import TESTS, HarnessError, guest_program
 
-# Modules for the devices of every VM of the harness. Kernel leaves out those that are built in.
+# Modules for the devices of every VM of the harness. Kernel.module_files() leaves out modules that
+# are built into the kernel.
 BASE_MODULES = ("virtio_pci", "virtio_blk", "virtio_console")
 
 INIT = """\

@@ -56,10 +56,10 @@ SERIES = {
         ),
     ),
     # Kernels of these series are split into several packages; linux-image- only depends on them.
-    # The first processor of a stock 7.2 patches static keys and call sites. If TCG runs a second
-    # virtual processor in a thread of its own, that processor may execute them meanwhile and then
-    # die (int3 in a task that no handler claims), with no module loaded. One TCG thread runs all
-    # processors in turn.
+    # One TCG thread must run all processors in turn. In a stock 7.2, one processor patches the code
+    # of static keys and static calls. If TCG runs a second processor in a thread of its own, it may
+    # execute the code meanwhile, and its task dies because no handler accepts the int3 exception.
+    # This happens without any module loaded.
     **{
         series: Series(
             "trixie-backports",
@@ -107,7 +107,7 @@ class Kernel:
 
     @property
     def vmlinuz(self) -> Path:
-        """Returns the bootable image; newer packages keep it beside the modules."""
+        """Returns the bootable image, from boot/ or, in newer packages, from lib/modules/."""
         for path in (self.root / f"boot/vmlinuz-{self.release}", self.modules / "vmlinuz"):
             if path.is_file():
                 return path
@@ -220,7 +220,7 @@ def _fetch(series: str, base: Path) -> Kernel:
     toolchain.fetch(spec.suite, spec.packages, debs, scratch)
     release = _release(scratch)
     root = base / release
-    # The tree contains its own final path, because absolute links and includes point there.
+    # Replace absolute paths in links and includes of the tree by the tree's final path.
     _relocate(scratch, root, release)
     if spec.compiler:
         tools = toolchain.prepare(spec.compiler)

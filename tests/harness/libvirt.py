@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """A separate stock libvirtd, which does not touch the machine's own libvirt.
 
-libvirtd runs in a mount namespace where its directories are private ones. Its sockets are visible
-on both sides. Its QEMUs have no parent in the tests and outlive libvirtd, so both run in a pid
-namespace. However the tests end, the kernel ends that namespace and all processes in it.
+libvirtd runs in a mount namespace with private directories of libvirt. Its sockets are visible
+outside, too. The QEMUs that libvirtd starts are no children of the tests and outlive libvirtd.
+libvirtd and the QEMUs therefore run in a pid namespace. However the tests end, the kernel ends that
+namespace and all processes in it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ remember_owner = 0
 stdio_handler = "file"
 """
 
-# Owner of the VM sockets. It is another user than the daemon's; QEMU, which is root here, may
-# connect all the same.
+# User that owns the VM sockets, different from the daemon's user. QEMU runs as root in these tests
+# and may connect to every socket.
 OWNER = "libvirt-qemu"
 
 # Directories of libvirtd on the machine. Each is replaced by a private one.
@@ -71,8 +72,8 @@ def run(command: list[str | Path], stdin: str | None = None) -> Run:
     return Run(done.returncode, done.stdout, done.stderr)
 
 
-# Namespaces for mounts, processes and the host's name. Their first process ends with unshare, and
-# all other processes end with the first one.
+# Command that runs a program in namespaces of its own for mounts, processes and the host name. If
+# unshare ends, the kernel ends the program and all other processes of the pid namespace.
 NAMESPACES = (
     *("unshare", "--mount", "--propagation", "private", "--uts"),
     *("--pid", "--fork", "--kill-child", "--mount-proc"),
@@ -156,8 +157,8 @@ class Libvirt:
                 own.mkdir(parents=True, exist_ok=True)
                 script.append(f"mkdir -p {place} && mount --bind {own} {place}")
             (self.folder / "etc-libvirt/qemu.conf").write_text(QEMU_CONF)
-            # This process inherits the QEMUs of a libvirtd that ends, and must not leave them as
-            # zombies.
+            # This `sleep` is process 1 of the pid namespace and becomes the parent of QEMUs whose
+            # libvirtd has ended. It ignores SIGCHLD so that ended QEMUs do not remain as zombies.
             script.append("exec env --ignore-signal=CHLD sleep infinity")
             command = [*NAMESPACES, "sh", "-ec", " && ".join(script)]
             log = self.folder / "namespaces.log"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Moves a VM from one QEMU to another on this host, or through a file, step by step.
 
-Each step is a separate call, so that a test can interfere in between. On the other side, the
-connection to the guest's agent is made again. Programs in the guest must be detached from it. Out
-of scope: checks of the state before and after a migration.
+Each step is a separate call, so that a test can interfere in between. After the move, the harness
+makes a new connection to the guest's agent. A program of the guest that must survive the move must
+therefore not be a job of the old connection. Out of scope: checks of the state before and after a
+migration.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from harness.session import Session
 from harness.vm import MIB, Config, Tmem, Vm
 from harness.wait import WaitTimeout, until
 
-# A guest that writes all the time must be copied faster than it writes.
+# Speed limit of a migration; 0 means none. A guest that writes all the time must be copied faster
+# than it writes.
 UNLIMITED = 0
 # Longest pause at the end of a migration, for a guest under TCG on a loaded machine.
 DOWNTIME_MS = 2000
-# A speed that is slow enough for other actions during the migration.
+# Speed limit with which a migration takes so long that a test can act during it.
 SLOW_BYTES_PER_SECOND = 4 * MIB
 ENDS = ("completed", "failed", "cancelled")
 SECONDS = 120.0
@@ -66,7 +68,7 @@ def enable(vm: Vm, *capabilities: str, state: bool = True) -> None:
 
 
 def progress(vm: Vm) -> Mapping[str, Any]:
-    """Returns this side's answer to query-migrate."""
+    """Returns the answer of this VM's QEMU to query-migrate."""
     return dict(vm.qmp.execute("query-migrate"))
 
 
@@ -118,9 +120,9 @@ def first_pass(source: Vm) -> None:
 
 
 def move(source: Vm, target: Vm) -> Mapping[str, Any]:
-    """Moves the VM, ends the QEMU that it leaves, and connects to the guest.
+    """Moves a VM from `source` to `target`, ends `source`, and connects to the guest.
 
-    Returns the figures.
+    Returns QEMU's statistics of the migration.
     """
     begin(source, target)
     figures = wait(source, "completed")
@@ -143,7 +145,10 @@ def save(vm: Vm, path: Path) -> None:
 
 
 def restore(target: Vm, path: Path) -> None:
-    """Restores a receiver from such a file, and connects to the guest."""
+    """Loads the state that save() wrote to `path` into `target`, and connects to the guest.
+
+    receiver() has launched `target`.
+    """
     target.qmp.execute("migrate-incoming", {"uri": f"file:{path}"})
     wait(target, "completed")
     if target.status() != "running":

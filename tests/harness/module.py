@@ -30,7 +30,10 @@ def build(kernel: Kernel, *, test: bool = False) -> Path:
 
 
 def build_patch(kernel: Kernel) -> Path:
-    """Returns patch.ko of tests/guest/patch, another user of ftrace. live.ko is beside it."""
+    """Builds the modules of tests/guest/patch, which use ftrace as well, and returns patch.ko.
+
+    The other module, live.ko, is in the same directory.
+    """
     sources = sorted((ROOT / PATCH).iterdir())
     return _build(kernel, sources, PATCH, "patch.ko")
 

@@ -3,8 +3,8 @@
 
 The kernel is Debian's source with the patches of guest-driver/intree, so it has no ftrace, kprobes
 and modules. Patches of tests/native-kernel/patches, for the lab only, put guest memory into a
-sealed memfd and make call descriptors eventfds, as tmemd demands. The kernel process itself is the
-vhost-user front end of the device and of the disks.
+sealed memfd and use eventfds for interrupts, because tmemd accepts nothing else. The kernel process
+itself is the vhost-user front end of the device and of the disks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from harness import initramfs
 from harness.channel import Channel
 from harness.debug_kernel import (
     APPLY,
-    INTREE_SERIES,
     SOURCE,
     check_config,
     digest_of,
@@ -45,7 +44,9 @@ from harness.vm import MIB, TROUBLE
 from harness.wait import Deadline
 
 LAB = TESTS / "native-kernel"
-BINARIES_KEPT = 8  # kernels of edits and branches that stay in the cache
+SERIES = "6.12"
+BINARIES_KEPT = 8  # number of built kernels that stay in the cache
+TREES_KEPT = 2  # 1.5 GB each; two branches with different patches do not rebuild each other's tree
 BOOT_SECONDS = 60.0  # a boot takes about 2 on an idle machine
 DEVICE_ID_BLOCK = 2
 DEVICE_ID_TMEM = 63
@@ -55,7 +56,7 @@ UNUSED = ("drivers/gpu", "drivers/net/ethernet", "drivers/net/wireless", "driver
 
 
 def build() -> Path:
-    """Returns the kernel: TMEM_NATIVE_KERNEL, or one built from these sources, in the cache.
+    """Returns the kernel of TMEM_NATIVE_KERNEL, or one from the cache that these sources build.
 
     The cache keeps the tree with its objects, so that a change of the driver only compiles the
     driver and links. The first build takes 13 minutes of one core.
@@ -64,7 +65,7 @@ def build() -> Path:
         return Path(named)
     base = cache_dir() / "kernel/native"
     base.mkdir(parents=True, exist_ok=True)
-    tree = base / digest_of([*series(), *_lab_patches(), LAB / "native.config"])
+    tree = base / digest_of([*series(SERIES), *_lab_patches(), LAB / "native.config"])
     linux = tree / f"linux-{digest_of(driver_sources())}"
     with open(base / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -81,10 +82,11 @@ def _lab_patches() -> list[Path]:
 def _build(base: Path, tree: Path, linux: Path) -> None:
     source, out = tree / "source", tree / "out"
     if not (tree / "ready").exists():
-        # A tree of other patches is of no use any more.
-        for old in base.iterdir():
-            if old.is_dir():
-                shutil.rmtree(old)
+        trees = [path for path in base.iterdir() if path.is_dir()]
+        trees.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in trees[TREES_KEPT - 1 :]:
+            shutil.rmtree(old)
+        shutil.rmtree(tree, ignore_errors=True)
         tree.mkdir()
         say("fetching the source of the native kernel")
         unpack(tree, *SOURCE)
@@ -92,11 +94,11 @@ def _build(base: Path, tree: Path, linux: Path) -> None:
             for path in (source / folder).rglob("*.[ch]"):
                 path.unlink()
         out.mkdir()
-        run(APPLY, source, INTREE_SERIES)
+        run(APPLY, source, SERIES)
         for patch in _lab_patches():
             run("patch", "-d", source, "-p1", "--fuzz=0", "--quiet", "-i", patch)
         (tree / "ready").touch()
-    run(APPLY, "--driver-only", source, INTREE_SERIES)
+    run(APPLY, "--driver-only", source, SERIES)
     config = tree / "all.config"
     options = merge([(LAB / "native.config").read_text()])
     options["CONFIG_LOCALVERSION"] = '"-tmem-native"'
@@ -120,7 +122,7 @@ def _build(base: Path, tree: Path, linux: Path) -> None:
 class NativeConfig:
     """Configuration of a native guest, which has one processor.
 
-    `tmem` is the socket of its tmemd, which must serve already: the kernel does not connect again.
+    `tmem` is the socket of a tmemd that runs already, because the kernel connects only once.
     """
 
     name: str = "vm1"

@@ -13,7 +13,7 @@ ROOT = TESTS.parent
 
 
 class HarnessError(Exception):
-    """Something that the harness needs is missing, or did not happen in time."""
+    """A program or file that the harness needs is missing, or an action failed or took too long."""
 
 
 def cache_dir() -> Path:
@@ -57,7 +57,7 @@ def host_binary(name: str) -> Path:
 def guest_program(source: Path, *flags: str) -> Path:
     """Returns a static program for the guest, which is compiled once for each content.
 
-    Files beside NAME.c with names NAME_*.c are further parts of the program.
+    Files NAME_*.c in the directory of NAME.c are further parts of the program.
     """
     command = ["gcc", "-static", "-O2", "-g0", "-Wall", "-Wextra", "-Werror", *flags]
     interfaces = [ROOT / "proto/virtio_tmem.h", ROOT / "guest-driver/virtio_tmem_ioctl.h"]

@@ -46,7 +46,7 @@ class Process:
         self.command = [str(word) for word in command]
         self.log = log
         with open(log, "ab") as output:
-            # setpriv replaces itself by the program, so its pid becomes the program's.
+            # setpriv executes the program in its own process, so its pid becomes the program's.
             self._child = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *self.command],
                 stdin=subprocess.DEVNULL,
@@ -56,7 +56,8 @@ class Process:
                 env={**os.environ, **environment} if environment else None,
                 pass_fds=descriptors,
             )
-        # The program dies with its parent only once setpriv has replaced itself.
+        # Wait until setpriv has executed the program. Only from then on does the kernel kill the
+        # program when this thread ends.
         until(self._is_the_program, 10, f"{name} starts")
 
     @property

@@ -13,7 +13,10 @@ from harness.wait import until
 
 
 def create(path: Path, size_bytes: int, backing: Path | None = None) -> Path:
-    """Creates a qcow2 image, blank or over a raw image, for instance for snapshots of a VM."""
+    """Creates a qcow2 image, for example for snapshots of a VM.
+
+    The image is empty, or has the raw image `backing` as its backing file.
+    """
     path.touch()
     with tempfile.TemporaryDirectory(prefix="tmem-") as folder:
         socket = Path(folder) / "qmp"

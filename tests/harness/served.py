@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The kernels that the driver serves, by its sources, and the kernels that Debian offers."""
+"""Compares the kernels that the driver's sources list as tested with those that Debian offers."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def newest_image(suite: str) -> str:
 def compare(
     rows: Iterable[Served], newest: Callable[[str], str] = newest_image
 ) -> tuple[list[str], list[str]]:
-    """Compares each suite's newest kernel with the rows.
+    """Compares the newest kernel of each Debian suite with the rows of tested_kernels[].
 
-    Returns a line of text for each suite, and the series that no row serves.
+    Returns a line of text for each suite, and the kernel series that no row has.
     """
     served = {row.series for row in rows if row.vendor == "Debian"}
     lines: list[str] = []

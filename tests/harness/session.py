@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Owns the processes of a test, the demo or a shell, and ends them all in reverse order."""
+"""Owns the processes of a test, the demo or a shell. Ends them in the reverse order of creation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.vm import Config, Vm
 class Session:
     """A scratch directory with VMs and daemons; use it in a `with` statement.
 
-    The directory's path is short, because it contains Unix sockets (108 bytes).
+    The directory's path is short, because the path of a Unix socket has 107 bytes at most.
     """
 
     def __init__(self, *, keep: bool = False) -> None:
@@ -53,11 +53,11 @@ class Session:
                 member.check_console()
 
     def report(self) -> str:
-        """Returns the states and log ends of all members."""
+        """Returns the state and the end of the logs of each VM and daemon."""
         return "\n".join(member.report() for member in self._members)
 
     def close(self) -> None:
-        """Ends all members; a failure of one does not prevent the end of the others."""
+        """Ends all VMs and daemons, also if an error occurs while one of them ends."""
         failures: list[BaseException] = []
         for member in reversed(self._members):
             try:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from .paths import TESTS
 
-# Duration of each test; `--durations-to` writes the file.
+# File with the duration of each test. `pytest --durations-to` writes it.
 DURATIONS = TESTS / "durations.txt"
-# Assumed seconds of a test that is not in the list: a VM's boot, and a little work.
+# Assumed duration of a test that is not in the file: the boot of a VM, and a little work.
 UNKNOWN_SECONDS = 15.0
 
 
 def read(path: Path = DURATIONS) -> dict[str, float]:
-    """Reads seconds by test name, from lines with both."""
+    """Returns the duration of each test in seconds, by name. A line of the file has both values."""
     found = {}
     for line in path.read_text().splitlines():
         if line and not line.startswith("#"):
@@ -46,6 +46,7 @@ def split(names: Iterable[str], durations: dict[str, float], parts: int) -> list
     for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
         part = min(range(parts), key=lambda number: (sums[number], number))
         found[part].append(name)
-        # Without a minimum, one part would get all tests that take no time.
+        # Count at least one second for each test. Otherwise all tests that take no time would be in
+        # one part.
         sums[part] += max(seconds[name], 1.0)
     return found

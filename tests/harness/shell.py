@@ -126,7 +126,7 @@ def build_vm(session: Session, options: argparse.Namespace) -> tuple[Vm | Native
 
 
 def prepare_guest(guest: Guest, options: argparse.Namespace) -> None:
-    """Mounts the disk and loads the module as requested, after each boot."""
+    """Mounts the disk and loads the module if the options request it. Runs after each boot."""
     if not options.no_disk:
         guest.mount("data", "/mnt")
     if options.ko and not options.no_load:
@@ -143,7 +143,7 @@ def run(guest: Guest, line: str, seconds: float) -> int:
 
 
 class Prompt:
-    """The interactive loop."""
+    """Reads lines from the terminal, and runs each in the guest or as a command of the harness."""
 
     def __init__(
         self, vm: Vm | NativeVm, daemon: Daemon | None, options: argparse.Namespace

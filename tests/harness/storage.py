@@ -2,8 +2,8 @@
 """Disks of native guests: qemu-storage-daemon, one process for each disk, over vhost-user-blk.
 
 The program and its libraries come from Debian 13, extracted into the cache and never installed. A
-disk is opened with cache.direct, so the host's page cache holds nothing of it, and a throttled disk
-is as slow as it says.
+disk is opened with cache.direct. So no page of it is in the host's page cache, from where reads
+would be faster than the throttle of the disk allows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def program() -> Path:
 def cached_bytes(path: Path) -> int:
     """Returns how many bytes of a file are in the host's page cache.
 
-    Source: mincore(2). It tells the truth only about files that the caller owns or may write.
+    mincore(2) returns correct values only for files that the caller owns or may write.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -105,7 +105,7 @@ class Export:
         return command
 
     def start(self) -> None:
-        """Empties the host's page cache of the image, and serves the disk."""
+        """Removes the disk's image from the host's page cache, and serves the disk."""
         forget_cached(self.disk.path)
         self.socket.unlink(missing_ok=True)
         process = Process(f"storage daemon of {self.disk.name}", self.command(), self.log)
@@ -126,7 +126,7 @@ class Export:
             )
 
     def stop(self) -> None:
-        """Ends the daemon; a throttled disk must not be in the host's page cache then."""
+        """Ends the storage daemon. Raises if a throttled disk is in the host's page cache."""
         if not self._process:
             return
         self._process.kill()
@@ -135,5 +135,5 @@ class Export:
             self.check_cache()
 
     def report(self) -> str:
-        """Returns the end of the log."""
+        """Returns the end of the storage daemon's log."""
         return f"--- storage daemon of {self.disk.name}\n{tail(self.log)}"

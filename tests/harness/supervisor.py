@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Acts as systemd for one tmemd, as its unit asks: Type=notify, WatchdogSec=, Restart=always.
+"""Supervises one tmemd as systemd does: Type=notify, WatchdogSec= and Restart=always of the unit.
 
-It kills a daemon with SIGKILL that sends no heartbeat for a period, or that reports a hang. It
-restarts a daemon that has ended. A thread does this while the test continues.
+The supervisor sends SIGKILL to a daemon that sends no heartbeat for the watchdog's period, or that
+reports a hung thread. It restarts a daemon that has ended. It runs in a thread of its own while the
+test continues.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Supervisor:
         ear.bind(str(path))
         micros = int(self.period_seconds * 1e6)
         self.daemon.environment = {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": str(micros)}
-        # A process ends with the thread that started it, so this thread starts the daemon.
+        # The supervisor's thread starts the daemons, because the kernel kills a process when the
+        # thread that started it ends.
         self._thread = threading.Thread(target=self._run, args=(ear,), name="supervisor")
         self._thread.start()
         deadline = Deadline(30, "the supervised tmemd is ready")
@@ -95,13 +97,14 @@ class Supervisor:
             if word in ("READY=1", "WATCHDOG=1"):
                 last = time.monotonic()
             if word == "WATCHDOG=trigger" or time.monotonic() - last > self.period_seconds:
-                # Until the next daemon is ready, wait_kills() must not see a ready one.
+                # The event must be cleared before `kills` grows: wait_kills() must wait until the
+                # next daemon is ready.
                 self._started.clear()
                 self.daemon.kill()
                 self.kills += 1
         self._started.clear()
         self._stop.wait(RESTART_SECONDS)
-        # Messages that the dead daemon sent last are discarded.
+        # Discard messages that the dead daemon sent before its end.
         ear.setblocking(False)
         while True:
             try:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """A real systemd as process 1 of its own namespaces, with this host's programs.
 
-Its root is a tmpfs with the host's /usr, which is read-only. Only /usr/sbin and the directory of
-systemd's units are replaced: the latter has the units of a test, and empty targets for their
-ordering. So systemd starts nothing else, and nothing of the host is written. It needs root, and a
-cgroup2 that can be mounted.
+The root directory of this systemd is a tmpfs with the host's /usr, which is read-only. Two
+directories are replaced: /usr/sbin, and the directory of systemd's units. The latter has the units
+of a test, and empty targets that these units name. So systemd starts nothing else, and no file of
+the host is written. The tests must run as root and must be able to mount a cgroup2.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from harness.wait import scaled, until
 
 TARGETS = ["sysinit", "basic", "multi-user", "network", "shutdown", "local-fs", "umount", "final"]
 NAMESPACES = ["--mount", "--pid", "--cgroup", "--net", "--ipc", "--uts"]
-# Runs a shell script as process 1. Its children end with it, and it ends with its caller.
+# Command that runs a shell script as process 1 of new namespaces. The script ends when its caller
+# ends, and all processes that it started end with it.
 SCRIPT = ["unshare", *NAMESPACES, "--fork", "--kill-child", "sh", "-c"]
 
 # The argument $1 is a directory with etc/, sbin/ and units/, and an empty root/.
@@ -89,7 +90,7 @@ class Systemd:
 
     folder: Path
     _process: subprocess.Popen[bytes] | None = None
-    pid: int = 0  # of its process 1, in the pid namespace of the tests
+    pid: int = 0  # pid of systemd as the tests see it
 
     def __post_init__(self) -> None:
         for name in ("etc/systemd/system", "sbin", "units", "root"):
@@ -112,13 +113,13 @@ class Systemd:
         return self.folder / "systemd.log"
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file of its root, before the start."""
+        """Writes a file below systemd's root directory, before systemd starts."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
     def path(self, name: str) -> Path:
-        """Returns the path of a file of its root, while it runs."""
+        """Returns the path of a file below systemd's root directory, while systemd runs."""
         return Path(f"/proc/{self.pid}/root") / name.lstrip("/")
 
     def start(self) -> None:
@@ -145,7 +146,7 @@ class Systemd:
         until(answers, 30, "systemd has reached its basic target")
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Runs a command in its namespaces."""
+        """Runs a command in systemd's namespaces."""
         enter = ["nsenter", "--target", str(self.pid), *NAMESPACES, "--root", "--wd"]
         return subprocess.run(
             [*enter, *command],
@@ -158,7 +159,7 @@ class Systemd:
         )
 
     def expect(self, *command: str) -> str:
-        """Runs a command in its namespaces, which must succeed, and returns its output."""
+        """Runs a command in systemd's namespaces, which must succeed, and returns its output."""
         done = self.run(*command)
         if done.returncode != 0:
             raise HarnessError(

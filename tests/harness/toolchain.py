@@ -2,9 +2,9 @@
 """A compiler of another Debian release, extracted into the cache, for kernels of that release.
 
 A kernel's headers contain programs (objtool, modpost, ...) that need the C library and the compiler
-of their release. No chroot and no privileges are used. Each program is replaced by a shell line
-that runs it with the dynamic loader and the libraries of the extracted release. So they work on any
-x86-64 machine, whatever C library it has.
+of their release. They run without a chroot and without privileges. Each program is replaced by a
+shell script of one line, which runs the program with the dynamic loader and the libraries of the
+extracted release. So the programs work on any x86-64 machine, whatever C library it has.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from harness.paths import ROOT, HarnessError, cache_dir
 
-# The compiler, and the libraries that it and a kernel's own programs load. Of GCC's packages, these
-# are the ones that compile C; of the libraries, only those that the programs name.
+# Packages of the C compiler, and of the libraries that the compiler and the programs of a kernel's
+# headers load.
 PACKAGES = {
     "trixie": (
         "gcc-14-x86-64-linux-gnu", "cpp-14-x86-64-linux-gnu", "libgcc-14-dev",
@@ -109,7 +109,8 @@ def wrap_programs(scratch: Path, final: Path, toolchain: Path) -> None:
         path.rename(path.with_name(path.name + REAL))
         real = final / path.relative_to(scratch).with_name(path.name + REAL)
         words = [f"{toolchain}/{LOADER}", "--library-path", libraries, "--argv0"]
-        # The program gets the $0 of the call, because programs look for their parts relative to it.
+        # The loader passes the script's $0 to the program as its name, because programs look for
+        # their parts relative to that path.
         path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$0" {shlex.quote(str(real))} "$@"\n')
         path.chmod(0o755)
 

@@ -25,8 +25,8 @@ END_SECONDS = 20.0  # longest time from the close of QEMU's sockets until its ex
 REPLY_SECONDS = 5.0  # longest time until the agent of a running guest answers
 BOOT_SECONDS = 90.0  # longest boot; a cloud kernel takes about 3 s under TCG on an idle machine
 
-# A console that shows one of these fails the test. KCSAN also reports the kernel's own races;
-# test_debug_kernel.py checks those in which the module takes part.
+# Messages on the console that fail a test. Reports of KCSAN are left out, because it also reports
+# races of the kernel itself. test_debug_kernel.py checks its reports about the module.
 TROUBLE = re.compile(
     r"Kernel panic|BUG: (?!KCSAN)|Oops|general protection|WARNING: |rcu_\w+ detected stalls"
     r"|blocked for more than|soft lockup|Bad page state|Internal error|EXT4-fs error"
@@ -36,7 +36,7 @@ TROUBLE = re.compile(
 
 @dataclass(frozen=True)
 class Tmem:
-    """The device; `socket` is where tmemd listens, perhaps later or never."""
+    """The virtio-tmem device of a VM. `socket` is tmemd's socket; tmemd need not run."""
 
     socket: Path
     num_queues: int | None = None
@@ -113,7 +113,8 @@ class Vm:
             modules=config.modules,
             files=config.files,
         )
-        # no_timer_check: on a busy machine an emulated timer may be too late for that check.
+        # no_timer_check: the kernel's check of the timer may fail on a busy machine, because the
+        # emulated timer is late.
         fixed = "console=ttyS0 loglevel=6 oops=panic panic=0 tsc=reliable no_timer_check"
         cmdline = f"{fixed} {config.cmdline}"
         size = config.memory_bytes
@@ -153,8 +154,8 @@ class Vm:
         until(listening, 20, f"{self.name}: QEMU opens its sockets")
 
         def greeted() -> Qmp | None:
-            # Between bind and listen, the socket exists and refuses connections. A QEMU that has
-            # just rejected its options is about to end, and its own message is more useful.
+            # QEMU refuses connections between its bind(2) and listen(2), and while it ends because
+            # it has rejected its options. In the latter case QEMU's own message is more useful.
             process.expect_alive()
             try:
                 return Qmp(self.folder / "qmp", self.name)
@@ -177,7 +178,7 @@ class Vm:
         try:
             channel = Channel(self.folder / "agent", deadline, self._check_alive)
         except ChannelClosed:
-            # QEMU is about to end, and its own message is more useful.
+            # QEMU has closed the agent's socket because it ends. Its own message is more useful.
             self.process.wait(END_SECONDS)
             self.process.expect_alive()
             raise

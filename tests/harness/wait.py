@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Bounded waits that poll for a marker. TMEM_TIMEOUT_SCALE stretches all of them."""
+"""Waits for a condition with a time limit. TMEM_TIMEOUT_SCALE multiplies all time limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POLL_SECONDS = 0.02  # pause between polls: shorter than a guest's actions, long
 
 
 class WaitTimeout(HarnessError):
-    """A marker did not come in time."""
+    """A condition was not true within its time limit."""
 
 
 def scaled(seconds: float) -> float:
@@ -25,7 +25,7 @@ def scaled(seconds: float) -> float:
 
 
 class Deadline:
-    """A point in time; `what` names the missing event in the error."""
+    """The end of a time limit. `what` names the awaited event, for the error message."""
 
     def __init__(self, seconds: float, what: str) -> None:
         self.seconds = scaled(seconds)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Checks that code and tests which pages name as `path::name` exist.
+"""Finds names of code and tests of the form `path::name` in a page, and checks that they exist.
 
-A path is relative to the tree; one that begins with the name of a crate is below host-daemon/. Out
-of scope: whether a test shows what the page says, which only a reader can judge.
+A path is relative to the root of the tree, or to host-daemon/ if it begins with the name of a
+crate. Out of scope: whether the named test shows what the page says.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from harness.paths import ROOT
 
 NAME = re.compile(r"`([\w./-]+\.(?:c|h|rs|py))::(\w+)`")
 
-# Patterns of a definition in each language.
+# Pattern of a definition, by the suffix of the source file. The name to find is put in the braces.
 DEFINITIONS = {
     ".rs": r"\b(?:fn|const|static|struct|enum|trait|type|mod) {}\b",
     ".py": r"^\s*(?:def|class) {}\b",
-    # Functions begin in the first column; a prototype ends on its line.
+    # The definition of a C function begins in the first column. A prototype, which ends with a
+    # semicolon, does not match.
     ".c": r"^(?:[a-z][^\n;=]*\b{0}\([^;]*?\n\{{|#define\s+{0}\b|[^\n]*\b{0}(?:\[\])? = \{{)",
 }
 DEFINITIONS[".h"] = DEFINITIONS[".c"]
@@ -30,7 +31,7 @@ TESTS = {
 
 
 def names(text: str) -> list[tuple[str, str]]:
-    """Returns all names in a text, in order."""
+    """Returns the path and the name of each `path::name` in a text, in order."""
     return NAME.findall(text)
 
 

@@ -20,7 +20,7 @@ MOUNT = f"{SYSFS}/mounts/<major:minor>"
 
 
 def documented(text: str) -> dict[str, str]:
-    """Returns each file of the list, and its description."""
+    """Returns the description of each sysfs file in the text of guest-driver/ABI/."""
     found: dict[str, str] = {}
     for block in re.split(r"\n\n+", text):
         fields = dict(re.findall(r"^(\w+):\t+(.+(?:\n\t\t.+)*)$", block, re.MULTILINE))
@@ -31,7 +31,7 @@ def documented(text: str) -> dict[str, str]:
 
 
 def sources() -> list[str]:
-    """Returns the sources of a normal build, which has nothing of testing/."""
+    """Returns the texts of the driver's C files that a normal build uses: all but testing/."""
     folders = (DRIVER, DRIVER / "core", DRIVER / "hooks")
     return [path.read_text() for folder in folders for path in sorted(folder.glob("*.c"))]
 

@@ -18,9 +18,9 @@ UUID = "5ca1ab1e-0000-4000-8000-0123456789ab"
 
 
 def parse(folder: Path, rules: str) -> subprocess.CompletedProcess[str]:
-    """Parses a VM's profile as virt-aa-helper writes it, with these local rules.
+    """Parses an AppArmor profile for a VM, with `rules` as the administrator's local rules.
 
-    Nothing is loaded.
+    The profile is one as libvirt's virt-aa-helper writes it. It is not loaded into the kernel.
     """
     (folder / "local/abstractions").mkdir(parents=True)
     for part in ("abstractions", "tunables", "abi"):
@@ -44,5 +44,5 @@ def test_apparmor_parser_accepts_the_rules(tmp_path: Path) -> None:
 
 
 def test_apparmor_parser_refuses_a_broken_rule(tmp_path: Path) -> None:
-    """Shows that the test above can fail."""
+    """apparmor_parser reports an error if a comma is missing in the rules."""
     assert parse(tmp_path, RULES.read_text().replace(" rw,", " rw")).returncode != 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Percentiles, reasons and the flat report of the native benchmark, from given samples."""
+"""The benchmark of native guests computes its percentiles, reasons and JSON values correctly."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def test_pages_that_were_not_put_are_counted_by_reason() -> None:
     assert found["puts_refused_2_guests"] == 10
     assert found["refused_pool_2_guests"] == 8 and found["refused_limit_2_guests"] == 0
     assert "hits_2_guests" not in found and "puts_stored_2_guests" not in found
-    # The report has all reasons, the table only those that occurred.
+    # The JSON values contain every reason for a lost page, also with the count 0. The printed table
+    # contains only reasons that occurred.
     assert found["puts_dropped_nomem_2_guests"] == 0
     assert "puts_dropped_nomem_2_guests" not in values(shown(rows))
     assert "refused_limit_2_guests" not in values(shown(rows))

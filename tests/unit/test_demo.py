@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Working sets, table and report of the demo, for QEMU's and for native guests."""
+"""The demo computes working sets and prints its results, for guests under QEMU and native ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POOL = {"pages": 10, "original_bytes": 40960, "held_bytes": 4096, "shared_pages"
 
 
 def measured(read: int, hits: int) -> demo.Measured:
-    return demo.Measured([1.0, 2.0, 3.0, 4.0], read, True, hits + 1, hits)
+    return demo.Measured([1.0, 2.0, 3.0, 4.0], read, True, hits + 1, hits, 400, 100)
 
 
 @pytest.mark.parametrize("sizes", [demo.SIZES, demo.SIZES_NATIVE])
@@ -60,8 +60,11 @@ def test_report_and_table_have_both_vms(tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     assert [vm["ram_bytes"] for vm in report["vms"]] == [128 * MIB] * 2
     assert report["vms"][0]["seconds_with"] == 10 and report["pool"] == POOL
+    assert report["vms"][0]["lost_fraction"] == 0.25
+    assert report["disk_read_ratio"] == 0.25
     text = demo.summary(plain, tmem)
     assert "262,144 = 1.00 GiB" in text and "both with" in text and "DIFFER" not in text
+    assert "25.0%" in text
     tmem["web1"].checksums_equal = False
     assert "DIFFER" in demo.summary(plain, tmem)
 

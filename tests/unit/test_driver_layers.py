@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The guest driver's files use each other in one direction: from the upper layers to the lower.
+"""A file of the guest driver uses only files of lower layers.
 
-A file uses another one if it names a function or variable that the other file defines, also by way
-of an inline function of a header. Uses by macros of the kernel's headers are out of scope.
+File A uses file B if A, or an inline function that A calls, names a function or variable that B
+defines. Out of scope: uses by macros of the kernel's headers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ core/stats core/budget core/pool_id core/bounce
 core/leaf core/policy core/bypass core/admit core/queue core/control core/sysfs
 core/index
 core/ring core/evict
+core/send
 core/feeder core/get core/pool
 core/sync
 core/transport
-hooks/state hooks/fs hooks/seen
+hooks/state hooks/users hooks/fs hooks/seen
 hooks/ftrace hooks/verify hooks/errors hooks/refuse hooks/mounts hooks/device
 hooks/marks hooks/fadvise hooks/selftest
 hooks/direct hooks/read hooks/put
@@ -44,7 +45,8 @@ INLINE = re.compile(
     r"^static inline [^;{]*?\b(\w+)\([^;{]*\)\n(\{.*?^\})", re.DOTALL | re.MULTILINE
 )
 FUNCTION = re.compile(r"^(?!static|extern)\w[^\n;={]*?\b(\w+)\([^;{}=]*\)\n\{", re.MULTILINE)
-# Definitions of global variables, which start in the first column; the group has type and names.
+# Pattern of the definition of a global variable, which begins in the first column. The group
+# contains the type and the names.
 VARIABLES = re.compile(r"^(?!static|extern|typedef)(\w[\w *,\[\]]*)(?:;| =)", re.MULTILINE)
 DEFINE = re.compile(r"^DEFINE_[A-Z_]+\((?:struct \w+, )?(\w+)", re.MULTILINE)
 
@@ -131,7 +133,7 @@ def test_core_uses_no_hook() -> None:
 
 
 def test_test_code_is_behind_one_header() -> None:
-    """Nothing but testing.h, which is empty in a normal build, depends on TMEM_TEST."""
+    """Only testing.h depends on TMEM_TEST. In a normal build its functions are empty."""
     for folder in ("", "core/", "hooks/"):
         for path in DRIVER.glob(f"{folder}*.[ch]"):
             assert path.name == "testing.h" or not re.search(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The lists in the guest driver's pages match its sources exactly."""
+"""The tables of the documentation about the guest driver match the driver's sources exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ README = DRIVER / "README.md"
 
 
 def table(page: Path, name: str) -> list[list[str]]:
-    """Returns the rows of the table after the comment with its name, without the heading."""
+    """Returns the rows, without the heading, of the table after the comment `table: NAME`."""
     text = page.read_text()
     found = re.search(rf"^<!-- table: {name} -->\n((?:\|.*\|\n)+)", text, re.MULTILINE)
     assert found, f"{page.name} has no table '{name}'"
@@ -40,7 +40,7 @@ def code(cell: str) -> str:
 
 
 def joined(text: str) -> str:
-    """Returns a source with split strings joined."""
+    """Returns C source in which string literals that are split over lines are joined."""
     return re.sub(r'"\s*\n\s*"', "", text)
 
 
@@ -53,7 +53,7 @@ def all_sources() -> str:
 
 
 def kernels_of_source() -> list[served.Served]:
-    """Returns the rows of tested_kernels[]."""
+    """Returns the rows of the array tested_kernels[] of the driver."""
     found = served.kernels(source("hooks/init.c"))
     assert len(found) > 1
     return found
@@ -71,7 +71,7 @@ def test_kernel_table_matches_the_source() -> None:
 
 
 def test_dkms_requires_the_options_of_the_page() -> None:
-    """DKMS builds the module only for a kernel whose configuration has what the hooks use."""
+    """dkms.conf requires the kernel options that docs/guest-support.md lists."""
     conf = (DRIVER / "dkms.conf.in").read_text()
     (demanded,) = re.findall(r'^BUILD_EXCLUSIVE_CONFIG="(.*)"$', conf, re.MULTILINE)
     (row,) = re.findall(
@@ -113,7 +113,7 @@ def test_inode_flag_table_matches_the_source() -> None:
 
 
 def test_quoted_messages_exist_in_the_driver() -> None:
-    """Messages that the page tells users to look for are messages of the driver."""
+    """Each message that docs/guest-support.md quotes is in the driver's sources."""
     sources = all_sources()
     messages = [code(row[0]) for name in ("messages", "refusals") for row in table(SUPPORT, name)]
     messages += re.findall(r"refused: `([^`]+)`", SUPPORT.read_text())
@@ -161,7 +161,7 @@ def parameters() -> dict[str, tuple[str, bool]]:
     for how, arguments in re.findall(r"^module_param(|_cb|_named)\(([^)]*)\);", text, re.MULTILINE):
         words = [word.strip() for word in arguments.split(",")]
         variable = {"": words[0], "_named": words[1], "_cb": words[2].lstrip("&")}[how]
-        if variable == "NULL":  # the description names the default
+        if variable == "NULL":  # no variable has the default; the parameter's description names it
             (about,) = re.findall(rf"MODULE_PARM_DESC\({words[0]},\s+\"(.*)\"\);", text)
             (value,) = re.findall(r"(\w+) \(default\)", about)
             found[words[0]] = (value, int(words[-1], 8) & 0o200 != 0)

@@ -54,7 +54,7 @@ def test_each_hook_has_a_test() -> None:
         for file, name in named:
             assert (file, name) in there, f"{hook}: the test {file}::{name} does not exist"
             text_of_file = (TESTS / f"vm/{file}.py").read_text()
-            # A hook with its own switch is switched on by its test, and not left out.
+            # drop_slab has a switch of its own, drop_caches_flush, by which its test names it.
             mark = "drop_caches_flush" if hook == "drop_slab" else rf"\b{hook}\b"
             assert re.search(mark, text_of_file), f"{file} does not switch off the hook {hook}"
 

@@ -16,7 +16,7 @@ from harness.host_use import mapped_bytes, page_table_bytes, processor_seconds
 pytestmark = pytest.mark.smoke
 
 SHARED_BYTES = 64 << 20
-# More than a small Python process takes itself.
+# Upper bound of the memory that a small Python process uses itself.
 OWN_BYTES = 48 << 20
 
 CHILD = f"""
@@ -49,7 +49,7 @@ def test_memory_shared_by_two_processes_counts_once() -> None:
         pids = [child.pid for child in children]
         both = mapped_bytes(pids)
         assert SHARED_BYTES <= both < SHARED_BYTES + 2 * OWN_BYTES
-        # Each process has half of the shared memory.
+        # Two processes map the shared memory, so half of it counts for each of them.
         assert mapped_bytes(pids[:1]) < SHARED_BYTES // 2 + OWN_BYTES
         # Each process has its own page tables: 8 bytes for each page.
         assert page_table_bytes(pids) >= 2 * SHARED_BYTES // mmap.PAGESIZE * 8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""scripts/lint-prose finds each kind of bad sentence, and accepts good ones."""
+"""scripts/lint-prose reports sentences that break one of its rules, and accepts other ones."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_quoted_messages_exist_in_the_programs() -> None:
 
 
 def test_tmemctl_commands_in_the_guide_exist() -> None:
-    main = (ROOT / "host-daemon/tmemctl/src/main.rs").read_text()
+    main = (ROOT / "host-daemon/tmemctl/src/lib.rs").read_text()
     enum = main.split("enum Command {")[1].split("\n}\n")[0]
     commands = {name.lower() for name in re.findall(r"^    ([A-Z][a-z]+)\b", enum, re.MULTILINE)}
     named = set(re.findall(r"`tmemctl ([a-z]+)", GUIDE))

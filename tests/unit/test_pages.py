@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The project's first pages: length, links, commands, and the figures of the picture."""
+"""README.md and docs/README.md are short, and their links, commands and picture are correct."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_index_lists_every_page() -> None:
 
 
 def test_tmemctl_commands_on_the_pages_exist() -> None:
-    main = (ROOT / "host-daemon/tmemctl/src/main.rs").read_text()
+    main = (ROOT / "host-daemon/tmemctl/src/lib.rs").read_text()
     enum = main.split("enum Command {")[1].split("\n}\n")[0]
     commands = {name.lower() for name in re.findall(r"^    ([A-Z][a-z]+)\b", enum, re.MULTILINE)}
     named = set()
@@ -54,7 +54,7 @@ def test_tmemctl_commands_on_the_pages_exist() -> None:
 
 
 def test_picture_has_the_measured_figures() -> None:
-    """The bars and labels of density.svg have the figures of the page that it illustrates."""
+    """The bars and labels of density.svg have the figures of docs/benchmarks/density.md."""
     picture = (ROOT / "docs/images/density.svg").read_text()
     measured = (ROOT / "docs/benchmarks/density.md").read_text()
     figures = re.findall(r">([\d,]+) MiB", picture)

@@ -22,7 +22,7 @@ def fake_kernel(root: Path) -> Kernel:
     modules = root / "lib/modules/1.0"
     (modules / "kernel").mkdir(parents=True)
     (modules / "modules.builtin").write_text("kernel/drivers/virtio/virtio_pci.ko\n")
-    # Lines of modules.dep are complete, with the nearest dependency first.
+    # A line of modules.dep has all dependencies of a module, the nearest first.
     (modules / "modules.dep").write_text(
         "kernel/c-top.ko: kernel/b.ko kernel/a.ko\nkernel/b.ko: kernel/a.ko\nkernel/a.ko:\n"
     )
@@ -38,9 +38,9 @@ def test_modules_are_listed_after_their_dependencies(tmp_path: Path) -> None:
 
 
 def test_programs_run_with_the_loader_beside_them(tmp_path: Path) -> None:
-    """Runs programs with a loader beside them, as for a newer Debian.
+    """Programs of a newer Debian run with that Debian's loader, which is stored beside them.
 
-    Here the loader and the C library are this machine's.
+    The test uses the loader and the C library of this machine.
     """
     tools, scratch, final = (tmp_path / name for name in ("tools", "new", "kernel here"))
     loader = tools / toolchain.LOADER
@@ -56,9 +56,10 @@ int main(int n, char **v) { return printf("%s %s %d", v[0], v[1], n) < 0; }"""
     toolchain.wrap_programs(scratch, final, tools)
     scratch.rename(final)
     assert (final / "lib.so.1").read_bytes().startswith(b"\x7fELF")
-    said = subprocess.run([final / "link", "a  b"], check=True, capture_output=True, text=True)
-    assert said.stdout == f"{final}/link a  b 2"
-    # The program is not run by the loader that it requests.
+    done = subprocess.run([final / "link", "a  b"], check=True, capture_output=True, text=True)
+    assert done.stdout == f"{final}/link a  b 2"
+    # Without the loader beside it, the program does not start. So the machine's own loader, which
+    # the program file names, is not used.
     loader.unlink()
     assert subprocess.run([final / "tool"], check=False, capture_output=True).returncode != 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The comparison finds a kernel series that Debian offers and the driver does not serve."""
+"""harness.served finds a kernel series that Debian offers and the driver does not serve."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ UNIT = "tmemd.service"
 RUN = "/run/virtio-tmem"
 CONFIG = "etc/virtio-tmem/tmemd.toml"
 WATCHDOG_SECONDS = 10.0  # WatchdogSec= of the unit
-# Additional seconds of a restart or a stop on a busy machine. A restart that fails never comes, and
-# systemd reports how a stop ended.
+# Time in seconds that a restart or a stop of the daemon may take on a busy machine, in addition to
+# the watchdog's time. A large value hides no error: after a failed restart the daemon never runs,
+# and systemd reports the result of a stop.
 OWN_SECONDS = 20.0
 QEMU_USER = 64055
 CAPABILITIES = {"chown": 0, "fowner": 3, "sys_resource": 24}
-# Bound of systemd's own rating of the unit's exposure, on a scale of 10; the unit's value is below
-# it.
+# Largest allowed result of `systemd-analyze security` for the unit, from 0 (safe) to 10 (unsafe).
 EXPOSURE_MAX = 3.2
 VM = {
     "uuid": "6f9619ff-8b86-d011-b42d-00c04fc964ff",
@@ -53,14 +53,14 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systemd]:
     if reason := systemd.why_not():
         pytest.skip(f"this machine cannot run a separate systemd: {reason}")
     host = Systemd(tmp_path_factory.mktemp("systemd") / "host")
-    # The files are installed as by docs/install.md and the package.
+    # Install the files where docs/install.md and the Debian package install them.
     shutil.copy(SOURCES / UNIT, host.units)
     shutil.copy(host_binary("tmemd"), host.folder / "sbin/tmemd")
     sysusers = (SOURCES / "virtio-tmem.sysusers").read_text()
     host.write("etc/sysusers.d/virtio-tmem.conf", sysusers)
-    # The daemon does not watch the host's memory, which may be short.
+    # The daemon does not react to the memory of this machine, which may be short.
     host.write(CONFIG, 'pool_size = "64MiB"\nhost_free_min = "0B"\nmemory_pressure = "none"\n')
-    # There is no journal.
+    # No journal runs under this systemd, so the daemon logs to a file.
     log = "append:/run/tmemd.log"
     text = f"[Service]\nStandardOutput={log}\nStandardError={log}\n"
     host.write("etc/systemd/system/tmemd.service.d/log.conf", text)
@@ -74,7 +74,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systemd]:
 
 @pytest.fixture
 def daemon(host: Systemd) -> Iterator[Daemon]:
-    """Starts the daemon, whatever the test before has done."""
+    """Starts the daemon's unit, which an earlier test may have stopped."""
     done = host.run("systemctl", "start", UNIT)
     assert done.returncode == 0, done.stdout + tail(host.path("/run/tmemd.log"))
     yield Daemon(host.path(RUN), [])
@@ -96,7 +96,7 @@ def end(host: Systemd, number: signal.Signals) -> None:
 
 
 def restarted(host: Systemd, old: int, seconds: float) -> float:
-    """Waits until another daemon serves, and returns how many seconds that took."""
+    """Waits until a daemon with another pid than `old` serves. Returns the seconds that it took."""
     begun = time.monotonic()
 
     def serves() -> bool:
@@ -108,13 +108,13 @@ def restarted(host: Systemd, old: int, seconds: float) -> float:
 
 
 def test_systemctl_start_returns_when_the_daemon_serves(host: Systemd, daemon: Daemon) -> None:
-    """`systemctl start` returns when the sockets exist: Type=notify."""
+    """`systemctl start` returns when the daemon's sockets exist, because of Type=notify."""
     host.expect("systemctl", "stop", UNIT)
     host.expect("systemctl", "start", UNIT)
     assert daemon.control.is_socket()
     assert daemon.stats()["pool"]["size_bytes"] == 64 << 20
     assert host.show(UNIT, "ActiveState") == "active"
-    # systemd itself says that it waits for the watchdog.
+    # systemd reports that the unit's watchdog is active.
     assert host.show(UNIT, "WatchdogUSec") == f"{WATCHDOG_SECONDS:.0f}s"
     assert int(host.show(UNIT, "WatchdogTimestampMonotonic")) > 0
 
@@ -144,7 +144,7 @@ def test_daemon_has_only_the_rights_of_its_unit(host: Systemd, daemon: Daemon) -
     assert RUN in writable and not writable & {"/", "/usr/bin", "/home", "/root"}
     limits = host.expect("cat", f"/proc/{pid}/limits")
     assert re.search(r"Max core file size +0 +0 ", limits)
-    # Limits are checked only if process 1 may raise them.
+    # The test checks the daemon's limits only if process 1, this systemd, may raise limits.
     own = host.expect("grep", "CapEff", "/proc/1/status").split()[1]
     if int(own, 16) & 1 << CAPABILITIES["sys_resource"]:
         assert re.search(r"Max locked memory +unlimited +unlimited ", limits)
@@ -168,7 +168,7 @@ def test_daemon_sees_no_sockets_of_other_services(host: Systemd, daemon: Daemon)
             path for path in seen if not re.match(f"{RUN}/|/run/systemd/(notify$|journal/)", path)
         }
         assert f"{RUN}/control" in seen and not others, f"the daemon could connect to {others}"
-        # The daemon cannot create files there either.
+        # The daemon cannot create files in /run.
         assert host.run(*enter, "touch", "/run/more").returncode != 0
     (folder / "system_bus_socket").unlink()
 
@@ -220,9 +220,10 @@ def test_reload_changes_the_pool_size(host: Systemd, daemon: Daemon) -> None:
 
 
 def test_sockets_get_the_configured_users_and_groups(host: Systemd, daemon: Daemon) -> None:
-    """Sockets go to groups and users by name, to which the daemon does not belong.
+    """Sockets get the groups and users that the configuration names.
 
-    A reload works, although it cannot look the names up.
+    The daemon is no member of these groups. A reload works although the sandbox prevents the
+    daemon from looking up the names again.
     """
     path, names = host.path(CONFIG), host.path("/etc/sysusers.d/given.conf")
     text = path.read_text()

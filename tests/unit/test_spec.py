@@ -14,7 +14,8 @@ from harness.paths import ROOT
 pytestmark = pytest.mark.smoke
 
 PAGE = ROOT / "proto/SPEC.md"
-# Subject of the rules of each prefix. Limits of this implementation are no rules of the device.
+# Words with which a rule of each prefix begins. The prefix of limits is left out: limits describe
+# this implementation and are no rules of the device.
 ACTORS = {
     "DEV": "The device ",
     "DRV": "The driver ",
@@ -28,7 +29,7 @@ RULE = re.compile(rf"\b(?:{PREFIX})-[1-9]\d*\b")
 TABLES = ("device", "driver", "vhost-user", "limits")
 COLUMNS_MAX = 100
 WORD = re.compile(r"\b(?:MUST|SHOULD|MAY)\b")
-# Accepted reasons for a missing test.
+# Texts that a row may have instead of a test; the reason follows.
 EXCUSES = ("none: ", "MAY: ")
 
 

@@ -25,10 +25,10 @@ def settings() -> dict[str, str]:
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    """systemd accepts each key. It only warns about a misspelt key; this test then fails."""
+    """`systemd-analyze verify` prints nothing about the unit, and a warning for a misspelt key."""
     copy = tmp_path / UNIT.name
     for text, good in [(UNIT.read_text(), True), (UNIT.read_text() + "WatchdogSeconds=1\n", False)]:
-        # The program is not installed where the tests run.
+        # tmemd is not installed on the test machine, and systemd would report that.
         copy.write_text(re.sub("^ExecStart=.*", "ExecStart=/bin/true", text, flags=re.MULTILINE))
         done = subprocess.run(
             ["systemd-analyze", "verify", "--man=no", copy],

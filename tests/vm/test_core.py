@@ -209,6 +209,59 @@ def test_injected_faults_and_limits_cause_no_wrong_byte(
     check_corruption(guest, files)
 
 
+@pytest.mark.smoke
+def test_index_limit_holds_while_all_processors_use_it(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Processors that enter and erase entries at the same time never exceed the index's limit.
+
+    Afterwards, all memory has been returned to the limit, on whichever processor it was taken.
+    """
+    processors, files, limit = 4, 400, 48 << 10  # the limit is a tenth of what the files need
+    guest = driver_guest(
+        session,
+        kernel,
+        test_module,
+        parameters="verify_every=0 admission=off",
+        cpus=processors,
+    )
+    folders = [f"/mnt/{number}" for number in range(processors)]
+    for folder in folders:
+        # A small file needs most memory for each page. Files up to one page are never put.
+        guest.sh(
+            f"mkdir {folder} && cd {folder} && for i in $(seq {files}); do"
+            " dd if=/dev/zero of=$i bs=8192 count=1 2>/dev/null; done; sync",
+            120,
+        )
+    # Without entries, the index is its hash table.
+    switch = f"{SYSFS}/fs/ext4/enabled"
+    guest.sh(f"echo 0 >{switch}", 60)
+    until(lambda: stats(guest)["index_pages"] == 0, 10, "the index is empty")
+    table = stats(guest)["index_bytes"]
+    guest.sh(f"echo 1 >{switch}")
+    set_parameter(guest, "test_index_bytes", str(table + limit))
+    before = stats(guest)
+    # Each task drops files of all folders while the other tasks read and drop.
+    readers = "\n".join(
+        f"(for round in $(seq 4); do cat {folder}/* >/dev/null;"
+        " echo 1 >/proc/sys/vm/drop_caches; done) &"
+        for folder in folders
+    )
+    job = guest.start(f"{readers}\nwait", 300)
+    most = 0
+    while not job.done():
+        most = max(most, stats(guest)["index_bytes"])
+    job.wait().check()
+    grown = growth(before, settle(guest))
+    assert table + limit // 2 < most <= table + limit
+    assert grown["puts"] > processors * files
+    assert grown["puts_dropped_index_full"] > 0 and grown["index_evicted"] > 0
+
+    guest.sh(f"echo 0 >{switch}", 60)
+    until(lambda: stats(guest)["index_bytes"] == table, 10, "the index has released all its memory")
+    assert stats(guest)["index_pages"] == 0
+
+
 def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     """The index stays within its limit by forgetting its oldest entries."""
     reload(guest, "admission=off")
@@ -321,6 +374,7 @@ def test_driver_memory_is_bounded(
         Tmem(daemon.socket("vm1"), num_queues=queues),
         disks=[data],
         memory_bytes=memory,
+        cpus=queues,  # the driver uses no more queues than there are processors
     )
     guest = vm.start()
     load(guest, "verify_every=0")
@@ -482,7 +536,8 @@ def read_until(guest: Guest, sums: dict[str, str], counter: str) -> None:
 def test_pools_with_contradictory_answers_get_no_puts(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """A pool that the device does not clearly have gets no puts until the device has it."""
+    """A pool gets no puts until the device has confirmed it with an answer that is not
+    contradictory."""
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
     with Liar(session.folder / "liar") as liar:

@@ -44,7 +44,7 @@ MEMORY_BYTES = 768 * MIB
 # The counts let this file and the build of its kernel finish in the time of a shard.
 OPERATIONS = 3_000
 VERSIONS = 1_000
-# Numbers of turns of all settings, and of hits between two turns.
+# Number of times that all settings are changed, and of hits between two changes.
 TURNS = 8
 HITS = 50
 # Slow scenarios are left out; the random operations unmount as well.

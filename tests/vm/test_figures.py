@@ -75,30 +75,30 @@ def test_figures_agree_in_guest_daemon_and_metrics(
             metrics = answer.read().decode()
     finally:
         exporter.kill()
-    [told] = daemon.stats()["vms"]
+    [served] = daemon.stats()["vms"]
 
     # Hits in the guest's own put ring never reached the host. An answer that was too late is a hit
     # only for the host.
     hits = after["hits"] - after["ring_hits"]
-    assert 0 < hits <= told["hits"] <= hits + after["misses_late"]
-    assert told["puts"] == after["puts"]
-    assert told["puts_refused"] == after["puts_refused"]
-    assert told["misses"] == told["gets"] - told["hits"]
-    assert told["disk_read_avoided_bytes"] == told["hits"] * 4096
-    assert told["saved_bytes"] == told["pages"] * 4096 - told["charged_bytes"]
+    assert 0 < hits <= served["hits"] <= hits + after["misses_late"]
+    assert served["puts"] == after["puts"]
+    assert served["puts_refused"] == after["puts_refused"]
+    assert served["misses"] == served["gets"] - served["hits"]
+    assert served["disk_read_avoided_bytes"] == served["hits"] * 4096
+    assert served["saved_bytes"] == served["pages"] * 4096 - served["charged_bytes"]
     for latency in ("put_latency", "get_latency"):
-        assert sum(told[latency]["buckets"]) > 0 < told[latency]["sum_ns"]
+        assert sum(served[latency]["buckets"]) > 0 < served[latency]["sum_ns"]
 
-    assert metric(metrics, "tmem_vm_hit_pages_total") == told["hits"]
-    assert metric(metrics, "tmem_vm_get_pages_total") == told["gets"]
-    assert metric(metrics, "tmem_vm_put_pages_total") == told["puts"]
-    assert metric(metrics, "tmem_vm_put_refused_pages_total") == told["puts_refused"]
-    assert metric(metrics, "tmem_vm_evicted_pages_total") == told["evictions"]
+    assert metric(metrics, "tmem_vm_hit_pages_total") == served["hits"]
+    assert metric(metrics, "tmem_vm_get_pages_total") == served["gets"]
+    assert metric(metrics, "tmem_vm_put_pages_total") == served["puts"]
+    assert metric(metrics, "tmem_vm_put_refused_pages_total") == served["puts_refused"]
+    assert metric(metrics, "tmem_vm_evicted_pages_total") == served["evictions"]
     gets = metric(metrics, "tmem_vm_request_duration_seconds_count", 'request="get"')
-    assert gets == sum(told["get_latency"]["buckets"])
-    agree_on_waits(told, after, metrics)
-    assert metric(metrics, "tmem_vm_driver_get_pages_total") == told["driver"]["gets"]
-    assert metric(metrics, "tmem_vm_driver_hit_pages_total") == told["driver"]["hits"]
+    assert gets == sum(served["get_latency"]["buckets"])
+    agree_on_waits(served, after, metrics)
+    assert metric(metrics, "tmem_vm_driver_get_pages_total") == served["driver"]["gets"]
+    assert metric(metrics, "tmem_vm_driver_hit_pages_total") == served["driver"]["hits"]
 
     # Each page of these files was a hit or was read from the disk.
     pages = sum(-(-len_of // 4096) for len_of in file_bytes(guest.sh("stat -c %s /mnt/f*")))
@@ -107,16 +107,18 @@ def test_figures_agree_in_guest_daemon_and_metrics(
     assert read - PAGE_SECTORS <= sectors <= read + METADATA_SECTORS
 
 
-def agree_on_waits(told: dict[str, Any], after: dict[str, int], metrics: str) -> None:
+def agree_on_waits(served: dict[str, Any], after: dict[str, int], metrics: str) -> None:
     # Each request is counted once, and a reader's wait is never shorter than the daemon's time for
     # it.
-    seen = told["driver"]["get_latency"]
+    seen = served["driver"]["get_latency"]
     assert seen["buckets"] == [after[name] for name in WAITS]
-    assert sum(seen["buckets"]) == after["requests_get"] == sum(told["get_latency"]["buckets"]) > 0
-    assert seen["sum_ns"] == after["get_waits_ns"] > told["get_latency"]["sum_ns"]
+    assert (
+        sum(seen["buckets"]) == after["requests_get"] == sum(served["get_latency"]["buckets"]) > 0
+    )
+    assert seen["sum_ns"] == after["get_waits_ns"] > served["get_latency"]["sum_ns"]
     # The breaker's times are in microseconds, per call, and only while a reader waits.
     assert after["waits_us"] * 1000 <= seen["sum_ns"]
-    assert sum(told["wait_latency"]["buckets"]) > 0 < told["wait_latency"]["sum_ns"]
+    assert sum(served["wait_latency"]["buckets"]) > 0 < served["wait_latency"]["sum_ns"]
     name = "tmem_vm_driver_get_duration_seconds"
     assert metric(metrics, f"{name}_count") == after["requests_get"]
     assert metric(metrics, f"{name}_sum") == pytest.approx(seen["sum_ns"] / 1e9)

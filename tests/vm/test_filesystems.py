@@ -43,7 +43,7 @@ SMALL = "--files=16 --size-max=524288"
 
 # Pages of the largest folio, and how many of them the driver puts (TMEM_FOLIO_MAX_PAGES).
 FOLIO_PAGES = 512
-FOLIO_PUT_MAX = 64
+FOLIO_PUT_MAX = 32
 
 # Operations that soon show a kernel's wrong zeroing: 6 of 8 runs of 6,000 failed on 7.2.
 ZERO_ONLY = "read,write,zero,sync,truncate"
@@ -211,10 +211,10 @@ def test_xfs_scenario_without_its_hook_finds_a_wrong_byte(
     Torture(guest, f"--scenario={scenario} {mounted(name)}").finish()
 
 
-def test_at_most_64_pages_of_a_large_folio_are_put(
+def test_at_most_32_pages_of_a_large_folio_are_put(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """At most 64 pages of a 2 MiB folio are copied with interrupts off; the others are counted."""
+    """At most 32 pages of a 2 MiB folio are copied with interrupts off; the others are counted."""
     if tuple(int(part) for part in kernel.series.split(".")) < (6, 6):
         pytest.skip(f"Linux {kernel.series} writes to small folios")
     guest = boot(session, kernel, module, "xfs")

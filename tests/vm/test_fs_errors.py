@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -51,27 +52,39 @@ SHUTDOWN_SECONDS = 30.0
 EMPTIED_SECONDS = 30.0
 
 
-class Below:
-    """An ext4 on a device-mapper device over the data disk, with a file of unwritten blocks."""
+def make_image(session: Session, *options: str) -> Path:
+    return disk.ext4(session.folder / "data.img", 256 * MIB, None, *options)
 
-    def __init__(self, session: Session, kernel: Kernel, module: Path, *options: str) -> None:
-        self.image = disk.ext4(session.folder / "data.img", 256 * MIB, None, *options)
-        self.guest = driver_guest(
-            session,
-            kernel,
-            module,
-            cpus=2,
-            disks=[disk.Disk("data", self.image)],
-            modules=["dm_mod", "dm_delay"],
-            files=programs(DM, SPECIAL),
-        )
-        guest = self.guest
+
+class Below:
+    """An ext4 on a device-mapper device over the data disk, with a file of unwritten blocks.
+
+    `guest` has mounted the disk, whose file is `image`, without device mapper.
+    """
+
+    def __init__(self, guest: Guest, image: Path) -> None:
+        self.guest = guest
+        self.image = image
         guest.sh(f"umount {WHERE}", 60)
         self.disk = f"/dev/{guest.disk('data')}"
         self.sectors = int(guest.read(f"/sys/class/block/{guest.disk('data')}/size"))
         self.node = guest.sh(f"{DM} data {self.whole()}").strip()
         self.mount()
         guest.sh(f"fallocate -l {PAGES * PAGE} {PATH} && sync")
+
+    @staticmethod
+    def boot(session: Session, kernel: Kernel, module: Path, *options: str) -> Below:
+        image = make_image(session, *options)
+        guest = driver_guest(
+            session,
+            kernel,
+            module,
+            cpus=2,
+            disks=[disk.Disk("data", image)],
+            modules=["dm_mod", "dm_delay"],
+            files=programs(DM, SPECIAL),
+        )
+        return Below(guest, image)
 
     def mount(self) -> None:
         self.guest.sh(f"mount -t ext4 {self.node} {WHERE}", 60)
@@ -80,13 +93,14 @@ class Below:
     def whole(self) -> str:
         return f"0 {self.sectors} linear '{self.disk} 0'"
 
-    def except_block(self, block: int, target: str) -> str:
-        """Returns a table with another target for the page-sized range at `block`."""
-        bad, after = block * SECTORS, (block + 1) * SECTORS
-        return (
-            f"0 {bad} linear '{self.disk} 0' {bad} {SECTORS} {target}"
-            f" {after} {self.sectors - after} linear '{self.disk} {after}'"
-        )
+    def except_blocks(self, targets: Mapping[int, str]) -> str:
+        """Returns a table with other targets for the page-sized ranges at these blocks."""
+        table, at = [], 0
+        for block, target in sorted(targets.items()):
+            first = block * SECTORS
+            table.append(f"{at} {first - at} linear '{self.disk} {at}' {first} {SECTORS} {target}")
+            at = first + SECTORS
+        return " ".join([*table, f"{at} {self.sectors - at} linear '{self.disk} {at}'"])
 
     def write(self, page: int, count: int = 1) -> None:
         self.guest.put("/tmp/data", DATA * count)
@@ -118,6 +132,12 @@ def extent_block(image: Path) -> int:
     return int(found[1])
 
 
+def extents_dropped(below: Below, block: int) -> bool:
+    guest = below.guest
+    guest.sh(f"sync {below.node}; {SPECIAL} drain && echo 1 >/proc/sys/vm/drop_caches")
+    return guest.run(f"{SPECIAL} cached {below.node} {block}").status == 1
+
+
 def fail_conversion(below: Below) -> None:
     """Writes page 1 and makes its extents unreadable afterwards.
 
@@ -133,22 +153,32 @@ def fail_conversion(below: Below) -> None:
     extents = extent_block(below.image)
     below.mount()
     below.write(1)
+    # The extents become unreadable before the data are written, because the conversion may begin
+    # before the next table is in use. They stay writable: the write splits an extent. The target
+    # "delay" takes a device, an offset and a delay in ms each for reads, writes and flushes.
+    errors = guest.sh(f"{DM} errors 0 {SECTORS} error ''").strip()
+    place = f"{below.disk} {extents * SECTORS} 0"
+    unreadable = {extents: f"delay '{errors} 0 0 {place} {place}'"}
     place = f"{below.disk} {data * SECTORS}"
-    # Only writes are delayed, not reads and flushes.
-    delay = below.except_block(data, f"delay '{place} 0 {place} {DELAY_MS} {place} 0'")
-    guest.sh(f"{DM} data {delay}")
+    delay = f"delay '{place} 0 {place} {DELAY_MS} {place} 0'"
+    guest.sh(f"{DM} data {below.except_blocks({**unreadable, data: delay})}")
     writing = below.write_back()
-    guest.sh(f"sync {below.node}; {SPECIAL} drain && echo 1 >/proc/sys/vm/drop_caches")
-    # A delay ends when its device is suspended. The conversion then reads the extents through this
-    # table, and fails.
-    below.go_on(below.except_block(extents, "error ''"), writing)
+    # The task that writes holds a reference to the block of the extents for a moment.
+    until(lambda: extents_dropped(below, extents), WRITEBACK_SECONDS, "the extents leave the cache")
+    # The delay ends when its device is suspended.
+    below.go_on(below.except_blocks(unreadable), writing)
     print(guest.sh("dmesg | tail -n 4"))
     assert "map_blocks returned -5" in guest.sh("dmesg"), "the conversion did not fail"
     guest.sh(f"{DM} data {below.whole()}")
 
 
-def read_page(guest: Guest, page: int) -> bytes:
-    guest.sh(f"dd if={PATH} of=/tmp/found bs={PAGE} skip={page} count=1 2>/dev/null")
+def page_after_failed_conversion(below: Below) -> bytes:
+    """Returns page 1 as a reader finds it after a failed conversion and an eviction."""
+    fail_conversion(below)
+    guest = below.guest
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+    settle(guest)
+    guest.sh(f"dd if={PATH} of=/tmp/found bs={PAGE} skip=1 count=1 2>/dev/null")
     return guest.get("/tmp/found")
 
 
@@ -157,25 +187,17 @@ def test_page_with_failed_conversion_is_not_put(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """The page is clean and has the written data, while the disk reads as zeroes."""
-    below = Below(session, kernel, module, *NO_JOURNAL)
-    guest = below.guest
-    fail_conversion(below)
-    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
-    settle(guest)
-    assert read_page(guest, 1) == bytes(PAGE)
-    check_cached(guest, make(guest, WHERE))
+    below = Below.boot(session, kernel, module, *NO_JOURNAL)
+    assert page_after_failed_conversion(below) == bytes(PAGE)
+    check_cached(below.guest, make(below.guest, WHERE))
 
 
 def test_failed_conversion_without_the_hook_reads_old_bytes(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    below = Below(session, kernel, test_module, *NO_JOURNAL)
-    guest = below.guest
-    set_parameter(guest, "test_hooks_off", "conversion")
-    fail_conversion(below)
-    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
-    settle(guest)
-    assert read_page(guest, 1) == DATA, (
+    below = Below.boot(session, kernel, test_module, *NO_JOURNAL)
+    set_parameter(below.guest, "test_hooks_off", "conversion")
+    assert page_after_failed_conversion(below) == DATA, (
         "the page was not read from the pool, so the test cannot detect the fault"
     )
 
@@ -208,7 +230,7 @@ def test_forced_shutdown_empties_the_pool_of_the_mount(
     session: Session, kernel: Kernel, test_module: Path, hooks_off: str
 ) -> None:
     """After a shutdown, the driver puts and holds no page; either of two reports is enough."""
-    below = Below(session, kernel, test_module)
+    below = Below.boot(session, kernel, test_module)
     guest, mount = below.guest, Mount(below.guest, WHERE)
     check_cached(guest, make(guest, WHERE))
     evict(guest, [f"{WHERE}/made0"])
@@ -222,6 +244,6 @@ def test_forced_shutdown_empties_the_pool_of_the_mount(
 def test_forced_shutdown_without_the_hooks_still_puts(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    below = Below(session, kernel, test_module)
+    below = Below.boot(session, kernel, test_module)
     set_parameter(below.guest, "test_hooks_off", "journal_abort,fs_error")
     assert shut_down(below) > 0

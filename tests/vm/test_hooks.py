@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Hooks that no byte depends on: without one of them, exactly its purpose is lost.
+"""Hooks that file contents do not depend on: without one of them, only its own purpose is lost.
 
-test_torture and test_filesystems leave out the hooks that coherence depends on, one by one.
-"""
+test_torture and test_filesystems leave out the hooks that coherence depends on, one by one."""
 
 from __future__ import annotations
 

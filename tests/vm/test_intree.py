@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The driver built into an x86-64 kernel without ftrace, kprobes and modules: `--kernel intree`.
+"""The driver built into an x86-64 kernel without ftrace, kprobes and modules.
 
-The kernel calls the hooks itself. For each call that the patches of guest-driver/intree add, except
-the one of a failed conversion of unwritten blocks, a test finds the difference that the call makes.
+`--kernel intree` is Linux 6.12, `--kernel intree-7.3` is 7.3. The kernel calls the hooks itself.
+For each call that the patches of guest-driver/intree add, a test finds the difference that the call
+makes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,16 @@ from driver import (
 from test_files import FILE_PAGES, check_cached, make
 from test_filesystems import SCENARIOS as XFS_SCENARIOS
 from test_filesystems import mounted
-from test_fs_errors import EMPTIED_SECONDS, PAGE, SPECIAL
+from test_fs_errors import (
+    DATA,
+    EMPTIED_SECONDS,
+    NO_JOURNAL,
+    PAGE,
+    SPECIAL,
+    Below,
+    make_image,
+    page_after_failed_conversion,
+)
 from test_hooks import READERS, check_read_path, puts_of_an_open_file
 from test_mounts import Mount
 from test_selftest import BLIND
@@ -59,8 +69,10 @@ ABSENT = ("FTRACE", "FUNCTION_TRACER", "KPROBES", "LIVEPATCH", "MODULES", "TRACE
 
 @pytest.fixture
 def built_in(kernel: Kernel) -> None:
-    if kernel.series != debug_kernel.INTREE:
-        pytest.skip(f"Linux {kernel.series} does not have the driver built in: --kernel intree")
+    if kernel.series not in debug_kernel.INTREE:
+        pytest.skip(
+            f"Linux {kernel.series} has no built-in driver: use --kernel intree or intree-7.3"
+        )
 
 
 def boot(
@@ -225,7 +237,8 @@ def test_random_operations_detect_each_missing_hook(
 
 
 def test_hooks_that_no_byte_depends_on(session: Session, kernel: Kernel) -> None:
-    """Without the call of a mount, a read or drop_slab(), exactly its purpose is lost."""
+    """Without the hook call at a mount, at a read or in drop_slab(), only its own purpose is
+    lost."""
     guest = served(session, kernel)
     for hook, reader in READERS:
         check_read_path(guest, hook, reader)
@@ -257,6 +270,24 @@ def test_forced_shutdown_is_reported(session: Session, kernel: Kernel, hooks_off
         return
     assert mount.read("state") == "blocked: the file system had an error; unmount and check it"
     until(lambda: mount.count("held_pages") == 0, EMPTIED_SECONDS, "the pool is emptied")
+
+
+@pytest.mark.parametrize("hooks_off", ["", "conversion"], ids=["all", "without"])
+def test_page_with_failed_conversion_is_not_put(
+    session: Session, kernel: Kernel, hooks_off: str
+) -> None:
+    """The disk reads as zeroes; without the call, the page comes from the pool as written."""
+    image = make_image(session, *NO_JOURNAL)
+    guest = boot(
+        session,
+        kernel,
+        "verify_every=0 allow_encrypted=1",
+        image=image,
+        files=programs(DM, SPECIAL),
+    )
+    below = Below(guest, image)
+    set_parameter(guest, "test_hooks_off", hooks_off)
+    assert page_after_failed_conversion(below) == (DATA if hooks_off else bytes(PAGE))
 
 
 def test_file_systems_on_device_mapper_are_refused(session: Session, kernel: Kernel) -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 LARGE_WRITES = {"ext4": (6, 16), "xfs": (6, 6)}
 HUGE_ORDER = 9
 # TMEM_FOLIO_MAX_PAGES of the driver: pages that are copied with interrupts off.
-PUT_MAX, PUT_MAX_ORDER = 64, 6
+PUT_MAX, PUT_MAX_ORDER = 32, 5
 # The first series in which readahead keeps the order of a stream's folios and the driver can limit
 # it.
 STREAMS_LIMITED = (6, 17)
@@ -57,7 +57,7 @@ def orders_evicted(guest: Guest, path: str) -> list[int]:
 def test_put_of_a_large_folio_is_bounded(
     session: Session, kernel: Kernel, module: Path, file_system: str
 ) -> None:
-    """The driver puts 64 pages of an evicted folio of 512 pages."""
+    """The driver puts 32 pages of an evicted folio of 512 pages."""
     guest = boot(session, kernel, module, file_system)
     path = "/mnt/large"
     guest.sh(f"dd if=/dev/urandom of={path} bs=16M count=1 2>/dev/null && sync", 60)

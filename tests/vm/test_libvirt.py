@@ -338,7 +338,7 @@ def check_quota(libvirt: Libvirt, daemon: Daemon, machine: Machine) -> None:
     assert quota()["limit_bytes"] == 2 << 20
     assert "limit          : 2048 KiB\n" in libvirt.tmemctl("quota", name, "--live")
 
-    # After a wrong change by virsh, tune reports the fault and can correct it.
+    # After a wrong change by virsh, `tmemctl quota` reports the fault and can correct it.
     wrong = "<cache><limit unit='XiB'>1</limit></cache>"
     libvirt.virsh("metadata", name, NAMESPACE, "--config", "--key", "tmem", "--set", wrong)
     assert '"XiB"' in libvirt.refused("quota", name, "--config")
@@ -390,7 +390,7 @@ def test_hook_stops_a_start_only_if_the_cache_is_required(
     libvirt.virsh("start", name, "--paused")
     daemon.kill()
     libvirt.restart()
-    # libvirtd has restarted, and tmemd has not. A killed VM could not be destroyed.
+    # libvirtd was restarted while tmemd did not run. `virsh destroy` fails if the VM was killed.
     assert libvirt.virsh("domstate", name).strip() == "paused"
     libvirt.virsh("destroy", name)
 
@@ -501,7 +501,7 @@ def test_bridge_survives_restarts_of_daemon_libvirtd_and_vm(
     live(libvirt, limit(10))
     follows(daemon, 10, "the bridge finds the new libvirtd", 30)
 
-    # A saved VM is removed from the daemon, and has its settings again after its restart.
+    # A saved VM is removed from the daemon. When the VM is restored, it has its settings again.
     libvirt.virsh("managedsave", machine.name)
     assert vm_of(daemon) == {}
     assert not (daemon.folder / f"{UUID}.sock").exists()

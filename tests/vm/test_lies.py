@@ -175,7 +175,7 @@ def test_latencies_are_sent_only_if_offered(session: Session, kernel: Kernel, mo
     with Liar(session.folder / "liar") as liar:
         tmem = Tmem(liar.path, properties={"latencies": "off"})
         guest = driver_guest(session, kernel, module, tmem, disks=[data])
-        # One each ten seconds.
+        # The driver sends one report every ten seconds.
         until(lambda: liar.asked[T_REPORT] >= 3, 60, "three reports")
         assert liar.asked[T_LATENCIES] == 0
         check_works(guest, sums)

@@ -35,8 +35,7 @@ MEMINFO = Path("/proc/meminfo")
 def visible_daemon(session: Session) -> Daemon:
     """Starts a daemon whose memory map can be read.
 
-    Only root may read that of a confined daemon.
-    """
+    Only root may read the memory map of a confined daemon."""
     daemon = session.daemon("vm1", options=[] if os.geteuid() == 0 else ["--no-sandbox"])
     daemon.start()
     return daemon

@@ -153,7 +153,8 @@ def test_migration_under_torture_causes_no_wrong_byte(
 
 
 def serves(vm: Vm) -> bool:
-    """Returns whether the daemon serves that QEMU; a connection alone gives it no memory."""
+    """Returns whether the daemon serves that QEMU; a connected daemon may not have its memory
+    yet."""
     devices = {entry["name"]: entry["path"] for entry in vm.qmp.execute("x-query-virtio")}
     found = vm.qmp.execute("x-query-virtio-status", {"path": devices["virtio-tmem"]})
     return bool(found["vhost-started"])
@@ -315,10 +316,8 @@ def refused(vm: Vm, target: Vm) -> str:
 def test_destination_with_another_device_is_refused(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Queues and features come from properties.
-
-    A different target reports that, and the VM stays.
-    """
+    """A destination whose queues or features differ reports that, and the VM stays at the
+    source."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     data, sums = tree_disk(session)
     vm, guest = caching_vm(session, kernel, module, here, disks=[data])

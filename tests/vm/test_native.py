@@ -2,8 +2,7 @@
 """The torture in native guests: user-mode Linux, the driver built in, hooks that the kernel calls.
 
 The kernel has no ftrace, kprobes and modules. Migration, restart of the daemon, resets and large
-folios stay with QEMU: user-mode Linux has none of them.
-"""
+folios are tested with QEMU only, because user-mode Linux has none of them."""
 
 from __future__ import annotations
 
@@ -30,6 +29,7 @@ from driver import (
     wait_served,
     wait_state,
 )
+from test_ring import check_full_batches_without_feeder
 from test_selftest import BLIND
 from test_torture import BROKEN, BROKEN_RANDOM, SCENARIOS, SMALL
 
@@ -126,6 +126,11 @@ def test_evicted_files_come_back_without_the_disk(session: Session) -> None:
     sectors = (guest.disk_stat("data") - read).read_sectors
     assert sectors < pages * 8 // 10  # a page has 8
     assert change["mismatches"] == 0
+
+
+def test_full_batches_and_their_answers_need_no_feeder_or_tick(session: Session) -> None:
+    """A kernel whose irq_work waits for the tick sends a full batch after the i_pages section."""
+    check_full_batches_without_feeder(native_guest(session, f"verify_every=0 {PATIENT}"))
 
 
 def test_released_hooks_are_taken_again(session: Session) -> None:

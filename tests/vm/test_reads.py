@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from driver import (
 )
 from liar import Liar
 from test_deadline import FILE, FILLER, hold
+from test_trace import TRACING
 
 from harness.guest import Guest
 from harness.kernel import Kernel
@@ -116,6 +118,54 @@ def test_only_pages_that_are_not_held_are_read_from_disk(
         assert hits + after["misses_late"] - before["misses_late"] == pages - missing
         assert after["index_pages"] == empty
     assert found == guest.sh("sha256sum /tmp/copy").split()[0] == direct_sum(guest, FILE)
+
+
+def test_disk_requests_are_dispatched_before_the_driver_waits(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Readahead that is held in part: the disk gets its requests before the driver has its pages.
+
+    The kernel's block plug would keep these requests while the driver spins.
+    """
+    windows, pages = 16, 32  # pages of one readahead
+    guest = driver_guest(session, kernel, test_module)
+    guest.sh(f"echo {pages * 4} >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
+    guest.sh(f"dd if=/dev/urandom of={FILE} bs=128k count={windows} 2>/dev/null; sync")
+    sums = checksums(guest, [FILE])
+    evict(guest, [FILE])
+    hold(guest, FILLER, FILLER_MIB)
+    # The second half of each window is dirty once and then dropped.
+    guest.sh(f"dd if={FILE} of=/tmp/copy bs=128k iflag=direct 2>/dev/null")
+    half = "bs=64k count=1 skip=$((2 * w + 1)) seek=$((2 * w + 1))"
+    guest.sh(
+        f"for w in $(seq 0 {windows - 1});"
+        f" do dd if=/tmp/copy of={FILE} conv=notrunc {half} 2>/dev/null; done"
+    )
+    set_parameter(guest, "inject_ring_full", "1")
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+    set_parameter(guest, "inject_ring_full", "0")
+    settle(guest)
+
+    # A driver that sleeps dispatches the requests in any case, so let it spin.
+    set_parameter(guest, "spin_us", "1000")
+    guest.sh(
+        f"cd {TRACING}; echo 8192 >buffer_size_kb; echo 1 >events/virtio_tmem/tmem_get/enable;"
+        " echo 1 >events/block/block_rq_issue/enable; echo >trace"
+    )
+    # Single windows in descending order: no read begins the readahead of another window.
+    guest.sh(
+        f"for w in $(seq {windows - 1} -1 0); do echo window >{TRACING}/trace_marker;"
+        f" dd if={FILE} of=/dev/null bs=128k count=1 skip=$w 2>/dev/null; done"
+    )
+    mixed = 0
+    text = guest.get(f"{TRACING}/trace").decode()
+    for part in text.split("tracing_mark_write: window")[1:]:
+        found = re.findall(r": (block_rq_issue|tmem_get): ", part)
+        if {*found} == {"block_rq_issue", "tmem_get"}:
+            mixed += 1
+            assert found[0] == "block_rq_issue", f"the disk had to wait for the host:{part}"
+    assert mixed > windows // 2, f"too few of these windows were held in part:{text}"
+    assert checksums(guest, [FILE]) == sums
 
 
 @pytest.mark.smoke

@@ -10,6 +10,7 @@ import pytest
 from driver import (
     PATIENT,
     SYSFS,
+    Hold,
     checksums,
     driver_guest,
     driver_vm,
@@ -25,6 +26,7 @@ from harness.kernel import Kernel
 from harness.paths import ROOT
 from harness.session import Session
 from harness.vm import MIB, Tmem
+from harness.wait import until
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
 
@@ -32,6 +34,7 @@ QUEUES = 4
 CHUNK = "/mnt/chunk"
 CHUNK_PAGES = 256  # pages that go to one queue
 BATCH_PAGES = 64
+BURSTS = 8  # of CHUNK_PAGES each: together four times the slots of a guest of 256 MiB
 OWN_MS = 1000.0  # allowance for one delay of a busy machine; a wait for the host would last forever
 
 
@@ -58,7 +61,8 @@ def test_one_queue_may_use_more_than_its_share_of_slots(
     """One queue may use more than its share of the slots while nothing is answered."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=QUEUES)
-    guest = driver_vm(session, kernel, module, tmem, memory_bytes=256 * MIB).start()
+    vm = driver_vm(session, kernel, module, tmem, memory_bytes=256 * MIB, cpus=QUEUES)
+    guest = vm.start()
     load(guest, f"verify_every=0 {PATIENT}")
     guest.sh(f"dd if=/dev/urandom of={CHUNK} bs=4096 count={CHUNK_PAGES}; sync")
     sums = checksums(guest, [CHUNK])
@@ -79,6 +83,88 @@ def test_one_queue_may_use_more_than_its_share_of_slots(
     assert grown["hits"] + grown["misses_late"] >= CHUNK_PAGES
     assert grown["hits"] >= CHUNK_PAGES // 2
     assert grown["mismatches"] == 0
+
+
+def hold_feeder(guest: Guest) -> Hold:
+    """Stops the driver's feeder thread. Two puts, which fill no batch, wake it."""
+    hold = Hold(guest, "feeder")
+    guest.sh("dd if=/dev/urandom of=/mnt/two bs=4096 count=2 2>/dev/null; sync")
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+    hold.wait()
+    return hold
+
+
+def wait_for_full_batches(guest: Guest) -> dict[str, int]:
+    """Waits until fewer puts than a batch are unanswered; returns the counters."""
+    counters: dict[str, int] = {}
+
+    def answered() -> bool:
+        nonlocal counters
+        counters = stats(guest)
+        return counters["puts"] - counters["puts_stored"] < BATCH_PAGES
+
+    until(answered, OWN_MS / 1000 * 10, "full batches are sent and answered without the feeder")
+    return counters
+
+
+def check_full_batches_without_feeder(guest: Guest) -> None:
+    """Puts more pages than the ring has slots while the feeder is held, in several bursts."""
+    paths = [f"/mnt/burst{number}" for number in range(BURSTS)]
+    for path in paths:
+        guest.sh(f"dd if=/dev/urandom of={path} bs=4096 count={CHUNK_PAGES} 2>/dev/null; sync")
+        guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+        settle(guest)
+    sums = checksums(guest, paths)
+    settle(guest)
+    hold = hold_feeder(guest)
+    before = stats(guest)
+    for path in paths:
+        guest.sh(f"cat {path} >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
+        after = wait_for_full_batches(guest)
+    grown = growth(before, after)
+    assert grown["puts"] >= BURSTS * CHUNK_PAGES
+    # Without slots that the answers freed, the ring would have been full.
+    assert grown["puts_dropped_ring_full"] == 0
+    hold.release()
+    settle(guest)
+    assert checksums(guest, paths) == sums
+
+
+def test_full_batches_and_their_answers_need_no_feeder(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Full batches leave and their answers free slots while the feeder thread does not run."""
+    daemon = start_daemon(session)
+    tmem = Tmem(daemon.socket("vm1"), num_queues=1)
+    guest = driver_vm(session, kernel, test_module, tmem, memory_bytes=256 * MIB).start()
+    load(guest, f"verify_every=0 {PATIENT}")
+    check_full_batches_without_feeder(guest)
+
+
+def test_a_flush_is_sent_before_a_later_put_of_its_page(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """The host keeps pages that were put after a flush of them, although no feeder sent it."""
+    daemon = start_daemon(session)
+    tmem = Tmem(daemon.socket("vm1"), num_queues=1)
+    guest = driver_vm(session, kernel, test_module, tmem, memory_bytes=256 * MIB).start()
+    load(guest, f"verify_every=0 {PATIENT}")
+    write = f"dd if=/dev/urandom of={CHUNK} bs=4096 count={CHUNK_PAGES} conv=notrunc 2>/dev/null"
+    guest.sh(f"{write}; sync; echo 1 >/proc/sys/vm/drop_caches")
+    settle(guest)
+    hold = hold_feeder(guest)
+    before = stats(guest)
+    guest.sh(f"{write}; sync; echo 1 >/proc/sys/vm/drop_caches")
+    after = wait_for_full_batches(guest)
+    grown = growth(before, after)
+    assert grown["invalidations_dirty"] >= CHUNK_PAGES and grown["puts"] >= CHUNK_PAGES
+    assert grown["requests_flush"] >= 1
+    hold.release()
+    before = settle(guest)
+    guest.sh(f"cat {CHUNK} >/dev/null")
+    grown = growth(before, stats(guest))
+    assert grown["misses_host"] == 0
+    assert grown["hits"] + grown["misses_late"] >= CHUNK_PAGES
 
 
 def drop_and_wait(guest: Guest) -> float:

@@ -3,7 +3,7 @@
 
 use tmem_pool::{PAGE_SIZE, Page};
 
-/// Acceleration of lz4: the engine's, which is lz4's default.
+/// Acceleration of lz4. The engine uses the same value, which is lz4's default.
 const ACCELERATION: i32 = 1;
 
 /// Longest compressed form in bytes. The engine keeps pages with longer forms raw, so that lz4 may

@@ -50,7 +50,7 @@ const COMPRESSED: [&[u8]; 9] = [
     b"wOF2",
 ];
 
-/// Returns the class of a file, by its name and first page.
+/// Returns the position in [`CLASSES`] of the kind of a file, by the file's name and first page.
 fn class(path: &Path, page: &Page) -> usize {
     let extension = path.extension().and_then(|e| e.to_str()).unwrap_or("");
     let text = || page.iter().all(|byte| *byte == 0 || *byte >= 9);
@@ -72,7 +72,7 @@ fn class(path: &Path, page: &Page) -> usize {
         "other"
     };
     let class = CLASSES.iter().position(|(other, _)| *other == name);
-    class.expect("CLASSES has the class of every file")
+    class.expect("CLASSES lacks the class of a file")
 }
 
 fn files(dir: &Path, found: &mut Vec<PathBuf>) {
@@ -133,7 +133,7 @@ pub fn tree(dir: &Path) -> Result<Vec<Page>, String> {
 /// Set of pages of which no two are equal and none is same-filled.
 pub struct Corpus {
     pub pages: Vec<Box<Page>>,
-    /// Number of pages of each class, by its name.
+    /// Names of the kinds of files, each with its number of pages.
     pub classes: Vec<(&'static str, usize)>,
 }
 

@@ -81,8 +81,8 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
         return Ok(());
     }
     println!(
-        "{} pages of files, none same-filled or twice: {}. lz4 makes {:.3} of them; it takes {}, which \
-         are timed.\n",
+        "{} pages of files, none same-filled and no two equal: {}. lz4 compresses them to {:.3} of \
+         their size. {} of them compress, and these are timed.\n",
         corpus.pages.len(),
         classes.join(", "),
         memory::lz4_fraction(&corpus.pages),
@@ -95,8 +95,8 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
     results.print();
     if let Ok(two) = &two {
         println!(
-            "\nTwo servers have {} and {} pages, of which {} are same-filled and {} are there already: lz4 makes \
-             {} MiB of all, the pool holds {} MiB.",
+            "\nTwo servers have {} and {} pages, of which {} are same-filled and {} are equal to another \
+             page: lz4 compresses all pages to {} MiB, the pool takes {} MiB.",
             two.pages[0],
             two.pages[1],
             two.same_filled_pages,
@@ -108,8 +108,8 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
     Ok(())
 }
 
-/// Measures the times of all operations. The inner result says whether there was a zram device to
-/// compare with.
+/// Measures the times of all operations. The inner result is an error if there was no zram device
+/// for the comparison.
 fn measure_times(
     args: &EngineArgs,
     pages: &[Sized],

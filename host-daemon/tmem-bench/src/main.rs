@@ -51,7 +51,8 @@ enum Command {
     Slice(slice::Args),
     /// Whether a guest can find out by timing that a VM of another trust domain has a page.
     Timing(timing::Args),
-    /// Many VMs on one tmemd: its resources, all VMs connecting at once, a large VM that leaves.
+    /// Many VMs on one tmemd: its resources, all VMs connecting at once, a large VM that
+    /// disconnects.
     Vms(vms::Args),
 }
 

@@ -4,8 +4,8 @@
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Returns the processor time of this thread in nanoseconds. Other load on the machine slows the
-/// thread by using its caches, but its own time does not count.
+/// Returns the processor time of this thread in nanoseconds. The time of other threads does not
+/// count, although they can slow this thread by using the processor's caches.
 pub fn cpu_ns() -> f64 {
     let now = clock_gettime(ClockId::ThreadCPUTime);
     now.tv_sec as f64 * 1e9 + now.tv_nsec as f64
@@ -46,7 +46,7 @@ impl Samples {
 
     /// Returns the value of the latest round.
     pub fn last(&self) -> f64 {
-        *self.0.last().expect("last() needs a measured round")
+        *self.0.last().expect("no round was measured before last()")
     }
 
     /// Returns the median.

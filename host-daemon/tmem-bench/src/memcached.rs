@@ -58,7 +58,8 @@ impl Memcached {
                     std::thread::sleep(Duration::from_millis(10));
                 }
                 Err(error) => {
-                    // No other code uses the process any more, so errors do not matter.
+                    // No other code uses the memcached process any more, so errors of these calls
+                    // do not matter.
                     let _ = child.kill();
                     let _ = child.wait();
                     return Err(format!("memcached at {}: {error}", socket.display()));
@@ -103,7 +104,7 @@ impl Memcached {
             .map_err(|error| error.to_string())
     }
 
-    /// Takes the answers to `pages` stored pages.
+    /// Reads the answers to requests that store `pages` pages.
     ///
     /// # Errors
     /// A page was not stored.
@@ -151,7 +152,7 @@ impl Memcached {
         match line.starts_with(wanted.as_bytes()) {
             true => Ok(()),
             false => Err(format!(
-                "memcached says {:?}",
+                "memcached answered {:?}",
                 String::from_utf8_lossy(&line)
             )),
         }

@@ -60,7 +60,7 @@ pub fn held(pages: &[Box<Page>]) -> Result<Held, String> {
     let rig = Rig::new(2 * (pages.len() * PAGE_SIZE) as u64 + (64 << 20))?;
     fill(&rig, 1, pages.iter().map(|page| &**page));
     let lz4 = lz4_bytes(pages);
-    // The first sweep ends. No page is cold before the end of the second sweep.
+    // Let the first sweep end. No page is cold before the end of the second sweep.
     rig.until(Time(SWEEP_NS));
     let warm = rig.engine.stats();
     cool(&rig);
@@ -130,8 +130,8 @@ pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
     })
 }
 
-/// Returns two fractions: the stored bytes as a fraction of the memory without metadata, first
-/// after many replacements of pages, then after half of all pages were dropped.
+/// Returns the stored bytes as a fraction of the memory without metadata, measured twice: after
+/// many replacements of pages, and after half of all pages were dropped.
 ///
 /// # Errors
 /// There is no address space.

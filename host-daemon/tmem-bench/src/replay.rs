@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use tmem_pool::PolicyKind;
 use tmem_trace::format::{Event, Reader, TraceError};
 
-/// Default pool sizes, in eighths of the memory that the trace would fill without evictions. At the
-/// smallest size most pages are evicted, at the largest few.
+/// Default pool sizes, in eighths of the memory that the trace would fill without evictions. With
+/// the smallest size most pages are evicted, with the largest size only a few.
 pub const EIGHTHS: std::ops::RangeInclusive<u64> = 1..=7;
 
 /// Largest size of a decompressed trace in bytes, whatever its header says: sixteen times a
@@ -71,18 +71,18 @@ struct Trace {
     seconds: f64,
     puts: u64,
     gets: u64,
-    /// Largest charge in bytes without evictions, and the hit ratio in that case.
+    /// Largest charge in bytes in a pool that never evicts, and the hit ratio of that pool.
     peak_bytes: u64,
     hit_ratio_max: f64,
     sizes: Vec<AtSize>,
-    /// Mean over the sizes, by policy.
+    /// Mean hit ratio over all sizes, by policy.
     mean: BTreeMap<&'static str, f64>,
 }
 
 #[derive(serde::Serialize)]
 struct Replayed {
     traces: Vec<Trace>,
-    /// Mean over the traces, by policy.
+    /// Mean hit ratio over all traces, by policy.
     mean: BTreeMap<&'static str, f64>,
 }
 
@@ -256,7 +256,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     if args.json {
         println!(
             "{}",
-            serde_json::to_string_pretty(&result).expect("the results can be written as JSON")
+            serde_json::to_string_pretty(&result).expect("the results cannot be written as JSON")
         );
     } else {
         print(&result);

@@ -43,14 +43,14 @@ const UNUSUAL_PART: f64 = 0.02;
 
 fn seeds() -> std::ops::RangeInclusive<u64> {
     let count = std::env::var("TMEM_SEEDS")
-        .map(|text| text.parse().expect("TMEM_SEEDS is a number of seeds"));
+        .map(|text| text.parse().expect("TMEM_SEEDS is not a number of seeds"));
     1..=count.unwrap_or(SEEDS)
 }
 
 /// Returns the recorded traces, by name.
 fn recorded() -> Vec<(String, Vec<Event>)> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/traces");
-    let entries = std::fs::read_dir(&folder).expect("cannot read the directory tests/traces");
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/traces");
+    let entries = std::fs::read_dir(&directory).expect("cannot read the directory tests/traces");
     let mut paths: Vec<PathBuf> = entries
         .map(|entry| entry.expect("cannot read an entry of tests/traces").path())
         .collect();
@@ -62,7 +62,7 @@ fn recorded() -> Vec<(String, Vec<Event>)> {
     );
     let name = |path: &PathBuf| {
         path.file_name()
-            .expect("a path in tests/traces has a file name")
+            .expect("a path in tests/traces has no file name")
             .to_string_lossy()
             .into_owned()
     };
@@ -116,8 +116,9 @@ fn default_policy_is_no_worse_than_lru_and_better_on_the_mean() {
     );
 }
 
-/// Returns the events of a guest with a page cache of its own. It puts the page that was used
-/// longest ago, and gets pages that it does not have. `next` returns the page that it reads.
+/// Returns the events of a guest with a page cache of its own. When the page cache is full, the
+/// guest puts the page that was used longest ago. It gets each page that is not in its page cache.
+/// `next` returns the number of the page that the guest reads next.
 fn guest(reads: u64, cache_pages: usize, mut next: impl FnMut(u64) -> u64) -> Vec<Event> {
     let (mut events, mut used, mut order) = (Vec::new(), HashMap::new(), BTreeMap::new());
     let place = |page: u64| {
@@ -151,7 +152,7 @@ fn guest(reads: u64, cache_pages: usize, mut next: impl FnMut(u64) -> u64) -> Ve
         if used.len() > cache_pages {
             let (_, oldest) = order
                 .pop_first()
-                .expect("a page cache above its size is not empty");
+                .expect("a page cache above its size is empty");
             used.remove(&oldest);
             let (object, index) = place(oldest);
             event(Op::Put {
@@ -214,9 +215,9 @@ fn synthetic(seed: u64) -> Vec<(String, Vec<Event>)> {
 struct Errors(Vec<f64>);
 
 impl Errors {
-    fn add(&mut self, what: &str, is: f64, said: f64) {
-        let error = said - is;
-        println!("{what}: {is:.1} % of all gets, said {said:.1}: {error:+.1}");
+    fn add(&mut self, what: &str, actual: f64, estimate: f64) {
+        let error = estimate - actual;
+        println!("{what}: {actual:.1} % of all gets, estimated {estimate:.1}: {error:+.1}");
         self.0.push(error);
     }
 
@@ -291,10 +292,10 @@ fn estimated_gains_and_losses_are_within_bounds() {
         for sixteenths in GAIN_SIXTEENTHS {
             let base = whole.run(sixteenths, 100);
             let of_gets = |hits: f64| 100.0 * hits / base.gets as f64;
-            for (said, percent) in base.gain_hits.into_iter().zip(GAIN_PERCENT) {
+            for (estimate, percent) in base.gain_hits.into_iter().zip(GAIN_PERCENT) {
                 let more = whole.run(sixteenths, 100 + percent).hits as f64 - base.hits as f64;
                 let what = format!("{name}, {sixteenths}/16 and {percent} % more");
-                gains.add(&what, of_gets(more), of_gets(said as f64));
+                gains.add(&what, of_gets(more), of_gets(estimate as f64));
             }
         }
         for sixteenths in LOSS_SIXTEENTHS {

@@ -5,7 +5,7 @@ use crate::measure::Ratio;
 use serde_json::{Map, Value, json};
 use std::io::{IsTerminal, Write};
 
-/// Target of a ratio: the bound on its good side.
+/// Target of a ratio: the bound that the ratio should not exceed, or should reach.
 #[derive(Clone, Copy)]
 pub enum Target {
     AtMost(f64),
@@ -32,7 +32,7 @@ impl Target {
     }
 }
 
-/// All ratios, in their order.
+/// All ratios, in the order in which they are reported.
 #[derive(Default)]
 pub struct Results(Vec<(&'static str, Target, Result<Ratio, String>)>);
 

@@ -91,7 +91,7 @@ impl Guest {
         let results = &mut results[..puts.len()];
         self.0
             .put(POOL, &puts, results)
-            .expect("the tenant has the pool");
+            .expect("the tenant does not have the pool");
         let stored = |result: &PutResult| *result == PutResult::Stored;
         assert!(
             results.iter().all(stored),
@@ -120,13 +120,13 @@ impl Guest {
             !results.iter().any(missed),
             "a get of object {object} missed a page, from page {first} on"
         );
-        spent.expect("the tenant has the pool")
+        spent.expect("the tenant does not have the pool")
     }
 
-    /// Drops pages.
+    /// Drops pages of an object from the page `first` on: `pages` pages, or all with None.
     pub fn flush(&self, object: u64, first: usize, pages: Option<u64>) {
         self.0
             .flush(POOL, object, first as u64, pages)
-            .expect("the tenant has the pool");
+            .expect("the tenant does not have the pool");
     }
 }

@@ -27,8 +27,8 @@ const CHAINS: usize = 64;
 const RANGE_PAGES: u64 = 511;
 /// Largest number of pages of an object that a FLUSH frees itself.
 const OBJECT_PAGES: u64 = 16;
-/// Number of chains of attacks whose requests name whole objects or batches. It is small so that
-/// their pages are generated quickly.
+/// Number of chains of attacks whose requests name whole objects or batches. The number is small,
+/// so that the pages for these requests are generated quickly.
 const FEW_CHAINS: usize = 16;
 const BATCH: usize = wire::BATCH_MAX;
 /// Number of the victim's pages.
@@ -48,7 +48,7 @@ const PROCESSORS: [usize; 2] = [0, 1];
 /// Options of the benchmark.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Rounds for each attack, one alone and one beside it.
+    /// Number of rounds for each attack. A round measures the victim alone and beside the attack.
     #[arg(long, default_value_t = 40, value_name = "NUMBER")]
     rounds: usize,
     /// Pause of the victim between two gets, in µs. Without a pause its next get comes in time for
@@ -110,8 +110,8 @@ impl Attack {
         }
     }
 
-    /// Returns whether an answered chain is sent again, because it needs no pages that the first
-    /// answer used up.
+    /// Returns whether the attacker sends an answered chain again. It does so if the request of the
+    /// chain does not use up pages in the pool.
     fn is_endless(self) -> bool {
         matches!(
             self,
@@ -315,7 +315,8 @@ impl Attacker {
         self.left.extend(0..self.chains.len());
     }
 
-    /// Takes answers, and sends chains that are still to be sent.
+    /// Takes the answers that have arrived, and sends as many of the chains in `left` as the ring
+    /// takes.
     fn go_on(&mut self) -> Result<(), String> {
         let queue = self.attack.queue();
         loop {
@@ -414,7 +415,7 @@ impl Rig {
         while self.host.daemon.maintain(self.now_ns, 4096) {}
     }
 
-    /// Stores the pages that the attack needs and uses up.
+    /// Stores the pages that the attack's requests need and use up.
     fn stock(&mut self, round: usize) -> Result<(), String> {
         let mut rng = fastrand::Rng::with_seed(round as u64);
         match self.attacker.attack {
@@ -456,8 +457,9 @@ impl Rig {
         Ok(())
     }
 
-    /// Gets one page of the victim after the other, and returns the times in µs. With `beside`, it
-    /// ends when the attack ends. Otherwise it ends when all pages are used up.
+    /// Gets one page of the victim after the other, and returns the times in µs. With `beside`, the
+    /// measurement runs beside the attack and ends with it. Otherwise it ends when all pages are
+    /// used up.
     fn times(&mut self, beside: bool, pause: Duration) -> Result<Vec<f64>, String> {
         let runs: Vec<Run> = (0..VICTIM_PAGES / BATCH)
             .map(|nth| Run {
@@ -465,7 +467,7 @@ impl Rig {
                 pages: BATCH,
             })
             .collect();
-        // Put the pages again that the last round took.
+        // Put again the pages that the gets of the last round have removed from the pool.
         self.victim.all(&runs, true)?;
         self.maintain_all();
         let mut times = Vec::new();
@@ -525,7 +527,7 @@ fn percentile(sorted: &[f64], part: f64) -> f64 {
 /// Runs the benchmark and prints it.
 ///
 /// # Errors
-/// The daemon refuses, or a request is not answered.
+/// The daemon refuses a connection or a message, or a request is not answered.
 pub fn run(args: &Args) -> Result<(), String> {
     pin(None, PROCESSORS[1])?;
     let pause = Duration::from_micros(args.pause_us);

@@ -2,8 +2,9 @@
 //! Time for each page of bare library calls, zram and the engine, which are measured alternately.
 //!
 //! The pool always holds all pages of the corpus. In each round, random batches are got, put again,
-//! and finalized. Each page exists twice in memory, once for the engine and once for the baselines,
-//! so that neither finds a page in the caches because the other has read it.
+//! and finalized. Each page exists twice in memory, once for the engine and once for the baselines.
+//! Otherwise the engine could find a page in the processor's caches because a baseline has read it,
+//! or vice versa.
 
 use crate::bare;
 use crate::measure::{Samples, cpu_ns};
@@ -12,8 +13,8 @@ use crate::zram::Zram;
 use std::hint::black_box;
 use tmem_pool::{PAGE_SIZE, Page, PageHash, Time};
 
-/// Number of batches of a round. They are half as many pages as a tenant may have raw, so that none
-/// is refused.
+/// Number of batches of a round. Together these batches have half as many pages as a tenant may
+/// have raw, so that no page is refused.
 const BATCHES: usize = RAW_PAGES / BATCH / 2;
 const PAGES: usize = BATCHES * BATCH;
 
@@ -253,8 +254,8 @@ fn zram_round(
     Ok(())
 }
 
-/// Lets all pages become cold, and measures the sweeps that recompress them. The time is per held
-/// page.
+/// Lets all pages become cold, and measures the time that the sweeps take to recompress them, per
+/// page in the pool.
 pub fn recompress(times: &mut Times, rig: &Rig, pages: usize) {
     rig.until(Time(LATER_NS));
     times.recompress.time(pages, || {

@@ -42,8 +42,8 @@ const REPEATS: usize = 3;
 /// reaches from the smallest to the largest value.
 const ROUNDS_MIN: usize = 6;
 
-/// Largest number of batches of a half. Both halves together must be fewer pages than a guest may
-/// have raw.
+/// Largest number of batches of a half. Both halves together must have fewer pages than the limit
+/// of a guest's raw pages.
 const BATCHES_MAX: usize = 14;
 
 /// Number of pages of each half that are put one by one in a round. They are the first batch of the
@@ -253,7 +253,7 @@ impl Rig {
         })
     }
 
-    /// Returns the batches of a half.
+    /// Returns the batches of one half of the pages.
     fn half(&self, half: usize) -> Vec<Run> {
         let run = |nr| Run {
             index: nr * BATCH,
@@ -270,8 +270,8 @@ impl Rig {
         (first..first + SINGLES).map(run).collect()
     }
 
-    /// Returns the runs of both halves in random order. The flag of each run says whether the
-    /// neighbour holds its pages.
+    /// Returns the runs of both halves in random order. The flag of each run is true if the
+    /// neighbour holds the run's pages.
     fn mixed(
         &self,
         held: usize,
@@ -286,7 +286,7 @@ impl Rig {
         runs
     }
 
-    /// Does one round: `held` is the number of the held half.
+    /// Does one round. `held` is the number of the half whose pages the neighbour holds.
     fn round(
         &mut self,
         times: &mut Times,
@@ -319,7 +319,7 @@ impl Rig {
             * times.bound
             * times.ns[&(holder, What::PutBatch)]
                 .last()
-                .expect("measured")
+                .expect("nothing was measured")
             * BATCH as f64;
         let mut order: Vec<_> = order
             .into_iter()
@@ -403,7 +403,8 @@ impl Guest {
     }
 }
 
-/// Returns the times of runs, one at a time, for each half, in ns per page.
+/// Executes the runs of `order` one after the other. Returns their times in ns per page, in a list
+/// for each half of the pages.
 fn time(
     guest: &mut Guest,
     order: &[(usize, Run)],
@@ -476,7 +477,7 @@ fn outcome(times: &Times) -> Outcome {
         let ratio = times.ratio((holder, what));
         if times.verdict((holder, what)) != Verdict::Different {
             return Outcome::Undecided(format!(
-                "{} of {holder:?} is {:.3} – {:.3}: what is there is not found, so what is not found may be there",
+                "{} with pages of {holder:?} has the ratio {:.3} – {:.3}: the run did not find this difference, which exists, and may have missed others",
                 what.name(),
                 ratio.low,
                 ratio.high
@@ -523,7 +524,7 @@ fn decide(mut run: impl FnMut(usize) -> Result<Times, String>) -> Result<(Times,
         }
         last = Some((times, found));
     }
-    let (times, found) = last.expect("REPEATS is at least 1");
+    let (times, found) = last.expect("REPEATS is 0");
     let same = different.len() == REPEATS && different.iter().all(|what| *what == different[0]);
     let found = match found {
         Outcome::Different(what) if !same => {
@@ -636,7 +637,7 @@ mod tests {
         };
         assert_eq!(outcome(&times(leak, 0.01)), Outcome::Different("put_page"));
         let always = decide(|_| Ok(times(leak, 0.01)))
-            .expect("a simulated run cannot fail")
+            .expect("a simulated run failed")
             .1;
         assert_eq!(always, Outcome::Different("put_page"));
         let twice = decide(|nth| {
@@ -646,7 +647,7 @@ mod tests {
             ))
         });
         assert!(matches!(
-            twice.expect("a simulated run cannot fail").1,
+            twice.expect("a simulated run failed").1,
             Outcome::Undecided(_)
         ));
         let at_last = decide(|nth| {
@@ -656,11 +657,8 @@ mod tests {
                 times(as_designed, 0.01)
             })
         });
-        assert_eq!(
-            at_last.expect("a simulated run cannot fail").1,
-            Outcome::Equal
-        );
-        // A run that does not find the differences that exist is undecided.
+        assert_eq!(at_last.expect("a simulated run failed").1, Outcome::Equal);
+        // A run that finds no difference, although some exist, is undecided.
         let blind = times(|_, _| 1.0, 0.01);
         assert!(matches!(outcome(&blind), Outcome::Undecided(_)));
     }

@@ -6,7 +6,8 @@
 //! unmap.
 //!
 //! The guests are fake (`tmem-sim`) and share the machine with the daemon, so that the reported
-//! times are upper bounds. Requests are sent one at a time, as by a reader that waits.
+//! times are upper bounds. Each request is sent after the answer to the previous one, as by a
+//! reader that waits for each page.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -33,23 +34,24 @@ pub struct Args {
     /// Number of VMs.
     #[arg(long, default_value_t = 256, value_name = "NUMBER")]
     vms: usize,
-    /// How often all VMs leave and connect again.
+    /// Number of times that all VMs disconnect and connect again.
     #[arg(long, default_value_t = 5, value_name = "NUMBER")]
     rounds: usize,
     /// Number of threads that the guests share.
     #[arg(long, default_value_t = 4, value_name = "NUMBER")]
     clients: usize,
-    /// Seconds of measurement under load, and before a VM leaves.
+    /// Seconds of measurement under load, and before a VM disconnects.
     #[arg(long, default_value_t = 3, value_name = "NUMBER")]
     seconds: u64,
-    /// Pages of the leaving VM in the pool, in GiB: pages of one value, which take metadata only.
+    /// Pages in the pool of the VM that disconnects, in GiB: same-filled pages, which take metadata
+    /// only.
     #[arg(long, default_value_t = 16, value_name = "GIB")]
     leaving_gib: u64,
-    /// Measure only a large VM that leaves.
+    /// Measure only what happens when a large VM disconnects.
     #[arg(long)]
     leaving_only: bool,
-    /// Memory of the leaving VM in GiB, all touched by the daemon. The host needs only 1 GiB for
-    /// it, which is mapped at as many places.
+    /// Memory in GiB of the VM that disconnects, all touched by the daemon. The host needs only 1
+    /// GiB for it, because all parts of the VM's memory map the same file.
     #[arg(long, default_value_t = 64, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=64))]
     mapped_gib: u64,
     /// Do not confine the daemon, so that users other than root can see its resources.
@@ -87,25 +89,27 @@ impl Times {
     }
 }
 
-/// A daemon process, which ends when this is dropped.
+/// A daemon process, which is killed when this value is dropped.
 struct Daemon {
     child: Child,
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
 }
 
 impl Daemon {
     fn start(program: &Path, vms: usize, no_sandbox: bool) -> Result<Daemon, String> {
-        let folder =
+        let directory =
             tempfile::tempdir().map_err(|e| format!("cannot create a temporary directory: {e}"))?;
-        let log = File::create(folder.path().join("log"))
+        let log = File::create(directory.path().join("log"))
             .map_err(|e| format!("cannot create the daemon's log file: {e}"))?;
         let mut command = Command::new(program);
         command.args(["--pool-size", "8GiB", "--host-free-min", "0"]);
         command.args(["--memory-pressure", "none"]);
         command.args(no_sandbox.then_some("--no-sandbox"));
-        command.arg("--control").arg(folder.path().join("control"));
+        command
+            .arg("--control")
+            .arg(directory.path().join("control"));
         for vm in 0..=vms {
-            let socket = folder.path().join(format!("{vm}.sock"));
+            let socket = directory.path().join(format!("{vm}.sock"));
             let vm = format!("socket={},name=vm{vm}", socket.display());
             command.args(["--vm", &vm]);
         }
@@ -113,13 +117,13 @@ impl Daemon {
         let child = command
             .spawn()
             .map_err(|e| format!("cannot start {}: {e}", program.display()))?;
-        let daemon = Daemon { child, folder };
-        until(|| daemon.folder.path().join("control").exists() && daemon.socket(vms).exists())?;
+        let daemon = Daemon { child, directory };
+        until(|| daemon.directory.path().join("control").exists() && daemon.socket(vms).exists())?;
         Ok(daemon)
     }
 
     fn socket(&self, vm: usize) -> PathBuf {
-        self.folder.path().join(format!("{vm}.sock"))
+        self.directory.path().join(format!("{vm}.sock"))
     }
 
     /// Returns the bytes of guest memory that the daemon has touched and mapped.
@@ -135,7 +139,7 @@ impl Daemon {
 
     /// Returns the numbers of the daemon's threads, descriptors and mappings, and its own memory in
     /// KiB.
-    fn takes(&self) -> [u64; 4] {
+    fn resources(&self) -> [u64; 4] {
         let proc = PathBuf::from(format!("/proc/{}", self.child.id()));
         let entries = |name| fs::read_dir(proc.join(name)).map_or(0, Iterator::count) as u64;
         let read = |name| fs::read_to_string(proc.join(name)).unwrap_or_default();
@@ -301,17 +305,17 @@ fn message_times(
 ) -> Result<Vec<(&'static str, Times)>, String> {
     let mut times: [Times; 4] = Default::default();
     let until = Instant::now() + Duration::from_secs(args.seconds);
-    let said = |error: tmem_sim::GuestError| error.to_string();
+    let text = |error: tmem_sim::GuestError| error.to_string();
     connect(one, &daemon.socket(args.vms))?;
     while Instant::now() < until {
         let [config, table, base, answer] = &mut times;
-        config.time(|| one.read_config()).map_err(said)?;
-        table.time(|| one.set_mem_table()).map_err(said)?;
+        config.time(|| one.read_config()).map_err(text)?;
+        table.time(|| one.set_mem_table()).map_err(text)?;
         answer.time(|| ask(one, put(3, 0, 1, 9)))?;
         answer.time(|| ask(one, get(3, 0, 1)))?;
-        // This sends one message for each queue.
-        base.time(|| one.get_vring_bases()).map_err(said)?;
-        one.start().map_err(said)?;
+        // get_vring_bases() sends one message for each queue.
+        base.time(|| one.get_vring_bases()).map_err(text)?;
+        one.start().map_err(text)?;
     }
     one.disconnect();
     let names = [
@@ -345,14 +349,14 @@ fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, S
     };
     let (mut before, mut during) = (Times::default(), Times::default());
     asked(&mut before, &after(Duration::from_secs(args.seconds)))?;
-    let full_kib = daemon.takes()[3];
+    let full_kib = daemon.resources()[3];
     large.disconnect();
     let begun = Instant::now();
-    // Wait until the daemon gives no more memory back.
+    // Wait until the daemon's memory no longer shrinks.
     let kib = std::cell::Cell::new((full_kib, begun));
     asked(&mut during, &|| {
         let (before, since) = kib.get();
-        let now = daemon.takes()[3];
+        let now = daemon.resources()[3];
         if now != before {
             kib.set((now, Instant::now()));
         }
@@ -360,14 +364,14 @@ fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, S
     })?;
     let (left_kib, freed) = kib.get();
     println!(
-        "\na VM leaves {pages} pages, for which the daemon took {} MiB; {} MiB are left after {:.2} s",
+        "\na VM with {pages} pages disconnects: the daemon had {} MiB and has {} MiB after {:.2} s",
         full_kib >> 10,
         left_kib >> 10,
         (freed - begun).as_secs_f64()
     );
     Ok(vec![
-        ("another's put or get before", before),
-        ("another's put or get meanwhile", during),
+        ("put or get of another VM, before", before),
+        ("put or get of another VM, meanwhile", during),
     ])
 }
 
@@ -455,27 +459,27 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         phase.store(1, Ordering::Relaxed);
         let begun = Instant::now();
         large.disconnect();
-        // The memory of the VM that disconnects is gone when less than a hundredth is left: the
-        // other VMs have less than that.
+        // The memory counts as released when less than a hundredth of it is still mapped. The
+        // memory of the other VMs is less than that.
         let gone = until(|| daemon.touched_bytes() < full / 100);
         let took = begun.elapsed();
         phase.store(2, Ordering::Relaxed);
         let joined = [answers, tables].map(|thread| thread.join());
         gone?;
         println!(
-            "\na VM leaves with {} MiB that the daemon has touched; {:.2} s until they are unmapped",
+            "\na VM disconnects: {} MiB that the daemon has touched are unmapped in {:.2} s",
             full >> 20,
             took.as_secs_f64()
         );
         let mut all = Vec::new();
         for (names, times) in [
             [
-                "another's put or get before",
-                "another's put or get meanwhile",
+                "put or get of another VM, before",
+                "put or get of another VM, meanwhile",
             ],
             [
-                "a third's SET_MEM_TABLE before",
-                "a third's SET_MEM_TABLE meanwhile",
+                "SET_MEM_TABLE of a third VM, before",
+                "SET_MEM_TABLE of a third VM, meanwhile",
             ],
         ]
         .into_iter()
@@ -502,7 +506,7 @@ fn print(times: Vec<(&'static str, Times)>) {
 fn crowd(program: &Path, args: &Args) -> Result<(), String> {
     let daemon = Daemon::start(program, args.vms, args.no_sandbox)?;
     let mut guests = (0..args.vms).map(guest).collect::<Result<Vec<_>, _>>()?;
-    let empty = daemon.takes();
+    let empty = daemon.resources();
     if empty[1] == 0 {
         return Err(
             "the daemon's resources cannot be read. Run the benchmark as root or with --no-sandbox"
@@ -516,7 +520,7 @@ fn crowd(program: &Path, args: &Args) -> Result<(), String> {
         "{:24} {:>8} {:>12} {:>10} {:>12}",
         "", "threads", "descriptors", "mappings", "KiB"
     );
-    tell("nobody connected", empty);
+    tell("no VM connected", empty);
     let mut storms = Vec::new();
     for round in 0..args.rounds {
         let (times, took) = storm(&daemon, &mut guests, args.clients)?;
@@ -524,7 +528,7 @@ fn crowd(program: &Path, args: &Args) -> Result<(), String> {
         if round == 0 {
             // The daemon unmaps old memory tables a little later.
             std::thread::sleep(Duration::from_millis(500));
-            tell(&format!("{} VMs connected", args.vms), daemon.takes());
+            tell(&format!("{} VMs connected", args.vms), daemon.resources());
         }
         if round + 1 < args.rounds {
             guests.iter_mut().for_each(FakeGuest::disconnect);
@@ -545,10 +549,10 @@ fn crowd(program: &Path, args: &Args) -> Result<(), String> {
         print(messages(&daemon, &mut guests, args, loaded)?);
     }
     guests.iter_mut().for_each(FakeGuest::disconnect);
-    until(|| daemon.takes()[0] <= empty[0])?;
+    until(|| daemon.resources()[0] <= empty[0])?;
     std::thread::sleep(Duration::from_secs(1));
     println!();
-    tell("all have left", daemon.takes());
+    tell("all VMs disconnected", daemon.resources());
     Ok(())
 }
 

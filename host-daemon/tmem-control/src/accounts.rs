@@ -41,7 +41,7 @@ mod tests {
             assert_eq!(
                 number(users, name),
                 expected,
-                "account {name:?} has another number"
+                "account {name:?} has the wrong number"
             );
         }
         let groups = "root:x:0:\nkvm:x:36:alice,bob\n";

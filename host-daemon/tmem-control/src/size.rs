@@ -48,7 +48,7 @@ mod tests {
             assert_eq!(
                 parse(text),
                 Ok(bytes),
-                "{text:?} was parsed as another size"
+                "{text:?} was parsed as the wrong size"
             );
         }
         for text in [

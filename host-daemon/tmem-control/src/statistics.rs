@@ -6,16 +6,16 @@
 //! and docs/statistics.md is generated from it (`TMEM_BLESS=1 cargo test -p tmem-control`). A test
 //! compares the table with the interface file, so that each figure has a meaning.
 
-/// Type of the interface whose field the figure is.
+/// Type in the control interface that contains the figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
-    /// `DaemonStats`.
+    /// Type `DaemonStats` of the interface.
     Daemon,
-    /// `PoolStats`.
+    /// Type `PoolStats` of the interface.
     Pool,
-    /// `VmStats`.
+    /// Type `VmStats` of the interface.
     Vm,
-    /// `DriverReport`: figures that a guest's driver reports.
+    /// Type `DriverReport`: figures that a guest's driver reports.
     Driver,
 }
 
@@ -42,8 +42,9 @@ pub enum Export {
     /// The metric shows the value in large steps only, because it depends on pages that VMs have in
     /// common.
     Steps,
-    /// The metric shows the part that no other figure of the same metric counts, so that the
-    /// metric's series can be added. The other figures are subtracted as they are exported.
+    /// The metric shows the part of the value that no other figure of the same metric counts, so
+    /// that the metric's series can be added. The exporter subtracts the other figures, with the
+    /// precision with which it exports them.
     Rest,
     /// The metric shows the same part as for `Rest`, in large steps.
     RestInSteps,
@@ -306,10 +307,10 @@ mod tests {
         let begin = format!("type {type_name} (\n");
         let (_, rest) = INTERFACE
             .split_once(&begin)
-            .expect("the interface defines the type of each scope");
+            .expect("the interface does not define the type of a scope");
         let (body, _) = rest
             .split_once(')')
-            .expect("the type ends with a parenthesis");
+            .expect("the type does not end with a parenthesis");
         let lines = body.lines();
         lines
             .filter_map(|line| Some(line.trim().split_once(':')?.0))
@@ -405,7 +406,8 @@ mod tests {
         text
     }
 
-    /// Compares the tables of docs/statistics.md; `TMEM_BLESS=1` writes them again.
+    /// Compares the tables of docs/statistics.md with [`STATISTICS`]. With `TMEM_BLESS=1` it writes
+    /// the tables instead.
     #[test]
     fn docs_statistics_md_matches_the_table() {
         let path = root().join("docs/statistics.md");

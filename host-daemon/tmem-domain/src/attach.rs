@@ -80,8 +80,8 @@ pub fn move_socket(text: &str, socket: &str) -> Result<String, Error> {
     Ok(apply(text, splices.collect()))
 }
 
-/// Returns the domain's XML without the device and without all that attach changed. An empty element
-/// that attach used keeps its end tag.
+/// Returns the domain's XML without the device and with all changes of attach reverted. An
+/// empty-element tag to which attach added children stays a pair of tags.
 pub fn detach(text: &str) -> Result<String, Error> {
     Domain::parse(text)?;
     let mut text = text.to_string();
@@ -122,8 +122,9 @@ impl Edit {
         })
     }
 
-    /// Inserts `element` into the element at path `parent` (empty: the root). It goes behind the
-    /// last child whose name is in `after`, or behind the last child if `after` is empty.
+    /// Inserts `element` into the element at path `parent` (empty: the root). The new element
+    /// follows the last child whose name is in `after`, or the last child of all if `after` is
+    /// empty.
     fn insert(&mut self, parent: &str, after: &[&str], element: &str) -> Result<(), Error> {
         let document = Document::parse(&self.text)?;
         let root = document.root_element();
@@ -132,13 +133,13 @@ impl Edit {
             path => find(root, path),
         };
         let node = node.ok_or_else(|| Error(format!("the domain has no <{parent}>")))?;
-        let behind = match after {
+        let previous = match after {
             [] => node.last_element_child(),
             names => node
                 .children()
                 .rfind(|c| names.iter().any(|n| c.has_tag_name(*n))),
         };
-        self.text = apply(&self.text, edit::insert(node, behind, &[element.into()]));
+        self.text = apply(&self.text, edit::insert(node, previous, &[element.into()]));
         Ok(())
     }
 
@@ -305,13 +306,16 @@ mod tests {
         let plain = "<domain type='kvm'><name>a</name><uuid>b</uuid><!-- /run/virtio-tmem/b.sock -->\
                      <os><type machine='q35'>hvm</type></os><devices/></domain>";
         assert!(move_socket(plain, "/x").is_err());
-        let before = attach(plain, &Options::default()).expect("the domain is valid");
-        let after = move_socket(&before, "/run/a,b&c").expect("the domain has the device");
-        let device = Domain::parse(&after).expect("the domain is valid").device;
+        let before = attach(plain, &Options::default()).expect("the domain was refused");
+        let after =
+            move_socket(&before, "/run/a,b&c").expect("the domain does not have the device");
+        let device = Domain::parse(&after)
+            .expect("the domain was refused")
+            .device;
         assert_eq!(device.map(|d| d.socket).as_deref(), Some("/run/a,b&c"));
         assert!(after.contains("<!-- /run/virtio-tmem/b.sock -->"));
-        let back =
-            move_socket(&after, "/run/virtio-tmem/b.sock").expect("the domain has the device");
+        let back = move_socket(&after, "/run/virtio-tmem/b.sock")
+            .expect("the domain does not have the device");
         assert_eq!(back, before);
     }
 }

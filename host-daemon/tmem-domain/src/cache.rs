@@ -216,10 +216,10 @@ mod tests {
     #[test]
     fn cache_sizes_without_a_unit_are_kib() {
         let cache =
-            Cache::parse("<cache><limit>2048</limit></cache>").expect("the element is valid");
+            Cache::parse("<cache><limit>2048</limit></cache>").expect("the element was refused");
         assert_eq!(cache.limit, Some(2 << 20));
         let cache = Cache::parse("<cache> <limit unit='G'> 1 </limit>\n</cache>")
-            .expect("the element is valid");
+            .expect("the element was refused");
         assert_eq!(cache.limit, Some(1 << 30));
     }
 

@@ -35,7 +35,7 @@ pub fn escape(text: &str) -> String {
         .replace('"', "&quot;")
 }
 
-/// Returns the position behind an element's start tag, and true if the element is an empty-element
+/// Returns the position after an element's start tag, and true if the element is an empty-element
 /// tag.
 fn start_tag(node: Node<'_, '_>) -> (usize, bool) {
     let text = node.document().input_text();
@@ -72,7 +72,7 @@ pub fn indent_within(parent: Node<'_, '_>) -> usize {
     (depth(parent) + 1) * INDENT
 }
 
-/// Inserts elements into `parent`, behind the child `after` or, if that is None, before all
+/// Inserts elements into `parent`, after the child `after` or, if that is None, before all
 /// children. An empty-element tag gets an end tag.
 pub fn insert(
     parent: Node<'_, '_>,
@@ -135,7 +135,7 @@ pub fn children<'a, 'input: 'a>(
     })
 }
 
-/// Returns the first child element named `name`, with [`children`]' naming.
+/// Returns the first child element named `name`, a name as [`children`] takes it.
 pub fn child<'a, 'input: 'a>(parent: Node<'a, 'input>, name: &'a str) -> Option<Node<'a, 'input>> {
     children(parent, name).next()
 }
@@ -145,7 +145,7 @@ pub fn find<'a, 'input: 'a>(root: Node<'a, 'input>, path: &'a str) -> Option<Nod
     path.split('/').try_fold(root, child)
 }
 
-/// Returns the metadata element of a namespace; libvirt keeps at most one of each.
+/// Returns the metadata element of a namespace. libvirt keeps at most one for each namespace.
 pub fn metadata<'a, 'input: 'a>(
     root: Node<'a, 'input>,
     namespace: &'a str,

@@ -58,7 +58,7 @@ fn number(text: &str) -> Option<u32> {
 fn taken(root: Node<'_, '_>, bus: &str) -> HashSet<u32> {
     let devices = child(root, "devices");
     let devices = devices.into_iter().flat_map(|node| node.children());
-    // Only direct children count: an <address> below <source> is one on the host.
+    // Only direct children count, because an <address> below <source> is an address on the host.
     let addresses = devices
         .filter(Node::is_element)
         .filter_map(|device| child(device, "address"));

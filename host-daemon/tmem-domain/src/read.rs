@@ -10,7 +10,7 @@ use roxmltree::{Document, Node};
 /// QEMU id of the device's socket. A device whose chardev has this id was added by attach.
 pub(crate) const CHARDEV_ID: &str = "virtio-tmem";
 
-/// The parts of a domain's XML that are used here.
+/// The settings in a domain's XML that virtio-tmem uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Domain {
     /// Name of the domain.
@@ -91,7 +91,8 @@ pub(crate) fn argument_nodes<'a, 'input: 'a>(root: Node<'a, 'input>) -> Vec<Node
         .collect()
 }
 
-/// Returns the value of a property in a QEMU option. QEMU writes a comma in a value twice.
+/// Returns the value of a property in a QEMU option. In a QEMU option, a comma in a value is
+/// written twice.
 pub(crate) fn property(options: &str, key: &str) -> Option<String> {
     let options = options.replace(",,", "\0");
     let mut pairs = options.split(',').filter_map(|pair| pair.split_once('='));
@@ -163,8 +164,8 @@ fn memory(root: Node<'_, '_>) -> Result<(), Error> {
     unchangeable(root)
 }
 
-/// Returns the bytes of the current memory, since a balloon leaves the guest no more, and 0 if the
-/// memory consists of huge pages.
+/// Returns the size of the domain's `currentMemory` in bytes, because the balloon lets the guest
+/// use no more. Returns 0 if the memory consists of huge pages.
 fn takes_bytes(root: Node<'_, '_>) -> u64 {
     let bytes = |name| {
         let node = child(root, name)?;
@@ -218,7 +219,7 @@ mod tests {
         let takes = |inside: &str| {
             let xml = format!("<domain><name>a</name><uuid>b</uuid>{inside}</domain>");
             Domain::parse(&xml)
-                .expect("the domain is valid")
+                .expect("the domain was refused")
                 .takes_bytes
         };
         let memory = "<memory unit='GiB'>2</memory>";

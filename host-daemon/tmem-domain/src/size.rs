@@ -47,8 +47,8 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Returns a size as libvirt writes it: the number and its unit, which is KiB unless that is
-/// inexact.
+/// Returns a size as libvirt writes it: a number and its unit. The unit is KiB, or bytes if the
+/// size is not a whole number of KiB.
 pub fn write_size(bytes: u64) -> (u64, &'static str) {
     if bytes.is_multiple_of(1024) {
         (bytes / 1024, "KiB")
@@ -78,7 +78,7 @@ mod tests {
             assert_eq!(
                 scale("3", unit),
                 Ok(3 * bytes),
-                "unit {unit:?} has another size"
+                "unit {unit:?} has the wrong size"
             );
         }
         for unit in ["", "KiBs", "bit", "XiB", "Ki", "é", "i"] {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Records in a domain's metadata which changes attach made, so that detach reverts only these.
 //!
-//! Later changes by others stay. An element that is no longer empty is not removed, and a value
-//! that differs from the one that attach set is not replaced.
+//! Changes that a user or a program made after attach stay. An element that is no longer empty is
+//! not removed, and a value that differs from the one that attach set is not replaced.
 
 use crate::edit::{self, Splice, apply, escape};
 use crate::{Error, UNDO_NAMESPACE};
@@ -52,9 +52,9 @@ pub fn write(changes: &[Change], indent: usize) -> String {
     text + &format!("\n{:indent$}</{PREFIX}:undo>", "")
 }
 
-/// Reads the changes of a record; without a record there are none.
-pub fn read(note: Option<Node<'_, '_>>) -> Result<Vec<Change>, Error> {
-    let elements = note.into_iter().flat_map(|note| note.children());
+/// Reads the changes of a record. Without a record, returns no changes.
+pub fn read(record: Option<Node<'_, '_>>) -> Result<Vec<Change>, Error> {
+    let elements = record.into_iter().flat_map(|record| record.children());
     elements
         .filter(Node::is_element)
         .map(|element| {
@@ -76,7 +76,7 @@ pub fn read(note: Option<Node<'_, '_>>) -> Result<Vec<Change>, Error> {
         .collect()
 }
 
-/// Reverts a change, unless the text has been changed there since.
+/// Reverts a change of attach, unless that part of the text was changed again later.
 pub fn revert(text: &str, change: &Change) -> Result<String, Error> {
     let document = Document::parse(text)?;
     let find = |path| edit::find(document.root_element(), path);

@@ -213,7 +213,8 @@ fn is_within(part: &str, whole: &str) -> bool {
     part.bytes().all(|byte| rest.any(|other| other == byte))
 }
 
-/// Lists all that a text contains, except white space between elements and the form of empty tags.
+/// Lists the nodes of an XML text, without white space between elements and without the form of
+/// empty tags.
 fn nodes(text: &str) -> Vec<String> {
     let document = Document::parse(text).expect("the text is not XML");
     let nodes = document.root().descendants();
@@ -257,7 +258,7 @@ fn check(seed: u64) {
     let slot = attached
         .split("bus=pcie.0,addr=0x")
         .nth(1)
-        .expect("the device has a PCI address");
+        .expect("the device has no PCI address");
     let slot =
         u8::from_str_radix(&slot[..2], 16).expect("the PCI slot is not a hexadecimal number");
     assert!(

@@ -90,7 +90,7 @@ fn memory_that_the_daemon_cannot_map_is_reported_with_the_remedy() {
         ),
     ] {
         let error = Domain::parse(&domain(backing))
-            .expect("the domain is valid")
+            .expect("the domain was refused")
             .memory;
         let Err(error) = error else {
             panic!("{backing:?} was accepted");
@@ -108,7 +108,7 @@ fn attach_takes_and_keeps_the_highest_free_pci_slot() {
     let attached = attach(&domain(DEVICES), &Options::default()).expect("cannot attach the device");
     assert!(
         attached.contains("bus=pci.0,addr=0x1f"),
-        "the device has another PCI address: {attached}"
+        "the device has the wrong PCI address: {attached}"
     );
     let plugged = attached.replace(
         "  </devices>",
@@ -128,9 +128,9 @@ fn a_clone_gets_a_socket_of_its_own() {
     );
     let socket = |text: &str| {
         Domain::parse(text)
-            .expect("the domain is valid")
+            .expect("the domain was refused")
             .device
-            .expect("the domain has the device")
+            .expect("the domain does not have the device")
             .socket
     };
     assert_eq!(socket(&clone), socket(&attached));
@@ -173,10 +173,10 @@ fn attach_and_detach_replace_a_quota_set_by_virsh() {
         "<t:cache xmlns:t='urn:virtio-tmem:cache:1'><t:limit>7</t:limit></t:cache>",
     );
     let cache = Domain::parse(&set)
-        .expect("the domain is valid")
+        .expect("the domain was refused")
         .cache
-        .expect("the domain has a cache element")
-        .expect("the cache element is valid");
+        .expect("the domain has no cache element")
+        .expect("the cache element was refused");
     assert_eq!(cache.limit, Some(7 << 10));
     assert_eq!(detach(&set), Ok(domain(DEVICES)));
     assert_eq!(attach(&set, &Options::default()), Ok(attached));
@@ -186,7 +186,7 @@ fn attach_and_detach_replace_a_quota_set_by_virsh() {
 fn the_dac_seclabel_of_a_domain_names_its_user() {
     let user = |labels: &str| {
         let domain = Domain::parse(&domain(labels));
-        domain.expect("the domain is valid").user
+        domain.expect("the domain was refused").user
     };
     let dac =
         "<seclabel type='static' model='dac' relabel='yes'><label>+107:+36</label></seclabel>";

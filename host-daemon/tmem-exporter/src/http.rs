@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use subtle::ConstantTimeEq;
 
-/// Maximum number of connections at once: enough for two Prometheus servers, people with a browser,
-/// and as many again.
+/// Maximum number of connections at once: enough for two Prometheus servers and a few people with
+/// browsers, and twice that.
 const CLIENTS_MAX: usize = 8;
 /// Maximum number of bytes of a request. A scraper's request has a few hundred.
 const REQUEST_BYTES_MAX: usize = 8 << 10;

@@ -12,40 +12,17 @@ mod web_config;
 
 use clap::Parser;
 use http::{Access, Format};
-use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
-use std::path::PathBuf;
+use std::net::TcpListener;
 use std::process::ExitCode;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
+use tmem_exporter::Arguments;
 use web_config::Tls;
 
 /// Shortest time between two log messages about an unreachable daemon.
 const LOG_PERIOD: Duration = Duration::from_secs(60);
 /// Minimum number of bytes of a token; a shorter one could be guessed.
 const TOKEN_BYTES_MIN: usize = 16;
-
-/// Metrics of the virtio-tmem host daemon for Prometheus, over HTTP.
-#[derive(Parser)]
-#[command(version)]
-struct Arguments {
-    /// Address to listen on; :PORT means all addresses. An address that other hosts can reach needs
-    /// --token-file, or client certificates in --web.config.file
-    #[arg(long = "web.listen-address", value_name = "ADDRESS:PORT", default_value = "127.0.0.1:9752",
-          value_parser = parse_address)]
-    listen: SocketAddr,
-    /// File that configures TLS, in the format of Prometheus' exporters (tls_server_config)
-    #[arg(long = "web.config.file", value_name = "PATH")]
-    web_config: Option<PathBuf>,
-    /// The daemon's read-only control socket
-    #[arg(long, value_name = "PATH", default_value = tmem_control::DEFAULT_READ_ONLY_SOCKET)]
-    socket: PathBuf,
-    /// File with a token, which clients must send: Authorization: Bearer TOKEN
-    #[arg(long, value_name = "PATH")]
-    token_file: Option<PathBuf>,
-    /// Metrics of more VMs than this are left out
-    #[arg(long, value_name = "N", default_value_t = 1024)]
-    vms_max: usize,
-}
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
@@ -57,18 +34,6 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-/// Parses an address. As in other exporters, an empty host means all addresses.
-fn parse_address(text: &str) -> Result<SocketAddr, String> {
-    let text = match text.strip_prefix(':') {
-        Some(port) => format!("[::]:{port}"),
-        None => text.into(),
-    };
-    let mut found = text.to_socket_addrs().map_err(|error| error.to_string())?;
-    found
-        .next()
-        .ok_or_else(|| "the host name has no address".into())
 }
 
 /// Reads token and TLS configuration.

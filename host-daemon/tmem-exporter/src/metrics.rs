@@ -346,14 +346,14 @@ mod tests {
     fn an_unreachable_daemon_sets_tmem_up_to_0() {
         let text = Scrape::new(None, Duration::from_millis(5), 8)
             .text()
-            .expect("the metrics are valid text");
+            .expect("the metrics are not valid text");
         assert!(
             text.contains("tmem_up 0.0\n"),
             "the text has no tmem_up of 0: {text}"
         );
         assert!(
             text.contains("tmem_scrape_duration_seconds 0.005\n"),
-            "the text has another duration of the scrape: {text}"
+            "the text has the wrong duration of the scrape: {text}"
         );
         assert!(
             text.ends_with("# EOF\n"),
@@ -381,7 +381,7 @@ mod tests {
         };
         let value = |field: &str, figures: &Value| {
             let row = Statistic::of(Scope::Pool).find(|row| row.field == field);
-            number(row.expect("the row has a number"), figures, STEP_BYTES_MIN)
+            number(row.expect("the row has no number"), figures, STEP_BYTES_MIN)
         };
         assert_eq!(value("pages", &figures(256)), 1000 - 100 - 10 - 256);
         for shared in 257..512 {

@@ -246,8 +246,8 @@ mod tests {
         let more = "  client_auth_type: RequireAndVerifyClientCert\n  client_ca_file: c.pem\n  \
                     min_version: TLS13\n";
         let tls = parse(&format!("{text}{more}"))
-            .expect("the configuration is valid")
-            .expect("the configuration has TLS");
+            .expect("the configuration was refused")
+            .expect("the configuration has no TLS");
         assert!(tls.verifies_clients() && tls.versions == 1);
     }
 

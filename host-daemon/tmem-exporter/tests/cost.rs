@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Measures the cost of one scrape each second for the daemon: at most 1 % of one processor.
+//! Measures the cost of one scrape per second for the daemon: at most 1 % of one processor.
 //!
 //! The measure is the processor time of the daemon alone. How much a scraper slows down the
 //! daemon's guests depends on how many processors the daemon shares with the exporter and
 //! Prometheus; on one shared processor, most of the time of a scrape is the exporter's. Requests of
 //! guests never wait for a scrape, because another thread answers it.
 //!
-//! This test is not one of those that always run, because it needs a build with --release: `make
-//! check-ops`.
+//! This test needs a build with --release, so only `make check-ops` runs it.
 
 mod common;
 
@@ -24,8 +23,7 @@ const COST_MAX: f64 = 0.01;
 /// Returns the processor time of this process, which contains the daemon, without that of this
 /// thread.
 fn used() -> Duration {
-    let read =
-        |clock| Duration::try_from(clock_gettime(clock)).expect("the number is not negative");
+    let read = |clock| Duration::try_from(clock_gettime(clock)).expect("the number is negative");
     read(ClockId::ProcessCPUTime) - read(ClockId::ThreadCPUTime)
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests with a real Prometheus: promtool's checks of metrics and rules, and the answer to each
-//! query of dashboard and rules. Debian's package `prometheus` has both programs; `make check-ops`
-//! runs this.
+//! Tests with a real Prometheus: promtool checks the metrics and rules, and each query of the
+//! dashboard and the rules must have an answer. Debian's package `prometheus` has both programs.
+//! `make check-ops` runs these tests.
 
 mod common;
 
@@ -25,7 +25,7 @@ fn promtool(arguments: &[&str], input: &str) -> (bool, String) {
     let mut child = command
         .spawn()
         .expect("cannot run promtool (Debian package prometheus)");
-    let mut stdin = child.stdin.take().expect("the process has a pipe");
+    let mut stdin = child.stdin.take().expect("the process has no pipe");
     // Writing fails if the program ends without reading its input.
     let _ = stdin.write_all(input.as_bytes());
     drop(stdin);
@@ -45,17 +45,17 @@ fn promtool_reports_no_problem() {
     let mut host = ServedDaemon::new();
     host.work(200);
     let exporter = Exporter::start(&host, &[]);
-    let (good, said) = promtool(&["check", "metrics"], &exporter.metrics(""));
+    let (good, output) = promtool(&["check", "metrics"], &exporter.metrics(""));
     assert!(
-        good && said.is_empty(),
-        "promtool found faults in the metrics: {said}"
+        good && output.is_empty(),
+        "promtool found faults in the metrics: {output}"
     );
     for arguments in [
         &["check", "rules", "alerts.yml"][..],
         &["test", "rules", "alerts_test.yml"],
     ] {
-        let (good, said) = promtool(arguments, "");
-        assert!(good, "promtool found faults in the rules: {said}");
+        let (good, output) = promtool(arguments, "");
+        assert!(good, "promtool found faults in the rules: {output}");
     }
 }
 
@@ -90,7 +90,7 @@ fn each_alert_has_a_test_and_a_runbook() {
 struct Server {
     child: Child,
     address: String,
-    _folder: tempfile::TempDir,
+    _directory: tempfile::TempDir,
 }
 
 impl Drop for Server {
@@ -105,8 +105,8 @@ impl Server {
     /// Starts Prometheus, which scrapes the exporter each second over TLS, as docs/metrics.md says,
     /// with the alert rules.
     fn start(exporter: &Exporter, token: &Path, certificate: &Path) -> Server {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        let config = folder.path().join("prometheus.yml");
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let config = directory.path().join("prometheus.yml");
         let text = format!(
             "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n\
              rule_files: [{}/alerts.yml]\n\
@@ -119,7 +119,7 @@ impl Server {
             exporter.address()
         );
         std::fs::write(&config, text).expect("cannot write the file");
-        let (good, said) = promtool(
+        let (good, output) = promtool(
             &[
                 "check",
                 "config",
@@ -127,17 +127,20 @@ impl Server {
             ],
             "",
         );
-        assert!(good, "promtool found faults in the configuration: {said}");
+        assert!(good, "promtool found faults in the configuration: {output}");
         // The port was free a moment ago. If another process takes it meanwhile, the test fails; it
         // cannot pass by mistake.
         let port = TcpListener::bind("127.0.0.1:0").expect("cannot bind a TCP port");
-        let address = port.local_addr().expect("the socket is bound").to_string();
+        let address = port
+            .local_addr()
+            .expect("the socket is not bound")
+            .to_string();
         drop(port);
         let child = Command::new("prometheus")
             .arg(format!("--config.file={}", config.display()))
             .arg(format!(
                 "--storage.tsdb.path={}",
-                folder.path().join("data").display()
+                directory.path().join("data").display()
             ))
             .arg(format!("--web.listen-address={address}"))
             .args(["--log.level=warn"])
@@ -146,7 +149,7 @@ impl Server {
         Server {
             child,
             address,
-            _folder: folder,
+            _directory: directory,
         }
     }
 
@@ -196,7 +199,7 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
     ];
     let exporter = Exporter::start(&host, &options);
     let server = Server::start(&exporter, &token, &tls.certificate());
-    server.until("the exporter is scraped", || {
+    server.until("Prometheus has scraped the exporter", || {
         server.query("tmem_up == 1")["data"]["result"]
             .as_array()
             .is_some_and(|all| !all.is_empty())
@@ -215,21 +218,24 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
         serde_json::from_str(include_str!("../grafana.json")).expect("the text is not JSON");
     let panels = dashboard["panels"]
         .as_array()
-        .expect("the dashboard has panels");
+        .expect("the dashboard has no panels");
     assert!(panels.len() >= 15);
     for panel in panels {
-        for target in panel["targets"].as_array().expect("each panel has queries") {
-            let query = filled(target["expr"].as_str().expect("each query is text"));
-            server.until(&format!("{}: {query}", panel["title"]), || {
-                let answer = server.query(&query);
-                assert_eq!(
-                    answer["status"], "success",
-                    "query {query} failed: {answer}"
-                );
-                answer["data"]["result"]
-                    .as_array()
-                    .is_some_and(|all| !all.is_empty())
-            });
+        for target in panel["targets"].as_array().expect("a panel has no queries") {
+            let query = filled(target["expr"].as_str().expect("a query is not text"));
+            server.until(
+                &format!("panel {}: {query} has a result", panel["title"]),
+                || {
+                    let answer = server.query(&query);
+                    assert_eq!(
+                        answer["status"], "success",
+                        "query {query} failed: {answer}"
+                    );
+                    answer["data"]["result"]
+                        .as_array()
+                        .is_some_and(|all| !all.is_empty())
+                },
+            );
         }
     }
     let rules = server.api("/api/v1/rules");
@@ -246,7 +252,7 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
             rule["health"], "ok",
             "Prometheus could not evaluate the rule: {rule}"
         );
-        let answer = server.query(rule["query"].as_str().expect("each rule has a query"));
+        let answer = server.query(rule["query"].as_str().expect("a rule has no query"));
         assert_eq!(
             answer["status"], "success",
             "the rule's query failed: {answer}"
@@ -254,7 +260,7 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
     }
     // The value in Prometheus equals the daemon's.
     let hits = host.stats("a").hits as f64;
-    server.until("the last scrape", || {
+    server.until("Prometheus has the daemon's number of hits", || {
         let answer = server.query("tmem_vm_hit_pages_total{vm=\"a\"}");
         let value = answer["data"]["result"][0]["value"][1]
             .as_str()
@@ -262,7 +268,7 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
         value == Some(Ok(hits))
     });
     host.stop();
-    server.until("the alert for a daemon that is away", || {
+    server.until("the alert for a daemon that is down fires", || {
         let answer = server.query("ALERTS{alertname=\"TmemDaemonDown\"}");
         answer["data"]["result"]
             .as_array()

@@ -31,7 +31,8 @@ fn every_exported_statistic_has_a_metric() {
             Kind::Gauge | Kind::Text => "",
         };
         let name = format!("{}{suffix}", row.metric().0);
-        // The simulated driver sends no report, or an empty one.
+        // Metrics of the guest driver may be missing, because the simulated driver sends no report,
+        // or an empty one.
         if !name.starts_with("tmem_vm_driver_") {
             assert!(
                 !samples(&text, &name).is_empty(),
@@ -98,7 +99,7 @@ fn metrics_equal_the_statistics_of_the_daemon() {
         let line = all
             .iter()
             .find(|line| line.contains(request) && line.contains("vm=\"a\""));
-        line.expect("the metric has a sample")
+        line.expect("the metric has no sample")
             .rsplit(' ')
             .next()
             .and_then(|n| n.parse::<i64>().ok())
@@ -255,8 +256,8 @@ fn a_public_listen_address_requires_a_token() {
         error.contains("0.0.0.0:0") && error.contains("--token-file"),
         "the error does not name the address and --token-file: {error}"
     );
-    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-    let file = folder.path().join("token");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let file = directory.path().join("token");
     std::fs::write(&file, "short").expect("cannot write the file");
     let error = run(&[
         "--token-file",
@@ -307,14 +308,15 @@ fn misbehaving_clients_do_not_block_others() {
         let (head, _) = http(exporter.address(), &request);
         assert!(
             head.is_empty() || head.starts_with("HTTP/1.1 4"),
-            "the invalid request got another answer: {head}"
+            "the invalid request got the wrong answer: {head}"
         );
         assert!(
             exporter.metrics("").contains("tmem_up 1.0"),
             "the exporter does not serve other clients"
         );
     }
-    // These connections occupy all places and then send no more. The exporter drops them in time.
+    // These connections occupy all places and then send nothing more. The exporter closes them at
+    // its time limit.
     let slow: Vec<TcpStream> = (0..8)
         .map(|_| {
             let mut stream =
@@ -341,11 +343,11 @@ fn misbehaving_clients_do_not_block_others() {
             .set_read_timeout(Some(TIMEOUT))
             .expect("cannot set the socket's time-out");
         let mut answer = String::new();
-        // A connection above the limit may also be reset.
+        // The exporter may reset a connection above its limit, so errors are ignored.
         let _ = stream.read_to_string(&mut answer);
         assert!(
             answer.is_empty() || answer.contains(" 408 "),
-            "the slow client got another answer: {answer}"
+            "the slow client got the wrong answer: {answer}"
         );
     }
 }

@@ -23,11 +23,13 @@ fn https(
     let mut roots = RootCertStore::empty();
     let root = CertificateDer::from_pem_file(server.certificate())
         .expect("cannot read the server's certificate");
-    roots.add(root).expect("the certificate is a valid root");
+    roots
+        .add(root)
+        .expect("the certificate was refused as a root");
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let builder = ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
-        .expect("the provider supports the default TLS versions")
+        .expect("the provider does not support the default TLS versions")
         .with_root_certificates(roots);
     let config = match client {
         None => builder.with_no_client_auth(),
@@ -37,10 +39,10 @@ fn https(
             let key =
                 PrivateKeyDer::from_pem_file(client.key()).expect("cannot read the client's key");
             let config = builder.with_client_auth_cert(vec![own], key);
-            config.expect("the certificate and the key belong together")
+            config.expect("the certificate and the key do not belong together")
         }
     };
-    let name = ServerName::try_from("127.0.0.1").expect("the address is a valid server name");
+    let name = ServerName::try_from("127.0.0.1").expect("the address is no valid server name");
     let connection =
         ClientConnection::new(Arc::new(config), name).expect("cannot create the TLS client");
     let socket = TcpStream::connect(address)?;
@@ -111,7 +113,7 @@ fn clients_need_a_certificate_if_it_is_required() {
     let (_, port) = exporter
         .address()
         .rsplit_once(':')
-        .expect("the address has a port");
+        .expect("the address has no port");
     let address = format!("127.0.0.1:{port}");
     let answer = https(&address, &tls, Some(&client))
         .expect("the exporter did not answer a client with a certificate");
@@ -149,7 +151,8 @@ fn slow_tls_handshakes_time_out() {
             begun.elapsed() < TIMEOUT,
             "the exporter serves no client any more"
         );
-        // Each byte comes long before the time limit of a request.
+        // Send a byte twice a second, so that the exporter never waits long for the next byte. Only
+        // a limit on the whole handshake ends these connections.
         for stream in &mut slow {
             let _ = stream.write_all(b"\x01");
         }
@@ -184,7 +187,7 @@ fn unusable_tls_files_are_named_at_the_start() {
         error.contains("/no/such"),
         "the error does not name the missing file: {error}"
     );
-    // TLS without a check of clients does not replace the token.
+    // TLS that does not verify client certificates does not replace the token.
     let config = tls.web_config("");
     let config = config.to_str().expect("the text is not UTF-8");
     let error = run(&[

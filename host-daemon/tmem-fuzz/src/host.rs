@@ -2,8 +2,9 @@
 //! The daemon without its threads, and a neighbour whose pages must stay unchanged.
 //!
 //! A worker checks that the front end is connected each time before it touches guest memory.
-//! [`Watch`] answers this check. Between two checks it can do what another processor of the guest
-//! would do, at a point that is the same in each run.
+//! [`Watch`] answers this check instead of a socket. In this check, [`Watch`] can change the
+//! guest's memory or hang up, as another thread could. So such a change happens at the same point
+//! in each run of an input.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -25,8 +26,9 @@ use tmemd::parts::{
 /// Size of the pool in bytes: enough for all pages that an input can put.
 const POOL_BYTES: u64 = 32 << 20;
 
-/// Time between two checks in nanoseconds. Only the progress of time matters, not the value.
-const LOOK_NS: u64 = 1_000;
+/// Virtual time between two checks of the front end, in nanoseconds. Any positive value will do,
+/// because time only has to pass.
+const CHECK_NS: u64 = 1_000;
 
 /// Time in nanoseconds that is longer than a drain waits before it cuts off the remaining work.
 const DRAIN_NS: u64 = 6_000_000;
@@ -34,14 +36,14 @@ const DRAIN_NS: u64 = 6_000_000;
 /// Number of pages of the neighbour, another VM of the daemon.
 const NEIGHBOURS: u64 = 4;
 
-/// Key of the neighbour's pages, which the guest may use, too.
+/// Pool and object of the neighbour's pages. The guest may use the same numbers.
 const POOL: u32 = 1;
 const OBJECT: u64 = 1;
 
 /// Maximum number of checks in one scheduling slice of a worker that the front end is still
 /// connected: one for each descriptor chain, one for each answer, and one for each piece of an
 /// answer's data. A slice processes 64 pages, and the last page may begin another batch.
-const LOOKS_PER_ROUND_MAX: u64 = 1000;
+const CHECKS_PER_SLICE_MAX: u64 = 1000;
 
 /// Maximum work of a scheduling slice, in nanoseconds by [`work_ns`]: the 200 µs of a slice, and a
 /// first step that begins however little time is left.
@@ -54,8 +56,8 @@ const ROUNDS_MAX: usize = 2000;
 pub enum Act {
     /// The guest writes these bytes at an offset of the file of its memory.
     Write(Arc<File>, u64, Vec<u8>),
-    /// The front end hangs up. From then on the guest's memory, whose file this is, must not
-    /// change.
+    /// The front end hangs up, and the guest's memory must not change any more. The values are the
+    /// file of that memory and its length in bytes.
     HangUp(Arc<File>, usize),
     /// A drain begins.
     Drain(Weak<Mutex<Device>>),
@@ -64,7 +66,7 @@ pub enum Act {
 /// Scheduled actions at a worker's checks of the front end.
 #[derive(Default)]
 pub struct Watch {
-    looks: AtomicU64,
+    checks: AtomicU64,
     /// Pending actions, each with the number of checks after which it happens.
     acts: Mutex<Vec<(u64, Act)>>,
     /// Whether an action has happened.
@@ -77,16 +79,17 @@ pub struct Watch {
 }
 
 impl Watch {
-    fn look(&self) -> Result<(), HungUp> {
-        self.now_ns.fetch_add(LOOK_NS, SeqCst);
-        self.looks.fetch_add(1, SeqCst);
+    fn check(&self) -> Result<(), HungUp> {
+        self.now_ns.fetch_add(CHECK_NS, SeqCst);
+        self.checks.fetch_add(1, SeqCst);
         let mut acts = lock(&self.acts);
         acts.iter_mut().for_each(|(left, _)| *left -= 1);
         let (due, rest): (Vec<_>, _) = acts.drain(..).partition(|(left, _)| *left == 0);
         *acts = rest;
         drop(acts);
         for (_, act) in due {
-            // After a hang-up, the memory may belong to another process.
+            // Actions after a hang-up are not done, because the memory may then belong to another
+            // process.
             if self.hung_up.load(SeqCst) {
                 break;
             }
@@ -94,11 +97,11 @@ impl Watch {
             match act {
                 Act::Write(file, at, bytes) => file
                     .write_all_at(&bytes, at)
-                    .expect("the range is inside the file"),
+                    .expect("the range is outside of the file"),
                 Act::HangUp(file, bytes) => {
                     let mut left = vec![0; bytes];
                     file.read_exact_at(&mut left, 0)
-                        .expect("the range is inside the file");
+                        .expect("the range is outside of the file");
                     *lock(&self.left) = Some(left);
                     self.hung_up.store(true, SeqCst);
                 }
@@ -116,9 +119,9 @@ impl Watch {
         }
     }
 
-    /// Schedules an action after `looks` checks, counted from 1.
-    pub fn at(&self, looks: u64, act: Act) {
-        lock(&self.acts).push((looks.max(1), act));
+    /// Schedules an action after `checks` checks, counted from 1.
+    pub fn at(&self, checks: u64, act: Act) {
+        lock(&self.acts).push((checks.max(1), act));
     }
 
     /// Returns whether an action has happened since the last call. Cancels the pending actions.
@@ -138,7 +141,7 @@ impl SimulatedClock for Watch {
         self.now_ns.load(SeqCst)
     }
 
-    /// Returns consecutive generations, so that an input can name them.
+    /// Returns consecutive numbers as generations, so that an input can name a generation.
     fn generation(&self) -> u64 {
         self.generation.fetch_add(1, SeqCst) + 1
     }
@@ -165,18 +168,18 @@ fn work_ns(before: &TenantStats, after: &TenantStats) -> u64 {
 /// Locks a mutex. No panic of the daemon can have left its contents half changed, because a panic
 /// ends the run.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().expect("the lock is not poisoned")
+    mutex.lock().expect("the lock is poisoned")
 }
 
-/// Parts that are created once for all inputs, since reserving address space for a pool takes
-/// milliseconds. The pool is empty between two inputs.
+/// The parts of a daemon that are created once for all inputs, because reserving address space for
+/// a pool takes milliseconds. The pool is empty between two inputs.
 struct Base {
     daemon: HeadlessDaemon,
     vm: Arc<Vm>,
     neighbour: Tenant,
     workers: Arc<Workers>,
     context: RefCell<WorkerContext>,
-    told: Arc<Subscription>,
+    subscription: Arc<Subscription>,
 }
 
 thread_local! {
@@ -186,7 +189,7 @@ thread_local! {
 /// A daemon with a connection of its guest.
 pub struct FuzzedDaemon {
     base: Rc<Base>,
-    /// Actions at checks.
+    /// Actions that are scheduled for checks of the front end.
     pub watch: Arc<Watch>,
     /// The connection of the guest.
     pub session: Session,
@@ -208,9 +211,9 @@ impl Base {
         let (guest, neighbour) = (tenant("guest"), tenant("neighbour"));
         neighbour
             .create_pool(POOL)
-            .expect("the tenant has no pool with this id yet");
+            .expect("the tenant already has a pool with this id");
         let events: Arc<Events> = Arc::default();
-        let told = events
+        let subscription = events
             .subscribe()
             .expect("cannot create the subscription's eventfd");
         let vm = daemon.vm("guest", guest, events);
@@ -222,7 +225,7 @@ impl Base {
             workers: Arc::new(workers),
             daemon,
             context: RefCell::new(WorkerContext::new().expect("cannot map the worker's buffers")),
-            told,
+            subscription,
         }
     }
 
@@ -262,13 +265,16 @@ impl Base {
             let (pages, results) = (&mut page, &mut result);
             let tenant = &self.neighbour;
             let got = tenant.get(POOL, OBJECT, index, &[cookie], pages, results);
-            drop(got.expect("the neighbour has its pool"));
+            drop(got.expect("the neighbour has lost its pool"));
             assert_eq!(
                 result,
                 [GetResult::Hit { cookie }],
                 "the neighbour did not get its page"
             );
-            assert!(page[0] == content(index), "the neighbour got another page");
+            assert!(
+                page[0] == content(index),
+                "the neighbour got the wrong page"
+            );
         }
     }
 }
@@ -286,13 +292,13 @@ impl FuzzedDaemon {
             clock: ClockAndEntropy::Simulated(watch.clone()),
         };
         let (own, front_end) = UnixStream::pair().expect("cannot create a socket pair");
-        let looks = watch.clone();
-        let peer = Peer::simulated(Box::new(move || looks.look()));
+        let checked = watch.clone();
+        let peer = Peer::simulated(Box::new(move || checked.check()));
         let session = Session::begin(&base.vm, &own, peer, &shared);
         FuzzedDaemon {
             base,
             watch,
-            session: session.expect("no other connection has claimed the VM"),
+            session: session.expect("another connection has claimed the VM"),
             _front_end: front_end,
         }
     }
@@ -308,7 +314,7 @@ impl FuzzedDaemon {
         } = &*self.base;
         let mut context = context.borrow_mut();
         for _ in 0..ROUNDS_MAX {
-            let before = self.watch.looks.load(SeqCst);
+            let before = self.watch.checks.load(SeqCst);
             let stats = vm.tenant.stats();
             workers
                 .round(0, &mut context, &daemon.background)
@@ -318,12 +324,12 @@ impl FuzzedDaemon {
                 work_ns <= WORK_PER_SLICE_MAX_NS,
                 "a slice did {work_ns} ns of work, more than {WORK_PER_SLICE_MAX_NS}"
             );
-            let looks = self.watch.looks.load(SeqCst) - before;
+            let checks = self.watch.checks.load(SeqCst) - before;
             assert!(
-                looks <= LOOKS_PER_ROUND_MAX,
-                "a slice checked the front end {looks} times, more than {LOOKS_PER_ROUND_MAX}"
+                checks <= CHECKS_PER_SLICE_MAX,
+                "a slice checked the front end {checks} times, more than {CHECKS_PER_SLICE_MAX}"
             );
-            if looks == 0 {
+            if checks == 0 {
                 daemon.background.unmap();
                 return;
             }
@@ -342,7 +348,7 @@ impl FuzzedDaemon {
         let tenant = &self.base.vm.tenant;
         tenant
             .create_pool(POOL)
-            .expect("the tenant has no pool with this id yet");
+            .expect("the tenant already has a pool with this id");
         for index in 0..pages {
             let put = Put {
                 object: OBJECT,
@@ -368,7 +374,7 @@ impl FuzzedDaemon {
 
     /// Asserts that the daemon logged no bug of its own.
     pub fn check(&self) {
-        for event in self.base.told.take() {
+        for event in self.base.subscription.take() {
             assert!(
                 !event.text.contains("a bug"),
                 "the daemon reports a bug of its own: {}",

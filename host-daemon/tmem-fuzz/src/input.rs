@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The fuzzer's bytes as choices. A change of the bytes changes what the guest does.
+//! Converts the fuzzer's bytes to choices, such as what the guest does next.
 //!
 //! Bytes are read from the front, so that seeds can be written by hand and a change at the end
 //! leaves the beginning as it was. After the last byte, zeros are read. (The crate `arbitrary`
 //! reads lengths from the end.)
 
-/// Rest of a fuzzer's bytes.
+/// The fuzzer's bytes that are not used yet.
 pub struct Input<'a>(&'a [u8]);
 
 /// Values at boundaries: of signed and unsigned integers, of indices, of pages.
@@ -34,7 +34,7 @@ impl<'a> Input<'a> {
         Input(bytes)
     }
 
-    /// Returns whether only zeros are left.
+    /// Returns whether all bytes are used. From then on, the input returns zeros.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -73,7 +73,7 @@ impl<'a> Input<'a> {
         usize::from(self.u8()) % count
     }
 
-    /// Returns a number that is small, near a boundary, or any.
+    /// Returns a number: a small one, one near a boundary, or an arbitrary one.
     pub fn number(&mut self) -> u64 {
         match self.u8() {
             small @ 0..=199 => u64::from(small) % 40,

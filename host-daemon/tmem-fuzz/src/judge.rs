@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Reactions to a chain that the specification requires. This code reads the chain by hand from the
-//! guest's memory, without the daemon's parser and without the library that walks its chains.
+//! Computes the reaction to a chain that the specification requires. This code reads the chain from
+//! the guest's memory, without the daemon's parser and without the library that walks its chains.
 //!
 //! Out of scope: the daemon's actions.
 
@@ -94,7 +94,7 @@ impl Chain {
             let left = (wire::READABLE_BYTES_MAX + 1 - out.len()) as u64;
             out.extend(
                 Ram::read(image, *address, (*bytes).min(left))
-                    .expect("the descriptor's range was checked when the chain was walked"),
+                    .expect("the descriptor's range is outside of memory"),
             );
         }
         out
@@ -156,21 +156,30 @@ fn u16_at(bytes: &[u8], at: usize) -> u16 {
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("the slice has 4 bytes"))
+    u32::from_le_bytes(
+        bytes[at..at + 4]
+            .try_into()
+            .expect("the slice does not have 4 bytes"),
+    )
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("the slice has 8 bytes"))
+    u64::from_le_bytes(
+        bytes[at..at + 8]
+            .try_into()
+            .expect("the slice does not have 8 bytes"),
+    )
 }
 
-/// Returns whether page numbers for `pages` pages from `index` on exist.
+/// Returns whether a request may name `pages` pages from `index` on: the object is not 0, and no
+/// page number exceeds INDEX_BITS bits.
 fn exist(object: u64, index: u64, pages: u64) -> bool {
     let end = u128::from(index) + u128::from(pages);
     object != 0 && index < 1 << wire::INDEX_BITS && end <= 1 << wire::INDEX_BITS
 }
 
 /// Returns the sizes in bytes of the readable and writable parts of a request of this type and
-/// count. None: there is no such request.
+/// count. Returns None if no such request exists.
 pub fn sizes(kind: u16, count: u16) -> Option<(usize, usize)> {
     let n = usize::from(count);
     let batch = n > 0 && n <= wire::BATCH_MAX;
@@ -272,7 +281,7 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
 struct Held {
     cookie: u64,
     page: Page,
-    /// Whether no request has named the page with another cookie. Upon such a request a device may
+    /// True until a request names the page with another cookie. At such a request, a device may
     /// drop the page.
     certain: bool,
 }
@@ -283,7 +292,7 @@ pub struct Model {
     generation: u64,
     pools: BTreeSet<u32>,
     held: HashMap<Key, Held>,
-    /// Whether a drain has begun. From then on held pages may be missed.
+    /// Whether a drain has begun. From then on, a get of a held page may be answered with a miss.
     pub drained: bool,
 }
 
@@ -317,7 +326,7 @@ impl Model {
     /// Judges the bytes that the device wrote as the answer to a request, and updates the model.
     pub fn judge(&mut self, carry: &Carry, answer: &[u8]) {
         let status = self.status(carry);
-        assert_eq!(answer[0], status, "the request got another status");
+        assert_eq!(answer[0], status, "the request got the wrong status");
         let (pool, ok) = (carry.pool, status == wire::S_OK);
         let results = &answer[RESP_BYTES..];
         match &carry.asked {
@@ -325,7 +334,7 @@ impl Model {
                 assert_eq!(
                     results.len(),
                     pages.len(),
-                    "the results of a PUT have another length"
+                    "the results of a PUT have the wrong length"
                 );
                 for ((object, index, cookie, page), result) in pages.iter().zip(results) {
                     let key = (pool, *object, *index);
@@ -403,12 +412,12 @@ impl Model {
                         (wire::P_HIT, Some(held)) => {
                             assert_eq!(
                                 held.cookie, *cookie,
-                                "a get returned the page of another cookie"
+                                "a get returned the page of the wrong cookie"
                             );
                             assert_eq!(
                                 u64_at(result, 0),
                                 *cookie,
-                                "the result of a hit names another cookie"
+                                "the result of a hit names the wrong cookie"
                             );
                             let from = data + number * PAGE;
                             end = from + PAGE;
@@ -425,7 +434,11 @@ impl Model {
                         }
                     }
                 }
-                assert_eq!(results.len(), end, "the answer to a GET has another length");
+                assert_eq!(
+                    results.len(),
+                    end,
+                    "the answer to a GET has the wrong length"
+                );
             }
             asked => {
                 assert!(results.is_empty(), "the answer has more than a status");

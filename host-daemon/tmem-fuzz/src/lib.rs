@@ -8,8 +8,8 @@
 //! - [`requests`]: the bytes are requests, in well-formed chains. Each answer is as specified, and
 //!   nothing else is written.
 //! - [`rings`]: the bytes are rings, descriptors, requests, and concurrent actions. Answers are as
-//!   specified. Where the requests are no longer known, bounds, order and the neighbour's pages are
-//!   checked.
+//!   specified. Where a concurrent change makes the requests unknown, the target checks bounds, the
+//!   order of answers and the neighbour's pages only.
 //! - [`messages`]: the bytes are vhost-user messages, sent through the socket. The daemon goes on
 //!   and serves its neighbour.
 //!

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A guest with a control queue and a request queue, and its front end. The daemon works off the
-//! chains that the guest offers, and the result is compared with the required one.
+//! A guest with a control queue and a request queue, and its front end. The daemon executes the
+//! chains that the guest offers, and the machine compares the result with the required one.
 //!
 //! While all offered chains are disjoint in memory and nothing changes during the daemon's work,
 //! each byte that the daemon may write is known ([`Machine::judged`]). Otherwise the machine
@@ -45,7 +45,8 @@ pub struct Ring {
     pub size: u16,
     /// Address of the descriptor table; the other two parts follow.
     pub table: u64,
-    /// Number of chains offered. The index in memory lags behind until they are published.
+    /// Number of chains offered. The index in guest memory is smaller until the chains are
+    /// published.
     pub offered: u16,
     /// Number of chains answered.
     pub answered: u16,
@@ -139,23 +140,23 @@ impl Machine {
         let mut device = device(&machine.host);
         device
             .set_features(features)
-            .expect("the features are a part of those that the device offered");
+            .expect("the device refused features that it had offered");
         let table = device.set_mem_table(&regions, files, None);
-        drop(table.expect("the memory is sealed and has no overlaps"));
+        drop(table.expect("the device refused sealed memory without overlaps"));
         drop(device);
         machine.begin();
         (0..QUEUES).for_each(|queue| machine.start(queue));
         machine
     }
 
-    /// Reads the generation, in which the device holds no pages yet.
+    /// Reads the generation, and records that the device holds no pages of it yet.
     fn begin(&mut self) {
         let config = device(&self.host).get_config(0, 8, VhostUserConfigFlags::empty());
         let bytes = config
             .expect("the configuration is shorter than the generation's field")
             .try_into();
         self.model.begin(u64::from_le_bytes(
-            bytes.expect("the generation has 8 bytes"),
+            bytes.expect("the generation does not have 8 bytes"),
         ));
     }
 
@@ -199,12 +200,12 @@ impl Machine {
         }
         self.watched(|machine| {
             let state = device(&machine.host).get_vring_base(queue as u32);
-            let base = { state.expect("the device has the queue").num } as u16;
+            let base = { state.expect("the device does not have the queue").num } as u16;
             let ring = &mut machine.rings[queue];
             if machine.judged {
                 assert_eq!(
                     base, ring.answered,
-                    "GET_VRING_BASE returned another base than the number of answered chains"
+                    "GET_VRING_BASE did not return the number of answered chains"
                 );
             }
             ring.answered = base;
@@ -221,12 +222,12 @@ impl Machine {
     pub fn reset(&mut self) {
         for queue in 0..QUEUES {
             let state = device(&self.host).get_vring_base(queue as u32);
-            state.expect("the device has the queue");
+            state.expect("the device does not have the queue");
             self.rings[queue].running = false;
         }
         device(&self.host)
             .reset_device()
-            .expect("RESET_DEVICE never fails");
+            .expect("RESET_DEVICE failed");
         for queue in 0..QUEUES {
             let ring = &mut self.rings[queue];
             (ring.offered, ring.answered) = (0, 0);
@@ -242,18 +243,19 @@ impl Machine {
         self.work();
     }
 
-    /// Sends a memory table without the memory near 2^64, or again with all memory.
+    /// Sends a memory table. It has all memory if `whole` is true, and otherwise lacks the region
+    /// near 2^64.
     pub fn remap(&mut self, whole: bool) {
         let (mut regions, mut files) = self.ram.table();
         if !whole {
             regions.pop();
             files.pop();
-            // The machine still counts the removed addresses as memory, and the daemon no longer
-            // does.
+            // From here on the machine still treats the removed addresses as memory, but the daemon
+            // does not.
             self.judged = false;
         }
         let done = device(&self.host).set_mem_table(&regions, files, None);
-        drop(done.expect("the memory is sealed and has no overlaps"));
+        drop(done.expect("the device refused sealed memory without overlaps"));
         self.work();
     }
 
@@ -322,8 +324,9 @@ impl Machine {
         self.host.check();
     }
 
-    /// Returns what is required for the published chains, in order. None: that is unknown, because
-    /// an answer overwrites another chain, or because both queues have work.
+    /// Returns the actions that the specification requires for the published chains, in order.
+    /// Returns None if they are unknown, because an answer overwrites another chain or because both
+    /// queues have work.
     fn plan(&self) -> Option<Plan> {
         let image = &self.ram.image;
         let mut plan = Plan {
@@ -383,13 +386,14 @@ impl Machine {
         let mut expected = self.ram.copy();
         let mut accept = |piece: &Piece| {
             for (from, count) in
-                Ram::places(piece.0, piece.1).expect("the range is inside the guest's memory")
+                Ram::places(piece.0, piece.1).expect("the range is outside of the guest's memory")
             {
                 expected[from..from + count].copy_from_slice(&after[from..from + count]);
             }
         };
         for ring in &self.rings {
-            // The fields with which the device asks for kicks.
+            // The device may write the fields by which it requests kicks: the flags and the avail
+            // event index.
             accept(&(ring.used(), 2));
             accept(&(ring.used() + 4 + 8 * u64::from(ring.size), 2));
         }
@@ -399,9 +403,17 @@ impl Machine {
             let element = (ring.used() + 4 + 8 * slot, 8);
             accept(&element);
             let bytes =
-                Ram::read(after, element.0, 8).expect("the range is inside the guest's memory");
-            let id = u32::from_le_bytes(bytes[..4].try_into().expect("the slice has 4 bytes"));
-            let length = u32::from_le_bytes(bytes[4..].try_into().expect("the slice has 4 bytes"));
+                Ram::read(after, element.0, 8).expect("the range is outside of the guest's memory");
+            let id = u32::from_le_bytes(
+                bytes[..4]
+                    .try_into()
+                    .expect("the slice does not have 4 bytes"),
+            );
+            let length = u32::from_le_bytes(
+                bytes[4..]
+                    .try_into()
+                    .expect("the slice does not have 4 bytes"),
+            );
             assert_eq!(
                 id,
                 u32::from(planned.head),
@@ -418,7 +430,7 @@ impl Machine {
                 accept(piece);
                 answer.extend(
                     Ram::read(after, piece.0, piece.1)
-                        .expect("the range is inside the guest's memory"),
+                        .expect("the range is outside of the guest's memory"),
                 );
             }
             assert!(
@@ -440,13 +452,18 @@ impl Machine {
                     assert_eq!(length, 8, "the refused request has more than a status");
                 }
                 Due::Run(carry) => self.model.judge(carry, &answer),
-                Due::Stop => unreachable!("a fault that stops the queue has an answer"),
+                Due::Stop => {
+                    unreachable!("the plan expects an answer to a chain that must stop the queue")
+                }
             }
         }
         for (queue, ring) in self.rings.iter_mut().enumerate() {
             accept(&(ring.used() + 2, 2));
             let used = Ram::u16_of(after, ring.used() + 2);
-            assert_eq!(used, ring.answered, "queue {queue} has another used index");
+            assert_eq!(
+                used, ring.answered,
+                "queue {queue} has the wrong used index"
+            );
             ring.stopped |= plan.stops[queue];
         }
         let changed = first_difference(&expected, after);

@@ -2,9 +2,9 @@
 //! Vhost-user messages with any bytes and descriptors through the socket of a complete daemon.
 //! Rings run at the same time, and a neighbour is served throughout.
 //!
-//! The daemon has its threads here, so an input is not always played in the same order. These
-//! properties must hold: no thread panics, the connection ends soon after its front end has ended
-//! it, and the neighbour has its pages.
+//! In this target the daemon runs its threads, so the order of events varies between two runs of an
+//! input. These properties must hold: no thread panics, the daemon closes its end of a connection
+//! soon after the front end has, and the neighbour has its pages.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -69,7 +69,8 @@ const FEATURES: u64 = 1 << 32 | 1 << 30 | 1 << 29 | 1 << 28;
 /// CONFIGURE_MEM_SLOTS.
 const PROTOCOL: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 9 | 1 << 13 | 1 << 15;
 
-/// Whether a thread of this process has panicked. The daemon itself would continue after a panic.
+/// Whether a thread of this process has panicked. The flag is needed because the daemon itself
+/// continues after a panic.
 static PANICKED: AtomicBool = AtomicBool::new(false);
 
 /// Daemon that is created once for all inputs, and its other VM.
@@ -106,8 +107,8 @@ impl World {
         }
     }
 
-    /// Asserts that the neighbour is served, whatever the hostile front end does.
-    fn look_after_the_neighbour(&mut self) {
+    /// Asserts that the daemon serves the neighbour, whatever the hostile front end does.
+    fn serve_the_neighbour(&mut self) {
         self.inputs += 1;
         for _ in 0..2 {
             self.neighbour
@@ -139,7 +140,7 @@ pub fn run(bytes: &[u8]) {
             }
         }
         front_end.hang_up();
-        world.look_after_the_neighbour();
+        world.serve_the_neighbour();
     });
 }
 
@@ -234,15 +235,16 @@ impl FrontEnd {
                 u32::from_le_bytes(
                     header[at..at + 4]
                         .try_into()
-                        .expect("the slice has 4 bytes"),
+                        .expect("the slice does not have 4 bytes"),
                 )
             };
             let mut body = vec![0; field(8) as usize % 4096];
             self.ended |= self.stream.read_exact(&mut body).is_err();
             if field(0) == GET_CONFIG {
                 if let Some(bytes) = body.get(12..20) {
-                    self.generation =
-                        u64::from_le_bytes(bytes.try_into().expect("the slice has 8 bytes"));
+                    self.generation = u64::from_le_bytes(
+                        bytes.try_into().expect("the slice does not have 8 bytes"),
+                    );
                 }
                 return;
             }
@@ -257,7 +259,7 @@ impl FrontEnd {
             match self.stream.read(&mut sink) {
                 Ok(0) => break,
                 Ok(_) => {}
-                // The alarm signal of libFuzzer interrupts the call.
+                // The alarm signal of libFuzzer may interrupt the read.
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::ConnectionReset => break,
                 Err(error) => panic!("the daemon did not end the connection: {error}"),
@@ -368,7 +370,7 @@ impl FrontEnd {
             0 => self.set_up(u64::from(input.u8()) % 20),
             1..=3 => self.request(input),
             4 => {
-                // Memory at the place of the rings or the requests is overwritten.
+                // Overwrite memory in which rings or requests may be.
                 let at = BASE + u64::from(input.u16()) % 0x8000;
                 self.ram.write(at, &input.u32().to_le_bytes());
                 self.kick();
@@ -397,7 +399,7 @@ impl FrontEnd {
         true
     }
 
-    /// Sends a message with a body of the right form, and with any numbers and descriptors.
+    /// Sends a message whose body has the right form, with arbitrary numbers and descriptors.
     fn message(&mut self, input: &mut Input<'_>) {
         const CODES: [u32; 17] = [
             SET_FEATURES,

@@ -29,8 +29,8 @@ pub const SEAM: u64 = BASE + PAGES * PAGE;
 /// Guest address of the region that ends near 2^64.
 pub const TOP: u64 = 0xffff_ffff_ffff_0000;
 
-/// Memory regions. Those that are adjacent in the guest are not adjacent in the file or the front
-/// end.
+/// Memory regions. Regions that are adjacent in the guest's address space are not adjacent in the
+/// file or in the front end's address space.
 const REGIONS: [Region; 3] = [
     Region {
         guest: BASE,
@@ -56,7 +56,7 @@ const REGIONS: [Region; 3] = [
 const FILE_BYTES: u64 = (PAGES + 8) * PAGE;
 
 /// Byte that fills the guard pages.
-const NOBODYS: u8 = 0xa5;
+const GUARD_BYTE: u8 = 0xa5;
 
 /// Guest memory and its expected contents.
 pub struct Ram {
@@ -64,7 +64,8 @@ pub struct Ram {
     pub file: Arc<File>,
     /// Contents of the file after the last action of the daemon.
     pub image: Vec<u8>,
-    /// Buffers for two more copies, because allocating them takes longer than an input.
+    /// Buffers for two more copies of the memory. They are kept because allocating them takes
+    /// longer than the run of an input.
     spare: Vec<Vec<u8>>,
 }
 
@@ -88,7 +89,7 @@ impl Ram {
                     bytes.fill(0);
                     ram.file
                         .write_all_at(bytes, page as u64)
-                        .expect("the range is inside the file");
+                        .expect("the range is outside of the file");
                 }
             }
         }
@@ -101,10 +102,10 @@ impl Ram {
         let fd = fd.expect("cannot create a memfd");
         ftruncate(&fd, FILE_BYTES).expect("cannot set the length of the memfd");
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).expect("cannot seal the memfd");
-        let image = vec![NOBODYS; FILE_BYTES as usize];
+        let image = vec![GUARD_BYTE; FILE_BYTES as usize];
         let file = Arc::new(File::from(fd));
         file.write_all_at(&image, 0)
-            .expect("the range is inside the file");
+            .expect("the range is outside of the file");
         let spare = vec![image.clone(), image.clone()];
         Ram { file, image, spare }
     }
@@ -119,7 +120,7 @@ impl Ram {
         let mut copy = self
             .spare
             .pop()
-            .expect("at most two spare images are in use");
+            .expect("more than two spare images are in use");
         copy.copy_from_slice(&self.image);
         copy
     }
@@ -132,7 +133,7 @@ impl Ram {
     fn read_into(&self, image: &mut [u8]) {
         self.file
             .read_exact_at(image, 0)
-            .expect("the range is inside the file");
+            .expect("the range is outside of the file");
     }
 
     /// Returns the memory table.
@@ -179,7 +180,8 @@ impl Ram {
 
     /// Returns the number in two bytes at a guest address, which must be memory.
     pub fn u16_of(image: &[u8], address: u64) -> u16 {
-        let bytes = Ram::read(image, address, 2).expect("the range is inside the guest's memory");
+        let bytes =
+            Ram::read(image, address, 2).expect("the range is outside of the guest's memory");
         u16::from_le_bytes([bytes[0], bytes[1]])
     }
 
@@ -195,40 +197,41 @@ impl Ram {
             self.image[from..from + count].copy_from_slice(now);
             self.file
                 .write_all_at(now, from as u64)
-                .expect("the range is inside the file");
+                .expect("the range is outside of the file");
             rest = later;
         }
         true
     }
 
-    /// Returns the present contents of the file, which the caller accepts or drops.
+    /// Returns the present contents of the file. The caller passes them to [`Self::accept`] or
+    /// [`Self::drop_copy`].
     pub fn current(&mut self) -> Vec<u8> {
         let mut image = self
             .spare
             .pop()
-            .expect("at most two spare images are in use");
+            .expect("more than two spare images are in use");
         self.read_into(&mut image);
         image
     }
 
-    /// Accepts an image as the contents of the memory, after a check that the guard pages are
-    /// unchanged.
+    /// Takes an image as the expected contents of the memory from now on, after a check that the
+    /// guard pages are unchanged.
     pub fn accept(&mut self, image: Vec<u8>) {
         let mut at = 0;
         for region in &REGIONS {
-            nobodys(&image[at..region.offset as usize]);
+            assert_guard_pages(&image[at..region.offset as usize]);
             at = (region.offset + region.bytes) as usize;
         }
-        nobodys(&image[at..]);
+        assert_guard_pages(&image[at..]);
         let before = std::mem::replace(&mut self.image, image);
         self.spare.push(before);
     }
 }
 
 /// Asserts that guard pages are unchanged.
-fn nobodys(bytes: &[u8]) {
+fn assert_guard_pages(bytes: &[u8]) {
     for page in bytes.chunks(PAGE as usize) {
-        let same = *page == [NOBODYS; PAGE as usize];
+        let same = *page == [GUARD_BYTE; PAGE as usize];
         assert!(same, "memory next to the guest's was written");
     }
 }

@@ -11,7 +11,7 @@ const REQUESTS_MAX: usize = 24;
 const META: u64 = ARENA;
 const META_MAX: usize = 0x1000;
 const DATA: u64 = META + META_MAX as u64;
-/// Number of different page contents. Several descriptors name the same page.
+/// Number of different page contents. So several descriptors name the same page.
 const CONTENTS: u64 = 8;
 const ANSWER: u64 = DATA + CONTENTS * 4096;
 /// Length of the longest answer in bytes: 64 pages with their results, and some bytes more.

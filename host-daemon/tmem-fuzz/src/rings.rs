@@ -16,8 +16,8 @@ use crate::ram::{BASE, Ram, SEAM, TOP};
 const STEPS_MAX: usize = 64;
 /// Maximum number of pages of a well-formed request, so that several requests fit into memory.
 const BATCH: usize = 6;
-/// Pages of the slot of a request in the arena. Requests take the slots in turn; as many pages
-/// again are for chains that are built by hand.
+/// Pages of the slot of a request in the arena. Requests take the slots in turn. The pages after
+/// the slots are for descriptor tables of chains that the input builds by hand.
 const SLOT_PAGES: u64 = 2 * BATCH as u64 + 4;
 const SLOTS: u64 = 4;
 
@@ -89,7 +89,7 @@ impl Player {
                 machine.offer(queue, head);
             }
             9 => {
-                // A wrong index is published, which may become right again later.
+                // Publish a wrong available index. A later step may publish a correct one again.
                 let queue = input.below(QUEUES);
                 let ring = &mut machine.rings[queue];
                 ring.offered = ring.offered.wrapping_add(input.number() as u16);
@@ -101,20 +101,20 @@ impl Player {
                 machine.ram.write(at, &bytes[..1 + input.below(4)]);
             }
             11 => {
-                let looks = 1 + u64::from(input.u8()) % 24;
+                let checks = 1 + u64::from(input.u8()) % 24;
                 let bytes = input.u32().to_le_bytes()[..1 + input.below(4)].to_vec();
                 let at = address(input);
                 if let Some(places) = Ram::places(at, bytes.len() as u64) {
                     let (file, from) = (machine.ram.file.clone(), places[0].0 as u64);
                     let bytes = bytes[..places[0].1].to_vec();
-                    machine.host.watch.at(looks, Act::Write(file, from, bytes));
+                    machine.host.watch.at(checks, Act::Write(file, from, bytes));
                 }
             }
             12 => machine.restart(input.below(QUEUES)),
             13 => {
-                let looks = 1 + u64::from(input.u8()) % 24;
+                let checks = 1 + u64::from(input.u8()) % 24;
                 let device = Arc::downgrade(machine.host.session.device());
-                machine.host.watch.at(looks, Act::Drain(device));
+                machine.host.watch.at(checks, Act::Drain(device));
                 machine.kick(input.below(QUEUES));
                 // The restart of both queues completes the drain.
                 machine.restart(0);
@@ -127,9 +127,9 @@ impl Player {
                 _ => machine.host.maintain_all(),
             },
             _ => {
-                let looks = 1 + u64::from(input.u8()) % 24;
+                let checks = 1 + u64::from(input.u8()) % 24;
                 let (file, bytes) = (machine.ram.file.clone(), machine.ram.image.len());
-                machine.host.watch.at(looks, Act::HangUp(file, bytes));
+                machine.host.watch.at(checks, Act::HangUp(file, bytes));
             }
         }
     }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Plays the inputs that the fuzzers found and that were kept.
+//! Runs the fuzz targets with the inputs that were kept in the corpus.
 
 use std::path::Path;
 use std::process::Command;
 
-/// Runs a target with each input of its corpus: the archive's and those with a descriptive name.
+/// Runs a target with each input of its corpus: those in the archive, and those with a descriptive
+/// name.
 fn play(target: &str) {
     let (_, run) = tmem_fuzz::TARGETS
         .iter()
@@ -20,8 +21,8 @@ fn play(target: &str) {
         "cannot unpack {}",
         archive.display()
     );
-    let inputs = |folder: &Path| -> Vec<_> {
-        let files = std::fs::read_dir(folder).unwrap();
+    let inputs = |directory: &Path| -> Vec<_> {
+        let files = std::fs::read_dir(directory).unwrap();
         files.map(|file| file.unwrap().path()).collect()
     };
     let mut files = inputs(unpacked.path());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Builds the daemon's description of a VM from a libvirt domain. The hook uses it before a VM
-//! starts, and tmem-libvirt while it runs, so both send the same.
+//! Builds the daemon's description of a VM from a libvirt domain. tmem-hook uses it before a VM
+//! starts, and tmem-libvirt uses it while the VM runs, so both send the same description.
 //!
 //! Out of scope: calls to libvirt, and waiting.
 
@@ -97,10 +97,12 @@ pub fn label(domain: &Domain) -> String {
 /// Returns a second socket in the same directory, for the other end of a migration on one host. A
 /// VM that migrates repeatedly alternates between the two.
 pub fn other_socket(socket: &str, uuid: &str) -> String {
-    let folder = socket.rsplit_once('/').map_or("", |(folder, _)| folder);
-    let first = format!("{folder}/{uuid}.sock");
+    let directory = socket
+        .rsplit_once('/')
+        .map_or("", |(directory, _)| directory);
+    let first = format!("{directory}/{uuid}.sock");
     if socket == first {
-        format!("{folder}/{uuid}-b.sock")
+        format!("{directory}/{uuid}-b.sock")
     } else {
         first
     }
@@ -166,7 +168,7 @@ mod tests {
         let xml = format!(
             "<domain><name>{name}</name><uuid>5CA1AB1E-0000-4000-8000-0123456789ab</uuid></domain>"
         );
-        Domain::parse(&xml).expect("the domain is valid")
+        Domain::parse(&xml).expect("the domain was refused")
     }
 
     #[test]
@@ -217,7 +219,7 @@ mod tests {
             assert_eq!(
                 configured(conf),
                 expected,
-                "the configuration {conf:?} gives other values"
+                "the configuration {conf:?} gives the wrong values"
             );
         }
         assert_eq!(Owner::find(Some("none")), Ok(Owner(None)));

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! tmem-hook: libvirt runs it from /etc/libvirt/hooks/qemu.d/ when a VM starts, arrives or ends.
 //!
-//! Before a start it checks whether the VM can have its cache. It asks the daemon to serve the VM
-//! with the quota of the domain's metadata, and to shrink the pool in favour of the VM's memory.
-//! When the VM has ended, it tells the daemon to stop serving it. It stops a start only if the
-//! domain says required='yes'. No other failure may make it fail, because libvirt kills a running
-//! VM whose hook fails when libvirtd restarts. It never calls libvirt, because libvirt waits for
-//! it.
+//! Before a start, the hook checks whether the VM can have its cache. It asks the daemon to serve
+//! the VM with the quota of the domain's metadata, and to shrink the pool in favour of the VM's
+//! memory. When the VM has ended, the hook tells the daemon to stop serving the VM. The hook stops
+//! a start only if the domain says required='yes'. In all other cases it exits with success,
+//! because libvirt kills a running VM whose hook fails when libvirtd restarts. The hook never calls
+//! libvirt, because libvirt waits for the hook.
 //!
-//! Its stdout is the VM's new XML. It is empty except for a VM that migrates to its own host, where
-//! the two ends cannot share one socket.
+//! The hook's stdout is the VM's new XML. It is empty except for a VM that migrates within its
+//! host, because the two ends of such a migration cannot share one socket.
 //!
 //! Usage: tmem-hook [--socket PATH] [--owner USER] DOMAIN OPERATION ..., with the domain's XML on
 //! stdin.
@@ -34,7 +34,8 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest time that a start waits for the pool to shrink: a little longer than the daemon waits.
 const ROOM_TIMEOUT: Duration = Duration::from_millis(1500);
 
-/// Pause before asking a daemon again that closed the connection. Most clients have gone by then.
+/// Pause before the hook asks again after the daemon closed the connection. Most other clients have
+/// disconnected by then.
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// Whether the daemon has closed a connection without an answer.
@@ -62,7 +63,7 @@ struct Options {
     owner: Option<String>,
 }
 
-/// Reason why the VM has no cache, or another one than it should have.
+/// Reason why the VM has no cache, or a cache with other settings than its domain requests.
 struct Problem {
     required: bool,
     /// Whether the daemon did not answer within [`TIMEOUT`].
@@ -88,7 +89,7 @@ fn main() -> ExitCode {
         words.drain(..2);
     }
     let options = Arc::new(options);
-    // The input is always read, because libvirt waits until it has been.
+    // stdin is always read to its end, because libvirt waits until all of it is read.
     let mut xml = Vec::new();
     let read = std::io::stdin().read_to_end(&mut xml);
     let operation = match words.get(1).map(String::as_str) {
@@ -99,7 +100,7 @@ fn main() -> ExitCode {
         _ => return ExitCode::SUCCESS,
     };
     let work = move || match (read, String::from_utf8(xml)) {
-        (Ok(_), Ok(xml)) => look(&xml, operation, &options),
+        (Ok(_), Ok(xml)) => handle(&xml, operation, &options),
         _ => Some(not_needed("the domain's XML cannot be read".into())),
     };
     let bug = |_| Some(not_needed("a bug: tmem-hook panicked".into()));
@@ -159,7 +160,7 @@ fn log(message: &str) {
 }
 
 /// Handles the operation, and returns the problem if there is one.
-fn look(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Problem> {
+fn handle(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Problem> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => Arc::new(domain),
         Err(error) => return Some(not_needed(error.0)),
@@ -168,7 +169,7 @@ fn look(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Probl
         return arrive(xml, &domain, options);
     }
     let problem = check(&domain, operation, options);
-    // If the start is stopped, the VM takes no memory.
+    // A VM whose start is stopped takes no memory.
     if operation == Operation::Prepare && !problem.as_ref().is_some_and(|p| p.required || p.late) {
         let (bytes, options) = (domain.takes_bytes, options.clone());
         // The result is ignored: a pool that cannot shrink does not prevent the VM's start.
@@ -177,7 +178,8 @@ fn look(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Probl
     problem
 }
 
-/// Gives a VM that migrates on this host a second socket, because its source still uses the first.
+/// Gives a VM that arrives by a migration within this host a second socket, because the source
+/// still uses the first one.
 fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Problem> {
     let device = domain.device.clone()?;
     let socket = options.socket.clone();
@@ -214,10 +216,10 @@ fn hangs() -> String {
     }
 }
 
-/// Asks the daemon, and asks again each time that it closes the connection without an answer. It
-/// does that when it has too many clients, as when many VMs start together. Each request of the
-/// hook may be repeated. The loop has no end of its own: [`within`] stops waiting for it. The error
-/// has the form of [`refusal`]'s result.
+/// Asks the daemon, and asks again each time that the daemon closes the connection without an
+/// answer. The daemon closes the connection when it has too many clients, for example when many VMs
+/// start together. Each request of the hook may be repeated. The loop has no limit; the caller uses
+/// [`within`], which stops waiting for it. The error has the form of [`refusal`]'s result.
 fn ask<T>(
     socket: &Path,
     call: impl Fn(&mut api::VarlinkClient) -> api::Result<T>,
@@ -242,7 +244,7 @@ fn within<T: Send + 'static>(
 ) -> Option<T> {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
-        // If the time was up, the receiver no longer exists.
+        // If the time limit has passed, the receiver no longer exists.
         let _ = sender.send(work());
     });
     receiver.recv_timeout(time).ok()
@@ -281,7 +283,8 @@ fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), St
     let socket = &options.socket;
     let cache = match &domain.cache {
         Some(cache) => cache.clone().map_err(|error| error.0)?,
-        // The device was added by hand, so the daemon may be configured for the VM in another way.
+        // The device was added by hand, so the daemon may serve the VM with settings from its own
+        // configuration.
         None => {
             let list = ask(socket, |client| client.list_vms().call());
             let vms = list.map_err(|(_, what)| what)?.vms;

@@ -2,7 +2,7 @@
 //! Tests of the hook with a daemon. The pool shrinks in favour of a VM that starts, no start waits
 //! for the daemon without bound, and a VM that migrates on its own host gets another socket.
 //!
-//! A file stands for the host's available memory and keeps the value that a test writes.
+//! A file takes the place of the host's /proc/meminfo and keeps the value that a test writes.
 
 use std::fs;
 use std::io::{self, Write};
@@ -74,7 +74,7 @@ impl HookTest {
 /// hold some places for a moment.
 fn clients(host: &HookTest) -> Vec<tmem_control::VarlinkClient> {
     let mut clients = Vec::new();
-    until("every place is taken", || {
+    until("all clients of the control socket are connected", || {
         let mut client =
             tmem_control::connect(&host.control()).expect("cannot connect to the control socket");
         // A client that gets an answer has a place.
@@ -122,7 +122,7 @@ fn hook_with(stderr: Stdio, control: &Path, operation: &str, xml: &str) -> Outpu
         .stderr(stderr)
         .spawn()
         .expect("cannot run the program");
-    let mut stdin = child.stdin.take().expect("the process has a pipe");
+    let mut stdin = child.stdin.take().expect("the process has no pipe");
     stdin
         .write_all(xml.as_bytes())
         .expect("cannot write to the hook's stdin");
@@ -152,7 +152,7 @@ fn the_pool_shrinks_for_a_starting_vm() {
             "operation {operation} changed the pool's size"
         );
     }
-    // The VM takes more than the whole pool could give.
+    // The VM needs more memory than the whole pool could release.
     assert_eq!(
         start("prepare", 1024),
         1 << 20,
@@ -238,16 +238,19 @@ fn a_starting_vm_with_the_device_gets_a_socket_and_host_memory() {
 /// hook fails at `reconnect`.
 #[test]
 fn a_failed_write_of_a_message_does_not_fail_the_hook() {
-    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-    let (control, socket) = (folder.path().join("control"), folder.path().join("a.sock"));
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let (control, socket) = (
+        directory.path().join("control"),
+        directory.path().join("a.sock"),
+    );
     let xml = xml(1, &device(&socket));
     let (reader, closed) = std::io::pipe().expect("cannot create a pipe");
     drop(reader);
     let full = || fs::File::create("/dev/full").expect("cannot create the file");
     for operation in ["reconnect", "prepare", "release"] {
-        let told = hook(&control, operation, &xml).stderr;
+        let message = hook(&control, operation, &xml).stderr;
         assert!(
-            !told.is_empty(),
+            !message.is_empty(),
             "the hook printed no message at {operation}, although no daemon exists"
         );
         let closed = closed.try_clone().expect("cannot duplicate the descriptor");
@@ -304,7 +307,7 @@ fn the_hook_retries_while_the_daemon_has_too_many_clients() {
                 let time = Duration::from_secs(30);
                 shut_out
                     .recv_timeout(time)
-                    .expect("the daemon turned no client away");
+                    .expect("the daemon refused no client");
                 drop(clients);
             });
             let output = hook(&front, operation, &xml(1024, device));
@@ -314,9 +317,9 @@ fn the_hook_retries_while_the_daemon_has_too_many_clients() {
         });
     };
     let host = host();
-    // For a VM without the device, the hook only asks the pool to shrink.
+    // For a VM without the device, the hook only asks the daemon to shrink the pool.
     run(&host, "prepare", "");
-    until("the pool gives way", || {
+    until("the pool shrinks", || {
         let client = tmem_control::connect(&host.control());
         let stats = client
             .expect("cannot connect to the control socket")
@@ -351,8 +354,8 @@ fn a_daemon_with_too_many_clients_delays_a_start_only_until_the_timeout() {
 
 #[test]
 fn a_hung_daemon_delays_a_start_only_until_the_timeout() {
-    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-    let control = folder.path().join("control");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let control = directory.path().join("control");
     let begun = Instant::now();
     let output = hook(&control, "prepare", &xml(1024, ""));
     assert!(

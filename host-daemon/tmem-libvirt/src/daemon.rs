@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Brings the daemon's VMs in line with libvirt's domains. Each pass compares the two and sends the
-//! differences, so it does not matter which of them was unreachable, or for how long.
+//! Brings the VMs of the daemon in line with libvirt's domains. Each pass compares the daemon's VMs
+//! with the domains and sends the differences to the daemon. It therefore does not matter whether
+//! the daemon or libvirt was unreachable, or for how long.
 //!
-//! Out of scope: calls to libvirt, except for two questions that the caller answers through
-//! functions.
+//! Out of scope: calls to libvirt. The caller passes functions that return a domain's request and
+//! state.
 
 use crate::libvirt::State;
-use crate::wish::Wish;
+use crate::request::Request;
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -22,7 +23,7 @@ const STRAY: Duration = Duration::from_secs(60);
 pub struct Daemon {
     socket: PathBuf,
     /// The request of each running domain, by UUID.
-    wishes: HashMap<String, Wish>,
+    requests: HashMap<String, Request>,
     /// VM description that the daemon accepted last, by UUID.
     accepted: HashMap<String, VmSpec>,
     /// Problem that was logged last, by UUID, so that each problem is logged once.
@@ -47,7 +48,7 @@ impl Daemon {
     pub fn new(socket: &Path) -> Daemon {
         Daemon {
             socket: socket.into(),
-            wishes: HashMap::new(),
+            requests: HashMap::new(),
             accepted: HashMap::new(),
             complaints: HashMap::new(),
             strays: HashMap::new(),
@@ -56,14 +57,15 @@ impl Daemon {
         }
     }
 
-    /// Sets what a domain asks for. None means that it does not run, or has no such device.
-    pub fn wish(&mut self, uuid: &str, wish: Option<Wish>) {
-        match wish {
-            Some(wish) => {
-                self.wishes.insert(uuid.into(), wish);
+    /// Sets the request of a domain. None means that the domain does not run or does not have the
+    /// device.
+    pub fn set_request(&mut self, uuid: &str, request: Option<Request>) {
+        match request {
+            Some(request) => {
+                self.requests.insert(uuid.into(), request);
             }
             None => {
-                self.wishes.remove(uuid);
+                self.requests.remove(uuid);
                 self.accepted.remove(uuid);
                 self.complaints.remove(uuid);
             }
@@ -72,13 +74,13 @@ impl Daemon {
 
     /// Forgets all domains that are not in `running`.
     pub fn forget_others(&mut self, running: &[String]) {
-        self.wishes.retain(|uuid, _| running.contains(uuid));
+        self.requests.retain(|uuid, _| running.contains(uuid));
         self.accepted.retain(|uuid, _| running.contains(uuid));
         self.complaints.retain(|uuid, _| running.contains(uuid));
     }
 
-    /// Sends the daemon all differences. `read` asks libvirt what a domain asks for now, and
-    /// `state` whether a domain runs. An unreachable daemon is not an error, because a later pass
+    /// Sends the daemon all differences. `read` asks libvirt for a domain's current request, and
+    /// `state` for a domain's state. An unreachable daemon is not an error, because a later pass
     /// tries again.
     ///
     /// # Errors
@@ -86,7 +88,7 @@ impl Daemon {
     pub fn reconcile(
         &mut self,
         now: Instant,
-        read: &dyn Fn(&str) -> Result<Option<Wish>, String>,
+        read: &dyn Fn(&str) -> Result<Option<Request>, String>,
         state: &dyn Fn(&str) -> Result<State, String>,
     ) -> Result<(), String> {
         match self.try_to(now, read, state) {
@@ -113,7 +115,7 @@ impl Daemon {
     fn try_to(
         &mut self,
         now: Instant,
-        read: &dyn Fn(&str) -> Result<Option<Wish>, String>,
+        read: &dyn Fn(&str) -> Result<Option<Request>, String>,
         state: &dyn Fn(&str) -> Result<State, String>,
     ) -> Result<(), Trouble> {
         let client = api::connect(&self.socket);
@@ -121,7 +123,7 @@ impl Daemon {
             client.map_err(|e| Trouble::Daemon(tmem_hook::away(&self.socket, &e.to_string())))?;
         let listed = client.list_vms().call().map_err(|e| self.trouble(&e))?.vms;
         self.see_who_ran(&listed);
-        let mut uuids: Vec<String> = self.wishes.keys().cloned().collect();
+        let mut uuids: Vec<String> = self.requests.keys().cloned().collect();
         uuids.sort();
         for uuid in uuids {
             // During a migration on one host, two VMs have the same UUID.
@@ -137,8 +139,8 @@ impl Daemon {
             if there.is_none() {
                 // The daemon may have lost the VM, or the domain may have just stopped. Only
                 // libvirt knows.
-                let wish = read(&uuid).map_err(Trouble::Libvirt)?;
-                self.wish(&uuid, wish);
+                let request = read(&uuid).map_err(Trouble::Libvirt)?;
+                self.set_request(&uuid, request);
             }
             self.one(&mut client, &uuid, there, read)?;
         }
@@ -151,13 +153,13 @@ impl Daemon {
 
     /// Returns the path of the socket of the domain's device.
     fn socket(&self, uuid: &str) -> Option<&str> {
-        match self.wishes.get(uuid)? {
-            Wish::So(spec) | Wish::Served(spec) => Some(&spec.socket),
-            Wish::Nonsense(_) => None,
+        match self.requests.get(uuid)? {
+            Request::Settings(spec) | Request::KeepQuota(spec) => Some(&spec.socket),
+            Request::Invalid(_) => None,
         }
     }
 
-    /// Updates `ran`. VMs that the daemon no longer has are forgotten.
+    /// Updates `ran`. VMs that the daemon no longer has are removed from that set.
     fn see_who_ran(&mut self, listed: &[api::Vm]) {
         let ran = listed.iter().filter_map(|vm| {
             let it = (vm.uuid.clone()?, vm.socket.clone());
@@ -173,13 +175,13 @@ impl Daemon {
         client: &mut api::VarlinkClient,
         uuid: &str,
         there: Option<&api::Vm>,
-        read: &dyn Fn(&str) -> Result<Option<Wish>, String>,
+        read: &dyn Fn(&str) -> Result<Option<Request>, String>,
     ) -> Result<(), Trouble> {
-        let spec = match (self.wishes.get(uuid), there) {
-            (None, _) | (Some(Wish::Served(_)), Some(_)) => None,
-            (Some(Wish::Served(spec)), None) => Some(Ok(spec.clone())),
-            (Some(Wish::Nonsense(what)), _) => Some(Err(what.clone())),
-            (Some(Wish::So(spec)), there) => {
+        let spec = match (self.requests.get(uuid), there) {
+            (None, _) | (Some(Request::KeepQuota(_)), Some(_)) => None,
+            (Some(Request::KeepQuota(spec)), None) => Some(Ok(spec.clone())),
+            (Some(Request::Invalid(what)), _) => Some(Err(what.clone())),
+            (Some(Request::Settings(spec)), there) => {
                 let same = there.is_some_and(|vm| {
                     vm.quota == spec.quota && self.accepted.get(uuid) == Some(spec)
                 });
@@ -198,7 +200,7 @@ impl Daemon {
                     if added && read(uuid).map_err(Trouble::Libvirt)?.is_none() {
                         let removed = client.remove_vm(uuid.into(), socket).call();
                         removed.map_err(|e| self.trouble(&e))?;
-                        self.wish(uuid, None);
+                        self.set_request(uuid, None);
                         return Ok(());
                     }
                     if self.accepted.insert(uuid.into(), spec.clone()).as_ref() != Some(&spec) {
@@ -254,7 +256,7 @@ impl Daemon {
     ) -> Result<(), Trouble> {
         let lost = |vm: &api::Vm| {
             let uuid = vm.uuid.as_ref().filter(|_| !vm.connected)?;
-            (!self.wishes.contains_key(uuid)).then(|| (uuid.clone(), vm.socket.clone()))
+            (!self.requests.contains_key(uuid)).then(|| (uuid.clone(), vm.socket.clone()))
         };
         let lost: Vec<(String, String)> = listed.iter().filter_map(lost).collect();
         let is_lost = |socket: &str| lost.iter().any(|(_, lost)| lost == socket);
@@ -297,7 +299,7 @@ mod tests {
         tmemd: TestDaemon,
         bridge: Daemon,
         /// The only domain as libvirt reports it; None means that it does not run.
-        running: RefCell<Option<Wish>>,
+        running: RefCell<Option<Request>>,
         /// State that libvirt reports while the domain does not run.
         otherwise: State,
         now: Instant,
@@ -331,9 +333,9 @@ mod tests {
         }
 
         /// Changes the domain, and reports the change to the bridge.
-        fn wish(&mut self, wish: Option<Wish>) {
-            *self.running.borrow_mut() = wish.clone();
-            self.bridge.wish(UUID, wish);
+        fn set_request(&mut self, request: Option<Request>) {
+            *self.running.borrow_mut() = request.clone();
+            self.bridge.set_request(UUID, request);
             self.reconcile();
         }
 
@@ -378,17 +380,17 @@ mod tests {
     #[test]
     fn the_daemon_serves_a_vm_as_its_domain_metadata_requests() {
         let mut host = BridgeTest::new();
-        host.wish(Some(Wish::So(host.spec(5))));
+        host.set_request(Some(Request::Settings(host.spec(5))));
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
-        host.wish(Some(Wish::So(host.spec(6))));
+        host.set_request(Some(Request::Settings(host.spec(6))));
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
         let renamed = VmSpec {
             name: "shop".into(),
             ..host.spec(6)
         };
-        host.wish(Some(Wish::So(renamed.clone())));
+        host.set_request(Some(Request::Settings(renamed.clone())));
         assert_eq!(host.vms()[0].name, "shop");
-        // If a client changes the quota, the domain's metadata wins.
+        // A client changes the quota. The bridge sets it back to that of the domain's metadata.
         let quota = host.spec(9).quota;
         host.client()
             .set_quota("shop".into(), quota)
@@ -396,8 +398,8 @@ mod tests {
             .expect("the daemon did not change the quota");
         host.reconcile();
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
-        // Settings that the domain does not name stay unchanged.
-        host.wish(Some(Wish::Served(host.spec(1))));
+        // If the domain's metadata has no cache element, the quota stays unchanged.
+        host.set_request(Some(Request::KeepQuota(host.spec(1))));
         assert_eq!(
             (host.vms()[0].quota.limit_bytes, &*host.vms()[0].name),
             (Some(6), "shop")
@@ -407,8 +409,8 @@ mod tests {
     #[test]
     fn invalid_metadata_is_reported_and_changes_nothing() {
         let mut host = BridgeTest::new();
-        host.wish(Some(Wish::So(host.spec(5))));
-        host.wish(Some(Wish::Nonsense("unit XiB".into())));
+        host.set_request(Some(Request::Settings(host.spec(5))));
+        host.set_request(Some(Request::Invalid("unit XiB".into())));
         let vm = host.vms().remove(0);
         assert_eq!(
             (vm.quota.limit_bytes, vm.problem.as_deref()),
@@ -416,7 +418,7 @@ mod tests {
         );
         let mut large = host.spec(1 << 40);
         large.quota.reserve_bytes = 1 << 40;
-        host.wish(Some(Wish::So(large)));
+        host.set_request(Some(Request::Settings(large)));
         let vm = host.vms().remove(0);
         assert_eq!(
             vm.quota.limit_bytes,
@@ -427,14 +429,14 @@ mod tests {
             vm.problem
                 .is_some_and(|what| what.contains("1099511627776"))
         );
-        host.wish(Some(Wish::So(host.spec(5))));
+        host.set_request(Some(Request::Settings(host.spec(5))));
         assert_eq!(host.vms()[0].problem, None);
-        // The problem of a VM that the daemon does not have cannot be shown.
+        // The daemon does not have the VM, so it cannot show the VM's problem.
         host.client()
             .remove_vm(UUID.into(), host.spec(5).socket)
             .call()
             .expect("the daemon did not remove the VM");
-        host.wish(Some(Wish::Nonsense("unit XiB".into())));
+        host.set_request(Some(Request::Invalid("unit XiB".into())));
         assert!(host.vms().is_empty());
     }
 
@@ -442,12 +444,12 @@ mod tests {
     fn a_restarted_daemon_gets_missed_changes() {
         let mut host = BridgeTest::new();
         host.tmemd.stop();
-        host.wish(Some(Wish::So(host.spec(5))));
+        host.set_request(Some(Request::Settings(host.spec(5))));
         host.tmemd.restart();
         host.reconcile();
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
         host.tmemd.stop();
-        host.wish(Some(Wish::So(host.spec(6))));
+        host.set_request(Some(Request::Settings(host.spec(6))));
         host.tmemd.restart();
         assert_eq!(
             host.vms()[0].quota.limit_bytes,
@@ -458,11 +460,12 @@ mod tests {
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
     }
 
-    /// A bridge changes only the end of a migration on this host that its own libvirt runs.
+    /// During a migration within this host, a bridge changes only the VM of the end that its own
+    /// libvirt runs.
     #[test]
     fn a_bridge_changes_only_its_own_end_of_a_migration() {
         let mut host = BridgeTest::new();
-        host.wish(Some(Wish::So(host.spec(5))));
+        host.set_request(Some(Request::Settings(host.spec(5))));
         let socket = host.spec(5).socket;
         let _qemu = host.connect();
         let mut other = host.spec(7);
@@ -476,10 +479,10 @@ mod tests {
             vms.map(|vm| (vm.name, vm.quota.limit_bytes)).collect()
         };
         let incoming = ("web+incoming".to_string(), Some(7));
-        host.wish(Some(Wish::So(host.spec(6))));
+        host.set_request(Some(Request::Settings(host.spec(6))));
         assert_eq!(limits(&host), [("web".into(), Some(6)), incoming.clone()]);
-        host.wish(Some(Wish::Nonsense("unit XiB".into())));
-        host.wish(Some(Wish::So(host.spec(8))));
+        host.set_request(Some(Request::Invalid("unit XiB".into())));
+        host.set_request(Some(Request::Settings(host.spec(8))));
         assert_eq!(limits(&host), [("web".into(), Some(8)), incoming]);
         host.client()
             .remove_vm(UUID.into(), socket)
@@ -492,7 +495,7 @@ mod tests {
     #[test]
     fn a_stopped_vm_is_not_added_again() {
         let mut host = BridgeTest::new();
-        host.wish(Some(Wish::So(host.spec(5))));
+        host.set_request(Some(Request::Settings(host.spec(5))));
         host.client()
             .remove_vm(UUID.into(), host.spec(5).socket)
             .call()
@@ -502,37 +505,38 @@ mod tests {
         assert!(host.vms().is_empty());
     }
 
-    /// The VM stops after libvirt was asked and before the daemon is asked.
+    /// The VM stops after the bridge has asked libvirt and before it asks the daemon.
     #[test]
     fn a_vm_that_stops_while_it_is_added_is_removed_at_once() {
         let mut host = BridgeTest::new();
         let spec = host.spec(5);
-        for wish in [Wish::So(spec.clone()), Wish::Served(spec)] {
-            host.bridge.wish(UUID, Some(wish.clone()));
-            let read = RefCell::new(Some(wish));
+        for request in [Request::Settings(spec.clone()), Request::KeepQuota(spec)] {
+            host.bridge.set_request(UUID, Some(request.clone()));
+            let read = RefCell::new(Some(request));
             let state: &dyn Fn(&str) -> _ = &|_| Ok(State::Unknown);
             let done = host.bridge.reconcile(host.now, &|_| Ok(read.take()), state);
             assert_eq!((done, host.vms().len()), (Ok(()), 0));
-            assert!(host.bridge.wishes.is_empty());
+            assert!(host.bridge.requests.is_empty());
         }
         // A VM that the hook has added may be about to start, so the bridge does not remove it.
         host.client()
             .add_vm(host.spec(6))
             .call()
             .expect("the daemon did not add the VM");
-        let wish = Wish::So(host.spec(5));
-        host.bridge.wish(UUID, Some(wish));
+        let request = Request::Settings(host.spec(5));
+        host.bridge.set_request(UUID, Some(request));
         host.reconcile();
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
     }
 
-    /// The VM stops after libvirt was asked and before the daemon is asked, and libvirt stops, too.
+    /// The VM stops after the bridge has asked libvirt and before it asks the daemon; then libvirt
+    /// stops, too.
     #[test]
     fn a_vm_that_stops_during_reconcile_is_removed_later() {
         let mut host = BridgeTest::new();
-        let wish = Some(Wish::So(host.spec(5)));
-        host.bridge.wish(UUID, wish.clone());
-        let read = RefCell::new(wish);
+        let request = Some(Request::Settings(host.spec(5)));
+        host.bridge.set_request(UUID, request.clone());
+        let read = RefCell::new(request);
         let once = |_: &str| read.take().map(Some).ok_or("away".to_string());
         let state: &dyn Fn(&str) -> _ = &|_| Ok(State::Unknown);
         let done = host.bridge.reconcile(host.now, &once, state);
@@ -549,8 +553,8 @@ mod tests {
     #[test]
     fn a_vm_without_a_running_domain_is_removed_after_a_delay() {
         let mut host = BridgeTest::new();
-        host.wish(Some(Wish::So(host.spec(5))));
-        host.wish(None);
+        host.set_request(Some(Request::Settings(host.spec(5))));
+        host.set_request(None);
         host.now += STRAY / 2;
         host.reconcile();
         assert_eq!(
@@ -559,13 +563,13 @@ mod tests {
             "a VM was removed whose start may be under way"
         );
         // If the VM starts and stops again, the delay begins again.
-        host.wish(Some(Wish::So(host.spec(5))));
-        host.wish(None);
+        host.set_request(Some(Request::Settings(host.spec(5))));
+        host.set_request(None);
         host.now += STRAY / 2;
         host.reconcile();
         assert_eq!(host.vms().len(), 1);
         host.now += STRAY;
-        *host.running.borrow_mut() = Some(Wish::So(host.spec(5)));
+        *host.running.borrow_mut() = Some(Request::Settings(host.spec(5)));
         host.reconcile();
         assert_eq!(
             host.vms().len(),
@@ -588,10 +592,10 @@ mod tests {
             host.reconcile();
             host.vms().len()
         };
-        host.wish(Some(Wish::So(host.spec(5))));
+        host.set_request(Some(Request::Settings(host.spec(5))));
         host.reconcile();
         host.tmemd.stop();
-        host.wish(None);
+        host.set_request(None);
         host.tmemd.restart();
         assert_eq!(
             host.vms().len(),
@@ -608,7 +612,7 @@ mod tests {
             .expect("the daemon did not add the VM");
         assert_eq!(are_left(&mut host), 1);
         // A VM that ran here may have arrived at another libvirt, with another socket.
-        host.wish(Some(Wish::So(host.spec(5))));
+        host.set_request(Some(Request::Settings(host.spec(5))));
         let _qemu = host.connect();
         let mut other = host.spec(5);
         other.socket = other.socket.replace("a.sock", "b.sock");
@@ -621,7 +625,7 @@ mod tests {
             .remove_vm(UUID.into(), host.spec(5).socket)
             .call()
             .expect("the daemon did not remove the VM");
-        host.wish(None);
+        host.set_request(None);
         assert_eq!(are_left(&mut host), 1);
     }
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A read-only connection to libvirt: which domains run, their XML, and events about them.
 //!
-//! An event only names the domain to look at, because its state may have changed again. Out of
-//! scope: the meaning of a domain's XML.
+//! An event only names the domain that changed. Its state must be read afterwards, because the
+//! state may have changed again. Out of scope: the meaning of a domain's XML.
 
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
@@ -276,7 +276,7 @@ impl Drop for Connection {
         }
         // SAFETY: the connection is still open. Without a registered callback the call only fails.
         unsafe { sys::virConnectUnregisterCloseCallback(raw, Some(closed)) };
-        // If closing fails, nothing can be done about it.
+        // Nothing can be done if closing fails.
         let _ = self.connect.close();
     }
 }

@@ -1,54 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! tmem-libvirt: follows libvirt's domains and passes their cache settings on to the daemon.
 //!
-//! It is a separate process with a read-only connection: libvirt's library never runs in the
-//! daemon, and the daemon works without it. While this process does not run, the settings from a
-//! VM's start stay in force. Changes of quotas in that time are sent when it runs again.
+//! The bridge is a process of its own with a read-only connection to libvirt. libvirt's library
+//! therefore never runs in the daemon, and the daemon works without libvirt. While the bridge does
+//! not run, the daemon keeps the settings from each VM's start. The bridge sends changes of quotas
+//! that it missed when it runs again.
 //!
 //! | file | contents |
 //! | --- | --- |
 //! | `libvirt.rs` | lists running domains, and receives events about them |
-//! | `wish.rs` | reads what a domain's XML asks for |
+//! | `request.rs` | reads what a domain's XML asks for |
 //! | `daemon.rs` | brings the daemon's VMs in line with the domains |
 
 mod daemon;
 mod libvirt;
-mod wish;
+mod request;
 
 use clap::Parser;
 use daemon::Daemon;
 use libvirt::{Connection, Event};
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 use tmem_hook::Owner;
+use tmem_libvirt::Arguments;
 
-/// Longest time between two comparisons with the daemon, which may have been restarted. It is short
-/// enough that an operator does not notice, and a message over a socket costs little.
+/// Longest time between two comparisons of the daemon's VMs with libvirt's domains, needed because
+/// the daemon may have restarted. It is short enough that an operator does not notice, and a
+/// message over a socket costs little.
 const PERIOD: Duration = Duration::from_secs(1);
 
 /// Time between two complete queries of libvirt's domains, in case an event was lost.
-const ASK_ANEW: Duration = Duration::from_secs(60);
+const QUERY_PERIOD: Duration = Duration::from_secs(60);
 
 /// Shortest and longest pause before libvirt is tried again; each pause is twice the one before.
 const PAUSES: [Duration; 2] = [Duration::from_millis(250), Duration::from_secs(5)];
-
-/// Passes the cache settings of libvirt's domains on to the virtio-tmem daemon.
-#[derive(Parser)]
-#[command(version)]
-struct Arguments {
-    /// URI of the libvirt to follow; the connection is read-only
-    #[arg(short, long, value_name = "URI", default_value = "qemu:///system")]
-    connect: String,
-    /// Control socket of the daemon
-    #[arg(long, value_name = "PATH", default_value = tmem_control::DEFAULT_SOCKET)]
-    socket: PathBuf,
-    /// User that QEMU runs as and that may connect to the sockets of VMs: a name, a number, or
-    /// "none" for the daemon's own; default: that of /etc/libvirt/qemu.conf, or the distribution's
-    #[arg(long, value_name = "USER")]
-    owner: Option<String>,
-}
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
@@ -115,7 +101,7 @@ fn session(
         match events.recv_timeout(wait) {
             Ok(event) => {
                 // All waiting events are taken together, because the start of a domain causes
-                // several.
+                // several events.
                 for event in std::iter::once(event).chain(events.try_iter()) {
                     match event {
                         Event::Closed(which) if which == number => {
@@ -135,20 +121,20 @@ fn session(
         }
         let read = |uuid: &str| {
             let xml = connection.running(uuid)?;
-            Ok(xml.and_then(|xml| wish::read(uuid, &xml, owner)))
+            Ok(xml.and_then(|xml| request::read(uuid, &xml, owner)))
         };
-        let refreshed = if asked.is_none_or(|asked: Instant| asked.elapsed() >= ASK_ANEW) {
+        let refreshed = if asked.is_none_or(|asked: Instant| asked.elapsed() >= QUERY_PERIOD) {
             asked = Some(Instant::now());
             connection.all_running().and_then(|uuids| {
                 daemon.forget_others(&uuids);
                 uuids.iter().try_for_each(|uuid| {
-                    daemon.wish(uuid, read(uuid)?);
+                    daemon.set_request(uuid, read(uuid)?);
                     Ok(())
                 })
             })
         } else {
             changed.iter().try_for_each(|uuid| {
-                daemon.wish(uuid, read(uuid)?);
+                daemon.set_request(uuid, read(uuid)?);
                 Ok(())
             })
         };

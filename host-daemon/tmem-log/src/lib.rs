@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Sets up the logs of all long-running programs. If stderr is systemd's journal, messages go there
-//! with their fields; otherwise they are lines on stderr. Out of scope: which messages are logged.
+//! Sets up the logs of all long-running programs. If stderr is systemd's journal, messages go to
+//! the journal with their fields. Otherwise they are lines on stderr. Out of scope: which messages
+//! are logged.
 
 use std::io::{IsTerminal, stderr};
 use tracing::level_filters::LevelFilter;
@@ -22,8 +23,8 @@ pub struct Log {
 fn parse(filter: &str) -> Result<EnvFilter, String> {
     let what =
         |error| format!("it is not a log filter ({error}): write a level, such as info or debug");
-    // EnvFilter would take a single word that is not a level as a module's name, and log everything
-    // of it.
+    // EnvFilter would take a single word that is not a level as the name of a module, and log all
+    // messages of that module.
     if let [word] = filter.split([',', '=']).collect::<Vec<_>>()[..]
         && word.parse::<LevelFilter>().is_err()
     {

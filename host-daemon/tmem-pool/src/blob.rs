@@ -14,6 +14,7 @@
 
 use crate::codec::{self, Corrupt, DENSER_BYTES, Denser};
 use crate::config::{PAGE_SIZE, Page};
+use crate::cost::{GET_DENSE_NS, GET_NS, GET_SAME_NS};
 use crate::dedup::{Dedup, Links};
 use crate::entry::Content;
 use crate::hash::{HashFn, PageHash, check_bits, place_bits, table_bits};
@@ -50,10 +51,10 @@ const REFS_MAX: u32 = 1 << 15;
 const FIRST_SHIFT: u32 = 16;
 const FIRST_BYTES: u32 = (1 << 13) - 1;
 const _: () = assert!(PAGE_SIZE as u32 <= FIRST_BYTES);
-/// Flag: the sweep has passed the blob once.
+/// Flag: one sweep, a periodic pass over all blobs, has visited the blob.
 const SEEN: u32 = 1 << 29;
-/// Flag: the sweep has passed the blob a second time and has tried to recompress it. Later sweeps
-/// leave the blob alone.
+/// Flag: a second sweep has visited the blob and has tried to recompress it. Later sweeps skip the
+/// blob.
 const DENSE: u32 = 1 << 30;
 
 // SAFETY: a record consists of atomics, for which zero is a valid value.
@@ -75,7 +76,7 @@ pub(crate) struct Store {
     pub dense_gain_bytes: Sum,
 }
 
-/// Final form of a page.
+/// Form in which a page stays stored after deduplication and compression.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Finalized {
     /// Place of the content. If it is a blob, the caller owns one reference to it.
@@ -85,7 +86,7 @@ pub(crate) struct Finalized {
     pub shared: bool,
 }
 
-/// An open read of one page; [`Store::reader`] returns it.
+/// Access to the stored form of one page while the page is read ([`Store::reader`]).
 pub(crate) enum Reader<'a> {
     Same(u32),
     Bytes(heap::Reader<'a>),
@@ -143,7 +144,7 @@ impl Store {
         let hash = self.heap.read(Handle(blob), |copy| {
             let copy = copy
                 .try_into()
-                .expect("a raw blob has the length of a page");
+                .expect("a raw blob does not have the length of a page");
             (self.hash)(&self.hasher, copy)
         });
         let record = self.record(blob);
@@ -236,6 +237,18 @@ impl Store {
         }
     }
 
+    /// Returns the largest cost of getting a page with this content, in nanoseconds. A blob that the
+    /// sweep recompresses at the same time may cost more.
+    pub(crate) fn get_ns_max(&self, content: Content) -> u64 {
+        match content {
+            Content::Same(_) => GET_SAME_NS,
+            Content::Blob(blob) if self.record(blob).state.load(Relaxed) & DENSE != 0 => {
+                GET_DENSE_NS
+            }
+            Content::Raw(_) | Content::Blob(_) => GET_NS,
+        }
+    }
+
     /// Restores a page into `out` and compares its hash with the check bits. After an error, the
     /// contents of `out` are unspecified.
     pub(crate) fn read(
@@ -270,7 +283,7 @@ impl Store {
         self.heap.read(Handle(raw), |page| {
             let page: &Page = page
                 .try_into()
-                .expect("a raw blob has the length of a page");
+                .expect("a raw blob does not have the length of a page");
             if let Some(pattern) = codec::same_filled(page) {
                 return Some(Finalized {
                     content: Content::Same(pattern),
@@ -327,10 +340,11 @@ impl Store {
         first_bytes.saturating_sub(self.heap.len(Handle(blob))) as u64
     }
 
-    /// Handles one blob in a sweep. Only listed blobs are eligible whose length at first
-    /// compression is within [`DENSER_BYTES`]. An eligible blob that no sweep has seen is marked as
-    /// seen. One that an earlier sweep has marked is cold, and is compressed again with zstd if
-    /// that makes it smaller. Returns true if that was tried.
+    /// Handles one blob in a sweep. A blob is eligible if the table of equal pages lists it and its
+    /// length at first compression is within [`DENSER_BYTES`]. An eligible blob that no sweep has
+    /// seen is marked as seen. An eligible blob that an earlier sweep has marked is cold, and is
+    /// compressed again with zstd if that makes it smaller. Returns true if the blob was compressed
+    /// again, even if it did not become smaller.
     pub(crate) fn sweep(
         &self,
         blob: u32,
@@ -364,7 +378,8 @@ impl Store {
                     self.denser_saved_bytes.add((len - bytes.len()) as u64);
                     self.dense_gain_bytes.add(self.dense_gain(blob));
                 } else {
-                    // There was no memory for the new form. A later sweep tries again.
+                    // There was no memory for the new form, or a thread was reading the blob. A
+                    // later sweep tries again.
                     record.state.fetch_and(!DENSE, Relaxed);
                 }
             }
@@ -398,7 +413,7 @@ impl Store {
         None
     }
 
-    // ---- table --------------------------------------------------------------------------------
+    // ---- table of equal pages -----------------------------------------------------------------
 
     fn is_listed_as(&self, blob: u32, domain: DomainId, hash: u32) -> bool {
         let record = self.record(blob);
@@ -406,8 +421,8 @@ impl Store {
     }
 
     /// Lists a blob in the table of equal pages. The table lists only one blob for each hash of a
-    /// domain, so that look-ups are bounded. A different page with a listed hash is stored, and
-    /// other pages cannot share it.
+    /// domain, so that look-ups are bounded. A different page with the same hash is stored without
+    /// being listed, so that no other page can share it.
     fn list(&self, blob: u32, domain: DomainId, hash: u32) {
         let chain = self.dedup.lock(place_bits(hash, domain));
         let found = chain.find(self, |other| self.is_listed_as(other, domain, hash));
@@ -445,10 +460,10 @@ impl Store {
             );
         }
         let payload = refs.keys().map(|&blob| self.heap.len(Handle(blob)) as u64);
-        let said = self.heap.stats().payload_bytes;
+        let payload_sum = self.heap.stats().payload_bytes;
         assert_eq!(
             payload.sum::<u64>(),
-            said,
+            payload_sum,
             "the heap's sum of stored bytes differs from the sum of all blobs' lengths"
         );
         let gain: u64 = refs.keys().map(|&blob| self.dense_gain(blob)).sum();
@@ -461,7 +476,7 @@ impl Store {
         self.dedup.check(self, |blob| {
             let (domain, _) = refs
                 .get(&blob)
-                .expect("a blob that the table of equal pages lists has a reference");
+                .expect("a blob that the table of equal pages lists has no reference");
             let hash = self.record(blob).hash.load(Relaxed);
             assert!(
                 self.is_listed_as(blob, *domain, hash),
@@ -469,12 +484,12 @@ impl Store {
             );
             listed += 1;
         });
-        let said = refs
+        let marked_listed = refs
             .keys()
             .filter(|&&blob| self.record(blob).domain.load(Relaxed) != 0);
         assert_eq!(
             listed,
-            said.count(),
+            marked_listed.count(),
             "the table of equal pages lists another number of blobs than those marked as listed"
         );
     }

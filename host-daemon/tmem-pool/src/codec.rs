@@ -8,8 +8,8 @@
 //! the stack has positions only.
 //!
 //! A stored form that is as long as a page is the page itself. Any other form begins with a byte
-//! that names its codec. The stored bytes were written by the engine itself. Decoding is bounded
-//! nevertheless: a damaged form results in an error, and no byte outside the page is written.
+//! that names its codec. Only the engine writes stored forms. Decoding is bounded nevertheless: a
+//! damaged form results in an error, and no byte outside the page is written.
 
 use crate::config::{PAGE_SIZE, Page};
 use crate::secret::SecretPages;
@@ -83,7 +83,7 @@ impl Restorer {
         let context = NonNull::new(unsafe { zstd_sys::ZSTD_initStaticDCtx(at.cast(), bytes) })?;
         let format = ZSTD_dParameter::ZSTD_d_experimentalParam1;
         let result =
-            // SAFETY: the context was just made.
+            // SAFETY: the context is valid, because zstd has just initialized it.
             unsafe { zstd_sys::ZSTD_DCtx_setParameter(context.as_ptr(), format, ZSTD_MAGICLESS) };
         self.in_use = true;
         is_ok(result).then_some(context)
@@ -124,7 +124,7 @@ fn is_ok(result: usize) -> bool {
 /// Overwrites the calling thread's context with zeroes, because it may contain parts of restored
 /// pages.
 pub(crate) fn wipe() {
-    // An error means that the thread is ending and its context was already freed, so that nothing
+    // An error means that the thread is ending and has already freed its context, so that nothing
     // is left to wipe.
     let _ = RESTORER.try_with(|restorer| {
         if let Some(restorer) = &mut *restorer.borrow_mut() {
@@ -148,7 +148,7 @@ fn restore(frame: &[u8], out: &mut Page) -> Option<usize> {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Corrupt;
 
-/// Returns the four bytes that the page repeats, if it does.
+/// Returns the four bytes that the page repeats, or None if the page does not repeat four bytes.
 pub(crate) fn same_filled(page: &Page) -> Option<u32> {
     let (words, _) = page.as_chunks::<8>();
     let first = words[0];
@@ -248,7 +248,7 @@ impl Denser {
             (ZSTD_cParameter::ZSTD_c_checksumFlag, 0),
         ];
         let all = parameters.into_iter().all(|(parameter, value)| {
-            // SAFETY: the context was just made.
+            // SAFETY: the context is valid, because zstd has just initialized it.
             is_ok(unsafe { zstd_sys::ZSTD_CCtx_setParameter(context.as_ptr(), parameter, value) })
         });
         all.then_some(context)
@@ -350,7 +350,7 @@ mod tests {
         for _ in 0..3 {
             let stored = denser
                 .encode(&page, &mut buffer, PAGE_SIZE)
-                .expect("the test page compresses");
+                .expect("the test page does not compress");
             assert_eq!(restorer.restore(&stored[1..], &mut out), Some(PAGE_SIZE));
             assert!(out == page);
             assert!(!is_zero(&mut denser.memory) && !is_zero(&mut restorer.memory));
@@ -370,7 +370,7 @@ mod tests {
         let mut restorer = Restorer::new().expect("cannot allocate a zstd context");
         let stored = denser
             .encode(&page, &mut buffer, PAGE_SIZE)
-            .expect("the test page compresses")
+            .expect("the test page does not compress")
             .to_vec();
         println!(
             "contexts: {} and {} pages",

@@ -17,7 +17,8 @@ pub const POOLS_PER_TENANT_MAX: usize = 256;
 /// cache. The limit bounds the host memory that same-filled pages, which have no payload, can take.
 pub const KEYS_PER_TENANT_MAX: u32 = 1 << 26;
 
-/// Smallest limit of a tenant's raw pages: four full batches, as many as a guest has in flight.
+/// Smallest limit of a tenant's raw pages, which are stored uncompressed until a background worker
+/// finalizes them. It is four full batches, as many as a guest has in flight.
 pub(crate) const RAW_PAGES_MIN: u32 = 256;
 
 /// Largest limit of a tenant's raw pages: 8 MiB, which one core compresses in some 10 ms.
@@ -80,9 +81,9 @@ pub(crate) const TENANT_METADATA_BYTES: u64 = 16 << 10;
 /// with one-page objects could hold more than its share of the pool.
 pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
 
-/// Address space that a pool reserves, as a multiple of its largest size. Each frame could be in a
-/// span of its own, and a span has the addresses of 12 frames: that is a factor of 12. Indexes take
-/// a factor of 1, and tables a ninth in pools of a few MiB or more.
+/// Address space that a pool reserves, as a multiple of the pool's largest size. Each frame (4 KiB)
+/// could be in a span of its own, and a span has addresses for 12 frames: that is a factor of 12.
+/// Indexes take a factor of 1, and tables a ninth in pools of a few MiB or more.
 pub const ADDRESS_SPACE_TIMES: u64 = 14;
 
 /// Eviction policies; `evict/` implements them.
@@ -94,7 +95,8 @@ pub enum PolicyKind {
     /// Least recently used: evicts the page that was used longest ago. Because a get removes a
     /// page, this is the order of [`PolicyKind::Fifo`].
     Lru,
-    /// Adaptive two-queue policy: evicts pages that were put for the first time early.
+    /// Adaptive two-queue policy: a page that was put for the first time is evicted earlier than a
+    /// page that the guest has used again.
     #[default]
     AdaptiveTwoQueue,
 }
@@ -107,7 +109,7 @@ impl PolicyKind {
         PolicyKind::AdaptiveTwoQueue,
     ];
 
-    /// Returns the name for tables and files.
+    /// Returns the policy's name, as tables and files show it.
     pub fn name(self) -> &'static str {
         match self {
             PolicyKind::Fifo => "fifo",
@@ -117,8 +119,9 @@ impl PolicyKind {
     }
 }
 
-/// Duration of a sweep in nanoseconds: ten minutes. A blob is cold after one to two sweeps. A page
-/// that the guest gets back earlier does not pay for the slower decompression of zstd.
+/// Duration in nanoseconds of a sweep, a pass over all blobs that recompresses cold ones: ten
+/// minutes. A blob is cold after one to two sweeps. A page that the guest gets back earlier does
+/// not pay for the slower decompression of zstd.
 pub(crate) const SWEEP_NS: u64 = 600_000_000_000;
 
 /// Number of the heap's places (one for each blob) that one step of the sweep visits.

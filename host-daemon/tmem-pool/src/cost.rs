@@ -43,7 +43,7 @@ pub(crate) const DROP_NS: u64 = 800;
 /// Cost of looking up the pool and the object of a range under the tenant's lock.
 pub(crate) const RANGE_NS: u64 = 300;
 
-/// Cost of passing one followed key in a walk over the keys that the [`Estimator`] follows.
+/// Cost of visiting one key in a walk over the keys that the [`Estimator`] follows.
 pub(crate) const FOLLOWED_NS: u64 = 2;
 
 /// Cost of removing one key from the keys that the [`Estimator`] follows.
@@ -57,8 +57,8 @@ pub(crate) fn estimator_ns<K: Copy>(estimator: &Estimator<K>) -> u64 {
     estimator.passed() * FOLLOWED_NS + estimator.forgotten() * FORGET_NS
 }
 
-/// Returns the largest cost of a walk over all followed keys that forgets those for which a
-/// condition holds.
+/// Returns the largest cost of a walk over all keys that the estimator follows, if the walk removes
+/// each of them.
 pub(crate) fn forget_all_ns_max<K: Copy>(estimator: &Estimator<K>) -> u64 {
     estimator.followed() * (FOLLOWED_NS + FORGET_NS)
 }
@@ -67,16 +67,19 @@ pub(crate) fn forget_all_ns_max<K: Copy>(estimator: &Estimator<K>) -> u64 {
 /// both the pool and the tenant's limit.
 pub const PUT_NS_MAX: u64 = PUT_NS + (1 + 2 * EVICTIONS_PER_PUT_PAGE as u64) * EVICT_NS;
 
+/// Largest cost of one call of the estimator in a get: a walk over all followed keys.
+pub(crate) const ESTIMATE_NS_MAX: u64 = SAMPLES_MAX as u64 * FOLLOWED_NS;
+
 /// Largest cost of one page of a reference. A page that is dropped costs more than one that moves.
-pub const REF_NS_MAX: u64 = REF_NS + DROP_NS + SAMPLES_MAX as u64 * FOLLOWED_NS;
+pub const REF_NS_MAX: u64 = REF_NS + DROP_NS + ESTIMATE_NS_MAX;
 
 /// Largest cost of one page of a get.
-pub const GET_NS_MAX: u64 = GET_DENSE_NS + SAMPLES_MAX as u64 * FOLLOWED_NS;
+pub const GET_NS_MAX: u64 = GET_DENSE_NS + ESTIMATE_NS_MAX;
 
-/// Smallest budget with which [`flush_some`](crate::Tenant::flush_some) always makes progress: its
-/// largest step forgets all followed keys.
+/// Smallest budget with which [`flush_some`](crate::Tenant::flush_some) always makes progress. The
+/// largest step of a flush removes all keys that the estimator follows.
 pub const FLUSH_NS_MIN: u64 = RANGE_NS + SAMPLES_MAX as u64 * (FOLLOWED_NS + FORGET_NS);
 
-/// Largest cost of ending a pool: its followed keys are forgotten at once, and its pages are freed
-/// later.
+/// Largest cost of destroying a pool: the estimator stops following the pool's keys at once, and
+/// the pool's pages are freed later.
 pub const DESTROY_NS_MAX: u64 = FLUSH_NS_MIN;

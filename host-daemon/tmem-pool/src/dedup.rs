@@ -29,8 +29,8 @@ const LOAD: (u64, u64) = (4, 3);
 /// which no guest can choose without the seed.
 const PROBES_MAX: usize = 32;
 
-/// Largest number of threads that have added a blob to a chain and have not counted it yet. It is
-/// far more than a process has.
+/// Upper bound of the threads that have added a blob to a chain and have not counted the blob yet.
+/// No process has nearly as many threads.
 const UNCOUNTED_MAX: u64 = 4096;
 
 /// Name of the table, for log messages.
@@ -97,7 +97,7 @@ impl Dedup {
         u64::from(self.nr_buckets.load(Relaxed)) * size_of::<Bucket>() as u64
     }
 
-    /// Returns the bucket of a hash.
+    /// Returns the number of the bucket to which a hash belongs.
     fn bucket_of(&self, hash: u64) -> u32 {
         let nr = self.nr_buckets.load(Relaxed);
         let bucket = hash as u32 & (nr.next_power_of_two() - 1);
@@ -115,7 +115,7 @@ impl Dedup {
         poison::guard_or_abort(self.locks[(hash as u32 % LOCKS) as usize].lock(), TABLE)
     }
 
-    /// Locks and returns the chain in which a blob with this hash is, if it is listed.
+    /// Locks and returns the chain that contains all listed blobs with this hash.
     pub(crate) fn lock(&self, hash: u64) -> Chain<'_> {
         let lock = self.lock_of(hash);
         Chain {
@@ -135,7 +135,7 @@ impl Dedup {
         self.buckets.get(self.bucket_of(hash)).0.load(Relaxed)
     }
 
-    /// Lists a blob that is not listed.
+    /// Adds a blob that the table does not list yet.
     pub(crate) fn add(&self, links: &impl Links, chain: Chain<'_>, blob: u32) {
         links.set_next(blob, chain.bucket.0.load(Relaxed));
         chain.bucket.0.store(blob, Relaxed);
@@ -173,7 +173,7 @@ impl Dedup {
         u64::from(self.nr_blobs.load(Relaxed)) + UNCOUNTED_MAX
     }
 
-    /// Splits or joins buckets if that is due, unless another thread is doing so.
+    /// Splits or joins buckets if the load factor requires it, unless another thread is doing so.
     fn fit(&self, links: &impl Links) {
         let (nr, blobs) = (self.nr_buckets.load(Relaxed), self.nr_blobs.load(Relaxed));
         // Number of buckets that this number of blobs needs by the load factor.
@@ -404,7 +404,8 @@ mod tests {
                 if !blob.is_multiple_of(100) {
                     assert_eq!(found.is_some(), listed.contains(&blob));
                 }
-                // Grow to nearly all blobs, then shrink.
+                // In the first steps blobs are mostly added, until nearly all are listed. In the
+                // later steps they are mostly removed.
                 let add = rng.below(60_000) > step;
                 if add && listed.insert(blob) {
                     table.add(&blobs, table.lock(blobs.hash(blob)), blob);

@@ -49,7 +49,7 @@ impl Work {
     pub const ALL: [Work; 3] = [Work::Finalize, Work::Recompress, Work::MakeRoom];
 }
 
-/// Parameters that tenants are created with.
+/// Parameters that the engine passes to each new tenant.
 #[derive(Clone, Debug)]
 pub(crate) struct TenantParams {
     pub seed: u64,
@@ -66,8 +66,8 @@ pub struct Engine {
     pub(crate) size_bytes: Sum,
     size_max_bytes: u64,
     params: TenantParams,
-    /// Position in the list of members of the tenant whose raw pages are finalized next. Tenants
-    /// take turns.
+    /// Position, in the list of members, of the tenant whose raw pages are finalized next. The
+    /// tenants take turns.
     turn: CachePadded<AtomicUsize>,
     /// Number of steps of background work so far. It decides which steps also do other work than
     /// finalizing.
@@ -88,7 +88,8 @@ pub struct Engine {
 /// finalizing.
 const CHORES_EVERY: usize = 4;
 
-/// Returns the number of places that a sweep that began at `begun` should have passed by now.
+/// Returns how many of the heap's `places` a sweep that began at `begun` should have visited by
+/// now.
 fn due_by(begun: Time, now: Time, places: u32) -> u32 {
     let elapsed_ns = now.0.saturating_sub(begun.0);
     let due = u128::from(places) * u128::from(elapsed_ns) / u128::from(SWEEP_NS);
@@ -137,7 +138,7 @@ impl Engine {
         }
     }
 
-    // ---- room ---------------------------------------------------------------------------------
+    // ---- memory of the pool -------------------------------------------------------------------
 
     fn metadata_bytes(&self) -> u64 {
         self.store.metadata_bytes()
@@ -157,8 +158,8 @@ impl Engine {
         self.size_bytes.get().saturating_sub(taken_bytes)
     }
 
-    /// Returns the number of idle frames that stay in the pool. It is computed from the pool's
-    /// present size, because the largest size may be that of the whole host.
+    /// Returns the number of idle frames that the pool keeps. The number follows the pool's present
+    /// size, because the pool's largest size may be that of the host's memory.
     fn idle_frames(&self) -> u64 {
         heap::idle_frames(self.size_bytes.get())
     }
@@ -167,8 +168,8 @@ impl Engine {
         INDEX_ROOM_BYTES + self.size_bytes.get() / INDEX_ROOM_PART
     }
 
-    /// Returns whether the pool uses more memory than its size. Empty frames do not count: they are
-    /// released when others are needed.
+    /// Returns whether the pool uses more memory than its size. Empty frames do not count, because
+    /// they are released when the memory is needed elsewhere.
     fn is_over(&self) -> bool {
         // Metadata alone may exceed the size, for example that of many same-filled pages after a
         // resize.
@@ -296,7 +297,7 @@ impl Engine {
             return;
         }
         let mut membership = self.membership_mut();
-        // The caller saw no detached pages, but may have looked before the drop of the tenant's
+        // The caller saw no detached pages, but it may have checked before the drop of the tenant's
         // last handle detached all pages. A departed tenant detaches nothing more, and the thread
         // that frees its last page calls this function again.
         if tenant.has_dead() {
@@ -374,9 +375,9 @@ impl Engine {
                 return 0;
             };
             match tenant.finalize(self) {
-                // All raw pages of this tenant left before they were finalized. Try the tenants
-                // behind it, so that they need not wait for the next step. This tenant is not tried
-                // again, so the loop ends.
+                // All raw pages of this tenant were removed before they were finalized. Try the
+                // tenants after it in the list, so that their pages need not wait for the next
+                // step. This tenant is not tried again, so the loop ends.
                 Some(0) => from = i + 1,
                 finalized => return finalized.unwrap_or(0),
             }
@@ -402,7 +403,7 @@ impl Engine {
         let pages: &mut [Page; 2] = buffer
             .pages()
             .try_into()
-            .expect("the sweep's buffer has two pages");
+            .expect("the sweep's buffer does not have two pages");
         while *next < due && *next - first < SWEEP_STEP && worked < SWEEP_PAGES {
             let frames_bytes_max = self.frames_bytes_max();
             let dense = self.store.sweep(*next, frames_bytes_max, denser, pages);
@@ -425,8 +426,8 @@ impl Engine {
         looked as usize
     }
 
-    /// Does one step of background work. Returns the amount of work done, in pages, blobs or
-    /// frames; 0 means that nothing is left to do.
+    /// Does one step of background work of any kind. Returns the amount of work done, in pages,
+    /// blobs or frames; 0 means that nothing is left to do.
     fn maintain_step(&self, now: Time, pages: usize, begins: &mut dyn FnMut(Work)) -> usize {
         begins(Work::Finalize);
         // Raw pages come first, because they take twice the memory until they are finalized, and
@@ -573,10 +574,10 @@ impl Engine {
         Ok(Tenant::new(Arc::clone(self), tenant))
     }
 
-    /// Changes the present size in bytes, at most to the largest size. The caller does so while the
-    /// pool gives way to other memory needs of the host. The excess is evicted in bounded steps of
-    /// [`maintain`](Self::maintain) and of puts. Below the sum of all reserves, the entitlements
-    /// scale down. Admission of a further reserve compares with the full size
+    /// Changes the pool's present size in bytes, at most to its largest size. The caller shrinks
+    /// the pool while the host needs the memory for something else. The excess is evicted in
+    /// bounded steps of [`maintain`](Self::maintain) and of puts. Below the sum of all reserves,
+    /// the entitlements scale down. Admission of a further reserve compares with the full size
     /// ([`set_full`](Self::set_full)).
     pub fn resize(&self, size_bytes: u64) {
         let size_bytes = size_bytes.min(self.size_max_bytes);
@@ -590,19 +591,21 @@ impl Engine {
         }
     }
 
-    /// Sets the full size in bytes: the size of the pool when it does not give way, at first the
-    /// size that it was created with. A new reserve must fit into it beside the reserves of other
-    /// tenants; existing reserves stay. [`resize`](Self::resize) changes the present size.
+    /// Sets the full size in bytes: the size that the pool has while the host needs no memory back.
+    /// At first it is the size that the pool was created with. A new reserve must fit into the full
+    /// size beside the reserves of other tenants; existing reserves stay. [`resize`](Self::resize)
+    /// changes the present size.
     pub fn set_full(&self, full_bytes: u64) {
         let full_bytes = full_bytes.min(self.size_max_bytes);
         self.membership_mut().set_full(full_bytes);
     }
 
-    /// Changes the full size, if one is given, and quotas of tenants in one step, so that neither
-    /// has to be changed first. [`resize`](Self::resize) changes the present size.
+    /// Changes the full size, if one is given, and the quotas of tenants in one step, so that the
+    /// caller need not find an order in which each single change is allowed.
+    /// [`resize`](Self::resize) changes the present size.
     ///
     /// # Errors
-    /// A reserve does not fit. With another full size this may be a reserve that exists already.
+    /// A reserve does not fit. If the full size changes, this may be a reserve that is not changed.
     /// Then nothing changes.
     pub fn configure(
         &self,

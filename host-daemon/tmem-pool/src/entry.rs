@@ -107,7 +107,7 @@ impl Entry {
         self.bits = self.bits & !POLICY | u32::from(bits) << POLICY_SHIFT;
     }
 
-    /// Returns what the entry adds to its tenant's gauges.
+    /// Returns the amounts that the entry adds to its tenant's gauges.
     pub(crate) fn gauges(&self) -> Gauges {
         let kind = |wanted| u32::from(self.bits & KIND == wanted);
         Gauges {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Errors of the engine: typed for callers, and with a sentence for people.
+//! Errors of the engine. Each is a type of its own for callers, and a sentence for people.
 
 use std::fmt;
 

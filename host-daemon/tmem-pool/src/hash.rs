@@ -20,11 +20,12 @@ pub struct PageHash {
     secret: Box<[u8]>,
 }
 
-/// Type of the hash function of pages. Tests use another function, to make pages collide.
+/// Type of the hash function of pages. Some tests use another function, which gives different pages
+/// equal hashes.
 pub(crate) type HashFn = fn(&PageHash, &Page) -> u128;
 
 impl PageHash {
-    /// Creates the hash function of a seed: `XXH3_128bits_withSeed` of xxHash.
+    /// Creates the hash function with this seed, which is `XXH3_128bits_withSeed` of xxHash.
     pub fn new(seed: u64) -> PageHash {
         let secret = Hasher::with_seed(seed).into_secret();
         PageHash { secret }
@@ -33,7 +34,7 @@ impl PageHash {
     /// Returns the hash of a page.
     pub fn of(&self, page: &Page) -> u128 {
         let hash = XxHash3_128::oneshot_with_secret(&self.secret, page);
-        hash.expect("a secret derived from a seed has the length that xxh3 requires")
+        hash.expect("the secret derived from a seed does not have the length that xxh3 requires")
     }
 }
 

@@ -2,10 +2,11 @@
 //! Compressed, deduplicated page cache for many tenants: the storage engine of virtio-tmem.
 //!
 //! An [`Engine`] keeps copies of 4 KiB pages in a bounded amount of memory, which is called the
-//! pool. Each [`Tenant`] stands for one VM. It has pools of its own, each for one file system; a
-//! key is the number of such a pool, of an object in it, usually a file, and of a page in the
-//! object. Tenants see nothing of each other. Each tenant is entitled to a part of the memory by
-//! its [`Quota`]. Equal pages of one trust domain are stored once.
+//! pool. Each [`Tenant`] stands for one VM. A tenant has pools of its own, each for one file
+//! system. The key of a page consists of the number of such a pool, the number of an object in that
+//! pool, usually a file, and the number of the page in the object. Tenants see nothing of each
+//! other. Each tenant is entitled to a part of the memory by its [`Quota`]. Equal pages of one
+//! trust domain are stored once.
 //!
 //! The engine promises correctness, not presence. It may drop any page at any time. A get never
 //! returns other bytes than those that were last put under its key with its cookie.
@@ -33,14 +34,11 @@
 //! while engine.maintain(Time(0), 64) {}
 //! assert_eq!(tenant.stats().same_filled_pages, 1);
 //!
-//! // A get names the cookie that it wants. A hit removes the page.
-//! let (mut out, mut found) = ([[0; tmem_pool::PAGE_SIZE]], [GetResult::Miss]);
-//! let spent = tenant.get(1, 42, 0, &[1001], &mut out, &mut found)?;
-//! assert_eq!(found, [GetResult::Hit { cookie: 1001 }]);
-//! assert_eq!(out[0], page);
-//! // Dropping this frees the stored bytes. A caller answers its guest first.
-//! drop(spent);
-//! assert_eq!(tenant.stats().pages, 0);
+//! // A get names the cookie that it wants. A hit removes the page. let (mut out, mut found) =
+//! ([[0; tmem_pool::PAGE_SIZE]], [GetResult::Miss]); let spent = tenant.get(1, 42, 0, &[1001], &mut
+//! out, &mut found)?; assert_eq!(found, [GetResult::Hit { cookie: 1001 }]); assert_eq!(out[0],
+//! page); // Dropping `spent` frees the stored bytes. A caller answers its guest before it drops
+//! `spent`. drop(spent); assert_eq!(tenant.stats().pages, 0);
 //! # Ok(())
 //! # }
 //! ```
@@ -61,8 +59,9 @@
 //! - [`Tenant::put`], [`Tenant::get`] and [`Tenant::flush_some`] report their cost in nanoseconds,
 //!   so that a caller can divide its time between tenants without reading a clock for each page.
 //!
-//! Configurations and statistics may get further fields, so they are built by functions. Results of
-//! the data path are exhaustive: each caller has to decide what another result would mean.
+//! Later versions may add fields to configurations and statistics, so callers create these with
+//! functions. Enumerations of the data path's results are exhaustive, so a caller that does not
+//! handle a new result does not compile.
 //!
 //! # Files
 //!
@@ -73,13 +72,13 @@
 //! | `engine.rs`, `membership.rs` | all tenants; choice of victims, background work, admission |
 //! | `tenant.rs`, `state.rs` | one tenant: work outside its lock, work under it |
 //! | `index/`, `entry.rs` | keys and the record of each |
-//! | `blob.rs`, `dedup.rs` | stored contents, each equal page once |
-//! | `heap/` | memory for stored bytes, which compacts and is given back |
+//! | `blob.rs`, `dedup.rs` | stored contents; equal pages are stored once |
+//! | `heap/` | memory for stored bytes; compaction; memory that goes back to the system |
 //! | `codec.rs`, `hash.rs` | forms of a page, and its hash |
 //! | `evict/` | order of eviction, one file for each policy |
 //! | `shadow.rs` | tenant without page contents, for the replay of traces |
 //! | `check.rs`, `tests/` | invariants; a model that knows the allowed answers |
-//! | `quota.rs`, `totals.rs`, `stats.rs` | entitlement, sums of what is held, statistics |
+//! | `quota.rs`, `totals.rs`, `stats.rs` | entitlements, sums over all tenants, statistics |
 //! | `fail.rs` | injected allocation failures for tests |
 //! | `secret.rs` | memory for guests' bytes outside of the heap |
 //! | `poison.rs` | poison policy: panics under a lock that all tenants share |
@@ -87,8 +86,16 @@
 //!
 //! # Locks
 //!
-//! Order: membership, then at most one tenant, then one of the dedup table, then those of the
-//! heap: a class's, free spans.
+//! A thread takes locks in this order:
+//!
+//! 1. the membership lock,
+//! 2. the lock of at most one tenant,
+//! 3. one lock of the table of equal pages,
+//! 4. the lock of one size class of the heap,
+//! 5. the heap's lock of free spans or of spare handles.
+//!
+//! The lock of the index memory's chunks and the lock of the scratch pages are leaf locks: a thread
+//! that holds one of them takes no other lock.
 
 mod blob;
 mod check;
@@ -129,4 +136,4 @@ pub use hash::PageHash;
 pub use secret::SecretPages;
 pub use shadow::{ShadowMemory, ShadowTenant};
 pub use stats::{EngineStats, TenantStats};
-pub use tenant::{GetResult, Put, PutResult, Ref, Spent, Tenant};
+pub use tenant::{GET_PAGES_MAX, GetResult, Put, PutResult, Ref, Spent, Tenant};

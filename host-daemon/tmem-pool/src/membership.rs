@@ -17,8 +17,8 @@ use std::sync::Arc;
 pub(crate) struct Member {
     pub tenant: Arc<TenantShared>,
     pub quota: Quota,
-    /// Name of the trust domain. It is kept here so that the name can be removed with the domain's
-    /// last member.
+    /// Name of the trust domain. Each member has it, so that the name can be removed from `domains`
+    /// with the domain's last member.
     domain_name: Option<String>,
 }
 
@@ -32,8 +32,8 @@ struct Domain {
 pub(crate) struct Membership {
     pub size_bytes: u64,
     /// Full size of the pool in bytes, into which all reserves have to fit. The present size may be
-    /// smaller while the pool gives way to other memory needs of the host. No tenant is refused
-    /// because of that.
+    /// smaller while the host needs memory for something else. No tenant is refused because of the
+    /// smaller size.
     full_bytes: u64,
     pub members: Vec<Member>,
     /// Tenants that left and have pages that are not freed yet.
@@ -101,12 +101,12 @@ impl Membership {
             .position(|member| Arc::ptr_eq(&member.tenant, tenant));
         let member = self
             .members
-            .swap_remove(at.expect("a tenant that departs is a member"));
+            .swap_remove(at.expect("a tenant that departs is not a member"));
         if let Some(name) = member.domain_name {
             let domain = self
                 .domains
                 .get_mut(&name)
-                .expect("the trust domain of a member has a name entry");
+                .expect("the trust domain of a member has no name entry");
             domain.members -= 1;
             if domain.members == 0 {
                 self.domains.remove(&name);
@@ -114,8 +114,8 @@ impl Membership {
         }
         self.entitle();
         self.gone.add(member.tenant.counters());
-        // A thread that needed memory may have freed all pages already. It will not look at this
-        // tenant again.
+        // A thread that needed memory may already have freed all pages. No thread would then remove
+        // the tenant from `departed`, so it is not added there.
         let freed = !member.tenant.has_dead();
         if !freed {
             self.departed.push(member.tenant);
@@ -150,16 +150,16 @@ impl Membership {
                 .find(|(tenant, _)| Arc::ptr_eq(tenant, &member.tenant));
             other.map_or(member.quota, |&(_, quota)| quota)
         };
-        let wish = |member| {
+        let planned = |member| {
             let quota: Quota = quota_of(member);
             let bytes = quota.usable_reserve_bytes();
             (bytes > member.quota.usable_reserve_bytes(), member, bytes)
         };
-        let mut wishes: Vec<(bool, &Member, u64)> = self.members.iter().map(wish).collect();
+        let mut reserves: Vec<(bool, &Member, u64)> = self.members.iter().map(planned).collect();
         // Tenants whose reserve grows come last, so that the error names one of them.
-        wishes.sort_by_key(|&(grows, ..)| grows);
+        reserves.sort_by_key(|&(grows, ..)| grows);
         let mut reserved_bytes: u64 = 0;
-        for (grows, member, reserve_bytes) in wishes {
+        for (grows, member, reserve_bytes) in reserves {
             let available_bytes = whole_bytes.saturating_sub(reserved_bytes);
             if reserve_bytes > available_bytes && (grows || full_bytes.is_some()) {
                 return Err(AdmissionError {
@@ -174,7 +174,9 @@ impl Membership {
         for &(tenant, quota) in quotas {
             let mut members = self.members.iter_mut();
             let member = members.find(|member| Arc::ptr_eq(&member.tenant, tenant));
-            member.expect("a tenant with a handle is a member").quota = quota;
+            member
+                .expect("a tenant with a handle is not a member")
+                .quota = quota;
             tenant.set_limit(quota.limit_bytes);
         }
         self.entitle();
@@ -186,7 +188,9 @@ impl Membership {
             .members
             .iter()
             .find(|member| Arc::ptr_eq(&member.tenant, tenant));
-        member.expect("a tenant with a handle is a member").quota
+        member
+            .expect("a tenant with a handle is not a member")
+            .quota
     }
 
     pub(crate) fn resize(&mut self, size_bytes: u64) {

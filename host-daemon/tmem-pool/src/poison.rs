@@ -4,10 +4,10 @@
 //! once.
 //!
 //! Every page in a pool is a copy, so that guests read from their disks until the process has
-//! restarted with an empty pool. Ignoring the poison would risk wrong bytes. A panic at each use of
-//! the lock, as is common with the standard library's locks, would stop the guests' queues one
-//! after the other and leave a process that seems alive. A panic under a tenant's own lock concerns
-//! that tenant only (tenant.rs), and a panic in the sweep leaves cold pages as they are
+//! restarted with an empty pool. Continuing after the panic would risk wrong bytes. A panic at each
+//! use of the lock, as is common with the standard library's locks, would stop the guests' queues
+//! one after the other and leave a process that seems alive. A panic under a tenant's own lock
+//! concerns that tenant only (tenant.rs), and a panic in the sweep leaves cold pages as they are
 //! (engine.rs).
 
 use std::sync::LockResult;

@@ -18,7 +18,7 @@ impl Quota {
 
 fn mul_div(value: u64, numerator: u64, denominator: u64) -> u64 {
     let result = u128::from(value) * u128::from(numerator) / u128::from(denominator);
-    u64::try_from(result).expect("a share of the pool is not larger than the pool's size")
+    u64::try_from(result).expect("a share of the pool is larger than the pool's size")
 }
 
 /// Returns the entitlement in bytes of each quota, in their order, in a pool of `size_bytes`.

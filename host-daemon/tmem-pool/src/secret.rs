@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory for guests' bytes on their way to the store and back. Like the store itself, it is never
-//! dumped and, where the process may lock memory, never swapped.
+//! Memory for guests' bytes on their way to the store and back. Like the store itself, this memory
+//! is never in a core dump and, where the process may lock memory, never swapped.
 
 use crate::config::{PAGE_SIZE, Page};
 use crate::heap::Region;

@@ -9,13 +9,13 @@ use crate::blob::Finalized;
 use crate::config::{KEYS_PER_TENANT_MAX, PolicyKind};
 use crate::entry::Content;
 use crate::index::Chunks;
-use crate::state::{Freed, NewPage, Range, Reason, State};
+use crate::state::{Freed, NewPage, Range, Reason, State, Taken, Wanted};
 use crate::stats::TenantStats;
 use crate::tenant::GetResult;
 use std::io;
 use std::sync::Arc;
 
-/// Memory for the indexes of shadow tenants. Clones share it.
+/// Memory for the indexes of shadow tenants. Clones of this value share the memory.
 #[derive(Clone, Debug)]
 pub struct ShadowMemory(Arc<Chunks>);
 
@@ -76,7 +76,7 @@ impl ShadowTenant {
         let raw = self
             .0
             .next_raw()
-            .expect("the page that was just put is raw");
+            .expect("the page that was just put is not raw");
         let finalized = Finalized {
             content: Content::Same(0),
             stored_bytes,
@@ -101,21 +101,20 @@ impl ShadowTenant {
         let Ok(pool) = self.0.pool(pool) else {
             return GetResult::Miss;
         };
-        let (mut taken, mut ids) = ([None], [0]);
-        let retained = self.0.take(
-            pool,
-            (object, index),
-            (&[0], retain.into()),
-            &mut taken,
-            &mut ids,
-            &|_| true,
-        );
-        self.0.counters.hits += u64::from(taken[0].is_some());
-        self.0.counters.retains += retained;
-        match (taken[0].is_some(), retained) {
-            (false, _) => GetResult::Miss,
-            (true, 0) => GetResult::Hit { cookie: 0 },
-            (true, _) => GetResult::Retained { cookie: 0 },
+        let wanted = Wanted {
+            object,
+            index,
+            cookies: &[0],
+            retain: retain.into(),
+            budget_ns: u64::MAX,
+        };
+        let mut taken = [None];
+        self.0
+            .take(pool, &wanted, &mut taken, |_| {}, |_| 0, |_| true);
+        match taken[0] {
+            None => GetResult::Miss,
+            Some(Taken { retained: true, .. }) => GetResult::Retained { cookie: 0 },
+            Some(_) => GetResult::Hit { cookie: 0 },
         }
     }
 
@@ -154,20 +153,20 @@ impl ShadowTenant {
         self.free_detached();
     }
 
-    /// Ends a pool, if the tenant has it.
+    /// Removes a pool with its pages, if the tenant has the pool.
     pub fn destroy_pool(&mut self, pool: u32) {
         if self.0.destroy_pool(pool).is_ok() {
             self.free_detached();
         }
     }
 
-    /// Ends all pools.
+    /// Removes all pools with their pages.
     pub fn clear(&mut self) {
         self.0.clear();
         self.free_detached();
     }
 
-    /// Evicts the page that the policy chooses, as a full pool does.
+    /// Evicts the page that the policy chooses, as the engine does when the pool is full.
     pub fn evict(&mut self) {
         self.0.evict(1, Reason::Pool, &mut Freed::new());
     }

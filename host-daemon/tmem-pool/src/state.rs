@@ -13,19 +13,20 @@ use crate::config::{
     EVICTIONS_PER_PUT_PAGE, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX,
     RETAIN_GROWTH_SHIFT, RETAIN_MARGIN_PART, STALE_SKIPS_MAX,
 };
-use crate::cost::{FORGET_NS, KEY_NS, estimator_ns, forget_all_ns_max};
+use crate::cost::{ESTIMATE_NS_MAX, FORGET_NS, KEY_NS, MISS_NS, estimator_ns, forget_all_ns_max};
 use crate::entry::{Content, Entry};
 use crate::error::{CreateError, NoPool};
 use crate::evict::queue::Queue;
 use crate::evict::{self, Arrival, Leave, Policy};
 use crate::index::{Chunks, Id, Index, Key, PoolRef};
 use crate::stats::{Counters, TenantStats};
+use crate::tenant::GET_PAGES_MAX;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use tmem_trace::estimate::Estimator;
 
-/// Largest number of pages of an object that a flush frees itself. A larger object is detached and
-/// freed later.
+/// Largest number of pages of an object that a flush frees itself. A larger object is detached from
+/// the index at once, and its pages are freed later.
 pub(crate) const DETACH_PAGES_MIN: u32 = 16;
 
 /// Largest number of pages of a flush that removes its keys from the estimator by hashing each of
@@ -36,7 +37,7 @@ pub(crate) const FLUSH_HASHES_MAX: u64 = 64;
 /// tenant may have. The queue includes entries of pages that are no longer raw.
 const RAW_QUEUE_PART: usize = 2;
 
-/// A tenant's state under its lock.
+/// State of a tenant. The tenant's lock guards it.
 #[derive(Debug)]
 pub(crate) struct State {
     pub index: Index,
@@ -92,11 +93,34 @@ pub(crate) struct NewPage {
     pub check: u32,
 }
 
-/// References that the caller releases.
+/// Consecutive pages of an object that a get wants, one for each cookie. The number of the last
+/// page does not exceed the largest page number.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted<'a> {
+    pub object: u64,
+    pub index: u64,
+    pub cookies: &'a [u64],
+    /// Bit n allows to retain page n.
+    pub retain: u64,
+    /// Largest cost of the get in nanoseconds.
+    pub budget_ns: u64,
+}
+
+/// A page that a get returns.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Taken {
+    pub content: Content,
+    /// Check bits of the page's hash.
+    pub check: u32,
+    /// Whether the page stays in the index as a retained page.
+    pub retained: bool,
+}
+
+/// References to stored contents that the caller has to release.
 pub(crate) type Freed = Vec<Content>;
 
 impl State {
-    /// Creates an empty state. `seed` is for the index.
+    /// Creates an empty state. `seed` is the seed of the index's hashes.
     pub(crate) fn new(
         seed: u64,
         keys_max: u32,
@@ -145,8 +169,8 @@ impl State {
         self.index.gauges.charged_bytes()
     }
 
-    /// Returns the charge in bytes, or the bytes that the tenant's pages and `index_bytes` hold, if
-    /// that is more.
+    /// Returns the tenant's charge in bytes, or the sum of its stored bytes and `index_bytes`,
+    /// whichever is larger.
     pub(crate) fn owed_bytes(&self, index_bytes: u64) -> u64 {
         let held_bytes = self.index.gauges.stored_bytes + index_bytes;
         self.charged_bytes().max(held_bytes)
@@ -246,8 +270,8 @@ impl State {
 
     // ---- pages --------------------------------------------------------------------------------
 
-    /// Returns the number of pages for which the tenant has room, for the estimator. If the tenant
-    /// has evicted nothing so far, it has room for any number.
+    /// Returns, for the estimator, the number of pages for which the tenant has room. A tenant that
+    /// has evicted nothing so far has room for any number.
     fn room_pages(&self) -> u64 {
         match self.counters.evictions {
             0 => u64::MAX,
@@ -283,7 +307,7 @@ impl State {
         }
     }
 
-    /// Stores a page in place of the page that was held under its key. `room` says whether the pool
+    /// Stores a page in place of the page that was held under its key. `room` is true if the pool
     /// has room for index entries. Returns false if the page is refused. Then nothing is held under
     /// the key, and the page's blob is in `freed`.
     pub(crate) fn put(
@@ -386,47 +410,82 @@ impl State {
         self.charged_bytes() <= room_bytes
     }
 
-    /// Removes the pages from `index` on that are held under the requested cookies, and returns
-    /// them. The caller owns their references.
+    /// Removes the wanted pages that are held, and returns them in `taken`, whose elements are
+    /// None before. The caller owns their references. The call ends before the first page whose
+    /// cost could exceed the budget. Returns the number of pages before that one, hits and misses.
+    /// A page that fails its check afterwards is counted as a hit until the caller corrects that.
     ///
     /// A page whose bit in `retain` is set may stay as a retained page. `share` takes the caller's
-    /// reference to the contents of such a page, and returns false if it cannot. Returns a bit for
-    /// each page that stays.
+    /// reference to the contents of such a page, and returns false if it cannot.
+    ///
+    /// The call reads the records of all pages in steps, and prefetches for all of them what the
+    /// next step reads. So the processor loads the records of several pages at the same time.
+    /// `prefetch` prefetches the record of a content, and `get_ns_max` returns the largest cost of
+    /// getting it.
     pub(crate) fn take(
         &mut self,
         pool: PoolRef,
-        (object, index): (u64, u64),
-        (cookies, retain): (&[u64], u64),
-        taken: &mut [Option<Entry>],
-        ids: &mut [Id],
-        share: &dyn Fn(Content) -> bool,
-    ) -> u64 {
-        let mut retained = 0;
-        self.counters.gets += cookies.len() as u64;
-        self.index.find_run(pool, object, index, ids);
+        wanted: &Wanted<'_>,
+        taken: &mut [Option<Taken>],
+        prefetch: impl Fn(Content),
+        get_ns_max: impl Fn(Content) -> u64,
+        share: impl Fn(Content) -> bool,
+    ) -> usize {
+        let mut ids: [Id; GET_PAGES_MAX] = [0; GET_PAGES_MAX];
+        let ids = &mut ids[..wanted.cookies.len()];
+        self.index.find_run(pool, wanted.object, wanted.index, ids);
+        ids.iter().for_each(|&id| self.index.entries.prefetch(id));
+        for &id in ids.iter().filter(|&&id| id != 0) {
+            let entry = &self.index.entries[id];
+            prefetch(entry.content());
+            // Removing the entry from its queue changes its neighbours.
+            self.index.entries.prefetch(entry.prev);
+            self.index.entries.prefetch(entry.next);
+        }
         let room_pages = self.room_pages();
         let used_pages = self.index.gauges.pages.into();
-        for (nth, (&id, taken)) in ids.iter().zip(taken).enumerate() {
-            let held = id != 0 && self.index.entries[id].cookie == cookies[nth];
+        let estimator_before_ns = self.estimator_ns();
+        let (mut cost_ns, mut done, mut hits) = (0, 0, 0);
+        for ((&id, &cookie), taken) in ids.iter().zip(wanted.cookies).zip(taken) {
+            let entry = (id != 0).then(|| &self.index.entries[id]);
+            let held = entry.filter(|entry| entry.cookie == cookie);
+            cost_ns += held.map_or(MISS_NS, |entry| get_ns_max(entry.content()));
+            let estimator_ns = self.estimator_ns() - estimator_before_ns;
+            if cost_ns + estimator_ns + ESTIMATE_NS_MAX > wanted.budget_ns {
+                break;
+            }
+            let held = held.is_some();
             self.counters.cookie_mismatches += u64::from(id != 0 && !held);
-            let key = self.index.key_of(pool, object, index + nth as u64);
+            let index = wanted.index + done as u64;
+            let key = self.index.key_of(pool, wanted.object, index);
             let key_hash = self.index.key_hash(key);
             if held {
                 // The guest evicted the page before it requests the page again, so the reference is
                 // late or was lost.
                 self.end_retention(id, key, key_hash);
-                let bit = retain.checked_shr(nth as u32).unwrap_or(0) & 1;
-                if bit != 0 && self.may_retain() && share(self.index.entries[id].content()) {
+                let entry = &self.index.entries[id];
+                let (content, check) = (entry.content(), entry.check);
+                let retained =
+                    wanted.retain >> done & 1 != 0 && self.may_retain() && share(content);
+                if retained {
                     self.retain(id, key_hash);
-                    retained |= bit << nth;
-                    *taken = Some(self.index.entries[id].clone());
+                    self.counters.retains += 1;
                 } else {
-                    *taken = Some(self.remove_as(id, Leave::Got, key_hash));
+                    self.remove_as(id, Leave::Got, key_hash);
                 }
+                *taken = Some(Taken {
+                    content,
+                    check,
+                    retained,
+                });
+                hits += 1;
             }
             self.estimator.get(key_hash, held, room_pages, used_pages);
+            done += 1;
         }
-        retained
+        self.counters.gets += done as u64;
+        self.counters.hits += hits;
+        done
     }
 
     // ---- retained pages -----------------------------------------------------------------------
@@ -672,13 +731,13 @@ impl State {
         None
     }
 
-    /// Puts back a raw page for whose final form there was no memory.
+    /// Returns a raw page to the head of the queue, because there was no memory for its final form.
     pub(crate) fn raw_again(&mut self, id: Id, blob: u32) {
         self.raw.push_front((id, blob));
     }
 
-    /// Returns whether the entry is a raw page with this blob. It may be another raw page that has
-    /// the same numbers by now, which can be finalized as well.
+    /// Returns whether the entry is a raw page with this blob. The page may have been replaced by
+    /// another raw page that got the same numbers, which can be finalized as well.
     fn is_raw(&self, id: Id, blob: u32) -> bool {
         self.index
             .entries
@@ -686,8 +745,8 @@ impl State {
             .is_some_and(|entry| entry.content() == Content::Raw(blob))
     }
 
-    /// Gives a raw page its final form. Releases the final form if the page is gone or no longer
-    /// raw.
+    /// Gives a raw page its final form. If the page was removed or is no longer raw, releases the
+    /// final form instead.
     pub(crate) fn finalize(
         &mut self,
         (id, blob): (Id, u32),
@@ -726,7 +785,7 @@ pub(crate) struct Range {
 
 #[cfg(test)]
 impl State {
-    /// Returns the entry of a page, which stays in the index.
+    /// Returns the entry of a page without removing it from the index.
     pub(crate) fn peek(
         &self,
         Key {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Statistics of the engine: gauges are as of now, counters only grow.
+//! Statistics of the engine. Gauges are current values, and counters only grow.
 
 use crate::config::Quota;
 
@@ -8,35 +8,35 @@ use crate::config::Quota;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TenantStats {
-    /// Gauge, pages: keys held.
+    /// Gauge, pages: pages that the tenant holds and can still get.
     pub pages: u64,
-    /// Gauge, bytes: the charge, which is compared with the quota: compressed size and metadata
-    /// charge of each page, shared or not.
+    /// Gauge, bytes: the charge, which is compared with the quota. It is the sum of each page's
+    /// compressed size and metadata charge, whether the page is shared or not.
     pub charged_bytes: u64,
     /// Gauge, bytes: entitlement of the tenant in the pool at its present size.
     pub entitled_bytes: u64,
-    /// Gauge, bytes: pages at 4,096 B.
+    /// Gauge, bytes: uncompressed size of the held pages, 4,096 B each.
     pub original_bytes: u64,
-    /// Gauge, bytes: stored size of its pages, each counted in full even if it is shared;
+    /// Gauge, bytes: stored size of the tenant's pages, each counted in full even if it is shared;
     /// same-filled pages count 0.
     pub compressed_bytes: u64,
-    /// Gauge, pages: kept as a pattern.
+    /// Gauge, pages: held pages that repeat one 4-byte value, of which only the value is stored.
     pub same_filled_pages: u64,
-    /// Gauge, pages: stored as they came, waiting for their final form.
+    /// Gauge, pages: held pages that are stored uncompressed and wait for their final form.
     pub raw_pages: u64,
-    /// Gauge, pages: found equal to a page that was stored when they were finalized. The other page
-    /// may have left since.
+    /// Gauge, pages: held pages that were equal to an already stored page when they were finalized.
+    /// That other page may have been removed since.
     pub shared_pages: u64,
     /// Gauge, pages: the part of `pages` that a get returned and left in the pool, and that the
     /// guest has not referred to since.
     pub retained_pages: u64,
-    /// Counter, pages: put, stored or not.
+    /// Counter, pages: pages in put requests, whether they were stored or refused.
     pub puts: u64,
-    /// Counter, pages: put and refused, for any reason.
+    /// Counter, pages: pages in put requests that were refused, for any reason.
     pub puts_refused: u64,
-    /// Counter, pages: asked for.
+    /// Counter, pages: pages that get requests named.
     pub gets: u64,
-    /// Counter, pages: returned.
+    /// Counter, pages: pages that gets returned.
     pub hits: u64,
     /// Counter, pages: the part of `hits` that left the page in the pool.
     pub retains: u64,
@@ -44,11 +44,13 @@ pub struct TenantStats {
     pub refs: u64,
     /// Counter, pages: the part of `refs` for which the pool had the page.
     pub refs_held: u64,
-    /// Counter, pages: evicted, for any reason.
+    /// Counter, pages: pages that were evicted, for any reason.
     pub evictions: u64,
-    /// Counter, pages: dropped by a flush, the end of a pool or a clear.
+    /// Counter, pages: pages that were dropped by a flush, by the end of their pool or by a clear
+    /// of the tenant.
     pub flushed_pages: u64,
-    /// Counter, pages: not returned because the bytes failed their check. Must be 0.
+    /// Counter, pages: pages that a get did not return because their bytes did not match their
+    /// hash. It must be 0.
     pub hash_mismatches: u64,
     /// Counter, pages: the part of `evictions` that freed memory under the tenant's own limit.
     pub evictions_limit: u64,
@@ -57,26 +59,27 @@ pub struct TenantStats {
     pub evictions_shrink: u64,
     /// Counter, pages: the part of `evictions` that hit retained pages.
     pub evictions_retained: u64,
-    /// Counter, pages: the part of `puts_refused` because too many pages waited for their final
-    /// form.
+    /// Counter, pages: the part of `puts_refused` that was refused because too many pages waited
+    /// for their final form.
     pub refused_nursery: u64,
-    /// Counter, pages: the part of `puts_refused` because the pool had no room and could not free
-    /// any in time.
+    /// Counter, pages: the part of `puts_refused` that was refused because the pool had no room and
+    /// could not free any in time.
     pub refused_pool: u64,
     /// Counter, pages: the part of `puts_refused` that did not fit under the tenant's own limit.
     pub refused_limit: u64,
-    /// Counter, pages: the part of `puts_refused` because there was no memory for the key, or the
-    /// tenant had as many keys as it may.
+    /// Counter, pages: the part of `puts_refused` that was refused because there was no memory for
+    /// the key, or the tenant had the largest allowed number of keys.
     pub refused_keys: u64,
-    /// Counter, pages: finalized as a pattern of four repeated bytes.
+    /// Counter, pages: pages that were finalized as a pattern of four repeated bytes.
     pub finalized_same_filled: u64,
-    /// Counter, pages: finalized as equal to a page of the trust domain.
+    /// Counter, pages: pages that were finalized as a reference to an equal page of the trust
+    /// domain.
     pub finalized_shared: u64,
-    /// Counter, pages: finalized in compressed form.
+    /// Counter, pages: pages that were finalized in compressed form.
     pub finalized_compressed: u64,
-    /// Counter, pages: finalized as they are, because they do not compress.
+    /// Counter, pages: pages that were finalized uncompressed, because they do not compress.
     pub finalized_raw: u64,
-    /// Counter, pages: put over a page that was held under the same key.
+    /// Counter, pages: stored pages that replaced a page under the same key.
     pub replaced_pages: u64,
     /// Counter, pages: requested pages that were held under another cookie than the requested one.
     pub cookie_mismatches: u64,
@@ -93,7 +96,8 @@ pub struct TenantStats {
     pub gain_steps: u64,
     /// Gauge, pages: largest number of raw pages that the tenant may have.
     pub raw_pages_max: u64,
-    /// Gauge, pages: dropped pages that are not freed yet. They still occupy memory of the pool.
+    /// Gauge, pages: dropped pages whose memory is not freed yet. They still occupy memory of the
+    /// pool.
     pub detached_pages: u64,
     /// Gauge, pools: live pools of the tenant.
     pub pools: u64,
@@ -114,9 +118,9 @@ pub struct EngineStats {
     /// Gauge, bytes: memory that the pool holds, detached pages included: `frames_bytes +
     /// metadata_bytes`.
     pub held_bytes: u64,
-    /// Gauge, bytes: memory for stored contents, used or not.
+    /// Gauge, bytes: memory for stored contents, including its unused parts.
     pub frames_bytes: u64,
-    /// Gauge, bytes: stored contents, each copy once. Exact.
+    /// Gauge, bytes: exact size of the stored contents, each copy counted once.
     pub payload_bytes: u64,
     /// Gauge, bytes: upper estimate of the memory for everything except stored contents.
     pub metadata_bytes: u64,
@@ -126,11 +130,11 @@ pub struct EngineStats {
     pub tenants: u64,
     /// Gauge, pages: keys held by live tenants.
     pub pages: u64,
-    /// Gauge, bytes: pages at 4,096 B.
+    /// Gauge, bytes: uncompressed size of the held pages, 4,096 B each.
     pub original_bytes: u64,
-    /// Gauge, pages: kept as a pattern.
+    /// Gauge, pages: held pages that repeat one 4-byte value, of which only the value is stored.
     pub same_filled_pages: u64,
-    /// Gauge, pages: stored as they came, waiting for their final form.
+    /// Gauge, pages: held pages that are stored uncompressed and wait for their final form.
     pub raw_pages: u64,
     /// Gauge, pages: the part of `pages` that a get returned and left in the pool, and that no guest
     /// has referred to since.
@@ -149,17 +153,18 @@ pub struct EngineStats {
     pub reserved_bytes: u64,
     /// Gauge, bytes: stored size of all pages, each counted in full even if it is shared.
     pub compressed_bytes: u64,
-    /// Gauge, pages: dropped and not freed yet, including those of departed tenants.
+    /// Gauge, pages: dropped pages whose memory is not freed yet, including those of departed
+    /// tenants.
     pub detached_pages: u64,
     /// Gauge, tenants: tenants that left and whose pages are not all freed yet.
     pub departed_tenants: u64,
-    /// Counter, pages: put, stored or not.
+    /// Counter, pages: pages in put requests, whether they were stored or refused.
     pub puts: u64,
-    /// Counter, pages: put and refused, for any reason.
+    /// Counter, pages: pages in put requests that were refused, for any reason.
     pub puts_refused: u64,
-    /// Counter, pages: asked for.
+    /// Counter, pages: pages that get requests named.
     pub gets: u64,
-    /// Counter, pages: returned.
+    /// Counter, pages: pages that gets returned.
     pub hits: u64,
     /// Counter, pages: the part of `hits` that left the page in the pool.
     pub retains: u64,
@@ -167,9 +172,11 @@ pub struct EngineStats {
     pub refs: u64,
     /// Counter, pages: the part of `refs` for which the pool had the page.
     pub refs_held: u64,
-    /// Counter, pages: dropped by a flush, the end of a pool or a clear.
+    /// Counter, pages: pages that were dropped by a flush, by the end of their pool or by a clear
+    /// of the tenant.
     pub flushed_pages: u64,
-    /// Counter, pages: not returned because the bytes failed their check. Must be 0.
+    /// Counter, pages: pages that a get did not return because their bytes did not match their
+    /// hash. It must be 0.
     pub hash_mismatches: u64,
     /// Counter, pages: the part of `evictions` that hit retained pages.
     pub evictions_retained: u64,
@@ -183,7 +190,7 @@ pub struct EngineStats {
     pub moved_blobs: u64,
     /// Counter, blobs: stored copies that were compressed again because they were cold.
     pub denser_blobs: u64,
-    /// Counter, bytes: by how much these recompressed copies became smaller.
+    /// Counter, bytes: bytes that were saved by compressing cold stored copies again.
     pub denser_saved_bytes: u64,
     /// Gauge, bytes: by how much the present stored copies are smaller than when they were first
     /// compressed.

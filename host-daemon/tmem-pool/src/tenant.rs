@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A tenant's handle: the operations of one VM on the pool.
+//! Handle to a tenant, with the operations of one VM on the pool.
 //!
 //! Copying, hashing, compression, comparison and decompression run with no lock held. The tenant's
 //! lock guards its `State`; a thread holds at most one tenant's lock. Lock order: membership,
 //! tenant.
 //!
-//! A panic under a tenant's lock empties that tenant, because what it held is no longer known. The
+//! A panic under a tenant's lock empties that tenant, because its state is no longer known. The
 //! process goes on: other threads take the same lock to work for other tenants.
 
 use crate::blob::{DomainId, Reader, Store};
@@ -19,13 +19,15 @@ use crate::cost::{
     RANGE_NS, REF_NS, REFUSE_NS,
 };
 use crate::engine::{Engine, TenantParams};
-use crate::entry::{Content, Entry};
+use crate::entry::Content;
 use crate::error::{AdmissionError, CreateError, NoPool};
 use crate::heap::prefetch_lines;
 #[cfg(test)]
 use crate::index::Key;
-use crate::index::{Id, PoolRef};
-use crate::state::{FLUSH_HASHES_MAX, Freed, NewPage, Range, Reason, Refusal, State};
+use crate::index::PoolRef;
+use crate::state::{
+    FLUSH_HASHES_MAX, Freed, NewPage, Range, Reason, Refusal, State, Taken, Wanted,
+};
 use crate::stats::{Counters, TenantStats};
 use crate::sync::{AtomicBool, Mutex, MutexGuard};
 use crate::totals::{Sum, Totals};
@@ -43,8 +45,12 @@ const GET_TOGETHER: usize = 16;
 /// prefetch for a page and the freeing of that page.
 const FREE_AHEAD: usize = 3;
 
-/// Largest number of pages that a get or a flush handles before it releases the tenant's lock.
+/// Largest number of pages that a flush drops before it releases the tenant's lock.
 const LOCKED_PAGES_MAX: usize = 64;
+
+/// Largest number of pages of one get, which takes the tenant's lock once: a whole batch of the
+/// device. Taking as many pages out of the index holds the lock for some 10 µs.
+pub const GET_PAGES_MAX: usize = 64;
 
 /// A page to put. `object` and `index` are the key within the pool.
 #[derive(Clone, Copy, Debug)]
@@ -115,7 +121,7 @@ pub(crate) struct TenantShared {
     owed_bytes: Sum,
     /// Memory of keys and queues in bytes.
     index_bytes: Sum,
-    /// True if the tenant no longer counts in the totals. It is set under the lock.
+    /// True if the tenant no longer counts in the totals. The flag is set under the tenant's lock.
     forgotten: AtomicBool,
     /// True if the tenant has detached pages.
     has_dead: AtomicBool,
@@ -177,8 +183,8 @@ impl TenantShared {
 
     /// Returns how far the tenant is above its entitlement, in bytes. The result is negative if the
     /// tenant is below it. The comparison uses `owed_bytes` instead of the charge. Otherwise a
-    /// tenant that has few of many pages left would keep the memory of the other keys from tenants
-    /// that are entitled to it.
+    /// tenant that has lost most of its pages could keep the index memory of the lost pages, to
+    /// which other tenants are entitled.
     pub(crate) fn excess_bytes(&self) -> i128 {
         i128::from(self.owed_bytes.get()) - i128::from(self.entitled_bytes.get())
     }
@@ -195,8 +201,8 @@ impl TenantShared {
         self.state().limit_bytes = limit_bytes.unwrap_or(u64::MAX);
     }
 
-    /// Removes the tenant from the totals. Nothing is left of the tenant except references of
-    /// threads that are still looking at it.
+    /// Removes the tenant from the totals. After that, only threads that still work on the tenant
+    /// refer to it.
     pub(crate) fn forgotten(&self, totals: &Totals) {
         let _state = self.state();
         self.forgotten.store(true, Relaxed);
@@ -217,6 +223,8 @@ impl TenantShared {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
+        #[cfg(test)]
+        LOCKED_TIMES.set(LOCKED_TIMES.get() + 1);
         self.state.lock().unwrap_or_else(|poisoned| {
             let mut state = poisoned.into_inner();
             let pages = state.index.gauges.pages;
@@ -249,7 +257,7 @@ impl TenantShared {
         while nr < FINALIZE_PAGES
             && let Some((id, blob)) = state.next_raw()
         {
-            // The second reference keeps the page's bytes if the page leaves in the meantime.
+            // This second reference keeps the page's bytes if the page is removed in the meantime.
             if engine.store.share(blob) {
                 work[nr] = (id, blob);
                 nr += 1;
@@ -276,7 +284,7 @@ impl TenantShared {
         if let Some(buffer) = buffer {
             engine.give_buffer(buffer);
         }
-        // Wipe the remains of stored pages that were decompressed for comparison.
+        // Wipe the remains of stored pages that were decompressed for a comparison.
         codec::wipe();
         let mut freed = Freed::new();
         let mut state = self.lock(&engine.totals);
@@ -295,8 +303,8 @@ impl TenantShared {
         (!failed).then_some(nr)
     }
 
-    /// Logs a failed check, but only once for each tenant, because a faulty host would log it at
-    /// every get.
+    /// Logs that a page does not match its hash, but only once for each tenant, because a faulty
+    /// host would log it at every get.
     fn log_mismatch(&self, object: u64, index: u64) {
         if !self.mismatch_logged.swap(true, Relaxed) {
             tracing::error!(
@@ -342,7 +350,8 @@ impl Drop for Locked<'_> {
             unwinding,
         } = self;
         if std::thread::panicking() && !*unwinding {
-            // A panic has poisoned the lock: the next thread that takes it empties the tenant.
+            // A panic has poisoned the lock: the next thread that takes the lock empties the
+            // tenant.
             return;
         }
         tenant.charged_bytes.set(state.charged_bytes());
@@ -358,7 +367,7 @@ impl Drop for Locked<'_> {
     }
 }
 
-/// Returns the cost of dropping a page of this content.
+/// Returns the cost of dropping a page with this content, in nanoseconds.
 fn drop_ns(content: &Content) -> u64 {
     match content {
         Content::Same(_) => DROP_SAME_NS,
@@ -371,11 +380,20 @@ fn drop_ns(content: &Content) -> u64 {
 #[derive(Debug)]
 pub struct Spent<'a> {
     store: &'a Store,
-    contents: Freed,
+    /// Contents of the removed pages. Only the first `nr` are valid. The array is part of the value,
+    /// so that a get allocates no memory.
+    contents: [Content; GET_PAGES_MAX],
+    nr: usize,
+    pages: usize,
     cost_ns: u64,
 }
 
 impl Spent<'_> {
+    /// Returns the number of pages that the get has handled, hits and misses.
+    pub fn pages(&self) -> usize {
+        self.pages
+    }
+
     /// Returns the cost of the get in nanoseconds, including that of freeing the pages that it took
     /// out.
     pub fn cost_ns(&self) -> u64 {
@@ -385,18 +403,20 @@ impl Spent<'_> {
 
 impl Drop for Spent<'_> {
     fn drop(&mut self) {
-        for (nth, &content) in self.contents.iter().enumerate() {
-            if let Some(&ahead) = self.contents.get(nth + FREE_AHEAD) {
+        let contents = &self.contents[..self.nr];
+        for (nth, &content) in contents.iter().enumerate() {
+            if let Some(&ahead) = contents.get(nth + FREE_AHEAD) {
                 self.store.prefetch_listed(ahead);
             }
             self.store.release_content(content);
         }
-        // Wipe the remains of restored pages, now that no guest waits for them.
+        // Wipe the remains of decompressed pages only now, when no guest waits for an answer.
         codec::wipe();
     }
 }
 
-/// Owner of a tenant, which all handles share. Dropping it makes the tenant depart.
+/// Owner of a tenant, which all handles of the tenant share. Dropping the owner makes the tenant
+/// depart.
 struct TenantOwner {
     engine: Arc<Engine>,
     tenant: Arc<TenantShared>,
@@ -451,7 +471,7 @@ impl Tenant {
         self.0.lock().create_pool(id)
     }
 
-    /// Ends a pool and its pages in constant time; the pages are freed later.
+    /// Removes a pool with its pages in constant time; the pages are freed later.
     ///
     /// # Errors
     /// The tenant has no such pool.
@@ -459,8 +479,8 @@ impl Tenant {
         self.0.lock().destroy_pool(id)
     }
 
-    /// Stores pages in their order: if a key is given twice, the later page counts. `results` has
-    /// the length of `pages`. A refused page leaves nothing under its key.
+    /// Stores pages in their order: if a key occurs twice, the later page replaces the earlier one.
+    /// `results` has the length of `pages`. A refused page leaves nothing under its key.
     ///
     /// The call copies the pages, and [`Engine::maintain`](crate::Engine::maintain) gives them
     /// their final form. A page is refused if too many pages of the tenant wait for their final
@@ -473,7 +493,8 @@ impl Tenant {
     /// that later puts do not pay for it again.
     ///
     /// # Errors
-    /// The tenant has no such pool, or it ended during the call; then all results are `Refused`.
+    /// The tenant has no such pool, or the pool was destroyed during the call. All results are then
+    /// `Refused`.
     ///
     /// # Panics
     /// If the slices differ in length.
@@ -504,8 +525,8 @@ impl Tenant {
         Ok(cost_ns)
     }
 
-    /// Stores up to [`PUT_GROUP_PAGES`] pages. Returns the cost in nanoseconds, or None if the pool
-    /// was destroyed.
+    /// Stores a group of up to [`PUT_GROUP_PAGES`] pages. Returns the cost in nanoseconds, or None
+    /// if the pool was destroyed.
     fn put_group(
         &self,
         pool: PoolRef,
@@ -570,14 +591,14 @@ impl Tenant {
 
     /// Gets consecutive pages of one object from `index` on, one for each cookie. `cookies`, `out`
     /// and `results` have the same length. A hit removes the page. For a miss, the contents of the
-    /// page in `out` are unspecified. The restored bytes are checked against the hash of the bytes
-    /// that were put. A page that fails is answered as a miss and counted in `hash_mismatches`.
+    /// page in `out` are unspecified. The restored bytes are compared with the hash of the bytes
+    /// that were put. If they differ, the answer is a miss, which is counted in `hash_mismatches`.
     ///
     /// # Errors
     /// The tenant has no such pool; then all results are `Miss`.
     ///
     /// # Panics
-    /// If the slices differ in length.
+    /// If the slices differ in length, or have more than [`GET_PAGES_MAX`] elements.
     pub fn get(
         &self,
         pool: u32,
@@ -587,134 +608,136 @@ impl Tenant {
         out: &mut [Page],
         results: &mut [GetResult],
     ) -> Result<Spent<'_>, NoPool> {
-        self.get_retaining(pool, (object, index), (cookies, 0), out, results)
+        self.get_some(pool, (object, index), cookies, out, results, u64::MAX)
     }
 
-    /// Does a [`get`](Self::get) that may retain pages. A set bit n of `retain` allows it for page n
-    /// of the first 64. The engine decides for each page.
+    /// Does a [`get`](Self::get) of as many pages as cost at most `budget_ns` nanoseconds by the
+    /// figures of `cost.rs`, for threads that have to serve other VMs in between.
+    /// [`Spent::pages`] returns their number. The pages after them are neither looked up nor
+    /// removed, and have the result `Miss`. With a budget of [`GET_NS_MAX`](crate::GET_NS_MAX) or
+    /// more, a call handles at least one page.
+    ///
+    /// The cost of a page is known only approximately when it is taken: a page that a background
+    /// worker compresses with zstd at this moment may exceed the budget.
+    ///
+    /// # Errors
+    /// The tenant has no such pool; then all results are `Miss`.
+    ///
+    /// # Panics
+    /// If the slices differ in length, or have more than [`GET_PAGES_MAX`] elements.
+    pub fn get_some(
+        &self,
+        pool: u32,
+        (object, index): (u64, u64),
+        cookies: &[u64],
+        out: &mut [Page],
+        results: &mut [GetResult],
+        budget_ns: u64,
+    ) -> Result<Spent<'_>, NoPool> {
+        let asked = (cookies, 0);
+        self.get_retaining(pool, (object, index), asked, out, results, budget_ns)
+    }
+
+    /// Does a [`get_some`](Self::get_some) that may retain pages. A set bit n of `retain` allows it
+    /// for page n. The engine decides for each page.
     ///
     /// # Errors
     /// As for [`get`](Self::get).
     ///
     /// # Panics
-    /// If the slices differ in length.
+    /// As for [`get`](Self::get).
     pub fn get_retaining(
         &self,
         pool: u32,
         (object, index): (u64, u64),
-        (cookies, mut retain): (&[u64], u64),
-        out: &mut [Page],
-        results: &mut [GetResult],
-    ) -> Result<Spent<'_>, NoPool> {
-        assert_eq!(
-            cookies.len(),
-            out.len(),
-            "get() was called with different numbers of cookies and pages"
-        );
-        assert_eq!(
-            cookies.len(),
-            results.len(),
-            "get() was called with different numbers of cookies and results"
-        );
-        results.fill(GetResult::Miss);
-        let pool = self.0.lock().pool(pool)?;
-        let mut spent = Spent {
-            store: &self.0.engine.store,
-            contents: Freed::with_capacity(cookies.len()),
-            cost_ns: 0,
-        };
-        let mut index = Some(index);
-        let chunks = cookies
-            .chunks(LOCKED_PAGES_MAX)
-            .zip(out.chunks_mut(LOCKED_PAGES_MAX))
-            .zip(results.chunks_mut(LOCKED_PAGES_MAX));
-        for ((cookies, out), results) in chunks {
-            let Some(first) = index else { break };
-            let asked = (cookies, retain);
-            self.get_chunk(pool, (object, first), asked, out, results, &mut spent);
-            index = first.checked_add(cookies.len() as u64);
-            // The first chunk has all pages with a bit.
-            const { assert!(LOCKED_PAGES_MAX == u64::BITS as usize) };
-            retain = 0;
-        }
-        Ok(spent)
-    }
-
-    fn get_chunk(
-        &self,
-        pool: PoolRef,
-        (object, index): (u64, u64),
         (cookies, retain): (&[u64], u64),
         out: &mut [Page],
         results: &mut [GetResult],
-        spent: &mut Spent<'_>,
-    ) {
+        budget_ns: u64,
+    ) -> Result<Spent<'_>, NoPool> {
+        // Each page of a get has a bit.
+        const { assert!(GET_PAGES_MAX <= u64::BITS as usize) };
+        assert!(
+            cookies.len() == out.len() && cookies.len() == results.len(),
+            "a get has {} cookies, {} pages and {} results",
+            cookies.len(),
+            out.len(),
+            results.len()
+        );
         let TenantOwner { engine, tenant } = &*self.0;
-        // There are no pages beyond the last page number.
+        let store = &engine.store;
+        results.fill(GetResult::Miss);
+        // There are no pages beyond the last page number, and nothing is looked up for them.
         let nr = (u64::MAX - index)
             .saturating_add(1)
             .min(cookies.len() as u64) as usize;
-        let mut taken: [Option<Entry>; LOCKED_PAGES_MAX] = [const { None }; LOCKED_PAGES_MAX];
-        let mut ids: [Id; LOCKED_PAGES_MAX] = [0; LOCKED_PAGES_MAX];
-        let mut retained = 0;
+        let mut taken = [None; GET_PAGES_MAX];
+        let wanted = Wanted {
+            object,
+            index,
+            cookies: &cookies[..nr],
+            retain,
+            budget_ns,
+        };
         let mut state = self.0.lock();
+        let pool = state.pool(pool)?;
         let estimator_before_ns = state.estimator_ns();
-        if state.index.is_live(pool) {
-            let (taken, ids) = (&mut taken[..nr], &mut ids[..nr]);
-            let asked = (&cookies[..nr], retain);
-            retained = state.take(pool, (object, index), asked, taken, ids, &|content| {
-                engine.store.share_content(content)
-            });
-        }
-        spent.cost_ns += state.estimator_ns() - estimator_before_ns;
+        let prefetch = |content| store.prefetch(content);
+        let get_ns_max = |content| store.get_ns_max(content);
+        let share = |content| store.share_content(content);
+        let looked_up = state.take(pool, &wanted, &mut taken[..nr], prefetch, get_ns_max, share);
+        let estimator_ns = state.estimator_ns() - estimator_before_ns;
         drop(state);
 
-        let (mut hits, mut retains, mut mismatches) = (0, 0, 0);
-        // First prefetch the records of all pages, then the bytes, some pages at a time. All pages
-        // stay in place until they are read. Opening each reader just before its page is read would
-        // make each page wait until the write for the page before has reached memory.
-        for entry in taken.iter().flatten() {
-            engine.store.prefetch(entry.content());
+        let mut spent = Spent {
+            store,
+            contents: [Content::Same(0); GET_PAGES_MAX],
+            nr: 0,
+            pages: if looked_up == nr {
+                cookies.len()
+            } else {
+                looked_up
+            },
+            cost_ns: estimator_ns,
+        };
+        // All pages stay in place until they are read. Opening each reader just before its page is
+        // read would make each page wait until the write for the page before has reached memory.
+        let taken = &taken[..looked_up];
+        let mut readers = [const { None }; GET_PAGES_MAX];
+        for (reader, taken) in readers.iter_mut().zip(taken) {
+            *reader = taken.map(|Taken { content, .. }| store.reader(content));
         }
-        let readers = taken.each_ref().map(|entry| {
-            let content = entry.as_ref()?.content();
-            Some(engine.store.reader(content))
-        });
-        let mut ahead = readers.chunks(GET_TOGETHER);
+        let mut ahead = readers[..looked_up].chunks(GET_TOGETHER);
         let mut fetch = || {
             let next = ahead.next().unwrap_or_default();
             next.iter().flatten().for_each(Reader::prefetch);
         };
         fetch();
-        for (i, (entry, reader)) in taken.iter().zip(&readers).enumerate() {
+        let mut mismatches = 0;
+        for (i, (taken, reader)) in taken.iter().zip(&readers).enumerate() {
             if i.is_multiple_of(GET_TOGETHER) {
                 fetch();
             }
-            let (Some(entry), Some(reader)) = (entry, reader) else {
+            let (Some(taken), Some(reader)) = (*taken, reader) else {
+                spent.cost_ns += MISS_NS;
                 continue;
             };
-            if engine.store.read(reader, entry.check, &mut out[i]).is_ok() {
-                let cookie = entry.cookie;
-                results[i] = match retained >> i & 1 {
-                    0 => GetResult::Hit { cookie },
-                    _ => GetResult::Retained { cookie },
+            let Taken {
+                content,
+                check,
+                retained,
+            } = taken;
+            if store.read(reader, check, &mut out[i]).is_ok() {
+                let cookie = cookies[i];
+                results[i] = match retained {
+                    false => GetResult::Hit { cookie },
+                    true => GetResult::Retained { cookie },
                 };
-                hits += 1;
-                retains += retained >> i & 1;
             } else {
                 tenant.log_mismatch(object, index + i as u64);
                 mismatches += 1;
-                if retained >> i & 1 != 0 {
-                    let key = (object, index + i as u64);
-                    let mut state = self.0.lock();
-                    let dropped = match state.index.is_live(pool) {
-                        true => state.drop_cookie(pool, key, entry.cookie),
-                        false => None,
-                    };
-                    drop(state);
-                    // If another thread removed the page meanwhile, that thread has counted it.
-                    retains += u64::from(dropped.is_none());
-                    spent.contents.extend(dropped);
+                if retained {
+                    self.drop_damaged(pool, (object, index + i as u64), cookies[i]);
                 }
             }
             spent.cost_ns += match reader {
@@ -722,14 +745,28 @@ impl Tenant {
                 Reader::Bytes(bytes) if codec::is_dense(bytes.bytes()) => GET_DENSE_NS,
                 Reader::Bytes(_) => GET_NS,
             };
-            spent.contents.push(entry.content());
+            spent.contents[spent.nr] = content;
+            spent.nr += 1;
         }
-        spent.cost_ns += (cookies.len() as u64 - hits - mismatches) * MISS_NS;
-        if hits + mismatches > 0 {
-            let mut state = self.0.lock();
-            state.counters.hits += hits;
-            state.counters.retains += retains;
-            state.counters.hash_mismatches += mismatches;
+        if mismatches > 0 {
+            let counters = &mut self.0.lock().counters;
+            counters.hits -= mismatches;
+            counters.hash_mismatches += mismatches;
+        }
+        Ok(spent)
+    }
+
+    /// Drops a retained page that failed its check.
+    fn drop_damaged(&self, pool: PoolRef, key: (u64, u64), cookie: u64) {
+        let mut state = self.0.lock();
+        if !state.index.is_live(pool) {
+            return;
+        }
+        // If another thread removed the page meanwhile, that thread has counted it.
+        if let Some(content) = state.drop_cookie(pool, key, cookie) {
+            state.counters.retains -= 1;
+            drop(state);
+            self.0.engine.store.release_content(content);
         }
     }
 
@@ -886,7 +923,8 @@ impl Tenant {
     pub fn drop_pages(&self) -> u64 {
         let (mut left, before) = {
             let mut state = self.0.lock();
-            // More memory would not have turned later misses of these pages into hits.
+            // Remove the keys from the estimator, because more memory would not have prevented
+            // later misses of these pages.
             state.estimator.drop_where(|_| true);
             let pages = u64::from(state.index.gauges.pages);
             (pages, pages)
@@ -931,13 +969,25 @@ impl Tenant {
 }
 
 #[cfg(test)]
+thread_local! {
+    /// Counter: how often this thread has taken the lock of a tenant.
+    static LOCKED_TIMES: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
+/// Returns how often this thread has taken the lock of a tenant.
+#[cfg(test)]
+pub(crate) fn locked_times() -> u64 {
+    LOCKED_TIMES.get()
+}
+
+#[cfg(test)]
 impl Tenant {
     pub(crate) fn engine(&self) -> &Arc<Engine> {
         &self.0.engine
     }
 
-    /// Returns the cookie that is held under (pool, object, index), and copies the page to `read`,
-    /// if that is given. The page is not removed.
+    /// Returns the cookie of the page with the key (pool, object, index), and copies the page to
+    /// `read`, if that is given. The page is not removed.
     pub(crate) fn peek_with(
         &self,
         (pool, object, index): (u32, u64, u64),
@@ -953,7 +1003,7 @@ impl Tenant {
         if let Some(out) = read {
             let store = &self.0.engine.store;
             let read = store.read(&store.reader(entry.content()), entry.check, out);
-            read.expect("a stored page is restored without error");
+            read.expect("a stored page cannot be restored");
         }
         Some(entry.cookie)
     }

@@ -34,8 +34,7 @@ impl Sum {
     }
 }
 
-/// Sums over all tenants (except for blobs, which the heap counts), and counters of work that was
-/// done.
+/// Sums over all tenants, and counters of finished work. The heap counts blobs itself.
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
     /// Memory of all indexes and policies in bytes, detached parts included.

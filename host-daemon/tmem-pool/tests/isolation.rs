@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Test of the isolation of trust domains. The answers to a tenant and its charges must not depend
-//! on the pages of a tenant of another trust domain. They must be equal to the bit, also while the
-//! pool is full, pages are evicted and puts are refused. `tmem-bench timing` measures whether times
-//! depend on such pages.
+//! on the pages of a tenant of another trust domain. The answers must be the same to the bit, also
+//! while the pool is full, pages are evicted and puts are refused. `tmem-bench timing` measures
+//! whether times depend on such pages.
 
 use std::sync::Arc;
 use tmem_pool::{
@@ -19,8 +19,8 @@ const PAGES: u64 = 3000;
 /// Number of pages of a put.
 const BATCH: u64 = 32;
 
-/// Number that is XORed to every byte of a page to make another page of the same stored size. The
-/// size is the same for a page of noise and for a page of one repeated byte.
+/// Number that is XORed to every byte of a page to make another page. For a page of noise and for a
+/// page of one repeated byte, the stored size stays the same.
 const OTHER: u8 = 0x5a;
 
 /// Returns the page with this number. One third of all pages is noise, one third has one repeated

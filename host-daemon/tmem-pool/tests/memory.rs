@@ -2,7 +2,7 @@
 //! Test that the engine reports its memory as the system does, and that freed memory contains no
 //! bytes of pages.
 //!
-//! It is the only test of its process, since it reads all memory of the process.
+//! This must be the only test of its process, because it reads all memory of the process.
 
 mod common;
 
@@ -81,7 +81,8 @@ fn secrets() -> usize {
             .read_exact_at(&mut map, start / PAGE_SIZE as u64 * 8)
             .unwrap();
         for (nth, word) in map.as_chunks::<8>().0.iter().enumerate() {
-            // Bit 63: the page is in memory (Documentation/admin-guide/mm/pagemap.rst).
+            // Bit 63 of a word of the pagemap means that the page is in memory
+            // (Documentation/admin-guide/mm/pagemap.rst).
             if u64::from_le_bytes(*word) >> 63 == 1 {
                 memory
                     .read_exact_at(&mut page, start + (nth * PAGE_SIZE) as u64)
@@ -148,7 +149,7 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
     assert!(
         reserved <= ADDRESS_SPACE_TIMES * POOL_BYTES
             && reserved > (ADDRESS_SPACE_TIMES - 1) * POOL_BYTES,
-        "the engine reserved {reserved} B of address space"
+        "the engine reserved {reserved} B of address space, not {ADDRESS_SPACE_TIMES} pools"
     );
     // The engine's regions are the heap with its spans and handles, and the table of equal pages.
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
@@ -210,7 +211,7 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
         let stats = engine.stats();
         let metadata_bytes = held_bytes - stats.frames_bytes;
         println!(
-            "{what}: {} pages, {} B of payload in {} B, metadata {} B a page, told {}",
+            "{what}: {} pages, {} B of payload in {} B, metadata for each page {} B, reported {} B",
             stats.pages,
             stats.payload_bytes,
             stats.frames_bytes,
@@ -263,6 +264,6 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
     // An empty engine keeps only tables, at their largest size, and idle frames for new pages.
     assert!(
         before_bytes < 20 << 20,
-        "an empty engine holds {before_bytes} B"
+        "an empty engine holds {before_bytes} B, 20 MiB or more"
     );
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Test that finds copies of a page's bytes that the engine leaves in the memory of its process.
 //!
-//! It is the only test of its process, since it reads all memory of the process.
+//! This must be the only test of its process, because it reads all memory of the process.
 
 mod common;
 
@@ -9,9 +9,10 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use tmem_pool::{Engine, GetResult, PAGE_SIZE, Put, PutResult, SecretPages, Tenant, Time};
 
-/// Bytes that each page contains and that the test looks for, inverted. zstd stores them unchanged
-/// (as literals), because no five of them in a row occur anywhere else in the pages. They are
-/// inverted here so that the test's own memory does not contain them.
+/// Inverted bits of the needle: the bytes that each page contains and that the test searches for in
+/// the memory of the process. zstd stores them unchanged (as literals), because no five of them in
+/// a row occur anywhere else in the pages. They are inverted here so that the test's own memory
+/// does not contain them.
 const NEEDLE_INVERTED: [u8; 16] = [
     !b'k', !b'b', !b'e', !b'h', !b'c', !b'l', !b'a', !b'i', !b'g', !b'd', !b'l', !b'f', !b'k',
     !b'a', !b'j', !b'c',
@@ -21,7 +22,7 @@ const NEEDLE_INVERTED: [u8; 16] = [
 /// zstd.
 const HOURS: u64 = 24;
 
-/// Number of pages that are put. Each contains the needle, the bytes that the test looks for.
+/// Number of pages that are put. Each contains the needle, the bytes that the test searches for.
 const PAGES: usize = 8;
 
 /// Fills a page with words in random order and the needle. lz4 finds repeated words, and zstd also
@@ -62,9 +63,9 @@ fn found() -> Vec<u64> {
             .split(' ')
             .next()
             .and_then(|range| range.split_once('-'))
-            .expect("a line of /proc/self/maps begins with an address range");
+            .expect("a line of /proc/self/maps does not begin with an address range");
         let address = |text| {
-            u64::from_str_radix(text, 16).expect("the address in /proc/self/maps is hexadecimal")
+            u64::from_str_radix(text, 16).expect("an address in /proc/self/maps is not hexadecimal")
         };
         let (start, end) = (address(start), address(end));
         let bytes = window.pages().as_flattened_mut();
@@ -78,7 +79,8 @@ fn found() -> Vec<u64> {
             let present = pagemap
                 .read_exact_at(&mut entry, page / PAGE_SIZE as u64 * 8)
                 .is_ok();
-            // Bit 63: the page is in memory (Documentation/admin-guide/mm/pagemap.rst).
+            // Bit 63 of a word of the pagemap means that the page is in memory
+            // (Documentation/admin-guide/mm/pagemap.rst).
             if !present
                 || u64::from_le_bytes(entry) >> 63 == 0
                 || memory.read_exact_at(&mut bytes[PAGE_SIZE..], page).is_err()
@@ -106,7 +108,7 @@ fn found() -> Vec<u64> {
 fn put_all(tenant: &Tenant, object: u64, pages: &mut SecretPages) {
     for index in 0..PAGES {
         let [page, _] = pages.pages() else {
-            unreachable!("the buffer has two pages")
+            unreachable!("the buffer does not have two pages")
         };
         fill(page, index as u64);
         let put = Put {
@@ -119,7 +121,7 @@ fn put_all(tenant: &Tenant, object: u64, pages: &mut SecretPages) {
         let mut results = [PutResult::Refused];
         tenant
             .put(1, &[put], &mut results)
-            .expect("the tenant has pool 1");
+            .expect("the tenant has no pool 1");
         assert_eq!(results, [PutResult::Stored]);
     }
     pages.wipe();
@@ -164,7 +166,7 @@ fn zstd_leaves_no_copy_of_a_page() {
     );
     for index in 0..PAGES {
         let [_, out] = pages.pages() else {
-            unreachable!("the buffer has two pages")
+            unreachable!("the buffer does not have two pages")
         };
         let mut results = [GetResult::Miss];
         let spent = tenant.get(
@@ -175,10 +177,10 @@ fn zstd_leaves_no_copy_of_a_page() {
             std::slice::from_mut(out),
             &mut results,
         );
-        drop(spent.expect("the tenant has pool 1"));
+        drop(spent.expect("the tenant has no pool 1"));
         assert_eq!(results, [GetResult::Hit { cookie: 1 }]);
         let [page, out] = pages.pages() else {
-            unreachable!("the buffer has two pages")
+            unreachable!("the buffer does not have two pages")
         };
         fill(page, index as u64);
         assert!(page == out);

@@ -3,8 +3,8 @@
 //! a generation, and uses one queue for each chunk of pages. It sends random requests from a seed,
 //! and checks every answer.
 //!
-//! The driver also asks for pages that it must not get: by old cookies, pages that were already
-//! returned, and pages that it never put. At most `window` requests are in flight.
+//! The driver also requests pages that it must not get: pages by old cookies, pages that were
+//! already returned, and pages that it never put. At most `window` requests are in flight.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -62,7 +62,7 @@ pub enum DriverError {
     Violation(#[from] Violation),
 }
 
-/// A guest with its model and its random work.
+/// A guest with its oracle and its random requests.
 pub struct Driver {
     /// The transport.
     pub guest: FakeGuest,
@@ -108,7 +108,7 @@ impl Driver {
         self.requests
     }
 
-    /// Returns the pool that the work uses.
+    /// Returns the id of the pool that the random requests use.
     #[must_use]
     pub fn pool(&self) -> u32 {
         self.pool
@@ -252,7 +252,7 @@ impl Driver {
             let asked = self
                 .asked
                 .remove(&d.token)
-                .expect("an answered request has a record in `asked`");
+                .expect("an answered request is not in `asked`");
             self.model
                 .judge(&asked, d, |k| queue_of(queues, k.object, k.index))?;
             if let Request::Put { pool, pages } = &d.request {
@@ -341,7 +341,7 @@ impl Driver {
             ),
         };
         if !sent {
-            // The ring is full or no slot is free: answers free descriptors and slots.
+            // The ring is full or no slot is free. Take answers, which free descriptors and slots.
             let done = self.guest.wait(ANSWER_TIMEOUT)?;
             self.judge(&done)?;
         }

@@ -2,9 +2,9 @@
 //! All kinds of faults that a guest's request can have, and the reaction of the device that
 //! SPEC.md, "Requests", requires.
 //!
-//! A fault is sent to a device that holds the page of its [`Target`]. After a request that was not
-//! carried out, the device must still hold that page, whatever it answered. No correct driver sends
-//! any of these requests.
+//! A fault is sent to a device that holds the page of its [`Target`]. If the device does not carry
+//! out the faulty request, it must still hold that page, whatever it answers. No correct driver
+//! sends any of these requests.
 
 mod chains;
 mod shapes;
@@ -156,7 +156,7 @@ fn queue_for(request: &Request, t: Target) -> usize {
 fn send_encoded(g: &mut FakeGuest, queue: usize, request: Request, encoded: &Encoded) -> usize {
     let generation = g.generation();
     g.add_encoded(queue, request, generation, encoded)
-        .expect("the ring has room for a fault");
+        .expect("the ring has no room for a fault");
     g.publish(queue);
     queue
 }
@@ -226,7 +226,7 @@ fn raw(
         let request = make(t);
         let queue = queue_for(&request, t);
         let encoded = request.encode(g.generation());
-        let mut placed = g.place(&encoded).expect("the ring has room for a fault");
+        let mut placed = g.place(&encoded).expect("the ring has no room for a fault");
         let descs = build(g, queue, &placed.1);
         // Find the first writable byte, to which the device writes `resp`. The fault may have moved
         // it.
@@ -243,7 +243,7 @@ fn raw(
         let ring = g.ring_mut(queue);
         let slots: Vec<u16> = descs
             .iter()
-            .map(|_| ring.take_desc().expect("the ring has room for a fault"))
+            .map(|_| ring.take_desc().expect("the ring has no room for a fault"))
             .collect();
         for (slot, mut desc) in slots.iter().zip(descs) {
             if desc.flags & F_NEXT != 0 {

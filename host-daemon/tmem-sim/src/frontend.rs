@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The fake guest: what QEMU and a guest's driver do with a daemon, in the same order.
+//! The fake guest. It does what QEMU and a guest's driver do with a daemon, in the same order.
 //!
 //! Memory and rings stay when a connection ends, as a guest outlives its daemon. After the loss of
-//! a back end, the rings start again from the last used element. Of a driver, the fake guest has
-//! only buffers and rings. [`crate::Model`] decides which answers are right. Every wait has a time
-//! limit.
+//! a back end, the rings start again from the last used element. The fake guest has the buffers and
+//! rings of a driver, but no index of pages. [`crate::Model`] decides which answers are right.
+//! Every wait has a time limit.
 
 mod requests_in_flight;
 
@@ -65,7 +65,7 @@ pub struct GuestConfig {
     /// enough free huge pages.
     pub huge: bool,
     /// Whether all regions map the same memory. All regions then have the same size. So the machine
-    /// can look larger than its host.
+    /// can have more RAM than its host.
     pub one_file: bool,
     /// Number of request queues, without the control queue.
     pub request_queues: u16,
@@ -81,7 +81,7 @@ pub struct GuestConfig {
     /// Whether to use ADD_MEM_REG instead of SET_MEM_TABLE, if the daemon offers it.
     pub mem_slots: bool,
     /// Whether to ask for an acknowledgement of every message, so that the caller notices every
-    /// refusal. QEMU asks only for that of the memory table.
+    /// refusal. QEMU requests only the acknowledgement of the memory table.
     pub acknowledged: bool,
     /// Longest time that the daemon may take to answer a vhost-user message.
     pub reply_timeout: Duration,
@@ -182,21 +182,21 @@ impl DeviceConfig {
             u32::from_le_bytes(
                 b[at..at + 4]
                     .try_into()
-                    .expect("a slice of four bytes converts to an array"),
+                    .expect("the slice does not have four bytes"),
             )
         };
         let u16_at = |at: usize| {
             u16::from_le_bytes(
                 b[at..at + 2]
                     .try_into()
-                    .expect("a slice of two bytes converts to an array"),
+                    .expect("the slice does not have two bytes"),
             )
         };
         Self {
             generation: u64::from_le_bytes(
                 b[..8]
                     .try_into()
-                    .expect("a slice of eight bytes converts to an array"),
+                    .expect("the slice does not have eight bytes"),
             ),
             page_size: u32_at(8),
             num_request_queues: u16_at(12),
@@ -401,7 +401,7 @@ impl FakeGuest {
         self.connect_stream(stream)
     }
 
-    /// Does what [`Self::connect`] does, on a socket that is already open.
+    /// Connects and negotiates as [`Self::connect`] does, on a socket that is already open.
     ///
     /// # Errors
     /// Errors of [`Self::connect`].
@@ -699,7 +699,7 @@ impl FakeGuest {
         for i in 0..self.queues.len() {
             self.set_ring_addr(i)?;
         }
-        Ok(self.log.as_ref().expect("the dirty log was just set"))
+        Ok(self.log.as_ref().expect("no dirty log is set"))
     }
 
     /// Returns the dirty log, or None if it is off.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! RAM of the fake guest: shared memory in sealed memfds, as QEMU's `memory-backend-memfd` provides
-//! it.
+//! RAM of the fake guest. It is shared memory in sealed memfds, like that of QEMU's
+//! `memory-backend-memfd`.
 //!
 //! There are gaps between the regions in guest-physical space, so that addresses without memory
 //! exist. All accesses are volatile, because a daemon may read and write the same pages at any
@@ -181,8 +181,8 @@ impl GuestRam {
             .collect()
     }
 
-    /// Returns each region with its address in this process and its file, as a back end takes them
-    /// over.
+    /// Returns each region with its address in this process and its file, for a back end that maps
+    /// the regions.
     ///
     /// # Errors
     /// When no descriptor is left.
@@ -191,7 +191,7 @@ impl GuestRam {
         for (region, mapped) in self.regions.iter().zip(self.map.iter()) {
             let file = mapped
                 .file_offset()
-                .expect("each region is backed by a file")
+                .expect("a region is not backed by a file")
                 .file();
             out.push((*region, self.host_addr(region.start), file.try_clone()?));
         }
@@ -307,14 +307,10 @@ impl DirtyLog {
     /// # Errors
     /// When no descriptor is left.
     pub fn file(&self) -> io::Result<File> {
-        let region = self
-            .map
-            .iter()
-            .next()
-            .expect("the dirty log has one region");
+        let region = self.map.iter().next().expect("the dirty log has no region");
         region
             .file_offset()
-            .expect("the dirty log is backed by a file")
+            .expect("the dirty log is not backed by a file")
             .file()
             .try_clone()
     }

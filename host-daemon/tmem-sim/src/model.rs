@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The test oracle, which decides which answers a device may give to one guest.
 //!
-//! The oracle keeps what the device may hold: for each key at most the last put's cookie and
-//! contents. A get returns those, or a miss, and nothing else. The order in which answers arrive on
-//! a queue is the order in which the device acted on it (SPEC.md, "Order"), so the model changes at
-//! answers. For a flush that spans queues, the model also uses the time at which the flush was
-//! sent. The oracle never asks the device for its state.
+//! The oracle records the pages that the device may hold: for each key at most the last put's
+//! cookie and contents. A get returns those, or a miss, and nothing else. The order in which
+//! answers arrive on a queue is the order in which the device acted on it (SPEC.md, "Order"), so
+//! the model changes at answers. For a flush that spans queues, the model also uses the time at
+//! which the flush was sent. The oracle never asks the device for its state.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -42,7 +42,7 @@ struct Held {
     dropped: Option<u64>,
 }
 
-/// Data of a request that are needed to check its answer.
+/// Data of a request that the model needs to check the answer.
 #[derive(Clone, Debug)]
 pub struct Asked {
     /// Tick at which the request was sent.
@@ -252,7 +252,7 @@ impl Model {
         answer: &Answer,
     ) -> Result<(), Violation> {
         let Request::Put { pool, pages } = request else {
-            unreachable!("the caller has matched a put")
+            unreachable!("the request is no PUT")
         };
         for (i, (page, result)) in pages.iter().zip(&answer.pages).enumerate() {
             let key = Key {
@@ -301,7 +301,7 @@ impl Model {
             cookies,
         } = request
         else {
-            unreachable!("the caller has matched a get")
+            unreachable!("the request is no GET")
         };
         for (i, (&cookie, got)) in cookies.iter().zip(&answer.pages).enumerate() {
             let key = Key {
@@ -451,7 +451,8 @@ mod tests {
     const A: Content = Content::Noise(1);
     const B: Content = Content::Text(2);
 
-    /// Gives the oracle an answer that violates each of its rules. It must report each of them.
+    /// Gives the oracle, for each of its rules, an answer that violates the rule. The oracle must
+    /// report each violation.
     #[test]
     fn the_oracle_reports_each_wrong_answer() {
         let mut m = model();

@@ -35,9 +35,9 @@ pub struct PutPage {
     pub object: u64,
     /// Page index in the object.
     pub index: u64,
-    /// Cookie; a correct driver never uses 0.
+    /// Cookie of the page. A correct driver never uses 0.
     pub cookie: u64,
-    /// `VIRTIO_TMEM_PUT_*`.
+    /// Flags of the page, `VIRTIO_TMEM_PUT_*`.
     pub flags: u32,
     /// Contents of the page.
     pub page: Box<Page>,
@@ -48,9 +48,9 @@ pub struct PutPage {
 pub struct Range {
     /// Object id.
     pub object: u64,
-    /// First page.
+    /// Index of the first page.
     pub index: u64,
-    /// Pages, or `VIRTIO_TMEM_TO_END`.
+    /// Number of pages, or `VIRTIO_TMEM_TO_END`.
     pub nr_pages: u64,
 }
 
@@ -70,7 +70,7 @@ pub enum Request {
         pool: u32,
         /// Object id.
         object: u64,
-        /// First page.
+        /// Index of the first page.
         index: u64,
         /// Requested cookie for each page of the run.
         cookies: Vec<u64>,
@@ -101,7 +101,7 @@ pub enum Request {
 }
 
 impl Request {
-    /// Returns the type, `VIRTIO_TMEM_T_*`.
+    /// Returns the type of the request, `VIRTIO_TMEM_T_*`.
     #[must_use]
     pub fn kind(&self) -> u16 {
         match self {
@@ -136,7 +136,7 @@ impl Request {
             Self::Flush { ranges, .. } => ranges.len(),
             _ => 0,
         };
-        u16::try_from(n).expect("no test sends a request with 65,536 pages or more")
+        u16::try_from(n).expect("the request has 65,536 pages or more")
     }
 
     /// Returns the field `pool`.
@@ -218,7 +218,7 @@ impl Request {
 /// each field.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Encoded {
-    /// Struct `req` and the fields that follow it, without page data.
+    /// `struct virtio_tmem_req` and the fields that follow it, without page data.
     pub meta: Vec<u8>,
     /// Page data of a PUT.
     pub data: Vec<u8>,
@@ -243,7 +243,7 @@ impl Encoded {
     }
 }
 
-/// Way of dividing a chain into descriptors. The device must not depend on it.
+/// Way of dividing a chain into descriptors. The device must accept every division.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
     /// Division as in the driver: the small parts, then one descriptor for each page.
@@ -252,9 +252,9 @@ pub enum Cut {
     Whole,
     /// Division at random places into at most `max` descriptors.
     Random {
-        /// Seed of the places.
+        /// Seed of the random places.
         seed: u64,
-        /// Most descriptors, at least 4.
+        /// Largest number of descriptors. It must be at least 4.
         max: usize,
     },
 }
@@ -308,7 +308,7 @@ pub fn cut(stretches: &[(u64, usize, bool)], how: Cut) -> Vec<Buffer> {
 /// Answer for one page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageAnswer {
-    /// `VIRTIO_TMEM_P_*`, or UNANSWERED where the device wrote nothing.
+    /// Result of the page, `VIRTIO_TMEM_P_*`, or UNANSWERED if the device wrote none.
     pub result: u8,
     /// Cookie of a GET's page; 0 for a PUT.
     pub cookie: u64,
@@ -319,7 +319,7 @@ pub struct PageAnswer {
 /// A decoded answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
-    /// `VIRTIO_TMEM_S_*`.
+    /// Status of the request, `VIRTIO_TMEM_S_*`.
     pub status: u8,
     /// Reserved bytes of `resp`.
     pub reserved: [u8; 7],
@@ -356,7 +356,7 @@ pub fn decode(
         status,
         reserved: meta[1..RESP_BYTES]
             .try_into()
-            .expect("a slice of seven bytes converts to an array"),
+            .expect("the slice does not have seven bytes"),
         used_bytes,
         pages: Vec::new(),
     };
@@ -387,7 +387,7 @@ pub fn decode(
                 let cookie = u64::from_le_bytes(
                     meta[at..at + 8]
                         .try_into()
-                        .expect("a slice of eight bytes converts to an array"),
+                        .expect("the slice does not have eight bytes"),
                 );
                 let result = meta[at + 8];
                 let end = RESP_BYTES + n * GET_PAGE_BYTES + (i + 1) * PAGE;
@@ -444,7 +444,7 @@ mod tests {
             assert_eq!(
                 flat(&buffers),
                 whole,
-                "the division with seed {seed} has other bytes"
+                "the division with seed {seed} has the wrong bytes"
             );
         }
     }

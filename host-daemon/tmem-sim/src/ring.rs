@@ -128,7 +128,7 @@ pub struct RingFull;
 pub struct Used {
     /// Token with which the chain was added.
     pub token: u64,
-    /// Bytes that the device says it wrote.
+    /// Number of bytes that the device wrote, by its used element.
     pub len: u32,
 }
 
@@ -281,8 +281,8 @@ impl DriverRing {
         Ok(())
     }
 
-    /// Puts a head into the avail ring. The caller has written the descriptors, which may be wrong.
-    /// The descriptors in `descs` become free when the chain is answered.
+    /// Puts the head of a chain into the avail ring. The caller has written the descriptors, which
+    /// may be invalid. The descriptors in `descs` become free when the chain is answered.
     pub fn add_raw(&mut self, head: u16, descs: Vec<u16>, token: u64) {
         self.push(head, descs, token);
     }
@@ -355,20 +355,13 @@ impl DriverRing {
         let mut element = [0u8; 8];
         self.ram
             .read(self.layout.used + 4 + 8 * entry, &mut element);
-        let [id, len] = [&element[..4], &element[4..]].map(|b| {
-            u32::from_le_bytes(
-                b.try_into()
-                    .expect("a slice of four bytes converts to an array"),
-            )
-        });
+        let [id, len] = [&element[..4], &element[4..]]
+            .map(|b| u32::from_le_bytes(b.try_into().expect("the slice does not have four bytes")));
         let expected = self.in_flight[0].head;
         if id != u32::from(expected) {
             return Err(RingError::OutOfOrder { expected, got: id });
         }
-        let chain = self
-            .in_flight
-            .pop_front()
-            .expect("at least one chain is in flight, as checked above");
+        let chain = self.in_flight.pop_front().expect("no chain is in flight");
         self.free.extend(chain.descs);
         self.used_idx = self.used_idx.wrapping_add(1);
         if self.event_idx {

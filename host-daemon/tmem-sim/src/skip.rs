@@ -3,8 +3,8 @@
 //! machine is known to have what the test needs.
 //!
 //! The printed line is visible although cargo hides the output of tests that pass.
-//! `scripts/no-skips` finds out, without these tests, what a machine has, and `make check` passes
-//! the result to the tests.
+//! `scripts/no-skips` finds out which requirements a machine meets, without running the tests.
+//! `make check` passes the result to the tests.
 
 use std::fmt::Display;
 use std::io::Write;
@@ -16,7 +16,7 @@ pub const NO_SKIPS: &str = "TMEM_NO_SKIPS";
 /// Requirement of a test that a machine may lack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Missing {
-    /// Root, which can change to other users.
+    /// The user root, who can change to other users.
     Root,
     /// io_uring, as workers use it.
     IoUring,
@@ -24,7 +24,7 @@ pub enum Missing {
     HugePages,
     /// Landlock with rules for sockets.
     LandlockSockets,
-    /// One more processor.
+    /// A second processor, so that two threads can run at the same time.
     Processors,
     /// Low load, so that times can be measured.
     Quiet,
@@ -47,7 +47,7 @@ impl Missing {
 /// Prints that the calling test ends here, and why.
 ///
 /// # Panics
-/// When [`NO_SKIPS`] names the requirement, or a name that is unknown.
+/// When [`NO_SKIPS`] names the requirement, or contains an unknown name.
 pub fn skipped(missing: Missing, why: impl Display) {
     let there = std::env::var(NO_SKIPS).unwrap_or_default();
     let line = judge(missing, &why, &there);
@@ -87,7 +87,7 @@ mod tests {
         }
         for there in ["", "io_uring", "rooted"] {
             let line = judge(Missing::Root, &"user 7", there)
-                .expect("the test is skipped and does not fail");
+                .expect("the test failed instead of being skipped");
             assert_eq!(line, "SKIPPED for want of root: user 7");
         }
     }

@@ -79,7 +79,7 @@ fn chains_arrive_complete_and_in_order() {
                         let _ = driver.publish();
                         let chain = device
                             .pop_descriptor_chain(ram.map())
-                            .expect("the device finds the published chain");
+                            .expect("the device does not find the published chain");
                         let mut reader = chain.clone().reader(ram.map()).unwrap();
                         let mut got = Vec::new();
                         reader.read_to_end(&mut got).unwrap();

@@ -10,8 +10,8 @@ use tmemd::parts::{BackgroundWorkers, ClockAndEntropy, ConnectionContext, Vm, Wo
 /// Weight of a VM without a quota.
 const WEIGHT: u32 = 100;
 
-/// A daemon with the real engine and the real data path. Its user does the background work, and
-/// provides workers with or without threads.
+/// A daemon with the real engine and the real data path. The code that uses the daemon calls the
+/// background work, and provides workers with or without threads.
 pub struct HeadlessDaemon {
     /// The storage engine.
     pub engine: Arc<Engine>,
@@ -30,7 +30,7 @@ impl HeadlessDaemon {
         let background = BackgroundWorkers::start(engine.clone(), &clock, 0, &Arc::default());
         HeadlessDaemon {
             engine,
-            background: background.expect("starting no threads cannot fail"),
+            background: background.expect("starting no threads failed"),
             clock,
         }
     }
@@ -58,11 +58,12 @@ impl HeadlessDaemon {
     pub fn vm(&self, name: &str, tenant: Tenant, events: Arc<Events>) -> Arc<Vm> {
         let config: VmConfig = format!("name={name},socket=none")
             .parse()
-            .expect("the VM's name is valid");
+            .expect("the VM's name is invalid");
         Arc::new(Vm::new(config, tenant, None, events))
     }
 
-    /// Returns what connections need: these workers, the background workers and the clock.
+    /// Returns the context that connections need. It consists of these workers, the background
+    /// workers and the clock.
     pub fn context(&self, workers: Workers) -> ConnectionContext {
         ConnectionContext {
             workers: Arc::new(workers),

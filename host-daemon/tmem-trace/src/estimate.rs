@@ -34,7 +34,7 @@ pub const GAIN_OVER_MAX: f64 = 18.0;
 /// Largest underestimate of the gain from more memory, in percent of all gets. The estimator
 /// assumes that pages are evicted in the order of their puts, and the default policy is better than
 /// that. So the estimate is too low where few pages are used often. At the size where a loop just
-/// begins to fit, which the test leaves out, the estimate was 39 too low once.
+/// begins to fit, which the test leaves out, the estimate was once too low by 39 % of all gets.
 pub const GAIN_UNDER_MAX: f64 = 18.0;
 /// Underestimate of the loss with less memory that 99 of 100 estimates do not exceed, in percent of
 /// all gets. Overestimates have no bound, for two reasons: the assumed order of eviction, and a hit
@@ -49,8 +49,8 @@ pub const ESTIMATE_GETS_MIN: u64 = 1_000;
 /// follows only one key in many.
 pub const ESTIMATE_GETS_PER_PAGE: u64 = 10;
 
-/// Largest share of hits, in percent of all hits, that a part of the memory may cause and still
-/// count as not needed.
+/// Largest share of hits, in percent of all hits, that a tenant may lose without a part of its
+/// memory if that part is to count as not needed.
 pub const LOSS_BEARABLE: f64 = 1.0;
 /// Largest measured cost of giving up memory that counts as not needed: lost hits in percent of all
 /// gets.
@@ -82,7 +82,7 @@ pub struct Estimator<K> {
     /// One key in 2^shift is followed.
     shift: u32,
     next_put: u64,
-    /// Number of hits of followed keys so far. It decides which of them are examined.
+    /// Number of hits of followed keys so far. It decides which of these hits are examined.
     turn: u64,
     /// Followed keys with the hash of each, in the order of their puts.
     puts: BTreeMap<u64, (K, u64)>,
@@ -124,12 +124,12 @@ impl<K: Copy> Estimator<K> {
         self.puts.len() as u64
     }
 
-    /// Returns a counter: followed keys that all calls so far have walked over.
+    /// Returns the number of followed keys that all calls so far have walked over.
     pub fn passed(&self) -> u64 {
         self.passed
     }
 
-    /// Returns a counter: followed keys that all calls so far have removed.
+    /// Returns the number of followed keys that all calls so far have removed.
     pub fn forgotten(&self) -> u64 {
         self.forgotten
     }
@@ -205,8 +205,8 @@ impl<K: Copy> Estimator<K> {
         }
     }
 
-    /// Estimates the number of pages that were put from the put number `put` on: the number of
-    /// followed ones, scaled by the sampling rate.
+    /// Estimates the number of pages that were put from the put number `put` on. It is the number
+    /// of followed keys among these puts, divided by the sampling rate.
     fn put_after(&mut self, put: u64) -> u64 {
         let followed = self.puts.range(put..).count() as u64;
         self.passed += followed;
@@ -285,7 +285,7 @@ mod tests {
                 let (_, oldest) = self
                     .puts
                     .pop_first()
-                    .expect("a cache above its size is not empty");
+                    .expect("a cache above its size is empty");
                 self.by_key.remove(&oldest);
             }
         }
@@ -303,7 +303,7 @@ mod tests {
         let mut estimator = Estimator::default();
         let room = room as u64;
         for now in 0..gets {
-            // Some pages come back much sooner than others.
+            // The guest reads some pages again much sooner than others.
             let span = [room / 2, room * 3, room * 10][rng.below(3) as usize];
             let nr = rng.below(span);
             let hash = Rng::new(seed << 32 ^ nr).next();
@@ -334,7 +334,7 @@ mod tests {
                 let less = caches[0].hits - caches[4 + i].hits;
                 let error = estimate.abs_diff(less) as f64 / less as f64;
                 let percent = LOSS_PERCENT[i];
-                println!("-{percent} %: {less} fewer hits, said {estimate}");
+                println!("-{percent} %: {less} fewer hits, estimated {estimate}");
                 assert!(
                     error < 0.2,
                     "with {percent} % less memory, {less} hits are lost, but the estimate is {estimate}"
@@ -343,7 +343,10 @@ mod tests {
             for (i, estimate) in estimator.estimates.gain_hits.into_iter().enumerate() {
                 let more = caches[i + 1].hits - caches[0].hits;
                 let error = estimate.abs_diff(more) as f64 / more as f64;
-                println!("+{} %: {more} more hits, said {estimate}", GAIN_PERCENT[i]);
+                println!(
+                    "+{} %: {more} more hits, estimated {estimate}",
+                    GAIN_PERCENT[i]
+                );
                 assert!(
                     error < 0.15,
                     "with {} % more memory, there are {more} more hits, but the estimate is {estimate}",
@@ -353,8 +356,8 @@ mod tests {
         });
     }
 
-    /// Compares estimates with simulated caches. The estimator follows one key in 64 in this test,
-    /// and fewer on larger hosts.
+    /// Compares estimates with simulated caches. The room is so large that the estimator follows at
+    /// most one key in 32, as it does for VMs of real hosts.
     #[test]
     fn estimates_are_within_usual_bounds_after_enough_gets() {
         for_each_seed("gain of many", 2, |seed| {
@@ -363,7 +366,7 @@ mod tests {
             let (estimator, caches) = run(room, gets, seed);
             assert!(
                 estimator.shift >= 5,
-                "the test is too weak: one key in 2^{} is followed",
+                "the test is too weak: one key in 2^{} is followed, more than one in 32",
                 estimator.shift
             );
             let of_gets = |hits: f64| 100.0 * hits / gets as f64;
@@ -371,21 +374,29 @@ mod tests {
             for i in 0..3 {
                 let part = estimator.estimates.loss_hits[i] as f64
                     / estimator.estimates.loss_hits_seen as f64;
-                let (said, less) = (hits * part, hits - caches[4 + i].hits as f64);
-                println!("less: {:.1}, said {:.1}", of_gets(less), of_gets(said));
-                assert!(of_gets((said - less).abs()) < LOSS_UNDER_USUAL);
-                let (said, more) = (
+                let (estimate, less) = (hits * part, hits - caches[4 + i].hits as f64);
+                println!(
+                    "less: {:.1}, estimated {:.1}",
+                    of_gets(less),
+                    of_gets(estimate)
+                );
+                assert!(of_gets((estimate - less).abs()) < LOSS_UNDER_USUAL);
+                let (estimate, more) = (
                     estimator.estimates.gain_hits[i] as f64,
                     caches[1 + i].hits as f64 - hits,
                 );
-                println!("more: {:.1}, said {:.1}", of_gets(more), of_gets(said));
-                assert!(of_gets((said - more).abs()) < GAIN_OVER_USUAL);
+                println!(
+                    "more: {:.1}, estimated {:.1}",
+                    of_gets(more),
+                    of_gets(estimate)
+                );
+                assert!(of_gets((estimate - more).abs()) < GAIN_OVER_USUAL);
             }
         });
     }
 
     #[test]
-    fn dropped_keys_are_not_followed() {
+    fn dropped_keys_are_removed_from_the_estimator() {
         let mut estimator = Estimator::default();
         (0..10u64).for_each(|key| estimator.put(key, key << HASH_SHIFT, 100));
         estimator.drop_page(3 << HASH_SHIFT);
@@ -394,8 +405,8 @@ mod tests {
         for key in 0..10 {
             estimator.get(key << HASH_SHIFT, false, 0, 0);
         }
-        // The gets took the remaining keys out of the estimator. In a tenant without room, they add
-        // nothing to the estimated gain.
+        // The gets took the remaining keys out of the estimator. Because the tenant has no room,
+        // these gets add nothing to the estimated gain.
         assert_eq!(
             (estimator.estimates.gain_hits, estimator.puts.len()),
             ([0; 3], 0)

@@ -3,8 +3,8 @@
 //!
 //! A trace contains the time and the page of each put, get and flush, and the stored size of each
 //! put page. It contains neither contents nor names. Objects are recorded as keyed hashes. Page
-//! numbers are shifted by a distance that depends on the key and the object's number. The key comes
-//! from the system's random numbers and is in no file.
+//! numbers are shifted by a distance that depends on the key and the object's number. The key is a
+//! random number of the system and is not stored in any file.
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
@@ -73,7 +73,7 @@ pub enum Op {
         /// Class of the stored size.
         size: SizeClass,
     },
-    /// A page was asked for.
+    /// A page was requested.
     Get {
         /// Object of the page.
         object: ObjectKey,
@@ -187,7 +187,7 @@ struct Last {
     time_us: u64,
     tenant: u32,
     object: ObjectKey,
-    /// Number of the page that follows the last page of the last event.
+    /// Number of the page after the last page of the previous event.
     page: u64,
 }
 
@@ -199,7 +199,7 @@ fn write_number(out: &mut Vec<u8>, mut number: u64) {
     out.push(number as u8);
 }
 
-/// Maps numbers near 0 of either sign to small numbers.
+/// Maps a signed number near 0 to a small unsigned number, whatever its sign.
 fn zigzag(number: i64) -> u64 {
     ((number << 1) ^ (number >> 63)) as u64
 }
@@ -216,8 +216,8 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Upper bound of the bytes that [`Writer::write`] appends, also when it writes the header
-    /// first.
+    /// Upper bound of the bytes that a call of [`Writer::write`] appends, even if the call also
+    /// writes the header.
     pub const EVENT_BYTES_MAX: usize = EVENT_BYTES_MAX;
 
     /// Appends an event, and before the first event the header. Times must not decrease.
@@ -292,7 +292,7 @@ impl Writer {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TraceError {
-    /// The bytes do not begin as a trace of this version does.
+    /// The bytes do not begin with the name of the trace format and this version of it.
     NoTrace,
     /// The trace ends within an event: the recorder was killed, or the file was truncated.
     Cut,
@@ -330,7 +330,7 @@ impl<'a> Reader<'a> {
     /// Creates a reader of the bytes of a trace.
     ///
     /// # Errors
-    /// The bytes do not begin as a trace of this version does.
+    /// The bytes do not begin with the name of the trace format and this version of it.
     pub fn new(bytes: &'a [u8]) -> Result<Reader<'a>, TraceError> {
         if !bytes.starts_with(&MAGIC) {
             return Err(TraceError::NoTrace);
@@ -348,7 +348,7 @@ impl<'a> Reader<'a> {
         Ok(byte)
     }
 
-    /// Reads a number of `bytes` bytes, the lowest first.
+    /// Reads a little-endian number of `bytes` bytes.
     fn fixed(&mut self, bytes: usize) -> Result<u64, TraceError> {
         (0..bytes).try_fold(0, |number, nth| {
             Ok(number | u64::from(self.byte()?) << (8 * nth))

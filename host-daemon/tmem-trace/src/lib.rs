@@ -6,7 +6,7 @@
 //! | [`format`](mod@format) | writer and reader of traces | `tmemd --trace`, `tmemctl trace`, `tmem-bench replay` |
 //! | [`estimate`] | hits with more memory, misses with less, and the error bounds of both | the engine, `tmemctl advise` |
 //!
-//! The crate has no dependencies, so that the command line tool can use it without the engine.
+//! The crate has no dependencies, so that `tmemctl` can use it without the engine.
 
 pub mod estimate;
 pub mod format;

@@ -2,9 +2,9 @@
 //! Contents of pages of files, computed from the version of a page.
 //!
 //! Each write in a run has a version of its own, which is never used again, not even by a guest
-//! that was restored from a snapshot. So equal bytes mean the same write. Some versions use
-//! contents that all guests share, to test deduplication. The others contain their guest's mark, by
-//! which a page in another guest is recognized.
+//! that was restored from a snapshot. So pages with equal bytes come from the same write. Some
+//! versions use contents that all guests share, to test deduplication. The other versions contain a
+//! mark of their guest, so that the oracle recognizes such a page in the memory of another guest.
 
 use tmem_sim::Content;
 
@@ -47,7 +47,8 @@ pub fn of(guest: usize, version: Version) -> Content {
 #[must_use]
 pub fn owner(first_word: u64) -> Option<usize> {
     let (mark, version) = (first_word >> 48, first_word & 0xffff_ffff_ffff);
-    // The test is strict, because a generation may be any number and must not look like a page.
+    // The condition is strict, because a generation may be any number and must not be taken for the
+    // beginning of a page.
     let is_page = (MARK..MARK + GUESTS_MAX).contains(&mark) && version <= u64::from(Version::MAX);
     is_page.then(|| (mark - MARK) as usize)
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Model of the guest driver: index, cookies, generation, put ring, gets with a deadline, breaker,
-//! control requests. It does what `guest-driver/core/` does, in the same order.
+//! control requests. The model does what `guest-driver/core/` does, in the same order.
 //!
-//! The index is the authority: the driver never asks for a page that is not in it, and erasing an
-//! entry cannot fail. All state of the driver is in the guest's memory, so a rollback of the guest
-//! to a snapshot restores it, too. Out of scope: files and their contents.
+//! The index is the authority: the driver never requests a page that is not in the index, and
+//! erasing an entry cannot fail. All state of the driver is in the guest's memory, so a rollback of
+//! the guest to a snapshot restores it, too. Out of scope: files and their contents.
 
 mod control;
 mod gets;
@@ -30,7 +30,7 @@ pub const DEADLINE_NS: u64 = 20_000_000;
 const REPORT_NS: u64 = 1_000_000_000;
 /// Number of late calls in a row after which gets stop.
 const LATE_ROW_MAX: u32 = 3;
-/// Time in nanoseconds after which a control request is given up.
+/// Time in nanoseconds after which the driver gives up a control request.
 const CONTROL_NS: u64 = 1_000_000_000;
 
 /// Inode number and page index of a page of a file.
@@ -57,10 +57,11 @@ pub struct Driver {
     generation: u64,
     epoch: u32,
     resync: bool,
-    /// Id of the driver's pool at the device; 0 while the driver has none.
+    /// Id of the driver's pool at the device; 0 while the driver has no pool.
     pool: u32,
     pool_last: u32,
-    burnt: Vec<u32>,
+    /// Ids of pools that may exist at the device and that the driver no longer uses.
+    dead_pools: Vec<u32>,
     controls: [control::Control; CONTROLS],
     report_at_ns: u64,
     cookie_last: u64,
@@ -98,7 +99,7 @@ impl Driver {
             resync: true,
             pool: 0,
             pool_last: 0,
-            burnt: Vec::new(),
+            dead_pools: Vec::new(),
             controls: [control::Control::Free; CONTROLS],
             report_at_ns: REPORT_NS,
             cookie_last: cookie,
@@ -127,7 +128,7 @@ impl Driver {
         self.mutation == Some(mutation)
     }
 
-    /// Returns the generation in use, while pages can be put.
+    /// Returns the generation that the driver uses, or None while it cannot put pages.
     pub fn online(&self) -> Option<u64> {
         (self.generation != 0 && self.pool != 0).then_some(self.generation)
     }
@@ -169,13 +170,13 @@ impl Driver {
             kick(&port.kicks[queue]);
         }
         if self.is(Mutation::CookieUnchecked) {
-            self.ask_for_what_is_there(port, &wanted);
+            self.request_held_cookies(port, &wanted);
         }
     }
 
     /// Simulates a device that does not compare cookies: the get is changed to name the cookies
     /// that the device holds.
-    fn ask_for_what_is_there(&self, port: &Port<'_>, flight: &Flight) {
+    fn request_held_cookies(&self, port: &Port<'_>, flight: &Flight) {
         let Request::Get {
             pool,
             object,
@@ -240,8 +241,8 @@ impl Driver {
         self.resync |= status == wire::S_STALE;
     }
 
-    /// Erases the entries of pages that changed or are no longer wanted, so that the driver does
-    /// not ask for them. The driver tells the host later, or never.
+    /// Erases the index entries of pages that changed or are no longer wanted, so that the driver
+    /// does not request these pages. The driver sends a flush of the pages later, or never.
     pub fn invalidate(&mut self, inode: u32, from: u64, to: u64) {
         let gone: Vec<FilePage> = self
             .index
@@ -280,7 +281,7 @@ impl Driver {
         self.bypass.remove(&inode);
     }
 
-    /// Mounts the file system without the knowledge of the hooks.
+    /// Mounts the file system without notifying the hooks.
     pub fn hide(&mut self) {
         self.known = false;
     }
@@ -294,7 +295,7 @@ impl Driver {
     }
 }
 
-/// Adds one to an eventfd.
+/// Adds 1 to an eventfd, as a kick of the guest does.
 pub fn kick(fd: &OwnedFd) {
     rustix::io::write(fd, &1u64.to_ne_bytes()).expect("cannot write to the eventfd");
 }

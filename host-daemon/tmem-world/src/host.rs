@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A host: the real daemon and the real pool, without threads. The world does the work of the
-//! threads, one round of a worker or one step of a background worker at a time.
+//! A host: the real daemon and the real pool, without threads. The simulated world calls the work
+//! of the threads, one round of a worker or one step of a background worker at a time.
 //!
 //! Dropping a host kills its daemon: nothing is drained and no peer is notified.
 
@@ -19,17 +19,18 @@ use tmemd::parts::{
 use crate::clock::Clock;
 use crate::mutation::Mutation;
 
-/// A fault that happens between two checks of a front end. The fuse counts the checks of one front
-/// end, or of all, and triggers the fault when the count is reached.
+/// A fault that happens between two checks of a front end. A daemon checks that a front end is
+/// connected before it uses guest memory. The fuse counts these checks, of one front end or of all,
+/// and triggers the fault when the count is reached.
 pub struct Fuse {
     left: AtomicU64,
-    burnt: AtomicBool,
+    triggered: AtomicBool,
     drain: Mutex<Option<Drain>>,
 }
 
 /// Drain that begins in the middle of a scheduling slice.
 struct Drain {
-    looks: u64,
+    checks: u64,
     device: Weak<Mutex<Device>>,
     clock: Arc<Clock>,
 }
@@ -42,53 +43,50 @@ impl Fuse {
     pub fn new() -> Arc<Fuse> {
         Arc::new(Fuse {
             left: AtomicU64::new(u64::MAX),
-            burnt: AtomicBool::new(false),
+            triggered: AtomicBool::new(false),
             drain: Mutex::new(None),
         })
     }
 
     /// Sets the number of checks after which the fuse triggers the fault.
-    pub fn light(&self, looks: u64) {
-        self.left.store(looks, SeqCst);
+    pub fn trigger_after(&self, checks: u64) {
+        self.left.store(checks, SeqCst);
     }
 
     /// Triggers the fault now.
-    pub fn burn(&self) {
-        self.burnt.store(true, SeqCst);
+    pub fn trigger(&self) {
+        self.triggered.store(true, SeqCst);
     }
 
     /// Returns whether the fuse has triggered its fault.
-    pub fn is_burnt(&self) -> bool {
-        self.burnt.load(SeqCst)
+    pub fn has_triggered(&self) -> bool {
+        self.triggered.load(SeqCst)
     }
 
     /// Returns whether a drain that this fuse triggers has begun.
     pub fn is_draining(&self) -> bool {
-        let drain = self.drain.lock().expect("the lock is not poisoned");
-        drain.as_ref().is_some_and(|drain| drain.looks == 0)
+        let drain = self.drain.lock().expect("the lock is poisoned");
+        drain.as_ref().is_some_and(|drain| drain.checks == 0)
     }
 
     /// Removes the drain, because it is done or must not happen.
     pub fn end_drain(&self) {
-        *self.drain.lock().expect("the lock is not poisoned") = None;
+        *self.drain.lock().expect("the lock is poisoned") = None;
     }
 
-    fn look(&self) {
-        if let Some(drain) = &mut *self.drain.lock().expect("the lock is not poisoned")
-            && drain.looks > 0
+    fn count_check(&self) {
+        if let Some(drain) = &mut *self.drain.lock().expect("the lock is poisoned")
+            && drain.checks > 0
         {
-            drain.looks -= 1;
-            if let (0, Some(device)) = (drain.looks, drain.device.upgrade()) {
-                device
-                    .lock()
-                    .expect("the lock is not poisoned")
-                    .begin_drain();
+            drain.checks -= 1;
+            if let (0, Some(device)) = (drain.checks, drain.device.upgrade()) {
+                device.lock().expect("the lock is poisoned").begin_drain();
                 drain.clock.linger(DRAIN_NS);
             }
         }
         let left = self.left.load(SeqCst);
         if left == 0 {
-            self.burn();
+            self.trigger();
         } else if left != u64::MAX {
             self.left.store(left - 1, SeqCst);
         }
@@ -205,38 +203,38 @@ impl SimulatedDaemon {
         self.vms[guest].frozen.store(frozen, SeqCst);
     }
 
-    /// Returns a VM's part of the daemon.
+    /// Returns the daemon's record of a VM.
     pub fn vm(&self, guest: usize) -> &Arc<Vm> {
         &self.vms[guest]
     }
 
-    /// Begins a drain of this connection when the worker has checked `looks` times that the front
-    /// end is connected. The drain cuts off the remaining work.
-    pub fn drain_after(&self, looks: u64, session: &Session, fuse: &Fuse) {
+    /// Begins a drain of this connection after the worker has checked `checks` times that the front
+    /// end is connected. The drain does not wait for the remaining work.
+    pub fn drain_after(&self, checks: u64, session: &Session, fuse: &Fuse) {
         let drain = Drain {
-            looks: looks + 1,
+            checks: checks + 1,
             device: Arc::downgrade(session.device()),
             clock: self.clock.clone(),
         };
-        *fuse.drain.lock().expect("the lock is not poisoned") = Some(drain);
+        *fuse.drain.lock().expect("the lock is poisoned") = Some(drain);
     }
 
-    /// Connects a front end. None: the daemon refuses it. The fuse `hang_up` is that of the front
-    /// end.
+    /// Connects a front end. Returns None if the daemon refuses the connection. The fuse `hang_up`
+    /// makes the front end hang up.
     pub fn connect(&self, guest: usize, hang_up: &Arc<Fuse>) -> Option<(Session, UnixStream)> {
         let (own, other) = UnixStream::pair().expect("cannot create a socket pair");
         let (death, hang_up) = (self.death.clone(), hang_up.clone());
         let deaf = self.mutation == Some(Mutation::HangUpIgnored);
-        let look = move || {
-            death.look();
-            hang_up.look();
-            if death.is_burnt() || (hang_up.is_burnt() && !deaf) {
+        let check = move || {
+            death.count_check();
+            hang_up.count_check();
+            if death.has_triggered() || (hang_up.has_triggered() && !deaf) {
                 Err(HungUp)
             } else {
                 Ok(())
             }
         };
-        let peer = Peer::simulated(Box::new(look));
+        let peer = Peer::simulated(Box::new(check));
         let session = Session::begin(&self.vms[guest], &own, peer, &self.shared)?;
         Some((session, other))
     }

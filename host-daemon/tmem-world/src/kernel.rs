@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Files of a guest: page cache, disk, and the last written contents.
 //!
-//! The hooks of the kernel module are calls of the driver here: for a page that is made dirty,
-//! truncated, written past the page cache or evicted. The result of each read is compared with the
-//! last written contents, byte by byte. A snapshot of the guest's memory restores page cache and
-//! driver, and a snapshot of the disk restores the disk.
+//! Where the kernel module has hooks, this model calls the model of the driver: when a page is made
+//! dirty, truncated, written past the page cache or evicted. The result of each read is compared
+//! with the last written contents, byte by byte. A snapshot of the guest's memory restores page
+//! cache and driver, and a snapshot of the disk restores the disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -58,7 +58,8 @@ pub struct Kernel {
     cache: BTreeMap<FilePage, Cached>,
     /// Files that are open for direct writes.
     writers: BTreeSet<u32>,
-    /// Reads that miss the page cache: the file, and the pages that are still missing.
+    /// Reads in progress, by number. Each has the inode of the file, and the pages that were not in
+    /// the page cache.
     reads: BTreeMap<u64, (u32, Vec<u64>)>,
 }
 
@@ -286,8 +287,8 @@ impl Kernel {
         self.writers.remove(&inode);
     }
 
-    /// Unmounts the file system and mounts it again. `known`: the hooks learn of the new mount at
-    /// once.
+    /// Unmounts the file system and mounts it again. If `known` is true, the hooks are notified of
+    /// the new mount at once.
     pub fn remount(&mut self, storage: &mut Storage, known: bool) {
         if self.reads.is_empty() {
             (0..FILES).for_each(|inode| self.write_back(storage, inode));

@@ -4,7 +4,7 @@
 //!
 //! The VMM caches the part of the configuration that the guest may read. It notifies the guest when
 //! a back end starts or is lost, and starts the next back end where the last one stopped. Out of
-//! scope: the times at which these things happen.
+//! scope: when a VMM connects, starts or stops a device.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -30,11 +30,11 @@ const F_VERSION_1: u64 = 1 << 32;
 
 /// Connection of a VMM to a daemon.
 pub struct Link {
-    /// Number of the host whose daemon it is.
+    /// Number of the host on which the daemon runs.
     pub host: usize,
     /// The daemon's side of the connection.
     pub session: Session,
-    /// Fuse that triggers when the VMM hangs up.
+    /// Fuse that makes the VMM hang up.
     pub hang_up: Arc<Fuse>,
     /// The VMM's side of the socket.
     _stream: UnixStream,
@@ -47,7 +47,7 @@ pub struct Migration {
     /// One dirty log for each start of the rings. The VMM reads the last log when the rings are
     /// stopped or lost.
     logs: Vec<DirtyLog>,
-    /// Memory as it was sent at the begin of the migration.
+    /// Contents of the memory that was sent at the beginning of the migration.
     base: Vec<Vec<u8>>,
 }
 
@@ -74,7 +74,7 @@ pub struct Machine {
     mutation: Option<Mutation>,
 }
 
-/// Reason for which the daemon refused a message, a sentence.
+/// Reason for which the daemon refused a message, as a sentence.
 pub type Refused = String;
 
 type Done = Result<(), Refused>;
@@ -84,7 +84,7 @@ fn refused<T>(message: &str, result: vhost::vhost_user::Result<T>) -> Result<T, 
 }
 
 fn device(session: &Session) -> MutexGuard<'_, Device> {
-    session.device().lock().expect("the lock is not poisoned")
+    session.device().lock().expect("the lock is poisoned")
 }
 
 /// Creates an eventfd for each queue.
@@ -147,8 +147,8 @@ impl Machine {
         self.link.as_mut().ok_or_else(|| "no backend".into())
     }
 
-    /// Connects to a daemon, and returns the generation. None: the daemon refuses, because there is
-    /// a connection already.
+    /// Connects to a daemon, and returns the generation. Returns None if the daemon refuses,
+    /// because the VM already has a connection.
     pub fn connect(&mut self, guest: usize, number: usize, host: &SimulatedDaemon) -> Option<u64> {
         let hang_up = Fuse::new();
         let (session, stream) = host.connect(guest, &hang_up)?;
@@ -175,7 +175,8 @@ impl Machine {
             )
     }
 
-    /// Sends the memory table: with all memory, or with the first region only.
+    /// Sends the memory table. It has all memory if `whole` is true, and otherwise the first region
+    /// only.
     pub fn set_mem_table(&mut self, whole: bool) -> Done {
         let regions = self
             .ram
@@ -208,8 +209,8 @@ impl Machine {
         refused("SET_MEM_TABLE", r).map(drop)
     }
 
-    /// Starts the rings where they were, as `vhost_dev_start` does. `transport`: the driver's
-    /// rings.
+    /// Starts the rings at the indices at which they stopped, as QEMU's `vhost_dev_start` does.
+    /// `transport` has the driver's rings.
     pub fn start(&mut self, transport: &Transport) -> Done {
         let features = self.features();
         let r = device(&self.link()?.session).set_features(features);
@@ -304,8 +305,8 @@ impl Machine {
         Ok(generation(&mut device))
     }
 
-    /// Drops the connection and notifies the guest. A migration goes on; the log of the next back
-    /// end begins with its start.
+    /// Drops the connection and notifies the guest. A migration continues, and the next back end
+    /// gets a dirty log of its own when it starts.
     pub fn unlink(&mut self) -> Option<Link> {
         let link = self.link.take()?;
         if link.started {
@@ -321,7 +322,7 @@ impl Machine {
         Some(link)
     }
 
-    /// Sends a clear log, if there is a migration.
+    /// Sends a new dirty log without marks, if a migration is in progress.
     fn set_log_base(&mut self) -> Done {
         let Some(migration) = &mut self.migration else {
             return Ok(());
@@ -339,7 +340,7 @@ impl Machine {
         self.ram.track_written(true);
         let (logs, base) = (Vec::new(), self.ram.snapshot());
         self.migration = Some(Migration { logs, base });
-        // If the rings do not run, their start sends the log.
+        // If the rings do not run, the VMM sends the log when it starts them.
         if !self.started() {
             return Ok(());
         }
@@ -350,7 +351,8 @@ impl Machine {
     }
 
     /// Ends the migration with the memory of the destination. Pages that were not logged have the
-    /// content that was sent first. Rings must be stopped. The VMM itself logs the used rings.
+    /// contents that were sent at the beginning of the migration. Rings must be stopped. The VMM
+    /// itself logs the used rings.
     pub fn arrive(&mut self) {
         let Some(Migration { logs, base }) = self.migration.take() else {
             return;
@@ -364,8 +366,8 @@ impl Machine {
                 self.ram.restore_page(&base, page);
             }
         }
-        // The destination has another VMM: a daemon that hangs at the source receives no
-        // notification of it.
+        // The destination has another VMM with other notifiers, so that a daemon that hangs at the
+        // source gets none of its kicks.
         self.kicks = notifiers(self.kicks.len());
         self.calls = notifiers(self.calls.len());
     }
@@ -388,6 +390,6 @@ impl Machine {
 /// Returns the generation in the device's configuration.
 fn generation(device: &mut Device) -> u64 {
     let bytes = device.get_config(0, 8, VhostUserConfigFlags::empty());
-    let bytes = bytes.expect("the configuration contains the generation");
-    u64::from_le_bytes(bytes.try_into().expect("the slice has 8 bytes"))
+    let bytes = bytes.expect("the configuration does not contain the generation");
+    u64::from_le_bytes(bytes.try_into().expect("the slice does not have 8 bytes"))
 }

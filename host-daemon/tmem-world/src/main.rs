@@ -62,7 +62,8 @@ fn arguments() -> Result<Arguments, String> {
     Ok(out)
 }
 
-/// Prints the failure of a seed with as few steps as still fail. `whole`: first prints all steps.
+/// Shortens the script of a failing seed as far as it still fails, and prints the remaining steps
+/// and the failure. If `whole` is true, prints the run of the full script first.
 fn explain(seed: u64, mutation: Option<Mutation>, whole: bool) {
     let script = Script::draw(seed, mutation);
     if whole {
@@ -93,11 +94,11 @@ fn main() -> ExitCode {
         trace,
     } = arguments;
     let begun = Instant::now();
-    let told = Mutex::new(begun);
+    let last_report = Mutex::new(begun);
     let progress = |done: u64| {
-        let mut told = told.lock().expect("the lock is not poisoned");
-        if told.elapsed() >= PROGRESS {
-            *told = Instant::now();
+        let mut last_report = last_report.lock().expect("the lock is poisoned");
+        if last_report.elapsed() >= PROGRESS {
+            *last_report = Instant::now();
             let per_second = done as f64 / begun.elapsed().as_secs_f64();
             eprintln!("{done} of {seeds} seeds, {per_second:.0} a second");
         }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The rules of SPEC.md that can be broken on purpose, to check that the simulator notices.
+//! The rules of SPEC.md that can be broken on purpose, to check that the simulator detects each
+//! broken rule.
 //!
 //! A rule of the driver is broken in the model of the driver. A rule of the device is broken around
 //! the real daemon, by changing its answers or its requests. The daemon itself is never changed.
@@ -7,7 +8,7 @@
 /// Rule that is broken on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mutation {
-    /// A reset does not reach the device: same generation, pages kept.
+    /// A reset does not reach the device, which keeps its generation and its pages.
     GenerationKept,
     /// The device counts its generations instead of drawing random ones.
     GenerationCounted,
@@ -15,7 +16,7 @@ pub enum Mutation {
     GenerationUnchecked,
     /// The driver keeps its index when the generation changes.
     IndexKept,
-    /// The driver sends pages that were put before it forgot everything.
+    /// The driver sends pages that were put before it last emptied its index.
     EpochIgnored,
     /// The driver never reads the configuration again.
     ConfigIgnored,
@@ -23,13 +24,13 @@ pub enum Mutation {
     CookieUnchecked,
     /// The driver gives two puts one cookie.
     CookieRepeated,
-    /// The driver sends requests of one chunk to any queue.
+    /// The driver sends the requests of one chunk to several queues instead of one.
     QueueAny,
     /// The device publishes two answers in the wrong order.
     AnswersSwapped,
-    /// A back end that was asked to stop writes an answer afterwards.
+    /// A back end writes data of an answer after it has answered the message that stops the ring.
     DrainSkipped,
-    /// A back end goes on after its front end has hung up.
+    /// A back end continues to serve a connection after the front end has hung up.
     HangUpIgnored,
     /// The VMM does not make the next back end replay the requests that the last one left
     /// unanswered.
@@ -66,7 +67,7 @@ pub enum Mutation {
     PoolIdReused,
     /// The daemon treats all VMs as one tenant.
     TenantsMixed,
-    /// The device shows a page of another guest.
+    /// The device writes the beginning of another guest's page into the buffer of a get.
     NeighbourShown,
 }
 

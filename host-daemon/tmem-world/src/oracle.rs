@@ -3,8 +3,8 @@
 //! model of its driver.
 //!
 //! Answers are judged by [`tmem_sim::Model`] when the device publishes them, whatever the guest
-//! does with them later. The oracle knows the whole history and is not part of the guest, so that a
-//! rollback does not affect it. It never passes information to the guest.
+//! does with the answers later. The oracle knows the whole history and is not part of the guest, so
+//! that a rollback does not affect it. It never passes information to the guest.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 
@@ -27,7 +27,7 @@ pub struct Failure {
 /// Number of puts that the oracle remembers after the device had to drop them.
 const ENDED: usize = 12;
 
-/// State of a put, as the guest's driver should know it.
+/// State of a put, as a correct driver knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
     /// The put was sent, and is stored or not answered yet.
@@ -59,13 +59,15 @@ pub struct Oracle {
     current: u64,
     /// Used index of each queue up to which answers were judged.
     seen: Vec<u16>,
-    /// Pool ids of this generation. The next fields have its puts, its cookies, and the queue of
-    /// each chunk.
+    /// Ids of the pools of this generation.
     pools: BTreeSet<u32>,
+    /// Puts of this generation, by key and cookie.
     puts: BTreeMap<(Key, u64), (Fate, Content)>,
+    /// Cookies of this generation.
     cookies: HashSet<u64>,
     /// The last puts that the device had to drop.
     ended: VecDeque<(Key, u64)>,
+    /// Queue of each chunk of pages in this generation.
     chunks: BTreeMap<(u32, u64, u64), usize>,
     /// The first rule that was broken.
     pub failure: Option<Failure>,
@@ -90,7 +92,7 @@ impl Oracle {
         }
     }
 
-    /// Records a failure; the first one counts.
+    /// Records a failure, unless an earlier one is recorded.
     pub fn fail(&mut self, rule: &'static str, what: String) {
         let what = format!("g{}: {what}", self.guest);
         self.failure.get_or_insert(Failure { rule, what });
@@ -120,7 +122,7 @@ impl Oracle {
         self.chunks.clear();
     }
 
-    /// Records that the back end is lost, so that there is no generation until the next one.
+    /// Records that the back end is lost. Until the next back end starts, there is no generation.
     pub fn lost(&mut self) {
         self.current = 0;
     }
@@ -130,7 +132,7 @@ impl Oracle {
         generation == self.current
     }
 
-    /// Records that the rings are empty again, or are those of a snapshot.
+    /// Records that the rings were emptied, or were restored from a snapshot.
     pub fn rings_changed(&mut self, transport: &Transport) {
         let used = transport.rings.iter().map(|r| r.used_idx_in_memory());
         self.seen = used.collect();
@@ -163,8 +165,8 @@ impl Oracle {
         self.puts.keys().nth(nth).copied()
     }
 
-    /// Checks a request that is sent. `probe`: the request asks for a page that the device must not
-    /// return.
+    /// Checks a request that the driver sends. `probe` is true if the request deliberately names a
+    /// page that the device must not return.
     pub fn sent(&mut self, queue: usize, flight: &Flight, transport: &Transport, probe: bool) {
         let busy = transport.flight.iter().flatten();
         let busy: BTreeSet<u64> = busy.flat_map(Flight::pages).collect();
@@ -374,7 +376,7 @@ impl Oracle {
     }
 
     /// Searches the memory of this guest for pages of other guests.
-    pub fn look_for_others(&mut self, transport: &Transport) {
+    pub fn search_for_foreign_pages(&mut self, transport: &Transport) {
         for (addr, word) in transport.first_words() {
             if let Some(owner) = content::owner(word)
                 && owner != self.guest

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Runs scripts: one, or those of many seeds on several threads.
+//! Runs one script, or the scripts of many seeds on several threads.
 //!
 //! A panic in the code of the daemon or the pool is a failure like any other.
 
@@ -114,7 +114,7 @@ pub fn run_seeds(
             return;
         }
         let outcome = run(&Script::draw(seed, mutation));
-        let mut totals = totals.lock().expect("the lock is not poisoned");
+        let mut totals = totals.lock().expect("the lock is poisoned");
         totals.seeds += 1;
         totals.now_ns += outcome.now_ns;
         let sums = totals.counts.iter_mut().zip(outcome.counts);
@@ -135,5 +135,5 @@ pub fn run_seeds(
             scope.spawn(work);
         }
     });
-    totals.into_inner().expect("the lock is not poisoned")
+    totals.into_inner().expect("the lock is poisoned")
 }

@@ -58,7 +58,7 @@ pub enum Step {
     Kill(u8, u8),
     /// A daemon starts.
     Boot(u8),
-    /// A daemon is stopped, and continues.
+    /// The daemon of a host is stopped, as by SIGSTOP. `Thaw` continues it.
     Freeze(u8),
     Thaw(u8),
     /// A VMM hangs up after the given number of checks of its front end.
@@ -69,20 +69,21 @@ pub enum Step {
     Connect(u8),
     /// A VMM connects with memory that the daemon must not take.
     Refuse(u8),
-    /// The VM is paused, and continues.
+    /// The VM is paused. `Continue` ends the pause.
     Pause(u8),
-    /// The VM is paused in the middle of a slice, after the given number of checks, and the drain
-    /// does not wait for its end.
+    /// The VM is paused in the middle of a worker's slice, after the given number of checks of its
+    /// front end. The drain does not wait for the end of the slice.
     PauseLate(u8, u8),
     Continue(u8),
     /// The VM is reset.
     Reset(u8),
-    /// A snapshot of memory and disk is taken, and the VM goes back to it.
+    /// A snapshot of memory and disk is taken. `Rollback` restores it.
     Snapshot(u8),
     Rollback(u8),
-    /// The disk goes back while the VM is off.
+    /// The disk is restored from the snapshot while the VM is off.
     Revert(u8),
-    /// Memory is sent to another host; then the VM moves there, or stays.
+    /// The VM's memory is sent to another host. With `Arrive` the VM moves there, and with `Cancel`
+    /// it stays.
     Migrate(u8),
     Arrive(u8),
     Cancel(u8),
@@ -90,7 +91,7 @@ pub enum Step {
     MemTable(u8),
     /// The pool of a host gets the given size in KiB.
     Resize(u8, u16),
-    /// A VM's cache on a host is frozen, and thawed.
+    /// A VM's cache on a host is frozen. `ThawVm` ends that.
     FreezeVm(u8, u8),
     ThawVm(u8, u8),
     /// A VM's limit on a host is changed, in KiB.
@@ -199,8 +200,8 @@ impl Draw {
         }
     }
 
-    /// Returns steps after which a VM often arrives with answers that it has not seen yet, and
-    /// without the daemon that gave them.
+    /// Returns steps for a VM that is about to migrate. After them, its rings often contain answers
+    /// that its driver has not taken yet, and its daemon at the source is lost.
     fn before_arrival(&mut self, guest: u8) -> Vec<Step> {
         let (file, page) = (self.file(), self.page());
         let steps = [
@@ -211,21 +212,21 @@ impl Draw {
         steps[..self.rng.usize(..=steps.len())].to_vec()
     }
 
-    /// Returns a fault and its repair; the repair is None where the fault repairs itself.
+    /// Returns a fault and its repair. The repair is None if the fault ends without one.
     fn fault(&mut self) -> Option<(Step, Option<Step>)> {
         let kind = self.rng.usize(..FAULTS);
         if !self.enabled[kind] {
             return None;
         }
         let (guest, host) = (self.guest(), self.host());
-        let looks = self.rng.u8(..40);
+        let checks = self.rng.u8(..40);
         Some(match kind {
-            0 => (Step::Kill(host, looks), Some(Step::Boot(host))),
+            0 => (Step::Kill(host, checks), Some(Step::Boot(host))),
             1 => (Step::Freeze(host), Some(Step::Thaw(host))),
-            2 => (Step::HangUp(guest, looks), Some(Step::Connect(guest))),
+            2 => (Step::HangUp(guest, checks), Some(Step::Connect(guest))),
             3 => (Step::Refuse(guest), Some(Step::Connect(guest))),
             4 => {
-                let pauses = [Step::Pause(guest), Step::PauseLate(guest, looks)];
+                let pauses = [Step::Pause(guest), Step::PauseLate(guest, checks)];
                 (pauses[self.rng.usize(..2)], Some(Step::Continue(guest)))
             }
             5 => (Step::Reset(guest), None),
@@ -261,7 +262,7 @@ impl Script {
             guests: rng.usize(1..=3),
             hosts: rng.usize(1..=2),
             workers: rng.usize(1..=2),
-            // The worker never polls, polls for some steps, or for many.
+            // The worker never polls, polls for a few steps, or polls for many steps.
             poll_us: [0, 50, 1000][(seed % 3) as usize],
             queues: rng.usize(2..=4),
             event_idx: rng.u8(..4) > 0,
@@ -277,7 +278,7 @@ impl Script {
             rng,
         };
         let count = draw.rng.usize(STEPS);
-        // On average one step of `every` is a fault, if its kind is enabled.
+        // On average one step in `every` is a fault, unless the kind of the fault is disabled.
         let every = draw.rng.usize(6..=30);
         // These steps bring the guests online first, so that most faults hit a connection in use.
         let mut steps: Vec<Step> = (0..4).map(Step::Serve).collect();

@@ -2,8 +2,9 @@
 //! Shrinks a script: fewer steps for the same failure, by delta debugging (Zeller and Hildebrandt,
 //! 2002).
 //!
-//! It leaves out sequences of steps, long ones first, as long as the same rule is broken. The
-//! remaining steps can be replayed, because the meaning of a step does not depend on its position.
+//! It leaves out sequences of steps, long sequences first, as long as the run still breaks the same
+//! rule. The remaining steps can be replayed, because the meaning of a step does not depend on its
+//! position.
 
 use crate::oracle::Failure;
 use crate::run::run;

@@ -2,8 +2,8 @@
 //! The driver's rings and buffers in guest memory: addresses of requests, and requests in flight.
 //!
 //! Every buffer has a fixed place that is used again and again, as in the kernel module: a late
-//! write to it overwrites other data. A snapshot of the guest keeps a clone of the transport beside
-//! its memory. Out of scope: the choice of requests, and the meaning of answers.
+//! write to a buffer overwrites other data. A snapshot of the guest keeps a clone of the transport
+//! beside its memory. Out of scope: the choice of requests, and the meaning of answers.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -80,13 +80,13 @@ impl Layout {
 /// Kind and number of a request's buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tag {
-    /// A batch of puts of the queue.
+    /// The put batch with this number of the queue.
     Put(usize),
-    /// The flush of the queue.
+    /// The flush request of the queue.
     Flush,
-    /// A get.
+    /// The get request with this number.
     Get(usize),
-    /// A control request.
+    /// The control request with this number.
     Control(usize),
 }
 
@@ -103,7 +103,7 @@ pub struct Flight {
     pub asked: Asked,
     /// Address of the page of the request.
     pub page: u64,
-    /// Addresses of the data pages, in or out.
+    /// Addresses of the pages with data, which the device reads or writes.
     pub data: Vec<u64>,
 }
 
@@ -113,7 +113,7 @@ impl Flight {
         std::iter::once(self.page).chain(self.data.iter().copied())
     }
 
-    /// Returns the answer as it is in memory.
+    /// Returns the answer that is in guest memory.
     pub fn answer(&self, ram: &GuestRam, used_bytes: u32) -> Answer {
         let mut meta = vec![wire::S_UNANSWERED; self.request.encode(0).answer_meta_bytes];
         ram.read(self.page + ANSWER_AT, &mut meta);
@@ -210,13 +210,13 @@ impl Transport {
         self.token += 1;
         let ring = &mut self.rings[queue];
         ring.add(&buffers, table, self.token)
-            .expect("the caller checked has_room");
+            .expect("there is no room, although the caller checked has_room");
         self.flight[queue].push_back(flight);
         ring.publish()
     }
 
-    /// Returns head and length of the used element that answers the request at this place of the
-    /// queue's flight. None: the request is not answered.
+    /// Returns the head and the length of the used element that answers the request number `place`
+    /// of the queue's requests in flight. Returns None if the request is not answered.
     pub fn used(&self, queue: usize, place: usize) -> Option<(u32, u32)> {
         let ring = &self.rings[queue];
         let answered = ring.used_idx_in_memory().wrapping_sub(ring.used_idx());
@@ -230,7 +230,7 @@ impl Transport {
             u32::from_le_bytes(
                 element[at..at + 4]
                     .try_into()
-                    .expect("the slice has 4 bytes"),
+                    .expect("the slice does not have 4 bytes"),
             )
         };
         Some((word(0), word(4)))
@@ -252,7 +252,7 @@ impl Transport {
         };
         let flight = self.flight[queue]
             .pop_front()
-            .expect("each chain in flight has an entry");
+            .expect("a chain in flight has no entry");
         let answer = flight.answer(&self.ram, used.len);
         Ok(Some((flight, answer)))
     }

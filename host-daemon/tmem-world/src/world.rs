@@ -2,9 +2,10 @@
 //! The simulated world: hosts, guests and their time. It executes the steps of a script, one after
 //! the other.
 //!
-//! Time passes in steps only, and stops at each reader's deadline on its way. Everything random is
-//! drawn from the setup's seed and the step's own numbers. A stream of random numbers would shift
-//! if a step were left out.
+//! Time passes only in steps. When it reaches a reader's deadline during a step, the reader gives
+//! up at that time. Every random number is drawn from the setup's seed and the step's own numbers.
+//! If the steps shared one stream of random numbers, leaving out a step would change all later
+//! steps.
 
 mod end;
 mod faults;
@@ -88,7 +89,7 @@ impl Guest {
     }
 }
 
-/// Connection that its front end has closed, and whose daemon has not noticed that yet.
+/// Connection that the front end has closed, while the daemon has not noticed that yet.
 struct Ghost {
     guest: usize,
     link: Link,
@@ -110,8 +111,8 @@ pub struct World {
     guests: Vec<Guest>,
     ghosts: Vec<Ghost>,
     late: Vec<Late>,
-    /// Pages that the mutated devices hold although they must not, with guest and generation. A
-    /// page is stored when the device has room for it.
+    /// Pages that a mutated device holds although it must not, each with its guest and generation.
+    /// A page stays in this list until the device has room for it.
     kept: Vec<(usize, u64, Kept)>,
     boots: u64,
     /// Number of the current step.
@@ -123,7 +124,7 @@ fn mix(seed: u64, salt: u64) -> u64 {
 }
 
 impl World {
-    /// Creates a world: all hosts and guests start, and connect.
+    /// Creates a world in which all hosts and guests have started and are connected.
     pub fn new(setup: &Setup) -> World {
         let mut world = World {
             setup: setup.clone(),
@@ -328,16 +329,16 @@ impl World {
             Step::See(g) => self.files(guest(g), |kernel, _| kernel.register()),
             Step::AskOld(g, pick) => self.ask_old(guest(g), pick),
             Step::Time(us) => self.advance(u64::from(us) * 1_000),
-            Step::Kill(h, looks) => self.light(host(h), looks),
+            Step::Kill(h, checks) => self.kill_after(host(h), checks),
             Step::Boot(h) => self.start_host(host(h)),
             Step::Freeze(h) => self.freeze(host(h), true),
             Step::Thaw(h) => self.freeze(host(h), false),
-            Step::HangUp(g, looks) => self.light_guest(guest(g), looks),
+            Step::HangUp(g, checks) => self.hang_up_after(guest(g), checks),
             Step::Notice(g) => self.notice(guest(g)),
             Step::Connect(g) => self.connect(guest(g)),
             Step::Refuse(g) => self.refuse(guest(g)),
             Step::Pause(g) => self.pause(guest(g)),
-            Step::PauseLate(g, looks) => self.pause_late(guest(g), looks),
+            Step::PauseLate(g, checks) => self.pause_late(guest(g), checks),
             Step::Continue(g) => self.go_on(guest(g)),
             Step::Reset(g) => self.reset(guest(g)),
             Step::Snapshot(g) => self.snapshot(guest(g)),
@@ -463,7 +464,7 @@ impl World {
     fn round(&mut self, h: usize, worker: usize) {
         if let Some(host) = &mut self.hosts[h] {
             host.round(worker % host.workers());
-            self.look(h);
+            self.observe_host(h);
         }
     }
 
@@ -475,18 +476,21 @@ impl World {
 
     /// Judges the answers that a host's daemon has published, and ends daemons and connections
     /// whose fuse has triggered.
-    fn look(&mut self, h: usize) {
+    fn observe_host(&mut self, h: usize) {
         for g in 0..self.guests.len() {
             self.swap_answers(g);
             self.observe(g);
             self.show_neighbour(g);
         }
-        if self.hosts[h].as_ref().is_some_and(|h| h.death.is_burnt()) {
+        if self.hosts[h]
+            .as_ref()
+            .is_some_and(|h| h.death.has_triggered())
+        {
             self.kill(h);
         }
         for g in 0..self.guests.len() {
             let link = self.guests[g].machine.link.as_ref();
-            if link.is_some_and(|link| link.hang_up.is_burnt()) {
+            if link.is_some_and(|link| link.hang_up.has_triggered()) {
                 self.hang_up(g);
             } else if link.is_some_and(|link| link.hang_up.is_draining()) {
                 self.pause(g);
@@ -512,8 +516,8 @@ impl World {
         }
     }
 
-    /// Stores pages in the device of a broken daemon that it should not hold, as soon as there is
-    /// room for them and unless there are newer ones.
+    /// Stores, in the device of a mutated daemon, pages that it must not hold. A page is stored as
+    /// soon as there is room for it, unless the device has a newer page under its key.
     fn put_back(&mut self, g: usize, generation: u64) {
         let guest = &self.guests[g];
         let h = guest.machine.link.as_ref().map(|link| link.host);

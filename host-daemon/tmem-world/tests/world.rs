@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the simulator itself: a seed always gives the same run, each broken rule is found, and
-//! a failure shrinks. `make check-sim` runs large numbers of seeds, in an optimised build.
+//! Tests of the simulator itself: a seed always gives the same run, each broken rule is detected,
+//! and a failing script is shortened. `make check-sim` runs large numbers of seeds, in an optimised
+//! build.
 
 use std::collections::BTreeMap;
 use std::io::Write;
 
 use tmem_world::{Mutation, Script, Step, run, run_seeds, run_traced, shrink};
 
-/// Number of seeds within which each broken rule must be found. `make check` runs as many seeds
-/// without a broken rule.
+/// Number of seeds within which each broken rule must be detected. `make check` runs the same
+/// number of seeds without a broken rule.
 const SEEDS: u64 = 4_000;
 
 fn trace(script: &Script) -> Vec<String> {
@@ -92,14 +93,14 @@ fn table() -> BTreeMap<String, (String, String)> {
     rows.map(row).collect()
 }
 
-/// The page lists each mutation, and no mutation that does not exist.
+/// docs/simulator.md lists each mutation, and no mutation that does not exist.
 #[test]
 fn simulator_page_lists_exactly_the_mutations() {
     let mut known = Mutation::ALL.map(|m| format!("{m:?}"));
     known.sort();
     assert!(
         table().keys().eq(&known),
-        "the table of docs/simulator.md lists other mutations: {:?}",
+        "the table of docs/simulator.md does not list exactly the mutations of the code: {:?}",
         table().keys()
     );
 }
@@ -138,11 +139,11 @@ fn each_mutation_is_detected() {
     );
     assert!(
         others.is_empty(),
-        "the table of docs/simulator.md must have these rules: {others:?}"
+        "the table of docs/simulator.md has other rules or seeds than these runs: {others:?}"
     );
 }
 
-/// The command in a failure's text can be typed as it is.
+/// The output of a failing run contains a complete command that replays the run.
 #[test]
 fn a_failure_prints_its_replay_command() {
     let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_tmem-world"));
@@ -151,16 +152,16 @@ fn a_failure_prints_its_replay_command() {
         .env_remove("TMEM_SEED")
         .output()
         .expect("cannot run the program");
-    let said = String::from_utf8_lossy(&output.stdout);
+    let stdout = String::from_utf8_lossy(&output.stdout);
     let command = "cargo run --release -p tmem-world -- --mutation MissTaken --trace";
     assert!(
-        said.contains(command),
-        "the output does not give the command that repeats the run: {said}"
+        stdout.contains(command),
+        "the output does not give the command that repeats the run: {stdout}"
     );
     assert_eq!(
         output.status.code(),
         Some(1),
-        "the simulator did not end with code 1: {said}"
+        "the simulator did not end with code 1: {stdout}"
     );
 }
 
@@ -170,7 +171,7 @@ fn a_failing_script_shrinks_to_necessary_steps() {
     let found = run_seeds((1, 200), mutation, 1, |_| {}).found;
     let found = found.expect("no seed found the mutation");
     let script = Script::draw(found.seed, mutation);
-    let (short, failure) = shrink(&script).expect("the run with the mutation fails");
+    let (short, failure) = shrink(&script).expect("the run with the mutation does not fail");
     assert_eq!(failure.rule, found.failure.rule);
     assert!(
         short.steps.len() < 20,

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `advise`: what each VM would gain from more memory, and what it could give up.
 //!
-//! The engine follows a sample of each VM's keys (`tmem_trace::estimate`). From this it estimates how
-//! many misses would be hits with more memory, how many hits would be misses with less, and the
+//! The engine follows a sample of each VM's keys (`tmem_trace::estimate`). From this it estimates
+//! how many misses would be hits with more memory, how many hits would be misses with less, and the
 //! error of both. This file turns the estimates into sentences. Out of scope: changing a quota.
 
 use crate::exit::Failure;
 use crate::show::percent_word;
 use crate::table::{Align, Column, TableArguments, choose, column, size};
-use crate::{Reach, Said, in_time, stats};
+use crate::{Output, Reach, in_time, stats};
 use clap::Args;
 use serde::Serialize;
 use std::time::Duration;
@@ -21,7 +21,7 @@ use tmem_trace::estimate::{
 
 /// Least number of gets for an estimate. Reading one file twice causes as many.
 const GETS_MIN: i64 = ESTIMATE_GETS_MIN as i64;
-/// Number of gets in most of the traces from which the error bounds were found.
+/// Number of gets that most of the traces had from which the error bounds were derived.
 const GETS_GOOD: i64 = 20_000;
 
 /// Least gain for which more memory is recommended: additional hits in percent of all gets.
@@ -113,8 +113,8 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
         .zip(gain)
         .find(|(_, gain)| *gain >= GAIN_WORTH_PERCENT && known);
     let bearable = |fewer| match hits {
-        // A VM without hits can lose none, but hits may come after it has read everything for the
-        // first time.
+        // A VM without hits can lose none. But it may be reading everything for the first time, and
+        // hits may follow.
         0 => enough,
         _ => counted.loss_seen > 0 && lost(fewer) * 100.0 <= LOSS_BEARABLE,
     };
@@ -126,7 +126,8 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     let give_up_percent = give_up.map(|(percent, _)| *percent).max().unwrap_or(0);
     let can_give_up_bytes = vm.charged_bytes * give_up_percent as i64 / 100;
     let has_enough = of_gets((gets - hits) as f64) < GAIN_WORTH_PERCENT;
-    // The advice must hold even if the estimate is as wrong as 99 of 100 estimates are at most.
+    // Confidence is good only if the advice would still hold with the error that 99 of 100
+    // estimates do not exceed.
     let holds = match worth {
         Some((_, gain)) => gain > GAIN_OVER_USUAL,
         None => can_give_up_bytes > 0 || has_enough,
@@ -173,8 +174,8 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     }
 }
 
-/// Describes the error bounds of the columns, which were found by replays of recorded and generated
-/// loads.
+/// Describes the error bounds of the columns. They were derived from replays of recorded and
+/// generated loads.
 fn bounds() -> String {
     format!(
         "In percent of all gets. By replays of loads, 99 of 100 estimates for more room are at most {GAIN_OVER_USUAL} too high, and none is \
@@ -223,17 +224,17 @@ const COLUMNS: [Column<Advice>; 12] = [
 ];
 
 /// Prints the advice for one VM or for all.
-pub fn run(reach: &Reach, arguments: &AdviseArguments) -> Result<Said, Failure> {
-    let look = || {
+pub fn run(reach: &Reach, arguments: &AdviseArguments) -> Result<Output, Failure> {
+    let poll = || {
         let vm = arguments.vm.clone();
         in_time(&reach.daemon(), reach, move |reach| stats(reach, vm)).map(|reply| reply.vms)
     };
     let mut before = Vec::new();
     if let Some(seconds) = arguments.over {
-        before = look()?;
+        before = poll()?;
         std::thread::sleep(Duration::from_secs(seconds));
     }
-    let all: Vec<Advice> = look()?
+    let all: Vec<Advice> = poll()?
         .iter()
         .map(|vm| {
             let counted = Counted::of(vm);
@@ -246,12 +247,12 @@ pub fn run(reach: &Reach, arguments: &AdviseArguments) -> Result<Said, Failure> 
         .collect();
     let mut text = choose(&COLUMNS, &all, &arguments.table)?;
     if arguments.table.is_chosen() {
-        return Said::reply(text, &serde_json::json!({ "vms": all }));
+        return Output::reply(text, &serde_json::json!({ "vms": all }));
     }
     if all.iter().any(|advice| advice.hit_percent.is_some()) {
         text += &bounds();
     }
-    Said::reply(text, &serde_json::json!({ "vms": all }))
+    Output::reply(text, &serde_json::json!({ "vms": all }))
 }
 
 #[cfg(test)]
@@ -271,79 +272,82 @@ mod tests {
 
     #[test]
     fn too_few_gets_give_no_advice() {
-        let said = advise(|vm| (vm.gets, vm.hits) = (GETS_MIN - 1, 3));
-        assert_eq!((said.confidence, said.can_give_up_bytes), ("none", 0));
-        assert_eq!((said.gain_percent, said.loss_percent), (None, None));
+        let advice = advise(|vm| (vm.gets, vm.hits) = (GETS_MIN - 1, 3));
+        assert_eq!((advice.confidence, advice.can_give_up_bytes), ("none", 0));
+        assert_eq!((advice.gain_percent, advice.loss_percent), (None, None));
         assert!(
-            said.advice.contains("too few"),
+            advice.advice.contains("too few"),
             "the advice does not say that gets are too few: {}",
-            said.advice
+            advice.advice
         );
     }
 
     #[test]
     fn advice_names_the_smallest_worthwhile_increase() {
-        let said = advise(|vm| {
+        let advice = advise(|vm| {
             (vm.gets, vm.hits) = (100_000, 50_000);
             vm.gain_hits = vec![1_000, 10_000, 90_000];
             vm.loss_hits = vec![10_000, 20_000, 40_000];
             vm.loss_hits_seen = 50_000;
         });
         assert_eq!(
-            said.gain_percent,
+            advice.gain_percent,
             Some([1.0, 10.0, 50.0]),
             "the estimated gain exceeds the number of misses"
         );
-        assert_eq!(said.loss_percent, Some([10.0, 20.0, 40.0]));
-        assert_eq!((said.confidence, said.can_give_up_bytes), ("good", 0));
+        assert_eq!(advice.loss_percent, Some([10.0, 20.0, 40.0]));
+        assert_eq!((advice.confidence, advice.can_give_up_bytes), ("good", 0));
         assert!(
-            said.advice.starts_with("50 % more"),
+            advice.advice.starts_with("50 % more"),
             "the advice does not name 50 % more memory: {}",
-            said.advice
+            advice.advice
         );
         assert!(
-            said.advice.ends_with("probably at least 4 %"),
+            advice.advice.ends_with("probably at least 4 %"),
             "the advice does not give the least gain: {}",
-            said.advice
+            advice.advice
         );
     }
 
     #[test]
     fn memory_that_no_hit_needs_can_be_given_up() {
-        let said = advise(|vm| {
+        let advice = advise(|vm| {
             (vm.gets, vm.hits) = (GETS_GOOD - 1, 19_000);
             vm.loss_hits = vec![0, 50, 9_000];
             vm.loss_hits_seen = 18_000;
         });
-        assert_eq!((said.confidence, said.can_give_up_bytes), ("low", 50 << 20));
-        assert!(
-            said.advice.starts_with("can give up 50 %"),
-            "the advice does not allow 50 % less memory: {}",
-            said.advice
+        assert_eq!(
+            (advice.confidence, advice.can_give_up_bytes),
+            ("low", 50 << 20)
         );
-        // The VM has hits, but none of them was sampled.
-        let said = advise(|vm| (vm.gets, vm.hits) = (20_000, 19_000));
-        assert_eq!(said.can_give_up_bytes, 0);
+        assert!(
+            advice.advice.starts_with("can give up 50 %"),
+            "the advice does not allow 50 % less memory: {}",
+            advice.advice
+        );
+        // The VM has hits, but none of the sampled keys had one.
+        let advice = advise(|vm| (vm.gets, vm.hits) = (20_000, 19_000));
+        assert_eq!(advice.can_give_up_bytes, 0);
     }
 
     #[test]
     fn a_vm_that_gains_from_more_memory_gives_up_none() {
         for hits in [0, 10_000] {
-            let said = advise(|vm| {
+            let advice = advise(|vm| {
                 (vm.gets, vm.hits) = (100_000, hits);
                 vm.gain_hits = vec![0, 0, 2_000];
                 (vm.loss_hits, vm.loss_hits_seen) = (vec![0, 0, 0], hits);
             });
             assert_eq!(
-                said.can_give_up_bytes, 0,
-                "a VM with {hits} hits should give up memory"
+                advice.can_give_up_bytes, 0,
+                "a VM with {hits} hits is advised to give up memory"
             );
-            let no_hits = said.advice.starts_with("no hits: 100 % more");
+            let no_hits = advice.advice.starts_with("no hits: 100 % more");
             assert_eq!(
                 no_hits,
                 hits == 0,
-                "{hits} hits: the advice has another text: {}",
-                said.advice
+                "{hits} hits: the advice has the wrong text: {}",
+                advice.advice
             );
         }
     }
@@ -351,24 +355,24 @@ mod tests {
     #[test]
     fn without_hits_memory_can_be_given_up_after_enough_gets_per_page() {
         let thrashing = |gets, pages| advise(|vm| (vm.gets, vm.pages) = (gets, pages));
-        let said = thrashing(50_000, 5_000);
+        let advice = thrashing(50_000, 5_000);
         assert_eq!(
-            (said.confidence, said.can_give_up_bytes),
+            (advice.confidence, advice.can_give_up_bytes),
             ("good", 75 << 20)
         );
         assert!(
-            said.advice.starts_with("no hits: 75 % less"),
-            "the advice has another text: {}",
-            said.advice
+            advice.advice.starts_with("no hits: 75 % less"),
+            "the advice has the wrong text: {}",
+            advice.advice
         );
         // The VM may be reading everything for the first time.
         for (gets, pages) in [(50_000, 5_001), (GETS_GOOD - 1, 10)] {
-            let said = thrashing(gets, pages);
-            assert_eq!((said.confidence, said.can_give_up_bytes), ("low", 0));
+            let advice = thrashing(gets, pages);
+            assert_eq!((advice.confidence, advice.can_give_up_bytes), ("low", 0));
             assert!(
-                said.advice.starts_with("no hits: neither"),
-                "the advice has another text: {}",
-                said.advice
+                advice.advice.starts_with("no hits: neither"),
+                "the advice has the wrong text: {}",
+                advice.advice
             );
         }
     }
@@ -389,11 +393,11 @@ mod tests {
             "low",
             "the confidence is not low although there are fewer than 10 gets for each page"
         );
-        // An estimate of no gain can be wrong, unless there are too few misses for a gain.
+        // An estimate of no gain may be wrong, unless there are too few misses for any gain.
         assert_eq!(gains(0.0, 10_000), "low");
-        let said = advise(|vm| (vm.gets, vm.hits) = (100_000, 98_001));
+        let advice = advise(|vm| (vm.gets, vm.hits) = (100_000, 98_001));
         assert_eq!(
-            (said.confidence, &*said.advice),
+            (advice.confidence, &*advice.advice),
             ("good", "it has enough memory in the pool")
         );
     }

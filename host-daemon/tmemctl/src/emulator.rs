@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Asks an emulator whether it has the device. The emulator is any program, perhaps a script, so
-//! the wait is bounded, and a process that it leaves behind does not block this one.
+//! Asks an emulator whether it has the device. The emulator is any program, perhaps a script. The
+//! wait for it is therefore bounded, and a process that the emulator leaves behind does not block
+//! tmemctl.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};
@@ -37,11 +38,11 @@ pub fn has_device(emulator: &str, limit: Duration) -> Result<bool, String> {
         let found = lines
             .map_while(Result::ok)
             .any(|line| line.windows(device.len()).any(|part| part == device));
-        // If the time was up, the receiver no longer exists.
+        // If the time limit has passed, the receiver no longer exists.
         let _ = sender.send(found);
     });
     let found = receiver.recv_timeout(limit);
-    // The answer is complete or late; the emulator may have ended already.
+    // The answer is complete, or the time limit has passed. The emulator may already have ended.
     let _ = child.kill();
     let _ = child.wait();
     found.map_err(|_| format!("it did not answer within {} s", limit.as_secs_f32()))
@@ -54,8 +55,8 @@ mod tests {
     use std::time::Instant;
 
     fn asked(script: &str, limit: Duration) -> Result<bool, String> {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        let path = folder.path().join("emulator");
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let path = directory.path().join("emulator");
         std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).expect("cannot write the file");
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755))
             .expect("cannot make the file executable");
@@ -77,9 +78,9 @@ mod tests {
         let hangs = asked("exec sleep 1000", Duration::from_millis(100));
         assert_eq!(hangs, Err("it did not answer within 0.1 s".into()));
         assert!(begun.elapsed() < long);
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let absent = has_device(
-            folder
+            directory
                 .path()
                 .join("qemu")
                 .to_str()

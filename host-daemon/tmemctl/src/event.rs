@@ -28,7 +28,8 @@ pub struct EventArguments {
 impl EventArguments {
     fn wants(&self, event: &api::Event) -> bool {
         let of_vm = self.vm.is_none() || self.vm == event.vm;
-        // The event that a subscription began is printed only if `--kind` asks for it.
+        // The event "subscribed", which a subscription begins with, is printed only if `--kind`
+        // names it.
         let of_kind = match &self.kind {
             Some(kind) => *kind == event.kind,
             None => event.kind != "subscribed",
@@ -85,7 +86,8 @@ fn line(event: &api::Event, arguments: &EventArguments) -> String {
 
 /// Prints events. If the daemon ends, so does this command, with code 3.
 pub fn run(reach: &Reach, arguments: &EventArguments) -> Result<(), Failure> {
-    // This request finds a daemon that hangs before the wait for events, which has no limit.
+    // A daemon that hangs is detected by this request, because the wait for events has no time
+    // limit.
     in_time(&reach.daemon(), reach, |reach| {
         let answered = connect(&reach.socket)?.list_vms().call();
         answered.map_err(|error| refused(&reach.socket, &error))

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Commands attach, detach and quota for libvirt domains.
 //!
-//! XML that is printed has no secrets; XML that is written back to libvirt has them.
+//! XML that is printed contains no secrets. XML that is written back to libvirt contains them.
 
 use crate::client::{connect as connect_daemon, refused};
 use crate::exit::{Code, Failure};
 use crate::quota::{QuotaArguments, QuotaValues, print, quota_json, row};
-use crate::{Said, emulator};
+use crate::{Output, emulator};
 use clap::Args;
 use similar::TextDiff;
 use std::path::Path;
@@ -34,7 +34,7 @@ pub struct Target {
 
 /// Options to preview a change of XML.
 #[derive(Args, Clone)]
-pub struct Look {
+pub struct Preview {
     /// Change the next start (the default). A running VM cannot be changed: libvirt only passes the
     /// device on to QEMU when the VM starts
     #[arg(long = "config")]
@@ -69,7 +69,7 @@ pub struct AttachArguments {
     #[arg(long, value_name = "PATH")]
     run_directory: Option<String>,
     #[command(flatten)]
-    look: Look,
+    preview: Preview,
 }
 
 /// Options of detach.
@@ -79,7 +79,7 @@ pub struct DetachArguments {
     #[command(flatten)]
     pub target: Target,
     #[command(flatten)]
-    look: Look,
+    preview: Preview,
 }
 
 impl From<tmem_domain::Error> for Failure {
@@ -101,10 +101,10 @@ impl Target {
         format!("libvirt at {}", self.connect)
     }
 
-    /// Returns the output of a change of XML, whose JSON has only the same text.
-    fn said(&self, text: String) -> Said {
+    /// Returns the output of a command that changes XML. Its JSON contains only the text.
+    fn output(&self, text: String) -> Output {
         let json = serde_json::json!({ "domain": self.domain, "text": text });
-        Said { text, json }
+        Output { text, json }
     }
 
     fn failure(&self, what: &str, error: &Error) -> Failure {
@@ -179,7 +179,7 @@ impl Target {
     /// Changes the XML of the next start. `check` runs first, and may take some time.
     fn change(
         &self,
-        look: &Look,
+        preview: &Preview,
         done: &str,
         check: impl Fn(&tmem_domain::Domain) -> Result<(), Failure>,
         change: impl Fn(&str) -> Result<String, Failure>,
@@ -197,11 +197,11 @@ impl Target {
             ));
         }
         check(&tmem_domain::Domain::parse(&self.config(&domain, false)?)?)?;
-        // The XML is read just before it is written, because a change that another program makes in
-        // between would be lost.
+        // The XML is read just before it is written, because writing it would undo a change that
+        // another program made in between.
         let shown = self.config(&domain, false)?;
         let new = change(&shown)?;
-        if look.print_xml {
+        if preview.print_xml {
             return Ok(new);
         }
         if new == shown {
@@ -212,14 +212,14 @@ impl Target {
             .unified_diff()
             .context_radius(DIFF_CONTEXT_LINES)
             .to_string();
-        if look.dry_run {
+        if preview.dry_run {
             return Ok(diff);
         }
         let new = change(&self.config(&domain, true)?)?;
         Domain::define_xml(&connection, &new)
             .map_err(|error| self.failure("libvirt refuses the change", &error))?;
         let mut text = format!("{diff}\ndomain {}: {done}\n", self.domain);
-        // The change has been made, so errors of libvirt no longer matter.
+        // The XML has been changed, so a failure to read the domain's state is ignored.
         if domain.is_active().unwrap_or(false) {
             text += "It runs: this applies at its next start (a reboot from inside is none).\n";
         }
@@ -232,10 +232,10 @@ impl Target {
 }
 
 /// Adds the device to the domain. `limit` bounds the wait for the domain's emulator.
-pub fn attach(arguments: &AttachArguments, limit: Duration) -> Result<Said, Failure> {
+pub fn attach(arguments: &AttachArguments, limit: Duration) -> Result<Output, Failure> {
     let target = &arguments.target;
     let check = |domain: &tmem_domain::Domain| check_emulator(arguments, domain, limit);
-    let text = target.change(&arguments.look, "the device is attached", check, |xml| {
+    let text = target.change(&arguments.preview, "the device is attached", check, |xml| {
         let before = tmem_domain::Domain::parse(xml)?;
         // Settings without an option keep their values, except if the existing element is not
         // valid.
@@ -250,29 +250,29 @@ pub fn attach(arguments: &AttachArguments, limit: Duration) -> Result<Said, Fail
             cache.required = required == "yes";
         }
         let device = before.device.filter(|device| device.ours);
-        let folder = device.and_then(|device| Some(device.socket.rsplit_once('/')?.0.into()));
-        let folder = arguments.run_directory.clone().or(folder);
+        let directory = device.and_then(|device| Some(device.socket.rsplit_once('/')?.0.into()));
+        let directory = arguments.run_directory.clone().or(directory);
         let options = Options {
             cache,
-            socket_folder: folder.unwrap_or_else(|| tmem_domain::SOCKET_FOLDER.into()),
+            socket_folder: directory.unwrap_or_else(|| tmem_domain::SOCKET_FOLDER.into()),
             emulator: arguments.emulator.clone(),
         };
         tmem_domain::attach(xml, &options)
             .map_err(|error| Failure(format!("domain {}: {error}", target.domain), Code::Refused))
     });
-    Ok(target.said(text?))
+    Ok(target.output(text?))
 }
 
 /// Removes the device from the domain.
-pub fn detach(arguments: &DetachArguments) -> Result<Said, Failure> {
+pub fn detach(arguments: &DetachArguments) -> Result<Output, Failure> {
     let target = &arguments.target;
     let text = target.change(
-        &arguments.look,
+        &arguments.preview,
         "the device is detached",
         |_| Ok(()),
         |xml| Ok(tmem_domain::detach(xml)?),
     )?;
-    Ok(target.said(text))
+    Ok(target.output(text))
 }
 
 /// Returns true if libvirt runs on this host, so that its files and processes can be checked.
@@ -318,7 +318,7 @@ pub fn quota(
     target: &Target,
     domain: &Domain,
     socket: &Path,
-) -> Result<Said, Failure> {
+) -> Result<Output, Failure> {
     let active = domain
         .is_active()
         .map_err(|error| target.failure("its state cannot be read", &error))?;
@@ -344,12 +344,12 @@ pub fn quota(
         let required = if cache.required { "yes" } else { "no" };
         let mut json = serde_json::json!({ "domain": target.domain, "required": cache.required });
         quota_json(&mut json, &cache);
-        return Ok(Said {
+        return Ok(Output {
             text: print(&cache, arguments.bytes) + &row("required", required),
             json,
         });
     }
-    // All levels are checked before any is written.
+    // All levels are checked before a level is written.
     let mut changes = Vec::new();
     for live in [true, false]
         .into_iter()
@@ -382,10 +382,11 @@ pub fn quota(
             )
             .map_err(|error| target.failure("libvirt refuses the quota", &error))?;
     }
-    Ok(target.said(text))
+    Ok(target.output(text))
 }
 
-/// Reads the quota from the domain's metadata: absent, not valid, or a quota.
+/// Reads the quota from the domain's metadata. The outer error means that libvirt failed or has no
+/// such element; the inner error means that the element is not valid.
 fn noted(target: &Target, domain: &Domain, level: u32) -> Result<Result<Cache, Failure>, Failure> {
     let kind = sys::VIR_DOMAIN_METADATA_ELEMENT as i32;
     match domain.get_metadata(kind, Some(CACHE_NAMESPACE), level) {
@@ -402,8 +403,8 @@ fn noted(target: &Target, domain: &Domain, level: u32) -> Result<Result<Cache, F
     }
 }
 
-/// Sets the running VM's quota in the daemon. Only a refusal by the daemon fails. A daemon that
-/// cannot be reached, or does not know the VM, gets the quota later.
+/// Sets the running VM's quota in the daemon. Only a refusal by the daemon is an error. If the
+/// daemon cannot be reached or does not have the VM, it gets the quota later.
 fn tell_daemon(socket: &Path, domain: &str, uuid: &str, cache: &Cache) -> Result<String, Failure> {
     let later = |why: String| Ok(format!("stored, but not in effect yet: {why}\n"));
     let mut client = match connect_daemon(socket) {

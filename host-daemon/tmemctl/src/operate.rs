@@ -5,7 +5,7 @@ use crate::client::{connect, refused};
 use crate::exit::Failure;
 use crate::quota::row;
 use crate::table::{Sizes, size};
-use crate::{Reach, Said, say};
+use crate::{Output, Reach, say};
 use clap::Args;
 use serde_json::json;
 use tmem_control as api;
@@ -33,13 +33,14 @@ impl VmsArguments {
     }
 }
 
-/// Runs `act` for each VM. A VM that does not exist does not stop the loop: with --all it has been
-/// removed meanwhile, otherwise it is a failure, which is reported after the results of the others.
+/// Runs `act` for each VM. A VM that does not exist does not end the loop. With --all, such a VM
+/// was removed after the VMs were listed. Otherwise it is a failure, which is reported after the
+/// results of the other VMs.
 fn each(
     reach: &Reach,
     vms: &VmsArguments,
     act: impl Fn(&mut api::VarlinkClient, &str) -> Result<(String, serde_json::Value), api::Error>,
-) -> Result<Said, Failure> {
+) -> Result<Output, Failure> {
     let (mut text, mut done, mut failure) = (String::new(), Vec::new(), None);
     let mut client = connect(&reach.socket)?;
     for name in vms.names(reach)? {
@@ -61,12 +62,12 @@ fn each(
     }
     let any = !done.is_empty();
     let json = json!({ "vms": done });
-    let said = Said { text, json };
+    let output = Output { text, json };
     match failure {
-        None => Ok(said),
+        None => Ok(output),
         Some(failure) => {
             if any {
-                say(reach.json, &said)?;
+                say(reach.json, &output)?;
             }
             Err(failure)
         }
@@ -74,7 +75,7 @@ fn each(
 }
 
 /// Drops the pages of VMs.
-pub fn flush(reach: &Reach, vms: &VmsArguments) -> Result<Said, Failure> {
+pub fn flush(reach: &Reach, vms: &VmsArguments) -> Result<Output, Failure> {
     each(reach, vms, |client, name| {
         let pages = client.flush_vm(name.into()).call()?.pages;
         let json = json!({ "name": name, "pages": pages });
@@ -82,8 +83,8 @@ pub fn flush(reach: &Reach, vms: &VmsArguments) -> Result<Said, Failure> {
     })
 }
 
-/// Stops or resumes taking pages of VMs.
-pub fn set_frozen(reach: &Reach, vms: &VmsArguments, frozen: bool) -> Result<Said, Failure> {
+/// Freezes or thaws VMs. The daemon refuses the puts of a frozen VM.
+pub fn set_frozen(reach: &Reach, vms: &VmsArguments, frozen: bool) -> Result<Output, Failure> {
     each(reach, vms, |client, name| {
         let changed = match frozen {
             true => client.freeze_vm(name.into()).call()?.changed,
@@ -108,7 +109,7 @@ pub struct PoolArguments {
 }
 
 /// Sets the size of the pool if the options say so, and prints its memory.
-pub fn pool(reach: &Reach, arguments: &PoolArguments) -> Result<Said, Failure> {
+pub fn pool(reach: &Reach, arguments: &PoolArguments) -> Result<Output, Failure> {
     let mut client = connect(&reach.socket)?;
     let failed = |error| refused(&reach.socket, &error);
     let mut text = String::new();
@@ -142,12 +143,12 @@ pub fn pool(reach: &Reach, arguments: &PoolArguments) -> Result<Said, Failure> {
         text += &row(name, &sizes.text(bytes));
         json[format!("{name}_bytes")] = bytes.into();
     }
-    Ok(Said { text, json })
+    Ok(Output { text, json })
 }
 
 /// Prints the versions of tmemctl and of the daemon. A daemon that cannot be reached is reported,
 /// and is not a failure.
-pub fn version(reach: &Reach) -> Result<Said, Failure> {
+pub fn version(reach: &Reach) -> Result<Output, Failure> {
     let own = env!("CARGO_PKG_VERSION");
     let daemon = crate::stats(reach, None).map(|reply| reply.daemon.version);
     let text = match &daemon {
@@ -155,5 +156,5 @@ pub fn version(reach: &Reach) -> Result<Said, Failure> {
         Err(Failure(why, _)) => format!("tmemctl {own}\ntmemd   - ({why})\n"),
     };
     let json = json!({ "tmemctl": own, "tmemd": daemon.ok() });
-    Ok(Said { text, json })
+    Ok(Output { text, json })
 }

@@ -2,10 +2,10 @@
 //! quota: gets or sets a VM's quota.
 //!
 //! The quota of a libvirt domain is stored in libvirt's metadata (`libvirt.rs`). The quota of any
-//! other VM, which `--vm` or a `[[vm]]` gave to the daemon, exists only in the daemon. libvirt is
-//! asked first: a change that bypasses a domain's metadata would be reverted by the bridge.
+//! other VM, which `--vm` or a `[[vm]]` gave to the daemon, exists only in the daemon. The command
+//! asks libvirt first, because the bridge would revert a change that bypasses a domain's metadata.
 
-use crate::Said;
+use crate::Output;
 use crate::client::{connect, refused};
 use crate::exit::{Code, Failure};
 use clap::Args;
@@ -95,7 +95,7 @@ impl QuotaArguments {
 
 /// Gets or sets a quota, in libvirt or in the daemon.
 #[cfg(feature = "libvirt")]
-pub fn run(arguments: &QuotaArguments, socket: &Path) -> Result<Said, Failure> {
+pub fn run(arguments: &QuotaArguments, socket: &Path) -> Result<Output, Failure> {
     let target = arguments.target();
     let vm = || served(socket, &arguments.vm);
     let connection = match target.connect(arguments.quota.is_empty()) {
@@ -115,7 +115,7 @@ pub fn run(arguments: &QuotaArguments, socket: &Path) -> Result<Said, Failure> {
     let Some(vm) = vm else {
         return Err(Failure(no_domain + NOR_THE_DAEMON, code));
     };
-    // The daemon may have changed the domain's name, so the domain is looked up by UUID.
+    // The daemon may use another name than the domain has, so the domain is looked up by UUID.
     let domain = vm.uuid.as_ref().map(|uuid| target.find(&connection, uuid));
     match domain.transpose()?.flatten() {
         Some(domain) => libvirt::quota(arguments, &target, &domain, socket),
@@ -125,7 +125,7 @@ pub fn run(arguments: &QuotaArguments, socket: &Path) -> Result<Said, Failure> {
 
 /// Gets or sets a quota in the daemon.
 #[cfg(not(feature = "libvirt"))]
-pub fn run(arguments: &QuotaArguments, socket: &Path) -> Result<Said, Failure> {
+pub fn run(arguments: &QuotaArguments, socket: &Path) -> Result<Output, Failure> {
     match served(socket, &arguments.vm)? {
         Some(vm) => of_daemon(arguments, vm, socket),
         None => Err(Failure(
@@ -143,7 +143,7 @@ fn served(socket: &Path, name: &str) -> Result<Option<api::Vm>, Failure> {
 }
 
 /// Gets or sets the quota of a VM that is not a libvirt domain.
-fn of_daemon(arguments: &QuotaArguments, vm: api::Vm, socket: &Path) -> Result<Said, Failure> {
+fn of_daemon(arguments: &QuotaArguments, vm: api::Vm, socket: &Path) -> Result<Output, Failure> {
     let name = vm.name;
     let failure = |what: &str| Failure(format!("VM {name}: {what}"), Code::Refused);
     if arguments.config {
@@ -164,7 +164,7 @@ fn of_daemon(arguments: &QuotaArguments, vm: api::Vm, socket: &Path) -> Result<S
         let mut json = serde_json::json!({ "vm": name });
         quota_json(&mut json, &cache);
         let text = print(&cache, arguments.bytes);
-        return Ok(Said { text, json });
+        return Ok(Output { text, json });
     }
     arguments.quota.apply(&mut cache);
     cache.check().map_err(|error| failure(&error.0))?;
@@ -187,7 +187,7 @@ fn of_daemon(arguments: &QuotaArguments, vm: api::Vm, socket: &Path) -> Result<S
     };
     let text = format!("VM {name}: this quota applies {lasts}\n");
     let json = serde_json::json!({ "vm": name, "text": text });
-    Ok(Said { text, json })
+    Ok(Output { text, json })
 }
 
 /// Adds the quota to JSON output.

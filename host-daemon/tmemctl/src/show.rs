@@ -37,7 +37,7 @@ const LIST: [Column<api::Vm>; 10] = [
     column("WEIGHT", Align::Right, |vm, _| vm.quota.weight.to_string()),
     column("UUID", Align::Left, |vm, _| or_dash(vm.uuid.as_deref())),
     column("SOCKET", Align::Left, |vm, _| vm.socket.clone()),
-    // The problem is a sentence, which is printed on lines of its own unless columns are named.
+    // The problem is a sentence. It is printed on a line of its own unless --output names columns.
     Column {
         name: "PROBLEM",
         align: Align::Left,
@@ -156,7 +156,7 @@ fn value(row: &Statistic, value: &serde_json::Value, sizes: Sizes) -> String {
         Value::Number(number) if row.field == "hooks" => {
             format!("{:#x}", number.as_i64().unwrap_or(0))
         }
-        // The VM has no limit, UUID or trust domain.
+        // None: the VM has no limit, UUID or trust domain.
         Value::Null => "-".into(),
         Value::String(text) => text.replace(char::is_control, " "),
         Value::Array(values) => {
@@ -171,7 +171,7 @@ fn value(row: &Statistic, value: &serde_json::Value, sizes: Sizes) -> String {
     }
 }
 
-/// Formats a histogram: the number of requests, their mean, and a bound for nearly all of them.
+/// Formats a histogram: number of requests, mean time, and a time below which 99 % of them are.
 pub fn latency(histogram: &api::Histogram) -> String {
     let count: i64 = histogram.buckets.iter().sum();
     if count == 0 {

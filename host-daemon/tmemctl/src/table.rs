@@ -44,7 +44,7 @@ impl TableArguments {
         self.output.is_some()
     }
 
-    /// Returns true if columns are named or headings unwanted: a program reads the table, and
+    /// Returns true if columns are named or headings unwanted. A program then reads the table, and
     /// nothing else is printed.
     pub fn is_chosen(&self) -> bool {
         self.noheadings || self.output.is_some()
@@ -241,9 +241,9 @@ mod tests {
             };
             choose(&columns, &rows, &arguments)
         };
-        let text = print(None, false, false).expect("the table has the default columns");
+        let text = print(None, false, false).expect("cannot print the default columns");
         assert_eq!(text, "NAME      USED\na     2.00 KiB\nbc         1 B\n");
-        let text = print(Some("used,Name"), true, true).expect("the table has these columns");
+        let text = print(Some("used,Name"), true, true).expect("cannot print the chosen columns");
         assert_eq!(text, "2048  a\n   1  bc\n");
         let Failure(why, code) =
             print(Some("NAME,SIZE"), false, false).expect_err("an unknown column was accepted");

@@ -2,7 +2,7 @@
 //! `trace`: summarizes a trace that `tmemd --trace` recorded. docs/traces.md describes the format;
 //! `tmem-bench replay` sends the same requests to another pool.
 
-use crate::Said;
+use crate::Output;
 use crate::exit::{Code, Failure};
 use crate::table::{Align, percent, table};
 use clap::Args;
@@ -33,7 +33,7 @@ struct Part {
 }
 
 /// Prints the summary of a trace.
-pub fn run(arguments: &TraceArguments) -> Result<Said, Failure> {
+pub fn run(arguments: &TraceArguments) -> Result<Output, Failure> {
     let path = arguments.file.display();
     let failed = |what: String| Failure(format!("trace {path}: {what}"), Code::Failed);
     let bytes = std::fs::read(&arguments.file).map_err(|error| failed(error.to_string()))?;
@@ -45,7 +45,7 @@ pub fn run(arguments: &TraceArguments) -> Result<Said, Failure> {
     let mut parts: BTreeMap<u32, Part> = BTreeMap::new();
     let (mut events, mut time_us, mut whole) = (0u64, 0, true);
     for event in reader {
-        // The trace of a daemon that was killed lacks its end.
+        // The trace of a daemon that was killed is cut off.
         let Ok(event) = event else {
             whole = false;
             break;
@@ -112,5 +112,5 @@ pub fn run(arguments: &TraceArguments) -> Result<Said, Failure> {
     let json = serde_json::json!({
         "events": events, "seconds": seconds, "complete": whole, "vms": parts,
     });
-    Ok(Said { text, json })
+    Ok(Output { text, json })
 }

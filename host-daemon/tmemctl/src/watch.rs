@@ -87,7 +87,7 @@ impl Sample {
     }
 }
 
-/// Prints lines until the count is reached or a signal ends it.
+/// Prints lines until the count is reached or a signal ends the process.
 pub fn run(
     reach: &Reach,
     vm: Option<&str>,
@@ -99,17 +99,17 @@ pub fn run(
         return Err(Failure(what.into(), Code::Usage));
     }
     let period = Duration::from_secs(arguments.watch.unwrap_or(1));
-    let look = || {
+    let poll = || {
         let vm = vm.map(String::from);
         in_time(&reach.daemon(), reach, move |reach| stats(reach, vm))
             .map(|reply| (Instant::now(), reply))
     };
-    let (mut at, reply) = look()?;
+    let (mut at, reply) = poll()?;
     let mut before = Sample::of(&reply, vm.is_some());
     let mut printed = 0;
     while arguments.count.is_none_or(|count| printed < count) {
         std::thread::sleep(period);
-        let (now, reply) = look()?;
+        let (now, reply) = poll()?;
         let sample = Sample::of(&reply, vm.is_some());
         let grown = sample.since(&before);
         let seconds = (now - at).as_secs_f64();

@@ -17,7 +17,7 @@ fn dependencies(workspace: &Path, name: &str) -> Vec<String> {
             found.push(
                 path.split('"')
                     .next()
-                    .expect("a dependency has a path")
+                    .expect("the dependency has no path")
                     .to_owned(),
             );
         }

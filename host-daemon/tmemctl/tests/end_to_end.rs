@@ -80,7 +80,7 @@ fn stats_prints_all_vms_or_the_named_one() {
     let text = printed(&tmemctl(&control, &["stats"]));
     assert!(
         text.contains("2 workers, 0 of 2 VMs connected"),
-        "the status has another number of workers or VMs: {text}"
+        "the status has the wrong number of workers or VMs: {text}"
     );
     let requests = "s of processor time for requests, ";
     let (_, background) = text
@@ -99,7 +99,7 @@ fn stats_prints_all_vms_or_the_named_one() {
     }
     assert!(
         words(&text, "pool").join(" ").contains("of 64.0 MiB held"),
-        "the pool's line has another size: {text}"
+        "the pool's line has the wrong size: {text}"
     );
     assert_eq!(words(&text, "web")[..2], ["web", "no"]);
     let text = printed(&tmemctl(&control, &["stats", "db"]));
@@ -129,7 +129,7 @@ fn fails(output: &Output, code: i32, parts: &[&str]) {
     assert_eq!(
         output.status.code(),
         Some(code),
-        "tmemctl ended with another code: {error}"
+        "tmemctl ended with the wrong code: {error}"
     );
     assert!(output.stdout.is_empty());
     for part in parts {
@@ -329,10 +329,10 @@ fn the_pool_is_printed_and_resized() {
     let host = host();
     let control = host.path("control");
     let text = printed(&tmemctl(&control, &["pool", "--size", "32MiB"]));
-    let said = "The pool has 32.0 MiB until the daemon ends.\nconfigured     : 32.0 MiB\n";
+    let expected = "The pool has 32.0 MiB until the daemon ends.\nconfigured     : 32.0 MiB\n";
     assert!(
-        text.starts_with(said),
-        "the output has another text: {text}"
+        text.starts_with(expected),
+        "the output has the wrong text: {text}"
     );
     let text = printed(&tmemctl(&control, &["pool", "--size", "1MiB", "--json"]));
     let json: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
@@ -340,7 +340,7 @@ fn the_pool_is_printed_and_resized() {
     let text = printed(&tmemctl(&control, &["stats"]));
     assert!(
         text.contains("of 1.00 MiB held"),
-        "the output has another size: {text}"
+        "the output has the wrong size: {text}"
     );
     fails(
         &tmemctl(&control, &["pool", "--size", "1KiB"]),
@@ -371,7 +371,7 @@ fn the_pool_is_printed_and_resized() {
     assert!(json["held_bytes"].as_i64() >= json["freeable_bytes"].as_i64());
 }
 
-/// Tables have the options of zramctl.
+/// The options for tables (--output, --noheadings, --bytes) are those of zramctl.
 #[test]
 fn tables_have_the_chosen_columns() {
     let host = host();
@@ -386,7 +386,7 @@ fn tables_have_the_chosen_columns() {
     assert_eq!(
         text.lines().count(),
         2,
-        "the output has other lines than the two rows: {text}"
+        "the output does not consist of two rows: {text}"
     );
     assert_eq!(print(&["stats", "db", "-n", "-o", "HITS"]), "0\n");
     assert_eq!(
@@ -433,7 +433,7 @@ fn errors_are_json_if_the_output_is() {
         );
         let message = error["message"]
             .as_str()
-            .expect("the JSON error has a message");
+            .expect("the JSON error has no message");
         assert!(
             message.contains(part) && !message.starts_with("error"),
             "the message is wrong: {message}"
@@ -474,7 +474,7 @@ fn events_are_printed_as_they_arrive() {
     let begin = |arguments: &[&str]| {
         let mut printing = Printing::start(&host.path("read-only"), arguments);
         let lines =
-            BufReader::new(printing.0.stdout.take().expect("the process has a pipe")).lines();
+            BufReader::new(printing.0.stdout.take().expect("the process has no pipe")).lines();
         (printing, lines)
     };
     let (mut all, lines) = begin(&["event", "--loop", "--json"]);
@@ -514,7 +514,7 @@ fn events_are_printed_as_they_arrive() {
         ["frozen", "thawed"]
             .iter()
             .any(|kind| event["kind"] == *kind),
-        "another event was printed: {event}"
+        "the wrong event was printed: {event}"
     );
     let line = first
         .next()
@@ -523,7 +523,7 @@ fn events_are_printed_as_they_arrive() {
     assert!(
         line.starts_with("event 'frozen' for VM web: ")
             || line.starts_with("event 'thawed' for VM web: "),
-        "another event was printed: {line}"
+        "the wrong event was printed: {line}"
     );
     assert!(
         first.next().is_none(),
@@ -646,7 +646,7 @@ fn trace_prints_a_summary_of_a_recorded_trace() {
     let text = printed(&tmemctl(&host.path("control"), &["trace", path]));
     assert!(
         text.starts_with("3 events in 1.5 s\n"),
-        "trace reports another number of events or another time: {text}"
+        "trace reports the wrong number of events or the wrong time: {text}"
     );
     assert_eq!(words(&text, "3")[..2], ["3", "events"]);
     let text = printed(&tmemctl(&host.path("control"), &["trace", path, "--json"]));
@@ -682,7 +682,7 @@ fn every_command_has_help() {
     let help = printed(&tmemctl(nowhere, &["help"]));
     let (_, commands) = help
         .split_once("Commands:\n")
-        .expect("the help has a list of commands");
+        .expect("the help has no list of commands");
     let names: Vec<&str> = commands
         .lines()
         .take_while(|line| !line.is_empty())
@@ -706,7 +706,7 @@ fn every_command_has_help() {
 fn doctor_prints_faults_with_their_remedies() {
     let mut host = host();
     let control = host.path("control");
-    // The directory stands for a host without libvirt, KVM and PSI.
+    // This directory takes the place of the root of a host without libvirt, KVM and PSI.
     let root = host.path("root");
     std::fs::create_dir(&root).expect("cannot create the directory");
     let root = root.to_str().expect("the text is not UTF-8").to_string();
@@ -735,7 +735,7 @@ fn doctor_prints_faults_with_their_remedies() {
         (&1.into(), &"vm-socket".into())
     );
     assert_eq!(json["findings"][0]["about"], "db");
-    let mends = |part: &str| {
+    let has_remedy = |part: &str| {
         let all = json["findings"]
             .as_array()
             .expect("the JSON has no findings");
@@ -746,7 +746,7 @@ fn doctor_prints_faults_with_their_remedies() {
         })
     };
     assert!(
-        mends("systemctl restart tmemd") && mends("tmemctl thaw web"),
+        has_remedy("systemctl restart tmemd") && has_remedy("tmemctl thaw web"),
         "the remedies are missing: {json}"
     );
     host.stop();
@@ -760,8 +760,9 @@ fn doctor_prints_faults_with_their_remedies() {
     );
 }
 
-/// Options that keep quota from this host's libvirt: the test driver of libvirt's library, whose
-/// only domain is called test, and a libvirt that does not exist.
+/// Options with which `quota` does not use this host's libvirt. The first names the test driver of
+/// libvirt's library, whose only domain is called test; the second names a libvirt that does not
+/// exist.
 #[cfg(feature = "libvirt")]
 const LIBVIRTS: [&[&str]; 2] = [
     &["--connect", "test:///default"],
@@ -781,7 +782,7 @@ fn listed(host: &TestDaemon, name: &str) -> serde_json::Value {
     let list: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
     let vms = list["vms"].as_array().expect("the JSON has no list of VMs");
     let vm = vms.iter().find(|vm| vm["name"] == name);
-    vm.expect("the VM is listed").clone()
+    vm.expect("the VM is not listed").clone()
 }
 
 #[test]
@@ -870,8 +871,8 @@ fn quota_of_a_vm_outside_libvirt_is_set_in_the_daemon() {
     }
 }
 
-/// A VM that was added over the control socket has a UUID. If libvirt knows that UUID, or might
-/// know it, quota leaves the VM to libvirt.
+/// A VM that was added over the control socket has a UUID. If libvirt has a domain with that UUID,
+/// or cannot be asked, the command does not change the quota in the daemon alone.
 #[test]
 fn quota_of_a_libvirt_vm_is_not_set_in_the_daemon_alone() {
     use tmem_control::{VarlinkClientInterface, VmSpec};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of `top` in a real terminal of 80 × 24. The terminal is tmux, whose screen a test can
-//! read. `make check-ops` runs this.
+//! Tests of `top` in a real terminal of 80 × 24 characters. The terminal is tmux, because a test
+//! can read its screen. `make check-ops` runs these tests.
 
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
@@ -14,7 +14,8 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Driver, DriverConfig, GuestConfig};
 use tmem_testing::TestDaemon;
 
-/// Time limit of each wait. It is long enough for a loaded machine; no time is measured.
+/// Time limit of each wait. It is long enough for a loaded machine, because no test measures a
+/// time.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A separate tmux server, which ends with the test.
@@ -70,14 +71,14 @@ struct Guest {
 
 impl Guest {
     /// Starts a guest as the VM with that name.
-    fn start(folder: &Path, name: &str) -> Guest {
+    fn start(directory: &Path, name: &str) -> Guest {
         let guest = GuestConfig {
             name: name.into(),
             ..GuestConfig::default()
         };
         let mut driver =
             Driver::new(guest, DriverConfig::default()).expect("cannot create the simulated guest");
-        let socket = folder.join(format!("{name}.sock"));
+        let socket = directory.join(format!("{name}.sock"));
         driver
             .connect(&socket)
             .expect("cannot connect to the VM's socket");
@@ -129,10 +130,10 @@ fn rate(cell: &str) -> f64 {
 }
 
 /// Starts top for the daemon at `socket`, in a new screen.
-fn start(folder: &Path, socket: &str, options: &str) -> Tmux {
+fn start(directory: &Path, socket: &str, options: &str) -> Tmux {
     // tmux keeps its socket for a while after it ends, so each server gets a new directory.
     let tmux = Tmux(
-        tempfile::tempdir_in(folder)
+        tempfile::tempdir_in(directory)
             .expect("cannot create a temporary directory")
             .keep()
             .join("tmux"),
@@ -140,7 +141,7 @@ fn start(folder: &Path, socket: &str, options: &str) -> Tmux {
     let top = format!(
         "{} --socket {}/{socket} {options} top; echo ended with $?; exec sleep 600",
         env!("CARGO_BIN_EXE_tmemctl"),
-        folder.display()
+        directory.display()
     );
     let session = ["new-session", "-d", "-s", "top", "-x", "80", "-y", "24"];
     tmux.run(&[&["-f", "/dev/null"], &session[..], &[&top]].concat());
@@ -151,11 +152,11 @@ fn start(folder: &Path, socket: &str, options: &str) -> Tmux {
 #[ignore = "needs tmux: make check-ops"]
 fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     let mut daemon = TestDaemon::start(&["web", "db"]);
-    let folder = daemon.folder().to_path_buf();
-    let guest = Guest::start(&folder, "web");
-    let tmux = start(&folder, "read-only", "");
+    let directory = daemon.folder().to_path_buf();
+    let guest = Guest::start(&directory, "web");
+    let tmux = start(&directory, "read-only", "");
     // Rates need two polls with work between them.
-    let screen = tmux.until("a VM at work", |screen| {
+    let screen = tmux.until("the rates of VM web", |screen| {
         cells(screen, " web").is_some_and(|cells| {
             cells.len() >= 10 && [2, 3, 5].iter().all(|&nth| rate(&cells[nth]) > 0.0)
         })
@@ -191,7 +192,7 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     );
     assert!(
         lines[0].starts_with("tmemd ") && lines[0].contains("1 of 2 VMs connected"),
-        "the first line has another text: {screen}"
+        "the first line has the wrong text: {screen}"
     );
     let place = |name: &str| lines.iter().position(|line| line.starts_with(name));
     assert!(
@@ -201,19 +202,19 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     assert_eq!(
         cells(&screen, "-db").map(|cells| cells[1..5].to_vec()),
         Some(["-", "0", "0", "-"].map(String::from).to_vec()),
-        "the row of the idle VM has other cells: {screen}"
+        "the row of the idle VM has the wrong cells: {screen}"
     );
     assert!(
         lines[23].starts_with("q quit"),
         "the key help is not in the last line: {screen}"
     );
     tmux.run(&["send-keys", "-t", "top", "/we"]);
-    tmux.until("the filter", |screen| {
+    tmux.until("the filtered table", |screen| {
         screen.contains("filter: we_") && !screen.contains("-db")
     });
     // The displayed totals of the selected VM equal the daemon's.
     let guest = guest.stop();
-    let mut client = tmem_control::connect(&folder.join("control"))
+    let mut client = tmem_control::connect(&directory.join("control"))
         .expect("cannot connect to the control socket");
     let stats = client
         .get_stats(Some("web".into()))
@@ -223,18 +224,20 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
         panic!("the daemon did not return exactly one VM: {stats:?}")
     };
     let of_all = format!("{} gets, {} hits (", vm.gets, vm.hits);
-    tmux.until("its counters", |screen| screen.contains(&of_all));
+    tmux.until("the totals of VM web", |screen| screen.contains(&of_all));
     tmux.run(&["send-keys", "-t", "top", "Enter"]);
     tmux.run(&["send-keys", "-t", "top", "?"]);
-    tmux.until("the help", |screen| screen.contains("order by name"));
-    // top reports that the daemon has stopped, and keeps the view.
+    tmux.until("the help text", |screen| screen.contains("order by name"));
+    // `tmemctl top` reports that the daemon has stopped, and keeps showing the last view.
     daemon.stop();
     drop(guest);
-    tmux.until("the problem", |screen| {
+    tmux.until("the report that the daemon has stopped", |screen| {
         screen.contains("there is no control socket") && cells(screen, " web").is_some()
     });
     tmux.run(&["send-keys", "-t", "top", "q"]);
-    let screen = tmux.until("its end", |screen| screen.contains("ended with 0"));
+    let screen = tmux.until("the end of tmemctl top", |screen| {
+        screen.contains("ended with 0")
+    });
     assert!(
         !screen.contains("tmemd "),
         "tmemctl did not restore the terminal: {screen}"
@@ -246,8 +249,8 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
 #[ignore = "needs tmux: make check-ops"]
 fn top_restores_the_terminal_at_its_end() {
     let mut daemon = TestDaemon::start(&["web", "db"]);
-    let folder = daemon.folder().to_path_buf();
-    let path = |name: &str| folder.join(name);
+    let directory = daemon.folder().to_path_buf();
+    let path = |name: &str| directory.join(name);
     // The link leads to the daemon first, and then to a socket whose connections are never
     // accepted.
     symlink(path("read-only"), path("control-of-top")).expect("cannot create the symbolic link");
@@ -256,11 +259,13 @@ fn top_restores_the_terminal_at_its_end() {
         .set_nonblocking(true)
         .expect("cannot make the socket nonblocking");
     for end in ["a key", "a signal", "no terminal"] {
-        let tmux = start(&folder, "control-of-top", "--timeout 3600");
-        tmux.until("its view", |screen| screen.contains("of 64.0 MiB held"));
+        let tmux = start(&directory, "control-of-top", "--timeout 3600");
+        tmux.until("the view of tmemctl top", |screen| {
+            screen.contains("of 64.0 MiB held")
+        });
         symlink(path("hangs"), path("new")).expect("cannot create the symbolic link");
         std::fs::rename(path("new"), path("control-of-top")).expect("cannot rename the file");
-        // top polls three times in these 3 s.
+        // `tmemctl top` polls the daemon three times in these 3 s.
         std::thread::sleep(Duration::from_secs(3));
         let waiting = std::iter::from_fn(|| hangs.accept().ok()).collect::<Vec<_>>();
         assert_eq!(
@@ -288,7 +293,9 @@ fn top_restores_the_terminal_at_its_end() {
                 std::thread::sleep(Duration::from_millis(100));
             }
         } else {
-            let screen = tmux.until("its end", |screen| screen.contains("ended with 0"));
+            let screen = tmux.until("the end of tmemctl top", |screen| {
+                screen.contains("ended with 0")
+            });
             assert!(
                 !screen.contains("tmemd "),
                 "tmemctl did not restore the terminal: {screen}"

@@ -17,24 +17,26 @@
 //! | `control/` | varlink interface, statistics |
 //! | `daemon/` | start, reload, stop, accepting connections |
 //!
-//! Code imports from directories further up in this table only; a test in `module_graph_test.rs` fails
-//! on a cycle between directories or files.
+//! Code imports from directories further up in this table only; a test in `module_graph_test.rs`
+//! fails on a cycle between directories or files.
 //!
 //! # Lock order
 //!
 //! A lock is taken only while locks above it in this list are held:
 //!
 //! 1. The configuration of a reload.
-//! 2. The registry of VMs. Only the acceptor and control clients take it, so no guest or VMM waits for it.
+//! 2. The registry of VMs. Only the acceptor and control clients take it, so no guest or VMM waits
+//!    for it.
 //! 3. The size of the pool (`host/pressure.rs`).
 //! 4. The vrings of a connection. Its control thread may hold all of them, in the order of their
 //!    numbers; a worker tries to lock one.
-//! 5. Leaf locks, of which a thread holds one at a time: a worker's kicks or inbox, the dirty log's map,
-//!    a VM's report, a trace, and the pool's own locks. A poller's ring is held while its list of changes
-//!    is taken.
+//! 5. Leaf locks, of which a thread holds one at a time: a worker's kicks or inbox, the dirty log's
+//!    map, a VM's report, a trace, and the pool's own locks. Only a poller's ring is held while the
+//!    poller's list of changes is taken.
 //!
-//! Sending an event takes three locks in order: the VM's waiting events, the list of subscribers, and
-//! the queue of one subscriber. No other lock is taken under them except the name of the VM.
+//! A thread that sends an event takes three locks in this order: the VM's waiting events, the list
+//! of subscribers, and the queue of one subscriber. While it holds them, it takes no other lock
+//! except that of the VM's name.
 
 pub mod config;
 mod control;

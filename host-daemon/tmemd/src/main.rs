@@ -7,36 +7,12 @@ use signal_hook::iterator::Signals;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
-use tmem_control::size;
-use tmemd::config::file::{self, Settings};
+use tmemd::config::arguments::Arguments;
+use tmemd::config::file::Settings;
 use tmemd::config::{self, Waiting, background_threads_default, workers_default};
 use tmemd::host::sandbox;
 use tmemd::host::watchdog::{self, NotifyState, Watchdog};
 use tmemd::{Config, ConfigError, Daemon};
-
-/// Host daemon of virtio-tmem: keeps pages that guests evict in a pool that all VMs share.
-#[derive(Parser)]
-#[command(version)]
-struct Arguments {
-    /// Configuration file. Options take precedence over it. docs/configuration.md
-    #[arg(long, value_name = "PATH", default_value = file::DEFAULT_PATH)]
-    config: PathBuf,
-    /// Check file and options, and exit
-    #[arg(long)]
-    check_config: bool,
-    #[command(flatten)]
-    settings: Settings,
-    /// Record the requests of guests, without contents and names, to a new file
-    #[arg(long, value_name = "PATH")]
-    trace: Option<PathBuf>,
-    /// Size at which the trace ends
-    #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "trace",
-          default_value = config::TRACE_BYTES_DEFAULT)]
-    trace_max: u64,
-    /// Do not confine the process to the system calls and files that it needs, for debuggers and profilers
-    #[arg(long)]
-    no_sandbox: bool,
-}
 
 /// Returns the default path of the read-only socket.
 fn read_only_default(control: &Path) -> PathBuf {
@@ -200,7 +176,7 @@ mod tests {
     use super::*;
     use clap::CommandFactory;
 
-    /// Each option has the name of the file's key, with `-` for `_`.
+    /// Each option has the name of a key of the configuration file, with `-` in place of `_`.
     #[test]
     fn command_line_options_have_the_names_of_configuration_keys() {
         let only_options = ["config", "check_config", "trace", "trace_max", "no_sandbox"];
@@ -225,7 +201,7 @@ mod tests {
             let all = [&["tmemd", "--pool-size", "1MiB"], options].concat();
             let arguments = Arguments::parse_from(all);
             let config =
-                configure(&arguments, Settings::default()).expect("the arguments are valid");
+                configure(&arguments, Settings::default()).expect("the arguments were refused");
             config.control_read_only
         };
         // The exporter uses this path by default.

@@ -9,9 +9,9 @@ use std::path::Path;
 
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
-/// Returns the names of the files and directories in `folder`, without the suffix `.rs`.
-fn names(folder: &Path) -> Vec<String> {
-    let entries = std::fs::read_dir(folder).expect("cannot list the source directory");
+/// Returns the names of the files and directories in `directory`, without the suffix `.rs`.
+fn names(directory: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(directory).expect("cannot list the source directory");
     let name = |entry: std::io::Result<std::fs::DirEntry>| {
         let name = entry.expect("cannot read a directory entry").file_name();
         name.to_string_lossy().trim_end_matches(".rs").to_owned()
@@ -38,7 +38,7 @@ fn identifier(text: &str) -> &str {
 /// Returns a cycle of the graph, if it has one.
 fn cycle(graph: &Graph) -> Option<Vec<String>> {
     fn walk(graph: &Graph, path: &mut Vec<String>, done: &mut BTreeSet<String>) -> bool {
-        let node = path.last().expect("a path has at least one node").clone();
+        let node = path.last().expect("the path has no node").clone();
         for next in graph.get(&node).into_iter().flatten() {
             let is_cycle = path.contains(next);
             path.push(next.clone());
@@ -64,7 +64,7 @@ fn a_cycle_of_imports_is_found() {
     assert_eq!(cycle(&graph), None);
     graph.extend([edge("c", "a")]);
     assert_eq!(
-        cycle(&graph).expect("the graph has a cycle that was not found"),
+        cycle(&graph).expect("the cycle of the graph was not found"),
         ["a", "b", "c", "a"]
     );
     let source = "use crate::a::b::{C, D};\n// crate::e::f\nfn f() { crate::g::h::i() }\n\
@@ -76,16 +76,16 @@ fn a_cycle_of_imports_is_found() {
 #[test]
 fn files_and_directories_have_no_import_cycle() {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src"));
-    let (mut files, mut folders) = (Graph::new(), Graph::new());
-    let is_folder = |name: &String| root.join(name).is_dir();
-    for folder in names(root).into_iter().filter(is_folder) {
-        for file in names(&root.join(&folder)) {
+    let (mut files, mut directories) = (Graph::new(), Graph::new());
+    let is_directory = |name: &String| root.join(name).is_dir();
+    for directory in names(root).into_iter().filter(is_directory) {
+        for file in names(&root.join(&directory)) {
             if file.ends_with("_test") {
                 continue;
             }
-            let name = format!("{folder}::{file}");
-            let source = std::fs::read_to_string(root.join(&folder).join(format!("{file}.rs")));
-            let source = source.expect("directories contain source files only");
+            let name = format!("{directory}::{file}");
+            let source = std::fs::read_to_string(root.join(&directory).join(format!("{file}.rs")));
+            let source = source.expect("cannot read the source file");
             assert!(
                 !source.contains("super::super::"),
                 "{name} imports from super::super"
@@ -100,8 +100,11 @@ fn files_and_directories_have_no_import_cycle() {
                 );
                 let files = files.entry(name.clone()).or_default();
                 files.insert(format!("{to}::{to_file}"));
-                if to != folder {
-                    folders.entry(folder.clone()).or_default().insert(to.into());
+                if to != directory {
+                    directories
+                        .entry(directory.clone())
+                        .or_default()
+                        .insert(to.into());
                 }
             }
         }
@@ -111,7 +114,7 @@ fn files_and_directories_have_no_import_cycle() {
         "the imports of only {} files were found: {files:?}",
         files.len()
     );
-    for graph in [files, folders] {
+    for graph in [files, directories] {
         assert_eq!(
             cycle(&graph),
             None,

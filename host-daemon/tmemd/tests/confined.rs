@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Runs the real daemon in its sandbox: as its systemd unit runs it, with a user of its own and two
-//! capabilities, and as root would start it by hand.
+//! Runs the real daemon in its sandbox: as its systemd unit starts it (with an unprivileged user
+//! and two capabilities), and as root starts it from a shell.
 
 mod common;
 
@@ -21,19 +21,20 @@ use tmem_sim::{Driver, DriverConfig, Missing, skipped};
 const USER: u32 = 65534;
 /// Id of the user that libvirt's QEMUs run as on Debian.
 const QEMU: u32 = 64055;
-/// Id of a group that may use the control socket; nobody is not a member.
+/// Id of a group that may use the control socket. The user of the daemon in these tests, `USER`, is
+/// not a member.
 const ADMINS: u32 = 64058;
 /// Capabilities that the unit grants: CAP_CHOWN and CAP_FOWNER.
 const CAPABILITIES: u64 = 1 << 0 | 1 << 3;
 /// Capability CAP_IPC_LOCK, which root has outside containers.
 const IPC_LOCK: u64 = 1 << 14;
 
-/// Number of system call filters that all threads have.
+/// Number of seccomp filters that every thread of the daemon has.
 const FILTERS: u32 = 3;
 
 struct Running(Child);
 
-/// Restricts the command like the unit does.
+/// Restricts the command as the systemd unit does: user, groups and capabilities.
 fn confine(command: &mut Command) {
     let capabilities = "-all,+chown,+fowner";
     command
@@ -44,25 +45,25 @@ fn confine(command: &mut Command) {
         .arg(format!("--bounding-set={capabilities}"));
 }
 
-/// Starts the daemon like the unit does.
-fn start(folder: &Path, control: &str) -> Running {
+/// Starts the daemon as the systemd unit does.
+fn start(directory: &Path, control: &str) -> Running {
     let mut command = Command::new("setpriv");
     confine(&mut command);
-    start_by(command, folder, control)
+    start_by(command, directory, control)
 }
 
-fn start_by(mut command: Command, folder: &Path, control: &str) -> Running {
+fn start_by(mut command: Command, directory: &Path, control: &str) -> Running {
     let child = command
-        .arg(folder.join("tmemd"))
+        .arg(directory.join("tmemd"))
         .args(["--pool-size", "64MiB", "--config", "/dev/null", "--control"])
-        .arg(folder.join("run").join(control))
+        .arg(directory.join("run").join(control))
         .args(["--control-group", &ADMINS.to_string()])
         .arg("--trace")
-        .arg(folder.join("traces").join(control))
+        .arg(directory.join("traces").join(control))
         .spawn();
     let daemon = Running(child.expect("cannot start tmemd"));
-    until("it serves", || {
-        UnixStream::connect(folder.join("run").join(control)).is_ok()
+    until("tmemd serves", || {
+        UnixStream::connect(directory.join("run").join(control)).is_ok()
     });
     daemon
 }
@@ -87,11 +88,11 @@ fn status_of(task: &str) -> HashMap<String, String> {
         .collect()
 }
 
-/// Returns the number of system call filters for each kind of thread.
+/// Returns the number of seccomp filters for each kind of thread.
 fn filters(pid: u32) -> HashMap<String, u32> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("cannot list the directory");
     let of_task = |task: PathBuf| {
-        // A connection's thread may end after it was listed and before its files are read.
+        // A thread of a connection may end after it was listed and before its files are read.
         let name = fs::read_to_string(task.join("comm")).ok()?;
         let text = fs::read_to_string(task.join("status")).ok()?;
         let mut lines = text.lines();
@@ -112,10 +113,10 @@ fn client(control: &Path) -> VarlinkClient {
 }
 
 /// Creates the daemon's program and directories, owned by the given user.
-fn folders(user: u32) -> TempDir {
-    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-    let at = |name: &str| folder.path().join(name);
-    fs::set_permissions(folder.path(), Permissions::from_mode(0o755))
+fn directories(user: u32) -> TempDir {
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let at = |name: &str| directory.path().join(name);
+    fs::set_permissions(directory.path(), Permissions::from_mode(0o755))
         .expect("cannot change the file's mode");
     // Another process copies the program. If this process wrote it, a process that another test
     // starts meanwhile would inherit the file open for writing, and the copy could not be executed.
@@ -129,7 +130,7 @@ fn folders(user: u32) -> TempDir {
         fs::create_dir(at(name)).expect("cannot create the directory");
         chown(at(name), Some(user), Some(user)).expect("cannot change the file's owner");
     }
-    folder
+    directory
 }
 
 fn web1(socket: &Path) -> VmSpec {
@@ -157,9 +158,9 @@ fn the_daemon_serves_a_qemu_of_another_user() {
             "only root can start processes of other users",
         );
     }
-    let folder = folders(USER);
-    let at = |name: &str| folder.path().join(name);
-    let daemon = start(folder.path(), "control");
+    let directory = directories(USER);
+    let at = |name: &str| directory.path().join(name);
+    let daemon = start(directory.path(), "control");
     let socket = at("run/web1.sock");
     let control = fs::metadata(at("run/control")).expect("cannot read the file's attributes");
     assert_eq!((control.uid(), control.gid()), (USER, ADMINS));
@@ -167,7 +168,7 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     let mut added = full.add_vm(web1(&socket));
     assert!(added.call().expect("the daemon did not add the VM").added);
     let mut vm = None;
-    until("the socket is there", || {
+    until("the VM's socket exists", || {
         vm = UnixStream::connect(&socket).ok();
         vm.is_some()
     });
@@ -186,7 +187,7 @@ fn the_daemon_serves_a_qemu_of_another_user() {
             .unwrap_or_else(|error| panic!("{key} of the process is not a number: {error}"))
     };
     assert_eq!(number("NoNewPrivs", 10), 1);
-    // In this field 2 means filter mode.
+    // The value 2 of the field Seccomp means filter mode, see proc_pid_status(5).
     assert_eq!(number("Seccomp", 10), 2);
     assert_eq!(number("CapEff", 16), CAPABILITIES);
     assert_eq!(number("CapBnd", 16), CAPABILITIES);
@@ -198,9 +199,9 @@ fn the_daemon_serves_a_qemu_of_another_user() {
         0,
         "the files of tmemd in /proc do not belong to root, so its user can trace it"
     );
-    // Threads that touch pages have one more filter from their start, as have threads that start
-    // when the rings exist. Threads of connections have another one.
-    until("filters for each kind of thread", || {
+    // A thread of a connection (`vm`) has two filters beside those that every thread has. The other
+    // kinds of threads have one.
+    until("each kind of thread has its filters", || {
         let filters = filters(daemon.0.id());
         let has = |kind, more| filters.get(kind) == Some(&(FILTERS + more));
         let narrow = ["worker", "background", "unmapper", "trace"];
@@ -214,16 +215,18 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     // A killed daemon leaves a socket that belongs to another user; the next daemon replaces it.
     drop(daemon);
     fs::remove_file(at("traces/control")).expect("cannot remove the file");
-    let _next = start(folder.path(), "control");
+    let _next = start(directory.path(), "control");
     let told = || {
         let metadata = fs::metadata(&socket).expect("cannot read the file's attributes");
         (metadata.ino(), metadata.uid())
     };
-    until("the VM is back", || UnixStream::connect(&socket).is_ok());
+    until("tmemd serves the VM's socket again", || {
+        UnixStream::connect(&socket).is_ok()
+    });
     let is = told();
     assert_eq!(is.1, QEMU);
     // A second daemon does not replace the socket of a running one.
-    let _other = start(folder.path(), "other");
+    let _other = start(directory.path(), "other");
     // The daemon answers after it has tried to bind the sockets.
     let vms = client(&at("run/other"))
         .list_vms()
@@ -238,15 +241,15 @@ fn the_daemon_serves_a_qemu_of_another_user() {
 #[test]
 fn as_root_the_daemon_keeps_only_needed_capabilities() {
     if !geteuid().is_root() {
-        return skipped(Missing::Root, "only root can start it as root");
+        return skipped(Missing::Root, "only root can start the daemon as root");
     }
-    let folder = folders(0);
-    let at = |name: &str| folder.path().join(name);
+    let directory = directories(0);
+    let at = |name: &str| directory.path().join(name);
     let run = |control| {
-        // Root can lock memory whatever its limit is.
+        // CAP_IPC_LOCK lets root lock more memory than this limit permits.
         let mut command = Command::new("prlimit");
         command.arg("--memlock=65536:65536");
-        start_by(command, folder.path(), control)
+        start_by(command, directory.path(), control)
     };
     let daemon = run("control");
     let socket = at("run/web1.sock");
@@ -260,7 +263,7 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
         QEMU
     );
     // The connection exists so that the daemon has a connection thread.
-    let _vm = UnixStream::connect(&socket).expect("root can connect to each socket");
+    let _vm = UnixStream::connect(&socket).expect("root cannot connect to a socket");
 
     let pid = daemon.0.id();
     let may_lock = status(std::process::id())["CapPrm"].clone();
@@ -268,20 +271,22 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
         .expect("the text is not a hexadecimal number")
         & IPC_LOCK;
     let keeps = CAPABILITIES | may_lock;
-    until("all threads are there", || filters(pid).contains_key("vm"));
+    until("the connection's thread exists", || {
+        filters(pid).contains_key("vm")
+    });
     for task in fs::read_dir(format!("/proc/{pid}/task")).expect("cannot list the directory") {
         let id = task
             .expect("cannot read a directory entry")
             .file_name()
             .into_string()
-            .expect("a thread's id is a number");
+            .expect("a thread's id is not a number");
         let status = status_of(&format!("{pid}/task/{id}"));
         let name = &status["Name"];
         let set = |key: &str| {
             u64::from_str_radix(&status[key], 16).expect("the text is not a hexadecimal number")
         };
         for key in ["CapEff", "CapPrm", "CapBnd"] {
-            assert_eq!(set(key), keeps, "thread {name} has another set {key}");
+            assert_eq!(set(key), keeps, "thread {name} has the wrong set {key}");
         }
         assert_eq!(
             set("CapInh") | set("CapAmb"),
@@ -311,24 +316,27 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
     drop(daemon);
     fs::remove_file(at("traces/control")).expect("cannot remove the file");
     let _next = run("control");
-    until("the VM is back", || UnixStream::connect(&socket).is_ok());
+    until("tmemd serves the VM's socket again", || {
+        UnixStream::connect(&socket).is_ok()
+    });
 }
 
-/// A daemon that may not lock memory says so in its statistics, which tmemctl doctor reads.
+/// A daemon that the kernel does not allow to lock memory reports that in its statistics, which
+/// `tmemctl doctor` reads.
 #[test]
-fn unlocked_memory_is_logged() {
+fn unlocked_memory_is_reported_in_statistics() {
     if !geteuid().is_root() {
         return skipped(
             Missing::Root,
             "only root can start processes of other users",
         );
     }
-    let folder = folders(USER);
+    let directory = directories(USER);
     let mut command = Command::new("prlimit");
     command.args(["--memlock=65536:65536", "setpriv"]);
     confine(&mut command);
-    let _daemon = start_by(command, folder.path(), "control");
-    let stats = client(&folder.path().join("run/control"))
+    let _daemon = start_by(command, directory.path(), "control");
+    let stats = client(&directory.path().join("run/control"))
         .get_stats(None)
         .call();
     assert!(
@@ -364,14 +372,15 @@ fn threads_of_all_kinds_log_to_the_journal() {
             "a journal's place can be taken only where user namespaces are allowed",
         );
     }
-    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-    let journal = UnixDatagram::bind(folder.path().join("socket")).expect("cannot bind the socket");
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let journal =
+        UnixDatagram::bind(directory.path().join("socket")).expect("cannot bind the socket");
     journal
         .set_nonblocking(true)
         .expect("cannot make the socket nonblocking");
     let child = Command::new("unshare")
         .args(["-Urm", "sh", "-c", BESIDE_A_JOURNAL, "sh"])
-        .args([Path::new(env!("CARGO_BIN_EXE_tmemd")), folder.path()])
+        .args([Path::new(env!("CARGO_BIN_EXE_tmemd")), directory.path()])
         .spawn();
     let _daemon = Running(child.expect("cannot start tmemd"));
     let mut lines = Vec::new();
@@ -387,8 +396,8 @@ fn threads_of_all_kinds_log_to_the_journal() {
     };
     let mut driver = Driver::new(common::guest("web1"), DriverConfig::default())
         .expect("cannot create the simulated guest");
-    let socket = folder.path().join("web1.sock");
-    until("tmemd takes the VM", || {
+    let socket = directory.path().join("web1.sock");
+    until("tmemd accepts the VM's connection", || {
         driver.guest.connect(&socket).is_ok()
     });
     driver
@@ -405,14 +414,14 @@ fn threads_of_all_kinds_log_to_the_journal() {
         .create_pool()
         .expect("the device did not create a pool");
     told(
-        "a connection's thread logs",
+        "the journal has a line of a connection thread",
         &["connected", "TMEM_VM", "web1"],
     );
     let stops = |fault: &fault::Fault| matches!(fault.expect, Expect::Stopped);
     let fault = fault::all()
         .into_iter()
         .find(stops)
-        .expect("some faults stop a queue");
+        .expect("no fault stops a queue");
     let target = Target {
         queue: 1,
         pool: driver.pool(),
@@ -421,11 +430,17 @@ fn threads_of_all_kinds_log_to_the_journal() {
         cookie: 1,
     };
     fault.send(&mut driver.guest, target);
-    told("a worker logs", &["stopped until", "TMEM_VM", "web1"]);
-    let mut control = client(&folder.path().join("control"));
+    told(
+        "the journal has a line of a worker",
+        &["stopped until", "TMEM_VM", "web1"],
+    );
+    let mut control = client(&directory.path().join("control"));
     control
         .flush_vm("web1".into())
         .call()
         .expect("the daemon did not flush the VM");
-    told("a control client's thread logs", &["flushed", "TMEM_PAGES"]);
+    told(
+        "the journal has a line of a control client's thread",
+        &["flushed", "TMEM_PAGES"],
+    );
 }

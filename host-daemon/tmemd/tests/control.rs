@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests the control interface end to end, the files of its sockets, and an orderly stop, without a
-//! VM.
+//! Tests of the daemon without a VM: the control interface, the files of its sockets, and an
+//! orderly stop.
 
 mod common;
 
@@ -111,7 +111,7 @@ fn vm_connections_and_refusals_are_counted() {
     assert_eq!((web().connections, web().connections_refused), (1, 1));
     assert!(web().connected, "the connected VM was disconnected");
     drop(vm);
-    until("the VM is gone", || !web().connected);
+    until("the VM is disconnected", || !web().connected);
 }
 
 /// A front end that sends half a message delays neither other connections nor the stop.
@@ -172,7 +172,7 @@ fn only_the_full_socket_changes_quotas() {
         .expect_err("the read-only socket changed a quota");
     assert!(
         matches!(error.kind(), tmem_control::ErrorKind::ReadOnlySocket(_)),
-        "the daemon answered with another error: {error}"
+        "the daemon answered with the wrong error: {error}"
     );
     let quota_of = |client: &mut tmem_control::VarlinkClient, number: usize| {
         client
@@ -218,7 +218,7 @@ fn only_the_full_socket_changes_quotas() {
         assert!(
             matches!(error.kind(), tmem_control::ErrorKind::BadQuota(Some(args))
             if args.name == "web" && !args.reason.is_empty()),
-            "the daemon answered with another error: {error}"
+            "the daemon answered with the wrong error: {error}"
         );
     }
     assert_eq!(quota_of(&mut full, 1), good);
@@ -266,7 +266,8 @@ fn misbehaving_clients_are_disconnected() {
             .call()
             .expect("the daemon does not serve other clients");
     }
-    // This client sends two messages at once, and the second one in two parts.
+    // This client sends a message together with the first bytes of a second one, and then the rest
+    // of the second.
     let mut stream = UnixStream::connect(&config.control).expect("cannot connect to the socket");
     stream
         .set_read_timeout(Some(TIMEOUT))
@@ -303,17 +304,17 @@ fn the_number_of_clients_is_limited() {
     assert!(clients.iter().all(served));
     let refused = UnixStream::connect(&config.control).expect("cannot connect to the socket");
     assert!(!served(&refused));
-    // Clients of the read-only socket cannot use up the places of the other socket, or the other
-    // way round.
+    // Each control socket has a limit of clients of its own: clients of one socket cannot use up
+    // the places of the other.
     let other = config
         .control_read_only
         .as_ref()
-        .expect("the configuration names a read-only socket");
+        .expect("the configuration names no read-only socket");
     assert!(served(
         &UnixStream::connect(other).expect("cannot connect to the socket")
     ));
     drop(clients);
-    until("there is room again", || {
+    until("the daemon serves another client", || {
         served(&UnixStream::connect(&config.control).expect("cannot connect to the socket"))
     });
 }
@@ -335,7 +336,7 @@ fn sockets_have_their_modes_and_are_removed_at_the_stop() {
             socket.display()
         );
     }
-    // Clients of all kinds do not delay the stop.
+    // A connected control client and a connected VMM do not delay the stop of the daemon.
     let control = UnixStream::connect(&config.control).expect("cannot connect to the socket");
     let vm = UnixStream::connect(&config.vms[0].socket).expect("cannot connect to the socket");
     daemon.stop();
@@ -356,7 +357,7 @@ fn stale_sockets_are_replaced_and_live_ones_refused() {
         drop(UnixListener::bind(socket).expect("cannot bind the socket"));
     }
     let daemon = Daemon::start(config.clone())
-        .expect("a daemon does not replace the sockets of an ended one");
+        .expect("a daemon did not replace the sockets of an ended one");
     for (number, socket) in sockets(&config).iter().enumerate() {
         let other = tempfile::tempdir().expect("cannot create a temporary directory");
         let mut second = self::config(other.path());
@@ -394,7 +395,7 @@ fn stale_sockets_are_replaced_and_live_ones_refused() {
         .to_string();
     assert!(
         error.contains("not a socket"),
-        "the error has another text: {error}"
+        "the error has the wrong text: {error}"
     );
     assert_eq!(
         fs::read(&config.control).expect("cannot read the file"),
@@ -426,7 +427,7 @@ fn reserves_that_do_not_fit_are_refused() {
         .expect("a configuration was accepted whose reserves exceed the pool");
     assert!(
         matches!(error, StartError::Config(_)),
-        "the daemon started or ended for another reason: {error}"
+        "the daemon started, or ended for the wrong reason: {error}"
     );
     assert!(
         error.to_string().contains("VM \"db\""),
@@ -472,7 +473,7 @@ fn signals_end_the_daemon_cleanly() {
         let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let config = config(directory.path());
         let Running(child) = &mut tmemd(directory.path());
-        until("it serves", || {
+        until("tmemd serves", || {
             UnixStream::connect(&config.vms[1].socket).is_ok()
         });
         let pid = rustix::process::Pid::from_child(child);
@@ -485,7 +486,7 @@ fn signals_end_the_daemon_cleanly() {
         child
             .stderr
             .take()
-            .expect("the process has a pipe")
+            .expect("the process has no pipe")
             .read_to_string(&mut log)
             .expect("the text is not UTF-8");
         assert!(
@@ -509,7 +510,7 @@ fn log_of(mut daemon: Running) -> String {
         .expect("cannot send the signal");
     child.wait().expect("cannot wait for the process");
     let mut log = String::new();
-    let mut stderr = child.stderr.take().expect("the process has a pipe");
+    let mut stderr = child.stderr.take().expect("the process has no pipe");
     stderr
         .read_to_string(&mut log)
         .expect("the text is not UTF-8");
@@ -523,7 +524,7 @@ fn log_lines_of_clients_are_rate_limited() {
     let config = config(directory.path());
     let daemon = tmemd(directory.path());
     let connect = || UnixStream::connect(&config.control);
-    until("it serves", || connect().is_ok());
+    until("tmemd serves", || connect().is_ok());
     let begun = Instant::now();
     let too_much = vec![b'x'; (64 << 10) + 1];
     for _ in 0..50 {
@@ -554,7 +555,8 @@ fn log_lines_of_clients_are_rate_limited() {
     );
 }
 
-/// The limit of 64 KiB in docs/control.md applies to messages of clients, not to answers.
+/// The limit of 64 KiB in docs/control.md applies to messages of clients. Answers of the daemon may
+/// be longer.
 #[test]
 fn an_answer_may_be_longer_than_a_call() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
@@ -563,7 +565,7 @@ fn an_answer_may_be_longer_than_a_call() {
         .map(|nr| {
             let socket = directory.path().join(format!("{nr}.sock"));
             let text = format!("socket={},name=vm-{nr}", socket.display());
-            text.parse().expect("the VM's settings are valid")
+            text.parse().expect("the VM's settings were refused")
         })
         .collect();
     let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
@@ -594,14 +596,16 @@ fn an_answer_may_be_longer_than_a_call() {
 /// The daemon warns if other users can create sockets in its directory, because a VMM gives its
 /// memory to the process that listens on its socket.
 #[test]
-fn a_world_writable_folder_is_logged() {
+fn a_world_writable_directory_is_logged() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     for (mode, named) in [(0o770, false), (0o777, true)] {
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(mode))
             .expect("cannot change the file's mode");
         let daemon = tmemd(directory.path());
-        until("it serves", || UnixStream::connect(&config.control).is_ok());
+        until("tmemd serves", || {
+            UnixStream::connect(&config.control).is_ok()
+        });
         let log = log_of(daemon);
         let warning = format!("everybody can write to {}", directory.path().display());
         assert_eq!(
@@ -677,16 +681,18 @@ fn the_pool_shrinks_for_the_host_and_grows_back() {
 
     host((256 << 20) - (1 << 20), 0);
     until("the pool shrinks", || pool().size_bytes < 64 << 20);
-    until("down to the least", || pool().size_bytes == 1 << 20);
+    until("the pool has its minimum size", || {
+        pool().size_bytes == 1 << 20
+    });
     assert!(pool().host_shrinks >= 1);
     assert_eq!((pool().configured_bytes, pool().host_grows), (64 << 20, 0));
 
     host(1 << 30, 0);
-    until("it begins to grow", || pool().host_grows > 0);
+    until("the pool begins to grow", || pool().host_grows > 0);
     let size_bytes = pool().size_bytes;
     // Tasks wait for memory during a quarter of the time.
     let begun = Instant::now();
-    until("waits are noticed", || {
+    until("the pool shrinks because tasks wait for memory", || {
         host(1 << 30, begun.elapsed().as_micros() as u64 / 4);
         pool().size_bytes < size_bytes
     });

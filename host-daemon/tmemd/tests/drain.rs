@@ -28,8 +28,8 @@ fn burst(driver: &mut Driver, rng: &mut fastrand::Rng) {
     }
 }
 
-/// Gives the daemon other work for a while, so that a thread that still holds an address has time
-/// to use it.
+/// Lets another VM send requests for a while, so that a thread of the daemon that still holds an
+/// address has time to use it.
 fn time_passes(neighbour: &mut Driver) {
     work(neighbour, 60);
 }
@@ -51,7 +51,7 @@ fn slots() -> GuestConfig {
     }
 }
 
-/// The VM is paused and continues with batches in flight.
+/// A VM is paused and continued while batches of requests are in flight.
 #[test]
 fn a_pause_releases_memory_and_keeps_the_cache() {
     let seed = seed("a_pause_releases_memory_and_keeps_the_cache");
@@ -105,7 +105,7 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
     assert_eq!(driver.model.counts().hits - hits, kept as u64);
 }
 
-/// RESET_DEVICE and the end of a connection come while batches are in flight.
+/// The VMM sends RESET_DEVICE, or closes the connection, while batches of requests are in flight.
 #[test]
 fn a_reset_releases_memory_and_empties_the_cache() {
     let seed = seed("a_reset_releases_memory_and_empties_the_cache");
@@ -134,7 +134,7 @@ fn a_reset_releases_memory_and_empties_the_cache() {
     work(&mut driver, 100);
 }
 
-/// The memory map changes under load, as at a hotplug. Nothing is lost or late.
+/// The memory map changes under load, as at a hotplug. No request is lost or late.
 #[test]
 fn changing_the_memory_table_under_load_loses_no_request() {
     let seed = seed("changing_the_memory_table_under_load_loses_no_request");
@@ -172,9 +172,9 @@ fn changing_the_memory_table_under_load_loses_no_request() {
     }
 }
 
-/// Pages that a drain has no time for are refused, and leave neither themselves nor an older
-/// version. The daemon is stopped in the middle of a batch that a drain waits for, until the time
-/// limit has expired.
+/// A drain refuses pages for which it has no time. Neither a refused page nor an older version of
+/// it may remain in the pool. The daemon is stopped in the middle of a batch that a drain waits
+/// for, until the time limit of the drain has expired.
 #[test]
 fn a_refused_put_leaves_nothing() {
     let seed = seed("a_refused_put_leaves_nothing");
@@ -201,7 +201,8 @@ fn a_refused_put_leaves_nothing() {
             driver.put(object, 0, 64);
         }
         driver.settle().unwrap();
-        // The list has the cookies of the older versions, then those of the refused puts.
+        // This list contains the cookies of the older versions, followed by those of the refused
+        // puts.
         let mut cookies: Vec<(Key, u64)> = Vec::new();
         cookies.extend(driver.index().iter().map(|(k, c)| (*k, *c)));
         for object in 1..=4 {
@@ -275,7 +276,8 @@ fn a_removed_region_is_unmapped() {
         };
         let machine = GuestConfig {
             ram,
-            // The region is removed by REM_MEM_REG, or by a table without it.
+            // In even rounds REM_MEM_REG removes the region; in odd rounds a memory table without
+            // it does.
             mem_slots: round % 2 == 0,
             ..slots()
         };
@@ -290,7 +292,7 @@ fn a_removed_region_is_unmapped() {
             gone.is_empty(),
             "the daemon wrote to pages {gone:x?} of a region that was removed"
         );
-        // Answers to requests that the daemon took are present and correct.
+        // Check the answers to all requests that the daemon took.
         driver.collect().unwrap();
         driver.guest.hang_up().unwrap();
     }
@@ -340,7 +342,8 @@ fn staged(driver: &mut Driver, object: u64) {
     driver.guest.add(0, report, generation).unwrap();
 }
 
-/// A migration ends with GET_VRING_BASE or with the end of the connection.
+/// A migration ends with GET_VRING_BASE or with the end of the connection. Before that, the daemon
+/// must report marks that did not fit into the dirty log.
 #[test]
 fn a_short_dirty_log_is_reported_before_the_migration_ends() {
     let region = |start, size_bytes| RamRegion { start, size_bytes };
@@ -360,26 +363,26 @@ fn a_short_dirty_log_is_reported_before_the_migration_ends() {
         driver.guest.start_this_log(log).unwrap();
         driver.get(5, 0, 64);
         driver.settle().unwrap();
-        let told = |daemon: &Daemon| {
+        let reports = |daemon: &Daemon| {
             let log = std::fs::read_to_string(daemon.path("log")).expect("cannot read the log");
             log.matches("could not be marked in the dirty log").count()
         };
         assert_eq!(
-            told(&daemon),
+            reports(&daemon),
             0,
             "the lost marks were reported before a request caused them"
         );
         if stops {
             driver.guest.stop().unwrap();
             assert_eq!(
-                told(&daemon),
+                reports(&daemon),
                 1,
                 "the lost marks were not reported before the answer to GET_VRING_BASE"
             );
         }
         driver.guest.hang_up().unwrap();
         assert_eq!(
-            told(&daemon),
+            reports(&daemon),
             1,
             "the lost marks were not reported exactly once (VM stopped before: {stops})"
         );
@@ -431,8 +434,9 @@ fn the_dirty_log_covers_all_written_pages() {
                         })
                         .collect::<Vec<_>>()
             };
-            daemon.until("all is answered", || used(&driver));
-            // The mark of a published answer may come after the used index, but not after the stop.
+            daemon.until("all requests are answered", || used(&driver));
+            // The mark of a published answer may be set after the used index changes, but not after
+            // the stop.
             driver.guest.stop().unwrap();
         }
         let changed = driver.guest.ram().changed_pages(&before);

@@ -15,21 +15,21 @@ use tmem_sim::ring::{F_NEXT, F_WRITE};
 use tmem_sim::{Desc, Driver, FakeGuest, Request};
 
 /// Number of rounds. In each round the daemon's workers race with its control thread, which detects
-/// the hang-up. Without a check, the workers write to memory first in some of the rounds.
+/// the hang-up. Without their check of the front end, workers write to guest memory in some of the
+/// rounds before the control thread acts.
 const ROUNDS: u64 = 60;
 
 /// Number of chains that the overwritten ring of each queue appears to contain.
 const CHAINS: u16 = 16;
 
-/// Number of pages that each of these chains requests.
+/// Number of pages that each chain of the overwritten ring requests.
 const CHAIN_PAGES: u64 = 2;
 
-/// Byte with which all other memory is filled.
+/// Byte that fills all guest memory except rings and requests.
 const CANARY: u8 = 0xa5;
 
-/// Fills all guest memory with canary bytes, and leaves what looks like requests in the ring of
-/// each request queue. They request pages that the daemon holds, into buffers that contain canary
-/// bytes.
+/// Fills all guest memory with canary bytes, and writes requests into the ring of each request
+/// queue. The requests ask for pages that the daemon holds; their buffers contain canary bytes.
 fn overwrite(driver: &Driver) {
     let (guest, ram) = (&driver.guest, driver.guest.ram());
     let index = |queue| guest.ring(queue).used_idx_in_memory();
@@ -117,7 +117,7 @@ fn a_daemon_stopped_during_a_hang_up_writes_nothing() {
             driver
                 .guest
                 .submit(queue, request)
-                .expect("the queue has room for the request");
+                .expect("the queue has no room for the request");
         }
         driver.put(40, 0, 2);
         driver.put(41, 300, 302);
@@ -129,7 +129,9 @@ fn a_daemon_stopped_during_a_hang_up_writes_nothing() {
 
         // A VM has one connection. The daemon accepts another one after it has released the memory
         // of the first.
-        daemon.until("the daemon notices", || probe.connect(&socket).is_ok());
+        daemon.until("the daemon accepts another connection", || {
+            probe.connect(&socket).is_ok()
+        });
         probe.disconnect();
         let pages = driver.guest.ram().changed_pages(&before);
         if !pages.is_empty() {

@@ -108,11 +108,11 @@ fn punching_a_hole_delays_other_vms() {
                 driver
                     .guest
                     .add(queue, put, generation)
-                    .expect("the queue has room for the request");
+                    .expect("the queue has no room for the request");
             }
             punched.store(false, Ordering::SeqCst);
             let punch = scope.spawn(punch);
-            // The worker has begun its access by then.
+            // After 20 ms the worker has begun to access the hole.
             thread::sleep(Duration::from_millis(20));
             let in_time = !punched.load(Ordering::SeqCst);
             queues.for_each(|queue| driver.guest.publish(queue));

@@ -13,8 +13,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use tmem_sim::fault::{self, Expect, Target};
 use tmem_sim::{Driver, DriverConfig};
 
-/// Starts a journal and a daemon whose stderr is named as the journal's, and answers queries from
-/// stdin.
+/// Shell script that starts a journal, and a daemon whose environment names its stderr as the
+/// journal's. The script reads queries from stdin and prints the matching entries.
 const SCRIPT: &str = r#"
 set -e
 mount -t tmpfs none /run
@@ -41,16 +41,16 @@ struct JournalTest {
 }
 
 impl JournalTest {
-    fn start(folder: &Path) -> JournalTest {
+    fn start(directory: &Path) -> JournalTest {
         let mut child = Command::new("unshare")
             .args(["-Urm", "sh", "-c", SCRIPT, "sh"])
-            .args([Path::new(env!("CARGO_BIN_EXE_tmemd")), folder])
+            .args([Path::new(env!("CARGO_BIN_EXE_tmemd")), directory])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .expect("cannot run unshare");
         let ask = child.stdin.take();
-        let answers = BufReader::new(child.stdout.take().expect("the process has a pipe"));
+        let answers = BufReader::new(child.stdout.take().expect("the process has no pipe"));
         JournalTest {
             child,
             ask,
@@ -60,8 +60,8 @@ impl JournalTest {
 
     /// Returns the matching entries of the journal, one per line.
     fn entries(&mut self, query: &str) -> Vec<String> {
-        let ask = self.ask.as_mut().expect("the script is running");
-        writeln!(ask, "{query}").expect("the script reads its input");
+        let ask = self.ask.as_mut().expect("the script ended");
+        writeln!(ask, "{query}").expect("the script does not read its input");
         let lines = self.answers.by_ref().lines();
         lines
             .map(|line| line.expect("the script's output is not text"))
@@ -72,7 +72,7 @@ impl JournalTest {
 
 impl Drop for JournalTest {
     fn drop(&mut self) {
-        // The script ends at the end of its input, and then ends the processes that it started.
+        // Closing its input ends the script, which then ends the journal and the daemon.
         drop(self.ask.take());
         let _ = self.child.wait();
     }
@@ -81,11 +81,11 @@ impl Drop for JournalTest {
 #[test]
 #[ignore = "wants systemd-journald and user namespaces: make check-ops"]
 fn messages_have_fields_in_the_journal() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut host = JournalTest::start(folder.path());
+    let directory = tempfile::tempdir().unwrap();
+    let mut host = JournalTest::start(directory.path());
     let mut driver = Driver::new(common::guest("web1"), DriverConfig::default()).unwrap();
-    let socket = folder.path().join("web1.sock");
-    until("tmemd takes the VM", || {
+    let socket = directory.path().join("web1.sock");
+    until("tmemd accepts the VM's connection", || {
         driver.guest.connect(&socket).is_ok()
     });
     driver.guest.start().unwrap();
@@ -97,7 +97,7 @@ fn messages_have_fields_in_the_journal() {
     let fault = fault::all()
         .into_iter()
         .find(stops)
-        .expect("some faults stop a queue");
+        .expect("no fault stops a queue");
     let target = Target {
         queue: 1,
         pool: driver.pool(),
@@ -108,7 +108,7 @@ fn messages_have_fields_in_the_journal() {
     let queue = fault.send(&mut driver.guest, target);
     let (vm, request) = ("TMEM_VM=web1", format!("\"TMEM_REQUEST\":\"{queue}\""));
     let mut entry = String::new();
-    until("the journal has why the queue stopped", || {
+    until("the journal has the reason why the queue stopped", || {
         let mut entries = host.entries(vm).into_iter();
         let found = entries.find(|line| line.contains(&request));
         entry = found.unwrap_or_default();
@@ -127,7 +127,7 @@ fn messages_have_fields_in_the_journal() {
     }
     assert!(host.entries("TMEM_VM=web2").is_empty());
     // The daemon did not also write the lines to stderr.
-    let lines = std::fs::read_to_string(folder.path().join("stderr")).unwrap();
+    let lines = std::fs::read_to_string(directory.path().join("stderr")).unwrap();
     assert!(
         !lines.contains("virtqueue"),
         "stderr repeats what the journal got: {lines}"

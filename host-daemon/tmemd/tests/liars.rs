@@ -20,7 +20,7 @@ use virtio_tmem as wire;
 
 const VICTIM: u64 = 900;
 
-/// Puts the page that a fault must not change.
+/// Puts the page that must still be held after a faulty request.
 fn put_victim(driver: &mut Driver) -> Target {
     assert!(driver.put(VICTIM, 1, 2));
     driver.settle().unwrap();
@@ -53,7 +53,7 @@ fn victim_is_there(driver: &mut Driver, fault: &str) {
 }
 
 /// Waits for the result of a fault. Returns the status of its answer, or None if the queue stopped
-/// and the VMM was told.
+/// and the error eventfd reported it to the VMM.
 fn outcome(daemon: &mut Daemon, driver: &mut Driver, queue: usize, used: u16) -> Option<u8> {
     let guest = &driver.guest;
     let mut stopped = false;
@@ -99,7 +99,7 @@ fn others_answer(daemon: &mut Daemon, driver: &mut Driver, stopped: usize) {
     );
 }
 
-/// Each fault of the list is tested by itself.
+/// Sends each fault of `tmem_sim::fault` alone.
 #[test]
 fn every_malformed_request_gets_the_specified_status() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
@@ -152,7 +152,7 @@ fn every_malformed_request_gets_the_specified_status() {
     work(&mut neighbour, 100);
 }
 
-/// Guest memory changes while the daemon reads it. The daemon survives, other VMs notice nothing,
+/// Guest memory changes while the daemon reads it. The daemon survives, other VMs are not affected,
 /// and a hit is always the page of the cookie in the answer.
 #[test]
 fn requests_changed_by_the_guest_during_a_read_are_harmless() {
@@ -197,8 +197,8 @@ fn requests_changed_by_the_guest_during_a_read_are_harmless() {
             let mut rng = fastrand::Rng::with_seed(seed + round);
             std::thread::spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
-                    // The request gets another index and other cookies, most of which name pages in
-                    // the pool.
+                    // The test overwrites index and cookies of the request. Most of the new values
+                    // name pages in the pool.
                     ram.write(addr + REQ_BYTES as u64 + 8, &rng.u64(..256).to_le_bytes());
                     let at = rng.u64(..64);
                     let value = cookie(rng.u64(..256)).to_le_bytes();
@@ -217,7 +217,7 @@ fn requests_changed_by_the_guest_during_a_read_are_harmless() {
                 let page = answer.page.as_ref().unwrap();
                 assert!(
                     **page == *content(answer.cookie).page(),
-                    "the daemon returned another page than the cookie names"
+                    "the daemon returned a page that the cookie does not name"
                 );
             }
         }
@@ -299,8 +299,8 @@ fn a_guest_that_takes_no_answers_blocks_no_other() {
     };
     let encoded = put.encode(liar.guest.generation());
     let placed = liar.guest.place(&encoded).unwrap();
-    // One chain that the test built is made available repeatedly, up to the size of the ring at a
-    // time.
+    // The test builds one chain and makes it available repeatedly, each time as often as the ring
+    // has entries.
     let parts: Vec<(u64, usize, bool)> = placed
         .1
         .readable
@@ -337,7 +337,7 @@ fn a_guest_that_takes_no_answers_blocks_no_other() {
         }
         work(&mut neighbour, 20);
         let guest = &liar.guest;
-        daemon.until("the ring is through", || {
+        daemon.until("all chains of the ring are answered", || {
             guest.ring(1).used_idx_in_memory() == guest.ring(1).avail_idx_in_memory()
         });
     }
@@ -364,7 +364,7 @@ fn a_guest_that_takes_no_answers_blocks_no_other() {
 }
 
 /// The front end clears O_NONBLOCK of the eventfds that it shares, and keeps their counters full.
-/// Its own guest may miss interrupts. Other VMs notice nothing, and the daemon can stop.
+/// Its own guest may miss interrupts. Other VMs are not affected, and the daemon can stop.
 #[test]
 fn blocking_call_eventfds_block_no_other_vm() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
@@ -376,7 +376,7 @@ fn blocking_call_eventfds_block_no_other_vm() {
         // SAFETY: the descriptor is open as long as `call`.
         let fd = unsafe { BorrowedFd::borrow_raw(call.as_raw_fd()) };
         fcntl_setfl(fd, OFlags::empty()).unwrap();
-        // Earlier counts, if there are any, are taken first.
+        // The counter of the eventfd is read first, so that it is 0.
         let _ = rustix::io::preadv2(
             fd,
             &mut [IoSliceMut::new(&mut [0; 8])],
@@ -385,7 +385,7 @@ fn blocking_call_eventfds_block_no_other_vm() {
         );
         call.write(u64::MAX - 1).unwrap();
     }
-    // The requests need an interrupt on each eventfd, more than there are workers.
+    // These requests cause an interrupt on each eventfd. There are more eventfds than workers.
     for object in 1..=64 {
         liar.put(object, 0, 1);
         liar.collect().unwrap();
@@ -395,7 +395,7 @@ fn blocking_call_eventfds_block_no_other_vm() {
     neighbour.settle().unwrap();
     let guest = &liar.guest;
     for queue in 0..queues {
-        daemon.until("each queue is through", || {
+        daemon.until("all chains of each queue are answered", || {
             guest.ring(queue).used_idx_in_memory() == guest.ring(queue).avail_idx_in_memory()
         });
     }

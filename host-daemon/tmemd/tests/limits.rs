@@ -13,7 +13,8 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{DriverConfig, GuestConfig, RamRegion};
 use vhost::VhostBackend;
 
-/// Number of log lines in a burst, of all VMs together and of other sources.
+/// Number of log lines in a burst: of all VMs together, and of each other source, such as a control
+/// socket.
 const BURST_ALL: usize = 512;
 const BURST: usize = 10;
 
@@ -22,15 +23,16 @@ const QUEUES: usize = 17;
 const REGIONS: usize = 64;
 const THREADS_MAX: usize = 1;
 const DESCRIPTORS_MAX: usize = 5 + 3 * QUEUES + REGIONS;
-/// Maximum number of regions in a message. While the front end changes its memory map, the daemon
-/// has tables that wait to be unmapped, and one in a message.
+/// Maximum number of memory regions in one SET_MEM_TABLE. While the front end changes its memory
+/// map, the daemon holds the descriptors of one such message and of the tables that it has yet to
+/// unmap.
 const MESSAGE_REGIONS: usize = 32;
 const TABLES_WAITING: usize = 4;
 const DESCRIPTORS_CHANGING_MAX: usize =
     DESCRIPTORS_MAX + TABLES_WAITING * REGIONS + MESSAGE_REGIONS;
 const MEMORY_MAX_BYTES: usize = 1 << 20;
 
-/// Number of changes of the memory map in a loop. The daemon unmaps some hundred a second.
+/// Number of changes of the memory map in a loop. The daemon unmaps some hundred tables per second.
 const CHANGES: usize = 2000;
 
 /// Starts a daemon without the sandbox, because other processes cannot inspect a sandboxed daemon.
@@ -68,10 +70,11 @@ fn log_lines_of_all_vms_are_bounded() {
         .expect("cannot connect to the control socket");
     for _ in 0..6 {
         for name in &names {
-            // A connection is refused while the previous one has not ended, which is logged, too.
+            // The daemon refuses a connection, and logs that, while the VM's previous connection
+            // has not ended.
             drop(UnixStream::connect(daemon.socket(name)).expect("cannot connect to the socket"));
         }
-        until("all have been seen", || {
+        until("no VM is connected", || {
             let stats = client
                 .get_stats(None)
                 .call()
@@ -79,7 +82,7 @@ fn log_lines_of_all_vms_are_bounded() {
             stats.vms.iter().all(|vm| !vm.connected)
         });
     }
-    until("a line is left out", || {
+    until("all connections are counted", || {
         let stats = client
             .get_stats(None)
             .call()
@@ -107,13 +110,14 @@ fn log_lines_of_all_vms_are_bounded() {
 fn log_lines_of_failed_accepts_are_bounded() {
     let mut daemon = visible();
     at_rest(&mut daemon);
-    let pid = Pid::from_raw(daemon.pid() as i32).expect("a process id is positive");
+    let pid = Pid::from_raw(daemon.pid() as i32).expect("the process id is 0");
     let said = || {
         log(&daemon)
             .matches("a connection cannot be accepted")
             .count()
     };
-    // The limit is the lowest free number, so that the next descriptor exceeds it.
+    // The limit of open files is set to the lowest free descriptor number, so that the daemon
+    // cannot open another one.
     let descriptors =
         fs::read_dir(format!("/proc/{}/fd", daemon.pid())).expect("cannot list the directory");
     let number = |entry: fs::DirEntry| entry.file_name().to_str()?.parse::<u64>().ok();
@@ -121,7 +125,7 @@ fn log_lines_of_failed_accepts_are_bounded() {
         .filter_map(|entry| number(entry.ok()?))
         .collect();
     let free = (0..).find(|number| !numbers.contains(number));
-    // The limit is raised to the hard limit, which the daemon also sets.
+    // Later the limit is raised again to the hard limit, which the daemon sets at its start.
     let maximum = getrlimit(Resource::Nofile).maximum;
     let limit = |current| {
         let limit = Rlimit { current, maximum };
@@ -131,8 +135,8 @@ fn log_lines_of_failed_accepts_are_bounded() {
     limit(free);
     let begun = Instant::now();
     let client = UnixStream::connect(daemon.path("control"))
-        .expect("the kernel queues the connection until the daemon accepts it");
-    until("it is said that some were left out", || {
+        .expect("the kernel did not queue the connection for the daemon");
+    until("the log has the number of lines that were left out", || {
         log(&daemon).contains("cannot be accepted") && log(&daemon).contains("left_out=")
     });
     let bound = BURST + 1 + begun.elapsed().as_secs() as usize / 5;
@@ -151,7 +155,7 @@ fn log_lines_of_failed_accepts_are_bounded() {
         .expect("the daemon does not serve after it has descriptors again");
 }
 
-/// The front end requests all that it may: queues, regions and the largest rings.
+/// The front end uses the maximum number of queues and regions, and the largest rings.
 #[test]
 fn resources_of_a_connection_are_bounded() {
     let mut daemon = visible();
@@ -212,7 +216,7 @@ fn resources_of_a_connection_are_bounded() {
     let regions = driver.guest.ram().vhost_regions();
     let changed = AtomicBool::new(false);
     let most = std::thread::scope(|scope| {
-        let looks = scope.spawn(|| {
+        let counter = scope.spawn(|| {
             let mut most = 0;
             while !changed.load(Ordering::SeqCst) {
                 most = most.max(taken_by(pid).descriptors);
@@ -228,7 +232,7 @@ fn resources_of_a_connection_are_bounded() {
             changes.expect("the daemon did not accept the memory table");
         }
         changed.store(true, Ordering::SeqCst);
-        looks.join().expect("the thread panicked")
+        counter.join().expect("the thread panicked")
     });
     println!("{most} descriptors while its memory changes");
     let bound = before.descriptors + DESCRIPTORS_CHANGING_MAX;
@@ -242,7 +246,9 @@ fn resources_of_a_connection_are_bounded() {
         most > one,
         "only {most} descriptors were open, those of one memory table"
     );
-    daemon.until("nothing has piled up", || taken_by(pid).descriptors <= one);
+    daemon.until("tmemd has closed the descriptors of old tables", || {
+        taken_by(pid).descriptors <= one
+    });
 }
 
 /// Returns the bytes that the pool holds.
@@ -253,5 +259,5 @@ fn daemon_pool_bytes(daemon: &Daemon) -> usize {
         .get_stats(None)
         .call()
         .expect("the daemon answered the varlink call with an error");
-    usize::try_from(stats.pool.held_bytes).expect("the number is not negative")
+    usize::try_from(stats.pool.held_bytes).expect("the number is negative")
 }

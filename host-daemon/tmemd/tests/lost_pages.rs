@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Loss of a page of guest memory: its VM is disconnected, and other VMs notice nothing.
+//! Loss of a page of guest memory: its VM is disconnected, and other VMs are not affected.
 //!
 //! One test has a daemon in this process whose mapping loses the page, which needs no privilege.
 //! Another test punches a hole into huge pages when the host has no free ones. It needs root and
@@ -37,7 +37,7 @@ fn mappings_like(address: u64) -> Vec<(u64, u64)> {
     };
     let all: Vec<(u64, u64, String)> = maps.lines().map(parse).collect();
     let own = all.iter().find(|m| m.0 <= address && address < m.1);
-    let file = &own.expect("the file is mapped").2;
+    let file = &own.expect("the file is not mapped").2;
     let same = all.iter().filter(|m| m.2 == *file);
     same.map(|m| (m.0, m.1)).collect()
 }
@@ -70,7 +70,8 @@ fn two_regions(name: &str) -> GuestConfig {
     config
 }
 
-/// Sets the flag when it is dropped, also after a panic.
+/// Guard that sets the flag when it is dropped, also during a panic. The flag stops another thread
+/// of the test.
 struct End<'a>(&'a AtomicBool);
 
 impl Drop for End<'_> {
@@ -94,8 +95,8 @@ fn take_away_region(driver: &Driver, region: RamRegion) {
 fn only_the_vm_whose_page_has_gone_is_disconnected() {
     let seed = seed("only_the_vm_whose_page_has_gone_is_disconnected");
     let mut daemon = TestDaemon::start(&["a", "b"]);
-    let folder = daemon.folder().to_path_buf();
-    let socket = |name: &str| folder.join(format!("{name}.sock"));
+    let directory = daemon.folder().to_path_buf();
+    let socket = |name: &str| directory.join(format!("{name}.sock"));
     let driver = |name: &str, seed| {
         let config = DriverConfig {
             seed,
@@ -125,7 +126,7 @@ fn only_the_vm_whose_page_has_gone_is_disconnected() {
             work(&mut driver, 50);
             take_away_region(&driver, two_regions("a").ram[region]);
             // The guest sends requests until the daemon has touched the region.
-            until(&format!("region {region}: it is disconnected"), || {
+            until(&format!("region {region}: the VM is disconnected"), || {
                 for object in 1..4 {
                     driver.put(object, 0, 64);
                 }
@@ -155,7 +156,9 @@ fn a_lost_page_that_the_control_thread_reads_ends_the_connection() {
     let kick = EventFd::new(EFD_NONBLOCK).unwrap();
     // An error means that the connection ended before the answer.
     let _ = driver.guest.frontend().unwrap().set_vring_kick(1, &kick);
-    until("it is disconnected", || driver.guest.read_config().is_err());
+    until("the VM is disconnected", || {
+        driver.guest.read_config().is_err()
+    });
     driver.lose_backend().unwrap();
     connect(&mut driver, &daemon.path("a.sock"));
     work(&mut driver, 50);
@@ -175,8 +178,8 @@ fn has_ended(driver: &mut Driver) -> bool {
     poll(&mut fds, Some(&no_wait)).unwrap() > 0
 }
 
-/// Number of the host's huge pages, which drop restores. Tests that change it run one after the
-/// other.
+/// Number of the host's huge pages. Dropping the value restores the number that the host had
+/// before. Tests that change the number run one after the other.
 struct HugePages {
     before: u64,
     _turn: File,
@@ -199,7 +202,7 @@ impl HugePages {
         text.trim().parse().ok()
     }
 
-    /// Adds some huge pages.
+    /// Adds `count` huge pages to those of the host.
     fn more(count: u64) -> Result<HugePages, String> {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let size = format!("Hugepagesize: {:>10} kB", HUGE_BYTES >> 10);
@@ -239,13 +242,13 @@ impl Drop for HugePages {
 
 #[test]
 fn a_hole_in_huge_pages_ends_only_its_connection() {
-    // The test needs huge pages for two regions, and as many again that stay free.
+    // The test needs huge pages for two regions, and some that stay free.
     let kept = match HugePages::more(6) {
         Ok(kept) => kept,
         Err(why) => return skipped(Missing::HugePages, why),
     };
     if kept.before > 0 {
-        let why = "the host's own huge pages are not to be taken away";
+        let why = "the host uses huge pages itself, which this test would take away";
         return skipped(Missing::HugePages, why);
     }
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
@@ -278,7 +281,7 @@ fn a_hole_in_huge_pages_ends_only_its_connection() {
         driver
             .guest
             .add(1, put, generation)
-            .expect("the queue has room for the request");
+            .expect("the queue has no room for the request");
     }
     let files = driver.guest.ram().shared_regions().unwrap();
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -286,16 +289,16 @@ fn a_hole_in_huge_pages_ends_only_its_connection() {
     kept.take_free();
     driver.guest.publish(1);
     // The test waits without a message, which would make the control thread check the memory.
-    daemon.until("it is disconnected", || has_ended(&mut driver));
+    daemon.until("the VM is disconnected", || has_ended(&mut driver));
     let answered = driver.guest.ring(1).used_idx_in_memory();
     let asked = driver.guest.ring(1).avail_idx_in_memory();
     let left = asked.wrapping_sub(answered);
-    // Requests in the second region are unanswered, as are all later ones.
+    // Requests in the second region and all later ones stay unanswered.
     assert!(
         (1..=20).contains(&left),
         "{left} of 20 requests are not answered"
     );
-    // Other VMs notice nothing, and this VM is served again with new memory.
+    // Other VMs are not affected, and this VM is served again with new memory.
     work(&mut neighbour, 200);
     drop((driver, files));
     let mut driver = daemon.driver("a", 2);

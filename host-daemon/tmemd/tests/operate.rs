@@ -12,8 +12,8 @@ use tmem_control::{ErrorKind, Event, VarlinkClient, VarlinkClientInterface, VmSt
 use tmem_sim::{Content, Driver, PutPage, Request};
 
 fn daemon() -> Daemon {
-    Daemon::with_arguments(&[("a", None), ("b", None)], "64MiB", |folder| {
-        let read_only = folder.join("read-only").to_str().unwrap().to_owned();
+    Daemon::with_arguments(&[("a", None), ("b", None)], "64MiB", |directory| {
+        let read_only = directory.join("read-only").to_str().unwrap().to_owned();
         vec!["--control-read-only".into(), read_only]
     })
 }
@@ -81,8 +81,8 @@ fn requests_are_timed_and_counted() {
     assert!(of_daemon.resident_bytes > 0 && of_daemon.cpu_ms >= of_daemon.cpu_requests_ms);
 }
 
-/// Processor time grows with work, and does not grow for an idle VM. The test compares no time with
-/// one that depends on the load of the machine.
+/// Processor time grows with work, and does not grow for an idle VM. No assertion depends on how
+/// fast the machine is or how busy it is with other processes.
 #[test]
 fn processor_time_is_reported_by_work_and_by_vm() {
     const BACKGROUND_THREADS: i64 = 2;
@@ -98,28 +98,28 @@ fn processor_time_is_reported_by_work_and_by_vm() {
     let mut client = client(&daemon.path("control"));
     let mut indexes = 0..;
     let (mut settling_ms, mut room_ms, mut requests_ms) = (0, 0, 0);
-    // Each value exists and grows with work.
+    // Each of the processor times is reported and grows with work.
     for _ in 0..2 {
-        until("work is counted", || {
+        until("processor time of each kind of work is counted", || {
             (0..64).for_each(|_| put(&mut driver, indexes.next().unwrap()));
-            let told = client.get_stats(None).call().unwrap();
-            told.daemon.cpu_finalize_ms > settling_ms
-                && told.daemon.cpu_reclaim_ms > room_ms
-                && told.vms[0].cpu_requests_ms > requests_ms
+            let stats = client.get_stats(None).call().unwrap();
+            stats.daemon.cpu_finalize_ms > settling_ms
+                && stats.daemon.cpu_reclaim_ms > room_ms
+                && stats.vms[0].cpu_requests_ms > requests_ms
         });
-        let told = client.get_stats(None).call().unwrap();
-        settling_ms = told.daemon.cpu_finalize_ms;
-        room_ms = told.daemon.cpu_reclaim_ms;
-        requests_ms = told.vms[0].cpu_requests_ms;
+        let stats = client.get_stats(None).call().unwrap();
+        settling_ms = stats.daemon.cpu_finalize_ms;
+        room_ms = stats.daemon.cpu_reclaim_ms;
+        requests_ms = stats.vms[0].cpu_requests_ms;
         // The kernel reports user and system time of a thread, each rounded down to a tick. Timed
         // work reads the same clock without rounding. Waking up and unmapping are not timed.
         let tick_ms = 1000 / i64::try_from(rustix::param::clock_ticks_per_second()).unwrap();
-        let sum = settling_ms + told.daemon.cpu_recompress_ms + room_ms;
-        let most = told.daemon.cpu_background_ms + BACKGROUND_THREADS * 2 * tick_ms;
+        let sum = settling_ms + stats.daemon.cpu_recompress_ms + room_ms;
+        let most = stats.daemon.cpu_background_ms + BACKGROUND_THREADS * 2 * tick_ms;
         assert!(
             sum <= most,
             "the kinds of work used {sum} ms of processor time, more than {most} ms: {:?}",
-            told.daemon
+            stats.daemon
         );
     }
     let [a, b] = ["a", "b"].map(|vm| stats(&mut client, vm));
@@ -130,7 +130,7 @@ fn processor_time_is_reported_by_work_and_by_vm() {
     );
     // Each request lies in a slice, which ends a little after its last answer.
     let sum_ns = a.put_latency.sum_ns + a.get_latency.sum_ns + a.flush_latency.sum_ns;
-    until("the last turn is counted", || {
+    until("the last slice is counted", || {
         stats(&mut client, "a").cpu_requests_ms >= sum_ns / 1_000_000
     });
 }
@@ -144,13 +144,13 @@ fn latencies_of_readers_are_reported() {
     let report = Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES]));
     assert!(driver.send(0, report, vec![]));
     driver.settle().unwrap();
-    let told = |client: &mut VarlinkClient| {
+    let latencies_of = |client: &mut VarlinkClient| {
         stats(client, "a")
             .driver
-            .expect("the guest's driver sent a report")
+            .expect("the guest's driver sent no report")
             .get_latency
     };
-    assert_eq!(told(&mut client), None);
+    assert_eq!(latencies_of(&mut client), None);
     let mut latencies = [0; tmem_sim::requests::LATENCIES_BYTES];
     latencies[..8].copy_from_slice(&70_000u64.to_le_bytes());
     latencies[8 + 5 * 8] = 3;
@@ -162,7 +162,7 @@ fn latencies_of_readers_are_reported() {
     (buckets[5], buckets[15]) = (3, 1);
     let sum_ns = 70_000;
     assert_eq!(
-        told(&mut client),
+        latencies_of(&mut client),
         Some(tmem_control::Histogram { sum_ns, buckets })
     );
 }
@@ -232,7 +232,7 @@ fn a_resized_pool_shrinks_and_grows() {
         "not all memory is beyond reserves although nothing is reserved"
     );
     client.set_pool_size(8 << 20).call().unwrap();
-    until("it gives back", || {
+    until("the pool holds at most 8 MiB", || {
         client.get_freeable().call().unwrap().held_bytes <= 8 << 20
     });
     let pool = client.get_stats(None).call().unwrap().pool;
@@ -252,7 +252,7 @@ fn a_resized_pool_shrinks_and_grows() {
         assert!(
             matches!(error.kind(), ErrorKind::BadSize(Some(bad)) if bad.size_bytes == size_bytes
                 && bad.reason.contains("1048576")),
-            "the daemon answered with another error: {error}"
+            "the daemon answered with the wrong error: {error}"
         );
     }
 }
@@ -264,7 +264,7 @@ fn the_read_only_socket_changes_nothing() {
     let refused = |kind: &ErrorKind, method: &str| {
         assert!(
             matches!(kind, ErrorKind::ReadOnlySocket(Some(args)) if args.method == method),
-            "the daemon answered with another error: {kind}"
+            "the daemon answered with the wrong error: {kind}"
         );
     };
     refused(
@@ -297,7 +297,7 @@ fn unknown_vms_are_named_in_errors() {
     let unknown = |kind: &ErrorKind| {
         assert!(
             matches!(kind, ErrorKind::NoSuchVm(Some(args)) if args.name == "x"),
-            "the daemon answered with another error: {kind}"
+            "the daemon answered with the wrong error: {kind}"
         );
     };
     unknown(client.flush_vm("x".into()).call().unwrap_err().kind());
@@ -324,7 +324,7 @@ fn events_are_sent_as_they_happen() {
     };
     assert_eq!(next().kind, "subscribed");
     let mut driver = daemon.driver("b", 5);
-    // The probe connection of the daemon's start may still be visible.
+    // The connection with which `Daemon::spawn` tested the socket may still cause events.
     let until = |kind: &str| {
         let of_kind = std::iter::repeat_with(next)
             .find(|event| event.kind == kind && event.vm.as_deref() != Some("a"));
@@ -348,26 +348,26 @@ fn events_are_sent_as_they_happen() {
     listener.join().unwrap();
 }
 
-/// Connections that come and go in a loop are not reported one by one, but the last state is, even
-/// if nothing more happens.
+/// If connections begin and end in a loop, the daemon does not send an event for each of them. It
+/// does send the event of the last state, even if nothing more happens.
 #[test]
 fn left_out_events_are_sent_later() {
     let daemon = daemon();
     let mut listener = subscribe(&daemon.path("read-only")).unwrap();
     let mut client = client(&daemon.path("control"));
-    until("there were many", || {
+    until("VM b has had more than 40 connections", || {
         drop(UnixStream::connect(daemon.socket("b")).unwrap());
         stats(&mut client, "b").connections > 40
     });
-    // Events arrive in parts.
+    // A read may return a part of an event.
     let (mut text, mut part) = (String::new(), [0; 4096]);
-    let told = |text: &str| {
+    let is_complete = |text: &str| {
         let last = text
             .split('\0')
             .rfind(|event| event.contains("connected\""));
         last.is_some_and(|event| event.contains("disconnected (") && event.ends_with('}'))
     };
-    while !told(&text) {
+    while !is_complete(&text) {
         let read = listener.read(&mut part).expect("no event came");
         text.push_str(std::str::from_utf8(&part[..read]).unwrap());
     }
@@ -390,15 +390,15 @@ fn a_subscription_requires_more_and_ends_with_the_client() {
     let error = error.expect_err("the daemon accepted a subscription without \"more\"");
     assert!(
         matches!(error.kind(), ErrorKind::MoreExpected(Some(args)) if args.method == "SubscribeEvents"),
-        "the daemon answered with another error: {error}"
+        "the daemon answered with the wrong error: {error}"
     );
-    // As many clients connect as the limit permits, and all of them disconnect.
+    // The maximum number of clients connects, and all of them disconnect.
     for _ in 0..3 {
-        // Their slots become free one by one.
+        // The slots of the clients of the last round become free one by one.
         let streams: Vec<UnixStream> = (0..16)
             .map(|_| {
                 let mut stream = None;
-                until("a place", || {
+                until("the daemon accepts the subscription", || {
                     stream = subscribe(&daemon.path("control")).ok();
                     stream.is_some()
                 });
@@ -413,7 +413,7 @@ fn a_subscription_requires_more_and_ends_with_the_client() {
             "the daemon served more than the maximum of subscribers"
         );
         drop(streams);
-        until("there is room again", || {
+        until("the daemon serves another client", || {
             client(&daemon.path("control")).list_vms().call().is_ok()
         });
     }
@@ -434,17 +434,17 @@ fn read_in_a_loop(socket: &Path, calls: u32) -> Duration {
 fn calls_of_read_only_clients_are_rate_limited() {
     let daemon = daemon();
     let read_only = daemon.path("read-only");
-    // 50 of 150 calls are answered at once and 50 in each further second.
+    // The loop makes 150 calls. 50 of them are answered at once, and 50 in each further second.
     let took = read_in_a_loop(&read_only, 50);
     assert!(
         took >= Duration::from_millis(1900),
         "50 calls above the rate took only {took:?}"
     );
-    // Another client is not delayed.
+    // The calls of the first client do not delay those of another one.
     let took = read_in_a_loop(&read_only, 10);
     assert!(
         took < Duration::from_millis(1900),
-        "the calls of another client took {took:?}"
+        "the calls of the other client took {took:?}"
     );
     assert_eq!(stats(&mut client(&read_only), "a").name, "a");
     let mut nobody = client(&read_only);
@@ -454,6 +454,6 @@ fn calls_of_read_only_clients_are_rate_limited() {
         .expect_err("the daemon returned statistics of an unknown VM");
     assert!(
         matches!(error.kind(), ErrorKind::NoSuchVm(_)),
-        "the daemon answered with another error: {error}"
+        "the daemon answered with the wrong error: {error}"
     );
 }

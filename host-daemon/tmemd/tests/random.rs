@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Several random guests at once, each with an oracle: no wrong byte, no page of a neighbour, and
-//! no page of an older generation, whatever QEMU does meanwhile.
+//! no page of an older generation, while QEMU pauses and resets the VMs and connects again.
 
 mod common;
 
@@ -9,7 +9,8 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::frontend::{F_EVENT_IDX, F_INDIRECT_DESC};
 use tmem_sim::{Cut, Driver, DriverConfig, GuestConfig, RamRegion};
 
-/// Lets one event of a VM happen between two requests, such as a pause or a reset.
+/// Does one of several things, chosen by `rng`: pauses the VM, resets it, reconnects it, sends its
+/// memory table again, creates another pool, or gets all pages.
 fn event(daemon: &mut Daemon, driver: &mut Driver, rng: &mut fastrand::Rng) {
     match rng.u8(..6) {
         0 => {
@@ -126,9 +127,9 @@ fn random_guests_in_a_large_pool_read_their_own_pages() {
             driver.guest.name(),
             driver.requests()
         );
-        // The test requires hits, because a cache that always misses would never be wrong. Losses
-        // are flushes that cross a put on another queue, and pages that a drain cut off on a busy
-        // machine, which are counted.
+        // The test requires hits, because a cache that always misses would never be wrong. A page
+        // may be lost if a flush overtakes a put on another queue, or if a drain cuts off its
+        // request on a busy machine. The daemon counts the latter.
         assert!(counts.hits > 300, "the guest had too few hits: {counts:?}");
         let lost = counts.lost.saturating_sub(cut);
         assert!(

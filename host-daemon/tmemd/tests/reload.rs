@@ -13,28 +13,29 @@ use tmem_control::VarlinkClientInterface;
 
 struct Running {
     child: Child,
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
 }
 
-fn file(folder: &Path, text: &str) -> PathBuf {
-    let path = folder.join("tmemd.toml");
+fn file(directory: &Path, text: &str) -> PathBuf {
+    let path = directory.join("tmemd.toml");
     fs::write(&path, text).expect("cannot write the file");
     path
 }
 
-/// Returns the text of a configuration file: a part that all files of these tests have, and `rest`.
-fn toml(folder: &Path, rest: &str) -> String {
-    let at = folder.display();
+/// Returns the text of a configuration file: the part that all configuration files of these tests
+/// have in common, followed by `rest`.
+fn toml(directory: &Path, rest: &str) -> String {
+    let at = directory.display();
     format!(
         "control = \"{at}/control\"\ncontrol_read_only = \"{at}/read-only\"\nhost_free_min = 0\n\
          memory_pressure = \"none\"\n{rest}"
     )
 }
 
-fn vm(folder: &Path, name: &str, rest: &str) -> String {
+fn vm(directory: &Path, name: &str, rest: &str) -> String {
     format!(
         "[[vm]]\nname = \"{name}\"\nsocket = \"{}/{name}.sock\"\n{rest}",
-        folder.display()
+        directory.display()
     )
 }
 
@@ -44,9 +45,12 @@ impl Running {
     }
 
     fn start_with(options: &[&str], rest: impl Fn(&Path) -> String) -> Running {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        let path = file(folder.path(), &toml(folder.path(), &rest(folder.path())));
-        let log = fs::File::create(folder.path().join("log")).expect("cannot create the file");
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let path = file(
+            directory.path(),
+            &toml(directory.path(), &rest(directory.path())),
+        );
+        let log = fs::File::create(directory.path().join("log")).expect("cannot create the file");
         let child = Command::new(env!("CARGO_BIN_EXE_tmemd"))
             .arg("--config")
             .arg(path)
@@ -54,27 +58,28 @@ impl Running {
             .stderr(Stdio::from(log))
             .spawn()
             .expect("cannot run the program");
-        let running = Running { child, folder };
-        until("it serves", || running.log().contains("serving"));
+        let running = Running { child, directory };
+        until("tmemd serves", || running.log().contains("serving"));
         running
     }
 
     fn path(&self) -> &Path {
-        self.folder.path()
+        self.directory.path()
     }
 
     fn log(&self) -> String {
         fs::read_to_string(self.path().join("log")).expect("cannot read the log")
     }
 
-    /// Writes another file and reloads it. Returns the log lines.
+    /// Writes a new configuration file and lets tmemd reload it. Returns the log lines of the
+    /// reload.
     fn reload(&self, rest: &str) -> String {
         file(self.path(), &toml(self.path(), rest));
         let before = self.log().len();
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, rustix::process::Signal::HUP)
             .expect("cannot send the signal");
-        until("it has read it", || {
+        until("tmemd has read the file", || {
             let log = self.log();
             log[before..].contains("was reloaded")
                 || log[before..].contains("configuration is unchanged")
@@ -195,9 +200,9 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
     drop(front_end);
 }
 
-/// The number of background threads, which an operator increases if puts are refused because too
-/// many pages wait. The option takes precedence over the file, and the file over the default, and
-/// the daemon starts that number of threads.
+/// Checks that tmemd starts the configured number of background threads. The option takes
+/// precedence over the file, and the file over the default. An operator increases the number if
+/// puts are refused because too many pages wait to be compressed.
 #[test]
 fn the_configured_number_of_background_threads_starts() {
     let background_threads = |daemon: &Running| {
@@ -205,8 +210,11 @@ fn the_configured_number_of_background_threads_starts() {
         let names = fs::read_dir(tasks)
             .expect("cannot list the directory")
             .map(|task| {
-                let comm = task.expect("cannot start the thread").path().join("comm");
-                // A thread of another kind may have ended.
+                let comm = task
+                    .expect("cannot read a directory entry")
+                    .path()
+                    .join("comm");
+                // The thread may have ended since it was listed.
                 fs::read_to_string(comm).unwrap_or_default()
             });
         names.filter(|name| name.trim() == "background").count()
@@ -214,9 +222,13 @@ fn the_configured_number_of_background_threads_starts() {
     let text = "pool_size = \"64MiB\"\nbackground_threads = 3\n";
     let of_file = Running::start(|_| text.into());
     // Threads get their names when they first run.
-    until("there are three", || background_threads(&of_file) == 3);
+    until("tmemd has three background threads", || {
+        background_threads(&of_file) == 3
+    });
     let of_option = Running::start_with(&["--background-threads", "5"], |_| text.into());
-    until("there are five", || background_threads(&of_option) == 5);
+    until("tmemd has five background threads", || {
+        background_threads(&of_option) == 5
+    });
     let said = of_file.reload("pool_size = \"64MiB\"\nbackground_threads = 4\n");
     assert!(
         said.contains("next start: background_threads"),
@@ -238,7 +250,8 @@ fn the_configured_number_of_background_threads_starts() {
     }
 }
 
-/// Reserves must fit the size of the file that was read last, because the next start has that size.
+/// Reserves must fit into the pool size of the last file that was read, because the next start uses
+/// that size.
 #[test]
 fn reserves_must_fit_a_reloaded_size() {
     let running = Running::start(|at| format!("pool_size = \"128MiB\"\n{}", vm(at, "greedy", "")));
@@ -275,7 +288,7 @@ fn reserves_must_fit_a_reloaded_size() {
         .call()
         .expect("the daemon did not change the pool's size");
     set(201).expect_err("a reserve was accepted that exceeds the configured pool");
-    set(90).expect("a reserve of 90 MiB fits into the pool");
+    set(90).expect("a reserve of 90 MiB, which fits into the pool, was refused");
     set(101).expect_err("a reserve was accepted that exceeds the pool");
 }
 
@@ -301,7 +314,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
             let vm = vms
                 .iter()
                 .find(|vm| vm.name == name)
-                .expect("the VM is listed");
+                .expect("the VM is not listed");
             vm.quota.reserve_bytes >> 20
         };
         let size = running
@@ -325,11 +338,11 @@ fn a_file_is_applied_completely_or_not_at_all() {
         good(small(text), (64, a, b));
     }
 
-    // From here on the other VM has a larger reserve than the file gives it, as after a call of
-    // tmemctl.
+    // From here on VM b has a larger reserve than the file gives it, because a control client has
+    // set it.
     let quota = tmem_control::quota(Some(24 << 20), None, None);
     let set = running.client().set_quota("b".into(), quota).call();
-    set.expect("the reserve fits into the pool");
+    set.expect("a reserve that fits into the pool was refused");
     let config = tmem_sim::DriverConfig::default();
     let mut guest = tmem_sim::Driver::new(common::guest("a"), config)
         .expect("cannot create the simulated guest");
@@ -337,7 +350,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
         .connect(&at.join("a.sock"))
         .expect("cannot connect to the VM's socket");
     for (size, a, part) in [
-        // The reserve is too large by itself, or too large beside the other VM's present reserve.
+        // The reserve is larger than the pool, or does not fit beside the present reserve of VM b.
         ("128MiB", "1GiB", "VM \"a\": a reserve of 1073741824 bytes"),
         ("128MiB", "105MiB", "VM \"a\": a reserve of 110100480 bytes"),
         ("60MiB", "39MiB", "VM \"b\": a reserve of 25165824 bytes"),
@@ -345,7 +358,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
         let rest = reserves(at, a, "20MiB");
         let rate = "vm_pages_per_second = 1\n";
         let said = running.reload(&format!("pool_size = \"{size}\"\n{rate}{rest}"));
-        // The log has the name as text, or quoted once more.
+        // The log contains the name of the VM with or without additional quotes.
         let said = said.replace('\\', "");
         assert!(
             said.contains("configuration is unchanged") && said.contains(part),
@@ -422,19 +435,19 @@ fn users_and_groups_are_looked_up_only_at_the_start() {
     }
 }
 
-fn check(folder: &Path, more: &[&str]) -> Output {
+fn check(directory: &Path, more: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tmemd"));
     command
         .arg("--check-config")
         .arg("--config")
-        .arg(folder.join("tmemd.toml"));
+        .arg(directory.join("tmemd.toml"));
     command.args(more).output().expect("cannot run the program")
 }
 
 #[test]
 fn a_file_is_checked_without_a_daemon() {
-    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-    let at = folder.path();
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let at = directory.path();
     let fails = |more: &[&str], part: &str| {
         let output = check(at, more);
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -494,8 +507,12 @@ fn a_file_is_checked_without_a_daemon() {
 #[test]
 fn a_reload_changes_the_rate_limit() {
     let limited = "pool_size = \"64MiB\"\nvm_pages_per_second = 100\n";
-    let running = Running::start(|folder| {
-        format!("{limited}{}{}", vm(folder, "web", ""), vm(folder, "db", ""))
+    let running = Running::start(|directory| {
+        format!(
+            "{limited}{}{}",
+            vm(directory, "web", ""),
+            vm(directory, "db", "")
+        )
     });
     let mut guests: Vec<tmem_sim::Driver> = Vec::new();
     for (number, name) in ["web", "db"].into_iter().enumerate() {
@@ -520,14 +537,15 @@ fn a_reload_changes_the_rate_limit() {
             .remove(0);
         (vm.limited_pages, vm.requests)
     };
-    // The guest sends as many requests as it can: each is answered soon, and most return nothing.
+    // The guest sends requests as fast as it can. Each is answered at once; most puts are refused
+    // and most gets miss.
     common::work(&mut guests[0], 300);
     let (pages, requests) = figures("web");
     assert!(
         pages > 500 && requests >= 300,
         "{pages} pages of {requests} requests were limited, too few"
     );
-    // Another VM has a rate of its own.
+    // The rate of each VM is counted separately.
     for index in 0..4 {
         assert!(guests[1].put(1, index, index + 1) && guests[1].get(1, index, index + 1));
         guests[1]

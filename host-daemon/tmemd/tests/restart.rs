@@ -55,7 +55,7 @@ fn requests_in_flight_at_a_kill_are_replayed() {
     }
 }
 
-/// Requests pages of the old daemon from the new one. The oracle allows only misses.
+/// Requests pages that an earlier daemon or connection held. The oracle allows only misses.
 fn ask_for_old(driver: &mut Driver, old: &[(Key, u64)]) {
     let pool = driver.pool();
     for (key, cookie) in old.iter().take(50) {
@@ -125,7 +125,7 @@ fn a_new_connection_starts_with_an_empty_cache() {
     }
 }
 
-/// A request with another generation is STALE and changes nothing, whatever its type.
+/// A request of any type with a wrong generation is answered STALE and changes nothing.
 #[test]
 fn a_stale_request_changes_nothing() {
     let seed = seed("a_stale_request_changes_nothing");
@@ -200,9 +200,9 @@ fn a_stale_request_changes_nothing() {
             assert!(answer.pages.is_empty());
         }
     }
-    // All sixteen pages are still in the pool that the stale request should have destroyed.
+    // All sixteen pages are still in the pool that the stale PoolDestroy names.
     assert_eq!(driver.get_all().unwrap(), 16);
-    // The pool that the stale request should have created does not exist.
+    // The pool that the stale PoolCreate names does not exist.
     let get = Request::Get {
         pool: pool + 1,
         object: 1,
@@ -212,8 +212,8 @@ fn a_stale_request_changes_nothing() {
     assert_eq!(driver.guest.call(1, get).unwrap().status, wire::S_NO_POOL);
 }
 
-/// A daemon that dies between an answer and its interrupt leaves a driver that waits. Its successor
-/// interrupts the guest when it receives a call descriptor.
+/// A daemon may die between an answer and its interrupt, so that the driver waits for the
+/// interrupt. The next daemon interrupts the guest as soon as it receives a call descriptor.
 #[test]
 fn a_new_daemon_interrupts_for_answers_of_the_old_one() {
     let mut daemon = Daemon::start(&[("a", None)]);

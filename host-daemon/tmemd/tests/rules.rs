@@ -37,7 +37,7 @@ fn put_one(driver: &mut Driver, object: u64, index: u64, cookie: u64, content: C
     );
 }
 
-/// Requests one page by cookie. Returns true for a hit, whose content the oracle has compared.
+/// Requests one page by cookie. Returns true for a hit; the oracle has then compared the content.
 fn get_one(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> bool {
     let hits = driver.model.counts().hits;
     let queue = driver.queue_of(object, index);
@@ -97,13 +97,13 @@ fn every_bit_of_a_cookie_counts() {
         put_one(&mut driver, 1, 1, cookie, Content::Noise(cookie));
         assert!(
             !get_one(&mut driver, pool, 1, 1, 0),
-            "a get with cookie 0 must miss"
+            "a get with cookie 0 returned the page"
         );
         put_one(&mut driver, 1, 1, cookie, Content::Noise(cookie));
         assert!(get_one(&mut driver, pool, 1, 1, cookie));
         assert!(
             !get_one(&mut driver, pool, 1, 1, cookie),
-            "a hit removes the page"
+            "a second get returned the page that a hit removes"
         );
     }
 }
@@ -178,7 +178,7 @@ fn the_last_put_of_a_key_wins() {
 }
 
 /// Slow and fast requests of one queue are answered in their order; the ring of the fake guest
-/// rejects any other.
+/// reports any other order as an error.
 #[test]
 fn answers_come_in_order() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -356,7 +356,7 @@ fn a_vm_gets_no_page_of_another() {
         );
         put_one(&mut b, 1, i, 50 + i, Content::Text(i));
     }
-    // A generation of another VM is as wrong as any other.
+    // A request with the generation of another VM is answered STALE.
     let get = Request::Get {
         pool,
         object: 1,
@@ -389,7 +389,7 @@ fn a_vm_gets_no_page_of_another() {
             "page {i} was dropped with a pool of another VM"
         );
     }
-    // A pool that only the neighbour has does not exist.
+    // For a VM, a pool that only its neighbour has created does not exist.
     for _ in 0..2 {
         a.create_pool().unwrap();
     }
@@ -436,11 +436,13 @@ fn unsealed_memory_is_refused() {
         let mut driver = Driver::new(config, Default::default()).unwrap();
         let socket = daemon.socket("a");
         let unsealed = &mut driver.guest;
-        daemon.until("the socket is free", || unsealed.connect(&socket).is_ok());
+        daemon.until("the VM's socket is free", || {
+            unsealed.connect(&socket).is_ok()
+        });
         let error = driver.guest.start();
         assert!(
             matches!(error, Err(GuestError::Message { .. })),
-            "memory that can be truncated was accepted, or the error is another: {error:?}"
+            "memory that can be truncated was accepted, or the error is the wrong one: {error:?}"
         );
         driver.guest.disconnect();
         work(&mut neighbour, 20);

@@ -53,14 +53,14 @@ fn memory_slot_changes_under_load_lose_no_request() {
     let regions = driver.guest.ram().vhost_regions();
     let announced = driver.guest.frontend().unwrap().get_max_mem_slots();
     assert_eq!(announced.unwrap(), SLOTS as u64);
-    // All regions have a slot at the start.
+    // At the start every region occupies a slot.
     let mut plugged = [true; SLOTS];
     let (mut met, mut changes) = (0, 0);
     for round in 0..ROUNDS {
         burst(&mut driver, &mut rng);
         met += usize::from(driver.guest.in_flight() > 0);
-        // One slot changes, and sometimes all missing ones are added, so that all slots are used
-        // again.
+        // Each round adds or removes one slot. Every 50th round adds all missing slots, so that all
+        // are in use again.
         let all = round % 50 == 49;
         let one = rng.usize(1..SLOTS);
         for (number, region) in regions.iter().enumerate() {
@@ -95,7 +95,7 @@ fn memory_slot_changes_under_load_lose_no_request() {
         "only {met} of {ROUNDS} rounds had requests in flight"
     );
     assert!(counts.hits > 100, "the guest had too few hits: {counts:?}");
-    // Removing a missing region fails and changes nothing.
+    // Removing a region that is not mapped fails and changes nothing.
     let front_end = driver.guest.frontend().unwrap();
     front_end.remove_mem_region(&regions[5]).unwrap();
     front_end.remove_mem_region(&regions[5]).unwrap_err();
@@ -132,7 +132,7 @@ fn one_slot_too_many_is_refused_without_effect_on_others() {
             said > 0,
             "round {round}: the log does not report too many regions: {log}"
         );
-        // The neighbour keeps its cache, and each answer is correct.
+        // The other VM keeps its cache, and each answer is correct.
         let before = neighbour.model.counts().hits;
         neighbour.settle().unwrap();
         neighbour.get_all().unwrap();
@@ -140,7 +140,7 @@ fn one_slot_too_many_is_refused_without_effect_on_others() {
             neighbour.model.counts().hits > before,
             "round {round}: the neighbour lost its cache"
         );
-        // The VM is served again with the permitted number.
+        // The VM is served again when it connects with the permitted number of regions.
         driver.hang_up().unwrap();
         daemon.connect(&mut driver, "a");
         work(&mut driver, 20);

@@ -15,10 +15,10 @@ use tmemd::{Config, Daemon};
 const MEMORY_LEFT_BYTES: usize = 4 << 20;
 const MAPPINGS_LEFT: usize = 16;
 
-/// Runs a daemon from its start to its stop. VMs are connected when it stops.
+/// Starts a daemon, connects VMs, and stops it while they are connected.
 fn live(round: u64) {
-    let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-    let config = Config::for_test(folder.path(), &["a", "b"]);
+    let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+    let config = Config::for_test(directory.path(), &["a", "b"]);
     let daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
     let mut drivers = Vec::new();
     for vm in &config.vms {
@@ -51,7 +51,7 @@ fn live(round: u64) {
     let _client =
         tmem_control::connect(&config.control).expect("cannot connect to the control socket");
     daemon.stop();
-    let left: Vec<_> = fs::read_dir(folder.path())
+    let left: Vec<_> = fs::read_dir(directory.path())
         .expect("cannot list the directory")
         .map(|file| file.expect("cannot read a directory entry").file_name())
         .collect();
@@ -64,12 +64,12 @@ fn a_clean_stop_releases_all_resources() {
     // Huge pages are disabled, because with them the kernel would decide in steps of 2 MiB how much
     // memory remains.
     disable_transparent_huge_pages(true).expect("the kernel is older than 3.15");
-    // The first run creates what a process creates only once.
+    // The first run creates resources that a process creates only once, such as the SIGBUS handler.
     live(0);
     let settled = |before: Option<&Taken>| {
         let mut now = taken_by(own);
         if let Some(before) = before {
-            until("threads have ended", || {
+            until("the daemon's threads have ended", || {
                 now = taken_by(own);
                 now.threads <= before.threads
             });

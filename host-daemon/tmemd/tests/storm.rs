@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! As many VMs as the daemon is designed for connect, work and disconnect at once, repeatedly.
 //!
-//! Every answer is judged, and every message has a time limit. The daemon's resources stay within
-//! the bounds of docs/operating.md, and afterwards they are what they were before.
+//! The model checks every answer, and every message has a time limit. The daemon's resources stay
+//! within the bounds of docs/operating.md, and return to their first values after the VMs have
+//! disconnected.
 
 mod common;
 
@@ -19,7 +20,8 @@ const ROUNDS: usize = 4;
 /// Steps of random work of each VM in a round.
 const STEPS: usize = 12;
 
-/// Request queues and memory regions of a VM. The last region is empty and is added and removed.
+/// Number of request queues and memory regions of a VM. The VMM adds and removes the last region,
+/// which contains no requests.
 const QUEUES: u16 = 2;
 const REGIONS: usize = 3;
 
@@ -27,15 +29,16 @@ const REGIONS: usize = 3;
 /// measures the times.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Resources of a connected VM according to docs/operating.md: a thread; a socket with four more
-/// handles; kick, call and error of each queue; the file of each region. Mappings are the regions
-/// and the thread's stack and signal stack, each with a guard. Memory includes these few pages.
+/// Resources of a connected VM according to docs/operating.md. Threads: one. Descriptors: a socket
+/// with four duplicates; kick, call and error of each queue; the file of each region. Mappings: the
+/// regions, and the thread's stack and signal stack, each with a guard page. Memory: these few
+/// pages.
 const THREADS_PER_VM: usize = 1;
 const DESCRIPTORS_PER_VM: usize = 5 + 3 * (1 + QUEUES as usize) + REGIONS;
 const MAPPINGS_PER_VM: usize = REGIONS + 4;
 const MEMORY_PER_VM_BYTES: usize = 256 << 10;
 
-/// Number of bytes that allocators may keep for later after all VMs have left.
+/// Number of bytes that allocators may keep for later after all VMs have disconnected.
 const MEMORY_LEFT_BYTES: usize = 32 << 20;
 const MAPPINGS_LEFT: usize = 64;
 
@@ -78,7 +81,7 @@ impl Meeting {
     }
 }
 
-/// Waits until the daemon's resources meet a condition, and returns them.
+/// Waits until `stated` returns true for the resources of the daemon, and returns these resources.
 fn settled(pid: i32, stated: impl Fn(&common::Taken) -> bool) -> common::Taken {
     let deadline = Instant::now() + common::scaled(common::TIMEOUT);
     loop {
@@ -105,7 +108,8 @@ fn connect(driver: &mut Driver, socket: &std::path::Path) {
     driver.create_pool().unwrap();
 }
 
-/// Runs one VM's part of a round: it connects, works and leaves, each time in another way.
+/// Runs one VM's part of a round: it connects, sends requests and disconnects, in one of several
+/// ways.
 fn visit(driver: &mut Driver, socket: &std::path::Path, rng: &mut fastrand::Rng) {
     connect(driver, socket);
     for _ in 0..STEPS {
@@ -166,14 +170,15 @@ fn vms_connect_and_disconnect_concurrently() {
                     meeting.all(VMS + 1);
                     visit(&mut driver, socket, &mut rng);
                     meeting.all(VMS + 1);
-                    // At this barrier all VMs are connected, and the resources are counted.
+                    // While the threads wait at this barrier, all VMs are connected, and the main
+                    // thread counts the resources.
                     meeting.all(VMS + 1);
                     if rng.bool() {
                         driver.put(1, 0, 8);
                         in_flight.fetch_add(driver.guest.in_flight(), Ordering::SeqCst);
                         driver.hang_up().unwrap();
                     } else {
-                        // The VM leaves without waiting until the daemon notices it.
+                        // The VM disconnects without waiting until the daemon notices that.
                         driver.settle().unwrap();
                         driver.lose_backend().unwrap();
                     }
@@ -183,7 +188,7 @@ fn vms_connect_and_disconnect_concurrently() {
         for _ in 0..ROUNDS {
             meeting.all(VMS + 1);
             meeting.all(VMS + 1);
-            // Old memory tables are unmapped a little later.
+            // Memory tables of ended connections are unmapped a little later.
             let now = settled(before.pid, |now| {
                 now.threads == before.threads + VMS * THREADS_PER_VM
                     && now.descriptors == before.descriptors + VMS * DESCRIPTORS_PER_VM
@@ -211,7 +216,7 @@ fn vms_connect_and_disconnect_concurrently() {
             && now.memory_bytes <= before.memory_bytes + MEMORY_LEFT_BYTES
     });
     println!("after: {after:?}");
-    // A later connection is served.
+    // After all rounds, the daemon still serves a new connection.
     let mut driver = daemon.driver("vm0", seed);
     common::work(&mut driver, 100);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The recorder: the file contains the requests of guests in their order, and nothing else.
+//! Tests of the trace recorder: its file contains the requests of guests in their order, and
+//! nothing else.
 
 mod common;
 
@@ -9,14 +10,14 @@ use std::os::unix::fs::PermissionsExt;
 use tmem_sim::{Content, Driver, PutPage, Range, Request};
 use tmem_trace::format::{Event, ObjectKey, Op, Reader};
 
-/// Object number that looks like nothing else in a file.
+/// Object number that does not occur by chance in a file.
 const OBJECT: u64 = 0x1357_9bdf_0246_8ace;
 const INDEX: u64 = 0x0011_2233_4455;
 
 fn recording(bytes_max: &str) -> Daemon {
     let vms = [("a", None), ("b", None)];
-    Daemon::with_arguments(&vms, "64MiB", |folder| {
-        let trace = folder.join("trace").to_str().unwrap().to_owned();
+    Daemon::with_arguments(&vms, "64MiB", |directory| {
+        let trace = directory.join("trace").to_str().unwrap().to_owned();
         ["--trace", &trace, "--trace-max", bytes_max]
             .map(String::from)
             .into()
@@ -91,7 +92,8 @@ fn a_trace_contains_the_requests() {
     let bytes = fs::read(&path).unwrap();
     let events = read(&bytes);
     assert!(events.is_sorted_by_key(|event| event.time_us));
-    // A connection begins and ends empty, as does the probe connection of the test's start.
+    // Each connection empties the tenant when it begins and when it ends. So does the connection
+    // with which `Daemon::spawn` tests the socket.
     let mut ops = events.iter().filter(|event| event.tenant == 1);
     let mut ops = ops
         .by_ref()
@@ -173,13 +175,13 @@ fn a_trace_ends_at_its_maximum_size() {
 
 #[test]
 fn an_existing_file_is_not_overwritten() {
-    let folder = tempfile::tempdir().unwrap();
-    let trace = folder.path().join("trace");
+    let directory = tempfile::tempdir().unwrap();
+    let trace = directory.path().join("trace");
     fs::write(&trace, "mine").unwrap();
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_tmemd"));
     command
         .args(["--pool-size", "64MiB", "--control"])
-        .arg(folder.path().join("control"));
+        .arg(directory.path().join("control"));
     let output = command.arg("--trace").arg(&trace).output().unwrap();
     let log = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(

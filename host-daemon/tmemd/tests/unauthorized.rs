@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A peer that a socket's file admits but its configured permissions do not is refused.
+//! A peer is refused if the mode of a socket's file admits it but the configured permissions do
+//! not.
 //!
-//! The test needs root, which can become another user.
+//! The tests need root, because only root can connect as another user.
 
 mod common;
 
@@ -23,15 +24,17 @@ const OTHER: u32 = 64057;
 /// Name of a user and a group that each host has.
 const NAMED: &str = "daemon";
 
-/// Runs `what` in a thread with another user and other groups. Other threads stay root's.
+/// Runs `what` in a thread with another user and other groups. The other threads still run as root.
 fn as_user<R: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> R + Send) -> R {
     let groups: Vec<Gid> = groups.iter().map(|group| Gid::from_raw(*group)).collect();
     let (uid, gid) = (Uid::from_raw(user), Gid::from_raw(user));
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            set_thread_groups(&groups).expect("root can change the thread's credentials");
-            set_thread_res_gid(gid, gid, gid).expect("root can change the thread's credentials");
-            set_thread_res_uid(uid, uid, uid).expect("root can change the thread's credentials");
+            set_thread_groups(&groups).expect("cannot change the thread's credentials as root");
+            set_thread_res_gid(gid, gid, gid)
+                .expect("cannot change the thread's credentials as root");
+            set_thread_res_uid(uid, uid, uid)
+                .expect("cannot change the thread's credentials as root");
             what()
         });
         thread.join().expect("the thread panicked")
@@ -41,7 +44,7 @@ fn as_user<R: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> R + Send) 
 /// Sends a message. Returns true if the connection answers it.
 fn is_served(socket: &Path, message: &[u8]) -> bool {
     let mut stream =
-        UnixStream::connect(socket).expect("every user can connect to a socket of this mode");
+        UnixStream::connect(socket).expect("a user cannot connect to a socket of this mode");
     stream
         .set_read_timeout(Some(TIMEOUT))
         .expect("cannot set the socket's time-out");
@@ -67,7 +70,8 @@ fn log(daemon: &Daemon) -> String {
     fs::read_to_string(daemon.path("log")).expect("cannot read the log")
 }
 
-/// Lets every user connect to the socket, a mistake that an operator may make.
+/// Sets a mode with which every user can connect to the socket, a mistake that an operator may
+/// make.
 fn let_everybody_in(socket: &Path) {
     fs::set_permissions(socket, Permissions::from_mode(0o666))
         .expect("cannot change the file's mode");
@@ -78,8 +82,8 @@ fn unauthorized_peers_are_refused() {
     if !geteuid().is_root() {
         return skipped(Missing::Root, "only root can connect as other users");
     }
-    let read_only = |folder: &Path| {
-        let path = folder.join("read-only").display().to_string();
+    let read_only = |directory: &Path| {
+        let path = directory.join("read-only").display().to_string();
         vec!["--control-read-only".into(), path]
     };
     let daemon = Daemon::with_arguments(&[("given", None)], "64MiB", read_only);
@@ -182,8 +186,8 @@ fn sockets_belong_to_the_configured_users() {
         accounts::number(&rows, NAMED).unwrap_or_else(|| panic!("{file} has no account {NAMED}"))
     };
     let (user, admins) = (named("/etc/passwd"), named("/etc/group"));
-    let mut daemon = Daemon::with_arguments(&[("given", None)], "64MiB", |folder| {
-        let at = |name: &str| folder.join(name).display().to_string();
+    let mut daemon = Daemon::with_arguments(&[("given", None)], "64MiB", |directory| {
+        let at = |name: &str| directory.join(name).display().to_string();
         let vm = format!("name=own,owner={NAMED},socket={}", at("own.sock"));
         let group = READERS.to_string();
         [
@@ -199,9 +203,11 @@ fn sockets_belong_to_the_configured_users() {
         .expect("cannot change the file's mode");
     let (control, read_only) = (daemon.path("control"), daemon.path("read-only"));
     let (own, given) = (daemon.socket("own"), daemon.socket("given"));
-    // At the second start the sockets replace ones that belong to other users.
+    // At its second start the daemon replaces sockets that belong to other users.
     for _ in 0..2 {
-        until("the last one listens", || UnixStream::connect(&own).is_ok());
+        until("tmemd serves the last VM's socket", || {
+            UnixStream::connect(&own).is_ok()
+        });
         for (path, owner, group) in [
             (&control, 0, admins),
             (&read_only, 0, READERS),
@@ -213,14 +219,16 @@ fn sockets_belong_to_the_configured_users() {
             assert_eq!(
                 is,
                 (owner, group, 0o660),
-                "{} has another owner, group or mode",
+                "{} has the wrong owner, group or mode",
                 path.display()
             );
         }
         daemon.kill();
         daemon.spawn();
     }
-    until("the last one listens", || UnixStream::connect(&own).is_ok());
+    until("tmemd serves the last VM's socket", || {
+        UnixStream::connect(&own).is_ok()
+    });
     assert!(
         served(OTHER, &[READERS], &read_only),
         "the read-only socket refused a member of its group"

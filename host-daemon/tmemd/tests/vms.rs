@@ -70,7 +70,7 @@ impl RegistryTest {
         match error.expect_err("the daemon accepted an invalid VM").kind() {
             ErrorKind::BadVm(Some(bad)) => (bad.name.clone(), bad.reason.clone()),
             ErrorKind::BadQuota(Some(bad)) => (bad.name.clone(), format!("quota: {}", bad.reason)),
-            other => panic!("the daemon answered with another error: {other:?}"),
+            other => panic!("the daemon answered with the wrong error: {other:?}"),
         }
     }
 
@@ -103,13 +103,13 @@ impl RegistryTest {
             .vms;
         vms.into_iter()
             .find(|vm| vm.name == name)
-            .expect("the VM is listed")
+            .expect("the VM is not listed")
     }
 
     fn connect(&self, name: &str) -> UnixStream {
         let stream = UnixStream::connect(self.path(&format!("{name}.sock")))
             .expect("cannot connect to the socket");
-        until("it is connected", || self.vm(name).connected);
+        until("the VM is connected", || self.vm(name).connected);
         stream
     }
 }
@@ -215,7 +215,7 @@ fn an_added_vm_is_changed_in_place() {
         ..changed.clone()
     };
     drop(connection);
-    until("it is gone", || !host.vm("shop").connected);
+    until("the VM is disconnected", || !host.vm("shop").connected);
     assert!(!host.add(&other_domain));
     assert_eq!(host.vm("shop").trust_domain.as_deref(), Some("team"));
     assert!(!host.add(&VmSpec {
@@ -326,7 +326,7 @@ fn a_refused_change_has_no_effect() {
         UnixStream::connect(host.path(&format!("{name}.sock")))
             .expect("cannot connect to the socket");
     }
-    // A refused new VM leaves nothing behind either.
+    // The daemon refuses a new VM and keeps neither a socket nor a file of it.
     let mut new = host.spec("5ca1ab1e-0000-4000-8000-000000000003", "new");
     new.quota.reserve_bytes = 65 << 20;
     host.refused(&new);
@@ -375,23 +375,23 @@ fn a_problem_stays_until_it_is_fixed() {
         client.set_quota("web".into(), spec.quota.clone())
     };
     assert_eq!(problem(), None);
-    let mends: [&dyn Fn(); 4] = [
+    let ways_to_fix: [&dyn Fn(); 4] = [
         &|| set(UUID, None).expect("the daemon did not set the problem"),
         &|| assert!(!host.add(&spec)),
         &|| assert!(!host.add(&changed)),
         &|| assert!(quota().call().is_ok()),
     ];
-    for mend in mends {
+    for fix in ways_to_fix {
         set(&UUID.to_uppercase(), Some("a unit XiB")).expect("the daemon did not set the problem");
         assert_eq!(problem().as_deref(), Some("a unit XiB"));
-        mend();
+        fix();
         assert_eq!(problem(), None);
     }
-    set(GIVEN, Some("x")).expect("a configured VM can have a problem");
+    set(GIVEN, Some("x")).expect("the daemon refused to note a problem of a configured VM");
     let error = set(OTHER, Some("x")).expect_err("the daemon set a problem of an unknown VM");
     assert!(
         matches!(error.kind(), ErrorKind::NoSuchVm(_)),
-        "the daemon answered with another error: {error}"
+        "the daemon answered with the wrong error: {error}"
     );
 }
 
@@ -411,7 +411,7 @@ fn the_read_only_socket_adds_and_removes_nothing() {
         let error = result.expect_err("the read-only socket changed a VM");
         assert!(
             matches!(error.kind(), ErrorKind::ReadOnlySocket(_)),
-            "the daemon answered with another error: {error}"
+            "the daemon answered with the wrong error: {error}"
         );
     }
     assert_eq!(host.names(), ["given", "web"]);
@@ -480,14 +480,14 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
         );
     }
     host.connect("web");
-    // The manager reports no problem, but the daemon does.
+    // The VM's manager reports no problem. The daemon itself reports that the reserve is reduced.
     let mut client = host.client();
     let told = client
         .set_problem(OTHER.into(), second.socket.clone(), None)
         .call();
     told.expect("the daemon did not set the problem");
     assert_eq!(host.vm("web").problem.as_ref(), Some(&problem));
-    // A repeated request fits no better, but a smaller one does.
+    // A request for the same reserve still does not fit; a request for a smaller one does.
     let (_, reason) = host.refused(&second);
     assert!(
         reason.contains("a reserve of 31457280 bytes"),
@@ -497,7 +497,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     assert!(!host.add(&less));
     assert_eq!((reserve(&host, "web"), host.vm("web").problem), (11, None));
 
-    // The request is kept and granted when it fits.
+    // The daemon keeps the requested reserve, and grants it when it fits.
     let mut host = self::host();
     host.add(&VmSpec {
         socket: host.path("db.sock").to_string_lossy().into(),
@@ -563,7 +563,7 @@ fn two_ends_of_a_migration_are_two_vms() {
         assert!(arrives(&host).socket.ends_with(&socket) && !host.stored(old).exists());
     }
     let second = UnixStream::connect(&target.socket).expect("cannot connect to the socket");
-    until("it is connected", || arrives(&host).connected);
+    until("the VM is connected", || arrives(&host).connected);
     let (_, reason) = host.refused(&end(&host, "c.sock"));
     assert!(
         reason.contains("two sockets already"),
@@ -574,12 +574,12 @@ fn two_ends_of_a_migration_are_two_vms() {
         "adding the target disconnected the source"
     );
 
-    // The migration fails: everything is as before.
+    // The migration fails: the target is removed, and the source stays connected.
     assert!(host.remove(UUID, "b") && ended(second));
     assert_eq!(host.names(), ["given", "web"]);
     assert!(host.vm("web").connected);
 
-    // The migration succeeds. A restart in between changes nothing.
+    // The migration succeeds, also if the daemon restarts before it ends.
     assert!(host.add(&target));
     host.restart();
     assert_eq!(host.names(), ["given", "web", "web+incoming"]);
@@ -619,7 +619,8 @@ fn an_invalid_stored_vm_is_skipped_and_kept() {
             "the file of stored VM {name} was removed"
         );
     }
-    // A start of the VM repairs its file, and its end removes it.
+    // Adding the VM again, as libvirt does at its start, repairs its file. A call that removes a VM
+    // also removes its file if the VM was not restored.
     assert!(host.add(&host.spec(OTHER, "db")));
     assert!(!host.remove(third, "third"));
     assert!(!host.stored("third").exists());
@@ -637,19 +638,20 @@ fn the_number_of_vms_is_limited() {
             &format!("vm{number}"),
         )
     };
-    // The configuration already has one VM.
+    // One of the VMS_MAX VMs is in the configuration.
     for number in 1..VMS_MAX {
         client
             .add_vm(spec(number))
             .call()
-            .expect("fewer than VMS_MAX VMs exist");
+            .expect("the daemon refused one of VMS_MAX VMs");
     }
     assert!(host.refused(&spec(VMS_MAX)).1.contains("1024 VMs already"));
     assert!(host.remove(&spec(7).uuid, "vm7"));
     host.add(&spec(VMS_MAX));
 }
 
-/// Threads add and remove VMs at the same time. No socket is lost, and none is left.
+/// Threads add and remove VMs at the same time. No socket of a VM is missing, and no socket of a
+/// removed VM is left.
 #[test]
 fn vms_are_added_and_removed_concurrently() {
     let host = host();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests the messages of the daemon to the service manager: that it serves, is alive, stops, or
-//! hangs. The daemon hangs if only one of its threads hangs. The test is the service manager and
-//! listens at NOTIFY_SOCKET.
+//! hangs. The daemon counts as hung if at least one of its threads hangs. Each test takes the place
+//! of the service manager and listens on the socket that NOTIFY_SOCKET names.
 
 mod common;
 
@@ -17,11 +17,12 @@ const PERIOD: Duration = Duration::from_secs(2);
 const LIVES: &str = "WATCHDOG=1";
 const HANGS: &str = "WATCHDOG=trigger";
 
-/// Starts a daemon that reports to this socket.
+/// Starts a daemon that reports to a service manager. Returns the daemon and the socket of the
+/// manager.
 fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
     let mut manager = None;
-    let daemon = Daemon::with_environment(vms, |folder| {
-        let path = folder.join("notify");
+    let daemon = Daemon::with_environment(vms, |directory| {
+        let path = directory.join("notify");
         let socket = UnixDatagram::bind(&path).expect("cannot bind the socket");
         socket
             .set_read_timeout(Some(common::TIMEOUT))
@@ -32,7 +33,10 @@ fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
             ("WATCHDOG_USEC".into(), PERIOD.as_micros().to_string()),
         ]
     });
-    (daemon, manager.expect("the daemon's arguments were built"))
+    (
+        daemon,
+        manager.expect("the daemon's arguments were not built"),
+    )
 }
 
 /// Returns the next message of the daemon.
@@ -47,7 +51,7 @@ fn hear(manager: &UnixDatagram) -> String {
         .into()
 }
 
-/// Checks for a time that the daemon sends no other message than that it is alive.
+/// Checks that, for the given time, every message of the daemon says that the daemon is alive.
 fn lives_for(manager: &UnixDatagram, time: Duration) {
     let end = Instant::now() + time;
     while Instant::now() < end {
@@ -96,8 +100,8 @@ fn a_thread_that_waits_does_not_count_as_hung() {
     lives_for(&manager, 2 * PERIOD);
 }
 
-/// A thread that is stopped as under a debugger, until this is dropped. This is the only known way
-/// to hang a thread without a bug.
+/// A thread that ptrace stops, as a debugger would, until this value is dropped. This is the only
+/// known way to hang a thread without a bug.
 struct Stopped(libc::pid_t);
 
 impl Stopped {
@@ -152,7 +156,8 @@ fn a_hung_worker_is_reported() {
             begun.elapsed() < 4 * common::TIMEOUT,
             "the daemon did not report the hang in time"
         );
-        // The requests take the workers some milliseconds, in which the test can stop them.
+        // These requests keep the workers busy for some milliseconds, in which the test can stop
+        // one of them.
         for object in 1..=20 {
             driver.put(object, 0, 64);
         }
@@ -163,15 +168,16 @@ fn a_hung_worker_is_reported() {
         drop(stopped);
         driver
             .settle()
-            .expect("the released workers do not continue");
+            .expect("the released workers did not continue");
     };
     assert_eq!(hear(&manager), HANGS, "the daemon did not report the hang");
     let log = std::fs::read_to_string(daemon.path("log")).expect("cannot read the log");
     // A background worker that waits for a lock of a stopped thread hangs, too, and is listed
     // first.
-    let told = |line: &str| line.contains("the daemon hangs at ") && line.contains("worker-");
+    let names_worker =
+        |line: &str| line.contains("the daemon hangs at ") && line.contains("worker-");
     assert!(
-        log.lines().any(told),
+        log.lines().any(names_worker),
         "the log does not name the hanging worker: {log}"
     );
     // The daemon continues as soon as the thread runs again, unless the service manager has ended
@@ -179,7 +185,7 @@ fn a_hung_worker_is_reported() {
     drop(stopped);
     driver
         .settle()
-        .expect("the released workers do not continue");
+        .expect("the released workers did not continue");
     while hear(&manager) == HANGS {}
     lives_for(&manager, PERIOD);
 }

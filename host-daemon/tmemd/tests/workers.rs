@@ -26,7 +26,8 @@ fn daemon(vms: &[(&str, Option<&str>)], event_loop: &str, workers: usize) -> Dae
     Daemon::with_arguments(vms, "512MiB", arguments)
 }
 
-/// Returns for each worker of a process the number of its sleeps and its processor time in ns.
+/// Returns, for each worker of a process, the number of times that it slept and its processor time
+/// in ns.
 fn slept(pid: u32) -> BTreeMap<String, (String, u64)> {
     let mut all = BTreeMap::new();
     for thread in std::fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
@@ -50,7 +51,7 @@ fn slept(pid: u32) -> BTreeMap<String, (String, u64)> {
 }
 
 /// Number of consecutive checks without a change after which a worker counts as idle.
-const LOOKS: u32 = 3;
+const CHECKS: u32 = 3;
 
 /// No worker wakes up without work, however busy it was before.
 #[test]
@@ -61,14 +62,14 @@ fn idle_workers_sleep() {
         work(&mut driver, 300);
         driver.settle().unwrap();
         let mut before = slept(daemon.pid());
-        // The last polling times end within a millisecond, if the host's load does not delay them.
+        // Workers poll their empty rings for at most a millisecond, or longer if the host is busy.
         let mut same = 0;
-        until("it comes to rest", || {
+        until("the workers are idle", || {
             std::thread::sleep(Duration::from_millis(100));
             let now = slept(daemon.pid());
             same = if now == before { same + 1 } else { 0 };
             before = now;
-            same == LOOKS
+            same == CHECKS
         });
         std::thread::sleep(Duration::from_millis(500));
         assert_eq!(
@@ -96,13 +97,14 @@ fn put(guest: &mut FakeGuest, queue: usize, pages: usize) -> bool {
         .is_some()
 }
 
-/// A guest that keeps eight queues full of the largest batches, beside a guest with one small
-/// request at a time. In each round of the worker both get a slice, so for each small request the
-/// other guest gets a batch or two, however many it has waiting.
+/// One guest keeps eight queues full of the largest batches; another guest has one small request at
+/// a time. In each round of the worker, both guests get a slice. So for each small request, the
+/// worker serves one or two batches of the busy guest, however many batches wait.
 #[test]
 fn a_flood_of_requests_takes_only_the_fair_share_of_its_vm() {
     if std::thread::available_parallelism().is_ok_and(|number| number.get() == 1) {
-        let why = "with one the worker has many turns while we do not look";
+        let why =
+            "with one processor, the worker gives many slices between two readings of the test";
         return skipped(Missing::Processors, why);
     }
     for event_loop in ["epoll", "auto"] {
@@ -141,8 +143,8 @@ fn a_flood_of_requests_takes_only_the_fair_share_of_its_vm() {
             shares.push(answered(&flood) - before);
         }
         shares.sort_unstable();
-        // The bound allows for the worker's current slice and a measuring error. The median would
-        // be eight if queues instead of VMs took turns.
+        // The bound allows for the worker's current slice and a measuring error. If the worker gave
+        // slices to queues in turn instead of VMs, the median would be eight.
         let median = shares[shares.len() / 2];
         assert!(
             median <= 4,

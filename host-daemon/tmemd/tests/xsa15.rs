@@ -71,7 +71,8 @@ fn store(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) {
     assert_eq!(answer.pages[0].result, wire::P_STORED);
 }
 
-/// Returns true for a hit, whose page must be that of the cookie.
+/// Requests a page by cookie. Returns true for a hit, after a check that the page is that of the
+/// cookie.
 fn hit(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> bool {
     let answer = ask(driver, get(pool, object, index, cookie));
     let Some(page) = answer.pages.first().and_then(|page| page.page.as_ref()) else {
@@ -79,13 +80,13 @@ fn hit(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> 
     };
     assert!(
         **page == *Content::Noise(cookie).page(),
-        "the daemon returned another page than the cookie names"
+        "the daemon returned a page that the cookie does not name"
     );
     true
 }
 
-/// Sends all requests that a pool can receive. Each must be answered with this status and have no
-/// effect.
+/// Sends all requests that a pool can receive. Checks that each request is answered with a status
+/// of the list `status` and has no effect.
 fn all_are(driver: &mut Driver, pool: u32, status: &[u8]) {
     let destroy = Request::PoolDestroy { pool };
     for request in [
@@ -105,8 +106,9 @@ fn all_are(driver: &mut Driver, pool: u32, status: &[u8]) {
     }
 }
 
-/// XSA-15: a guest could call operations of the toolstack. Here quotas, sizes and other VMs belong
-/// to another socket, and no message of a guest or its VMM has a meaning there or here.
+/// XSA-15: a guest could call operations of the toolstack. In this daemon, quotas, sizes and other
+/// VMs belong to the control socket. A guest or its VMM can send no message for them, to its own
+/// socket or to the control socket.
 #[test]
 fn a_guest_cannot_perform_control_operations() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
@@ -175,7 +177,7 @@ fn a_guest_cannot_perform_control_operations() {
             "queue {queue} executed a request of the other kind of queue"
         );
     }
-    // The VMM cannot write the configuration, through which QEMU's device would let a guest do so.
+    // The VMM cannot write the configuration. QEMU's device would otherwise let a guest write it.
     let frontend = driver.guest.frontend().unwrap();
     let flags = VhostUserConfigFlags::WRITABLE;
     let written = frontend.set_config(0, flags, &[0xff; 32]);
@@ -191,7 +193,7 @@ fn a_guest_cannot_perform_control_operations() {
         b"{\"method\":\"io.virtiotmem.Control.SetPoolSize\",\"parameters\":{\"size_bytes\":1048576}}\0";
     stream.write_all(call).unwrap();
     let mut answer = Vec::new();
-    // The connection is closed, whether the daemon had read the whole message or not.
+    // The daemon closes the connection, whether it has read the whole message or not.
     let _ = stream.read_to_end(&mut answer);
     assert_eq!(answer, b"");
     assert_eq!(figures(), before);
@@ -199,8 +201,8 @@ fn a_guest_cannot_perform_control_operations() {
     work(&mut neighbour, 50);
 }
 
-/// XSA-15: a negative id passed the check of its upper bound. Here ids are unsigned, and each of
-/// their bits counts.
+/// XSA-15: a negative id passed the check of its upper bound. In this daemon, ids are unsigned, and
+/// each of their bits counts.
 #[test]
 fn pool_ids_are_unsigned() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -266,8 +268,9 @@ fn pool_ids_are_unsigned() {
     every_queue_answers(&mut driver);
 }
 
-/// XSA-15: an id was used before it was checked. Here a pool is found among the tenant's own or not
-/// at all: never created, destroyed, another VM's, or of an older generation.
+/// XSA-15: an id was used before it was checked. In this daemon, a pool is searched for among the
+/// tenant's own pools only. An id that was never created, was destroyed, or belongs to another VM
+/// or an older generation is not found.
 #[test]
 fn foreign_or_stale_pool_ids_are_refused() {
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
@@ -281,7 +284,7 @@ fn foreign_or_stale_pool_ids_are_refused() {
     for pool in borders {
         all_are(&mut driver, pool, none);
     }
-    // A pool is destroyed, and created again with the same id.
+    // Destroy each pool and create a pool with the same id.
     for pool in borders {
         let create = || Request::PoolCreate { pool, flags: 0 };
         assert_eq!(ask(&mut driver, create()).status, wire::S_OK);
@@ -311,13 +314,13 @@ fn foreign_or_stale_pool_ids_are_refused() {
     work(&mut other, 30);
 }
 
-/// XSA-15: a guest without a tenant was served with a null pointer. Here a connection has a tenant
-/// from its first message to its end, whether it has a pool or not.
+/// XSA-15: a guest without a tenant was served with a null pointer. In this daemon, a connection
+/// has a tenant from its first message to its end, whether it has a pool or not.
 #[test]
 fn requests_before_or_after_a_connection_reach_no_pool() {
-    let run = |folder: &std::path::Path| {
-        let folder = folder.to_str().unwrap();
-        vec!["--run-directory".into(), folder.into()]
+    let run = |directory: &std::path::Path| {
+        let directory = directory.to_str().unwrap();
+        vec!["--run-directory".into(), directory.into()]
     };
     let mut daemon = Daemon::with_arguments(&[("a", None), ("other", None)], "512MiB", run);
     let mut other = daemon.driver("other", 2);
@@ -383,7 +386,7 @@ fn requests_before_or_after_a_connection_reach_no_pool() {
         assert!(control.remove_vm(uuid.into(), path).call().unwrap().removed);
         // Answers that still arrive belong to earlier requests.
         let guest = &mut removed.guest;
-        until("the connection ends", || guest.read_config().is_err());
+        until("the VM's connection ends", || guest.read_config().is_err());
         let used = |guest: &tmem_sim::FakeGuest| -> Vec<u16> {
             let queues = 0..guest.num_queues();
             queues.map(|q| guest.ring(q).used_idx_in_memory()).collect()
@@ -436,8 +439,8 @@ fn add_chain(driver: &mut Driver, request: Request, bend: impl FnOnce(&mut Vec<D
         .add_by_hand(1, request, placed, slots[0], slots);
 }
 
-/// The added chain is never answered: its queue stops, nothing but event indices is written to
-/// guest memory, no page moves, and this VM and the other one continue.
+/// Checks that the added chain is never answered: its queue stops, only event indices are written
+/// to guest memory, no page is stored or dropped, and both VMs continue to be served.
 fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnce(&mut Driver)) {
     let [driver, neighbour] = vms;
     let pool = driver.pool();
@@ -481,22 +484,26 @@ fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnc
         done.is_some()
     });
     let result = done.unwrap().answer.pages[0].result;
-    assert_eq!(result, wire::P_HIT, "{what}: another page was lost");
+    assert_eq!(
+        result,
+        wire::P_HIT,
+        "{what}: the page that was stored before was lost"
+    );
     driver.reboot().unwrap();
     work(driver, 5);
     work(neighbour, 5);
 }
 
-/// XSA-15: addresses of a guest were used unchecked. Here each byte must be in the memory that the
-/// VMM shares, or the queue stops before anything is read or written.
+/// XSA-15: addresses of a guest were used unchecked. In this daemon, each byte must be in the
+/// memory that the VMM shares. Otherwise the queue stops before anything is read or written.
 #[test]
 fn buffers_outside_of_guest_memory_are_never_accessed() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut vms = [daemon.driver("a", 1), daemon.driver("b", 2)];
     let log = vms[0].guest.start_log().unwrap().region();
-    // The addresses are beside, between and around the regions; in the VMM's addresses of memory
-    // and dirty log; in the daemon's address space; and in the kernel's. Then come buffers that
-    // begin inside a region and end outside.
+    // The addresses are beside, between and around the regions; addresses at which the VMM has its
+    // memory and the dirty log; addresses of the daemon; and addresses of the kernel. The last ones
+    // are buffers that begin inside a region and end outside.
     let end = (1 << 32) + (8 << 20);
     let addresses = [
         8 << 20,
@@ -546,8 +553,8 @@ fn buffers_outside_of_guest_memory_are_never_accessed() {
     daemon.expect_alive();
 }
 
-/// XSA-15: offset and length were added before they were compared. Here sums have more bits than
-/// their terms.
+/// XSA-15: offset and length were added before they were compared. In this daemon, a sum is
+/// computed with more bits than its terms have.
 #[test]
 fn overflowing_sums_in_requests_are_refused() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
@@ -567,7 +574,7 @@ fn overflowing_sums_in_requests_are_refused() {
     store(&mut driver, pool, 1, 0, 5);
     store(&mut driver, pool, 1, 1, 6);
     let end = 1u64 << wire::INDEX_BITS;
-    // Sums of index and length are small if they wrap.
+    // For these flushes, the sum of index and length is small if the addition wraps.
     let beyond = |index: u64| flush(pool, 1, index, 0u64.wrapping_sub(index - 2));
     let run = Request::Get {
         pool,
@@ -615,7 +622,7 @@ fn overflowing_sums_in_requests_are_refused() {
         assert_eq!(driver.guest.ring(1).used_idx_in_memory(), used);
         driver.reboot().unwrap();
     }
-    // No ring with an overflowing address runs, and the other queue does.
+    // A queue whose ring address overflows does not run. The other queue continues to run.
     let layout = driver.guest.ring(1).layout();
     let [desc, avail, used] = [layout.desc, layout.avail, layout.used]
         .map(|address| driver.guest.ram().host_addr(address));
@@ -677,7 +684,7 @@ fn overflowing_sums_in_requests_are_refused() {
     assert_eq!(
         answer.status,
         wire::S_OK,
-        "another queue does not answer any more"
+        "the other queue does not answer any more"
     );
     driver.guest.disconnect();
     daemon.connect(&mut driver, "a");
@@ -706,8 +713,8 @@ fn overflowing_sums_in_requests_are_refused() {
     }
 }
 
-/// XSA-15: a lock was kept when an error was found. Here this VM, another one and an operator, who
-/// take the same locks, continue at once after any refusal.
+/// XSA-15: a lock was kept when an error was found. In this daemon, the same VM, another VM and an
+/// operator, who take the same locks, continue at once after any refusal.
 #[test]
 fn error_paths_leave_no_lock_held() {
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
@@ -812,7 +819,7 @@ fn error_paths_leave_no_lock_held() {
         }),
     ];
     for (what, odd) in messages {
-        // Messages come during work, when workers need the locks, too.
+        // Messages arrive while workers need the same locks for their work.
         for object in 1..6 {
             driver.put(object, 0, 12);
         }

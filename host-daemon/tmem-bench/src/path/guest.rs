@@ -10,7 +10,7 @@ use tmem_sim::{Buffer, FakeGuest, GuestConfig, RamRegion, Request};
 use virtio_tmem as wire;
 use zerocopy::IntoBytes;
 
-/// Pages of a request.
+/// Number of pages of a request.
 pub const BATCH: usize = wire::BATCH_MAX;
 
 /// Number of requests in flight.
@@ -43,7 +43,7 @@ pub struct Guest {
     into_at: u64,
     slots: Vec<Slot>,
     free: Vec<usize>,
-    /// Expected result of a page that is put.
+    /// Result that the guest expects for each page of a put.
     pub put_is: u8,
 }
 
@@ -218,7 +218,7 @@ impl Guest {
         };
         let ring = self.guest.ring_mut(QUEUE);
         ring.add(&chain, Some(table), number as u64)
-            .expect("the queue has descriptors for all requests in flight");
+            .expect("the queue has no descriptors for another request");
         self.guest.publish(QUEUE);
     }
 
@@ -254,7 +254,7 @@ impl Guest {
     /// Polls for an answer. Returns the number of pages of its request.
     ///
     /// # Errors
-    /// Errors of [`Self::answer`], or no answer arrives in time.
+    /// Errors of [`Self::answer`], or no answer within the time limit.
     pub fn wait(&mut self) -> Result<usize, String> {
         let begun = Instant::now();
         loop {

@@ -45,7 +45,7 @@ impl BenchDaemon {
     /// Starts one worker on the given processor.
     ///
     /// # Errors
-    /// The system cannot start it.
+    /// The system cannot start the worker's thread.
     pub fn serve(
         &self,
         event_loop: EventLoop,
@@ -82,7 +82,7 @@ impl BenchDaemon {
     /// Connects a guest as a VM with its own trust domain and the given reserve.
     ///
     /// # Errors
-    /// The daemon refuses.
+    /// The daemon refuses the connection.
     pub fn connect(
         &self,
         path: &Path,
@@ -101,7 +101,7 @@ impl BenchDaemon {
     /// Connects a guest as a VM with the given trust domain and quota.
     ///
     /// # Errors
-    /// The daemon refuses.
+    /// The daemon refuses the connection.
     pub fn connect_as(
         &self,
         path: &Path,
@@ -115,11 +115,11 @@ impl BenchDaemon {
         Ok(())
     }
 
-    /// Connects a guest of any kind. Returns its tenant in the pool, for operations without a
-    /// guest's request.
+    /// Connects a guest of any kind. Returns the guest's tenant in the pool, for calls of the
+    /// engine without a request.
     ///
     /// # Errors
-    /// The daemon refuses.
+    /// The daemon refuses the connection.
     pub fn connect_by(
         &self,
         path: &Path,
@@ -133,7 +133,7 @@ impl BenchDaemon {
         let fault = |error: std::io::Error| error.to_string();
         let (own, other) = UnixStream::pair().map_err(fault)?;
         let shared = path.shared.clone();
-        // The thread ends when the guest hangs up, or with the process.
+        // The thread ends when the guest closes the connection, or with the process.
         std::thread::Builder::new()
             .name("connection".into())
             .stack_size(STACK_BYTES)

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Benchmark of the data path from a guest's virtqueue to the engine and back. It is compared with
-//! direct calls of the engine, with zram and with memcached. All are measured alternately in one
-//! run.
+//! Benchmark of the data path from a guest's virtqueue to the engine and back. The path is compared
+//! with direct calls of the engine, with zram and with memcached. All are measured alternately in
+//! one run.
 //!
 //! The benchmark uses two processors. The daemon's worker, the engine, zram and memcached run on
-//! the first. Their caller runs on the second, as a guest would. The fake guest itself takes very
-//! little time.
+//! the first. The code that calls them runs on the second processor, as a guest would. The fake
+//! guest itself takes very little time.
 
 pub mod guest;
 pub mod host;
@@ -31,7 +31,8 @@ const SERVER: usize = 0;
 /// Processor of the guest.
 const CLIENT: usize = 1;
 
-/// Number of batches of a round. They are slightly fewer pages than a tenant may have raw.
+/// Number of batches of a round. Together these batches have slightly fewer pages than a tenant may
+/// have raw.
 const BATCHES: usize = 28;
 
 /// Number of single pages that a round gets, first with a worker that polls and then with one that
@@ -42,7 +43,7 @@ const SINGLES: usize = 100;
 /// next request. A worker that does not poll is asleep by then.
 const THINK: Duration = Duration::from_micros(20);
 
-/// Time after which an idle worker is asleep.
+/// Time after which a worker without requests sleeps.
 const REST: Duration = Duration::from_millis(1);
 
 /// Number of VMs that are served together.
@@ -406,8 +407,8 @@ struct Idle {
     cpu_ms_per_s: f64,
 }
 
-/// Measures many VMs with one batch each in flight, compared with one VM that has several, and then
-/// an idle daemon.
+/// Measures many VMs with one batch each in flight, to compare them with one VM that has several in
+/// flight. Then measures the daemon while it is idle.
 fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, String> {
     let host = BenchDaemon::new(4 << 30);
     let polls = tmemd::config::POLL_MAX_DEFAULT;
@@ -451,7 +452,7 @@ fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, Str
             samples.push(seconds * 1e9 / pages as f64);
         }
     }
-    progress("looking at it while it is idle");
+    progress("observing the idle daemon");
     // Wait until the last polling phase is over.
     std::thread::sleep(polls + Duration::from_millis(50));
     let all = || threads("worker-").into_iter().chain(threads("connection"));

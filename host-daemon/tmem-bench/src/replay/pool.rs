@@ -55,7 +55,8 @@ const INDEX_BYTES_MAX: u64 = 32 << 30;
 type Removed = BTreeMap<(ObjectKey, u64), usize>;
 
 /// Replays one request. A pool is created when a request first names it, because a trace may begin
-/// in the middle. Returns false if there are too many keys or pools, or if there is no memory.
+/// after the guest has created its pools. Returns false if there are too many keys or pools, or if
+/// there is no memory.
 ///
 /// A guest that is told that a page is not retained puts the page instead of referring to it. So the
 /// reference to such a page is replayed as a put.
@@ -145,8 +146,8 @@ impl Replay {
         })
     }
 
-    /// Replays a request. Its recorded answer does not matter. Returns false, and does nothing, if
-    /// there are more keys or pools than a tenant may have, or if there is no memory.
+    /// Replays a request, whatever answer the trace recorded for it. Returns false, and does
+    /// nothing, if there are more keys or pools than a tenant may have, or if there is no memory.
     pub fn apply(&mut self, event: &Event) -> bool {
         let make = || {
             let tenant = ShadowTenant::new(self.policy, self.seed, &self.memory);

@@ -11,7 +11,8 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Driver, DriverConfig, GuestConfig};
 use tmem_testing::TestDaemon;
 
-/// Time limit of each wait. It is long enough for a loaded machine; no time is measured.
+/// Time limit of each wait. It is long enough for a loaded machine, because no test measures a
+/// time.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A daemon with the VMs `a` and `b`; only `a` is connected.
@@ -93,7 +94,7 @@ impl ServedDaemon {
             .vms
             .into_iter()
             .next()
-            .expect("the daemon lists the VM")
+            .expect("the daemon does not list the VM")
     }
 
     /// Stops the daemon.
@@ -122,17 +123,17 @@ impl Exporter {
             .stderr(Stdio::piped());
         let mut child = command.spawn().expect("cannot run the program");
         let mut lines =
-            BufReader::new(child.stderr.take().expect("the process has a pipe")).lines();
+            BufReader::new(child.stderr.take().expect("the process has no pipe")).lines();
         let mut log = String::new();
         let address = loop {
             let line = lines
                 .next()
                 .unwrap_or_else(|| panic!("the exporter ended: {log}"))
-                .expect("the exporter's log gives its address");
+                .expect("the exporter's log does not give its address");
             if let Some((_, rest)) = line.split_once("://") {
                 let (address, _) = rest
                     .split_once("/metrics")
-                    .expect("the exporter's log gives its address");
+                    .expect("the exporter's log does not give its address");
                 break address.to_string();
             }
             log += &line;
@@ -160,7 +161,7 @@ impl Exporter {
         let (head, body) = self.get("/metrics", headers);
         assert!(
             head.starts_with("HTTP/1.1 200 "),
-            "the response has another status: {head}"
+            "the response has the wrong status: {head}"
         );
         body
     }
@@ -180,7 +181,7 @@ impl Drop for Exporter {
     }
 }
 
-/// Sends a request. Returns the head and the body of the answer, as far as it came.
+/// Sends a request. Returns the head and the body of the answer, or as much of them as arrived.
 pub fn http(address: &str, request: &str) -> (String, String) {
     let begun = Instant::now();
     let mut stream = loop {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Adaptive two-queue policy, for a cache whose pages leave when they are used. It has the queues
-//! of S3-FIFO (Yang et al., SOSP 2023) and adapts the share of each queue.
+//! Adaptive two-queue policy for a cache from which a page is removed when it is used. It has the
+//! queues of S3-FIFO (Yang et al., SOSP 2023) and adapts the share of each queue.
 //!
 //! A new page enters a small queue and is evicted early. A page that the ghost table knows enters
 //! the main queue. Either it was evicted too early, or the guest got it and puts it again, which
@@ -21,15 +21,15 @@ use crate::index::{Chunks, Entries, Id};
 use std::sync::Arc;
 
 /// Initial weight: the factor of the age of pages in the small queue. On the recorded traces, pages
-/// that are read once cause more misses with 4, and changes of the working set cause more misses
-/// with 16.
+/// that are read once cause more misses with the weight 4, and changes of the working set cause
+/// more misses with the weight 16.
 const WEIGHT: f32 = 8.0;
 
 /// Smallest weight. With it, the policy is LRU.
 const WEIGHT_MIN: f32 = 1.0;
 
 /// Largest weight. With a larger one, the small queue has less than a sixteenth of the pages, and
-/// they leave too early to be used again.
+/// its pages are evicted too early to be used again.
 const WEIGHT_MAX: f32 = 16.0;
 
 /// Speed of the adaptation: the weight changes by the factor e (2.72) when one page in this many
@@ -40,8 +40,8 @@ const STEP_PART: f32 = 16.0;
 /// quarter at most.
 const STEP_PAGES_MIN: u32 = 64;
 
-/// Number of ticks of the policy's clock in which as many pages are put as the tenant holds. It is
-/// larger than the largest weight.
+/// Resolution of the policy's clock: number of ticks that pass while the tenant puts as many pages
+/// as it holds. The number is larger than the largest weight, by which ages are multiplied.
 const TICKS: u32 = 256;
 
 // Policy bits of an entry: its queue, and the tick in which it was put. Tick numbers repeat after
@@ -97,7 +97,7 @@ impl AdaptiveTwoQueue {
         self.weight = weight.clamp(WEIGHT_MIN, WEIGHT_MAX);
     }
 
-    /// Returns the ticks since the entry was put, the current one included.
+    /// Returns the age of an entry: the ticks since the entry was put, including the current tick.
     fn age(&self, entries: &Entries, id: Id) -> f32 {
         let ticks = (self.tick << TICK_SHIFT).wrapping_sub(entries[id].policy_bits() & !MAIN);
         f32::from(ticks >> TICK_SHIFT) + 1.0

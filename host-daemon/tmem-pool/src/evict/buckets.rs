@@ -40,8 +40,8 @@ pub(super) struct Buckets {
     chunks: Vec<Chunk>,
     source: Arc<Chunks>,
     len: usize,
-    /// Largest number of buckets since a chunk was last released. Buckets below this number may
-    /// have memory.
+    /// Largest number of buckets that the table has had since it last released a chunk. Buckets
+    /// below this number may have memory.
     touched: usize,
 }
 
@@ -121,7 +121,7 @@ impl Buckets {
         );
         let nr = nr - BUCKETS_MIN;
         let chunk = self.source.at(&self.chunks[nr / CHUNK_BUCKETS]).cast();
-        // SAFETY: a chunk has room for CHUNK_BUCKETS buckets.
+        // SAFETY: the offset is below CHUNK_BUCKETS, and a chunk has room for that many buckets.
         unsafe { chunk.add(nr % CHUNK_BUCKETS) }
     }
 }
@@ -145,8 +145,9 @@ impl IndexMut<usize> for Buckets {
         if nr < self.first.len() {
             return &mut self.first[nr];
         }
-        // SAFETY: the chunk belongs to this table until the table releases it, is aligned to a frame
-        // and holds valid buckets, of which zeroes are one. The table is borrowed exclusively.
+        // SAFETY: the chunk belongs to this table until the table releases it, is aligned to a
+        // frame and contains valid buckets (all zero is a valid bucket). The table is borrowed
+        // exclusively.
         unsafe { self.at(nr).as_mut() }
     }
 }

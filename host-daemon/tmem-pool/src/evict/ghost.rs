@@ -25,15 +25,15 @@ const REMEMBERED_PER_PAGE: usize = 2;
 /// keeps the table from growing and shrinking alternately.
 const SHRINK_AT: usize = 2;
 
-/// Way in which a page was removed. It is stored in two bits, in which 0 means that there is no
-/// page.
+/// Way in which a page was removed. The value is stored in two bits, in which 0 means that there is
+/// no page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Past {
-    /// A get by the guest removed it.
+    /// A get by the guest removed the page.
     Got = 1,
-    /// It was evicted from the small queue.
+    /// The page was evicted from the small queue.
     Small = 2,
-    /// It was evicted from the main queue.
+    /// The page was evicted from the main queue.
     Main = 3,
 }
 
@@ -64,8 +64,8 @@ impl Ghost {
     }
 
     /// Splits or joins one bucket if the tenant holds many more or far fewer pages than before. The
-    /// caller calls it after each page that it adds or removes. If an allocation fails, the table
-    /// keeps its size.
+    /// policy calls this function after each page that it adds or removes. If an allocation fails,
+    /// the table keeps its size.
     pub(super) fn fit(&mut self, pages: u32) {
         let (wanted, now) = (wanted(pages), self.buckets.len());
         if now < wanted {
@@ -161,7 +161,7 @@ mod tests {
         PASTS[key as usize % 3]
     }
 
-    /// Returns a table that was fitted for 1, 2, ... up to this many pages.
+    /// Returns a table that has grown page by page, up to this number of pages.
     fn table(pages: u32) -> Ghost {
         let mut ghost = Ghost::new(Chunks::some());
         (0..=pages).for_each(|pages| ghost.fit(pages));
@@ -287,14 +287,14 @@ mod tests {
         let bytes = 40_000 * REMEMBERED_PER_PAGE as u64 * 2;
         assert!(
             ghost.bytes().abs_diff(bytes) < 8192,
-            "the table for 40,000 pages takes {} B",
+            "the table for 40,000 pages takes {} B, not about {bytes} B",
             ghost.bytes()
         );
         assert_eq!(chunks.taken(), 5);
         (0..40_000).rev().for_each(|pages| ghost.fit(pages));
         assert!(
             ghost.bytes() <= 1024 + (32 << 10),
-            "the shrunk table takes {} B",
+            "the shrunk table takes {} B, more than 33 KiB",
             ghost.bytes()
         );
         assert_eq!(chunks.taken(), 1);

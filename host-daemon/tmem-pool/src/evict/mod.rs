@@ -2,8 +2,8 @@
 //! Eviction policies, one file each: they choose which page of a tenant is evicted next.
 //!
 //! A policy orders one tenant's pages and knows nothing of other tenants, sizes or contents. Its
-//! queues run through the entries themselves. It is called under the tenant's lock, so each call
-//! takes bounded time.
+//! queues run through the entries themselves. The policy is called under the tenant's lock, so each
+//! call must take bounded time.
 //!
 //! A get removes its page, and the guest puts the page again when the guest evicts it again. So no
 //! page is used while it is in a queue: a policy sees reuse as a put of a page that a get removed
@@ -41,7 +41,7 @@ pub(crate) enum Leave {
     Dropped,
 }
 
-/// Returns a policy of this kind, without pages. It takes memory from `chunks`.
+/// Returns a policy of this kind, without pages. The policy takes memory from `chunks`.
 pub(crate) fn policy(kind: PolicyKind, chunks: &Arc<Chunks>) -> Box<dyn Policy> {
     match kind {
         PolicyKind::Fifo => Box::new(fifo::Fifo::default()),
@@ -60,8 +60,8 @@ pub(crate) trait Policy: Send + std::fmt::Debug {
     /// Removes an entry. `key_hash` is used only if the page was got or evicted.
     fn remove(&mut self, entries: &mut Entries, id: Id, leave: Leave, key_hash: u64);
 
-    /// Returns the page to evict next, which the caller then removes. The page may already be
-    /// detached from the index.
+    /// Returns the entry of the page to evict next, which the caller then removes. The page may
+    /// already be detached from the index.
     fn victim(&mut self, entries: &mut Entries) -> Option<Id>;
 
     /// Returns the memory in bytes that the policy holds in addition to the entries.

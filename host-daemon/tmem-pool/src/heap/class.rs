@@ -28,15 +28,16 @@ pub(crate) const HEADER_BYTES: usize = 4;
 /// Slot sizes are multiples of this, so that headers are aligned.
 const GRAIN_BYTES: usize = 16;
 
-/// Size of the smallest slot in bytes. Few pages compress to less, and the handles of such pages
-/// cost more than their bytes.
+/// Size of the smallest slot in bytes. Few pages compress to less, and the handle of such a page
+/// takes more memory than its bytes.
 const SLOT_BYTES_MIN: usize = 32;
 
 /// Largest number of slots of a span. Spans of small slots have one frame, which such slots fill
 /// with little waste.
 pub(crate) const SLOTS_MAX: usize = 1 << 10;
 
-/// Acceptable waste, as a fraction of the span's bytes. Longer spans are tried only above it.
+/// Acceptable waste, as a fraction of the span's bytes. A longer span is tried only if a shorter
+/// one wastes more than that.
 const WASTE_OK: f64 = 0.015;
 
 /// Size class: the size of its slots and the shape of its spans.
@@ -81,7 +82,7 @@ impl Class {
                 let fits = lengths.filter(|frames| frames * FRAME_BYTES >= slot_bytes);
                 fits.min_by(|&a, &b| waste(a).total_cmp(&waste(b)))
             })
-            .expect("a span of the largest size holds at least one slot of any size");
+            .expect("a span of the largest size holds no slot of this size");
         let slots = frames * FRAME_BYTES / slot_bytes;
         assert!(slots <= SLOTS_MAX);
         // The waste at the end of the span is divided among the slots, as far as their alignment
@@ -96,7 +97,7 @@ impl Class {
     }
 }
 
-/// All classes, by size.
+/// All size classes, ordered by size.
 #[derive(Debug)]
 pub(crate) struct Classes {
     classes: Vec<Class>,

@@ -2,15 +2,15 @@
 //! Compaction: moves bytes of sparse spans to full ones, so that spans become empty and go back to
 //! the system. It works on one span at a time, under the lock of the span's class.
 //!
-//! Compaction never moves bytes that a thread reads or writes, because their place is pinned. Nor
-//! does it move bytes that another thread is replacing.
+//! Compaction never moves bytes that a thread reads or writes, because the thread has pinned their
+//! place. It does not move bytes that another thread is replacing either.
 
 use super::region::{FRAME_BYTES, Zeroed};
 use super::{ClassState, Heap, PINS, Place, USED};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
-/// Compaction is worth its work if it would free at least one busy frame in this many. Other partly
-/// used frames, of which small pools have many, cannot be freed by compaction.
+/// Compaction runs if it would free more than one busy frame in this many. Small pools have many
+/// other partly used frames, which compaction cannot free.
 const SPARSE_PART: u64 = 64;
 
 /// Largest number of spans that one step of compaction tries in vain, because readers pin slots in
@@ -136,8 +136,8 @@ impl<X: Zeroed> Heap<X> {
                 moved += 1;
             }
             let last = replaced && self.span(source).used.get() == 1;
-            // No thread reads this slot. It is the new slot, which no thread knows, or the old one,
-            // which had no reader when the word was changed.
+            // No thread reads the slot `gone`. It is either the new slot, which no other thread
+            // knows, or the old slot, which had no reader when the handle's word was changed.
             self.give_bytes(state, gone);
             if last {
                 break;

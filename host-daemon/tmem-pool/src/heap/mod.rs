@@ -41,9 +41,9 @@ use std::slice;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use zeroize::optimization_barrier;
 
-/// Number of free handles that a class takes at a time. A class keeps fewer than twice as many free
-/// handles and returns the others, so that all classes can use them. Otherwise a guest that fills
-/// the pool with one length after the other would leave no handles for other guests.
+/// Number of free handles that a size class takes at a time. A class keeps fewer than twice as many
+/// free handles and returns further ones, so that all classes can use them. Otherwise a guest that
+/// fills the pool with one length after the other would leave no handles for other guests.
 const HANDLES_STEP: u32 = 8;
 
 /// Number of handles of the smallest heap, so that there are some for each class.
@@ -53,10 +53,10 @@ const HANDLES_MIN: u64 = HANDLES_STEP as u64 * 256;
 /// fullest spans, and compaction empties the emptiest ones.
 const GROUPS: usize = 8;
 
-/// Name of the heap's locks, for log messages.
+/// Name of the data that the heap's locks guard, for log messages.
 const HEAP: &str = "the heap";
 
-// ---- words ------------------------------------------------------------------------------------
+// ---- words of handles -------------------------------------------------------------------------
 
 const PINS_BITS: u32 = 14;
 const LEN_BITS: u32 = 12;
@@ -90,7 +90,7 @@ impl Place {
         }
     }
 
-    /// Returns the word of the place, with no readers.
+    /// Returns the word of a handle whose bytes are at this place and have no readers.
     fn word(self) -> u64 {
         let len = self.len as u64 - 1;
         let at = u64::from(self.span) << SLOT_BITS | u64::from(self.slot);
@@ -204,7 +204,7 @@ pub(crate) struct HeapStats {
     pub blobs: u64,
     /// Memory for slots in bytes, used and free.
     pub frames_bytes: u64,
-    /// Memory for handles and spans in bytes. It never shrinks.
+    /// Memory in bytes for the records of handles and spans. It never shrinks.
     pub table_bytes: u64,
 }
 
@@ -212,8 +212,8 @@ impl<X: Zeroed> Heap<X> {
     /// Creates an empty heap that never has more than `bytes_max` bytes of frames.
     ///
     /// # Errors
-    /// The system does not provide the address space:
-    /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES).
+    /// The system does not provide the address space, for which
+    /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES) gives the factor.
     pub(crate) fn new(bytes_max: u64) -> io::Result<Heap<X>> {
         // A span has at least one frame, and number 0 means no span.
         let spans = (bytes_max / FRAME_BYTES as u64 + 1).min((1 << SPAN_BITS) - 1) as usize + 1;
@@ -266,8 +266,8 @@ impl<X: Zeroed> Heap<X> {
             slot,
             len: bytes.len(),
         };
-        // The word says that the place has a reader. So compaction does not move the place while it
-        // is written.
+        // The word counts this thread as a reader, so that compaction does not move the place while
+        // this thread writes to it.
         let word = self.word(handle);
         word.store(place.word() + 1, Relaxed);
         state.payload_bytes += bytes.len() as u64;
@@ -276,8 +276,9 @@ impl<X: Zeroed> Heap<X> {
         // SAFETY: the slot belongs to this thread and has at least this many bytes. No thread reads
         // it before the handle is returned.
         unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
-        // Release, as in unpin(). No other thread knows the handle, so a plain store suffices. An
-        // atomic read-modify-write would wait until the copied bytes have left the store buffer.
+        // Release: a thread that reads this word also sees the copied bytes. No other thread knows
+        // the handle, so a plain store suffices. An atomic read-modify-write would wait until the
+        // copied bytes have left the store buffer.
         word.store(place.word(), Release);
         Some(Handle(handle))
     }
@@ -349,7 +350,7 @@ impl<X: Zeroed> Heap<X> {
         self.data.is_locked() && self.spans.is_locked() && self.handles.is_locked()
     }
 
-    /// Returns a number that is above all handles that were ever used.
+    /// Returns a number that is larger than every handle that was ever used.
     pub(crate) fn places(&self) -> u32 {
         self.fresh_handle.load(Relaxed)
     }
@@ -407,7 +408,7 @@ impl<X: Zeroed> Heap<X> {
         &self.handles.get(handle).word
     }
 
-    /// Returns the user's data of a handle.
+    /// Returns the data that the user of the heap keeps with a handle.
     pub(crate) fn extra(&self, Handle(handle): Handle) -> &X {
         &self.handles.get(handle).extra
     }
@@ -438,7 +439,7 @@ impl<X: Zeroed> Heap<X> {
         let handle = state.free_handle;
         state.free_handle = self.word(handle).load(Relaxed) as u32;
         state.free_handles -= 1;
-        // The next store of this class will use this handle.
+        // Prefetch the handle that the next store of this class will use.
         self.handles.prefetch(state.free_handle);
         Some(handle)
     }
@@ -480,8 +481,8 @@ impl<X: Zeroed> Heap<X> {
         Some(first)
     }
 
-    /// Moves half of a class's free handles to the spare lists. It moves those that were used last,
-    /// because they are in the cache.
+    /// Moves half of a class's free handles to the spare lists: those that were used last, because
+    /// their records are in the processor's cache.
     fn give_handles(&self, state: &mut ClassState) {
         let first = state.free_handle;
         let mut last = first;
@@ -633,7 +634,7 @@ impl<X: Zeroed> Heap<X> {
         self.count_spare(state);
     }
 
-    // ---- lists of a class ---------------------------------------------------------------------
+    // ---- lists of spans -----------------------------------------------------------------------
 
     /// Adds a span to the list of its group. Does nothing for a full span, which is in no list.
     fn list(&self, state: &mut ClassState, span: u32) {
@@ -680,8 +681,8 @@ impl ClassState {
     }
 }
 
-/// An open read of stored bytes ([`Heap::reader`]). Its handle must not be freed before the reader
-/// is dropped.
+/// Access to stored bytes while they are read ([`Heap::reader`]). The handle must not be freed
+/// before the reader is dropped.
 pub(crate) struct Reader<'a> {
     word: &'a AtomicU64,
     at: *const u8,

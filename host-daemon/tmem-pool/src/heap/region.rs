@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Address space that is reserved once and never moves. The system provides memory when it is
-//! touched, zero at first, and takes it back when it is released. The memory is never dumped and,
-//! where the process may lock memory, never swapped.
+//! Address space that is reserved once and never moves. The kernel provides zeroed memory for a
+//! page when the page is first touched, and takes the memory back when the page is released. The
+//! memory is never dumped and, where the process may lock memory, never swapped.
 
 use std::io;
 use std::marker::PhantomData;
@@ -66,11 +66,12 @@ mod system {
                 // A huge page would allocate memory that was not touched.
                 madvise(base, len, Advice::LinuxNoHugepage).ok();
                 madvise(base, len, Advice::LinuxDontDump)?;
-                // Pages are locked as they are touched. The limit of locked memory is up to the
-                // caller's set-up.
+                // Each page is locked when it is touched. If the process's limit of locked memory
+                // (RLIMIT_MEMLOCK) does not allow that, the memory stays unlocked.
                 (base, mlock_with(base, len, MlockFlags::ONFAULT).is_ok())
             };
-            let base = NonNull::new(base.cast()).expect("the kernel never maps address 0");
+            let base =
+                NonNull::new(base.cast()).expect("the kernel returned address 0 for a mapping");
             Ok(Region { base, len, locked })
         }
 
@@ -113,7 +114,7 @@ mod system {
 
     fn layout(len: usize) -> Layout {
         Layout::from_size_align(len, super::FRAME_BYTES)
-            .expect("the region's size is valid for an allocation")
+            .expect("the region's size is invalid for an allocation")
     }
 
     impl Region {
@@ -141,7 +142,8 @@ mod system {
     }
 }
 
-/// Prefetches a cache line. It is only a hint, so any address is allowed.
+/// Prefetches a cache line. The prefetch is only a hint to the processor, so any address is
+/// allowed.
 pub(crate) fn prefetch(at: *const u8) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     // SAFETY: a prefetch does not access memory.

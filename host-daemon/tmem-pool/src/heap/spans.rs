@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Free spans, which belong to no class. A free span is called idle if it has frames, and bare if
-//! it has none. Classes take spans from here and give them back. Idle frames above a limit go back
+//! it has none. Size classes take free spans and give them back. Idle frames above a limit go back
 //! to the system, in batches.
 //!
 //! No thread makes a system call while it holds the lock of free spans.
@@ -27,9 +27,9 @@ pub(crate) fn idle_frames(size_bytes: u64) -> u64 {
 /// share one system call.
 pub(super) const RELEASE_SPANS_MAX: usize = 64;
 
-/// Largest number of frames, of idle spans with other lengths, that a thread gives back to the
-/// system when it takes a span, beyond the number that it needs. The others go back later, because
-/// the thread holds the lock of its class.
+/// Largest number of idle frames that a thread that takes a span returns to the system in addition
+/// to the number that it needs. Further frames are returned later, because the thread holds the
+/// lock of a size class.
 pub(super) const RELEASE_FRAMES_MAX: u64 = 64;
 
 #[derive(Debug, Default)]
@@ -55,8 +55,8 @@ impl<X: Zeroed> Heap<X> {
                 0 => frames.into(),
                 _ => 0,
             };
-            // Release idle spans above the limit even if one of them is wanted: the rest of the
-            // pool may have grown.
+            // Release idle spans above the limit even if this thread could use one of them, because
+            // other memory of the pool may have grown.
             let over = (now + more).saturating_sub(frames_max);
             let wanted = over.min(enough - released);
             if wanted == 0 {
@@ -68,8 +68,8 @@ impl<X: Zeroed> Heap<X> {
             let mut batch = Batch::default();
             self.choose_idle(&mut free, wanted, &mut batch);
             if batch.len == 0 {
-                // There is no room now: other threads are just giving the idle frames back to the
-                // system.
+                // There is no memory now, because other threads are just returning the idle frames
+                // to the system.
                 return None;
             }
             drop(free);
@@ -139,9 +139,9 @@ impl<X: Zeroed> Heap<X> {
             .fetch_add(class.frames.into(), Relaxed);
     }
 
-    // ---- back to the system -------------------------------------------------------------------
+    // ---- returning memory to the system -------------------------------------------------------
 
-    /// Returns the number of idle frames above `stay`.
+    /// Returns by how much the number of idle frames exceeds `stay`.
     pub(crate) fn idle_excess(&self, stay: u64) -> u64 {
         let idle = self.sums.idle_frames.load(Relaxed);
         idle.saturating_sub(stay)

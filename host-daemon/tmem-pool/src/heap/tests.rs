@@ -67,7 +67,7 @@ impl<X: Zeroed> Heap<X> {
                             assert_eq!(
                                 (place.span, place.slot),
                                 (at, slot),
-                                "the handle in the header of slot {slot} of span {at} names another place"
+                                "the handle in the header of slot {slot} of span {at} is wrong"
                             );
                             headers += 1;
                         }
@@ -105,7 +105,7 @@ impl<X: Zeroed> Heap<X> {
         );
         let mut handles = live;
         for state in &self.states {
-            let state = state.lock().expect("the lock is not poisoned");
+            let state = state.lock().expect("the lock is poisoned");
             let (mut at, mut nr) = (state.free_handle, 0);
             while at != 0 {
                 nr += 1;
@@ -121,7 +121,7 @@ impl<X: Zeroed> Heap<X> {
             );
             handles += nr as usize;
         }
-        let mut first = *self.spare_handles.lock().expect("the lock is not poisoned");
+        let mut first = *self.spare_handles.lock().expect("the lock is poisoned");
         while first != 0 {
             let word = self.word(first).load(Relaxed);
             let (mut at, mut nr) = (word as u32, 1);
@@ -141,7 +141,7 @@ impl<X: Zeroed> Heap<X> {
             self.places() as usize,
             "the used, free and spare handles are not all handles"
         );
-        let free = self.free_spans.lock().expect("the lock is not poisoned");
+        let free = self.free_spans.lock().expect("the lock is poisoned");
         let (mut idle, mut bare, mut idle_frames) = (0, 0, 0);
         for (&head, frames) in free.idle.iter().zip(1..) {
             let mut at = head;
@@ -150,7 +150,7 @@ impl<X: Zeroed> Heap<X> {
                 idle_frames += u64::from(frames);
                 assert_eq!(self.span(at).frames.get(), frames);
                 let s = self.span(at);
-                // Miri takes a second for each MiB.
+                // Miri needs a second for each MiB, so that it checks only one byte in 61.
                 let step = if cfg!(miri) { 61 } else { 1 };
                 for i in (0..usize::from(s.frames.get()) * FRAME_BYTES).step_by(step) {
                     let byte = self.data.at(at as usize * SPAN_BYTES + i);
@@ -282,7 +282,7 @@ fn freed_handles_are_reused_for_other_lengths() {
     }
     println!("{stored} stored with {} handles", heap.places());
     assert!(stored > 2 * heap.handles_max());
-    // Each class may keep some handles.
+    // Each size class may keep up to twice HANDLES_STEP free handles.
     let kept = heap.classes.len() * 2 * HANDLES_STEP as usize;
     assert!(heap.places() as usize <= seen + kept);
 }
@@ -307,7 +307,7 @@ fn a_store_without_a_free_handle_is_refused() {
     for handle in live {
         heap.free(handle);
     }
-    heap.store(&[1; 2000], BYTES).expect("the heap has room");
+    heap.store(&[1; 2000], BYTES).expect("the heap has no room");
     heap.check(1);
 }
 
@@ -316,12 +316,14 @@ fn one_store_releases_a_bounded_number_of_idle_frames() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let page = [1; PAGE_SIZE];
     let nr = if cfg!(miri) { 100 } else { 1000 };
-    let store = || heap.store(&page, BYTES_MAX).expect("the heap has room");
+    let store = || heap.store(&page, BYTES_MAX).expect("the heap has no room");
     let live: Vec<Handle> = (0..nr).map(|_| store()).collect();
     live.into_iter().for_each(|handle| heap.free(handle));
     // The limit of the heap's memory is lowered, as if the pool was shrunk.
     let most = 8 * FRAME_BYTES as u64;
-    let small = heap.store(&page[..100], most).expect("the heap has room");
+    let small = heap
+        .store(&page[..100], most)
+        .expect("the heap has no room");
     let left = heap.stats().frames_bytes / FRAME_BYTES as u64;
     assert!(
         left < nr && left >= nr - RELEASE_FRAMES_MAX - 16,
@@ -336,7 +338,7 @@ fn one_store_releases_a_bounded_number_of_idle_frames() {
 fn a_store_releases_idle_frames_above_a_lowered_limit() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let page = [1; PAGE_SIZE];
-    let store = |max| heap.store(&page, max).expect("the heap has room");
+    let store = |max| heap.store(&page, max).expect("the heap has no room");
     let mut live: Vec<Handle> = (0..40).map(|_| store(BYTES_MAX)).collect();
     live.drain(10..).for_each(|handle| heap.free(handle));
     let max = 20 * FRAME_BYTES as u64;
@@ -352,7 +354,10 @@ fn trimming_releases_idle_frames_and_keeps_their_neighbours() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let store = |id| {
         let page = bytes_of(id, PAGE_SIZE);
-        (id, heap.store(&page, BYTES_MAX).expect("the heap has room"))
+        (
+            id,
+            heap.store(&page, BYTES_MAX).expect("the heap has no room"),
+        )
     };
     let (gone, live): (Vec<_>, Vec<_>) = (0..nr).map(store).partition(|(id, _)| id % 5 != 0);
     assert_eq!(heap.idle_excess(STAY), 0);
@@ -392,7 +397,7 @@ fn reads_are_correct_during_compaction() {
                             let len = len_of(&mut rng).min(200) + 2000 * (id as usize % 2);
                             if live.len() < 30 || rng.one_in(2) {
                                 let handle = heap.store(&bytes_of(id, len), BYTES_MAX);
-                                live.push((handle.expect("the heap has room"), id, len));
+                                live.push((handle.expect("the heap has no room"), id, len));
                             } else {
                                 let at = rng.below(live.len() as u64) as usize;
                                 let (handle, id, len) = live.swap_remove(at);
@@ -466,7 +471,7 @@ fn heap_waste_is_bounded_after_churn_and_mass_deletion() {
     let bytes = vec![1; PAGE_SIZE];
     let store = |rng: &mut Rng| {
         heap.store(&bytes[..len(rng)], 512 << 20)
-            .expect("the heap has room")
+            .expect("the heap has no room")
     };
     let mut live: Vec<Handle> = (0..blobs).map(|_| store(&mut rng)).collect();
     let ratio = || {
@@ -511,7 +516,9 @@ fn heap_waste_is_bounded_after_churn_and_mass_deletion() {
 #[cfg(not(miri))]
 fn a_blob_can_have_the_maximum_number_of_readers() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
-    let handle = heap.store(b"bytes", BYTES_MAX).expect("the heap has room");
+    let handle = heap
+        .store(b"bytes", BYTES_MAX)
+        .expect("the heap has no room");
     let readers: Vec<_> = (0..PINS_MAX).map(|_| heap.reader(handle)).collect();
     assert_eq!(heap.len(handle), 5);
     assert!(readers.iter().all(|reader| reader.bytes() == b"bytes"));
@@ -524,7 +531,9 @@ fn a_blob_can_have_the_maximum_number_of_readers() {
 #[ignore = "ends its process: see too_many_readers_abort_the_process"]
 fn a_reader_above_the_maximum_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
-    let handle = heap.store(b"bytes", BYTES_MAX).expect("the heap has room");
+    let handle = heap
+        .store(b"bytes", BYTES_MAX)
+        .expect("the heap has no room");
     (0..=PINS_MAX).for_each(|_| std::mem::forget(heap.reader(handle)));
 }
 
@@ -539,13 +548,9 @@ fn too_many_readers_abort_the_process() {
 fn a_circular_list_of_idle_spans_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let page = [1; PAGE_SIZE];
-    let handles = [(); 2].map(|()| heap.store(&page, BYTES_MAX).expect("the heap has room"));
+    let handles = [(); 2].map(|()| heap.store(&page, BYTES_MAX).expect("the heap has no room"));
     handles.into_iter().for_each(|handle| heap.free(handle));
-    let first = heap
-        .free_spans
-        .lock()
-        .expect("the lock is not poisoned")
-        .idle[0];
+    let first = heap.free_spans.lock().expect("the lock is poisoned").idle[0];
     heap.span(first).next.set(first);
     heap.release_idle();
 }
@@ -556,7 +561,7 @@ fn a_span_missing_from_its_list_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let handle = heap
         .store(&[1; 2000], BYTES_MAX)
-        .expect("the heap has room");
+        .expect("the heap has no room");
     let nr = heap.classes.for_len(2000);
     heap.lock(nr).heads = [0; GROUPS];
     heap.free(handle);
@@ -571,7 +576,7 @@ fn a_span_with_a_wrong_back_link_aborts() {
     let mut handles: Vec<_> = (0..2 * SLOTS_MAX)
         .map(|_| {
             heap.store(&[1; 2000], BYTES_MAX)
-                .expect("the heap has room")
+                .expect("the heap has no room")
         })
         .collect();
     let span_of = |handle: Handle| Place::of(heap.word(handle.0).load(Relaxed)).span;
@@ -580,16 +585,16 @@ fn a_span_with_a_wrong_back_link_aborts() {
     let second = second
         .into_iter()
         .find(|&span| span != first)
-        .expect("the blobs lie in two spans");
+        .expect("the blobs do not lie in two spans");
     for span in [first, second] {
         let at = handles.iter().position(|&handle| span_of(handle) == span);
-        heap.free(handles.remove(at.expect("a blob lies in the span")));
+        heap.free(handles.remove(at.expect("no blob lies in the span")));
     }
     assert!(heap.lock(nr).heads.contains(&second));
     assert_eq!(heap.span(second).next.get(), first);
     heap.span(first).prev.set(0);
     let at = handles.iter().position(|&handle| span_of(handle) == second);
-    heap.free(handles.remove(at.expect("a blob lies in the span")));
+    heap.free(handles.remove(at.expect("no blob lies in the span")));
 }
 
 #[test]

@@ -6,7 +6,7 @@
 //! The first blocks are small and come from the process's allocator, because there are many arenas
 //! of few records. The other blocks are chunks (chunks.rs). A chunk without used records goes back
 //! to the system. One such chunk is kept, so that chunks are not freed and taken again all the
-//! time. New records go to the block that most recently stopped being full, so that nearly empty
+//! time. New records go to the block that stopped being full most recently, so that nearly empty
 //! blocks can become empty. When the last record is removed, all memory is released.
 //!
 //! Number 0 means no record.
@@ -24,7 +24,7 @@ pub(crate) type Id = u32;
 /// Number of records of the first block. Each following small block has twice as many as the one
 /// before.
 const FIRST_BLOCK: usize = 16;
-/// Size of a block in records from which on blocks are chunks.
+/// Number of records of a block from which on a block is a chunk.
 const SMALL: usize = 512;
 const SMALL_BLOCKS: usize = (SMALL / FIRST_BLOCK).ilog2() as usize;
 const SMALL_RECORDS: usize = SMALL - FIRST_BLOCK;
@@ -143,7 +143,7 @@ impl<T: ArenaRecord> Arena<T> {
         }
     }
 
-    /// Returns the record at a place of a block.
+    /// Returns the number of the record at a place of a block.
     fn id(block: usize, at: usize) -> Id {
         let first = match block.checked_sub(SMALL_BLOCKS) {
             None => (FIRST_BLOCK << block) - FIRST_BLOCK,

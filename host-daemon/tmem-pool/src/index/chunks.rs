@@ -2,8 +2,8 @@
 //! Memory for the records of all indexes: chunks of one region. A chunk goes back to the system as
 //! soon as no index holds it.
 //!
-//! Memory of the process's allocator would go back to the system only together with adjacent
-//! memory, and the guest's requests decide what is adjacent. If each chunk were a mapping of its
+//! The process's allocator could return memory to the system only together with adjacent memory,
+//! and the guest's requests decide which data are adjacent. If each chunk were a mapping of its
 //! own, there could be too many: Linux allows 65,530 mappings for a process.
 //!
 //! No thread makes a system call while it holds the lock of the free chunks.
@@ -22,7 +22,7 @@ pub(crate) const CHUNK_BYTES: usize = 32 << 10;
 /// Number of chunks of the smallest pool: a few for each kind of record.
 const CHUNKS_MIN: usize = 32;
 
-/// Name of the lock, for log messages.
+/// Name of the data that the lock guards, for log messages.
 const CHUNKS: &str = "memory of the indexes";
 
 /// All chunks of memory for the indexes of a pool.
@@ -56,7 +56,7 @@ impl Chunks {
 
     /// Returns the number of chunks that indexes hold.
     pub(crate) fn taken(&self) -> usize {
-        let free = self.free.lock().expect("the lock is not poisoned");
+        let free = self.free.lock().expect("the lock is poisoned");
         free.fresh as usize - free.bare.len()
     }
 }

@@ -3,8 +3,9 @@
 //!
 //! An object has a tree of its pages (tree.rs). The index finds an object by a seeded hash of the
 //! pool's and the object's number. So the guest, which chooses the numbers, cannot make look-ups
-//! slow. Records have numbers (arena.rs), because several structures refer to them. An entry knows
-//! its place in the tree, by which the policy that evicts it finds the object and the pool.
+//! slow. Records have numbers (arena.rs), because several structures refer to them. An entry
+//! contains its place in the tree. When a policy evicts the entry, its object and pool are found by
+//! that place.
 //!
 //! An object, a pool or the whole index is detached in constant time. From then on no page is found
 //! under its keys, and its pages count in `detached` instead of `gauges`. Callers free detached
@@ -138,8 +139,8 @@ pub(crate) struct Index {
 }
 
 impl Index {
-    /// Creates an empty index for up to `keys_max` pages, detached ones included. The guest does
-    /// not know the seed.
+    /// Creates an empty index for up to `keys_max` pages, detached ones included. The seed must be
+    /// unknown to the guest.
     pub(crate) fn new(seed: u64, keys_max: u32, chunks: &Arc<Chunks>) -> Index {
         let nodes_max = keys_max.saturating_mul(2).min(Hook::NODES_MAX);
         Index {
@@ -234,7 +235,7 @@ impl Index {
         while let Some((&nr, _)) = self.live.first_key_value() {
             let pool = self
                 .pool(nr)
-                .expect("the list of live pools names a live pool");
+                .expect("the list of live pools names a pool that is not live");
             self.detach_pool(pool);
         }
     }
@@ -327,7 +328,7 @@ impl Index {
         let shard = &mut self.map[Index::shard(hash)];
         let found = shard.find_entry(hash, |&other| other == id);
         found
-            .expect("an object that is not detached is in the map")
+            .expect("an object that is not detached is not in the map")
             .remove();
         let before = shard.allocation_size();
         if shard.is_empty() {
@@ -393,7 +394,7 @@ impl Index {
         self.nodes.next(self.objects[id].root, index)
     }
 
-    /// Adds a page that the live pool does not have.
+    /// Adds an entry for a page that the live pool does not have yet.
     ///
     /// # Errors
     /// There is no memory, or the tenant has as many keys as it may. Then nothing changes.
@@ -523,7 +524,7 @@ impl Index {
             let (_, id) = self
                 .nodes
                 .next(self.objects[object].root, 0)
-                .expect("a detached object has a page, since it is freed with its last one");
+                .expect("a detached object has no page, but it is freed with its last page");
             return Some(id);
         }
         None

@@ -311,7 +311,7 @@ impl Nodes {
             return;
         }
         let left = node.children.into_iter().find(|&id| id != 0);
-        let left = left.expect("a node above level 0 has at least two children");
+        let left = left.expect("a node above level 0 has fewer than two children");
         let gone = self.remove(parent);
         let (parent, first) = (gone.parent, gone.first());
         self[left].parent = parent;
@@ -340,7 +340,7 @@ impl Nodes {
         let node = &self[at];
         assert_eq!(
             node.object, object,
-            "node {at} in the tree of object {object} names another object"
+            "node {at} in the tree of object {object} names the wrong object"
         );
         let least = if node.level() > 0 { 2 } else { 1 };
         assert!(
@@ -357,7 +357,7 @@ impl Nodes {
             let below = &self[id];
             assert_eq!(
                 below.parent, at,
-                "node {id} is a child of node {at} and names another parent"
+                "node {id} is a child of node {at} and names the wrong parent"
             );
             assert!(
                 below.level() < node.level(),
@@ -391,7 +391,7 @@ mod tests {
         }
     }
 
-    /// Returns a damaged tree: where page 5 belongs, the root is its own child.
+    /// Returns a damaged tree: the root is its own child at the place of page 5.
     fn circle() -> (Nodes, Id) {
         let mut nodes = Nodes::new(64, Chunks::some());
         let mut root = 0;

@@ -4,14 +4,19 @@
 
 use super::rng::Rng;
 use super::{
-    OPEN, POOL, add, config, get, get_retaining, maintain_all, new_engine, noise, partly_noise, put,
+    OPEN, POOL, add, config, get, get_retaining, maintain_all, new_engine, noise, partly_noise,
+    put, put_raw,
 };
 use crate::codec::{self, Corrupt, ENCODED_BYTES_MAX};
 use crate::config::SWEEP_NS;
+use crate::cost::GET_NS_MAX;
 use crate::entry::Content;
 use crate::hash::place_bits;
 use crate::index::Key;
-use crate::{Engine, GetResult, PAGE_SIZE, Page, PutResult, Quota, Tenant, TenantSpec, Time};
+use crate::tenant::locked_times;
+use crate::{
+    Engine, GET_PAGES_MAX, GetResult, PAGE_SIZE, Page, PutResult, Quota, Tenant, TenantSpec, Time,
+};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
@@ -250,8 +255,7 @@ fn a_get_does_not_wrap_past_the_last_page_number() {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     let page = noise(1);
-    // A get of 4 pages takes the tenant's lock once, and a get of 100 pages takes it twice.
-    for asked in [4, 100] {
+    for asked in [4, GET_PAGES_MAX] {
         assert_eq!(put(&tenant, 1, u64::MAX, 1, &page), PutResult::Stored);
         let mut out = vec![[0; PAGE_SIZE]; asked];
         let mut results = vec![GetResult::Miss; asked];
@@ -263,6 +267,188 @@ fn a_get_does_not_wrap_past_the_last_page_number() {
             .filter(|&nth| results[nth] == GetResult::Hit { cookie: 1 })
             .collect();
         assert_eq!((hits, out[1]), (vec![1], page));
+    }
+}
+
+/// A page of each kind that a window can have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Missing,
+    OtherCookie,
+    SameFilled,
+    Compressed,
+    Incompressible,
+    Dense,
+    Shared,
+    Nursery,
+}
+
+const KINDS: [Kind; 8] = [
+    Kind::Missing,
+    Kind::OtherCookie,
+    Kind::SameFilled,
+    Kind::Compressed,
+    Kind::Incompressible,
+    Kind::Dense,
+    Kind::Shared,
+    Kind::Nursery,
+];
+
+impl Kind {
+    fn of(index: usize) -> Kind {
+        KINDS[index % KINDS.len()]
+    }
+
+    /// Returns whether a get returns such a page.
+    fn hits(self) -> bool {
+        !matches!(self, Kind::Missing | Kind::OtherCookie)
+    }
+
+    fn page(self, index: usize) -> Page {
+        match self {
+            Kind::SameFilled => [index as u8; PAGE_SIZE],
+            Kind::Incompressible | Kind::Nursery => noise(index as u64),
+            Kind::Shared => partly_noise(1000, 2),
+            Kind::Dense => letters(index as u64),
+            Kind::Missing | Kind::OtherCookie | Kind::Compressed => partly_noise(index as u64, 2),
+        }
+    }
+}
+
+/// Returns a page that zstd compresses better than lz4.
+fn letters(seed: u64) -> Page {
+    let mut page = noise(seed);
+    for byte in &mut page {
+        *byte = b"etaoinsh"[usize::from(*byte % 8)];
+    }
+    page
+}
+
+/// Puts a window of pages, some of each kind, under the cookies 1, 2 and so on.
+fn put_window(engine: &Engine, tenant: &Tenant) {
+    let indices_of = |kinds: &'static [Kind]| {
+        (0..GET_PAGES_MAX).filter(move |&index| kinds.contains(&Kind::of(index)))
+    };
+    let cookie = |index: usize| match Kind::of(index) {
+        Kind::OtherCookie => 1000,
+        _ => index as u64 + 1,
+    };
+    for index in indices_of(&[Kind::Dense]) {
+        let page = Kind::Dense.page(index);
+        put(tenant, 1, index as u64, cookie(index), &page);
+    }
+    for sweeps in 1..=4 {
+        while engine.maintain(Time(sweeps * SWEEP_NS * 2), 64) {}
+    }
+    let dense = indices_of(&[Kind::Dense]).count() as u64;
+    assert_eq!(engine.stats().denser_blobs, dense);
+    let final_kinds = &[
+        Kind::OtherCookie,
+        Kind::SameFilled,
+        Kind::Compressed,
+        Kind::Incompressible,
+        Kind::Shared,
+    ];
+    for index in indices_of(final_kinds) {
+        let page = Kind::of(index).page(index);
+        put(tenant, 1, index as u64, cookie(index), &page);
+    }
+    for index in indices_of(&[Kind::Nursery]) {
+        let page = Kind::Nursery.page(index);
+        put_raw(tenant, 1, index as u64, cookie(index), &page);
+    }
+    let stats = tenant.stats();
+    assert_eq!(
+        (stats.same_filled_pages, stats.shared_pages, stats.raw_pages),
+        (8, 7, 8),
+        "the window lacks pages of some kinds"
+    );
+}
+
+fn check_window(results: &[GetResult], out: &[Page]) {
+    for (index, (result, out)) in results.iter().zip(out).enumerate() {
+        let kind = Kind::of(index);
+        let cookie = index as u64 + 1;
+        let expected = match kind.hits() {
+            true => GetResult::Hit { cookie },
+            false => GetResult::Miss,
+        };
+        assert_eq!(*result, expected, "wrong result of page {index} ({kind:?})");
+        assert!(
+            !kind.hits() || *out == kind.page(index),
+            "wrong bytes of page {index} ({kind:?})"
+        );
+    }
+}
+
+#[test]
+fn a_get_of_64_pages_of_all_forms_takes_the_lock_once() {
+    let engine = new_engine(4 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    put_window(&engine, &tenant);
+    let cookies: Vec<u64> = (1..=GET_PAGES_MAX as u64).collect();
+    let mut out = vec![[0; PAGE_SIZE]; GET_PAGES_MAX];
+    let mut results = vec![GetResult::Miss; GET_PAGES_MAX];
+    let before = locked_times();
+    let spent = tenant
+        .get(POOL, 1, 0, &cookies, &mut out, &mut results)
+        .unwrap();
+    assert_eq!(spent.pages(), GET_PAGES_MAX);
+    drop(spent);
+    assert_eq!(locked_times() - before, 1);
+    check_window(&results, &out);
+    let stats = tenant.stats();
+    assert_eq!(
+        (stats.gets, stats.hits, stats.cookie_mismatches, stats.pages),
+        (64, 48, 8, 8)
+    );
+    maintain_all(&engine);
+}
+
+#[test]
+fn a_get_with_a_budget_costs_at_most_that_and_continues() {
+    for budget_ns in [GET_NS_MAX, 3 * GET_NS_MAX, 100_000] {
+        let engine = new_engine(4 << 20);
+        let tenant = add(&engine, "a", None, OPEN);
+        put_window(&engine, &tenant);
+        let cookies: Vec<u64> = (1..=GET_PAGES_MAX as u64).collect();
+        let mut out = vec![[0; PAGE_SIZE]; GET_PAGES_MAX];
+        let mut results = vec![GetResult::Miss; GET_PAGES_MAX];
+        let (mut done, mut calls) = (0, 0);
+        while done < GET_PAGES_MAX {
+            let (out, results) = (&mut out[done..], &mut results[done..]);
+            let first = (1, done as u64);
+            let spent = tenant
+                .get_some(POOL, first, &cookies[done..], out, results, budget_ns)
+                .unwrap();
+            let (pages, cost_ns) = (spent.pages(), spent.cost_ns());
+            assert!(pages > 0, "a get of {budget_ns} ns handled no page");
+            assert!(
+                cost_ns <= budget_ns,
+                "a get of {budget_ns} ns cost {cost_ns} ns"
+            );
+            done += pages;
+            drop(spent);
+            let left = (done..GET_PAGES_MAX).filter(|&index| Kind::of(index) != Kind::Missing);
+            let stays = (0..done).filter(|&index| Kind::of(index) == Kind::OtherCookie);
+            assert_eq!(
+                tenant.stats().pages as usize,
+                left.count() + stays.count(),
+                "a get of {budget_ns} ns removed pages that it did not return"
+            );
+            assert!(
+                results[pages..]
+                    .iter()
+                    .all(|result| *result == GetResult::Miss)
+            );
+            calls += 1;
+        }
+        assert!(
+            calls > 1,
+            "all pages were got in one call of {budget_ns} ns"
+        );
+        check_window(&results, &out);
+        maintain_all(&engine);
     }
 }
 

@@ -45,12 +45,15 @@ fn is_freed_later(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) ->
         let now = engine.stats().detached_pages;
         assert!(
             detached - now <= 10,
-            "a step of 10 pages lowered the detached pages from {detached} to {now}"
+            "a step of 10 pages freed more: the detached pages fell from {detached} to {now}"
         );
         detached = now;
         engine.check_invariants();
     }
-    assert!(detached <= 10, "the last step of 10 pages freed {detached}");
+    assert!(
+        detached <= 10,
+        "the last step of 10 pages freed {detached} pages"
+    );
     assert_eq!(engine.stats().detached_pages, 0);
     match &tenant {
         Some(tenant) => assert_eq!(
@@ -214,7 +217,10 @@ fn a_flush_in_steps_stays_within_its_time_budget() {
         }
         assert!(dropped > 0, "step {steps} of the flush dropped no page");
     }
-    assert!((3..=10).contains(&steps), "the flush took {steps} steps");
+    assert!(
+        (3..=10).contains(&steps),
+        "the flush took {steps} steps, not 3 to 10"
+    );
     assert_eq!(tenant.stats().pages, 1);
     // Without a budget, a flush does not even look up the object, so it is never done.
     let mut budget_ns = 0;

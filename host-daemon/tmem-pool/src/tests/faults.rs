@@ -47,7 +47,7 @@ fn a_panic_under_a_tenant_lock_affects_only_that_tenant() {
         assert_eq!(put(&other, 2, index, 1, &noise(index)), PutResult::Stored);
     }
 
-    // The tenant with the panic is empty, and works again.
+    // The tenant under whose lock the panic happened is empty, and can be used again.
     let (mut out, mut results) = ([[0; PAGE_SIZE]; 2], [GetResult::Miss; 2]);
     let answer = broken.get(POOL, 1, 1, &[1, 1], &mut out, &mut results);
     assert_eq!(answer.map(drop), Err(NoPool));

@@ -19,7 +19,8 @@ use shuttle::{FailurePersistence, MaxSteps, Runner};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Number of orders that each test tries. All tests together take about a minute.
+/// Number of orders of the threads' steps that each test tries. All tests together take about a
+/// minute.
 const ORDERS: u64 = 1000;
 
 /// Number of orders for tests with readers. It is larger because only in one order of two thousand
@@ -102,9 +103,9 @@ fn store(heap: &Heap<()>, id: u8) -> Handle {
     heap.store(&[id; LEN], HEAP_BYTES).unwrap()
 }
 
-/// Reads a handle's bytes several times, with thread switches in between, and asserts that all are
-/// `id`.
-fn is(heap: &Heap<()>, handle: Handle, id: u8) {
+/// Reads a handle's bytes several times, with possible thread switches in between, and asserts that
+/// each byte is `id`.
+fn assert_bytes(heap: &Heap<()>, handle: Handle, id: u8) {
     let reader = heap.reader(handle);
     for _ in 0..3 {
         assert!(reader.bytes().iter().all(|byte| *byte == id));
@@ -158,7 +159,7 @@ fn reads_are_correct_during_compaction_and_frees() {
             );
             heap.check(2);
             for (handle, id) in [(replaced, 2), (read, 4)] {
-                is(&heap, handle, id);
+                assert_bytes(&heap, handle, id);
                 heap.free(handle);
             }
             heap.check(0);
@@ -186,7 +187,7 @@ fn a_slot_is_written(name: &str, write: fn(&Heap<()>, Handle)) {
         );
         heap.check(4);
         for (nth, id) in [(0, 1), (2, 3), (3, 4), (5, 6)] {
-            is(&heap, all[nth], id);
+            assert_bytes(&heap, all[nth], id);
             heap.free(all[nth]);
         }
         heap.check(0);
@@ -449,7 +450,7 @@ fn a_put_to_a_destroyed_pool_stores_nothing_in_the_next_pool() {
                 let tenant = tenant.clone();
                 thread::spawn(move || {
                     tenant.destroy_pool(POOL).unwrap();
-                    // The new pool gets the index record of the old one.
+                    // The new pool gets the index record that the destroyed pool had.
                     tenant.create_pool(OTHER).unwrap();
                 })
             };

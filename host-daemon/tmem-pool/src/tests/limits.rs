@@ -457,7 +457,7 @@ fn tenants_keep_no_index_memory_of_evicted_pages() {
     let pages: u64 = tenants.iter().map(|tenant| tenant.stats().pages).sum();
     assert!(
         stats.metadata_bytes / pages <= 100,
-        "metadata takes {} B for each held page: {stats:?}",
+        "metadata takes {} B for each held page, more than 100 B: {stats:?}",
         stats.metadata_bytes / pages
     );
     maintain_all(&engine);
@@ -548,7 +548,7 @@ fn reserves_are_admitted_against_the_full_pool_size() {
     };
     engine.set_full(2000);
     engine.resize(500);
-    let a = try_add("a", 1500).expect("the reserve fits into the full size");
+    let a = try_add("a", 1500).expect("a reserve that fits into the full size was refused");
     drop(a);
     engine.set_full(400);
     let error = try_add("a", 500).expect_err("a reserve above the full size was admitted");
@@ -561,9 +561,9 @@ fn reserves_are_admitted_against_the_full_pool_size() {
     a.set_quota(reserve(1001))
         .expect_err("a larger reserve was admitted although it does not fit");
     a.set_quota(reserve(1000))
-        .expect("an unchanged reserve is not refused");
+        .expect("an unchanged reserve was refused");
     a.set_quota(reserve(600))
-        .expect("a smaller reserve is not refused");
+        .expect("a smaller reserve was refused");
     b.set_quota(reserve(901))
         .expect_err("a larger reserve was admitted although it does not fit");
     assert_eq!(
@@ -572,7 +572,7 @@ fn reserves_are_admitted_against_the_full_pool_size() {
     );
     try_add("c", 1)
         .expect_err("a reserve of 1 B was admitted although the reserves exceed the full size");
-    try_add("c", 0).expect("a tenant without a reserve is not refused");
+    try_add("c", 0).expect("a tenant without a reserve was refused");
 }
 
 #[test]
@@ -593,7 +593,7 @@ fn size_and_quotas_change_atomically() {
         ] {
             engine
                 .configure(None, &quotas)
-                .expect("both reserves fit into the full size");
+                .expect("two reserves that fit into the full size were refused");
             assert_eq!((reserves(), entitled()), ([of_a, of_b, 0], [of_a, of_b, 0]));
         }
     }
@@ -624,19 +624,19 @@ fn size_and_quotas_change_atomically() {
     let quotas = [(&a, reserve(100)), (&b, reserve(100)), (&c, reserve(100))];
     engine
         .configure(Some(300), &quotas)
-        .expect("three reserves of 100 B fit into 300 B");
+        .expect("three reserves of 100 B were refused in a pool of 300 B");
     a.set_quota(reserve(101))
         .expect_err("a larger reserve was admitted although the full size is reserved");
     engine
         .configure(Some(3000), &[(&a, reserve(2800))])
-        .expect("reserves of 3,000 B fit into 3,000 B");
+        .expect("reserves of 3,000 B were refused in a pool of 3,000 B");
     assert_eq!(reserves(), [2800, 100, 100]);
     // A full size that an operator made too small does not keep a tenant from asking for less or
     // the same.
     engine.set_full(1000);
     engine
         .configure(None, &[(&a, reserve(2800)), (&b, reserve(50))])
-        .expect("reserves that do not grow are not refused");
+        .expect("reserves that do not grow were refused");
     let quotas = [(&a, reserve(900)), (&b, reserve(51))];
     let error = engine
         .configure(None, &quotas)
@@ -683,7 +683,7 @@ fn shrinking_the_pool_evicts_in_bounded_steps() {
     let evicted = engine.stats().evictions;
     assert!(
         (1..=20).contains(&evicted),
-        "a step of 20 pages evicted {evicted} pages"
+        "a step of 20 pages evicted {evicted} pages, not 1 to 20"
     );
     assert_eq!(
         a.stats().evictions,
@@ -698,7 +698,7 @@ fn shrinking_the_pool_evicts_in_bounded_steps() {
     );
     assert!(
         a.stats().pages.abs_diff(b.stats().pages) < 40,
-        "the equally entitled tenants a and b have {} and {} pages",
+        "the equally entitled tenants a and b differ too much: {} and {} pages",
         a.stats().pages,
         b.stats().pages
     );
@@ -718,7 +718,7 @@ fn a_put_evicts_no_more_than_its_bound() {
     let evictions = tenant.stats().evictions;
     assert!(
         (1..=EVICTIONS_PER_PUT_PAGE as u64).contains(&evictions),
-        "a put in a pool above its size evicted {evictions} pages"
+        "a put in a pool above its size evicted {evictions} pages, not 1 to {EVICTIONS_PER_PUT_PAGE}"
     );
     // The bound also holds for a put of a tenant whose limit was lowered.
     engine.resize(2000 * NOISE_CHARGE);
@@ -727,7 +727,7 @@ fn a_put_evicts_no_more_than_its_bound() {
     let more = tenant.stats().evictions - evictions;
     assert!(
         (1..=EVICTIONS_PER_PUT_PAGE as u64).contains(&more),
-        "a put of a tenant above its limit evicted {more} pages"
+        "a put of a tenant above its limit evicted {more} pages, not 1 to {EVICTIONS_PER_PUT_PAGE}"
     );
     maintain_all(&engine);
     assert_eq!(tenant.stats().pages, 8);

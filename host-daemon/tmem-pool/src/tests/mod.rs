@@ -146,6 +146,7 @@ fn get_retaining(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Optio
             (&[cookie], 1),
             &mut out,
             &mut results,
+            u64::MAX,
         )
         .unwrap();
     match results[0] {

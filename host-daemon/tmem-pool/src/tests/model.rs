@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Random operations of several tenants against a model, compared after every step.
 //!
-//! The model holds the last page put under each key. A get may answer that page, with that cookie,
+//! The model holds the last page put under each key. A get may return that page with that cookie,
 //! or a miss. After each step, every page that the engine holds must be in the model. Each page
 //! that only the model holds must have been counted as evicted.
 
@@ -30,7 +30,7 @@ type Key = (u32, u64, u64);
 struct Modelled {
     tenant: Tenant,
     pools: BTreeSet<u32>,
-    /// Cookie and number in the corpus, by key.
+    /// Cookie and number in the corpus of each held page, by its key.
     pages: BTreeMap<Key, (u64, usize)>,
     evictions_seen: u64,
     /// Evictions of pages that were not retained, at the last comparison.
@@ -275,7 +275,7 @@ impl World {
         let evictions_max = 2 * crate::config::EVICTIONS_PER_PUT_PAGE * pages.len();
         assert!(
             evicted <= evictions_max as u64,
-            "a put of {} pages evicted {evicted} pages",
+            "a put of {} pages evicted {evicted} pages, more than {evictions_max}",
             pages.len()
         );
         for (&(object, index, cookie, page), result) in puts.iter().zip(results) {
@@ -306,9 +306,14 @@ impl World {
         let mut results = vec![GetResult::Miss; cookies.len()];
         let retain = self.rng.next() & (self.rng.next() * self.rng.below(2));
         let asked = (&cookies[..], retain);
-        let answer = vm
-            .tenant
-            .get_retaining(pool, (object, index), asked, &mut out, &mut results);
+        let answer = vm.tenant.get_retaining(
+            pool,
+            (object, index),
+            asked,
+            &mut out,
+            &mut results,
+            u64::MAX,
+        );
         assert_eq!(
             answer.map(drop),
             if vm.pools.contains(&pool) {
@@ -558,10 +563,11 @@ fn a_get_returns_the_last_put_when_allocations_fail() {
 #[ignore = "runs for TMEM_SECONDS seconds: make fuzz"]
 fn random_operations_match_the_model() {
     let seconds = std::env::var("TMEM_SECONDS").map_or(60, |text| {
-        text.parse().expect("TMEM_SECONDS is a number of seconds")
+        text.parse()
+            .expect("TMEM_SECONDS is not a number of seconds")
     });
     let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    let first = since_1970.expect("the clock is after 1970").as_secs() << 16;
+    let first = since_1970.expect("the clock is before 1970").as_secs() << 16;
     let (end, mut runs) = (Instant::now() + Duration::from_secs(seconds), 0);
     while Instant::now() < end {
         for_each_seed_from(first + runs, "fuzz", 1, |seed| {

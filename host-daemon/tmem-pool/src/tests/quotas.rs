@@ -17,46 +17,46 @@ const fn quota(reserve_bytes: u64, limit_bytes: Option<u64>, weight: u32) -> Quo
 #[test]
 fn entitlements_match_expected_values() {
     let cases: &[(&str, u64, &[Quota], &[u64])] = &[
-        ("nobody", 1000, &[], &[]),
-        ("alone", 1000, &[quota(0, None, 1)], &[1000]),
+        ("no tenant", 1000, &[], &[]),
+        ("one tenant", 1000, &[quota(0, None, 1)], &[1000]),
         (
-            "alone with a limit",
+            "one tenant with a limit",
             1000,
             &[quota(0, Some(300), 1)],
             &[300],
         ),
         (
-            "by weight",
+            "two tenants share by weight",
             1000,
             &[quota(0, None, 1), quota(0, None, 3)],
             &[250, 750],
         ),
         (
-            "reserve first",
+            "the reserve comes before the shares by weight",
             1000,
             &[quota(400, None, 1), quota(0, None, 2)],
             &[600, 400],
         ),
         (
-            "no weight",
+            "a tenant without weight gets only its reserve",
             1000,
             &[quota(100, None, 0), quota(0, None, 5)],
             &[100, 900],
         ),
         (
-            "no weights at all",
+            "no tenant has a weight",
             1000,
             &[quota(100, None, 0), quota(50, None, 0)],
             &[100, 50],
         ),
         (
-            "what a cap leaves over goes to the others",
+            "a part that one tenant's limit leaves goes to the others",
             1000,
             &[quota(0, Some(100), 1), quota(0, None, 1), quota(0, None, 2)],
             &[100, 300, 600],
         ),
         (
-            "a second cap is only met after the first",
+            "a tenant reaches its limit only with the part that another limit leaves",
             1200,
             &[
                 quota(0, Some(100), 1),
@@ -66,7 +66,7 @@ fn entitlements_match_expected_values() {
             &[100, 500, 600],
         ),
         (
-            "the limit counts with the reserve",
+            "the limit includes the reserve",
             1000,
             &[quota(200, Some(250), 1), quota(0, None, 1)],
             &[250, 750],
@@ -78,19 +78,19 @@ fn entitlements_match_expected_values() {
             &[100, 900],
         ),
         (
-            "all are capped",
+            "all tenants reach their limits",
             1000,
             &[quota(0, Some(10), 1), quota(5, Some(20), 9)],
             &[10, 20],
         ),
         (
-            "reserves fill it",
+            "the reserves fill the pool",
             1000,
             &[quota(600, None, 7), quota(400, None, 1)],
             &[600, 400],
         ),
         (
-            "smaller than all reserves: they scale down, and weights give nothing",
+            "the reserves exceed the pool: they are scaled down, and weights give nothing",
             500,
             &[
                 quota(600, None, 9),
@@ -116,7 +116,7 @@ fn entitlements_match_expected_values() {
             &[3072, 4096, 1024],
         ),
         (
-            "the same in a pool of half the size",
+            "MiB of the example of docs/quotas.md in a pool of half the size",
             4096,
             &[
                 quota(1024, None, 100),
@@ -126,13 +126,13 @@ fn entitlements_match_expected_values() {
             &[1792, 1536, 768],
         ),
         (
-            "the largest",
+            "the largest size, reserve and weights",
             u64::MAX,
             &[quota(u64::MAX, None, u32::MAX), quota(0, None, u32::MAX)],
             &[u64::MAX, 0],
         ),
         (
-            "reserves beyond any sum",
+            "reserves whose sum exceeds 64 bits",
             1000,
             &[quota(u64::MAX, None, 1), quota(u64::MAX, None, 1)],
             &[500, 500],

@@ -72,12 +72,12 @@ fn a_retained_page_is_held_again_after_a_reference() {
 fn only_allowed_pages_are_retained() {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
-    fill(&tenant, 1, 70);
-    let mut out = vec![[0; PAGE_SIZE]; 70];
-    let mut results = vec![GetResult::Miss; 70];
+    fill(&tenant, 1, 64);
+    let mut out = vec![[0; PAGE_SIZE]; 64];
+    let mut results = vec![GetResult::Miss; 64];
     let retain = 0x8000_0000_0000_0005;
-    let asked = (&[1; 70][..], retain);
-    drop(tenant.get_retaining(POOL, (1, 0), asked, &mut out, &mut results));
+    let asked = (&[1; 64][..], retain);
+    drop(tenant.get_retaining(POOL, (1, 0), asked, &mut out, &mut results, u64::MAX));
     for (nth, result) in results.iter().enumerate() {
         let expected = match [0, 2, 63].contains(&nth) {
             true => GetResult::Retained { cookie: 1 },

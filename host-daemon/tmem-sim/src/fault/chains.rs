@@ -49,7 +49,9 @@ pub(super) fn all() -> Vec<Fault> {
             put,
             move |_, _, p| {
                 let mut d = descs(p);
-                let last = d.last_mut().expect("a chain has a buffer for the answer");
+                let last = d
+                    .last_mut()
+                    .expect("the chain has no buffer for the answer");
                 last.flags |= F_NEXT;
                 last.next = 0;
                 d
@@ -225,7 +227,7 @@ pub(super) fn all() -> Vec<Fault> {
         rebuilt("get: data outside memory", BAD_OR_STOPPED, get, |_, p| {
             let mut b = whole(p);
             b.last_mut()
-                .expect("the chain of a get has a buffer for data")
+                .expect("the chain of a get has no buffer for data")
                 .addr = HOLE;
             b
         }),
@@ -236,7 +238,7 @@ pub(super) fn all() -> Vec<Fault> {
             |_, p| {
                 let mut b = whole(p);
                 b.last_mut()
-                    .expect("the chain of a get has a buffer for data")
+                    .expect("the chain of a get has no buffer for data")
                     .addr = (1 << 32) + (8 << 20) - PAGE_BYTES;
                 b
             },
@@ -244,14 +246,14 @@ pub(super) fn all() -> Vec<Fault> {
         rebuilt("get: data beyond 2^64", BAD_OR_STOPPED, get, |_, p| {
             let mut b = whole(p);
             b.last_mut()
-                .expect("the chain of a get has a buffer for data")
+                .expect("the chain of a get has no buffer for data")
                 .addr = u64::MAX - PAGE_BYTES + 1;
             b
         }),
         rebuilt("answer outside memory", BAD_OR_STOPPED, flush, |_, p| {
             let mut b = whole(p);
             b.last_mut()
-                .expect("a chain has a buffer for the answer")
+                .expect("the chain has no buffer for the answer")
                 .addr = HOLE;
             b
         })
@@ -274,7 +276,7 @@ pub(super) fn all() -> Vec<Fault> {
         rebuilt("answer of 2^32 - 1 bytes", BAD_OR_STOPPED, flush, |_, p| {
             let mut b = whole(p);
             b.last_mut()
-                .expect("a chain has a buffer for the answer")
+                .expect("the chain has no buffer for the answer")
                 .len = u32::MAX;
             b
         }),
@@ -284,7 +286,7 @@ pub(super) fn all() -> Vec<Fault> {
             let request = flush(t);
             let placed = g
                 .place(&request.encode(g.generation()))
-                .expect("the guest has a free slot");
+                .expect("the guest has no free slot");
             g.add_by_hand(t.queue, request, placed, head, vec![]);
             g.publish(t.queue);
             t.queue

@@ -25,7 +25,7 @@ pub(super) fn all() -> Vec<Fault> {
                 let at = buffers
                     .iter()
                     .position(|b| b.writable)
-                    .expect("a chain has a buffer for the answer");
+                    .expect("the chain has no buffer for the answer");
                 buffers.insert(
                     at,
                     Buffer {
@@ -46,7 +46,7 @@ pub(super) fn all() -> Vec<Fault> {
                 let at = buffers
                     .iter()
                     .rposition(|b| !b.writable)
-                    .expect("a chain has a buffer for the request");
+                    .expect("the chain has no buffer for the request");
                 buffers[at].len -= 1;
                 buffers
             },
@@ -141,7 +141,7 @@ pub(super) fn all() -> Vec<Fault> {
                 let mut buffers = whole(p);
                 buffers
                     .last_mut()
-                    .expect("a chain has a buffer for the answer")
+                    .expect("the chain has no buffer for the answer")
                     .len -= 1;
                 buffers
             },
@@ -171,7 +171,7 @@ pub(super) fn all() -> Vec<Fault> {
             let data = buffers
                 .iter_mut()
                 .find(|b| b.len as usize == 2 * PAGE)
-                .expect("the chain of a put has a buffer with two pages");
+                .expect("the chain of a put has no buffer with two pages");
             data.writable = true;
             buffers
         },
@@ -184,7 +184,7 @@ pub(super) fn all() -> Vec<Fault> {
             let mut buffers = whole(p);
             buffers
                 .last_mut()
-                .expect("the chain of a get has a buffer for data")
+                .expect("the chain of a get has no buffer for data")
                 .writable = false;
             buffers
         },

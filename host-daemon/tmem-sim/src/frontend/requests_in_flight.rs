@@ -11,7 +11,8 @@ impl FakeGuest {
         let slot = self.slots_free.pop()?;
         let base = self.slots[slot];
         let (first, tail) = (base + PAGE_BYTES, base + 65 * PAGE_BYTES);
-        // In the part with page data, the metadata ends where the pages begin.
+        // One part of the request has page data. In that part, the metadata ends where the pages
+        // begin.
         let readable_big = !encoded.data.is_empty() || encoded.answer_data_bytes == 0;
         let place = |meta: usize, data: usize, big: bool| {
             if big {
@@ -50,8 +51,8 @@ impl FakeGuest {
         self.add_encoded(queue, request, generation, &encoded)
     }
 
-    /// Does what [`Self::add`] does, with bytes that the caller modified. Returns None if the ring
-    /// is full or no slot is free.
+    /// Adds a request as [`Self::add`] does, with bytes that the caller has modified. Returns None
+    /// if the ring is full or no slot is free.
     pub fn add_encoded(
         &mut self,
         queue: usize,
@@ -126,7 +127,8 @@ impl FakeGuest {
     }
 
     /// Adds a chain whose descriptors the caller wrote, for a request that [`Self::place`] wrote.
-    /// `head` is put into the avail ring unchanged. The answer is read at the place of the request.
+    /// `head` is put into the avail ring unchanged. The answer is later read from the place of that
+    /// request.
     pub fn add_by_hand(
         &mut self,
         queue: usize,
@@ -158,7 +160,7 @@ impl FakeGuest {
         if q.ring.publish() {
             q.kick
                 .write(1)
-                .expect("writing to an eventfd of this process cannot fail");
+                .expect("writing to an eventfd of this process failed");
         }
     }
 
@@ -170,7 +172,7 @@ impl FakeGuest {
         self.queues[queue]
             .kick
             .write(1)
-            .expect("writing to an eventfd of this process cannot fail");
+            .expect("writing to an eventfd of this process failed");
     }
 
     /// Adds a request, publishes it and kicks the device. Returns None if the ring is full or no
@@ -199,7 +201,7 @@ impl FakeGuest {
         let p = self
             .pending
             .remove(&used.token)
-            .expect("each chain in flight has a request");
+            .expect("a chain in flight has no request");
         self.slots_free.push(p.slot);
         let encoded_meta = p.request.encode(0).answer_meta_bytes;
         let (meta_at, meta_room) = p.placed.writable[0];
@@ -275,7 +277,8 @@ impl FakeGuest {
             .iter()
             .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN))
             .collect();
-        let timeout = Timespec::try_from(timeout).expect("the timeout fits into a timespec");
+        let timeout =
+            Timespec::try_from(timeout).expect("the timeout does not fit into a timespec");
         // An interrupted sleep does not matter, because the caller polls again.
         let _ = poll(&mut set, Some(&timeout));
         for q in &self.queues {
@@ -311,7 +314,8 @@ impl FakeGuest {
             "call() was used while {} other requests are in flight",
             self.pending.len()
         );
-        self.submit(queue, request).expect("an empty ring has room");
+        self.submit(queue, request)
+            .expect("an empty ring has no room");
         let mut done = self.drain(self.config.reply_timeout)?;
         Ok(done.remove(0).answer)
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The generation and the control queue: going online follows the device's configuration.
+//! The driver's generation and its control queue. The driver goes online when the device's
+//! configuration has a generation.
 
 use tmem_sim::Request;
 use tmem_sim::requests::REPORT_BYTES;
@@ -14,7 +15,7 @@ use crate::transport::{CONTROLS, Flight, Tag};
 pub enum Control {
     /// The driver owns the buffer.
     Free,
-    /// The device owns the buffer; the driver gives the request up at that time.
+    /// The device owns the buffer. The driver gives up the request at this time.
     Sent(u64),
     /// The device owns the buffer, and the driver has given the request up.
     Abandoned,
@@ -60,7 +61,7 @@ impl Driver {
             return;
         }
         self.resync = false;
-        if let Some(&pool) = self.burnt.first() {
+        if let Some(&pool) = self.dead_pools.first() {
             self.control(port, Request::PoolDestroy { pool });
         } else if self.pool == 0 {
             if !self.is(Mutation::PoolIdReused) || self.pool_last == 0 {
@@ -81,17 +82,17 @@ impl Driver {
         }
         self.index.clear();
         self.objects.clear();
-        self.burnt.clear();
+        self.dead_pools.clear();
         self.pool = 0;
     }
 
-    /// Unmounts the file system and mounts it again: it gets another pool.
+    /// Unmounts the file system and mounts it again, so that it gets another pool.
     pub fn remount(&mut self) {
         self.index.clear();
         self.objects.clear();
         self.bypass.clear();
         if self.pool != 0 {
-            self.burnt.push(self.pool);
+            self.dead_pools.push(self.pool);
         }
         self.pool = 0;
         self.resync = true;
@@ -122,8 +123,9 @@ impl Driver {
         let current = flight.generation == self.generation;
         if let (false, true, Request::PoolCreate { pool, .. }) = (waited, current, &*flight.request)
         {
-            // The driver had given up the creation of this pool.
-            self.burnt.push(*pool);
+            // The driver had given up this request to create a pool, so the device now has a pool
+            // that the driver does not use.
+            self.dead_pools.push(*pool);
         }
         if !waited || !current {
             return;
@@ -135,7 +137,7 @@ impl Driver {
                 self.pool = *pool;
             }
             Request::PoolDestroy { pool } => {
-                self.burnt.retain(|burnt| burnt != pool);
+                self.dead_pools.retain(|dead| dead != pool);
                 self.resync = true;
             }
             _ => {}

@@ -17,7 +17,7 @@ use crate::transport::{BATCH, Flight, GETS, Tag};
 pub enum Get {
     /// The driver owns the buffer.
     Free,
-    /// The request is in flight for this reader; its pages begin at this page.
+    /// The request is in flight for the reader with this number. Its pages begin at the given page.
     Sent(u64, FilePage),
     /// The request is in flight, and no reader waits for it.
     Abandoned,
@@ -102,7 +102,7 @@ impl Driver {
         self.request(port, get, key, cookies, false)
     }
 
-    /// Sends a get if there is a request and bounce pages for it.
+    /// Sends a get if a request buffer and enough bounce pages are free.
     fn request(
         &mut self,
         port: &mut Port<'_>,
@@ -188,7 +188,8 @@ impl Driver {
         }
     }
 
-    /// Probes whether a host that was late is fast again. No page has object 1 and cookie 0.
+    /// Probes whether a host that answered late is fast again. The probe requests object 1 with
+    /// cookie 0, which no page has.
     pub(super) fn probe(&mut self, port: &mut Port<'_>) {
         if self.tripped && !self.probing && self.generation != 0 {
             let get = Get::Probe(port.now_ns);
@@ -205,7 +206,7 @@ impl Driver {
         readers.map(|reader| reader.begun_ns + DEADLINE_NS).min()
     }
 
-    /// Takes a read that is complete, or whose deadline has passed.
+    /// Returns and removes a read that is complete, or whose deadline has passed.
     pub fn finished(&mut self, now_ns: u64) -> Option<Got> {
         let late = |reader: &Reader| now_ns >= reader.begun_ns + DEADLINE_NS;
         let patient = self.is(Mutation::DeadlineMissing);
@@ -214,7 +215,7 @@ impl Driver {
         let mut reader = self
             .readers
             .remove(&id)
-            .expect("the reader was found just before");
+            .expect("the reader is missing, although it was found just before");
         reader.late = reader.waiting > 0;
         self.abandon(id);
         self.late_row = if reader.late { self.late_row + 1 } else { 0 };
@@ -226,7 +227,7 @@ impl Driver {
         })
     }
 
-    /// Returns the longest time that a present reader has waited, in nanoseconds.
+    /// Returns the longest time in nanoseconds for which any reader has been waiting.
     pub fn longest_wait_ns(&self, now_ns: u64) -> u64 {
         let readers = self.readers.values();
         let waits = readers.map(|reader| now_ns - reader.begun_ns);

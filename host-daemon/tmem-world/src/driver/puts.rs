@@ -14,7 +14,7 @@ use crate::transport::{BATCH, PUTS, Tag};
 /// Maximum number of ranges that the driver remembers to flush; it drops further ones.
 const RANGES_MAX: usize = 4;
 
-/// Page that waits to be sent.
+/// Page in the put ring, which waits to be sent.
 #[derive(Clone, Debug)]
 pub struct Slot {
     inode: u32,
@@ -24,7 +24,7 @@ pub struct Slot {
     pub(super) cookie: u64,
     epoch: u32,
     workingset: bool,
-    /// Address of the copy.
+    /// Address of the page's copy in the put ring.
     pub(super) place: u64,
     content: Content,
 }
@@ -82,7 +82,8 @@ impl Driver {
         true
     }
 
-    /// Returns the copy of a page that was not sent yet, or that the device has not answered.
+    /// Returns the address of the copy of a page in the put ring, if the page was not sent yet or
+    /// the device has not answered its put yet.
     pub(super) fn in_ring(&self, queue: usize, cookie: u64) -> Option<u64> {
         let sent = self.batches[queue].iter().flatten().flat_map(|b| &b.slots);
         let mut slots = self.slots[queue].iter().chain(sent);
@@ -94,7 +95,8 @@ impl Driver {
             return;
         };
         let queue = self.queue(object, from);
-        // The model leaves out half of the ranges, as a real driver may.
+        // The model forgets half of the ranges and never flushes them, because a driver may drop
+        // any range.
         let draw = (self.cookie_last ^ object << 8 ^ from).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         if draw >> 63 == 0 {
             return;
@@ -172,7 +174,8 @@ impl Driver {
             index: slot.page,
             cookie: slot.cookie,
             flags: u32::from(slot.workingset) * wire::PUT_WORKINGSET,
-            // The request has an empty page, because the data are already in their slots.
+            // The request contains an empty page, because the page data is already in the slots of
+            // the put ring.
             page: Box::new([0; wire::PAGE_SIZE]),
         });
         let request = Request::Put {
@@ -214,7 +217,8 @@ impl Driver {
 
     pub(super) fn put_answered(&mut self, queue: usize, batch: usize, answer: &Answer) {
         self.stale(answer.status);
-        // If a mutation sent the batch to another queue, it is in the list of the right queue.
+        // If a mutation sent the batch to another queue, the batch is in the list of the queue that
+        // it belongs to.
         let owner = (0..self.batches.len())
             .map(|i| (queue + i) % self.batches.len())
             .find(|q| self.batches[*q][batch].is_some());

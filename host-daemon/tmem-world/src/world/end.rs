@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The end of a script: all faults are repaired, and then the whole system must recover.
 //!
-//! Each request is answered, each driver knows its device's generation and has a pool, and each
-//! file reads as it was written, through the cache.
+//! Recovery means that each request is answered, that each driver knows its device's generation and
+//! has a pool, and that reads through the cache return what was last written to each file.
 
 use super::World;
 use crate::kernel::{FILES, PAGES};
 
-/// Maximum number of checks whether all work is done.
-const LOOKS: usize = 260;
-/// Time between the first checks in nanoseconds, long enough for answers.
+/// Maximum number of checks whether all guests are idle and online.
+const CHECKS_MAX: usize = 260;
+/// Time in nanoseconds between the first `SHORT_CHECKS` checks, long enough for answers.
 const SHORT_NS: u64 = 500_000;
-/// Number of checks with the short interval. The others leave time for reports and control
-/// requests.
-const SHORT_LOOKS: usize = 60;
-/// Time between the other checks in nanoseconds.
+/// Number of checks with the short interval. The longer interval of the other checks leaves time
+/// for reports and control requests.
+const SHORT_CHECKS: usize = 60;
+/// Time in nanoseconds between the checks after the first `SHORT_CHECKS`.
 const LONG_NS: u64 = 50_000_000;
 
 impl World {
@@ -25,7 +25,9 @@ impl World {
             self.freeze(h, false);
             self.resize(h, 4096);
             let hosts = self.hosts[h].as_ref();
-            hosts.iter().for_each(|host| host.death.light(u64::MAX));
+            hosts
+                .iter()
+                .for_each(|host| host.death.trigger_after(u64::MAX));
             for g in 0..self.guests.len() {
                 self.limit(h, g, u16::MAX);
                 self.freeze_vm(h, g, false);
@@ -35,7 +37,7 @@ impl World {
             self.notice(g);
             let link = self.guests[g].machine.link.as_ref();
             link.iter().for_each(|link| {
-                link.hang_up.light(u64::MAX);
+                link.hang_up.trigger_after(u64::MAX);
                 link.hang_up.end_drain();
             });
             self.cancel(g);
@@ -61,7 +63,9 @@ impl World {
         }
         self.become_quiet();
         for guest in &mut self.guests {
-            guest.oracle.look_for_others(&guest.kernel.driver.transport);
+            guest
+                .oracle
+                .search_for_foreign_pages(&guest.kernel.driver.transport);
         }
         for host in self.hosts.iter().flatten() {
             for (g, guest) in self.guests.iter_mut().enumerate() {
@@ -75,15 +79,15 @@ impl World {
     }
 
     fn become_quiet(&mut self) {
-        for look in 0..LOOKS {
+        for check in 0..CHECKS_MAX {
             self.at += 1;
-            self.advance(if look < SHORT_LOOKS {
+            self.advance(if check < SHORT_CHECKS {
                 SHORT_NS
             } else {
                 LONG_NS
             });
             self.write_late();
-            self.serve(look as u16);
+            self.serve(check as u16);
             for h in 0..self.hosts.len() {
                 self.maintain(h);
             }

@@ -2,24 +2,25 @@
 //! Faults: daemons, connections, machines and memory stop, are restored from a snapshot, or
 //! migrate.
 //!
-//! The order of a VMM's messages is QEMU's. A VMM gives up the connection to a daemon that does not
-//! answer its message.
+//! A VMM sends its messages in the order in which QEMU sends them. It closes the connection to a
+//! daemon that does not answer a message.
 
 use super::{Ghost, Late, Snapshot, World, mix};
 use crate::driver::Driver;
 use crate::kernel::Kernel;
 use crate::mutation::Mutation;
 
-/// Steps after which a broken back end writes an answer that it should have written before.
+/// Number of steps after which a mutated back end writes an answer that it should have written
+/// earlier.
 const LATE_STEPS: usize = 30;
 
 impl World {
     // ---- daemons ------------------------------------------------------------------------------
 
-    pub(super) fn light(&mut self, h: usize, looks: u8) {
+    pub(super) fn kill_after(&mut self, h: usize, checks: u8) {
         if let Some(host) = &self.hosts[h] {
-            host.death.light(looks.into());
-            if looks == 0 {
+            host.death.trigger_after(checks.into());
+            if checks == 0 {
                 self.kill(h);
             }
         }
@@ -74,19 +75,19 @@ impl World {
 
     // ---- connections --------------------------------------------------------------------------
 
-    pub(super) fn light_guest(&mut self, g: usize, looks: u8) {
+    pub(super) fn hang_up_after(&mut self, g: usize, checks: u8) {
         if let Some(link) = &self.guests[g].machine.link {
-            link.hang_up.light(looks.into());
-            if looks == 0 {
+            link.hang_up.trigger_after(checks.into());
+            if checks == 0 {
                 self.hang_up(g);
             }
         }
     }
 
-    /// Closes the connection from the VMM's side; the daemon has not noticed that yet.
+    /// Closes the connection from the VMM's side. The daemon notices that in a later step.
     pub(super) fn hang_up(&mut self, g: usize) {
         if let Some(link) = self.guests[g].unlink() {
-            link.hang_up.burn();
+            link.hang_up.trigger();
             self.ghosts.push(Ghost { guest: g, link });
         }
     }
@@ -110,8 +111,8 @@ impl World {
         }
     }
 
-    /// Connects and reads the generation. False: no daemon answers, or the old connection still
-    /// exists. The VMM tries again later.
+    /// Connects and reads the generation. Returns false if no daemon answers, or if the old
+    /// connection still exists. The VMM tries again later.
     fn link(&mut self, g: usize) -> bool {
         let h = self.guests[g].home;
         if self.guests[g].machine.link.is_some() || !self.answers(h) {
@@ -138,7 +139,8 @@ impl World {
             let what = "memory that could be truncated was taken".into();
             guest.oracle.fail("memory", what);
         }
-        // The control thread ends the connection when it has refused a message.
+        // End the connection, as the control thread of the daemon does after it has refused a
+        // message.
         if let Some(link) = guest.unlink() {
             link.session.end();
         }
@@ -184,7 +186,8 @@ impl World {
         }
     }
 
-    /// Simulates answers that were published before their pages were written.
+    /// Simulates a back end that publishes answers before it writes their pages: takes these pages
+    /// away and writes them some steps later.
     fn hold_back(&mut self, g: usize) {
         let transport = &self.guests[g].kernel.driver.transport;
         for (queue, flights) in transport.flight.iter().enumerate() {
@@ -230,13 +233,13 @@ impl World {
         }
     }
 
-    /// Pauses the VM in the middle of a slice, with a slow daemon.
-    pub(super) fn pause_late(&mut self, g: usize, looks: u8) {
+    /// Pauses the VM in the middle of a worker's slice, while the daemon is slow.
+    pub(super) fn pause_late(&mut self, g: usize, checks: u8) {
         let machine = &self.guests[g].machine;
         if let (true, Some(link)) = (machine.started(), &machine.link)
             && let Some(host) = &self.hosts[link.host]
         {
-            host.drain_after(looks.into(), &link.session, &link.hang_up);
+            host.drain_after(checks.into(), &link.session, &link.hang_up);
         }
     }
 
@@ -268,12 +271,14 @@ impl World {
         }
     }
 
-    /// Reboots the VM, or lets it crash: memory is lost.
+    /// Reboots the VM, as after a crash: the contents of its memory are lost.
     pub(super) fn reset(&mut self, g: usize) {
         self.reset_device(g);
         let (seed, now) = (self.setup.seed, self.now_ns());
         let guest = &mut self.guests[g];
-        guest.oracle.look_for_others(&guest.kernel.driver.transport);
+        guest
+            .oracle
+            .search_for_foreign_pages(&guest.kernel.driver.transport);
         guest.boots += 1;
         let cookie = mix(seed, 100 * guest.boots + g as u64) >> 2;
         let driver = Driver::new(guest.machine.transport(), cookie, self.setup.mutation);
@@ -310,14 +315,17 @@ impl World {
         self.reset_device(g);
         let now = self.now_ns();
         let guest = &mut self.guests[g];
-        guest.oracle.look_for_others(&guest.kernel.driver.transport);
+        guest
+            .oracle
+            .search_for_foreign_pages(&guest.kernel.driver.transport);
         if let Some(snapshot) = &guest.snapshot {
             guest.machine.ram.restore(&snapshot.ram);
             guest.kernel = snapshot.kernel.clone();
             guest.storage = snapshot.storage.clone();
             guest.machine.bases = Some(snapshot.bases.clone());
             (guest.behind_ns, guest.paused_at_ns) = (now - snapshot.now_ns, None);
-            // A guest that is notified of a change reads the configuration again.
+            // Notify the guest of a changed configuration, so that its driver reads the generation
+            // again.
             guest.machine.config_irq = true;
         }
         guest.oracle.rings_changed(&guest.kernel.driver.transport);

@@ -18,7 +18,7 @@ const DAEMON: &str = "daemon";
 const OTHERS: u32 = 0o007;
 
 /// Returns the findings, and the daemon's VMs if it can be reached.
-pub fn look(reach: &Reach) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
+pub fn findings(reach: &Reach) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
     let asked = in_time(&reach.daemon(), reach, |reach| {
         let failed = |error: api::Error| refused(&reach.socket, &error);
         let mut client = connect(&reach.socket)?;
@@ -27,7 +27,7 @@ pub fn look(reach: &Reach) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
         Ok((vms, stats))
     });
     let (vms, stats) = match asked {
-        Ok(said) => said,
+        Ok(reply) => reply,
         Err(Failure(why, _)) => {
             let remedy = match why.contains("no permission") {
                 true => format!(
@@ -118,8 +118,8 @@ fn control_socket(socket: &Path) -> Finding {
     }
 }
 
-/// Checks that pages of guests cannot be swapped. It uses the daemon's own report whether it could
-/// lock its memory, because root may lock memory whatever the limit is.
+/// Checks that pages of guests cannot be swapped. The check uses the daemon's report of whether it
+/// could lock its memory, because root may lock memory whatever the limit is.
 fn locked(daemon: &api::DaemonStats) -> Finding {
     let of = ("memory-lock", DAEMON);
     match daemon.memory_locked {
@@ -297,15 +297,15 @@ mod tests {
         assert_eq!(
             found.state != State::Good,
             found.remedy.is_some(),
-            "only a finding that is not good has a remedy: {found:?}"
+            "a good finding has a remedy, or a finding that is not good has none: {found:?}"
         );
         found.state
     }
 
     #[test]
     fn doctor_finds_each_fault_of_the_daemon() {
-        let said = reply(vec![]);
-        let (mut daemon, mut pool) = (said.daemon, said.pool);
+        let reply = reply(vec![]);
+        let (mut daemon, mut pool) = (reply.daemon, reply.pool);
         daemon.version = env!("CARGO_PKG_VERSION").into();
         for finding in of_daemon(&daemon, &pool) {
             assert_eq!(
@@ -331,13 +331,13 @@ mod tests {
             daemon.memory_locked = memory_locked;
             assert_eq!(state(&[locked(&daemon)], "memory-lock"), wanted);
         }
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        let path = folder.path().join("socket");
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let path = directory.path().join("socket");
         let vm = vm(&path);
         assert_eq!(
             vm_socket(&vm).state,
             State::Fault,
-            "a missing socket is no fault"
+            "doctor reports no fault for a missing socket"
         );
         let _listener = UnixListener::bind(&path).expect("cannot bind the socket");
         for (mode, wanted) in [
@@ -366,20 +366,20 @@ mod tests {
         assert_eq!(
             vm_socket(&vm).state,
             State::Fault,
-            "a file in place of the VM's socket is no fault"
+            "doctor reports no fault for a file in place of the VM's socket"
         );
     }
 
     #[test]
     fn doctor_finds_each_fault_of_a_vm() {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        let path = folder.path().join("socket");
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let path = directory.path().join("socket");
         let _listener = UnixListener::bind(&path).expect("cannot bind the socket");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o660))
             .expect("cannot change the file's mode");
         let mut vm = vm(&path);
         let mut stats = stats_of("web", 0, 0, 0);
-        for (said, wanted) in [
+        for (reply, wanted) in [
             (None, State::Warning),
             (Some(report("on", 0)), State::Good),
             (Some(report("off", 0)), State::Warning),
@@ -388,7 +388,7 @@ mod tests {
             (Some(report("poisoned", 0)), State::Fault),
             (Some(report("on", 1)), State::Fault),
         ] {
-            stats.driver = said;
+            stats.driver = reply;
             assert_eq!(
                 state(&of_vm(&vm, &stats), "driver"),
                 wanted,

@@ -11,7 +11,7 @@ use tmem_domain::Domain;
 use virt::connect::Connect;
 
 /// Checks all domains. `served` are the daemon's VMs, if it can be reached.
-pub fn look(reach: &Reach, uri: &str, root: &Path, served: Option<&[api::Vm]>) -> Vec<Finding> {
+pub fn findings(reach: &Reach, uri: &str, root: &Path, served: Option<&[api::Vm]>) -> Vec<Finding> {
     let of = ("libvirt", "host");
     if !root.join("etc/libvirt").exists() {
         return vec![Finding::good(of, "there is no libvirt")];
@@ -158,9 +158,9 @@ mod tests {
 
     fn served(xml: &str) -> api::Vm {
         let device = Domain::parse(xml)
-            .expect("the domain is valid")
+            .expect("the domain was refused")
             .device
-            .expect("the domain has the device");
+            .expect("the domain does not have the device");
         api::Vm {
             name: "web".into(),
             uuid: Some(UUID.into()),
@@ -194,17 +194,17 @@ mod tests {
         let vms = std::slice::from_ref(&vm);
         assert!(
             faults(PLAIN, Some(vms), Ok(false)).is_empty(),
-            "a domain without the device has a fault although it wants no cache"
+            "doctor reports a fault of a domain without the device, which needs no cache"
         );
         let elsewhere = of_domain(&xml, true, None);
         assert!(
             elsewhere.iter().all(|finding| finding.state == State::Good),
-            "a VM that this host does not serve has a fault: {elsewhere:?}"
+            "doctor reports a fault of a domain on another host: {elsewhere:?}"
         );
         assert!(faults(&xml, Some(vms), Ok(true)).is_empty());
         assert!(
             faults(&xml, None, Ok(true)).is_empty(),
-            "the domain has a fault although the daemon cannot be asked"
+            "doctor reports a fault of the domain although it could not ask the daemon"
         );
         assert_eq!(faults(&xml, Some(vms), Ok(false)), ["emulator"]);
         assert_eq!(faults(&xml, Some(vms), Err("no".into())), ["emulator"]);
@@ -221,10 +221,10 @@ mod tests {
         assert_eq!(faults(&private, Some(vms), Ok(true)), ["shared-memory"]);
         let cut = xml
             .find("<qemu:commandline")
-            .expect("the domain has QEMU options");
+            .expect("the domain has no QEMU options");
         let end = xml
             .find("</qemu:commandline>")
-            .expect("the element of QEMU options is closed")
+            .expect("the element of QEMU options is not closed")
             + "</qemu:commandline>".len();
         let without = format!("{}{}", &xml[..cut], &xml[end..]);
         assert_eq!(faults(&without, Some(vms), Ok(true)), ["device"]);

@@ -8,10 +8,10 @@ use std::path::Path;
 
 const HOST: &str = "host";
 
-const HOOK_FOLDER: &str = "etc/libvirt/hooks/qemu.d";
+const HOOK_DIRECTORY: &str = "etc/libvirt/hooks/qemu.d";
 
 /// Checks the host's files below `root`.
-pub fn look(root: &Path) -> Vec<Finding> {
+pub fn findings(root: &Path) -> Vec<Finding> {
     vec![kvm(root), pressure(root), hook(root), apparmor(root)]
 }
 
@@ -49,7 +49,7 @@ fn hook(root: &Path) -> Finding {
     if !root.join("etc/libvirt").exists() {
         return Finding::good(of, "there is no libvirt");
     }
-    let entries = fs::read_dir(root.join(HOOK_FOLDER))
+    let entries = fs::read_dir(root.join(HOOK_DIRECTORY))
         .into_iter()
         .flatten()
         .flatten();
@@ -61,7 +61,7 @@ fn hook(root: &Path) -> Finding {
         return Finding::fault(
             of,
             format!(
-                "libvirt does not run tmem-hook, which is missing in /{HOOK_FOLDER}: its VMs get no socket"
+                "libvirt does not run tmem-hook, which is missing in /{HOOK_DIRECTORY}: its VMs get no socket"
             ),
             "printf '#!/bin/sh\\nexec /usr/sbin/tmem-hook \"$@\"\\n' >/etc/libvirt/hooks/qemu.d/virtio-tmem; \
              chmod +x /etc/libvirt/hooks/qemu.d/virtio-tmem; systemctl reload libvirtd",
@@ -111,17 +111,17 @@ mod tests {
 
     fn write(root: &Path, name: &str, text: &str) {
         let path = root.join(name);
-        fs::create_dir_all(path.parent().expect("the path has a parent directory"))
+        fs::create_dir_all(path.parent().expect("the path has no parent directory"))
             .expect("cannot create the directory");
         fs::write(path, text).expect("cannot write the file");
     }
 
     #[test]
     fn doctor_finds_each_fault_of_the_host_with_its_remedy() {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        let root = folder.path();
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let root = directory.path();
         let states = || {
-            look(root)
+            findings(root)
                 .iter()
                 .map(|f| (f.check, f.state))
                 .collect::<Vec<_>>()
@@ -130,7 +130,7 @@ mod tests {
             states()
                 .into_iter()
                 .find(|(c, _)| *c == check)
-                .expect("the check was made")
+                .expect("the report lacks the check")
                 .1
         };
         // This host has neither libvirt nor AppArmor.
@@ -154,7 +154,7 @@ mod tests {
         assert_eq!(
             found.state,
             State::Fault,
-            "a QEMU that cannot be run is no fault"
+            "doctor reports no fault for a QEMU that cannot be run"
         );
         assert!(
             found

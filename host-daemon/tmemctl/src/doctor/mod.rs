@@ -8,8 +8,8 @@
 //! | `daemon.rs` | checks the daemon, its VMs and their sockets |
 //! | `domain.rs` | checks libvirt's domains |
 //!
-//! It changes nothing. For each fault there is a test that causes it, which shows that the check
-//! can fail.
+//! `doctor` changes nothing. For each fault that it reports, a test causes the fault and shows that
+//! the check finds it.
 
 mod daemon;
 #[cfg(feature = "libvirt")]
@@ -17,7 +17,7 @@ mod domain;
 mod host;
 
 use crate::exit::Failure;
-use crate::{Reach, Said};
+use crate::{Output, Reach};
 use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -96,12 +96,12 @@ impl Finding {
 }
 
 /// Runs all checks. The flag is false if there are faults, and the exit code is then 1.
-pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Said, bool), Failure> {
-    let mut findings = host::look(&arguments.root);
-    let (of_daemon, vms) = daemon::look(reach);
+pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Output, bool), Failure> {
+    let mut findings = host::findings(&arguments.root);
+    let (of_daemon, vms) = daemon::findings(reach);
     findings.extend(of_daemon);
     #[cfg(feature = "libvirt")]
-    findings.extend(domain::look(
+    findings.extend(domain::findings(
         reach,
         &arguments.connect,
         &arguments.root,
@@ -138,5 +138,5 @@ pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Said, bool), F
     let json = serde_json::json!({
         "faults": faults, "warnings": warnings, "findings": findings,
     });
-    Ok((Said { text, json }, faults > 0))
+    Ok((Output { text, json }, faults > 0))
 }

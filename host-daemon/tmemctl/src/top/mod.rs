@@ -29,9 +29,9 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 use tmem_control as api;
 
-/// Longest wait for a key before checking for an answer of the daemon or a signal. It is too short
-/// to be noticed.
-const GLANCE: Duration = Duration::from_millis(50);
+/// Longest wait for a key before the loop checks for an answer of the daemon or a signal. A user
+/// does not notice this delay.
+const KEY_WAIT: Duration = Duration::from_millis(50);
 
 /// Options of `top`.
 #[derive(Args, Clone)]
@@ -100,13 +100,13 @@ fn key(model: &mut Model, code: KeyCode, control: bool) -> Do {
 
 /// Polls the daemon on a thread of its own, so that keys work while the daemon hangs. At most one
 /// poll is under way.
-struct Looks {
+struct Polls {
     reach: Reach,
     /// Start of the current poll, and the channel for its result.
     under_way: Option<(Instant, Receiver<Result<api::GetStats_Reply, Failure>>)>,
 }
 
-impl Looks {
+impl Polls {
     fn begin(&mut self) {
         let (sender, receiver) = mpsc::channel();
         let reach = self.reach.clone();
@@ -117,8 +117,8 @@ impl Looks {
         self.under_way = Some((Instant::now(), receiver));
     }
 
-    /// Returns the result of the poll if there is one, or a failure if the poll is late. A late
-    /// poll continues.
+    /// Returns the result of the poll once it has one, or a failure if the poll has exceeded the
+    /// time limit. A poll that exceeds the limit continues.
     fn end(&mut self) -> Option<Result<api::GetStats_Reply, Failure>> {
         let (since, receiver) = self.under_way.as_ref()?;
         match receiver.try_recv() {
@@ -150,7 +150,7 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
     let told_to_end = end_by_signals().map_err(failed)?;
     let period = Duration::from_secs(arguments.delay);
     let reach = reach.clone();
-    let mut looks = Looks {
+    let mut polls = Polls {
         reach,
         under_way: None,
     };
@@ -164,7 +164,7 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
         if let Err(error) = terminal.draw(|frame| view::draw(frame, &model)) {
             break Err(failed(error));
         }
-        match event::poll(GLANCE) {
+        match event::poll(KEY_WAIT) {
             Err(error) => break Err(failed(error)),
             Ok(true) => match event::read() {
                 Err(error) => break Err(failed(error)),
@@ -178,15 +178,15 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
             },
             Ok(false) => {}
         }
-        match looks.end() {
+        match polls.end() {
             Some(Ok(reply)) => model.take(reply, Instant::now()),
             // The last figures stay on the screen, because the daemon may come back.
             Some(Err(Failure(why, _))) => model.problem = Some(why),
             None => {}
         }
-        if looks.under_way.is_none() && !model.paused && Instant::now() >= next {
+        if polls.under_way.is_none() && !model.paused && Instant::now() >= next {
             next = Instant::now() + period;
-            looks.begin();
+            polls.begin();
         }
     };
     // Restoring fails if the terminal no longer exists.
@@ -194,20 +194,20 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
     done
 }
 
-/// Returns a flag that SIGTERM, SIGHUP and SIGINT set. If the loop does not see the flag soon, the
-/// process ends, because crossterm reads forever from a terminal that no longer exists.
+/// Returns a flag that SIGTERM, SIGHUP and SIGINT set. If the main loop does not react to the flag
+/// soon, the process ends, because crossterm reads forever from a terminal that no longer exists.
 fn end_by_signals() -> std::io::Result<Arc<AtomicBool>> {
-    let told = Arc::new(AtomicBool::new(false));
-    let (flag, mut signals) = (told.clone(), Signals::new([SIGTERM, SIGHUP, SIGINT])?);
+    let signalled = Arc::new(AtomicBool::new(false));
+    let (flag, mut signals) = (signalled.clone(), Signals::new([SIGTERM, SIGHUP, SIGINT])?);
     std::thread::spawn(move || {
         if signals.forever().next().is_some() {
             flag.store(true, Ordering::Relaxed);
-            std::thread::sleep(4 * GLANCE);
+            std::thread::sleep(4 * KEY_WAIT);
             let _ = ratatui::try_restore();
             leave(0);
         }
     });
-    Ok(told)
+    Ok(signalled)
 }
 
 #[cfg(test)]

@@ -164,7 +164,7 @@ impl Model {
         }
     }
 
-    /// Takes over the daemon's figures and computes the rates.
+    /// Stores the daemon's new figures and computes the rates.
     pub fn take(&mut self, reply: GetStats_Reply, now: Instant) {
         let seconds = self.at.map(|at| (now - at).as_secs_f64().max(1e-3));
         let before = std::mem::take(&mut self.rows);
@@ -241,7 +241,7 @@ impl Model {
         rows
     }
 
-    /// Moves the selection back to a row that exists.
+    /// Moves the selection to the last row if the selected row no longer exists.
     pub fn stay_inside(&mut self) {
         self.selected = self.selected.min(self.rows().len().saturating_sub(1));
     }
@@ -284,7 +284,7 @@ pub mod tests {
     /// Returns a driver's report with that state.
     pub fn driver(state: &str) -> DriverReport {
         let figures = serde_json::from_value(figures(Scope::Driver));
-        let mut driver: DriverReport = figures.expect("the JSON has each field of the report");
+        let mut driver: DriverReport = figures.expect("the JSON lacks a field of the report");
         driver.state = state.into();
         driver
     }

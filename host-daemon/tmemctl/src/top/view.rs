@@ -393,13 +393,13 @@ mod tests {
     }
 
     /// Size in bytes of a compressed page of these VMs, and the bytes that the daemon charges for
-    /// each page besides.
+    /// each page in addition.
     const PACKED_BYTES: i64 = 1900;
     const CHARGE_BYTES: i64 = 320;
 
     /// Sets the counters that follow from the forms of the VM's pages and from its other counters,
-    /// except for `puts`. Held pages are those that were put and were neither got, evicted nor
-    /// dropped.
+    /// except for `puts`. The VM holds the pages that were put and were not returned, evicted or
+    /// dropped afterwards.
     fn add_up(vm: &mut VmStats) {
         vm.original_bytes = vm.pages * 4096;
         vm.stored_pages = vm.pages - vm.nursery_pages - vm.same_filled_pages - vm.shared_pages;
@@ -414,9 +414,9 @@ mod tests {
         vm.puts = vm.pages + vm.puts_refused + vm.hits + vm.evictions + vm.flushed_pages;
     }
 
-    /// Returns figures of two VMs of one trust domain that have run for some hours. The pool's
-    /// figures are their sum.
-    fn said() -> GetStats_Reply {
+    /// Returns figures as a daemon would report them after some hours, with two VMs of one trust
+    /// domain. The pool's figures are the sums of the VMs' figures.
+    fn figures_of_two_vms() -> GetStats_Reply {
         let mut web = vm("web-1", 6_120_000, 4_773_600, 0);
         (web.pages, web.nursery_pages) = (163_840, 2_048);
         (web.same_filled_pages, web.shared_pages) = (6_000, 40_000);
@@ -438,13 +438,13 @@ mod tests {
             let waits = driver
                 .get_latency
                 .as_mut()
-                .expect("the driver reports latencies of gets");
+                .expect("the driver reports no latencies of gets");
             requests(waits, vm.gets / 8, 31);
             vm.driver = Some(driver);
         }
-        let mut said = reply(vec![web, db]);
-        let sum = |figure: fn(&VmStats) -> i64| said.vms.iter().map(figure).sum::<i64>();
-        let pool = &mut said.pool;
+        let mut figures = reply(vec![web, db]);
+        let sum = |figure: fn(&VmStats) -> i64| figures.vms.iter().map(figure).sum::<i64>();
+        let pool = &mut figures.pool;
         pool.pages = sum(|vm| vm.pages);
         pool.original_bytes = sum(|vm| vm.original_bytes);
         pool.compressed_bytes = sum(|vm| vm.compressed_bytes);
@@ -461,22 +461,22 @@ mod tests {
         pool.held_bytes = pool.frames_bytes + pool.metadata_bytes;
         pool.saved_bytes = pool.original_bytes - pool.held_bytes;
         (pool.size_bytes, pool.configured_bytes) = (512 << 20, 512 << 20);
-        let daemon = &mut said.daemon;
+        let daemon = &mut figures.daemon;
         daemon.version = "1.2.3".into();
         (daemon.uptime_seconds, daemon.workers) = (3 * 3600 + 25 * 60 + 7, 4);
         (daemon.vms, daemon.vms_connected, daemon.vms_frozen) = (2, 2, 1);
         daemon.resident_bytes = pool.held_bytes + (9 << 20);
-        said
+        figures
     }
 
-    /// Returns a model of the last seconds, with these gets in each second, and as many puts as
-    /// hits.
+    /// Returns a model after several polls at intervals of a second. In each second, VM web-1 has
+    /// the gets that the array gives, and about as many puts as hits.
     fn model() -> Model {
         let mut model = Model::new(Sort::Get, String::new());
         let begun = Instant::now();
         let gets = [1200, 1500, 1900, 2300, 2600, 2800, 2700, 2550, 2400];
         for second in 0..=gets.len() {
-            let mut then = said();
+            let mut then = figures_of_two_vms();
             for later in &gets[second..] {
                 let (web, db) = then.vms.split_at_mut(1);
                 let (web, db) = (&mut web[0], &mut db[0]);
@@ -500,15 +500,15 @@ mod tests {
         let text = screen.join("\n");
         assert!(
             screen[0].starts_with("tmemd 1.2.3  up 3:25:07  2 of 2 VMs connected  4 workers"),
-            "the first line has another text: {text}"
+            "the first line has the wrong text: {text}"
         );
         assert!(
             screen[2].contains("of 512 MiB held"),
-            "the pool's line has another text: {text}"
+            "the pool's line has the wrong text: {text}"
         );
         assert!(
             screen[3].contains("new 1 %  pattern 4 %  shared 25 %  packed 70 %"),
-            "the line of page forms has another text: {text}"
+            "the line of page forms has the wrong text: {text}"
         );
         let web = screen
             .iter()
@@ -521,7 +521,7 @@ mod tests {
                 "web-1", "78", "%", "1872", "2400", "14", "µs", "1920", "55", "µs", "340", "MiB",
                 "341"
             ],
-            "the row of VM web-1 has other cells: {text}"
+            "the row of VM web-1 has the wrong cells: {text}"
         );
         assert!(
             cells.last().is_some_and(|bars| bars.contains("█")),
@@ -553,30 +553,31 @@ mod tests {
     /// might merge trust domains without any benefit.
     #[test]
     fn each_kind_of_memory_gain_is_shown_separately() {
-        let mut said = said();
-        let pool = &mut said.pool;
+        let mut figures = figures_of_two_vms();
+        let pool = &mut figures.pool;
         (pool.original_bytes, pool.compressed_bytes) = (400 << 20, 200 << 20);
         (pool.payload_bytes, pool.zstd_saved_bytes) = (160 << 20, 40 << 20);
         pool.held_bytes = 100 << 20;
-        let gain = |said: &GetStats_Reply| {
+        let gain = |figures: &GetStats_Reply| {
             let mut model = Model::new(Sort::Get, String::new());
-            model.take(said.clone(), Instant::now());
+            model.take(figures.clone(), Instant::now());
             screen(&model, 80, 24)[4].clone()
         };
-        let shown = gain(&said);
+        let shown = gain(&figures);
         assert!(
             shown.starts_with("gain ×4.00: compression ×2.00, equal pages ×1.00, zstd ×1.25 "),
-            "the gain has another text: {shown}"
+            "the gain has the wrong text: {shown}"
         );
-        (said.pool.payload_bytes, said.pool.zstd_saved_bytes) = (100 << 20, 0);
-        let shown = gain(&said);
+        (figures.pool.payload_bytes, figures.pool.zstd_saved_bytes) = (100 << 20, 0);
+        let shown = gain(&figures);
         assert!(
             shown.contains("equal pages ×2.00, zstd ×1.00 "),
-            "the gain has another text: {shown}"
+            "the gain has the wrong text: {shown}"
         );
     }
 
-    /// Compares the screen in docs/tmemctl.md; `TMEM_BLESS=1` draws it again.
+    /// Compares the view in docs/tmemctl.md with the current one. With TMEM_BLESS=1, the test
+    /// writes the current view to that file.
     #[test]
     fn docs_tmemctl_md_shows_the_current_view() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/tmemctl.md");
@@ -598,7 +599,7 @@ mod tests {
         }
         assert_eq!(
             shown, drawn,
-            "docs/tmemctl.md shows another view: run this test with TMEM_BLESS=1 to draw it"
+            "docs/tmemctl.md shows an outdated view: run this test with TMEM_BLESS=1 to draw it"
         );
     }
 

@@ -53,7 +53,7 @@ impl TryFrom<String> for Account {
 }
 
 impl Account {
-    /// Returns the number, once it was [looked up](Self::find).
+    /// Returns the number; None before [`find`](Self::find) has looked it up.
     pub fn number(&self) -> Option<u32> {
         self.number
     }
@@ -90,26 +90,23 @@ mod tests {
 
     #[test]
     fn an_account_is_looked_up_once() {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        let path = folder.path().join("group");
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let path = directory.path().join("group");
         let file = path.to_str().expect("the text is not UTF-8");
         std::fs::write(file, b"qemu:x:64055:\nb\xf6se:x:5:\nmetrics:x:990:\n")
             .expect("cannot write the file");
-        let account = |name: &str| {
-            name.parse::<Account>()
-                .expect("an account name is not empty")
-        };
+        let account = |name: &str| name.parse::<Account>().expect("the account name is empty");
         let mut found = account("metrics");
         assert_eq!(found.number(), None);
         found
             .find(file)
-            .expect("the file lists the account metrics");
+            .expect("the file does not list the account metrics");
         assert_eq!(found.number(), Some(990));
         for (name, number) in [("qemu", 64055), ("107", 107)] {
             let mut account = account(name);
             account
                 .find(file)
-                .expect("the file lists the account, or its name is a number");
+                .expect("the file does not list the account, and its name is no number");
             assert_eq!(account.number(), Some(number));
         }
         for name in ["nobody-such", "4294967295", "-1"] {
@@ -122,11 +119,10 @@ mod tests {
             );
         }
 
-        // The file is removed, because the sandbox does not permit to read it either.
+        // The rest of the test runs without the file, because the sandbox does not permit reading
+        // it.
         std::fs::remove_file(file).expect("cannot remove the file");
-        found
-            .find(file)
-            .expect("the account's number is already known");
+        found.find(file).expect("the account's number is not known");
         assert_eq!(found, account("metrics"));
         assert_ne!(
             found,
@@ -135,7 +131,7 @@ mod tests {
         );
         account("107")
             .find(file)
-            .expect("an account that is a number needs no file");
+            .expect("an account that is a number was not found without a file");
         let error = account("metrics")
             .find(file)
             .expect_err("an account was found without a file");

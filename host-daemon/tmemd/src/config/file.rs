@@ -30,13 +30,13 @@ pub struct Settings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub pool_size: Option<u64>,
-    /// Memory that the pool leaves available on the host. 0: none; if `memory_pressure` is `none` as
-    /// well, the pool never shrinks for the host (default: a 32nd of the host, at most 1GiB).
+    /// Memory that the pool leaves available on the host. 0: none; if `memory_pressure` is `none`
+    /// as well, the pool never shrinks for the host (default: a 32nd of the host, at most 1GiB).
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub host_free_min: Option<u64>,
-    /// Pressure (PSI) file that shows how long tasks wait for memory: the host's or that of a control
-    /// group. The pool also shrinks when tasks wait (default: /proc/pressure/memory).
+    /// Pressure (PSI) file that shows how long tasks wait for memory: the host's or that of a
+    /// control group. The pool also shrinks when tasks wait (default: /proc/pressure/memory).
     #[arg(long, value_name = "PATH")]
     #[serde(deserialize_with = "some_path")]
     pub memory_pressure: Option<PathBuf>,
@@ -44,8 +44,8 @@ pub struct Settings {
     #[arg(long, value_name = "N")]
     #[serde(deserialize_with = "within::<1, { WORKERS_MAX as u64 }, _, _>")]
     pub workers: Option<usize>,
-    /// Threads that find equal pages, compress and release memory while no guest waits. With too few
-    /// threads, `refused nursery` grows (default: a quarter of the processors, 1 to 8).
+    /// Threads that find equal pages, compress and release memory while no guest waits. With too
+    /// few threads, `refused nursery` grows (default: a quarter of the processors, 1 to 8).
     #[arg(long, value_name = "N")]
     #[serde(deserialize_with = "within::<1, { BACKGROUND_THREADS_MAX as u64 }, _, _>")]
     pub background_threads: Option<usize>,
@@ -53,13 +53,13 @@ pub struct Settings {
     /// (default: auto).
     #[arg(long, value_name = "KIND")]
     pub event_loop: Option<EventLoop>,
-    /// µs that a worker polls an empty virtqueue before it requests a kick, if the guest's last pause
-    /// was that short. 0: never (default: 50).
+    /// µs that a worker polls an empty virtqueue before it requests a kick, if the guest's last
+    /// pause was that short. 0: never (default: 50).
     #[arg(long, value_name = "N")]
     #[serde(deserialize_with = "within::<0, POLL_US_MAX, _, _>")]
     pub poll_max_us: Option<u64>,
-    /// Pages that each VM may put and get in a second. Puts and gets above it are refused or missed at
-    /// once. Flushes count, too, and are always executed. 0: no limit (default: 0).
+    /// Pages that each VM may put and get in a second. Puts and gets above it are refused or missed
+    /// at once. Flushes count, too, and are always executed. 0: no limit (default: 0).
     #[arg(long, value_name = "N")]
     #[serde(deserialize_with = "within::<0, VM_PAGES_PER_SECOND_MAX, _, _>")]
     pub vm_pages_per_second: Option<u64>,
@@ -67,8 +67,8 @@ pub struct Settings {
     #[arg(long, value_name = "PATH")]
     #[serde(deserialize_with = "some_path")]
     pub control: Option<PathBuf>,
-    /// Group whose members may use the control socket: its name in /etc/group, or its number (default:
-    /// the daemon's group).
+    /// Group whose members may use the control socket: its name in /etc/group, or its number
+    /// (default: the daemon's group).
     #[arg(long, value_name = "GROUP")]
     pub control_group: Option<Account>,
     /// Read-only socket of the control interface (default: the path of the control socket with -ro
@@ -76,12 +76,12 @@ pub struct Settings {
     #[arg(long, value_name = "PATH")]
     #[serde(deserialize_with = "some_path")]
     pub control_read_only: Option<PathBuf>,
-    /// Group whose members may use the read-only socket. Use a group without other rights (default: the
-    /// daemon's group).
+    /// Group whose members may use the read-only socket. Use a group without other rights (default:
+    /// the daemon's group).
     #[arg(long, value_name = "GROUP")]
     pub control_read_only_group: Option<Account>,
-    /// Directory of the VM store, and of the sockets of VMs that are added while tmemd runs (default:
-    /// the directory of the control socket).
+    /// Directory of the VM store, and of the sockets of VMs that are added while tmemd runs
+    /// (default: the directory of the control socket).
     #[arg(long, value_name = "PATH")]
     #[serde(deserialize_with = "some_path")]
     pub run_directory: Option<PathBuf>,
@@ -137,8 +137,8 @@ impl<'de> Deserialize<'de> for VmConfig {
 impl std::str::FromStr for VmConfig {
     type Err = ConfigError;
 
-    /// Parses the keys of a `[[vm]]` table in the form of the command line, `key=value,...`. A value
-    /// with a comma cannot be given.
+    /// Parses the keys of a `[[vm]]` table in the form of the command line, `key=value,...`. A
+    /// value with a comma cannot be given.
     fn from_str(text: &str) -> Result<VmConfig, ConfigError> {
         let fault = |what: String| ConfigError(format!("VM {text:?}: {what}"));
         let mut table = Table::new();
@@ -253,7 +253,8 @@ impl Settings {
         Settings::parse(&text).map_err(|ConfigError(what)| fault(what))
     }
 
-    /// Returns these settings, and those of `other` that are not given here. The VMs are those of both.
+    /// Returns these settings, and those of `other` that are not given here. The VMs are those of
+    /// both.
     #[must_use]
     pub fn or(self, other: Settings) -> Settings {
         Settings {
@@ -292,7 +293,7 @@ mod tests {
              [[vm]]\nname = \"a\"\nsocket = \"/a.sock\"\ntrust_domain = \"web\"\nreserve = \"1MiB\"\n\
              [[vm]]\nname = \"b\"\nsocket = \"/b.sock\"\nowner = \"nobody-such\"\nlimit = 4096\nweight = 7\n",
         )
-        .expect("the configuration is valid");
+        .expect("the configuration was refused");
         assert_eq!(
             (file.pool_size, file.host_free_min),
             (Some(8 << 30), Some(1 << 20))
@@ -316,7 +317,7 @@ mod tests {
         let quota = file.vm[1].quota;
         assert_eq!((quota.limit_bytes, quota.weight), (Some(4096), 7));
         assert_eq!(
-            Settings::parse("").expect("an empty configuration is valid"),
+            Settings::parse("").expect("an empty configuration was refused"),
             Settings::default()
         );
     }
@@ -409,7 +410,8 @@ mod tests {
         }
     }
 
-    /// Returns the rows of the documentation's tables: key, unit, default, reload or start, meaning.
+    /// Returns the rows of the documentation's tables: key, unit, default, reload or start,
+    /// meaning.
     fn documented() -> Vec<[&'static str; 5]> {
         let document = include_str!("../../../../docs/configuration.md");
         let rows = document.lines().filter_map(|line| {
@@ -427,7 +429,7 @@ mod tests {
         let ConfigError(error) = Settings::parse(toml).expect_err("an unknown key was accepted");
         let (_, keys) = error
             .split_once("expected one of ")
-            .expect("the error lists the valid keys");
+            .expect("the error does not list the valid keys");
         keys.replace('`', "").split(", ").map(Into::into).collect()
     }
 
@@ -443,8 +445,8 @@ mod tests {
             .map(|line| line.strip_prefix("#: ").unwrap_or(line))
             .map(|line| format!("{line}\n"))
             .collect();
-        Settings::parse(&uncommented).expect("the template is valid");
-        let table: Table = uncommented.parse().expect("the template is valid TOML");
+        Settings::parse(&uncommented).expect("the template was refused");
+        let table: Table = uncommented.parse().expect("the template is not valid TOML");
         let command = <Settings as clap::Args>::augment_args(clap::Command::new("tmemd"));
         let settings = documented.len() - of_vm.len();
         for (number, [key, _, default, applies, meaning]) in documented.into_iter().enumerate() {
@@ -476,7 +478,7 @@ mod tests {
             };
             let help = option
                 .get_help()
-                .expect("each option has a help text")
+                .expect("an option has no help text")
                 .to_string();
             let good = [meaning.into(), format!("{meaning} (default: {default})")];
             let good = good.iter().any(|good| good.eq_ignore_ascii_case(&help));

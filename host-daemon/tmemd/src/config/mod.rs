@@ -2,10 +2,11 @@
 //! The daemon's configuration: settings with their defaults and limits, the configuration file, and
 //! the users and groups that it names.
 //!
-//! Belongs here: parsing and validation. Out of scope: applying a setting to the running daemon, see
-//! `daemon/`.
+//! Belongs here: parsing and validation. Out of scope: applying a setting to the running daemon,
+//! see `daemon/`.
 
 pub mod account;
+pub mod arguments;
 pub mod file;
 pub mod meminfo;
 pub mod settings;

@@ -15,7 +15,8 @@ pub const VMS_MAX: usize = 1024;
 pub const WORKERS_MAX: usize = 64;
 /// Maximum number of background threads. Fewer already use the host's whole memory bandwidth.
 pub const BACKGROUND_THREADS_MAX: usize = 64;
-/// Largest default number of background threads. So many compress faster than guests put pages.
+/// Largest default number of background threads. Eight threads compress pages faster than guests
+/// put them.
 const BACKGROUND_THREADS_DEFAULT_MAX: usize = 8;
 /// Default weight of a VM.
 pub const WEIGHT_DEFAULT: u32 = 100;
@@ -42,7 +43,7 @@ pub struct Config {
     pub pool_size_bytes: u64,
     /// Number of data workers.
     pub workers: usize,
-    /// Number of threads that deduplicate, compress and make room.
+    /// Number of threads that deduplicate, compress and evict pages.
     pub background_threads: usize,
     /// How the data workers wait for work.
     pub waiting: Waiting,
@@ -146,21 +147,23 @@ fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Returns the default number of workers. They copy and decompress pages while a guest waits, so
-/// there are at least two, but at most half of the processors, which belong to the guests.
+/// Returns the default number of workers: half the processors, so that the other half is left to
+/// the guests. At least 2, because workers copy and decompress pages while a guest waits; at most
+/// 8.
 pub fn workers_default() -> usize {
     (processors() / 2).clamp(2, 8)
 }
 
-/// Returns the default number of background threads: a quarter of the processors, because guests do
-/// not wait for them: too few threads only cause refused puts.
+/// Returns the default number of background threads: a quarter of the processors, at most
+/// [`BACKGROUND_THREADS_DEFAULT_MAX`]. No guest waits for these threads; with too few of them, puts
+/// are refused.
 pub fn background_threads_default() -> usize {
     processors().div_ceil(4).min(BACKGROUND_THREADS_DEFAULT_MAX)
 }
 
-/// Returns the default of `host_free_min`, the memory to leave available on the host, in bytes. It
-/// is a 32nd of the host's memory, at which the kernel still reclaims calmly, but at most 1 GiB.
-/// That lasts longer than the second between two readings of the host's memory.
+/// Returns the default of `host_free_min`, the memory to leave available on the host, in bytes: a
+/// 32nd of the host's memory, with which the kernel does not have to reclaim urgently, but at most
+/// 1 GiB. The host seldom uses 1 GiB within the second between two readings of its memory.
 pub fn host_free_min_default() -> u64 {
     (host_memory_bytes() / 32).min(1 << 30)
 }
@@ -222,15 +225,15 @@ pub fn reserve_text(reserve_bytes: u64, available_bytes: u64) -> String {
 
 impl Config {
     /// Returns the configuration of a test's daemon: a small pool that does not depend on the
-    /// host's memory, and all files in `folder`. A VM is given as `NAME[,KEY=VALUE...]`; its socket
-    /// is `NAME.sock`.
+    /// host's memory, and all files in `directory`. A VM is given as `NAME[,KEY=VALUE...]`; its
+    /// socket is `NAME.sock`.
     #[doc(hidden)]
-    pub fn for_test(folder: &Path, vms: &[&str]) -> Config {
+    pub fn for_test(directory: &Path, vms: &[&str]) -> Config {
         let vm = |vm: &&str| {
             let name = vm.split(',').next().unwrap_or_default();
-            let socket = folder.join(format!("{name}.sock"));
+            let socket = directory.join(format!("{name}.sock"));
             let text = format!("name={vm},socket={}", socket.display());
-            text.parse().expect("the VM's settings are valid")
+            text.parse().expect("the VM's settings were refused")
         };
         Config {
             pool_size_bytes: 64 << 20,
@@ -238,11 +241,11 @@ impl Config {
             background_threads: 1,
             waiting: Waiting::default(),
             vm_pages_per_second: 0,
-            control: folder.join("control"),
+            control: directory.join("control"),
             control_group: None,
-            control_read_only: Some(folder.join("read-only")),
+            control_read_only: Some(directory.join("read-only")),
             control_read_only_group: None,
-            run_directory: folder.into(),
+            run_directory: directory.into(),
             vms: vms.iter().map(vm).collect(),
             pressure: None,
             trace: None,
@@ -369,13 +372,13 @@ mod tests {
             "socket=/run/a.sock,name=web-1,owner=qemu,uuid=01234567-89AB-cdef-0123-456789abcdef,\
                             trust_domain=debian,reserve=16MiB,limit=1GiB,weight=7"
                 .parse()
-                .expect("the VM's settings are valid");
+                .expect("the VM's settings were refused");
         assert_eq!(
             vm,
             VmConfig {
                 name: "web-1".into(),
                 socket: "/run/a.sock".into(),
-                owner: Some("qemu".parse().expect("an account name is not empty")),
+                owner: Some("qemu".parse().expect("the account name is empty")),
                 uuid: Some("01234567-89ab-cdef-0123-456789abcdef".into()),
                 trust_domain: Some("debian".into()),
                 quota: Quota {
@@ -387,7 +390,7 @@ mod tests {
         );
         let vm: VmConfig = "name=a,socket=s"
             .parse()
-            .expect("the VM's settings are valid");
+            .expect("the VM's settings were refused");
         assert_eq!(
             vm.quota,
             Quota {
@@ -451,7 +454,7 @@ mod tests {
             control_read_only: Some("/r".into()),
             vms: vms
                 .iter()
-                .map(|vm| vm.parse().expect("the VM's settings are valid"))
+                .map(|vm| vm.parse().expect("the VM's settings were refused"))
                 .collect(),
             ..Config::for_test("/".as_ref(), &[])
         }
@@ -461,10 +464,11 @@ mod tests {
     fn contradicting_settings_are_refused() {
         config(&["name=a,socket=/a", "name=b,socket=/b"])
             .check()
-            .expect("the configuration is valid");
+            .expect("the configuration was refused");
         let mut full = config(&["name=a,socket=/a,reserve=1MiB,limit=1MiB"]);
         full.pool_size_bytes = 1 << 20;
-        full.check().expect("reserves may take the whole pool");
+        full.check()
+            .expect("reserves that take the whole pool were refused");
         let uuid = "uuid=01234567-89ab-cdef-0123-456789abcdef";
         for (config, part) in [
             (
@@ -544,7 +548,7 @@ mod tests {
                 Config {
                     control_read_only: None,
                     control_read_only_group: Some(
-                        "kvm".parse().expect("an account name is not empty"),
+                        "kvm".parse().expect("the account name is empty"),
                     ),
                     ..config(&[])
                 },
@@ -567,13 +571,14 @@ mod tests {
 
     #[test]
     fn missing_accounts_are_named() {
-        let some = |name: &str| Some(name.parse().expect("an account name is not empty"));
+        let some = |name: &str| Some(name.parse().expect("the account name is empty"));
         let mut good = Config {
             control_group: some("root"),
             control_read_only_group: some("17"),
             ..config(&["name=a,socket=/a,owner=root", "name=b,socket=/b"])
         };
-        good.find_accounts().expect("every host has these accounts");
+        good.find_accounts()
+            .expect("the host lacks an account of this test");
         let number = |account: &Option<Account>| account.as_ref().and_then(Account::number);
         assert_eq!(number(&good.control_group), Some(0));
         assert_eq!(number(&good.control_read_only_group), Some(17));
@@ -593,7 +598,9 @@ mod tests {
                 (of_read_only, "control_read_only_group = ", GROUPS),
                 (of_vm, "VM \"a\": owner=", USERS),
             ] {
-                config.check().expect("the check looks up no account");
+                config
+                    .check()
+                    .expect("the check failed, although it looks up no account");
                 let Err(ConfigError(error)) = config.find_accounts() else {
                     panic!("account {name:?} of {key:?} was found");
                 };

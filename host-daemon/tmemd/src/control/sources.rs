@@ -24,7 +24,8 @@ pub struct Figures {
     pub pool: api::PoolStats,
     /// Statistics of each VM.
     pub vms: Vec<api::VmStats>,
-    /// Held bytes, freeable bytes, freeable bytes above the reserves, and unused bytes in frames.
+    /// Bytes that the pool holds, bytes that it could free, bytes that it could free without going
+    /// below a reserve, and unused bytes in the pool's page frames.
     pub freeable: [i64; 4],
 }
 

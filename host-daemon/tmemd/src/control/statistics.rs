@@ -45,7 +45,8 @@ pub fn vm(vm: &Vm) -> api::Vm {
 pub fn of_vm(vm: &Vm) -> api::VmStats {
     let stats = vm.tenant.stats();
     let counters = &vm.counters;
-    // Puts that a frozen VM is refused do not reach the engine.
+    // The engine does not see puts that are refused because the VM is frozen, so they are added
+    // here.
     let refused_frozen = counters.refused_frozen.load(Ordering::Relaxed);
     let kept_elsewhere = stats.raw_pages + stats.same_filled_pages + stats.shared_pages;
     let own_evictions = stats.evictions_limit + stats.evictions_shrink;

@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 use tmem_control as api;
 use varlink::{ConnectionHandler, VarlinkService};
 
-/// Maximum number of clients of a control socket. People, an exporter and a bridge need half as
-/// many.
+/// Maximum number of clients of a control socket. Operators, an exporter and a bridge together need
+/// half as many.
 pub const CLIENTS_MAX: usize = 16;
 /// Longest message of a client in bytes; the longest valid call has some hundred.
 const MESSAGE_BYTES_MAX: usize = 64 << 10;
@@ -103,7 +103,7 @@ fn is_subscription(message: &[u8]) -> bool {
 
 /// Writes events until the client disconnects, sends another message, or does not read them.
 fn monitor(control: &Sources, mut stream: &UnixStream) -> std::io::Result<()> {
-    // Each subscriber's thread sends delayed events. Without a subscriber nobody needs them.
+    // Each subscriber's thread sends the delayed events. Without a subscriber, they are not needed.
     let catch_up = || {
         for vm in control.registry.vms() {
             vm.catch_up(Instant::now());

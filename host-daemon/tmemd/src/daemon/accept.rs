@@ -55,8 +55,8 @@ impl Purpose {
     }
 }
 
-/// Joins connection threads as soon as they end, so that no resource of an ended thread is kept until
-/// the next connection.
+/// Joins connection threads as soon as they end, so that no resource of an ended thread is kept
+/// until the next connection.
 pub struct EndedThreads {
     /// Signalled when a thread ends.
     ended: OwnedFd,
@@ -277,8 +277,8 @@ fn spawn(
 /// Serves a VM's connection to its end.
 fn serve_vm(vm: &Arc<Vm>, stream: UnixStream, shared: &ConnectionContext) {
     sandbox::narrow(ThreadKind::Connection);
-    // The acceptor holds another handle of the socket. Shutting the socket down shows the peer the end
-    // of the connection before that handle is closed.
+    // The acceptor holds another handle of the socket. Shutting the socket down shows the peer the
+    // end of the connection before that handle is closed.
     let end = stream.try_clone();
     connection::serve(vm, stream, shared);
     if let Ok(end) = end {
@@ -311,8 +311,8 @@ mod tests {
         let clients = Arc::default();
         for _ in 0..varlink::CLIENTS_MAX + 1 {
             let client = AssertUnwindSafe(|| {
-                let _slot = ClientSlot::claim(&clients)
-                    .expect("fewer than CLIENTS_MAX clients are connected");
+                let _slot =
+                    ClientSlot::claim(&clients).expect("CLIENTS_MAX clients are already connected");
                 panic!("a simulated bug");
             });
             let panic = catch_unwind(client).expect_err("the client's thread did not panic");
@@ -323,7 +323,7 @@ mod tests {
         }
         let slots: Vec<_> = (0..varlink::CLIENTS_MAX)
             .map(|_| {
-                ClientSlot::claim(&clients).expect("fewer than CLIENTS_MAX clients are connected")
+                ClientSlot::claim(&clients).expect("CLIENTS_MAX clients are already connected")
             })
             .collect();
         assert!(ClientSlot::claim(&clients).is_none());

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Start and stop of the daemon.
 //!
-//! Order of the start: pool, tenants, background workers, data workers, control sockets, and last the
-//! VMs' sockets. A VMM that finds a socket therefore finds a daemon that answers. Order of the stop:
-//! no new connections, then the existing connections, then the workers.
+//! Order of the start: pool, tenants, background workers, data workers, control sockets, and last
+//! the VMs' sockets. A VMM that finds a socket therefore finds a daemon that answers. Order of the
+//! stop: no new connections, then the existing connections, then the workers.
 
 use crate::config::account::Account;
 use crate::config::meminfo::host_memory_bytes;
@@ -76,13 +76,13 @@ impl Daemon {
             Some(trace) => Some(Arc::new(Recorder::create(&trace.path, trace.bytes_max)?)),
             None => None,
         };
-        warn_of_writable_folder(&config.run_directory);
+        warn_of_writable_directory(&config.run_directory);
         let events: Arc<Events> = Arc::default();
         let registry = create_registry(&config, &engine, &recorder, &events)?;
         let heartbeats: Arc<Heartbeats> = Arc::default();
         let (background, workers) = start_workers(&config, &engine, &clock, &heartbeats)?;
-        // The workers have created their io_uring contexts. The calling thread, and all threads that it
-        // starts from here on, cannot create others.
+        // The workers have created their io_uring contexts. The calling thread, and all threads
+        // that it starts from here on, cannot create others.
         sandbox::narrow(ThreadKind::Serving);
         let size = Arc::new(PoolSize::new(
             config.pressure.as_ref(),
@@ -287,9 +287,9 @@ fn unix_time_seconds() -> i64 {
     since.map_or(0, |since| since.as_secs() as i64)
 }
 
-/// Warns if any user can create files in the run directory. A VMM shares its guest's memory with the
-/// process that listens on its socket, so another user could create that socket first.
-fn warn_of_writable_folder(run_directory: &Path) {
+/// Warns if any user can create files in the run directory. A VMM shares its guest's memory with
+/// the process that listens on its socket, so another user could create that socket first.
+fn warn_of_writable_directory(run_directory: &Path) {
     // If the directory is missing, binding a socket in it reports that.
     let Ok(metadata) = std::fs::metadata(run_directory) else {
         return;

@@ -11,8 +11,8 @@ use std::path::Path;
 use std::sync::PoisonError;
 
 impl Daemon {
-    /// Applies the settings that can change while the daemon runs: the size of the pool, the memory to
-    /// leave available on the host, the rate limit and the quotas of configured VMs. No VM is
+    /// Applies the settings that can change while the daemon runs: the size of the pool, the memory
+    /// to leave available on the host, the rate limit and the quotas of configured VMs. No VM is
     /// interrupted. Returns the names of changed settings that take effect at the next start only.
     ///
     /// # Errors
@@ -23,8 +23,7 @@ impl Daemon {
             return Ok(Vec::new());
         };
         let mut config = self.config.lock().unwrap_or_else(PoisonError::into_inner);
-        // This step can fail. The steps that follow cannot, so the reload takes effect completely
-        // or not at all.
+        // Only set_size_and_quotas() can fail. So the reload takes effect completely or not at all.
         set_size_and_quotas(control, &config, &new)?;
         config.pool_size_bytes = new.pool_size_bytes;
         control
@@ -34,7 +33,8 @@ impl Daemon {
         let mut later = vm_changes(&mut config, &new);
         match config.pressure.is_some() {
             true => control.size.set_free_min(free_min_bytes(&new)),
-            // Without a watcher thread, which only a start creates, the setting has no effect.
+            // Only the start of the daemon creates the thread that watches the host's memory.
+            // Without that thread, the setting takes effect at the next start.
             false if new.pressure.is_some() => later.push("host_free_min".into()),
             false => {}
         }
@@ -45,8 +45,8 @@ impl Daemon {
     }
 }
 
-/// Sets the size of the pool and the quotas of configured VMs. Size and quotas depend on each other,
-/// so either all of them change or none.
+/// Sets the size of the pool and the quotas of configured VMs. Size and quotas depend on each
+/// other, so either all of them change or none.
 ///
 /// # Errors
 /// The size exceeds the host's memory at the start, or a reserve does not fit.

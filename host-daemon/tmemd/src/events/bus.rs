@@ -81,9 +81,9 @@ impl EventKind {
         EventKind::Reloaded,
     ];
 
-    /// Returns Some for an event that a guest, its VMM or a peer of its socket can cause in a loop.
-    /// Among waiting events of the same sort, only the last one is kept, because it describes the
-    /// current state.
+    /// Returns the sort of an event that a guest, its VMM or a peer of its socket can cause in a
+    /// loop; None for other events. Among waiting events of the same sort, only the last one is
+    /// kept, because it describes the current state.
     pub fn sort(self) -> Option<EventKind> {
         match self {
             EventKind::Connected | EventKind::Disconnected => Some(EventKind::Connected),

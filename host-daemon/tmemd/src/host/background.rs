@@ -23,8 +23,8 @@ const MAINTAIN_PAGES: usize = 1024;
 /// work depends on time.
 const PERIOD: Duration = Duration::from_millis(500);
 
-/// Shortest pause after a run that did all work. A VM takes longer than this to put the raw pages
-/// that it may have, some hundreds.
+/// Shortest pause after a run that left no work. A VM may have some hundred raw pages in the pool,
+/// and needs longer than this pause to put them.
 const PERIOD_MIN: Duration = Duration::from_millis(1);
 
 /// Maximum number of memory tables of a VM that wait to be unmapped. A front end that changes its
@@ -136,7 +136,8 @@ impl BackgroundWorkers {
         self.stage.join();
         while !self.stop.load(Ordering::SeqCst) {
             self.unmap();
-            // park() returns at once if memory was discarded meanwhile.
+            // park() returns at once if another thread has discarded memory since unmap() looked
+            // for it.
             std::thread::park();
         }
     }
@@ -181,7 +182,7 @@ impl BackgroundWorkers {
     /// Wakes the threads. Callers call it after anything that may leave background work; the call
     /// is cheap.
     pub fn wake(&self) {
-        // Only the first call since a thread last checked wakes the threads.
+        // Only the first call after a thread has last looked for work wakes the threads.
         if !self.work.swap(true, Ordering::SeqCst) {
             for thread in &*self.handles() {
                 thread.thread().unpark();
@@ -193,7 +194,7 @@ impl BackgroundWorkers {
     /// VM wait already, the caller's thread unmaps the memory.
     pub fn discard(&self, memory: Arc<dyn Any + Send + Sync>, of_vm: &Discarded) {
         let counted = of_vm.0.clone();
-        // The subtracted two references are the VM's own and `of_vm` of this call.
+        // Two of the references belong to no waiting table: the VM's own, and `of_vm` of this call.
         if Arc::strong_count(&of_vm.0) - 2 >= DISCARDED_MAX {
             return;
         }

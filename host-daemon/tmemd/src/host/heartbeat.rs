@@ -131,7 +131,7 @@ mod tests {
             other.rest();
             assert!(
                 hang.is_empty() || hang == ["one"],
-                "another thread than \"one\" was reported: {hang:?}"
+                "a thread that is not \"one\" was reported: {hang:?}"
             );
         }
         assert_eq!(heartbeats.check(), ["one"]);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The sandbox: it limits an attacker who controls the process to what the daemon needs.
 //!
-//! - Landlock permits only the configured files, no TCP, and no signals to other processes. From
-//!   Linux 7.1 on it also forbids sockets of other processes; before, only the unit hides them, see
-//!   `missing_protection`.
+//! - Landlock permits only the configured files, no TCP, and no signals to other processes. Since
+//!   Linux 7.1 it also forbids connections to sockets of other processes. On older kernels only the
+//!   systemd unit hides these sockets, see `missing_protection`.
 //! - seccomp permits only the system calls below, by the kind of thread. Threads that touch guests'
 //!   data have the shortest list: they open no files, make no connections and start no threads.
-//!   Threads that read messages of a VMM do neither.
+//!   Threads that read messages of a VMM do none of these either.
 //! - Three of root's capabilities remain if the daemon runs as root.
 //! - The process gains no rights by execve(2), which seccomp forbids anyway. Other processes of its
 //!   user cannot trace it, and it writes no core dump.
@@ -141,7 +141,7 @@ const DATA_CALLS: &[c_long] = &[
 const CONNECTION_CALLS: &[c_long] = &[
     libc::SYS_epoll_ctl,
     libc::SYS_fstatfs,
-    // The call reads the type of a descriptor from /proc/self/fd.
+    // readlink(2) reads the type of a descriptor from /proc/self/fd.
     #[cfg(target_arch = "x86_64")]
     libc::SYS_readlink,
     libc::SYS_readlinkat,
@@ -238,8 +238,8 @@ const ATTACKS: &[c_long] = &[
 pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     drop_capabilities()?;
-    // The page size is read once now, by calls that a connection's thread, its first user, may not
-    // make.
+    // The page size is read and cached here. Otherwise a connection thread would read it first,
+    // with system calls that its filter forbids.
     rustix::param::page_size();
     let ruled = restrict_files(config, file)?;
     match missing_protection(&ruled.ruleset, ruled.landlock) {
@@ -248,10 +248,11 @@ pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
         Some(LogLine::Warning(text)) => tracing::warn!("{text}"),
     }
     for filter in [filter(ThreadKind::Starting)?, no_clone3()?, attacks()?] {
-        // This also sets no_new_privs. If filters differ, the strictest applies.
+        // `apply_filter` also sets no_new_privs. If a thread has several filters, the strictest
+        // decides.
         seccompiler::apply_filter(&filter).map_err(io::Error::other)?;
     }
-    // This sets the value only the first time; the process has one sandbox.
+    // Only the first call sets the value, because the process has one sandbox.
     let _ = FILTERS.set(Filters {
         serving: filter(ThreadKind::Serving)?,
         connection: filter(ThreadKind::Connection)?,
@@ -278,7 +279,8 @@ pub fn narrow(kind: ThreadKind) {
         ThreadKind::Connection => &filters.connection,
         ThreadKind::Data => &filters.data,
     };
-    seccompiler::apply_filter(filter).expect("the kernel took a filter before");
+    seccompiler::apply_filter(filter)
+        .expect("the kernel refused a filter, although it accepted one before");
 }
 
 /// A log line about a protection that the kernel lacks.
@@ -417,8 +419,8 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         | AccessFs::MakeDir
         | AccessFs::MakeSock
         | AccessFs::RemoveFile
-        // The daemon connects to a socket that is in the way, to find out whether a process listens
-        // on it.
+        // If a socket already exists at a configured path, the daemon connects to it, to find out
+        // whether a process listens on it.
         | AccessFs::ResolveUnix
         | AccessFs::Truncate;
     let parent = |path: &Path| path.parent().unwrap_or(Path::new("/")).to_path_buf();
@@ -462,7 +464,8 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         .scope(Scope::Signal)?
         .create()?;
     for (path, access) in paths {
-        // A missing path cannot be opened; the code that uses the path reports it.
+        // A path that does not exist needs no rule. The code that uses the path reports that it is
+        // missing.
         let Ok(fd) = PathFd::new(&path) else { continue };
         let access = match path.is_dir() {
             true => access,
@@ -501,11 +504,11 @@ mod tests {
 
     /// Runs `what` in a sandboxed thread. Threads that were started before are not in the sandbox.
     fn inside<R: Send>(kind: ThreadKind, what: impl FnOnce(&Path) -> R + Send) -> R {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        inside_at(folder.path(), kind, what)
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        inside_at(directory.path(), kind, what)
     }
 
-    /// Runs `what` in a sandbox whose configuration names that folder.
+    /// Runs `what` in a sandbox whose configuration names the directory `at`.
     fn inside_at<R: Send>(at: &Path, kind: ThreadKind, what: impl FnOnce(&Path) -> R + Send) -> R {
         fs::write(at.join("tmemd.toml"), "").expect("cannot write the file");
         std::thread::scope(|scope| {
@@ -539,18 +542,16 @@ mod tests {
             denied(fs::read_dir("/etc").map(drop));
             denied(fs::write(other.path().join("new"), ""));
             denied(fs::create_dir(other.path().join("new")));
-            fs::write(own.join("note"), "kept")
-                .expect("the daemon may write files in its run directory");
+            fs::write(own.join("note"), "kept").expect("cannot write a file in the run directory");
             fs::rename(own.join("note"), own.join("vm"))
-                .expect("the daemon may rename files in its run directory");
+                .expect("cannot rename a file in the run directory");
             assert_eq!(
-                fs::read(own.join("vm")).expect("the daemon may read files in its run directory"),
+                fs::read(own.join("vm")).expect("cannot read a file in the run directory"),
                 b"kept"
             );
-            fs::remove_file(own.join("vm"))
-                .expect("the daemon may remove files in its run directory");
-            fs::read("/proc/self/stat").expect("the daemon may read its own status");
-            fs::read("/proc/meminfo").expect("the daemon may read the host's memory statistics");
+            fs::remove_file(own.join("vm")).expect("cannot remove a file in the run directory");
+            fs::read("/proc/self/stat").expect("cannot read the daemon's own status");
+            fs::read("/proc/meminfo").expect("cannot read the host's memory statistics");
         });
     }
 
@@ -560,10 +561,10 @@ mod tests {
             let tcp = socket(AddressFamily::INET, SocketType::STREAM, None);
             assert_eq!(tcp.expect_err("a TCP socket was created"), Errno::PERM);
             socket(AddressFamily::UNIX, SocketType::STREAM, None)
-                .expect("the daemon may create Unix sockets");
+                .expect("cannot create a Unix socket");
             std::thread::spawn(|| ())
                 .join()
-                .expect("the daemon may create threads");
+                .expect("cannot create a thread");
             let (read, write) = (ProtFlags::READ, ProtFlags::WRITE);
             let map = |prot| {
                 // SAFETY: the mapping is new, and nothing uses it.
@@ -573,7 +574,7 @@ mod tests {
                 map(read | ProtFlags::EXEC).expect_err("executable memory was mapped"),
                 Errno::PERM
             );
-            let page = map(read | write).expect("the daemon may map memory");
+            let page = map(read | write).expect("cannot map memory");
             // SAFETY: the page was just mapped.
             let done = unsafe { mprotect(page, 4096, MprotectFlags::READ | MprotectFlags::EXEC) };
             assert_eq!(done.expect_err("memory was made executable"), Errno::PERM);
@@ -619,12 +620,12 @@ mod tests {
                     libc::EPERM,
                     "a thread of kind {kind:?} did not get EPERM for passing a descriptor"
                 );
-                // The vhost crate sends a reply with this call.
+                // The vhost crate sends its replies with send_with_fds(), which calls sendmsg().
                 let sent = left.send_with_fds(&[&b"re"[..], &b"ply"[..]], &[]);
                 assert_eq!(
-                    sent.expect("a thread may send a reply without descriptors"),
+                    sent.expect("the thread cannot send a reply without descriptors"),
                     5,
-                    "a thread of kind {kind:?} sent a reply of another length"
+                    "a thread of kind {kind:?} sent a reply of the wrong length"
                 );
             });
         }
@@ -633,15 +634,15 @@ mod tests {
     /// tracing-journald sends a log line through an open socket to a path.
     #[test]
     fn every_thread_can_write_to_the_journal() {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        let path = folder.path().join("socket");
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let path = directory.path().join("socket");
         let journal = UnixDatagram::bind(&path).expect("cannot bind the socket");
         let socket = UnixDatagram::unbound().expect("cannot create a Unix socket");
         for kind in KINDS {
-            inside_at(folder.path(), kind, |_| {
+            inside_at(directory.path(), kind, |_| {
                 socket
                     .send_to(b"MESSAGE=x", &path)
-                    .expect("the thread may write to the journal");
+                    .expect("the thread cannot write to the journal");
             });
             let mut line = [0; 16];
             assert_eq!(
@@ -649,7 +650,7 @@ mod tests {
                     .recv(&mut line)
                     .expect("the journal's socket received nothing"),
                 9,
-                "the line of a thread of kind {kind:?} has another length"
+                "the line of a thread of kind {kind:?} has the wrong length"
             );
         }
     }
@@ -661,14 +662,14 @@ mod tests {
             assert_eq!(error.raw_os_error(), Some(libc::EPERM));
             let local = socket(AddressFamily::UNIX, SocketType::STREAM, None);
             assert_eq!(local.expect_err("a socket was created"), Errno::PERM);
-            // An open socket cannot connect either.
+            // A socket that was open before the sandbox was entered cannot be connected either.
             let error = left
                 .connect(own.join("any"))
                 .expect_err("an open socket was connected");
             assert_eq!(error.raw_os_error(), Some(libc::EPERM));
             right
                 .send(b"what is there")
-                .expect("the thread may send through an open socket");
+                .expect("the thread cannot send through an open socket");
             let thread = std::thread::Builder::new().spawn(|| ());
             assert!(thread.is_err(), "a thread was created");
         });
@@ -717,7 +718,7 @@ mod tests {
         });
         inside(ThreadKind::Serving, |_| {
             refused(contexts());
-            // The acceptor starts the thread of a connection like this.
+            // The acceptor starts the thread of a connection from a serving thread, too.
             let later = std::thread::spawn(|| {
                 refused(contexts());
                 narrow(ThreadKind::Connection);
@@ -756,8 +757,8 @@ mod tests {
                 said.contains("\"auto\" takes epoll instead"),
                 "the error does not name the alternative: {said}"
             );
-            let pollers =
-                event_loop::create(EventLoop::Auto, 2).expect("\"auto\" falls back to epoll");
+            let pollers = event_loop::create(EventLoop::Auto, 2)
+                .expect("\"auto\" did not fall back to epoll");
             assert_eq!(pollers.len(), 2);
             let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
             for poller in pollers {
@@ -788,7 +789,7 @@ mod tests {
         assert_eq!(missing_protection(&full, on(ABI::V9)), None);
         for abi in [ABI::V6, ABI::V7, ABI::V8] {
             let missing_protection = missing_protection(&part, on(abi))
-                .expect("a kernel without Landlock rules for sockets lacks protection");
+                .expect("no protection is reported as missing without rules for sockets");
             let LogLine::Info(text) = missing_protection else {
                 panic!(
                     "ABI {abi:?}: the protection against connections is missing: \
@@ -807,9 +808,9 @@ mod tests {
             (&none, LandlockStatus::NotImplemented),
         ] {
             let missing_protection = missing_protection(ruleset, landlock)
-                .expect("without Landlock, files are unprotected");
+                .expect("no missing protection was reported without Landlock");
             let LogLine::Warning(text) = missing_protection else {
-                panic!("{landlock:?}: another protection is missing: {missing_protection:?}");
+                panic!("{landlock:?}: a wrong protection is reported: {missing_protection:?}");
             };
             assert!(
                 text.contains("lsm=landlock"),
@@ -818,13 +819,14 @@ mod tests {
         }
     }
 
-    /// Only sockets in the configured folders can be connected to, whatever their modes permit.
+    /// Only sockets in the configured directories can be connected to, whatever their modes permit.
     #[test]
     fn the_sandbox_refuses_connections_to_unconfigured_sockets() {
         let other = tempfile::tempdir().expect("cannot create a temporary directory");
         let theirs = other.path().join("bus");
         let _listener = UnixListener::bind(&theirs).expect("cannot bind the socket");
-        // The rules are applied in a thread of its own, because a thread cannot remove them.
+        // The Landlock rules are applied in a separate thread, because a thread cannot remove its
+        // rules.
         let ruled = std::thread::spawn(|| rules(&config(Path::new("/")), Path::new("/none")));
         let abi = match ruled
             .join()
@@ -837,10 +839,9 @@ mod tests {
         };
         inside(ThreadKind::Serving, |own| {
             let mine = own.join("own");
-            let _listener = UnixListener::bind(&mine)
-                .expect("the daemon may bind sockets in its run directory");
-            UnixStream::connect(&mine)
-                .expect("the daemon may connect to sockets in its run directory");
+            let _listener =
+                UnixListener::bind(&mine).expect("cannot bind a socket in the run directory");
+            UnixStream::connect(&mine).expect("cannot connect to a socket in the run directory");
             let connected = UnixStream::connect(&theirs);
             match abi {
                 ABI::V9 => {
@@ -850,11 +851,10 @@ mod tests {
                     assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
                 }
                 // This is the remaining risk that docs/threat-model.md describes.
-                _ => {
-                    drop(connected.expect(
-                        "a kernel without Landlock rules for sockets refuses no connection",
-                    ))
-                }
+                _ => drop(
+                    connected
+                        .expect("the connection was refused without Landlock rules for sockets"),
+                ),
             }
         });
         if abi != ABI::V9 {

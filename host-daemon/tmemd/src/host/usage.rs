@@ -2,8 +2,8 @@
 //! Resources that the daemon uses: processor time by stage, and memory, as the kernel counts them.
 //!
 //! Counting costs nothing until the values are read. The kernel knows neither the kind of
-//! background work nor the VM that a worker serves: background threads count the former here, and
-//! workers count the latter in `queue/vring.rs`.
+//! background work nor the VM that a worker serves. Background threads therefore count their time
+//! by kind in this file, and workers count their time by VM in `queue/vring.rs`.
 
 use rustix::thread::Pid;
 use rustix::time::{ClockId, clock_gettime};
@@ -16,7 +16,7 @@ use tmem_pool::Work;
 pub struct Stage(Mutex<Vec<Pid>>);
 
 impl Stage {
-    /// Adds the calling thread until the daemon ends.
+    /// Adds the calling thread to this stage, until the daemon ends.
     pub fn join(&self) {
         let mut threads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         threads.push(rustix::thread::gettid());
@@ -57,11 +57,11 @@ impl BackgroundTime {
 
 /// Timed background work of a thread. Dropping the value adds its time to the sums.
 ///
-/// The kind of work changes every 30 or so pages, in some 100 µs. The clock of the thread's
-/// processor time needs a system call of half a microsecond, so it is read at begin and end only.
-/// Its difference is divided in proportion to the monotonic clock, which needs no call. The sums
-/// together therefore equal the kernel's count, also if the thread waited for a processor; the kind
-/// that bears such a wait is random.
+/// The kind of work changes after about 30 pages, that is, every 100 µs. Reading the thread's CPU
+/// clock needs a system call of half a microsecond, so that clock is read only when the timed work
+/// begins and ends. Its difference is divided among the kinds in proportion to the monotonic clock,
+/// which needs no system call. The sum over all kinds therefore equals the kernel's count, also if
+/// the thread waited for a processor; the kind to which such a wait is added is random.
 #[derive(Debug)]
 pub struct TimedWork<'a> {
     sums: &'a BackgroundTime,
@@ -84,7 +84,8 @@ impl TimedWork<'_> {
 
 impl Drop for TimedWork<'_> {
     fn drop(&mut self) {
-        // Neither clock runs backwards; saturating keeps a surprise from ending the daemon.
+        // Neither clock runs backwards. If one did, the saturating subtraction would keep the
+        // daemon from a panic.
         let last_ns = clock_ns(ClockId::Monotonic).saturating_sub(self.since_ns);
         self.passed_ns[self.at as usize] += last_ns;
         let cpu_ns = clock_ns(ClockId::ThreadCPUTime).saturating_sub(self.begun_cpu_ns);
@@ -161,7 +162,8 @@ mod tests {
         while clock_ns(ClockId::ThreadCPUTime) < begun_ns + ms * 1_000_000 {}
     }
 
-    /// Compared with the clock of the same thread, because a busy machine may delay it arbitrarily.
+    /// The expected times are read from the same thread's CPU clock, because a busy machine may
+    /// delay the thread arbitrarily.
     #[test]
     fn work_counts_by_kind_and_waiting_does_not_count() {
         let background = BackgroundTime::default();
@@ -178,11 +180,11 @@ mod tests {
         let [_, recompress, room] = sums();
         assert!(
             recompress > 0 && room == 0,
-            "times by kind are {:?}; only recompression should have time",
+            "times by kind are {:?}, but only recompression used time",
             sums()
         );
 
-        // A panic ends the work, too.
+        // Work that ends by a panic is counted, too.
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let mut work_time = background.begin();
             work_time.switch_to(Work::MakeRoom);
@@ -219,7 +221,7 @@ mod tests {
         while stage.cpu_ms() < 20 {
             assert!(
                 begun.elapsed() < Duration::from_secs(60),
-                "the CPU time is not counted"
+                "the running thread has less than 20 ms of CPU time after 60 s"
             );
         }
         assert!(process_cpu_ms() >= 20 && resident_bytes() > 0);

@@ -15,7 +15,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Period without a service manager that asks for another one. A hung thread is then logged.
+/// Watchdog period if no service manager sets one. A hung thread is then logged.
 const PERIOD_DEFAULT: Duration = Duration::from_secs(10);
 
 /// Number of heartbeat checks in one watchdog period (`WatchdogSec=`). A hung thread is reported

@@ -183,7 +183,10 @@ mod tests {
         log.set_enabled(true);
         log.set_map(map);
         log.mark(8 * LOG_PAGE_BYTES * 4096, 1);
-        assert!(!lost.is_lost(), "the loss of another page was reported");
+        assert!(
+            !lost.is_lost(),
+            "a mark in the kept page of the log was reported as lost"
+        );
         log.mark(0, 1);
         assert!(lost.is_lost());
     }

@@ -37,7 +37,8 @@ pub struct Mapping {
 // SAFETY: the value owns the mapping and never accesses it. Users of its address are responsible
 // for their accesses.
 unsafe impl Send for Mapping {}
-// SAFETY: the value never accesses the mapping, as for `Send`.
+// SAFETY: the value owns the mapping and never accesses it, so no method that takes `&self` can
+// race.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -155,12 +156,13 @@ mod tests {
         let mapping = map();
         let at = |mapping: &Mapping, byte| mapping.start().wrapping_add(byte);
         for byte in touched {
-            // SAFETY: the address is inside the mapping, which is only accessed like this.
+            // SAFETY: the address is inside the mapping, which is only accessed by volatile
+            // operations.
             unsafe { at(&mapping, byte).write_volatile(7) };
         }
         // One page is lost and replaced by a page of the daemon.
         take_away(at(&mapping, 2 * GIVE_BACK_BYTES), PAGE);
-        // SAFETY: the address is inside the mapping, which is only accessed like this.
+        // SAFETY: the address is inside the mapping, which is only accessed by volatile operations.
         let gone = unsafe { at(&mapping, 2 * GIVE_BACK_BYTES).read_volatile() };
         assert!(gone == 0 && lost.is_lost());
         let gone = at(&mapping, 2 * GIVE_BACK_BYTES).addr();
@@ -173,7 +175,8 @@ mod tests {
         );
         let mapping = map();
         for byte in touched {
-            // SAFETY: the address is inside the mapping, which is only accessed like this.
+            // SAFETY: the address is inside the mapping, which is only accessed by volatile
+            // operations.
             assert_eq!(unsafe { at(&mapping, byte).read_volatile() }, 7);
         }
     }

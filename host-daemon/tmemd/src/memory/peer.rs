@@ -33,8 +33,9 @@ pub struct HungUp;
 
 /// The front end of a connection.
 ///
-/// The handle is one of several of the same socket. A thread that ends a connection shuts the
-/// socket down, so that the front end sees the end before the last handle is closed.
+/// The value holds one of several descriptors of the connection's socket. A thread that ends a
+/// connection shuts the socket down, so that the front end sees the end before the last descriptor
+/// is closed.
 pub struct Peer(Source);
 
 /// Function that checks a simulated front end.
@@ -88,13 +89,14 @@ impl Peer {
     pub fn hang_up_after(&self, checks: u64) {
         match &self.0 {
             Source::Socket(socket) => socket.checks.store(checks, Ordering::SeqCst),
-            Source::Simulated(_) => unreachable!("a simulated peer has its own schedule"),
+            Source::Simulated(_) => unreachable!("hang_up_after() was called for a simulated peer"),
         }
     }
 }
 
 impl Socket {
-    /// Returns the time in ns, which starts so high that a check at time 0 has expired.
+    /// Returns the time in ns. The value starts at `GOOD_FOR`, so that a check recorded at time 0
+    /// has already expired.
     fn now_ns(&self) -> u64 {
         (self.epoch.elapsed() + GOOD_FOR).as_nanos() as u64
     }
@@ -163,7 +165,7 @@ mod tests {
         assert_eq!(check(&peer), Ok(()));
         other
             .write_all(b"unread")
-            .expect("the socket's buffer has room for 6 bytes");
+            .expect("the socket's buffer has no room for 6 bytes");
         assert_eq!(check(&peer), Ok(()));
         drop(other);
         assert_eq!(

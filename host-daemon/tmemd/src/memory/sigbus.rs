@@ -298,8 +298,8 @@ fn put_empty_page(page: usize, page_bytes: usize, _: mark::Marked) -> bool {
 pub fn take_away(start: *mut u8, bytes: usize) {
     let file = rustix::fs::memfd_create("gone", rustix::fs::MemfdFlags::CLOEXEC)
         .expect("cannot create a memfd");
-    // SAFETY: as in `put_empty_page`, the range is only accessed as memory that may change at any
-    // time.
+    // SAFETY: the call replaces pages of a mapping that is only accessed as memory that may change
+    // at any time.
     let mapped = unsafe {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
@@ -348,12 +348,14 @@ mod tests {
         }
 
         fn read(&self, page: usize) -> u8 {
-            // SAFETY: the address is inside the mapping, which is only accessed like this.
+            // SAFETY: the address is inside the mapping, which is only accessed by volatile
+            // operations.
             unsafe { self.at(page).read_volatile() }
         }
 
         fn write(&self, page: usize, byte: u8) {
-            // SAFETY: the address is inside the mapping, which is only accessed like this.
+            // SAFETY: the address is inside the mapping, which is only accessed by volatile
+            // operations.
             unsafe { self.at(page).write_volatile(byte) };
         }
     }
@@ -399,7 +401,7 @@ mod tests {
     #[test]
     fn each_reader_of_a_replaced_page_sees_that_it_was_lost() {
         const ROUNDS: u32 = 1500;
-        /// Number of loop turns that take longer than the replacement of a page.
+        /// Number of iterations of an empty loop that take longer than the replacement of a page.
         const SPINS: u32 = 2000;
         for round in 0..ROUNDS {
             let mapping = Mapping::new(1);
@@ -419,7 +421,8 @@ mod tests {
                         std::hint::spin_loop();
                     }
                     let page = std::ptr::with_exposed_provenance::<u8>(page);
-                    // SAFETY: the address is inside the mapping, which is only accessed like this.
+                    // SAFETY: the address is inside the mapping, which is only accessed by volatile
+                    // operations.
                     (unsafe { page.read_volatile() }, lost.is_lost())
                 });
                 take_away(mapping.at(0), PAGE);
@@ -428,7 +431,7 @@ mod tests {
                 assert_eq!(
                     other.join().expect("the reading thread panicked"),
                     (0, true),
-                    "round {round}: the thread read another byte than 0 or did not see the loss"
+                    "round {round}: the thread read a byte other than 0 or did not see the loss"
                 );
             });
         }

@@ -23,8 +23,8 @@ pub type GuestMemory = GuestMemoryMmap<RegionLog>;
 pub const REGIONS_MAX: usize = 64;
 
 /// Maximum size of all regions of a VM in bytes. A sparse file may have any size, and the address
-/// space of the daemon has 128 TiB for all VMs. A VM may have six tables mapped: this one, a new
-/// one and [`crate::host::background::DISCARDED_MAX`] that wait to be unmapped.
+/// space of the daemon has 128 TiB for all VMs. A VM may have six tables mapped: the current one, a
+/// new one and [`crate::host::background::DISCARDED_MAX`] that wait to be unmapped.
 pub const MEMORY_BYTES_MAX: u64 = 8 << 40;
 
 /// Memory region as the VMM describes it.
@@ -258,13 +258,13 @@ mod tests {
         let empty = Memory::empty(&Arc::default());
         let region = spec(0, 0, MIB);
         add(&empty, region, memfd(MIB, SealFlags::SHRINK))
-            .expect("a file that cannot shrink is accepted");
+            .expect("a file that cannot shrink was refused");
         add(
             &empty,
             region,
             memfd(MIB, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL),
         )
-        .expect("a file with the seals that QEMU sets is accepted");
+        .expect("a file with the seals that QEMU sets was refused");
         let ordinary = tempfile::tempfile().expect("cannot create a temporary file");
         ordinary
             .set_len(MIB)
@@ -299,7 +299,7 @@ mod tests {
         };
         with(4096, MIB - 4096)
             .map(drop)
-            .expect("a region inside its file is accepted");
+            .expect("a region inside its file was refused");
         for (offset, bytes) in [(4096, MIB), (0, MIB + 4096), (u64::MAX, MIB), (0, u64::MAX)] {
             let error = with(offset, bytes)
                 .err()
@@ -323,7 +323,7 @@ mod tests {
         .expect("a file sealed against writes was accepted");
         assert!(
             error.contains("writable"),
-            "the error has another text: {error}"
+            "the error has the wrong text: {error}"
         );
     }
 
@@ -342,7 +342,7 @@ mod tests {
             .expect("a region was mapped that exceeds the host's huge pages");
         assert!(
             error.contains("cannot be mapped"),
-            "the error has another text: {error}"
+            "the error has the wrong text: {error}"
         );
     }
 
@@ -358,7 +358,7 @@ mod tests {
                 .expect("cannot duplicate the descriptor")
                 .into(),
         )
-        .expect("a memfd has a page size");
+        .expect("the memfd has no page size");
         ftruncate(&file, 4 * page_bytes).expect("cannot set the length of the memfd");
         fcntl_add_seals(&file, SealFlags::SHRINK).expect("cannot seal the memfd");
         for (offset, bytes) in [(0, page_bytes / 2), (page_bytes / 2, page_bytes)] {
@@ -376,7 +376,7 @@ mod tests {
                 .expect("a region was accepted that ends inside a huge page");
             assert!(
                 error.contains("whole pages"),
-                "the error has another text: {error}"
+                "the error has the wrong text: {error}"
             );
         }
     }
@@ -389,9 +389,9 @@ mod tests {
             spec(0, 0x7000_0000, MIB),
             file(),
         )
-        .expect("the first region is accepted");
+        .expect("the first region was refused");
         let memory = add(&memory, spec(4 * MIB, 0x8000_0000, MIB), file())
-            .expect("the second region is accepted");
+            .expect("the second region was refused");
         add(&memory, spec(MIB / 2, 0x9000_0000, MIB), file())
             .err()
             .expect("a region with guest addresses of another region was accepted");
@@ -420,7 +420,7 @@ mod tests {
             .expect("a region with another address was removed");
         let memory = memory
             .without_region(spec(4 * MIB, 0x8000_0000, MIB))
-            .expect("the region is in the table");
+            .expect("the region is not in the table");
         assert_eq!(memory.guest_address(0x8000_0000, 1), None);
         assert_eq!(memory.guest_address(0x7000_0000, 1), Some(0));
     }
@@ -432,7 +432,7 @@ mod tests {
         let file = || memfd(4096, SealFlags::SHRINK);
         for number in 0..REGIONS_MAX as u64 {
             memory = add(&memory, region(number), file())
-                .expect("the table accepts REGIONS_MAX regions");
+                .expect("the table refused one of REGIONS_MAX regions");
         }
         let error = add(&memory, region(REGIONS_MAX as u64), file())
             .err()
@@ -453,9 +453,9 @@ mod tests {
             spec(0, 0, half),
             file(half),
         )
-        .expect("the first half of MEMORY_BYTES_MAX is accepted");
+        .expect("the first half of MEMORY_BYTES_MAX was refused");
         let memory = add(&memory, spec(half, half, half), file(half))
-            .expect("the second half of MEMORY_BYTES_MAX is accepted");
+            .expect("the second half of MEMORY_BYTES_MAX was refused");
         let region = spec(2 * half, 2 * half, 4096);
         let error = add(&memory, region, file(4096))
             .err()
@@ -488,7 +488,7 @@ mod tests {
         let write = |page: u64| {
             guest
                 .write_slice(&[1], GuestAddress(page * 4096))
-                .expect("the address is inside the guest's memory")
+                .expect("the address is outside of the guest's memory")
         };
 
         log.set_map(LogMap::new(&log_file, 0, 64, &Arc::default()).expect("cannot map the log"));
@@ -502,21 +502,21 @@ mod tests {
         // store.
         guest
             .write_slice(&[1; 8], GuestAddress(257 * 4096 - 4))
-            .expect("the address is inside the guest's memory");
+            .expect("the address is outside of the guest's memory");
         guest
             .write_slice(&[1; 4096], GuestAddress(300 * 4096))
-            .expect("the address is inside the guest's memory");
+            .expect("the address is outside of the guest's memory");
         guest
             .store(
                 1u16,
                 GuestAddress(511 * 4096 + 4094),
                 std::sync::atomic::Ordering::Release,
             )
-            .expect("the address is inside the guest's memory");
+            .expect("the address is outside of the guest's memory");
         assert_eq!(dirty_pages(&log_file), [256, 257, 300, 511]);
         guest
             .read_slice(&mut [0; 8], GuestAddress(400 * 4096))
-            .expect("the address is inside the guest's memory");
+            .expect("the address is outside of the guest's memory");
         assert_eq!(
             dirty_pages(&log_file),
             [256, 257, 300, 511],
@@ -526,14 +526,14 @@ mod tests {
         // A new table keeps the log of the old table.
         let memory = memory
             .without_region(spec(MIB, 0, MIB))
-            .expect("the region is in the table");
+            .expect("the region is not in the table");
         let memory = memory
             .with_region(spec(0, 0, MIB), memfd(MIB, SealFlags::SHRINK), &log)
             .expect("cannot add the region to the table");
         memory
             .guest
             .write_slice(&[1], GuestAddress(0))
-            .expect("the address is inside the guest's memory");
+            .expect("the address is outside of the guest's memory");
         assert_eq!(dirty_pages(&log_file), [0, 256, 257, 300, 511]);
         assert_eq!(log.missed_pages(), 0);
 
@@ -548,14 +548,14 @@ mod tests {
         memory
             .guest
             .write_slice(&[1; 8192], GuestAddress(2 * MIB))
-            .expect("the address is inside the guest's memory");
+            .expect("the address is outside of the guest's memory");
         assert_eq!(log.missed_pages(), 2);
 
         log.set_enabled(false);
         memory
             .guest
             .write_slice(&[1], GuestAddress(8192))
-            .expect("the address is inside the guest's memory");
+            .expect("the address is outside of the guest's memory");
         assert_eq!(
             dirty_pages(&log_file),
             [0, 256, 257, 300, 511],

@@ -314,7 +314,7 @@ mod tests {
             bytes.extend(next.to_le_bytes());
             memory
                 .write_slice(&bytes, GuestAddress(at + 16 * number as u64))
-                .expect("the address is inside the guest's memory");
+                .expect("the address is outside of the guest's memory");
         }
     }
 
@@ -328,16 +328,17 @@ mod tests {
         put_table(memory, INDIRECT_TABLE, indirect);
         memory
             .write_slice(&[0, 0, 1, 0, 0, 0], GuestAddress(AVAIL))
-            .expect("the address is inside the guest's memory");
-        let mut queue = Queue::new(SIZE).expect("the queue size is a power of two");
+            .expect("the address is outside of the guest's memory");
+        let mut queue =
+            Queue::new(SIZE).expect("the queue size was refused, although it is a power of two");
         queue.set_avail_ring_address(Some(AVAIL as u32), None);
         queue.set_used_ring_address(Some(USED as u32), None);
         queue.set_ready(true);
         let descriptors = queue
             .iter(memory)
-            .expect("the rings are inside the guest's memory")
+            .expect("the rings are outside of the guest's memory")
             .next()
-            .expect("the available ring has a chain");
+            .expect("the available ring has no chain");
         let mut chain = Chain::new();
         chain.fill(memory, descriptors).map(|()| chain)
     }
@@ -349,7 +350,7 @@ mod tests {
         let bytes: Vec<u8> = (0..100).collect();
         memory
             .write_slice(&bytes, GuestAddress(DATA))
-            .expect("the address is inside the guest's memory");
+            .expect("the address is outside of the guest's memory");
         let table = [
             (DATA, 3, NEXT, 1),
             (DATA + 3, 0, NEXT, 2),
@@ -364,27 +365,27 @@ mod tests {
             } else {
                 fill(memory, &table, &[])
             };
-            let chain = chain.expect("the chain is valid");
+            let chain = chain.expect("the chain was refused");
             assert!(!chain.is_out_of_order());
             assert_eq!(chain.writable_bytes(), 10);
             let mut buffer = [0; READ_BUFFER_BYTES];
             assert_eq!(
                 chain
                     .read(memory, &mut buffer)
-                    .expect("the address is inside the guest's memory"),
+                    .expect("the address is outside of the guest's memory"),
                 bytes
             );
             assert_eq!(
                 chain
                     .read(memory, &mut [0; 4])
-                    .expect("the address is inside the guest's memory"),
+                    .expect("the address is outside of the guest's memory"),
                 [0, 1, 2, 3],
                 "more bytes were read than the buffer holds"
             );
 
             memory
                 .write_slice(&[0; 0x300], GuestAddress(DATA + 0x100))
-                .expect("the address is inside the guest's memory");
+                .expect("the address is outside of the guest's memory");
             let (own, _front_end) = UnixStream::pair().expect("cannot create a socket pair");
             let peer = Peer::new(own);
             assert_eq!(chain.write(memory, &peer, 0, &[1, 2, 3]).ok(), Some(true));
@@ -402,7 +403,7 @@ mod tests {
                 let at = DATA + 0x100 * (number as u64 + 1);
                 memory
                     .read_slice(seen, GuestAddress(at))
-                    .expect("the address is inside the guest's memory");
+                    .expect("the address is outside of the guest's memory");
             }
             assert_eq!(
                 seen,
@@ -417,7 +418,7 @@ mod tests {
         let table = [(DATA, 8, NEXT | WRITE, 1), (DATA, 8, 0, 0)];
         assert!(
             fill(&memory.guest, &table, &[])
-                .expect("the chain is valid")
+                .expect("the chain was refused")
                 .is_out_of_order()
         );
     }
@@ -462,7 +463,7 @@ mod tests {
             assert_eq!(
                 error,
                 Some(ChainError::Broken),
-                "{what}: the chain was accepted or refused for another reason"
+                "{what}: the chain was accepted, or refused for the wrong reason"
             );
         }
     }

@@ -8,8 +8,8 @@ use crate::queue::poller::Poller;
 use crate::queue::uring::Uring;
 use std::io;
 
-/// Creates one poller for each of `count` workers: of the wanted kind, or with `Auto` of the best kind
-/// that the kernel provides.
+/// Creates one poller for each of `count` workers: of the wanted kind, or with `Auto` of the best
+/// kind that the kernel provides.
 ///
 /// # Errors
 /// The kernel does not provide the wanted kind.
@@ -53,7 +53,7 @@ mod tests {
 
     fn pollers() -> Vec<(EventLoop, Box<dyn Poller>)> {
         let one = |kind| create(kind, 1).map(|mut pollers| (kind, pollers.remove(0)));
-        let mut pollers = vec![one(EventLoop::Epoll).expect("every kernel has epoll")];
+        let mut pollers = vec![one(EventLoop::Epoll).expect("the kernel has no epoll")];
         match one(EventLoop::IoUring) {
             Ok(uring) => pollers.push(uring),
             Err(error) => skipped(Missing::IoUring, error),
@@ -112,7 +112,7 @@ mod tests {
                 );
                 consume(&b);
             }
-            poller.remove(&b, 8).expect("the descriptor is watched");
+            poller.remove(&b, 8).expect("the descriptor is not watched");
             assert_eq!(
                 poll_for(&*poller, SHORT),
                 [0; 0],
@@ -145,7 +145,9 @@ mod tests {
                     other
                         .wait(&mut ready, true)
                         .expect("cannot wait for descriptors");
-                    sender.send(()).expect("the test waits for the message");
+                    sender
+                        .send(())
+                        .expect("the test no longer waits for the message");
                 }
                 while ready.is_empty() {
                     other
@@ -153,7 +155,9 @@ mod tests {
                         .expect("cannot wait for descriptors");
                 }
                 assert_eq!(ready, [5]);
-                sender.send(()).expect("the test waits for the message");
+                sender
+                    .send(())
+                    .expect("the test no longer waits for the message");
             });
             // A wake that comes before the wait ends the wait, too.
             for _ in 0..2 {
@@ -188,12 +192,14 @@ mod tests {
                     [0; 0],
                     "{kind:?} reports an eventfd that was not signalled"
                 );
-                poller.remove(&fd, 7).expect("the descriptor is watched");
+                poller
+                    .remove(&fd, 7)
+                    .expect("the descriptor is not watched");
                 poller.wake();
                 let result = poller.wait(&mut Vec::new(), true);
                 sender
                     .send(result.is_ok())
-                    .expect("the test waits for the message");
+                    .expect("the test no longer waits for the message");
             });
             assert_eq!(
                 done.recv_timeout(LONG),
@@ -217,7 +223,8 @@ mod tests {
                 let end: Arc<OwnedFd> = Arc::new(end.into());
                 let signal = |when| {
                     if signals & when != 0 {
-                        rustix::io::write(&other, &[1]).expect("the other end of the pipe is open");
+                        rustix::io::write(&other, &[1])
+                            .expect("the other end of the pipe is closed");
                     }
                 };
                 let (token, mut ready) = (signals as u64, Vec::new());
@@ -237,7 +244,7 @@ mod tests {
                 }
                 poller
                     .remove(&end, token)
-                    .expect("the descriptor is watched");
+                    .expect("the descriptor is not watched");
                 drop(end);
                 for _ in 0..2 {
                     poller

@@ -2,15 +2,17 @@
 //! Executes a request on the tenant of its VM and writes the answer into guest memory.
 //!
 //! Page contents pass through buffers of the worker in both directions. The guest can change its
-//! memory at any time, and the pool must never observe such a change. Pages are processed in groups of
-//! up to [`GROUP_PAGES`]. When the time limit of a drain expires, the remaining pages of a PUT are
-//! refused and the remaining pages of a GET are missed.
+//! memory at any time, and the pool must never observe such a change. The pages of a PUT are
+//! processed in groups of up to [`PUT_GROUP_PAGES`]. The pages of a GET are one group, as far as the
+//! slice allows. When the time limit of a drain expires, the remaining pages of a PUT are refused
+//! and the remaining pages of a GET are missed.
 //!
-//! A request that costs more than a scheduling slice is interrupted between two groups. The finished
-//! part is then in the pool or in guest memory, results included. So only two numbers are kept of an
-//! interrupted request ([`Progress`]), and no page of a guest stays in a buffer of the worker. The next
-//! slice reads the request again and continues after the finished pages. If the guest changes the
-//! request meanwhile, which no correct driver does, it gets results of a mixture of both requests.
+//! A request that costs more than a scheduling slice is interrupted between two groups. The
+//! finished part is then in the pool or in guest memory, results included. So only two numbers are
+//! kept of an interrupted request ([`Progress`]), and no page of a guest stays in a buffer of the
+//! worker. The next slice reads the request again and continues after the finished pages. If the
+//! guest changes the request meanwhile, which no correct driver does, it gets results of a mixture
+//! of both requests.
 
 use crate::memory::peer::Peer;
 use crate::memory::table::GuestMemory;
@@ -24,16 +26,21 @@ use std::sync::atomic::Ordering;
 #[cfg(test)]
 use tmem_pool::Page;
 use tmem_pool::{
-    CreateError, DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, GetResult, NoPool, PUT_NS_MAX, Put,
-    PutResult, REF_NS_MAX, Ref, SecretPages, Spent,
+    CreateError, DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, GET_PAGES_MAX, GetResult, NoPool,
+    PUT_NS_MAX, Put, PutResult, REF_NS_MAX, Ref, SecretPages, Spent,
 };
 use virtio_tmem as wire;
 use virtio_tmem::{GetPage, PutPage, RefPage, Resp, U64};
 use zerocopy::IntoBytes;
 
-/// Number of pages between two reads of the clock. They take some tens of µs, a small part of the
-/// 10 ms that a drain may take.
-const GROUP_PAGES: usize = 16;
+/// Number of pages of a PUT between two reads of the clock. They take some tens of µs, a small part
+/// of the 10 ms that a drain may take.
+const PUT_GROUP_PAGES: usize = 16;
+
+/// Number of pages of a REF between two reads of the clock. They take some µs.
+const REF_GROUP_PAGES: usize = 16;
+
+const _: () = assert!(wire::BATCH_MAX <= GET_PAGES_MAX);
 
 /// Least time in ns that the slice must have left before the flush of a range begins, even if the
 /// range has few pages.
@@ -50,7 +57,8 @@ pub struct Context<'vm, 'a> {
     pub generation: u64,
     /// Whether the request exceeds the VM's rate, so that all its pages are refused or missed.
     pub limited: bool,
-    /// Returns true when the time limit of a drain has expired: remaining pages are refused or missed.
+    /// Returns true when the time limit of a drain has expired: remaining pages are refused or
+    /// missed.
     pub drain_expired: &'a dyn Fn() -> bool,
     /// Slice that bounds the work.
     pub slice: &'a Slice<'a>,
@@ -68,9 +76,9 @@ pub struct Progress {
 
 /// State of a request after its execution in one slice.
 pub struct Remainder<'vm, 'a> {
-    /// Storage of the pages that a GET took out of the pool. The caller frees it after the guest has
-    /// its answer.
-    pub spent: &'a mut Vec<Spent<'vm>>,
+    /// Storage of the pages that a GET took out of the pool. The caller frees it after the guest
+    /// has its answer.
+    pub spent: &'a mut Option<Spent<'vm>>,
     /// How far the request was executed.
     pub progress: &'a mut Progress,
 }
@@ -148,9 +156,9 @@ impl Answer<'_> {
     }
 }
 
-/// Executes a request and writes its answer. Returns the bytes to report in the used element, or None
-/// if the slice is over before the request is finished. An unfinished request has no answer yet; another
-/// call with the same `progress` continues it.
+/// Executes a request and writes its answer. Returns the bytes to report in the used element, or
+/// None if the slice is over before the request is finished. An unfinished request has no answer
+/// yet; another call with the same `progress` continues it.
 ///
 /// # Errors
 /// The front end hung up, or guest memory cannot be accessed.
@@ -272,8 +280,8 @@ fn flush_range(
         if done? {
             return Ok(true);
         }
-        // With less time the pool might drop nothing, and would drop nothing again in the next
-        // call.
+        // After a step that was shorter than FLUSH_NS_MIN the slice ends. Such a step may have
+        // dropped no page, and so might the next one.
         if step_ns < FLUSH_NS_MIN {
             break;
         }
@@ -288,7 +296,8 @@ struct PutBatch<'a> {
     data: &'a [[u8; wire::PAGE_SIZE]],
 }
 
-/// Executes a PUT. Returns like [`execute`].
+/// Executes a PUT. Returns the bytes to report in the used element, or None if the slice is over
+/// before the request is finished.
 fn put(
     context: &Context<'_, '_>,
     stale: bool,
@@ -305,7 +314,7 @@ fn put(
     while status == wire::S_OK && done < count {
         let drain_expired = (context.drain_expired)();
         let left = count - done;
-        let group = match slice.step_pages(PUT_NS_MAX, left.min(GROUP_PAGES)) {
+        let group = match slice.step_pages(PUT_NS_MAX, left.min(PUT_GROUP_PAGES)) {
             Some(pages) => pages,
             // After the time limit of a drain, all remaining pages are refused at once.
             None if drain_expired => left,
@@ -342,8 +351,8 @@ fn put(
     Ok(Some(end as u32))
 }
 
-/// Refuses a group of pages. A refused page leaves nothing under its key, so an older version that is
-/// in the pool is dropped.
+/// Refuses a group of pages. A refused page leaves nothing under its key, so an older version that
+/// is in the pool is dropped.
 fn refuse_group(
     context: &Context<'_, '_>,
     batch: &PutBatch<'_>,
@@ -391,7 +400,7 @@ fn store_group(
             page: data,
         })
         .collect();
-    let mut stored = [PutResult::Refused; GROUP_PAGES];
+    let mut stored = [PutResult::Refused; PUT_GROUP_PAGES];
     let stored = &mut stored[..puts.len()];
     let cost_ns = vm.tenant.put(pool, &puts, stored)?;
     context.slice.charge(cost_ns);
@@ -424,7 +433,7 @@ fn refer(
     while status == wire::S_OK && done < count {
         let drain_expired = (context.drain_expired)();
         let left = count - done;
-        let group = match slice.step_pages(REF_NS_MAX, left.min(GROUP_PAGES)) {
+        let group = match slice.step_pages(REF_NS_MAX, left.min(REF_GROUP_PAGES)) {
             Some(pages) => pages,
             // After the time limit of a drain, all remaining pages are dropped at once.
             None if drain_expired => left,
@@ -503,7 +512,7 @@ fn refer_group(
 ) -> Result<(), NoPool> {
     let vm = context.vm;
     let refs = refs(pages);
-    let mut held = [false; GROUP_PAGES];
+    let mut held = [false; REF_GROUP_PAGES];
     let held = &mut held[..refs.len()];
     context.slice.charge(vm.tenant.refer(pool, &refs, held)?);
     if let Some(tap) = &vm.tap {
@@ -535,7 +544,8 @@ fn miss() -> GetPage {
     }
 }
 
-/// Executes a GET. Returns like [`execute`].
+/// Executes a GET. Returns the bytes to report in the used element, or None if the slice is over
+/// before the request is finished.
 fn get<'vm>(
     context: &Context<'vm, '_>,
     stale: bool,
@@ -551,27 +561,29 @@ fn get<'vm>(
     // The results and contents of the pages before `from` are already in guest memory.
     let mut from = progress.done.min(count);
     let mut done = from;
-    while status == wire::S_OK && done < count {
+    if status == wire::S_OK && done < count {
         let taken = if context.limited || (context.drain_expired)() {
             let missed = miss_rest(context, batch, count - done);
             done = count;
             missed
+        } else if let Some(step_ns) = slice.step(GET_NS_MAX) {
+            let (pages, results) = (
+                &mut buffers.0.pages()[done..count],
+                &mut results[done..count],
+            );
+            take_pages(context, batch, done, step_ns, pages, results).map(|taken| {
+                done += taken.pages();
+                *spent = Some(taken);
+            })
         } else {
-            let Some(group) = slice.step_pages(GET_NS_MAX, (count - done).min(GROUP_PAGES)) else {
-                break;
-            };
-            let group = done..done + group;
-            done = group.end;
-            let pages = &mut buffers.0.pages()[group.clone()];
-            take_group(context, batch, group.start, pages, &mut results[group])
-                .map(|taken| spent.push(taken))
+            Ok(())
         };
         if taken.is_err() {
             status = wire::S_NO_POOL;
         }
     }
     if status != wire::S_OK {
-        // The pool or the generation ended, perhaps between two groups. All pages of the request
+        // The pool or the generation ended, perhaps between two slices. All pages of the request
         // are missed.
         results.fill(miss());
         (from, done, progress.used_bytes) = (0, count, 0);
@@ -600,22 +612,23 @@ fn miss_rest(context: &Context<'_, '_>, batch: &GetBatch<'_>, pages: usize) -> R
         .map(drop)
 }
 
-/// Takes a group of pages, from number `start` of the batch on, out of the pool. Copies their contents
-/// to `pages` and sets their results.
-fn take_group<'vm>(
+/// Takes pages out of the pool, from number `start` of the batch on, as far as `step_ns` allows.
+/// Copies their contents to `pages` and sets their results.
+fn take_pages<'vm>(
     context: &Context<'vm, '_>,
     batch: &GetBatch<'_>,
     start: usize,
+    step_ns: u64,
     pages: &mut [tmem_pool::Page],
     results: &mut [GetPage],
 ) -> Result<Spent<'vm>, NoPool> {
     let (vm, pool, object) = (context.vm, batch.pool, batch.object);
-    let mut wanted = [0u64; GROUP_PAGES];
+    let mut wanted = [0u64; wire::BATCH_MAX];
     for (wanted, cookie) in wanted.iter_mut().zip(&batch.cookies[start..]) {
         *wanted = cookie.get();
     }
     let wanted = &wanted[..pages.len()];
-    let mut found = [GetResult::Miss; GROUP_PAGES];
+    let mut found = [GetResult::Miss; wire::BATCH_MAX];
     let found = &mut found[..pages.len()];
     let first = batch.index + start as u64;
     // The pages of a frozen VM leave the pool, so that its memory becomes free.
@@ -623,17 +636,17 @@ fn take_group<'vm>(
         true => 0,
         false => batch.retain >> start,
     };
-    let taken = vm
-        .tenant
-        .get_retaining(pool, (object, first), (wanted, retain), pages, found)?;
+    let (tenant, asked) = (&vm.tenant, (wanted, retain));
+    let taken = tenant.get_retaining(pool, (object, first), asked, pages, found, step_ns)?;
     context.slice.charge(taken.cost_ns());
     if let Some(tap) = &vm.tap {
-        let hits = found.iter().map(|result| *result != GetResult::Miss);
+        let found = found[..taken.pages()].iter();
+        let hits = found.map(|result| *result != GetResult::Miss);
         tap.get(pool, object, first, hits, batch.retain >> start);
     }
     for ((result, found), wanted) in results.iter_mut().zip(found).zip(wanted) {
-        // The pool returns no page with another cookie. The comparison is repeated here because a page
-        // of another put must never reach a guest.
+        // The pool returns no page with another cookie. The comparison is repeated here because a
+        // page of another put must never reach a guest.
         let (cookie, flags) = match found {
             GetResult::Miss => continue,
             GetResult::Hit { cookie } => (*cookie, 0),
@@ -667,8 +680,9 @@ fn write_get_results(
     }
 }
 
-/// Writes the contents of the hits in `group`, adjacent hits in one copy. The data of a miss stays as
-/// the driver left it. Returns the end of the last page in the answer, in bytes; None without a hit.
+/// Writes the contents of the hits in `group`, adjacent hits in one copy. The data of a miss stays
+/// as the driver left it. Returns the end of the last page in the answer, in bytes; None without a
+/// hit.
 fn write_get_pages(
     answer: Answer<'_>,
     results: &[GetPage],

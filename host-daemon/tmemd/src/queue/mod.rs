@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The data path: worker threads that drain virtqueues and execute requests.
 //!
-//! Belongs here: waiting for kicks, scheduling queues, reading descriptor chains, executing requests
-//! and notifying the guest. Out of scope: setting a queue up, see `vhost/device.rs`.
+//! Belongs here: waiting for kicks, scheduling queues, reading descriptor chains, executing
+//! requests and notifying the guest. Out of scope: setting a queue up, see `vhost/device.rs`.
 
 pub(crate) mod chain;
 pub(crate) mod epoll;

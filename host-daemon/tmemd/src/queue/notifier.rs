@@ -2,14 +2,14 @@
 //! Signals eventfds of a front end (calls and error descriptors) without blocking.
 //!
 //! A write to an eventfd whose counter is full blocks unless O_NONBLOCK is set. That flag belongs
-//! to the open file, which the front end shares and can change at any time. RWF_NOWAIT is refused
-//! for eventfds. An io_uring write to a full eventfd stays in the ring, so each further
+//! to the open file, which the front end shares and can change at any time. The kernel refuses
+//! RWF_NOWAIT for eventfds. An io_uring write to a full eventfd stays in the ring, so each further
 //! notification would add another. io_uring also reads the flag before the eventfd reads it again,
 //! so the kernel does not guarantee that the write cannot block in between (400,000 writes did not
 //! block while another thread changed the flag). The kernel signals an eventfd without blocking
 //! when an AIO operation (io_submit(2)) that names it completes. A notification is therefore such
 //! an operation: a read of 0 bytes from /dev/null, complete before the system call returns. If the
-//! counter is full, the notification is dropped; the eventfd is signalled anyway.
+//! counter is full, the kernel does not increase it; the eventfd is then already signalled.
 //!
 //! System calls: io_submit, sometimes io_getevents; at the start io_setup and open of /dev/null.
 
@@ -22,7 +22,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Maximum number of completions that the daemon leaves in the context. All processes of the host
-/// share 65,536 (fs.aio-max-nr). Leaving a few saves system calls.
+/// together may have 65,536 (fs.aio-max-nr). Leaving a few saves system calls.
 const EVENTS_MAX: usize = 128;
 
 /// Maximum number of attempts of one notification while other threads use up the free completions.
@@ -88,8 +88,8 @@ pub fn lost_interrupts() -> u64 {
 }
 
 /// Signals an eventfd of a VM's front end. It never blocks, whatever other processes do with the
-/// eventfd. An interrupt that the kernel does not deliver is counted, and logged with the VM's name. The
-/// guest continues at the deadline of its driver.
+/// eventfd. An interrupt that the kernel does not deliver is counted, and logged with the VM's
+/// name. The guest continues at the deadline of its driver.
 ///
 /// # Panics
 /// [`prepare`] was not called.
@@ -108,7 +108,7 @@ pub fn interrupt(vm: &Vm, fd: &OwnedFd) {
 fn notify(fd: &OwnedFd) -> io::Result<()> {
     let notifier = NOTIFIER
         .get()
-        .expect("notifier::prepare runs before any queue is served");
+        .expect("notifier::prepare was not called before a queue is served");
     notifier.notify(fd).inspect_err(|_| {
         LOST_INTERRUPTS.fetch_add(1, Ordering::Relaxed);
     })
@@ -156,7 +156,7 @@ impl Notifier {
             }
             last = io::Error::last_os_error();
             match last.raw_os_error() {
-                // The context has no free completion.
+                // EAGAIN means that the AIO context has no free completion.
                 Some(libc::EAGAIN) => self.reap(),
                 Some(libc::EINTR) => {}
                 _ => break,
@@ -192,7 +192,7 @@ mod tests {
 
     fn count(fd: &OwnedFd) -> u64 {
         let mut bytes = [0; 8];
-        rustix::io::read(fd, &mut bytes).expect("the eventfd is signalled");
+        rustix::io::read(fd, &mut bytes).expect("the eventfd is not signalled");
         u64::from_ne_bytes(bytes)
     }
 
@@ -219,13 +219,13 @@ mod tests {
         prepare().expect("cannot create the kernel's AIO context");
         let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
         rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes())
-            .expect("the eventfd's counter accepts the value");
+            .expect("the eventfd's counter does not accept the value");
         let (sender, done) = mpsc::channel();
         std::thread::spawn(move || {
             (0..1000).for_each(|_| notify(&fd).expect("the notifier did not signal the eventfd"));
             sender
                 .send(count(&fd))
-                .expect("the test waits for the message");
+                .expect("the test no longer waits for the message");
         });
         let counted = done.recv_timeout(Duration::from_secs(30));
         assert!(counted.is_ok_and(|count| count >= u64::MAX - 1));

@@ -10,8 +10,9 @@ use std::sync::Arc;
 
 /// Waits until any of many eventfds is signalled.
 ///
-/// The caller must consume each signal that is reported. It is unspecified whether a signal that the
-/// caller does not consume is reported again. One thread waits; any thread may call the other methods.
+/// The caller must consume each signal that is reported. It is unspecified whether a signal that
+/// the caller does not consume is reported again. One thread waits; any thread may call the other
+/// methods.
 pub trait Poller: Send + Sync {
     /// Watches an eventfd until it is removed. `wait` reports it as `token`, which must differ from
     /// every token in use now or before.
@@ -19,14 +20,14 @@ pub trait Poller: Send + Sync {
     /// # Errors
     /// The kernel cannot watch the descriptor.
     fn add(&self, fd: &Arc<OwnedFd>, token: u64) -> io::Result<()>;
-    /// Stops watching an eventfd. An earlier signal may be reported once more, and a reference to the
-    /// file may be kept until the next wait.
+    /// Stops watching an eventfd. An earlier signal may be reported once more, and a reference to
+    /// the file may be kept until the next wait.
     ///
     /// # Errors
     /// The descriptor was not watched.
     fn remove(&self, fd: &OwnedFd, token: u64) -> io::Result<()>;
-    /// Replaces `ready` by tokens of signalled eventfds. With `block` it waits until one is signalled
-    /// or until a wake; it may return sooner.
+    /// Replaces `ready` by tokens of signalled eventfds. With `block` it waits until one is
+    /// signalled or until a wake; it may return sooner.
     ///
     /// # Errors
     /// The kernel cannot wait.

@@ -327,14 +327,14 @@ mod tests {
 
     fn writable(request_type: u16, count: u16) -> u64 {
         shape(request_type, count)
-            .expect("the type and count are valid")
+            .expect("the type or the count is invalid")
             .writable_bytes as u64
     }
 
     #[test]
     fn valid_requests_are_parsed() {
         for (queue, t, n, readable) in good() {
-            let request = parse(queue, &readable, writable(t, n)).expect("the request is valid");
+            let request = parse(queue, &readable, writable(t, n)).expect("the request was refused");
             assert_eq!(
                 request.header,
                 Header {

@@ -26,8 +26,9 @@ pub const OPERATIONS: [u8; 2] = [opcode::PollAdd::CODE, opcode::AsyncCancel::COD
 /// Maximum number of polls that one system call can begin or end.
 const SUBMITTED_MAX: u32 = 128;
 
-/// Maximum number of kicks that are reported at once: 256 VMs have as many queues, on two workers.
-/// The kernel keeps further kicks and ends their polls, which are then begun again.
+/// Maximum number of kicks that are reported at once. With 256 VMs on two workers, a worker has
+/// that many queues. The kernel keeps further kicks and ends their polls, which are then begun
+/// again.
 const COMPLETIONS_MAX: u32 = 4096;
 
 /// Token of operations whose completion is ignored. Tokens of kicks are numbered from 0.
@@ -256,7 +257,7 @@ mod tests {
         let mut ring = lock(&uring.ring);
         let nop = opcode::Nop::new().build().user_data(3);
         ring.push(nop)
-            .expect("the submission queue has a free entry");
+            .expect("the submission queue has no free entry");
         ring.io
             .submit_and_wait(1)
             .expect("cannot submit to io_uring");

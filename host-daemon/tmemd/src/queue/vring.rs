@@ -278,7 +278,7 @@ pub struct Vring {
 impl Vring {
     /// Creates a vring that is not set up.
     pub fn new(index: usize, worker: usize, link: Arc<Link>) -> Vring {
-        let queue = Queue::new(wire::QUEUE_SIZE_MAX).expect("the maximum is a power of two");
+        let queue = Queue::new(wire::QUEUE_SIZE_MAX).expect("the maximum is not a power of two");
         Vring {
             index,
             worker,
@@ -390,7 +390,8 @@ impl Vring {
     /// Answers available chains in order, as far as the slice allows. If the ring is empty, it may
     /// ask the worker to poll the ring for up to `poll_max_ns` instead of requesting a kick.
     pub fn run_slice(&self, scratch: &mut Scratch, poll_max_ns: u64) -> SliceEnd {
-        // Only the control thread holds the lock for longer, and it schedules the vring afterwards.
+        // If the lock is taken, the control thread holds it. That thread schedules the vring when
+        // it releases the lock.
         let Some(mut state) = self.try_lock() else {
             return SliceEnd::Idle;
         };
@@ -475,8 +476,8 @@ impl Vring {
                 if let Some(end) = self.ring_is_empty(state, memory, poll_max_ns)? {
                     break end;
                 }
-                // A chain arrived just now. The check of the ring is charged as work, so that the
-                // slice ends even if the guest repeats this.
+                // A chain arrived after the ring was found empty. The check of the ring is charged
+                // as work, so that the slice ends even if the guest repeats this.
                 slice.charge(CHAIN_NS);
                 has_begun = true;
                 continue;
@@ -500,7 +501,7 @@ impl Vring {
                 interrupted: unfinished.take().filter(|last| last.head == head),
                 retain: state.retain,
             };
-            let mut spent = Vec::new();
+            let mut spent = None;
             match self.answer(table, scratch, &slice, taken, &mut spent)? {
                 Answered::Done(done) => self.publish(state, table, head, done)?,
                 Answered::Unfinished(chain) => {
@@ -572,7 +573,7 @@ impl Vring {
         scratch: &mut Scratch,
         slice: &Slice<'_>,
         taken: TakenChain,
-        spent: &mut Vec<Spent<'a>>,
+        spent: &mut Option<Spent<'a>>,
     ) -> Result<Answered<'a>, Halt> {
         let Scratch {
             chain,
@@ -677,7 +678,7 @@ impl Vring {
         vm.queue_stopped(self.index, &reason);
         state.give_back();
         state.stopped = Some(reason);
-        // The guest is interrupted for the answers before the fault.
+        // Interrupt the guest, which may wait for answers to chains before the faulty one.
         if let Some(call) = &state.call {
             notifier::interrupt(vm, call);
         }

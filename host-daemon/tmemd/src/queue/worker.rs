@@ -142,7 +142,7 @@ impl Workers {
         &self.stage
     }
 
-    /// Returns the heartbeats of the workers' threads, which connections use, too.
+    /// Returns the heartbeats of the daemon's threads, at which workers and connections register.
     pub fn heartbeats(&self) -> &Heartbeats {
         &self.heartbeats
     }
@@ -238,8 +238,8 @@ impl Worker {
     ) {
         while !self.stop.load(Ordering::SeqCst) {
             if let Err(error) = self.round(&mut context, background, Some(&heartbeat)) {
-                // A wait cannot fail while the descriptors are open. A worker that cannot wait
-                // cannot serve.
+                // The wait fails only if a descriptor is closed, which is a bug. A worker that
+                // cannot wait cannot serve.
                 tracing::error!("a worker cannot wait for kicks and ends: {error}");
                 heartbeat.lose();
                 return;

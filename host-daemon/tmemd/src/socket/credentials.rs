@@ -73,8 +73,8 @@ impl Credentials {
 /// namespace has that id.
 fn numbers(stream: &UnixStream, option: libc::c_int, room: &mut [u32]) -> (usize, io::Result<()>) {
     let mut bytes = size_of_val(room) as libc::socklen_t;
-    // SAFETY: `room` has that many bytes, of numbers that may have any value, and the kernel writes
-    // no more.
+    // SAFETY: `bytes` is the size of `room`, the kernel writes no more than that, and a `u32` may
+    // have any value.
     let done = unsafe {
         let room = room.as_mut_ptr().cast();
         libc::getsockopt(
@@ -95,11 +95,12 @@ fn numbers(stream: &UnixStream, option: libc::c_int, room: &mut [u32]) -> (usize
 /// Returns the supplementary groups of a connection's peer.
 fn more_groups(stream: &UnixStream) -> io::Result<Vec<u32>> {
     let mut groups = Vec::new();
-    // The groups of a connection never change, so the number and the list belong together.
+    // The kernel never changes the groups of a connection. The buffer that is allocated for their
+    // number therefore fits the list.
     let (count, result) = numbers(stream, libc::SO_PEERGROUPS, &mut groups);
     match result {
         Err(error) if error.raw_os_error() == Some(libc::ERANGE) && count <= GROUPS_MAX => {}
-        // The peer has no supplementary groups.
+        // A first call that succeeds means that the peer has no supplementary groups.
         result => return result.map(|()| groups),
     }
     groups.resize(count, 0);

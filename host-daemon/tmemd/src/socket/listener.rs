@@ -25,7 +25,7 @@ pub struct Access {
 }
 
 impl Default for Access {
-    /// Returns the access of the daemon's user and group only.
+    /// Returns permissions for the daemon's user and group only.
     fn default() -> Access {
         Access {
             owner: None,
@@ -48,7 +48,7 @@ pub struct Listener {
     created_as: (u32, u32),
     /// The configured permission bits.
     mode: AtomicU32,
-    /// Whether the file was removed. Another file may have its inode then.
+    /// Whether the file was removed. Another file may then have the same inode number.
     closed: AtomicBool,
 }
 
@@ -147,11 +147,11 @@ impl Listener {
             Ok(socket)
         });
         let socket = bound.map_err(|errno| match path.parent() {
-            Some(folder) if errno == Errno::NOENT => at(
+            Some(directory) if errno == Errno::NOENT => at(
                 path,
                 format_args!(
                     "there is no directory {}: create it, or choose another path",
-                    folder.display()
+                    directory.display()
                 ),
             ),
             _ => at(path, io::Error::from(errno)),
@@ -226,8 +226,8 @@ impl Listener {
         }
     }
 
-    /// Removes the socket's file, unless another file has taken its place. Other users of the
-    /// listener do not prevent that.
+    /// Removes the socket's file, unless another file has taken its place. The file is removed even
+    /// if other references to the listener exist.
     pub fn close(&self) {
         if self.closed.swap(true, Ordering::SeqCst) {
             return;

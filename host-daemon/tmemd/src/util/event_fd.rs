@@ -8,15 +8,15 @@ use rustix::io::ReadWriteFlags;
 use std::io::IoSliceMut;
 use std::os::fd::OwnedFd;
 
-/// Adds 1 to an eventfd of the daemon's own. An eventfd whose counter is full is signalled already, so
-/// the error is ignored. For an eventfd of a front end use `queue::notifier::notify`: a plain write to
-/// it may block.
+/// Adds 1 to an eventfd of the daemon's own. An eventfd whose counter is full is signalled already,
+/// so the error is ignored. For an eventfd of a front end use `queue::notifier::notify`: a plain
+/// write to it may block.
 pub fn signal(fd: &OwnedFd) {
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
-/// Resets an eventfd's counter to 0. The call never blocks, whatever the peer does with the flags of
-/// the file that it shares, and whatever it reads from the eventfd between the poll and this read.
+/// Resets an eventfd's counter to 0. The call never blocks, even if the peer that shares the file
+/// changes its flags, or reads the eventfd between the caller's poll(2) and this read.
 pub fn consume(fd: &OwnedFd) {
     let mut count = [0u8; 8];
     let mut buffers = [IoSliceMut::new(&mut count)];
@@ -34,8 +34,8 @@ mod tests {
 
     #[test]
     fn consume_resets_the_counter_and_never_blocks() {
-        // The eventfd has no O_NONBLOCK, which a front end can clear at any time, so a plain read
-        // would block.
+        // This eventfd lacks O_NONBLOCK, as if a front end had cleared the flag. A plain read of it
+        // would block while its counter is 0.
         let fd = eventfd(3, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
         let (sender, done) = mpsc::channel();
         std::thread::spawn(move || {
@@ -51,7 +51,9 @@ mod tests {
             let left =
                 rustix::event::poll(&mut polled, Some(&now)).expect("cannot poll the eventfd");
             consume(&fd);
-            sender.send(left).expect("the test waits for the message");
+            sender
+                .send(left)
+                .expect("the test no longer waits for the message");
         });
         let left = done.recv_timeout(std::time::Duration::from_secs(30));
         assert_eq!(

@@ -34,7 +34,7 @@ pub(crate) struct LogLimit {
 }
 
 impl Default for LogLimit {
-    /// Creates the bound of a socket.
+    /// Creates the limit of a socket.
     fn default() -> LogLimit {
         LogLimit::const_default()
     }
@@ -50,7 +50,7 @@ impl LogLimit {
         }
     }
 
-    /// Creates the bound of a VM.
+    /// Creates the limit of a VM, which also counts against the limit of all VMs.
     pub(crate) fn of_vm() -> LogLimit {
         LogLimit::within(&ALL)
     }

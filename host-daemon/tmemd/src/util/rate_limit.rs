@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Rate limit: a burst, and after it a constant rate. The generic cell rate algorithm needs one number
-//! for it and no lock.
+//! Rate limit: a burst, and after it a constant rate. The generic cell rate algorithm needs one
+//! number for it and no lock.
 //!
 //! Out of scope: the action that is limited, and its handling beyond the rate.
 

@@ -157,7 +157,8 @@ impl Device {
         self.vrings.iter().for_each(|vring| vring.raise_hold());
     }
 
-    /// Drains some vrings, calls `change` on their states, and lets the workers back in.
+    /// Drains some vrings, calls `change` on their states, and then lets the workers use the vrings
+    /// again.
     fn hold<R>(
         &self,
         vrings: &[Arc<Vring>],
@@ -303,8 +304,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         }
         let enable = features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0;
         self.hold(&self.vrings, |states| {
-            // The log changes while nothing is written, so that each write comes either before or
-            // after the change.
+            // All vrings are held while the log changes, so that each write to guest memory comes
+            // either before or after the change.
             self.log
                 .set_enabled(features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0);
             for state in states {
@@ -589,7 +590,7 @@ mod tests {
             .expect("cannot reserve the pool's address space");
         let config: crate::config::settings::VmConfig = "name=test,socket=none"
             .parse()
-            .expect("the VM's settings are valid");
+            .expect("the VM's settings were refused");
         let spec = tmem_pool::TenantSpec::new("test", config.quota);
         let tenant = engine
             .add_tenant(spec)
@@ -632,7 +633,7 @@ mod tests {
             for size in [1, 2, 512, 1024] {
                 device
                     .set_vring_num(queue, size)
-                    .expect("a power of two is a valid queue size");
+                    .expect("a queue size that is a power of two was refused");
             }
             for size in [0, 3, 1023, 1025, 2048, 1 << 16, 1 << 31, u32::MAX] {
                 let error = device
@@ -645,7 +646,7 @@ mod tests {
             }
             device
                 .set_vring_base(queue, 65_535)
-                .expect("65,535 is a valid base");
+                .expect("base 65,535 was refused");
             device
                 .set_vring_base(queue, 65_536)
                 .expect_err("a base beyond 65,535 was accepted");
@@ -676,7 +677,7 @@ mod tests {
         ftruncate(&file, 4096).expect("cannot set the length of the memfd");
         fcntl_add_seals(&file, SealFlags::SHRINK).expect("cannot seal the memfd");
         let region = VhostUserMemoryRegion::new(0, 4096, 0, 0);
-        // The bound holds across connections, too.
+        // The limit of DISCARDED_MAX tables applies to the VM, not to each of its connections.
         for connection in 0..3 {
             let (mut device, _front_end) = device();
             for _ in 0..50 {
@@ -686,13 +687,13 @@ mod tests {
                     .into();
                 device
                     .set_mem_table(&[region], vec![file], None)
-                    .expect("the memory table is valid");
+                    .expect("the memory table was refused");
             }
-            // The first of the kept tables was empty, and the device itself has one more.
+            // The first of the tables that wait was empty, and the device itself has one more.
             assert_eq!(
                 mapped(name),
                 DISCARDED_MAX,
-                "connection {connection} waits for another number of mappings"
+                "connection {connection} waits for the wrong number of mappings"
             );
             device.end();
             assert_eq!(
@@ -710,7 +711,7 @@ mod tests {
     fn only_eventfds_are_kicks_and_calls() {
         let fd = eventfd(0, EventfdFlags::empty()).expect("cannot create an eventfd");
         let other = fd.try_clone().expect("cannot duplicate the descriptor");
-        let fd = event_fd(fd.into()).expect("an eventfd is accepted");
+        let fd = event_fd(fd.into()).expect("an eventfd was refused");
         // Reading an empty eventfd must not block.
         crate::util::event_fd::consume(&fd);
         crate::util::event_fd::signal(&other);
@@ -722,7 +723,7 @@ mod tests {
                 .to_string();
             assert!(
                 error.contains("not an eventfd"),
-                "the error has another text: {error}"
+                "the error has the wrong text: {error}"
             );
         }
     }

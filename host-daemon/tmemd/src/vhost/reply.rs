@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Sends the replies to vhost-user messages without sendmsg(2), which could pass file descriptors.
 //!
-//! seccomp sees the arguments of a system call, but not the `struct msghdr` that one of them points to. So a
-//! filter that allows sendmsg(2) also allows `SCM_RIGHTS`: a thread that an attacker has taken over could hand the
-//! memory of one VM to the QEMU of another. Threads share their memory, so it would not help to allow the call to the
-//! threads of connections alone. The sandbox therefore allows sendmsg(2) to no thread, and only the
-//! vhost crate needs it, through vmm-sys-util, for replies that never carry a descriptor. Neither crate lets its
-//! caller choose the system call. This file defines the C symbol `sendmsg` in the daemon itself, where the linker
-//! prefers it to libc's: a message without control data becomes a sendto(2), every other one remains a sendmsg(2),
-//! which the sandbox refuses.
+//! seccomp sees the arguments of a system call, but not the `struct msghdr` that one of them points
+//! to. A filter that allows sendmsg(2) therefore also allows `SCM_RIGHTS`: a thread that an
+//! attacker has taken over could pass the memory of one VM to the QEMU of another. Allowing the
+//! call to connection threads alone would not help, because all threads share their memory. The
+//! sandbox therefore allows sendmsg(2) to no thread. Only the vhost crate needs it, through
+//! vmm-sys-util, for replies that never carry a descriptor. Neither crate lets its caller choose
+//! the system call. This file defines the C symbol `sendmsg` in the daemon itself, and the linker
+//! prefers it to libc's symbol. A message without control data becomes a sendto(2). Every other
+//! message remains a sendmsg(2), which the sandbox refuses.
 //!
-//! Callers of the symbol are the crates of this program: vmm-sys-util, and tracing-journald for log lines that are too
-//! long for a datagram, which it passes in a memfd. The standard library sends log lines by sendto(2). libc's own code
-//! does not use the symbol. The rings of io_uring are restricted to operations that send nothing (uring.rs). As POSIX
-//! demands of sendmsg(), the function may be called in signal handlers: it allocates nothing and takes no lock.
+//! Callers of the symbol are crates of this program: vmm-sys-util, and tracing-journald for log
+//! lines that are too long for a datagram, which it passes in a memfd. The standard library sends
+//! log lines by sendto(2). libc's own code does not use the symbol. The rings of io_uring are
+//! restricted to operations that send nothing (`queue/uring.rs`). POSIX permits sendmsg() in signal
+//! handlers, so this function allocates nothing and takes no lock.
 
 use libc::{c_int, iovec, msghdr};
 use std::{ptr, slice};

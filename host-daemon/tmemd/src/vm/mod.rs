@@ -2,8 +2,8 @@
 //! The VMs that the daemon serves: the state of one VM, the registry of all VMs, and the store from
 //! which the daemon restores added VMs at its next start.
 //!
-//! Belongs here: all that is known of a VM beyond a single connection. Out of scope: its connection,
-//! see `vhost/`, and its virtqueues, see `queue/`.
+//! Belongs here: all that is known of a VM beyond a single connection. Out of scope: its
+//! connection, see `vhost/`, and its virtqueues, see `queue/`.
 
 pub(crate) mod quota;
 pub(crate) mod recorder;

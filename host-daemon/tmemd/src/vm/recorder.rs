@@ -3,8 +3,8 @@
 //! format.
 //!
 //! Recording is off by default and bounded. A worker appends to a buffer in memory, and a thread
-//! writes full buffers to the file, so no guest waits for the host's disk. A guest does wait while
-//! each page is compressed once more.
+//! writes full buffers to the file, so no guest waits for the host's disk. A guest does wait,
+//! however, while the recorder compresses each of its pages once more.
 
 use crate::host::sandbox::{self, ThreadKind};
 use std::fs::{File, OpenOptions};

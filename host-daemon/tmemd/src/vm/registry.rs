@@ -288,7 +288,7 @@ impl Registry {
             trust_domain: domain?,
             quota: quota::from_api(&spec.quota).map_err(Refused::Quota)?,
             socket,
-            // The owner is in `access`.
+            // The caller gets the owner as part of `access`.
             owner: None,
         };
         Ok((config, access))
@@ -359,8 +359,8 @@ impl Registry {
         Ok(short)
     }
 
-    /// Grants requested reserves and names of VMs that did not fit, or were taken, before and are
-    /// possible now.
+    /// Grants what VMs requested and could not get before: a name that another VM had, or a reserve
+    /// that did not fit.
     fn make_good(&self, members: &mut [Member]) {
         for at in 0..members.len() {
             let wanted = members[at].added.as_ref().map(|added| added.name.clone());
@@ -421,7 +421,8 @@ impl Registry {
         let there = all.iter().position(at_it);
         let there = there.or_else(|| all.iter().position(|m| of_it(m) && is_free(m)));
         let Some(at) = there else {
-            // A connection at another socket is that of the source of a migration.
+            // If the VM has an entry at another socket, that entry is the source of a migration
+            // within this host.
             if ends > 1 {
                 let what = "it is connected at two sockets already, as in a migration on this host";
                 return Err(Refused::Vm(what.into()));
@@ -475,7 +476,7 @@ impl Registry {
             vm.set_problem(None);
             return Ok(false);
         }
-        // The source of a migration may have the name for a while.
+        // The source of a migration within this host may keep the name until the migration ends.
         let named_so = |m: &Member| m.vm.config.uuid != config.uuid && *m.vm.name() == *config.name;
         if let Some(other) = members.0.iter().find(|m| named_so(m)) {
             return Err(Refused::Vm(format!(
@@ -490,7 +491,7 @@ impl Registry {
         // The quota is set after the socket, because a reduced quota may no longer fit when it is
         // set back.
         if let Err(error) = vm.tenant.set_quota(config.quota) {
-            // The previous owner gets the socket back.
+            // Give the socket back to its previous owner.
             let _ = give(old_access);
             return Err(too_much(&error));
         }
@@ -669,14 +670,14 @@ mod tests {
         const POOL_BYTES: i64 = 16 << 20;
         let engine = Engine::new(EngineConfig::new(POOL_BYTES as u64, 1))
             .expect("cannot reserve the pool's address space");
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let events = Arc::default();
-        let registry =
-            Registry::new(engine, None, events, folder.path()).expect("cannot create the registry");
+        let registry = Registry::new(engine, None, events, directory.path())
+            .expect("cannot create the registry");
         let spec = |nth: u32| VmSpec {
             name: format!("vm-{nth}"),
             uuid: format!("00000000-0000-0000-0000-{nth:012}"),
-            socket: folder.path().join(nth.to_string()).display().to_string(),
+            socket: directory.path().join(nth.to_string()).display().to_string(),
             quota: tmem_control::Quota {
                 reserve_bytes: POOL_BYTES,
                 limit_bytes: None,

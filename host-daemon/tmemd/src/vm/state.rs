@@ -354,7 +354,7 @@ mod tests {
         let vm = |name: &str| {
             let config: VmConfig = format!("name={name},socket=none")
                 .parse()
-                .expect("the VM's settings are valid");
+                .expect("the VM's settings were refused");
             let spec = TenantSpec::new(name, config.quota);
             let tenant = engine
                 .add_tenant(spec)

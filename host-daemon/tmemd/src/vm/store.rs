@@ -51,7 +51,7 @@ impl VmStore {
             return Ok(());
         }
         Err(io::Error::other(format!(
-            "it must be a folder of user {me} that no other user can write to: remove what is there, or \
+            "it must be a directory of user {me} that no other user can write to: remove what is there, or \
              choose another --run-directory"
         )))
     }
@@ -65,15 +65,15 @@ impl VmStore {
     /// # Errors
     /// The directory exists and cannot be read.
     pub fn read(&self) -> io::Result<Vec<StoredVm>> {
-        let folder = match self.check().and_then(|()| fs::read_dir(&self.0)) {
+        let directory = match self.check().and_then(|()| fs::read_dir(&self.0)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            folder => VmStore::at(&self.0, folder)?,
+            directory => VmStore::at(&self.0, directory)?,
         };
         let mut store = Vec::new();
-        for entry in folder {
+        for entry in directory {
             let path = VmStore::at(&self.0, entry)?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            // Other files are left from an interrupted write.
+            // Files without the suffix are left over from an interrupted write.
             if let Some(socket) = name.strip_suffix(SUFFIX) {
                 store.push(StoredVm {
                     vm: read(&path, socket),
@@ -112,7 +112,7 @@ impl VmStore {
         VmStore::at(&path, write())
     }
 
-    /// Removes the VM of a socket. It need not be stored.
+    /// Removes the stored VM of a socket, if there is one.
     ///
     /// # Errors
     /// The file exists and cannot be removed.
@@ -162,15 +162,15 @@ mod tests {
 
     #[test]
     fn a_stored_vm_is_read_until_it_is_removed() {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        let store = VmStore::new(folder.path());
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let store = VmStore::new(directory.path());
         store
             .remove(Path::new(SOCKET))
-            .expect("removing a VM that is not stored is no error");
+            .expect("removing a VM that is not stored failed");
         assert!(
             store
                 .read()
-                .expect("a missing store is read as empty")
+                .expect("reading a missing store failed")
                 .is_empty()
         );
         store.write(&vm("a")).expect("cannot write the VM");
@@ -179,7 +179,7 @@ mod tests {
         assert_eq!(
             read.len(),
             1,
-            "the store must contain one VM and no temporary file"
+            "the store does not contain exactly one VM, or it contains a temporary file"
         );
         assert_eq!(read[0].vm, Ok(vm("b")));
         let mode = |path: &Path| {
@@ -187,7 +187,7 @@ mod tests {
             metadata.permissions().mode() & 0o777
         };
         assert_eq!(mode(&read[0].path), 0o600);
-        assert_eq!(mode(&folder.path().join("vms")), 0o700);
+        assert_eq!(mode(&directory.path().join("vms")), 0o700);
         store
             .remove(Path::new(SOCKET))
             .expect("cannot remove the VM");
@@ -196,7 +196,7 @@ mod tests {
 
     /// Files that another user could have created are neither read nor written nor removed.
     #[test]
-    fn a_folder_writable_by_others_is_not_used() {
+    fn a_directory_writable_by_others_is_not_used() {
         let there = tempfile::tempdir().expect("cannot create a temporary directory");
         let store = VmStore::new(there.path());
         store.write(&vm("a")).expect("cannot write the VM");
@@ -212,7 +212,7 @@ mod tests {
                 let error = error.to_string();
                 assert!(
                     error.contains("no other user can write"),
-                    "{why}: the error has another text: {error}"
+                    "{why}: the error has the wrong text: {error}"
                 );
             }
             assert_eq!(
@@ -239,7 +239,7 @@ mod tests {
         assert_eq!(
             store
                 .read()
-                .expect("a directory that other users can only read is accepted")
+                .expect("a directory that other users can only read was refused")
                 .len(),
             1
         );
@@ -252,10 +252,10 @@ mod tests {
 
     #[test]
     fn invalid_files_are_reported() {
-        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
-        let store = VmStore::new(folder.path());
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let store = VmStore::new(directory.path());
         store.write(&vm("a")).expect("cannot write the VM");
-        let path = |name: &str| folder.path().join("vms").join(name);
+        let path = |name: &str| directory.path().join("vms").join(name);
         fs::write(path("b.json"), "{").expect("cannot write the file");
         fs::copy(path("a.sock.json"), path("c.json")).expect("cannot copy the file");
         fs::write(path("d.json"), vec![b' '; 1 << 20]).expect("cannot write the file");

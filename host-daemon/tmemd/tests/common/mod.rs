@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Runs a real tmemd in a directory of its own, for simulated guests.
 //!
-//! Waits poll their condition until a time limit. A test that fails shows the daemon's log.
+//! A test that waits polls the condition until a time limit. A test that fails prints the daemon's
+//! log.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::fs::{self, File};
@@ -19,7 +20,8 @@ use virtio_tmem as wire;
 /// Time limit of every wait. It is long enough for a busy machine and a debug build.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Scales a time like the tests on VMs: slow machines set TMEM_TIMEOUT_SCALE above 1.
+/// Multiplies a time limit by TMEM_TIMEOUT_SCALE, as the tests on VMs do. Slow machines set it
+/// above 1.
 pub fn scaled(time: Duration) -> Duration {
     let scale = std::env::var("TMEM_TIMEOUT_SCALE");
     time.mul_f64(scale.map_or(1.0, |scale| {
@@ -40,11 +42,11 @@ pub fn until(what: &str, mut check: impl FnMut() -> bool) {
 }
 
 /// Number of consecutive checks that must find a daemon idle before it counts as idle.
-const IDLE_LOOKS: u32 = 5;
+const IDLE_CHECKS: u32 = 5;
 
-/// Arguments that keep the daemon from reading the machine's memory. Otherwise the tests would
-/// depend on other processes, and the file that the daemon opens once a second would disturb tests
-/// that count descriptors.
+/// Arguments that keep the daemon from reading the host's memory statistics. Otherwise the tests
+/// would depend on other processes, and the file that the daemon opens once a second would disturb
+/// tests that count descriptors.
 pub const HOST_IS_NO_MATTER: [&str; 4] = ["--host-free-min", "0", "--memory-pressure", "none"];
 
 /// A running tmemd and the names of its VMs.
@@ -143,7 +145,7 @@ impl Daemon {
         self.child = Some(command.spawn().unwrap());
         for (name, _) in self.vms.clone() {
             let socket = self.socket(&name);
-            self.until("tmemd takes connections", || {
+            self.until("tmemd accepts connections", || {
                 UnixStream::connect(&socket).is_ok()
             });
         }
@@ -154,9 +156,9 @@ impl Daemon {
         self.dir.path().join(format!("{name}.sock"))
     }
 
-    /// Kills the daemon with SIGKILL; it is dead when this returns.
+    /// Kills the daemon with SIGKILL and waits until it is dead.
     pub fn kill(&mut self) {
-        let mut child = self.child.take().expect("tmemd is running");
+        let mut child = self.child.take().expect("tmemd does not run");
         child.kill().unwrap();
         assert_eq!(
             child.wait().unwrap().signal(),
@@ -167,14 +169,14 @@ impl Daemon {
 
     /// Sends SIGTERM and waits until the daemon has ended without an error.
     pub fn terminate(&mut self) {
-        let mut child = self.child.take().expect("tmemd is running");
+        let mut child = self.child.take().expect("tmemd does not run");
         kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
         assert!(child.wait().unwrap().success());
     }
 
     /// Returns the daemon's process id.
     pub fn pid(&self) -> u32 {
-        self.child.as_ref().expect("tmemd is running").id()
+        self.child.as_ref().expect("tmemd does not run").id()
     }
 
     /// Returns the path of a file in the daemon's directory.
@@ -184,7 +186,7 @@ impl Daemon {
 
     /// Stops the daemon with SIGSTOP for the given time.
     pub fn freeze(&self, time: Duration) {
-        let child = self.child.as_ref().expect("tmemd is running");
+        let child = self.child.as_ref().expect("tmemd does not run");
         let pid = Pid::from_child(child);
         kill_process(pid, Signal::STOP).unwrap();
         std::thread::sleep(time);
@@ -195,7 +197,7 @@ impl Daemon {
     /// of its threads runs. The daemon must be idle, because an answer that the guest has seen may
     /// not be the last access of a worker.
     pub fn suspend(&mut self) {
-        let pid = Pid::from_child(self.child.as_ref().expect("tmemd is running"));
+        let pid = Pid::from_child(self.child.as_ref().expect("tmemd does not run"));
         let tasks = format!("/proc/{pid}/task");
         // In /proc the state follows the name, which is in parentheses.
         let all_are = |state: &str| {
@@ -211,7 +213,7 @@ impl Daemon {
         let mut idle = 0;
         self.until("all threads sleep", || {
             idle = if all_are("S") { idle + 1 } else { 0 };
-            idle == IDLE_LOOKS
+            idle == IDLE_CHECKS
         });
         kill_process(pid, Signal::STOP).unwrap();
         self.until("all threads stop", || all_are("T"));
@@ -219,13 +221,13 @@ impl Daemon {
 
     /// Ends the stop that [`Self::suspend`] began.
     pub fn resume(&self) {
-        let pid = Pid::from_child(self.child.as_ref().expect("tmemd is running"));
+        let pid = Pid::from_child(self.child.as_ref().expect("tmemd does not run"));
         kill_process(pid, Signal::CONT).unwrap();
     }
 
     /// Returns the resources that the daemon uses.
     pub fn taken(&self) -> Taken {
-        taken_by(self.child.as_ref().expect("tmemd is running").id() as i32)
+        taken_by(self.child.as_ref().expect("tmemd does not run").id() as i32)
     }
 
     /// Panics with the log if the daemon has ended.
@@ -233,14 +235,14 @@ impl Daemon {
         let status = self
             .child
             .as_mut()
-            .expect("tmemd is running")
+            .expect("tmemd does not run")
             .try_wait()
             .unwrap();
         assert_eq!(status, None, "tmemd ended by itself");
     }
 
-    /// Polls until `check` returns true. Panics with `what` and the daemon's log if it ends or the
-    /// time is up.
+    /// Polls until `check` returns true. Panics with `what` and the daemon's log if the daemon ends
+    /// or [`TIMEOUT`] has passed.
     pub fn until(&mut self, what: &str, mut check: impl FnMut() -> bool) {
         until(what, || {
             check() || {
@@ -250,8 +252,9 @@ impl Daemon {
         });
     }
 
-    /// Connects a driver, repeatedly if needed: the probe of [`Self::spawn`] or the previous
-    /// connection may not be over yet, and one connection at a time is accepted.
+    /// Connects a driver, and tries again while the VM still has another connection: that of an
+    /// earlier driver, or the one with which [`Self::spawn`] tests the socket. The daemon accepts
+    /// one connection at a time.
     pub fn connect(&mut self, driver: &mut Driver, name: &str) {
         let socket = self.socket(name);
         let guest = &mut driver.guest;
@@ -308,7 +311,7 @@ pub struct Taken {
     pub descriptors: usize,
     /// Number of mappings of its address space.
     pub mappings: usize,
-    /// Memory of its own in bytes, without guest memory.
+    /// Resident memory of the process in bytes, without guest memory.
     pub memory_bytes: usize,
 }
 
@@ -325,7 +328,7 @@ impl Taken {
     }
 }
 
-/// Returns the present resources of a process.
+/// Returns the resources that a process uses now.
 pub fn taken_by(pid: i32) -> Taken {
     let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap();
     let entries = |name: &str| fs::read_dir(format!("/proc/{pid}/{name}")).unwrap().count();
@@ -355,7 +358,7 @@ pub fn guest(name: &str) -> GuestConfig {
 /// another seed.
 pub fn seed(test: &str) -> u64 {
     let seed = match std::env::var("TMEM_SEED") {
-        Ok(value) => value.parse().expect("TMEM_SEED is a decimal number"),
+        Ok(value) => value.parse().expect("TMEM_SEED is not a decimal number"),
         Err(_) => {
             let now = SystemTime::now()
                 .duration_since(SystemTime::UNIX_EPOCH)
@@ -367,7 +370,8 @@ pub fn seed(test: &str) -> u64 {
     seed
 }
 
-/// Checks that a VM is served, by random requests whose answers the model judges.
+/// Checks that the daemon serves a VM: sends random requests and compares the answers with the
+/// model.
 pub fn work(driver: &mut Driver, steps: usize) {
     for _ in 0..steps {
         driver.step().unwrap();

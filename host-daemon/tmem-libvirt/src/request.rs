@@ -7,17 +7,17 @@ use tmem_hook::Owner;
 
 /// Request of a domain to the daemon, see [`read`].
 #[derive(Clone, Debug, PartialEq)]
-pub enum Wish {
+pub enum Request {
     /// Serve the VM with these settings.
-    So(VmSpec),
+    Settings(VmSpec),
     /// Serve the VM, and leave its quota unchanged, because the domain names none.
-    Served(VmSpec),
+    KeepQuota(VmSpec),
     /// The request is not valid, for the reason in this sentence. The VM's settings stay unchanged.
-    Nonsense(String),
+    Invalid(String),
 }
 
 /// Reads the request of a domain; None if the domain has no such device.
-pub fn read(uuid: &str, xml: &str, owner: Owner) -> Option<Wish> {
+pub fn read(uuid: &str, xml: &str, owner: Owner) -> Option<Request> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => domain,
         Err(error) => {
@@ -28,12 +28,12 @@ pub fn read(uuid: &str, xml: &str, owner: Owner) -> Option<Wish> {
     };
     let device = domain.device.as_ref()?;
     let vm = |cache| tmem_hook::vm(&domain, device, cache, owner);
-    let wish = match (&domain.memory, &domain.cache) {
+    let request = match (&domain.memory, &domain.cache) {
         (Err(error), _) | (Ok(()), Some(Err(error))) => Err(error.to_string()),
-        (Ok(()), Some(Ok(cache))) => vm(cache).map(Wish::So),
-        (Ok(()), None) => vm(&Default::default()).map(Wish::Served),
+        (Ok(()), Some(Ok(cache))) => vm(cache).map(Request::Settings),
+        (Ok(()), None) => vm(&Default::default()).map(Request::KeepQuota),
     };
-    Some(wish.unwrap_or_else(Wish::Nonsense))
+    Some(request.unwrap_or_else(Request::Invalid))
 }
 
 #[cfg(test)]
@@ -65,21 +65,21 @@ mod tests {
         let device = tmem_domain::DEVICE;
         let read = |cache: &str, access, device| read(UUID, &xml(cache, access, device), owner);
         let limit = cache("<tmem:limit unit='MiB'>5</tmem:limit>");
-        let Some(Wish::So(vm)) = read(&limit, "shared", device) else {
+        let Some(Request::Settings(vm)) = read(&limit, "shared", device) else {
             panic!("a valid domain is refused");
         };
         assert_eq!(vm.quota.limit_bytes, Some(5 << 20));
         assert_eq!((&*vm.name, &*vm.uuid, vm.owner), ("web", UUID, Some(107)));
         let served = read("", "shared", device);
         assert!(
-            matches!(served, Some(Wish::Served(_))),
+            matches!(served, Some(Request::KeepQuota(_))),
             "the domain is not served: {served:?}"
         );
         assert_eq!(read(&limit, "shared", "virtio-rng-pci"), None);
         let wrong = cache("<tmem:limit unit='XiB'>5</tmem:limit>");
         for (cache, access, part) in [(&wrong, "shared", "XiB"), (&limit, "private", "not shared")]
         {
-            let Some(Wish::Nonsense(what)) = read(cache, access, device) else {
+            let Some(Request::Invalid(what)) = read(cache, access, device) else {
                 panic!("a domain was accepted whose fault is {part:?}");
             };
             assert!(what.contains(part), "the reason has no {part:?}: {what}");

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The man pages: of programs, from the definitions of their command lines, and of file formats,
+//! from pages in `docs/`.
+
+use clap::{Command, CommandFactory};
+
+/// Section of the pages of commands: they are for administrators.
+pub const OF_COMMANDS: &str = "8";
+/// Section of the pages of file formats.
+const OF_FORMATS: &str = "5";
+/// Name of the manual, in the header of each page.
+pub const MANUAL: &str = "virtio-tmem";
+/// Name and version of the project, in the footer of each page.
+pub const SOURCE: &str = concat!("virtio-tmem ", env!("CARGO_PKG_VERSION"));
+
+/// A program whose command line is defined with clap.
+pub struct Program {
+    /// Definition of the command line.
+    pub command: Command,
+    /// Further sections of its page: a file in `docs/`, and the heading of a section there.
+    pub sections: &'static [(&'static str, &'static str)],
+    /// Names of other pages.
+    pub see_also: &'static [&'static str],
+}
+
+/// A page made of a page in `docs/`.
+pub struct Document {
+    /// Name of the page.
+    pub name: &'static str,
+    /// Section of the manual.
+    pub section: &'static str,
+    /// Subject of the page, in a few words.
+    pub about: &'static str,
+    /// Arguments of the program; empty for a file format.
+    pub synopsis: &'static str,
+    /// File in `docs/`.
+    pub source: &'static str,
+    /// Section of the file; None for the complete file.
+    pub heading: Option<&'static str>,
+    /// Names of other pages.
+    pub see_also: &'static [&'static str],
+}
+
+/// Returns the programs whose command lines are defined with clap.
+pub fn programs() -> [Program; 4] {
+    [
+        Program {
+            command: tmemd::config::arguments::Arguments::command(),
+            sections: &[("configuration.md", "Logs")],
+            see_also: &["tmemd.toml(5)", "tmemctl(8)", "tmem-libvirt(8)"],
+        },
+        Program {
+            command: tmemctl::command(),
+            sections: &[],
+            see_also: &["tmemd(8)", "tmemd.toml(5)", "tmem-cache(5)", "virsh(1)"],
+        },
+        Program {
+            command: tmem_libvirt::Arguments::command(),
+            sections: &[("libvirt.md", "The bridge")],
+            see_also: &["tmemd(8)", "tmem-hook(8)", "tmem-cache(5)"],
+        },
+        Program {
+            command: tmem_exporter::Arguments::command(),
+            sections: &[("metrics.md", "Access"), ("metrics.md", "TLS")],
+            see_also: &["tmemd(8)", "tmemctl(8)"],
+        },
+    ]
+}
+
+/// Returns the pages that are made of pages in `docs/`.
+pub fn documents() -> [Document; 4] {
+    [
+        Document {
+            name: "tmemd.toml",
+            section: OF_FORMATS,
+            about: "configuration file of the virtio-tmem host daemon",
+            synopsis: "",
+            source: "configuration.md",
+            heading: None,
+            see_also: &["tmemd(8)", "tmemctl(8)"],
+        },
+        Document {
+            name: "tmem-cache",
+            section: OF_FORMATS,
+            about: "quota of a VM in the metadata of its libvirt domain",
+            synopsis: "",
+            source: "libvirt.md",
+            heading: Some("The quota"),
+            see_also: &["tmemctl-attach(8)", "tmemctl-quota(8)", "tmem-libvirt(8)"],
+        },
+        Document {
+            name: "tmem-trace",
+            section: OF_FORMATS,
+            about: "record of the requests of guests to the pool",
+            synopsis: "",
+            source: "traces.md",
+            heading: None,
+            see_also: &["tmemd(8)", "tmemctl-trace(8)"],
+        },
+        Document {
+            name: "tmem-hook",
+            section: OF_COMMANDS,
+            about: "libvirt's hook for VMs with the virtio-tmem device",
+            synopsis: "[--socket PATH] [--owner USER] DOMAIN OPERATION ...",
+            source: "libvirt.md",
+            heading: Some("The hook"),
+            see_also: &["tmemd(8)", "tmem-libvirt(8)", "tmemctl-attach(8)"],
+        },
+    ]
+}
