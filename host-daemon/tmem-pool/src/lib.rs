@@ -53,6 +53,8 @@
 //! - [`Engine::maintain`] does background work in steps. It finds equal pages, compresses new pages
 //!   with lz4 and cold ones with zstd, evicts, compacts, and returns memory to the system. A
 //!   caller that never calls it has its puts refused after some time.
+//! - [`Tenant::get_retaining`] may leave pages in the pool, in the state *retained*. Retained pages
+//!   are evicted before others. [`Tenant::refer`] makes them held again without a copy.
 //! - [`Engine::resize`] changes the memory that the pool may hold while it runs.
 //! - [`Tenant::put`], [`Tenant::get`] and [`Tenant::flush_some`] report their cost in nanoseconds,
 //!   so that a caller can divide its time between tenants without reading a clock for each page.
@@ -127,11 +129,11 @@ pub use config::{
     ADDRESS_SPACE_TIMES, EngineConfig, KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE,
     POOLS_PER_TENANT_MAX, Page, PolicyKind, Quota, TenantSpec, Time,
 };
-pub use cost::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX};
+pub use cost::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX, REF_NS_MAX};
 pub use engine::{Engine, Work};
 pub use error::{AdmissionError, CreateError, NoPool};
 pub use hash::PageHash;
 pub use secret::SecretPages;
 pub use shadow::{ShadowMemory, ShadowTenant};
 pub use stats::{EngineStats, TenantStats};
-pub use tenant::{GET_PAGES_MAX, GetResult, Put, PutResult, Spent, Tenant};
+pub use tenant::{GET_PAGES_MAX, GetResult, Put, PutResult, Ref, Spent, Tenant};

@@ -4,7 +4,8 @@
 
 use super::rng::Rng;
 use super::{
-    OPEN, POOL, add, config, get, maintain_all, new_engine, noise, partly_noise, put, put_raw,
+    OPEN, POOL, add, config, get, get_retaining, maintain_all, new_engine, noise, partly_noise,
+    put, put_raw,
 };
 use crate::codec::{self, Corrupt, ENCODED_BYTES_MAX};
 use crate::config::SWEEP_NS;
@@ -232,6 +233,21 @@ fn damaged_pages_are_missed_and_counted_and_logged_once() {
         engine.check_invariants();
     });
     assert_eq!(events.load(Relaxed), 1);
+}
+
+#[test]
+fn a_damaged_retained_page_is_missed_and_dropped() {
+    let engine = new_engine(1 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    let page = noise(1);
+    put(&tenant, 1, 0, 1, &page);
+    assert_eq!(get_retaining(&tenant, 1, 0, 1), Some((page, true)));
+    damage(&tenant, 0, 1000);
+    assert_eq!(get_retaining(&tenant, 1, 0, 1), None);
+    let stats = tenant.stats();
+    assert_eq!((stats.hash_mismatches, stats.pages), (1, 0));
+    maintain_all(&engine);
+    assert_eq!(engine.stats().blobs, 0);
 }
 
 #[test]
