@@ -13,7 +13,9 @@ use crate::config::{
     EVICTIONS_PER_PUT_PAGE, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX,
     RETAIN_GROWTH_SHIFT, RETAIN_MARGIN_PART, STALE_SKIPS_MAX,
 };
-use crate::cost::{ESTIMATE_NS_MAX, FORGET_NS, KEY_NS, MISS_NS, estimator_ns, forget_all_ns_max};
+use crate::cost::{
+    ESTIMATE_NS_MAX, FORGET_NS, KEY_NS, MISS_NS, REF_NS, estimator_ns, forget_all_ns_max,
+};
 use crate::entry::{Content, Entry};
 use crate::error::{CreateError, NoPool};
 use crate::evict::queue::Queue;
@@ -112,7 +114,9 @@ pub(crate) struct Taken {
     pub content: Content,
     /// Check bits of the page's hash.
     pub check: u32,
-    /// Whether the page stays in the index as a retained page.
+    /// True if the page was retained before the get.
+    pub was_retained: bool,
+    /// True if the page stays in the index as a retained page.
     pub retained: bool,
 }
 
@@ -449,9 +453,13 @@ impl State {
         for ((&id, &cookie), taken) in ids.iter().zip(wanted.cookies).zip(taken) {
             let entry = (id != 0).then(|| &self.index.entries[id]);
             let held = entry.filter(|entry| entry.cookie == cookie);
+            let was_retained = held.is_some_and(Entry::is_retained);
             cost_ns += held.map_or(MISS_NS, |entry| get_ns_max(entry.content()));
+            cost_ns += if was_retained { REF_NS } else { 0 };
+            // For a retained page, the estimator is called twice.
+            let estimates_ns_max = (1 + u64::from(was_retained)) * ESTIMATE_NS_MAX;
             let estimator_ns = self.estimator_ns() - estimator_before_ns;
-            if cost_ns + estimator_ns + ESTIMATE_NS_MAX > wanted.budget_ns {
+            if cost_ns + estimator_ns + estimates_ns_max > wanted.budget_ns {
                 break;
             }
             let held = held.is_some();
@@ -476,6 +484,7 @@ impl State {
                 *taken = Some(Taken {
                     content,
                     check,
+                    was_retained,
                     retained,
                 });
                 hits += 1;

@@ -618,7 +618,8 @@ impl Tenant {
     /// more, a call handles at least one page.
     ///
     /// The cost of a page is known only approximately when it is taken: a page that a background
-    /// worker compresses with zstd at this moment may exceed the budget.
+    /// worker compresses with zstd at this moment may exceed the budget. So may a retained page, if
+    /// the tenant has less room than before and the estimator removes keys that it followed.
     ///
     /// # Errors
     /// The tenant has no such pool; then all results are `Miss`.
@@ -725,6 +726,7 @@ impl Tenant {
             let Taken {
                 content,
                 check,
+                was_retained,
                 retained,
             } = taken;
             if store.read(reader, check, &mut out[i]).is_ok() {
@@ -745,6 +747,7 @@ impl Tenant {
                 Reader::Bytes(bytes) if codec::is_dense(bytes.bytes()) => GET_DENSE_NS,
                 Reader::Bytes(_) => GET_NS,
             };
+            spent.cost_ns += if was_retained { REF_NS } else { 0 };
             spent.contents[spent.nr] = content;
             spent.nr += 1;
         }

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::codec::{self, Corrupt, ENCODED_BYTES_MAX};
 use crate::config::SWEEP_NS;
-use crate::cost::GET_NS_MAX;
+use crate::cost::{GET_NS_MAX, REF_NS};
 use crate::entry::Content;
 use crate::hash::place_bits;
 use crate::index::Key;
@@ -448,6 +448,63 @@ fn a_get_with_a_budget_costs_at_most_that_and_continues() {
             "all pages were got in one call of {budget_ns} ns"
         );
         check_window(&results, &out);
+        maintain_all(&engine);
+    }
+}
+
+#[test]
+fn a_get_of_retained_pages_costs_at_most_its_budget() {
+    let cookies: Vec<u64> = (1..=GET_PAGES_MAX as u64).collect();
+    for budget_ns in [GET_NS_MAX, 100_000] {
+        let engine = new_engine(4 << 20);
+        let tenant = add(&engine, "a", None, OPEN);
+        put_window(&engine, &tenant);
+        // Each get allows the pool to retain all pages. Returns the cost, and the number of calls.
+        let get_all = |budget_ns| {
+            let mut out = vec![[0; PAGE_SIZE]; GET_PAGES_MAX];
+            let mut results = vec![GetResult::Miss; GET_PAGES_MAX];
+            let (mut done, mut total_ns, mut calls) = (0, 0, 0);
+            while done < GET_PAGES_MAX {
+                let (out, results) = (&mut out[done..], &mut results[done..]);
+                let (first, asked) = ((1, done as u64), (&cookies[done..], u64::MAX));
+                let before = locked_times();
+                let spent = tenant
+                    .get_retaining(POOL, first, asked, out, results, budget_ns)
+                    .unwrap();
+                assert_eq!(locked_times() - before, 1);
+                let cost_ns = spent.cost_ns();
+                assert!(
+                    cost_ns <= budget_ns,
+                    "a get of {budget_ns} ns cost {cost_ns} ns"
+                );
+                assert!(spent.pages() > 0, "a get of {budget_ns} ns handled no page");
+                done += spent.pages();
+                total_ns += cost_ns;
+                calls += 1;
+            }
+            let hits: Vec<GetResult> = results
+                .iter()
+                .map(|result| match *result {
+                    GetResult::Hit { .. } => panic!("a page was removed"),
+                    GetResult::Retained { cookie } => GetResult::Hit { cookie },
+                    GetResult::Miss => GetResult::Miss,
+                })
+                .collect();
+            check_window(&hits, &out);
+            assert_eq!(tenant.stats().retained_pages, 48);
+            (total_ns, calls)
+        };
+        let (held_ns, _) = get_all(u64::MAX);
+        let (retained_ns, calls) = get_all(budget_ns);
+        assert!(
+            calls > 1,
+            "all pages were got in one call of {budget_ns} ns"
+        );
+        // The walks of the estimator take less than 1 µs in these gets.
+        assert!(
+            retained_ns + 1000 >= held_ns + 48 * REF_NS,
+            "retained pages cost {retained_ns} ns, and held pages {held_ns} ns"
+        );
         maintain_all(&engine);
     }
 }

@@ -545,10 +545,18 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static HEAP: Counting = Counting;
 
-/// The pages of the window are raw, same-filled, compressed or missing.
 #[test]
 fn a_get_of_64_pages_allocates_no_memory() {
+    for retain in [0, u64::MAX] {
+        get_64_pages_without_allocation(retain);
+    }
+}
+
+/// Gets a window of pages that are raw, same-filled, compressed or missing. Bit n of `retain` allows
+/// to retain page n.
+fn get_64_pages_without_allocation(retain: u64) {
     let mut guest = guest();
+    guest.accept_retain();
     for index in 0..48u64 {
         let mut page = [index as u8; PAGE_SIZE];
         if index % 2 == 0 {
@@ -561,13 +569,15 @@ fn a_get_of_64_pages_allocates_no_memory() {
     assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 1));
     let stats = guest.link.vm.tenant.stats();
     assert_eq!((stats.raw_pages, stats.same_filled_pages), (8, 24));
-    let answer = guest.get(0, 64);
+    let answer = guest.get_retaining(0, 64, retain);
     let before = ALLOCATIONS.get();
     let end = guest.run_slice();
     assert_eq!(ALLOCATIONS.get() - before, 0);
     assert_eq!((end, guest.used()), (SliceEnd::Idle, 2));
     let results = [&[wire::P_HIT; 56][..], &[wire::P_MISS; 8]].concat();
     assert_eq!(guest.results(answer, 64), results);
+    let stayed = if retain == 0 { 0 } else { 56 };
+    assert_eq!(guest.pages(), (stayed, stayed));
     assert!(guest.interrupted(), "the guest was not interrupted");
 }
 
