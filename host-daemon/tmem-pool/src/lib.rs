@@ -34,11 +34,14 @@
 //! while engine.maintain(Time(0), 64) {}
 //! assert_eq!(tenant.stats().same_filled_pages, 1);
 //!
-//! // A get names the cookie that it wants. A hit removes the page. let (mut out, mut found) =
-//! ([[0; tmem_pool::PAGE_SIZE]], [GetResult::Miss]); let spent = tenant.get(1, 42, 0, &[1001], &mut
-//! out, &mut found)?; assert_eq!(found, [GetResult::Hit { cookie: 1001 }]); assert_eq!(out[0],
-//! page); // Dropping `spent` frees the stored bytes. A caller answers its guest before it drops
-//! `spent`. drop(spent); assert_eq!(tenant.stats().pages, 0);
+//! // A get names the cookie that it wants. A hit removes the page.
+//! let (mut out, mut found) = ([[0; tmem_pool::PAGE_SIZE]], [GetResult::Miss]);
+//! let spent = tenant.get(1, 42, 0, &[1001], &mut out, &mut found)?;
+//! assert_eq!(found, [GetResult::Hit { cookie: 1001 }]);
+//! assert_eq!(out[0], page);
+//! // Dropping `spent` frees the stored bytes. A caller answers its guest before it drops `spent`.
+//! drop(spent);
+//! assert_eq!(tenant.stats().pages, 0);
 //! # Ok(())
 //! # }
 //! ```
