@@ -11,7 +11,7 @@ JOBS ?= 2
 PYTEST = cd tests && ./python -m pytest -n $(JOBS) --dist worksteal --ignore=vm/test_native.py unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-native bench-locks bench-density bench-life packages check check-host check-guest check-kvm check-libvirt check-ops \
+.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-native bench-locks bench-density bench-life packages check-packages check check-host check-guest check-kvm check-libvirt check-ops \
 	check-guest-long check-all check-newest check-kernel-debug check-miri check-sim check-sim-long \
 	lint lint-rust lint-c lint-shell lint-python lint-prose lint-licence test-rust \
 	test-driver fuzz fuzz-guests clean
@@ -75,7 +75,7 @@ bench-life: deps all ## measure migration with and without the device, and the t
 	cd tests && PYTHONPATH=vm ./python bench_life.py $(ARGS)
 
 packages: ## build the Debian packages in build/packages; PACKAGES=DIRECTORY, GUEST=1: only those for guests
-	scripts/deps packages
+	scripts/deps $(if $(GUEST),guest-packages,packages)
 	scripts/packages $(if $(GUEST),--guest) $(PACKAGES)
 
 # ---- tests ------------------------------------------------------------------------------------
@@ -99,6 +99,10 @@ check-ops: deps-test all ## test commands, figures, estimates, metrics with a re
 	$(CARGO) test --release $(MANIFEST) -p tmem-exporter --test cost -- --ignored --nocapture
 	TMEM_SEEDS=8 $(CARGO) test --release $(MANIFEST) -p tmem-bench replay_test
 	cd tests && ./python -m pytest --kernel $(KERNEL) vm/test_figures.py
+
+SUITES ?= bookworm
+check-packages: packages ## install, run, remove and purge the packages in clean Debian systems (as root); SUITES="bookworm trixie"
+	for suite in $(SUITES); do scripts/check-packages --suite $$suite $(PACKAGES) || exit 1; done
 
 check-newest: ## fail if Debian 12, 13 or their backports offer a kernel series that the driver does not serve
 	@tests/kernel newest

@@ -619,21 +619,21 @@ class Bench:
                 "a put beyond copy and content check, median",
                 beyond,
                 "instructions",
-                "stated",
+                "reported",
             ),
             Row(
                 "put_instructions_max",
                 "  largest (wakes the feeder, grows the index)",
                 out["put_max"] - out["copy_check"],
                 "instructions",
-                "stated",
+                "reported",
             ),
             Row(
                 "put_copy_instructions",
                 "  its copy with content check",
                 out["copy_check"],
                 "instructions",
-                "stated",
+                "reported",
             ),
             Row(
                 "copy_instructions",
@@ -746,7 +746,9 @@ def write_json(path: Path, bench: Bench) -> None:
     out: dict[str, object] = {}
     for row in bench.rows:
         if not math.isfinite(row.value):
-            raise HarnessError(f"{row.key} is {row.value}")
+            raise HarnessError(
+                f"{row.key} is {row.value}, which is not a finite number: {path} was not written"
+            )
         out[row.key] = round(row.value, 5)
     out["intervals"] = {row.key: row.interval for row in bench.rows if row.interval}
     out["missed"] = [row.key for row in bench.rows if row.met is False]

@@ -187,8 +187,12 @@ class Bench:
         self.details["pages_offered"], self.details["gets"] = offered, grown["gets"]
         self.details["hits"] = grown["hits"]
         ours = {name: lock for name, lock in locks.items() if name in driver_locks()}
-        if offered < GROUPS * FILE_BYTES // PAGE_BYTES // 2 or not ours:
-            raise HarnessError(f"{offered} pages were offered, driver's locks: {sorted(ours)}")
+        offered_min = GROUPS * FILE_BYTES // PAGE_BYTES // 2
+        if offered < offered_min or not ours:
+            raise HarnessError(
+                f"the guest offered {offered} pages to the host, expected at least {offered_min};"
+                f" {LOCK_STAT} has {len(ours)} locks of the driver, expected at least one"
+            )
         others = {name: lock for name, lock in locks.items() if name not in ours}
         busy = sorted(others, key=lambda name: -others[name].contentions)[:KERNEL_LOCKS]
         per = PER_PAGES / offered

@@ -164,7 +164,7 @@ def flat(rows: list[Row], facts: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for row in rows:
         if not math.isfinite(row.value):
-            raise HarnessError(f"{row.key} is {row.value}")
+            raise HarnessError(f"{row.key} is {row.value}, which is not a finite number")
         if row.key in out:
             raise HarnessError(f"two figures have the key {row.key}")
         out[row.key] = round(row.value, 5)

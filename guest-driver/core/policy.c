@@ -2,10 +2,10 @@
 /*
  * Files whose pages are never put because a user requested that.
  *
- * A mark is an inode number and the generation of the inode, so that it does not apply to the
- * number's next owner. The mark is set before the inode's entries are erased, and a put checks it
+ * A policy is an inode number and the generation of the inode, so that it does not apply to the
+ * number's next owner. The policy is set before the inode's entries are erased, and a put checks it
  * under the lock that erasing takes. So the put comes before and is erased, or comes after and sees
- * the mark.
+ * the policy.
  *
  * A policy is a preference of the user, and coherence does not depend on it. Unlike
  * tmem_bypass(), setting a policy may fail.
@@ -20,14 +20,14 @@
  */
 #define POLICIES_MAX		65536
 /*
- * All marks together may take this part of the index's memory. A mark without neighbours takes 576
- * bytes.
+ * All policies together may take this part of the index's memory. A policy without neighbours takes
+ * 576 bytes.
  */
 #define POLICY_DIVISOR		8
 
 struct tmem_policies {
 	struct xarray never;	/* by inode number: generation of the inode */
-	unsigned int nr;	/* number of marks; written under the lock of never, read without */
+	unsigned int nr;	/* policies in never; written under its lock, read without */
 	unsigned int pools;	/* pools that share this: two while one replaces the other */
 };
 

@@ -67,7 +67,7 @@ struct queue {
 	uint8_t *data;		/* a page of data, readable or writable */
 	uint8_t *writable;	/* resp, then page results */
 	uint64_t phys[6];	/* addresses of the six pages above, in order */
-	uint64_t target;	/* destination of data: address of `data` or of a held page */
+	uint64_t target;	/* destination of data: physical address of `data` or of `held` */
 	volatile uint16_t *notify;
 	uint16_t sent;
 };
@@ -622,8 +622,8 @@ static void prepare_hold(void)
 }
 
 /*
- * Gets the stored page into the held page, or compares a page that is held. Returns true after a
- * get.
+ * Without a page in the buffer `held`: gets the stored page into that buffer, and returns true.
+ * Otherwise compares the contents of `held` with those that were stored, and returns false.
  */
 static int hold(uint64_t generation)
 {

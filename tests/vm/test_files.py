@@ -288,7 +288,7 @@ def test_mounts_of_one_file_system_share_one_cache(
     (digest,) = make(guest, f"{WHERE}/f").values()
     for place in places:
         check_cached(guest, {f"{place}/f": digest})
-    # Change the file at each of the three mount points, and read the change at the others.
+    # A change through each of the three mounts is visible through the other two.
     for number, place in enumerate(places):
         evict(guest, [f"{WHERE}/f"])
         content = changed_content(f"{number}")

@@ -113,7 +113,7 @@ def check_served(guest: Guest) -> None:
 
 
 def gone(guest: Guest) -> None:
-    """Unmounts INNER, and checks that the driver's state no longer names its file system."""
+    """Unmounts the file system at INNER and checks that the driver's `state` no longer names it."""
     guest.sh(f"umount {INNER}", 60)
     assert state(guest) == "on"
 

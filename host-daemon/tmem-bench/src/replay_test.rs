@@ -16,8 +16,8 @@ use tmem_trace::estimate::{
 };
 use tmem_trace::format::{Event, ObjectKey, Op, SizeClass};
 
-/// Seeds of the index's hashes and of the generated traces. The figures of docs/traces.md were
-/// measured with TMEM_SEEDS=32.
+/// Number of seeds for the index's hashes and for the generated traces: the seeds are 1 to this
+/// number. TMEM_SEEDS replaces it; the figures of docs/traces.md were measured with TMEM_SEEDS=32.
 const SEEDS: u64 = 2;
 
 /// Pool sizes for estimates of more memory, in sixteenths of the memory that a trace would fill.

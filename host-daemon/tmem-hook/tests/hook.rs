@@ -70,14 +70,14 @@ impl HookTest {
     }
 }
 
-/// Connects clients until every place at the control socket is taken. Earlier clients may still
-/// hold some places for a moment.
+/// Connects clients until the control socket has its maximum number of connections. Connections of
+/// earlier clients may still be open for a moment.
 fn clients(host: &HookTest) -> Vec<tmem_control::VarlinkClient> {
     let mut clients = Vec::new();
     until("all clients of the control socket are connected", || {
         let mut client =
             tmem_control::connect(&host.control()).expect("cannot connect to the control socket");
-        // A client that gets an answer has a place.
+        // A client that gets an answer occupies one of the connections.
         if client.list_vms().call().is_ok() {
             clients.push(client);
         }

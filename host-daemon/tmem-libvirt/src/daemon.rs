@@ -583,7 +583,7 @@ mod tests {
 
     /// The domain was transient, or migrated away, while the daemon did not run.
     #[test]
-    fn a_vm_whose_domain_was_undefined_is_removed_if_it_ran() {
+    fn a_vm_that_ran_is_removed_when_libvirt_no_longer_knows_its_domain() {
         let mut host = BridgeTest::new();
         host.otherwise = State::Unknown;
         let are_left = |host: &mut BridgeTest| {

@@ -39,13 +39,13 @@ impl TableArguments {
         !self.noheadings
     }
 
-    /// Returns true if columns are named.
+    /// Returns true if the user selected columns with `--output`.
     pub fn has_columns(&self) -> bool {
         self.output.is_some()
     }
 
-    /// Returns true if columns are named or headings unwanted. A program then reads the table, and
-    /// nothing else is printed.
+    /// Returns true if the user selected columns or switched the headings off. A program then reads
+    /// the table, and nothing else is printed.
     pub fn is_chosen(&self) -> bool {
         self.noheadings || self.output.is_some()
     }
@@ -78,13 +78,13 @@ pub struct Column<T> {
     pub name: &'static str,
     /// Alignment.
     pub align: Align,
-    /// Whether the column is printed if the user names no columns.
+    /// Whether the column is printed if the user selects no columns.
     pub usual: bool,
     /// Formats a cell.
     pub cell: fn(&T, Sizes) -> String,
 }
 
-/// Creates a column that is printed unless columns are named.
+/// Creates a column that is printed unless the user selects columns.
 pub const fn column<T>(
     name: &'static str,
     align: Align,

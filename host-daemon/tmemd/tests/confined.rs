@@ -100,7 +100,7 @@ fn filters(pid: u32) -> HashMap<String, u32> {
         let filters = filters
             .expect("the kernel is older than 5.15 and does not report Seccomp_filters")
             .parse()
-            .expect("the text is not a number");
+            .expect("Seccomp_filters in the status of a thread is not a number");
         Some((name.trim().split('-').next()?.to_owned(), filters))
     };
     tasks

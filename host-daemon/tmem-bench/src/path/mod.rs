@@ -35,7 +35,7 @@ const CLIENT: usize = 1;
 /// have raw.
 const BATCHES: usize = 28;
 
-/// Number of single pages that a round gets, first with a worker that polls and then with one that
+/// Number of single pages that a round gets from each of two workers: one that polls, and one that
 /// does not.
 const SINGLES: usize = 100;
 

@@ -9,8 +9,10 @@ use super::region::{FRAME_BYTES, Zeroed};
 use super::{ClassState, Heap, PINS, Place, USED};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
-/// Compaction runs if it would free more than one busy frame in this many. Small pools have many
-/// other partly used frames, which compaction cannot free.
+/// Compaction runs if it could free more than one in this many of the frames of spans with used
+/// slots. So the frames that compaction could still free afterwards are at most 1.6 % of these.
+/// The partly used span that remains in each class does not count, because compaction cannot free
+/// it. In a small pool such spans are a large part of the memory.
 const SPARSE_PART: u64 = 64;
 
 /// Largest number of spans that one step of compaction tries in vain, because readers pin slots in

@@ -583,7 +583,7 @@ fn get_64_pages_without_allocation(retain: u64) {
 
 /// A slice also ends when its time is up, and each slice makes progress however late it is.
 #[test]
-fn requests_of_each_type_resume_when_time_is_up() {
+fn requests_of_each_type_resume_after_the_end_of_a_slice() {
     let mut guest = guest();
     guest.clock.step_ns.store(SLICE_NS, Ordering::Relaxed);
     let turns = |guest: &mut Guest, used: u16| {
