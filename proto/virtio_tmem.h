@@ -22,10 +22,10 @@
 /* Reserved feature bits: not specified yet, never offered, never accepted. */
 #define VIRTIO_TMEM_F_PERSISTENT		0	/* pools that may not lose pages */
 #define VIRTIO_TMEM_F_SHARED			1	/* pools that several guests share */
-#define VIRTIO_TMEM_F_RETAIN			2	/* a get leaves the page in the pool */
 #define VIRTIO_TMEM_F_EVENTS			3	/* a queue of events to the driver */
 
 /* Feature bits. */
+#define VIRTIO_TMEM_F_RETAIN			2	/* retained pages, the REF request */
 #define VIRTIO_TMEM_F_LATENCIES			4	/* the LATENCIES request */
 
 /* The only page size of this implementation. The field page_size announces it. */
@@ -43,10 +43,11 @@
 /* Queue 0 is the control queue, 1 .. num_request_queues are request queues. */
 #define VIRTIO_TMEM_CONTROL_QUEUE		0
 
-/* Request types: three for a request queue, and four for the control queue. */
+/* Request types: four for a request queue, and four for the control queue. */
 #define VIRTIO_TMEM_T_PUT			1
 #define VIRTIO_TMEM_T_GET			2
 #define VIRTIO_TMEM_T_FLUSH			3
+#define VIRTIO_TMEM_T_REF			4
 #define VIRTIO_TMEM_T_POOL_CREATE		16
 #define VIRTIO_TMEM_T_POOL_DESTROY		17
 #define VIRTIO_TMEM_T_REPORT			18
@@ -65,14 +66,22 @@
 #define VIRTIO_TMEM_S_LIMIT			6	/* a limit of the host is reached */
 #define VIRTIO_TMEM_S_UNANSWERED		255
 
-/* Result of a page: PUT answers STORED or REFUSED, GET answers HIT or MISS. */
+/*
+ * Result of a page: PUT answers STORED or REFUSED, GET answers HIT or MISS, REF
+ * answers HELD or GONE.
+ */
 #define VIRTIO_TMEM_P_STORED			65
 #define VIRTIO_TMEM_P_REFUSED			66
 #define VIRTIO_TMEM_P_HIT			67
 #define VIRTIO_TMEM_P_MISS			68
+#define VIRTIO_TMEM_P_HELD			69
+#define VIRTIO_TMEM_P_GONE			70
 
 /* Values of virtio_tmem_put_page.flags. */
 #define VIRTIO_TMEM_PUT_WORKINGSET		1	/* the page was active in the guest */
+
+/* Values of virtio_tmem_get_page.flags. */
+#define VIRTIO_TMEM_GET_RETAINED		1	/* a hit that stays in the pool */
 
 /* Value of virtio_tmem_range.nr_pages: from index to the end of the object. */
 #define VIRTIO_TMEM_TO_END			0
@@ -93,7 +102,11 @@ struct virtio_tmem_req {
 	__le16 type;			/* VIRTIO_TMEM_T_... */
 	__le16 count;			/* pages or ranges; 0 for control requests */
 	__le32 pool;			/* id that the driver chose; 0: no pool */
-	__le64 reserved;		/* 0 */
+	/*
+	 * GET with VIRTIO_TMEM_F_RETAIN: bit n allows the device to retain the
+	 * page index + n. All other bits and requests: 0.
+	 */
+	__le64 retain;
 };
 
 /* Header of every answer, writable by the device. */
@@ -127,7 +140,8 @@ struct virtio_tmem_get {
 struct virtio_tmem_get_page {
 	__le64 cookie;			/* cookie of the returned page; 0: a miss */
 	__u8 result;			/* VIRTIO_TMEM_P_... */
-	__u8 reserved[7];		/* 0 */
+	__u8 flags;			/* VIRTIO_TMEM_GET_... */
+	__u8 reserved[6];		/* 0 */
 };
 
 /* A FLUSH is req and range[count]. The answer is resp. */
@@ -135,6 +149,17 @@ struct virtio_tmem_range {
 	__le64 object;
 	__le64 index;
 	__le64 nr_pages;		/* number of pages, or VIRTIO_TMEM_TO_END */
+};
+
+/*
+ * A REF is req and ref_page[count]. The answer is resp and, for each page, a
+ * byte VIRTIO_TMEM_P_.... A driver sends the request only with
+ * VIRTIO_TMEM_F_RETAIN.
+ */
+struct virtio_tmem_ref_page {
+	__le64 object;
+	__le64 index;
+	__le64 cookie;			/* never 0 */
 };
 
 /*

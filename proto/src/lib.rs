@@ -17,7 +17,7 @@ extern crate std;
 mod header_test;
 mod shape;
 
-pub use shape::{READABLE_BYTES_MAX, Shape, WRITABLE_BYTES_MAX, shape};
+pub use shape::{READABLE_BYTES_MAX, Shape, WRITABLE_BYTES_MAX, retain_bits, shape};
 pub use zerocopy::little_endian::{U16, U32, U64};
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -81,11 +81,12 @@ constants! {
     "VIRTIO_TMEM_F_PERSISTENT" F_PERSISTENT: u32 = 0;
     /// Reserved feature bit for pools that several guests share; never offered.
     "VIRTIO_TMEM_F_SHARED" F_SHARED: u32 = 1;
-    /// Reserved feature bit for a get that leaves the page in the pool; never offered.
-    "VIRTIO_TMEM_F_RETAIN" F_RETAIN: u32 = 2;
     /// Reserved feature bit for a queue of events from device to driver; never offered.
     "VIRTIO_TMEM_F_EVENTS" F_EVENTS: u32 = 3;
 
+    /// Feature bit: a GET may leave pages in the pool, and the device supports the [`T_REF`]
+    /// request.
+    "VIRTIO_TMEM_F_RETAIN" F_RETAIN: u32 = 2;
     /// Feature bit: the device supports the [`T_LATENCIES`] request.
     "VIRTIO_TMEM_F_LATENCIES" F_LATENCIES: u32 = 4;
 
@@ -115,6 +116,8 @@ constants! {
     "VIRTIO_TMEM_T_GET" T_GET: u16 = 2;
     /// Request type (request queue): drop the pages of ranges.
     "VIRTIO_TMEM_T_FLUSH" T_FLUSH: u16 = 3;
+    /// Request type (request queue): the guest has evicted retained pages, and they are unchanged.
+    "VIRTIO_TMEM_T_REF" T_REF: u16 = 4;
     /// Request type (control queue): create a pool.
     "VIRTIO_TMEM_T_POOL_CREATE" T_POOL_CREATE: u16 = 16;
     /// Request type (control queue): destroy a pool and its pages.
@@ -144,13 +147,21 @@ constants! {
     "VIRTIO_TMEM_P_STORED" P_STORED: u8 = 65;
     /// Result for a page of a PUT: the device holds no page with this key.
     "VIRTIO_TMEM_P_REFUSED" P_REFUSED: u8 = 66;
-    /// Result for a page of a GET: the page is returned, and the device no longer holds it.
+    /// Result for a page of a GET: the page is returned. The device no longer has it, unless the
+    /// answer has the flag [`GET_RETAINED`].
     "VIRTIO_TMEM_P_HIT" P_HIT: u8 = 67;
     /// Result for a page of a GET: the page is not returned.
     "VIRTIO_TMEM_P_MISS" P_MISS: u8 = 68;
+    /// Result for a page of a REF: the device holds the page.
+    "VIRTIO_TMEM_P_HELD" P_HELD: u8 = 69;
+    /// Result for a page of a REF: the device has no page with this key and cookie.
+    "VIRTIO_TMEM_P_GONE" P_GONE: u8 = 70;
 
     /// Flag of [`PutPage`]: the page was active in the guest.
     "VIRTIO_TMEM_PUT_WORKINGSET" PUT_WORKINGSET: u32 = 1;
+
+    /// Flag of [`GetPage`]: the device retains the page that it returned.
+    "VIRTIO_TMEM_GET_RETAINED" GET_RETAINED: u8 = 1;
 
     /// Value of [`Range::nr_pages`] for all pages from the index to the end of the object.
     "VIRTIO_TMEM_TO_END" TO_END: u64 = 0;
@@ -200,8 +211,9 @@ structs! {
         count: U16,
         /// Id of the pool, which the driver has chosen; 0 if the request concerns no pool.
         pool: U32,
-        /// Reserved; 0.
-        reserved: U64,
+        /// GET with [`F_RETAIN`]: bit n allows the device to retain the page index + n. All other
+        /// bits are 0, and the field is 0 in all other requests.
+        retain: U64,
     }
 
     /// Header of every answer, writable by the device.
@@ -243,8 +255,10 @@ structs! {
         cookie: U64,
         /// Result: one of the `P_...` constants.
         result: u8,
+        /// `GET_...` flags.
+        flags: u8,
         /// Reserved; 0.
-        reserved: [u8; 7],
+        reserved: [u8; 6],
     }
 
     /// Range of a FLUSH. The request is [`Req`] and `[Range; count]`, the answer [`Resp`].
@@ -255,6 +269,17 @@ structs! {
         index: U64,
         /// Number of pages, or [`TO_END`].
         nr_pages: U64,
+    }
+
+    /// Page of a REF. The request is [`Req`] and `[RefPage; count]`. The answer is [`Resp`] and, for
+    /// each page, a byte with a `P_...` constant. A driver sends it only with [`F_RETAIN`].
+    "virtio_tmem_ref_page" RefPage {
+        /// Number of the object, which the driver has chosen; never 0.
+        object: U64,
+        /// Page index within the object, below 2^[`INDEX_BITS`].
+        index: U64,
+        /// Cookie of the put; never 0.
+        cookie: U64,
     }
 
     /// Body of a POOL_CREATE. The request is [`Req`] and [`PoolCreate`], the answer [`Resp`]. A

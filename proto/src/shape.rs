@@ -20,10 +20,21 @@ pub const READABLE_BYTES_MAX: usize =
 pub const WRITABLE_BYTES_MAX: usize =
     size_of::<Resp>() + BATCH_MAX * (size_of::<GetPage>() + PAGE_SIZE);
 
+/// Returns the bits of [`Req::retain`] that a GET of `count` pages may have.
+pub const fn retain_bits(count: u16) -> u64 {
+    match count {
+        0 => 0,
+        count => u64::MAX >> (BATCH_MAX as u32).saturating_sub(count as u32),
+    }
+}
+
+// Each page of a batch has a bit.
+const _: () = assert!(BATCH_MAX == u64::BITS as usize);
+
 /// Returns the sizes of a request, or None if the type is unknown or does not allow this count.
 pub const fn shape(request_type: u16, count: u16) -> Option<Shape> {
     let count = count as usize;
-    let batch = matches!(request_type, T_PUT | T_GET | T_FLUSH);
+    let batch = matches!(request_type, T_PUT | T_GET | T_FLUSH | T_REF);
     if (batch && (count == 0 || count > BATCH_MAX)) || (!batch && count != 0) {
         return None;
     }
@@ -34,6 +45,7 @@ pub const fn shape(request_type: u16, count: u16) -> Option<Shape> {
             count * (size_of::<GetPage>() + PAGE_SIZE),
         ),
         T_FLUSH => (count * size_of::<Range>(), 0),
+        T_REF => (count * size_of::<RefPage>(), count),
         T_POOL_CREATE => (size_of::<PoolCreate>(), 0),
         T_POOL_DESTROY => (0, 0),
         T_REPORT => (size_of::<Report>(), 0),
@@ -56,6 +68,7 @@ mod tests {
         assert_eq!(bytes(T_PUT, 1), Some((24 + 32 + 4096, 8 + 1)));
         assert_eq!(bytes(T_GET, 2), Some((24 + 16 + 16, 8 + 32 + 8192)));
         assert_eq!(bytes(T_FLUSH, 3), Some((24 + 72, 8)));
+        assert_eq!(bytes(T_REF, 3), Some((24 + 72, 8 + 3)));
         assert_eq!(bytes(T_POOL_CREATE, 0), Some((32, 8)));
         assert_eq!(bytes(T_POOL_DESTROY, 0), Some((24, 8)));
         assert_eq!(bytes(T_REPORT, 0), Some((24 + 152, 8)));
@@ -64,7 +77,7 @@ mod tests {
 
     #[test]
     fn counts_and_types_out_of_range_have_no_shape() {
-        for t in [T_PUT, T_GET, T_FLUSH] {
+        for t in [T_PUT, T_GET, T_FLUSH, T_REF] {
             assert_eq!(shape(t, 0), None);
             assert!(shape(t, BATCH_MAX as u16).is_some());
             assert_eq!(shape(t, BATCH_MAX as u16 + 1), None);
@@ -74,6 +87,12 @@ mod tests {
         }
         assert_eq!(shape(0, 0), None);
         assert_eq!(shape(20, 0), None);
+    }
+
+    #[test]
+    fn each_page_of_a_get_has_a_bit_of_retain() {
+        let bits = [0, 1, 2, 63, 64].map(retain_bits);
+        assert_eq!(bits, [0, 1, 3, u64::MAX >> 1, u64::MAX]);
     }
 
     #[test]

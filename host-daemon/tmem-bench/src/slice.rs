@@ -204,7 +204,7 @@ impl Attacker {
             r#type: kind.into(),
             count: (count as u16).into(),
             pool: pool.into(),
-            reserved: 0.into(),
+            retain: 0.into(),
         };
         req.as_bytes().to_vec()
     }

@@ -19,6 +19,7 @@ const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 const DESCRIPTOR: u64 = 16;
 const RANGE_BYTES: usize = 24;
+const REF_PAGE_BYTES: usize = 24;
 
 /// Piece of guest memory: its address and length in bytes.
 pub type Piece = (u64, u64);
@@ -122,7 +123,9 @@ type Page = Rc<[u8]>;
 /// Content of a well-formed request.
 enum Asked {
     Put(Vec<(u64, u64, u64, Page)>),
-    Get(u64, u64, Vec<u64>),
+    /// Object, index, cookies, and the bits of pages that may be retained.
+    Get(u64, u64, Vec<u64>, u64),
+    Ref(Vec<(u64, u64, u64)>),
     Flush(Vec<(u64, u64, u64)>),
     Create,
     Destroy,
@@ -184,6 +187,7 @@ pub fn sizes(kind: u16, count: u16) -> Option<(usize, usize)> {
         wire::T_PUT => (batch, n * (PUT_PAGE_BYTES + PAGE), n),
         wire::T_GET => (batch, 16 + 8 * n, n * (GET_PAGE_BYTES + PAGE)),
         wire::T_FLUSH => (batch, n * RANGE_BYTES, 0),
+        wire::T_REF => (batch, n * REF_PAGE_BYTES, n),
         wire::T_POOL_CREATE => (n == 0, 8, 0),
         wire::T_POOL_DESTROY => (n == 0, 0, 0),
         wire::T_REPORT => (n == 0, REPORT_BYTES, 0),
@@ -193,8 +197,9 @@ pub fn sizes(kind: u16, count: u16) -> Option<(usize, usize)> {
     good.then_some((REQ_BYTES + readable, RESP_BYTES + writable))
 }
 
-/// Returns the required reaction to a request on a queue.
-pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool) -> Due {
+/// Returns the required reaction to a request on a queue. `retain` says whether the driver has
+/// accepted the feature bit of retained pages.
+pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: bool) -> Due {
     if room < RESP_BYTES as u64 {
         return Due::Stop;
     }
@@ -208,7 +213,13 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool) -> Due {
     let report = matches!(kind, wire::T_REPORT | wire::T_LATENCIES);
     let for_control = report || matches!(kind, wire::T_POOL_CREATE | wire::T_POOL_DESTROY);
     let shaped = bytes.len() == readable && room == writable as u64 && control == for_control;
-    if !shaped || u64_at(bytes, 16) != 0 || (pool == 0 && !report) {
+    let allowed = match kind {
+        wire::T_GET if retain => u64::MAX >> (64 - u32::from(count)),
+        wire::T_REF if !retain => return ODD,
+        _ => 0,
+    };
+    let bits = u64_at(bytes, 16);
+    if !shaped || bits & !allowed != 0 || (pool == 0 && !report) {
         return ODD;
     }
     let (body, n) = (&bytes[REQ_BYTES..], usize::from(count));
@@ -233,7 +244,16 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool) -> Due {
                 return ODD;
             }
             let cookies = body[16..].chunks(8).map(|cookie| u64_at(cookie, 0));
-            Asked::Get(object, index, cookies.collect())
+            Asked::Get(object, index, cookies.collect(), bits)
+        }
+        wire::T_REF => {
+            let pages = body.chunks(REF_PAGE_BYTES);
+            let pages = pages.map(|p| (u64_at(p, 0), u64_at(p, 8), u64_at(p, 16)));
+            let pages: Vec<_> = pages.collect();
+            if !pages.iter().all(|p| exist(p.0, p.1, 1) && p.2 != 0) {
+                return ODD;
+            }
+            Asked::Ref(pages)
         }
         wire::T_FLUSH => {
             let ranges = body.chunks(RANGE_BYTES);
@@ -335,7 +355,30 @@ impl Model {
                     }
                 }
             }
-            Asked::Get(object, index, cookies) => {
+            Asked::Ref(pages) => {
+                assert_eq!(
+                    results.len(),
+                    pages.len(),
+                    "the results of a REF have another length"
+                );
+                for ((object, index, cookie), result) in pages.iter().zip(results) {
+                    let key = (pool, *object, *index);
+                    let held = self.held.get(&key).filter(|_| ok);
+                    let held = held.filter(|held| held.cookie == *cookie);
+                    match (*result, held) {
+                        (wire::P_HELD, Some(_)) | (wire::P_GONE, None) => {}
+                        (wire::P_GONE, Some(held)) => {
+                            let lost = held.certain && !self.drained;
+                            assert!(!lost, "the page of {key:?} was lost");
+                            self.held.remove(&key);
+                        }
+                        (other, _) => {
+                            panic!("a REF of a page that is not stored has result {other}")
+                        }
+                    }
+                }
+            }
+            Asked::Get(object, index, cookies, retain) => {
                 let data = cookies.len() * GET_PAGE_BYTES;
                 assert!(
                     results.len() >= data,
@@ -345,7 +388,17 @@ impl Model {
                 for (number, cookie) in cookies.iter().enumerate() {
                     let key = (pool, *object, index + number as u64);
                     let result = &results[number * GET_PAGE_BYTES..][..GET_PAGE_BYTES];
-                    assert_eq!(result[9..], [0; 7], "a reserved byte of a result is not 0");
+                    assert_eq!(result[10..], [0; 6], "a reserved byte of a result is not 0");
+                    let retained = match result[9] {
+                        0 => false,
+                        wire::GET_RETAINED => true,
+                        other => panic!("a result has the unknown flags {other}"),
+                    };
+                    let may_retain = result[8] == wire::P_HIT && retain >> number & 1 != 0;
+                    assert!(
+                        !retained || may_retain,
+                        "the page of {key:?} is retained although it must not be"
+                    );
                     let held = self.held.get_mut(&key).filter(|_| ok);
                     match (result[8], held) {
                         (wire::P_MISS, held) => {
@@ -372,7 +425,9 @@ impl Model {
                                 results[from..end] == *held.page,
                                 "the page of {key:?} has wrong bytes"
                             );
-                            self.held.remove(&key);
+                            if !retained {
+                                self.held.remove(&key);
+                            }
                         }
                         (other, _) => {
                             panic!("a GET of a page that is not stored has result {other}")

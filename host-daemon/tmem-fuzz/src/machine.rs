@@ -17,6 +17,7 @@ use vhost::vhost_user::VhostUserBackendReqHandlerMut;
 use vhost::vhost_user::message::{
     VhostUserConfigFlags, VhostUserVirtioFeatures, VhostUserVringAddrFlags,
 };
+use virtio_tmem as wire;
 
 use crate::host::{FuzzedDaemon, lock};
 use crate::judge::{Chain, Due, Model, Piece, due, walk};
@@ -98,6 +99,8 @@ pub struct Machine {
     calls: Vec<OwnedFd>,
     /// Whether all actions of the daemon are known in advance.
     pub judged: bool,
+    /// Whether the driver has accepted the feature bit of retained pages.
+    retain: bool,
 }
 
 fn device(host: &FuzzedDaemon) -> MutexGuard<'_, Device> {
@@ -105,8 +108,9 @@ fn device(host: &FuzzedDaemon) -> MutexGuard<'_, Device> {
 }
 
 impl Machine {
-    /// Creates a machine with running rings of `size` descriptors.
-    pub fn new(size: u16, event_idx: bool) -> Machine {
+    /// Creates a machine with running rings of `size` descriptors. `retain` says whether the driver
+    /// accepts the feature bit of retained pages.
+    pub fn new(size: u16, event_idx: bool, retain: bool) -> Machine {
         assert!(size.is_power_of_two() && size <= SIZE_MAX);
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
         let fds = || (0..QUEUES).map(|_| eventfd(0, flags).expect("cannot create an eventfd"));
@@ -126,10 +130,12 @@ impl Machine {
             kicks: fds().collect(),
             calls: fds().collect(),
             judged: true,
+            retain,
         };
         let event = if event_idx { F_EVENT_IDX } else { 0 };
         let protocol = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
-        let features = F_VERSION_1 | F_INDIRECT_DESC | protocol | event;
+        let retain = u64::from(retain) << wire::F_RETAIN;
+        let features = F_VERSION_1 | F_INDIRECT_DESC | protocol | event | retain;
         let (regions, files) = machine.ram.table();
         let mut device = device(&machine.host);
         device
@@ -354,7 +360,13 @@ impl Machine {
                 reads.extend(&chain.readable);
                 writes.extend(&chain.writable);
                 let request = chain.request(image);
-                let due = due(queue == 0, &request, chain.room(), chain.out_of_order);
+                let due = due(
+                    queue == 0,
+                    &request,
+                    chain.room(),
+                    chain.out_of_order,
+                    self.retain,
+                );
                 if let Due::Stop = due {
                     plan.stops[queue] = true;
                     break;
@@ -506,7 +518,6 @@ fn apart(reads: &[Piece], writes: Vec<Piece>) -> bool {
 mod tests {
     use super::*;
     use tmem_sim::requests::REQ_BYTES;
-    use virtio_tmem as wire;
 
     const NEXT: u16 = 1;
     const WRITE: u16 = 2;
@@ -517,7 +528,7 @@ mod tests {
     #[test]
     fn flush_work_is_bounded_per_slice() {
         const PAGES: u64 = 511;
-        let mut machine = Machine::new(SIZE_MAX, false);
+        let mut machine = Machine::new(SIZE_MAX, false, false);
         // The guest has not put these pages itself.
         machine.judged = false;
         machine.host.store_same(u64::from(SIZE_MAX) * PAGES);

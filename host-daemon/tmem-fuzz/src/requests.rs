@@ -25,7 +25,8 @@ const INDIRECT: u16 = 4;
 /// number.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
-    let mut machine = Machine::new(4, input.u8() & 1 != 0);
+    let setup = input.u8();
+    let mut machine = Machine::new(4, setup & 1 != 0, setup & 2 != 0);
     for number in 0..CONTENTS {
         let mut page = [number as u8; 4096];
         // The pages have each kind of content that the engine distinguishes: one repeated word,

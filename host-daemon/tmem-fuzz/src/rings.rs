@@ -25,7 +25,7 @@ const SLOTS: u64 = 4;
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let shape = input.u8();
-    let mut machine = Machine::new(1 << (shape % 7), shape & 0x80 != 0);
+    let mut machine = Machine::new(1 << (shape % 7), shape & 0x80 != 0, shape & 0x40 != 0);
     let mut player = Player { slot: 0, head: 0 };
     for _ in 0..STEPS_MAX {
         if input.is_empty() || machine.is_over() {

@@ -164,6 +164,15 @@ impl Store {
         state.fetch_update(Acquire, Relaxed, more).is_ok()
     }
 
+    /// Takes another reference to the contents of a page, as [`share`](Self::share) does. Contents
+    /// without a blob need none.
+    pub(crate) fn share_content(&self, content: Content) -> bool {
+        match content {
+            Content::Same(_) => true,
+            Content::Raw(blob) | Content::Blob(blob) => self.share(blob),
+        }
+    }
+
     /// Releases a reference to a blob. Releasing the last one frees the blob's bytes.
     pub(crate) fn release(&self, blob: u32) {
         // Release and acquire: the thread that frees the blob does so after the reads of all

@@ -62,12 +62,20 @@ fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 
         ids.insert(id);
         check_entry(entry, tenant.domain(), refs);
     });
-    state.policy.check(&state.index.entries, &mut |id| {
+    let entries = &state.index.entries;
+    let mut queued = |id, retained| {
         assert!(
             ids.remove(&id),
             "entry {id} is in a queue twice, or is not in the index"
         );
-    });
+        assert_eq!(
+            entries[id].is_retained(),
+            retained,
+            "entry {id} is in a queue of the policy and retained, or the reverse"
+        );
+    };
+    state.policy.check(entries, &mut |id| queued(id, false));
+    state.retained.check(entries, &mut |id| queued(id, true));
     assert!(
         ids.is_empty(),
         "{} entries of the index are in no queue of the policy",
@@ -78,8 +86,7 @@ fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 
     let went = counters.replaced_pages
         + counters.evictions
         + counters.flushed_pages
-        + counters.hits
-        + counters.hash_mismatches;
+        + (counters.hits + counters.hash_mismatches - counters.retains);
     assert_eq!(
         came - went,
         u64::from(state.index.gauges.pages),
@@ -89,6 +96,11 @@ fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 
         tenant.charged_bytes.get(),
         state.charged_bytes(),
         "the tenant's charge for readers without the lock differs from the charge under the lock"
+    );
+    assert_eq!(
+        tenant.has_retained(),
+        state.has_retained(),
+        "the tenant's flag for retained pages differs from the queue"
     );
     assert_eq!(
         tenant.has_dead(),

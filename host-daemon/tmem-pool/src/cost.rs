@@ -28,6 +28,9 @@ pub(crate) const GET_SAME_NS: u64 = 1_000;
 /// Cost of decompressing a page with lz4, or of copying a raw page, and of freeing it.
 pub(crate) const GET_NS: u64 = 2_500;
 
+/// Cost of looking up one page of a reference, and of moving its key to another queue.
+pub(crate) const REF_NS: u64 = 300;
+
 /// Cost of decompressing a page with zstd, and freeing it.
 pub(crate) const GET_DENSE_NS: u64 = 6_000;
 
@@ -64,11 +67,15 @@ pub(crate) fn forget_all_ns_max<K: Copy>(estimator: &Estimator<K>) -> u64 {
 /// both the pool and the tenant's limit.
 pub const PUT_NS_MAX: u64 = PUT_NS + (1 + 2 * EVICTIONS_PER_PUT_PAGE as u64) * EVICT_NS;
 
-/// Largest cost of one call of the estimator in a get: a walk over all followed keys.
+/// Largest cost of one call of the estimator in a get or a reference: a walk over all followed keys.
 pub(crate) const ESTIMATE_NS_MAX: u64 = SAMPLES_MAX as u64 * FOLLOWED_NS;
 
-/// Largest cost of one page of a get.
-pub const GET_NS_MAX: u64 = GET_DENSE_NS + ESTIMATE_NS_MAX;
+/// Largest cost of one page of a reference. A page that is dropped costs more than one that moves.
+pub const REF_NS_MAX: u64 = REF_NS + DROP_NS + ESTIMATE_NS_MAX;
+
+/// Largest cost of one page of a get: a page in zstd form that was retained. For such a page, the
+/// engine does the work of the missing reference first.
+pub const GET_NS_MAX: u64 = GET_DENSE_NS + REF_NS + 2 * ESTIMATE_NS_MAX;
 
 /// Smallest budget with which [`flush_some`](crate::Tenant::flush_some) always makes progress. The
 /// largest step of a flush removes all keys that the estimator follows.

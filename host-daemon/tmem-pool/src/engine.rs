@@ -310,20 +310,31 @@ impl Engine {
         }
     }
 
-    /// Evicts up to `pages` pages of the tenant most above its entitlement. Returns the number of
-    /// steps.
+    /// Evicts up to `pages` pages of the tenant most above its entitlement. Retained pages of
+    /// tenants above their entitlement come first, because they are still in memory of their
+    /// guests. Retained pages of other tenants stay, because no tenant below its entitlement loses
+    /// a page to others. Returns the number of steps.
     fn evict(&self, pages: usize) -> usize {
         let victim = {
             let membership = self.membership();
             let tenants = membership.members.iter().map(|member| &member.tenant);
             let holders = tenants.filter(|tenant| tenant.charged_bytes.get() > 0);
-            holders.max_by_key(|tenant| tenant.excess_bytes()).cloned()
+            let order = |tenant: &&Arc<TenantShared>| {
+                let excess_bytes = tenant.excess_bytes();
+                (excess_bytes > 0 && tenant.has_retained(), excess_bytes)
+            };
+            holders.max_by_key(order).cloned()
         };
         let reason = match self.shrinks.load(Relaxed) {
             true => Reason::Shrink,
             false => Reason::Pool,
         };
         victim.map_or(0, |victim| self.evict_from(&victim, pages, reason))
+    }
+
+    #[cfg(test)]
+    pub(crate) fn evict_one(&self) -> usize {
+        self.evict(1)
     }
 
     pub(crate) fn evict_from(&self, tenant: &TenantShared, pages: usize, reason: Reason) -> usize {
@@ -671,6 +682,7 @@ impl Engine {
             stats.pages += u64::from(gauges.pages);
             stats.same_filled_pages += u64::from(gauges.same_filled_pages);
             stats.raw_pages += u64::from(gauges.raw_pages);
+            stats.retained_pages += u64::from(gauges.retained_pages);
             stats.compressed_bytes += gauges.stored_bytes;
             stats.charged_bytes += gauges.charged_bytes();
             detached.add(state.index.detached);

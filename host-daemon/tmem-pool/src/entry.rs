@@ -17,7 +17,8 @@ pub(crate) enum Content {
     Blob(u32),
 }
 
-/// Entry of a page in the index. The fields `prev` and `next` are links of the policy's queues.
+/// Entry of a page in the index. The fields `prev` and `next` are links of the policy's queues, or
+/// of the queue of retained pages.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Entry {
     pub cookie: u64,
@@ -32,8 +33,8 @@ pub(crate) struct Entry {
 
 const _: () = assert!(size_of::<Entry>() == 32);
 
-// Fields of `bits`: stored bytes, kind of content, the flag for a page that was found equal to
-// another, and the policy's bits.
+// Fields of `bits`: stored bytes, kind of content, the flag for a retained page, and the policy's
+// bits. A blob that was found equal to another has a kind of its own.
 const STORED_BITS: u32 = 13;
 const STORED: u32 = (1 << STORED_BITS) - 1;
 const _: () = assert!(PAGE_SIZE as u32 <= STORED);
@@ -42,7 +43,8 @@ const KIND: u32 = 3 << KIND_SHIFT;
 const KIND_SAME: u32 = 0;
 const KIND_RAW: u32 = 1 << KIND_SHIFT;
 const KIND_BLOB: u32 = 2 << KIND_SHIFT;
-const SHARED: u32 = 1 << 15;
+const KIND_SHARED: u32 = 3 << KIND_SHIFT;
+const RETAINED: u32 = 1 << 15;
 const POLICY_SHIFT: u32 = 16;
 const POLICY: u32 = 0xffff << POLICY_SHIFT;
 
@@ -76,14 +78,24 @@ impl Entry {
     /// Replaces the form in which the entry's page is stored.
     pub(crate) fn set_content(&mut self, content: Content, stored_bytes: usize, shared: bool) {
         debug_assert!(stored_bytes <= PAGE_SIZE);
+        debug_assert!(!shared || matches!(content, Content::Blob(_)));
         let (kind, value) = match content {
             Content::Same(pattern) => (KIND_SAME, pattern),
             Content::Raw(slot) => (KIND_RAW, slot),
+            Content::Blob(blob) if shared => (KIND_SHARED, blob),
             Content::Blob(blob) => (KIND_BLOB, blob),
         };
-        let shared = if shared { SHARED } else { 0 };
         self.content = value;
-        self.bits = self.bits & POLICY | kind | stored_bytes as u32 | shared;
+        self.bits = self.bits & (POLICY | RETAINED) | kind | stored_bytes as u32;
+    }
+
+    /// Returns whether a get left the page in the pool, and no reference followed.
+    pub(crate) fn is_retained(&self) -> bool {
+        self.bits & RETAINED != 0
+    }
+
+    pub(crate) fn set_retained(&mut self, retained: bool) {
+        self.bits = self.bits & !RETAINED | if retained { RETAINED } else { 0 };
     }
 
     /// Returns the bits that the policy keeps for the page.
@@ -102,7 +114,8 @@ impl Entry {
             pages: 1,
             same_filled_pages: kind(KIND_SAME),
             raw_pages: kind(KIND_RAW),
-            shared_pages: u32::from(self.bits & SHARED != 0),
+            shared_pages: kind(KIND_SHARED),
+            retained_pages: self.is_retained().into(),
             stored_bytes: (self.bits & STORED).into(),
         }
     }
@@ -132,6 +145,7 @@ pub(crate) struct Gauges {
     /// Pages in the nursery.
     pub raw_pages: u32,
     pub shared_pages: u32,
+    pub retained_pages: u32,
     pub stored_bytes: u64,
 }
 
@@ -141,6 +155,7 @@ impl Gauges {
         self.same_filled_pages += other.same_filled_pages;
         self.raw_pages += other.raw_pages;
         self.shared_pages += other.shared_pages;
+        self.retained_pages += other.retained_pages;
         self.stored_bytes += other.stored_bytes;
     }
 
@@ -149,6 +164,7 @@ impl Gauges {
         self.same_filled_pages -= other.same_filled_pages;
         self.raw_pages -= other.raw_pages;
         self.shared_pages -= other.shared_pages;
+        self.retained_pages -= other.retained_pages;
         self.stored_bytes -= other.stored_bytes;
     }
 

@@ -34,11 +34,14 @@
 //! while engine.maintain(Time(0), 64) {}
 //! assert_eq!(tenant.stats().same_filled_pages, 1);
 //!
-//! // A get names the cookie that it wants. A hit removes the page. let (mut out, mut found) =
-//! ([[0; tmem_pool::PAGE_SIZE]], [GetResult::Miss]); let spent = tenant.get(1, 42, 0, &[1001], &mut
-//! out, &mut found)?; assert_eq!(found, [GetResult::Hit { cookie: 1001 }]); assert_eq!(out[0],
-//! page); // Dropping `spent` frees the stored bytes. A caller answers its guest before it drops
-//! `spent`. drop(spent); assert_eq!(tenant.stats().pages, 0);
+//! // A get names the cookie that it wants. A hit removes the page.
+//! let (mut out, mut found) = ([[0; tmem_pool::PAGE_SIZE]], [GetResult::Miss]);
+//! let spent = tenant.get(1, 42, 0, &[1001], &mut out, &mut found)?;
+//! assert_eq!(found, [GetResult::Hit { cookie: 1001 }]);
+//! assert_eq!(out[0], page);
+//! // Dropping `spent` frees the stored bytes. A caller answers its guest before it drops `spent`.
+//! drop(spent);
+//! assert_eq!(tenant.stats().pages, 0);
 //! # Ok(())
 //! # }
 //! ```
@@ -53,6 +56,8 @@
 //! - [`Engine::maintain`] does background work in steps. It finds equal pages, compresses new pages
 //!   with lz4 and cold ones with zstd, evicts, compacts, and returns memory to the system. A
 //!   caller that never calls it has its puts refused after some time.
+//! - [`Tenant::get_retaining`] may leave pages in the pool, in the state *retained*. Retained pages
+//!   are evicted before others. [`Tenant::refer`] makes them held again without a copy.
 //! - [`Engine::resize`] changes the memory that the pool may hold while it runs.
 //! - [`Tenant::put`], [`Tenant::get`] and [`Tenant::flush_some`] report their cost in nanoseconds,
 //!   so that a caller can divide its time between tenants without reading a clock for each page.
@@ -127,11 +132,11 @@ pub use config::{
     ADDRESS_SPACE_TIMES, EngineConfig, KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE,
     POOLS_PER_TENANT_MAX, Page, PolicyKind, Quota, TenantSpec, Time,
 };
-pub use cost::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX};
+pub use cost::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX, REF_NS_MAX};
 pub use engine::{Engine, Work};
 pub use error::{AdmissionError, CreateError, NoPool};
 pub use hash::PageHash;
 pub use secret::SecretPages;
 pub use shadow::{ShadowMemory, ShadowTenant};
 pub use stats::{EngineStats, TenantStats};
-pub use tenant::{GET_PAGES_MAX, GetResult, Put, PutResult, Spent, Tenant};
+pub use tenant::{GET_PAGES_MAX, GetResult, Put, PutResult, Ref, Spent, Tenant};

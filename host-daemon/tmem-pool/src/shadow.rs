@@ -9,8 +9,9 @@ use crate::blob::Finalized;
 use crate::config::{KEYS_PER_TENANT_MAX, PolicyKind};
 use crate::entry::Content;
 use crate::index::Chunks;
-use crate::state::{Freed, NewPage, Range, Reason, State, Wanted};
+use crate::state::{Freed, NewPage, Range, Reason, State, Taken, Wanted};
 use crate::stats::TenantStats;
+use crate::tenant::GetResult;
 use std::io;
 use std::sync::Arc;
 
@@ -86,19 +87,50 @@ impl ShadowTenant {
     }
 
     /// Gets a page and removes it. Returns true if the tenant held the page.
-    pub fn get(&mut self, pool: u32, (object, index): (u64, u64)) -> bool {
+    pub fn get(&mut self, pool: u32, key: (u64, u64)) -> bool {
+        self.get_retaining(pool, key, false) != GetResult::Miss
+    }
+
+    /// Gets a page, which may be retained if `retain` is set.
+    pub fn get_retaining(
+        &mut self,
+        pool: u32,
+        (object, index): (u64, u64),
+        retain: bool,
+    ) -> GetResult {
         let Ok(pool) = self.0.pool(pool) else {
-            return false;
+            return GetResult::Miss;
         };
         let wanted = Wanted {
             object,
             index,
             cookies: &[0],
+            retain: retain.into(),
             budget_ns: u64::MAX,
         };
         let mut taken = [None];
-        self.0.take(pool, &wanted, &mut taken, |_| {}, |_| 0);
-        taken[0].is_some()
+        self.0
+            .take(pool, &wanted, &mut taken, |_| {}, |_| 0, |_| true);
+        match taken[0] {
+            None => GetResult::Miss,
+            Some(Taken { retained: true, .. }) => GetResult::Retained { cookie: 0 },
+            Some(_) => GetResult::Hit { cookie: 0 },
+        }
+    }
+
+    /// Returns the stored size in bytes of a page that the tenant has.
+    pub fn stored_bytes(&self, pool: u32, (object, index): (u64, u64)) -> Option<usize> {
+        let id = self.0.index.find(self.0.pool(pool).ok()?, object, index);
+        (id != 0).then(|| self.0.index.entries[id].gauges().stored_bytes as usize)
+    }
+
+    /// Refers to a page that the guest has evicted unchanged. Returns true if the tenant holds the
+    /// page.
+    pub fn refer(&mut self, pool: u32, (object, index): (u64, u64)) -> bool {
+        let Ok(pool) = self.0.pool(pool) else {
+            return false;
+        };
+        self.0.refer(pool, object, index, 0)
     }
 
     /// Drops `nr_pages` pages of an object from the page `index` on. With None, drops all pages

@@ -11,11 +11,14 @@ use crate::blob::Finalized;
 use crate::config::PolicyKind;
 use crate::config::{
     EVICTIONS_PER_PUT_PAGE, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX,
-    STALE_SKIPS_MAX,
+    RETAIN_GROWTH_SHIFT, RETAIN_MARGIN_PART, STALE_SKIPS_MAX,
 };
-use crate::cost::{ESTIMATE_NS_MAX, FORGET_NS, KEY_NS, MISS_NS, estimator_ns, forget_all_ns_max};
+use crate::cost::{
+    ESTIMATE_NS_MAX, FORGET_NS, KEY_NS, MISS_NS, REF_NS, estimator_ns, forget_all_ns_max,
+};
 use crate::entry::{Content, Entry};
 use crate::error::{CreateError, NoPool};
+use crate::evict::queue::Queue;
 use crate::evict::{self, Arrival, Leave, Policy};
 use crate::index::{Chunks, Id, Index, Key, PoolRef};
 use crate::stats::{Counters, TenantStats};
@@ -41,6 +44,11 @@ const RAW_QUEUE_PART: usize = 2;
 pub(crate) struct State {
     pub index: Index,
     pub policy: Box<dyn Policy>,
+    /// Retained pages, in the order of their gets. They are in no queue of the policy.
+    pub retained: Queue,
+    /// Charge in bytes up to which gets retain pages. It follows from the charge at the last
+    /// eviction.
+    retain_max_bytes: u64,
     /// Queue of entries that were put as raw pages, with their blobs, the oldest first. Some of
     /// them may no longer be raw.
     raw: VecDeque<(Id, u32)>,
@@ -94,16 +102,22 @@ pub(crate) struct Wanted<'a> {
     pub object: u64,
     pub index: u64,
     pub cookies: &'a [u64],
+    /// Bit n allows to retain page n.
+    pub retain: u64,
     /// Largest cost of the get in nanoseconds.
     pub budget_ns: u64,
 }
 
-/// A page that a get has removed from the index.
+/// A page that a get returns.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Taken {
     pub content: Content,
     /// Check bits of the page's hash.
     pub check: u32,
+    /// True if the page was retained before the get.
+    pub was_retained: bool,
+    /// True if the page stays in the index as a retained page.
+    pub retained: bool,
 }
 
 /// References to stored contents that the caller has to release.
@@ -121,6 +135,8 @@ impl State {
         State {
             index: Index::new(seed, keys_max, chunks),
             policy: evict::policy(policy, chunks),
+            retained: Queue::default(),
+            retain_max_bytes: u64::MAX,
             raw: VecDeque::new(),
             raw_max: 0,
             limit_bytes,
@@ -135,18 +151,21 @@ impl State {
     pub(crate) fn abandon(&mut self, keys_max: u32, policy: PolicyKind) {
         self.index.abandon(keys_max);
         self.policy = evict::policy(policy, self.index.chunks());
+        self.retained = Queue::default();
         self.raw = VecDeque::new();
         self.estimator = Estimator::default();
         let Counters {
             puts,
             puts_refused,
             hits,
+            retains,
             evictions,
             replaced_pages,
             hash_mismatches,
             ..
         } = self.counters;
-        let else_gone = puts_refused + hits + evictions + replaced_pages + hash_mismatches;
+        let got = hits + hash_mismatches - retains;
+        let else_gone = puts_refused + got + evictions + replaced_pages;
         self.counters.flushed_pages = puts.saturating_sub(else_gone);
     }
 
@@ -185,6 +204,7 @@ impl State {
             same_filled_pages: gauges.same_filled_pages.into(),
             raw_pages: gauges.raw_pages.into(),
             shared_pages: gauges.shared_pages.into(),
+            retained_pages: gauges.retained_pages.into(),
             puts: counters.puts,
             puts_refused: counters.puts_refused,
             gets: counters.gets,
@@ -196,6 +216,10 @@ impl State {
             replaced_pages: counters.replaced_pages,
             cookie_mismatches: counters.cookie_mismatches,
             evictions_shrink: counters.evictions_shrink,
+            evictions_retained: counters.evictions_retained,
+            retains: counters.retains,
+            refs: counters.refs,
+            refs_held: counters.refs_held,
             refused_nursery: counters.refused_nursery,
             refused_pool: counters.refused_pool,
             refused_limit: counters.refused_limit,
@@ -273,9 +297,18 @@ impl State {
     }
 
     fn remove_as(&mut self, id: Id, leave: Leave, key_hash: u64) -> Entry {
-        self.policy
-            .remove(&mut self.index.entries, id, leave, key_hash);
+        self.unqueue(id, leave, key_hash);
         self.index.remove(id)
+    }
+
+    /// Removes an entry from its queue.
+    fn unqueue(&mut self, id: Id, leave: Leave, key_hash: u64) {
+        let entries = &mut self.index.entries;
+        if entries[id].is_retained() {
+            self.retained.remove(entries, id);
+        } else {
+            self.policy.remove(entries, id, leave, key_hash);
+        }
     }
 
     /// Stores a page in place of the page that was held under its key. `room` is true if the pool
@@ -386,6 +419,9 @@ impl State {
     /// cost could exceed the budget. Returns the number of pages before that one, hits and misses.
     /// A page that fails its check afterwards is counted as a hit until the caller corrects that.
     ///
+    /// A page whose bit in `retain` is set may stay as a retained page. `share` takes the caller's
+    /// reference to the contents of such a page, and returns false if it cannot.
+    ///
     /// The call reads the records of all pages in steps, and prefetches for all of them what the
     /// next step reads. So the processor loads the records of several pages at the same time.
     /// `prefetch` prefetches the record of a content, and `get_ns_max` returns the largest cost of
@@ -397,6 +433,7 @@ impl State {
         taken: &mut [Option<Taken>],
         prefetch: impl Fn(Content),
         get_ns_max: impl Fn(Content) -> u64,
+        share: impl Fn(Content) -> bool,
     ) -> usize {
         let mut ids: [Id; GET_PAGES_MAX] = [0; GET_PAGES_MAX];
         let ids = &mut ids[..wanted.cookies.len()];
@@ -416,9 +453,13 @@ impl State {
         for ((&id, &cookie), taken) in ids.iter().zip(wanted.cookies).zip(taken) {
             let entry = (id != 0).then(|| &self.index.entries[id]);
             let held = entry.filter(|entry| entry.cookie == cookie);
+            let was_retained = held.is_some_and(Entry::is_retained);
             cost_ns += held.map_or(MISS_NS, |entry| get_ns_max(entry.content()));
+            cost_ns += if was_retained { REF_NS } else { 0 };
+            // For a retained page, the estimator is called twice.
+            let estimates_ns_max = (1 + u64::from(was_retained)) * ESTIMATE_NS_MAX;
             let estimator_ns = self.estimator_ns() - estimator_before_ns;
-            if cost_ns + estimator_ns + ESTIMATE_NS_MAX > wanted.budget_ns {
+            if cost_ns + estimator_ns + estimates_ns_max > wanted.budget_ns {
                 break;
             }
             let held = held.is_some();
@@ -427,10 +468,24 @@ impl State {
             let key = self.index.key_of(pool, wanted.object, index);
             let key_hash = self.index.key_hash(key);
             if held {
-                let entry = self.remove_as(id, Leave::Got, key_hash);
+                // The guest evicted the page before it requests the page again, so the reference is
+                // late or was lost.
+                self.end_retention(id, key, key_hash);
+                let entry = &self.index.entries[id];
+                let (content, check) = (entry.content(), entry.check);
+                let retained =
+                    wanted.retain >> done & 1 != 0 && self.may_retain() && share(content);
+                if retained {
+                    self.retain(id, key_hash);
+                    self.counters.retains += 1;
+                } else {
+                    self.remove_as(id, Leave::Got, key_hash);
+                }
                 *taken = Some(Taken {
-                    content: entry.content(),
-                    check: entry.check,
+                    content,
+                    check,
+                    was_retained,
+                    retained,
                 });
                 hits += 1;
             }
@@ -442,15 +497,97 @@ impl State {
         done
     }
 
-    /// Evicts up to `pages` pages. Returns the number of steps, which includes the detached pages
-    /// that were freed on the way. 0 means that there is nothing to evict.
+    // ---- retained pages -----------------------------------------------------------------------
+
+    pub(crate) fn has_retained(&self) -> bool {
+        self.retained.len() > 0
+    }
+
+    /// Returns whether the tenant has room to retain the page that a get returns. If it has none, the
+    /// bound rises a little.
+    fn may_retain(&mut self) -> bool {
+        let charged_bytes = self.charged_bytes();
+        if charged_bytes <= self.retain_max_bytes {
+            return true;
+        }
+        let more_bytes = (charged_bytes >> RETAIN_GROWTH_SHIFT).max(1);
+        self.retain_max_bytes = self.retain_max_bytes.saturating_add(more_bytes);
+        false
+    }
+
+    /// Makes a held page retained.
+    fn retain(&mut self, id: Id, key_hash: u64) {
+        self.unqueue(id, Leave::Got, key_hash);
+        self.index.change(id, |entry| entry.set_retained(true));
+        self.retained.push(&mut self.index.entries, id);
+    }
+
+    /// Makes a retained page held. Policy and estimator see what they would see at a put. Does
+    /// nothing if the page is not retained.
+    fn end_retention(&mut self, id: Id, key: Key, key_hash: u64) {
+        if !self.index.entries[id].is_retained() {
+            return;
+        }
+        self.retained.remove(&mut self.index.entries, id);
+        self.index.change(id, |entry| entry.set_retained(false));
+        let room_pages = self.room_pages();
+        self.estimator.put(key, key_hash, room_pages);
+        let arrival = Arrival {
+            key_hash,
+            workingset: false,
+        };
+        self.policy.insert(&mut self.index.entries, id, arrival);
+    }
+
+    /// Executes a reference: the guest has evicted a page that is equal to the page of this cookie.
+    /// Returns whether the page is held now. A page with another cookie is left alone.
+    pub(crate) fn refer(&mut self, pool: PoolRef, object: u64, index: u64, cookie: u64) -> bool {
+        self.counters.refs += 1;
+        let id = self.index.find(pool, object, index);
+        let key = self.index.key_of(pool, object, index);
+        let key_hash = self.index.key_hash(key);
+        if id == 0 {
+            // Without retained pages, the guest would have put the page. With more memory, the page
+            // would be held.
+            let room_pages = self.room_pages();
+            self.estimator.put(key, key_hash, room_pages);
+            return false;
+        }
+        if self.index.entries[id].cookie != cookie {
+            return false;
+        }
+        self.end_retention(id, key, key_hash);
+        self.counters.refs_held += 1;
+        true
+    }
+
+    /// Drops the page with this key and cookie, if there is one.
+    pub(crate) fn drop_cookie(
+        &mut self,
+        pool: PoolRef,
+        (object, index): (u64, u64),
+        cookie: u64,
+    ) -> Option<Content> {
+        let id = self.index.find(pool, object, index);
+        if id == 0 || self.index.entries[id].cookie != cookie {
+            return None;
+        }
+        Some(self.remove(id, Leave::Dropped).content())
+    }
+
+    // ---- eviction and flushes -----------------------------------------------------------------
+
+    /// Evicts up to `pages` pages, retained ones first. Returns the number of steps, which includes
+    /// the detached pages that were freed on the way. 0 means that there is nothing to evict.
     pub(crate) fn evict(&mut self, pages: usize, reason: Reason, freed: &mut Freed) -> usize {
-        let (mut evicted, mut skipped) = (0, 0);
+        let (mut evicted, mut skipped, mut retained) = (0, 0, 0);
         while evicted < pages && skipped < STALE_SKIPS_MAX {
-            let Some(id) = self.policy.victim(&mut self.index.entries) else {
+            let victim = self.retained.head();
+            let Some(id) = victim.or_else(|| self.policy.victim(&mut self.index.entries)) else {
                 break;
             };
             let live = self.index.key(id).is_some();
+            retained += u64::from(live && victim.is_some());
             let leave = match reason {
                 Reason::Flush => Leave::Dropped,
                 Reason::Limit | Reason::Pool | Reason::Shrink => Leave::Evicted,
@@ -458,6 +595,13 @@ impl State {
             freed.push(self.remove(id, leave).content());
             evicted += usize::from(live);
             skipped += usize::from(!live);
+        }
+        if reason != Reason::Flush {
+            self.counters.evictions_retained += retained;
+            let charged_bytes = self.charged_bytes();
+            if evicted > 0 {
+                self.retain_max_bytes = charged_bytes - charged_bytes / RETAIN_MARGIN_PART;
+            }
         }
         let counters = &mut self.counters;
         let evicted_pages = evicted as u64;

@@ -27,6 +27,9 @@ pub struct TenantStats {
     /// Gauge, pages: held pages that were equal to an already stored page when they were finalized.
     /// That other page may have been removed since.
     pub shared_pages: u64,
+    /// Gauge, pages: the part of `pages` that a get returned and left in the pool, and that the
+    /// guest has not referred to since.
+    pub retained_pages: u64,
     /// Counter, pages: pages in put requests, whether they were stored or refused.
     pub puts: u64,
     /// Counter, pages: pages in put requests that were refused, for any reason.
@@ -35,6 +38,12 @@ pub struct TenantStats {
     pub gets: u64,
     /// Counter, pages: pages that gets returned.
     pub hits: u64,
+    /// Counter, pages: the part of `hits` that left the page in the pool.
+    pub retains: u64,
+    /// Counter, pages: the guest evicted the page and referred to a copy in the pool.
+    pub refs: u64,
+    /// Counter, pages: the part of `refs` for which the pool had the page.
+    pub refs_held: u64,
     /// Counter, pages: pages that were evicted, for any reason.
     pub evictions: u64,
     /// Counter, pages: pages that were dropped by a flush, by the end of their pool or by a clear
@@ -48,6 +57,8 @@ pub struct TenantStats {
     /// Counter, pages: the part of `evictions` that happened because the pool was shrunk below what
     /// it held.
     pub evictions_shrink: u64,
+    /// Counter, pages: the part of `evictions` that hit retained pages.
+    pub evictions_retained: u64,
     /// Counter, pages: the part of `puts_refused` that was refused because too many pages waited
     /// for their final form.
     pub refused_nursery: u64,
@@ -125,6 +136,9 @@ pub struct EngineStats {
     pub same_filled_pages: u64,
     /// Gauge, pages: held pages that are stored uncompressed and wait for their final form.
     pub raw_pages: u64,
+    /// Gauge, pages: the part of `pages` that a get returned and left in the pool, and that no guest
+    /// has referred to since.
+    pub retained_pages: u64,
     /// Gauge, pages: keys, including detached ones, that need no blob of their own because another
     /// key has an equal page.
     pub shared_pages: u64,
@@ -152,12 +166,20 @@ pub struct EngineStats {
     pub gets: u64,
     /// Counter, pages: pages that gets returned.
     pub hits: u64,
+    /// Counter, pages: the part of `hits` that left the page in the pool.
+    pub retains: u64,
+    /// Counter, pages: a guest evicted the page and referred to a copy in the pool.
+    pub refs: u64,
+    /// Counter, pages: the part of `refs` for which the pool had the page.
+    pub refs_held: u64,
     /// Counter, pages: pages that were dropped by a flush, by the end of their pool or by a clear
     /// of the tenant.
     pub flushed_pages: u64,
     /// Counter, pages: pages that a get did not return because their bytes did not match their
     /// hash. It must be 0.
     pub hash_mismatches: u64,
+    /// Counter, pages: the part of `evictions` that hit retained pages.
+    pub evictions_retained: u64,
     /// Counter, pages: the part of `evictions` that freed memory under a tenant's own limit.
     pub evictions_limit: u64,
     /// Counter, pages: the part of `evictions` that happened because the pool was shrunk below what
@@ -182,8 +204,12 @@ pub(crate) struct Counters {
     pub puts_refused: u64,
     pub gets: u64,
     pub hits: u64,
+    pub retains: u64,
+    pub refs: u64,
+    pub refs_held: u64,
     pub evictions: u64,
     pub evictions_limit: u64,
+    pub evictions_retained: u64,
     pub flushed_pages: u64,
     pub replaced_pages: u64,
     pub cookie_mismatches: u64,
@@ -213,6 +239,10 @@ impl EngineStats {
         self.puts_refused += counters.puts_refused;
         self.gets += counters.gets;
         self.hits += counters.hits;
+        self.retains += counters.retains;
+        self.refs += counters.refs;
+        self.refs_held += counters.refs_held;
+        self.evictions_retained += counters.evictions_retained;
         self.evictions += counters.evictions;
         self.flushed_pages += counters.flushed_pages;
         self.hash_mismatches += counters.hash_mismatches;
@@ -228,8 +258,12 @@ impl Counters {
         self.puts_refused += other.puts_refused;
         self.gets += other.gets;
         self.hits += other.hits;
+        self.retains += other.retains;
+        self.refs += other.refs;
+        self.refs_held += other.refs_held;
         self.evictions += other.evictions;
         self.evictions_limit += other.evictions_limit;
+        self.evictions_retained += other.evictions_retained;
         self.flushed_pages += other.flushed_pages;
         self.replaced_pages += other.replaced_pages;
         self.cookie_mismatches += other.cookie_mismatches;

@@ -16,7 +16,7 @@ use crate::config::{
 };
 use crate::cost::{
     DROP_NS, DROP_SAME_NS, EVICT_NS, GET_DENSE_NS, GET_NS, GET_SAME_NS, KEY_NS, MISS_NS, PUT_NS,
-    RANGE_NS, REFUSE_NS,
+    RANGE_NS, REF_NS, REFUSE_NS,
 };
 use crate::engine::{Engine, TenantParams};
 use crate::entry::Content;
@@ -84,8 +84,25 @@ pub enum GetResult {
         /// The stored cookie, which is the requested one.
         cookie: u64,
     },
+    /// The page was returned and is retained: it stays until it is evicted, and is evicted before
+    /// pages that are held.
+    Retained {
+        /// The stored cookie, which is the requested one.
+        cookie: u64,
+    },
     /// No page is held under this key and cookie.
     Miss,
+}
+
+/// A page of a reference: the guest has evicted the page of this cookie, and it is unchanged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ref {
+    /// Object, usually a file.
+    pub object: u64,
+    /// Number of the page within the object.
+    pub index: u64,
+    /// Cookie with which the page was put.
+    pub cookie: u64,
 }
 
 /// The part of a tenant that all threads of the engine share. Its sums are copies of values that
@@ -110,6 +127,8 @@ pub(crate) struct TenantShared {
     has_dead: AtomicBool,
     /// True if the tenant has raw pages.
     has_raw: AtomicBool,
+    /// True if the tenant has retained pages.
+    has_retained: AtomicBool,
     mismatch_logged: AtomicBool,
 }
 
@@ -134,6 +153,7 @@ impl TenantShared {
             forgotten: AtomicBool::new(false),
             has_dead: AtomicBool::new(false),
             has_raw: AtomicBool::new(false),
+            has_retained: AtomicBool::new(false),
             mismatch_logged: AtomicBool::new(false),
         }
     }
@@ -154,6 +174,11 @@ impl TenantShared {
     /// Returns whether the tenant had raw pages when a thread last held the lock.
     pub(crate) fn has_raw(&self) -> bool {
         self.has_raw.load(Relaxed)
+    }
+
+    /// Returns whether the tenant had retained pages when a thread last held the lock.
+    pub(crate) fn has_retained(&self) -> bool {
+        self.has_retained.load(Relaxed)
     }
 
     /// Returns how far the tenant is above its entitlement, in bytes. The result is negative if the
@@ -332,6 +357,7 @@ impl Drop for Locked<'_> {
         tenant.charged_bytes.set(state.charged_bytes());
         tenant.has_dead.store(state.index.has_detached(), Relaxed);
         tenant.has_raw.store(state.has_raw(), Relaxed);
+        tenant.has_retained.store(state.has_retained(), Relaxed);
         let (before, now) = (tenant.index_bytes.get(), state.bytes());
         tenant.owed_bytes.set(state.owed_bytes(now));
         if before != now && !tenant.forgotten.load(Relaxed) {
@@ -349,8 +375,8 @@ fn drop_ns(content: &Content) -> u64 {
     }
 }
 
-/// Pages that a get has removed from the tenant. Dropping this value frees them. The caller should
-/// answer the guest first, because freeing is a fifth of the work of a get.
+/// Pages that a get has returned. Dropping this value frees those that it removed from the tenant. The
+/// caller should answer the guest first, because freeing is a fifth of the work of a get.
 #[derive(Debug)]
 pub struct Spent<'a> {
     store: &'a Store,
@@ -592,7 +618,8 @@ impl Tenant {
     /// more, a call handles at least one page.
     ///
     /// The cost of a page is known only approximately when it is taken: a page that a background
-    /// worker compresses with zstd at this moment may exceed the budget.
+    /// worker compresses with zstd at this moment may exceed the budget. So may a retained page, if
+    /// the tenant has less room than before and the estimator removes keys that it followed.
     ///
     /// # Errors
     /// The tenant has no such pool; then all results are `Miss`.
@@ -608,6 +635,29 @@ impl Tenant {
         results: &mut [GetResult],
         budget_ns: u64,
     ) -> Result<Spent<'_>, NoPool> {
+        let asked = (cookies, 0);
+        self.get_retaining(pool, (object, index), asked, out, results, budget_ns)
+    }
+
+    /// Does a [`get_some`](Self::get_some) that may retain pages. A set bit n of `retain` allows it
+    /// for page n. The engine decides for each page.
+    ///
+    /// # Errors
+    /// As for [`get`](Self::get).
+    ///
+    /// # Panics
+    /// As for [`get`](Self::get).
+    pub fn get_retaining(
+        &self,
+        pool: u32,
+        (object, index): (u64, u64),
+        (cookies, retain): (&[u64], u64),
+        out: &mut [Page],
+        results: &mut [GetResult],
+        budget_ns: u64,
+    ) -> Result<Spent<'_>, NoPool> {
+        // Each page of a get has a bit.
+        const { assert!(GET_PAGES_MAX <= u64::BITS as usize) };
         assert!(
             cookies.len() == out.len() && cookies.len() == results.len(),
             "a get has {} cookies, {} pages and {} results",
@@ -627,6 +677,7 @@ impl Tenant {
             object,
             index,
             cookies: &cookies[..nr],
+            retain,
             budget_ns,
         };
         let mut state = self.0.lock();
@@ -634,7 +685,8 @@ impl Tenant {
         let estimator_before_ns = state.estimator_ns();
         let prefetch = |content| store.prefetch(content);
         let get_ns_max = |content| store.get_ns_max(content);
-        let looked_up = state.take(pool, &wanted, &mut taken[..nr], prefetch, get_ns_max);
+        let share = |content| store.share_content(content);
+        let looked_up = state.take(pool, &wanted, &mut taken[..nr], prefetch, get_ns_max, share);
         let estimator_ns = state.estimator_ns() - estimator_before_ns;
         drop(state);
 
@@ -667,22 +719,35 @@ impl Tenant {
             if i.is_multiple_of(GET_TOGETHER) {
                 fetch();
             }
-            let (Some(Taken { content, check }), Some(reader)) = (*taken, reader) else {
+            let (Some(taken), Some(reader)) = (*taken, reader) else {
                 spent.cost_ns += MISS_NS;
                 continue;
             };
+            let Taken {
+                content,
+                check,
+                was_retained,
+                retained,
+            } = taken;
             if store.read(reader, check, &mut out[i]).is_ok() {
                 let cookie = cookies[i];
-                results[i] = GetResult::Hit { cookie };
+                results[i] = match retained {
+                    false => GetResult::Hit { cookie },
+                    true => GetResult::Retained { cookie },
+                };
             } else {
                 tenant.log_mismatch(object, index + i as u64);
                 mismatches += 1;
+                if retained {
+                    self.drop_damaged(pool, (object, index + i as u64), cookies[i]);
+                }
             }
             spent.cost_ns += match reader {
                 Reader::Same(_) => GET_SAME_NS,
                 Reader::Bytes(bytes) if codec::is_dense(bytes.bytes()) => GET_DENSE_NS,
                 Reader::Bytes(_) => GET_NS,
             };
+            spent.cost_ns += if was_retained { REF_NS } else { 0 };
             spent.contents[spent.nr] = content;
             spent.nr += 1;
         }
@@ -692,6 +757,86 @@ impl Tenant {
             counters.hash_mismatches += mismatches;
         }
         Ok(spent)
+    }
+
+    /// Drops a retained page that failed its check.
+    fn drop_damaged(&self, pool: PoolRef, key: (u64, u64), cookie: u64) {
+        let mut state = self.0.lock();
+        if !state.index.is_live(pool) {
+            return;
+        }
+        // If another thread removed the page meanwhile, that thread has counted it.
+        if let Some(content) = state.drop_cookie(pool, key, cookie) {
+            state.counters.retains -= 1;
+            drop(state);
+            self.0.engine.store.release_content(content);
+        }
+    }
+
+    /// Refers to pages that the guest has evicted unchanged: a retained page with the named cookie
+    /// is held again, as after a put. Sets `held` for each page that is held under its key and
+    /// cookie. A page with another cookie is left alone. A repeated reference changes nothing.
+    ///
+    /// Returns the cost in nanoseconds, at most [`REF_NS_MAX`](crate::REF_NS_MAX) for each page, not
+    /// counting followed keys that the estimator removes.
+    ///
+    /// # Errors
+    /// The tenant has no such pool, or it ended during the call; then no page is held.
+    ///
+    /// # Panics
+    /// If the slices differ in length.
+    pub fn refer(&self, pool: u32, refs: &[Ref], held: &mut [bool]) -> Result<u64, NoPool> {
+        assert_eq!(
+            refs.len(),
+            held.len(),
+            "refer() was called with different numbers of references and results"
+        );
+        held.fill(false);
+        let pool = self.0.lock().pool(pool)?;
+        let mut cost_ns = refs.len() as u64 * REF_NS;
+        let groups = refs.chunks(LOCKED_PAGES_MAX);
+        for (refs, group_held) in groups.zip(held.chunks_mut(LOCKED_PAGES_MAX)) {
+            let mut state = self.0.lock();
+            if !state.index.is_live(pool) {
+                drop(state);
+                held.fill(false);
+                return Err(NoPool);
+            }
+            let estimator_before_ns = state.estimator_ns();
+            for (page, held) in refs.iter().zip(group_held) {
+                *held = state.refer(pool, page.object, page.index, page.cookie);
+            }
+            cost_ns += state.estimator_ns() - estimator_before_ns;
+        }
+        Ok(cost_ns)
+    }
+
+    /// Refers to pages and drops them, held or retained, for a caller that cannot keep pages now. A
+    /// page with another cookie is left alone. Returns the cost in nanoseconds, at most
+    /// [`REF_NS_MAX`](crate::REF_NS_MAX) for each page.
+    ///
+    /// # Errors
+    /// The tenant has no such pool.
+    pub fn drop_refs(&self, pool: u32, refs: &[Ref]) -> Result<u64, NoPool> {
+        let pool = self.0.lock().pool(pool)?;
+        let mut cost_ns = refs.len() as u64 * REF_NS;
+        for refs in refs.chunks(LOCKED_PAGES_MAX) {
+            let mut freed = Freed::new();
+            let mut state = self.0.lock();
+            if !state.index.is_live(pool) {
+                break;
+            }
+            for page in refs {
+                let key = (page.object, page.index);
+                freed.extend(state.drop_cookie(pool, key, page.cookie));
+            }
+            state.counters.refs += refs.len() as u64;
+            state.counters.flushed_pages += freed.len() as u64;
+            drop(state);
+            cost_ns += freed.iter().map(drop_ns).sum::<u64>();
+            self.0.engine.release_all(freed);
+        }
+        Ok(cost_ns)
     }
 
     /// Drops `nr_pages` pages of one object from the page `index` on. With None, drops all pages

@@ -55,6 +55,7 @@ fn get(tenant: &Tenant, index: u64, cookie: u64) -> Option<Page> {
             Some(out[0])
         }
         GetResult::Miss => None,
+        GetResult::Retained { .. } => panic!("a page was retained that must not be"),
     }
 }
 

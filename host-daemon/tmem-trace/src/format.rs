@@ -82,6 +82,24 @@ pub enum Op {
         /// The page was returned.
         hit: bool,
     },
+    /// A page was asked for, and the pool may retain it.
+    GetRetaining {
+        /// Object of the page.
+        object: ObjectKey,
+        /// Shifted number of the page.
+        page: u64,
+        /// The page was returned.
+        hit: bool,
+    },
+    /// The guest evicted a retained page and referred to it.
+    Ref {
+        /// Object of the page.
+        object: ObjectKey,
+        /// Shifted number of the page.
+        page: u64,
+        /// The pool still had the page.
+        held: bool,
+    },
     /// Pages were flushed, or a put of a page was refused, which has the same effect.
     Flush {
         /// Object of the pages.
@@ -153,8 +171,10 @@ const OP_FLUSH: u8 = 2;
 const OP_FLUSH_OBJECT: u8 = 3;
 const OP_DESTROY_POOL: u8 = 4;
 const OP_CLEAR: u8 = 5;
-/// Flag of the request. It means for a put that the page was active in the guest (workingset), for
-/// a get that it was a hit, and for a flush that it reaches to the object's end.
+const OP_GET_RETAINING: u8 = 6;
+const OP_REF: u8 = 7;
+/// Flag of the request. For a put: the page was active in the guest (workingset). For a get: it was
+/// a hit. For a reference: the page was held. For a flush: it reaches to the object's end.
 const FLAG: u8 = 1 << 3;
 const HAS_TIME: u8 = 1 << 4;
 const HAS_TENANT: u8 = 1 << 5;
@@ -214,6 +234,10 @@ impl Writer {
                 ..
             } => (OP_PUT, workingset, Some(object), Some(page)),
             Op::Get { object, page, hit } => (OP_GET, hit, Some(object), Some(page)),
+            Op::GetRetaining { object, page, hit } => {
+                (OP_GET_RETAINING, hit, Some(object), Some(page))
+            }
+            Op::Ref { object, page, held } => (OP_REF, held, Some(object), Some(page)),
             Op::Flush {
                 object,
                 page,
@@ -371,7 +395,10 @@ impl<'a> Reader<'a> {
             self.last.page = self.last.page.wrapping_add(distance as u64);
         }
         let (object, page) = (self.last.object, self.last.page);
-        let has_page = matches!(first & OP, OP_PUT | OP_GET | OP_FLUSH);
+        let has_page = matches!(
+            first & OP,
+            OP_PUT | OP_GET | OP_FLUSH | OP_GET_RETAINING | OP_REF
+        );
         if has_page {
             self.last.page = page.wrapping_add(1);
         }
@@ -401,7 +428,17 @@ impl<'a> Reader<'a> {
             OP_FLUSH_OBJECT => Op::FlushObject(object),
             OP_DESTROY_POOL => Op::DestroyPool(self.fixed(2)? as u16),
             OP_CLEAR => Op::Clear,
-            _ => return Err(broken),
+            OP_GET_RETAINING => Op::GetRetaining {
+                object,
+                page,
+                hit: has(FLAG),
+            },
+            // The mask leaves eight values.
+            _ => Op::Ref {
+                object,
+                page,
+                held: has(FLAG),
+            },
         };
         Ok(Event {
             time_us: self.last.time_us,
@@ -441,7 +478,17 @@ mod tests {
             0 => rng.next(),
             _ => rng.below(4),
         };
-        let op = match rng.below(8) {
+        let op = match rng.below(10) {
+            8 => Op::GetRetaining {
+                object,
+                page,
+                hit: rng.one_in(2),
+            },
+            9 => Op::Ref {
+                object,
+                page,
+                held: rng.one_in(2),
+            },
             0..3 => Op::Put {
                 object,
                 page,
@@ -518,7 +565,6 @@ mod tests {
         };
         for broken in [
             &[OP_PUT, SizeClass::MAX + 1][..],
-            &[6],
             &[OP_CLEAR | HAS_TENANT, 0xff, 0xff, 0xff, 0xff, 0x1f],
             &[
                 OP_CLEAR | HAS_TIME,

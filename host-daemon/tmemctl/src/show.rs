@@ -202,6 +202,7 @@ pub fn one(vm: &api::VmStats, sizes: Sizes) -> String {
             "put_latency" => latency(&vm.put_latency),
             "get_latency" => latency(&vm.get_latency),
             "flush_latency" => latency(&vm.flush_latency),
+            "ref_latency" => latency(&vm.ref_latency),
             "wait_latency" => latency(&vm.wait_latency).replace("requests", "slices"),
             field => value(row, &figures[field], sizes),
         };

@@ -25,6 +25,9 @@ struct Part {
     puts: u64,
     gets: u64,
     hits: u64,
+    gets_retaining: u64,
+    refs: u64,
+    refs_gone: u64,
     flushes: u64,
     clears: u64,
 }
@@ -57,13 +60,31 @@ pub fn run(arguments: &TraceArguments) -> Result<Output, Failure> {
                 part.gets += 1;
                 part.hits += u64::from(hit);
             }
+            Op::GetRetaining { hit, .. } => {
+                part.gets += 1;
+                part.hits += u64::from(hit);
+                part.gets_retaining += 1;
+            }
+            Op::Ref { held, .. } => {
+                part.refs += 1;
+                part.refs_gone += u64::from(!held);
+            }
             Op::Flush { .. } | Op::FlushObject(_) | Op::DestroyPool(_) => part.flushes += 1,
             Op::Clear => part.clears += 1,
         }
     }
     let parts: Vec<Part> = parts.into_values().collect();
     let columns = [
-        "VM", "PUTS", "GETS", "HITS", "HIT RATE", "FLUSHES", "CLEARS",
+        "VM",
+        "PUTS",
+        "GETS",
+        "HITS",
+        "HIT RATE",
+        "RETAINING",
+        "REFS",
+        "GONE",
+        "FLUSHES",
+        "CLEARS",
     ];
     let row = |part: &Part| {
         vec![
@@ -72,6 +93,9 @@ pub fn run(arguments: &TraceArguments) -> Result<Output, Failure> {
             part.gets.to_string(),
             part.hits.to_string(),
             percent(part.hits as i64, part.gets as i64),
+            part.gets_retaining.to_string(),
+            part.refs.to_string(),
+            part.refs_gone.to_string(),
             part.flushes.to_string(),
             part.clears.to_string(),
         ]

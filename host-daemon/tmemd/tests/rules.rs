@@ -65,17 +65,10 @@ fn configuration_and_features_match_the_specification() {
     assert_eq!(config.reserved, [0; 3]);
     assert_ne!(config.generation, 0);
     let offered = driver.guest.offered_features();
-    for bit in [
-        wire::F_PERSISTENT,
-        wire::F_SHARED,
-        wire::F_RETAIN,
-        wire::F_EVENTS,
-        33,
-        34,
-    ] {
+    for bit in [wire::F_PERSISTENT, wire::F_SHARED, wire::F_EVENTS, 33, 34] {
         assert_eq!(offered & (1 << bit), 0, "feature bit {bit} is offered");
     }
-    for bit in [wire::F_LATENCIES, 26, 28, 29, 30, 32, 35] {
+    for bit in [wire::F_LATENCIES, wire::F_RETAIN, 26, 28, 29, 30, 32, 35] {
         assert_ne!(offered & (1 << bit), 0, "feature bit {bit} is not offered");
     }
 }

@@ -131,7 +131,7 @@ impl Guest {
             r#type: kind.into(),
             count: (pages as u16).into(),
             pool: POOL.into(),
-            reserved: 0.into(),
+            retain: 0.into(),
         }
     }
 

@@ -8,8 +8,8 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use tmem_pool::{PolicyKind, ShadowMemory, ShadowTenant};
-use tmem_trace::format::{Event, Op};
+use tmem_pool::{GetResult, PolicyKind, ShadowMemory, ShadowTenant};
+use tmem_trace::format::{Event, ObjectKey, Op};
 
 /// Results of a replay, for all tenants together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -18,8 +18,13 @@ pub struct Outcome {
     pub gets: u64,
     /// Number of returned pages.
     pub hits: u64,
-    /// Number of pages that were put.
+    /// Number of pages that were put, including those that a guest would put in place of a
+    /// reference.
     pub puts: u64,
+    /// Number of pages that were referred to and were in the pool.
+    pub refs_held: u64,
+    /// Number of pages that were referred to and were not in the pool.
+    pub refs_gone: u64,
     /// Number of evicted pages.
     pub evictions: u64,
     /// Misses that would have been hits with more memory, by the engine's estimates during the
@@ -45,10 +50,17 @@ impl Outcome {
 /// records on its own.
 const INDEX_BYTES_MAX: u64 = 32 << 30;
 
+/// Pages that the replay returned to the guest and did not retain although the guest allowed it, with
+/// their stored sizes in bytes. The recorded guest may have been told that they are retained.
+type Removed = BTreeMap<(ObjectKey, u64), usize>;
+
 /// Replays one request. A pool is created when a request first names it, because a trace may begin
 /// after the guest has created its pools. Returns false if there are too many keys or pools, or if
 /// there is no memory.
-fn apply(tenant: &mut ShadowTenant, op: Op) -> bool {
+///
+/// A guest that is told that a page is not retained puts the page instead of referring to it. So the
+/// reference to such a page is replayed as a put.
+fn apply(tenant: &mut ShadowTenant, removed: &mut Removed, op: Op) -> bool {
     match op {
         Op::Put {
             object,
@@ -58,6 +70,7 @@ fn apply(tenant: &mut ShadowTenant, op: Op) -> bool {
         } => {
             let pool = object.pool.into();
             let key = (object.object, page);
+            removed.remove(&(object, page));
             return tenant.ensure_pool(pool) && tenant.put(pool, key, workingset, size.bytes());
         }
         Op::Get { object, page, .. } => {
@@ -67,6 +80,28 @@ fn apply(tenant: &mut ShadowTenant, op: Op) -> bool {
             }
             tenant.get(pool, (object.object, page));
         }
+        Op::GetRetaining { object, page, .. } => {
+            let pool = object.pool.into();
+            if !tenant.ensure_pool(pool) {
+                return false;
+            }
+            let key = (object.object, page);
+            let stored_bytes = tenant.stored_bytes(pool, key);
+            if let GetResult::Hit { .. } = tenant.get_retaining(pool, key, true) {
+                removed.extend(stored_bytes.map(|bytes| ((object, page), bytes)));
+            }
+        }
+        Op::Ref { object, page, .. } => {
+            let pool = object.pool.into();
+            if !tenant.ensure_pool(pool) {
+                return false;
+            }
+            let key = (object.object, page);
+            match removed.remove(&(object, page)) {
+                Some(stored_bytes) => return tenant.put(pool, key, false, stored_bytes),
+                None => tenant.refer(pool, key),
+            };
+        }
         Op::Flush {
             object,
             page,
@@ -74,7 +109,10 @@ fn apply(tenant: &mut ShadowTenant, op: Op) -> bool {
         } => tenant.flush(object.pool.into(), object.object, page, nr_pages),
         Op::FlushObject(object) => tenant.flush(object.pool.into(), object.object, 0, None),
         Op::DestroyPool(pool) => tenant.destroy_pool(pool.into()),
-        Op::Clear => tenant.clear(),
+        Op::Clear => {
+            tenant.clear();
+            removed.clear();
+        }
     }
     true
 }
@@ -85,7 +123,7 @@ pub struct Replay {
     size_bytes: u64,
     seed: u64,
     memory: ShadowMemory,
-    tenants: BTreeMap<u32, ShadowTenant>,
+    tenants: BTreeMap<u32, (ShadowTenant, Removed)>,
     charged_bytes: u64,
     peak_bytes: u64,
 }
@@ -111,13 +149,16 @@ impl Replay {
     /// Replays a request, whatever answer the trace recorded for it. Returns false, and does
     /// nothing, if there are more keys or pools than a tenant may have, or if there is no memory.
     pub fn apply(&mut self, event: &Event) -> bool {
-        let make = || ShadowTenant::new(self.policy, self.seed, &self.memory);
-        let tenant = self.tenants.entry(event.tenant).or_insert_with(make);
+        let make = || {
+            let tenant = ShadowTenant::new(self.policy, self.seed, &self.memory);
+            (tenant, Removed::new())
+        };
+        let (tenant, removed) = self.tenants.entry(event.tenant).or_insert_with(make);
         let before = tenant.charged_bytes();
-        let done = apply(tenant, event.op);
+        let done = apply(tenant, removed, event.op);
         self.charged_bytes = self.charged_bytes + tenant.charged_bytes() - before;
         while self.charged_bytes > self.size_bytes {
-            let tenants = self.tenants.values_mut();
+            let tenants = self.tenants.values_mut().map(|(tenant, _)| tenant);
             let Some(victim) = tenants.max_by_key(|tenant| tenant.charged_bytes()) else {
                 break;
             };
@@ -135,10 +176,12 @@ impl Replay {
             peak_bytes: self.peak_bytes,
             ..Outcome::default()
         };
-        for stats in self.tenants.values().map(ShadowTenant::stats) {
+        for stats in self.tenants.values().map(|(tenant, _)| tenant.stats()) {
             sum.gets += stats.gets;
             sum.hits += stats.hits;
             sum.puts += stats.puts;
+            sum.refs_held += stats.refs_held;
+            sum.refs_gone += stats.refs - stats.refs_held;
             sum.evictions += stats.evictions;
             for (sum, hits) in sum.gain_hits.iter_mut().zip(stats.gain_hits) {
                 *sum += hits;
@@ -195,6 +238,30 @@ mod tests {
     fn a_hit_removes_the_page() {
         let ops = [put(1), get(1), get(1), get(2)].map(|op| (0, op));
         assert_eq!(run(u64::MAX, &ops), (1, 0, 0));
+    }
+
+    #[test]
+    fn retained_pages_are_replayed() {
+        let object = ObjectKey::default();
+        let get = |page| Op::GetRetaining {
+            object,
+            page,
+            hit: false,
+        };
+        let refer = |page| Op::Ref {
+            object,
+            page,
+            held: false,
+        };
+        let ops = [put(1), get(1), get(1), refer(1), get(1), refer(2), get(2)];
+        let ops = ops.map(|op| (0, op));
+        assert_eq!(run(u64::MAX, &ops), (3, 0, PAGE));
+        // The retained page 1 leaves when page 2 is put, and its reference finds nothing.
+        let ops = [put(1), get(1), put(2), refer(1), super::tests::get(1)].map(|op| (0, op));
+        assert_eq!(run(PAGE, &ops), (1, 1, PAGE));
+        // After an eviction the pool does not retain page 2, so the guest puts it again.
+        let ops = [put(1), put(2), get(2), refer(2), get(2)].map(|op| (0, op));
+        assert_eq!(run(PAGE, &ops), (2, 1, 0));
     }
 
     #[test]

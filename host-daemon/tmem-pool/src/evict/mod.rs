@@ -7,14 +7,15 @@
 //!
 //! A get removes its page, and the guest puts the page again when the guest evicts it again. So no
 //! page is used while it is in a queue: a policy sees reuse as a put of a page that a get removed
-//! not long ago.
+//! not long ago. A page that a get retains leaves the policy's queues as well, and a reference
+//! inserts it again as a put would.
 
 mod adaptive_two_queue;
 mod buckets;
 mod fifo;
 mod ghost;
 mod lru;
-mod queue;
+pub(crate) mod queue;
 
 use crate::config::PolicyKind;
 use crate::index::{Chunks, Entries, Id};
@@ -32,7 +33,7 @@ pub(crate) struct Arrival {
 /// Reason why a page is removed from its queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Leave {
-    /// The guest got the page.
+    /// The guest got the page, which may be retained.
     Got,
     /// The policy chose the page for eviction.
     Evicted,

@@ -5,22 +5,22 @@ use crate::index::{Entries, Id};
 
 /// Queue of entries. New entries are added at the tail, and the oldest is at `head`.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Queue {
+pub(crate) struct Queue {
     head: Id,
     tail: Id,
     len: u32,
 }
 
 impl Queue {
-    pub(super) fn len(&self) -> u32 {
+    pub(crate) fn len(&self) -> u32 {
         self.len
     }
 
-    pub(super) fn head(&self) -> Option<Id> {
+    pub(crate) fn head(&self) -> Option<Id> {
         (self.head != 0).then_some(self.head)
     }
 
-    pub(super) fn push(&mut self, entries: &mut Entries, id: Id) {
+    pub(crate) fn push(&mut self, entries: &mut Entries, id: Id) {
         let tail = std::mem::replace(&mut self.tail, id);
         entries[id].prev = tail;
         entries[id].next = 0;
@@ -32,7 +32,7 @@ impl Queue {
         self.len += 1;
     }
 
-    pub(super) fn remove(&mut self, entries: &mut Entries, id: Id) {
+    pub(crate) fn remove(&mut self, entries: &mut Entries, id: Id) {
         let (prev, next) = (entries[id].prev, entries[id].next);
         // Check the links before they are used: a damaged queue could name a removed page, or name
         // the same page again and again. The panic empties the tenant.
@@ -63,7 +63,7 @@ impl Queue {
         self.len -= 1;
     }
 
-    pub(super) fn check(&self, entries: &Entries, page: &mut dyn FnMut(Id)) {
+    pub(crate) fn check(&self, entries: &Entries, page: &mut dyn FnMut(Id)) {
         let (mut prev, mut id, mut len) = (0, self.head, 0);
         while id != 0 {
             assert_eq!(

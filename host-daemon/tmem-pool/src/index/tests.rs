@@ -21,13 +21,12 @@ fn entry(rng: &mut Rng) -> Entry {
         1 => Content::Raw(check),
         _ => Content::Blob(check),
     };
-    Entry::new(
-        cookie,
-        check,
-        content,
-        rng.below(4097) as usize,
-        rng.one_in(3),
-    )
+    // Only a page with a blob is ever found equal to another.
+    let shared = rng.one_in(3) && matches!(content, Content::Blob(_));
+    let stored_bytes = rng.below(4097) as usize;
+    let mut entry = Entry::new(cookie, check, content, stored_bytes, shared);
+    entry.set_retained(rng.one_in(3));
+    entry
 }
 
 fn step(rng: &mut Rng, index: &mut Index, model: &mut Model) {

@@ -4,11 +4,12 @@
 
 use super::rng::Rng;
 use super::{
-    OPEN, POOL, add, config, get, maintain_all, new_engine, noise, partly_noise, put, put_raw,
+    OPEN, POOL, add, config, get, get_retaining, maintain_all, new_engine, noise, partly_noise,
+    put, put_raw,
 };
 use crate::codec::{self, Corrupt, ENCODED_BYTES_MAX};
 use crate::config::SWEEP_NS;
-use crate::cost::GET_NS_MAX;
+use crate::cost::{GET_NS_MAX, REF_NS};
 use crate::entry::Content;
 use crate::hash::place_bits;
 use crate::index::Key;
@@ -235,6 +236,21 @@ fn damaged_pages_are_missed_and_counted_and_logged_once() {
 }
 
 #[test]
+fn a_damaged_retained_page_is_missed_and_dropped() {
+    let engine = new_engine(1 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    let page = noise(1);
+    put(&tenant, 1, 0, 1, &page);
+    assert_eq!(get_retaining(&tenant, 1, 0, 1), Some((page, true)));
+    damage(&tenant, 0, 1000);
+    assert_eq!(get_retaining(&tenant, 1, 0, 1), None);
+    let stats = tenant.stats();
+    assert_eq!((stats.hash_mismatches, stats.pages), (1, 0));
+    maintain_all(&engine);
+    assert_eq!(engine.stats().blobs, 0);
+}
+
+#[test]
 fn a_get_does_not_wrap_past_the_last_page_number() {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
@@ -432,6 +448,63 @@ fn a_get_with_a_budget_costs_at_most_that_and_continues() {
             "all pages were got in one call of {budget_ns} ns"
         );
         check_window(&results, &out);
+        maintain_all(&engine);
+    }
+}
+
+#[test]
+fn a_get_of_retained_pages_costs_at_most_its_budget() {
+    let cookies: Vec<u64> = (1..=GET_PAGES_MAX as u64).collect();
+    for budget_ns in [GET_NS_MAX, 100_000] {
+        let engine = new_engine(4 << 20);
+        let tenant = add(&engine, "a", None, OPEN);
+        put_window(&engine, &tenant);
+        // Each get allows the pool to retain all pages. Returns the cost, and the number of calls.
+        let get_all = |budget_ns| {
+            let mut out = vec![[0; PAGE_SIZE]; GET_PAGES_MAX];
+            let mut results = vec![GetResult::Miss; GET_PAGES_MAX];
+            let (mut done, mut total_ns, mut calls) = (0, 0, 0);
+            while done < GET_PAGES_MAX {
+                let (out, results) = (&mut out[done..], &mut results[done..]);
+                let (first, asked) = ((1, done as u64), (&cookies[done..], u64::MAX));
+                let before = locked_times();
+                let spent = tenant
+                    .get_retaining(POOL, first, asked, out, results, budget_ns)
+                    .unwrap();
+                assert_eq!(locked_times() - before, 1);
+                let cost_ns = spent.cost_ns();
+                assert!(
+                    cost_ns <= budget_ns,
+                    "a get of {budget_ns} ns cost {cost_ns} ns"
+                );
+                assert!(spent.pages() > 0, "a get of {budget_ns} ns handled no page");
+                done += spent.pages();
+                total_ns += cost_ns;
+                calls += 1;
+            }
+            let hits: Vec<GetResult> = results
+                .iter()
+                .map(|result| match *result {
+                    GetResult::Hit { .. } => panic!("a page was removed"),
+                    GetResult::Retained { cookie } => GetResult::Hit { cookie },
+                    GetResult::Miss => GetResult::Miss,
+                })
+                .collect();
+            check_window(&hits, &out);
+            assert_eq!(tenant.stats().retained_pages, 48);
+            (total_ns, calls)
+        };
+        let (held_ns, _) = get_all(u64::MAX);
+        let (retained_ns, calls) = get_all(budget_ns);
+        assert!(
+            calls > 1,
+            "all pages were got in one call of {budget_ns} ns"
+        );
+        // The walks of the estimator take less than 1 µs in these gets.
+        assert!(
+            retained_ns + 1000 >= held_ns + 48 * REF_NS,
+            "retained pages cost {retained_ns} ns, and held pages {held_ns} ns"
+        );
         maintain_all(&engine);
     }
 }

@@ -6,9 +6,12 @@
 //! These tests do not try memory orders weaker than sequential consistency.
 
 use super::rng::{Rng, for_each_seed};
-use super::{OPEN, POOL, add, config, finalize_raw, noise, partly_noise};
+use super::{
+    OPEN, POOL, add, config, finalize_raw, get, get_retaining, noise, partly_noise, put_raw, refer,
+};
 use crate::blob::{DomainId, Finalized, Store};
 use crate::heap::{Handle, Heap};
+use crate::state::Reason;
 use crate::{Engine, GetResult, PAGE_SIZE, Page, PageHash, Put, PutResult, Time};
 use shuttle::scheduler::{Schedule, Scheduler, Task, TaskId};
 use shuttle::thread::{self, yield_now};
@@ -324,6 +327,51 @@ fn a_get_completes_as_its_tenant_departs() {
             (stats.tenants, stats.departed_tenants, stats.blobs),
             (0, 0, 0)
         );
+        engine.check_invariants();
+    });
+}
+
+/// A guest gets a page that is retained, and refers to it. Meanwhile the page is evicted, replaced by
+/// another put, and finalized.
+#[test]
+fn a_retained_page_can_be_evicted_and_replaced_while_it_is_read() {
+    let pages = [partly_noise(1, 4), partly_noise(2, 4)];
+    let name = "a_retained_page_can_be_evicted_and_replaced_while_it_is_read";
+    in_all_orders(name, ORDERS, move || {
+        let engine = Engine::new(config(1 << 20)).unwrap();
+        let tenant = add(&engine, "a", None, OPEN);
+        assert_eq!(put_raw(&tenant, 1, 1, 1, &pages[0]), PutResult::Stored);
+        let getting = {
+            let tenant = tenant.clone();
+            thread::spawn(move || {
+                for _ in 0..2 {
+                    if let Some((page, _)) = get_retaining(&tenant, 1, 1, 1) {
+                        assert!(page == pages[0]);
+                    }
+                }
+                refer(&tenant, 1, 1, 1);
+            })
+        };
+        let evicting = {
+            let (engine, tenant) = (engine.clone(), tenant.clone());
+            thread::spawn(move || {
+                engine.evict_from(tenant.shared(), 1, Reason::Pool);
+                assert_eq!(put_raw(&tenant, 1, 1, 2, &pages[1]), PutResult::Stored);
+            })
+        };
+        let working = {
+            let engine = engine.clone();
+            thread::spawn(move || engine.maintain(Time(0), 4))
+        };
+        getting.join().unwrap();
+        evicting.join().unwrap();
+        working.join().unwrap();
+        engine.check_invariants();
+        assert_eq!(get(&tenant, 1, 1, 2), Some(pages[1]));
+        drop(tenant);
+        while engine.maintain(Time(0), 64) {}
+        let stats = engine.stats();
+        assert_eq!((stats.blobs, stats.payload_bytes), (0, 0));
         engine.check_invariants();
     });
 }

@@ -9,12 +9,13 @@ mod interleavings;
 mod limits;
 mod model;
 mod quotas;
+mod retained;
 pub(crate) mod rng;
 mod threads;
 
 use crate::{
-    Engine, EngineConfig, GetResult, PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, TenantSpec,
-    Time,
+    Engine, EngineConfig, GetResult, PAGE_SIZE, Page, Put, PutResult, Quota, Ref, Tenant,
+    TenantSpec, Time,
 };
 use rng::Rng;
 use std::sync::Arc;
@@ -133,6 +134,40 @@ fn get(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Option<Page> {
         .get(POOL, object, index, &[cookie], &mut out, &mut results)
         .unwrap();
     (results[0] == GetResult::Hit { cookie }).then_some(out[0])
+}
+
+/// Gets a page that may be retained. Returns the page, and whether it is retained.
+fn get_retaining(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Option<(Page, bool)> {
+    let (mut out, mut results) = ([[0xa5; PAGE_SIZE]], [GetResult::Miss]);
+    tenant
+        .get_retaining(
+            POOL,
+            (object, index),
+            (&[cookie], 1),
+            &mut out,
+            &mut results,
+            u64::MAX,
+        )
+        .unwrap();
+    match results[0] {
+        GetResult::Miss => None,
+        GetResult::Hit { cookie: found } | GetResult::Retained { cookie: found } => {
+            assert_eq!(found, cookie);
+            Some((out[0], results[0] == GetResult::Retained { cookie }))
+        }
+    }
+}
+
+/// Refers to a page. Returns whether it is held.
+fn refer(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> bool {
+    let page = Ref {
+        object,
+        index,
+        cookie,
+    };
+    let mut held = [false];
+    tenant.refer(POOL, &[page], &mut held).unwrap();
+    held[0]
 }
 
 fn maintain_all(engine: &Engine) {

@@ -12,7 +12,7 @@ use crate::fail;
 use crate::hash::{HashFn, PageHash};
 use crate::{
     AdmissionError, CreateError, Engine, EngineConfig, GetResult, NoPool, PAGE_SIZE, Page,
-    PolicyKind, Put, PutResult, Quota, Tenant, TenantSpec, Time,
+    PolicyKind, Put, PutResult, Quota, Ref, Tenant, TenantSpec, Time,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -33,6 +33,8 @@ struct Modelled {
     /// Cookie and number in the corpus of each held page, by its key.
     pages: BTreeMap<Key, (u64, usize)>,
     evictions_seen: u64,
+    /// Evictions of pages that were not retained, at the last comparison.
+    others_evicted: u64,
     quota: Quota,
 }
 
@@ -46,6 +48,10 @@ struct World {
     /// One allocation in this many fails. 0 means that none fails.
     fails_one_in: u64,
     hits: u64,
+    /// Pages that a get returned and left in the pool.
+    retained: u64,
+    /// References that found their page.
+    refs: u64,
     evictions: u64,
 }
 
@@ -92,6 +98,8 @@ impl World {
             names,
             fails_one_in,
             hits: 0,
+            retained: 0,
+            refs: 0,
             evictions: 0,
         }
     }
@@ -121,6 +129,7 @@ impl World {
                 pools: BTreeSet::new(),
                 pages: BTreeMap::new(),
                 evictions_seen: 0,
+                others_evicted: 0,
                 quota,
             }),
             Err(AdmissionError {
@@ -144,7 +153,8 @@ impl World {
         let at = self.rng.below(self.tenants.len() as u64) as usize;
         match kind {
             0..60 => self.put(at),
-            60..82 => self.get(at),
+            60..76 => self.get(at),
+            76..82 => self.refer(at),
             82..90 => self.flush(at),
             90..93 => self.pools(at),
             93 => {
@@ -294,9 +304,16 @@ impl World {
             .collect();
         let mut out = vec![[0x5a; PAGE_SIZE]; cookies.len()];
         let mut results = vec![GetResult::Miss; cookies.len()];
-        let answer = vm
-            .tenant
-            .get(pool, object, index, &cookies, &mut out, &mut results);
+        let retain = self.rng.next() & (self.rng.next() * self.rng.below(2));
+        let asked = (&cookies[..], retain);
+        let answer = vm.tenant.get_retaining(
+            pool,
+            (object, index),
+            asked,
+            &mut out,
+            &mut results,
+            u64::MAX,
+        );
         assert_eq!(
             answer.map(drop),
             if vm.pools.contains(&pool) {
@@ -307,14 +324,23 @@ impl World {
         );
         for (i, result) in results.iter().enumerate() {
             let key = (pool, object, index + i as u64);
-            let GetResult::Hit { cookie } = *result else {
-                continue;
+            let (cookie, retained) = match *result {
+                GetResult::Miss => continue,
+                GetResult::Hit { cookie } => (cookie, false),
+                GetResult::Retained { cookie } => (cookie, true),
             };
             assert_eq!(cookie, cookies[i]);
-            let (last, page) = vm
-                .pages
-                .remove(&key)
-                .expect("a get returned a page that was never put or was already returned");
+            assert!(
+                !retained || retain >> i & 1 != 0,
+                "the page {key:?} is retained although the get does not allow it"
+            );
+            let found = match retained {
+                true => vm.pages.get(&key).copied(),
+                false => vm.pages.remove(&key),
+            };
+            let (last, page) =
+                found.expect("a get returned a page that was never put or was already returned");
+            self.retained += u64::from(retained);
             assert_eq!(
                 cookie, last,
                 "a get of {key:?} returned a page with another cookie than that of the last put"
@@ -338,6 +364,47 @@ impl World {
                 "a get of {key:?} missed, although the engine holds the page"
             );
         }
+    }
+
+    /// Refers to random pages. A reference must find exactly the pages that the engine has with the
+    /// named cookies, and change no others.
+    fn refer(&mut self, at: usize) {
+        let pool = self.pick_pool(at);
+        let object = 1 + self.rng.below(3);
+        let vm = &mut self.tenants[at];
+        let refs: Vec<Ref> = (0..1 + self.rng.below(24))
+            .map(|_| {
+                let index = self.rng.below(40);
+                let held = vm.pages.get(&(pool, object, index));
+                let flip = u64::from(self.rng.one_in(10)) << self.rng.below(64);
+                let cookie = held.map_or(self.cookie, |(cookie, _)| *cookie) ^ flip;
+                Ref {
+                    object,
+                    index,
+                    cookie,
+                }
+            })
+            .collect();
+        let has = |page: &Ref| vm.tenant.peek((pool, page.object, page.index)) == Some(page.cookie);
+        let expected: Vec<bool> = refs.iter().map(has).collect();
+        if !vm.pools.contains(&pool) {
+            assert_eq!(vm.tenant.drop_refs(pool, &refs), Err(NoPool));
+        } else if self.rng.one_in(5) {
+            assert!(vm.tenant.drop_refs(pool, &refs).is_ok());
+            for page in &refs {
+                let key = (pool, page.object, page.index);
+                if vm.pages.get(&key).is_some_and(|held| held.0 == page.cookie) {
+                    vm.pages.remove(&key);
+                }
+            }
+            return;
+        }
+        let mut held = vec![true; refs.len()];
+        let answer = vm.tenant.refer(pool, &refs, &mut held).map(drop);
+        let live = vm.pools.contains(&pool);
+        assert_eq!(answer, if live { Ok(()) } else { Err(NoPool) });
+        assert_eq!(held, expected);
+        self.refs += held.into_iter().filter(|held| *held).count() as u64;
     }
 
     fn flush(&mut self, at: usize) {
@@ -423,6 +490,13 @@ impl World {
                 "{gone} pages are gone, but {evicted} were counted as evicted"
             );
             self.evictions += gone;
+            let others = stats.evictions - stats.evictions_retained;
+            assert!(
+                others == vm.others_evicted || stats.retained_pages == 0,
+                "a held page was evicted although there are {} retained pages",
+                stats.retained_pages
+            );
+            vm.others_evicted = others;
             vm.evictions_seen = stats.evictions;
             assert_eq!(stats.pools, vm.pools.len() as u64);
             assert_eq!(stats.hash_mismatches, 0);
@@ -450,10 +524,15 @@ fn one_bit(_: &PageHash, page: &Page) -> u128 {
 }
 
 fn model(seed: u64, hash: HashFn, fails_one_in: u64) {
-    let (hits, evictions) = World::new(seed, hash, fails_one_in).run();
+    let mut world = World::new(seed, hash, fails_one_in);
+    let (hits, evictions) = world.run();
     assert!(
         hits > 0 && evictions > 0,
         "the test is too weak: seed {seed} causes no hit or no eviction"
+    );
+    assert!(
+        fails_one_in > 0 || (world.retained > 0 && world.refs > 0),
+        "the test is too weak: seed {seed} causes no retained page or no reference"
     );
 }
 

@@ -25,7 +25,7 @@ pub(super) fn all() -> Vec<Fault> {
             ));
         }
         out.push(bent(
-            format!("{name} with req.reserved"),
+            format!("{name} with req.retain"),
             REFUSED,
             make,
             |e| e.patch(RESERVED + 7, &[1]),

@@ -257,7 +257,7 @@ fn draw_detail(frame: &mut Frame<'_>, area: Rect, row: Option<&Row>) {
                 micros(waits)
             )
         });
-    let lines = vec![
+    let mut lines = vec![
         Line::from(format!(
             "{} pages of {}: new {}, pattern {}, shared {}",
             vm.pages,
@@ -298,6 +298,14 @@ fn draw_detail(frame: &mut Frame<'_>, area: Rect, row: Option<&Row>) {
         )),
         Line::from(format!("driver: {driver}")),
     ];
+    // The line is missing for VMs without retained pages.
+    if vm.retained_hits > 0 || vm.refs > 0 {
+        let retained = format!(
+            "retained {}: {} hits, {} refs, {} gone, {} evicted",
+            vm.retained_pages, vm.retained_hits, vm.refs, vm.refs_gone, vm.evictions_retained
+        );
+        lines.insert(lines.len() - 1, Line::from(retained));
+    }
     let block = Block::new().borders(Borders::TOP).title(vm.name.clone());
     let inner = block.inner(area);
     frame.render_widget(block, area);

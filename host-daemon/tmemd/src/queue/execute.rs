@@ -27,15 +27,18 @@ use std::sync::atomic::Ordering;
 use tmem_pool::Page;
 use tmem_pool::{
     CreateError, DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, GET_PAGES_MAX, GetResult, NoPool,
-    PUT_NS_MAX, Put, PutResult, SecretPages, Spent,
+    PUT_NS_MAX, Put, PutResult, REF_NS_MAX, Ref, SecretPages, Spent,
 };
 use virtio_tmem as wire;
-use virtio_tmem::{GetPage, PutPage, Resp, U64};
+use virtio_tmem::{GetPage, PutPage, RefPage, Resp, U64};
 use zerocopy::IntoBytes;
 
 /// Number of pages of a PUT between two reads of the clock. They take some tens of µs, a small part
 /// of the 10 ms that a drain may take.
 const PUT_GROUP_PAGES: usize = 16;
+
+/// Number of pages of a REF between two reads of the clock. They take some µs.
+const REF_GROUP_PAGES: usize = 16;
 
 const _: () = assert!(wire::BATCH_MAX <= GET_PAGES_MAX);
 
@@ -64,7 +67,7 @@ pub struct Context<'vm, 'a> {
 /// How far a request was executed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Progress {
-    /// Number of finished pages of a PUT or GET, or of finished ranges of a FLUSH. Their results
+    /// Number of finished pages of a PUT, GET or REF, or of finished ranges of a FLUSH. Their results
     /// are written.
     done: usize,
     /// Length of the answer in bytes, up to the end of the last page that was written.
@@ -181,12 +184,14 @@ pub fn execute<'vm>(
             object,
             index,
             cookies,
+            retain,
         } => {
             let batch = GetBatch {
                 pool,
                 object: *object,
                 index: *index,
                 cookies,
+                retain: *retain,
             };
             let remainder = Remainder {
                 spent: remainder.spent,
@@ -194,6 +199,7 @@ pub fn execute<'vm>(
             };
             return get(context, stale, &batch, answer, buffers, remainder);
         }
+        Body::Ref { pages } => return refer(context, stale, (pool, pages), answer, progress),
         _ if stale => Some(wire::S_STALE),
         Body::Flush { ranges } => flush(context, pool, ranges, progress),
         Body::PoolCreate => Some(match vm.tenant.create_pool(pool) {
@@ -410,12 +416,122 @@ fn store_group(
     Ok(())
 }
 
+/// Executes a REF on pages of a pool. Returns like [`execute`].
+fn refer(
+    context: &Context<'_, '_>,
+    stale: bool,
+    (pool, pages): (u32, &[RefPage]),
+    answer: Answer<'_>,
+    progress: &mut Progress,
+) -> Result<Option<u32>, WriteError> {
+    let (vm, slice, count) = (context.vm, context.slice, pages.len());
+    let mut results = [wire::P_GONE; wire::BATCH_MAX];
+    let mut status = if stale { wire::S_STALE } else { wire::S_OK };
+    // The results of the pages before `from` are already in guest memory.
+    let mut from = progress.done.min(count);
+    let mut done = from;
+    while status == wire::S_OK && done < count {
+        let drain_expired = (context.drain_expired)();
+        let left = count - done;
+        let group = match slice.step_pages(REF_NS_MAX, left.min(REF_GROUP_PAGES)) {
+            Some(pages) => pages,
+            // After the time limit of a drain, all remaining pages are dropped at once.
+            None if drain_expired => left,
+            None => break,
+        };
+        let group = done..done + group;
+        done = group.end;
+        let frozen = vm.frozen.load(Ordering::Relaxed);
+        let referred = if frozen || context.limited || drain_expired {
+            drop_refs(context, pool, &pages[group], frozen)
+        } else {
+            refer_group(context, pool, &pages[group.clone()], &mut results[group])
+        };
+        if referred.is_err() {
+            status = wire::S_NO_POOL;
+        }
+    }
+    if status == wire::S_OK && done < count {
+        answer.write(RESP_BYTES + from, &results[from..done])?;
+        progress.done = done;
+        return Ok(None);
+    }
+    if status != wire::S_OK {
+        // The pool or the generation ended, perhaps between two groups.
+        results.fill(wire::P_GONE);
+        from = 0;
+    }
+    let mut bytes = [0u8; RESP_BYTES + wire::BATCH_MAX];
+    bytes[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
+    let end = RESP_BYTES + count;
+    bytes[RESP_BYTES..end].copy_from_slice(&results[..count]);
+    answer.write_results(from, 1, &bytes[..end])?;
+    Ok(Some(end as u32))
+}
+
+/// Returns the pages of a REF as the engine takes them.
+fn refs(pages: &[RefPage]) -> Vec<Ref> {
+    let refs = pages.iter().map(|page| Ref {
+        object: page.object.get(),
+        index: page.index.get(),
+        cookie: page.cookie.get(),
+    });
+    refs.collect()
+}
+
+/// Drops the pages of a REF, which are then answered with GONE. The driver forgets them upon this
+/// answer, so nothing would ever request them.
+fn drop_refs(
+    context: &Context<'_, '_>,
+    pool: u32,
+    pages: &[RefPage],
+    frozen: bool,
+) -> Result<(), NoPool> {
+    let vm = context.vm;
+    if !frozen {
+        let counter = match context.limited {
+            true => &vm.counters.limited_pages,
+            false => &vm.counters.drain_cut_pages,
+        };
+        counter.fetch_add(pages.len() as u64, Ordering::Relaxed);
+    }
+    let refs = refs(pages);
+    context.slice.charge(vm.tenant.drop_refs(pool, &refs)?);
+    if let Some(tap) = &vm.tap {
+        tap.refer(pool, &refs, &vec![false; refs.len()]);
+    }
+    Ok(())
+}
+
+/// Refers to a group of pages and sets their results.
+fn refer_group(
+    context: &Context<'_, '_>,
+    pool: u32,
+    pages: &[RefPage],
+    results: &mut [u8],
+) -> Result<(), NoPool> {
+    let vm = context.vm;
+    let refs = refs(pages);
+    let mut held = [false; REF_GROUP_PAGES];
+    let held = &mut held[..refs.len()];
+    context.slice.charge(vm.tenant.refer(pool, &refs, held)?);
+    if let Some(tap) = &vm.tap {
+        tap.refer(pool, &refs, held);
+    }
+    for (result, held) in results.iter_mut().zip(held) {
+        *result = if *held { wire::P_HELD } else { wire::P_GONE };
+    }
+    Ok(())
+}
+
 /// The pages of a GET: consecutive pages of an object from `index` on, one for each cookie.
 struct GetBatch<'a> {
     pool: u32,
     object: u64,
     index: u64,
     cookies: &'a [U64],
+    /// Bit n allows to retain the page `index` + n.
+    retain: u64,
 }
 
 /// Returns the result of a page that is not returned.
@@ -423,7 +539,8 @@ fn miss() -> GetPage {
     GetPage {
         cookie: 0.into(),
         result: wire::P_MISS,
-        reserved: [0; 7],
+        flags: 0,
+        reserved: [0; 6],
     }
 }
 
@@ -514,22 +631,31 @@ fn take_pages<'vm>(
     let mut found = [GetResult::Miss; wire::BATCH_MAX];
     let found = &mut found[..pages.len()];
     let first = batch.index + start as u64;
-    let tenant = &vm.tenant;
-    let taken = tenant.get_some(pool, (object, first), wanted, pages, found, step_ns)?;
+    // The pages of a frozen VM leave the pool, so that its memory becomes free.
+    let retain = match vm.frozen.load(Ordering::Relaxed) {
+        true => 0,
+        false => batch.retain >> start,
+    };
+    let (tenant, asked) = (&vm.tenant, (wanted, retain));
+    let taken = tenant.get_retaining(pool, (object, first), asked, pages, found, step_ns)?;
     context.slice.charge(taken.cost_ns());
     if let Some(tap) = &vm.tap {
         let found = found[..taken.pages()].iter();
         let hits = found.map(|result| *result != GetResult::Miss);
-        tap.get(pool, object, first, hits);
+        tap.get(pool, object, first, hits, batch.retain >> start);
     }
     for ((result, found), wanted) in results.iter_mut().zip(found).zip(wanted) {
         // The pool returns no page with another cookie. The comparison is repeated here because a
         // page of another put must never reach a guest.
-        if let GetResult::Hit { cookie } = found
-            && *cookie == *wanted
-        {
-            result.cookie = (*cookie).into();
+        let (cookie, flags) = match found {
+            GetResult::Miss => continue,
+            GetResult::Hit { cookie } => (*cookie, 0),
+            GetResult::Retained { cookie } => (*cookie, wire::GET_RETAINED),
+        };
+        if cookie == *wanted {
+            result.cookie = cookie.into();
             result.result = wire::P_HIT;
+            result.flags = flags;
         }
     }
     Ok(taken)

@@ -6,7 +6,7 @@
 //! range. Out of scope: whether the generation is current and the pool exists, see `execute.rs`.
 
 use virtio_tmem as wire;
-use virtio_tmem::{Get, Latencies, PoolCreate, PutPage, Range, Report, Req, Resp, U64};
+use virtio_tmem::{Get, Latencies, PoolCreate, PutPage, Range, RefPage, Report, Req, Resp, U64};
 use zerocopy::FromBytes;
 
 /// Kind of a virtqueue.
@@ -45,6 +45,13 @@ pub enum Body<'a> {
         index: u64,
         /// The wanted cookie of each page.
         cookies: &'a [U64],
+        /// Bit n allows to retain the page `index` + n.
+        retain: u64,
+    },
+    /// Refers to retained pages that the guest has evicted unchanged.
+    Ref {
+        /// Keys and cookies of the pages.
+        pages: &'a [RefPage],
     },
     /// Drops ranges of pages.
     Flush {
@@ -83,7 +90,7 @@ const BAD: Rejected = Rejected::Status(wire::S_BAD);
 const UNSUPPORTED: Rejected = Rejected::Status(wire::S_UNSUPPORTED);
 
 /// Parses a request from the readable bytes of a chain and the length of its writable part in
-/// bytes.
+/// bytes. `retain` says whether the driver has accepted [`wire::F_RETAIN`].
 ///
 /// If a chain has more than [`wire::READABLE_BYTES_MAX`] readable bytes, the caller passes any
 /// `READABLE_BYTES_MAX + 1` of them: no request is that large.
@@ -94,6 +101,7 @@ pub fn parse(
     kind: QueueKind,
     readable: &[u8],
     writable_bytes: u64,
+    retain: bool,
 ) -> Result<Request<'_>, Rejected> {
     if writable_bytes < size_of::<Resp>() as u64 {
         return Err(Rejected::Unanswerable);
@@ -102,16 +110,21 @@ pub fn parse(
     let (request_type, count) = (req.r#type.get(), req.count.get());
     let queue_of_type = match request_type {
         wire::T_PUT | wire::T_GET | wire::T_FLUSH => QueueKind::Request,
+        wire::T_REF if retain => QueueKind::Request,
         wire::T_POOL_CREATE | wire::T_POOL_DESTROY | wire::T_REPORT | wire::T_LATENCIES => {
             QueueKind::Control
         }
         _ => return Err(UNSUPPORTED),
     };
     let shape = wire::shape(request_type, count).ok_or(BAD)?;
+    let allowed = match request_type {
+        wire::T_GET if retain => wire::retain_bits(count),
+        _ => 0,
+    };
     if queue_of_type != kind
         || readable.len() != shape.readable_bytes
         || writable_bytes != shape.writable_bytes as u64
-        || req.reserved.get() != 0
+        || req.retain.get() & !allowed != 0
     {
         return Err(BAD);
     }
@@ -125,8 +138,9 @@ pub fn parse(
     let count = usize::from(count);
     let body = match request_type {
         wire::T_PUT => put(rest, count)?,
-        wire::T_GET => get(rest, count)?,
+        wire::T_GET => get(rest, count, req.retain.get())?,
         wire::T_FLUSH => flush(rest, count)?,
+        wire::T_REF => refer(rest, count)?,
         wire::T_POOL_CREATE => pool_create(rest)?,
         wire::T_POOL_DESTROY => Body::PoolDestroy,
         wire::T_REPORT => report(rest)?,
@@ -141,6 +155,7 @@ pub fn cost_pages(body: &Body<'_>) -> u32 {
         Body::Put { pages, .. } => pages.len() as u32,
         Body::Get { cookies, .. } => cookies.len() as u32,
         Body::Flush { ranges } => ranges.len() as u32,
+        Body::Ref { pages } => pages.len() as u32,
         _ => 1,
     }
 }
@@ -167,7 +182,7 @@ fn put(rest: &[u8], count: usize) -> Result<Body<'_>, Rejected> {
     Ok(Body::Put { pages, data })
 }
 
-fn get(rest: &[u8], count: usize) -> Result<Body<'_>, Rejected> {
+fn get(rest: &[u8], count: usize, retain: u64) -> Result<Body<'_>, Rejected> {
     let (get, rest) = Get::ref_from_prefix(rest).map_err(|_| BAD)?;
     let cookies = <[U64]>::ref_from_bytes_with_elems(rest, count).map_err(|_| BAD)?;
     let (object, index) = (get.object.get(), get.index.get());
@@ -178,7 +193,19 @@ fn get(rest: &[u8], count: usize) -> Result<Body<'_>, Rejected> {
         object,
         index,
         cookies,
+        retain,
     })
+}
+
+fn refer(rest: &[u8], count: usize) -> Result<Body<'_>, Rejected> {
+    let pages = <[RefPage]>::ref_from_bytes_with_elems(rest, count).map_err(|_| BAD)?;
+    let good =
+        |page: &RefPage| in_range(page.object.get(), page.index.get(), 1) && page.cookie.get() != 0;
+    if pages.iter().all(good) {
+        Ok(Body::Ref { pages })
+    } else {
+        Err(BAD)
+    }
 }
 
 fn flush(rest: &[u8], count: usize) -> Result<Body<'_>, Rejected> {
@@ -214,9 +241,14 @@ fn report(rest: &[u8]) -> Result<Body<'_>, Rejected> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{parse as parse_with, *};
     use virtio_tmem::{READABLE_BYTES_MAX, shape};
     use zerocopy::IntoBytes;
+
+    /// Parses a request of a driver that has accepted F_RETAIN.
+    fn parse(kind: QueueKind, readable: &[u8], room: u64) -> Result<Request<'_>, Rejected> {
+        parse_with(kind, readable, room, true)
+    }
 
     const LAST_INDEX: u64 = (1 << wire::INDEX_BITS) - 1;
 
@@ -226,7 +258,7 @@ mod tests {
             r#type: request_type.into(),
             count: count.into(),
             pool: 3.into(),
-            reserved: 0.into(),
+            retain: 0.into(),
         }
     }
 
@@ -252,6 +284,14 @@ mod tests {
         }
     }
 
+    fn ref_page(object: u64, index: u64, cookie: u64) -> RefPage {
+        RefPage {
+            object: object.into(),
+            index: index.into(),
+            cookie: cookie.into(),
+        }
+    }
+
     /// Returns a valid request of each type: queue, type, count and bytes.
     fn good() -> Vec<(QueueKind, u16, u16, Vec<u8>)> {
         use QueueKind::{Control, Request};
@@ -269,6 +309,7 @@ mod tests {
             ),
             (Request, wire::T_GET, 2, bytes(&[get.as_bytes(), &[1; 16]])),
             (Request, wire::T_FLUSH, 1, range(1, 0, 0).as_bytes().into()),
+            (Request, wire::T_REF, 1, ref_page(1, 0, 1).as_bytes().into()),
             (Control, wire::T_POOL_CREATE, 0, vec![0; 8]),
             (Control, wire::T_POOL_DESTROY, 0, vec![]),
             (Control, wire::T_REPORT, 0, vec![0; size_of::<Report>()]),
@@ -312,12 +353,14 @@ mod tests {
                         object: 1,
                         index,
                         cookies,
+                        retain: 0,
                     },
                 ) => {
                     assert_eq!(index, LAST_INDEX - 1);
                     assert_eq!(cookies, [U64::new(0x0101_0101_0101_0101); 2]);
                 }
                 (wire::T_FLUSH, Body::Flush { ranges }) => assert_eq!(ranges, [range(1, 0, 0)]),
+                (wire::T_REF, Body::Ref { pages }) => assert_eq!(pages, [ref_page(1, 0, 1)]),
                 (wire::T_POOL_CREATE, Body::PoolCreate) => {}
                 (wire::T_POOL_DESTROY, Body::PoolDestroy) => {}
                 (wire::T_REPORT, Body::Report(_)) => {}
@@ -406,13 +449,14 @@ mod tests {
     fn headers_out_of_range_are_bad() {
         for (queue, t, n, mut readable) in good() {
             let room = writable(t, n);
-            // Each byte of the reserved field must be 0.
+            // The two pages of the GET have the two lowest bits of the retain field. All others must
+            // be 0.
             for byte in 16..24 {
-                readable[byte] = 1;
+                readable[byte] = 4;
                 assert_eq!(
                     parse(queue, &readable, room),
                     Err(BAD),
-                    "type {t} was accepted with a non-zero reserved byte {byte}"
+                    "type {t} was accepted with a wrong bit in byte {byte}"
                 );
                 readable[byte] = 0;
             }
@@ -537,5 +581,53 @@ mod tests {
         };
         assert_eq!(report(wire::R_POISONED), Ok(()));
         assert_eq!(report(wire::R_POISONED + 1), Err(BAD));
+    }
+
+    #[test]
+    fn a_get_has_retain_bits_of_its_own_pages_only() {
+        let (_, _, _, get) = good().swap_remove(1);
+        let room = writable(wire::T_GET, 2);
+        let retain_of = |retain: u64, accepted| {
+            let mut get = get.clone();
+            get[16..24].copy_from_slice(&retain.to_le_bytes());
+            match parse_with(QueueKind::Request, &get, room, accepted) {
+                Ok(super::Request {
+                    body: Body::Get { retain, .. },
+                    ..
+                }) => Ok(retain),
+                other => Err(other.err()),
+            }
+        };
+        for retain in 0..4 {
+            assert_eq!(retain_of(retain, true), Ok(retain));
+        }
+        for bit in 2..64 {
+            assert_eq!(retain_of(1 << bit, true), Err(Some(BAD)), "bit {bit}");
+        }
+        // Without the feature, the field is reserved.
+        assert_eq!(retain_of(0, false), Ok(0));
+        for bit in 0..64 {
+            assert_eq!(retain_of(1 << bit, false), Err(Some(BAD)), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn references_out_of_range_are_bad() {
+        let answer = |page: RefPage| {
+            let all = bytes(&[req(wire::T_REF, 1).as_bytes(), page.as_bytes()]);
+            parse(QueueKind::Request, &all, writable(wire::T_REF, 1)).map(|_| ())
+        };
+        assert_eq!(answer(ref_page(1, LAST_INDEX, u64::MAX)), Ok(()));
+        for (object, index, cookie) in [(0, 0, 1), (1, LAST_INDEX + 1, 1), (1, 0, 0)] {
+            assert_eq!(answer(ref_page(object, index, cookie)), Err(BAD));
+        }
+    }
+
+    #[test]
+    fn without_the_feature_ref_is_an_unknown_type() {
+        let all = bytes(&[req(wire::T_REF, 1).as_bytes(), ref_page(1, 0, 1).as_bytes()]);
+        for kind in [QueueKind::Control, QueueKind::Request] {
+            assert_eq!(parse_with(kind, &all, 9, false), Err(UNSUPPORTED));
+        }
     }
 }

@@ -13,7 +13,7 @@
 
 use crate::host::clock::ClockAndEntropy;
 use std::cell::Cell;
-use tmem_pool::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX};
+use tmem_pool::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX, REF_NS_MAX};
 
 /// Length of a slice in ns. A batch of 64 pages in lz4 form fits into it, or about half a batch in
 /// zstd form. If a worker has 16 busy VMs, a request waits for 3 ms.
@@ -41,7 +41,7 @@ pub const STEP_NS: u64 = 60_000;
 
 const _: () = {
     assert!(FLUSH_NS_MIN <= STEP_NS && DESTROY_NS_MAX <= STEP_NS);
-    assert!(GET_NS_MAX <= STEP_NS && PUT_NS_MAX <= STEP_NS);
+    assert!(GET_NS_MAX <= STEP_NS && PUT_NS_MAX <= STEP_NS && REF_NS_MAX <= STEP_NS);
     assert!(2 * STEP_NS <= SLICE_NS);
 };
 

@@ -93,6 +93,8 @@ pub struct VringState {
     pub error: Option<OwnedFd>,
     /// State from SET_VRING_ENABLE.
     pub enabled: bool,
+    /// Whether the driver has accepted the feature bit of retained pages.
+    pub retain: bool,
     /// Whether the rings are in guest memory and the used index equals the base.
     ready: bool,
     /// Whether the used index was compared with the base after the last SET_VRING_BASE.
@@ -144,6 +146,8 @@ struct TakenChain {
     begun_ns: u64,
     /// State of this chain if the last slice interrupted it.
     interrupted: Option<Unfinished>,
+    /// Whether the driver has accepted the feature bit of retained pages.
+    retain: bool,
 }
 
 /// Descriptor chain whose answer is in guest memory.
@@ -291,6 +295,7 @@ impl Vring {
                 call: None,
                 error: None,
                 enabled: false,
+                retain: false,
                 ready: false,
                 synced: false,
                 stopped: None,
@@ -494,6 +499,7 @@ impl Vring {
                 head,
                 begun_ns,
                 interrupted: unfinished.take().filter(|last| last.head == head),
+                retain: state.retain,
             };
             let mut spent = None;
             match self.answer(table, scratch, &slice, taken, &mut spent)? {
@@ -592,7 +598,7 @@ impl Vring {
             wire::CONTROL_QUEUE => QueueKind::Control,
             _ => QueueKind::Request,
         };
-        let parsed = match request::parse(kind, readable, chain.writable_bytes()) {
+        let parsed = match request::parse(kind, readable, chain.writable_bytes(), taken.retain) {
             Ok(_) if chain.is_out_of_order() => Err(Rejected::Status(wire::S_BAD)),
             parsed => parsed,
         };
@@ -630,6 +636,7 @@ impl Vring {
             Body::Put { .. } => Some(&vm.counters.put_latency),
             Body::Get { .. } => Some(&vm.counters.get_latency),
             Body::Flush { .. } => Some(&vm.counters.flush_latency),
+            Body::Ref { .. } => Some(&vm.counters.ref_latency),
             _ => None,
         };
         Ok(match used {

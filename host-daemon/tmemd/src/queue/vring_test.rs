@@ -16,7 +16,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::os::unix::net::UnixStream;
 use tmem_pool::{Engine, EngineConfig, TenantSpec};
-use virtio_tmem::{Get, GetPage, PAGE_SIZE, PutPage, Req};
+use virtio_tmem::{Get, GetPage, PAGE_SIZE, PutPage, RefPage, Req};
 use vm_memory::GuestMemoryBackend;
 use zerocopy::IntoBytes;
 
@@ -228,6 +228,54 @@ impl Guest {
         self.send(&bytes, 8 + count * (size_of::<GetPage>() + PAGE_SIZE))
     }
 
+    /// Accepts the feature bit of retained pages for the driver.
+    fn accept_retain(&self) {
+        self.vring.lock().retain = true;
+    }
+
+    /// Gets pages as [`get`](Self::get) does. Bit n of `retain` allows to retain page n.
+    fn get_retaining(&mut self, index: u64, count: usize, retain: u64) -> u64 {
+        let get = Get {
+            object: 1.into(),
+            index: index.into(),
+        };
+        let mut header = req(wire::T_GET, count);
+        header.retain = retain.into();
+        let mut bytes = [header.as_bytes(), get.as_bytes()].concat();
+        for number in 0..count as u64 {
+            bytes.extend((index + number + 1).to_le_bytes());
+        }
+        self.send(&bytes, 8 + count * (size_of::<GetPage>() + PAGE_SIZE))
+    }
+
+    /// Refers to pages, each with the cookie of [`put`](Self::put) plus `beyond`.
+    fn refer(&mut self, index: u64, count: usize, beyond: u64) -> u64 {
+        let mut bytes = req(wire::T_REF, count).as_bytes().to_vec();
+        for index in index..index + count as u64 {
+            let page = RefPage {
+                object: 1.into(),
+                index: index.into(),
+                cookie: (index + 1 + beyond).into(),
+            };
+            bytes.extend(page.as_bytes());
+        }
+        self.send(&bytes, 8 + count)
+    }
+
+    /// Reads the flags of a GET's pages.
+    fn flags(&self, answer: u64, count: usize) -> Vec<u8> {
+        self.bytes(answer + 8, count * 16)
+            .chunks(16)
+            .map(|page| page[9])
+            .collect()
+    }
+
+    /// Returns the numbers of pages that the pool has, and of those that are retained.
+    fn pages(&self) -> (u64, u64) {
+        let stats = self.link.vm.tenant.stats();
+        (stats.pages, stats.retained_pages)
+    }
+
     /// Stores a page in the pool, in its final form.
     fn store(&self, index: u64, page: &[u8; PAGE_SIZE]) {
         let put = tmem_pool::Put {
@@ -330,7 +378,7 @@ fn req(request_type: u16, count: usize) -> Req {
         r#type: request_type.into(),
         count: (count as u16).into(),
         pool: 1.into(),
-        reserved: 0.into(),
+        retain: 0.into(),
     }
 }
 
@@ -497,10 +545,18 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static HEAP: Counting = Counting;
 
-/// The pages of the window are raw, same-filled, compressed or missing.
 #[test]
 fn a_get_of_64_pages_allocates_no_memory() {
+    for retain in [0, u64::MAX] {
+        get_64_pages_without_allocation(retain);
+    }
+}
+
+/// Gets a window of pages that are raw, same-filled, compressed or missing. Bit n of `retain` allows
+/// to retain page n.
+fn get_64_pages_without_allocation(retain: u64) {
     let mut guest = guest();
+    guest.accept_retain();
     for index in 0..48u64 {
         let mut page = [index as u8; PAGE_SIZE];
         if index % 2 == 0 {
@@ -513,13 +569,15 @@ fn a_get_of_64_pages_allocates_no_memory() {
     assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 1));
     let stats = guest.link.vm.tenant.stats();
     assert_eq!((stats.raw_pages, stats.same_filled_pages), (8, 24));
-    let answer = guest.get(0, 64);
+    let answer = guest.get_retaining(0, 64, retain);
     let before = ALLOCATIONS.get();
     let end = guest.run_slice();
     assert_eq!(ALLOCATIONS.get() - before, 0);
     assert_eq!((end, guest.used()), (SliceEnd::Idle, 2));
     let results = [&[wire::P_HIT; 56][..], &[wire::P_MISS; 8]].concat();
     assert_eq!(guest.results(answer, 64), results);
+    let stayed = if retain == 0 { 0 } else { 56 };
+    assert_eq!(guest.pages(), (stayed, stayed));
     assert!(guest.interrupted(), "the guest was not interrupted");
 }
 
@@ -1572,4 +1630,194 @@ fn a_polled_ring_requests_no_kick() {
     let state = guest.vring.lock();
     assert!(guest.vring.poll_has_ended(until_ns));
     drop(state);
+}
+
+/// A page is put, retained by two GETs, held again after a REF, and removed by a GET that does not
+/// allow to retain it.
+#[test]
+fn retained_pages_are_returned_and_referred_to() {
+    let mut guest = guest();
+    guest.accept_retain();
+    guest.put(5, 3);
+    let (first, second) = (guest.get_retaining(5, 3, 5), guest.get_retaining(5, 3, 1));
+    let (referred, other) = (guest.refer(5, 3, 0), guest.refer(5, 3, 9));
+    guest.run_slice();
+    assert_eq!(guest.results(first, 3), [wire::P_HIT; 3]);
+    assert_eq!(
+        guest.flags(first, 3),
+        [wire::GET_RETAINED, 0, wire::GET_RETAINED]
+    );
+    let data = first + 8 + 3 * 16;
+    assert_eq!(guest.bytes(data + 2 * 4096, 4096), [7; 4096]);
+    assert_eq!(
+        guest.results(second, 3),
+        [wire::P_HIT, wire::P_MISS, wire::P_HIT]
+    );
+    assert_eq!(guest.flags(second, 3), [wire::GET_RETAINED, 0, 0]);
+    let ok = [wire::S_OK, 0, 0, 0, 0, 0, 0, 0];
+    let answered = |results: [u8; 3]| [&ok[..], &results].concat();
+    assert_eq!(
+        guest.bytes(referred, 11),
+        answered([wire::P_HELD, wire::P_GONE, wire::P_GONE])
+    );
+    assert_eq!(guest.bytes(other, 11), answered([wire::P_GONE; 3]));
+    assert_eq!(guest.pages(), (1, 0));
+    let get = guest.get(5, 1);
+    guest.run_slice();
+    assert_eq!(
+        (guest.results(get, 1), guest.flags(get, 1)),
+        (vec![wire::P_HIT], vec![0])
+    );
+    assert_eq!(guest.pages(), (0, 0));
+}
+
+/// A driver that has not accepted the feature gets the answers of a device that does not know it.
+#[test]
+fn retained_pages_need_the_feature() {
+    let mut guest = guest();
+    guest.put(0, 1);
+    let (get, referred) = (guest.get_retaining(0, 1, 1), guest.refer(0, 1, 0));
+    guest.run_slice();
+    assert_eq!(guest.bytes(get, 1), [wire::S_BAD]);
+    assert_eq!(guest.bytes(referred, 1), [wire::S_UNSUPPORTED]);
+    assert_eq!(guest.pages(), (1, 0));
+}
+
+#[test]
+fn a_stale_reference_changes_nothing() {
+    let mut guest = guest();
+    guest.accept_retain();
+    guest.put(0, 2);
+    guest.get_retaining(0, 1, 1);
+    guest.run_slice();
+    guest
+        .link
+        .generation
+        .store(GENERATION + 1, Ordering::SeqCst);
+    let (referred, get) = (guest.refer(0, 2, 0), guest.get_retaining(0, 2, 3));
+    guest.run_slice();
+    assert_eq!(
+        guest.bytes(referred, 10),
+        [
+            wire::S_STALE,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            wire::P_GONE,
+            wire::P_GONE
+        ]
+    );
+    assert_eq!(guest.results(get, 2), [wire::P_MISS; 2]);
+    assert_eq!(guest.pages(), (2, 1));
+}
+
+#[test]
+fn a_reference_to_a_missing_pool_is_gone() {
+    let mut guest = guest();
+    guest.accept_retain();
+    let tenant = guest.link.vm.tenant.clone();
+    tenant
+        .destroy_pool(1)
+        .expect("the tenant has a pool with this id");
+    for limit_ns in [u64::MAX, 0] {
+        guest.vring.cut_at_ns.store(limit_ns, Ordering::SeqCst);
+        let referred = guest.refer(0, 1, 0);
+        guest.run_slice();
+        assert_eq!(
+            guest.bytes(referred, 9),
+            [wire::S_NO_POOL, 0, 0, 0, 0, 0, 0, 0, wire::P_GONE]
+        );
+    }
+}
+
+/// After GONE the driver forgets a page, so the pool must not keep it.
+#[test]
+fn references_that_are_not_executed_drop_their_pages() {
+    for cause in ["drain", "rate", "frozen"] {
+        let mut guest = guest();
+        guest.accept_retain();
+        guest.put(0, 3);
+        guest.get_retaining(0, 2, 3);
+        guest.run_slice();
+        assert_eq!(guest.pages(), (3, 2));
+        match cause {
+            "drain" => guest.vring.cut_at_ns.store(0, Ordering::SeqCst),
+            "rate" => {
+                guest.pages_per_second.store(1, Ordering::SeqCst);
+                guest.get(100, 64);
+                guest.run_slice();
+            }
+            _ => guest.link.vm.frozen.store(true, Ordering::SeqCst),
+        }
+        let (referred, other) = (guest.refer(0, 1, 0), guest.refer(1, 1, 9));
+        guest.run_slice();
+        for answer in [referred, other] {
+            assert_eq!(
+                guest.bytes(answer, 9),
+                [wire::S_OK, 0, 0, 0, 0, 0, 0, 0, wire::P_GONE],
+                "{cause}"
+            );
+        }
+        // Page 0 is dropped. The reference to page 1 names another cookie and changes nothing.
+        assert_eq!(guest.pages(), (2, 1), "{cause}");
+        let stats = guest.link.vm.tenant.stats();
+        assert_eq!((stats.refs, stats.refs_held), (2, 0), "{cause}");
+    }
+}
+
+#[test]
+fn the_pages_of_a_frozen_vm_are_not_retained() {
+    let mut guest = guest();
+    guest.accept_retain();
+    guest.put(0, 2);
+    guest.run_slice();
+    guest.link.vm.frozen.store(true, Ordering::SeqCst);
+    let get = guest.get_retaining(0, 2, 3);
+    guest.run_slice();
+    assert_eq!(
+        (guest.results(get, 2), guest.flags(get, 2)),
+        (vec![wire::P_HIT; 2], vec![0; 2])
+    );
+    assert_eq!(guest.pages(), (0, 0));
+}
+
+/// The time of a slice is over after each read of the clock, so each slice handles few pages.
+#[test]
+fn interrupted_references_and_retaining_gets_continue() {
+    let mut guest = guest();
+    guest.accept_retain();
+    guest.put(0, 64);
+    guest.run_slice();
+    while guest.used() < 1 {
+        guest.run_slice();
+    }
+    guest.clock.step_ns.store(SLICE_NS, Ordering::SeqCst);
+    let every_third = 0x9249_2492_4924_9249;
+    let get = guest.get_retaining(0, 64, every_third);
+    let mut slices = 0;
+    while guest.used() < 2 {
+        guest.run_slice();
+        slices += 1;
+    }
+    assert!(slices > 1, "the GET was answered in one slice");
+    assert_eq!(guest.results(get, 64), [wire::P_HIT; 64]);
+    let flags: Vec<u8> = (0..64).map(|page| u8::from(page % 3 == 0)).collect();
+    assert_eq!(guest.flags(get, 64), flags);
+    let referred = guest.refer(0, 64, 0);
+    let mut slices = 0;
+    while guest.used() < 3 {
+        guest.run_slice();
+        slices += 1;
+    }
+    assert!(slices > 1, "the REF was answered in one slice");
+    let held = flags.iter().map(|&flag| match flag {
+        0 => wire::P_GONE,
+        _ => wire::P_HELD,
+    });
+    assert_eq!(guest.bytes(referred + 8, 64), held.collect::<Vec<u8>>());
+    assert_eq!(guest.pages(), (22, 0));
 }

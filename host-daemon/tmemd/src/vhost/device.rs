@@ -46,6 +46,7 @@ const FEATURES: u64 = VIRTIO_F_VERSION_1
     | VIRTIO_F_EVENT_IDX
     | VIRTIO_F_IN_ORDER
     | 1 << wire::F_LATENCIES
+    | 1 << wire::F_RETAIN
     | VhostUserVirtioFeatures::LOG_ALL.bits()
     | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
 
@@ -311,6 +312,7 @@ impl VhostUserBackendReqHandlerMut for Device {
                 state
                     .queue
                     .set_event_idx(features & VIRTIO_F_EVENT_IDX != 0);
+                state.retain = features & 1 << wire::F_RETAIN != 0;
                 state.enabled |= enable;
             }
         });
@@ -726,14 +728,26 @@ mod tests {
         }
     }
 
+    /// The driver of the next boot may accept other features than that of the last one.
+    #[test]
+    fn retained_pages_follow_the_accepted_features() {
+        let (device, workers, _background) = devices();
+        let (mut device, _front_end) = device();
+        for accepted in [true, false, true] {
+            let features = VIRTIO_F_VERSION_1 | u64::from(accepted) << wire::F_RETAIN;
+            device
+                .set_features(features)
+                .expect("the device offers these features");
+            for vring in &device.vrings {
+                assert_eq!(vring.lock().retain, accepted);
+            }
+        }
+        workers.stop();
+    }
+
     #[test]
     fn no_reserved_feature_is_offered() {
-        for bit in [
-            wire::F_PERSISTENT,
-            wire::F_SHARED,
-            wire::F_RETAIN,
-            wire::F_EVENTS,
-        ] {
+        for bit in [wire::F_PERSISTENT, wire::F_SHARED, wire::F_EVENTS] {
             assert_eq!(FEATURES & (1 << bit), 0);
         }
         // These bits are ACCESS_PLATFORM and RING_PACKED.

@@ -15,7 +15,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
-use tmem_pool::{Put, PutResult, stored_bytes};
+use tmem_pool::{Put, PutResult, Ref, stored_bytes};
 use tmem_trace::format::{Blind, Event, Op, SizeClass, Writer};
 
 /// Number of bytes that are written to the file at once: some ten thousand events.
@@ -191,13 +191,39 @@ impl Tap {
     }
 
     /// Records a request for the pages of an object from `index` on, and whether each was returned.
-    pub fn get(&self, pool: u32, object: u64, index: u64, hits: impl Iterator<Item = bool>) {
+    /// Bit n of `retain` allows to retain page n.
+    pub fn get(
+        &self,
+        pool: u32,
+        object: u64,
+        index: u64,
+        hits: impl Iterator<Item = bool>,
+        retain: u64,
+    ) {
         let (object, distance) = self.recorder.blind.object(self.tenant, pool, object);
-        let ops = hits.zip(index..).filter_map(|(hit, index)| {
-            let page = distance.page(index)?;
-            Some(Op::Get { object, page, hit })
+        let ops = hits.enumerate().filter_map(|(nth, hit)| {
+            let page = distance.page(index + nth as u64)?;
+            Some(match retain >> nth & 1 {
+                0 => Op::Get { object, page, hit },
+                _ => Op::GetRetaining { object, page, hit },
+            })
         });
         self.recorder.record(self.tenant, ops);
+    }
+
+    /// Records references to retained pages, and whether each was held.
+    pub fn refer(&self, pool: u32, refs: &[Ref], held: &[bool]) {
+        let blind = &self.recorder.blind;
+        let ops: Vec<Op> = refs
+            .iter()
+            .zip(held)
+            .filter_map(|(page, &held)| {
+                let (object, distance) = blind.object(self.tenant, pool, page.object);
+                let page = distance.page(page.index)?;
+                Some(Op::Ref { object, page, held })
+            })
+            .collect();
+        self.recorder.record(self.tenant, ops.into_iter());
     }
 
     /// Records a flush. If `nr_pages` is None, the flush reaches to the end of the object.
@@ -225,5 +251,64 @@ impl Tap {
     pub fn clear(&self) {
         self.recorder
             .record(self.tenant, std::iter::once(Op::Clear));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tmem_trace::format::Reader;
+
+    #[test]
+    fn retained_pages_are_told_from_others() {
+        let folder = tempfile::tempdir().expect("cannot create a temporary directory");
+        let path = folder.path().join("trace");
+        let recorder = Arc::new(Recorder::create(&path, 1 << 20).expect("cannot create the trace"));
+        let tap = Tap::new(Arc::clone(&recorder), 1);
+        tap.get(1, 5, 7, [true, true, false].into_iter(), 0b101);
+        let refs = [7, 9].map(|index| Ref {
+            object: 5,
+            index,
+            cookie: 1,
+        });
+        tap.refer(1, &refs, &[true, false]);
+        recorder.finish();
+        let bytes = std::fs::read(&path).expect("cannot read the trace");
+        let reader = Reader::new(&bytes).expect("the file is a trace");
+        let ops: Vec<Op> = reader
+            .map(|event| event.expect("the trace is complete").op)
+            .collect();
+        let Some(&Op::GetRetaining {
+            object,
+            page,
+            hit: true,
+        }) = ops.first()
+        else {
+            panic!("the first event is not a get of a page that may be retained: {ops:?}");
+        };
+        let (second, third) = (page + 1, page + 2);
+        let expected = [
+            Op::Get {
+                object,
+                page: second,
+                hit: true,
+            },
+            Op::GetRetaining {
+                object,
+                page: third,
+                hit: false,
+            },
+            Op::Ref {
+                object,
+                page,
+                held: true,
+            },
+            Op::Ref {
+                object,
+                page: third,
+                held: false,
+            },
+        ];
+        assert_eq!(ops[1..], expected);
     }
 }

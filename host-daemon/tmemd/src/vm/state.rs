@@ -39,9 +39,9 @@ pub struct Counters {
     pub requests_stale: AtomicU64,
     /// Number of requests that were answered BAD or UNSUPPORTED because of their shape.
     pub requests_bad: AtomicU64,
-    /// Number of pages that were refused or missed because the time limit of a drain expired.
+    /// Number of pages that were refused, missed or gone because the time limit of a drain expired.
     pub drain_cut_pages: AtomicU64,
-    /// Number of pages that were refused or missed because the VM exceeded its rate.
+    /// Number of pages that were refused, missed or gone because the VM exceeded its rate.
     pub limited_pages: AtomicU64,
     /// Number of pages that were refused because the VM is frozen.
     pub refused_frozen: AtomicU64,
@@ -53,6 +53,8 @@ pub struct Counters {
     pub get_latency: Histogram,
     /// Latency of FLUSH requests, from the first slice to the last.
     pub flush_latency: Histogram,
+    /// Latency of REF requests.
+    pub ref_latency: Histogram,
     /// Time that the VM's queues waited for a slice of their worker.
     pub wait_latency: Histogram,
 }

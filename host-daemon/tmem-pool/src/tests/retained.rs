@@ -1,0 +1,480 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Retained pages: their states, their place in the order of eviction, and what they do for guests
+//! that read a working set again and again.
+
+use super::rng::{Rng, for_each_seed};
+use super::{
+    OPEN, POOL, add, config, fill, get, get_retaining, maintain_all, new_engine, noise,
+    partly_noise, put, put_raw, refer,
+};
+use crate::state::Reason;
+use crate::{
+    Engine, GetResult, NoPool, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, PolicyKind, PutResult, Quota,
+    Ref, ShadowMemory, ShadowTenant, Tenant,
+};
+use std::collections::{BTreeMap, VecDeque};
+use tmem_trace::estimate::{GAIN_OVER_USUAL, GAIN_PERCENT, LOSS_PERCENT, LOSS_UNDER_USUAL};
+
+/// Charge of an incompressible page in bytes.
+const NOISE_CHARGE: u64 = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
+
+/// Retains the pages 0 to `pages` - 1 of an object, which `fill` has put.
+fn retain_all(tenant: &Tenant, object: u64, pages: u64) {
+    for index in 0..pages {
+        let (_, retained) = get_retaining(tenant, object, index, 1).unwrap();
+        assert!(retained, "page {index} was removed");
+    }
+}
+
+fn counts(tenant: &Tenant) -> (u64, u64) {
+    let stats = tenant.stats();
+    (stats.pages, stats.retained_pages)
+}
+
+#[test]
+fn a_retained_page_is_held_again_after_a_reference() {
+    let engine = new_engine(1 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    for (index, page) in [noise(1), partly_noise(2, 4), [3; PAGE_SIZE]]
+        .into_iter()
+        .enumerate()
+    {
+        let index = index as u64;
+        put(&tenant, 1, index, 7, &page);
+        let charged_bytes = tenant.stats().charged_bytes;
+        for _ in 0..2 {
+            assert_eq!(get_retaining(&tenant, 1, index, 7), Some((page, true)));
+            assert_eq!(counts(&tenant), (index + 1, 1));
+        }
+        assert_eq!(
+            tenant.stats().charged_bytes,
+            charged_bytes,
+            "the charge of a retained page differs from that of a held page"
+        );
+        // A repeated reference changes nothing.
+        for _ in 0..2 {
+            assert!(refer(&tenant, 1, index, 7));
+            assert_eq!(counts(&tenant), (index + 1, 0));
+        }
+    }
+    // A get that does not allow it removes the page, held or retained.
+    assert!(get_retaining(&tenant, 1, 0, 7).unwrap().1);
+    assert_eq!(get(&tenant, 1, 0, 7), Some(noise(1)));
+    assert_eq!(get(&tenant, 1, 1, 7), Some(partly_noise(2, 4)));
+    assert_eq!(counts(&tenant), (1, 0));
+    let stats = tenant.stats();
+    assert_eq!((stats.hits, stats.retains), (9, 7));
+    assert_eq!((stats.refs, stats.refs_held), (6, 6));
+    maintain_all(&engine);
+}
+
+#[test]
+fn only_allowed_pages_are_retained() {
+    let engine = new_engine(1 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    fill(&tenant, 1, 64);
+    let mut out = vec![[0; PAGE_SIZE]; 64];
+    let mut results = vec![GetResult::Miss; 64];
+    let retain = 0x8000_0000_0000_0005;
+    let asked = (&[1; 64][..], retain);
+    drop(tenant.get_retaining(POOL, (1, 0), asked, &mut out, &mut results, u64::MAX));
+    for (nth, result) in results.iter().enumerate() {
+        let expected = match [0, 2, 63].contains(&nth) {
+            true => GetResult::Retained { cookie: 1 },
+            false => GetResult::Hit { cookie: 1 },
+        };
+        assert_eq!(*result, expected, "page {nth}");
+    }
+    assert_eq!(counts(&tenant), (3, 3));
+    maintain_all(&engine);
+}
+
+#[test]
+fn a_reference_with_another_cookie_changes_nothing() {
+    let engine = new_engine(1 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    assert!(
+        !refer(&tenant, 1, 0, 7),
+        "a page that was never put is held"
+    );
+    put(&tenant, 1, 0, 7, &noise(1));
+    assert!(get_retaining(&tenant, 1, 0, 7).unwrap().1);
+    for bit in 0..64 {
+        assert!(!refer(&tenant, 1, 0, 7 ^ 1 << bit));
+        assert_eq!(counts(&tenant), (1, 1));
+    }
+    // A newer put replaces the retained page. A late reference to the older page is answered with
+    // false and leaves the newer one alone.
+    put(&tenant, 1, 0, 8, &noise(2));
+    assert_eq!(counts(&tenant), (1, 0));
+    assert!(!refer(&tenant, 1, 0, 7));
+    let late = Ref {
+        object: 1,
+        index: 0,
+        cookie: 7,
+    };
+    tenant.drop_refs(POOL, &[late]).unwrap();
+    assert_eq!(get_retaining(&tenant, 1, 0, 8), Some((noise(2), true)));
+    // A refused put leaves nothing, and neither does a flush.
+    tenant.flush(POOL, 1, 0, Some(1)).unwrap();
+    assert!(!refer(&tenant, 1, 0, 8));
+    assert_eq!(counts(&tenant), (0, 0));
+    assert_eq!(tenant.stats().refs_held, 0);
+    maintain_all(&engine);
+}
+
+#[test]
+fn dropped_references_drop_their_pages() {
+    let engine = new_engine(1 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    fill(&tenant, 1, 3);
+    retain_all(&tenant, 1, 2);
+    let refs = [(0, 1), (1, 2), (2, 1)].map(|(index, cookie)| Ref {
+        object: 1,
+        index,
+        cookie,
+    });
+    tenant.drop_refs(POOL, &refs).unwrap();
+    assert_eq!(
+        counts(&tenant),
+        (1, 1),
+        "not exactly the pages with equal cookies were dropped"
+    );
+    assert_eq!(tenant.stats().flushed_pages, 2);
+    assert_eq!(tenant.drop_refs(9, &refs).map(drop), Err(NoPool));
+    assert_eq!(
+        tenant.refer(9, &refs, &mut [true; 3]).map(drop),
+        Err(NoPool)
+    );
+    maintain_all(&engine);
+}
+
+#[test]
+fn pools_and_objects_end_with_their_retained_pages() {
+    let engine = new_engine(4 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    for end in 0..3 {
+        fill(&tenant, 1, 40);
+        retain_all(&tenant, 1, 40);
+        engine.check_invariants();
+        match end {
+            0 => tenant.flush(POOL, 1, 0, None).unwrap(),
+            1 => tenant.destroy_pool(POOL).unwrap(),
+            _ => tenant.clear(),
+        }
+        engine.check_invariants();
+        assert_eq!(counts(&tenant), (0, 0));
+        maintain_all(&engine);
+        if end > 0 {
+            tenant.create_pool(POOL).unwrap();
+        } else {
+            assert!(!refer(&tenant, 1, 0, 1));
+        }
+    }
+}
+
+#[test]
+fn retained_pages_are_evicted_before_held_pages() {
+    let engine = new_engine(4 << 20);
+    let limit = Quota {
+        limit_bytes: Some(100 * NOISE_CHARGE),
+        ..OPEN
+    };
+    let tenant = add(&engine, "a", None, limit);
+    fill(&tenant, 1, 50);
+    fill(&tenant, 2, 50);
+    // The retained pages are newer than the held ones, so a policy would evict them last.
+    retain_all(&tenant, 2, 50);
+    assert_eq!(fill(&tenant, 3, 50), 50);
+    let stats = tenant.stats();
+    assert_eq!((stats.pages, stats.retained_pages), (100, 0));
+    assert_eq!((stats.evictions, stats.evictions_retained), (50, 50));
+    assert!((0..50).all(|index| tenant.peek((POOL, 1, index)).is_some()));
+    assert!((0..50).all(|index| !refer(&tenant, 2, index, 1)));
+    assert_eq!(fill(&tenant, 4, 10), 10);
+    assert_eq!(tenant.stats().evictions_retained, 50);
+    maintain_all(&engine);
+}
+
+#[test]
+fn retained_pages_above_an_entitlement_are_evicted_before_held_pages_of_others() {
+    let engine = new_engine(400 * NOISE_CHARGE);
+    let reserve = Quota {
+        reserve_bytes: 100 * NOISE_CHARGE,
+        weight: 0,
+        ..OPEN
+    };
+    let idle = add(
+        &engine,
+        "idle",
+        None,
+        Quota {
+            reserve_bytes: 200 * NOISE_CHARGE,
+            ..reserve
+        },
+    );
+    let protected = add(&engine, "protected", None, reserve);
+    let retaining = add(&engine, "retaining", None, Quota { weight: 1, ..OPEN });
+    let holding = add(&engine, "holding", None, Quota { weight: 1, ..OPEN });
+    fill(&protected, 1, 60);
+    retain_all(&protected, 1, 60);
+    fill(&retaining, 1, 80);
+    retain_all(&retaining, 1, 80);
+    // The holding tenant is further above its entitlement than the retaining one.
+    assert_eq!(fill(&holding, 1, 180), 180);
+    assert!(holding.shared().excess_bytes() > retaining.shared().excess_bytes());
+    assert!(retaining.shared().excess_bytes() > 0);
+    let before = holding.stats().evictions;
+    for _ in 0..10 {
+        assert_eq!(engine.evict_one(), 1);
+    }
+    assert_eq!(
+        holding.stats().evictions,
+        before,
+        "held pages were evicted first"
+    );
+    assert!(retaining.stats().evictions_retained >= 10);
+    assert_eq!(
+        protected.stats().evictions,
+        0,
+        "a tenant below its entitlement lost pages"
+    );
+    // A tenant keeps retained pages within its entitlement, and held pages of others leave.
+    for _ in 0..60 {
+        assert_eq!(engine.evict_one(), 1);
+    }
+    assert!(holding.stats().evictions > before);
+    assert!(retaining.stats().retained_pages > 0);
+    assert_eq!(protected.stats().evictions, 0);
+    drop(idle);
+}
+
+/// Puts and references must be the same for the policy: both tenants evict in the same order.
+#[test]
+fn a_reference_is_the_same_reuse_for_the_policy_as_a_put() {
+    for_each_seed("reuse", 4, |seed| {
+        let orders = [false, true].map(|retain| {
+            let engine = Engine::new(crate::EngineConfig {
+                seed,
+                ..config(16 << 20)
+            })
+            .unwrap();
+            let tenant = add(&engine, "a", None, OPEN);
+            let mut rng = Rng::new(seed);
+            for _ in 0..2000 {
+                let index = rng.below(200);
+                if rng.one_in(3) {
+                    assert_eq!(
+                        put_raw(&tenant, 1, index, 1, &[1; PAGE_SIZE]),
+                        PutResult::Stored
+                    );
+                    maintain_all(&engine);
+                    continue;
+                }
+                let found = match retain {
+                    true => get_retaining(&tenant, 1, index, 1).is_some(),
+                    false => get(&tenant, 1, index, 1).is_some(),
+                };
+                if !found {
+                    continue;
+                }
+                if retain {
+                    assert!(refer(&tenant, 1, index, 1));
+                } else {
+                    assert_eq!(
+                        put_raw(&tenant, 1, index, 1, &[1; PAGE_SIZE]),
+                        PutResult::Stored
+                    );
+                    maintain_all(&engine);
+                }
+            }
+            let gain_hits = tenant.stats().gain_hits;
+            let mut order = Vec::new();
+            while tenant.stats().pages > 0 {
+                let held = |&index: &u64| tenant.peek((POOL, 1, index)).is_some();
+                let before: Vec<u64> = (0..200).filter(held).collect();
+                engine.evict_from(tenant.shared(), 1, Reason::Limit);
+                order.extend(before.into_iter().filter(|index| !held(index)));
+            }
+            (order, gain_hits)
+        });
+        assert!(orders[0].0.len() > 50);
+        assert_eq!(orders[0], orders[1]);
+    });
+}
+
+/// Charge of a page of the simulated guests in bytes.
+const SHADOW_CHARGE: u64 = STORED_BYTES as u64 + PAGE_METADATA_CHARGE_BYTES;
+const STORED_BYTES: usize = 1024;
+
+/// Figures of a guest's reads. All except `used` count pages.
+#[derive(Debug, Default)]
+struct Reads {
+    /// Pages that were not in the guest's page cache.
+    misses: u64,
+    /// Pages that the pool did not return.
+    disk: u64,
+    puts: u64,
+    refs: u64,
+    gone: u64,
+    /// The engine's estimates.
+    gain: [u64; 3],
+    loss: [u64; 3],
+    loss_seen: u64,
+    /// Pages that the pool had at the end.
+    used: u64,
+}
+
+/// A guest whose page cache has room for `cache` pages and evicts the page that it read first,
+/// with a pool that has room for `pool` pages. `next` returns the pages that the guest reads.
+/// Returns the figures of the second half of all reads.
+fn read(
+    retain: bool,
+    (cache, pool): (usize, u64),
+    reads: usize,
+    mut next: impl FnMut() -> u64,
+) -> Reads {
+    let size_bytes = pool * SHADOW_CHARGE;
+    let memory = ShadowMemory::reserve(1 << 30).unwrap();
+    let mut tenant = ShadowTenant::new(PolicyKind::default(), 7, &memory);
+    assert!(tenant.ensure_pool(POOL));
+    // Pages of the cache with their retained flags, and the driver's index.
+    let (mut order, mut cached) = (VecDeque::new(), BTreeMap::new());
+    let mut index = BTreeMap::new();
+    let mut found = Reads::default();
+    let mut first = tenant.stats();
+    for nth in 0..reads {
+        if nth == reads / 2 {
+            found = Reads::default();
+            first = tenant.stats();
+        }
+        let page = next();
+        if cached.contains_key(&page) {
+            continue;
+        }
+        let result = match index.remove(&page) {
+            Some(()) => tenant.get_retaining(POOL, (1, page), retain),
+            None => GetResult::Miss,
+        };
+        found.misses += 1;
+        found.disk += u64::from(result == GetResult::Miss);
+        order.push_back(page);
+        cached.insert(page, matches!(result, GetResult::Retained { .. }));
+        if order.len() <= cache {
+            continue;
+        }
+        let evicted = order.pop_front().unwrap();
+        if cached.remove(&evicted).unwrap() {
+            found.refs += 1;
+            if tenant.refer(POOL, (1, evicted)) {
+                index.insert(evicted, ());
+            } else {
+                found.gone += 1;
+            }
+        } else {
+            found.puts += 1;
+            assert!(tenant.put(POOL, (1, evicted), false, STORED_BYTES));
+            index.insert(evicted, ());
+        }
+        while tenant.charged_bytes() > size_bytes {
+            tenant.evict();
+        }
+    }
+    let last = tenant.stats();
+    let since = |last: [u64; 3], first: [u64; 3]| [0, 1, 2].map(|nth| last[nth] - first[nth]);
+    found.gain = since(last.gain_hits, first.gain_hits);
+    found.loss = since(last.loss_hits, first.loss_hits);
+    found.loss_seen = last.loss_hits_seen - first.loss_hits_seen;
+    found.used = last.pages;
+    found
+}
+
+/// The estimates for more and less memory are compared with what pools of these sizes do, with and
+/// without retained pages.
+#[test]
+fn estimates_are_as_good_with_retained_pages_as_without() {
+    const SET: u64 = 1500;
+    const READS: usize = 30_000;
+    let run = |retain, pool| {
+        let mut rng = Rng::new(9);
+        read(retain, (300, pool), READS, || match rng.one_in(2) {
+            true => rng.below(SET / 8),
+            false => rng.below(SET),
+        })
+    };
+    for retain in [false, true] {
+        for pool in [600, 2400] {
+            let now = run(retain, pool);
+            let percent = |pages: i64| 100.0 * pages as f64 / now.misses as f64;
+            for nth in 0..3 {
+                let more = run(retain, pool * (100 + GAIN_PERCENT[nth]) / 100);
+                let gained = percent(now.disk as i64 - more.disk as i64);
+                let said = percent(now.gain[nth] as i64);
+                println!("retain {retain}, pool {pool}: gain {gained:.1}, said {said:.1}");
+                assert!(
+                    (said - gained).abs() < GAIN_OVER_USUAL,
+                    "retain {retain}, pool of {pool} pages, {} % more: the estimate is {said:.1} % \
+                     of all reads, but {gained:.1} % are gained",
+                    GAIN_PERCENT[nth]
+                );
+                let less = run(retain, now.used * (100 - LOSS_PERCENT[nth]) / 100);
+                let lost = percent(less.disk as i64 - now.disk as i64);
+                let hits = (now.misses - now.disk) as f64;
+                let share = now.loss[nth] as f64 / now.loss_seen.max(1) as f64;
+                let said = percent((hits * share) as i64);
+                println!("retain {retain}, pool {pool}: loss {lost:.1}, said {said:.1}");
+                assert!(
+                    lost - said < LOSS_UNDER_USUAL,
+                    "retain {retain}, pool of {pool} pages, {} % less: the estimate is {said:.1} % \
+                     of all reads, but {lost:.1} % are lost",
+                    LOSS_PERCENT[nth]
+                );
+            }
+        }
+    }
+}
+
+/// A guest reads a working set in a loop, or at random. With retained pages it must not read its
+/// disk more often, whatever the size of the pool, and few references may find no page.
+#[test]
+fn retained_pages_cause_no_more_disk_reads() {
+    const SET: u64 = 1500;
+    const CACHE: usize = 500;
+    const READS: usize = 20_000;
+    let needed = SET - CACHE as u64;
+    for percent in [25, 50, 100, 110, 150] {
+        for random in [false, true] {
+            let room = (CACHE, needed * percent / 100);
+            let [without, with] = [false, true].map(|retain| {
+                let (mut rng, mut turn) = (Rng::new(5), 0);
+                read(retain, room, READS, || {
+                    turn += 1;
+                    // In the random case, half of all reads go to an eighth of the pages.
+                    match (random, rng.one_in(2)) {
+                        (false, _) => turn % SET,
+                        (true, true) => rng.below(SET / 8),
+                        (true, false) => rng.below(SET),
+                    }
+                })
+            });
+            println!("{percent} % random {random}: without {without:?}, with {with:?}");
+            // The pool tries from time to time whether it has room for more.
+            let probes = READS as u64 / 2000;
+            assert!(
+                with.disk <= without.disk + probes,
+                "pool of {percent} %, random {random}: {} disk reads with retained pages, {} without",
+                with.disk,
+                without.disk
+            );
+            assert!(
+                with.gone <= probes,
+                "pool of {percent} %, random {random}: {} of {} references find no page",
+                with.gone,
+                with.refs
+            );
+            if percent >= 150 {
+                assert!(with.puts * 20 < with.refs, "few copies are saved: {with:?}");
+            }
+        }
+    }
+}
