@@ -98,8 +98,8 @@ static int read_limits(struct tmem_dev *dev)
 			batch_max, VIRTIO_TMEM_BATCH_MAX, pools, VIRTIO_TMEM_POOLS_MAX);
 		return -EINVAL;
 	}
-	/* More queues than processors would only split the batches of puts. */
-	dev->nr_queues = min_t(unsigned int, queues, num_possible_cpus());
+	/* Several queues let several workers of the host serve one processor's puts and gets. */
+	dev->nr_queues = queues;
 	dev->batch_max = batch_max;
 	dev->pools_max = pools;
 	return 0;
