@@ -374,7 +374,6 @@ def test_driver_memory_is_bounded(
         Tmem(daemon.socket("vm1"), num_queues=queues),
         disks=[data],
         memory_bytes=memory,
-        cpus=queues,  # the driver uses no more queues than there are processors
     )
     guest = vm.start()
     load(guest, "verify_every=0")

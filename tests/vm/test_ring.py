@@ -61,7 +61,7 @@ def test_one_queue_may_use_more_than_its_share_of_slots(
     """One queue may use more than its share of the slots while nothing is answered."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=QUEUES)
-    vm = driver_vm(session, kernel, module, tmem, memory_bytes=256 * MIB, cpus=QUEUES)
+    vm = driver_vm(session, kernel, module, tmem, memory_bytes=256 * MIB)
     guest = vm.start()
     load(guest, f"verify_every=0 {PATIENT}")
     guest.sh(f"dd if=/dev/urandom of={CHUNK} bs=4096 count={CHUNK_PAGES}; sync")
