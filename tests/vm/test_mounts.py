@@ -322,7 +322,7 @@ def test_pages_from_before_a_mount_is_known_are_not_put(
         ],
         files={SPECIAL: guest_program(TESTS / "guest/special.c")},
     )
-    # Mount so many file systems that the driver, with the one at WHERE, serves the maximum.
+    # Mount file systems until the driver serves its maximum, which includes the one at WHERE.
     guest.sh(
         "mkdir /loops && mount -t tmpfs none /loops && cd /loops"
         f" && for i in $(seq {MOUNTS_MAX - 1}); do truncate -s {LOOP_BYTES} i$i && mkdir m$i"
