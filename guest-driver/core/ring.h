@@ -174,8 +174,8 @@ static inline void slot_done(struct tmem_queue *queue)
 
 	/*
 	 * The state is written before the fields that follow are read. Pairs with the barriers of
-	 * tmem_send() and irq_work: either the sender sees the slot, or this CPU sees that the
-	 * sender needs another request.
+	 * tmem_send() and irq_work: either the sender sees the slot, or this CPU sees that it has
+	 * to call request_send().
 	 */
 	smp_mb();
 	waiting = waiting_puts(queue);

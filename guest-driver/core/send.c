@@ -322,8 +322,8 @@ static bool send_puts(struct tmem_queue *queue, struct turn *turn, bool due)
 	if (err) {
 		WRITE_ONCE(queue->puts_in_flight, queue->puts_in_flight - 1);
 		/*
-		 * Without room in the virtqueue the slots wait. A queue that stopped never has room
-		 * again.
+		 * If the virtqueue is full or memory is short (-ENOSPC, -ENOMEM), the slots wait.
+		 * Any other error means that the queue has stopped, so its slots are skipped.
 		 */
 		if (err != -ENOSPC && err != -ENOMEM)
 			for (i = 0; i < count; i++)

@@ -275,7 +275,10 @@ void tmem_hooks_exit(void)
 	tmem_mounts_stop();
 	if (!hooks_down())
 		never_return();
-	/* Verifications only access folios, but they compare their file systems. */
+	/*
+	 * Finish the comparisons with the disk before their file systems are forgotten. They access
+	 * folios only, and store the address of the super block to tell file systems apart.
+	 */
 	tmem_verify_exit();
 	tmem_fs_exit();
 	tmem_mounts_exit();

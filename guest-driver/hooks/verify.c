@@ -158,7 +158,7 @@ bool tmem_verify_due(struct tmem_fs *fs)
 		}
 		every = default_every;
 	}
-	/* Each CPU counts its own hits. The share of hits that are compared is the same. */
+	/* Each CPU counts its own hits and selects one in @every, so one in @every of all. */
 	return !(this_cpu_inc_return(fs->cpu->hits) % every);
 }
 

@@ -193,12 +193,12 @@ class Hold:
         set_parameter(guest, self.name, "1")
 
     def wait(self) -> None:
-        """Waits until a task is held at the place."""
+        """Waits until a task has reached the named place and waits there."""
 
         def held() -> bool:
             return self.guest.read(f"{PARAMETERS}/{self.name}") == "2"
 
-        until(held, HELD_SECONDS, f"a task is held at {self.name}")
+        until(held, HELD_SECONDS, f"a task waits at {self.name}")
 
     def release(self) -> None:
         set_parameter(self.guest, self.name, "0")

@@ -197,7 +197,7 @@ def test_page_with_failed_conversion_is_not_put(
     check_cached(below.guest, make(below.guest, WHERE))
 
 
-def test_failed_conversion_without_the_hook_reads_old_bytes(
+def test_failed_conversion_of_unwritten_extents_reads_old_bytes_with_the_hook_off(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     below = Below.boot(session, kernel, test_module, *NO_JOURNAL)

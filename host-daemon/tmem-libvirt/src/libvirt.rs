@@ -163,7 +163,8 @@ impl Connection {
         // SAFETY: the connection is open.
         if unsafe { sys::virConnectSetKeepAlive(raw, KEEPALIVE.0, KEEPALIVE.1) } < 0 {
             tracing::warn!(
-                "the connection to libvirt cannot be checked: {}",
+                "cannot enable keepalive messages to libvirt: {}. A connection that hangs is not \
+                 noticed; if changes of domains have no effect, restart tmem-libvirt",
                 last_error()
             );
         }

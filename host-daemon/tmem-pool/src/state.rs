@@ -419,8 +419,9 @@ impl State {
     /// cost could exceed the budget. Returns the number of pages before that one, hits and misses.
     /// A page that fails its check afterwards is counted as a hit until the caller corrects that.
     ///
-    /// A page whose bit in `retain` is set may stay as a retained page. `share` takes the caller's
-    /// reference to the contents of such a page, and returns false if it cannot.
+    /// A page whose bit in `retain` is set may stay as a retained page. Its entry then keeps its
+    /// reference to the contents, and `share` takes another reference for the caller. If `share`
+    /// returns false because it cannot take one, the page is removed.
     ///
     /// The call reads the records of all pages in steps, and prefetches for all of them what the
     /// next step reads. So the processor loads the records of several pages at the same time.

@@ -2,8 +2,8 @@
 //! Format of traces of guests' requests to a pool. docs/traces.md describes it.
 //!
 //! A trace contains the time and the page of each put, get and flush, and the stored size of each
-//! put page. It contains neither contents nor names. Objects are recorded as keyed hashes. Page
-//! numbers are shifted by a distance that depends on the key and the object's number. The key is a
+//! put page. It contains neither contents nor names. Objects are recorded as keyed hashes. A
+//! distance that depends on the key and the object's number is added to page numbers. The key is a
 //! random number of the system and is not stored in any file.
 
 use std::fmt;
@@ -59,14 +59,14 @@ pub struct ObjectKey {
     pub object: u64,
 }
 
-/// Request in a trace. Page numbers are shifted by the distance of their object.
+/// Request in a trace. Its page numbers are those of the guest plus the [`Distance`] of the object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     /// A page was put and stored.
     Put {
         /// Object of the page.
         object: ObjectKey,
-        /// Shifted number of the page.
+        /// Number of the page in the trace: see [`Distance::page`].
         page: u64,
         /// The guest's hint that the page was active.
         workingset: bool,
@@ -77,7 +77,7 @@ pub enum Op {
     Get {
         /// Object of the page.
         object: ObjectKey,
-        /// Shifted number of the page.
+        /// Number of the page in the trace: see [`Distance::page`].
         page: u64,
         /// The page was returned.
         hit: bool,
@@ -86,7 +86,7 @@ pub enum Op {
     GetRetaining {
         /// Object of the page.
         object: ObjectKey,
-        /// Shifted number of the page.
+        /// Number of the page in the trace: see [`Distance::page`].
         page: u64,
         /// The page was returned.
         hit: bool,
@@ -95,7 +95,7 @@ pub enum Op {
     Ref {
         /// Object of the page.
         object: ObjectKey,
-        /// Shifted number of the page.
+        /// Number of the page in the trace: see [`Distance::page`].
         page: u64,
         /// The pool still had the page.
         held: bool,
@@ -104,7 +104,7 @@ pub enum Op {
     Flush {
         /// Object of the pages.
         object: ObjectKey,
-        /// Shifted number of the first page.
+        /// Number of the first page in the trace: see [`Distance::page`].
         page: u64,
         /// Number of pages. With None, all pages from the first one to the end of the object.
         nr_pages: Option<u64>,
@@ -139,7 +139,7 @@ impl Blind {
         self.0.hash_one((0u8, tenant, pool)) as u16
     }
 
-    /// Returns the key of an object, and the distance by which its page numbers are shifted.
+    /// Returns the key of an object, and the distance that is added to its page numbers.
     pub fn object(&self, tenant: u32, pool: u32, object: u64) -> (ObjectKey, Distance) {
         let hash = self.0.hash_one((1u8, tenant, pool, object));
         let key = ObjectKey {
@@ -151,7 +151,7 @@ impl Blind {
     }
 }
 
-/// Distance by which the page numbers of an object are shifted.
+/// Distance that is added to the page numbers of an object.
 #[derive(Clone, Copy, Debug)]
 pub struct Distance(u64);
 

@@ -162,11 +162,11 @@ fn memory_of_a_destroyed_pool_is_counted_until_freed() {
     );
 }
 
-/// Flushes ranges with more pages than the estimator follows keys. Such a flush must walk over all
-/// followed keys exactly once, in however many steps it is done, and must count the cost of that
-/// walk.
+/// Flushes ranges that have more pages than the estimator has sampled keys. Such a flush must walk
+/// over all sampled keys exactly once, in however many steps it is done, and must count the cost of
+/// that walk.
 #[test]
-fn a_large_flush_scans_the_followed_keys_once() {
+fn a_large_flush_walks_once_over_the_keys_that_the_estimator_samples() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(fill(&tenant, 1, 500), 500);

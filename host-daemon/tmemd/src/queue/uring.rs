@@ -200,9 +200,9 @@ impl Poller for Uring {
         for change in std::mem::take(&mut *lock(&self.changes)) {
             ring.make(change)?;
         }
-        // The kernel may report completions with every submission, also with those of the changes.
-        // If a wake is among them, the worker must not sleep: the reason for the wake arose after
-        // the caller looked for work.
+        // The kernel may report completions at every submission, and making the changes may have
+        // submitted operations. If a wake is among the completions, the worker must not sleep: the
+        // reason for the wake arose after the caller looked for work.
         let woken = ring.reap(&self.wake, ready)?;
         let wait_flags = ring.wait_flags.bits();
         let (submitter, queue, _) = ring.io.split();
