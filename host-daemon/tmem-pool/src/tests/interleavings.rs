@@ -143,8 +143,8 @@ fn reads_are_correct_during_compaction_and_frees() {
                 &heap,
                 vec![
                     Box::new(move |heap| {
-                        is(heap, read, 4);
-                        is(heap, replaced, 2);
+                        assert_bytes(heap, read, 4);
+                        assert_bytes(heap, replaced, 2);
                     }),
                     Box::new(|heap| {
                         heap.compact(16);
@@ -153,7 +153,7 @@ fn reads_are_correct_during_compaction_and_frees() {
                     Box::new(move |heap| heap.free(freed)),
                     Box::new(move |heap| {
                         heap.replace(replaced, &[2; LEN - 100], HEAP_BYTES);
-                        is(heap, replaced, 2);
+                        assert_bytes(heap, replaced, 2);
                     }),
                 ],
             );
@@ -198,7 +198,7 @@ fn a_slot_is_written(name: &str, write: fn(&Heap<()>, Handle)) {
 fn slot_writes_are_correct_during_compaction() {
     a_slot_is_written("slot_writes_are_correct_during_compaction", |heap, _| {
         let handle = store(heap, 7);
-        is(heap, handle, 7);
+        assert_bytes(heap, handle, 7);
         heap.free(handle);
     });
 }
@@ -209,7 +209,7 @@ fn slot_replacements_are_correct_during_compaction() {
         "slot_replacements_are_correct_during_compaction",
         |heap, handle| {
             heap.replace(handle, &[1; LEN], HEAP_BYTES);
-            is(heap, handle, 1);
+            assert_bytes(heap, handle, 1);
         },
     );
 }
