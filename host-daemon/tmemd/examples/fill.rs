@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Fills a daemon's pool through one VM's socket and then prints a line with the pool's statistics
-//! five times a second: `fill SOCKET CONTROL MIB`. It ends with the daemon.
+//! five times a second: `fill SOCKET CONTROL MIB`. The program ends when the daemon does.
 //!
-//! It serves tests in which the host, which may be a VM itself, runs short of memory.
+//! Tests use the program to fill a pool before the host runs short of memory. In these tests the
+//! host may be a VM itself.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -48,7 +49,8 @@ fn main() -> Result<()> {
     driver.settle().map_err(|e| format!("{e:?}"))?;
     driver.create_pool().map_err(|e| format!("{e:?}"))?;
     let begun = Instant::now();
-    // Puts are repeated, because some are refused while other pages wait for their final form.
+    // Pages are put until the pool has enough of them, because the daemon refuses puts while too
+    // many pages wait to be finalized.
     for start in (0..).step_by(BATCH as usize) {
         let contents: Vec<Content> = (start..start + BATCH).map(Content::Noise).collect();
         let pages = contents

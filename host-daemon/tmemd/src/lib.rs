@@ -22,7 +22,7 @@
 //!
 //! # Lock order
 //!
-//! A lock is taken only while locks above it in this list are held:
+//! A thread that holds a lock of this list takes only locks that are further down in it:
 //!
 //! 1. The configuration of a reload.
 //! 2. The registry of VMs. Only the acceptor and control clients take it, so no guest or VMM waits

@@ -84,7 +84,8 @@ fn configure(arguments: &Arguments, file: Settings) -> Result<Config, ConfigErro
     Ok(config)
 }
 
-/// Reads file and options. Returns the configuration and the filter of the log.
+/// Reads the configuration file and combines it with the options. Returns the configuration and the
+/// log filter of the file.
 fn read(arguments: &Arguments) -> Result<(Config, Option<String>), ConfigError> {
     let file = Settings::read(&arguments.config)?;
     let filter = file.log.clone();
@@ -117,7 +118,7 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::error::Error>> {
-    // Signals are handled before the daemon starts, so that none is lost meanwhile.
+    // Signals are handled before the daemon starts, so that a signal during the start is not lost.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     let (mut config, filter) = read(arguments)?;
     // Users and groups are looked up while the process may still read their files.
@@ -136,7 +137,7 @@ fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::er
         false => sandbox::enter(&config, &arguments.config)?,
     }
     let daemon = Daemon::start(config)?;
-    // The watchdog runs until the process ends, because the daemon's stop could hang, too.
+    // The watchdog runs until the process ends, because the daemon could also hang while it stops.
     let _watchdog = Watchdog::start(daemon.heartbeats().clone())?;
     watchdog::notify(NotifyState::Ready);
     tracing::info!(pool_size_bytes, workers, vms, "serving");

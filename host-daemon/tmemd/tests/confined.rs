@@ -212,7 +212,8 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     });
     drop(vm);
 
-    // A killed daemon leaves a socket that belongs to another user; the next daemon replaces it.
+    // A killed daemon leaves its VM's socket, which belongs to another user. The next daemon
+    // replaces it.
     drop(daemon);
     fs::remove_file(at("traces/control")).expect("cannot remove the file");
     let _next = start(directory.path(), "control");
@@ -347,8 +348,8 @@ fn unlocked_memory_is_reported_in_statistics() {
     );
 }
 
-/// Starts the daemon with the directory `$2` in place of the journal's directory, and with an
-/// environment that names its stderr as the journal's.
+/// Shell script that starts the daemon with the directory `$2` in place of the journal's directory.
+/// The variable JOURNAL_STREAM tells the daemon that its stderr is the journal.
 const BESIDE_A_JOURNAL: &str = r#"
 set -e
 mount -t tmpfs none /run
@@ -369,7 +370,7 @@ fn threads_of_all_kinds_log_to_the_journal() {
     if !mounts.is_ok_and(|status| status.success()) {
         return skipped(
             Missing::Root,
-            "a journal's place can be taken only where user namespaces are allowed",
+            "this test replaces the journal's directory, which needs user namespaces",
         );
     }
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");

@@ -241,8 +241,8 @@ fn misbehaving_clients_are_disconnected() {
         b"nonsense\0".to_vec(),
         b"{}\0".to_vec(),
         b"\0".to_vec(),
-        // The message is nested as deeply as its length permits. Parsing must not need as much
-        // stack.
+        // This JSON message is nested as deeply as its length permits. A parser that calls itself
+        // for each level would overflow its stack.
         [&[b'['; 60 << 10][..], b"\0"].concat(),
         [
             &br#"{"method":"io.virtiotmem.Control.ListVms","parameters":"#[..],
@@ -517,7 +517,7 @@ fn log_of(mut daemon: Running) -> String {
     log
 }
 
-/// A user who may connect must not be able to fill the host's disk.
+/// A user who may connect to a socket must not be able to fill the host's disk with log lines.
 #[test]
 fn log_lines_of_clients_are_rate_limited() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");

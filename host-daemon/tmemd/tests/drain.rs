@@ -28,8 +28,8 @@ fn burst(driver: &mut Driver, rng: &mut fastrand::Rng) {
     }
 }
 
-/// Lets another VM send requests for a while, so that a thread of the daemon that still holds an
-/// address has time to use it.
+/// Lets another VM send requests for a while, so that a thread of the daemon that still holds a
+/// guest address of the first VM has time to use it.
 fn time_passes(neighbour: &mut Driver) {
     work(neighbour, 60);
 }
@@ -299,7 +299,8 @@ fn a_removed_region_is_unmapped() {
     daemon.expect_alive();
 }
 
-/// Submits requests and returns the pages that the daemon may write, which it must log.
+/// Adds three gets, a put and a report to the rings without publishing them. The daemon must log
+/// all pages that it writes when it answers them.
 fn staged(driver: &mut Driver, object: u64) {
     let pool = driver.pool();
     let generation = driver.guest.generation();

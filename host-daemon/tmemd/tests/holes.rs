@@ -18,7 +18,7 @@ use tmem_sim::{Driver, DriverConfig, GuestConfig, PutPage, RamRegion, Request};
 const FILE_BYTES: u64 = 4 << 30;
 /// Number of times that the file is filled and punched.
 const ROUNDS: usize = 5;
-/// Longest wait of a guest's reader for an answer.
+/// Longest time for which a guest's driver lets a reader wait for an answer.
 const DEADLINE: Duration = Duration::from_millis(20);
 
 /// Interval at which a reader requests a page.
@@ -112,15 +112,18 @@ fn punching_a_hole_delays_other_vms() {
             }
             punched.store(false, Ordering::SeqCst);
             let punch = scope.spawn(punch);
-            // After 20 ms the worker has begun to access the hole.
+            // After 20 ms the kernel is punching the hole. The requests, which name its pages, are
+            // published only then, so that the workers access the hole while it is being punched.
             thread::sleep(Duration::from_millis(20));
             let in_time = !punched.load(Ordering::SeqCst);
             queues.for_each(|queue| driver.guest.publish(queue));
-            println!("round {round}: in time {in_time}");
+            println!(
+                "round {round}: requests published before the hole was completely punched: {in_time}"
+            );
             punch.join().unwrap();
         }
         busy.store(false, Ordering::SeqCst);
-        print("beside a VM that punches", gets.join().unwrap());
+        print("while another VM punches a hole", gets.join().unwrap());
     });
     daemon.expect_alive();
 }

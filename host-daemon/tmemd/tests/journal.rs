@@ -72,7 +72,7 @@ impl JournalTest {
 
 impl Drop for JournalTest {
     fn drop(&mut self) {
-        // Closing its input ends the script, which then ends the journal and the daemon.
+        // The script ends when its input is closed, and then ends the journal and the daemon.
         drop(self.ask.take());
         let _ = self.child.wait();
     }

@@ -125,7 +125,8 @@ fn log_lines_of_failed_accepts_are_bounded() {
         .filter_map(|entry| number(entry.ok()?))
         .collect();
     let free = (0..).find(|number| !numbers.contains(number));
-    // Later the limit is raised again to the hard limit, which the daemon sets at its start.
+    // Later the test raises the limit again to this hard limit, as the daemon itself does at its
+    // start.
     let maximum = getrlimit(Resource::Nofile).maximum;
     let limit = |current| {
         let limit = Rlimit { current, maximum };

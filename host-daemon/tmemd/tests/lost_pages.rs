@@ -288,7 +288,8 @@ fn a_hole_in_huge_pages_ends_only_its_connection() {
     fallocate(&files[1].2, flags, 0, files[1].0.size_bytes).unwrap();
     kept.take_free();
     driver.guest.publish(1);
-    // The test waits without a message, which would make the control thread check the memory.
+    // While the test waits, it sends no message, because a message would make the control thread
+    // check the memory.
     daemon.until("the VM is disconnected", || has_ended(&mut driver));
     let answered = driver.guest.ring(1).used_idx_in_memory();
     let asked = driver.guest.ring(1).avail_idx_in_memory();

@@ -68,7 +68,8 @@ fn requests_are_timed_and_counted() {
         sum(&vm.wait_latency) > 0,
         "no time of waiting for a worker was recorded"
     );
-    // The guest sends only few other requests: pools and reports.
+    // The guest sends only few requests of other types, which create pools and send reports. These
+    // have no latency.
     let timed: i64 = latencies.into_iter().map(sum).sum();
     assert!(
         timed < vm.requests && timed > vm.requests - 10,
@@ -128,14 +129,16 @@ fn processor_time_is_reported_by_work_and_by_vm() {
         (false, 0),
         "VM b, which did nothing, has a connection or processor time: {b:?}"
     );
-    // Each request lies in a slice, which ends a little after its last answer.
+    // Each request is executed in a slice whose time counts as processor time of the VM. The last
+    // slice is counted a little after its last answer.
     let sum_ns = a.put_latency.sum_ns + a.get_latency.sum_ns + a.flush_latency.sum_ns;
     until("the last slice is counted", || {
         stats(&mut client, "a").cpu_requests_ms >= sum_ns / 1_000_000
     });
 }
 
-/// Latencies of the driver are reported beside its report, and only by drivers that send them.
+/// The statistics have the latencies that a driver has sent, and none for a driver that sends only
+/// reports.
 #[test]
 fn latencies_of_readers_are_reported() {
     let mut daemon = daemon();

@@ -338,8 +338,8 @@ fn a_file_is_applied_completely_or_not_at_all() {
         good(small(text), (64, a, b));
     }
 
-    // From here on VM b has a larger reserve than the file gives it, because a control client has
-    // set it.
+    // From here on VM b has a larger reserve than the configuration file gives it, because a
+    // control client has set the reserve.
     let quota = tmem_control::quota(Some(24 << 20), None, None);
     let set = running.client().set_quota("b".into(), quota).call();
     set.expect("a reserve that fits into the pool was refused");

@@ -73,7 +73,8 @@ fn ask_for_old(driver: &mut Driver, old: &[(Key, u64)]) {
     driver.settle().unwrap();
 }
 
-/// One connection ends and another begins. No page is kept, and the generation is not a counter.
+/// One connection ends and another begins. The daemon keeps no page, and the new generation is
+/// random instead of the next number.
 #[test]
 fn a_new_connection_starts_with_an_empty_cache() {
     let mut daemon = Daemon::start(&[("a", None)]);

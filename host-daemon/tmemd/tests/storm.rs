@@ -31,8 +31,8 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Resources of a connected VM according to docs/operating.md. Threads: one. Descriptors: a socket
 /// with four duplicates; kick, call and error of each queue; the file of each region. Mappings: the
-/// regions, and the thread's stack and signal stack, each with a guard page. Memory: these few
-/// pages.
+/// regions, and the thread's stack and signal stack, each with a guard page. Memory: mostly the
+/// used part of the thread's stack.
 const THREADS_PER_VM: usize = 1;
 const DESCRIPTORS_PER_VM: usize = 5 + 3 * (1 + QUEUES as usize) + REGIONS;
 const MAPPINGS_PER_VM: usize = REGIONS + 4;

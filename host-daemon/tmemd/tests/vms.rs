@@ -199,7 +199,8 @@ fn an_added_vm_is_changed_in_place() {
     let metadata = fs::metadata(host.path("web.sock")).expect("cannot read the file's attributes");
     assert_eq!(metadata.permissions().mode() & 0o777, 0o666);
 
-    // The trust domain of a connected VM cannot change, because its pages are shared.
+    // The trust domain of a connected VM cannot change, because its pages in the pool may be shared
+    // with VMs of its trust domain.
     let other_domain = VmSpec {
         trust_domain: Some("team".into()),
         ..changed.clone()

@@ -136,7 +136,7 @@ fn workers(daemon: &Daemon) -> Vec<libc::pid_t> {
     let tasks =
         std::fs::read_dir(format!("/proc/{}/task", daemon.pid())).expect("tmemd does not run");
     let named = tasks
-        .map(|task| task.expect("cannot start the thread"))
+        .map(|task| task.expect("cannot read a directory entry"))
         .filter(|task| {
             let name = std::fs::read_to_string(task.path().join("comm"));
             name.is_ok_and(|name| name.starts_with("worker-"))
@@ -175,7 +175,7 @@ fn a_hung_worker_is_reported() {
     // A background worker that waits for a lock of a stopped thread hangs, too, and is listed
     // first.
     let names_worker =
-        |line: &str| line.contains("the daemon hangs at ") && line.contains("worker-");
+        |line: &str| line.contains("threads of the daemon hang: ") && line.contains("worker-");
     assert!(
         log.lines().any(names_worker),
         "the log does not name the hanging worker: {log}"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Workers as the host and other guests see them: they sleep without work and are fair under load,
-//! with both event loops.
+//! Tests that workers sleep without work and are fair to all guests under load, with both event
+//! loops.
 
 mod common;
 
@@ -103,8 +103,7 @@ fn put(guest: &mut FakeGuest, queue: usize, pages: usize) -> bool {
 #[test]
 fn a_flood_of_requests_takes_only_the_fair_share_of_its_vm() {
     if std::thread::available_parallelism().is_ok_and(|number| number.get() == 1) {
-        let why =
-            "with one processor, the worker gives many slices between two readings of the test";
+        let why = "with one processor, the worker gives many slices before the test runs again and counts answers";
         return skipped(Missing::Processors, why);
     }
     for event_loop in ["epoll", "auto"] {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A user or group that the configuration names, and its number.
 //!
-//! The number is looked up once, before the sandbox is entered, because /etc/passwd cannot be read
-//! in the sandbox. A reloaded configuration is therefore compared by the written names. Out of
-//! scope: the users of peers, see `socket/credentials.rs`.
+//! The daemon looks the number up once, before it enters the sandbox, in which it cannot read
+//! /etc/passwd. At a reload it therefore compares names as they are written, not numbers. Out of
+//! scope: the users of processes that connect to a socket, see `socket/credentials.rs`.
 
 use std::str::FromStr;
 use tmem_control::accounts;
@@ -13,7 +13,8 @@ pub const USERS: &str = "/etc/passwd";
 /// Path of the file that lists the host's groups.
 pub const GROUPS: &str = "/etc/group";
 
-/// User or group of the configuration. Two values are equal if the configuration writes them alike.
+/// User or group of the configuration. Two values are equal if their names are; the numbers are not
+/// compared.
 #[derive(Clone, Debug, Eq, serde::Deserialize)]
 #[serde(try_from = "String")]
 pub struct Account {
@@ -58,7 +59,7 @@ impl Account {
         self.number
     }
 
-    /// Looks the name up in a file of users or groups, unless that was done before.
+    /// Looks the name up in a file of users or groups, unless the number is already known.
     ///
     /// # Errors
     /// The file cannot be read or does not list the name; the text says what to do.
@@ -74,7 +75,7 @@ impl Account {
         match (self.number, &rows) {
             (Some(_), _) => Ok(()),
             (None, Ok(_)) => Err(format!(
-                "it is neither in {file} nor a number from 0 to {}: create it, or name another",
+                "it is neither in {file} nor a number from 0 to {}: create the account, or name another",
                 u32::MAX - 1
             )),
             (None, Err(error)) => Err(format!(
@@ -119,8 +120,8 @@ mod tests {
             );
         }
 
-        // The rest of the test runs without the file, because the sandbox does not permit reading
-        // it.
+        // From here on the test has no file of users, as in the sandbox, which does not permit
+        // reading it.
         std::fs::remove_file(file).expect("cannot remove the file");
         found.find(file).expect("the account's number is not known");
         assert_eq!(found, account("metrics"));

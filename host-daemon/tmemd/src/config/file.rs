@@ -19,7 +19,7 @@ use toml::{Table, Value};
 /// Default path of the file.
 pub const DEFAULT_PATH: &str = "/etc/virtio-tmem/tmemd.toml";
 
-/// Maximum size of the file in bytes; 1,024 VMs take some 200 KiB.
+/// Maximum size of the file in bytes. A file with 1,024 VMs, the maximum, has about 200 KiB.
 const FILE_BYTES_MAX: u64 = 4 << 20;
 
 /// Settings as they are written. A setting that is not given is None.
@@ -59,8 +59,9 @@ pub struct Settings {
     #[arg(long, value_name = "N")]
     #[serde(deserialize_with = "within::<0, POLL_US_MAX, _, _>")]
     pub poll_max_us: Option<u64>,
-    /// Pages that each VM may put and get in a second. Puts and gets above it are refused or missed
-    /// at once. Flushes count, too, and are always executed. 0: no limit (default: 0).
+    /// Pages that each VM may put and get in a second. Beyond this limit, the daemon refuses puts
+    /// and answers gets with misses, both at once. Flushes count, too, and are always executed. 0:
+    /// no limit (default: 0).
     #[arg(long, value_name = "N")]
     #[serde(deserialize_with = "within::<0, VM_PAGES_PER_SECOND_MAX, _, _>")]
     pub vm_pages_per_second: Option<u64>,
@@ -139,7 +140,7 @@ impl std::str::FromStr for VmConfig {
     type Err = ConfigError;
 
     /// Parses the keys of a `[[vm]]` table in the form of the command line, `key=value,...`. A
-    /// value with a comma cannot be given.
+    /// value in this form cannot contain a comma.
     fn from_str(text: &str) -> Result<VmConfig, ConfigError> {
         let fault = |what: String| ConfigError(format!("VM {text:?}: {what}"));
         let mut table = Table::new();
@@ -160,7 +161,7 @@ impl std::str::FromStr for VmConfig {
     }
 }
 
-/// Deserializes a text and converts it with a function.
+/// Deserializes a string and converts it with a function.
 fn text<'de, T, D: Deserializer<'de>>(
     value: D,
     parse: impl FnOnce(&str) -> Result<T, String>,
@@ -219,10 +220,10 @@ fn within<'de, const MIN: u64, const MAX: u64, T: TryFrom<u64>, D: Deserializer<
 }
 
 impl Settings {
-    /// Parses the text of a file.
+    /// Parses the text of a configuration file.
     ///
-    /// # Errors
-    /// One line, with the number and the text of the faulty line.
+    /// # Errors The text is invalid. The error is one line, with the number and the text of the
+    /// faulty line.
     pub fn parse(toml: &str) -> Result<Settings, ConfigError> {
         toml::from_str(toml).map_err(|error: toml::de::Error| {
             let message = error.message();
@@ -233,10 +234,10 @@ impl Settings {
         })
     }
 
-    /// Reads a file. The file of the default path need not exist.
+    /// Reads a configuration file. If the file at the default path does not exist, no setting is
+    /// given.
     ///
-    /// # Errors
-    /// The file cannot be read or parsed; the sentence begins with its path.
+    /// # Errors The file cannot be read or parsed. The error begins with the file's path.
     pub fn read(at: &Path) -> Result<Settings, ConfigError> {
         let fault = |what: String| ConfigError(format!("{}: {what}", at.display()));
         let bytes = std::fs::metadata(at).map(|metadata| metadata.len());
@@ -254,8 +255,8 @@ impl Settings {
         Settings::parse(&text).map_err(|ConfigError(what)| fault(what))
     }
 
-    /// Returns these settings, and those of `other` that are not given here. The VMs are those of
-    /// both.
+    /// Returns these settings, completed with settings of `other` that are not given here. The
+    /// result has the VMs of both.
     #[must_use]
     pub fn or(self, other: Settings) -> Settings {
         Settings {
@@ -286,7 +287,7 @@ mod tests {
 
     const EXAMPLE: &str = include_str!("../../tmemd.toml");
 
-    /// Returns the setting of a line of the template that is commented out.
+    /// Returns the setting of a template line that is commented out; None for any other line.
     fn example(line: &str) -> Option<&str> {
         let setting = line.strip_prefix('#')?;
         setting
@@ -308,7 +309,8 @@ mod tests {
             assert!(parsed.is_ok(), "{setting}: {parsed:?}");
             found += 1;
         }
-        // Each key has a line of its own, but those of a VM, and two are set.
+        // Each key has one line, except the keys of a VM. Two of these lines are not commented out,
+        // because the template sets their keys.
         assert_eq!(found + 2, keys("x = 1").len());
     }
 
@@ -460,7 +462,8 @@ mod tests {
         keys.replace('`', "").split(", ").map(Into::into).collect()
     }
 
-    /// The documentation, the options' help and the template describe each key alike.
+    /// The documentation, the help of the options and the template describe each key with the same
+    /// text.
     #[test]
     fn the_documentation_and_the_template_contain_every_key() {
         let documented = documented();

@@ -8,12 +8,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tmem_pool::Quota;
 
-/// Maximum number of VMs: four times the design target. Each may need a thread and some hundred
+/// Maximum number of VMs: four times the design target. Each VM may need a thread and some hundred
 /// file descriptors and mappings.
 pub const VMS_MAX: usize = 1024;
-/// Maximum number of data workers. Fewer already use the host's whole memory bandwidth.
+/// Maximum number of data workers. Fewer workers already use the complete memory bandwidth of a
+/// host.
 pub const WORKERS_MAX: usize = 64;
-/// Maximum number of background threads. Fewer already use the host's whole memory bandwidth.
+/// Maximum number of background threads. Fewer threads already use the complete memory bandwidth of
+/// a host.
 pub const BACKGROUND_THREADS_MAX: usize = 64;
 /// Largest default number of background threads. Eight threads compress pages faster than guests
 /// put them.
@@ -138,7 +140,7 @@ pub struct VmConfig {
     pub quota: Quota,
 }
 
-/// Why a configuration is invalid; a sentence.
+/// Reason why a configuration is invalid, as a sentence.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct ConfigError(pub String);
@@ -200,12 +202,11 @@ pub fn parse_uuid(text: &str) -> Result<String, String> {
 
 /// Checks the values of a quota, without regard to other VMs.
 ///
-/// # Errors
-/// The text says what is wrong.
+/// # Errors A value is invalid. The error names the key and the value.
 pub fn check_quota(quota: &Quota) -> Result<(), String> {
     match quota.limit_bytes {
         Some(limit) if limit < quota.reserve_bytes => Err(format!(
-            "limit={limit} is below reserve={}: it could never use its reserve",
+            "limit={limit} is below reserve={}: the VM could never use its whole reserve",
             quota.reserve_bytes
         )),
         _ if quota.weight > WEIGHT_MAX => {
@@ -311,7 +312,7 @@ impl Config {
         }
         if let (Some(group), None) = (&self.control_read_only_group, &self.control_read_only) {
             return fault(format!(
-                "control_read_only_group = {:?}: there is no socket to give it: name one with control_read_only",
+                "control_read_only_group = {:?}: there is no socket for this group: name one with control_read_only",
                 group.name
             ));
         }

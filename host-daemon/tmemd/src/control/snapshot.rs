@@ -8,11 +8,11 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Maximum age of the statistics for read-only clients: the locks are taken for them ten times a
-/// second.
+/// Maximum age of the statistics for read-only clients. For these clients, the locks of the VMs are
+/// taken at most ten times a second.
 pub(crate) const AGE_MAX: Duration = Duration::from_millis(100);
 
-/// The latest snapshot and its time.
+/// The latest snapshot of the statistics and the time at which it was made.
 #[derive(Debug)]
 pub(crate) struct Snapshot<T>(Mutex<Option<(Instant, Arc<T>)>>);
 

@@ -131,8 +131,9 @@ fn file_systems(hooks: u64) -> String {
     names.join(", ")
 }
 
-/// Upper bound of a histogram bucket that a guest reports. It keeps the sum and the percentages of
-/// sixteen buckets from overflowing. A million requests a second take nine years to reach it.
+/// Maximum count in a bucket of a histogram that a guest reports. With this maximum, the sum and
+/// the percentages of sixteen buckets cannot overflow. A guest with a million requests a second
+/// reaches it after nine years.
 const GUEST_COUNT_MAX: u64 = 1 << 48;
 
 /// Converts latencies that the guest wrote. Counts above [`GUEST_COUNT_MAX`] are reduced to it.
@@ -184,9 +185,9 @@ fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api:
     }
 }
 
-/// Returns the bytes that deduplication saves. Pages count with the size of their first
-/// compression, like `compressed_bytes`, because later compression is not an effect of
-/// deduplication.
+/// Returns the bytes that deduplication saves. A page counts with the size to which it was
+/// compressed first, as in `compressed_bytes`, because what a later compression saves is no effect
+/// of deduplication.
 fn dedup_saved_bytes(stats: &tmem_pool::EngineStats) -> u64 {
     let first_bytes = stats.payload_bytes + stats.dense_gain_bytes;
     stats.compressed_bytes.saturating_sub(first_bytes)
@@ -249,15 +250,17 @@ pub fn pool(control: &Sources, stats: &tmem_pool::EngineStats) -> api::PoolStats
 /// Returns the statistics of the daemon.
 pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
     let count = |what: fn(&Vm) -> bool| vms.iter().filter(|vm| what(vm)).count() as i64;
-    // The parts are read before the sum that contains them, so that they never exceed it.
+    // The processor times of the kinds of work are read before the time of the whole process, so
+    // that their sum never exceeds it.
     let background = |work| int(control.background.cpu_time.cpu_ms(work));
     let [finalize, recompress, reclaim] =
         [Work::Finalize, Work::Recompress, Work::MakeRoom].map(background);
     let requests = int(control.workers.stage().cpu_ms());
     let all_background = int(control.background.stage.cpu_ms());
     let all = int(usage::process_cpu_ms());
-    // The parts are read at different times, and background work adds its time after each step, so
-    // the remainder could shrink. A counter must not shrink.
+    // The processor times are read at different moments, and background work adds its time after
+    // each step. So the time of other work, the remainder, could be smaller than in an earlier
+    // call. A counter must not decrease, so the largest value is returned.
     let other = all - requests - finalize - recompress - reclaim;
     let other = control
         .cpu_other_ms
@@ -321,7 +324,8 @@ mod tests {
         assert_eq!(dedup_saved_bytes(&stats), 0);
         stats.payload_bytes = 30;
         assert_eq!(dedup_saved_bytes(&stats), 40);
-        // Pages that are dropped and not yet freed count only in the stored bytes (payload).
+        // Pages that are dropped and not yet freed count in the stored bytes (payload), and in no
+        // other value.
         stats.payload_bytes = 90;
         assert_eq!(dedup_saved_bytes(&stats), 0);
     }

@@ -23,10 +23,10 @@ use std::time::{Duration, Instant};
 use tmem_control as api;
 use varlink::{ConnectionHandler, VarlinkService};
 
-/// Maximum number of clients of a control socket. Operators, an exporter and a bridge together need
-/// half as many.
+/// Maximum number of clients of a control socket: twice the number that operators, an exporter and
+/// a bridge need together.
 pub const CLIENTS_MAX: usize = 16;
-/// Longest message of a client in bytes; the longest valid call has some hundred.
+/// Longest message of a client in bytes. The longest valid call has some hundred bytes.
 const MESSAGE_BYTES_MAX: usize = 64 << 10;
 /// Idle time after which a client is disconnected. It also bounds the time that a client may take
 /// to read its answer.
@@ -38,8 +38,8 @@ const CATCH_UP: Timespec = Timespec {
     tv_nsec: 0,
 };
 
-/// Maximum number of calls per second on the read-only socket, and of calls in a burst. Further
-/// calls wait in the client's thread. An exporter and tmemctl make a few calls.
+/// Maximum number of calls per second on the read-only socket, and of calls in a burst. The thread
+/// of a client delays further calls. An exporter and tmemctl make only a few calls a second.
 const READ_ONLY_CALLS_PER_SECOND: u64 = 50;
 
 /// Time after which a call that exceeds the limit is tried again.
@@ -135,7 +135,7 @@ fn monitor(control: &Sources, mut stream: &UnixStream) -> std::io::Result<()> {
     }
 }
 
-/// Serves a client to its end.
+/// Serves a client until its connection ends.
 pub fn serve(service: &Service, mut stream: &UnixStream) {
     if stream
         .set_read_timeout(Some(IDLE))

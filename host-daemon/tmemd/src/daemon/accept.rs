@@ -221,11 +221,11 @@ fn log_failure(log_limit: &LogLimit, what: &str, error: io::Error) {
     }
 }
 
-/// Place of one client at a control socket. Dropping the value frees the place.
+/// Slot of one client at a control socket. Dropping the value frees the slot.
 struct ClientSlot(Arc<Mutex<usize>>);
 
 impl ClientSlot {
-    /// Takes a place at the socket; None if all places are taken.
+    /// Takes a slot at the socket; None if all slots are taken.
     fn claim(clients: &Arc<Mutex<usize>>) -> Option<ClientSlot> {
         let mut count = clients.lock().unwrap_or_else(PoisonError::into_inner);
         if *count >= varlink::CLIENTS_MAX {
@@ -274,7 +274,7 @@ fn spawn(
     Ok((handle, thread))
 }
 
-/// Serves a VM's connection to its end.
+/// Serves a VM's connection until it ends.
 fn serve_vm(vm: &Arc<Vm>, stream: UnixStream, shared: &ConnectionContext) {
     sandbox::narrow(ThreadKind::Connection);
     // The acceptor holds another handle of the socket. Shutting the socket down shows the peer the
@@ -286,7 +286,7 @@ fn serve_vm(vm: &Arc<Vm>, stream: UnixStream, shared: &ConnectionContext) {
     }
 }
 
-/// Serves a control client to its end, if a slot is free.
+/// Serves a control client until its connection ends, if a slot is free.
 fn serve_control(service: &Service, clients: &Arc<Mutex<usize>>, stream: &UnixStream) {
     if let Some(_slot) = ClientSlot::claim(clients) {
         let serve = AssertUnwindSafe(|| varlink::serve(service, stream));

@@ -115,8 +115,7 @@ impl Daemon {
     ) -> Result<Daemon, StartError> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = rustix::event::eventfd(0, flags).map_err(io::Error::from)?;
-        // From here on, dropping the daemon ends all threads that were started, if a later step
-        // fails.
+        // If a later step fails, dropping this value ends all threads that were started.
         let mut daemon = Daemon {
             acceptor: None,
             stop: Arc::new(stop),

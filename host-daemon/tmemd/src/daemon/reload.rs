@@ -23,7 +23,8 @@ impl Daemon {
             return Ok(Vec::new());
         };
         let mut config = self.config.lock().unwrap_or_else(PoisonError::into_inner);
-        // Only set_size_and_quotas() can fail. So the reload takes effect completely or not at all.
+        // No step after set_size_and_quotas() can fail. So the reload takes effect completely or
+        // not at all.
         set_size_and_quotas(control, &config, &new)?;
         config.pool_size_bytes = new.pool_size_bytes;
         control

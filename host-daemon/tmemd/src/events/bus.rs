@@ -175,7 +175,7 @@ impl Events {
         });
     }
 
-    /// Subscribes from now on. The first event reports the subscription.
+    /// Creates a subscription to all events from now on. Its first event reports that it begins.
     ///
     /// # Errors
     /// The system has no descriptor left.

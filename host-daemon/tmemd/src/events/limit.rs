@@ -32,12 +32,13 @@ pub(crate) struct EventLimit {
 struct PendingEvent {
     kind: EventKind,
     text: String,
-    /// Events of the same sort that were left out before.
+    /// Number of earlier events of the same sort that this event has replaced and that are never
+    /// sent.
     left_out: u64,
 }
 
 impl EventLimit {
-    /// Adds an event, which is sent now or later.
+    /// Adds an event. It is sent at once if the bound permits, and otherwise later.
     pub(crate) fn add(&self, now: Instant, kind: EventKind, text: Arguments<'_>, emit: impl Emit) {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         let before = pending

@@ -23,8 +23,8 @@ const MAINTAIN_PAGES: usize = 1024;
 /// work depends on time.
 const PERIOD: Duration = Duration::from_millis(500);
 
-/// Shortest pause after a run that left no work. A VM may have some hundred raw pages in the pool,
-/// and needs longer than this pause to put them.
+/// Shortest pause after a run that left no work. No put is refused because of this pause: a VM may
+/// have some hundred raw pages in the pool, and needs longer than the pause to put so many pages.
 const PERIOD_MIN: Duration = Duration::from_millis(1);
 
 /// Maximum number of memory tables of a VM that wait to be unmapped. A front end that changes its
@@ -194,7 +194,8 @@ impl BackgroundWorkers {
     /// VM wait already, the caller's thread unmaps the memory.
     pub fn discard(&self, memory: Arc<dyn Any + Send + Sync>, of_vm: &Discarded) {
         let counted = of_vm.0.clone();
-        // Two of the references belong to no waiting table: the VM's own, and `of_vm` of this call.
+        // Each table that waits has a reference. Two more references belong to the VM and to this
+        // call.
         if Arc::strong_count(&of_vm.0) - 2 >= DISCARDED_MAX {
             return;
         }
@@ -251,7 +252,8 @@ mod tests {
         background.stop();
     }
 
-    /// The watchdog ignores the time that unmapping takes, because the thread has no heartbeat.
+    /// The watchdog ignores the time that unmapping takes, because the thread that unmaps has no
+    /// heartbeat.
     #[test]
     fn memory_is_unmapped_during_endless_pool_work() {
         let (go, gone) = mpsc::channel::<()>();

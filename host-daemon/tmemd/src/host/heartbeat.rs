@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Heartbeats: whether each thread that VMs need makes progress.
 //!
-//! A thread that works counts its heartbeat with every bounded piece of work. A thread that waits
-//! for others, or does work without a bound (such as unmapping a terabyte), is marked as resting
-//! and is not checked. So an idle daemon does not count as hung, and neither does a thread that
-//! waits for the rest of a front end's message. To count, a thread only writes to a word of its own
-//! in memory. Out of scope: the reaction to a thread that hangs, see `watchdog.rs`.
+//! A thread that works increments the counter of its heartbeat at every bounded piece of work. A
+//! thread that waits for another thread or process, or does work without a bound (such as unmapping
+//! a terabyte), is marked as resting and is not checked. So an idle daemon does not count as hung,
+//! and neither does a thread that waits for the rest of a front end's message. Incrementing the
+//! counter is only a write to a word of memory that no other thread writes. Out of scope: the
+//! reaction to a thread that hangs, see `watchdog.rs`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -85,13 +86,15 @@ impl Heartbeat {
         self.beats.store((beats | 1) + 2, Ordering::Relaxed);
     }
 
-    /// Begins a wait for others, or work without a bound.
+    /// Marks the thread as resting: it begins to wait for another thread or process, or work
+    /// without a bound.
     pub fn rest(&self) {
         let beats = self.beats.load(Ordering::Relaxed);
         self.beats.store((beats + 1) & !1, Ordering::Relaxed);
     }
 
-    /// Makes the thread count as hung for ever. A thread that is needed calls it when it ends.
+    /// Makes the thread count as hung for ever. A thread without which VMs are not served calls
+    /// this function when it has to end.
     pub fn lose(self) {
         self.work();
         std::mem::forget(self);

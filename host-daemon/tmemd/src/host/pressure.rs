@@ -133,8 +133,9 @@ impl Governor {
             } else {
                 (u64::MAX, STALL_SHRINK_PART)
             };
-            // The step is subtracted from the memory that the pool holds. Memory that it does not
-            // hold cannot help the host, but the pool must not take it now either.
+            // The step is subtracted from the memory that the pool holds, not from its size: memory
+            // that the pool does not hold cannot help the host. The new size also keeps the pool
+            // from taking more memory now.
             let held_bytes = held_bytes.min(self.size_bytes);
             let step_bytes = wanted.min((held_bytes / part).max(SHRINK_BYTES_MIN));
             held_bytes
@@ -307,7 +308,8 @@ impl PoolSize {
         Ok(())
     }
 
-    /// Changes the size of the pool, which already admits reserves by the new configured size.
+    /// Changes the pool's size after the configured size has changed. The engine has already
+    /// checked the reserves against the new configured size.
     fn follow_full(&self, mut governor: MutexGuard<'_, Governor>, full_bytes: u64) {
         let size_bytes = governor.set_full(full_bytes);
         self.engine.resize(size_bytes);
@@ -366,7 +368,8 @@ impl PoolSize {
         meminfo_bytes(&meminfo, "MemAvailable")
     }
 
-    /// Changes the pool's size as decided, logs the change and counts it.
+    /// Changes the pool's size to the one that the governor has decided, logs the change and counts
+    /// it.
     fn resized(
         &self,
         governor: MutexGuard<'_, Governor>,
@@ -473,7 +476,8 @@ fn watch(config: &PressureConfig, size: &PoolSize, stop: &OwnedFd, heartbeat: &H
         size.follow(now, readings);
         heartbeat.rest();
         // A trigger that has fired does not fire again within the window, but the shortage may
-        // continue.
+        // continue. So the thread also reads the host's memory when [`PERIOD`] has passed without a
+        // report.
         let begun = Instant::now();
         if !wait(trigger.as_ref(), stop, PERIOD) {
             return;

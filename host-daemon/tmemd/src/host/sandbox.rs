@@ -262,11 +262,10 @@ pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
 }
 
 /// Restricts the calling thread, and the threads that it starts later, to the calls of its kind. It
-/// does nothing outside the sandbox. Other threads are not affected, because a thread with a filter
-/// of its own cannot be synchronized.
+/// does nothing outside the sandbox. It does not affect other threads, because seccomp cannot apply
+/// one filter to all threads of a process once their filters differ.
 ///
-/// # Panics
-/// The kernel refuses the filter, although it accepted a wider one.
+/// # Panics The kernel refuses the filter, although it has accepted one that allows more calls.
 pub fn narrow(kind: ThreadKind) {
     let Some(filters) = FILTERS.get() else {
         return;
@@ -294,8 +293,8 @@ enum LogLine {
 fn missing_protection(ruleset: &RulesetStatus, landlock: LandlockStatus) -> Option<LogLine> {
     match (ruleset, landlock) {
         (RulesetStatus::FullyEnforced, _) => None,
-        // The daemon needs only one of the rights that these Landlock versions lack: the right to
-        // connect to sockets.
+        // Landlock ABI 6 to 8 lacks several restrictions. Only the one on connections to sockets
+        // concerns the daemon.
         (
             RulesetStatus::PartiallyEnforced,
             LandlockStatus::Available {
@@ -745,7 +744,8 @@ mod tests {
         assert!(output.status.success(), "the process failed: {output:?}");
     }
 
-    /// A container may forbid io_uring in this way.
+    /// The sandbox refuses io_uring to serving threads, as a container may refuse it to all
+    /// processes.
     #[test]
     fn workers_use_epoll_where_io_uring_is_refused() {
         inside(ThreadKind::Serving, |_| {
@@ -774,7 +774,7 @@ mod tests {
         });
     }
 
-    /// A log line names the missing protections of each Landlock version that lacks some.
+    /// For each Landlock version that lacks a protection, the log line names what is missing.
     #[test]
     fn partial_or_missing_landlock_is_logged() {
         let on = |effective_abi| LandlockStatus::Available {
@@ -850,7 +850,8 @@ mod tests {
                     );
                     assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
                 }
-                // This is the remaining risk that docs/threat-model.md describes.
+                // Before Linux 7.1, Landlock cannot forbid this connection, a remaining risk that
+                // docs/threat-model.md describes.
                 _ => drop(
                     connected
                         .expect("the connection was refused without Landlock rules for sockets"),

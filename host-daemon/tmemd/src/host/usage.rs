@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use tmem_pool::Work;
 
-/// The threads of one stage. Each thread joins at its start.
+/// The threads of one stage, such as the data workers. Each thread adds itself when it starts.
 #[derive(Debug, Default)]
 pub struct Stage(Mutex<Vec<Pid>>);
 
@@ -59,9 +59,10 @@ impl BackgroundTime {
 ///
 /// The kind of work changes after about 30 pages, that is, every 100 µs. Reading the thread's CPU
 /// clock needs a system call of half a microsecond, so that clock is read only when the timed work
-/// begins and ends. Its difference is divided among the kinds in proportion to the monotonic clock,
-/// which needs no system call. The sum over all kinds therefore equals the kernel's count, also if
-/// the thread waited for a processor; the kind to which such a wait is added is random.
+/// begins and ends. The difference of both readings is divided among the kinds of work, in
+/// proportion to the time that each kind took by the monotonic clock, which needs no system call.
+/// The sum over all kinds therefore equals the kernel's count, also if the thread waited for a
+/// processor; the kind to which such a wait is added is random.
 #[derive(Debug)]
 pub struct TimedWork<'a> {
     sums: &'a BackgroundTime,
@@ -184,7 +185,7 @@ mod tests {
             sums()
         );
 
-        // Work that ends by a panic is counted, too.
+        // The processor time of work that ends with a panic is counted, too.
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let mut work_time = background.begin();
             work_time.switch_to(Work::MakeRoom);
@@ -206,7 +207,8 @@ mod tests {
             sum_ns <= cpu_ns,
             "the sum of all kinds is {sum_ns} ns, more than the thread's {cpu_ns} ns"
         );
-        // The division loses less than a nanosecond for each kind and piece of work.
+        // Dividing the time of a piece of work among the kinds loses less than a nanosecond for
+        // each kind.
         assert!(
             sum_ns >= 60_000_000 - 9,
             "the sum of all kinds is {sum_ns} ns, less than the 60 ms of work"

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Reports to the service manager that the daemon is alive.
 //!
-//! The manager restarts a daemon from which it receives nothing for its period (WatchdogSec=,
-//! WATCHDOG_USEC). That covers a daemon that is stopped or starved as a whole. A single thread that
-//! hangs is reported at once. A restart costs guests their cache and no data, and QEMU reconnects
-//! by itself, so a false alarm costs time only. Out of scope: detecting a hung thread, see
-//! `heartbeat.rs`.
+//! The service manager restarts a daemon that sends it no message for the watchdog period
+//! (WatchdogSec=, WATCHDOG_USEC). This covers the case that all threads are stopped or get no
+//! processor. If a single thread hangs, the daemon reports that to the service manager at once. A
+//! restart costs guests their cache and no data, and QEMU reconnects by itself, so a false alarm
+//! costs time only. Out of scope: detecting a hung thread, see `heartbeat.rs`.
 
 use crate::host::heartbeat::{Heartbeats, MISSED_CHECKS_MAX};
 pub use sd_notify::NotifyState;
@@ -15,7 +15,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Watchdog period if no service manager sets one. A hung thread is then logged.
+/// Watchdog period if no service manager sets one. A hung thread is then only logged.
 const PERIOD_DEFAULT: Duration = Duration::from_secs(10);
 
 /// Number of heartbeat checks in one watchdog period (`WatchdogSec=`). A hung thread is reported
@@ -72,8 +72,8 @@ fn check(heartbeats: &Heartbeats, hung: &mut Vec<String>) {
     } else {
         if found != *hung {
             tracing::error!(
-                "the daemon hangs at {}, because of a bug or a front end that blocks it; the \
-                 service manager should restart it",
+                "threads of the daemon hang: {}. The cause is a bug, or a front end that blocks \
+                 them. The service manager should restart the daemon",
                 found.join(", ")
             );
         }

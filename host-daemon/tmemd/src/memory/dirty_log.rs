@@ -84,7 +84,7 @@ pub struct LogMap(Mapping);
 
 impl LogMap {
     /// Maps `length` bytes of a file that [`crate::memory::table::check_file`] accepted. `lost` is
-    /// set when a page of it is lost.
+    /// set when a page of the mapping is lost.
     ///
     /// # Errors
     /// The length is out of range, or the system cannot map the file.
@@ -185,7 +185,7 @@ mod tests {
         log.mark(8 * LOG_PAGE_BYTES * 4096, 1);
         assert!(
             !lost.is_lost(),
-            "a mark in the kept page of the log was reported as lost"
+            "a mark in the page that the log still has was reported as lost"
         );
         log.mark(0, 1);
         assert!(lost.is_lost());

@@ -15,8 +15,9 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes of pages that one step releases. It takes 0.3 ms for 4 KiB pages on the machine of
-/// docs/benchmarks. The largest mapping, 8 TiB without pages, is unmapped after two seconds.
+/// Bytes of pages that one step releases. A step takes 0.3 ms for 4 KiB pages on the machine of
+/// docs/benchmarks. With steps of this size, the largest mapping, 8 TiB without pages, is unmapped
+/// after two seconds.
 const GIVE_BACK_BYTES: usize = 4 << 20;
 
 /// Bytes of address space without pages that one step unmaps. A step takes 0.1 ms, because of the
@@ -43,10 +44,10 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps a part of a file that [`crate::memory::table::check_file`] accepted. `lost` is set when
-    /// a page of it is lost.
+    /// a page of the mapping is lost.
     ///
-    /// # Errors
-    /// The system cannot map or watch it.
+    /// # Errors The system cannot map the file, or the mapping cannot be registered with the SIGBUS
+    /// handler.
     pub fn new(file: &File, offset: u64, bytes: usize, lost: &Arc<Lost>) -> io::Result<Mapping> {
         let file_page_bytes = page_bytes(file)?;
         // MAP_NORESERVE is not set. With it, an access to a huge page could end the daemon if no
@@ -134,8 +135,9 @@ mod tests {
 
     const PAGE: usize = 4096;
 
-    /// Tells whether the file of that name, or one page of it, is mapped. Other threads may map
-    /// memory at a released address at any time.
+    /// Returns true if the file of that name is mapped, or if a mapping consists of exactly the
+    /// page at address `page`. Other mappings do not count, because other threads may map memory at
+    /// a released address at any time.
     fn is_mapped(name: &str, page: usize) -> bool {
         let maps = std::fs::read_to_string("/proc/self/maps").expect("cannot read /proc/self/maps");
         let own = format!("{page:x}-{:x} ", page + PAGE);
@@ -181,7 +183,7 @@ mod tests {
         }
     }
 
-    /// Each page is released once and unmapped once, and it is released first.
+    /// Each page is released once, and unmapped once after that.
     #[test]
     fn pages_are_released_before_they_are_unmapped() {
         const GIB: usize = 1 << 30;

@@ -75,8 +75,7 @@ pub struct Watch {
 impl Watch {
     /// Watches a whole mapping of a file with pages of `page_bytes`.
     ///
-    /// # Errors
-    /// The system does not install the handler.
+    /// # Errors The system cannot install the handler.
     pub fn new(
         start: *const u8,
         bytes: usize,
@@ -168,8 +167,8 @@ impl Free {
             let chunk: &'static Chunk = match self.last {
                 None => &FIRST,
                 Some(last) => {
-                    // The table has as many slots as there ever were mappings at the same time.
-                    // Freed slots are used again.
+                    // Freed slots are used again, so the table grows only up to the largest number
+                    // of mappings that existed at one time.
                     let chunk = Box::leak(Box::new(Chunk::new()));
                     last.next.store(chunk, Ordering::SeqCst);
                     chunk

@@ -19,7 +19,8 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 pub type GuestMemory = GuestMemoryMmap<RegionLog>;
 
 /// Maximum number of regions of a VM. With it, 256 VMs stay below the kernel's limit of 65,530
-/// mappings per process. The older vhost interface has 8.
+/// mappings per process. A front end without the protocol feature CONFIGURE_MEM_SLOTS has at most
+/// 8.
 pub const REGIONS_MAX: usize = 64;
 
 /// Maximum size of all regions of a VM in bytes. A sparse file may have any size, and the address
@@ -40,7 +41,7 @@ pub struct RegionSpec {
     pub file_offset: u64,
 }
 
-/// Why a region is refused; the text says what to do.
+/// Reason why a region is refused. The text says what to do.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct MemoryError(String);
@@ -327,7 +328,8 @@ mod tests {
         );
     }
 
-    /// A region must end inside its file, because an access to a page beyond the end raises SIGBUS.
+    /// A file can be longer than all huge pages of the host. Mapping it must fail, because an
+    /// access to a page that the host does not have raises SIGBUS.
     #[test]
     fn missing_huge_pages_are_not_mapped() {
         let more_than_any_host_has = 1 << 42;

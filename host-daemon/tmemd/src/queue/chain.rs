@@ -16,7 +16,7 @@ use vm_memory::{Address, Bytes, GuestAddress, GuestMemory as _, GuestMemoryError
 /// takes some µs.
 const SLICE_BYTES: usize = 16 * PAGE_SIZE;
 
-/// Why a chain cannot be followed.
+/// Reason why a chain cannot be followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChainError {
     /// The chain cannot be followed: a bad index, a loop, a nested or unreadable indirect table, or
@@ -52,7 +52,7 @@ impl std::fmt::Display for ChainError {
     }
 }
 
-/// Why an answer was not written completely.
+/// Reason why an answer was not written completely.
 #[derive(Debug)]
 pub enum WriteError {
     /// The front end hung up, and the memory may have another use by now.
@@ -431,29 +431,33 @@ mod tests {
             ("a loop", &[good, (DATA, 8, NEXT, 0)], &[]),
             ("an index beyond the table", &[(DATA, 8, NEXT, SIZE)], &[]),
             (
-                "a nested table",
+                "an indirect table in an indirect table",
                 &[(INDIRECT_TABLE, 16, INDIRECT, 0)],
                 &[(DATA, 16, INDIRECT, 0)],
             ),
             (
-                "an odd table",
+                "a table of 17 bytes, no multiple of 16",
                 &[(INDIRECT_TABLE, 17, INDIRECT, 0)],
                 &[(DATA, 8, 0, 0)],
             ),
             ("an empty table", &[(INDIRECT_TABLE, 0, INDIRECT, 0)], &[]),
-            ("a table elsewhere", &[(MEMORY_BYTES, 16, INDIRECT, 0)], &[]),
             (
-                "an end beyond the table",
+                "a table outside of guest memory",
+                &[(MEMORY_BYTES, 16, INDIRECT, 0)],
+                &[],
+            ),
+            (
+                "a next descriptor beyond the end of the table",
                 &[(INDIRECT_TABLE, 16, INDIRECT, 0)],
                 &[good],
             ),
             (
-                "a bad table after a good start",
+                "a valid descriptor, then a table outside of guest memory",
                 &[good, (MEMORY_BYTES, 16, INDIRECT, 0)],
                 &[],
             ),
             (
-                "a huge table",
+                "a table of nearly 4 GiB, larger than guest memory",
                 &[(INDIRECT_TABLE, !15, INDIRECT, 0)],
                 &[(DATA, 8, 0, 0)],
             ),

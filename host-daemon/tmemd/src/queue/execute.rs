@@ -8,11 +8,11 @@
 //! and the remaining pages of a GET are missed.
 //!
 //! A request that costs more than a scheduling slice is interrupted between two groups. The
-//! finished part is then in the pool or in guest memory, results included. So only two numbers are
-//! kept of an interrupted request ([`Progress`]), and no page of a guest stays in a buffer of the
-//! worker. The next slice reads the request again and continues after the finished pages. If the
-//! guest changes the request meanwhile, which no correct driver does, it gets results of a mixture
-//! of both requests.
+//! finished part is then in the pool or in guest memory, results included. So the daemon stores
+//! only two numbers for an interrupted request ([`Progress`]), and no page of a guest stays in a
+//! buffer of the worker. The next slice reads the request again and continues after the finished
+//! pages. If the guest changes the request meanwhile, which no correct driver does, it gets results
+//! of a mixture of both requests.
 
 use crate::memory::peer::Peer;
 use crate::memory::table::GuestMemory;
@@ -74,7 +74,7 @@ pub struct Progress {
     used_bytes: usize,
 }
 
-/// State of a request after its execution in one slice.
+/// Values that the execution of a request leaves to its caller at the end of a slice.
 pub struct Remainder<'vm, 'a> {
     /// Storage of the pages that a GET took out of the pool. The caller frees it after the guest
     /// has its answer.
@@ -280,8 +280,8 @@ fn flush_range(
         if done? {
             return Ok(true);
         }
-        // After a step that was shorter than FLUSH_NS_MIN the slice ends. Such a step may have
-        // dropped no page, and so might the next one.
+        // A step shorter than FLUSH_NS_MIN may have dropped no page, and the next step may drop
+        // none either. So the slice ends here.
         if step_ns < FLUSH_NS_MIN {
             break;
         }
@@ -316,7 +316,7 @@ fn put(
         let left = count - done;
         let group = match slice.step_pages(PUT_NS_MAX, left.min(PUT_GROUP_PAGES)) {
             Some(pages) => pages,
-            // After the time limit of a drain, all remaining pages are refused at once.
+            // When the time limit of a drain has expired, all remaining pages are refused at once.
             None if drain_expired => left,
             None => break,
         };
@@ -339,7 +339,7 @@ fn put(
     }
     if status != wire::S_OK {
         // The pool or the generation ended, perhaps between two groups. All pages of the request
-        // are refused, because the stored ones are gone, too.
+        // are refused, because the pages that it has already stored no longer exist.
         results.fill(wire::P_REFUSED);
         from = 0;
     }
@@ -416,7 +416,8 @@ fn store_group(
     Ok(())
 }
 
-/// Executes a REF on pages of a pool. Returns like [`execute`].
+/// Executes a REF on pages of a pool. Returns the bytes to report in the used element, or None if
+/// the slice is over before the request is finished.
 fn refer(
     context: &Context<'_, '_>,
     stale: bool,
@@ -435,7 +436,7 @@ fn refer(
         let left = count - done;
         let group = match slice.step_pages(REF_NS_MAX, left.min(REF_GROUP_PAGES)) {
             Some(pages) => pages,
-            // After the time limit of a drain, all remaining pages are dropped at once.
+            // When the time limit of a drain has expired, all remaining pages are dropped at once.
             None if drain_expired => left,
             None => break,
         };
@@ -469,7 +470,7 @@ fn refer(
     Ok(Some(end as u32))
 }
 
-/// Returns the pages of a REF as the engine takes them.
+/// Converts the pages of a REF to the type that the engine takes.
 fn refs(pages: &[RefPage]) -> Vec<Ref> {
     let refs = pages.iter().map(|page| Ref {
         object: page.object.get(),
@@ -479,8 +480,8 @@ fn refs(pages: &[RefPage]) -> Vec<Ref> {
     refs.collect()
 }
 
-/// Drops the pages of a REF, which are then answered with GONE. The driver forgets them upon this
-/// answer, so nothing would ever request them.
+/// Drops the pages of a REF that is not executed, and that is answered with GONE. After this answer
+/// the driver never requests the pages again, so the pool must not keep them.
 fn drop_refs(
     context: &Context<'_, '_>,
     pool: u32,
@@ -503,7 +504,7 @@ fn drop_refs(
     Ok(())
 }
 
-/// Refers to a group of pages and sets their results.
+/// Executes a REF for a group of its pages and sets their results.
 fn refer_group(
     context: &Context<'_, '_>,
     pool: u32,
@@ -530,7 +531,7 @@ struct GetBatch<'a> {
     object: u64,
     index: u64,
     cookies: &'a [U64],
-    /// Bit n allows to retain the page `index` + n.
+    /// Bit n allows the pool to retain the page `index` + n.
     retain: u64,
 }
 
@@ -597,8 +598,9 @@ fn get<'vm>(
     Ok((done == count).then_some(used_bytes as u32))
 }
 
-/// Counts the remaining pages of a GET as missed. The limits of rate and drain turn hits into
-/// misses, but do not change the status of a request. The pool must therefore exist here, too.
+/// Counts the remaining pages of a GET as missed. A rate limit or a drain turns hits into misses,
+/// but does not change the status of a request. If the pool does not exist, the status must
+/// therefore be NO_POOL here, too.
 fn miss_rest(context: &Context<'_, '_>, batch: &GetBatch<'_>, pages: usize) -> Result<(), NoPool> {
     let vm = context.vm;
     let counter = match context.limited {

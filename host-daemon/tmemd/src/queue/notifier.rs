@@ -21,12 +21,13 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Maximum number of completions that the daemon leaves in the context. All processes of the host
-/// together may have 65,536 (fs.aio-max-nr). Leaving a few saves system calls.
+/// Maximum number of completions that the daemon leaves in the AIO context before it discards them.
+/// Discarding many at once saves system calls. All processes of the host together may have 65,536
+/// (fs.aio-max-nr).
 const EVENTS_MAX: usize = 128;
 
-/// Maximum number of attempts of one notification while other threads use up the free completions.
-/// No thread needs this many.
+/// Maximum number of attempts to send one notification. An attempt fails if other threads use up
+/// the free completions. No thread needs this many attempts.
 const ATTEMPTS_MAX: usize = 10_000;
 
 /// `struct iocb` of linux/aio_abi.h on a little-endian machine.
@@ -56,7 +57,7 @@ const OPCODE_PREAD: u16 = 0;
 const FLAG_EVENTFD: u32 = 1;
 
 #[cfg(target_endian = "big")]
-compile_error!("struct iocb has key and rw_flags the other way round");
+compile_error!("on a big-endian machine, struct iocb has rw_flags before key");
 
 /// Context of the kernel's AIO. Any thread may use it.
 struct Notifier {
@@ -73,7 +74,8 @@ static NOTIFIER: OnceLock<Notifier> = OnceLock::new();
 /// The kernel has no AIO, or other processes use all operations.
 pub fn prepare() -> io::Result<()> {
     if NOTIFIER.get().is_none() {
-        // If another thread was faster, this context remains unused, which is harmless.
+        // If another thread has already created a context, the one created here remains unused,
+        // which is harmless.
         let _ = NOTIFIER.set(Notifier::new()?);
     }
     Ok(())

@@ -45,7 +45,7 @@ pub enum Body<'a> {
         index: u64,
         /// The wanted cookie of each page.
         cookies: &'a [U64],
-        /// Bit n allows to retain the page `index` + n.
+        /// Bit n allows the pool to retain the page `index` + n.
         retain: u64,
     },
     /// Refers to retained pages that the guest has evicted unchanged.
@@ -77,7 +77,7 @@ pub struct Request<'a> {
     pub body: Body<'a>,
 }
 
-/// Why a chain contains no request to execute.
+/// Reason why a chain contains no request to execute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rejected {
     /// The answer is this status alone: `S_BAD` or `S_UNSUPPORTED`.
@@ -449,8 +449,8 @@ mod tests {
     fn headers_out_of_range_are_bad() {
         for (queue, t, n, mut readable) in good() {
             let room = writable(t, n);
-            // The two pages of the GET have the two lowest bits of the retain field. All others must
-            // be 0.
+            // The GET requests two pages, to which the two lowest bits of its retain field belong.
+            // All other bits must be 0.
             for byte in 16..24 {
                 readable[byte] = 4;
                 assert_eq!(
@@ -604,7 +604,7 @@ mod tests {
         for bit in 2..64 {
             assert_eq!(retain_of(1 << bit, true), Err(Some(BAD)), "bit {bit}");
         }
-        // Without the feature, the field is reserved.
+        // For a driver without F_RETAIN, the retain field is reserved and must be 0.
         assert_eq!(retain_of(0, false), Ok(0));
         for bit in 0..64 {
             assert_eq!(retain_of(1 << bit, false), Err(Some(BAD)), "bit {bit}");

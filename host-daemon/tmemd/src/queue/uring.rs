@@ -155,7 +155,8 @@ impl Ring {
                 WAKE => wake.as_raw_fd(),
                 token => match self.watched.get(&token) {
                     Some(fd) => fd.as_raw_fd(),
-                    // The kick was removed while its completion waited.
+                    // The kick was removed after the kernel had reported this completion, so the
+                    // completion is ignored.
                     None => continue,
                 },
             };
@@ -200,9 +201,9 @@ impl Poller for Uring {
         for change in std::mem::take(&mut *lock(&self.changes)) {
             ring.make(change)?;
         }
-        // The kernel may report completions at every submission, and making the changes may have
-        // submitted operations. If a wake is among the completions, the worker must not sleep: the
-        // reason for the wake arose after the caller looked for work.
+        // The kernel may report completions at every submission, and adding and removing polls may
+        // have submitted operations. If a wake is among the completions, the worker must not sleep:
+        // the reason for the wake arose after the caller looked for work.
         let woken = ring.reap(&self.wake, ready)?;
         let wait_flags = ring.wait_flags.bits();
         let (submitter, queue, _) = ring.io.split();

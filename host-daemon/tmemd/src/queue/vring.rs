@@ -160,7 +160,7 @@ struct Done<'a> {
     latency: Option<&'a Histogram>,
 }
 
-/// Result of `Vring::answer`.
+/// Result of executing a chain in one slice.
 enum Answered<'a> {
     /// The answer is complete.
     Done(Done<'a>),
@@ -220,15 +220,16 @@ fn next_chain<'m>(
     let answered = state.queue.next_used().wrapping_add(1);
     if next.is_some() && state.queue.next_avail() != answered {
         return Err(Halt::Fault(format!(
-            "a bug in the daemon: {} chains were taken, and this would be the answer to number {answered}",
+            "a bug in the daemon: the answers are out of order. The next answer belongs to chain \
+             {answered}, but chain {} was taken",
             state.queue.next_avail(),
         )));
     }
     Ok(next)
 }
 
-/// Returns an error if guest memory has lost a page. After a success, all data read before is the
-/// guest's.
+/// Returns an error if guest memory has lost a page. If it returns no error, all data that was read
+/// before the call is the guest's.
 fn intact(memory: &Memory) -> Result<(), Halt> {
     match memory.lost.is_lost() {
         true => Err(Halt::Lost),
@@ -364,8 +365,8 @@ impl Vring {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the hold of the vring. The caller must have dropped the guard, and must schedule the
-    /// vring afterwards, because the worker ignored kicks meanwhile.
+    /// Ends the hold of the vring. The caller must have dropped the guard. It must schedule the
+    /// vring after this call, because the worker ignored kicks during the hold.
     pub fn lower_hold(&self) {
         self.cut_at_ns.store(u64::MAX, Ordering::SeqCst);
         self.hold.store(false, Ordering::SeqCst);
@@ -650,7 +651,8 @@ impl Vring {
     }
 
     /// Returns the state with which a request is executed. If the last slice interrupted the same
-    /// request, it is the state of that interruption, otherwise a new one.
+    /// request, it is the state that this slice left; otherwise it is the state of a request that
+    /// has not begun.
     fn begin_or_continue(
         &self,
         taken: TakenChain,

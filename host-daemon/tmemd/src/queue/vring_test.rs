@@ -233,7 +233,7 @@ impl Guest {
         self.vring.lock().retain = true;
     }
 
-    /// Gets pages as [`get`](Self::get) does. Bit n of `retain` allows to retain page n.
+    /// Gets pages as [`get`](Self::get) does. Bit n of `retain` allows the pool to retain page n.
     fn get_retaining(&mut self, index: u64, count: usize, retain: u64) -> u64 {
         let get = Get {
             object: 1.into(),
@@ -248,7 +248,7 @@ impl Guest {
         self.send(&bytes, 8 + count * (size_of::<GetPage>() + PAGE_SIZE))
     }
 
-    /// Refers to pages, each with the cookie of [`put`](Self::put) plus `beyond`.
+    /// Sends a REF of pages. The cookie of each is the one of [`put`](Self::put) plus `beyond`.
     fn refer(&mut self, index: u64, count: usize, beyond: u64) -> u64 {
         let mut bytes = req(wire::T_REF, count).as_bytes().to_vec();
         for index in index..index + count as u64 {
@@ -270,7 +270,7 @@ impl Guest {
             .collect()
     }
 
-    /// Returns the numbers of pages that the pool has, and of those that are retained.
+    /// Returns the number of pages in the pool, and how many of them are retained.
     fn pages(&self) -> (u64, u64) {
         let stats = self.link.vm.tenant.stats();
         (stats.pages, stats.retained_pages)
@@ -362,7 +362,7 @@ impl Guest {
     }
 }
 
-/// Creates a FLUSH of some pages of the object that all tests use.
+/// Creates a FLUSH of `nr_pages` pages from `index` on, of the object that all tests use.
 fn flush(index: u64, nr_pages: u64) -> Vec<u8> {
     let range = wire::Range {
         object: 1.into(),
@@ -424,7 +424,7 @@ fn the_work_of_a_slice_is_bounded() {
 /// Dropping a page costs more than 250 ns, so a slice cannot drop more pages than this.
 const DROPPED_PER_SLICE_MAX: u64 = SLICE_NS / 250;
 
-/// Each chain is one range of many pages without stored bytes, which are the fastest to drop.
+/// Each chain flushes one range of many pages without stored bytes, which are the fastest to drop.
 #[test]
 fn flush_work_is_bounded_per_slice_over_many_chains() {
     const CHAINS: u64 = 64;
@@ -454,7 +454,8 @@ fn flush_work_is_bounded_per_slice_over_many_chains() {
     assert!(slices >= CHAINS * PAGES / DROPPED_PER_SLICE_MAX);
 }
 
-/// A large range visits all keys that are tracked for gain estimates, even if it contains no page.
+/// The flush of a large range visits all keys that the pool tracks for gain estimates, even if the
+/// range contains no page.
 #[test]
 fn ranges_without_pages_are_bounded_per_slice_too() {
     const STEP_NS_MIN: u64 = 1;
@@ -552,8 +553,8 @@ fn a_get_of_64_pages_allocates_no_memory() {
     }
 }
 
-/// Gets a window of pages that are raw, same-filled, compressed or missing. Bit n of `retain` allows
-/// to retain page n.
+/// Gets a window of pages that are raw, same-filled, compressed or missing. Bit n of `retain`
+/// allows the pool to retain page n.
 fn get_64_pages_without_allocation(retain: u64) {
     let mut guest = guest();
     guest.accept_retain();
@@ -581,7 +582,8 @@ fn get_64_pages_without_allocation(retain: u64) {
     assert!(guest.interrupted(), "the guest was not interrupted");
 }
 
-/// A slice also ends when its time is up, and each slice makes progress however late it is.
+/// A slice also ends when its time is over. It makes progress even if its time is over when it
+/// begins.
 #[test]
 fn requests_of_each_type_resume_after_the_end_of_a_slice() {
     let mut guest = guest();
@@ -688,7 +690,8 @@ fn an_interrupted_chain_continues_after_a_hold() {
     assert_eq!(guest.results(answer, 64), [wire::P_HIT; 64]);
 }
 
-/// If the pool or generation ends between two slices, it ends for the whole request.
+/// If the pool or generation of a request ends between two of its slices, the request returns no
+/// page, as if the pool or generation had ended before it began.
 #[test]
 fn an_interrupted_chain_whose_pool_or_generation_ends_has_no_pages() {
     for (what, status) in [("pool", wire::S_NO_POOL), ("generation", wire::S_STALE)] {
@@ -773,8 +776,8 @@ fn an_interrupted_chain_counts_once_against_the_rate() {
     assert_eq!(guest.results(get, 64), [wire::P_HIT; 64]);
 }
 
-/// A flush drops all pages in its range, possibly the whole pool. Other VMs and a drain wait for a
-/// part of it only.
+/// A flush drops all pages in its range, possibly the whole pool. Other VMs and a drain wait only
+/// until the current slice of the flush ends.
 #[test]
 fn a_large_flush_takes_many_slices() {
     let mut guest = guest();
@@ -1103,7 +1106,8 @@ fn no_guest_memory_is_written_after_a_hang_up() {
     }
 }
 
-/// Without EVENT_IDX the first action of a slice is a write.
+/// Without EVENT_IDX, a slice begins with a write to guest memory (it disables kicks). A hang-up
+/// must prevent this write, too.
 #[test]
 fn guest_memory_does_not_change_after_a_hang_up() {
     let mut guest = guest();
@@ -1478,8 +1482,8 @@ fn a_panic_stops_only_its_queue() {
 #[test]
 fn a_lost_page_of_the_guest_ends_the_connection() {
     const HELD: u64 = 40;
-    // Address of the request. It is the first byte of a page that contains nothing else of the
-    // ring. Each case has the name and the address of the page that is lost.
+    // Address of the request, at the beginning of a page that contains no part of the ring. Each
+    // case has the name and the address of the page that is lost.
     const REQUEST: u64 = DATA + 0x10000;
     let cases = [
         ("table", TABLE),
@@ -1549,7 +1553,8 @@ fn a_lost_page_of_the_guest_ends_the_connection() {
     }
 }
 
-/// The run queue schedules by owner.
+/// The run queue gives slices to owners in turn, so all vrings of a VM must have one owner, which
+/// no other VM has.
 #[test]
 fn all_vrings_of_a_vm_have_the_same_owner() {
     let (one, other) = (guest(), guest());
@@ -1785,7 +1790,8 @@ fn the_pages_of_a_frozen_vm_are_not_retained() {
     assert_eq!(guest.pages(), (0, 0));
 }
 
-/// The time of a slice is over after each read of the clock, so each slice handles few pages.
+/// In this test the time of a slice is over after each read of the clock, so each slice handles few
+/// pages.
 #[test]
 fn interrupted_references_and_retaining_gets_continue() {
     let mut guest = guest();

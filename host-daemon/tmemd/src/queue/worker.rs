@@ -33,7 +33,8 @@ struct Worker {
     poller: Box<dyn Poller>,
     /// Guards the kicks and their vrings, by token. Leaf lock.
     registry: Mutex<HashMap<u64, Registration>>,
-    /// Guards the vrings that the worker must process although they were not kicked. Leaf lock.
+    /// Guards the list of vrings that the worker must process although they were not kicked. Leaf
+    /// lock.
     inbox: Mutex<Vec<Arc<Vring>>>,
     stop: AtomicBool,
     /// Longest polling time in ns, see [`Waiting::poll_max`].
@@ -205,7 +206,7 @@ impl Workers {
 /// request a kick as soon as they are empty.
 const POLLED_MAX: usize = 16;
 
-/// Data that only the worker's own thread uses.
+/// Data of a worker that only its own thread uses.
 pub struct WorkerContext {
     scratch: Scratch,
     ready: Vec<u64>,
@@ -298,7 +299,8 @@ impl Worker {
             };
             heartbeat.inspect(|heartbeat| heartbeat.work());
             let begun_ns = vring.dequeue();
-            // A kick or the control thread may have queued the vring before its poll ended.
+            // A kick or the control thread may have queued the vring before its poll ended, so it
+            // may still be in the list of polled vrings.
             polled.retain(|(other, _)| !Arc::ptr_eq(other, &vring));
             let poll_max_ns = match polled.len() {
                 POLLED_MAX.. => 0,

@@ -66,8 +66,8 @@ impl Credentials {
     }
 }
 
-/// Reads a socket option that is an array of numbers. Returns the number of its elements, of which
-/// at most as many are written as fit into `room`.
+/// Reads a socket option that is an array of numbers. Writes as many of its elements as fit into
+/// `room`, and returns the number of all elements.
 ///
 /// rustix cannot be used here: its process ids are never 0, but a process of a foreign PID
 /// namespace has that id.
@@ -100,7 +100,7 @@ fn more_groups(stream: &UnixStream) -> io::Result<Vec<u32>> {
     let (count, result) = numbers(stream, libc::SO_PEERGROUPS, &mut groups);
     match result {
         Err(error) if error.raw_os_error() == Some(libc::ERANGE) && count <= GROUPS_MAX => {}
-        // A first call that succeeds means that the peer has no supplementary groups.
+        // The first call has an empty buffer. If it succeeds, the peer has no supplementary groups.
         result => return result.map(|()| groups),
     }
     groups.resize(count, 0);

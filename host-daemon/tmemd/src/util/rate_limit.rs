@@ -16,7 +16,7 @@ pub(crate) fn since_start_ns(now: Instant) -> u64 {
     now.saturating_duration_since(*START).as_nanos() as u64
 }
 
-/// A rate limit. It is created with its complete burst.
+/// A rate limit. A new value admits a complete burst.
 #[derive(Debug, Default)]
 pub(crate) struct RateLimit {
     /// Time in ns at which all admitted work would be done at the permitted rate.
@@ -48,7 +48,8 @@ impl RateLimit {
         self.admit(now_ns, period_ns, period_ns * u64::from(burst))
     }
 
-    /// Returns an admitted action of `cost` that was not carried out.
+    /// Takes back the cost of an admitted action that was not carried out, so that it no longer
+    /// counts.
     pub(crate) fn give_back(&self, cost: Duration) {
         let cost_ns = cost.as_nanos() as u64;
         self.through_ns.fetch_sub(cost_ns, Ordering::Relaxed);

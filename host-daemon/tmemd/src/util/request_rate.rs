@@ -33,8 +33,8 @@ impl RequestRate {
     }
 
     /// Counts the pages of a request. Returns false if the request exceeds the rate. A request that
-    /// begins within the rate is admitted completely, so that a request of any size is admitted at
-    /// some time.
+    /// begins within the rate is admitted completely. Otherwise a request with more pages than the
+    /// burst would never be admitted.
     pub fn admit(&self, now_ns: u64, pages: u32) -> bool {
         let per_second = self.per_second.load(Ordering::Relaxed);
         if per_second == 0 {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The control thread of a VM's connection, which processes vhost-user messages one by one.
 //!
-//! A front end that sends half a message, or none, blocks only its own thread. However the
-//! connection ends, the tenant is then emptied and the vrings are stopped.
+//! A front end that sends half a message, or none, blocks only the thread of its own connection.
+//! However the connection ends, the tenant is then emptied and the vrings are stopped.
 
 use crate::events::bus::EventKind;
 use crate::host::background::BackgroundWorkers;
@@ -37,8 +37,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// Occupies the VM's slot and empties the tenant. Returns None, after logging the reason, if
-    /// the slot is taken or the system lacks a resource.
+    /// Occupies the VM's slot for a front end and empties the VM's tenant. Returns None, after
+    /// logging the reason, if the slot is taken or the system lacks a resource.
     pub fn begin(
         vm: &Arc<Vm>,
         stream: &UnixStream,
@@ -94,7 +94,7 @@ impl Session {
     }
 }
 
-/// Serves a connection to its end.
+/// Serves a connection until it ends.
 pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &ConnectionContext) {
     let Ok(same) = stream.try_clone() else {
         vm.warn(format_args!("no file descriptor is left for a connection"));
@@ -139,7 +139,7 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &ConnectionContext) {
         Ok(Some(error)) => vm.warn(format_args!("connection ended: {error}")),
         Err(_) => tracing::error!(
             vm = %vm.name(),
-            "connection ended: a bug, its control thread panicked"
+            "connection ended: its control thread panicked, which is a bug in the daemon"
         ),
     }
     vm.emit(EventKind::Disconnected, format_args!("disconnected"));

@@ -73,7 +73,7 @@ pub struct Device {
     missed_pages: u64,
     /// Heartbeat of the control thread while it waits for workers.
     heartbeat: Heartbeat,
-    /// Whether the last message was refused although the connection may continue.
+    /// Whether the last message was refused with an error that does not end the connection.
     refused: bool,
 }
 
@@ -128,7 +128,8 @@ impl Device {
         })
     }
 
-    /// Returns true once after a message that was refused although the connection may continue.
+    /// Returns true once after a message that was refused with an error that does not end the
+    /// connection.
     pub fn take_refused(&mut self) -> bool {
         std::mem::take(&mut self.refused)
     }
@@ -689,7 +690,8 @@ mod tests {
                     .set_mem_table(&[region], vec![file], None)
                     .expect("the memory table was refused");
             }
-            // The first of the tables that wait was empty, and the device itself has one more.
+            // DISCARDED_MAX tables wait to be unmapped. The first of them is empty and has no
+            // mapping, and the device's current table has one more mapping.
             assert_eq!(
                 mapped(name),
                 DISCARDED_MAX,
@@ -728,7 +730,8 @@ mod tests {
         }
     }
 
-    /// The driver of the next boot may accept other features than that of the last one.
+    /// After a reboot, the guest's driver may accept other features than the driver before the
+    /// reboot.
     #[test]
     fn retained_pages_follow_the_accepted_features() {
         let (device, workers, _background) = devices();

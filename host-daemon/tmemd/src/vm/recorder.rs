@@ -191,7 +191,7 @@ impl Tap {
     }
 
     /// Records a request for the pages of an object from `index` on, and whether each was returned.
-    /// Bit n of `retain` allows to retain page n.
+    /// Bit n of `retain` allows the pool to retain page n.
     pub fn get(
         &self,
         pool: u32,
@@ -260,7 +260,7 @@ mod tests {
     use tmem_trace::format::Reader;
 
     #[test]
-    fn retained_pages_are_told_from_others() {
+    fn the_trace_distinguishes_gets_that_may_retain_the_page() {
         let folder = tempfile::tempdir().expect("cannot create a temporary directory");
         let path = folder.path().join("trace");
         let recorder = Arc::new(Recorder::create(&path, 1 << 20).expect("cannot create the trace"));

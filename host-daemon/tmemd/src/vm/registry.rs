@@ -43,7 +43,7 @@ const NOTHING: Quota = Quota {
     weight: 0,
 };
 
-/// Why a VM is refused; a sentence without the VM's name.
+/// Reason why a VM is refused, as a sentence without the VM's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refused {
     /// The quota is invalid or does not fit.
@@ -446,7 +446,8 @@ impl Registry {
                 which(&config.trust_domain)
             );
             let Some(old) = member.added.clone() else {
-                let what = "by the daemon's --vm or [[vm]]: change one of the two";
+                let what =
+                    "as the daemon's --vm or [[vm]] says: change that setting, or the request";
                 return Err(Refused::Vm(format!("{differs}, {what}")));
             };
             if vm.connected.load(Ordering::Acquire) {
@@ -488,8 +489,8 @@ impl Registry {
         let (_, old_access) = self.parse_spec(&old)?;
         let give = |access| member.listener.as_ref().map_or(Ok(()), |l| l.give(access));
         give(access).map_err(|error| Refused::Vm(error.to_string()))?;
-        // The quota is set after the socket, because a reduced quota may no longer fit when it is
-        // set back.
+        // The quota is set after the permissions of the socket. In the other order, a failure to
+        // set the permissions would require restoring the old quota, which may no longer fit.
         if let Err(error) = vm.tenant.set_quota(config.quota) {
             // Give the socket back to its previous owner.
             let _ = give(old_access);
@@ -551,7 +552,7 @@ impl Registry {
         }
     }
 
-    /// Sets another configured size of the pool, if one is given, and other quotas by VM name, in
+    /// Sets the configured size of the pool, if one is given, and the quotas of the named VMs, in
     /// one step.
     ///
     /// # Errors
@@ -605,7 +606,8 @@ impl Registry {
         let is_it = |m: &Member| m.added.is_some() && m.is(Some(&uuid), socket);
         let there = members.0.iter().position(is_it);
         let others = |m: &Member| m.vm.config.socket == socket;
-        // A stored file that could not be parsed is removed as well, because its VM is gone.
+        // A stored file from which no VM could be restored is removed as well, because the VM no
+        // longer exists.
         if there.is_some() || (self.is_ours(socket) && !members.0.iter().any(others)) {
             self.forget(socket);
         }

@@ -35,7 +35,8 @@ pub struct Counters {
     pub queues_stopped: AtomicU64,
     /// Number of answered descriptor chains.
     pub requests: AtomicU64,
-    /// Number of requests with the generation of an earlier connection.
+    /// Number of requests that were answered STALE, because they carried another generation than
+    /// the current one.
     pub requests_stale: AtomicU64,
     /// Number of requests that were answered BAD or UNSUPPORTED because of their shape.
     pub requests_bad: AtomicU64,
@@ -298,7 +299,7 @@ pub fn driver_state(state: u32) -> &'static str {
 /// Slot that a connection occupies at its VM. Dropping the value frees the slot.
 pub struct Connected(Arc<Vm>);
 
-/// Why a connection gets no slot.
+/// Reason why a connection gets no slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NoPlace {
     /// Another front end is connected.

@@ -11,7 +11,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use tmem_control::VmSpec;
 
-/// Maximum size of a file in bytes; a valid one has some hundred.
+/// Maximum size of a file in bytes. A valid file has some hundred bytes.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 
 /// Suffix of the name of a stored VM's file.
@@ -41,9 +41,10 @@ impl VmStore {
         Some(self.0.join(name))
     }
 
-    /// Checks that only the daemon can write to the directory. A user who can write there decides
-    /// which VMs exist, in which trust domain, and whose files are overwritten. If others can write
-    /// to the run directory, another user may have created the store.
+    /// Checks that only the daemon can write to the directory. Another user who can write to it
+    /// could choose which VMs exist, the trust domain of each, and which files the daemon
+    /// overwrites. If other users can write to the run directory, one of them may have created the
+    /// store.
     fn check(&self) -> io::Result<()> {
         let is = fs::symlink_metadata(&self.0)?;
         let me = rustix::process::geteuid().as_raw();
@@ -51,7 +52,7 @@ impl VmStore {
             return Ok(());
         }
         Err(io::Error::other(format!(
-            "it must be a directory of user {me} that no other user can write to: remove what is there, or \
+            "it must be a directory of user {me} that no other user can write to: remove it, or \
              choose another --run-directory"
         )))
     }
@@ -97,7 +98,8 @@ impl VmStore {
         }
         VmStore::at(&self.0, self.check())?;
         let path = self.path(Path::new(&vm.socket));
-        let path = path.ok_or_else(|| io::Error::other("its socket has no name"))?;
+        let path =
+            path.ok_or_else(|| io::Error::other("the path of the VM's socket has no file name"))?;
         let new = path.with_extension("new");
         let write = || {
             let text = serde_json::to_string_pretty(vm).map_err(io::Error::other)?;
@@ -105,7 +107,8 @@ impl VmStore {
             options.write(true).create(true).truncate(true).mode(0o600);
             let mut file = options.open(&new)?;
             file.write_all(text.as_bytes())?;
-            // The content must reach the disk before the name, in case the host stops.
+            // The content must reach the disk before the file gets its name. Otherwise an
+            // incomplete file could have that name after a power failure.
             file.sync_all()?;
             fs::rename(&new, &path)
         };

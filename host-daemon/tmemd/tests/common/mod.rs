@@ -60,7 +60,8 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts a daemon with a large pool. Each VM is given by a name and a trust domain.
+    /// Starts a daemon with a large pool. Each VM is given by its name and its trust domain, if it
+    /// has one.
     pub fn start(vms: &[(&str, Option<&str>)]) -> Self {
         Self::with_pool(vms, "512MiB")
     }
@@ -132,7 +133,8 @@ impl Daemon {
             }
             command.args(["--vm", &vm]);
         }
-        // Both event loops must pass the same tests: `make test-rust` selects one.
+        // Both event loops must pass the same tests, so `make test-rust` sets this variable to
+        // select one of them.
         if let Ok(event_loop) = std::env::var("TMEM_EVENT_LOOP") {
             command.args(["--event-loop", &event_loop]);
         }
@@ -379,7 +381,7 @@ pub fn work(driver: &mut Driver, steps: usize) {
     driver.settle().unwrap();
 }
 
-/// Checks that each queue answers one request.
+/// Sends one request on each queue, and checks that it is answered.
 pub fn every_queue_answers(driver: &mut Driver) {
     let pool = driver.pool();
     for queue in 1..driver.guest.num_queues() {
