@@ -5,7 +5,7 @@
 //! leaves the beginning as it was. After the last byte, zeros are read. (The crate `arbitrary`
 //! reads lengths from the end.)
 
-/// The fuzzer's bytes that are not used yet.
+/// The fuzzer's bytes that no choice has used yet.
 pub struct Input<'a>(&'a [u8]);
 
 /// Values at boundaries: of signed and unsigned integers, of indices, of pages.
@@ -68,7 +68,7 @@ impl<'a> Input<'a> {
         u32::from_le_bytes(self.array())
     }
 
-    /// Returns a choice among `count` possibilities, at most 256.
+    /// Returns a number below `count`, which must be at most 256.
     pub fn below(&mut self, count: usize) -> usize {
         usize::from(self.u8()) % count
     }

@@ -2,7 +2,7 @@
 //! Computes the reaction to a chain that the specification requires. This code reads the chain from
 //! the guest's memory, without the daemon's parser and without the library that walks its chains.
 //!
-//! Out of scope: the daemon's actions.
+//! Out of scope: running the daemon, and reading what it wrote, see `machine.rs`.
 
 use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;
@@ -292,7 +292,8 @@ pub struct Model {
     generation: u64,
     pools: BTreeSet<u32>,
     held: HashMap<Key, Held>,
-    /// Whether a drain has begun. From then on, a get of a held page may be answered with a miss.
+    /// Whether a drain has begun. From then on, the device may answer a get of a page that it holds
+    /// with a miss.
     pub drained: bool,
 }
 

@@ -97,7 +97,8 @@ pub struct Machine {
     pub model: Model,
     kicks: Vec<OwnedFd>,
     calls: Vec<OwnedFd>,
-    /// Whether all actions of the daemon are known in advance.
+    /// Whether the specification determines all actions of the daemon, so that the machine can
+    /// judge them.
     pub judged: bool,
     /// Whether the driver has accepted the feature bit of retained pages.
     retain: bool,
@@ -523,13 +524,14 @@ mod tests {
     const WRITE: u16 = 2;
     const INDIRECT: u16 = 4;
 
-    /// Each chain drops as many pages as one slice may, and [`FuzzedDaemon::work`] checks the
-    /// bound: all chains together take many slices.
+    /// Each chain drops about as many pages as one slice may drop, so all chains together take many
+    /// slices. [`FuzzedDaemon::work`] checks the work of each slice.
     #[test]
     fn flush_work_is_bounded_per_slice() {
         const PAGES: u64 = 511;
         let mut machine = Machine::new(SIZE_MAX, false, false);
-        // The guest has not put these pages itself.
+        // The test stores the pages without requests of the guest. So the model does not know them,
+        // and the answers are not judged.
         machine.judged = false;
         machine.host.store_same(u64::from(SIZE_MAX) * PAGES);
         for chain in 0..SIZE_MAX {

@@ -30,8 +30,8 @@ use crate::ram::{BASE, Ram, TOP};
 const STEPS_MAX: usize = 40;
 /// Time limit of every wait, long enough for a busy machine.
 const WAIT: Duration = Duration::from_secs(20);
-/// Bytes of guest memory for the parts of a ring. Each queue has a place of its own; queues from
-/// number RINGS - 1 on share one.
+/// Bytes of guest memory for the parts of a ring. The ring of each queue has memory of its own; the
+/// queues from number RINGS - 1 on share one ring's memory.
 const RING_BYTES: u64 = 0x1000;
 const RINGS: u64 = 4;
 const SIZE: u16 = 16;
@@ -224,7 +224,8 @@ impl FrontEnd {
         self.ended |= sent.is_err();
     }
 
-    /// Sends GET_CONFIG, and reads all answers up to its own.
+    /// Reads the generation: sends GET_CONFIG, and reads the answers to earlier messages and to
+    /// this one.
     fn read_generation(&mut self) {
         let body = [0u32, 8, 0].map(u32::to_le_bytes).concat();
         self.send(GET_CONFIG, 0, &[body, vec![0; 8]].concat(), &[]);

@@ -165,7 +165,7 @@ impl Ram {
             let now = left.min(region.bytes - (at - region.guest));
             places.push(((region.offset + (at - region.guest)) as usize, now as usize));
             left -= now;
-            // There is no memory beyond the last address.
+            // An address above 2^64 - 1 is not memory, unless no bytes are left.
             at = at.checked_add(now).or((left == 0).then_some(0))?;
         }
         Some(places)

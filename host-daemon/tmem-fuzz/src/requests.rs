@@ -11,7 +11,8 @@ const REQUESTS_MAX: usize = 24;
 const META: u64 = ARENA;
 const META_MAX: usize = 0x1000;
 const DATA: u64 = META + META_MAX as u64;
-/// Number of different page contents. So several descriptors name the same page.
+/// Number of different page contents. A request with more pages than this has several descriptors
+/// that name the same page.
 const CONTENTS: u64 = 8;
 const ANSWER: u64 = DATA + CONTENTS * 4096;
 /// Length of the longest answer in bytes: 64 pages with their results, and some bytes more.
@@ -21,8 +22,8 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 
-/// Sends requests. Each consists of a byte of flags, a number of pages, and bytes with their
-/// number.
+/// Sends requests. For each, the input has a byte of flags, the number of pages, and the bytes of
+/// the request with their length in front.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let setup = input.u8();

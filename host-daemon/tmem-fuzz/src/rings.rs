@@ -221,14 +221,15 @@ impl Player {
         };
         let mut buffers = cut(&stretches, how);
         if bend & 8 != 0 && buffers.len() > 1 {
-            // Two buffers are swapped.
+            // Two adjacent buffers are swapped, so that the chain is no longer well-formed.
             let at = input.below(buffers.len() - 1);
             buffers.swap(at, at + 1);
         }
         let ring = machine.rings[queue];
         let fits = buffers.len() <= usize::from(ring.size);
         let indirect = bend & 16 != 0 || !fits;
-        // The table is where the request's first page begins, before its bytes.
+        // An indirect table is at the beginning of the slot's first page. The end of this page has
+        // the request without its data pages.
         let (table, first, modulo) = match indirect {
             true => (slot, 0, u16::MAX),
             false => (ring.table, self.head, ring.size),
