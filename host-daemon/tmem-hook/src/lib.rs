@@ -9,8 +9,8 @@ use tmem_control as api;
 use tmem_control::accounts::number;
 use tmem_domain::{Cache, Device, Domain};
 
-/// Users that distributions run libvirt's QEMU as: the first on Debian and Ubuntu, the second on
-/// others.
+/// Users that distributions run libvirt's QEMU as: Debian and Ubuntu use the first, other
+/// distributions the second.
 const QEMU_USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
 
 /// Longest name in bytes of a VM that the daemon accepts.
@@ -27,8 +27,8 @@ const QEMU_CONF: &str = "/etc/libvirt/qemu.conf";
 pub struct Owner(pub Option<u32>);
 
 impl Owner {
-    /// Finds a user by name or number. "none" gives no user. If `word` is None, the user is the one
-    /// that this host's libvirt runs QEMU as.
+    /// Finds the user that `word` gives by name or number. The word "none" gives no user. If `word`
+    /// is None, the result is the user that libvirt runs QEMU as on this host.
     ///
     /// # Errors
     /// Returns an error if there is no such user.
@@ -50,7 +50,7 @@ impl Owner {
         Owner::named(&users, name, &source)
     }
 
-    /// Returns the user that the domain names for itself, or `self` if it names none.
+    /// Returns the user that the domain's XML names for its QEMU, or `self` if the XML names none.
     fn of(self, domain: &Domain) -> Result<Owner, String> {
         let Some(name) = &domain.user else {
             return Ok(self);
@@ -137,8 +137,8 @@ pub fn vm(
     })
 }
 
-/// Returns why the daemon did not do what it was asked for. The flag is true if the daemon answered
-/// with a refusal, and false if it could not be reached.
+/// Returns the reason why a request to the daemon failed. The flag is true if the daemon answered
+/// with a refusal, and false if it gave no answer or another error.
 pub fn refusal(socket: &Path, error: &api::Error) -> (bool, String) {
     match error.kind() {
         api::ErrorKind::BadQuota(Some(bad)) => (

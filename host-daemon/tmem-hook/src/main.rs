@@ -38,7 +38,7 @@ const ROOM_TIMEOUT: Duration = Duration::from_millis(1500);
 /// disconnected by then.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Whether the daemon has closed a connection without an answer.
+/// Whether the daemon has closed at least one connection without an answer.
 static WAS_SHUT: AtomicBool = AtomicBool::new(false);
 
 /// syslog's facility `daemon` and level `warning`.

@@ -152,7 +152,7 @@ fn the_pool_shrinks_for_a_starting_vm() {
             "operation {operation} changed the pool's size"
         );
     }
-    // The VM needs more memory than the whole pool could release.
+    // The VM needs more memory than the pool has.
     assert_eq!(
         start("prepare", 1024),
         1 << 20,
@@ -265,8 +265,8 @@ fn a_failed_write_of_a_message_does_not_fail_the_hook() {
     }
 }
 
-/// Listens on a socket, forwards each client to the daemon, and reports each client that the daemon
-/// closes without an answer.
+/// Listens on a socket and forwards each client to the daemon. The returned receiver gets a message
+/// for each client that the daemon disconnects without an answer.
 fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
     let listener = UnixListener::bind(path).expect("cannot bind the socket");
     let (sender, shut_out) = mpsc::channel();
@@ -295,7 +295,8 @@ fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
     shut_out
 }
 
-/// The hook waits for a place at the daemon, as needed when many VMs start together.
+/// While the daemon has its maximum number of clients, the hook asks again until it gets an answer.
+/// This is needed when many VMs start together.
 #[test]
 fn the_hook_retries_while_the_daemon_has_too_many_clients() {
     let run = |host: &HookTest, operation: &str, device: &str| {
