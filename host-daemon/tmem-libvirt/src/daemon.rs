@@ -72,7 +72,7 @@ impl Daemon {
         }
     }
 
-    /// Forgets all domains that are not in `running`.
+    /// Forgets the requests of all domains that are not in `running`.
     pub fn forget_others(&mut self, running: &[String]) {
         self.requests.retain(|uuid, _| running.contains(uuid));
         self.accepted.retain(|uuid, _| running.contains(uuid));
@@ -126,7 +126,8 @@ impl Daemon {
         let mut uuids: Vec<String> = self.requests.keys().cloned().collect();
         uuids.sort();
         for uuid in uuids {
-            // During a migration on one host, two VMs have the same UUID.
+            // During a migration on one host, two VMs have the same UUID, so the socket is
+            // compared, too.
             let socket = self.socket(&uuid).map(str::to_string);
             let is_it = |vm: &&api::Vm| {
                 vm.uuid.as_ref() == Some(&uuid)
@@ -169,7 +170,7 @@ impl Daemon {
         self.ran = ran.collect();
     }
 
-    /// Brings one VM in line with its domain.
+    /// Changes one VM in the daemon so that it corresponds to its domain.
     fn one(
         &mut self,
         client: &mut api::VarlinkClient,
@@ -238,7 +239,7 @@ impl Daemon {
             let socket = vm.socket.clone();
             match client.set_problem(uuid.into(), socket, problem).call() {
                 Ok(_) => {}
-                // The VM has been removed meanwhile.
+                // The VM was removed after the daemon listed it, so it has no problem to report.
                 Err(error) if matches!(error.kind(), api::ErrorKind::NoSuchVm(_)) => {}
                 Err(error) => return Err(self.trouble(&error)),
             }
@@ -431,7 +432,7 @@ mod tests {
         );
         host.set_request(Some(Request::Settings(host.spec(5))));
         assert_eq!(host.vms()[0].problem, None);
-        // The daemon does not have the VM, so it cannot show the VM's problem.
+        // From here on the daemon does not have the VM, so it cannot store the VM's problem.
         host.client()
             .remove_vm(UUID.into(), host.spec(5).socket)
             .call()
@@ -581,7 +582,8 @@ mod tests {
         assert!(host.vms().is_empty());
     }
 
-    /// The domain was transient, or migrated away, while the daemon did not run.
+    /// A transient domain stops, or a domain migrates to another host, while the daemon does not
+    /// run. Then neither the hook nor libvirt can tell the daemon to remove the VM.
     #[test]
     fn a_vm_that_ran_is_removed_when_libvirt_no_longer_knows_its_domain() {
         let mut host = BridgeTest::new();
@@ -611,7 +613,8 @@ mod tests {
             .call()
             .expect("the daemon did not add the VM");
         assert_eq!(are_left(&mut host), 1);
-        // A VM that ran here may have arrived at another libvirt, with another socket.
+        // The domain has migrated to another libvirt on this host, with another socket. Its new VM
+        // never ran here, so the bridge does not remove it.
         host.set_request(Some(Request::Settings(host.spec(5))));
         let _qemu = host.connect();
         let mut other = host.spec(5);

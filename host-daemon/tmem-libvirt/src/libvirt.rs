@@ -34,7 +34,8 @@ pub enum State {
 }
 
 /// Seconds between keepalive messages to a silent server, and the number of unanswered messages
-/// after which the connection is closed. A server that hangs is thus noticed like one that ended.
+/// after which the connection is closed. So the bridge notices a server that hangs, as it notices
+/// one that ends.
 const KEEPALIVE: (c_int, u32) = (5, 3);
 
 /// Channel to which libvirt's callbacks send events. It is static because a callback's opaque value
