@@ -17,7 +17,8 @@ pub fn classic(open_metrics: &str) -> String {
         });
         match comment {
             Some(("UNIT" | "EOF", ..)) => continue,
-            // In the older format a counter's comments have the name of its sample.
+            // In OpenMetrics, the comments of a counter have its name without _total. In the older
+            // format they have the name of the sample, which ends with _total.
             Some((what, Some(name), Some(rest))) if counters.contains(name) => {
                 text += &format!("# {what} {name}_total {rest}\n");
                 continue;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Asks the daemon for its figures (statistics), with a bound on time and size: a daemon that hangs
-//! must not hang the exporter. The library's client is not used because it waits without limit.
+//! must not hang the exporter. The varlink library's client is not used, because it waits for an
+//! answer without a time limit.
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use std::io::{Error, Read, Result, Write};
@@ -26,9 +27,8 @@ fn connect(socket: &Path) -> Result<UnixStream> {
 
 /// Returns all figures.
 ///
-/// # Errors
-/// Returns an error if no process listens on the socket, or if the answer is late or not one of
-/// tmemd.
+/// # Errors Returns an error if no process listens on the socket, if the answer is late, or if it
+/// is not a valid answer of tmemd.
 pub fn stats(socket: &Path) -> Result<GetStats_Reply> {
     let deadline = Instant::now() + TIMEOUT;
     let mut stream = connect(socket)?;

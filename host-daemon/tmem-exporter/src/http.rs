@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A minimal HTTP server for scrapes, with or without TLS: one request for each connection, which
-//! is answered and closed.
+//! A minimal HTTP server for scrapes, with or without TLS. Each connection carries one request and
+//! is closed after the answer.
 //!
 //! A guest may be able to reach the port, so everything that a client sends is bounded in size,
 //! time and number. Out of scope: request bodies and files.
@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use subtle::ConstantTimeEq;
 
-/// Maximum number of connections at once: enough for two Prometheus servers and a few people with
-/// browsers, and twice that.
+/// Maximum number of connections at once: twice the number that two Prometheus servers and a few
+/// people with browsers need.
 const CLIENTS_MAX: usize = 8;
 /// Maximum number of bytes of a request. A scraper's request has a few hundred.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
@@ -53,7 +53,8 @@ enum Asked {
     Metrics(Format),
     /// A page for people, with a link to the metrics.
     Root,
-    /// No metrics: the status of the answer, and one line of text.
+    /// The request gets no metrics. The values are the status of the answer, and its body of one
+    /// line.
     No(&'static str, &'static str),
 }
 
@@ -143,14 +144,17 @@ fn read(stream: &mut dyn Read, token: Option<&str>) -> Option<Asked> {
             Ok(0) => return None,
             Ok(read) => bytes.extend_from_slice(&part[..read]),
             Err(error) if error.kind() == ErrorKind::TimedOut => {
-                return Some(Asked::No("408 Request Timeout", "too slow\n"));
+                return Some(Asked::No(
+                    "408 Request Timeout",
+                    "the request did not arrive in time\n",
+                ));
             }
             Err(_) => return None,
         }
         if bytes.len() > REQUEST_BYTES_MAX {
             return Some(Asked::No(
                 "431 Request Header Fields Too Large",
-                "too large\n",
+                "the request is too large\n",
             ));
         }
         let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
@@ -203,7 +207,7 @@ pub struct Access {
     pub logged: Mutex<Option<Instant>>,
 }
 
-/// Answers one connection. An I/O error means that the client has gone.
+/// Answers one connection. An I/O error means that the client has disconnected.
 fn answer(
     stream: TcpStream,
     access: &Access,

@@ -60,7 +60,7 @@ fn rounded(value: i64, step: i64) -> i64 {
 fn number(row: &Statistic, figures: &Value, step: i64) -> i64 {
     let value = match &figures[row.field] {
         Value::Bool(value) => i64::from(*value),
-        // The last value of a list includes all others.
+        // In a list of values, the last one includes all others, so it is the metric.
         Value::Array(values) => values.last().and_then(Value::as_i64).unwrap_or(0),
         value => value.as_i64().unwrap_or(0),
     };
@@ -87,7 +87,7 @@ fn number(row: &Statistic, figures: &Value, step: i64) -> i64 {
 /// Converts the daemon's bucket counts, whose upper bounds are 1, 2, 4, … µs.
 fn buckets(counts: &[Value]) -> Vec<(f64, u64)> {
     let bound = |nth: usize| match nth + 1 == counts.len() {
-        // The encoder writes this bound, the largest number, as +Inf.
+        // The last bucket has no upper bound. The encoder writes the largest number as +Inf.
         true => f64::MAX,
         false => (1u64 << nth) as f64 / 1e6,
     };

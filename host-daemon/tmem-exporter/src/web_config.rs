@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! TLS, configured by a file in the format of Prometheus' exporters (`--web.config.file`).
 //!
-//! Keys and paths are read once, certificates and keys for each connection: a renewed certificate
-//! applies at once, and a file that is changed while the exporter runs cannot switch TLS off. Out
-//! of scope: the format's other functions. Their keys are refused by name.
+//! The file itself is read once, so a change of it cannot switch TLS off while the exporter runs.
+//! The certificates and private keys that it names are read for each connection, so a renewed
+//! certificate applies at once. Out of scope: other functions of the format. If the file configures
+//! one, the exporter refuses the file and names the key.
 
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -35,7 +36,8 @@ const TLS_KEYS: [&str; 5] = [
     "client_ca_file",
     "min_version",
 ];
-/// Keys of the format's `tls_server_config` that this exporter does not have.
+/// Keys of the format's `tls_server_config` that this exporter does not support, and the reason or
+/// an alternative.
 const OTHER_TLS_KEYS: [(&str, &str); 8] = [
     ("cert", "use cert_file"),
     ("key", "use key_file"),
@@ -55,18 +57,17 @@ const OTHER_TLS_KEYS: [(&str, &str); 8] = [
 pub struct Tls {
     certificate: PathBuf,
     key: PathBuf,
-    /// File of the certificates that must have signed a client's certificate; None if clients need
-    /// none.
+    /// File of the CA certificates, one of which must have signed a client's certificate; None if
+    /// clients need no certificate.
     client_ca: Option<PathBuf>,
-    /// Number of [`VERSIONS`] that are allowed.
+    /// Number of allowed versions, counted from the beginning of [`VERSIONS`].
     versions: usize,
 }
 
 impl Tls {
     /// Reads the file. Returns None if it does not ask for TLS.
     ///
-    /// # Errors
-    /// A sentence with the path and the key.
+    /// # Errors The file cannot be read or is invalid. The error names the path and the key.
     pub fn read(path: &Path) -> Result<Option<Tls>, String> {
         let fault = |what: String| format!("--web.config.file {}: {what}", path.display());
         let text = std::fs::read_to_string(path).map_err(|error| fault(error.to_string()))?;
@@ -148,8 +149,7 @@ impl Tls {
 
     /// Reads certificates and keys.
     ///
-    /// # Errors
-    /// A sentence with the path of the file that is wrong.
+    /// # Errors A file cannot be read or is invalid. The error names its path.
     pub fn server_config(&self) -> Result<Arc<ServerConfig>, String> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let builder = ServerConfig::builder_with_provider(provider.clone())
@@ -196,11 +196,11 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     }
 }
 
-/// Checks that a map has only keys that this exporter has.
+/// Checks that a map has only keys that this exporter supports.
 fn check_keys(map: &Yaml, of: &str, keys: &[&str], others: &[(&str, &str)]) -> Result<(), String> {
     let Yaml::Hash(map) = map else {
         return match map {
-            // The document is empty.
+            // An empty document has no keys.
             Yaml::Null => Ok(()),
             _ => Err(format!(
                 "{of}: write a map with these keys: {}",

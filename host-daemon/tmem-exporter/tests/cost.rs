@@ -47,8 +47,8 @@ fn a_scrape_each_second_costs_at_most_1_percent_cpu() {
         "{VMS} VMs: a scrape each second takes {:.3} % of a processor of the daemon",
         costs[ROUNDS / 2] * 100.0
     );
-    // The smallest cost counts, because disturbances of the caches and the clock only add to a
-    // cost.
+    // The smallest of the measured costs counts, because disturbances of the caches and the clock
+    // only add to a cost.
     let least = costs[0];
     assert!(least > 0.0, "the scrapes used no processor time");
     assert!(

@@ -137,7 +137,8 @@ fn shared_page_metrics_are_rounded_to_steps() {
     }
 }
 
-/// Metrics of libvirt have the UUID of a domain, and info metrics join them with these.
+/// A query can join libvirt's metrics, which have the UUID of a domain, with those of tmem-exporter
+/// through the info metric of the VM.
 #[test]
 fn info_metrics_describe_vms_and_versions() {
     let host = ServedDaemon::new();
@@ -315,8 +316,8 @@ fn misbehaving_clients_do_not_block_others() {
             "the exporter does not serve other clients"
         );
     }
-    // These connections occupy all places and then send nothing more. The exporter closes them at
-    // its time limit.
+    // These connections use up the exporter's maximum number of connections and then send nothing
+    // more. The exporter closes them at its time limit.
     let slow: Vec<TcpStream> = (0..8)
         .map(|_| {
             let mut stream =

@@ -126,7 +126,8 @@ fn clients_need_a_certificate_if_it_is_required() {
         .expect_err("the exporter served a client with a certificate of another issuer");
 }
 
-/// Connections that never finish the handshake occupy all places, and are dropped in time.
+/// Connections that never finish the TLS handshake use up the exporter's maximum number of
+/// connections. The exporter closes them at its time limit.
 #[test]
 fn slow_tls_handshakes_time_out() {
     let host = ServedDaemon::new();
