@@ -31,7 +31,7 @@ struct Arguments {
     output: PathBuf,
 }
 
-/// Directory of the output, and the shell whose completions it has.
+/// Directories of the shell completions, each with its shell.
 const SHELLS: [(&str, Shell); 3] = [
     ("bash", Shell::Bash),
     ("zsh", Shell::Zsh),
@@ -99,8 +99,8 @@ fn write(docs: &Path, output: &Path) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Writes the pages of a command and of its subcommands. `more` are further sections of the
-/// command's own page.
+/// Writes the pages of a command and of its subcommands. `more` has further sections for the page
+/// of the command itself.
 fn write_command(
     command: &Command,
     folder: &Path,
@@ -135,7 +135,8 @@ fn write_command(
     Ok(())
 }
 
-/// Returns the text after a command's help, whose first line is its heading, line by line.
+/// Converts the text that follows a command's help. A first line that ends with a colon becomes the
+/// heading of a section; the other lines become its text.
 fn after_help(text: &str) -> String {
     let (heading, text) = text.split_once(":\n").unwrap_or(("Notes", text));
     let mut page = Roff::new();

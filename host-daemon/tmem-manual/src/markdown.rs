@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Converts the Markdown of `docs/` to roff: headings, paragraphs, lists, tables and code.
 //!
-//! A row of a table becomes an entry of a list: the first cell is the term, the last one its text,
-//! and those between are named by their headings. Out of scope: pictures, HTML, quotations.
+//! A row of a table becomes an entry of a list. The first cell is the term and the last cell its
+//! text. A cell between them is written after the heading of its column. Out of scope: pictures,
+//! HTML, quotations.
 
 use pulldown_cmark::{Event, HeadingLevel, Options, Parser, Tag, TagEnd};
 use roff::{Inline, Roff, bold, italic, roman};
@@ -96,7 +97,7 @@ impl Converter {
             },
             Event::Code(text) => self.line.push(bold(&*text)),
             Event::SoftBreak | Event::HardBreak => self.line.push(roman(" ")),
-            // Comments only.
+            // HTML comments are left out. Any other HTML is an error.
             Event::Html(text) if text.starts_with("<!--") => {}
             other => return Err(format!("cannot convert {other:?}")),
         }

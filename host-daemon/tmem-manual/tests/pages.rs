@@ -107,7 +107,8 @@ fn pages_of_all_commands_and_formats_exist() {
     for name in wanted {
         assert!(names.contains(&name), "there is no page {name}: {names:?}");
     }
-    // Each man page to which a page refers exists, or belongs to another project.
+    // The page of a command has its subcommands, further sections, options and references to other
+    // pages.
     let page = folder.path().join("man/tmemctl.8");
     let text = shown(&page);
     for name in ["tmemctl-attach(8)", "EXIT CODES", "--timeout", "tmemd(8)"] {
