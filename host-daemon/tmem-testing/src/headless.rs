@@ -30,7 +30,7 @@ impl HeadlessDaemon {
         let background = BackgroundWorkers::start(engine.clone(), &clock, 0, &Arc::default());
         HeadlessDaemon {
             engine,
-            background: background.expect("starting no threads failed"),
+            background: background.expect("cannot create background workers without threads"),
             clock,
         }
     }
