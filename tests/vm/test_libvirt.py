@@ -652,7 +652,7 @@ def test_local_migration_uses_two_sockets_and_moves_no_page(
             sockets.reverse()
             assert vm["socket"] == str(sockets[0])
             assert sockets[0].exists() and not sockets[1].exists()
-            renamed = f"VM {LABEL}+incoming has a new name"
+            renamed = f"VM {LABEL}+incoming is renamed to {LABEL}"
             assert renamed in daemon.log.read_text(), (
                 "the log does not show that the VM was renamed after the migration"
             )

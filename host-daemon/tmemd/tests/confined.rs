@@ -228,7 +228,7 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     assert_eq!(is.1, QEMU);
     // A second daemon does not replace the socket of a running one.
     let _other = start(directory.path(), "other");
-    // The daemon answers after it has tried to bind the sockets.
+    // When the second daemon answers, it has already tried to bind the VM's socket.
     let vms = client(&at("run/other"))
         .list_vms()
         .call()

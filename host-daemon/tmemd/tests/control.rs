@@ -305,7 +305,7 @@ fn the_number_of_clients_is_limited() {
     let refused = UnixStream::connect(&config.control).expect("cannot connect to the socket");
     assert!(!served(&refused));
     // Each control socket has a limit of clients of its own: clients of one socket cannot use up
-    // the places of the other.
+    // the slots of the other.
     let other = config
         .control_read_only
         .as_ref()
@@ -341,7 +341,8 @@ fn sockets_have_their_modes_and_are_removed_at_the_stop() {
     let vm = UnixStream::connect(&config.vms[0].socket).expect("cannot connect to the socket");
     daemon.stop();
     for mut stream in [control, vm] {
-        // The connection may be reset if it was not accepted yet.
+        // If the daemon has not accepted the connection yet, the connection may be reset, so an
+        // error counts as its end.
         assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
     }
     for socket in sockets(&config) {

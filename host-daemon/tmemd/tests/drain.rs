@@ -89,7 +89,7 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
         driver.settle().unwrap();
     }
     println!(
-        "in flight at the pauses: {met}; {:?}",
+        "requests in flight at the pauses: {met}; {:?}",
         driver.model.counts()
     );
     assert!(met > 0, "no pause met a request in flight");

@@ -3,7 +3,7 @@
 //! punched.
 //!
 //! The kernel blocks the worker until the whole hole is punched, and no signal ends that.
-//! docs/threat-model.md lists it as a remaining risk, with these measurements.
+//! docs/threat-model.md lists this wait as a remaining risk, with the measurements of this test.
 
 mod common;
 

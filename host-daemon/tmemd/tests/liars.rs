@@ -20,7 +20,8 @@ use virtio_tmem as wire;
 
 const VICTIM: u64 = 900;
 
-/// Puts the page that must still be held after a faulty request.
+/// Puts the page that faulty requests name. After a faulty request that the daemon does not carry
+/// out, the daemon must still hold the page.
 fn put_victim(driver: &mut Driver) -> Target {
     assert!(driver.put(VICTIM, 1, 2));
     driver.settle().unwrap();
@@ -48,7 +49,7 @@ fn victim_is_there(driver: &mut Driver, fault: &str) {
     assert_eq!(
         driver.model.counts().hits,
         hits + 1,
-        "{fault}: the page that no request named was lost"
+        "{fault}: the daemon lost a page because of the faulty request"
     );
 }
 

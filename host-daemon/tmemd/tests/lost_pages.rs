@@ -192,7 +192,7 @@ impl HugePages {
         match Self::count() {
             Some(got) if got >= count => Ok(()),
             got => Err(format!(
-                "{count} huge pages asked for, the host has {got:?}"
+                "{count} huge pages were requested, but the host has {got:?}"
             )),
         }
     }

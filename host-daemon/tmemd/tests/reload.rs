@@ -95,7 +95,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // The daemon may have ended.
+        // An error means that the daemon has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -277,7 +277,8 @@ fn reserves_must_fit_a_reloaded_size() {
         said.contains("was reloaded"),
         "the log reports no reload: {said}"
     );
-    // This limit also holds for calls on the control socket, and for a pool size set there.
+    // Reserves that a control client sets must fit into the configured size, too, and into a size
+    // that a control client has set.
     let set = |mib: u64| {
         let quota = tmem_control::quota(Some(mib << 20), None, None);
         running.client().set_quota("greedy".into(), quota).call()

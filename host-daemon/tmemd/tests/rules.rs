@@ -136,7 +136,7 @@ fn every_bit_of_a_key_counts() {
     driver.create_pool().unwrap();
     assert!(!get_one(&mut driver, pool + 1, 1 << 20, 1 << 20, 9));
     assert!(get_one(&mut driver, pool, 1 << 20, 1 << 20, 9));
-    // These are the ends of the range of indices.
+    // The page has the last valid index, and the largest object number and cookie.
     let last = (1 << wire::INDEX_BITS) - 1;
     let pool = driver.pool();
     put_one(&mut driver, u64::MAX, last, u64::MAX, Content::Noise(2));

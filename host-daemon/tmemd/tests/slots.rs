@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory slots: a VM can use the number of slots that the daemon announces at the same time, and
-//! can add and remove them in any order with requests in flight. One slot more is refused without
-//! an effect on other VMs.
+//! Memory slots: a VM can use as many slots at once as the daemon announces, and can add and remove
+//! them in any order with requests in flight. One slot more is refused without an effect on other
+//! VMs.
 
 mod common;
 

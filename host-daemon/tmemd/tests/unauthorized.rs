@@ -48,7 +48,7 @@ fn is_served(socket: &Path, message: &[u8]) -> bool {
     stream
         .set_read_timeout(Some(TIMEOUT))
         .expect("cannot set the socket's time-out");
-    // The connection may have ended already.
+    // An error means that the daemon has already closed the connection.
     let sent = stream.write_all(message);
     let answer = stream.read(&mut [0; 12]);
     let waits = matches!(&answer, Err(e) if e.kind() == std::io::ErrorKind::WouldBlock);

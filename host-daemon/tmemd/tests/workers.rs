@@ -148,7 +148,7 @@ fn a_flood_of_requests_takes_only_the_fair_share_of_its_vm() {
         assert!(
             median <= 4,
             "{event_loop}: the flooding VM got these numbers of batches for each request of the \
-             other: {shares:?}"
+             small VM: {shares:?}"
         );
         assert!(
             answered(&flood) > 0,

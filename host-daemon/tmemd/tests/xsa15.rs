@@ -163,7 +163,7 @@ fn a_guest_cannot_perform_control_operations() {
             "a pool with flag {bit} was created"
         );
     }
-    // Requests on a queue of the other kind have no effect.
+    // Control requests on a request queue, and other requests on the control queue, have no effect.
     let generation = driver.guest.generation();
     for (queue, request) in [
         (0, flush(1, 1, 0, 0)),

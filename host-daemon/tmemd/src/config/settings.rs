@@ -96,13 +96,13 @@ pub enum EventLoop {
     /// io_uring, or epoll if the kernel does not provide io_uring.
     #[default]
     Auto,
-    /// epoll.
+    /// epoll, even if the kernel provides io_uring.
     Epoll,
     /// io_uring; without it the daemon does not start.
     IoUring,
 }
 
-/// Settings for shrinking the pool when other users of the host's memory need it.
+/// Settings for shrinking the pool when other processes of the host need memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PressureConfig {
     /// Memory in bytes that should stay available on the host.

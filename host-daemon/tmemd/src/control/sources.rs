@@ -31,15 +31,15 @@ pub struct Figures {
 
 /// The parts of the daemon that the control sockets read and change.
 pub struct Sources {
-    /// The pool.
+    /// The engine, which stores the pages of all VMs.
     pub engine: Arc<Engine>,
-    /// The VMs.
+    /// The registry of the VMs that the daemon serves.
     pub registry: Arc<Registry>,
-    /// The data workers.
+    /// The data workers, which answer requests of guests.
     pub workers: Arc<Workers>,
-    /// The background workers.
+    /// The background workers, which compress and evict pages.
     pub background: Arc<BackgroundWorkers>,
-    /// The size of the pool.
+    /// The configured and the current size of the pool.
     pub size: Arc<PoolSize>,
     /// The subscribers to events.
     pub events: Arc<Events>,
@@ -47,8 +47,8 @@ pub struct Sources {
     pub start_time_seconds: i64,
     /// Largest value of `cpu_other_ms` that was returned.
     pub cpu_other_ms: AtomicI64,
-    /// The clock from which the uptime is read.
+    /// The daemon's clock, from which the uptime is read.
     pub clock: ClockAndEntropy,
-    /// Statistics that all read-only clients share.
+    /// Snapshot of the statistics that all read-only clients share.
     pub snapshot: Snapshot<Figures>,
 }

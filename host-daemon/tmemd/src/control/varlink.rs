@@ -42,7 +42,7 @@ const CATCH_UP: Timespec = Timespec {
 /// of a client delays further calls. An exporter and tmemctl make only a few calls a second.
 const READ_ONLY_CALLS_PER_SECOND: u64 = 50;
 
-/// Time after which a call that exceeds the limit is tried again.
+/// Time after which a delayed call is checked against the rate limit again.
 const CALL_WAIT: Duration = Duration::from_millis(5);
 
 /// Varlink interface as one socket offers it: with all methods, or with those that only read.
@@ -93,8 +93,8 @@ impl Service {
     }
 }
 
-/// Returns true if a message subscribes to events. Events are written as they occur, which the
-/// library's service cannot do.
+/// Returns true if a message subscribes to events. The varlink library cannot write events as they
+/// occur, so this file handles subscriptions itself.
 fn is_subscription(message: &[u8]) -> bool {
     let message = message.strip_suffix(&[0]).unwrap_or(message);
     let call: serde_json::Value = serde_json::from_slice(message).unwrap_or_default();
@@ -156,13 +156,13 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
             Ok(0) | Err(_) => return,
             Ok(read) => read,
         };
-        // Messages are handled one by one, so that the limit applies to each. A client may send
-        // several at once.
+        // A client may send several messages at once. They are handled one by one, so that the
+        // limits on size and rate apply to each.
         for piece in part[..read].split_inclusive(|byte| *byte == 0) {
             message.extend_from_slice(piece);
             if message.len() > MESSAGE_BYTES_MAX {
                 service.warn(format_args!(
-                    "a client sent more than {MESSAGE_BYTES_MAX} bytes and is disconnected"
+                    "a client sent a message of more than {MESSAGE_BYTES_MAX} bytes and is disconnected"
                 ));
                 return;
             }
@@ -242,7 +242,7 @@ impl api::VarlinkInterface for SocketInterface {
         match self.control.registry.set_quota(&name, &quota) {
             None => call.reply_no_such_vm(name),
             Some(Ok(())) => {
-                tracing::info!(vm = name, ?quota, "quota changed");
+                tracing::info!(vm = name, ?quota, "the quota of the VM was changed");
                 call.reply()
             }
             Some(Err(why)) => call.reply_bad_quota(name, why.to_string()),
@@ -315,7 +315,7 @@ impl api::VarlinkInterface for SocketInterface {
         if let Some(tap) = &vm.tap {
             tap.clear();
         }
-        tracing::info!(vm = name, pages, "flushed");
+        tracing::info!(vm = name, pages, "all pages of the VM were flushed");
         vm.emit(EventKind::Flushed, format_args!("{pages} pages"));
         call.reply(statistics::int(pages))
     }
@@ -352,7 +352,7 @@ impl api::VarlinkInterface for SocketInterface {
         let bytes = u64::try_from(size_bytes).ok();
         match bytes.filter(|bytes| (POOL_BYTES_MIN..=bytes_max).contains(bytes)) {
             Some(bytes) => {
-                tracing::info!(size_bytes, "resized");
+                tracing::info!(size_bytes, "the configured size of the pool was changed");
                 self.control.size.set_full(bytes);
                 self.control.registry.has_grown();
                 call.reply()

@@ -58,14 +58,14 @@ impl Purpose {
 /// Joins connection threads as soon as they end, so that no resource of an ended thread is kept
 /// until the next connection.
 pub struct EndedThreads {
-    /// Signalled when a thread ends.
+    /// Eventfd that is signalled when a connection's thread ends.
     ended: OwnedFd,
     /// Guards the threads that have ended and are not joined. Leaf lock.
     threads: Mutex<Vec<ThreadId>>,
 }
 
 impl EndedThreads {
-    /// Creates an empty list.
+    /// Creates an empty list of ended threads.
     ///
     /// # Errors
     /// The system has no descriptor left.
@@ -116,7 +116,7 @@ pub struct Acceptor {
     pub shared: ConnectionContext,
     /// List of connection threads that have ended.
     pub ended: Arc<EndedThreads>,
-    /// Signalled when the daemon stops.
+    /// Eventfd that is signalled when the daemon stops.
     pub stop: Arc<OwnedFd>,
     /// Heartbeat of the acceptor thread.
     pub heartbeat: Heartbeat,

@@ -35,7 +35,7 @@ use std::thread::JoinHandle;
 use std::time::SystemTime;
 use tmem_pool::{Engine, EngineConfig};
 
-/// Why a daemon did not start.
+/// Reason why a daemon did not start.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 pub enum StartError {

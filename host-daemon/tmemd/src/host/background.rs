@@ -2,7 +2,8 @@
 //! Background worker threads: the pool's background work and unmapping memory.
 //!
 //! Unmapping has a thread of its own. It takes longer the more memory a VM has, up to seconds, and
-//! must not delay the pool's work. For the same reason that thread has no heartbeat.
+//! must not delay the pool's work. Because a single call can take that long, the thread has no
+//! heartbeat.
 
 use crate::host::clock::ClockAndEntropy;
 use crate::host::heartbeat::{Heartbeat, Heartbeats};
@@ -49,7 +50,7 @@ pub struct BackgroundWorkers {
     /// Flag that is set when new work may exist since a thread last checked.
     work: AtomicBool,
     stop: AtomicBool,
-    /// Guards the memory to unmap. Leaf lock.
+    /// Guards the list of memory that waits to be unmapped. Leaf lock.
     discarded: Mutex<Vec<DiscardedMemory>>,
     /// Guards the handles of the threads that do the pool's background work.
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -179,10 +180,10 @@ impl BackgroundWorkers {
         drop(discarded);
     }
 
-    /// Wakes the threads. Callers call it after anything that may leave background work; the call
-    /// is cheap.
+    /// Wakes the threads. Callers use this function after each action that may cause background
+    /// work. It is cheap.
     pub fn wake(&self) {
-        // Only the first call after a thread has last looked for work wakes the threads.
+        // Only the first call since a thread last looked for work wakes the threads.
         if !self.work.swap(true, Ordering::SeqCst) {
             for thread in &*self.handles() {
                 thread.thread().unpark();
@@ -212,7 +213,7 @@ impl BackgroundWorkers {
         }
     }
 
-    /// Ends the threads.
+    /// Ends the background threads and waits until they have ended.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::SeqCst);
         let threads = std::mem::take(&mut *self.handles());

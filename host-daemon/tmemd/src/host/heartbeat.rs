@@ -80,7 +80,7 @@ impl Heartbeats {
 }
 
 impl Heartbeat {
-    /// Begins a bounded piece of work.
+    /// Marks the thread as working: it begins a bounded piece of work.
     pub fn work(&self) {
         let beats = self.beats.load(Ordering::Relaxed);
         self.beats.store((beats | 1) + 2, Ordering::Relaxed);

@@ -58,18 +58,18 @@ const SHRINK_BYTES_MIN: u64 = 4 << 20;
 const MARGIN_PART: u64 = 4;
 
 /// Time without a shortage after which the pool may grow. It is longer than the window for waits,
-/// than a sweep of the kernel through its lists, and than most bursts.
+/// than a sweep of the kernel through its page lists, and than most bursts of memory use.
 const CALM: Duration = Duration::from_secs(15);
 
 /// Divisor of the configured size: a growth step is a 64th of it, so that the pool grows from
 /// nothing to its full size within two minutes.
 const GROW_PART: u64 = 64;
 
-/// Time between two growth steps.
+/// Time between two growth steps of the pool.
 const GROW_PERIOD: Duration = Duration::from_secs(2);
 
-/// Longest time for which a caller that requested host memory waits. The pool frees some GiB a
-/// second, and the start of a VM must not take much longer because of it.
+/// Longest time for which a caller that requested host memory waits. The pool frees some GiB in
+/// this time, and the wait must not delay the start of a VM much.
 pub const ROOM_WAIT: Duration = Duration::from_secs(1);
 
 /// Time between two checks whether the requested memory is available.
@@ -90,7 +90,7 @@ struct Readings {
 #[derive(Debug)]
 struct Governor {
     free_min_bytes: u64,
-    /// The configured size in bytes.
+    /// The configured size of the pool in bytes.
     full_bytes: u64,
     size_bytes: u64,
     /// Time since which the host was not short of memory; None while it is short.
@@ -109,7 +109,8 @@ impl Governor {
         }
     }
 
-    /// Sets another configured size in bytes. Returns the size that the pool should have now.
+    /// Sets another configured size of the pool in bytes. Returns the size that the pool should
+    /// have now.
     fn set_full(&mut self, full_bytes: u64) -> u64 {
         // A pool that shrank for the host grows to the new size in steps. Only a pool of full size
         // takes the new size at once.
@@ -240,8 +241,8 @@ impl Stalls {
 /// The size of the pool: the configured size, or less if the host needs memory. All changes of the
 /// size go through this value.
 pub struct PoolSize {
-    /// Guards the decision until the pool has applied it. A thread may hold the lock of the VM list
-    /// when it takes this lock; the pool's registry is locked under it.
+    /// Guards the decided size, and is held until the pool has that size. A thread may hold the
+    /// lock of the VM list when it takes this lock; the pool's registry is locked under it.
     governor: Mutex<Governor>,
     engine: Arc<Engine>,
     background: Arc<BackgroundWorkers>,
@@ -279,19 +280,20 @@ impl PoolSize {
         self.governor.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the configured size in bytes.
+    /// Returns the configured size of the pool in bytes.
     pub fn full_bytes(&self) -> u64 {
         self.lock().full_bytes
     }
 
-    /// Sets another configured size in bytes.
+    /// Sets another configured size of the pool in bytes.
     pub fn set_full(&self, full_bytes: u64) {
         let governor = self.lock();
         self.engine.set_full(full_bytes);
         self.follow_full(governor, full_bytes);
     }
 
-    /// Sets another configured size, if one is given, and other quotas in one step.
+    /// Sets the pool's configured size, if one is given, and the given quotas of tenants, in one
+    /// step.
     ///
     /// # Errors
     /// A reserve does not fit; then nothing changes.
@@ -403,12 +405,12 @@ impl PoolSize {
 /// The thread that watches the host's memory.
 pub struct PressureWatcher {
     stop: Arc<OwnedFd>,
-    /// Guards the thread's handle. Leaf lock.
+    /// Guards the handle of the thread. Leaf lock.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl PressureWatcher {
-    /// Starts the thread.
+    /// Starts the thread that watches the host's memory.
     ///
     /// # Errors
     /// The system lacks a thread or a descriptor.
@@ -430,7 +432,7 @@ impl PressureWatcher {
         })
     }
 
-    /// Ends the thread.
+    /// Ends the thread that watches the host's memory.
     pub fn stop(&self) {
         signal(&self.stop);
         let thread = self

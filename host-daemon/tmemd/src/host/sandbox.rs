@@ -233,8 +233,7 @@ const ATTACKS: &[c_long] = &[
 
 /// Enters the sandbox. The log names the protections that this kernel lacks.
 ///
-/// # Errors
-/// A path of the configuration does not exist, or the system fails.
+/// # Errors A path of the configuration does not exist, or a system call fails.
 pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     drop_capabilities()?;
@@ -261,9 +260,10 @@ pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Restricts the calling thread, and the threads that it starts later, to the calls of its kind. It
-/// does nothing outside the sandbox. It does not affect other threads, because seccomp cannot apply
-/// one filter to all threads of a process once their filters differ.
+/// Restricts the calling thread, and the threads that it starts later, to the system calls that
+/// threads of this kind may make. It does nothing outside the sandbox. It does not affect other
+/// threads, because seccomp cannot apply one filter to all threads of a process once their filters
+/// differ.
 ///
 /// # Panics The kernel refuses the filter, although it has accepted one that allows more calls.
 pub fn narrow(kind: ThreadKind) {
@@ -451,7 +451,8 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         let stalls = pressure.stalls.iter();
         paths.extend(stalls.map(|path| (path.clone(), AccessFs::ReadFile | AccessFs::WriteFile)));
     }
-    // NOTIFY_SOCKET names the socket of the service manager, which may be an abstract one.
+    // NOTIFY_SOCKET names the socket of the service manager, which may be an abstract socket
+    // without a path.
     let manager = std::env::var_os("NOTIFY_SOCKET").map(PathBuf::from);
     let manager = manager.filter(|path| path.is_absolute());
     paths.extend(manager.map(|path| (path, AccessFs::ResolveUnix.into())));
@@ -717,7 +718,8 @@ mod tests {
         });
         inside(ThreadKind::Serving, |_| {
             refused(contexts());
-            // The acceptor starts the thread of a connection from a serving thread, too.
+            // The acceptor is a serving thread that starts the threads of connections, so they must
+            // be restricted, too.
             let later = std::thread::spawn(|| {
                 refused(contexts());
                 narrow(ThreadKind::Connection);

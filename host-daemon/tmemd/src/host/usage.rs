@@ -38,7 +38,7 @@ impl Stage {
 pub struct BackgroundTime([AtomicU64; Work::ALL.len()]);
 
 impl BackgroundTime {
-    /// Begins to time work of the calling thread.
+    /// Begins to measure the processor time of background work of the calling thread.
     pub fn begin(&self) -> TimedWork<'_> {
         TimedWork {
             sums: self,
@@ -73,7 +73,7 @@ pub struct TimedWork<'a> {
 }
 
 impl TimedWork<'_> {
-    /// Changes the kind of the work.
+    /// Records that the thread now does another kind of background work.
     pub fn switch_to(&mut self, work: Work) {
         if work != self.at {
             let now_ns = clock_ns(ClockId::Monotonic);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The dirty log of a live migration, in which every guest page that the daemon writes is marked.
 //!
-//! There is one log for each connection. Each memory region marks pages through it with the base
-//! address of the region. The log therefore survives a change of the memory table, and disabling it
-//! affects every region. Guest memory is only written through vm-memory, which marks a page after
-//! the write.
+//! There is one log for each connection. All memory regions refer to this log, each with its own
+//! base address. The log therefore survives a change of the memory table, and disabling it affects
+//! every region. Guest memory is only written through vm-memory, which marks a page after the
+//! write.
 
 use crate::memory::mapping::Mapping;
 use crate::memory::sigbus::Lost;
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use vm_memory::bitmap::{Bitmap, BitmapSlice, WithBitmapSlice};
 
-/// Page size of the log, VHOST_LOG_PAGE of the vhost-user specification.
+/// Size in bytes of the pages that the log marks: VHOST_LOG_PAGE of the vhost-user specification.
 const LOG_PAGE_BYTES: u64 = 4096;
 
 /// Maximum size of a log in bytes, which covers 64 TiB of guest memory.

@@ -104,7 +104,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Step of unmapping.
+/// One step of unmapping a mapping.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
     GiveBack(Range<usize>),

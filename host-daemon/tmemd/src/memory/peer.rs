@@ -84,7 +84,7 @@ impl Peer {
         }
     }
 
-    /// Simulates a hang-up after that many checks.
+    /// Simulates a front end that hangs up after `checks` further checks.
     #[cfg(test)]
     pub fn hang_up_after(&self, checks: u64) {
         match &self.0 {

@@ -68,7 +68,7 @@ const HUGETLBFS_MAGIC: FsWord = 0x958458f6;
 #[derive(Debug)]
 pub struct Watch {
     slot: &'static Slot,
-    /// Keeps the flag alive to which the handler's slot points.
+    /// Keeps the flag alive, because the slot of the handler's table has a pointer to it.
     _lost: Arc<Lost>,
 }
 
@@ -109,7 +109,7 @@ impl Drop for Watch {
 #[derive(Debug)]
 struct Slot {
     start: AtomicUsize,
-    /// Address after the last byte; 0 if the slot is free.
+    /// Address after the last byte of the mapping; 0 if the slot is free.
     end: AtomicUsize,
     page_bytes: AtomicUsize,
     lost: AtomicPtr<Lost>,
@@ -183,9 +183,9 @@ impl Free {
 /// The action of SIGBUS before the handler was installed.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// Installs the handler, once for the process.
+/// Installs the SIGBUS handler, unless it is already installed in this process.
 fn install() -> io::Result<()> {
-    /// Guards against two threads that install the handler.
+    /// Guards against two threads that install the handler at the same time.
     static INSTALL: Mutex<()> = Mutex::new(());
     let _guard = INSTALL.lock().unwrap_or_else(PoisonError::into_inner);
     if BEFORE.get().is_some() {

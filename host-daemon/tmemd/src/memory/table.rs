@@ -31,11 +31,12 @@ pub const MEMORY_BYTES_MAX: u64 = 8 << 40;
 /// Memory region as the VMM describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionSpec {
-    /// Guest physical address.
+    /// Guest physical address of the region.
     pub guest_address: u64,
-    /// Address in the VMM's address space. Ring addresses are given in that address space, too.
+    /// Address of the region in the VMM's address space, in which the VMM also gives ring
+    /// addresses.
     pub user_address: u64,
-    /// Length in bytes.
+    /// Length of the region in bytes.
     pub bytes: u64,
     /// Offset of the region in its file, in bytes.
     pub file_offset: u64,
@@ -445,7 +446,8 @@ mod tests {
         );
     }
 
-    /// A region must not exceed the maximum, because a sparse file may have any length.
+    /// All regions of a VM together must not exceed the maximum size, because a sparse file may
+    /// have any length.
     #[test]
     fn the_size_of_all_regions_is_limited() {
         let half = MEMORY_BYTES_MAX / 2;

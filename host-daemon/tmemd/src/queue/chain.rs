@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Descriptor chain: it is validated completely, read once, and written at offsets.
+//! Descriptor chain: all descriptors are validated first, the readable part is read once, and the
+//! writable part is written at offsets.
 //!
 //! virtio-queue's iterator ends a malformed chain as if it were complete. This module detects such
 //! a chain and reports an error, as it does for a buffer outside guest memory. Guest addresses are
@@ -22,7 +23,7 @@ pub enum ChainError {
     /// The chain cannot be followed: a bad index, a loop, a nested or unreadable indirect table, or
     /// more than 4 GiB.
     Broken,
-    /// More descriptors than a queue may have.
+    /// The chain has more descriptors than a queue may have.
     TooLong,
     /// A buffer is partly or completely outside the guest's memory.
     Outside {
@@ -153,7 +154,8 @@ impl Chain {
             list.push(Buffer { address, length });
             *bytes += u64::from(length);
         }
-        // The iterator ends at the last descriptor, or at a descriptor that it cannot read.
+        // The iterator ends at the last descriptor, or at one that it cannot read. If the last one
+        // that it returned has a successor, the chain is malformed.
         if more {
             Err(ChainError::Broken)
         } else {

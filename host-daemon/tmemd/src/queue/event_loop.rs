@@ -178,8 +178,8 @@ mod tests {
         }
     }
 
-    /// A wake must end the next wait, also if the poller finds the wake while it processes the
-    /// removal.
+    /// A wake must end the next wait, also if the poller finds the wake while it removes an
+    /// eventfd.
     #[test]
     fn a_wake_during_a_removal_ends_a_wait() {
         for (kind, poller) in pollers() {
@@ -209,8 +209,9 @@ mod tests {
         }
     }
 
-    /// A removed file is released whenever it was signalled. Otherwise the file would stay in
-    /// kernel memory, and a front end that replaces its kicks in a loop could use up that memory.
+    /// A file that is removed from the poller is released, no matter when it was signalled.
+    /// Otherwise the file would stay in kernel memory, and a front end that replaces its kicks in a
+    /// loop could use up that memory.
     #[test]
     fn a_removed_file_is_released() {
         const BEFORE: usize = 1;

@@ -60,7 +60,7 @@ pub struct Context<'vm, 'a> {
     /// Returns true when the time limit of a drain has expired: remaining pages are refused or
     /// missed.
     pub drain_expired: &'a dyn Fn() -> bool,
-    /// Slice that bounds the work.
+    /// The scheduling slice, which bounds the work.
     pub slice: &'a Slice<'a>,
 }
 
@@ -95,7 +95,7 @@ impl PageBuffers {
         SecretPages::new(wire::BATCH_MAX).map(PageBuffers)
     }
 
-    /// Returns the buffers, for tests of their memory.
+    /// Returns the buffers, for tests of the attributes of their memory.
     #[cfg(test)]
     pub fn pages(&mut self) -> &mut [Page] {
         self.0.pages()
@@ -458,7 +458,8 @@ fn refer(
         return Ok(None);
     }
     if status != wire::S_OK {
-        // The pool or the generation ended, perhaps between two groups.
+        // The pool or the generation ended, perhaps between two groups. All pages of the request
+        // are answered with GONE.
         results.fill(wire::P_GONE);
         from = 0;
     }
@@ -535,7 +536,7 @@ struct GetBatch<'a> {
     retain: u64,
 }
 
-/// Returns the result of a page that is not returned.
+/// Returns the result for a page that a GET does not return.
 fn miss() -> GetPage {
     GetPage {
         cookie: 0.into(),
@@ -633,7 +634,7 @@ fn take_pages<'vm>(
     let mut found = [GetResult::Miss; wire::BATCH_MAX];
     let found = &mut found[..pages.len()];
     let first = batch.index + start as u64;
-    // The pages of a frozen VM leave the pool, so that its memory becomes free.
+    // A GET of a frozen VM retains no page, so that the pool's memory becomes free.
     let retain = match vm.frozen.load(Ordering::Relaxed) {
         true => 0,
         false => batch.retain >> start,

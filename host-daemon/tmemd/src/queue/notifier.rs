@@ -48,7 +48,7 @@ struct Iocb {
     eventfd: u32,
 }
 
-/// `struct io_event`.
+/// `struct io_event` of linux/aio_abi.h.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct IoEvent([u64; 4]);

@@ -36,5 +36,5 @@ pub trait Poller: Send + Sync {
     fn wake(&self);
 }
 
-/// Token of the wake descriptor.
+/// Token of the descriptor that wakes a waiting worker.
 pub const WAKE: u64 = u64::MAX;

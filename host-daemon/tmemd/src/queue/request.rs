@@ -21,7 +21,7 @@ pub enum QueueKind {
 /// Fields that all requests have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// The generation that the driver knows.
+    /// The generation that the request carries.
     pub generation: u64,
     /// Pool number, in range; the pool need not exist. 0 for a report.
     pub pool: u32,
@@ -68,7 +68,7 @@ pub enum Body<'a> {
     Latencies(&'a Latencies),
 }
 
-/// Request to execute.
+/// A well-formed request, which is still to be executed.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Request<'a> {
     /// Generation and pool of the request.
@@ -370,7 +370,7 @@ mod tests {
         }
     }
 
-    /// Each part of a request must have exactly its size.
+    /// Each part of a request must have exactly the size that its type and count demand.
     #[test]
     fn requests_of_any_other_size_are_bad() {
         for (queue, t, n, readable) in good() {

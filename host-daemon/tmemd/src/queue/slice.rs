@@ -64,7 +64,7 @@ impl Slice<'_> {
         }
     }
 
-    /// Subtracts the cost of work that was done.
+    /// Subtracts the cost of finished work from the work that the slice allows.
     pub fn charge(&self, cost_ns: u64) {
         self.left_ns.set(self.left_ns.get().saturating_sub(cost_ns));
     }

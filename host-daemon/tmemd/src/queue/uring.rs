@@ -34,7 +34,7 @@ const COMPLETIONS_MAX: u32 = 4096;
 /// Token of operations whose completion is ignored. Tokens of kicks are numbered from 0.
 const NOBODY: u64 = u64::MAX - 1;
 
-/// Change of the ring: a poll to begin or to end.
+/// Change to make in the ring: a poll to begin or to end.
 enum Change {
     Add(Arc<OwnedFd>, u64),
     Remove(u64),

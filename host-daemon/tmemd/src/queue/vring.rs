@@ -38,9 +38,9 @@ use vm_memory::{Bytes, GuestAddress};
 
 const PAGE_BYTES: u64 = wire::PAGE_SIZE as u64;
 
-/// Time after the begin of a drain at which the rest of the current chain is refused or missed. It
-/// is half of the 10 ms that a drain may take; the other half is for the group of pages that has
-/// begun.
+/// Time after the begin of a drain at which the worker stops executing its current chain: it
+/// answers the remaining pages with REFUSED, MISS or GONE. The time is half of the 10 ms that a
+/// drain may take. The other half is for the group of pages that the worker has already begun.
 const DRAIN_CUT: Duration = Duration::from_millis(5);
 
 /// Sizes of ring elements in bytes (virtio 1.3, 2.7). Available and used ring also have a header
@@ -68,11 +68,11 @@ pub struct Link {
 /// Ring addresses as the VMM gives them, in its own address space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RingAddresses {
-    /// Descriptor table.
+    /// Address of the descriptor table.
     pub descriptor: u64,
-    /// Available ring.
+    /// Address of the available ring.
     pub available: u64,
-    /// Used ring.
+    /// Address of the used ring.
     pub used: u64,
 }
 
@@ -162,7 +162,7 @@ struct Done<'a> {
 
 /// Result of executing a chain in one slice.
 enum Answered<'a> {
-    /// The answer is complete.
+    /// The request is executed, and its answer is in guest memory.
     Done(Done<'a>),
     /// The slice is over before the request is finished.
     Unfinished(Unfinished),
@@ -270,8 +270,8 @@ pub struct Vring {
     queued_at_ns: AtomicU64,
     link: Arc<Link>,
     hold: AtomicBool,
-    /// Time at which a drain refuses or misses the rest of a chain, in ns of the daemon's clock;
-    /// `u64::MAX` without a drain.
+    /// Time at which the remaining pages of a chain are answered with REFUSED, MISS or GONE because
+    /// a drain waits, in ns of the daemon's clock; `u64::MAX` without a drain.
     cut_at_ns: AtomicU64,
     state: Mutex<VringState>,
 }

@@ -29,7 +29,8 @@ const USER: u64 = 0x7000_0000;
 const TABLE: u64 = 0;
 const AVAIL: u64 = 0x2000;
 const USED: u64 = 0x3000;
-/// Guest address of the first request; requests and answers follow one after the other.
+/// Guest address of the first request. Its answer follows, then the next request and its answer,
+/// and so on.
 const DATA: u64 = 0x10000;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
@@ -1118,8 +1119,8 @@ fn guest_memory_does_not_change_after_a_hang_up() {
     assert!(before == guest.bytes(0, MEMORY_BYTES as usize));
 }
 
-/// After the time limit of a drain, remaining pages are missed, or refused without leaving anything
-/// under their keys.
+/// After the time limit of a drain, the remaining pages of a get are missed. Those of a put are
+/// refused and leave nothing under their keys.
 #[test]
 fn an_expired_drain_refuses_and_misses_the_rest() {
     let mut guest = guest();
@@ -1169,8 +1170,8 @@ fn an_expired_drain_still_reports_missing_pools() {
     assert_eq!(guest.results(get, 1), [wire::P_MISS]);
 }
 
-/// Requests beyond a VM's rate are answered at once: pages are refused without leaving anything, or
-/// missed and kept.
+/// Requests beyond a VM's rate are answered at once. The pages of a put are refused and leave
+/// nothing under their keys; the pages of a get are missed and stay in the pool.
 #[test]
 fn requests_beyond_the_rate_are_answered_at_once() {
     let mut guest = guest();
@@ -1591,8 +1592,8 @@ fn worker_buffers_are_excluded_from_core_dumps() {
     }
 }
 
-/// While a ring is polled it requests no kicks. New chains are noticed anyway, and after the
-/// polling it requests kicks again.
+/// While a worker polls a ring, it requests no kicks. It notices new chains without a kick, and
+/// requests kicks again after the polling.
 #[test]
 fn a_polled_ring_requests_no_kick() {
     const LONG: u64 = u64::MAX / 2;

@@ -177,7 +177,7 @@ impl Workers {
             && let Err(error) = worker.poller.remove(&kick, token)
         {
             let (vm, virtqueue) = (vring.vm_name(), vring.index);
-            tracing::error!(%vm, "a kick of virtqueue {virtqueue} cannot be unwatched: {error}");
+            tracing::error!(%vm, "cannot stop watching the kick of virtqueue {virtqueue}: {error}");
         }
     }
 

@@ -16,11 +16,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 /// The configured permissions of a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Access {
-    /// User id of the owner; None for the daemon's user.
+    /// User id of the socket's owner; None for the daemon's user.
     pub owner: Option<u32>,
-    /// Id of the group; None for the daemon's group.
+    /// Id of the socket's group; None for the daemon's group.
     pub group: Option<u32>,
-    /// Permission bits.
+    /// Permission bits of the socket.
     pub mode: u32,
 }
 
@@ -173,8 +173,7 @@ impl Listener {
 
     /// Sets the permissions of the socket.
     ///
-    /// # Errors
-    /// The system refuses; the text says what to do.
+    /// # Errors The system does not permit the change. The error says what to do.
     pub fn give(&self, access: Access) -> io::Result<()> {
         let path = &self.path;
         let metadata = std::fs::symlink_metadata(path).map_err(|e| at(path, e))?;

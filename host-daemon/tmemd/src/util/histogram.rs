@@ -19,7 +19,7 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// Counts a request.
+    /// Counts a request that took `time`.
     pub fn count(&self, time: Duration) {
         let us = time.as_micros() as u64;
         let bucket = (u64::BITS - us.leading_zeros()) as usize;

@@ -2,8 +2,9 @@
 //! Bound on the log lines that VMs and clients can cause: for each VM, for each control socket, and
 //! for all VMs together.
 //!
-//! Neither a guest nor many guests of one customer may fill the host's disk. The next line contains
-//! the number of lines that were left out. Out of scope: the content of the lines.
+//! Neither a guest nor many guests of one customer may fill the host's disk. The next line that is
+//! logged contains the number of lines that were left out before it. Out of scope: the content of
+//! the lines.
 
 use crate::util::rate_limit::{RateLimit, since_start_ns};
 use std::sync::{Mutex, PoisonError};
@@ -111,7 +112,8 @@ mod tests {
         };
         let lines: u32 = (0..BURST).map(|_| round(start).0).sum();
         assert_eq!(lines, BURST_ALL);
-        // The bound on all VMs uses up no line of a single VM, and each left-out line is counted.
+        // A line that only the bound on all VMs rejects does not count against the bound of its VM.
+        // Each line that was left out is counted.
         let later = start + 1000 * PERIOD_ALL;
         assert_eq!(round(later), (100, u64::from(100 * BURST - BURST_ALL)));
     }

@@ -2,7 +2,7 @@
 //! Rate limit: a burst, and after it a constant rate. The generic cell rate algorithm needs one
 //! number for it and no lock.
 //!
-//! Out of scope: the action that is limited, and its handling beyond the rate.
+//! Out of scope: the limited action itself, and what happens to an action beyond the rate.
 
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -19,7 +19,7 @@ const BURST_NS: u64 = 1_000_000_000;
 pub struct RequestRate {
     /// Pages per second, the same for all VMs; 0 for no limit.
     per_second: Arc<AtomicU64>,
-    /// Limit on the pages of the VM, in times of the daemon's clock.
+    /// Rate limit on the pages of the VM. Its times are those of the daemon's clock.
     limit: RateLimit,
 }
 

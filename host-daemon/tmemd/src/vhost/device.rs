@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The vhost-user back end of one connection: the effect of each message of the front end.
 //!
-//! It runs on the connection's control thread and does no pool work, so each message is answered
-//! quickly. A message that changes rings or memory holds the vrings in question, and waits at most
-//! for their current chains. Emptying the tenant is O(1).
+//! The device runs on the connection's control thread and does no pool work, so each message is
+//! answered quickly. A message that changes rings or memory holds the vrings in question, and waits
+//! at most for their current chains. Emptying the tenant is O(1).
 
 use crate::host::background::BackgroundWorkers;
 use crate::host::clock::ClockAndEntropy;
@@ -366,8 +366,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         available: u64,
         _log: u64,
     ) -> Result<()> {
-        // The used ring is logged like all guest memory. The flags and the log address, which
-        // select how it is logged, are not needed.
+        // The used ring is logged like all guest memory. The flags and the log address of the
+        // message, which select how it is logged, are not needed.
         self.hold_one(index, |vring, state| {
             state.addresses = Some(RingAddresses {
                 descriptor,

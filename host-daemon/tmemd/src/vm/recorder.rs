@@ -2,9 +2,9 @@
 //! Records the requests of guests to the pool for `tmem-bench replay`; docs/traces.md describes the
 //! format.
 //!
-//! Recording is off by default and bounded. A worker appends to a buffer in memory, and a thread
-//! writes full buffers to the file, so no guest waits for the host's disk. A guest does wait,
-//! however, while the recorder compresses each of its pages once more.
+//! Recording is off by default, and the size of a trace is bounded. A worker appends to a buffer in
+//! memory, and a thread writes full buffers to the file, so no guest waits for the host's disk. A
+//! guest does wait, however, while the recorder compresses each of its pages once more.
 
 use crate::host::sandbox::{self, ThreadKind};
 use std::fs::{File, OpenOptions};

@@ -2,9 +2,9 @@
 //! The VMs that the daemon serves: those of the configuration, which stay, and those that are added
 //! and removed while it runs.
 //!
-//! The registry owns their sockets and their tenants, and stores added VMs so that they return
-//! after a restart of the daemon. A call that fails has changed nothing. Out of scope: messages of
-//! a connection, and pages.
+//! The registry owns the sockets and the tenants of the VMs, and stores added VMs so that they
+//! return after a restart of the daemon. A call that fails has changed nothing. Out of scope:
+//! messages of a connection, and pages.
 
 use crate::config::account::Account;
 use crate::config::settings::{
@@ -46,7 +46,7 @@ const NOTHING: Quota = Quota {
 /// Reason why a VM is refused, as a sentence without the VM's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// The quota is invalid or does not fit.
+    /// The quota is invalid, or its reserve does not fit into the pool.
     Quota(String),
     /// Another value of the request is invalid or conflicts with another VM.
     Vm(String),
@@ -98,7 +98,7 @@ fn incoming(name: &str) -> String {
     format!("{}{INCOMING}", &name[..name.len().min(room)])
 }
 
-/// Describes a reserve that does not fit.
+/// Converts the error for a reserve that does not fit into the pool.
 fn too_much(error: &AdmissionError) -> Refused {
     Refused::Quota(reserve_text(error.reserve_bytes, error.available_bytes))
 }
@@ -205,8 +205,8 @@ impl Registry {
     }
 
     /// Restores the VMs of the store, in the order of their sockets. A reserve that no longer fits
-    /// is cut to what is left. A VM that cannot be restored is logged and left out, and its file is
-    /// kept.
+    /// is reduced to what is left of the pool. A VM that cannot be restored is logged and left out,
+    /// and its stored file stays.
     pub fn restore(&self) {
         let store = self.store.read().unwrap_or_else(|error| {
             tracing::error!("the stored VMs cannot be restored: {error}");
@@ -369,7 +369,7 @@ impl Registry {
                 && !members.iter().any(has)
             {
                 let vm = &members[at].vm;
-                tracing::info!(vm = name, "VM {} has a new name", vm.name());
+                tracing::info!(vm = name, "VM {} is renamed to {name}", vm.name());
                 vm.rename(name);
             }
             let member = &mut members[at];
@@ -379,7 +379,7 @@ impl Registry {
             let set = quota::from_api(&added.quota).map(|quota| member.vm.tenant.set_quota(quota));
             if let Ok(Ok(())) = set {
                 let name = member.vm.name();
-                tracing::info!(vm = %name, "VM {name}: its reserve fits now");
+                tracing::info!(vm = %name, "VM {name}: the requested reserve fits now and is granted");
                 if member.vm.problem().as_ref() == Some(short) {
                     member.vm.set_problem(None);
                 }
@@ -429,7 +429,7 @@ impl Registry {
             }
             self.insert(members, config, access, spec, ends == 1)?;
             let socket = config.socket.display();
-            tracing::info!(vm = config.name, uuid = config.uuid, %socket, "added");
+            tracing::info!(vm = config.name, uuid = config.uuid, %socket, "VM added");
             let (kind, vm) = (EventKind::Added, Some(config.name.as_str()));
             self.events.emit(kind, vm, format_args!("at {socket}"));
             return Ok(true);
@@ -613,7 +613,7 @@ impl Registry {
         }
         if let Some(at) = there {
             let vm = self.take_out(&mut members, at);
-            tracing::info!(vm = &*vm.name(), uuid, socket = %socket.display(), "removed");
+            tracing::info!(vm = &*vm.name(), uuid, socket = %socket.display(), "VM removed");
             vm.emit(EventKind::Removed, format_args!("removed"));
             self.make_good(&mut members.0);
         }

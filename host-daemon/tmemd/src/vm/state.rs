@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The state of a VM: its name, tenant, counters, and what its driver and manager report.
 //!
-//! The value lives until the VM is removed. The tenant's pages live as long as a connection.
+//! A [`Vm`] exists until the VM is removed. The pages of its tenant exist as long as a connection.
 
 use crate::config::settings::VmConfig;
 use crate::events::bus::{EventKind, Events};
@@ -40,9 +40,11 @@ pub struct Counters {
     pub requests_stale: AtomicU64,
     /// Number of requests that were answered BAD or UNSUPPORTED because of their shape.
     pub requests_bad: AtomicU64,
-    /// Number of pages that were refused, missed or gone because the time limit of a drain expired.
+    /// Number of pages that were answered with REFUSED, MISS or GONE because the time limit of a
+    /// drain expired.
     pub drain_cut_pages: AtomicU64,
-    /// Number of pages that were refused, missed or gone because the VM exceeded its rate.
+    /// Number of pages that were answered with REFUSED, MISS or GONE because the VM exceeded its
+    /// rate.
     pub limited_pages: AtomicU64,
     /// Number of pages that were refused because the VM is frozen.
     pub refused_frozen: AtomicU64,
@@ -64,7 +66,7 @@ pub struct Counters {
 pub struct Vm {
     /// Configuration of the VM when it was added. Name and quota may have changed since.
     pub config: VmConfig,
-    /// Guards the name. Leaf lock.
+    /// Guards the VM's name. Leaf lock.
     name: Mutex<Arc<str>>,
     /// Tenant of the pool that holds the VM's pages.
     pub tenant: Tenant,
@@ -127,12 +129,12 @@ impl Vm {
         }
     }
 
-    /// Returns the name, for messages.
+    /// Returns the VM's name, for messages.
     pub fn name(&self) -> Arc<str> {
         lock(&self.name).clone()
     }
 
-    /// Changes the name.
+    /// Changes the VM's name.
     pub fn rename(&self, name: &str) {
         *lock(&self.name) = name.into();
     }
@@ -382,7 +384,8 @@ mod tests {
                 .filter(move |event| event.vm.as_deref() == Some(name))
         };
         assert_eq!(of("other").count(), 1);
-        // One or two periods of the limit may have passed during the test.
+        // One or two periods of the limit may have passed during the test, so that more events than
+        // the burst were sent.
         assert!(of("loud").count() < 2 * BURST as usize);
         loud.catch_up(Instant::now() + 2 * PERIOD);
         let taken = subscription.take();

@@ -20,7 +20,7 @@ const SUFFIX: &str = ".json";
 /// Directory with the stored VMs.
 pub struct VmStore(PathBuf);
 
-/// A stored VM.
+/// A file of the store, and the VM that it describes.
 pub struct StoredVm {
     /// Path of the VM's file.
     pub path: PathBuf,
@@ -34,7 +34,8 @@ impl VmStore {
         VmStore(run_directory.join("vms"))
     }
 
-    /// Returns the file of a socket; None if the socket has no file name.
+    /// Returns the path of the file that stores the VM of a socket; None if the socket has no file
+    /// name.
     fn path(&self, socket: &Path) -> Option<PathBuf> {
         let mut name = socket.file_name()?.to_os_string();
         name.push(SUFFIX);
@@ -137,7 +138,10 @@ fn read(path: &Path, socket: &str) -> Result<VmSpec, String> {
     read.map_err(|e| e.to_string())?;
     let vm: VmSpec = serde_json::from_str(&text).map_err(|e| e.to_string())?;
     if Path::new(&vm.socket).file_name() != Some(socket.as_ref()) {
-        return Err(format!("it belongs to the VM at {}", vm.socket));
+        return Err(format!(
+            "the file describes the VM at another socket, {}",
+            vm.socket
+        ));
     }
     Ok(vm)
 }
