@@ -52,14 +52,14 @@ const WORK_PER_SLICE_MAX_NS: u64 = 260_000;
 /// Maximum number of rounds until no work is left. An input has less work than that.
 const ROUNDS_MAX: usize = 2000;
 
-/// Action that happens at a check of the front end.
+/// Action of the guest or its front end that happens when a worker checks the front end.
 pub enum Act {
     /// The guest writes these bytes at an offset of the file of its memory.
     Write(Arc<File>, u64, Vec<u8>),
     /// The front end hangs up, and the guest's memory must not change any more. The values are the
     /// file of that memory and its length in bytes.
     HangUp(Arc<File>, usize),
-    /// A drain begins.
+    /// A drain of the device's queues begins.
     Drain(Weak<Mutex<Device>>),
 }
 
@@ -69,7 +69,7 @@ pub struct Watch {
     checks: AtomicU64,
     /// Pending actions, each with the number of checks after which it happens.
     acts: Mutex<Vec<(u64, Act)>>,
-    /// Whether an action has happened.
+    /// Whether a scheduled action has happened since the last call of [`Watch::take_acted`].
     acted: AtomicBool,
     hung_up: AtomicBool,
     /// Contents of the memory at the moment of the hang-up.
@@ -119,7 +119,7 @@ impl Watch {
         }
     }
 
-    /// Schedules an action after `checks` checks, counted from 1.
+    /// Schedules an action for one of the next checks; `checks` is 1 for the next one.
     pub fn at(&self, checks: u64, act: Act) {
         lock(&self.acts).push((checks.max(1), act));
     }
@@ -153,7 +153,8 @@ fn work_ns(before: &TenantStats, after: &TenantStats) -> u64 {
     let since = |of: fn(&TenantStats) -> u64| of(after) - of(before);
     let (puts, refused) = (since(|s| s.puts), since(|s| s.puts_refused));
     let (gets, hits) = (since(|s| s.gets), since(|s| s.hits));
-    // A large object is detached in one step, and its pages are freed later.
+    // A large object is detached in one step and its pages are freed later, so dropping them costs
+    // nothing in this slice.
     let detached = after.detached_pages.saturating_sub(before.detached_pages);
     let dropped = since(|s| s.flushed_pages).saturating_sub(detached);
     1_000 * (puts - refused)
@@ -186,7 +187,7 @@ thread_local! {
     static BASE: Rc<Base> = Rc::new(Base::new());
 }
 
-/// A daemon with a connection of its guest.
+/// A daemon without threads, a neighbour, and the connection of the guest that the fuzzer controls.
 pub struct FuzzedDaemon {
     base: Rc<Base>,
     /// Actions that are scheduled for checks of the front end.

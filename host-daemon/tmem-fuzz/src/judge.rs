@@ -24,14 +24,14 @@ const REF_PAGE_BYTES: usize = 24;
 /// Piece of guest memory: its address and length in bytes.
 pub type Piece = (u64, u64);
 
-/// Descriptor chain that can be followed.
+/// Buffers of a descriptor chain that the device can follow.
 #[derive(Default)]
 pub struct Chain {
     /// Pieces that the device reads.
     pub readable: Vec<Piece>,
     /// Pieces that the device may write.
     pub writable: Vec<Piece>,
-    /// The indirect table, if there is one.
+    /// The chain's indirect table; None if the chain has none.
     pub table: Option<Piece>,
     /// Whether a readable descriptor follows a writable one.
     pub out_of_order: bool,
@@ -115,12 +115,12 @@ impl Chain {
     }
 }
 
-/// Key of a page.
+/// Key of a page: pool, object and index.
 type Key = (u32, u64, u64);
 /// Contents of a page.
 type Page = Rc<[u8]>;
 
-/// Content of a well-formed request.
+/// Content of a well-formed request, by type.
 enum Asked {
     Put(Vec<(u64, u64, u64, Page)>),
     /// Object, index, cookies, and the bits of pages that may be retained.
@@ -277,7 +277,7 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
     })
 }
 
-/// Page that was stored.
+/// Page that the device has stored.
 struct Held {
     cookie: u64,
     page: Page,

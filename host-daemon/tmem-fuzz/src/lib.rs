@@ -32,7 +32,7 @@ pub use rings::run as rings;
 /// Name and function of a target.
 pub type Target = (&'static str, fn(&[u8]));
 
-/// All targets.
+/// All fuzz targets.
 pub const TARGETS: [Target; 3] = [
     ("requests", requests),
     ("rings", rings),

@@ -38,17 +38,18 @@ const USED_AT: u64 = 0x600;
 /// First address for buffers and tables: after the rings, up to the end of the first region.
 pub const ARENA: u64 = BASE + QUEUES as u64 * RING_BYTES;
 
-/// Ring as its driver sees it.
+/// Virtqueue as its driver sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct Ring {
-    /// Number of descriptors.
+    /// Number of descriptors of the queue.
     pub size: u16,
-    /// Address of the descriptor table; the other two parts follow.
+    /// Guest address of the descriptor table. The available ring and the used ring follow the
+    /// table.
     pub table: u64,
-    /// Number of chains offered. The index in guest memory is smaller until the chains are
-    /// published.
+    /// Number of chains that the driver has put into the available ring. The ring's index in guest
+    /// memory is smaller until the chains are published.
     pub offered: u16,
-    /// Number of chains answered.
+    /// Number of chains that the daemon has answered.
     pub answered: u16,
     /// Whether the queue has stopped, so that it does nothing until it is set up again.
     stopped: bool,
@@ -64,7 +65,7 @@ impl Ring {
         self.table + USED_AT
     }
 
-    /// Returns the bytes of flags and index, elements, and the event index.
+    /// Returns the length of the used ring in bytes: flags and index, elements, and event index.
     fn used_bytes(&self) -> u64 {
         6 + 8 * u64::from(self.size)
     }
@@ -81,7 +82,7 @@ struct Planned {
 /// Expected actions of the daemon for the published chains.
 struct Plan {
     chains: Vec<Planned>,
-    /// Whether each queue stops after these chains.
+    /// For each queue, whether it stops after the published chains.
     stops: [bool; QUEUES],
 }
 
@@ -161,7 +162,7 @@ impl Machine {
         ));
     }
 
-    /// Sets a ring up, starting after the last answer.
+    /// Sets up a ring that continues after the last answered chain.
     fn start(&mut self, queue: usize) {
         let ring = &mut self.rings[queue];
         (ring.stopped, ring.running) = (false, true);
@@ -265,7 +266,7 @@ impl Machine {
         self.host.watch.left().is_some()
     }
 
-    /// Writes a descriptor of a table.
+    /// Writes a descriptor into a descriptor table.
     pub fn describe(
         &mut self,
         table: u64,
@@ -281,7 +282,8 @@ impl Machine {
         self.ram.write(table.wrapping_add(16 * number), &all);
     }
 
-    /// Puts a head into the available ring; it is published later.
+    /// Puts the number of a chain's first descriptor into the available ring. [`Self::kick`]
+    /// publishes it.
     pub fn offer(&mut self, queue: usize, head: u16) {
         let ring = self.rings[queue];
         let slot = ring.avail() + 4 + 2 * u64::from(ring.offered % ring.size);
@@ -475,7 +477,7 @@ impl Machine {
         self.ram.drop_copy(expected);
     }
 
-    /// Ends the connection.
+    /// Ends the connection, and asserts that this changes no guest memory.
     pub fn end(mut self) {
         self.work();
         self.host.end();
@@ -500,7 +502,7 @@ fn apart(reads: &[Piece], writes: Vec<Piece>) -> bool {
     let mut all: Vec<(Piece, bool)> = writes.into_iter().map(|piece| (piece, true)).collect();
     all.extend(reads.iter().map(|piece| (*piece, false)));
     all.sort_unstable();
-    // Furthest ends so far: of written pieces, and of all pieces.
+    // Largest end address so far: of the written pieces, and of all pieces.
     let (mut written, mut any) = (0, 0);
     for (piece, write) in all {
         let start = u128::from(piece.0);

@@ -73,7 +73,7 @@ const PROTOCOL: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 9 | 1 << 13 | 1 << 15;
 /// continues after a panic.
 static PANICKED: AtomicBool = AtomicBool::new(false);
 
-/// Daemon that is created once for all inputs, and its other VM.
+/// The daemon, which is created once for all inputs, and the neighbour, its other VM.
 struct World {
     daemon: TestDaemon,
     neighbour: Driver,
@@ -124,7 +124,7 @@ impl World {
     }
 }
 
-/// Plays an input.
+/// Runs the target with an input.
 pub fn run(bytes: &[u8]) {
     WORLD.with_borrow_mut(|world| {
         let mut input = Input::new(bytes);
@@ -309,7 +309,7 @@ impl FrontEnd {
         self.send(SET_MEM_TABLE, 0, &body, &files);
     }
 
-    /// Sends a request and its kick.
+    /// Puts a request that the input chooses into a ring, and kicks the queue.
     fn request(&mut self, input: &mut Input<'_>) {
         let (queue, shape) = (input.below(RINGS as usize), input.u8());
         let (object, index) = (1 + u64::from(shape & 3), u64::from(shape >> 4));

@@ -110,12 +110,12 @@ impl Ram {
         Ram { file, image, spare }
     }
 
-    /// Keeps the memory for the next input.
+    /// Stores the memory, which the next input uses again.
     pub fn keep(self) {
         LAST.set(Some(self));
     }
 
-    /// Returns a copy of the image.
+    /// Returns a copy of the expected contents of the memory.
     pub fn copy(&mut self) -> Vec<u8> {
         let mut copy = self
             .spare
@@ -125,7 +125,7 @@ impl Ram {
         copy
     }
 
-    /// Takes back the buffer of a copy.
+    /// Takes back the buffer of a copy that the caller no longer needs.
     pub fn drop_copy(&mut self, copy: Vec<u8>) {
         self.spare.push(copy);
     }

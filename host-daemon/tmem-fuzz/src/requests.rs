@@ -72,7 +72,7 @@ fn request(machine: &mut Machine, input: &mut Input<'_>) {
         _ => u64::from(input.u32()) % ROOM_MAX,
     };
     assert!(machine.ram.write(META, &meta));
-    // The table is after the answer.
+    // The indirect descriptor table is behind the space of the longest answer.
     let table = ANSWER + ROOM_MAX;
     let mut buffers = vec![(META, meta.len() as u64, 0)];
     let turn = u64::from(flags >> 4);

@@ -21,7 +21,7 @@ const BATCH: usize = 6;
 const SLOT_PAGES: u64 = 2 * BATCH as u64 + 4;
 const SLOTS: u64 = 4;
 
-/// Plays an input.
+/// Runs the target with an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let shape = input.u8();
@@ -39,7 +39,7 @@ pub fn run(bytes: &[u8]) {
 struct Player {
     /// Number of the next slot of the arena.
     slot: u64,
-    /// The next descriptor to use.
+    /// Number of the ring's descriptor at which the next chain begins.
     head: u16,
 }
 
