@@ -41,7 +41,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// Whether the daemon has closed at least one connection without an answer.
 static WAS_SHUT: AtomicBool = AtomicBool::new(false);
 
-/// syslog's facility `daemon` and level `warning`.
+/// Priority of messages to syslog: facility `daemon` and level `warning`.
 const SYSLOG_PRIORITY: u32 = 3 * 8 + 4;
 
 /// The operations of libvirt that the hook handles.
@@ -169,7 +169,7 @@ fn handle(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Pro
         return arrive(xml, &domain, options);
     }
     let problem = check(&domain, operation, options);
-    // A VM whose start is stopped takes no memory.
+    // If the start is stopped, the VM takes no memory, so the pool need not shrink.
     if operation == Operation::Prepare && !problem.as_ref().is_some_and(|p| p.required || p.late) {
         let (bytes, options) = (domain.takes_bytes, options.clone());
         // The result is ignored: a pool that cannot shrink does not prevent the VM's start.
@@ -244,7 +244,8 @@ fn within<T: Send + 'static>(
 ) -> Option<T> {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
-        // If the time limit has passed, the receiver no longer exists.
+        // An error means that the time limit has passed, so that the caller no longer waits for the
+        // result.
         let _ = sender.send(work());
     });
     receiver.recv_timeout(time).ok()

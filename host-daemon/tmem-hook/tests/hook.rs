@@ -279,7 +279,7 @@ fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
         });
         std::thread::spawn(move || {
             if !io::copy(&mut &daemon, &mut &client).is_ok_and(|bytes| bytes > 0) {
-                // When the test is over, the receiver no longer exists.
+                // An error means that the test has ended.
                 let _ = sender.send(());
             }
             let _ = client.shutdown(Shutdown::Both);
