@@ -37,7 +37,7 @@ pub struct Daemon {
     away: bool,
 }
 
-/// Reason why a pass failed.
+/// Reason why a pass of [`Daemon::reconcile`] failed.
 enum Trouble {
     Daemon(String),
     Libvirt(String),

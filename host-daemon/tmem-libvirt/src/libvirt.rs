@@ -44,7 +44,7 @@ static EVENTS: OnceLock<Sender<Event>> = OnceLock::new();
 
 fn send(event: Event) {
     if let Some(events) = EVENTS.get() {
-        // When the process ends, the receiver no longer exists.
+        // An error means that the process ends, so that no thread receives events any more.
         let _ = events.send(event);
     }
 }

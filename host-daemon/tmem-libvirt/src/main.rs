@@ -3,8 +3,8 @@
 //!
 //! The bridge is a process of its own with a read-only connection to libvirt. libvirt's library
 //! therefore never runs in the daemon, and the daemon works without libvirt. While the bridge does
-//! not run, the daemon keeps the settings from each VM's start. The bridge sends changes of quotas
-//! that it missed when it runs again.
+//! not run, the daemon keeps the settings from each VM's start. When the bridge runs again, it
+//! sends the changes of quotas that it has missed.
 //!
 //! | file | contents |
 //! | --- | --- |
@@ -26,8 +26,8 @@ use tmem_hook::Owner;
 use tmem_libvirt::Arguments;
 
 /// Longest time between two comparisons of the daemon's VMs with libvirt's domains, needed because
-/// the daemon may have restarted. It is short enough that an operator does not notice, and a
-/// message over a socket costs little.
+/// the daemon may have restarted. Operators hardly notice a delay of this length, and a comparison
+/// costs only a message over a socket.
 const PERIOD: Duration = Duration::from_secs(1);
 
 /// Time between two complete queries of libvirt's domains, in case an event was lost.

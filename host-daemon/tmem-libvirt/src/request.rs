@@ -16,7 +16,7 @@ pub enum Request {
     Invalid(String),
 }
 
-/// Reads the request of a domain; None if the domain has no such device.
+/// Reads the request of a domain; None if the domain has no virtio-tmem device.
 pub fn read(uuid: &str, xml: &str, owner: Owner) -> Option<Request> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => domain,
