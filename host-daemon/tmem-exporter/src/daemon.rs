@@ -25,7 +25,7 @@ fn connect(socket: &Path) -> Result<UnixStream> {
     Ok(stream.into())
 }
 
-/// Returns all figures.
+/// Requests all figures from the daemon and returns them.
 ///
 /// # Errors Returns an error if no process listens on the socket, if the answer is late, or if it
 /// is not a valid answer of tmemd.

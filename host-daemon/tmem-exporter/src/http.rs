@@ -32,7 +32,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// Text format that a client accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// OpenMetrics 1.0.
+    /// The text format of OpenMetrics 1.0.
     OpenMetrics,
     /// Prometheus' text format 0.0.4.
     Classic,
@@ -51,7 +51,7 @@ impl Format {
 #[derive(Debug, PartialEq, Eq)]
 enum Asked {
     Metrics(Format),
-    /// A page for people, with a link to the metrics.
+    /// The root page: a line of text for people that says where the metrics are.
     Root,
     /// The request gets no metrics. The values are the status of the answer, and its body of one
     /// line.
@@ -196,10 +196,10 @@ fn compose(asked: Asked, metrics: &dyn Fn(Format) -> String) -> (String, String)
     (head, body)
 }
 
-/// Access rights of clients, and TLS.
+/// Requirements for clients, and the TLS settings.
 #[derive(Debug)]
 pub struct Access {
-    /// The token that clients must send.
+    /// The token that clients must send; None if they need none.
     pub token: Option<String>,
     /// TLS of the exporter; None for plain HTTP.
     pub tls: Option<Tls>,

@@ -23,7 +23,7 @@ pub struct Arguments {
     /// File with a token, which clients must send: Authorization: Bearer TOKEN
     #[arg(long, value_name = "PATH")]
     pub token_file: Option<PathBuf>,
-    /// Metrics of more VMs than this are left out
+    /// Maximum number of VMs with metrics; the metrics of further VMs are left out
     #[arg(long, value_name = "N", default_value_t = 1024)]
     pub vms_max: usize,
 }

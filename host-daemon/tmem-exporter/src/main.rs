@@ -36,7 +36,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Reads token and TLS configuration.
+/// Reads the token file and the TLS configuration that the command line names.
 fn access(arguments: &Arguments) -> Result<Access, String> {
     let tls = arguments.web_config.as_deref().map(Tls::read);
     let tls = tls.transpose()?.flatten();

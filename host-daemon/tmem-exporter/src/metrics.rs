@@ -212,7 +212,8 @@ impl Scrape {
                 }
             };
             match (value, &label) {
-                // The driver has not reported this figure, or the VM has no limit.
+                // The driver has not reported this figure, or the VM has no limit. So the metric
+                // gets no sample.
                 (Value::Null, _) => {}
                 (Value::Array(values), Some((key, of))) => {
                     let mut before = 0;
@@ -263,7 +264,7 @@ fn family(name: &str, row: &Statistic) -> Family {
         name if name.ends_with("_seconds") => "seconds",
         _ => "",
     };
-    // The name of a state becomes one metric for each state.
+    // A figure whose value is the name of a state becomes a gauge for each state.
     let kind = if row.kind == Kind::Text {
         Kind::Gauge
     } else {
@@ -302,7 +303,7 @@ impl Collector for Scrape {
                 "seconds" => Some(Unit::Seconds),
                 _ => None,
             };
-            // The encoder appends the unit to the name.
+            // The encoder appends the unit to the name, so the name is passed without its unit.
             let suffix = unit
                 .as_ref()
                 .map_or(String::new(), |unit| format!("_{}", unit.as_str()));

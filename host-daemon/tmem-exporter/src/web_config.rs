@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use yaml_rust2::{Yaml, YamlLoader};
 
-/// Maximum number of bytes of the file.
+/// Maximum number of bytes of the web configuration file.
 const FILE_BYTES_MAX: usize = 64 << 10;
 
 /// Versions of TLS that the exporter speaks.
@@ -65,7 +65,7 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// Reads the file. Returns None if it does not ask for TLS.
+    /// Reads the web configuration file. Returns None if it does not configure TLS.
     ///
     /// # Errors The file cannot be read or is invalid. The error names the path and the key.
     pub fn read(path: &Path) -> Result<Option<Tls>, String> {
@@ -147,7 +147,7 @@ impl Tls {
         self.client_ca.is_some()
     }
 
-    /// Reads certificates and keys.
+    /// Reads the certificate and key files, and returns the TLS configuration for a connection.
     ///
     /// # Errors A file cannot be read or is invalid. The error names its path.
     pub fn server_config(&self) -> Result<Arc<ServerConfig>, String> {

@@ -14,7 +14,7 @@ use common::{Exporter, ServedDaemon};
 use rustix::time::{ClockId, clock_gettime};
 use std::time::Duration;
 
-/// Number of VMs in each answer.
+/// Number of VMs whose statistics each scrape contains.
 const VMS: usize = 128;
 const SCRAPES: u32 = 25;
 const ROUNDS: usize = 9;

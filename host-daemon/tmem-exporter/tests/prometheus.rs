@@ -95,7 +95,7 @@ struct Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // The process may have ended already.
+        // An error means that Prometheus has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -154,7 +154,7 @@ fn info_metrics_describe_vms_and_versions() {
         let is = format!("{name}{{vm=\"a\"}} {value}");
         assert_eq!(samples(&text, name)[0], is);
     }
-    // A VM without a limit has no series.
+    // VM `b` has no limit, so this metric has no series for it.
     assert_eq!(samples(&text, "tmem_vm_limit_bytes").len(), 1);
     let version = env!("CARGO_PKG_VERSION");
     for program in ["daemon", "exporter"] {

@@ -22,12 +22,12 @@ pub struct ServedDaemon {
 }
 
 impl ServedDaemon {
-    /// Starts the daemon.
+    /// Starts the daemon, and connects a simulated guest as VM `a`.
     pub fn new() -> ServedDaemon {
         ServedDaemon::with_more(0)
     }
 
-    /// Starts the daemon with `more` further VMs, which are not connected.
+    /// Starts the daemon with `more` VMs besides `a` and `b`. The further VMs are not connected.
     pub fn with_more(more: usize) -> ServedDaemon {
         let more = (0..more).map(|nr| format!("more{nr}"));
         let vms: Vec<String> = [
@@ -138,7 +138,7 @@ impl Exporter {
             }
             log += &line;
         };
-        // The lines are read, so that the exporter does not block on a full pipe.
+        // A thread reads the other log lines, so that the exporter does not block on a full pipe.
         std::thread::spawn(move || lines.for_each(drop));
         Exporter { child, address }
     }
@@ -156,7 +156,7 @@ impl Exporter {
         )
     }
 
-    /// Returns the metrics.
+    /// Requests the metrics from the exporter and returns them.
     pub fn metrics(&self, headers: &str) -> String {
         let (head, body) = self.get("/metrics", headers);
         assert!(
@@ -175,7 +175,7 @@ impl Exporter {
 
 impl Drop for Exporter {
     fn drop(&mut self) {
-        // The process may have ended already.
+        // An error means that the exporter has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -212,14 +212,14 @@ pub struct Certificate {
 }
 
 impl Certificate {
-    /// Creates the files.
+    /// Creates a certificate and its key, as files in `directory`.
     pub fn new(directory: PathBuf) -> Certificate {
         let certificate = Certificate { directory };
         certificate.renew();
         certificate
     }
 
-    /// Replaces certificate and key.
+    /// Replaces the certificate and the key by new ones.
     pub fn renew(&self) {
         let own = rcgen::generate_simple_self_signed(["127.0.0.1".to_string()])
             .expect("cannot create a certificate");
@@ -229,12 +229,12 @@ impl Certificate {
         std::fs::write(key, own.signing_key.serialize_pem()).expect("cannot write the file");
     }
 
-    /// Returns the path of the certificate.
+    /// Returns the path of the certificate's file.
     pub fn certificate(&self) -> PathBuf {
         self.directory.join("certificate.pem")
     }
 
-    /// Returns the path of the key.
+    /// Returns the path of the key's file.
     pub fn key(&self) -> PathBuf {
         self.directory.join("key.pem")
     }
