@@ -150,7 +150,7 @@ fn after_help(text: &str) -> String {
     page.render()
 }
 
-/// Returns the section with references to other pages.
+/// Returns the section SEE ALSO with the names of other man pages.
 fn see_also(pages: &[&str]) -> String {
     let mut text = Roff::new();
     if !pages.is_empty() {

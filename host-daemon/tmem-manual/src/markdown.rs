@@ -40,7 +40,7 @@ pub fn section(path: &Path, heading: &str) -> Result<Roff, Box<dyn Error>> {
         .map_err(|what| format!("{}: {what}", path.display()).into())
 }
 
-/// State of a conversion.
+/// State of the conversion of one Markdown page.
 struct Converter {
     page: Roff,
     /// Level of the heading above the converted text.
@@ -51,7 +51,8 @@ struct Converter {
     emphasis: u8,
     /// The open lists, each with the number of its next item; None for a list with bullets.
     lists: Vec<Option<u64>>,
-    /// Whether the next paragraph is the first one of an item, which needs no request of its own.
+    /// Whether the next paragraph is the first one of a list item, which needs no roff request of
+    /// its own.
     begins_item: bool,
     /// Text of a code block, if one is open.
     code: Option<String>,
@@ -107,7 +108,7 @@ impl Converter {
     fn start(&mut self, tag: Tag) -> Result<(), String> {
         match tag {
             Tag::Paragraph if self.begins_item => self.begins_item = false,
-            // The request IP without a tag keeps the indentation of the item.
+            // The roff request IP without a tag keeps the indentation of the list item.
             Tag::Paragraph if self.lists.is_empty() => self.request("PP", &[]),
             Tag::Paragraph => self.request("IP", &[]),
             Tag::Heading { .. } | Tag::TableRow | Tag::TableCell | Tag::Link { .. } => {}
@@ -215,7 +216,7 @@ impl Converter {
         self.page.control(name, arguments.iter().copied());
     }
 
-    /// Writes the text that was collected.
+    /// Writes the text of the current paragraph, cell or heading.
     fn flush(&mut self) {
         if !self.line.is_empty() {
             self.page.text(std::mem::take(&mut self.line));
@@ -223,7 +224,7 @@ impl Converter {
     }
 }
 
-/// Returns the text without fonts.
+/// Returns the text without its changes of fonts.
 fn plain(line: &[Inline]) -> String {
     line.iter()
         .map(|part| match part {

@@ -17,19 +17,20 @@ pub const SOURCE: &str = concat!("virtio-tmem ", env!("CARGO_PKG_VERSION"));
 pub struct Program {
     /// Definition of the command line.
     pub command: Command,
-    /// Further sections of its page: a file in `docs/`, and the heading of a section there.
+    /// Further sections of the program's page: for each, a file in `docs/` and the heading of a
+    /// section in it.
     pub sections: &'static [(&'static str, &'static str)],
-    /// Names of other pages.
+    /// Names of the man pages in the section SEE ALSO.
     pub see_also: &'static [&'static str],
 }
 
-/// A page made of a page in `docs/`.
+/// A man page made of a Markdown page in `docs/`.
 pub struct Document {
-    /// Name of the page.
+    /// Name of the man page.
     pub name: &'static str,
-    /// Section of the manual.
+    /// Number of the manual's section that the page belongs to.
     pub section: &'static str,
-    /// Subject of the page, in a few words.
+    /// Subject of the man page, in a few words.
     pub about: &'static str,
     /// Arguments of the program; empty for a file format.
     pub synopsis: &'static str,
@@ -37,7 +38,7 @@ pub struct Document {
     pub source: &'static str,
     /// Section of the file; None for the complete file.
     pub heading: Option<&'static str>,
-    /// Names of other pages.
+    /// Names of the man pages in the section SEE ALSO.
     pub see_also: &'static [&'static str],
 }
 
