@@ -7,7 +7,7 @@ use tmemd::VmConfig;
 use tmemd::events::bus::Events;
 use tmemd::parts::{BackgroundWorkers, ClockAndEntropy, ConnectionContext, Vm, Workers};
 
-/// Weight of a VM without a quota.
+/// Weight of a VM for which the caller gives no quota.
 const WEIGHT: u32 = 100;
 
 /// A daemon with the real engine and the real data path. The code that uses the daemon calls the
