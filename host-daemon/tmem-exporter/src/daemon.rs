@@ -27,8 +27,9 @@ fn connect(socket: &Path) -> Result<UnixStream> {
 
 /// Requests all figures from the daemon and returns them.
 ///
-/// # Errors Returns an error if no process listens on the socket, if the answer is late, or if it
-/// is not a valid answer of tmemd.
+/// # Errors
+/// Returns an error if no process listens on the socket, if the answer is late, or if it is not a
+/// valid answer of tmemd.
 pub fn stats(socket: &Path) -> Result<GetStats_Reply> {
     let deadline = Instant::now() + TIMEOUT;
     let mut stream = connect(socket)?;

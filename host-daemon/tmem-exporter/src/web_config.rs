@@ -67,7 +67,8 @@ pub struct Tls {
 impl Tls {
     /// Reads the web configuration file. Returns None if it does not configure TLS.
     ///
-    /// # Errors The file cannot be read or is invalid. The error names the path and the key.
+    /// # Errors
+    /// The file cannot be read or is invalid. The error names the path and the key.
     pub fn read(path: &Path) -> Result<Option<Tls>, String> {
         let fault = |what: String| format!("--web.config.file {}: {what}", path.display());
         let text = std::fs::read_to_string(path).map_err(|error| fault(error.to_string()))?;
@@ -149,7 +150,8 @@ impl Tls {
 
     /// Reads the certificate and key files, and returns the TLS configuration for a connection.
     ///
-    /// # Errors A file cannot be read or is invalid. The error names its path.
+    /// # Errors
+    /// A file cannot be read or is invalid. The error names its path.
     pub fn server_config(&self) -> Result<Arc<ServerConfig>, String> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let builder = ServerConfig::builder_with_provider(provider.clone())

@@ -78,9 +78,9 @@ fn configured(conf: &str) -> Option<&str> {
     (!user.is_empty()).then_some(user)
 }
 
-/// Returns the name of the domain's VM in the daemon. If the domain's name is too long, or has
-/// characters that tables and metrics cannot show, it is shortened, these characters are replaced,
-/// and digits of the UUID are appended.
+/// Returns the name of the domain's VM in the daemon. It is the domain's name, unless that is too
+/// long or has characters that tables and metrics cannot show. Then the name is shortened, such
+/// characters are replaced, and digits of the UUID are appended.
 pub fn label(domain: &Domain) -> String {
     let good = |c: char| c.is_ascii_alphanumeric() || "-_.:@+".contains(c);
     let name = &domain.name;

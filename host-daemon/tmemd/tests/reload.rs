@@ -277,8 +277,8 @@ fn reserves_must_fit_a_reloaded_size() {
         said.contains("was reloaded"),
         "the log reports no reload: {said}"
     );
-    // Reserves that a control client sets must fit into the configured size, too, and into a size
-    // that a control client has set.
+    // Reserves that a control client sets must fit into the configured size, too, and into a pool
+    // size that a control client has set.
     let set = |mib: u64| {
         let quota = tmem_control::quota(Some(mib << 20), None, None);
         running.client().set_quota("greedy".into(), quota).call()

@@ -222,8 +222,8 @@ fn within<'de, const MIN: u64, const MAX: u64, T: TryFrom<u64>, D: Deserializer<
 impl Settings {
     /// Parses the text of a configuration file.
     ///
-    /// # Errors The text is invalid. The error is one line, with the number and the text of the
-    /// faulty line.
+    /// # Errors
+    /// The text is invalid. The error is one line, with the number and the text of the faulty line.
     pub fn parse(toml: &str) -> Result<Settings, ConfigError> {
         toml::from_str(toml).map_err(|error: toml::de::Error| {
             let message = error.message();
@@ -237,7 +237,8 @@ impl Settings {
     /// Reads a configuration file. If the file at the default path does not exist, no setting is
     /// given.
     ///
-    /// # Errors The file cannot be read or parsed. The error begins with the file's path.
+    /// # Errors
+    /// The file cannot be read or parsed. The error begins with the file's path.
     pub fn read(at: &Path) -> Result<Settings, ConfigError> {
         let fault = |what: String| ConfigError(format!("{}: {what}", at.display()));
         let bytes = std::fs::metadata(at).map(|metadata| metadata.len());

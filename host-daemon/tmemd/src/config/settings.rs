@@ -202,7 +202,8 @@ pub fn parse_uuid(text: &str) -> Result<String, String> {
 
 /// Checks the values of a quota, without regard to other VMs.
 ///
-/// # Errors A value is invalid. The error names the key and the value.
+/// # Errors
+/// A value is invalid. The error names the key and the value.
 pub fn check_quota(quota: &Quota) -> Result<(), String> {
     match quota.limit_bytes {
         Some(limit) if limit < quota.reserve_bytes => Err(format!(

@@ -233,7 +233,8 @@ const ATTACKS: &[c_long] = &[
 
 /// Enters the sandbox. The log names the protections that this kernel lacks.
 ///
-/// # Errors A path of the configuration does not exist, or a system call fails.
+/// # Errors
+/// A path of the configuration does not exist, or a system call fails.
 pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     drop_capabilities()?;
@@ -265,7 +266,8 @@ pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
 /// threads, because seccomp cannot apply one filter to all threads of a process once their filters
 /// differ.
 ///
-/// # Panics The kernel refuses the filter, although it has accepted one that allows more calls.
+/// # Panics
+/// The kernel refuses the filter, although it has accepted one that allows more calls.
 pub fn narrow(kind: ThreadKind) {
     let Some(filters) = FILTERS.get() else {
         return;

@@ -46,8 +46,8 @@ impl Mapping {
     /// Maps a part of a file that [`crate::memory::table::check_file`] accepted. `lost` is set when
     /// a page of the mapping is lost.
     ///
-    /// # Errors The system cannot map the file, or the mapping cannot be registered with the SIGBUS
-    /// handler.
+    /// # Errors
+    /// The system cannot map the file, or the mapping cannot be registered with the SIGBUS handler.
     pub fn new(file: &File, offset: u64, bytes: usize, lost: &Arc<Lost>) -> io::Result<Mapping> {
         let file_page_bytes = page_bytes(file)?;
         // MAP_NORESERVE is not set. With it, an access to a huge page could end the daemon if no

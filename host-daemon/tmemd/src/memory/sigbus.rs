@@ -75,7 +75,8 @@ pub struct Watch {
 impl Watch {
     /// Watches a whole mapping of a file with pages of `page_bytes`.
     ///
-    /// # Errors The system cannot install the handler.
+    /// # Errors
+    /// The system cannot install the handler.
     pub fn new(
         start: *const u8,
         bytes: usize,

@@ -173,7 +173,8 @@ impl Listener {
 
     /// Sets the permissions of the socket.
     ///
-    /// # Errors The system does not permit the change. The error says what to do.
+    /// # Errors
+    /// The system does not permit the change. The error says what to do.
     pub fn give(&self, access: Access) -> io::Result<()> {
         let path = &self.path;
         let metadata = std::fs::symlink_metadata(path).map_err(|e| at(path, e))?;
