@@ -371,7 +371,8 @@ mod tests {
         );
     }
 
-    /// Exact totals beside rounded parts must not reveal more about the parts than the steps do.
+    /// Exact totals beside rounded parts must not reveal more about the parts than their rounded
+    /// values do.
     #[test]
     fn remainders_do_not_reveal_exact_shared_pages() {
         let figures = |shared: i64| {

@@ -80,7 +80,8 @@ fn metrics_are_served_over_tls_only() {
     // A renewed certificate applies to the next connection.
     tls.renew();
     https(exporter.address(), &tls, None).expect("the exporter does not use the new certificate");
-    // Files that cannot be read do not end the exporter, and no metrics are served without TLS.
+    // If a certificate or key file cannot be read, the exporter continues to run and serves no
+    // metrics, neither with TLS nor without.
     std::fs::remove_file(tls.key()).expect("cannot remove the file");
     https(exporter.address(), &tls, None)
         .expect_err("the exporter serves although its key is missing");

@@ -298,7 +298,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// Begins a generation, without pages.
+    /// Begins a generation, in which the device holds no pages yet.
     pub fn begin(&mut self, generation: u64) {
         assert!(generation != 0 && generation != self.generation);
         *self = Model {

@@ -2,7 +2,7 @@
 //! Builds the daemon's description of a VM from a libvirt domain. tmem-hook uses it before a VM
 //! starts, and tmem-libvirt uses it while the VM runs, so both send the same description.
 //!
-//! Out of scope: calls to libvirt, and waiting.
+//! Out of scope: calls to libvirt, and waiting for the daemon.
 
 use std::path::Path;
 use tmem_control as api;

@@ -839,7 +839,8 @@ fn error_paths_leave_no_lock_held() {
     }
 }
 
-/// Sends one request on each queue and checks the answer, without the pools of the model.
+/// Sends one request on each queue and checks its status. The driver's model is not used, because
+/// the test has created pools that the model does not know.
 fn every_queue_answers_by_hand(driver: &mut Driver) {
     let pool = driver.pool();
     for queue in 1..driver.guest.num_queues() {

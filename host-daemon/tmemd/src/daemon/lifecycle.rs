@@ -219,7 +219,7 @@ fn create_engine(config: &Config) -> io::Result<Arc<Engine>> {
 /// Creates the registry with the VMs of the configuration. Their sockets are bound later.
 ///
 /// # Errors
-/// A reserve does not fit, or the system has no descriptor left.
+/// A reserve does not fit into the pool, or the system has no descriptor left.
 fn create_registry(
     config: &Config,
     engine: &Arc<Engine>,

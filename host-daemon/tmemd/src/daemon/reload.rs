@@ -50,7 +50,8 @@ impl Daemon {
 /// other, so either all of them change or none.
 ///
 /// # Errors
-/// The size exceeds the host's memory at the start, or a reserve does not fit.
+/// The size exceeds the memory that the host had when the daemon started, or a reserve does not
+/// fit into the pool.
 fn set_size_and_quotas(
     control: &Sources,
     config: &Config,

@@ -296,7 +296,7 @@ impl PoolSize {
     /// step.
     ///
     /// # Errors
-    /// A reserve does not fit; then nothing changes.
+    /// A reserve does not fit into the pool; then nothing changes.
     pub fn configure(
         &self,
         full_bytes: Option<u64>,

@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn readable_after_writable_is_detected() {
+    fn a_readable_descriptor_after_a_writable_one_is_detected() {
         let memory = memory();
         let table = [(DATA, 8, NEXT | WRITE, 1), (DATA, 8, 0, 0)];
         assert!(

@@ -1445,7 +1445,7 @@ fn rings_outside_of_memory_do_not_run() {
 }
 
 #[test]
-fn readable_after_writable_is_bad() {
+fn a_readable_descriptor_after_a_writable_one_is_answered_bad() {
     let mut guest = guest();
     let flush = flush(0, 1);
     for (turned, status) in [(false, wire::S_OK), (true, wire::S_BAD)] {

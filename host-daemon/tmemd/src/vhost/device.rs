@@ -580,8 +580,8 @@ mod tests {
         maps.lines().filter(|line| line.contains(name)).count()
     }
 
-    /// Returns a function that creates consecutive connections of one VM, with stopped background
-    /// workers.
+    /// Returns a function that creates consecutive connections of one VM. The background workers
+    /// are stopped, so memory tables that wait to be unmapped stay mapped.
     fn devices() -> (
         impl Fn() -> (Device, std::os::unix::net::UnixStream),
         Arc<Workers>,
@@ -733,7 +733,7 @@ mod tests {
     /// After a reboot, the guest's driver may accept other features than the driver before the
     /// reboot.
     #[test]
-    fn retained_pages_follow_the_accepted_features() {
+    fn pages_are_retained_only_if_the_driver_accepts_the_feature() {
         let (device, workers, _background) = devices();
         let (mut device, _front_end) = device();
         for accepted in [true, false, true] {

@@ -158,7 +158,7 @@ impl Registry {
     /// Adds a VM of the configuration. Its socket is bound by [`listen`](Self::listen).
     ///
     /// # Errors
-    /// Its reserve does not fit.
+    /// The VM's reserve does not fit into the pool.
     pub fn give(&self, config: &VmConfig) -> Result<(), AdmissionError> {
         let mut members = self.lock();
         let vm = self.make(&mut members.1, config)?;
@@ -556,7 +556,7 @@ impl Registry {
     /// one step.
     ///
     /// # Errors
-    /// A reserve does not fit; then nothing changes.
+    /// A reserve does not fit into the pool; then nothing changes.
     pub fn configure(
         &self,
         size: &PoolSize,
