@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! As many VMs as the daemon is designed for connect, work and disconnect at once, repeatedly.
+//! 256 VMs, the number that the daemon is designed for, connect, work and disconnect at once,
+//! repeatedly.
 //!
 //! The model checks every answer, and every message has a time limit. The daemon's resources stay
 //! within the bounds of docs/operating.md, and return to their first values after the VMs have

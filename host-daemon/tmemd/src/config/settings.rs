@@ -28,8 +28,8 @@ pub const WEIGHT_MAX: u32 = 10_000;
 pub const POOL_BYTES_MIN: u64 = 1 << 20;
 /// Default size at which a trace ends: some ten million events.
 pub const TRACE_BYTES_DEFAULT: &str = "64MiB";
-/// Default time for which a worker polls an empty virtqueue: twice the time of a kick and its
-/// wake-up between two processors.
+/// Default time for which a worker polls an empty virtqueue: twice the time from a kick to the
+/// wake-up of a worker on another processor.
 pub const POLL_MAX_DEFAULT: Duration = Duration::from_micros(50);
 /// Longest polling time in µs; a longer pause is not worth a processor.
 pub const POLL_US_MAX: u64 = 1000;

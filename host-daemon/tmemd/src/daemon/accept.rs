@@ -175,7 +175,7 @@ impl Acceptor {
     /// daemon stops.
     ///
     /// # Errors
-    /// The system cannot wait.
+    /// The system call that waits fails.
     fn wait(&self, listeners: &[(Arc<Listener>, Purpose)]) -> io::Result<Vec<bool>> {
         let mut fds: Vec<PollFd<'_>> = listeners
             .iter()

@@ -30,7 +30,7 @@ pub trait Poller: Send + Sync {
     /// signalled or until a wake; it may return sooner.
     ///
     /// # Errors
-    /// The kernel cannot wait.
+    /// The system call that waits fails.
     fn wait(&self, ready: &mut Vec<u64>, block: bool) -> io::Result<()>;
     /// Ends the current wait or the next one.
     fn wake(&self);

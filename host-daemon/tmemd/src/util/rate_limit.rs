@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Time 0 of the limits that have no clock of their own.
+/// Time that counts as 0 for the rate limits that do not use the daemon's clock.
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// Converts a time to nanoseconds since [`START`]; earlier times are 0.

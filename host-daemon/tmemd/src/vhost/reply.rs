@@ -75,7 +75,7 @@ unsafe fn join(
 /// # Safety
 /// The message must be valid as for libc's sendmsg().
 unsafe fn parts(message: &msghdr) -> &[iovec] {
-    // The type of the number differs between C libraries.
+    // The type of `msg_iovlen` differs between C libraries.
     #[allow(clippy::unnecessary_cast, reason = "musl has an int there")]
     match message.msg_iovlen as usize {
         0 => &[],

@@ -316,7 +316,7 @@ impl Connected {
     /// Occupies the VM's slot for a connection.
     ///
     /// # Errors
-    /// See [`NoPlace`].
+    /// The slot is taken, the VM was removed, or the system lacks a descriptor: see [`NoPlace`].
     pub fn claim(vm: &Arc<Vm>, stream: &UnixStream) -> Result<Connected, NoPlace> {
         let mut front_end = lock(&vm.front_end);
         match *front_end {

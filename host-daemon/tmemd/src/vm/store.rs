@@ -90,7 +90,7 @@ impl VmStore {
     /// Stores a VM in place of an earlier one with the same socket.
     ///
     /// # Errors
-    /// The file cannot be written; the earlier one stays.
+    /// The file cannot be written; the earlier file stays.
     pub fn write(&self, vm: &VmSpec) -> io::Result<()> {
         let made = DirBuilder::new().mode(0o700).create(&self.0);
         match made {
