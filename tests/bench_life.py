@@ -100,7 +100,7 @@ class Bench:
         daemon.stop()
 
     def migrations(self) -> None:
-        """Moves VMs there and back, with the device and without it in turn."""
+        """Migrates a VM with the device and one without it, in turn, to another QEMU and back."""
         daemons = [self.daemon(), self.daemon()]
         places = [Tmem(daemon.socket("vm1"), num_queues=1) for daemon in daemons]
         for busy in (False, True):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Other users of ftrace in the guest, and a kernel that disabled ftrace.
+"""Tests other users of ftrace in the guest, and a kernel that disabled ftrace.
 
 Live patches replace functions that the driver hooks. In tests/guest/patch, live.ko is a live patch,
-and patch.ko takes a function as a live patch does.
+and patch.ko redirects a function with ftrace as a live patch does.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ H_FIRST = 56
 def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> tuple[Guest, Daemon]:
     """Boots a guest with an ext4 and an xfs, both mounted, without the driver."""
     daemon = start_daemon(session)
-    data = disk.ext4(session.folder / "data.img", DISK_BYTES)
-    xfs = disk.xfs(session.folder / "xfs.img", DISK_BYTES)
+    data = disk.ext4(session.directory / "data.img", DISK_BYTES)
+    xfs = disk.xfs(session.directory / "xfs.img", DISK_BYTES)
     patch = module.build_patch(kernel)
     vm = driver_vm(
         session,
@@ -223,7 +223,7 @@ def test_live_patch_applies_while_the_hooks_are_released(
         if function == "ext4_readahead":
             assert status == 0
             wait_state(
-                guest, "off: ext4: cannot hook its readahead: error -16 (a live patch redirects it; "
+                guest, "off: ext4: cannot hook its readahead: error -16 (a live patch redirects "
             )
             assert switch_hooks(guest, False) == 0
         else:

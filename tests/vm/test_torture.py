@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Random and fixed operations on files never find an old byte, except if a hook is off.
 
-Each run prints its seed; TMEM_SEED repeats it. The second half also tests the tests: with a hook
-switched off, the same operations must find a wrong byte.
+Each run prints its seed; TMEM_SEED repeats it. The second half checks the tests themselves: with a
+hook switched off, the same operations must find a wrong byte.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SCENARIOS = [
 
 # Hooks that are switched off together, and the scenario that must then find a wrong byte. Two
 # hooks, "dirty" and "removed", report a page that is made dirty and then removed, and either of
-# them suffices in the scenario "evict_inode". test_filesystems shows what the hook "dirty" alone is
-# needed for.
+# them suffices in the scenario "evict_inode". test_filesystems.py has the case that only the hook
+# "dirty" finds.
 BROKEN = [
     ("truncate", "truncate"),
     ("truncate", "punch"),
@@ -57,7 +57,7 @@ BROKEN = [
     ("bmap", "bmap"),
     ("fadvise", "fadvise"),
     ("dirty,removed", "evict_inode"),
-    ("unmount", "unmount"),  # last: without the hook, the driver keeps ended mounts
+    ("unmount", "unmount"),  # the last one, because without this hook the driver keeps ended mounts
 ]
 
 # Hooks without which random operations soon find a wrong byte.
