@@ -433,7 +433,7 @@ static void open_failed(void)
 
 /*
  * Sends a request to the driver. Sets *go_on to false if the driver does not serve the file system
- * or has too many policies already, because the other files of the walk would fail in the same way.
+ * or has reached its limit of policies, because the other files of the walk would fail in the same way.
  */
 static bool ask(int fd, unsigned long cmd, struct virtio_tmem_file *file, bool *go_on)
 {
@@ -462,7 +462,7 @@ static bool ask(int fd, unsigned long cmd, struct virtio_tmem_file *file, bool *
 		break;
 	case ENOSPC:
 		walk_fail(EXIT_SOME,
-			  "the driver has its maximum number of policies: set other files to default first");
+			  "the limit of policies is reached: set other files to default first");
 		*go_on = false;
 		break;
 	default:

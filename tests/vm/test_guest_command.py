@@ -261,7 +261,7 @@ def test_memory_of_policies_is_bounded(session: Session, kernel: Kernel, test_mo
     # Policies may use an eighth of this limit. That is enough for one node, which has 64 inode
     # numbers, and not for a second one.
     set_parameter(guest, "test_index_bytes", "8192")
-    refused(guest, f"policy {WHERE}/d never", SOME, f"{WHERE}/d/", "no room")
+    refused(guest, f"policy {WHERE}/d never", SOME, f"{WHERE}/d/", "limit of policies")
     answer = say(guest, f"policy {WHERE}/d")
     assert 0 < answer["never"] <= 128
     # Setting the default policy frees all memory of the policies. Repeat it to find a leak.
@@ -270,7 +270,7 @@ def test_memory_of_policies_is_bounded(session: Session, kernel: Kernel, test_mo
         path = next(iter(sums))
         assert say(guest, f"policy {path} never")["never"] == 1
         guest.sh(f"{COMMAND} policy {path} default")
-    refused(guest, f"policy {WHERE}/d never", SOME, "no room")
+    refused(guest, f"policy {WHERE}/d never", SOME, "limit of policies")
     assert say(guest, f"policy {WHERE}/d")["never"] == answer["never"]
     # The driver frees the policies of a file system at its unmount.
     guest.sh(f"umount {WHERE}", 60)
