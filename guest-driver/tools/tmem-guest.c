@@ -433,7 +433,8 @@ static void open_failed(void)
 
 /*
  * Sends a request to the driver. Sets *go_on to false if the driver does not serve the file system
- * or has reached its limit of policies, because the other files of the walk would fail in the same way.
+ * or has reached its limit of policies, because the other files of the walk would fail in the same
+ * way.
  */
 static bool ask(int fd, unsigned long cmd, struct virtio_tmem_file *file, bool *go_on)
 {
