@@ -43,7 +43,9 @@ from harness.vm import MIB, Config, Tmem
 
 PROCESSORS = 4
 GROUPS = 8
-GROUP_BYTES = 12 * MIB  # memory of a group; the rest of its file is reclaimed while it reads
+GROUP_BYTES = (
+    12 * MIB
+)  # memory limit of a group; its file is twice as large, so pages are reclaimed
 FILE_BYTES = 24 * MIB
 BATCH_BYTES = 1 * MIB
 # The groups together have less memory than the guest with GROUPS_RAM. With KSWAPD_RAM they have no

@@ -124,7 +124,7 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
 
 @pytest.fixture(scope="session")
 def qemu() -> Path:
-    """Returns the QEMU with the device, or fails and says how to get it."""
+    """Returns the QEMU with the device, or fails with the command that builds it."""
     return qemu_binary()
 
 

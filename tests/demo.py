@@ -291,7 +291,7 @@ def ratio(part: float, whole: float) -> str:
 
 
 def lost_fraction(of: list[Measured]) -> float:
-    """Returns the part of the evicted pages that the driver should have kept and has not."""
+    """Returns the part of the eligible evicted pages that the cache did not keep."""
     return sum(m.puts_lost for m in of) / (sum(m.puts_eligible for m in of) or 1)
 
 

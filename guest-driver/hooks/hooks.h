@@ -157,7 +157,7 @@ struct tmem_mount {
 	unsigned long next_sweep;	/* in jiffies; written under discovery_lock */
 };
 
-/* State of a file system that one CPU writes. */
+/* State of a file system that exists once for each CPU, so that CPUs share no cache line. */
 struct tmem_fs_cpu {
 	long users;			/* sections between tmem_fs_get() and tmem_fs_put() */
 	unsigned long hits;		/* counted by verify.c, to find each n-th hit */

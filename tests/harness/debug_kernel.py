@@ -46,7 +46,7 @@ APPLY = ROOT / "guest-driver/intree/apply"
 
 
 def fingerprint(kind: str) -> str:
-    """Returns a hash of the files that a kernel is built from. The cached kernel has it as name."""
+    """Returns a hash of the files that a kernel is built from. It names the cached kernel."""
     return digest_of([*_base(kind), *(driver_sources() if kind in INTREE else [])])
 
 

@@ -216,10 +216,10 @@ def test_reload_changes_the_pool_size(host: Systemd, daemon: Daemon) -> None:
     text = path.read_text()
     path.write_text(text.replace("64MiB", "48MiB"))
     host.expect("systemctl", "reload", UNIT)
-    until(lambda: daemon.stats()["pool"]["size_bytes"] == 48 << 20, 10, "the pool has its size")
+    until(lambda: daemon.stats()["pool"]["size_bytes"] == 48 << 20, 10, "the pool has its new size")
     path.write_text(text)
     host.expect("systemctl", "reload", UNIT)
-    until(lambda: daemon.stats()["pool"]["size_bytes"] == 64 << 20, 10, "the pool has its size")
+    until(lambda: daemon.stats()["pool"]["size_bytes"] == 64 << 20, 10, "the pool has its new size")
     assert main_pid(host) == old
 
 
@@ -250,7 +250,11 @@ def test_sockets_get_the_configured_users_and_groups(host: Systemd, daemon: Daem
             assert host.expect("stat", "--format=%U %G %a", f"{RUN}/{name}") == whose
         path.write_text(given.replace("64MiB", "48MiB"))
         host.expect("systemctl", "reload", UNIT)
-        until(lambda: daemon.stats()["pool"]["size_bytes"] == 48 << 20, 10, "the pool has its size")
+        until(
+            lambda: daemon.stats()["pool"]["size_bytes"] == 48 << 20,
+            10,
+            "the pool has its new size",
+        )
         assert main_pid(host) == old
     finally:
         path.write_text(text)

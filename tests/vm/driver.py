@@ -211,7 +211,7 @@ def stats(guest: Guest) -> dict[str, int]:
 
 
 def growth(before: dict[str, int], after: dict[str, int]) -> Counter[str]:
-    """Returns the change of each counter that changed, and 0 for all others."""
+    """Returns the change of each counter that changed, and 0 for every other counter."""
     return Counter(
         {name: after[name] - before[name] for name in after if after[name] != before[name]}
     )
