@@ -8,11 +8,11 @@
  * data of dm-verity and dm-integrity. So each block device below a file system must be one that
  * passes data on unchanged.
  *
- * Only the table of a device-mapper device shows what the device does. No exported function leads to a table, and
- * names and UUIDs are free text. So the driver looks up, by name, the functions that find a table's
- * targets, and calls them directly: with indirect branch tracking, they may have lost the mark that
- * allows a call by address. sysfs shows the devices below. A device that cannot be examined is
- * refused.
+ * Only the table of a device-mapper device shows what the device does. No exported function leads
+ * to a table, and names and UUIDs are free text. So the driver looks up, by name, the functions
+ * that find a table's targets, and calls them directly: with indirect branch tracking, they may
+ * have lost the mark that allows a call by address. sysfs shows the devices below. A device that
+ * cannot be examined is refused.
  *
  * Out of scope: a table that is exchanged below a mounted file system.
  */

@@ -83,7 +83,7 @@ def budget(guest: Guest) -> int:
 
 
 def devices(guest: Guest) -> tuple[list[str], list[str]]:
-    """Returns the names of the tmem devices that are bound to the driver, and of the unbound ones."""
+    """Returns the names of the bound tmem devices, and of those without the driver."""
     names = guest.sh("grep -l 0x003f /sys/bus/virtio/devices/*/device").split()
     found = sorted(path.split("/")[-2] for path in names)
     bound = [name for name in found if guest.run(f"test -e {DRIVER}/{name}").status == 0]
