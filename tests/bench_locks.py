@@ -43,9 +43,8 @@ from harness.vm import MIB, Config, Tmem
 
 PROCESSORS = 4
 GROUPS = 8
-GROUP_BYTES = (
-    12 * MIB
-)  # memory limit of a group; its file is twice as large, so pages are reclaimed
+# Memory limit of a group. Its file is twice as large, so its pages are reclaimed during the read.
+GROUP_BYTES = 12 * MIB
 FILE_BYTES = 24 * MIB
 BATCH_BYTES = 1 * MIB
 # The groups together have less memory than the guest with GROUPS_RAM. With KSWAPD_RAM they have no
