@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Redirection of kernel functions, in the same way as live patching. In a kernel with the patches
- * of intree/, intree.c takes the place of this file.
+ * Redirects kernel functions with ftrace, in the same way as live patching does. In a kernel with
+ * the patches of intree/, intree.c takes the place of this file.
  *
  * All functions are in one ftrace_ops. So if the kernel gives up on ftrace, gets stop together with
  * the hooks on which their coherence depends. The ftrace_ops must never have

@@ -131,7 +131,7 @@ struct tmem_fs_type {
 	bool failed;
 	char why_failed[TMEM_REFUSED_BYTES];
 
-	bool off;			/* switched off by the operator; tmem_fs_switch_lock */
+	bool off;			/* by the operator; guarded by tmem_fs_switch_lock */
 	struct kobject *kobj;		/* directory in sysfs, made by mounts.c */
 };
 
@@ -151,7 +151,7 @@ struct tmem_mount {
 	const struct super_block *sb;	/* only compared, never dereferenced */
 	struct tmem_fs_type *type;
 	struct tmem_mount_counts __percpu *counts;
-	bool off;			/* switched off by the operator; tmem_fs_switch_lock */
+	bool off;			/* by the operator; guarded by tmem_fs_switch_lock */
 	char refused[TMEM_REFUSED_BYTES];	/* why it is not served, or empty */
 	bool sweep;			/* its marks have to be swept */
 	unsigned long next_sweep;	/* in jiffies; written under discovery_lock */

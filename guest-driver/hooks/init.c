@@ -34,7 +34,7 @@ static const struct tested_kernel {
 };
 
 static bool probes_on, ftrace_on;
-static DEFINE_MUTEX(hooks_mutex);	/* serializes taking and releasing; guards hooks_taken */
+static DEFINE_MUTEX(hooks_mutex);	/* guards hooks_taken, and taking and releasing */
 static bool hooks_taken;
 
 /* Returns the row of the running kernel's series and vendor, or NULL. */

@@ -413,8 +413,8 @@ bool tmem_targets_stop(void)
 /**
  * tmem_targets_drain() - wait until no task is inside a hook
  *
- * Called after tmem_targets_stop(). Each task that found the hooks on has counted itself when the
- * grace period ends.
+ * Called after tmem_targets_stop(). A task that found the hooks on counts itself in the same RCU
+ * section, so the count is complete when the grace period ends.
  */
 void tmem_targets_drain(void)
 {

@@ -126,8 +126,8 @@ static const struct kobj_type mount_ktype = {
  * @sb: its super block
  * @type: type of file system
  *
- * Return: the mount, or NULL if the directory cannot be made. The mount is not served then, because
- * it could not be switched off.
+ * Return: the mount, or NULL if the directory cannot be made. The caller then does not serve the
+ * mount, because an operator could not switch it off.
  */
 struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_type *type)
 {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Tracepoints of a module, for the probes of put.c and errors.c. In a kernel with the patches of
- * intree/, intree.c takes the place of this file.
+ * Registers the probes of put.c and errors.c at tracepoints, for a driver in a module. In a kernel
+ * with the patches of intree/, intree.c takes the place of this file.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 

@@ -41,8 +41,8 @@ enum type {
 	GET = 4,	/* arg: offset; payload: u32 length, path, NUL */
 	KILL = 5,	/* arg: signal; id: id of the EXEC */
 	PONG = 16,	/* arg: nonce; payload: the kernel's boot id */
-	STDOUT = 17,	/* payload: bytes */
-	STDERR = 18,	/* payload: bytes */
+	STDOUT = 17,	/* payload: output bytes of the job */
+	STDERR = 18,	/* payload: error output bytes of the job */
 	EXIT = 19,	/* arg: status as of wait(2), or EXIT_TIMED_OUT, or EXIT_NO_JOB */
 	REPLY = 20,	/* arg: errno of PUT or GET; payload: bytes read */
 };

@@ -69,7 +69,7 @@ class Config:
     files: Mapping[str, Path] = field(default_factory=dict)
     cmdline: str = ""
     machine: str = "q35"
-    tcg_threads: str | None = None  # "multi" or "single"; None: as the kernel supports
+    tcg_threads: str | None = None  # "multi" or "single"; None: the mode that the kernel supports
     tcg_buffer_bytes: int | None = (
         None  # size of the buffer for translated code; None: QEMU's default
     )

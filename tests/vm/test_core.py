@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 DEADLINE = f"deadline_ms={DEADLINE_MS} verify_every=0"
 DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
-PAGES = FILE_BYTES // 4096  # pages of a file
+PAGES = FILE_BYTES // 4096  # number of pages of a file
 
 
 def reload(guest: Guest, parameters: str = "", *, until_state: str = "on") -> None:

@@ -495,7 +495,7 @@ def test_inode_creation_among_many_inodes_is_bounded(
 def test_read_only_and_remounted_mounts_are_cached(
     session: Session, kernel: Kernel, module: Path, kind: str
 ) -> None:
-    """A read-only mount is cached, and files are right after a remount to rw and back to ro."""
+    """A read-only mount is cached, and reads are right after remounts to rw and back to ro."""
     daemon = start_daemon(session)
     if kind == "ext4":
         data, _ = tree_disk(session)
