@@ -113,7 +113,7 @@ void tmem_selftest_saw_call(enum tmem_hook hook);
 /* Size of a reason, which is one line, in bytes. */
 #define TMEM_REFUSED_BYTES 128
 
-/* A type of file system that is served. tmem_fs_types[] ends with one without a name. */
+/* A type of file system that is served. tmem_fs_types[] ends with an entry without a name. */
 struct tmem_fs_type {
 	const char *name;
 	/* Returns true if clean pages of a mapping equal the disk, as the hooks expect. */

@@ -28,7 +28,7 @@ class Tenant:
 
 @dataclass
 class Daemon:
-    """A tmemd process, with its sockets and log in the directory `directory`."""
+    """A tmemd process, with its sockets and log in `directory`."""
 
     directory: Path
     tenants: list[Tenant]

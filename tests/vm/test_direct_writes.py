@@ -35,8 +35,8 @@ TABLES = 10_000
 # the test's files need more.
 MARKS_ROOM_BYTES = 4 * (2 * 576)
 MANY_MARKS = 6000
-# Longest time until the driver has freed marks that are no longer needed. It repeats a sweep after
-# 10 s if the sweep found too few.
+# Longest time until the driver has freed marks that are no longer needed. The driver
+# repeats a sweep after 10 s if the first one freed too few marks.
 SWEPT_SECONDS = 60.0
 
 

@@ -55,7 +55,7 @@ pytest_plugins = ["shared_fixtures"]
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 FILES = 24
-FILE_BYTES = 512 << 10  # 128 pages: one file at a time fits into the put ring
+FILE_BYTES = 512 << 10  # 128 pages, so that a file fits into the put ring
 # Number of sectors with inodes, extents, bitmaps and directories that a file system may read in
 # addition to contents.
 METADATA_SECTORS = 512

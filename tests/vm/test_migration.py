@@ -393,7 +393,7 @@ POST_COPY = "postcopy-ram"
 def test_post_copy_destination_is_served_after_all_memory_arrived(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """With post-copy, QEMU gives the destination's daemon the memory after all has arrived.
+    """With post-copy, QEMU gives the destination's daemon the memory when all of it has arrived.
 
     The daemon cannot access memory that has not arrived yet.
     """

@@ -220,7 +220,7 @@ def test_corrupt_page_switches_the_cache_off(
 def test_verification_finds_a_missing_hook(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """If a hook is off, comparing hits with the disk finds it: the cache is switched off."""
+    """If a hook is off, a comparison with the disk finds a wrong page, and the cache goes off."""
     guest = boot(session, kernel, test_module, "test_hooks_off=direct verify_every=1")
     Torture(guest, "--scenario=direct").finish()
     assert "differs from the disk" in wait_state(guest, "poisoned")
