@@ -6,7 +6,7 @@ KERNEL ?= 6.12
 CARGO = cargo --config net.retry=5
 MANIFEST = --manifest-path host-daemon/Cargo.toml --locked
 PYTHON = tests/python
-# Tests that run at the same time. A test with one guest keeps about one processor busy.
+# Number of tests that run at the same time. A test with one guest keeps about one processor busy.
 JOBS ?= 2
 PYTEST = cd tests && ./python -m pytest -n $(JOBS) --dist worksteal --ignore=vm/test_native.py unit vm
 
@@ -109,7 +109,7 @@ check-newest: ## fail if Debian 12, 13 or their backports offer a kernel series 
 
 DURATION ?= 2h
 KERNELS ?= $(KERNEL)
-check-guest-long: deps-test all ## run the torture for DURATION=2h on all file systems (KERNELS=6.12)
+check-guest-long: deps-test all ## run the torture program for DURATION=2h on all file systems (KERNELS=6.12)
 	cd tests && PYTHONPATH=vm ./python long.py --duration $(DURATION) --kernels $(KERNELS)
 
 # All tests, divided into shards: `make check-all` runs all shards, `make check-all SHARD=vm-6.12-1`
@@ -161,7 +161,7 @@ $(addprefix shard-,$(INTREE)): shard-kernel-%: deps-test daemon qemu
 	tests/kernel prepare $* --key release
 	cd tests && ./python -m pytest --kernel $* vm/test_intree.py
 
-check-kernel-debug: shard-kernel-debug ## run the torture on a kernel with lockdep, KASAN and kmemleak
+check-kernel-debug: shard-kernel-debug ## run the torture program on a kernel with lockdep, KASAN and kmemleak
 
 shard-qemu-life: deps-test qemu
 	qemu-dev/qtests
@@ -214,7 +214,7 @@ lint-licence:
 	scripts/lint-licence
 
 # The second line repeats the tests that depend on the event loop with epoll, which is not the default. The
-# third line tries a thousand interleavings of the pool's threads. Each takes half a minute. TMEM_NO_SKIPS
+# third line tries a thousand interleavings of the pool's threads. Each of these lines takes half a minute. TMEM_NO_SKIPS
 # names features of this machine: a test that needs only these fails instead of being skipped.
 test-rust: export TMEM_NO_SKIPS = $(shell scripts/no-skips)
 test-rust:

@@ -11,7 +11,7 @@
  * - EPERM: the caller is neither owner nor has CAP_FOWNER
  * - EOPNOTSUPP: the driver does not serve the file system
  * - EAGAIN: the driver does not know the file system yet; try again in some milliseconds
- * - ENOSPC: no room for another file with a policy
+ * - ENOSPC: the limit of files with a policy is reached
  * - ENOMEM: no memory at the moment
  */
 #ifndef _VIRTIO_TMEM_IOCTL_H

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Compares VMs with the pool and VMs with more RAM instead, at equal use of the host's memory.
+"""Compares VMs that share a pool with VMs that have more RAM instead, at equal host memory.
 
 `make bench-density` runs it, and docs/benchmarks/density.md has the results.
 
@@ -44,11 +44,13 @@ NAMES = ("web1", "web2", "web3", "web4")
 # Smaller than the demo's tree, because four emulated VMs share the processors of one machine.
 TREE_BYTES = 256 * MIB
 RAM_BYTES = 192 * MIB  # RAM of each VM with the device
-POOL_BYTES = 192 * MIB  # holds the parts of four trees that RAM does not, shared and compressed
+# The pool holds the parts of four trees that do not fit RAM, because it stores equal files once,
+# and compressed.
+POOL_BYTES = 192 * MIB
 WARM_ROUNDS = 1
 ROUNDS = 2  # number of measured rounds
 REPEAT = 3
-# RAM of a VM that has room for the tree and the guest's own kernel, so that no file is read twice.
+# RAM that suffices for a VM's tree and its kernel, so that no file is read from the disk twice.
 ROOM_BYTES = TREE_BYTES + 192 * MIB
 # Runs are not compared if their host bytes differ by more than this fraction.
 TOLERANCE = 0.03
@@ -59,7 +61,7 @@ TCG_BUFFER_BYTES = 64 * MIB
 # The fastest scan that ksmtuned ever sets. Distributions use ksmtuned to control KSM.
 KSM_PAGES, KSM_SLEEP_MS = 1250, 10
 KSM_SECONDS = 120  # longest time for KSM to find all equal pages
-PHASE_SECONDS = 1500  # longest time for rounds
+PHASE_SECONDS = 1500  # longest time for all rounds of a phase
 POLL_SECONDS = 0.5  # pause between measurements of the host's bytes
 
 DAEMON, KSMD = "tmemd", "ksmd"
@@ -90,7 +92,7 @@ class Variant:
 DEVICE = Variant("device", "device and pool", RAM_BYTES, cached=True)
 PLAIN = Variant("plain", "no device", None)
 MERGED = Variant("ksm", "no device, KSM", None, merged=True)
-ROOMY = Variant("ksm_room", "no device, KSM, room for all", ROOM_BYTES, merged=True)
+ROOMY = Variant("ksm_room", "no device, KSM, RAM for all files", ROOM_BYTES, merged=True)
 VARIANTS = (DEVICE, PLAIN, MERGED, ROOMY)
 
 
@@ -156,7 +158,7 @@ for round in $(seq {rounds}); do
 done"""
     begin = time.monotonic()
     jobs: list[Job] = [vm.guest.start(script, PHASE_SECONDS) for vm in fleet.vms.values()]
-    # The list calls done() for each job, also after one that is not done, because done() also reads
+    # The list calls done() for each job, even after one that is not done, because done() also reads
     # the job's output.
     while not all([job.done() for job in jobs]):
         done = sum(job.stdout().count(b"\n") for job in jobs)
@@ -179,13 +181,13 @@ class Bench:
         self.runs: dict[str, list[Run]] = {variant.key: [] for variant in VARIANTS}
 
     def trees(self) -> None:
-        folder = self.session.folder / "trees"
-        trees = Trees(folder)
+        directory = self.session.directory / "trees"
+        trees = Trees(directory)
         for name, files in zip(NAMES, choose(list(walk()), len(NAMES), TREE_BYTES), strict=True):
             tree, self._sums[name] = trees.stage(name, files)
-            path = self.session.folder / f"{name}.img"
+            path = self.session.directory / f"{name}.img"
             self._images[name] = disk.ext4(path, 2 * TREE_BYTES, tree)
-        shutil.rmtree(folder)
+        shutil.rmtree(directory)
 
     def run(self, variant: Variant, warm: int = WARM_ROUNDS, rounds: int = ROUNDS) -> Run:
         """Boots all VMs of a variant, makes them read, and ends them."""
@@ -345,7 +347,7 @@ def equal(runs: list[Run], to: list[Run]) -> bool:
 
 
 def ratio(runs: list[Run], device: list[Run], of: Callable[[Run], float]) -> float | None:
-    """Returns a variant's median of `of`, divided by the median with the device.
+    """Returns the median of a value (`of`) of a variant, divided by the median with the device.
 
     Returns None if the variants took unequal bytes of the host, or if the divisor is 0.
     """
@@ -359,11 +361,11 @@ def report(runs: dict[str, list[Run]]) -> str:
         "",
         "RAM each",
         "host bytes",
-        "at the end",
+        "host bytes at the end",
         "disk reads",
-        "/ device",
+        "reads / device's",
         "time",
-        "/ device",
+        "time / device's",
     ]
     rows = [[*head, "processor: QEMUs", "tmemd or ksmd"]]
     for variant in VARIANTS:
@@ -400,10 +402,10 @@ def remarks(runs: dict[str, list[Run]]) -> str:
         if some := runs[variant.key]:
             lines.append(
                 f"{variant.what}: {size_text(middle(some, lambda run: run.saved_bytes))} merged at "
-                f"the end; before the measured rounds it had "
-                f"{seconds_text(middle(some, lambda run: run.settle_seconds))} to settle and took "
-                f"{seconds_text(middle(some, lambda run: run.settle_processor_seconds))} of a "
-                "processor for that"
+                f"the end; before the measured rounds, KSM merged for "
+                f"{seconds_text(middle(some, lambda run: run.settle_seconds))}, which took "
+                f"{seconds_text(middle(some, lambda run: run.settle_processor_seconds))} of "
+                "processor time"
             )
     unequal = [
         variant.what
@@ -418,9 +420,10 @@ def remarks(runs: dict[str, list[Run]]) -> str:
 
 
 REMARK = """
-Host bytes are the most that all processes, the pool in one of them, their page tables and KSM's
-notes took at any time from the start of reading on. Processors are emulated (TCG) unless TMEM_ACCEL
-says otherwise: bytes, disk reads and hits are what hardware would see, times are not."""
+Host bytes are the greatest sum of the memory of all QEMUs and of tmemd with its pool, of their page
+tables and of KSM's records, at any time after the reads began. Processors are emulated (TCG) unless
+TMEM_ACCEL names another accelerator: bytes, disk reads and hits are what hardware would see, but
+times are not."""
 
 
 def write_json(path: Path, runs: dict[str, list[Run]], release: str) -> None:

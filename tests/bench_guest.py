@@ -44,7 +44,7 @@ POOL_SIZE = "512MiB"
 STREAM_BYTES = 320 * MIB  # more than the RAM, so that most of it is evicted while it is read
 SET_BYTES = 240 * MIB  # more than the RAM, less than RAM and pool
 CACHED_BYTES = 32 * MIB  # small enough to stay in the page cache
-BATCH_BYTES = 1 * MIB  # evicted at once; small enough for the put ring, so every page is put
+BATCH_BYTES = 1 * MIB  # evicted in one step; fits the put ring, so every page is put
 UNHOOKED_BYTES = 64 * MIB
 DISK_BYTES = 768 * MIB
 UNHOOKED_DISK_BYTES = 112 * MIB
@@ -62,7 +62,7 @@ REPEAT_ICOUNT = 5  # few repetitions, because instruction counts hardly vary
 RESAMPLES = 2000
 STREAM_MAX = 1.05
 UNHOOKED_MAX = 1.05
-UNHOOKED_INSTRUCTIONS_MAX = 1.02  # a tight bound, because counts hardly vary between runs
+UNHOOKED_INSTRUCTIONS_MAX = 1.02  # close to 1, because counts hardly vary between runs
 SECONDS = 300  # longest time of one step
 
 ACCELERATOR = os.environ.get("TMEM_ACCEL", "tcg")  # the default of harness/vm.py
@@ -110,7 +110,7 @@ class Row:
 
 @dataclass
 class Paired:
-    """Times in ticks of one operation in the guests with and without driver, measured in turns."""
+    """Ticks of one operation in the guests with and without the driver, measured in turns."""
 
     cached: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
@@ -165,13 +165,13 @@ def make_image(
     return path
 
 
-def make_disks(folder: Path) -> tuple[Path, Path]:
+def make_disks(directory: Path) -> tuple[Path, Path]:
     """Returns the ext4 image with the files, and an image of a file system that is not hooked."""
     source = random.Random(SEED)
     sizes = {"stream": STREAM_BYTES, "set": SET_BYTES, "cached": CACHED_BYTES, "batch": BATCH_BYTES}
-    data = make_image(folder / "data.img", DISK_BYTES, sizes, source)
+    data = make_image(directory / "data.img", DISK_BYTES, sizes, source)
     sizes = {"file": UNHOOKED_BYTES, "batch": BATCH_BYTES}
-    other = folder / "other.img"
+    other = directory / "other.img"
     return data, make_image(other, UNHOOKED_DISK_BYTES, sizes, source, "-t", UNHOOKED_KIND)
 
 
@@ -342,7 +342,7 @@ class Bench:
         self.release = module.build(self.kernel)
         self.test = module.build(self.kernel, test=True)
         progress.step("disks: ext4 of 3,000 IOPS and 125 MB/s, ext3 without a limit")
-        self.data, self.other = make_disks(session.folder)
+        self.data, self.other = make_disks(session.directory)
 
     def machine(self, name: str, daemon: Daemon | None, *, icount: bool) -> Machine:
         throttle = None if icount else disk.CLOUD_VOLUME
@@ -407,7 +407,7 @@ class Bench:
         paired = pair.in_turns(REPEAT_STREAM, measure, self.saying("stream", REPEAT_STREAM))
         if gets:
             raise HarnessError(f"the stream must not reuse pages, and the driver sent {gets} gets")
-        what = "stream larger than RAM, nothing reusable: time with / without"
+        what = "stream larger than RAM without reuse: time with / without the driver"
         self.rows.append(bounded("stream_ratio", what, paired, STREAM_MAX))
 
     def reread(self, pair: Both) -> None:
@@ -415,8 +415,8 @@ class Bench:
         sectors = Paired()
         cache_ticks: list[float] = []
         hits: list[int] = []
-        # Reading the file three times fills RAM and pool. During it, the driver also reads its
-        # first 1,000 hits from the disk and compares them, which must not be measured.
+        # Read the file three times to fill RAM and pool. Meanwhile the driver compares its first
+        # 1,000 hits with the disk. These reads of the disk must not be measured.
         for machine in (pair.cached, pair.plain):
             machine.remount()
             for _ in range(3):
@@ -451,26 +451,26 @@ class Bench:
         self.rows += [
             Row(
                 "reread_sectors_ratio",
-                "re-read of a set that fits RAM + pool: disk sectors with / without",
+                "re-read of a set that fits RAM + pool: disk sectors with / without the driver",
                 total.ratio(),
                 target="<= 0.01",
                 met=total.ratio() <= 0.01,
             ),
             Row(
                 "reread_pagecache_fraction",
-                f"its rate by the page cache's ({pool_share:.0%} from the pool)",
+                f"  rate of the re-read / rate of the page cache ({pool_share:.0%} from the pool)",
                 fraction,
                 target=">= 0.3",
                 met=fraction >= 0.3,
             ),
             Row(
                 "reread_speedup",
-                "its rate with / without",
+                "  rate of the re-read with / without the driver",
                 1 / paired.ratio(),
             ),
             Row(
                 "put_pages_per_request",
-                "pages that one request of its puts has",
+                "  pages in one request for puts, mean",
                 moved["puts"] / moved["requests_put"],
                 "pages",
             ),
@@ -492,7 +492,7 @@ class Bench:
         self.rows.append(
             Row(
                 "reread_rand_speedup",
-                "random 4 KiB re-reads, disk of 3,000 IOPS: time without / with",
+                "random 4 KiB re-reads, disk of 3,000 IOPS: time without / with the driver",
                 speedup,
                 target=">= 2",
                 met=speedup >= 2,
@@ -519,7 +519,7 @@ class Bench:
         self.rows += [
             Row(
                 "reclaim_ratio",
-                "reclaim of clean pages, all of them put: time with / without",
+                "reclaim of clean pages, all of them put: time with / without the driver",
                 drop.ratio(),
                 target="reported (TCG)",
                 interval=drop.interval(),
@@ -559,7 +559,7 @@ class Bench:
         self.rows.append(
             Row(
                 "miss_ratio",
-                "index miss, the most expensive kind, by a page cache look-up (xa_load): time",
+                "index miss of the most expensive kind / page cache look-up (xa_load): time",
                 ratio,
                 target="<= 2",
                 met=ratio <= 2,
@@ -609,28 +609,28 @@ class Bench:
         self.rows += [
             Row(
                 "miss_instructions_ratio",
-                "the same in guest instructions",
+                "index miss of the most expensive kind / page cache look-up: instructions",
                 worst / out["xa_load"],
                 target="<= 2",
                 met=worst <= 2 * out["xa_load"],
             ),
             Row(
                 "put_instructions",
-                "a put beyond copy and content check, median",
+                "a put without its copy and content check, median",
                 beyond,
                 "instructions",
                 "reported",
             ),
             Row(
                 "put_instructions_max",
-                "  largest (wakes the feeder, grows the index)",
+                "  maximum: a put that wakes the feeder and grows the index",
                 out["put_max"] - out["copy_check"],
                 "instructions",
                 "reported",
             ),
             Row(
                 "put_copy_instructions",
-                "  its copy with content check",
+                "  copy and content check of a put",
                 out["copy_check"],
                 "instructions",
                 "reported",
@@ -644,49 +644,49 @@ class Bench:
             ),
             Row(
                 "reclaim_put_instructions",
-                "reclaim of a page: what all the driver does adds",
+                "reclaim of a page: instructions that the driver adds",
                 put,
                 "instructions",
                 "reported",
             ),
             Row(
                 "reclaim_instructions",
-                "  without the driver",
+                "  reclaim of a page without the driver",
                 statistics.median(hooked.plain),
                 "instructions",
                 "reported",
             ),
             Row(
                 "reread_instructions",
-                "a page re-read with the driver (reclaim, put, get), all of its path",
+                "re-read of a page with the driver: reclaim, put and get",
                 statistics.median(reread.cached),
                 "instructions",
                 "reported",
             ),
             Row(
                 "reread_instructions_without",
-                "  without, from disk",
+                "  re-read of a page without the driver, from disk",
                 statistics.median(reread.plain),
                 "instructions",
                 "reported",
             ),
             Row(
                 "pagecache_instructions",
-                "  from the page cache",
+                "  read of a page from the page cache",
                 from_cache,
                 "instructions",
                 "reported",
             ),
             Row(
                 "unhooked_instructions_ratio",
-                "reading a file system that is not hooked: instructions with / without",
+                "reading a file system that is not hooked: instructions with / without the driver",
                 read.ratio(),
                 target=f"<= {UNHOOKED_INSTRUCTIONS_MAX}",
                 met=read.ratio() <= UNHOOKED_INSTRUCTIONS_MAX,
             ),
             Row(
                 "unhooked_instructions",
-                "  added to reclaim of a page",
+                "  instructions that the driver adds to reclaim of a page",
                 unhooked,
                 "instructions",
                 "reported",
@@ -732,9 +732,10 @@ def machine_text() -> str:
 
 
 REMARK = """
-Processors are emulated (TCG) unless TMEM_ACCEL says otherwise: guest work takes some ten times as
-long as on hardware, disks do not, and an emulated copy of a page is many instructions instead of
-one. Sectors, counts and instructions are what hardware would see; times of guest work are not."""
+Processors are emulated (TCG) unless TMEM_ACCEL names another accelerator: guest work takes about
+ten times as long as on hardware, and disks do not. An emulated copy of a page is many instructions
+instead of one. Sectors, counts and instructions are what hardware would see, but times of guest
+work are not."""
 
 
 def report(bench: Bench) -> str:

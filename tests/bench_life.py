@@ -40,7 +40,7 @@ SECONDS = 60.0
 
 
 def reads(guest: Guest) -> None:
-    """Makes the guest read more than its memory forever, so that it always evicts and misses."""
+    """Starts a loop that reads more than the guest's memory, so that pages are always evicted."""
     fill = f"dd if=/dev/urandom of={WHERE}/f$i bs=1M count={FILE_MIB} 2>/dev/null"
     guest.sh(f"for i in $(seq {FILES}); do {fill}; done; sync", 300)
     loop = f"while :; do cat {WHERE}/f* >/dev/null; done"
@@ -100,7 +100,7 @@ class Bench:
         daemon.stop()
 
     def migrations(self) -> None:
-        """Moves VMs there and back, with the device and without it in turn."""
+        """Migrates a VM with the device and one without it, in turn, to another QEMU and back."""
         daemons = [self.daemon(), self.daemon()]
         places = [Tmem(daemon.socket("vm1"), num_queues=1) for daemon in daemons]
         for busy in (False, True):

@@ -43,7 +43,8 @@ from harness.vm import MIB, Config, Tmem
 
 PROCESSORS = 4
 GROUPS = 8
-GROUP_BYTES = 12 * MIB  # memory of a group; the rest of its file is reclaimed while it reads
+# Memory limit of a group. Its file is twice as large, so its pages are reclaimed during the read.
+GROUP_BYTES = 12 * MIB
 FILE_BYTES = 24 * MIB
 BATCH_BYTES = 1 * MIB
 # The groups together have less memory than the guest with GROUPS_RAM. With KSWAPD_RAM they have no
@@ -52,12 +53,12 @@ GROUPS_RAM_BYTES = 384 * MIB
 KSWAPD_RAM_BYTES = 160 * MIB
 POOL_SIZE = "512MiB"
 DISK_BYTES = 320 * MIB
-ROUNDS = 4  # the first one fills the pool, the others get pages and put others
+ROUNDS = 4  # the first round fills the pool; later rounds get and put pages
 SECONDS = 900  # longest time of a step; lock statistics make an emulated guest slow
 CGROUPS = "/sys/fs/cgroup"
 LOCK_STAT = "/proc/lock_stat"
 PER_PAGES = 1000
-KERNEL_LOCKS = 5  # other locks to report, those that were found taken most often
+KERNEL_LOCKS = 5  # number of locks of the kernel to report: those with the most contention
 
 # Kernel threads by the beginning of their names.
 THREADS = ("kswapd", "tmem_feeder", "rcu", "ksoftirqd", "kworker")
@@ -67,7 +68,7 @@ THREADS = ("kswapd", "tmem_feeder", "rcu", "ksoftirqd", "kworker")
 LINE = re.compile(
     r"^\s*(\S[^:\n]*?):\s+(\d+)\s+(\d+)(?:\s+[\d.]+){4}\s+(\d+)\s+(\d+)\s", re.MULTILINE
 )
-# A number that lockdep appends to equal names of different locks, or to a nested one.
+# Number that lockdep appends to a name that several locks have, or to that of a nested lock.
 SUFFIX = re.compile(r"(?:[#/]\d+|-[WR])+$")
 # Definitions of locks in the driver. Lockdep names a lock after the argument.
 LOCKS = re.compile(
@@ -99,11 +100,11 @@ def parse(text: str) -> dict[str, Lock]:
 def driver_locks() -> set[str]:
     """Returns the names of the driver's locks, as lockdep has them."""
     names = set()
-    for folder in ("core", "hooks"):
-        for path in (ROOT / "guest-driver" / folder).glob("*.c"):
+    for directory in ("core", "hooks"):
+        for path in (ROOT / "guest-driver" / directory).glob("*.c"):
             for given, defined in LOCKS.findall(path.read_text()):
                 names.add(defined or given)
-    return names - {"lock"}  # a name that locks of the kernel may have, too
+    return names - {"lock"}  # locks of the kernel may have this name, too
 
 
 def thread_times(text: str) -> Counter[str]:
@@ -126,7 +127,9 @@ class Bench:
         sizes = {f"group{number}": FILE_BYTES for number in range(GROUPS)}
         sizes["batch"] = BATCH_BYTES
         progress.step(f"disk with {GROUPS} files of {FILE_BYTES // MIB} MiB")
-        self.data = make_image(session.folder / "data.img", DISK_BYTES, sizes, random.Random(SEED))
+        self.data = make_image(
+            session.directory / "data.img", DISK_BYTES, sizes, random.Random(SEED)
+        )
 
     def machine(self, name: str, which: Kernel, memory_bytes: int, cached: bool) -> Machine:
         daemon: Daemon | None = None

@@ -45,11 +45,11 @@ from harness.session import Session
 from harness.vm import MIB
 
 RAM_BYTES = 192 * MIB
-POOL_BYTES = 512 * MIB  # for each guest
+POOL_BYTES = 512 * MIB  # memory of the pool for each guest
 SET_BYTES = 288 * MIB  # 1.5 times the RAM; it fits RAM and pool
 CACHED_BYTES = 32 * MIB  # small enough to stay in the page cache
-BLOCKS_BYTES = 64 * MIB  # read in random order, one size of blocks at a time
-FILLER_BYTES = 4 * MIB  # more than the put ring has, so no later get is answered from the ring
+BLOCKS_BYTES = 64 * MIB  # this file is read in random order, in blocks of one size at a time
+FILLER_BYTES = 4 * MIB  # fills the put ring with other pages, so no get is answered from it
 DATA_DISK_BYTES = 512 * MIB
 OTHER_DISK_BYTES = 112 * MIB
 WINDOW_BYTES = 128 << 10  # the default readahead
@@ -105,7 +105,8 @@ def parse_latency(text: str) -> dict[str, list[int]]:
 def latency_rows(size: str, samples: dict[str, list[int]], ticks_per_us: float) -> list[Row]:
     """Returns the percentiles of gets and of the operations to compare with.
 
-    The cost of an empty system call is subtracted from those of 4 KiB."""
+    The cost of an empty system call is subtracted from the times of reads of 4 KiB.
+    """
     what = SIZES[size]
     us = {kind: [ticks / ticks_per_us for ticks in values] for kind, values in samples.items()}
     empty = percentile(us["empty"], 0.5)
@@ -124,7 +125,9 @@ def latency_rows(size: str, samples: dict[str, list[int]], ticks_per_us: float) 
     for name, fraction in COMMON.items():
         key = f"syscall_{size}_{name}_us"
         value = percentile(us["empty"], fraction)
-        rows.append(Row(key, f"  empty system call beside it, {fraction:.1%}", value, "µs"))
+        rows.append(
+            Row(key, f"  empty system call, measured in the same run, {fraction:.1%}", value, "µs")
+        )
     return rows
 
 
@@ -144,7 +147,7 @@ def dropped_rows(guests: int, change: dict[str, int]) -> list[Row]:
         Row(f"offered_{guests}_guests", f"{text}: pages offered to the driver", offered, "pages"),
         Row(
             f"lost_share_{guests}_guests",
-            "  share of them that did not reach the pool",
+            "  share of these pages that did not reach the pool",
             lost / offered if offered else 0.0,
         ),
     ]
@@ -190,7 +193,7 @@ def host_times() -> tuple[float, float]:
 
 
 class HostPart:
-    """Measures by how much tmemd's statistics of its VM have grown."""
+    """Measures the growth of tmemd's statistics of a VM."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
@@ -235,9 +238,9 @@ class Bench:
             "blocks": BLOCKS_BYTES,
             "filler": FILLER_BYTES,
         }
-        self.data = make_image(session.folder / "data.img", DATA_DISK_BYTES, sizes, source)
+        self.data = make_image(session.directory / "data.img", DATA_DISK_BYTES, sizes, source)
         sizes = {"blocks": BLOCKS_BYTES, "batch": BATCH_BYTES}
-        path = session.folder / "other.img"
+        path = session.directory / "other.img"
         self.other = make_image(path, OTHER_DISK_BYTES, sizes, source, "-t", UNHOOKED_KIND)
 
     def times(self, count: int) -> int:
@@ -371,13 +374,13 @@ class Bench:
                     *latency_rows(size, samples, self.ticks_per_us),
                     Row(
                         f"get_{size}_wait_us",
-                        "  wait of the reader for the host, mean of a request",
+                        "  time that a reader waits for the host, mean of the requests",
                         statistics.median(wait_us),
                         "µs",
                     ),
                     Row(
                         f"host_get_{size}_ns",
-                        "  host's part of it, for each page",
+                        "  time of the host in such a request, for each page",
                         statistics.median(get_ns),
                         "ns",
                     ),
@@ -389,13 +392,13 @@ class Bench:
             [
                 Row(
                     "host_put_ns",
-                    "host's part of a put, for each page",
+                    "time of the host in a put, for each page",
                     statistics.median(put_ns),
                     "ns",
                 ),
                 Row(
                     "host_finalize_ns",
-                    "  later, in the background: equal pages, lz4",
+                    "  finalizing in the background: search for equal pages, lz4",
                     statistics.median(finalize_ns),
                     "ns",
                 ),
@@ -404,14 +407,14 @@ class Bench:
         self._end(machine, daemon)
 
     def _evict(self, machine: Machine) -> None:
-        """Moves all pages of the file of blocks to the pool, and none of them into the put ring."""
+        """Moves all pages of the file of blocks to the pool; none is left in the put ring."""
         machine.serve()
         before = machine.counters()
         pages = machine.guest.sh(f"{BENCH} evict {DATA}/blocks", SECONDS)
         machine.guest.sh(f"{BENCH} evict {DATA}/filler", SECONDS)
         change = machine.counters(before)
-        # Pages that were in the page cache before are put in one burst. Some of them may find the
-        # put ring full, so the program reads and evicts these again.
+        # Pages that were in the page cache before are put in one burst. If the put ring was full
+        # for some of them, the program reads and evicts these again.
         if change.get("puts_stored", 0) < int(pages):
             raise HarnessError(f"fewer than {pages.strip()} pages are stored: {change}")
 
@@ -425,14 +428,16 @@ class Bench:
         rows = [
             Row(
                 "put_ns_guest",
-                "driver's part of a put, of a page that is not in the processor's cache",
+                "time of the driver in a put of a page that is not in the processor's cache",
                 ns["folio_1"],
                 "ns",
                 "<= 900",
                 ns["folio_1"] <= 900,
             ),
-            Row("put_hot_ns", "  of a page that is in the processor's cache", ns["put"], "ns"),
-            Row("copy_check_ns", "    its copy with content check", ns["copy_check"], "ns"),
+            Row("put_hot_ns", "  put of a page that is in the processor's cache", ns["put"], "ns"),
+            Row(
+                "copy_check_ns", "    copy and content check of such a put", ns["copy_check"], "ns"
+            ),
             Row("copy_ns", "    a bare copy_page()", ns["copy"], "ns"),
         ]
         for pages in FOLIO_PAGES:
@@ -442,7 +447,7 @@ class Bench:
         rows.append(
             Row(
                 f"locked_{FOLIO_PUT_MAX}_us",
-                f"  all of a folio of {FOLIO_PUT_MAX} pages, the largest put",
+                f"  interrupts off for a folio of {FOLIO_PUT_MAX} pages, the largest put",
                 whole,
                 "µs",
                 "<= 20",
@@ -468,7 +473,7 @@ class Bench:
             [
                 Row(
                     "reclaim_put_ns",
-                    "all that the driver adds to the reclaim of a page",
+                    "time that the driver adds to the reclaim of a page",
                     with_put - without,
                     "ns",
                 ),
@@ -502,7 +507,7 @@ class Bench:
             [
                 Row(
                     "burst_lost_fraction",
-                    "evictions of a file read at the speed of memory: part that was lost",
+                    "part of the evicted pages that were lost, file read at the speed of memory",
                     share,
                     "ratio",
                     "<= 0.02",
@@ -511,7 +516,7 @@ class Bench:
                 Row("burst_evictions", "  pages evicted in a burst", eligible / repeat, "pages"),
                 Row(
                     "burst_read_gib_per_s",
-                    "  speed of the read",
+                    "  speed of that read",
                     repeat * SET_BYTES / GIB / (us / 1e6),
                     "GiB/s",
                 ),
@@ -552,7 +557,7 @@ class Bench:
             [
                 Row(
                     "seq_reread_gib_per_s",
-                    "re-read of 1.5 times the RAM from RAM and pool",
+                    "speed of a re-read of 1.5 times the RAM, from RAM and pool",
                     found,
                     "GiB/s",
                     ">= 0.8",
@@ -598,14 +603,14 @@ class Bench:
                 for name, value in machine.all_counters().items():
                     change[name] = change.get(name, 0) + value - old.get(name, 0)
             rate = count * rounds * SET_BYTES / GIB / seconds
-            what = "all together"
+            what = "speed of all guests together"
             self.add(
                 [
                     *dropped_rows(count, change),
                     Row(f"reread_{count}_guests_gib_per_s", f"  {what}", rate, "GiB/s"),
                     Row(
                         f"late_{count}_guests",
-                        "  gets that were later than the deadline",
+                        "  pages that the host did not return in time",
                         change["misses_late"] + change["misses_tripped"],
                         "pages",
                     ),

@@ -89,7 +89,9 @@ def pytest_terminal_summary(
 ) -> None:
     results = config.stash[RESULTS]
     if not results.ran and results.skipped:
-        terminalreporter.write_line(f"nothing was tested, all was skipped: {results.skipped}")
+        terminalreporter.write_line(
+            f"nothing was tested, all tests were skipped: {results.skipped}"
+        )
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -122,7 +124,7 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
 
 @pytest.fixture(scope="session")
 def qemu() -> Path:
-    """Returns the QEMU with the device, or fails and says how to get it."""
+    """Returns the QEMU with the device, or fails with the command that builds it."""
     return qemu_binary()
 
 
@@ -147,7 +149,7 @@ def test_module(kernel: Kernel) -> Path:
 
 @pytest.fixture
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
-    """Owns the test's VMs and daemons. Afterwards no guest may have reported a kernel fault."""
+    """Owns the test's VMs and daemons. The test fails if a guest's kernel reported a fault."""
     with Session() as session:
         request.node.stash[SESSION] = session
         yield session
@@ -157,7 +159,7 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
 
 @pytest.fixture
 def expect_error() -> Callable[[Callable[[], object]], str]:
-    """Returns a function that calls something and returns the message of its HarnessError."""
+    """Returns a function that runs an action and returns the message of its HarnessError."""
 
     def call(action: Callable[[], object]) -> str:
         with pytest.raises(HarnessError) as caught:

@@ -52,7 +52,8 @@ SIZES_NATIVE = Sizes(128 * MIB, 200 * MIB, "256MiB")
 ROUNDS = 4
 SHARED_FRACTION = 0.9  # fraction of each tree that all trees contain
 TREES = ("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/libexec", "/usr/share", "/usr/include")
-FILE_MAX_BYTES = 32 * MIB  # larger files are left out: one would be a tenth of the working set
+# Larger files are left out, because one of them would be a tenth of the working set.
+FILE_MAX_BYTES = 32 * MIB
 SECTOR_BYTES = 512
 SEED = 2026  # selects the files that the two trees do not share
 # Software emulation runs the guest ten times slower than hardware, so its deadline is longer.
@@ -72,14 +73,14 @@ REMARK_NATIVE = """
 The guests are user-mode Linux: a real kernel at the machine's own speed, with one processor each.
 System calls and page faults of processes are much slower than on hardware."""
 REMARK = """
-Disk reads, hits and pool sizes are what a real host would see. Times are not: CPUs are emulated
-here, some ten times slower than hardware, and disks are not."""
+Disk reads, hits and pool sizes are what a real host would see. Times are not: processors are
+emulated here, about ten times slower than hardware, and disks are not slower."""
 CHECKSUMS = "cd /data && find . -xdev -type f -print0 | xargs -0 sha256sum"
 
 
 @dataclass
 class Measured:
-    """Results of one VM in one phase."""
+    """Results of one VM in one phase, which is a run with or without the device."""
 
     rounds: list[float] = field(default_factory=list)
     read_bytes: int = 0
@@ -115,10 +116,10 @@ def walk() -> Iterator[tuple[Path, int]]:
     """Yields the regular files of this machine's operating system, each inode once."""
     seen = set()
     for tree in TREES:
-        for folder, folders, names in os.walk(tree):
-            folders.sort()
+        for directory, directories, names in os.walk(tree):
+            directories.sort()
             for name in sorted(names):
-                path = Path(folder, name)
+                path = Path(directory, name)
                 try:
                     status = path.lstat()
                 except OSError:
@@ -161,14 +162,14 @@ def choose(
 class Trees:
     """A directory for each VM with copies of its files. A file of both VMs is copied once."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._done: dict[Path, tuple[Path, str]] = {}
 
     def stage(self, name: str, files: list[Path]) -> tuple[Path, dict[str, str]]:
         """Fills a VM's directory. Returns it, and each file's SHA-256 by its path in the guest."""
         sums = {}
-        root = self._folder / name
+        root = self._directory / name
         for path in files:
             relative = path.relative_to("/")
             target = root / relative
@@ -290,7 +291,7 @@ def ratio(part: float, whole: float) -> str:
 
 
 def lost_fraction(of: list[Measured]) -> float:
-    """Returns the part of the evicted pages that the driver should have kept and has not."""
+    """Returns the part of the eligible evicted pages that the cache did not keep."""
     return sum(m.puts_lost for m in of) / (sum(m.puts_eligible for m in of) or 1)
 
 
@@ -379,7 +380,7 @@ def around(daemon: Daemon, native_guests: bool) -> str:
     """Returns a text with commands to examine the VMs and the pool after the demo."""
     command = "make demo NATIVE=1" if native_guests else "make demo"
     return f"""
-How to look around:
+Next steps:
   {"TMEM_KEEP=1 " + command:<38}keeps both VMs and the pool until you press Enter, then:
     host-daemon/target/release/tmemctl --socket {daemon.control} list
     host-daemon/target/release/tmemctl --socket {daemon.control} stats
@@ -438,21 +439,23 @@ def run(json_path: Path | None, keep: bool, native_guests: bool) -> int:
         )
         sums, images = {}, {}
         chosen = choose(list(walk()), len(NAMES), sizes.set_bytes)
-        trees = Trees(session.folder / "trees")
+        trees = Trees(session.directory / "trees")
         for name, files in zip(NAMES, chosen, strict=True):
             tree, sums[name] = trees.stage(name, files)
-            images[name] = disk.ext4(session.folder / f"{name}.img", 2 * sizes.set_bytes, tree)
-        shutil.rmtree(session.folder / "trees")
+            images[name] = disk.ext4(session.directory / f"{name}.img", 2 * sizes.set_bytes, tree)
+        shutil.rmtree(session.directory / "trees")
 
         progress.step(
-            f"without: two VMs of {size_text(sizes.ram_bytes)}, each reads its tree {ROUNDS} times"
+            f"no device: two VMs of {size_text(sizes.ram_bytes)} read their trees {ROUNDS} times"
         )
         vms = machines.make(session, images, None)
         plain = phase(vms, sums, False, progress)
         for vm in vms.values():
             vm.stop()
 
-        progress.step(f"with: the same, and one pool of at most {sizes.pool} on the host for both")
+        progress.step(
+            f"with device: two such VMs, and one pool of at most {sizes.pool} on the host"
+        )
         tenants = [Tenant(name, trust_domain="demo") for name in NAMES]
         daemon = session.daemon(*tenants, pool_size=sizes.pool)
         daemon.start()

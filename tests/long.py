@@ -32,7 +32,7 @@ POLL_SECONDS = 0.2
 # This program ends only after a run, so it may end a few minutes later than requested.
 RANDOM_OPERATIONS = 20_000
 VERSIONS_OPERATIONS = 10_000
-RUN_SECONDS = 1800.0  # longest time of a run; a longer run is treated as hung
+RUN_SECONDS = 1800.0  # a run that takes longer is treated as hung
 # Module parameter that switches off hooks. Only a module that was built for tests has it.
 HOOKS_OFF = "test_hooks_off="
 
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--duration",
         type=duration,
         default=duration("2h"),
-        help="how long to run, such as 90m; default: 2h",
+        help="time to run, such as 90m; default: 2h",
     )
     parser.add_argument(
         "--kernels",
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not turns:
         parser.error("no kernel mounts any of these file systems")
-    generator.shuffle(turns)  # so that repeated short runs cover all turns
+    generator.shuffle(turns)  # in random order, so that repeated short runs cover all turns
     for number, (name, kernel) in enumerate(itertools.cycle(turns)):
         if progress.over():
             break

@@ -38,7 +38,8 @@ static int file_set(const struct tmem_key *key, u32 policy)
 	case VIRTIO_TMEM_POLICY_NEVER:
 		err = tmem_policy_forbid(key);
 		/*
-		 * The entries are erased after the policy is set, so that no put comes in between.
+		 * Set the policy before erasing the entries: a put in between would add an entry
+		 * that nothing erases.
 		 */
 		if (!err)
 			tmem_invalidate_inode(key->pool, key->ino, TMEM_INVAL_INODE);
@@ -60,8 +61,8 @@ static int file_do(struct file *file, unsigned int cmd, struct virtio_tmem_file 
 	if (!tmem_owner_or_capable(file))
 		return -EPERM;
 	/*
-	 * If another struct tmem_fs replaces this one now, both share their policies. The new one
-	 * takes no puts before tmem_fs_put() below.
+	 * Another struct tmem_fs may replace @fs meanwhile. Both share their policies, and the new
+	 * one takes no puts before tmem_fs_put() below.
 	 */
 	fs = tmem_fs_get(inode->i_sb);
 	if (fs) {
@@ -112,15 +113,15 @@ static struct miscdevice device = {
 static bool registered;
 
 /**
- * tmem_device_init() - create the device, if it does not exist; the hooks are live
+ * tmem_device_init() - create the device, if it does not exist
  *
- * The cache works even if this fails.
+ * The caller has made the hooks live. The cache works even if the device cannot be created.
  */
 void tmem_device_init(void)
 {
 	int err;
 
-	/* The device exists already if the hooks were released and are taken again. */
+	/* The device exists already if the hooks were released before and are taken again. */
 	if (registered)
 		return;
 	err = misc_register(&device);

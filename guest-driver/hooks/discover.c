@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * Discovery: finds mounts of the types that are served, hooks the functions of a type with its
- * first mount, and registers and removes mounts. It also sweeps their marks.
+ * first mount, and registers and removes mounts. The discovery also sweeps the marks of mounts.
  *
- * A work item does this in process context. fs.c queues it when a hook sees a page of an unknown
- * mount. A mount that is made while the hooks are live is registered at once.
+ * A work item runs the discovery in process context. fs.c queues the work item when a hook sees a
+ * page of an unknown mount. A mount that is made while the hooks are live is registered at once.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
@@ -96,7 +96,7 @@ static void tmem_fs_remove(struct tmem_fs *fs)
  * tmem_fs_drop() - forget a file system that is about to be shut down
  * @sb: its super block
  *
- * The caller holds s_umount for writing, so the discovery cannot bring it back. All files are
+ * The caller holds s_umount for writing, so the discovery cannot register it again. All files are
  * closed, so no task can be inside a get.
  */
 void tmem_fs_drop(const struct super_block *sb)
@@ -152,7 +152,7 @@ static void tmem_fs_type_failed(struct tmem_fs_type *type, const char *function,
 	const char *remedy = "";
 
 	if (err == -EBUSY)
-		remedy = " (a live patch has it; remove it and load the module again)";
+		remedy = " (a live patch redirects it; remove the patch and load the module again)";
 	snprintf(type->why_failed, sizeof(type->why_failed), "cannot hook %s: error %d%s",
 		 function, err, remedy);
 	pr_warn("%s is not served: %s\n", type->name, type->why_failed);
@@ -173,7 +173,7 @@ static const struct fs_symbol {
 	{ "ext4", "jbd2_journal_abort", TMEM_HOOK_JOURNAL_ABORT, tmem_entry_journal_abort },
 };
 
-/* Hooks the functions of a type: first those for coherence, and last those that read pages. */
+/* Hooks the functions of a type: first those for coherence, and then those that read pages. */
 static void tmem_fs_type_activate(struct tmem_fs_type *type,
 				  const struct address_space_operations *aops)
 {
@@ -229,8 +229,8 @@ static struct tmem_mount *mount_new(struct super_block *sb, struct tmem_fs_type 
 /*
  * Registers a file system in three steps. First, it can be found, and invalidations reach the pool.
  * Second, the driver marks the inodes that may have changed before, when no hook knew the file
- * system: a task may have passed a hook, swapped to a file, or exchanged its blocks. Third, puts
- * are allowed.
+ * system: a task may have made a direct write, swapped to a file, or exchanged its blocks. Third,
+ * puts are allowed.
  *
  * A file system that is to be flushed is replaced. Marks and policies stay: both pools share them.
  */
@@ -285,8 +285,8 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	mutex_lock(&tmem_fs_switch_lock);
 	if (!type->off && !fs->mount->off && !*fs->mount->refused)
 		/*
-		 * "live" is set after the marks above. read_begin() and put_folio() read "live"
-		 * first and the marks later.
+		 * The marks above are set before "live". read_begin() and put_folio() read "live"
+		 * before the marks, so they see the marks if they see "live".
 		 */
 		smp_store_release(&fs->live, true);
 	mutex_unlock(&tmem_fs_switch_lock);
@@ -352,8 +352,8 @@ static void tmem_fs_sweep_seen(struct super_block *sb, void *arg)
 	rcu_read_unlock();
 	if (fs && READ_ONCE(fs->mount->sweep) && !tmem_fs_stopped) {
 		/*
-		 * The request is cleared before the sweep, so that marks that run out from now on
-		 * request another sweep.
+		 * The request is cleared before the sweep, so that another sweep is requested if
+		 * the memory for marks runs short from now on, or a mark is lost.
 		 */
 		WRITE_ONCE(fs->mount->next_sweep, jiffies + TMEM_SWEEP_SECONDS * HZ);
 		WRITE_ONCE(fs->mount->sweep, false);
@@ -387,7 +387,8 @@ static void discover_fn(struct work_struct *work)
 		struct tmem_fs_type *type = &tmem_fs_types[i];
 
 		/*
-		 * The bit is cleared before the search, so that a later note starts another search.
+		 * The bit is cleared before the search. If a hook sees an unknown mount from now
+		 * on, it sets the bit and starts another search.
 		 */
 		if (test_and_clear_bit(i, &tmem_fs_types_noted)) {
 			/*
@@ -424,7 +425,7 @@ void tmem_fs_setup(void)
 /**
  * tmem_fs_init() - look for mounted file systems
  *
- * Return: 0; the state names a file system that cannot be served.
+ * Return: 0. If a file system cannot be served, the state in sysfs names it.
  */
 int tmem_fs_init(void)
 {
@@ -447,7 +448,7 @@ int tmem_fs_init(void)
 /**
  * tmem_fs_stop() - stop looking for file systems
  *
- * This comes before the hooks are removed, and tmem_fs_exit() after that.
+ * The caller removes the hooks after this call, and then calls tmem_fs_exit().
  */
 void tmem_fs_stop(void)
 {
@@ -461,7 +462,7 @@ void tmem_fs_stop(void)
 /**
  * tmem_fs_exit() - free all file systems, after all hooks were removed
  *
- * tmem_fs_init() may follow.
+ * The caller may then call tmem_fs_init() to begin again.
  */
 void tmem_fs_exit(void)
 {
@@ -474,13 +475,14 @@ void tmem_fs_exit(void)
 		spin_lock_irq(&tmem_fs_lock);
 		hash_del_rcu(&fs->node);
 		spin_unlock_irq(&tmem_fs_lock);
-		/* A task that reads the state in sysfs may have found the file system. */
+		/* Wait for a task that reads the state in sysfs and has found the file system. */
 		synchronize_rcu_expedited();
 		tmem_fs_remove(fs);
 	}
 	/*
 	 * A hook, a switch of a mount or a lost mark may have queued a work item just after
-	 * tmem_fs_stop() cancelled it, having read tmem_fs_stopped before.
+	 * tmem_fs_stop() cancelled the work items, because it had read tmem_fs_stopped before
+	 * tmem_fs_stop() set it.
 	 */
 	cancel_delayed_work_sync(&tmem_fs_discovery);
 	cancel_delayed_work_sync(&tmem_fs_sweeping);

@@ -8,7 +8,7 @@
  * reported, before the page leaves writeback, by one of these:
  *
  * - a failed conversion: __ext4_warning(), whose fifth argument is the inode number. The inode is
- *   marked (marks.c), so that it is cached again when the page has left the page cache;
+ *   marked (marks.c), and is cached again after the page has left the page cache;
  * - an aborted journal: jbd2_journal_abort(). After it, every conversion fails without a message.
  *   Changed metadata is dropped, so an inode that was evicted can come back in an older state. The
  *   file system takes no puts and gets until it is unmounted, and its pool is emptied;
@@ -45,7 +45,8 @@ static void fs_failed(const struct super_block *sb)
 
 /**
  * tmem_entry_ext4_warning() - mark the inode of a failed conversion
- * @args: super block, function, line, format, and the inode number of a failed conversion
+ * @args: arguments of the function: super block, name of a function, line, format, and, if a
+ *        conversion failed, the inode number
  */
 void tmem_entry_ext4_warning(struct tmem_args *args)
 {
@@ -64,7 +65,8 @@ void tmem_entry_ext4_warning(struct tmem_args *args)
 
 /**
  * tmem_entry_journal_abort() - stop caching a file system whose journal is aborted
- * @args: first argument is the journal, whose private field is the super block
+ * @args: arguments of the function; the first is the journal, whose private field is the super
+ *        block
  */
 void tmem_entry_journal_abort(struct tmem_args *args)
 {

@@ -2,7 +2,8 @@
 /*
  * POSIX_FADV_DONTNEED: pages that such a call evicts are not put, and the entries of its range are
  * erased. Coherence does not depend on this, because the advice is only a hint. If more calls run
- * at once than there are slots, pages of the calls without a slot are put, and erased afterwards.
+ * at once than there are slots, the driver puts the pages that calls without a slot evict, and
+ * erases their entries when the call ends.
  */
 #include <linux/fadvise.h>
 #include <linux/fs.h>

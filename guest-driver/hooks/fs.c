@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * File systems: which types are served, which of their mounts are known, and which of their inodes
- * may be put and got. discover.c finds the mounts; here, all hooks look them up, and request a
- * discovery or a sweep.
+ * File systems: which types are served, which of their mounts are known, and of which inodes pages
+ * may be put and got. discover.c finds the mounts. The hooks call this file to look mounts up, and
+ * to request a discovery or a sweep.
  *
  * A mount gets a pool when it is made, or when a page of one of its files is seen. Hooks look a
  * mount up by the address of its super block, in atomic context, under RCU. The mount leaves the
@@ -24,7 +24,7 @@
 
 /*
  * Returns false with data=journal (by mount or by file): a clean page may then have its newest
- * content in the journal only. Such inodes have another migrate_folio.
+ * content in the journal only. Inodes with data=journal have another migrate_folio operation.
  */
 static bool ext4_mapping_ok(const struct address_space *mapping)
 {
@@ -63,7 +63,7 @@ DEFINE_SPINLOCK(tmem_fs_lock);
 unsigned long tmem_fs_types_noted;
 bool tmem_fs_stopped;
 unsigned int tmem_fs_fruitless;
-DEFINE_MUTEX(tmem_fs_switch_lock);	/* fs.h says what it guards */
+DEFINE_MUTEX(tmem_fs_switch_lock);	/* fs.h lists what it guards */
 struct delayed_work tmem_fs_discovery, tmem_fs_sweeping;
 
 /*
@@ -117,8 +117,8 @@ void tmem_fs_put(struct tmem_fs *fs)
 }
 
 /**
- * tmem_fs_inode_ok() - check whether pages of an inode may be put and got, as far as the inode
- * decides
+ * tmem_fs_inode_ok() - check whether the type and state of an inode allow puts and gets of its
+ * pages
  * @fs: its file system
  * @inode: the inode
  *
@@ -131,7 +131,7 @@ bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode)
 
 	if (!S_ISREG(inode->i_mode) || (READ_ONCE(inode->i_flags) & never))
 		return false;
-	/* A page that could not be written is clean, and the disk has other content. */
+	/* A page that could not be written is clean, although the disk has other content. */
 	if (READ_ONCE(inode->i_mapping->wb_err))
 		return false;
 	return fs->type->mapping_ok(inode->i_mapping);
@@ -173,7 +173,7 @@ bool tmem_fs_note(const struct super_block *sb)
 		if (READ_ONCE(tmem_fs_types[i].failed) ||
 		    strcmp(sb->s_type->name, tmem_fs_types[i].name))
 			continue;
-		/* This runs for each page, so it writes only if no discovery is queued. */
+		/* This code runs for each page, so it writes only if no discovery is queued. */
 		if (!test_bit(i, &tmem_fs_types_noted) &&
 		    !test_and_set_bit(i, &tmem_fs_types_noted))
 			schedule_delayed_work(&tmem_fs_discovery, delay);
@@ -350,7 +350,8 @@ unsigned long tmem_fs_pages(const struct tmem_mount *mount)
 }
 
 /**
- * tmem_fs_sweep_soon() - request a sweep because marks of a file system run out or were lost
+ * tmem_fs_sweep_soon() - request a sweep because the memory for marks runs short, marks of a file
+ * system were lost, or the file system had an error
  * @fs: the file system
  *
  * Context: any but NMI.

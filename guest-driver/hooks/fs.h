@@ -18,8 +18,9 @@
 #define TMEM_FS_HASH_BITS 6
 
 /*
- * A file system that cannot be served is noted with each of its pages. After this many discoveries
- * in a row without a result, the discovery runs at most once a second.
+ * A hook requests a discovery for each page of an unknown file system, which may be one that cannot
+ * be served. After this many discoveries in a row without a result, the discovery runs at most once
+ * a second.
  */
 #define TMEM_FRUITLESS_MAX 16
 
@@ -30,8 +31,8 @@ extern spinlock_t tmem_fs_lock;			/* guards writers of tmem_fs_hash */
  */
 extern struct mutex tmem_fs_switch_lock;
 
-extern unsigned long tmem_fs_types_noted;	/* a bit for each entry of tmem_fs_types[] */
-extern bool tmem_fs_stopped;			/* neither work item may be queued */
+extern unsigned long tmem_fs_types_noted;	/* a bit for each of tmem_fs_types[] */
+extern bool tmem_fs_stopped;			/* true: neither work item below may be queued */
 extern unsigned int tmem_fs_fruitless;		/* discoveries in a row that found nothing */
 /* Work items of discover.c, which gives them their functions. */
 extern struct delayed_work tmem_fs_discovery, tmem_fs_sweeping;

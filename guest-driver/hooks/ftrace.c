@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Redirection of kernel functions, in the same way as live patching. In a kernel with the patches
- * of intree/, intree.c takes the place of this file.
+ * Redirects kernel functions with ftrace, in the same way as live patching does. In a kernel with
+ * the patches of intree/, intree.c takes the place of this file.
  *
- * All functions are in one ftrace_ops, so a kernel that gives up on ftrace stops gets together with
- * the hooks that keep them right. The ftrace_ops must never have FTRACE_OPS_FL_RECURSION, which may
- * skip a call.
+ * All functions are in one ftrace_ops. So if the kernel gives up on ftrace, gets stop together with
+ * the hooks on which their coherence depends. The ftrace_ops must never have
+ * FTRACE_OPS_FL_RECURSION, which may skip a call.
  *
  * A replacement calls the original by its address or name, and that call comes to
  * tmem_ftrace_func() again. The return address shows that this module is the caller. So a call of
@@ -103,8 +103,8 @@ int tmem_target_add(const struct tmem_target *target)
 		return -ENOSPC;
 
 	/*
-	 * Enter the function into the table before it is traced; otherwise a call in between is
-	 * missed.
+	 * Enter the function into the table before it is traced; otherwise a call in between
+	 * would be missed.
 	 */
 	targets[nr_targets] = *target;
 	/* Pairs with find_target(). */

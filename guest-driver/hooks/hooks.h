@@ -2,9 +2,9 @@
 /*
  * Declarations that the files of hooks/ share.
  *
- * Three rules hold in all of these files:
- * - An invalidation happens whether or not the inode is eligible, because it may have been
- *   eligible.
+ * Three rules hold in all of these files. An inode is eligible if its pages may be put:
+ * - An invalidation erases entries even if the inode is not eligible now, because it may have been
+ *   eligible earlier.
  * - Code that finds an inode ineligible erases its entries, because the inode may become eligible
  *   again with other contents.
  * - A hook that cannot do its work leaves nothing in the index under its key.
@@ -28,7 +28,7 @@
 
 /* Bits of the mask that tmem_core_set_hooks() gets. tmem_hook_names[] has the names. */
 enum tmem_hook {
-	TMEM_HOOK_REMOVED,	/* tracepoint: page left the page cache; also makes puts */
+	TMEM_HOOK_REMOVED,	/* tracepoint: page leaves the page cache; also makes puts */
 	TMEM_HOOK_DIRTY,	/* tracepoint: page made dirty */
 	TMEM_HOOK_TRUNCATE,	/* truncate_inode_pages_range() */
 	TMEM_HOOK_DIRECT,	/* invalidate_inode_pages2_range() */
@@ -113,13 +113,14 @@ void tmem_selftest_saw_call(enum tmem_hook hook);
 /* Size of a reason, which is one line, in bytes. */
 #define TMEM_REFUSED_BYTES 128
 
-/* A type of file system that is served. tmem_fs_types[] ends with one without a name. */
+/* A type of file system that is served. tmem_fs_types[] ends with an entry without a name. */
 struct tmem_fs_type {
 	const char *name;
-	/* Returns whether a mapping keeps its data where the hooks expect it. */
+	/* Returns true if clean pages of a mapping equal the disk, as the hooks expect. */
 	bool (*mapping_ok)(const struct address_space *mapping);
 	/*
-	 * True if the type is built in or loaded early: loading this module looks for mounts of it.
+	 * True if the module searches for mounts of this type when it is loaded, because the type
+	 * is built in or loaded early.
 	 */
 	bool at_load;
 	unsigned int report_bit;	/* VIRTIO_TMEM_H_... */
@@ -130,7 +131,7 @@ struct tmem_fs_type {
 	bool failed;
 	char why_failed[TMEM_REFUSED_BYTES];
 
-	bool off;			/* switched off by the operator; tmem_fs_switch_lock */
+	bool off;			/* by the operator; guarded by tmem_fs_switch_lock */
 	struct kobject *kobj;		/* directory in sysfs, made by mounts.c */
 };
 
@@ -141,8 +142,8 @@ struct tmem_mount_counts {
 };
 
 /*
- * A mount as sysfs shows it, from its registration until it is unmounted. Each struct tmem_fs that
- * replaces another one of the mount points to the same struct tmem_mount.
+ * A mount as sysfs shows it, from its registration until it is unmounted. If a struct tmem_fs of
+ * the mount is replaced by another one, both point to the same struct tmem_mount.
  */
 struct tmem_mount {
 	struct kobject kobj;
@@ -150,13 +151,13 @@ struct tmem_mount {
 	const struct super_block *sb;	/* only compared, never dereferenced */
 	struct tmem_fs_type *type;
 	struct tmem_mount_counts __percpu *counts;
-	bool off;			/* switched off by the operator; tmem_fs_switch_lock */
+	bool off;			/* by the operator; guarded by tmem_fs_switch_lock */
 	char refused[TMEM_REFUSED_BYTES];	/* why it is not served, or empty */
 	bool sweep;			/* its marks have to be swept */
 	unsigned long next_sweep;	/* in jiffies; written under discovery_lock */
 };
 
-/* State of a file system that one CPU writes. */
+/* State of a file system that exists once for each CPU, so that CPUs share no cache line. */
 struct tmem_fs_cpu {
 	long users;			/* sections between tmem_fs_get() and tmem_fs_put() */
 	unsigned long hits;		/* counted by verify.c, to find each n-th hit */
@@ -170,7 +171,7 @@ struct tmem_fs {
 	struct tmem_mount *mount;	/* freed after this struct tmem_fs */
 	struct tmem_pool *pool;
 	bool live;			/* puts and gets are allowed */
-	bool flush;			/* the discovery replaces it by one with an empty pool */
+	bool flush;			/* the discovery replaces this by an empty pool */
 	struct tmem_fs_cpu __percpu *cpu;
 	struct rcu_head rcu;
 	atomic_t first_hits;		/* counted by verify.c, to find the first hits only */
@@ -238,11 +239,11 @@ bool tmem_refuse(struct super_block *sb, char *why, size_t why_bytes);
 /* --- put.c --------------------------------------------------------------------------------- */
 
 /*
- * Pages of a folio that are put; the rest is erased. Reclaim removes a folio with interrupts off,
- * and the puts of one folio may take 20 us of this time. A put of a page that is not in the
- * processor's cache takes up to 0.6 us there (docs/benchmarks/native.md). The number is a power of
- * two like the sizes of folios, because a folio is got with all its pages or not at all. 32 pages
- * are the default readahead window.
+ * Maximum number of pages of a folio that are put; the entries of its other pages are erased.
+ * Reclaim removes a folio with interrupts off, and the puts of one folio may take 20 us of this
+ * time. A put of a page that is not in the processor's cache takes up to 0.6 us there
+ * (docs/benchmarks/native.md). The number is a power of two like the sizes of folios, because a
+ * folio is got with all its pages or not at all. 32 pages are the default readahead window.
  */
 #define TMEM_FOLIO_MAX_PAGES 32
 
@@ -322,7 +323,7 @@ void tmem_entry_bmap(struct tmem_args *args);
 
 /* --- read.c -------------------------------------------------------------------------------- */
 
-/* Pages of one tmem_get(), and so the largest folio that is got. */
+/* Maximum number of pages of one tmem_get(), and so of a folio that is got. */
 #define TMEM_RUN_PAGES 64
 
 void tmem_wrap_readahead(struct readahead_control *rac);

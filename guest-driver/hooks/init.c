@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Takes the hooks up and down. On the way up, nothing can be cached before all hooks that keep it
- * right are live. On the way down, no code of this module runs when it is freed. If a step fails,
- * the cache stays off, with the reason in the log and in sysfs; loading the module succeeds even
- * then.
+ * Takes and releases the hooks. When they are taken, nothing can be cached before all hooks on
+ * which coherence depends are live. When the module is freed, no task runs its code. If a step
+ * fails, the cache stays off, with the reason in the log and in sysfs; loading the module succeeds
+ * even then.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
@@ -34,7 +34,7 @@ static const struct tested_kernel {
 };
 
 static bool probes_on, ftrace_on;
-static DEFINE_MUTEX(hooks_mutex);	/* serializes taking and releasing; guards hooks_taken */
+static DEFINE_MUTEX(hooks_mutex);	/* guards hooks_taken, and taking and releasing */
 static bool hooks_taken;
 
 /* Returns the row of the running kernel's series and vendor, or NULL. */
@@ -73,7 +73,7 @@ static void check_point_release(const struct tested_kernel *kernel)
 	}
 	/*
 	 * An example: "#1 SMP PREEMPT_DYNAMIC Debian 6.12.117-1~deb12u1 (2026-11-14)" is 6.12.117.
-	 * A kernel with a built-in driver has it at the beginning of uname -r.
+	 * A kernel with a built-in driver has the point release at the beginning of uname -r.
 	 */
 	name = TMEM_BUILT_IN ? uts->release :
 	       skip_spaces(strstr(uts->version, kernel->vendor) + strlen(kernel->vendor));
@@ -137,7 +137,7 @@ static int hooks_up(void)
 	err = tmem_targets_start();
 	if (err) {
 		tmem_hooks_off("functions cannot be redirected: error %d%s", err, err == -EBUSY ?
-			       ": a live patch has one, or sysctl kernel.ftrace_enabled is 0" : "");
+			       ": a live patch redirects one, or kernel.ftrace_enabled is 0" : "");
 		return err;
 	}
 	ftrace_on = true;

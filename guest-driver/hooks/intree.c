@@ -103,7 +103,7 @@ void tmem_hook_removed(struct folio *folio)
 }
 
 /**
- * tmem_hook_reclaimed() - send what was put when a folio was removed
+ * tmem_hook_reclaimed() - send the pages that were put when reclaim removed a folio
  *
  * Context: process, without the i_pages lock.
  */
@@ -262,7 +262,7 @@ void tmem_hook_mounted(struct super_block *sb)
 {
 	/*
 	 * hook_enter() returns a replacement of security_sb_set_mnt_opts() if the mount hook is on.
-	 * It is not called here, because the kernel has called that function already.
+	 * The replacement is not called here, because the kernel has called the function already.
 	 */
 	if (!hook_enter(TMEM_HOOK_MOUNT, NULL, ARGS(ARG(sb))))
 		return;
@@ -413,8 +413,8 @@ bool tmem_targets_stop(void)
 /**
  * tmem_targets_drain() - wait until no task is inside a hook
  *
- * Called after tmem_targets_stop(). Each task that found the hooks on has counted itself when the
- * grace period ends.
+ * Called after tmem_targets_stop(). A task that found the hooks on counts itself in the same RCU
+ * section, so the count is complete when the grace period ends.
  */
 void tmem_targets_drain(void)
 {

@@ -40,8 +40,8 @@ void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inv
 	u64 ino = inode->i_ino;
 
 	/*
-	 * Comparisons become void even if the mark is set already, because a get may have come
-	 * before it.
+	 * Drop the inode's comparisons of hits with the disk, even if the mark is set already,
+	 * because a get may have come before the mark.
 	 */
 	tmem_verify_void(fs, ino, 0, ULONG_MAX);
 	if (tmem_bypass(fs->pool, ino))
@@ -147,7 +147,8 @@ bool tmem_fs_mark_suspects(struct tmem_fs *fs, struct super_block *sb)
 
 /**
  * tmem_fs_sweep() - clear the marks that are no longer needed
- * @fs: the file system, whose marks run out or were lost, or that had an error
+ * @fs: the file system, for which memory for marks runs short, marks were lost, or ext4 had an
+ * error
  * @sb: its super block, s_umount held
  *
  * Context: process, may sleep.

@@ -6,8 +6,8 @@
  *
  * The directory of a mount is removed before its super block is shut down. sysfs waits for tasks
  * that are reading or writing one of its files, and answers ENODEV to tasks that only have a file
- * open. So nothing here is used after it was freed. As a consequence, no file here may wait for
- * s_umount or discovery_lock.
+ * open. So no file uses a mount after it was freed. As a consequence, the functions of these files
+ * must not wait for s_umount or discovery_lock.
  */
 #include <linux/fs.h>
 #include <linux/kdev_t.h>
@@ -126,8 +126,8 @@ static const struct kobj_type mount_ktype = {
  * @sb: its super block
  * @type: type of file system
  *
- * Return: the mount, or NULL if the directory cannot be made. The mount is not served then, because
- * it could not be switched off.
+ * Return: the mount, or NULL if the directory cannot be made. The caller then does not serve the
+ * mount, because an operator could not switch it off.
  */
 struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_type *type)
 {
@@ -170,7 +170,10 @@ void tmem_mount_free(struct tmem_mount *mount)
 	if (mount->kobj.state_in_sysfs)
 		kobject_del(&mount->kobj);
 	kobject_put(&mount->kobj);
-	/* mount_release() is code of this module, and another task may run it. */
+	/*
+	 * Wait for mount_release(), which another task may run: it is code of this module, which
+	 * may be unloaded next.
+	 */
 	wait_for_completion(&mount->released);
 	free_percpu(mount->counts);
 	kfree(mount);

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Checks of mounts whose file system type is served: tmem_refuse() finds the ones to refuse.
+ * Checks mounts of the types that are served: tmem_refuse() finds the mounts that the driver
+ * refuses.
  *
  * The page cache has the clear text of data that dm-crypt keeps secret, and pages of dm-verity and
  * dm-integrity after their check. The host must not see the data of dm-crypt, and could change the
  * data of dm-verity and dm-integrity. So each block device below a file system must be one that
  * passes data on unchanged.
  *
- * Only a device-mapper table says what a device does. No exported function leads to a table, and
- * names and UUIDs are free text. So the driver looks up, by name, the functions that find a table's
- * targets, and calls them directly: with indirect branch tracking, they may have lost the mark that
- * allows a call by address. sysfs shows the devices below. A device that cannot be examined is
- * refused.
+ * Only the table of a device-mapper device shows what the device does. No exported function leads
+ * to a table, and names and UUIDs are free text. So the driver looks up, by name, the functions
+ * that find a table's targets, and calls them directly: with indirect branch tracking, they may
+ * have lost the mark that allows a call by address. sysfs shows the devices below. A device that
+ * cannot be examined is refused.
  *
  * Out of scope: a table that is exchanged below a mounted file system.
  */
@@ -28,7 +29,7 @@
 
 /* A file system on more devices than this, on all levels together, is refused. */
 #define STACK_MAX 64
-/* Options of an xfs take some hundred bytes. */
+/* Size of the buffer for mount options. Options of an xfs take a few hundred bytes. */
 #define OPTIONS_BYTES 4096
 
 static bool allow_encrypted;
@@ -42,7 +43,7 @@ static const char *const plain_targets[] = {
 };
 
 struct stack {
-	struct gendisk *disk[STACK_MAX];	/* with a reference to each */
+	struct gendisk *disk[STACK_MAX];	/* the driver holds a reference to each */
 	unsigned int nr;
 	unsigned int checked;		/* disks below this number were checked */
 	const struct gendisk *above;	/* disk whose lower devices are being added */
@@ -283,7 +284,7 @@ static bool has_realtime(struct super_block *sb)
 	if (options.buf && !sb->s_op->show_options(&options, sb->s_root) &&
 	    options.count < OPTIONS_BYTES)
 		/*
-		 * Any zoned xfs has the second option; its realtime volume may be on the data
+		 * Any zoned xfs has the second option, even if its realtime volume is on the data
 		 * device.
 		 */
 		has = strstr(options.buf, ",rtdev=") || strstr(options.buf, ",max_open_zones=");

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Record of the calls and folios of the self-test's mapping. The hooks call the functions of this
- * file, and selftest.c compares the record with what it has done.
+ * Record of the calls and folios that the hooks saw for the mapping of the self-test. The hooks
+ * call the functions of this file. selftest.c compares the record with the operations of the test.
  */
 #include <linux/fs.h>
 #include <linux/mm.h>
 
 #include "hooks.h"
 
-/* Hooks read it only while it is set. When it is cleared, no folio of the mapping exists. */
+/* The mapping under test, or NULL. When it is cleared, no folio of the mapping exists any more. */
 struct address_space *tmem_selftest_mapping;
 
 struct tmem_seen tmem_seen;

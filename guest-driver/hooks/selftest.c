@@ -53,7 +53,7 @@ static const struct address_space_operations selftest_aops = {
 
 static int selftest_init_fs_context(struct fs_context *fc)
 {
-	/* Any number works, because the file system is mounted inside the kernel only. */
+	/* Any magic number works, because the file system is mounted inside the kernel only. */
 	return init_pseudo(fc, ANON_INODE_FS_MAGIC) ? 0 : -ENOMEM;
 }
 

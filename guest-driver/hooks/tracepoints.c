@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Tracepoints of a module, for the probes of put.c and errors.c. In a kernel with the patches of
- * intree/, intree.c takes the place of this file.
+ * Registers the probes of put.c and errors.c at tracepoints, for a driver in a module. In a kernel
+ * with the patches of intree/, intree.c takes the place of this file.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
@@ -28,7 +28,7 @@ static struct tmem_probe {
 	{ "mm_filemap_add_to_page_cache", tmem_probe_added },
 };
 
-/* The last probe is on only while there may be an unknown file system. */
+/* All probes but the last, which is on only while there may be an unknown file system. */
 #define NR_STEADY_PROBES (ARRAY_SIZE(probes) - 1)
 
 static void probe_match(struct tracepoint *tp, void *data)
@@ -107,7 +107,7 @@ void tmem_probe_new_mounts(bool on)
 {
 	/* If this fails, a mount is found later, at its first eviction. */
 	if (probe_set(&probes[NR_STEADY_PROBES], on))
-		pr_debug("tracepoint %s not changed\n",
+		pr_debug("cannot register or unregister the probe of tracepoint %s\n",
 			 probes[NR_STEADY_PROBES].name);
 }
 

@@ -25,8 +25,8 @@ static long sum(const long __percpu *users)
  * From then on the counts only become smaller. So a sum of 0 means that all sections have ended,
  * although the CPUs are read one after the other.
  *
- * The function looks once per tick, because the tasks that end a section would otherwise have to
- * share a cache line. There is rarely a task to wait for.
+ * The function reads the counts once per tick. To be woken instead, the tasks that end a section
+ * would have to share a cache line. There is rarely a task to wait for.
  *
  * Context: process, may sleep.
  */

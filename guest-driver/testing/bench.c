@@ -37,8 +37,8 @@
  */
 #define BENCH_FOLIO_SAMPLES	256
 /*
- * Pages that the puts of folios take in turn, in blocks of the largest folio. They are more than
- * the processor's second cache holds, because reclaim takes pages that were not used lately.
+ * Number of pages that the puts of folios take in turn, in blocks of the largest folio. They exceed
+ * the processor's second-level cache, because reclaim takes pages that were not used lately.
  */
 #define BENCH_COLD_PAGES	1024
 #define BENCH_FOLIO_ORDER_MAX	6
@@ -53,7 +53,7 @@
 #define BENCH_HELD_END		4096
 
 enum bench_kind {
-	BENCH_EMPTY,		/* loop and clock only */
+	BENCH_EMPTY,		/* nothing: the cost of the loop and the clock */
 	BENCH_XA_LOAD,		/* page cache look-up, the reference for a miss */
 	BENCH_MISS_INODE,	/* no page of the inode is held */
 	BENCH_MISS_FAR,		/* pages of the inode are held, but none near the page */
@@ -183,8 +183,8 @@ static int bench_puts(struct bench *bench, unsigned int at)
 }
 
 /*
- * Puts the pages of a folio as hooks/put.c does. A folio of which the ring has no room for all
- * pages is put again.
+ * Puts the pages of a folio as hooks/put.c does. If the ring does not take all pages, the function
+ * puts the whole folio again.
  */
 static int bench_folio(struct bench *bench, enum bench_kind kind, unsigned int at)
 {
@@ -288,7 +288,7 @@ static int bench_run(const char *path)
 	}
 	bench->mapping = file->f_mapping;
 	bench->nr_pages = i_size_read(bench->mapping->host) >> PAGE_SHIFT;
-	/* A fixed seed, because no result depends on the numbers. */
+	/* The seed is fixed, because no result depends on the random numbers. */
 	prandom_seed_state(&bench->rnd, BENCH_INO);
 	prandom_bytes_state(&bench->rnd, page_address(bench->from), PAGE_SIZE);
 	for (i = 0; i < BENCH_COLD_BLOCKS; i++)

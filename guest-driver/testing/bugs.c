@@ -15,7 +15,7 @@
 #define LEAKS		8
 /* Size of the leaked objects. Few other allocations have it, so a report can be recognized. */
 #define LEAK_BYTES	4321
-/* Smaller than the allocator's rounded size, so that only a red zone follows. */
+/* Smaller than the allocator's rounded size, so that a red zone follows the object. */
 #define SHORT_BYTES	24
 
 static void bug_sleep(void)

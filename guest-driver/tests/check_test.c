@@ -97,15 +97,17 @@ static void test_check(void)
 
 		fill(&keys, sizeof(keys));
 		fill(page, sizeof(page));
-		if (round % 4 == 0)	/* mostly zero, as files are */
+		if (round % 4 == 0)	/* mostly zero, as pages of many files are */
 			memset(page, 0, PAGE_BYTES - 8 * (rng() % 8));
 		copy[0] = copy[PAGE_BYTES / 8 + 1] = guard;
 		check = tmem_check_copy(&keys, copy + 1, page);
-		expect(!memcmp(copy + 1, page, PAGE_BYTES), "the copy is the page");
-		expect(copy[0] == guard && copy[PAGE_BYTES / 8 + 1] == guard, "no byte beyond");
-		expect(check == tmem_check_page(&keys, page), "copying and checking agree");
-		expect(check == reference(&keys, page), "the check is the formula");
-		expect(check < 1U << TMEM_CHECK_BITS, "the check fits");
+		expect(!memcmp(copy + 1, page, PAGE_BYTES), "the copy equals the page");
+		expect(copy[0] == guard && copy[PAGE_BYTES / 8 + 1] == guard,
+		       "no byte before or behind the copy is written");
+		expect(check == tmem_check_page(&keys, page),
+		       "tmem_check_copy() and tmem_check_page() agree");
+		expect(check == reference(&keys, page), "the check equals the reference formula");
+		expect(check < 1U << TMEM_CHECK_BITS, "the check has at most TMEM_CHECK_BITS bits");
 
 		memcpy(other, page, PAGE_BYTES);
 		((u8 *)other)[bit / 8] ^= 1 << bit % 8;
@@ -125,13 +127,13 @@ static void test_check(void)
 			     tmem_check_page(&keys, other) == check;
 	}
 	/*
-	 * Each event has a probability of 2^-24 a round. Two of one kind are expected once in 10^8
-	 * runs.
+	 * Equal checks of two different pages have a probability of 2^-24 in a round. Two of one
+	 * kind are expected in one of 10^8 runs.
 	 */
-	expect(same_flip < 2, "another bit gives another check");
-	expect(same_swap < 2, "other places give another check");
-	expect(same_random < 2, "another page gives another check");
-	expect(same_zero < 2, "a zero page gives another check");
+	expect(same_flip < 2, "one flipped bit changes the check");
+	expect(same_swap < 2, "swapped words change the check");
+	expect(same_random < 2, "a random page has another check");
+	expect(same_zero < 2, "a zero page has another check");
 }
 
 static void test_entry(void)
@@ -143,15 +145,18 @@ static void test_entry(void)
 		u64 offset = tmem_cookie_offset(seq, queues, queue);
 		u64 entry = tmem_entry(offset, check);
 
-		expect(offset <= TMEM_SEQ_MASK, "the offset fits");
-		expect(tmem_entry_offset(entry) == offset, "the offset comes back");
-		expect(tmem_entry_check(entry) == check, "the check comes back");
-		expect(tmem_cookie_seq(offset, queues) == seq, "the sequence number comes back");
-		expect(offset % queues == queue, "the queue comes back");
-		expect(tmem_cookie_offset(seq + 1, queues, queue) > offset, "cookies grow");
+		expect(offset <= TMEM_SEQ_MASK, "the offset is at most TMEM_SEQ_MASK");
+		expect(tmem_entry_offset(entry) == offset, "the entry returns the offset");
+		expect(tmem_entry_check(entry) == check, "the entry returns the check");
+		expect(tmem_cookie_seq(offset, queues) == seq,
+		       "the offset returns the sequence number");
+		expect(offset % queues == queue, "the offset returns the queue");
+		expect(tmem_cookie_offset(seq + 1, queues, queue) > offset,
+		       "a later sequence number gives a greater offset");
 	}
-	expect(tmem_entry_offset(tmem_entry(TMEM_SEQ_MASK, 0)) == TMEM_SEQ_MASK, "largest offset");
-	expect(TMEM_SEQ_BITS + TMEM_CHECK_BITS == 64, "an entry is full");
+	expect(tmem_entry_offset(tmem_entry(TMEM_SEQ_MASK, 0)) == TMEM_SEQ_MASK,
+	       "the entry returns the largest offset");
+	expect(TMEM_SEQ_BITS + TMEM_CHECK_BITS == 64, "sequence number and check fill 64 bits");
 }
 
 int main(int argc, char **argv)

@@ -27,7 +27,7 @@
 #define SYSFS		"/sys/kernel/virtio_tmem"
 #define MODULE		"/sys/module/virtio_tmem"
 
-/* Exit statuses, as in --help. The first failure decides. */
+/* Exit statuses, as in --help. The first failure determines the status. */
 enum {
 	EXIT_OK = 0,
 	EXIT_SOME = 1,		/* a failure without a status of its own */
@@ -39,7 +39,7 @@ enum {
 
 /* Deepest nesting of directories. Each level holds one of 1,024 file descriptors. */
 #define DEPTH_MAX	256
-/* Messages show a path up to this length in bytes. Longer paths are walked, too. */
+/* Messages cut a path off after this number of bytes. The program walks longer paths, too. */
 #define PATH_BYTES	16384
 /* Number of retries if the driver does not know a file system yet, and the time between them. */
 #define AGAIN_TIMES	40
@@ -58,53 +58,58 @@ static int status;
 static const char usage_text[] =
 "usage: tmem-guest [--json] COMMAND [ARGUMENT...]\n"
 "\n"
-"Looks at the virtio-tmem driver of this guest, whose page cache has a second\n"
-"part in a pool of the host, and tells it about files.\n"
+"Shows and controls the virtio-tmem driver of this guest. The driver sends pages\n"
+"that the guest evicts from its page cache to a pool of the host.\n"
 "\n"
-"  status                      is it on, and if not, why\n"
-"  stats [--watch[=SECONDS]]   its counters\n"
+"  status                      show whether the driver is on, or why it is off\n"
+"  stats [--watch[=SECONDS]]   show the driver's counters\n"
 "  drop PATH...                drop files from page cache and pool\n"
 "  policy PATH... [never|default]\n"
-"                              whether files may go into the pool\n"
+"                              show or set whether files may go into the pool\n"
 "\n"
-"  --json                      one JSON object on standard output\n"
-"  --help                      after a command: about that command\n"
+"  --json                      print one JSON object\n"
+"  --help                      after a command: show the help of that command\n"
 "\n"
-"Exit status: 0 done; 1 some of it failed; 2 wrong usage; 3 the driver is not\n"
-"loaded or off; 4 not a file system that it serves; 5 not the owner of a file.\n";
+"Exit status: 0 success; 1 a part of the command failed; 2 wrong usage; 3 the\n"
+"driver is off or not loaded; 4 the driver does not serve the file system; 5 the\n"
+"user does not own a file.\n";
 
 static const char status_text[] =
 "usage: tmem-guest status [--json]\n"
 "\n"
-"Shows the driver's state and what it uses. The state is one of\n"
-"  on         pages go to the host and come back; a note follows if this release of\n"
-"             the kernel was not tested\n"
-"  tripped    the host answers late: reads go to the disk until it is in time\n"
+"Shows the driver's state, its memory, and the number of pages that it holds in\n"
+"the pool. The state is one of these:\n"
+"  on         pages go to the host and come back; a note follows if this release\n"
+"             of the kernel was not tested\n"
+"  tripped    the host answers too late: reads go to the disk until the host\n"
+"             answers in time\n"
 "  offline    the host has no daemon for this guest at the moment\n"
 "  off        the driver does not work here; the reason follows\n"
-"  poisoned   a page from the host was wrong: off until the module is loaded again\n"
+"  poisoned   a page from the host was wrong: the driver stays off until the\n"
+"             module is loaded again\n"
 "\n"
 "Exit status: 0 if on or tripped, otherwise 3.\n";
 
 static const char stats_text[] =
 "usage: tmem-guest stats [--watch[=SECONDS]] [--json]\n"
 "\n"
-"Shows the driver's counters, whose meaning is in ABI/sysfs-kernel-virtio_tmem.\n"
+"Shows the driver's counters. ABI/sysfs-kernel-virtio_tmem describes them.\n"
 "lost_fraction is the part of eligible evicted pages that the cache did not keep:\n"
 "puts_lost / puts_eligible.\n"
-"With --watch again every SECONDS (1 unless given, 0.1 to 3600) until interrupted:\n"
-"those that changed, and by how much a second; with --json all of them, one\n"
-"object a line.\n";
+"With --watch, shows the counters that changed, and their change per second,\n"
+"every SECONDS (0.1 to 3600, by default 1) until the command is interrupted. With\n"
+"--watch and --json, prints all counters each time, as one object on one line.\n";
 
 static const char drop_text[] =
 "usage: tmem-guest drop PATH... [--json]\n"
 "\n"
-"Drops files from this guest's page cache and from the pool of the host; of a\n"
-"directory all files below it. What was written to them goes to the disk first.\n"
-"Pages that are in use, as by mmap(), stay. Symbolic links are not followed and\n"
-"other file systems not entered. Who is not root drops what is his own.\n"
+"Drops files from this guest's page cache and from the pool of the host. For a\n"
+"directory, drops all files below it. Changed pages are written to the disk\n"
+"first. Pages that are in use, for example by mmap(), stay. Symbolic links are\n"
+"not followed, and other file systems are not entered. Users may drop their own\n"
+"files, root may drop all files.\n"
 "\n"
-"Shows how many files and pages it was.\n";
+"Prints the number of files and of dropped pages.\n";
 
 static const char policy_text[] =
 "usage: tmem-guest policy PATH... [never|default] [--json]\n"
@@ -113,12 +118,13 @@ static const char policy_text[] =
 "          are there are erased\n"
 "default   pages of the file go there when they are evicted\n"
 "\n"
-"Of a directory, all files that are below it now; later ones begin with default.\n"
-"A policy stays until it is changed, the file is deleted, its file system is\n"
-"unmounted or the module is unloaded; it is not stored on disk. Without a policy\n"
-"it is shown. A path with the name of a policy is written ./never.\n"
-"Symbolic links are not followed and other file systems not entered. Who is not\n"
-"root has a say about what is his own.\n";
+"For a directory, sets the policy of all files that are below it now; later files\n"
+"begin with default. A policy lasts until it is changed, the file is deleted, its\n"
+"file system is unmounted or the module is unloaded; it is not stored on disk. If\n"
+"no policy is given, the command shows the policy of the files. If a file has the\n"
+"name of a policy, write its path as ./never.\n"
+"Symbolic links are not followed, and other file systems are not entered. Users\n"
+"may name their own files, root may name all files.\n";
 
 /* --- output -------------------------------------------------------------------------------- */
 
@@ -194,13 +200,13 @@ static void sleep_s(double seconds)
 /* --- the driver's files -------------------------------------------------------------------- */
 
 /* Reads one line. Returns false if there is no such file. */
-static bool read_line(const char *folder, const char *name, char *line, size_t bytes)
+static bool read_line(const char *directory, const char *name, char *line, size_t bytes)
 {
 	char path[PATH_MAX];
 	FILE *file;
 	bool found;
 
-	snprintf(path, sizeof(path), "%s/%s", folder, name);
+	snprintf(path, sizeof(path), "%s/%s", directory, name);
 	file = fopen(path, "re");
 	if (!file)
 		return false;
@@ -233,23 +239,23 @@ static int by_name(const void *a, const void *b)
 /* Reads all counters, sorted by name. Returns their number, or -1 if the module is not loaded. */
 static int read_counters(struct counter *counters)
 {
-	DIR *folder = opendir(SYSFS "/stats");
+	DIR *directory = opendir(SYSFS "/stats");
 	struct dirent *entry;
 	char line[32];
 	int nr = 0;
 
-	if (!folder) {
+	if (!directory) {
 		fail(EXIT_NO_DRIVER, "the module is not loaded: try modprobe virtio_tmem");
 		return -1;
 	}
-	while (nr < COUNTERS_MAX && (entry = readdir(folder))) {
+	while (nr < COUNTERS_MAX && (entry = readdir(directory))) {
 		if (entry->d_name[0] == '.' || strlen(entry->d_name) >= NAME_BYTES ||
 		    !read_line(SYSFS "/stats", entry->d_name, line, sizeof(line)))
 			continue;
 		snprintf(counters[nr].name, NAME_BYTES, "%s", entry->d_name);
 		counters[nr++].value = strtoull(line, NULL, 10);
 	}
-	closedir(folder);
+	closedir(directory);
 	qsort(counters, nr, sizeof(*counters), by_name);
 	return nr;
 }
@@ -418,16 +424,17 @@ static void __printf(2, 3) walk_fail(int code, const char *fmt, ...)
 static void open_failed(void)
 {
 	if (errno == EACCES || errno == EPERM)
-		walk_fail(EXIT_NOT_OWNER, "no permission to read it: be its owner, or root");
+		walk_fail(EXIT_NOT_OWNER, "cannot be read without permission: run the command as its owner or as root");
 	else if (errno == ELOOP)
-		walk_fail(EXIT_SOME, "is a symbolic link, which is not followed: name what it points to");
+		walk_fail(EXIT_SOME, "is a symbolic link, which is not followed: name the target of the link");
 	else
 		walk_fail(EXIT_SOME, "%s", strerror(errno));
 }
 
 /*
- * Sends a request to the driver. Sets *go_on to false if the file system is not served or has no
- * room for a policy, because the other files of the walk would fail in the same way.
+ * Sends a request to the driver. Sets *go_on to false if the driver does not serve the file system
+ * or has reached its limit of policies, because the other files of the walk would fail in the same
+ * way.
  */
 static bool ask(int fd, unsigned long cmd, struct virtio_tmem_file *file, bool *go_on)
 {
@@ -446,17 +453,17 @@ static bool ask(int fd, unsigned long cmd, struct virtio_tmem_file *file, bool *
 	case 0:
 		return true;
 	case EPERM:
-		walk_fail(EXIT_NOT_OWNER, "belongs to somebody else: be its owner, or root");
+		walk_fail(EXIT_NOT_OWNER, "belongs to another user: run the command as the owner or as root");
 		break;
 	case EAGAIN:
 	case EOPNOTSUPP:
 		walk_fail(EXIT_NOT_SERVED,
-			  "is on a file system that the driver does not serve (see its README)");
+			  "is on a file system that the driver does not serve (see the README of the driver)");
 		*go_on = false;
 		break;
 	case ENOSPC:
 		walk_fail(EXIT_SOME,
-			  "there is no room for another file with a policy: set others to default first");
+			  "the limit of policies is reached: set other files to default first");
 		*go_on = false;
 		break;
 	default:
@@ -472,7 +479,7 @@ static void progress(void)
 	if (now - walk.begin_s < PROGRESS_AFTER_S || now - walk.shown_s < PROGRESS_EVERY_S)
 		return;
 	walk.shown_s = now;
-	fprintf(stderr, "tmem-guest: %llu files so far, at %s\n", walk.files, walk.path);
+	fprintf(stderr, "tmem-guest: %llu files done; now at %s\n", walk.files, walk.path);
 }
 
 static bool same_mount(const struct statx *st)
@@ -487,29 +494,29 @@ static bool same_mount(const struct statx *st)
 	return true;
 }
 
-static int stat_at(int folder, const char *name, int flags, struct statx *st)
+static int stat_at(int directory, const char *name, int flags, struct statx *st)
 {
 	unsigned int mask = STATX_TYPE | STATX_INO;
 
 #ifdef STATX_MNT_ID
 	mask |= STATX_MNT_ID;
 #endif
-	return statx(folder, name, flags | AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT, mask, st);
+	return statx(directory, name, flags | AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT, mask, st);
 }
 
-static bool walk_folder(int fd, unsigned int depth);
+static bool walk_directory(int fd, unsigned int depth);
 
 /*
- * Handles one name in a directory. Only files and directories are opened, because the writer of a
- * FIFO would notice.
+ * Handles one name in a directory. It opens only files and directories, because the process that
+ * writes to a FIFO would notice that the FIFO is opened.
  */
-static bool walk_entry(int folder, const char *name, unsigned int depth)
+static bool walk_entry(int directory, const char *name, unsigned int depth)
 {
 	struct statx before, st;
 	bool top = !depth, go_on = true;
 	int fd;
 
-	if (stat_at(folder, name, 0, &before)) {
+	if (stat_at(directory, name, 0, &before)) {
 		/* The name was deleted after the directory was read. */
 		if (top || errno != ENOENT)
 			open_failed();
@@ -528,7 +535,7 @@ static bool walk_entry(int folder, const char *name, unsigned int depth)
 		walk.top = before;
 	if (!same_mount(&before))
 		return true;
-	fd = openat(folder, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+	fd = openat(directory, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
 	if (fd < 0) {
 		if (top || errno != ENOENT)
 			open_failed();
@@ -537,40 +544,41 @@ static bool walk_entry(int folder, const char *name, unsigned int depth)
 	if (stat_at(fd, "", AT_EMPTY_PATH, &st)) {
 		open_failed();
 	} else if (!same_mount(&st) || (st.stx_mode & S_IFMT) != (before.stx_mode & S_IFMT)) {
-		walk_fail(EXIT_SOME, "was replaced meanwhile: left out");
+		walk_fail(EXIT_SOME, "was replaced during the walk and is left out: run the command again");
 	} else if (S_ISREG(st.stx_mode)) {
 		walk.files++;
 		go_on = walk.visit(fd);
 		progress();
 	} else {
-		return walk_folder(fd, depth);
+		return walk_directory(fd, depth);
 	}
 	close(fd);
 	return go_on;
 }
 
 /* Handles all names in a directory, and closes it. */
-static bool walk_folder(int fd, unsigned int depth)
+static bool walk_directory(int fd, unsigned int depth)
 {
 	size_t end = strlen(walk.path);
 	struct dirent *entry;
 	bool go_on = true;
-	DIR *folder;
+	DIR *directory;
 
 	if (depth >= DEPTH_MAX) {
-		walk_fail(EXIT_SOME, "is %d directories deep: name it by itself", DEPTH_MAX);
+		walk_fail(EXIT_SOME, "is %d directories deep: name this directory on the command line",
+			  DEPTH_MAX);
 		close(fd);
 		return true;
 	}
-	folder = fdopendir(fd);
-	if (!folder) {
+	directory = fdopendir(fd);
+	if (!directory) {
 		open_failed();
 		close(fd);
 		return true;
 	}
 	while (go_on) {
 		errno = 0;
-		entry = readdir(folder);
+		entry = readdir(directory);
 		if (!entry) {
 			if (errno)
 				open_failed();
@@ -583,7 +591,7 @@ static bool walk_folder(int fd, unsigned int depth)
 		go_on = walk_entry(fd, entry->d_name, depth + 1);
 		walk.path[end] = '\0';
 	}
-	closedir(folder);
+	closedir(directory);
 	return go_on;
 }
 
@@ -622,8 +630,8 @@ static bool drop_file(int fd)
 	if (!ask(fd, VIRTIO_TMEM_IOC_GET, &before, &go_on))
 		return go_on;
 	/*
-	 * Dirty pages cannot be dropped. For clean pages this costs nothing, and it does not flush
-	 * the disk.
+	 * Write dirty pages back, because they cannot be dropped. This costs nothing if all pages
+	 * are clean, and it does not flush the disk.
 	 */
 	if (before.cached_pages &&
 	    sync_file_range(fd, 0, 0, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE |

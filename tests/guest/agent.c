@@ -30,8 +30,8 @@
 
 #define MAGIC 0x31414d54u /* "TMA1" */
 #define PORT_NAME "tmem.agent"
-#define PAYLOAD_MAX (256u << 10) /* bytes of a frame; the host sends larger files in parts */
-#define OUTPUT_CHUNK 16384	 /* bytes of output in a frame */
+#define PAYLOAD_MAX (256u << 10) /* data bytes of a frame; the host sends larger files in parts */
+#define OUTPUT_CHUNK 16384	 /* bytes of a job's output in a frame */
 #define JOBS_MAX 32
 
 enum type {
@@ -41,9 +41,9 @@ enum type {
 	GET = 4,	/* arg: offset; payload: u32 length, path, NUL */
 	KILL = 5,	/* arg: signal; id: id of the EXEC */
 	PONG = 16,	/* arg: nonce; payload: the kernel's boot id */
-	STDOUT = 17,	/* payload: bytes */
-	STDERR = 18,	/* payload: bytes */
-	EXIT = 19,	/* arg: wait status, or EXIT_TIMED_OUT, or EXIT_NO_JOB */
+	STDOUT = 17,	/* payload: output bytes of the job */
+	STDERR = 18,	/* payload: error output bytes of the job */
+	EXIT = 19,	/* arg: status as of wait(2), or EXIT_TIMED_OUT, or EXIT_NO_JOB */
 	REPLY = 20,	/* arg: errno of PUT or GET; payload: bytes read */
 };
 
@@ -204,7 +204,7 @@ static void exec_child(int out, int err)
 	dup2(err, STDERR_FILENO);
 	close_range(STDERR_FILENO + 1, ~0u, 0);
 	signal(SIGPIPE, SIG_DFL);
-	/* The agent is protected from the OOM killer. Its jobs must not inherit that. */
+	/* The agent is protected from the OOM killer. Its jobs must not inherit this protection. */
 	int score = open("/proc/self/oom_score_adj", O_WRONLY);
 	if (score >= 0) {
 		if (write(score, "0", 1) != 1)
@@ -264,8 +264,8 @@ static void start_job(const struct frame *request)
 }
 
 /*
- * Sends one chunk of a job's output to the host. Returns 0 if the pipe has no more at the moment.
- * Closes the pipe at its end.
+ * Sends one chunk of a job's output to the host. Returns 0 if the pipe has no more data at the
+ * moment. Closes the pipe at the end of the output.
  */
 static int forward(const struct job *job, int *fd, uint32_t type)
 {

@@ -12,9 +12,9 @@
  * - bench evict FILE: reads FILE and drops it from the page cache, in parts that the put ring can
  *   take, and waits for the host after each; prints the number of pages
  * - bench latency FILE COUNT BYTES SEED DISKFILE EVERY: reads COUNT blocks of FILE at random places,
- *   each once and without readahead. After each, it reads the same block from the page cache and
- *   makes a system call that does nothing. After EVERY of them, it reads a block of DISKFILE. Prints
- *   a line for each kind: its name, and the ticks of each
+ *   each once and without readahead. After each block, it reads this block from the page cache and
+ *   makes a system call that does nothing. After each EVERY blocks, it reads a block of DISKFILE.
+ *   Prints a line for each kind of operation: its name, and the ticks of each operation
  *
  * Ticks are those of the TSC. Under emulation and on hardware they come from the host, so that two
  * guests can be compared. Under QEMU's -icount they are instructions that the guest executed.

@@ -38,7 +38,7 @@
 #define PAGE		4096UL
 #define OLD		'A'
 #define NEW		'B'
-#define FAULT_MS	60000	/* the write must touch its buffer within this time */
+#define FAULT_MS	60000	/* longest time until the write touches its buffer */
 
 static void die(const char *what)
 {

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Makes a device-mapper device, for guests without dmsetup:
+ * Creates a device-mapper device, for guests without dmsetup:
  *
  *   dm NAME START SECTORS TARGET PARAMETERS [START SECTORS TARGET PARAMETERS]...
  *   dm NAME suspend
  *
- * The first form makes the device NAME if it does not exist, loads the table of the given targets,
- * and prints the path of the device's node in /dev. It waits for I/O in flight before it replaces a
- * table, but flushes no file system. After the second form, all I/O of the device waits until the
- * first form loads the next table.
+ * The first form creates the device NAME if it does not exist, loads the table of the given
+ * targets, and prints the path of the device's node in /dev. It waits for I/O in flight before it
+ * replaces a table, but flushes no file system. After the second form, all I/O of the device waits
+ * until the first form loads the next table.
  */
 #include <fcntl.h>
 #include <linux/dm-ioctl.h>
@@ -20,7 +20,7 @@
 #include <sys/ioctl.h>
 #include <sys/sysmacros.h>
 
-#define ROOM_BYTES	8192	/* size of a request; a line of a table has some hundred bytes */
+#define ROOM_BYTES	8192	/* size of a request; a line of a table has a few hundred bytes */
 
 static uint8_t room[ROOM_BYTES];
 static struct dm_ioctl *const request = (struct dm_ioctl *)room;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Reads that must not sleep: nowait FILE STEP_PAGES
+ * Makes reads that must not sleep: nowait FILE STEP_PAGES
  *
  * The program calls preadv2(RWF_NOWAIT) for one page every STEP_PAGES, from the end to the
  * beginning, so that no page is cached by the readahead of the read before. It prints "reads N

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * pressure DIR MIB: writes, reads and compares two files of MIB each, which together are larger
- * than memory. The program writes one file with write(2) and the other through a shared mapping, so
- * that nearly all of the page cache is dirty at any time.
+ * pressure DIR MIB: writes, reads and compares two files of MIB mebibytes each, which together are
+ * larger than memory. The program writes one file with write(2) and the other through a shared
+ * mapping, so that nearly all of the page cache is dirty at any time.
  *
  * Exit status: 0 all bytes right, 1 a wrong byte, 2 another failure.
  */
@@ -17,7 +17,7 @@
 #include <unistd.h>
 
 #define PAGE	4096UL
-#define PASSES	3	/* the second and third pass overwrite pages that may have been put */
+#define PASSES	3	/* the second and the third pass overwrite pages that may have been put */
 
 static void die(const char *what)
 {

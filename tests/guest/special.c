@@ -1,25 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Makes files that must not be cached, and calls ioctls that their tests need:
+ * Creates files that must not be cached, and makes other system calls that tests need:
  *
- * - special encrypt DIR: files made in DIR from now on are encrypted
- * - special verity FILE: FILE has fs-verity from now on
- * - special journal FILE: the data of FILE goes through the journal from now on
+ * - special encrypt DIR: makes the file system encrypt files that are created in DIR from now on
+ * - special verity FILE: enables fs-verity for FILE
+ * - special journal FILE: makes data of FILE go through the journal from now on
  * - special quotafile FILE: makes an empty quota file of users, padded to QUOTA_BYTES
  * - special quotaon|quotaoff DIR FILE: switches user quotas of the file system at DIR
- * - special loop-direct DEVICE: a loop device bypasses the page cache below it
+ * - special loop-direct DEVICE: makes a loop device bypass the page cache of the file below it
  * - special map FILE: copies FILE to standard output, through a mapping and page by page
- * - special same FILE: compares cached and direct reads; exit status 1 if they differ
+ * - special same FILE: compares cached and direct reads, and ends with status 1 if they differ
  * - special move-ext FILE DONOR: exchanges the blocks of two ext4 files of the same size
  * - special advise FILE BYTES: repeatedly advises that the first BYTES are not needed
  * - special direct DIR COUNT: makes COUNT files with one direct write each
- * - special tables DIR COUNT: like direct; then prints "ready" and keeps all files open
+ * - special tables DIR COUNT: makes these files as "direct" does, prints "ready", and keeps them
+ * open
  * - special shutdown DIR: shuts the ext4 or xfs at DIR down by force, without writing its log
- * - special swap-out BYTES: writes to memory of this size and has it swapped out
+ * - special swap-out BYTES: writes to memory of this size and makes the kernel swap it out
  * - special drain: empties the kernel's per-CPU lists of pages and buffers, so that no page has a
  *   reference from such a list
  * - special block FILE PAGE: prints the file system's block of a page, counted in pages
- * - special cached FILE PAGE: exit status 0 if the page is in the page cache, 1 if it is not
+ * - special cached FILE PAGE: ends with status 0 if the page is in the page cache, otherwise with 1
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -44,7 +45,7 @@
 /* From fs/ext4/ext4.h (include/uapi/linux/ext4.h since 6.11) and fs/xfs/libxfs/xfs_fs.h. */
 #define IOC_SHUTDOWN		_IOR('X', 125, uint32_t)
 #define GOING_FLAGS_NOLOGFLUSH	2
-#define FILES_BESIDE	16UL	/* descriptors besides those of COUNT files, such as stdin */
+#define FILES_BESIDE	16UL	/* descriptors in addition to those of COUNT files, such as stdin */
 #define QFMT_VFS_V0	2	/* include/uapi/linux/quota.h */
 /*
  * Size of the quota file. The kernel uses only its first part. The file must be longer than one

@@ -2,7 +2,7 @@
 /*
  * Drives the device from guest user space, without the module.
  *
- * - tmemcfg info: prints registers and configuration, a "key value" line each
+ * - tmemcfg info: prints registers and configuration, one "key value" line for each field
  * - tmemcfg reset: resets the device
  * - tmemcfg fuzz SEED COUNT: makes random accesses to registers and configuration, then a reset
  * - tmemcfg run: brings the device up and uses it until SIGTERM
@@ -48,7 +48,7 @@
 #define PCI_CAPABILITY_LIST 0x34
 #define PCI_CAP_ID_VNDR 9
 #define PAGE 4096
-#define RING_SIZE 16 /* size of the queues of `run`; small enough for a page each */
+#define RING_SIZE 16 /* size of the queues of `run`; each part of a queue fits into a page */
 #define KEEP_OBJECT 7
 #define KEEP_INDEX 3
 #define UNANSWERED_MS 1000
@@ -118,12 +118,12 @@ static int64_t now_ms(void)
 
 /* Functions for PCI: find the device, take it from the kernel, map its regions. */
 
-static unsigned long read_number(const char *folder, const char *name)
+static unsigned long read_number(const char *directory, const char *name)
 {
 	char path[512], text[64] = "";
 	FILE *file;
 
-	snprintf(path, sizeof(path), "%s/%s", folder, name);
+	snprintf(path, sizeof(path), "%s/%s", directory, name);
 	file = fopen(path, "r");
 	if (!file || !fgets(text, sizeof(text), file))
 		die("%s: %s", path, strerror(errno));
@@ -143,11 +143,11 @@ static void write_text(const char *path, const char *text)
 static void find_device(void)
 {
 	const char *root = "/sys/bus/pci/devices";
-	DIR *folder = opendir(root);
+	DIR *directory = opendir(root);
 	struct dirent *entry;
 	char path[512];
 
-	while (folder && (entry = readdir(folder))) {
+	while (directory && (entry = readdir(directory))) {
 		if (entry->d_name[0] == '.')
 			continue;
 		snprintf(device_path, sizeof(device_path), "%s/%.32s", root, entry->d_name);
@@ -157,7 +157,7 @@ static void find_device(void)
 		snprintf(path, sizeof(path), "%s/driver/unbind", device_path);
 		if (access(path, W_OK) == 0)
 			write_text(path, entry->d_name);
-		closedir(folder);
+		closedir(directory);
 		return;
 	}
 	die("there is no PCI device %04x:%04x", VENDOR, DEVICE);
@@ -255,7 +255,7 @@ static struct virtio_tmem_config read_config(void)
 	uint8_t before;
 
 	/*
-	 * Read the configuration again if it has changed between the accesses that it needs.
+	 * Read the configuration again if the device changed it between two of the accesses.
 	 */
 	do {
 		uint32_t words[sizeof(config) / 4];
@@ -313,7 +313,7 @@ static void info(void)
 	say("reserved %u", config.reserved[0] | config.reserved[1] | config.reserved[2]);
 }
 
-/* Functions for random accesses, as of a hostile guest. No ring points at memory of the guest. */
+/* Functions for random accesses, as by a hostile guest. No ring is in memory of the kernel. */
 
 static uint64_t random_state;
 

@@ -29,25 +29,26 @@ static void usage(FILE *to)
 	fputs("usage: torture [options] DIR\n"
 	      "Random file operations in DIR, a directory on the file system under test, against a\n"
 	      "model in memory.\n"
-	      "  --seed=N          the choice of all operations (default: from the clock, printed)\n"
-	      "  --ops=N           operations of all workers together (20000)\n"
-	      "  --files=N         files of a worker (24)\n"
-	      "  --size-max=BYTES  the largest file (2097152)\n"
-	      "  --jobs=N          workers, each with files of its own (1)\n"
-	      "  --rounds=N        with an unmount and mount between rounds (1); needs --device\n"
+	      "  --seed=N          seed of all random choices (default: from the clock, printed)\n"
+	      "  --ops=N           number of operations of all workers together (20000)\n"
+	      "  --files=N         number of files of each worker (24)\n"
+	      "  --size-max=BYTES  size of the largest file (2097152)\n"
+	      "  --jobs=N          number of workers, each with files of its own (1)\n"
+	      "  --rounds=N        number of rounds, with an unmount and a mount in between (1);\n"
+"                    needs --device and --fstype\n"
 	      "  --device=PATH --fstype=NAME [--mount-options=TEXT]\n"
-	      "                    what is mounted at DIR: for unmount cycles and remounting\n"
-	      "  --no-evictor      no process that evicts while the workers run\n"
+	      "                    the file system at DIR, to unmount and mount it\n"
+	      "  --no-evictor      run no process that evicts pages while the workers run\n"
 	      "  --no-direct-reclaim\n"
 	      "                    evict by drop_caches only, never in a task that allocates memory\n"
-	      "  --no-OP           without an operation, as named in the reports\n"
-	      "  --only=OP,...     without all others\n"
+	      "  --no-OP           leave out the operation OP, as named in the reports\n"
+	      "  --only=OP,...     run these operations only\n"
 	      "  --replay=W:F      print each operation of worker W on file F\n"
-	      "  --mode=versions   readers and writers of the same blocks instead\n"
+	      "  --mode=versions   run readers and writers of the same blocks instead\n"
 	      "  --readers=N --writers=N --direct-readers=N [--mixed]\n"
-	      "                    their numbers (2, 2), and how many of the readers read from the\n"
-	      "                    disk (0); with a file written both ways\n"
-	      "  --scenario=NAME   one short fixed sequence of operations instead; --list names them\n",
+	      "                    numbers of readers and writers (2, 2), and of readers from the\n"
+	      "                    disk only (0); --mixed adds a file written in both ways\n"
+	      "  --scenario=NAME   run a fixed sequence of operations instead; --list names all\n",
 	      to);
 }
 
@@ -335,7 +336,7 @@ static int model_run(struct options *opt, struct shared *shared)
 	opt->zero_is_wrong = zero_range_is_wrong(opt->dir);
 	if (opt->zero_is_wrong)
 		printf("torture: FALLOC_FL_ZERO_RANGE over the end of a file is wrong in this kernel; "
-		       "left out\n");
+		       "the program leaves out this operation\n");
 	start_crew(opt, shared, &crew);
 	for (unsigned int round = 0; round < opt->rounds && !result; round++) {
 		if (round)

@@ -17,11 +17,11 @@
 #include <sys/types.h>
 
 #define PAGE		4096UL
-#define HISTORY		20	/* operations that are kept for the report of a file */
+#define HISTORY		20	/* number of last operations on a file that a report lists */
 #define FILES_MAX	256
 #define JOBS_MAX	32
-#define CELL		16	/* bytes of a stamp; see torture_model.c */
-#define OPS_MAX		64	/* kinds of operation */
+#define CELL		16	/* size of a stamp in bytes; see torture_model.c */
+#define OPS_MAX		64	/* maximum number of kinds of operations */
 #define ZERO_BLOCK	1024	/* smallest block size of the file systems under test */
 
 #ifndef RWF_DONTCACHE
@@ -43,24 +43,25 @@ struct file {
 	unsigned int id;
 	char name[24];
 	size_t limit;		/* largest size of the file */
-	uint8_t *model;		/* limit bytes; zero from size on */
+	uint8_t *model;		/* `limit` bytes, which are zero from `size` on */
 	size_t size;
 	int fd;
 	int direct_fd;		/* -1 until needed */
-	uint8_t *map;		/* mapping of limit bytes, kept until reopened; or NULL */
+	uint8_t *map;		/* mapping of `limit` bytes, kept until reopened; or NULL */
 	struct op_record history[HISTORY];
 	unsigned int nr_history;
 };
 
 /* Shared by all processes of a run. */
 struct shared {
-	uint32_t report_lock;		/* taken by the first process with a failure to report */
+	uint32_t report_lock;		/* the first process with a failure takes it and reports */
 	uint32_t pressure_lock;
 	uint32_t evictor_pause, evictor_paused;
 	uint64_t ops[JOBS_MAX];
 	uint64_t reads[JOBS_MAX], bytes_checked[JOBS_MAX];
 	uint64_t longest_read_ns[JOBS_MAX], longest_read_op[JOBS_MAX];
-	uint64_t skipped[OPS_MAX];	/* by kind: not supported, or precondition not met */
+	/* Number of skipped operations of each kind: not supported here, or not possible. */
+	uint64_t skipped[OPS_MAX];
 	uint64_t evictions;
 };
 
@@ -69,7 +70,7 @@ struct options {
 	unsigned int files, jobs, rounds;
 	size_t size_max;
 	const char *dir;		/* directory on the file system under test */
-	const char *device, *fstype, *mount_options;	/* for unmount cycles */
+	const char *device, *fstype, *mount_options;	/* needed to unmount and mount DIR */
 	const char *mode;		/* "model", "versions", or a scenario's name */
 	bool evictor;
 	bool direct_reclaim;
@@ -91,7 +92,7 @@ struct worker {
 	struct file *files;
 	uint64_t op;			/* number of the operation and version of its stamps */
 	const char *op_name;
-	uint8_t *buffer, *buffer2;	/* size_max + 2 pages each, page aligned */
+	uint8_t *buffer, *buffer2;	/* size_max and 2 pages each, page-aligned */
 	bool swap_on, swap_checked;
 };
 

@@ -20,8 +20,8 @@
 
 #include "torture.h"
 
-#define SWAP_BYTES		(512UL << 10)	/* smaller than the driver's put ring */
-#define PRESSURE_SPARE_KIB	(40UL << 10)	/* memory to leave free, against OOM kills */
+#define SWAP_BYTES		(512UL << 10)	/* this part fits into the driver's put ring */
+#define PRESSURE_SPARE_KIB	(40UL << 10)	/* memory that stays free, to avoid OOM kills */
 #define MEMCG			"/sys/fs/cgroup/torture"
 
 bool write_text(const char *path, const char *text)
@@ -59,7 +59,8 @@ uint64_t driver_stat(const char *name)
 }
 
 /*
- * Waits until the put ring is empty: the host has answered all puts, or the driver dropped them.
+ * Waits until the put ring is empty, because the host has answered all puts or the driver has
+ * dropped them.
  */
 void settle(void)
 {
@@ -126,8 +127,8 @@ static size_t pressure_bytes(unsigned int percent)
 }
 
 /*
- * Takes free memory and a part of the reclaimable memory, touches it, and frees it. One process
- * does this at a time. It uses a child, so that an out-of-memory kill ends no other process.
+ * Allocates the free memory and a part of the reclaimable memory, touches it, and frees it. One
+ * process does this at a time, in a child, so that an out-of-memory kill ends no other process.
  */
 void pressure(struct shared *shared, struct rng *rng)
 {
@@ -158,7 +159,7 @@ void pressure(struct shared *shared, struct rng *rng)
 
 /*
  * Puts all processes of the run in one memory control group, whose reclaim can be requested by the
- * megabyte. That has the effect of memory pressure without its cost.
+ * megabyte. Such a reclaim has the effect of memory pressure without its cost.
  */
 bool memcg_init(void)
 {
@@ -359,7 +360,7 @@ static void advise_random_file(const struct options *opt, struct rng *rng)
 	snprintf(path, sizeof(path), "%s/w%lu/f%03lu", opt->dir, rng_below(rng, opt->jobs),
 		 rng_below(rng, opt->files));
 	fd = open(path, O_RDONLY);
-	if (fd < 0)	/* the file was just unlinked and is not created again yet */
+	if (fd < 0)	/* skip the file: a worker has unlinked it and not created it again yet */
 		return;
 	posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
 	close(fd);

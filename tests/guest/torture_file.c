@@ -200,7 +200,7 @@ void file_truncate(struct worker *w, struct file *f, size_t size)
 	model_resize(f, size);
 }
 
-/* Returns false if the file system does not support the mode, or not for this range. */
+/* Returns false if the file system does not support the mode, or does not support this range. */
 bool file_fallocate(struct worker *w, struct file *f, int mode, uint64_t offset, size_t length)
 {
 	if (fallocate(f->fd, mode, offset, length)) {
@@ -233,9 +233,9 @@ bool file_fallocate(struct worker *w, struct file *f, int mode, uint64_t offset,
 }
 
 /*
- * Has the kernel evict the inode with its pages, and opens the file again. A file whose DAX flag is
- * changed leaves the inode cache at its last close, together with its pages. The flag itself has no
- * effect on a disk without DAX.
+ * Makes the kernel evict the inode with its pages, and opens the file again. A file whose DAX flag
+ * is changed leaves the inode cache at its last close, together with its pages. The flag itself has
+ * no effect on a disk without DAX.
  */
 bool file_evict_inode(struct worker *w, struct file *f)
 {
@@ -301,14 +301,14 @@ bool file_move_ext(struct worker *w, struct file *from, struct file *donor, uint
 	failed = ioctl(from->fd, EXT4_IOC_MOVE_EXT, &move);
 	if (failed && errno != ENOTTY && errno != EOPNOTSUPP && errno != EBUSY)
 		fail(w, from, "EXT4_IOC_MOVE_EXT");
-	/* The ioctl stops at a busy page and may have moved some pages (7.2, without a journal). */
+	/* The ioctl stops at a busy page and may have moved some pages (Linux 7.2, no journal). */
 	memset(donor->model + donor_page * PAGE, 0, move.moved_len * PAGE);
 	return !failed || move.moved_len;
 }
 
 /*
- * Exchanges the same range of two files, which both must have. Returns false and does nothing if
- * the file system does not support it.
+ * Exchanges a range of two files, which both files must have at the same position. Returns false
+ * and does nothing if the file system does not support the exchange.
  */
 bool file_exchange(struct worker *w, struct file *f, struct file *g, uint64_t page, uint64_t pages)
 {

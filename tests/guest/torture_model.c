@@ -150,7 +150,7 @@ void record(struct worker *w, struct file *f, uint64_t offset, uint64_t length, 
 
 static void begin_report(struct shared *shared)
 {
-	/* Only the first process reports. Others wait here until the parent kills them. */
+	/* Only the first failed process reports. Others wait here until the parent kills them. */
 	while (__atomic_exchange_n(&shared->report_lock, 1, __ATOMIC_ACQ_REL))
 		sleep(1);
 	fflush(stdout);
@@ -192,7 +192,7 @@ void fail(struct worker *w, struct file *f, const char *format, ...)
 	_exit(2);
 }
 
-/* Reads a page from the disk, and returns a text: whether the disk is wrong, or only the cache. */
+/* Reads a page from the disk. Returns a text that says whether the disk is wrong as well. */
 static const char *disk_says(struct worker *w, struct file *f, uint64_t page)
 {
 	size_t want = f->size - page < PAGE ? f->size - page : PAGE;

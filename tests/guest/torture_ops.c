@@ -22,7 +22,8 @@
 #include "torture.h"
 
 /*
- * Returns true if the operation was done, false if it is not possible here and counts as skipped.
+ * Function of an operation on a file. Returns true if the operation was done, or false if it is not
+ * possible with this file and counts as skipped.
  */
 typedef bool (*op_function)(struct worker *w, struct file *f);
 
@@ -240,7 +241,7 @@ static bool op_truncate(struct worker *w, struct file *f)
 		size = f->limit;
 	record(w, f, size, 0, size < f->size ? "down" : "up");
 	file_truncate(w, f, size);
-	if (size < f->limit && rng_chance(&w->rng, 40)) {	/* then up: reads as zeroes */
+	if (size < f->limit && rng_chance(&w->rng, 40)) {	/* then grow: the new part is zero */
 		size += rng_below(&w->rng, f->limit - size);
 		record(w, f, size, 0, "up again");
 		file_truncate(w, f, size);
@@ -273,7 +274,7 @@ static bool op_zero(struct worker *w, struct file *f)
 	struct range r = draw_range(w, grow ? f->limit : f->size);
 
 	if (grow && w->opt->zero_is_wrong && zero_goes_wrong(f, r))
-		grow = false;	/* avoid the fault of the kernel, which needs a file that grows */
+		grow = false;	/* the kernel's fault needs a file that grows */
 	record(w, f, r.offset, r.length, grow ? "may grow" : NULL);
 	return file_fallocate(w, f, FALLOC_FL_ZERO_RANGE | (grow ? 0 : FALLOC_FL_KEEP_SIZE),
 			      r.offset, r.length);
@@ -336,7 +337,7 @@ static bool op_evict_inode(struct worker *w, struct file *f)
 	return file_evict_inode(w, f);
 }
 
-/* Replaces a file by a new one, which as a rule gets the inode number of the old one. */
+/* Replaces a file by a new one, which usually gets the inode number of the old one. */
 static bool op_recreate(struct worker *w, struct file *f)
 {
 	bool keep = rng_chance(&w->rng, 30);
@@ -356,8 +357,8 @@ static bool op_recreate(struct worker *w, struct file *f)
 }
 
 /*
- * Renames f over another file of the same limit. The other file continues, empty, with f's old
- * name.
+ * Renames file f over another file of the same limit. The model of the other file then describes a
+ * new empty file with f's old name.
  */
 static bool op_rename(struct worker *w, struct file *f)
 {
@@ -605,8 +606,8 @@ static unsigned int draw_kind(struct worker *w)
 }
 
 /*
- * Returns the largest size of a file in bytes. Of each eight files, one is tiny, four are small,
- * two are medium, and one is large.
+ * Returns the largest size of a file in bytes. Of eight files in a row, one is tiny, four are
+ * small, two are medium, and one is large.
  */
 static size_t limit_of(const struct options *opt, unsigned int id)
 {

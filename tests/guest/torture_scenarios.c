@@ -27,7 +27,7 @@
 #define SPLIT_BLOCK	1024UL	/* smallest block size of ext4 and xfs in these tests */
 #define SPLIT_PAGES	8UL	/* size of the large folio; a power of two */
 #define SWAPPED_BYTES	(384UL << 10)	/* anonymous memory, half of which must be swapped out */
-#define UNMOUNT_CYCLES	48	/* within this number, a super block's address is used again */
+#define UNMOUNT_CYCLES	48	/* mounts until a super block's address is used again */
 #define MIN_BLOCK	1024UL	/* smallest block size of a file system, the unit of FIBMAP */
 #define HUGE		(2UL << 20)	/* the largest folio of a file on x86 */
 
@@ -78,7 +78,7 @@ static void look(struct worker *w, struct file *f)
 	file_scan(w, f, 4 * PAGE);
 }
 
-/* Changes no file after its eviction. This scenario proves that evicted pages come back. */
+/* Changes no file after its eviction. Hits of this scenario show that evicted pages come back. */
 static void scenario_plain(struct worker *w, struct file *f, struct file *g)
 {
 	prime(w, f, "plain");
@@ -148,7 +148,7 @@ static void scenario_punch(struct worker *w, struct file *f, struct file *g)
 }
 
 /*
- * Zeroes a range of blocks that goes beyond the end of the file. The two scenarios that call this
+ * Zeroes a range of blocks that crosses the end of the file. The two scenarios that call this
  * function find the fault of the kernel that zero_range_is_wrong() describes. They evict no page
  * before the zeroing, so the driver has no part in the result.
  */
@@ -344,7 +344,7 @@ static void scenario_swapext(struct worker *w, struct file *f, struct file *g)
 
 /*
  * Evicts an inode with its pages while the page cache has new content and the pool an old copy. No
- * read and no reclaim of a page has told the driver before that the copy is old.
+ * earlier read or reclaim of a page has shown the driver that the copy is old.
  */
 static void scenario_evict_inode(struct worker *w, struct file *f, struct file *g)
 {
@@ -363,7 +363,7 @@ static void scenario_evict_inode(struct worker *w, struct file *f, struct file *
 	look(w, f);
 }
 
-/* Replaces a file by a new one, which as a rule gets the inode number of the old one. */
+/* Replaces a file by a new one, which usually gets the inode number of the old one. */
 static void scenario_inode(struct worker *w, struct file *f, struct file *g)
 {
 	char path[256];
@@ -391,8 +391,9 @@ static void stay_here(void)
 
 	CPU_ZERO(&set);
 	CPU_SET(sched_getcpu(), &set);
+	/* Continue after an error: the scenario is then only less likely to find a fault. */
 	if (sched_setaffinity(0, sizeof(set), &set))
-		perror("sched_setaffinity");	/* the scenario continues, but finds less */
+		perror("sched_setaffinity");
 }
 
 static void wait_for_free(void)
@@ -514,7 +515,7 @@ static void prime_large(struct worker *w, struct file *f, const char *step)
 	evict_all(w, f);
 }
 
-/* Reads a file of which the pool has some pages, through a mapping with folios of 2 MiB. */
+/* Reads a file through a mapping with folios of 2 MiB, while the pool has some of its pages. */
 static void read_huge(struct worker *w, struct file *f)
 {
 	uint8_t *room = mmap(NULL, f->limit + HUGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -546,7 +547,7 @@ static void look_large(struct worker *w, struct file *f)
 static void scenario_large(struct worker *w, struct file *f, struct file *g)
 {
 	(void)g;
-	f = &w->files[7];	/* the file that may become largest */
+	f = &w->files[7];	/* this file may become the largest one */
 	prime_large(w, f, "large");
 	look_large(w, f);
 	prime_large(w, f, "large, parts overwritten");
@@ -556,7 +557,8 @@ static void scenario_large(struct worker *w, struct file *f, struct file *g)
 	prime_large(w, f, "large, parts written directly");
 	file_write_direct(w, f, 40 * PAGE, 60 * PAGE);
 	look_large(w, f);
-	file_close(f);		/* the driver puts no pages of a file with direct writes until then */
+	/* The driver puts no pages of a file that was written directly until it is closed. */
+	file_close(f);
 	file_open(w, f, false);
 	prime_large(w, f, "large, a hole punched");
 	file_fallocate(w, f, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 9 * PAGE + 5, 80 * PAGE);
@@ -642,8 +644,8 @@ static void scenario_swap(struct worker *w, struct file *f, struct file *g)
 }
 
 /*
- * Reads pages from swap, which leaves them clean, has the kernel write to them, and swaps them out
- * again. This tests the kernel of native guests. The driver has no part in it.
+ * Reads pages from swap, which leaves them clean, makes the kernel write to them, and swaps them
+ * out again. This tests the kernel of native guests. The driver has no part in it.
  */
 static void scenario_swapped_buffer(struct worker *w, struct file *f, struct file *g)
 {

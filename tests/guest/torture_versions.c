@@ -4,9 +4,9 @@
  * version whose write was complete before the read began, or older than a version that this reader
  * has seen before.
  *
- * Every block of 4 KiB is 256 equal cells of (block, version, both mixed). A block has one writer
- * at a time, and versions grow by one. A read that overlaps a write may see both, byte by byte, so
- * the rule holds for the oldest complete cell of a block.
+ * Every block of 4 KiB consists of 256 equal cells: block number, version, and a hash of both. A
+ * block has one writer at a time, and versions grow by one. A read that overlaps a write may see
+ * both, byte by byte, so the rule holds for the oldest complete cell of a block.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -26,7 +26,7 @@
 #define BLOCKS		192U	/* blocks of a file; few, so that reads and writes overlap */
 #define RUN_MAX		8U	/* blocks of one write */
 #define READ_MAX	32U
-#define VERSION_FILES	3U	/* written buffered, written directly, and written both ways */
+#define VERSION_FILES	3U	/* one is written buffered, one directly, and one in both ways */
 
 struct cell {
 	uint32_t block, version;
@@ -35,7 +35,7 @@ struct cell {
 
 struct version_state {
 	uint32_t stop;
-	uint32_t lock[VERSION_FILES][BLOCKS];	/* guards the block, issued and done */
+	uint32_t lock[VERSION_FILES][BLOCKS];	/* guards a block, issued and done */
 	uint32_t issued[VERSION_FILES][BLOCKS], done[VERSION_FILES][BLOCKS];
 	uint64_t reads[JOBS_MAX], writes, longest_read_ns[JOBS_MAX];
 };

@@ -22,7 +22,7 @@ from harness.wait import Deadline
 
 MAGIC = 0x31414D54
 HEADER = struct.Struct("<IIIIQ")  # fields: magic, type, id, length, arg
-PAYLOAD_MAX = 256 << 10  # size of the agent's buffer
+PAYLOAD_MAX = 256 << 10  # size of the agent's buffer, and so of a frame's data
 PING_SECONDS = 0.25  # pause between attempts while the guest boots
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The tmemd under test: start, kill, stop and continue, restart, and queries."""
+"""Controls the tmemd under test: starts, kills, stops, continues, restarts and queries it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Tenant:
 
 @dataclass
 class Daemon:
-    """A tmemd process, with its sockets and log in the directory `folder`."""
+    """A tmemd process, with its sockets and log in `directory`."""
 
-    folder: Path
+    directory: Path
     tenants: list[Tenant]
     pool_size: str = "64MiB"
     options: list[str] = field(default_factory=list)
@@ -39,19 +39,19 @@ class Daemon:
     _process: Process | None = None
 
     def __post_init__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
 
     @property
     def log(self) -> Path:
-        return self.folder / "tmemd.log"
+        return self.directory / "tmemd.log"
 
     @property
     def control(self) -> Path:
-        return self.folder / "control"
+        return self.directory / "control"
 
     def socket(self, name: str) -> Path:
         """Returns the path of the VM's socket. The path stays the same while no daemon runs."""
-        return self.folder / f"{name}.sock"
+        return self.directory / f"{name}.sock"
 
     @property
     def process(self) -> Process:
@@ -104,7 +104,7 @@ class Daemon:
         self.start()
 
     def stop(self) -> None:
-        """Ends the daemon, in whatever state it is."""
+        """Ends the daemon, whether it runs, is stopped, or has ended."""
         if self._process:
             self._process.kill()
 

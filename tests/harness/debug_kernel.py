@@ -46,7 +46,7 @@ APPLY = ROOT / "guest-driver/intree/apply"
 
 
 def fingerprint(kind: str) -> str:
-    """Returns a hash of the files that a kernel is built from. The cached kernel has it as name."""
+    """Returns a hash of the files that a kernel is built from. It names the cached kernel."""
     return digest_of([*_base(kind), *(driver_sources() if kind in INTREE else [])])
 
 
@@ -72,8 +72,8 @@ def digest_of(paths: Iterable[Path]) -> str:
 def driver_sources() -> list[Path]:
     """Returns the sources that APPLY copies into a kernel."""
     driver = ROOT / "guest-driver"
-    folders = (driver, driver / "core", driver / "hooks", driver / "testing")
-    found = [path for folder in folders for path in folder.glob("*.[ch]")]
+    directories = (driver, driver / "core", driver / "hooks", driver / "testing")
+    found = [path for directory in directories for path in directory.glob("*.[ch]")]
     found = [path for path in found if not path.name.endswith(".mod.c")]
     return [*found, driver / "Kbuild", APPLY.parent / "Kconfig", ROOT / "proto/virtio_tmem.h"]
 
@@ -193,7 +193,7 @@ def run_make(source: Path, *arguments: str) -> str:
 
 
 def check_config(wanted: Path, got: Path) -> None:
-    """Raises if an option of `wanted` is not in `got`, the configuration that is built.
+    """Raises if the configuration to build, `got`, lacks an option of `wanted`.
 
     `make olddefconfig` silently drops options whose dependencies are missing."""
     have = set(got.read_text().splitlines())

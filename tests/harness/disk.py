@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Disk images and their attachment to a VM: read-only, throttled, with a name as serial number."""
+"""Creates disk images, and attaches them to a VM: read-only, throttled, with a serial number."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def blank(path: Path, size_bytes: int) -> Path:
 def ext4(path: Path, size_bytes: int, tree: Path | None = None, *options: str) -> Path:
     """Creates a raw ext4 image, filled with the contents of `tree` if it is given.
 
-    The features of a stock ext4 with 4 KiB blocks are requested explicitly, so that the machine's
-    mke2fs.conf does not matter.
+    The command names all features of a stock ext4 with 4 KiB blocks, so that the image does not
+    depend on the machine's mke2fs.conf.
     """
     blank(path, size_bytes)
     command = ["mkfs.ext4", "-q", "-F", "-b", "4096", "-E", "root_owner=0:0", *options]
@@ -97,7 +97,8 @@ def xfs(path: Path, size_bytes: int, *options: str) -> Path:
     return path
 
 
-# mkfs.xfs can make zoned file systems since version 6.15; these are its packages and libraries.
+# Packages of mkfs.xfs and its libraries from a Debian release whose mkfs.xfs can make zoned file
+# systems. It can since version 6.15.
 ZONED_SUITE = "forky"
 ZONED_PACKAGES = ("xfsprogs", "libblkid1", "libc6", "libinih1", "liburcu8(t64)?", "libuuid1")
 ZONED_ZONE_BYTES = 16 << 20

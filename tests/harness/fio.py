@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""fio for the guest, built from Debian's source package into the cache.
+"""Builds fio for the guest from Debian's source package into the cache.
 
 The program is static, because the packaged one needs two dozen libraries that a busybox guest does
 not have.
@@ -32,18 +32,18 @@ def program() -> Path:
 
     The first call fetches and builds it, which takes one or two minutes.
     """
-    folder = cache_dir() / "fio"
-    folder.mkdir(exist_ok=True)
-    built = folder / "fio"
-    with open(folder / "lock", "w") as lock:
+    directory = cache_dir() / "fio"
+    directory.mkdir(exist_ok=True)
+    built = directory / "fio"
+    with open(directory / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.is_file():
-            _build(folder, built)
+            _build(directory, built)
     return built
 
 
-def _build(folder: Path, built: Path) -> None:
-    scratch = folder / "source"
+def _build(directory: Path, built: Path) -> None:
+    scratch = directory / "source"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     fetch = [str(ROOT / "scripts/debian-fetch"), "--source", "--suite", SUITE]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Operations of tests in a guest: running commands, transferring files, reading statistics."""
+"""Runs commands in a guest, transfers files, and reads statistics, for tests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from harness.channel import EXIT_NO_JOB, EXIT_TIMED_OUT, Channel, ChannelClosed,
 from harness.paths import HarnessError
 from harness.wait import WaitTimeout, scaled
 
-OUTPUT_MAX_BYTES = 256 << 20  # limit of a job's output: a faulty guest cannot fill the host
-FILE_CHUNK_BYTES = 128 << 10  # smaller than a frame, which also contains the path
+OUTPUT_MAX_BYTES = 256 << 20  # limit of a command's output, so that no guest fills the host
+FILE_CHUNK_BYTES = 128 << 10  # smaller than a frame's data, which also contain the path
 # The agent in the guest kills a command at the command's time-out. The host waits this many seconds
 # longer for the agent's report.
 GRACE_SECONDS = 20.0
@@ -231,7 +231,7 @@ class Guest:
         raise HarnessError(f"guest: the VM has no disk '{name}'")
 
     def disk_stat(self, name: str) -> DiskStat:
-        """Returns requests and sectors since boot of the disk with that name."""
+        """Returns the numbers of requests and sectors since boot of the disk with that name."""
         fields = [int(word) for word in self.read(f"/sys/block/{self.disk(name)}/stat").split()]
         # Documentation/block/stat.rst lists the fields: reads, merged reads, sectors read, ticks,
         # then the same four values for writes.

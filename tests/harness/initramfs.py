@@ -41,7 +41,7 @@ while :; do
 done
 """
 
-FOLDERS = ("bin", "dev", "mnt", "modules", "proc", "root", "sbin", "sys", "tmp", "usr/bin")
+DIRECTORIES = ("bin", "dev", "mnt", "modules", "proc", "root", "sbin", "sys", "tmp", "usr/bin")
 
 
 class Archive:
@@ -50,24 +50,24 @@ class Archive:
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, bytes]] = {}
 
-    def folder(self, path: str) -> None:
+    def directory(self, path: str) -> None:
         path = path.strip("/")
         if not path or path in self._entries:
             return
-        self.folder(_parent(path))
+        self.directory(_parent(path))
         self._entries[path] = (stat.S_IFDIR | 0o755, b"")
 
     def file(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        self.folder(_parent(path))
+        self.directory(_parent(path))
         self._entries[path.strip("/")] = (stat.S_IFREG | mode, content)
 
     def link(self, path: str, target: str) -> None:
-        self.folder(_parent(path))
+        self.directory(_parent(path))
         self._entries[path.strip("/")] = (stat.S_IFLNK | 0o777, target.encode())
 
     def device(self, path: str, major: int, minor: int) -> None:
         """Adds a character device. The entry's content holds its numbers."""
-        self.folder(_parent(path))
+        self.directory(_parent(path))
         self._entries[path.strip("/")] = (stat.S_IFCHR | 0o600, bytes((major, minor)))
 
     def bytes(self) -> bytes:
@@ -131,8 +131,8 @@ def build(
     maps paths in the guest to files of the host, whose mode is kept.
     """
     archive = Archive()
-    for folder in FOLDERS:
-        archive.folder(folder)
+    for directory in DIRECTORIES:
+        archive.directory(directory)
     archive.device("dev/console", 5, 1)
     archive.file("init", INIT.encode(), 0o755)
     box = busybox()

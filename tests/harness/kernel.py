@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Stock Debian cloud kernels with headers, extracted into the cache and never installed.
+"""Extracts stock Debian cloud kernels with headers into the cache; nothing is installed.
 
 A kernel is named by its series ("6.12"). The first use fetches the newest packages of the suite.
 Later uses take the cached ones, so that a developer's tests do not change unexpectedly
@@ -56,10 +56,10 @@ SERIES = {
         ),
     ),
     # Kernels of these series are split into several packages; linux-image- only depends on them.
-    # One TCG thread must run all processors in turn. In a stock 7.2, one processor patches the code
-    # of static keys and static calls. If TCG runs a second processor in a thread of its own, it may
-    # execute the code meanwhile, and its task dies because no handler accepts the int3 exception.
-    # This happens without any module loaded.
+    # For these series, one TCG thread must run all processors in turn. In a stock 7.2, one
+    # processor patches the code of static keys and static calls. If TCG runs a second processor in
+    # a thread of its own, it may execute the code meanwhile, and its task dies because no handler
+    # accepts the int3 exception. This happens without any module loaded.
     **{
         series: Series(
             "trixie-backports",
@@ -248,8 +248,8 @@ def _relocate(scratch: Path, final: Path, release: str) -> None:
         path = headers / name
         if path.is_file():
             path.write_text(moved.sub(rf"{final}/usr/\1/linux-", path.read_text()))
-    for directory, folders, files in os.walk(scratch):
-        for name in (*folders, *files):
+    for directory, directories, files in os.walk(scratch):
+        for name in (*directories, *files):
             path = Path(directory) / name
             if not path.is_symlink():
                 continue

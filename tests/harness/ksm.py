@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Kernel samepage merging (KSM) of the host, switched on for a limited time.
+"""Switches kernel samepage merging (KSM) of the host on for a limited time.
 
-KSM scans only memory that was marked for it: QEMU's private memory with merge=on. On exit, the
-settings are restored and all pages are unmerged. On a host that already uses KSM, it is not
-changed.
+KSM scans only memory that was marked for it: QEMU's private memory with merge=on. At the
+end, the settings are restored and all pages are unmerged. A host that already uses KSM is not
+changed: the harness raises an error.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from types import TracebackType
 from harness.paths import HarnessError
 from harness.wait import until
 
-FOLDER = Path("/sys/kernel/mm/ksm")
+DIRECTORY = Path("/sys/kernel/mm/ksm")
 STOP, RUN, UNMERGE = "0", "1", "2"
 # Bytes of the kernel's record of a page that it has scanned (struct ksm_rmap_item).
 ITEM_BYTES = 64
-SETTLED_FRACTION = 0.01  # a scan that merges less than this fraction more has found all equal pages
+# KSM has found all equal pages when a scan increases the merged bytes by less than this fraction.
+SETTLED_FRACTION = 0.01
 
 
 class Ksm:
@@ -30,14 +31,14 @@ class Ksm:
 
     def __enter__(self) -> Ksm:
         try:
-            if (FOLDER / "run").read_text().strip() == RUN:
+            if (DIRECTORY / "run").read_text().strip() == RUN:
                 raise HarnessError(
                     "KSM is in use on this host and would distort the figures; switch it off"
                 )
             for name, value in self._settings.items():
-                self._before[name] = (FOLDER / name).read_text()
-                (FOLDER / name).write_text(str(value))
-            (FOLDER / "run").write_text(RUN)
+                self._before[name] = (DIRECTORY / name).read_text()
+                (DIRECTORY / name).write_text(str(value))
+            (DIRECTORY / "run").write_text(RUN)
         except OSError as error:
             raise HarnessError(f"KSM cannot be switched on: {error}") from error
         return self
@@ -48,14 +49,14 @@ class Ksm:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        (FOLDER / "run").write_text(UNMERGE)
-        (FOLDER / "run").write_text(STOP)
+        (DIRECTORY / "run").write_text(UNMERGE)
+        (DIRECTORY / "run").write_text(STOP)
         for name, value in self._before.items():
-            (FOLDER / name).write_text(value)
+            (DIRECTORY / name).write_text(value)
 
     @staticmethod
     def count(name: str) -> int:
-        return int((FOLDER / name).read_text())
+        return int((DIRECTORY / name).read_text())
 
     def saved_bytes(self, page_bytes: int) -> int:
         """Returns the bytes that the merged pages would take without KSM."""

@@ -49,8 +49,8 @@ def no_vm(device: Path = DEVICE) -> str | None:
 
 def no_guest(kernel: Kernel) -> str | None:
     """Returns the reason why no guest boots on KVM, or None."""
-    with tempfile.TemporaryDirectory(prefix="tmem-kvm-") as folder:
-        vm = Vm(Config(kernel, name="kvm-probe", accelerator="kvm"), Path(folder) / "vm")
+    with tempfile.TemporaryDirectory(prefix="tmem-kvm-") as directory:
+        vm = Vm(Config(kernel, name="kvm-probe", accelerator="kvm"), Path(directory) / "vm")
         try:
             vm.start()
         except HarnessError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A separate stock libvirtd, which does not touch the machine's own libvirt.
+"""Runs a separate stock libvirtd, which does not touch the machine's own libvirt.
 
 libvirtd runs in a mount namespace with private directories of libvirt. Its sockets are visible
 outside, too. The QEMUs that libvirtd starts are no children of the tests and outlive libvirtd.
@@ -46,7 +46,7 @@ stdio_handler = "file"
 OWNER = "libvirt-qemu"
 
 # Directories of libvirtd on the machine. Each is replaced by a private one.
-FOLDERS = (
+DIRECTORIES = (
     "/etc/libvirt",
     "/run/libvirt",
     "/var/lib/libvirt",
@@ -98,11 +98,11 @@ class Libvirt:
     name.
     """
 
-    def __init__(self, folder: Path, control: Path, host: str = "tmem-host") -> None:
-        self.folder = folder
+    def __init__(self, directory: Path, control: Path, host: str = "tmem-host") -> None:
+        self.directory = directory
         self.host = host
-        self.log = folder / "libvirtd.log"
-        self.uri = f"qemu+unix:///system?socket={folder}/sockets/libvirt-sock"
+        self.log = directory / "libvirtd.log"
+        self.uri = f"qemu+unix:///system?socket={directory}/sockets/libvirt-sock"
         self._control = control
         self._namespaces: Process | None = None
         self._process: Process | None = None
@@ -113,7 +113,7 @@ class Libvirt:
 
         Call it before start(), because libvirtd looks for hooks when it starts.
         """
-        path = self.folder / "etc-libvirt/hooks/qemu.d/virtio-tmem"
+        path = self.directory / "etc-libvirt/hooks/qemu.d/virtio-tmem"
         path.parent.mkdir(parents=True, exist_ok=True)
         hook = host_binary("tmem-hook").resolve()
         path.write_text(f'#!/bin/sh\nexec {hook} --socket {self._control} --owner {OWNER} "$@"\n')
@@ -124,16 +124,16 @@ class Libvirt:
         for program in ("libvirtd", "virsh", "unshare", "nsenter"):
             if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin"):
                 raise HarnessError(f"{program} is not installed: run scripts/deps test as root")
-        sockets = self.folder / "sockets"
+        sockets = self.directory / "sockets"
         sockets.mkdir(parents=True, exist_ok=True)
-        conf = self.folder / "libvirtd.conf"
+        conf = self.directory / "libvirtd.conf"
         conf.write_text(
             f'unix_sock_dir = "{sockets}"\nauth_unix_rw = "none"\nauth_unix_ro = "none"\n'
             f'host_uuid = "{uuid5(NAMESPACE_DNS, self.host)}"\n'
         )
         command: list[str | Path] = [
             *("nsenter", "--target", str(self._enter()), "--mount", "--uts", "--pid"),
-            *("libvirtd", "-f", conf, "-p", self.folder / "libvirtd.pid"),
+            *("libvirtd", "-f", conf, "-p", self.directory / "libvirtd.pid"),
         ]
         path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
         self._process = process = Process("libvirtd", command, self.log, {"PATH": path})
@@ -152,16 +152,16 @@ class Libvirt:
         """Creates the namespaces once, and returns the pid of their first process."""
         if self._namespaces is None:
             script = [f"hostname {self.host}"]
-            for place in FOLDERS:
-                own = self.folder / place.strip("/").replace("/", "-")
+            for place in DIRECTORIES:
+                own = self.directory / place.strip("/").replace("/", "-")
                 own.mkdir(parents=True, exist_ok=True)
                 script.append(f"mkdir -p {place} && mount --bind {own} {place}")
-            (self.folder / "etc-libvirt/qemu.conf").write_text(QEMU_CONF)
+            (self.directory / "etc-libvirt/qemu.conf").write_text(QEMU_CONF)
             # This `sleep` is process 1 of the pid namespace and becomes the parent of QEMUs whose
             # libvirtd has ended. It ignores SIGCHLD so that ended QEMUs do not remain as zombies.
             script.append("exec env --ignore-signal=CHLD sleep infinity")
             command = [*NAMESPACES, "sh", "-ec", " && ".join(script)]
-            log = self.folder / "namespaces.log"
+            log = self.directory / "namespaces.log"
             self._namespaces = Process("libvirtd's namespaces", command, log)
         namespaces = self._namespaces
 
@@ -171,15 +171,15 @@ class Libvirt:
             sleeps = pid and Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep\0")
             return pid if sleeps else None
 
-        return until(first, 20, "libvirtd's folders are mounted")
+        return until(first, 20, "libvirtd's directories are mounted")
 
     @property
     def bridge_log(self) -> Path:
-        return self.folder / "tmem-libvirt.log"
+        return self.directory / "tmem-libvirt.log"
 
     def start_bridge(self) -> None:
         """Starts tmem-libvirt on the read-only socket, and waits until it follows libvirt."""
-        socket = f"{self.folder}/sockets/libvirt-sock-ro"
+        socket = f"{self.directory}/sockets/libvirt-sock-ro"
         command: list[str | Path] = [
             host_binary("tmem-libvirt"),
             *("--connect", f"qemu+unix:///system?socket={socket}"),
@@ -240,7 +240,7 @@ class Libvirt:
         return done.stderr
 
     def config(self, domain: str) -> str:
-        """Returns the XML of the next start, as libvirt writes it."""
+        """Returns the XML with which libvirt will start the domain next, as libvirt writes it."""
         return self.virsh("dumpxml", "--inactive", domain)
 
     def stop(self) -> None:
@@ -258,7 +258,7 @@ class Libvirt:
 
     def report(self) -> str:
         """Returns the ends of the logs, for a failed test's report."""
-        domains = sorted((self.folder / "var-log-libvirt").glob("qemu/*.log"))
+        domains = sorted((self.directory / "var-log-libvirt").glob("qemu/*.log"))
         logs = [self.log, self.bridge_log, *domains]
         return "\n".join(f"--- {path.name}\n{tail(path)}" for path in logs)
 
@@ -270,31 +270,31 @@ class Machine:
     name: str
     uuid: str
     kernel: Kernel
-    folder: Path
+    directory: Path
     disk: Disk
     files: dict[str, Path]
     emulator: Path
 
     @property
     def console(self) -> Path:
-        return self.folder / "console.log"
+        return self.directory / "console.log"
 
     @property
     def agent(self) -> Path:
-        return self.folder / "agent"
+        return self.directory / "agent"
 
     def xml(self, memory_mib: int = 256) -> str:
         """Returns the domain's XML.
 
         QEMU gets the directories of its firmware as extra arguments.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        image = initramfs.build(self.kernel, self.folder / "initramfs", files=self.files)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        image = initramfs.build(self.kernel, self.directory / "initramfs", files=self.files)
         # no_timer_check: on a busy machine, TCG delays the ticks that the check at boot waits for.
         command = "console=ttyS0 loglevel=6 oops=panic panic=0 tsc=reliable no_timer_check"
-        folders = ("/usr/share/seabios", "/usr/share/qemu")
+        directories = ("/usr/share/seabios", "/usr/share/qemu")
         arguments = "".join(
-            f"<qemu:arg value='-L'/><qemu:arg value='{folder}'/>" for folder in folders
+            f"<qemu:arg value='-L'/><qemu:arg value='{directory}'/>" for directory in directories
         )
         return f"""
 <domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
@@ -333,7 +333,7 @@ class Machine:
 """
 
     def connect(self) -> Guest:
-        """Waits until the guest is up."""
+        """Waits until the agent in the guest answers."""
         deadline = Deadline(BOOT_SECONDS, f"{self.name}: the guest's agent answers")
         until(self.agent.exists, 20, f"{self.name}: QEMU opens the agent's socket")
         return Guest(Channel(self.agent, deadline, self._check), self._check)
@@ -345,8 +345,8 @@ class Machine:
                 raise HarnessError(f"{self.name}: on its console:\n{text[found.start() :][:4096]}")
 
 
-def emulator_link(folder: Path) -> Path:
-    """Returns a link to the emulator under another name."""
-    link = folder / "qemu-system-x86_64"
+def emulator_link(directory: Path) -> Path:
+    """Creates a link to the emulator under another name, and returns it."""
+    link = directory / "qemu-system-x86_64"
     link.symlink_to(qemu_binary())
     return link

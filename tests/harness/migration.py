@@ -19,8 +19,8 @@ from harness.session import Session
 from harness.vm import MIB, Config, Tmem, Vm
 from harness.wait import WaitTimeout, until
 
-# Speed limit of a migration; 0 means none. A guest that writes all the time must be copied faster
-# than it writes.
+# Speed limit of a migration, 0 for none: the memory of a guest that writes all the time must be
+# copied faster than the guest writes.
 UNLIMITED = 0
 # Longest pause at the end of a migration, for a guest under TCG on a loaded machine.
 DOWNTIME_MS = 2000
@@ -50,7 +50,7 @@ def begin(
     # Without the return path, the source would not notice a target that cannot take the state.
     for vm in (target, source):
         enable(vm, "return-path", *capabilities)
-    uri = f"unix:{target.folder / 'migration'}"
+    uri = f"unix:{target.directory / 'migration'}"
     target.qmp.execute("migrate-incoming", {"uri": uri})
     set_speed(source, bytes_per_second, downtime_ms)
     source.qmp.execute("migrate", {"uri": uri})
@@ -92,7 +92,7 @@ def wait(vm: Vm, wanted: str, seconds: float = SECONDS) -> Mapping[str, Any]:
 
 
 def half_done(source: Vm) -> None:
-    """Waits until some of the memory has been copied."""
+    """Waits until a part of the memory has been copied."""
 
     def copied() -> bool:
         found = progress(source)
@@ -102,7 +102,7 @@ def half_done(source: Vm) -> None:
             )
         return int(found.get("ram", {}).get("transferred", 0)) > SLOW_BYTES_PER_SECOND
 
-    until(copied, SECONDS, f"{source.name}: some memory is copied")
+    until(copied, SECONDS, f"{source.name}: a part of the memory is copied")
 
 
 def first_pass(source: Vm) -> None:

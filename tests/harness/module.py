@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The guest driver's module, built for a kernel from a copy of its sources in the cache."""
+"""Builds the guest driver's module for a kernel, from a copy of its sources in the cache."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def build_patch(kernel: Kernel) -> Path:
 
 
 def _build(
-    kernel: Kernel, sources: list[Path], source_folder: str, name: str, *, test: bool = False
+    kernel: Kernel, sources: list[Path], source_directory: str, name: str, *, test: bool = False
 ) -> Path:
     digest = hashlib.sha256(f"{kernel.root.name} {test}".encode())
     for path in sources:
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     base = cache_dir() / "module" / kernel.release
     base.mkdir(parents=True, exist_ok=True)
-    folder = base / (digest.hexdigest()[:16] + ("-test" if test else ""))
+    directory = base / (digest.hexdigest()[:16] + ("-test" if test else ""))
     with open(base / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        module = folder / source_folder / name
+        module = directory / source_directory / name
         if not module.is_file():
-            shutil.rmtree(folder, ignore_errors=True)
-            _compile(kernel, folder, sources, module, test)
+            shutil.rmtree(directory, ignore_errors=True)
+            _compile(kernel, directory, sources, module, test)
             _forget_old(base)
-        os.utime(folder)
+        os.utime(directory)
         return module
 
 
@@ -69,9 +69,11 @@ def _sources() -> list[Path]:
     return sorted(found)
 
 
-def _compile(kernel: Kernel, folder: Path, sources: list[Path], module: Path, test: bool) -> None:
+def _compile(
+    kernel: Kernel, directory: Path, sources: list[Path], module: Path, test: bool
+) -> None:
     for path in sources:
-        copy = folder / path.relative_to(ROOT)
+        copy = directory / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, copy)
     if module.name == MODULE:
@@ -96,8 +98,8 @@ def _compile(kernel: Kernel, folder: Path, sources: list[Path], module: Path, te
 
 
 def _forget_old(base: Path) -> None:
-    folders = sorted((path for path in base.iterdir() if path.is_dir()), key=_age, reverse=True)
-    for path in folders[BUILDS_KEPT:]:
+    directories = sorted((path for path in base.iterdir() if path.is_dir()), key=_age, reverse=True)
+    for path in directories[BUILDS_KEPT:]:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Native guests: user-mode Linux with the driver built in, which runs at the machine's own speed.
+"""Runs native guests: user-mode Linux with the driver built in, at the machine's own speed.
 
 The kernel is Debian's source with the patches of guest-driver/intree, so it has no ftrace, kprobes
 and modules. Patches of tests/native-kernel/patches, for the lab only, put guest memory into a
@@ -46,11 +46,14 @@ from harness.wait import Deadline
 LAB = TESTS / "native-kernel"
 SERIES = "6.12"
 BINARIES_KEPT = 8  # number of built kernels that stay in the cache
-TREES_KEPT = 2  # 1.5 GB each; two branches with different patches do not rebuild each other's tree
-BOOT_SECONDS = 60.0  # a boot takes about 2 on an idle machine
+# Number of source trees with objects in the cache, of 1.5 GB each. Two, so that two branches with
+# different patches do not build each other's tree again.
+TREES_KEPT = 2
+BOOT_SECONDS = 60.0  # longest boot; it takes about 2 s on an idle machine
 DEVICE_ID_BLOCK = 2
 DEVICE_ID_TMEM = 63
-# Directories whose drivers the kernel does not have. Their sources are removed, except for Kconfig.
+# Directories of drivers that this kernel does not need. Their sources are removed, except for
+# Kconfig.
 UNUSED = ("drivers/gpu", "drivers/net/ethernet", "drivers/net/wireless", "drivers/media",
           "drivers/staging", "drivers/infiniband", "drivers/iio", "sound")  # fmt: skip
 
@@ -90,8 +93,8 @@ def _build(base: Path, tree: Path, linux: Path) -> None:
         tree.mkdir()
         say("fetching the source of the native kernel")
         unpack(tree, *SOURCE)
-        for folder in UNUSED:
-            for path in (source / folder).rglob("*.[ch]"):
+        for directory in UNUSED:
+            for path in (source / directory).rglob("*.[ch]"):
                 path.unlink()
         out.mkdir()
         run(APPLY, source, SERIES)
@@ -107,7 +110,7 @@ def _build(base: Path, tree: Path, linux: Path) -> None:
     if not (out / ".config").exists():
         run_make(source, *arguments, "allnoconfig")
         check_config(config, out / ".config")
-    say("building the native kernel: 13 minutes of one core at first, seconds later")
+    say("building the native kernel: 13 minutes of one core at first, later only seconds")
     run_make(source, *arguments, f"-j{os.cpu_count() or 1}", "linux")
     scratch = linux.with_suffix(".new")
     shutil.copy2(out / "linux", scratch)
@@ -148,15 +151,15 @@ class NativeGuest(Guest):
 
 
 class NativeVm:
-    """A native guest in `folder`, which holds its sockets and logs. start() boots it."""
+    """A native guest in `directory`, which holds its sockets and logs. start() boots it."""
 
-    def __init__(self, config: NativeConfig, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, config: NativeConfig, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
         self.config = config
         self.name = config.name
-        self.folder = folder
-        self.console = folder / "console.log"
-        self.exports = [Export(disk, folder, direct=config.direct) for disk in config.disks]
+        self.directory = directory
+        self.console = directory / "console.log"
+        self.exports = [Export(disk, directory, direct=config.direct) for disk in config.disks]
         self.boot_seconds = 0.0
         self._process: Process | None = None
         self._guest: NativeGuest | None = None
@@ -165,7 +168,7 @@ class NativeVm:
     def command(self, agent: int) -> list[str]:
         """Returns the command line; `agent` is the descriptor that leads to the agent."""
         config = self.config
-        image = initramfs.build(None, self.folder / "initramfs", files=config.files)
+        image = initramfs.build(None, self.directory / "initramfs", files=config.files)
         command = [
             str(build()), f"mem={config.memory_bytes // MIB}M", f"initrd={image}", "rdinit=/init",
             "con=null", "con0=null,fd:1", f"ssl0=fd:{agent}", "TMEM_AGENT=/dev/ttyS0",
@@ -210,7 +213,7 @@ class NativeVm:
         return self._guest
 
     def stop(self) -> None:
-        """Ends the guest, in whatever state it is, and then its disks."""
+        """Ends the guest, whether or not it runs, and then its disks."""
         if self._guest:
             self._guest.close()
             self._guest = None
@@ -220,7 +223,7 @@ class NativeVm:
             export.stop()
 
     def expect_trouble(self) -> None:
-        """From now on, an oops or a warning on the console is not a failure."""
+        """Ignores oopses and warnings on the console from now on."""
         self._trouble_expected = True
 
     def check_console(self) -> None:

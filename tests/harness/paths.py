@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Paths of the checkout, of the cache, and of programs that the environment may name."""
+"""Finds the checkout, the cache, and programs, which environment variables may name."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def qemu_binary() -> Path:
 
 def host_binary(name: str) -> Path:
     """Returns a program of host-daemon: from TMEM_BIN_DIR, or else the newer of its two builds."""
-    if folder := os.environ.get("TMEM_BIN_DIR"):
-        path = Path(folder) / name
+    if directory := os.environ.get("TMEM_BIN_DIR"):
+        path = Path(directory) / name
         if not path.is_file():
-            raise HarnessError(f"TMEM_BIN_DIR={folder} has no {name}")
+            raise HarnessError(f"TMEM_BIN_DIR={directory} has no {name}")
         return path
     target = ROOT / "host-daemon/target"
     found = [path for kind in ("release", "debug") if (path := target / kind / name).is_file()]
@@ -66,9 +66,9 @@ def guest_program(source: Path, *flags: str) -> Path:
     parts = sorted(source.parent.glob(f"{source.stem}_*.c"))
     for path in (source, *parts, *headers):
         digest.update(path.read_bytes())
-    folder = cache_dir() / "guest"
-    folder.mkdir(exist_ok=True)
-    program = folder / f"{source.stem}-{digest.hexdigest()[:16]}"
+    directory = cache_dir() / "guest"
+    directory.mkdir(exist_ok=True)
+    program = directory / f"{source.stem}-{digest.hexdigest()[:16]}"
     if not program.exists():
         scratch = program.with_suffix(f".{os.getpid()}")
         includes = [f"-I{ROOT / 'proto'}"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A child process in its own session, with output to a file.
+"""Runs a child process in its own session, with output to a file.
 
 The kernel kills the process when the thread that started it ends, so start processes from the main
 thread. Signals go only to the pid for which this object waits.
@@ -16,7 +16,7 @@ from pathlib import Path
 from harness.paths import HarnessError
 from harness.wait import scaled, until
 
-TAIL_BYTES = 8192  # end of a log that a report shows
+TAIL_BYTES = 8192  # a report shows this many bytes of the end of a log
 
 
 def tail(path: Path, limit_bytes: int = TAIL_BYTES) -> str:
@@ -65,7 +65,7 @@ class Process:
         return self._child.pid
 
     def status(self) -> int | None:
-        """Returns None while the process runs, else its exit code or minus the ending signal."""
+        """Returns None while the process runs, then its exit code or minus the ending signal."""
         return self._child.poll()
 
     def alive(self) -> bool:
@@ -123,7 +123,8 @@ class Process:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def _is_the_program(self) -> bool:
-        # At first the process shows this program's command line, then setpriv's.
+        # Until the process executes the program, its command line is that of this program, and then
+        # that of setpriv.
         if not self.alive():
             return True
         shown = Path(f"/proc/{self.pid}/cmdline").read_bytes()

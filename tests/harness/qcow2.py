@@ -18,11 +18,11 @@ def create(path: Path, size_bytes: int, backing: Path | None = None) -> Path:
     The image is empty, or has the raw image `backing` as its backing file.
     """
     path.touch()
-    with tempfile.TemporaryDirectory(prefix="tmem-") as folder:
-        socket = Path(folder) / "qmp"
+    with tempfile.TemporaryDirectory(prefix="tmem-") as directory:
+        socket = Path(directory) / "qmp"
         command = [str(qemu_binary()), "-machine", "none", "-nodefaults", "-display", "none"]
         command += ["-qmp", f"unix:{socket},server=on,wait=off"]
-        process = Process("QEMU making an image", command, Path(folder) / "log")
+        process = Process("QEMU making an image", command, Path(directory) / "log")
         try:
 
             def listening() -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A blocking interface to QEMU's own QMP library, with a time limit for every call."""
+"""Wraps QEMU's own QMP library in blocking calls, each with a time limit."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Qmp:
             deadline.check()
 
     def close(self) -> None:
-        """Ends the connection and its thread, in whatever state they are."""
+        """Ends the connection and its thread, even if the connection failed or QEMU died."""
 
         async def disconnect() -> None:
             if self._listener:

@@ -20,7 +20,7 @@ class Session:
     """
 
     def __init__(self, *, keep: bool = False) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="tmem-"))
+        self.directory = Path(tempfile.mkdtemp(prefix="tmem-"))
         self._keep = keep
         self._members: list[Vm | NativeVm | Daemon] = []
 
@@ -29,20 +29,20 @@ class Session:
     ) -> Daemon:
         """Creates a tmemd for these VMs, which is not started yet."""
         named = [Tenant(entry) if isinstance(entry, str) else entry for entry in tenants]
-        folder = self.folder / f"tmemd{len(self._members)}"
-        daemon = Daemon(folder, named, pool_size, options or [])
+        directory = self.directory / f"tmemd{len(self._members)}"
+        daemon = Daemon(directory, named, pool_size, options or [])
         self._members.append(daemon)
         return daemon
 
     def vm(self, config: Config) -> Vm:
         """Creates a VM, which is not started yet."""
-        vm = Vm(config, self.folder / f"{config.name}-{len(self._members)}")
+        vm = Vm(config, self.directory / f"{config.name}-{len(self._members)}")
         self._members.append(vm)
         return vm
 
     def native_vm(self, config: NativeConfig) -> NativeVm:
         """Creates a native guest, which is not started yet."""
-        vm = NativeVm(config, self.folder / f"{config.name}-{len(self._members)}")
+        vm = NativeVm(config, self.directory / f"{config.name}-{len(self._members)}")
         self._members.append(vm)
         return vm
 
@@ -65,7 +65,7 @@ class Session:
             except Exception as error:  # noqa: BLE001 - raised below
                 failures.append(error)
         if not self._keep:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.directory, ignore_errors=True)
         if failures:
             raise failures[0]
 

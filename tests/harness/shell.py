@@ -44,7 +44,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--memory", default=256, type=int, metavar="MIB", help="guest memory in MiB")
     add("--cpus", default=1, type=int)
     add("--disk-size", default=512, type=int, metavar="MIB", help="size of the disk at /mnt")
-    add("--tree", type=Path, help="folder whose contents the disk at /mnt gets")
+    add("--tree", type=Path, help="directory whose contents the disk at /mnt gets")
     add("--no-disk", action="store_true")
     add("--throttle", action="store_true", help="the disk is as slow as a cloud volume")
     add("--ko", type=Path, help="module to load, or 'build' to build guest-driver/")
@@ -74,8 +74,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="threads of TCG; default: as the kernel supports",
     )
     add("--cmd", action="append", default=[], help="run this command and exit with its status")
-    add("--seconds", type=float, default=300, help="time-out of a command in seconds")
-    add("--keep", action="store_true", help="keep the folder with images and logs")
+    add("--seconds", type=float, default=300, help="time-out of each command in seconds")
+    add("--keep", action="store_true", help="keep the directory with images and logs")
     add("--verbose", action="store_true", help="print QEMU's command line and the console")
     return parser.parse_args(arguments)
 
@@ -87,7 +87,7 @@ def build_vm(session: Session, options: argparse.Namespace) -> tuple[Vm | Native
         files[guest or f"/{Path(host).name}"] = Path(host)
     disks = []
     if not options.no_disk:
-        image = disk.ext4(session.folder / "data.img", options.disk_size * MIB, options.tree)
+        image = disk.ext4(session.directory / "data.img", options.disk_size * MIB, options.tree)
         throttle = disk.CLOUD_VOLUME if options.throttle else None
         disks.append(disk.Disk("data", image, throttle=throttle))
     daemon = None
@@ -217,7 +217,7 @@ def main() -> int:
                 if status := run(guest, line, options.seconds):
                     break
             if not options.cmd:
-                print(f"{vm.name} is up in {session.folder}; .help for help")
+                print(f"{vm.name} is up in {session.directory}; .help for help")
                 Prompt(vm, daemon, options).loop()
             if options.verbose:
                 print(tail(vm.console), file=sys.stderr)
@@ -226,7 +226,7 @@ def main() -> int:
             print(f"{error}\n{session.report()}", file=sys.stderr)
             return 1
         if options.keep:
-            print(f"kept: {session.folder}", file=sys.stderr)
+            print(f"kept: {session.directory}", file=sys.stderr)
         return status
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Disks of native guests: qemu-storage-daemon, one process for each disk, over vhost-user-blk.
+"""Serves the disks of native guests: one qemu-storage-daemon per disk, over vhost-user-blk.
 
 The program and its libraries come from Debian 13, extracted into the cache and never installed. A
 disk is opened with cache.direct. So no page of it is in the host's page cache, from where reads
@@ -38,7 +38,7 @@ def program() -> Path:
 
 
 def cached_bytes(path: Path) -> int:
-    """Returns how many bytes of a file are in the host's page cache.
+    """Returns the number of bytes of a file that are in the host's page cache.
 
     mincore(2) returns correct values only for files that the caller owns or may write.
     """
@@ -71,12 +71,12 @@ def forget_cached(path: Path) -> None:
 
 
 class Export:
-    """One disk, served at a socket in `folder`."""
+    """One disk, served at a socket in `directory`."""
 
-    def __init__(self, disk: Disk, folder: Path, *, direct: bool = True) -> None:
+    def __init__(self, disk: Disk, directory: Path, *, direct: bool = True) -> None:
         self.disk = disk
-        self.socket = folder / f"{disk.name}.sock"
-        self.log = folder / f"{disk.name}.log"
+        self.socket = directory / f"{disk.name}.sock"
+        self.log = directory / f"{disk.name}.log"
         self._direct = direct
         self._process: Process | None = None
 

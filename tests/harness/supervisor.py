@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from harness.daemon import Daemon
 from harness.wait import Deadline, until
 
-RESTART_SECONDS = 0.1  # RestartSec= of the unit
+RESTART_SECONDS = 0.1  # the value of RestartSec= in tmemd's unit
 MESSAGE_BYTES_MAX = 4096
 
 
@@ -35,7 +35,7 @@ class Supervisor:
 
     def start(self) -> None:
         """Starts the daemon, and returns when it has reported that it is ready."""
-        path = self.daemon.folder / "notify"
+        path = self.daemon.directory / "notify"
         path.unlink(missing_ok=True)
         ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         ear.bind(str(path))

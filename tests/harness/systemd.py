@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A real systemd as process 1 of its own namespaces, with this host's programs.
+"""Runs a real systemd as process 1 of its own namespaces, with this host's programs.
 
 The root directory of this systemd is a tmpfs with the host's /usr, which is read-only. Two
 directories are replaced: /usr/sbin, and the directory of systemd's units. The latter has the units
@@ -86,15 +86,15 @@ def why_not() -> str | None:
 
 @dataclass
 class Systemd:
-    """One systemd, which runs between start() and stop(); `folder` belongs to it."""
+    """One systemd, which runs between start() and stop(); `directory` belongs to it."""
 
-    folder: Path
+    directory: Path
     _process: subprocess.Popen[bytes] | None = None
     pid: int = 0  # pid of systemd as the tests see it
 
     def __post_init__(self) -> None:
         for name in ("etc/systemd/system", "sbin", "units", "root"):
-            (self.folder / name).mkdir(parents=True)
+            (self.directory / name).mkdir(parents=True)
         for name in TARGETS:
             (self.units / f"{name}.target").write_text("[Unit]\nDefaultDependencies=no\n")
         self.write("etc/passwd", "root:x:0:0:root:/root:/bin/sh\n")
@@ -106,15 +106,15 @@ class Systemd:
 
     @property
     def units(self) -> Path:
-        return self.folder / "units"
+        return self.directory / "units"
 
     @property
     def log(self) -> Path:
-        return self.folder / "systemd.log"
+        return self.directory / "systemd.log"
 
     def write(self, name: str, text: str) -> None:
         """Writes a file below systemd's root directory, before systemd starts."""
-        path = self.folder / name
+        path = self.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
@@ -126,7 +126,7 @@ class Systemd:
         """Starts systemd and waits until it answers."""
         with self.log.open("wb") as log:
             process = subprocess.Popen(
-                [*SCRIPT, ROOT_SCRIPT, "sh", str(self.folder)],
+                [*SCRIPT, ROOT_SCRIPT, "sh", str(self.directory)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A compiler of another Debian release, extracted into the cache, for kernels of that release.
+"""Extracts a compiler of another Debian release into the cache, for kernels of that release.
 
 A kernel's headers contain programs (objtool, modpost, ...) that need the C library and the compiler
 of their release. They run without a chroot and without privileges. Each program is replaced by a
@@ -34,7 +34,7 @@ LOADER = f"usr/lib/{TRIPLE}/ld-linux-x86-64.so.2"
 # An ELF program requests its loader with these bytes, in its first page.
 INTERPRETER = b"/lib64/ld-linux-x86-64.so.2\0"
 PAGE_BYTES = 4096
-REAL = ".elf"  # appended to the name of a replaced program
+REAL = ".elf"  # suffix of the original of a program that a script replaces
 
 
 def prepare(suite: str) -> Path:
@@ -51,13 +51,13 @@ def prepare(suite: str) -> Path:
 
 def _fetch(suite: str, base: Path, root: Path) -> None:
     debs, scratch = base / f"{suite}.debs", base / f"{suite}.root"
-    for folder in (debs, scratch):
-        shutil.rmtree(folder, ignore_errors=True)
+    for directory in (debs, scratch):
+        shutil.rmtree(directory, ignore_errors=True)
     fetch(suite, PACKAGES[suite], debs, scratch)
     wrap_programs(scratch, root, root)
     # GCC looks for the assembler here first, and then in PATH.
-    for folder in scratch.glob(f"usr/libexec/gcc/{TRIPLE}/*"):
-        (folder / "as").symlink_to(root / f"usr/bin/{TRIPLE}-as")
+    for directory in scratch.glob(f"usr/libexec/gcc/{TRIPLE}/*"):
+        (directory / "as").symlink_to(root / f"usr/bin/{TRIPLE}-as")
     scratch.rename(root)
     shutil.rmtree(debs)
 
@@ -84,8 +84,8 @@ def programs(name: str, suite: str, packages: tuple[str, ...]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not root.is_dir():
             debs, scratch = base / f"{suite}.debs", base / f"{suite}.root"
-            for folder in (debs, scratch):
-                shutil.rmtree(folder, ignore_errors=True)
+            for directory in (debs, scratch):
+                shutil.rmtree(directory, ignore_errors=True)
             fetch(suite, packages, debs, scratch)
             wrap_programs(scratch, root, root)
             scratch.rename(root)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A virtual machine: QEMU started with a stock kernel, its QMP, console and guest agent."""
+"""Runs a virtual machine: QEMU with a stock kernel, its QMP, its console and the guest's agent."""
 
 from __future__ import annotations
 
@@ -69,26 +69,26 @@ class Config:
     files: Mapping[str, Path] = field(default_factory=dict)
     cmdline: str = ""
     machine: str = "q35"
-    tcg_threads: str | None = None  # "multi" or "single"; None: as the kernel supports
+    tcg_threads: str | None = None  # "multi" or "single"; None: the mode that the kernel supports
     tcg_buffer_bytes: int | None = (
         None  # size of the buffer for translated code; None: QEMU's default
     )
     accelerator: str | None = None  # QEMU's accelerator; None: TMEM_ACCEL, or tcg if it is not set
     memory_backend: str = "memory-backend-memfd,share=on"
-    incoming: bool = False  # wait for the state of another QEMU instead of booting
+    incoming: bool = False  # True: wait for the state of another QEMU instead of booting
     arguments: Sequence[str] = ()
 
 
 class Vm:
-    """A VM in `folder`, which holds its sockets and logs. start() boots it."""
+    """A VM in `directory`, which holds its sockets and logs. start() boots it."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, config: Config, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
         self.config = config
         self.name = config.name
-        self.console = folder / "console.log"
-        self.log = folder / "qemu.log"
-        self.folder = folder
+        self.console = directory / "console.log"
+        self.log = directory / "qemu.log"
+        self.directory = directory
         self._process: Process | None = None
         self._qmp: Qmp | None = None
         self._guest: Guest | None = None
@@ -109,7 +109,7 @@ class Vm:
             processor = ["-accel", accelerator, "-cpu", "host"]
         image = initramfs.build(
             config.kernel,
-            self.folder / "initramfs",
+            self.directory / "initramfs",
             modules=config.modules,
             files=config.files,
         )
@@ -126,9 +126,9 @@ class Vm:
             "-L", "/usr/share/seabios", "-L", "/usr/share/qemu",
             "-kernel", str(config.kernel.vmlinuz), "-initrd", str(image), "-append", cmdline,
             "-chardev", f"file,id=console,path={self.console}", "-serial", "chardev:console",
-            "-qmp", f"unix:{self.folder / 'qmp'},server=on,wait=off",
+            "-qmp", f"unix:{self.directory / 'qmp'},server=on,wait=off",
             "-device", "virtio-serial-pci",
-            "-chardev", f"socket,id=agent,path={self.folder / 'agent'},server=on,wait=off",
+            "-chardev", f"socket,id=agent,path={self.directory / 'agent'},server=on,wait=off",
             "-device", "virtserialport,chardev=agent,name=tmem.agent",
         ]  # fmt: skip
         for disk in config.disks:
@@ -144,12 +144,12 @@ class Vm:
         if self._process and self._process.alive():
             raise HarnessError(f"{self.name} is already running")
         for name in ("qmp", "agent"):
-            (self.folder / name).unlink(missing_ok=True)
+            (self.directory / name).unlink(missing_ok=True)
         self._process = process = Process(f"QEMU of {self.name}", self.command(), self.log)
 
         def listening() -> bool:
             process.expect_alive()
-            return (self.folder / "qmp").exists() and (self.folder / "agent").exists()
+            return (self.directory / "qmp").exists() and (self.directory / "agent").exists()
 
         until(listening, 20, f"{self.name}: QEMU opens its sockets")
 
@@ -158,7 +158,7 @@ class Vm:
             # it has rejected its options. In the latter case QEMU's own message is more useful.
             process.expect_alive()
             try:
-                return Qmp(self.folder / "qmp", self.name)
+                return Qmp(self.directory / "qmp", self.name)
             except QmpError:
                 return None
 
@@ -176,7 +176,7 @@ class Vm:
             self._guest = None
         deadline = Deadline(seconds, f"{self.name}: the guest's agent answers")
         try:
-            channel = Channel(self.folder / "agent", deadline, self._check_alive)
+            channel = Channel(self.directory / "agent", deadline, self._check_alive)
         except ChannelClosed:
             # QEMU has closed the agent's socket because it ends. Its own message is more useful.
             self.process.wait(END_SECONDS)
@@ -198,7 +198,7 @@ class Vm:
         self.stop()
 
     def stop(self) -> None:
-        """Ends QEMU, in whatever state it is."""
+        """Ends QEMU, whether it runs, is stopped, or has ended."""
         if self._guest:
             self._guest.close()
             self._guest = None
@@ -326,7 +326,7 @@ class Vm:
         raise HarnessError(f"{self.name}: no disk '{name}' in query-blockstats")
 
     def expect_trouble(self) -> None:
-        """From now on, an oops or a warning on the console is not a failure."""
+        """Ignores oopses and warnings on the console from now on."""
         self._trouble_expected = True
 
     def check_console(self) -> None:

@@ -12,7 +12,7 @@ from harness.paths import HarnessError
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.02  # pause between polls: shorter than a guest's actions, longer than a poll
+POLL_SECONDS = 0.02  # pause between polls; most actions of a guest take longer
 
 
 class WaitTimeout(HarnessError):
@@ -20,7 +20,7 @@ class WaitTimeout(HarnessError):
 
 
 def scaled(seconds: float) -> float:
-    """Scales a time-out in seconds for this machine: slow ones set TMEM_TIMEOUT_SCALE above 1."""
+    """Scales a time-out in seconds; set TMEM_TIMEOUT_SCALE above 1 on a slow machine."""
     return seconds * float(os.environ.get("TMEM_TIMEOUT_SCALE", "1"))
 
 

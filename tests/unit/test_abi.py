@@ -32,8 +32,8 @@ def documented(text: str) -> dict[str, str]:
 
 def sources() -> list[str]:
     """Returns the texts of the driver's C files that a normal build uses: all but testing/."""
-    folders = (DRIVER, DRIVER / "core", DRIVER / "hooks")
-    return [path.read_text() for folder in folders for path in sorted(folder.glob("*.c"))]
+    directories = (DRIVER, DRIVER / "core", DRIVER / "hooks")
+    return [path.read_text() for directory in directories for path in sorted(directory.glob("*.c"))]
 
 
 def counters() -> set[str]:

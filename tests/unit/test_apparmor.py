@@ -17,22 +17,22 @@ STOCK = Path("/etc/apparmor.d")
 UUID = "5ca1ab1e-0000-4000-8000-0123456789ab"
 
 
-def parse(folder: Path, rules: str) -> subprocess.CompletedProcess[str]:
+def parse(directory: Path, rules: str) -> subprocess.CompletedProcess[str]:
     """Parses an AppArmor profile for a VM, with `rules` as the administrator's local rules.
 
     The profile is one as libvirt's virt-aa-helper writes it. It is not loaded into the kernel.
     """
-    (folder / "local/abstractions").mkdir(parents=True)
+    (directory / "local/abstractions").mkdir(parents=True)
     for part in ("abstractions", "tunables", "abi"):
         if (STOCK / part).exists():
-            (folder / part).symlink_to(STOCK / part)
-    (folder / "local/abstractions/libvirt-qemu").write_text(rules)
+            (directory / part).symlink_to(STOCK / part)
+    (directory / "local/abstractions/libvirt-qemu").write_text(rules)
     template = (STOCK / "libvirt/TEMPLATE.qemu").read_text()
-    profile = folder / f"libvirt-{UUID}"
+    profile = directory / f"libvirt-{UUID}"
     profile.write_text(template.replace("LIBVIRT_TEMPLATE", f"libvirt-{UUID}"))
     command = ["apparmor_parser", "--skip-kernel-load", "--skip-cache", "--debug"]
     return subprocess.run(
-        [*command, "--base", folder, profile], check=False, capture_output=True, text=True
+        [*command, "--base", directory, profile], check=False, capture_output=True, text=True
     )
 
 

@@ -92,7 +92,9 @@ def uses(sources: dict[str, str], headers: list[str]) -> dict[str, dict[str, set
 
 
 def read(pattern: str) -> dict[str, str]:
-    found = (path for folder in ("", "core/", "hooks/") for path in DRIVER.glob(folder + pattern))
+    found = (
+        path for directory in ("", "core/", "hooks/") for path in DRIVER.glob(directory + pattern)
+    )
     return {
         str(path.relative_to(DRIVER).with_suffix("")): code(path.read_text())
         for path in found
@@ -134,8 +136,8 @@ def test_core_uses_no_hook() -> None:
 
 def test_test_code_is_behind_one_header() -> None:
     """Only testing.h depends on TMEM_TEST. In a normal build its functions are empty."""
-    for folder in ("", "core/", "hooks/"):
-        for path in DRIVER.glob(f"{folder}*.[ch]"):
+    for directory in ("", "core/", "hooks/"):
+        for path in DRIVER.glob(f"{directory}*.[ch]"):
             assert path.name == "testing.h" or not re.search(
                 r"\bTMEM_TEST\b|\bmodule_param\w*\((?:test|inject)_", path.read_text()
             ), f"{path.name} has test code"

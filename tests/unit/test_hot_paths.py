@@ -207,7 +207,9 @@ def shared_writes(sources: list[str], roots: tuple[str, ...]) -> set[tuple[str, 
 
 
 def driver() -> list[str]:
-    paths = [path for folder in ("core", "hooks") for path in (DRIVER / folder).glob("*.[ch]")]
+    paths = [
+        path for directory in ("core", "hooks") for path in (DRIVER / directory).glob("*.[ch]")
+    ]
     return [code(path.read_text()) for path in sorted(paths) if path.name != "intree.c"]
 
 

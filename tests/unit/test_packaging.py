@@ -40,8 +40,8 @@ def test_dkms_builds_and_installs(tmp_path: Path, kernel: Kernel) -> None:
     """Builds in separate directories, so that nothing of the machine changes."""
     name = f"virtio-tmem/{version()}"
     run("make", "-C", str(DRIVER), "dkms-tree", f"DEST={tmp_path}/src/{name.replace('/', '-')}")
-    for folder in ("dkms", f"modules/{kernel.release}"):
-        (tmp_path / folder).mkdir(parents=True)
+    for directory in ("dkms", f"modules/{kernel.release}"):
+        (tmp_path / directory).mkdir(parents=True)
     dkms = shutil.which("dkms") or "/usr/sbin/dkms"
     run(
         dkms, "install", name, "--no-depmod",
@@ -55,11 +55,11 @@ def test_dkms_builds_and_installs(tmp_path: Path, kernel: Kernel) -> None:
     assert f"vermagic:       {kernel.release} " in modinfo
 
 
-def build(folder: Path, *environment: str) -> Path:
+def build(directory: Path, *environment: str) -> Path:
     """Builds the packages for guests, without touching the tree."""
-    command = ["env", f"TMEM_PACKAGES_WORK={folder}/work", *environment]
-    run(*command, f"{ROOT}/scripts/packages", "--guest", f"{folder}/built")
-    return folder / "built"
+    command = ["env", f"TMEM_PACKAGES_WORK={directory}/work", *environment]
+    run(*command, f"{ROOT}/scripts/packages", "--guest", f"{directory}/built")
+    return directory / "built"
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +94,10 @@ def test_packages_contain_the_files_of_the_build(packages: Path) -> None:
     assert {"./usr/sbin/tmem-guest", "./usr/share/man/man8/tmem-guest.8.gz"} <= command
 
 
-def scripts(packages: Path, folder: Path) -> Path:
+def scripts(packages: Path, directory: Path) -> Path:
     (package,) = packages.glob("virtio-tmem-dkms_*.deb")
-    run("dpkg-deb", "-e", str(package), f"{folder}/control")
-    return folder / "control"
+    run("dpkg-deb", "-e", str(package), f"{directory}/control")
+    return directory / "control"
 
 
 @pytest.mark.parametrize("script", ["postinst", "prerm"])

@@ -55,7 +55,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systemd]:
     host = Systemd(tmp_path_factory.mktemp("systemd") / "host")
     # Install the files where docs/install.md and the Debian package install them.
     shutil.copy(SOURCES / UNIT, host.units)
-    shutil.copy(host_binary("tmemd"), host.folder / "sbin/tmemd")
+    shutil.copy(host_binary("tmemd"), host.directory / "sbin/tmemd")
     sysusers = (SOURCES / "virtio-tmem.sysusers").read_text()
     host.write("etc/sysusers.d/virtio-tmem.conf", sysusers)
     # The daemon does not react to the memory of this machine, which may be short.
@@ -131,8 +131,12 @@ def test_daemon_has_only_the_rights_of_its_unit(host: Systemd, daemon: Daemon) -
         "the daemon could pass on capabilities to a program that it starts"
     )
     assert found["NoNewPrivs"] == "1" and found["Seccomp"] == "2"
-    folder = daemon.folder.stat()
-    assert (str(folder.st_uid), str(folder.st_gid), folder.st_mode & 0o777) == (user, group, 0o755)
+    directory = daemon.directory.stat()
+    assert (str(directory.st_uid), str(directory.st_gid), directory.st_mode & 0o777) == (
+        user,
+        group,
+        0o755,
+    )
     assert daemon.control.stat().st_mode & 0o777 == 0o660
     pid = main_pid(host)
     # The daemon's network and mount namespaces differ from systemd's.
@@ -153,11 +157,11 @@ def test_daemon_has_only_the_rights_of_its_unit(host: Systemd, daemon: Daemon) -
 
 def test_daemon_sees_no_sockets_of_other_services(host: Systemd, daemon: Daemon) -> None:
     """In /run, the daemon sees its own directory, the journal's and the notification socket."""
-    folder = host.path("/run/dbus")
-    folder.mkdir(exist_ok=True)
+    directory = host.path("/run/dbus")
+    directory.mkdir(exist_ok=True)
     with socket.socket(socket.AF_UNIX) as bus:
-        bus.bind(str(folder / "system_bus_socket"))
-        (folder / "system_bus_socket").chmod(0o666)
+        bus.bind(str(directory / "system_bus_socket"))
+        (directory / "system_bus_socket").chmod(0o666)
         host.expect("systemctl", "restart", UNIT)
         sockets = ["find", "/run", "-type", "s"]
         there = set(host.expect(*sockets).splitlines())
@@ -170,7 +174,7 @@ def test_daemon_sees_no_sockets_of_other_services(host: Systemd, daemon: Daemon)
         assert f"{RUN}/control" in seen and not others, f"the daemon could connect to {others}"
         # The daemon cannot create files in /run.
         assert host.run(*enter, "touch", "/run/more").returncode != 0
-    (folder / "system_bus_socket").unlink()
+    (directory / "system_bus_socket").unlink()
 
 
 def test_a_daemon_that_hangs_is_replaced(host: Systemd, daemon: Daemon) -> None:
@@ -212,10 +216,10 @@ def test_reload_changes_the_pool_size(host: Systemd, daemon: Daemon) -> None:
     text = path.read_text()
     path.write_text(text.replace("64MiB", "48MiB"))
     host.expect("systemctl", "reload", UNIT)
-    until(lambda: daemon.stats()["pool"]["size_bytes"] == 48 << 20, 10, "the pool has its size")
+    until(lambda: daemon.stats()["pool"]["size_bytes"] == 48 << 20, 10, "the pool has its new size")
     path.write_text(text)
     host.expect("systemctl", "reload", UNIT)
-    until(lambda: daemon.stats()["pool"]["size_bytes"] == 64 << 20, 10, "the pool has its size")
+    until(lambda: daemon.stats()["pool"]["size_bytes"] == 64 << 20, 10, "the pool has its new size")
     assert main_pid(host) == old
 
 
@@ -246,7 +250,11 @@ def test_sockets_get_the_configured_users_and_groups(host: Systemd, daemon: Daem
             assert host.expect("stat", "--format=%U %G %a", f"{RUN}/{name}") == whose
         path.write_text(given.replace("64MiB", "48MiB"))
         host.expect("systemctl", "reload", UNIT)
-        until(lambda: daemon.stats()["pool"]["size_bytes"] == 48 << 20, 10, "the pool has its size")
+        until(
+            lambda: daemon.stats()["pool"]["size_bytes"] == 48 << 20,
+            10,
+            "the pool has its new size",
+        )
         assert main_pid(host) == old
     finally:
         path.write_text(text)

@@ -22,11 +22,11 @@ def test_one(): pass
 PASSED = "\ndef test_two(): pass\n"
 
 
-def run(folder: Path, text: str, *options: str) -> tuple[int, str]:
-    (folder / "test_it.py").write_text(text)
+def run(directory: Path, text: str, *options: str) -> tuple[int, str]:
+    (directory / "test_it.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "-p", "conftest", *options]
     done = subprocess.run(
-        [*command, folder / "test_it.py"],
+        [*command, directory / "test_it.py"],
         check=False, cwd=TESTS, env={"PYTHONPATH": str(TESTS)}, capture_output=True, text=True,
     )  # fmt: skip
     return done.returncode, done.stdout
@@ -42,6 +42,6 @@ def test_run_that_skips_all_tests_fails(
 ) -> None:
     done, out = run(tmp_path, text, *(["--not-all-skipped"] if option else []))
     assert done == status, out
-    assert ("nothing was tested, all was skipped: Skipped: nothing can be mounted" in out) == (
-        PASSED not in text
-    )
+    assert (
+        "nothing was tested, all tests were skipped: Skipped: nothing can be mounted" in out
+    ) == (PASSED not in text)

@@ -28,13 +28,13 @@ DM = "/bin/dm"
 SYSFS = "/sys/kernel/virtio_tmem"
 PARAMETERS = "/sys/module/virtio_tmem/parameters"
 WHERE = "/mnt"
-# Value of the sysfs file "hooks" when all hooks that ext4 needs are installed. Each hook of
-# hooks/hooks.h except "selftest" has a bit.
+# Value of the sysfs file "hooks" when all hooks that ext4 needs are installed. Each hook that
+# hooks/hooks.h lists has a bit, except "selftest".
 HOOKS_OF_EXT4 = 0xFFFF
 
 # The driver's deadline in tests, scaled for slow machines. It is long enough for an answer to a
 # guest under TCG. If a page arrives later, the driver reads it from the disk.
-DEADLINE_MAX_MS = 1000  # the module's maximum
+DEADLINE_MAX_MS = 1000  # the maximum of the module's parameter deadline_ms
 DEADLINE_MS = min(DEADLINE_MAX_MS, int(scaled(200)))
 # Module parameter for tests that expect a wrong page. The deadline is the longest one, because the
 # driver discards pages that are late, and the test would then not find the fault.
@@ -66,7 +66,7 @@ def start_daemon(session: Session, *tenants: Tenant | str) -> Daemon:
 
 
 def driver_vm(session: Session, kernel: Kernel, module: Path, tmem: Tmem | None, **more: Any) -> Vm:
-    """Creates a VM with the module, the torture program and a disk "data", which is an empty ext4.
+    """Creates a VM with the module, the torture program and a disk "data" with an empty ext4.
 
     `more` has fields of Config, for example other disks.
     """
@@ -77,7 +77,7 @@ def driver_vm(session: Session, kernel: Kernel, module: Path, tmem: Tmem | None,
     }
     name = more.get("name", "vm1")
     if "disks" not in more:
-        image = disk.ext4(session.folder / f"{name}.img", DISK_BYTES)
+        image = disk.ext4(session.directory / f"{name}.img", DISK_BYTES)
         more["disks"] = [disk.Disk("data", image)]
     return session.vm(Config(kernel, tmem=tmem, files=files, **more))
 
@@ -116,7 +116,7 @@ def driver_guest(
     if tmem is None:
         tmem = Tmem(start_daemon(session).socket("vm1"))
     if "disks" not in more:
-        image = fs.make(session.folder / "data.img", DISK_BYTES)
+        image = fs.make(session.directory / "data.img", DISK_BYTES)
         more["disks"] = [disk.Disk("data", image)]
     more.setdefault("modules", ["xfs"] if fs.kind == "xfs" else [])
     guest = driver_vm(session, kernel, module, tmem, **more).start()
@@ -211,7 +211,7 @@ def stats(guest: Guest) -> dict[str, int]:
 
 
 def growth(before: dict[str, int], after: dict[str, int]) -> Counter[str]:
-    """Returns the change of each counter that changed, and 0 for all others."""
+    """Returns the change of each counter that changed, and 0 for every other counter."""
     return Counter(
         {name: after[name] - before[name] for name in after if after[name] != before[name]}
     )
@@ -232,7 +232,7 @@ def settle(guest: Guest) -> dict[str, int]:
 
 
 def evict(guest: Guest, files: list[str]) -> dict[str, int]:
-    """Reads and evicts files one by one, so that the put ring has room. Returns the counters."""
+    """Reads and evicts files one by one, because each fits the put ring. Returns the counters."""
     for path in files:
         guest.sh(f"cat {path} >/dev/null && sync && echo 1 >/proc/sys/vm/drop_caches", 60)
         settle(guest)
@@ -296,7 +296,7 @@ class LastingTorture:
     def finish(self, guest: Guest, seconds: float = 300) -> dict[str, int]:
         """Waits for the end of the current run, and raises if any run found a wrong byte."""
         guest.sh(f"touch {self.ENOUGH}")
-        until(lambda: self.ended(guest), seconds, "torture ends")
+        until(lambda: self.ended(guest), seconds, "the torture program ends")
         text = guest.get(self.OUTPUT).decode(errors="replace")
         return verdict(guest, self.command, int(guest.read(self.STATUS)), text)
 

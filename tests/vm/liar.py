@@ -87,11 +87,12 @@ class Ring:
     """State of a virtqueue. Values that QEMU has not set yet are 0 or -1."""
 
     size: int = 0
-    addresses: tuple[int, int, int] = (0, 0, 0)  # QEMU addresses: descriptors, used, available
+    # Addresses in QEMU of the descriptors, the used ring and the available ring.
+    addresses: tuple[int, int, int] = (0, 0, 0)
     kick: int = -1
     call: int = -1
     enabled: bool = False
-    next: int = 0  # number of available entries taken, mod 2^16
+    next: int = 0  # number of entries taken from the available ring, mod 2^16
     held: int = 0  # number of waiting requests that arrived while the lie was "late"
     arrived: deque[float] = field(default_factory=deque)  # arrival times of the waiting requests
 
@@ -100,27 +101,31 @@ class Ring:
 class Chain:
     head: int
     readable: bytes
-    writable: list[tuple[int, int]] = field(default_factory=list)  # guest address, length
+    writable: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # pairs of guest address and length
 
 
 class Liar:
-    """Listens at `path` inside a `with` statement."""
+    """The backend. It listens at `path` inside a `with` statement."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lie = ""
         self.lies_told = 0
-        self.asked: Counter[int] = Counter()  # requests by type
+        self.asked: Counter[int] = Counter()  # number of requests of each type
         self.gets = 0
         self.puts = 0  # number of pages put
         self.puts_workingset = 0  # number of pages put with the hint WORKINGSET
-        self.delay_seconds = 0.0  # delay of each answer, also of right ones
-        self.quick_probes = False  # do not delay gets of cookie 0
+        self.delay_seconds = 0.0  # delay of each answer, even if it is right
+        self.quick_probes = False  # True: gets with cookie 0, which are probes, are not delayed
         self._pages: dict[Key, tuple[int, bytes]] = {}
         self._generation = 0
-        self._regions: list[tuple[int, int, memoryview]] = []  # guest, QEMU, memory
+        self._regions: list[
+            tuple[int, int, memoryview]
+        ] = []  # each: guest address, address in QEMU, memory
         self._rings = [Ring() for _ in range(QUEUES)]
-        self._errors: dict[int, int] = {}  # error descriptors by queue
+        self._errors: dict[int, int] = {}  # error descriptor of each queue
         self._end = threading.Event()
         self._error: BaseException | None = None
         self._listener = socket.socket(socket.AF_UNIX)
@@ -216,7 +221,11 @@ class Liar:
             base = self._rings[index].next
             self._rings[index] = Ring()
             return struct.pack("<II", index, base)
-        numbers = {1: FEATURES, 15: PROTOCOL_FEATURES, 17: QUEUES}  # GET_...
+        numbers = {
+            1: FEATURES,
+            15: PROTOCOL_FEATURES,
+            17: QUEUES,
+        }  # GET_FEATURES, GET_PROTOCOL_FEATURES, GET_QUEUE_NUM
         if request in numbers:
             return struct.pack("<Q", numbers[request])
         self._set(request, payload, fds)

@@ -29,7 +29,7 @@ from harness.vm import MIB, Tmem
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 SEED = 2026
-GUEST_BYTES = 128 * MIB  # of which the page cache gets about 60 MiB
+GUEST_BYTES = 128 * MIB  # RAM; the page cache gets about 60 MiB of it
 DISK_BYTES = 512 * MIB
 FIO = "/bin/fio"
 SECONDS = 600
@@ -47,8 +47,8 @@ def compressible(generator: random.Random, size: int) -> bytes:
 
 
 def file_of(mib: int) -> Callable[[Path, random.Random], None]:
-    def fill(folder: Path, generator: random.Random) -> None:
-        (folder / "file").write_bytes(compressible(generator, mib * MIB))
+    def fill(directory: Path, generator: random.Random) -> None:
+        (directory / "file").write_bytes(compressible(generator, mib * MIB))
 
     return fill
 
@@ -56,17 +56,17 @@ def file_of(mib: int) -> Callable[[Path, random.Random], None]:
 def trees(**files: int) -> Callable[[Path, random.Random], None]:
     """Fills directories with the given numbers of files, of 16 to 512 KiB each."""
 
-    def fill(folder: Path, generator: random.Random) -> None:
+    def fill(directory: Path, generator: random.Random) -> None:
         for name, number in files.items():
-            (folder / name).mkdir()
+            (directory / name).mkdir()
             for nth in range(number):
                 size = 16384 << generator.randrange(6)
-                (folder / name / f"f{nth:04}").write_bytes(compressible(generator, size))
+                (directory / name / f"f{nth:04}").write_bytes(compressible(generator, size))
 
     return fill
 
 
-def nothing(_folder: Path, _generator: random.Random) -> None:
+def nothing(_directory: Path, _generator: random.Random) -> None:
     pass
 
 
@@ -81,7 +81,7 @@ def loop(guest: Guest) -> None:
 
 
 def zipf(guest: Guest) -> None:
-    """Reads single pages at random, some much more often than others."""
+    """Reads single pages at random, a few of them much more often than most."""
     guest.sh(
         f"{FIO} --name=f --filename={WHERE}/file --rw=randread --random_distribution=zipf:0.8"
         f" --bs=4k --ioengine=psync --invalidate=0 --fadvise_hint=0 --number_ios=90000"
@@ -91,7 +91,7 @@ def zipf(guest: Guest) -> None:
 
 
 def mixed(guest: Guest) -> None:
-    """Reads single pages at random, and now and then all of another file."""
+    """Reads single pages of one file at random, and after each series all of another file."""
     for nth in range(3):
         guest.sh(
             f"{FIO} --name=f --filename={WHERE}/hot/f --rw=randread --bs=4k --ioengine=psync"
@@ -102,11 +102,11 @@ def mixed(guest: Guest) -> None:
         guest.sh(f"cat {WHERE}/stream{nth} >/dev/null", SECONDS)
 
 
-def fill_mixed(folder: Path, generator: random.Random) -> None:
-    (folder / "hot").mkdir()
-    (folder / "hot/f").write_bytes(compressible(generator, 80 * MIB))
+def fill_mixed(directory: Path, generator: random.Random) -> None:
+    (directory / "hot").mkdir()
+    (directory / "hot/f").write_bytes(compressible(generator, 80 * MIB))
     for nth in range(3):
-        (folder / f"stream{nth}").write_bytes(compressible(generator, 64 * MIB))
+        (directory / f"stream{nth}").write_bytes(compressible(generator, 64 * MIB))
 
 
 def demo(guest: Guest) -> None:
@@ -116,7 +116,7 @@ def demo(guest: Guest) -> None:
 
 
 def three(guest: Guest) -> None:
-    """Reads one tree in each round, one in every second, and one in every fourth."""
+    """Reads one tree in every round, one in every second round, and one in every fourth round."""
     for turn in range(8):
         for name, every in (("often", 1), ("sometimes", 2), ("seldom", 4)):
             if turn % every == 0:
@@ -143,11 +143,11 @@ def test_trace_is_recorded(session: Session, kernel: Kernel, module: Path, name:
     if "TMEM_TRACES" not in os.environ:
         pytest.skip("set TMEM_TRACES=DIR to record traces into DIR")
     fill, work = RUNS[name]
-    folder = session.folder / "files"
-    folder.mkdir()
-    fill(folder, random.Random(SEED))
-    image = disk.ext4(session.folder / "data.img", DISK_BYTES, folder)
-    trace = session.folder / "trace"
+    directory = session.directory / "files"
+    directory.mkdir()
+    fill(directory, random.Random(SEED))
+    image = disk.ext4(session.directory / "data.img", DISK_BYTES, directory)
+    trace = session.directory / "trace"
     daemon = session.daemon("vm1", pool_size="512MiB", options=["--trace", str(trace)])
     daemon.start()
     vm = driver_vm(

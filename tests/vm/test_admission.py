@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Neither a stream that is read once nor a small pool makes the driver lose useful pages."""
+"""The driver keeps useful pages in the pool, despite streams that are read once or a small pool."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ STREAMS = [f"/mnt/s{number}" for number in range(3)]
 # The number of files is larger than the number of entries of the admission filter's table in this
 # guest (2,048). Each file has two pages. The pool has room for half of the files, and the put ring
 # has room for the files of one directory.
-FOLDERS = 36
-FOLDER_FILES = 200
+DIRECTORIES = 36
+DIRECTORY_FILES = 200
 FILE_PAGES = 2
 SMALL_POOL = "36MiB"
 
@@ -60,7 +60,7 @@ def read_and_drop(guest: Guest, path: str, size_mib: int) -> dict[str, int]:
 
 
 def hits_after_stream(guest: Guest, stream: str) -> int:
-    """Returns hits, in pages, of the useful file after a stream was read once."""
+    """Returns the hits in pages of the useful file, read after a stream was read once."""
     read_and_drop(guest, USEFUL, USEFUL_MIB)
     before = read_and_drop(guest, stream, STREAM_MIB)
     after = read_and_drop(guest, USEFUL, USEFUL_MIB)
@@ -119,12 +119,12 @@ def test_many_small_files_keep_their_hits(
     The files are read over and over, and each hit takes a page out of the pool. The test also runs
     with every hit compared with the disk.
     """
-    tree = session.folder / "tree"
-    for folder in range(FOLDERS):
-        (tree / str(folder)).mkdir(parents=True)
-        for file in range(FOLDER_FILES):
-            (tree / str(folder) / str(file)).write_bytes(os.urandom(FILE_PAGES * 4096))
-    image = disk.ext4(session.folder / "small.img", 128 * MIB, tree, "-N", "16384")
+    tree = session.directory / "tree"
+    for directory in range(DIRECTORIES):
+        (tree / str(directory)).mkdir(parents=True)
+        for file in range(DIRECTORY_FILES):
+            (tree / str(directory) / str(file)).write_bytes(os.urandom(FILE_PAGES * 4096))
+    image = disk.ext4(session.directory / "small.img", 128 * MIB, tree, "-N", "16384")
     daemon = session.daemon("vm1", pool_size=SMALL_POOL)
     daemon.start()
     disks = [Disk("data", image)]
@@ -133,15 +133,15 @@ def test_many_small_files_keep_their_hits(
     hits = []
     for _ in range(4 if verify_every else 5):
         before = settle(guest)
-        for folder in range(FOLDERS):
-            guest.sh(f"cat /mnt/{folder}/* >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
+        for directory in range(DIRECTORIES):
+            guest.sh(f"cat /mnt/{directory}/* >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
             after = settle(guest)
         print(growth(before, after))
         hits.append(after["hits"] - before["hits"])
     assert after["puts_skipped_admission"], (
         "the admission filter skipped no page: the pool is too large for this test"
     )
-    pages = FOLDERS * FOLDER_FILES * FILE_PAGES
+    pages = DIRECTORIES * DIRECTORY_FILES * FILE_PAGES
     # In the first two rounds the filter learns that the pool is too small.
     assert min(hits[2:]) > pages * 2 // 5, hits
 
@@ -149,7 +149,7 @@ def test_many_small_files_keep_their_hits(
 def test_all_pages_are_put_while_the_pool_has_room(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """All pages that fit into the pool are put, however many of them are new."""
+    """While the pool has room, all evicted pages are put, even if all of them are new."""
     daemon = start_daemon(session)
     guest = driver_vm(
         session, kernel, module, Tmem(daemon.socket("vm1")), memory_bytes=256 * MIB
@@ -166,9 +166,9 @@ def test_all_pages_are_put_while_the_pool_has_room(
 def test_only_reused_pages_are_put_with_the_hint(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Pages that were used again are put with a hint, pages that were used once without."""
+    """Pages that were used again are put with a hint, and pages that were used once without it."""
     pages = PAGES_MIB
-    with Liar(session.folder / "liar") as liar:
+    with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))
         guest.sh("for f in once twice; do dd if=/dev/urandom of=/mnt/$f bs=1M count=1; done; sync")
         for path, times in (("/mnt/once", 1), ("/mnt/twice", 3)):
@@ -192,8 +192,8 @@ def test_each_refusal_reason_has_its_own_counter(
     """Each reason not to put a page has a counter, and only that counter grows."""
     daemon = start_daemon(session)
     disks = [
-        Disk("data", disk.ext4(session.folder / "data.img", 64 * MIB)),
-        Disk("fine", disk.ext4(session.folder / "fine.img", 64 * MIB, None, "-b", "1024")),
+        Disk("data", disk.ext4(session.directory / "data.img", 64 * MIB)),
+        Disk("fine", disk.ext4(session.directory / "fine.img", 64 * MIB, None, "-b", "1024")),
     ]
     guest = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=disks).start()
     guest.mount("fine", "/fine")
@@ -213,7 +213,7 @@ def test_each_refusal_reason_has_its_own_counter(
         before, counters = counters, stats(guest)
         grown = {k: counters[k] - before[k] for k in counters if k.startswith("puts")}
         print(path, grown)
-        # These are not reasons: pages that the host stored, and sums of the other counters.
+        # These counters are no reasons: they count pages that the host stored, or are sums.
         others = ("puts_stored", "puts_eligible", "puts_lost")
         return {k: n for k, n in grown.items() if n and k not in others}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The driver's core under faults of memory, the daemon, the device and the machine.
+"""Tests the driver's core under faults of memory, the daemon, the device and the machine.
 
 No byte may be wrong: contents are compared with the files that the host wrote to the disk. Each
 test also reads the counter of the check that must detect its fault. This shows that no other check
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 DEADLINE = f"deadline_ms={DEADLINE_MS} verify_every=0"
 DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
-PAGES = FILE_BYTES // 4096  # pages of a file
+PAGES = FILE_BYTES // 4096  # number of pages of a file
 
 
 def reload(guest: Guest, parameters: str = "", *, until_state: str = "on") -> None:
@@ -83,7 +83,7 @@ def budget(guest: Guest) -> int:
 
 
 def devices(guest: Guest) -> tuple[list[str], list[str]]:
-    """Returns the names of the tmem devices that are bound to the driver, and of the others."""
+    """Returns the names of the bound tmem devices, and of those without the driver."""
     names = guest.sh("grep -l 0x003f /sys/bus/virtio/devices/*/device").split()
     found = sorted(path.split("/")[-2] for path in names)
     bound = [name for name in found if guest.run(f"test -e {DRIVER}/{name}").status == 0]
@@ -170,7 +170,7 @@ def trip(guest: Guest, daemon: Daemon, sums: dict[str, str]) -> None:
 def test_injected_faults_and_limits_cause_no_wrong_byte(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The driver survives injected faults, exceeded limits and late answers."""
+    """Injected faults, exceeded limits and late answers cause no wrong byte and no leak."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
@@ -217,7 +217,8 @@ def test_index_limit_holds_while_all_processors_use_it(
 
     Afterwards, all memory has been returned to the limit, on whichever processor it was taken.
     """
-    processors, files, limit = 4, 400, 48 << 10  # the limit is a tenth of what the files need
+    # The limit in bytes is a tenth of the memory that the entries of all files need.
+    processors, files, limit = 4, 400, 48 << 10
     guest = driver_guest(
         session,
         kernel,
@@ -225,11 +226,11 @@ def test_index_limit_holds_while_all_processors_use_it(
         parameters="verify_every=0 admission=off",
         cpus=processors,
     )
-    folders = [f"/mnt/{number}" for number in range(processors)]
-    for folder in folders:
+    directories = [f"/mnt/{number}" for number in range(processors)]
+    for directory in directories:
         # A small file needs most memory for each page. Files up to one page are never put.
         guest.sh(
-            f"mkdir {folder} && cd {folder} && for i in $(seq {files}); do"
+            f"mkdir {directory} && cd {directory} && for i in $(seq {files}); do"
             " dd if=/dev/zero of=$i bs=8192 count=1 2>/dev/null; done; sync",
             120,
         )
@@ -241,11 +242,11 @@ def test_index_limit_holds_while_all_processors_use_it(
     guest.sh(f"echo 1 >{switch}")
     set_parameter(guest, "test_index_bytes", str(table + limit))
     before = stats(guest)
-    # Each task drops files of all folders while the other tasks read and drop.
+    # Each task drops files of all directories while the other tasks read and drop files.
     readers = "\n".join(
-        f"(for round in $(seq 4); do cat {folder}/* >/dev/null;"
+        f"(for round in $(seq 4); do cat {directory}/* >/dev/null;"
         " echo 1 >/proc/sys/vm/drop_caches; done) &"
-        for folder in folders
+        for directory in directories
     )
     job = guest.start(f"{readers}\nwait", 300)
     most = 0
@@ -271,7 +272,7 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     table = stats(guest)["memory_bytes"]
     guest.sh(f"echo {name} >{DRIVER}/bind")
     wait_state(guest, "on")
-    limit = 12288  # limit of the index in bytes; the files need three times as much
+    limit = 12288  # limit of the index in bytes; entries of all files need three times as much
     set_parameter(guest, "test_index_bytes", str(table + limit))
     for path in sums:
         counters = evict(guest, [path])
@@ -470,7 +471,7 @@ def test_each_wrong_answer_is_caught_by_its_check(
     """No wrong answer is used, no byte is wrong, and the intended check catches each lie."""
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
-    with Liar(session.folder / "liar") as liar:
+    with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
         check_works(guest, files)
         for lie in (*LIES_OF_GETS, *LIES_OF_PUTS):
@@ -485,7 +486,7 @@ def test_each_wrong_answer_is_caught_by_its_check(
                 assert grown["misses_answer"] > 0, lie
                 assert grown["hits"] == grown["ring_hits"] or lie == "short-page", lie
             assert grown["mismatches"] == 0, lie
-            # The device answers correctly again, and the driver must use its answers.
+            # The device gives right answers again, and the driver must use them.
             check_works(guest, files)
 
         # Answers after the deadline are wrong, and must not be used.
@@ -515,7 +516,7 @@ def test_each_wrong_answer_is_caught_by_its_check(
             reload(guest)
             check_works(guest, files)
 
-        # The answers are right except for the bytes of the page.
+        # These answers are right except for the bytes of the page.
         grown = tell(guest, liar, "content", files)
         assert grown["mismatches"] == grown["misses_check"] > 0
         assert state(guest).startswith("poisoned: content check")
@@ -544,7 +545,7 @@ def test_pools_with_contradictory_answers_get_no_puts(
     contradictory."""
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
-    with Liar(session.folder / "liar") as liar:
+    with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
         for lie in LIES_OF_POOLS:
             guest.sh("umount /mnt", 60)
@@ -553,7 +554,7 @@ def test_pools_with_contradictory_answers_get_no_puts(
             guest.mount("data", "/mnt")
 
             read_until(guest, files, "puts_dropped_pool")
-            while liar.lies_told == told:  # bounded by the wait in read_until()
+            while liar.lies_told == told:  # the wait in read_until() bounds this loop
                 read_until(guest, files, "puts_dropped_pool")
             drop_pages(guest)
             assert checksums(guest, list(files)) == files
@@ -594,7 +595,7 @@ def test_hibernation_empties_the_cache(session: Session, kernel: Kernel, module:
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
-    swap = Disk("swap", disk.blank(session.folder / "swap.img", 512 * MIB))
+    swap = Disk("swap", disk.blank(session.directory / "swap.img", 512 * MIB))
     vm = driver_vm(
         session,
         kernel,

@@ -102,7 +102,7 @@ def test_nowait_readers_do_not_wait_for_the_host(
     if version(kernel) < (6, 12):
         pytest.skip("Linux before 6.12 does not mark reads that must not sleep")
     pages = 1024
-    with Liar(session.folder / "liar") as liar:
+    with Liar(session.directory / "liar") as liar:
         files = {NOWAIT: guest_program(TESTS / "guest/nowait.c")}
         guest = driver_guest(session, kernel, module, Tmem(liar.path), files=files)
         held = hold(guest, FILE, pages // 256)["index_pages"]
@@ -132,7 +132,7 @@ def test_slow_answers_within_the_deadline_open_the_breaker(
     # These values are from core/get.c: the budget is ten deadlines, and a fiftieth of it leaks away
     # during each deadline.
     budget_us, leak = deadline_ms * 1000 * 10, 10 / 50
-    with Liar(session.folder / "liar") as liar:
+    with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))
         set_parameter(guest, "deadline_ms", str(deadline_ms))
         guest.sh("echo 64 >/sys/block/vda/queue/read_ahead_kb")

@@ -46,7 +46,7 @@ MEMORY_BYTES = 768 * MIB
 # the tests of this file finish in the time of a shard.
 OPERATIONS = 3_000
 VERSIONS = 1_000
-# Number of times that all settings are changed, and of hits between two changes.
+# Number of times that the test changes all settings, and of hits between two changes.
 TURNS = 8
 HITS = 50
 # Scenarios of the torture program, without slow ones and without unmounting, which the random
@@ -98,7 +98,7 @@ class Machine:
         self.fs = disk.FILE_SYSTEMS[name]
         self.daemon: Daemon = session.daemon("vm1", pool_size="128MiB")
         self.daemon.start()
-        image = self.fs.make(session.folder / "data.img", DISK_BYTES)
+        image = self.fs.make(session.directory / "data.img", DISK_BYTES)
         self.vm: Vm = driver_vm(
             session,
             kernel,
@@ -148,7 +148,7 @@ class Machine:
     def nothing_found(self) -> None:
         print(stats(self.guest))
         wait_state(self.guest, "on")
-        self.guest.sh(f"sleep {LEAK_AGE_SECONDS}")  # younger objects are not reported
+        self.guest.sh(f"sleep {LEAK_AGE_SECONDS}")  # kmemleak does not report younger objects
         assert self.leaks() == ""
         assert self.races() == []
         self.vm.check_console()

@@ -56,7 +56,7 @@ def query_qmp(vm: Vm) -> None:
             try:
                 vm.qmp.execute(command, place)
             except QmpError:
-                pass  # QEMU answers with an error if the device has not been started
+                pass  # QEMU answers with an error if the guest has not started the device
     vm.qmp.human("info qtree")
     vm.qmp.human("info virtio")
 
@@ -79,7 +79,7 @@ def check_config(vm: Vm, queues: int = 2) -> int:
 
 
 def absent(daemon: Daemon) -> None:
-    """Does nothing: the daemon never ran."""
+    """Does nothing, for the case of a daemon that never ran."""
 
 
 def killed(daemon: Daemon) -> None:
@@ -98,7 +98,7 @@ TROUBLES = pytest.mark.parametrize("trouble", [killed, stopped, restarted])
 
 
 def heal(daemon: Daemon) -> None:
-    """Makes the daemon serve again, whatever state it is in."""
+    """Makes the daemon serve again, whether it is stopped, has ended or never ran."""
     process = daemon._process
     if process is None or not process.alive():
         daemon.start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Direct writes that fail midway, and the marks of files that were written directly."""
+"""Tests direct writes that fail midway, and the marks of files that were written directly."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ OLD, NEW = b"A" * PAGE, b"B" * PAGE
 # Number of files that a process has open for direct writes, like the tables of a database.
 TABLES = 10_000
 # Limit of the index in bytes. Marks of 2,048 neighbouring inode numbers take a node of 576 bytes,
-# and all marks together may take a quarter of the index. So there is room for two nodes, and the
-# files need more.
+# and all marks together may take a quarter of the index. So the marks may use two nodes, and
+# the test's files need more.
 MARKS_ROOM_BYTES = 4 * (2 * 576)
 MANY_MARKS = 6000
-# Longest time until the driver has freed marks that are no longer needed. It repeats a sweep after
-# 10 s if the sweep found too few.
+# Longest time until the driver has freed marks that are no longer needed. The driver
+# repeats a sweep after 10 s if the first one freed too few marks.
 SWEPT_SECONDS = 60.0
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Driver, QEMU and daemon together return evicted pages with right bytes.
 
-The first tests are about reading evicted files. The others are about events of the guest, the VM,
-the module and the daemon. The tests compare contents with the files that the host created. If a
-disk changed while the driver could not see it, reads must return the disk's contents.
+The first tests read evicted files. The other tests cause events of the guest, the VM, the module
+and the daemon. The tests compare contents with the files that the host created. If a disk changed
+while the driver could not see it, reads must return the disk's contents.
 """
 
 from __future__ import annotations
@@ -55,25 +55,26 @@ pytest_plugins = ["shared_fixtures"]
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 FILES = 24
-FILE_BYTES = 512 << 10  # 128 pages: one file at a time fits into the put ring
-# Sectors of inodes, extents, bitmaps and directories, which a file system reads besides contents.
+FILE_BYTES = 512 << 10  # 128 pages, so that a file fits into the put ring
+# Number of sectors with inodes, extents, bitmaps and directories that a file system may read in
+# addition to contents.
 METADATA_SECTORS = 512
 # Time in seconds after which a read counts as hung, even on a slow machine.
 HANG_SECONDS = 20.0
 
 
-def make_tree(folder: Path, generator: random.Random) -> dict[str, str]:
+def make_tree(directory: Path, generator: random.Random) -> dict[str, str]:
     """Creates files whose contents are half noise, half text.
 
     Returns the SHA-256 of each file by its path in the guest.
     """
-    folder.mkdir()
+    directory.mkdir()
     sums = {}
     for number in range(FILES):
         noise = generator.randbytes(FILE_BYTES // 2)
         text = b"".join(b"%016x line of file %d\n" % (i, number) for i in range(FILE_BYTES // 32))
         content = (noise + text)[: FILE_BYTES - number]  # the files end at different offsets
-        (folder / f"f{number:02}").write_bytes(content)
+        (directory / f"f{number:02}").write_bytes(content)
         sums[f"/mnt/f{number:02}"] = hashlib.sha256(content).hexdigest()
     return sums
 
@@ -83,9 +84,9 @@ def tree_disk(session: Session, name: str = "data") -> tuple[Disk, dict[str, str
 
     Two disks with the same `name` have equal files.
     """
-    folder = session.folder / f"tree-{name}"
-    sums = make_tree(folder, random.Random(name))
-    return Disk("data", disk.ext4(session.folder / f"{name}.img", 64 * MIB, folder)), sums
+    directory = session.directory / f"tree-{name}"
+    sums = make_tree(directory, random.Random(name))
+    return Disk("data", disk.ext4(session.directory / f"{name}.img", 64 * MIB, directory)), sums
 
 
 def changed_content(path: str) -> bytes:
@@ -222,7 +223,7 @@ def test_only_a_pause_keeps_the_cache(tree: Tree) -> None:
 @pytest.mark.smoke
 def test_loaded_snapshot_reads_its_own_disk(session: Session, kernel: Kernel, module: Path) -> None:
     daemon = start_daemon(session)
-    image = qcow2.create(session.folder / "data.qcow2", 128 * MIB)
+    image = qcow2.create(session.directory / "data.qcow2", 128 * MIB)
     vm = driver_vm(
         session,
         kernel,
@@ -339,7 +340,7 @@ def test_hung_daemon_opens_the_breaker(tree: Tree) -> None:
 def test_late_breaker_trip_does_not_affect_a_new_daemon(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """If the breaker trips because of an earlier daemon's answer, the next daemon is still used."""
+    """If a late answer of an earlier daemon opens the breaker, the next daemon is still used."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     guest = driver_guest(session, kernel, test_module, Tmem(daemon.socket("vm1")), disks=[data])
@@ -388,7 +389,7 @@ def patched(module: Path, session: Session, old: bytes, new: bytes) -> Path:
     """Returns a copy of the module file in which the string `old` is replaced by `new`."""
     content = module.read_bytes()
     assert content.count(old) == 1 and len(old) == len(new)
-    path = session.folder / "patched.ko"
+    path = session.directory / "patched.ko"
     path.write_bytes(content.replace(old, new))
     return path
 
@@ -421,10 +422,10 @@ def test_unknown_kernel_gets_no_cache(session: Session, kernel: Kernel, module: 
 
 
 @pytest.mark.smoke
-def test_in_order_is_accepted_where_the_kernel_knows_it(
+def test_feature_in_order_is_accepted_if_the_kernel_supports_it(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """VIRTIO_F_IN_ORDER is offered; kernels whose virtio_ring knows it accept it."""
+    """The device offers VIRTIO_F_IN_ORDER, and kernels that support this feature accept it."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), properties={"in_order": "on"})
     guest = driver_guest(session, kernel, module, tmem, cpus=2)
@@ -439,10 +440,10 @@ def test_in_order_is_accepted_where_the_kernel_knows_it(
     assert counters["mismatches"] == 0
 
 
-def test_second_device_is_left_alone_with_a_reason(
+def test_second_device_is_not_used_and_the_log_has_the_reason(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """The driver uses only one device. It does not use a second one, and logs the reason."""
+    """The driver uses one device only. It does not use a second device, and logs the reason."""
     daemon = start_daemon(session, "vm1", "vm2")
     data, sums = tree_disk(session)
     second = f"socket,id=tmem2,path={daemon.socket('vm2')},reconnect-ms=100"
@@ -471,7 +472,7 @@ def test_unserved_file_systems_are_not_cached(
     """Files of tmpfs and ext2 are not cached. ext2 inodes have functions of ext4 nevertheless."""
     daemon = start_daemon(session)
     data, _ = tree_disk(session)
-    image = disk.blank(session.folder / "other.img", 64 * MIB)
+    image = disk.blank(session.directory / "other.img", 64 * MIB)
     vm = driver_vm(
         session,
         kernel,
@@ -502,7 +503,7 @@ def test_unserved_file_systems_are_not_cached(
 
 @pytest.mark.smoke
 def test_drop_caches_empties_the_pool_only_with_the_switch(tree: Tree) -> None:
-    """drop_caches puts the evicted pages. With drop_caches_flush, 2 and 3 also empty the pool."""
+    """drop_caches puts evicted pages. With drop_caches_flush, values 2 and 3 empty the pool."""
     guest, sums = tree.guest, tree.sums
     files = list(sums)[:4]
     held = evict(guest, files)["index_pages"]

@@ -33,7 +33,7 @@ def test_invalid_property_is_refused_with_its_value(
     properties: dict[str, str],
     words: list[str],
 ) -> None:
-    tmem = Tmem(session.folder / "absent", properties=properties)
+    tmem = Tmem(session.directory / "absent", properties=properties)
     message = expect_error(session.vm(Config(kernel, tmem=tmem)).launch)
     assert "ended with status 1" in message
     for word in words:
@@ -47,7 +47,7 @@ def test_memory_that_is_not_shared_is_refused_with_a_remedy(
     expect_error: Callable[[Callable[[], object]], str],
     backend: str,
 ) -> None:
-    tmem = Tmem(session.folder / "absent")
+    tmem = Tmem(session.directory / "absent")
     message = expect_error(session.vm(Config(kernel, tmem=tmem, memory_backend=backend)).launch)
     assert "vhost-user-tmem" in message
     assert "share=on" in message, f"the message does not name share=on: {message}"

@@ -66,7 +66,7 @@ def test_figures_agree_in_guest_daemon_and_metrics(
 
     until(reported, 30, "the driver reports its last get")
 
-    log = session.folder / "exporter.log"
+    log = session.directory / "exporter.log"
     command = [str(host_binary("tmem-exporter")), "--web.listen-address", "127.0.0.1:0"]
     exporter = Process("tmem-exporter", [*command, "--socket", str(daemon.control)], log)
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Files of special kinds: some must not be cached, such as encrypted files and swap files.
+"""Tests files of special kinds. Some must not be cached, such as encrypted files and swap files.
 
-Others are cached, such as files below a loop device or overlayfs.
+Other files are cached, such as files below a loop device or overlayfs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from harness.vm import MIB
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 SPECIAL = "/bin/special"
-FILE_PAGES = 128  # pages of changed_content()
+FILE_PAGES = 128  # number of pages of a file from changed_content()
 
 
 def there(kernel: Kernel, *modules: str) -> list[str]:
-    """Returns the names for which the kernel has module files. The others may be built in."""
+    """Returns the modules of `names` that the kernel has as files. Other ones may be built in."""
     found = []
     for name in modules:
         try:

@@ -40,7 +40,8 @@ SCENARIOS = [
 ]  # fmt: skip
 SMALL = "--files=16 --size-max=524288"
 
-# Pages of the largest folio, and how many of them the driver puts (TMEM_FOLIO_MAX_PAGES).
+# Number of pages of the largest folio, and of its pages that the driver puts
+# (TMEM_FOLIO_MAX_PAGES).
 FOLIO_PAGES = 512
 FOLIO_PUT_MAX = 32
 
@@ -146,7 +147,7 @@ def test_operation_that_a_stock_kernel_gets_wrong_is_omitted(
     See docs/guest-tests.md.
     """
     fs = disk.FILE_SYSTEMS[name]
-    data = disk.Disk("data", fs.make(session.folder / "data.img", DISK_BYTES))
+    data = disk.Disk("data", fs.make(session.directory / "data.img", DISK_BYTES))
     guest = session.vm(
         Config(
             kernel,
@@ -156,8 +157,8 @@ def test_operation_that_a_stock_kernel_gets_wrong_is_omitted(
         )
     ).start()
     guest.mount("data", WHERE, fs.kind, fs.mount_options)
-    # The test uses the newest point release of a series, which may have a fix. So these kernels may
-    # be wrong, but need not be.
+    # The test uses the newest point release of a series, which may have a fix. So the
+    # operation may be right on these kernels as well.
     may_be_wrong = kernel.series in ("7.2", "7.3") and fs.kind == "ext4"
     wrong = []
     for scenario, found, on_disk in (

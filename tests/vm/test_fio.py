@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""fio writes and verifies data on a cached file system, as a checker from another project.
+"""fio, a test program of another project, writes and verifies data on a cached file system.
 
 Each block that fio writes has a header with a number derived from its seed. fio therefore
 recognizes a block of an earlier run with another seed as wrong.
@@ -45,10 +45,11 @@ RUNS = [
     "--ioengine=mmap --rw=randwrite --bs=8k",
 ]
 DIRECT = "--ioengine=io_uring --iodepth=8 --rw=randwrite --bs=8k --direct=1"
-# Options to verify through the page cache the blocks that were written directly. The engine is not
-# io_uring: it first reads without waiting, and the driver does not ask the host for such reads.
+# Options with which fio verifies, through the page cache, the blocks that it wrote directly. The
+# engine is not io_uring, which first tries reads that must not wait: for these the driver does not
+# ask the host.
 BUFFERED = "--ioengine=psync --rw=randwrite --bs=8k --verify_only"
-MARK_SECONDS = 60.0  # time for several sweeps of the driver, one every 10 s
+MARK_SECONDS = 60.0  # time for several of the driver's sweeps, which are 10 s apart
 
 
 def boot(session: Session, kernel: Kernel, module: Path, name: str) -> Guest:

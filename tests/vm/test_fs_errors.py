@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Errors of a file system after which a clean page differs from the disk.
+"""Tests errors of a file system after which a clean page differs from the disk.
 
 ext4 writes data to blocks that are marked as unwritten, and marks them as written afterwards (the
 conversion). A test can stop the disk in between, so that the conversion fails after the data was
@@ -54,7 +54,7 @@ EMPTIED_SECONDS = 30.0
 
 
 def make_image(session: Session, *options: str) -> Path:
-    return disk.ext4(session.folder / "data.img", 256 * MIB, None, *options)
+    return disk.ext4(session.directory / "data.img", 256 * MIB, None, *options)
 
 
 class Below:
@@ -95,7 +95,7 @@ class Below:
         return f"0 {self.sectors} linear '{self.disk} 0'"
 
     def except_blocks(self, targets: Mapping[int, str]) -> str:
-        """Returns a table with other targets for the page-sized ranges at these blocks."""
+        """Returns a device-mapper table that has other targets at these blocks of one page each."""
         table, at = [], 0
         for block, target in sorted(targets.items()):
             first = block * SECTORS
@@ -116,7 +116,7 @@ class Below:
     def go_on(self, table: str, writing: Job) -> None:
         self.guest.sh(f"{DM} data {table}")
         writing.wait()
-        until(lambda: self.writeback_kib() == 0, WRITEBACK_SECONDS, "all is written back")
+        until(lambda: self.writeback_kib() == 0, WRITEBACK_SECONDS, "all pages are written back")
 
     def writeback_kib(self) -> int:
         return int(self.guest.sh("sed -n 's/^Writeback: *//p' /proc/meminfo").split()[0])
@@ -165,7 +165,7 @@ def fail_conversion(below: Below) -> None:
     delay = f"delay '{place} 0 {place} {DELAY_MS} {place} 0'"
     guest.sh(f"{DM} data {below.except_blocks({**unreadable, data: delay})}")
     writing = below.write_back()
-    # The task that writes holds a reference to the block of the extents for a moment.
+    # The task that writes holds a reference to the block with the extents for a moment, so retry.
     until(lambda: extents_dropped(below, extents), WRITEBACK_SECONDS, "the extents leave the cache")
     # The delay ends when its device is suspended.
     below.go_on(below.except_blocks(unreadable), writing)

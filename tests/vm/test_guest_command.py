@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The command tmem-guest and /dev/virtio_tmem: dropping trees, policies, and permissions."""
+"""Tests tmem-guest and /dev/virtio_tmem: dropping trees, policies, and permissions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from harness.vm import MIB, Tmem
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 COMMAND = "/bin/tmem-guest"
-PAGES = FILE_BYTES // 4096  # pages of a file
+PAGES = FILE_BYTES // 4096  # number of pages of a file
 # Exit statuses of tmem-guest.
 SOME, USAGE, NO_DRIVER, NOT_SERVED, NOT_OWNER = 1, 2, 3, 4, 5
 
@@ -92,7 +92,7 @@ def test_status_and_stats_report_the_driver(session: Session, kernel: Kernel, mo
     for name in ("status", "stats", "drop", "policy"):
         assert guest.sh(f"{COMMAND} {name} --help").startswith(f"usage: tmem-guest {name}")
 
-    # Without a device, the loaded module reports what is wrong, and the command prints it.
+    # Without a device, the loaded module reports the reason, and the command prints it.
     load(guest, online=False)
     done = guest.run(f"{COMMAND} status --json")
     assert done.status == NO_DRIVER
@@ -195,7 +195,7 @@ def test_a_policy_ends_with_its_file(session: Session, kernel: Kernel, module: P
 def test_policies_survive_the_replacement_of_the_pool(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Policies are kept when the driver replaces the pool, also if they are set at that time."""
+    """Policies are kept when the driver replaces the pool, even if they are set during that."""
     guest, sums = start(session, kernel, test_module)
     kept, taken_back, meanwhile = list(sums)[:3]
     guest.sh(f"{COMMAND} policy {kept} {taken_back} never")
@@ -261,7 +261,7 @@ def test_memory_of_policies_is_bounded(session: Session, kernel: Kernel, test_mo
     # Policies may use an eighth of this limit. That is enough for one node, which has 64 inode
     # numbers, and not for a second one.
     set_parameter(guest, "test_index_bytes", "8192")
-    refused(guest, f"policy {WHERE}/d never", SOME, f"{WHERE}/d/", "no room")
+    refused(guest, f"policy {WHERE}/d never", SOME, f"{WHERE}/d/", "limit of policies")
     answer = say(guest, f"policy {WHERE}/d")
     assert 0 < answer["never"] <= 128
     # Setting the default policy frees all memory of the policies. Repeat it to find a leak.
@@ -270,7 +270,7 @@ def test_memory_of_policies_is_bounded(session: Session, kernel: Kernel, test_mo
         path = next(iter(sums))
         assert say(guest, f"policy {path} never")["never"] == 1
         guest.sh(f"{COMMAND} policy {path} default")
-    refused(guest, f"policy {WHERE}/d never", SOME, "no room")
+    refused(guest, f"policy {WHERE}/d never", SOME, "limit of policies")
     assert say(guest, f"policy {WHERE}/d")["never"] == answer["never"]
     # The driver frees the policies of a file system at its unmount.
     guest.sh(f"umount {WHERE}", 60)
@@ -281,16 +281,17 @@ def test_memory_of_policies_is_bounded(session: Session, kernel: Kernel, test_mo
 
 SMALL_BYTES = 64 << 10
 GROUPS, GROUP_FILES = 16, 16
-TREE_PAGES = GROUPS * GROUP_FILES * SMALL_BYTES // 4096  # 16 MiB that do not compress
+# Number of pages of a tree, which has 16 MiB of data that do not compress.
+TREE_PAGES = GROUPS * GROUP_FILES * SMALL_BYTES // 4096
 POOL = "37MiB"  # pool for two trees, not for three
 
 
-def three_trees(folder: Path, generator: random.Random) -> Path:
+def three_trees(directory: Path, generator: random.Random) -> Path:
     for name in (f"{tree}/{group:02}" for tree in "abc" for group in range(GROUPS)):
-        (folder / name).mkdir(parents=True)
+        (directory / name).mkdir(parents=True)
         for number in range(GROUP_FILES):
-            (folder / name / f"{number:02}").write_bytes(generator.randbytes(SMALL_BYTES))
-    return folder
+            (directory / name / f"{number:02}").write_bytes(generator.randbytes(SMALL_BYTES))
+    return directory
 
 
 def read_tree(guest: Guest, name: str, *, evict_last: bool = True) -> None:
@@ -309,8 +310,8 @@ def test_dropped_tree_frees_the_pool_for_others(
     """Dropping the second of three trees gives its memory in the pool to the others."""
     daemon = session.daemon("vm1", pool_size=POOL)
     daemon.start()
-    tree = three_trees(session.folder / "trees", random.Random("three trees"))
-    image = disk.ext4(session.folder / "data.img", 128 * MIB, tree)
+    tree = three_trees(session.directory / "trees", random.Random("three trees"))
+    image = disk.ext4(session.directory / "data.img", 128 * MIB, tree)
     vm = driver_vm(
         session,
         kernel,
@@ -327,7 +328,7 @@ def test_dropped_tree_frees_the_pool_for_others(
         answer = say(guest, f"drop {WHERE}/b")
         print(answer)
         assert (answer["files"], answer["errors"]) == (GROUPS * GROUP_FILES, 0)
-        # The last group was still in the page cache, the others were in the pool.
+        # The last group of files was still in the page cache, the other groups were in the pool.
         assert answer["cached_pages"] == TREE_PAGES // GROUPS
         assert answer["pool_pages"] >= TREE_PAGES * (GROUPS - 1) // GROUPS * 9 // 10
         assert answer["kept_pages"] == 0
@@ -341,7 +342,7 @@ def test_dropped_tree_frees_the_pool_for_others(
     guest.sh(f"cat {WHERE}/a/*/* >/dev/null", 120)
     hits = stats(guest)["hits"] - before["hits"]
     sectors = guest.disk_stat("data").read_sectors - sectors
-    print(f"a again: {hits} of {TREE_PAGES} pages from the pool, {sectors} sectors read")
+    print(f"tree a again: {hits} of {TREE_PAGES} pages from the pool, {sectors} sectors read")
     if drop:
         assert hits >= TREE_PAGES * 95 // 100
         assert sectors <= TREE_PAGES * 8 // 10

@@ -63,7 +63,7 @@ def test_jobs_run_in_parallel(session: Session, kernel: Kernel) -> None:
 
 
 def at_rest(guest: Guest, vm: Vm) -> tuple[int, int]:
-    """Returns the guest's count of sectors read and QEMU's of bytes once both stop changing."""
+    """Waits until the disk is idle; returns sectors read (guest) and bytes read (QEMU)."""
     last = (-1, -1)
 
     def same() -> tuple[int, int] | None:
@@ -75,12 +75,12 @@ def at_rest(guest: Guest, vm: Vm) -> tuple[int, int]:
 
 
 def test_disks_have_their_contents_and_throttling(session: Session, kernel: Kernel) -> None:
-    tree = session.folder / "tree"
+    tree = session.directory / "tree"
     tree.mkdir()
     content = os.urandom(8 * MIB)
     (tree / "file").write_bytes(content)
-    image = disk.ext4(session.folder / "data.img", 64 * MIB, tree)
-    spare = disk.blank(session.folder / "spare.img", 16 * MIB)
+    image = disk.ext4(session.directory / "data.img", 64 * MIB, tree)
+    spare = disk.blank(session.directory / "spare.img", 16 * MIB)
     disks = [
         disk.Disk("spare", spare, read_only=True),
         disk.Disk("data", image, throttle=disk.CLOUD_VOLUME),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Hooks that are not needed for right contents: without one of them, only hits or puts are lost.
+"""Without a hook that right contents do not depend on, only hits or puts are lost.
 
 test_torture.py and test_filesystems.py switch off the hooks that right contents depend on.
 """

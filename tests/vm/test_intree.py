@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The driver built into an x86-64 kernel without ftrace, kprobes and modules.
+"""Tests the driver built into an x86-64 kernel without ftrace, kprobes and modules.
 
 `--kernel intree` is Linux 6.12, `--kernel intree-7.3` is 7.3. The patches of guest-driver/intree
 add calls of the hooks to the kernel. For each of these calls, a test fails if the call is missing.
@@ -85,7 +85,7 @@ def boot(
 ) -> Guest:
     """Boots a VM with the data disk mounted, and the driver's parameters on the command line."""
     fs = disk.FILE_SYSTEMS[name]
-    image = image or fs.make(session.folder / "data.img", DISK_BYTES)
+    image = image or fs.make(session.directory / "data.img", DISK_BYTES)
     words = parameters.split()
     config = Config(
         kernel,
@@ -238,10 +238,10 @@ def test_random_operations_detect_each_missing_hook(
     Torture(guest, arguments, 600).must_mismatch()
 
 
-def test_hooks_that_no_byte_depends_on(session: Session, kernel: Kernel) -> None:
+def test_hooks_without_effect_on_contents_only_lose_hits(session: Session, kernel: Kernel) -> None:
     """Without the hooks for mounts, reads or drop_slab(), bytes are right and only hits are lost.
 
-    Without the one for drop_slab(), drop_caches does not empty the pool.
+    Without the hook for drop_slab(), drop_caches does not empty the pool.
     """
     guest = served(session, kernel)
     for hook, reader in READERS:
@@ -300,7 +300,7 @@ def test_page_with_failed_conversion_is_not_put(
 
 def test_file_systems_on_device_mapper_are_refused(session: Session, kernel: Kernel) -> None:
     """Without kprobes, the driver refuses device mapper, as it cannot see whether it encrypts."""
-    image = disk.ext4(session.folder / "data.img", 256 * MIB)
+    image = disk.ext4(session.directory / "data.img", 256 * MIB)
     guest = boot(session, kernel, "verify_every=0", image=image, files=programs(DM))
     wait_state(guest, "on")
     wait_served(guest)

@@ -25,7 +25,7 @@ def test_kicks_and_interrupts_bypass_qemu(session: Session, kernel: Kernel, modu
     if os.environ.get("TMEM_ACCEL") != "kvm":
         pytest.skip("needs KVM: run make check-kvm")
     daemon = start_daemon(session)
-    trace = session.folder / "trace"
+    trace = session.directory / "trace"
     events = ("kvm_set_ioeventfd_mmio", "kvm_irqchip_add_msi_route")
     arguments = [part for event in events for part in ("-trace", f"enable={event}")]
     tmem = Tmem(daemon.socket("vm1"), num_queues=QUEUES - 1)
@@ -38,4 +38,4 @@ def test_kicks_and_interrupts_bypass_qemu(session: Session, kernel: Kernel, modu
         routes = [line for line in lines if events[1] in line and "vhost-user-tmem" in line]
         return len(kicks) >= QUEUES and len(routes) >= QUEUES
 
-    until(all_there, 30, "each queue has an ioeventfd and a route for its irqfd")
+    until(all_there, 30, "QEMU has set up an ioeventfd and an irqfd's route for each queue")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Large folios: the driver puts a bounded number of pages, and gets all of a folio or nothing."""
+"""The driver puts a bounded number of pages of a large folio, and gets whole folios only."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_put_of_a_large_folio_is_bounded(
     assert orders.count(HUGE_ORDER) >= 4, f"fewer than 4 huge folios left the page cache: {orders}"
     bound = sum(min(1 << order, PUT_MAX) for order in orders)
     taken = stats(guest)["puts"] - before["puts"]
-    # Other files may be put as well.
+    # Pages of other files may be put as well, so the counter may grow by more.
     assert bound // 2 <= taken <= bound + PUT_MAX
     # The file has right bytes. Some of its pages come from the pool, the others from the disk.
     assert checksums(guest, [path]) == sums

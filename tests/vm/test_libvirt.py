@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The device and its quota in domains of a stock libvirtd: tmemctl, the hook, the bridge.
+"""Tests the device and its quota in domains of a stock libvirtd, with tmemctl, hook and bridge.
 
 If a test does not need a running guest, the VM stays paused and uses no processor time.
 """
@@ -47,7 +47,7 @@ NAMESPACE = "urn:virtio-tmem:cache:1"
 
 @pytest.fixture
 def libvirt(session: Session) -> Iterator[Libvirt]:
-    libvirt = Libvirt(session.folder / "libvirt", session.folder / "tmemd0/control")
+    libvirt = Libvirt(session.directory / "libvirt", session.directory / "tmemd0/control")
     libvirt.install_hook()
     libvirt.start()
     try:
@@ -65,15 +65,15 @@ def tree(session: Session) -> tuple[Disk, dict[str, str]]:
 def machine(
     session: Session, kernel: Kernel, module: Path, tree: tuple[Disk, dict[str, str]]
 ) -> Machine:
-    folder = session.folder / "vm"
-    folder.mkdir()
+    directory = session.directory / "vm"
+    directory.mkdir()
     files = {MODULE: module}
-    return Machine("web 1", UUID, kernel, folder, tree[0], files, emulator_link(folder))
+    return Machine("web 1", UUID, kernel, directory, tree[0], files, emulator_link(directory))
 
 
 def define(libvirt: Libvirt, machine: Machine) -> str:
-    """Defines the domain twice. At the second time, libvirt sorts the devices that it added."""
-    xml = machine.folder / "domain.xml"
+    """Defines the domain twice, because libvirt sorts devices that it added at the second time."""
+    xml = machine.directory / "domain.xml"
     xml.write_text(machine.xml())
     libvirt.virsh("define", xml)
     xml.write_text(libvirt.config(machine.name))
@@ -101,7 +101,14 @@ def arguments(xml: str) -> list[str]:
 def test_detach_reverts_the_changes_of_attach(libvirt: Libvirt, machine: Machine) -> None:
     """attach makes exactly the intended changes of the XML, and detach reverts them."""
     before = define(libvirt, machine)
-    options = ("--run-directory", machine.folder, "--limit", "64MiB", "--emulator", qemu_binary())
+    options = (
+        "--run-directory",
+        machine.directory,
+        "--limit",
+        "64MiB",
+        "--emulator",
+        qemu_binary(),
+    )
 
     shown = libvirt.tmemctl("attach", machine.name, *options, "--dry-run")
     printed = libvirt.tmemctl("attach", machine.name, *options, "--print-xml")
@@ -141,8 +148,8 @@ def test_attach_keeps_concurrent_changes_of_the_domain(libvirt: Libvirt, machine
     The test makes the change while attach runs the emulator to ask for its devices.
     """
     define(libvirt, machine)
-    count = machine.folder / "count"
-    emulator = machine.folder / "emulator"
+    count = machine.directory / "count"
+    emulator = machine.directory / "emulator"
     emulator.write_text(
         f"""#!/bin/sh
 if [ "$*" = "-device help" ]; then
@@ -154,7 +161,7 @@ exec {qemu_binary()} "$@"
 """
     )
     emulator.chmod(0o755)
-    options = ("--run-directory", machine.folder, "--emulator", emulator, "--timeout", "60")
+    options = ("--run-directory", machine.directory, "--emulator", emulator, "--timeout", "60")
     libvirt.tmemctl("attach", machine.name, *options)
     changes = len(count.read_text())
     assert changes > 0
@@ -170,15 +177,15 @@ def test_killed_test_run_leaves_no_process(session: Session, machine: Machine) -
         found = []
         for pid in [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]:
             with contextlib.suppress(OSError):
-                if str(session.folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if str(session.directory).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
         return found
 
-    started = session.folder / "started"
+    started = session.directory / "started"
     tests = os.fork()
     if tests == 0:
         try:
-            libvirt = Libvirt(session.folder / "libvirt", session.folder / "control")
+            libvirt = Libvirt(session.directory / "libvirt", session.directory / "control")
             libvirt.start()
             define(libvirt, machine)
             libvirt.virsh("start", machine.name, "--paused")
@@ -235,8 +242,8 @@ def check_restarts(libvirt: Libvirt, daemon: Daemon, guest: Guest, sums: dict[st
 
     # A daemon that lost its VM store gets the VM when libvirtd restarts.
     daemon.terminate()
-    assert list(daemon.folder.glob("*.sock")) == []
-    (daemon.folder / f"vms/{UUID}.sock.json").unlink()
+    assert list(daemon.directory.glob("*.sock")) == []
+    (daemon.directory / f"vms/{UUID}.sock.json").unlink()
     daemon.start()
     assert daemon.list()["vms"] == []
     libvirt.restart()
@@ -254,7 +261,7 @@ def check_restarts(libvirt: Libvirt, daemon: Daemon, guest: Guest, sums: dict[st
     until(
         lambda: daemon.stats()["vms"][0]["charged_bytes"] <= 1 << 20,
         10,
-        "it holds no more than it may",
+        "the VM holds no more than its new limit",
     )
     assert daemon.stats()["vms"][0]["evictions"] > 0
 
@@ -283,7 +290,9 @@ def test_attached_domain_gets_hits_until_detach(
     _, sums = tree
     daemon = session.daemon(pool_size="128MiB")
     before = define(libvirt, machine)
-    libvirt.tmemctl("attach", machine.name, "--run-directory", daemon.folder, "--reserve", "1MiB")
+    libvirt.tmemctl(
+        "attach", machine.name, "--run-directory", daemon.directory, "--reserve", "1MiB"
+    )
 
     daemon.start()
     assert daemon.list()["vms"] == []
@@ -313,7 +322,7 @@ def test_attached_domain_gets_hits_until_detach(
         "the hook did not remove the VM from the daemon when it ended"
     )
     assert not socket.exists()
-    assert list((daemon.folder / "vms").iterdir()) == []
+    assert list((daemon.directory / "vms").iterdir()) == []
     assert libvirt.config(machine.name) == before
     libvirt.virsh("start", machine.name)
     guest = machine.connect()
@@ -334,7 +343,7 @@ def check_quota(libvirt: Libvirt, daemon: Daemon, machine: Machine) -> None:
     assert quota() == {"reserve_bytes": 1 << 20, "limit_bytes": 2 << 20, "weight": 100}
     for level in ("--live", "--config"):
         assert "limit          : 2048 KiB\n" in libvirt.tmemctl("quota", name, level)
-        document = machine.folder / "metadata.xml"
+        document = machine.directory / "metadata.xml"
         text = metadata(libvirt, level)
         document.write_text(text.replace("<cache", f'<cache xmlns="{NAMESPACE}"', 1))
         valid = run(["xmllint", "--noout", "--relaxng", SCHEMA, document])
@@ -354,7 +363,7 @@ def check_quota(libvirt: Libvirt, daemon: Daemon, machine: Machine) -> None:
     libvirt.tmemctl("quota", name, "--limit", "none", "--weight", "7", "--config")
     assert "limit          : unlimited\n" in libvirt.tmemctl("quota", name, "--config")
     assert "limit          : 2048 KiB\n" in libvirt.tmemctl("quota", name, "--live")
-    document = machine.folder / "wrong.xml"
+    document = machine.directory / "wrong.xml"
     document.write_text(wrong.replace("<cache", f'<cache xmlns="{NAMESPACE}"', 1))
     assert run(["xmllint", "--noout", "--relaxng", SCHEMA, document]).status != 0
 
@@ -366,14 +375,14 @@ def test_hook_stops_a_start_only_if_the_cache_is_required(
     """The hook stops a start only if the domain requires the cache, and never ends a running VM."""
     define(libvirt, machine)
     name = machine.name
-    folder = session.folder / "tmemd0"
-    attach = ("attach", name, "--run-directory", folder)
+    directory = session.directory / "tmemd0"
+    attach = ("attach", name, "--run-directory", directory)
     libvirt.tmemctl(*attach, "--required", "yes")
     words = libvirt.virsh_refused("start", name)
-    assert "cannot use the cache that it requires" in words and f"{folder}/control" in words
+    assert "cannot use the cache that it requires" in words and f"{directory}/control" in words
 
     daemon = session.daemon(Tenant(UUID, uuid=UUID), pool_size="8MiB")
-    assert daemon.folder == folder
+    assert daemon.directory == directory
     daemon.start()
     libvirt.tmemctl(*attach, "--reserve", "1TiB")
     words = libvirt.virsh_refused("start", name)
@@ -381,11 +390,11 @@ def test_hook_stops_a_start_only_if_the_cache_is_required(
     libvirt.tmemctl(*attach, "--reserve", "0", "--trust-domain", "team")
     words = libvirt.virsh_refused("start", name)
     assert "in trust domain none" in words and "in team, by the daemon's --vm" in words
-    libvirt.tmemctl("attach", name, "--trust-domain", "none", "--run-directory", machine.folder)
+    libvirt.tmemctl("attach", name, "--trust-domain", "none", "--run-directory", machine.directory)
     words = libvirt.virsh_refused("start", name)
-    assert str(machine.folder) in words and "--run-directory" in words
+    assert str(machine.directory) in words and "--run-directory" in words
     libvirt.tmemctl(*attach)
-    private = machine.folder / "private.xml"
+    private = machine.directory / "private.xml"
     private.write_text(libvirt.config(name).replace("mode='shared'", "mode='private'"))
     libvirt.virsh("define", private)
     words = libvirt.virsh_refused("start", name)
@@ -450,7 +459,7 @@ def test_bridge_applies_quotas_after_any_service_restarts(
     """Quotas go from virsh to the daemon, whichever of the services was not running meanwhile."""
     daemon = session.daemon(pool_size="128MiB")
     define(libvirt, machine)
-    attach = ("attach", machine.name, "--run-directory", daemon.folder)
+    attach = ("attach", machine.name, "--run-directory", daemon.directory)
     libvirt.tmemctl(*attach, "--limit", "64MiB")
     # The VM starts while the daemon does not run. It gets its cache when the daemon runs.
     libvirt.start_bridge()
@@ -465,7 +474,7 @@ def test_bridge_applies_quotas_after_any_service_restarts(
     follows(daemon, 5, "the quota is that of virsh")
     live(libvirt, limit(6), "--config")
     live(libvirt, limit(7))
-    follows(daemon, 7, "the running VM's")
+    follows(daemon, 7, "the new limit of the running VM applies")
 
     # A setting that is not valid is shown as a problem, and the last valid one stays.
     for wrong, part in [
@@ -495,7 +504,7 @@ def test_bridge_survives_restarts_of_daemon_libvirtd_and_vm(
     """The VM has its settings again after the daemon, libvirtd and the VM are restarted in turn."""
     daemon = session.daemon(pool_size="128MiB")
     define(libvirt, machine)
-    libvirt.tmemctl("attach", machine.name, "--run-directory", daemon.folder, "--limit", "6MiB")
+    libvirt.tmemctl("attach", machine.name, "--run-directory", daemon.directory, "--limit", "6MiB")
     daemon.start()
     libvirt.start_bridge()
     libvirt.virsh("start", machine.name, "--paused")
@@ -505,7 +514,7 @@ def test_bridge_survives_restarts_of_daemon_libvirtd_and_vm(
     daemon.kill()
     live(libvirt, limit(9))
     daemon.start()
-    follows(daemon, 9, "what changed without the daemon")
+    follows(daemon, 9, "the limit that changed while the daemon did not run")
 
     libvirt.restart()
     live(libvirt, limit(10))
@@ -514,16 +523,16 @@ def test_bridge_survives_restarts_of_daemon_libvirtd_and_vm(
     # A saved VM is removed from the daemon. When the VM is restored, it has its settings again.
     libvirt.virsh("managedsave", machine.name)
     assert vm_of(daemon) == {}
-    assert not (daemon.folder / f"{UUID}.sock").exists()
+    assert not (daemon.directory / f"{UUID}.sock").exists()
     libvirt.virsh("start", machine.name, "--paused")
-    follows(daemon, 10, "the restored VM's")
+    follows(daemon, 10, "the new limit of the restored VM applies")
     until(lambda: vm_of(daemon)["connected"], 60, "the restored QEMU finds the daemon")
 
     libvirt.virsh("destroy", machine.name)
     assert vm_of(daemon) == {}
     libvirt.virsh("domrename", machine.name, "shop")
     libvirt.virsh("start", "shop", "--paused")
-    follows(daemon, 6, "the next start's")
+    follows(daemon, 6, "the limit of the next start applies")
     assert vm_of(daemon)["name"] == "shop"
     libvirt.virsh("destroy", "shop")
     assert vm_of(daemon) == {}
@@ -538,13 +547,15 @@ def test_ten_domains_have_their_own_sockets_and_quotas(
     libvirt.start_bridge()
     uuids = [f"{UUID[:-2]}{number:02}" for number in range(10)]
     for number, uuid in enumerate(uuids):
-        own = replace(machine, name=f"vm{number}", uuid=uuid, folder=machine.folder / f"{number}")
-        own.folder.mkdir()
+        own = replace(
+            machine, name=f"vm{number}", uuid=uuid, directory=machine.directory / f"{number}"
+        )
+        own.directory.mkdir()
         # Remove the disk, because ten VMs cannot write to one disk.
         xml = re.sub("<disk.*?</disk>", "", own.xml(memory_mib=128), flags=re.DOTALL)
-        (own.folder / "domain.xml").write_text(xml)
-        libvirt.virsh("define", own.folder / "domain.xml")
-        options = ("--run-directory", daemon.folder, "--reserve", f"{number + 1}MiB")
+        (own.directory / "domain.xml").write_text(xml)
+        libvirt.virsh("define", own.directory / "domain.xml")
+        options = ("--run-directory", daemon.directory, "--reserve", f"{number + 1}MiB")
         libvirt.tmemctl("attach", own.name, *options)
         libvirt.virsh("start", own.name, "--paused")
 
@@ -568,8 +579,8 @@ def test_ten_domains_have_their_own_sockets_and_quotas(
     for number in range(10):
         libvirt.virsh("destroy", f"vm{number}")
     assert daemon.list()["vms"] == []
-    assert list(daemon.folder.glob("*.sock")) == []
-    assert list((daemon.folder / "vms").iterdir()) == []
+    assert list(daemon.directory.glob("*.sock")) == []
+    assert list((daemon.directory / "vms").iterdir()) == []
 
 
 def test_restored_and_reverted_vms_read_no_newer_page(
@@ -577,12 +588,12 @@ def test_restored_and_reverted_vms_read_no_newer_page(
 ) -> None:
     """A restored VM caches again; a reverted VM gets no page that it put after the snapshot."""
     disk, sums = tree
-    image = qcow2.create(session.folder / "top.qcow2", disk.path.stat().st_size, disk.path)
+    image = qcow2.create(session.directory / "top.qcow2", disk.path.stat().st_size, disk.path)
     machine = replace(machine, disk=replace(disk, path=image, format="qcow2"))
     daemon = session.daemon(pool_size="128MiB")
     daemon.start()
     define(libvirt, machine)
-    libvirt.tmemctl("attach", machine.name, "--run-directory", daemon.folder)
+    libvirt.tmemctl("attach", machine.name, "--run-directory", daemon.directory)
 
     def again() -> Guest:
         until(lambda: vm_of(daemon)["connected"], 60, "QEMU finds the daemon")
@@ -627,21 +638,23 @@ def test_local_migration_uses_two_sockets_and_moves_no_page(
     _, sums = tree
     daemon = session.daemon(pool_size="128MiB")
     daemon.start()
-    other = Libvirt(session.folder / "other", daemon.control, "tmem-other")
+    other = Libvirt(session.directory / "other", daemon.control, "tmem-other")
     other.install_hook()
     other.start()
     try:
         for each in (libvirt, other):
             each.start_bridge()
         define(libvirt, machine)
-        libvirt.tmemctl("attach", machine.name, "--run-directory", daemon.folder, "--limit", "9MiB")
+        libvirt.tmemctl(
+            "attach", machine.name, "--run-directory", daemon.directory, "--limit", "9MiB"
+        )
         libvirt.virsh("start", machine.name)
         guest = machine.connect()
         load(guest, "verify_every=0")
         check_hits(guest, sums)
         evict(guest, list(sums))
         guest.close()
-        sockets = [daemon.folder / f"{UUID}{which}.sock" for which in ("", "-b")]
+        sockets = [daemon.directory / f"{UUID}{which}.sock" for which in ("", "-b")]
         for at, to in ((libvirt, other), (other, libvirt)):
             machine = migrate(at, to, machine)
             assert at.virsh("list", "--uuid").split() == []
@@ -663,22 +676,22 @@ def test_local_migration_uses_two_sockets_and_moves_no_page(
             assert checksums(guest, list(sums)) == sums
             check_hits(guest, sums)
             guest.close()
-            follows(daemon, 9, "the quota moves along")
+            follows(daemon, 9, "the quota moves along with the VM")
     finally:
         other.stop()
 
 
 def migrate(at: Libvirt, to: Libvirt, machine: Machine) -> Machine:
     """Migrates the VM. The QEMU at the destination has other paths for its sockets and logs."""
-    arrived = replace(machine, folder=machine.folder / "then")
-    arrived.folder.mkdir()
+    arrived = replace(machine, directory=machine.directory / "then")
+    arrived.directory.mkdir()
     xml = at.virsh("dumpxml", "--migratable", "--security-info", machine.name)
     for old, new in ((machine.agent, arrived.agent), (machine.console, arrived.console)):
         xml = xml.replace(str(old), str(new))
-    (arrived.folder / "domain.xml").write_text(xml)
+    (arrived.directory / "domain.xml").write_text(xml)
     at.virsh(
         *("migrate", "--live", "--unsafe", "--persistent", "--undefinesource"),
-        *("--xml", arrived.folder / "domain.xml", machine.name, to.uri),
-        *("--migrateuri", f"unix://{arrived.folder}/socket"),
+        *("--xml", arrived.directory / "domain.xml", machine.name, to.uri),
+        *("--migrateuri", f"unix://{arrived.directory}/socket"),
     )
     return arrived

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A device that is slow, silent or gives wrong answers for a long time, under load.
+"""Tests a device that is slow, silent or gives wrong answers for a long time, under load.
 
 test_core.py tests the effect of each kind of wrong answer, and test_deadline.py the wait of one
 readahead. The tests here count waits instead of measuring them, because each wait takes the
@@ -72,7 +72,7 @@ def test_slow_or_silent_device_opens_the_breaker(
 ) -> None:
     """The breaker opens if answers are right but late, or missing. It closes when they are fast."""
     data, sums = tree_disk(session)
-    with Liar(session.folder / "liar") as liar:
+    with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
         check_works(guest, sums)
         for delay in (SLOW_SECONDS, SILENT_SECONDS):
@@ -103,7 +103,7 @@ def test_wrong_answers_under_load_cause_no_wrong_byte(
     number = seed()
     generator = random.Random(number)
     lies = ("", *LIES_OF_GETS, *LIES_OF_PUTS, "late")
-    with Liar(session.folder / "liar") as liar:
+    with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), cpus=2)
         told: set[str] = set()
         for turn in range(TURNS_MAX):
@@ -143,7 +143,7 @@ def test_wrong_contents_under_load_switch_the_cache_off(
 ) -> None:
     """One wrong page switches the cache off, and no reader sees it."""
     number = seed()
-    with Liar(session.folder / "liar") as liar:
+    with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), cpus=2)
         torture = Torture(guest, f"--seed={number} {LOAD}", 900)
         until(lambda: stats(guest)["hits"] > 20 or torture.job.done(), 120, "hits under load")
@@ -163,7 +163,7 @@ def test_stopped_queue_switches_the_cache_off(
 ) -> None:
     """A queue that the back end stopped switches the cache off until the driver is loaded again."""
     data, sums = tree_disk(session)
-    with Liar(session.folder / "liar") as liar:
+    with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
         check_works(guest, sums)
         evict(guest, list(sums))
@@ -178,7 +178,7 @@ def test_stopped_queue_switches_the_cache_off(
 
 def test_latencies_are_sent_only_if_offered(session: Session, kernel: Kernel, module: Path) -> None:
     data, sums = tree_disk(session)
-    with Liar(session.folder / "liar") as liar:
+    with Liar(session.directory / "liar") as liar:
         tmem = Tmem(liar.path, properties={"latencies": "off"})
         guest = driver_guest(session, kernel, module, tmem, disks=[data])
         # The driver sends one report every ten seconds.
@@ -192,7 +192,7 @@ def test_request_unknown_to_the_device_is_sent_once(
 ) -> None:
     """A request that the device does not know is sent once, and everything else works."""
     data, sums = tree_disk(session)
-    with Liar(session.folder / "liar") as liar:
+    with Liar(session.directory / "liar") as liar:
         liar.lie = "older"
         guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
         # The driver sends one report every ten seconds.
@@ -201,4 +201,4 @@ def test_request_unknown_to_the_device_is_sent_once(
         check_works(guest, sums)
         # After a reload the request is sent again, because the device may be another one.
         reload(guest)
-        until(lambda: liar.asked[T_LATENCIES] == 2, 60, "the request is made again")
+        until(lambda: liar.asked[T_LATENCIES] == 2, 60, "the request is sent again")

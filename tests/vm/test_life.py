@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Events of a caching guest: it crashes, runs out of memory, loses processors."""
+"""Tests a caching guest that crashes, runs out of memory, or loses processors."""
 
 from __future__ import annotations
 

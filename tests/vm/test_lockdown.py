@@ -49,9 +49,9 @@ def lock_down(guest: Guest, mode: str) -> None:
     )
 
 
-def sign(kernel: Kernel, module: Path, folder: Path) -> Path:
+def sign(kernel: Kernel, module: Path, directory: Path) -> Path:
     """Signs the module with a key that no kernel trusts."""
-    key, certificate, signed = folder / "key", folder / "certificate", folder / "signed.ko"
+    key, certificate, signed = directory / "key", directory / "certificate", directory / "signed.ko"
     command = [
         "openssl", "req", "-new", "-x509", "-nodes", "-subj", "/CN=nobody", "-newkey", "rsa:2048",
         "-keyout", str(key), "-outform", "DER", "-out", str(certificate),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Memory, also of huge pages, is plugged into and unplugged from a VM that uses the device."""
+"""Plugs memory, also of huge pages, into a VM that uses the device, and unplugs it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def huge_pages_free() -> int:
 
 @contextmanager
 def huge_pages(count: int) -> Iterator[None]:
-    """Adds `count` huge pages and removes them in the end, or skips the test."""
+    """Adds `count` huge pages to the host and removes them in the end, or skips the test."""
     if os.geteuid() != 0 or not NR_HUGEPAGES.exists():
         pytest.skip("huge pages cannot be reserved here")
     if f"Hugepagesize: {HUGE_BYTES >> 10:>10} kB" not in MEMINFO.read_text():
@@ -143,7 +143,8 @@ def test_memory_hotplug_under_torture_causes_no_wrong_byte(
         )
         until(lambda: regions(daemon) == mapped, PLUG_SECONDS, "the daemon has unmapped the memory")
         vm.qmp.execute("object-del", {"id": "more"})
-        if "hugetlb" in dimm:  # the test holds the lock, so no other test uses the huge pages
+        # No other test uses huge pages meanwhile, because this test holds the lock.
+        if "hugetlb" in dimm:
             until(
                 lambda: huge_pages_free() >= free,
                 PLUG_SECONDS,

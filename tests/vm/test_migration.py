@@ -174,9 +174,9 @@ def replace(daemon: Daemon) -> None:
 
 # Speeds of a migration that copies all memory once and then does not finish. The first pass over
 # the memory takes some seconds at the first speed. Pages that the guest writes meanwhile would take
-# minutes at the second speed. QEMU finishes when the rest can be copied within the downtime, by the
-# speed so far, so the downtime is the shortest one. (With a downtime of 0, QEMU 10.0 finishes after
-# the first pass without considering pages that were written meanwhile.)
+# minutes at the second speed. QEMU finishes when it can copy the remaining pages within the allowed
+# downtime, by the speed so far. So the test sets the shortest downtime. (With a downtime of 0, QEMU
+# 10.0 finishes after the first pass without considering pages that were written meanwhile.)
 FIRST_BYTES_PER_SECOND = 16 * MIB
 THEN_BYTES_PER_SECOND = 64 << 10
 SHORTEST_MS = 1
@@ -247,7 +247,9 @@ def test_page_written_by_a_lost_daemon_is_migrated(
     if trouble is replace:
         until(lambda: serves(vm), 20, "QEMU has connected to the next daemon")
     else:
-        # Pausing and resuming the VM sends the daemon messages. It hangs, so QEMU gives it up.
+        # When the VM is paused and resumed, QEMU sends messages to the daemon. The daemon hangs, so
+        # QEMU
+        # disconnects it.
         vm.pause()
         vm.resume()
         until(lambda: not serves(vm), 20, "QEMU has lost its daemon")
@@ -391,7 +393,7 @@ POST_COPY = "postcopy-ram"
 def test_post_copy_destination_is_served_after_all_memory_arrived(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """With post-copy, QEMU gives the destination's daemon the memory after all has arrived.
+    """With post-copy, QEMU gives the destination's daemon the memory when all of it has arrived.
 
     The daemon cannot access memory that has not arrived yet.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Switches and counters of single mounts in sysfs; read-only and remounted file systems."""
+"""Tests switches and counters of single mounts in sysfs, and read-only and remounted mounts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MOUNTS_MAX = 64
 LOOP_BYTES = 4 * MIB
 # The smallest swap file that mkswap accepts has 10 pages; files of one page are not cached.
 SWAP_BYTES = 64 << 10
-# TMEM_WALK_INODES and TMEM_SEARCH_INODES of the driver, and a number of files above both.
+# The driver's TMEM_WALK_INODES and TMEM_SEARCH_INODES, and a number of files that exceeds both.
 WALK_INODES = 256
 SEARCH_INODES = 4096
 MANY_FILES = 6000
@@ -95,7 +95,7 @@ class Mount:
 
 def boot(session: Session, kernel: Kernel, module: Path, **more: Disk) -> Guest:
     """Boots a guest with an ext4 at /mnt. Each disk of `more` is mounted at its name."""
-    image = disk.ext4(session.folder / "data.img", DISK_BYTES)
+    image = disk.ext4(session.directory / "data.img", DISK_BYTES)
     guest = driver_guest(
         session,
         kernel,
@@ -128,7 +128,7 @@ def make(guest: Guest, where: str) -> dict[str, str]:
 
 @pytest.mark.smoke
 def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, module: Path) -> None:
-    other = disk.ext4(session.folder / "other.img", 64 * MIB)
+    other = disk.ext4(session.directory / "other.img", 64 * MIB)
     guest = boot(session, kernel, module, other=Disk("other", other))
     here, there = make(guest, WHERE), make(guest, OTHER)
     both = [*here, *there]
@@ -179,7 +179,7 @@ def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, modu
 def test_switched_off_file_system_type_is_not_cached(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    other = disk.ext4(session.folder / "other.img", 64 * MIB)
+    other = disk.ext4(session.directory / "other.img", 64 * MIB)
     guest = boot(session, kernel, module, other=Disk("other", other))
     sums = {**make(guest, WHERE), **make(guest, OTHER)}
     evict(guest, list(sums))
@@ -220,7 +220,7 @@ def test_open_sysfs_files_survive_unmount_and_unload(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """Sysfs files may be open, being read or being written to at unmount and at module unload."""
-    other = disk.ext4(session.folder / "other.img", 64 * MIB)
+    other = disk.ext4(session.directory / "other.img", 64 * MIB)
     guest = boot(session, kernel, module, other=Disk("other", other))
     sums = make(guest, OTHER)
     evict(guest, list(sums))
@@ -281,7 +281,7 @@ def test_switching_a_mount_under_torture_causes_no_wrong_byte(
 def test_many_swap_files_leave_other_files_cached(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Neither swap files nor files whose blocks were exchanged are put. Others stay cached."""
+    """Swap files and files with exchanged blocks are not put, and other files stay cached."""
     guest = boot(session, kernel, module)
     new, old = f"{WHERE}/new", f"{WHERE}/old"
     sums = make(guest, WHERE)
@@ -305,11 +305,11 @@ def test_pages_from_before_a_mount_is_known_are_not_put(
 ) -> None:
     """The driver puts no page that was cached before it knew the mount.
 
-    The mount is beyond the limit of served mounts at first, and is served after another one is
-    unmounted. No hook saw the earlier changes of its files.
+    At first the mount exceeds the limit of served mounts. The driver serves it after another mount
+    is unmounted. No hook saw the earlier changes of its files.
     """
     last, swapped, new, donor = "/last", "/last/swapped", "/last/new", "/last/donor"
-    image = disk.ext4(session.folder / "last.img", 64 * MIB)
+    image = disk.ext4(session.directory / "last.img", 64 * MIB)
     guest = driver_guest(
         session,
         kernel,
@@ -317,7 +317,7 @@ def test_pages_from_before_a_mount_is_known_are_not_put(
         cpus=2,
         modules=["loop"],
         disks=[
-            Disk("data", disk.ext4(session.folder / "data.img", DISK_BYTES)),
+            Disk("data", disk.ext4(session.directory / "data.img", DISK_BYTES)),
             Disk("last", image),
         ],
         files={SPECIAL: guest_program(TESTS / "guest/special.c")},
@@ -461,10 +461,10 @@ def test_replaced_mount_drops_pending_comparisons(
 def test_inode_creation_among_many_inodes_is_bounded(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The creation of an inode waits only while the driver visits a bounded number of inodes.
+    """A task that creates an inode waits only while the driver visits a bounded number of inodes.
 
-    The driver visits the inodes of a file system that it finds in use, to search for one that it
-    can serve. A run visits WALK_INODES at most, and the search SEARCH_INODES.
+    The driver visits inodes of a file system in search of a regular file, and to set marks. It
+    releases the lock after WALK_INODES inodes. A search ends after SEARCH_INODES inodes.
     """
 
     def looked(what: str) -> int:
@@ -484,7 +484,9 @@ def test_inode_creation_among_many_inodes_is_bounded(
     guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
     wait_state(guest, "on")
     wait_served(guest)
-    assert looked("run") == WALK_INODES, "the driver did not visit the maximum of inodes in one run"
+    assert looked("run") == WALK_INODES, (
+        "the driver did not visit WALK_INODES inodes under one lock"
+    )
     check_cached(guest, make(guest, WHERE))
 
 
@@ -493,12 +495,12 @@ def test_inode_creation_among_many_inodes_is_bounded(
 def test_read_only_and_remounted_mounts_are_cached(
     session: Session, kernel: Kernel, module: Path, kind: str
 ) -> None:
-    """A read-only mount is cached, and files are right after a remount to rw and back to ro."""
+    """A read-only mount is cached, and reads are right after remounts to rw and back to ro."""
     daemon = start_daemon(session)
     if kind == "ext4":
         data, _ = tree_disk(session)
     else:
-        data = Disk("data", disk.xfs(session.folder / "data.img", DISK_BYTES))
+        data = Disk("data", disk.xfs(session.directory / "data.img", DISK_BYTES))
     vm = driver_vm(
         session,
         kernel,

@@ -59,7 +59,7 @@ def native_vm(
     direct: bool = True,
 ) -> NativeVm:
     """Creates a guest with an empty disk "data" and a device that a new daemon serves."""
-    image = fs.make(session.folder / "data.img", DISK_BYTES)
+    image = fs.make(session.directory / "data.img", DISK_BYTES)
     daemon = start_daemon(session)
     return session.native_vm(
         NativeConfig(
@@ -290,11 +290,11 @@ def test_image_is_dropped_from_the_hosts_cache(tmp_path: Path) -> None:
 def test_benchmark_measures_gets_and_puts(session: Session) -> None:
     """The guest programs of bench_native.py get evicted blocks from the pool, and measure puts."""
     daemon = start_daemon(session)
-    tree = session.folder / "tree"
+    tree = session.directory / "tree"
     tree.mkdir()
     for name in ("blocks", "cached"):
         (tree / name).write_bytes(random.Random(name).randbytes(4 * MIB))
-    image = disk.ext4(session.folder / "data.img", 64 * MIB, tree)
+    image = disk.ext4(session.directory / "data.img", 64 * MIB, tree)
     vm = session.native_vm(
         NativeConfig(
             disks=[disk.Disk("data", image)],

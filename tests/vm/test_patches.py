@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Other users of ftrace in the guest, and a kernel that disabled ftrace.
+"""Tests other users of ftrace in the guest, and a kernel that disabled ftrace.
 
 Live patches replace functions that the driver hooks. In tests/guest/patch, live.ko is a live patch,
-and patch.ko takes a function as a live patch does.
+and patch.ko redirects a function with ftrace as a live patch does.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ H_FIRST = 56
 def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> tuple[Guest, Daemon]:
     """Boots a guest with an ext4 and an xfs, both mounted, without the driver."""
     daemon = start_daemon(session)
-    data = disk.ext4(session.folder / "data.img", DISK_BYTES)
-    xfs = disk.xfs(session.folder / "xfs.img", DISK_BYTES)
+    data = disk.ext4(session.directory / "data.img", DISK_BYTES)
+    xfs = disk.xfs(session.directory / "xfs.img", DISK_BYTES)
     patch = module.build_patch(kernel)
     vm = driver_vm(
         session,
@@ -107,8 +107,8 @@ def test_patched_file_system_is_off_and_the_other_is_served(
     load(guest)
     see(guest, f"{WHERE}/seen")
     see(guest, f"{XFS}/seen")
-    reason = "ext4 is served; xfs: cannot hook its readahead: error -16 (a live patch has it; "
-    wait_state(guest, f"on: {reason}remove it and load the module again)")
+    reason = "ext4 is served; xfs: cannot hook its readahead: error -16 (a live patch redirects "
+    wait_state(guest, f"on: {reason}it; remove the patch and load the module again)")
     check_cached(guest, make(guest, f"{WHERE}/f"))
     assert guest.sh(f"ls {SYSFS}/mounts | wc -l").strip() == "1"
     until(lambda: reported(daemon) == ("on", H_EXT4), 30, "the report names ext4 alone")
@@ -223,13 +223,13 @@ def test_live_patch_applies_while_the_hooks_are_released(
         if function == "ext4_readahead":
             assert status == 0
             wait_state(
-                guest, "off: ext4: cannot hook its readahead: error -16 (a live patch has it; "
+                guest, "off: ext4: cannot hook its readahead: error -16 (a live patch redirects "
             )
             assert switch_hooks(guest, False) == 0
         else:
             assert status != 0
             assert state(guest).startswith(
-                "off: functions cannot be redirected: error -16: a live patch has one"
+                "off: functions cannot be redirected: error -16: a live patch redirects one"
             )
         sums = {path: hashlib.sha256(content).hexdigest()}
         assert checksums(guest, [path]) == sums

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A host that runs short of memory. The host is a VM, so that no other process uses it.
+"""Tests a host that runs short of memory. The host is a VM, so that no other process uses it.
 
 tmemd runs in this VM as on any host. It reads the VM's available memory, and the time for which
 tasks of a control group wait for memory. A simulated guest fills the pool (tmemd's example `fill`).
@@ -109,7 +109,8 @@ def test_pool_shrinks_when_host_memory_is_short(
     full = host.pool()
     assert full["size_bytes"] == full["configured_bytes"] == POOL * MIB
     assert full["payload_bytes"] >= FILLED * MIB
-    # A file takes so much memory that only half of the minimum would remain available.
+    # The file takes so much memory that half of the minimum would remain if the pool did not
+    # shrink.
     taken = host.available() - free_min * MIB // 2
     host.guest.sh(f"dd if=/dev/zero of=/big/file bs=64k count={taken >> 16} 2>&1", 120)
     until(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Results and waits of one read(2): partial hits, slow devices, no free requests."""
+"""Tests the result and the wait of one read(2): partial hits, slow devices, no free requests."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from harness.wait import scaled
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 MIB_PAGES = 256
-SECTORS = 8  # sectors of a page
-FILLER_MIB = 4  # more than the put ring has room for
-# Sectors of the file's extents, which a file system may read besides its contents.
+SECTORS = 8  # number of sectors in a page
+FILLER_MIB = 4  # larger than the put ring
+# Number of sectors with the file's extents, which a file system may read besides its contents.
 METADATA_SECTORS = 64
 SILENT_SECONDS = 1e9
 # Allowance for delays of a busy machine, in one read or in one of its waits. The driver counts only
@@ -129,7 +129,7 @@ def test_only_pages_that_are_not_held_are_read_from_disk(
 def test_disk_requests_are_dispatched_before_the_driver_waits(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Readahead that is held in part: the disk gets its requests before the driver has its pages.
+    """If a part of a readahead is held, the disk gets its requests before the driver waits.
 
     The kernel's block plug would keep these requests while the driver spins.
     """
@@ -140,7 +140,7 @@ def test_disk_requests_are_dispatched_before_the_driver_waits(
     sums = checksums(guest, [FILE])
     evict(guest, [FILE])
     hold(guest, FILLER, FILLER_MIB)
-    # The second half of each window is dirty once and then dropped.
+    # Make the second half of each window dirty, so that its entries are erased, and drop its puts.
     guest.sh(f"dd if={FILE} of=/tmp/copy bs=128k iflag=direct 2>/dev/null")
     half = "bs=64k count=1 skip=$((2 * w + 1)) seek=$((2 * w + 1))"
     guest.sh(
@@ -152,13 +152,13 @@ def test_disk_requests_are_dispatched_before_the_driver_waits(
     set_parameter(guest, "inject_ring_full", "0")
     settle(guest)
 
-    # A driver that sleeps dispatches the requests in any case, so let it spin.
+    # A task that sleeps dispatches its requests in any case, so the driver must spin here.
     set_parameter(guest, "spin_us", "1000")
     guest.sh(
         f"cd {TRACING}; echo 8192 >buffer_size_kb; echo 1 >events/virtio_tmem/tmem_get/enable;"
         " echo 1 >events/block/block_rq_issue/enable; echo >trace"
     )
-    # Single windows in descending order: no read begins the readahead of another window.
+    # Read single windows in descending order, so that no read begins the readahead of another one.
     guest.sh(
         f"for w in $(seq {windows - 1} -1 0); do echo window >{TRACING}/trace_marker;"
         f" dd if={FILE} of=/dev/null bs=128k count=1 skip=$w 2>/dev/null; done"
@@ -181,7 +181,7 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
     bound_us = 11 * deadline_us
     size_mib = 16
     windows = size_mib * 8  # readahead windows of 128 KiB
-    with Liar(session.folder / "liar") as liar:
+    with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))
         # A large read(2) has windows as large as the disk's largest request.
         queue = f"/sys/block/{guest.disk('data')}/queue"
@@ -208,7 +208,7 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
             )
             waits_us = grown["waits_us"]
             assert 2 * deadline_us < waits_us <= bound_us + (took_us - waits_us) / 5
-            # Delays of the machine do not count as the driver's.
+            # Delays of the machine do not count as the driver's waits.
             assert after["wait_max_us"] < deadline_us + scaled(OWN_SECONDS) * 1e6
             assert took_us < bound_us + scaled(OWN_SECONDS) * 1e6
             assert guest.sh("sha256sum </tmp/read").split()[0] == right
@@ -222,7 +222,7 @@ def test_only_the_readahead_that_takes_all_requests_waits(
 ) -> None:
     """If one readahead uses up all requests, no other readahead waits for a silent device."""
     size_mib = 16
-    with Liar(session.folder / "liar") as liar:
+    with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))
         queue = f"/sys/block/{guest.disk('data')}/queue"
         guest.sh(f"echo 8192 >{queue}/read_ahead_kb")
@@ -247,8 +247,8 @@ def test_reader_without_a_free_request_reads_the_disk_at_once(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """If a silent device holds all requests or bounce pages, a reader goes to the disk at once."""
-    readers, pages = 48, 32  # more readers than requests, with a readahead each
-    with Liar(session.folder / "liar") as liar:
+    readers, pages = 48, 32  # each reader has one readahead; there are fewer requests than readers
+    with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), cpus=2)
         # The deadline is long enough for all readers to come while the first one waits.
         set_parameter(guest, "deadline_ms", "1000")
@@ -291,7 +291,7 @@ def test_reader_with_a_full_queue_reads_the_disk_at_once(
     """If the queue is full of unanswered requests, a reader goes to the disk at once."""
     pages = 32  # pages of one readahead
     whole = "/mnt/whole"
-    with Liar(session.folder / "liar") as liar:
+    with Liar(session.directory / "liar") as liar:
         # The queue is so short that the requests of one readahead fill it. The guest has memory for
         # more than twice as many bounce pages as these requests need, so that the queue and not the
         # bounce pages run out.

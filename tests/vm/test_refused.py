@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Mounts that the driver refuses: encrypted or verified devices below, and untested geometries."""
+"""The driver refuses mounts on encrypted or verified devices, and untested geometries."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CRYPT_REASON = "dm-0 uses the crypt target; allow_encrypted=1"
 
 def boot(session: Session, kernel: Kernel, module: Path, *modules: str, **more: Path) -> Guest:
     """Boots a guest with an ext4 at /mnt that the driver serves, and a disk for each image."""
-    image = disk.ext4(session.folder / "data.img", DISK_BYTES)
+    image = disk.ext4(session.directory / "data.img", DISK_BYTES)
     return driver_guest(
         session,
         kernel,
@@ -119,7 +119,7 @@ def gone(guest: Guest) -> None:
 
 
 def test_encrypted_devices_are_refused(session: Session, kernel: Kernel, module: Path) -> None:
-    other = disk.blank(session.folder / "other.img", OTHER_BYTES)
+    other = disk.blank(session.directory / "other.img", OTHER_BYTES)
     guest = boot(session, kernel, module, "dm_mod", "dm_crypt", "raid1", "loop", other=other)
     device = f"/dev/{guest.disk('other')}"
     secret = guest.sh(f"{DM} secret 0 {SECTORS} crypt 'aes-xts-plain64 {KEY} 0 {device} 0'").strip()
@@ -128,7 +128,8 @@ def test_encrypted_devices_are_refused(session: Session, kernel: Kernel, module:
     check_refused(guest, CRYPT_REASON)
     gone(guest)
 
-    # The driver refuses a device if any part of its table, or of a device below, is encrypted.
+    # The driver refuses a device if a part of its table, or of the table of a device below, is
+    # encrypted.
     half = SECTORS // 2
     linear = guest.sh(
         f"{DM} upper 0 {half} linear '{device} 0' {half} {half} linear '{secret} {half}'"
@@ -180,12 +181,12 @@ def verity_tree(data: bytes) -> tuple[bytes, str]:
 
 
 def test_verified_devices_are_refused(session: Session, kernel: Kernel, module: Path) -> None:
-    tree = session.folder / "tree"
+    tree = session.directory / "tree"
     tree.mkdir()
     (tree / "f").write_bytes(changed_content("f"))
-    image = disk.ext4(session.folder / "other.img", 16 * MIB, tree)
+    image = disk.ext4(session.directory / "other.img", 16 * MIB, tree)
     hashes, root = verity_tree(image.read_bytes())
-    (session.folder / "hashes.img").write_bytes(hashes)
+    (session.directory / "hashes.img").write_bytes(hashes)
     guest = boot(
         session,
         kernel,
@@ -193,7 +194,7 @@ def test_verified_devices_are_refused(session: Session, kernel: Kernel, module: 
         "dm_mod",
         "dm_verity",
         other=image,
-        hashes=session.folder / "hashes.img",
+        hashes=session.directory / "hashes.img",
     )
     data, tree_device = (f"/dev/{guest.disk(name)}" for name in ("other", "hashes"))
     blocks = image.stat().st_size // BLOCK
@@ -209,7 +210,7 @@ def test_verified_devices_are_refused(session: Session, kernel: Kernel, module: 
 def test_devices_with_integrity_tags_are_refused(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    other = disk.blank(session.folder / "other.img", OTHER_BYTES)
+    other = disk.blank(session.directory / "other.img", OTHER_BYTES)
     guest = boot(session, kernel, module, "dm_integrity", other=other)
     device = f"/dev/{guest.disk('other')}"
     # The disk has no superblock of dm-integrity, so the kernel formats it. A quarter of the disk is
@@ -226,7 +227,7 @@ def test_devices_with_integrity_tags_are_refused(
 
 def test_linear_targets_are_served(session: Session, kernel: Kernel, module: Path) -> None:
     """The driver serves a linear target on a linear target, also if another disk is encrypted."""
-    other = disk.blank(session.folder / "other.img", OTHER_BYTES)
+    other = disk.blank(session.directory / "other.img", OTHER_BYTES)
     guest = boot(session, kernel, module, "dm_mod", "dm_crypt", other=other)
     device = f"/dev/{guest.disk('other')}"
     half = SECTORS // 2
@@ -239,9 +240,9 @@ def test_linear_targets_are_served(session: Session, kernel: Kernel, module: Pat
 
 
 def test_untested_geometries_are_refused(session: Session, kernel: Kernel, module: Path) -> None:
-    two = disk.ext4(session.folder / "two.img", OTHER_BYTES, None, "-b", "2048")
-    real = disk.blank(session.folder / "real.img", OTHER_BYTES)
-    xfs = disk.xfs(session.folder / "xfs.img", DISK_BYTES, "-r", f"rtdev={real}")
+    two = disk.ext4(session.directory / "two.img", OTHER_BYTES, None, "-b", "2048")
+    real = disk.blank(session.directory / "real.img", OTHER_BYTES)
+    xfs = disk.xfs(session.directory / "xfs.img", DISK_BYTES, "-r", f"rtdev={real}")
     guest = boot(session, kernel, module, "xfs", two=two, xfs=xfs, real=real)
     nodes = {name: f"/dev/{guest.disk(name)}" for name in ("two", "xfs", "real")}
     guest.sh(f"mkdir {INNER} && mount -t ext4 {nodes['two']} {INNER}", 60)
@@ -259,8 +260,8 @@ def test_untested_geometries_are_refused(session: Session, kernel: Kernel, modul
 def test_zoned_xfs_is_refused(session: Session, kernel: Kernel, module: Path) -> None:
     if kernel.version < ZONED_SINCE:
         pytest.skip(f"Linux {kernel.series} has no zoned xfs")
-    zones = disk.blank(session.folder / "zones.img", ZONES_BYTES)
-    xfs = disk.zoned_xfs(session.folder / "xfs.img", DISK_BYTES, zones)
+    zones = disk.blank(session.directory / "zones.img", ZONES_BYTES)
+    xfs = disk.zoned_xfs(session.directory / "xfs.img", DISK_BYTES, zones)
     guest = boot(session, kernel, module, "xfs", xfs=xfs, zones=zones)
     nodes = {name: f"/dev/{guest.disk(name)}" for name in ("xfs", "zones")}
     guest.sh(f"mkdir {INNER} && mount -t xfs -o rtdev={nodes['zones']} {nodes['xfs']} {INNER}", 60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The put ring: the queues share its slots, and puts are sent in time."""
+"""Tests the put ring: the queues share its slots, and puts are sent in time."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs"
 
 QUEUES = 4
 CHUNK = "/mnt/chunk"
-CHUNK_PAGES = 256  # pages that go to one queue
+CHUNK_PAGES = 256  # number of adjacent pages that go to one queue
 BATCH_PAGES = 64
-BURSTS = 8  # of CHUNK_PAGES each: together four times the slots of a guest of 256 MiB
+BURSTS = 8  # number of bursts of CHUNK_PAGES: four times the slots of a guest of 256 MiB
 OWN_MS = 1000.0  # longest delay by a busy machine; the host does not answer in these tests
 
 
@@ -52,7 +52,7 @@ FLUSHES_WAIT = stated("TMEM_FLUSH_PENDING")
 FLUSHES_SENT = stated("TMEM_FLUSHES_IN_FLIGHT") * BATCH_PAGES
 MANY = "/mnt/many"
 MANY_FILES = 600
-MANY_AT_ONCE = 50  # number of files, of two pages each, that fit the ring
+MANY_AT_ONCE = 50  # number of files of two pages that fit the ring together
 
 
 def test_one_queue_may_use_more_than_its_share_of_slots(
@@ -144,7 +144,7 @@ def test_full_batches_and_their_answers_need_no_feeder(
 def test_a_flush_is_sent_before_a_later_put_of_its_page(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The host keeps pages that were put after a flush of them, although no feeder sent it."""
+    """The host keeps pages that were put after their flush, although the feeder sent no flush."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=1)
     guest = driver_vm(session, kernel, test_module, tmem, memory_bytes=256 * MIB).start()
@@ -179,7 +179,7 @@ def drop_and_wait(guest: Guest) -> float:
 
 
 def test_partial_batches_are_sent_in_time(session: Session, kernel: Kernel, module: Path) -> None:
-    """Puts that fill no batch are sent after a while, whether the host is idle or not."""
+    """Puts that fill no batch are sent after a bounded time, even if the host does not answer."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=1)
     guest = driver_vm(session, kernel, module, tmem).start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A kernel that does not call a hook gets no cache.
+"""The driver stays off on a kernel that does not call a hook.
 
 A module that was built for tests can hide the calls of a hook from the self-test at load, as if the
 kernel did not make them. The cache must then be off, with a reason that names the hook, and all

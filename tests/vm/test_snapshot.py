@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 
 def snapshot_vm(session: Session, kernel: Kernel, tmem: Tmem) -> Vm:
-    image = qcow2.create(session.folder / "state.qcow2", 64 * MIB)
+    image = qcow2.create(session.directory / "state.qcow2", 64 * MIB)
     disks = [Disk("state", image, format="qcow2")]
     return session.vm(Config(kernel, tmem=tmem, files=files(), disks=disks, memory_bytes=192 * MIB))
 

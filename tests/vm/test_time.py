@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Memory, disk or both are reverted to an earlier state while the pool has later pages.
+"""Reverts memory, disk or both to an earlier state while the pool has later pages.
 
 A guest must never read a page that is newer than its disk. test_driver.py and test_snapshot.py
 cover savevm and loadvm; test_libvirt.py covers managed saves and reverts.
@@ -78,7 +78,7 @@ class World:
 def world(session: Session, kernel: Kernel, module: Path) -> World:
     daemon = start_daemon(session)
     base, sums = tree_disk(session)
-    image = qcow2.create(session.folder / "top.qcow2", base.path.stat().st_size, base.path)
+    image = qcow2.create(session.directory / "top.qcow2", base.path.stat().st_size, base.path)
     vm = driver_vm(
         session,
         kernel,
@@ -112,7 +112,7 @@ def wake(session: Session, world: World, path: Path) -> Guest:
 
 def test_vm_restored_from_a_file_finds_no_page(session: Session, world: World) -> None:
     """A VM that is restored from a file finds no page, because the earlier QEMU has ended."""
-    path = session.folder / "state"
+    path = session.directory / "state"
     known = rest(world, path)
     assert world.holds() > 100, "the paused VM lost its pages"
     world.vm.quit()
@@ -126,9 +126,9 @@ def test_rolled_back_snapshot_reads_no_newer_page(session: Session, world: World
 
     The memory is in a file. The disk's later changes are in an overlay, which is discarded.
     """
-    path = session.folder / "state"
+    path = session.directory / "state"
     known = rest(world, path)
-    overlay = session.folder / "overlay.qcow2"
+    overlay = session.directory / "overlay.qcow2"
     snapshot = {
         "node-name": world.vm.config.disks[0].node,
         "snapshot-file": str(overlay),
@@ -152,7 +152,7 @@ def test_boot_from_an_earlier_image_reads_no_newer_page(session: Session, world:
     """A VM that boots from an earlier disk image, with the same daemon, reads no newer page."""
     world.guest.sh("sync")
     world.vm.pause()
-    copy = session.folder / "before.qcow2"
+    copy = session.directory / "before.qcow2"
     shutil.copy(world.image, copy)
     world.vm.resume()
     world.later()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Random and fixed operations on files never find an old byte, except if a hook is off.
 
-Each run prints its seed; TMEM_SEED repeats it. The second half also tests the tests: with a hook
-switched off, the same operations must find a wrong byte.
+Each run prints its seed; TMEM_SEED repeats it. The second half checks the tests themselves: with a
+hook switched off, the same operations must find a wrong byte.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SCENARIOS = [
 
 # Hooks that are switched off together, and the scenario that must then find a wrong byte. Two
 # hooks, "dirty" and "removed", report a page that is made dirty and then removed, and either of
-# them suffices in the scenario "evict_inode". test_filesystems shows what the hook "dirty" alone is
-# needed for.
+# them suffices in the scenario "evict_inode". test_filesystems.py has the case that only the hook
+# "dirty" finds.
 BROKEN = [
     ("truncate", "truncate"),
     ("truncate", "punch"),
@@ -57,7 +57,7 @@ BROKEN = [
     ("bmap", "bmap"),
     ("fadvise", "fadvise"),
     ("dirty,removed", "evict_inode"),
-    ("unmount", "unmount"),  # last: without the hook, the driver keeps ended mounts
+    ("unmount", "unmount"),  # the last one, because without this hook the driver keeps ended mounts
 ]
 
 # Hooks without which random operations soon find a wrong byte.
@@ -220,7 +220,7 @@ def test_corrupt_page_switches_the_cache_off(
 def test_verification_finds_a_missing_hook(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """If a hook is off, comparing hits with the disk finds it: the cache is switched off."""
+    """If a hook is off, a comparison with the disk finds a wrong page, and the cache goes off."""
     guest = boot(session, kernel, test_module, "test_hooks_off=direct verify_every=1")
     Torture(guest, "--scenario=direct").finish()
     assert "differs from the disk" in wait_state(guest, "poisoned")

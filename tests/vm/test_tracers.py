@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Tracers on functions that the driver redirects are switched on and off while files are used.
+"""Switches tracers of functions that the driver redirects on and off while files are used.
 
 Operators use tracers when they look for a fault. ftrace, kprobes and fprobes patch the same places
 of the kernel's code as the driver.

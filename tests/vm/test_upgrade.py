@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The daemon's package is upgraded under running VMs: another program, the same directories.
+"""Upgrades the daemon under running VMs: another program serves the same directories.
 
 The old daemon gets SIGTERM, and the new one is started with the same sockets and VM store. The VMs
 continue with a new generation, and their empty caches fill again.
@@ -67,7 +67,7 @@ def test_upgraded_daemon_serves_the_same_vms(
     daemon.terminate()
     assert not socket.exists(), "the daemon left its socket behind"
     # No earlier release exists yet, so the same program is started from another file.
-    daemon.program = Path(shutil.copy(host_binary("tmemd"), session.folder / "tmemd-new"))
+    daemon.program = Path(shutil.copy(host_binary("tmemd"), session.directory / "tmemd-new"))
     daemon.start()
     assert old != program(daemon) == daemon.program
     vms = {vm["name"]: vm for vm in daemon.list()["vms"]}

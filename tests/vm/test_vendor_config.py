@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 MGLRU = "/sys/kernel/mm/lru_gen/enabled"
 OPERATIONS = 10_000
-# Kernel parameter that allows writing to a mounted disk, which the scenario "bmap" does. The
-# vendors' kernels allow it by default. The test's kernels begin with allnoconfig and do not.
+# Kernel parameter that allows writes to a mounted disk, which the scenario "bmap" needs. Kernels of
+# the vendors allow them by default. The test's kernels are built from allnoconfig and do not.
 WRITE_MOUNTED = "bdev_allow_write_mounted=1"
 
 

@@ -34,7 +34,7 @@ PERIOD_SECONDS = 2.0
 BACKEND_TIMEOUT_SECONDS = 1.0
 # Additional time of an operation on a busy machine.
 OWN_SECONDS = 3.0
-# Longest time until the guest has released a device that is unplugged.
+# Longest time that a guest takes to release a device that is unplugged.
 GUEST_SECONDS = 30.0
 HANGS = 3
 
@@ -111,7 +111,7 @@ def unplug_device(vm: Vm) -> None:
 
 def save(vm: Vm) -> None:
     vm.pause()
-    migration.save(vm, vm.folder / "state")
+    migration.save(vm, vm.directory / "state")
     vm.resume()
 
 
@@ -141,7 +141,8 @@ def undo(vm: Vm, operation: Callable[[Vm], None]) -> None:
             try:
                 vm.qmp.execute("device_add", device)
             except QmpError as error:
-                # The removed device owns its chardev for a moment after the unplug event.
+                # The removed device keeps its chardev for a moment after the unplug event, so
+                # retry.
                 assert "in use" in str(error), error
                 return False
             return True

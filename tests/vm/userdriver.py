@@ -99,9 +99,9 @@ class UserDriver:
         return self.wait("keep ", after=self.ask_keep()).split()[1]
 
     def hold(self) -> str:
-        """Gets the stored page without reading it, and returns the result.
+        """Gets the stored page into a buffer that the guest does not read; returns the result.
 
-        The next call reads it.
+        The next call compares the buffer with the page that was stored.
         """
         mark = self.mark()
         self._vm.guest.sh(f"kill -USR2 $(cat {PID})")

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * A live patch of one function of the kernel that does not change the function:
+ * Live-patches one function of the kernel without a change of its effect:
  *
  *   insmod live.ko function=NAME
  *
