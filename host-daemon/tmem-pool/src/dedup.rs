@@ -21,8 +21,8 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Number of locks. It is a power of two, and the smallest number of buckets.
 const LOCKS: u32 = 1024;
 
-/// Load factor: number of blobs for a number of buckets, above which the next bucket is split. Each
-/// bucket takes 4 B. With fewer buckets a put would probe more blobs.
+/// Load factor, as (blobs, buckets): the next bucket is split if the table has more than 4 blobs
+/// for 3 buckets. Each bucket takes 4 B. With fewer buckets a put would probe more blobs.
 const LOAD: (u64, u64) = (4, 3);
 
 /// Most blobs of a chain that a look-up probes. Longer chains come only from colliding hashes,
@@ -186,7 +186,8 @@ impl Dedup {
             && wanted < (nr / 2).into()
             && let Ok(_grow) = self.grow.try_lock()
         {
-            // Join two buckets for each removed blob, so that the table keeps up.
+            // Join two pairs of buckets for each removed blob, so that the table shrinks at least
+            // as fast as the number of blobs.
             self.join(links);
             self.join(links);
         }
@@ -261,7 +262,7 @@ impl Dedup {
         assert_eq!(
             blobs,
             self.nr_blobs.load(Relaxed),
-            "the table of equal pages counts another number of blobs than its chains contain"
+            "the blob count of the table of equal pages differs from the number of blobs in its chains"
         );
     }
 }

@@ -36,8 +36,8 @@ const SLOT_BYTES_MIN: usize = 32;
 /// with little waste.
 pub(crate) const SLOTS_MAX: usize = 1 << 10;
 
-/// Acceptable waste, as a fraction of the span's bytes. A longer span is tried only if a shorter
-/// one wastes more than that.
+/// Acceptable waste, as a fraction of the span's bytes. A longer span is tried only if all shorter
+/// ones waste more.
 const WASTE_OK: f64 = 0.015;
 
 /// Size class: the size of its slots and the shape of its spans.
@@ -85,7 +85,7 @@ impl Class {
             .expect("a span of the largest size holds no slot of this size");
         let slots = frames * FRAME_BYTES / slot_bytes;
         assert!(slots <= SLOTS_MAX);
-        // The waste at the end of the span is divided among the slots, as far as their alignment
+        // Divide the waste at the end of the span among the slots, as far as their alignment
         // allows.
         let slot_bytes = frames * FRAME_BYTES / slots / GRAIN_BYTES * GRAIN_BYTES;
         Class {
@@ -159,8 +159,9 @@ mod tests {
             let span = usize::from(class.frames) * FRAME_BYTES;
             assert!(usize::from(class.slots) * usize::from(class.slot_bytes) <= span);
             assert!(usize::from(class.slots) <= SLOTS_MAX);
-            // For lengths from 2,048 B on, a slot is at most an eighth longer than needed. For
-            // lengths below 64 B it may be more.
+            // From 512 B on, a slot is at most a tenth longer than its bytes. Shorter lengths are
+            // left out: the header and the rounding to 16 B take a fifth of the slot for 64 B, and
+            // more of shorter slots.
             if len >= 512 {
                 let held = span as f64 / f64::from(class.slots);
                 assert!(

@@ -115,8 +115,8 @@ impl Node {
         self.children.iter().filter(|&&id| id != 0).count()
     }
 
-    /// Returns the number of the lowest bit of the page number that is equal for all pages of the
-    /// node.
+    /// Returns the number of the lowest page-number bit that has the same value for all pages of
+    /// the node.
     fn shift(&self) -> u32 {
         (self.level() + 1) * NODE_BITS
     }
@@ -381,7 +381,7 @@ mod tests {
 
     const OBJECT: Id = 7;
 
-    /// Returns page numbers as files have them, and extreme ones.
+    /// Returns a random page number: a usual one, or one near the largest possible number.
     fn index(rng: &mut Rng) -> u64 {
         match rng.below(4) {
             0 => rng.below(40),
