@@ -242,7 +242,7 @@ impl Denser {
         self.in_use = true;
         let parameters = [
             (ZSTD_cParameter::ZSTD_c_compressionLevel, ZSTD_LEVEL),
-            // Frames without magic number.
+            // Make zstd write frames without a magic number.
             (ZSTD_cParameter::ZSTD_c_experimentalParam2, ZSTD_MAGICLESS),
             (ZSTD_cParameter::ZSTD_c_contentSizeFlag, 0),
             (ZSTD_cParameter::ZSTD_c_checksumFlag, 0),

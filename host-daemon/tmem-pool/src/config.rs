@@ -29,9 +29,9 @@ pub(crate) const RAW_PAGES_MAX: u32 = 2048;
 /// on the load of other tenants.
 pub(crate) const RAW_PART: u64 = 16;
 
-/// Raw pages that a background worker finalizes for one tenant before it turns to the next. The
-/// number is small because the next tenant waits, and larger than 1 so that the pages share the
-/// cost of taking the lock.
+/// Number of raw pages that a background worker finalizes for one tenant before it turns to the
+/// next. The number is small because the next tenant waits, and larger than 1 so that the pages
+/// share the cost of taking the lock.
 pub(crate) const FINALIZE_PAGES: usize = 8;
 
 /// Divisor for the margin of retained pages: after an eviction, a tenant retains pages only while
@@ -46,7 +46,7 @@ pub(crate) const RETAIN_MARGIN_PART: u64 = 16;
 /// a model of a guest that reads in a loop, this caused 8 more disk reads in 30,000.
 pub(crate) const RETAIN_GROWTH_SHIFT: u32 = 16;
 
-/// Pages that a put copies before it takes the tenant's lock once for all of them.
+/// Number of pages that a put copies before it takes the tenant's lock once for all of them.
 pub(crate) const PUT_GROUP_PAGES: usize = 64;
 
 /// Largest number of steps that a put may take, for each of its pages, to free memory. A step
@@ -56,7 +56,8 @@ pub(crate) const PUT_GROUP_PAGES: usize = 64;
 /// same-filled page frees no stored bytes. The put is then refused.
 pub(crate) const EVICTIONS_PER_PUT_PAGE: usize = 16;
 
-/// Pages that are freed or evicted before a thread releases a tenant's lock: about 10 µs of work.
+/// Number of pages that a thread frees or evicts before it releases a tenant's lock: about 10 µs of
+/// work.
 pub(crate) const EVICT_STEP_PAGES: usize = 16;
 
 /// Largest number of detached pages that one eviction frees on its way through the queues. Detached

@@ -25,8 +25,8 @@ const LOCKS: u32 = 1024;
 /// for 3 buckets. Each bucket takes 4 B. With fewer buckets a put would probe more blobs.
 const LOAD: (u64, u64) = (4, 3);
 
-/// Most blobs of a chain that a look-up probes. Longer chains come only from colliding hashes,
-/// which no guest can choose without the seed.
+/// Largest number of blobs of a chain that a look-up probes. Longer chains come only from colliding
+/// hashes, which no guest can choose without the seed.
 const PROBES_MAX: usize = 32;
 
 /// Upper bound of the threads that have added a blob to a chain and have not counted the blob yet.
@@ -111,7 +111,7 @@ impl Dedup {
     }
 
     fn lock_of(&self, hash: u64) -> MutexGuard<'_, ()> {
-        // All buckets in which a hash can be share this lock.
+        // All buckets to which this hash can belong share one lock.
         poison::guard_or_abort(self.locks[(hash as u32 % LOCKS) as usize].lock(), TABLE)
     }
 

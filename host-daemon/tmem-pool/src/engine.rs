@@ -104,7 +104,7 @@ fn due_by(begun: Time, now: Time, places: u32) -> u32 {
 /// recompresses blobs that have become cold ([`Store::sweep`]).
 struct Sweep {
     begun: Time,
-    /// Next place to visit.
+    /// Number of the next place of the heap that the sweep visits.
     next: u32,
     denser: Denser,
     /// Scratch pages: a page and its compressed form.

@@ -25,7 +25,7 @@ pub(crate) struct Entry {
     pub hook: Hook,
     pub prev: Id,
     pub next: Id,
-    /// Check bits of the page's hash, which a get compares with the restored page.
+    /// Check bits of the page's hash, which a get compares with those of the restored page.
     pub check: u32,
     content: u32,
     bits: u32,

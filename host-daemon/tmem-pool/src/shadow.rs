@@ -124,8 +124,8 @@ impl ShadowTenant {
         (id != 0).then(|| self.0.index.entries[id].gauges().stored_bytes as usize)
     }
 
-    /// Refers to a page that the guest has evicted unchanged. Returns true if the tenant holds the
-    /// page.
+    /// Executes a reference (REF) to a page that the guest has evicted unchanged. Returns true if
+    /// the tenant holds the page.
     pub fn refer(&mut self, pool: u32, (object, index): (u64, u64)) -> bool {
         let Ok(pool) = self.0.pool(pool) else {
             return false;

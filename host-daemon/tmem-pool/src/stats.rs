@@ -85,11 +85,12 @@ pub struct TenantStats {
     pub replaced_pages: u64,
     /// Counter, pages: requested pages that were held under another cookie than the requested one.
     pub cookie_mismatches: u64,
-    /// Counter, pages, approximate: misses that would have been hits with more memory, in the order
-    /// of [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
+    /// Counter, pages, approximate: misses that would have been hits with more memory, one counter
+    /// for each percentage of [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
     pub gain_hits: [u64; 3],
     /// Counter, pages, approximate: hits that would have been misses with less memory than the
-    /// tenant used, in the order of [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
+    /// tenant used, one counter for each percentage of
+    /// [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
     pub loss_hits: [u64; 3],
     /// Counter, pages, approximate: hits from which `loss_hits` is estimated.
     pub loss_hits_seen: u64,

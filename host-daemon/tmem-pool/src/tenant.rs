@@ -6,7 +6,8 @@
 //! tenant.
 //!
 //! A panic under a tenant's lock empties that tenant, because its state is no longer known. The
-//! process goes on: other threads take the same lock to work for other tenants.
+//! process continues, because threads also take this lock when they work for other tenants, for
+//! example to evict pages.
 
 use crate::blob::{DomainId, Reader, Store};
 use crate::codec;
@@ -63,7 +64,7 @@ pub struct Put<'a> {
     pub cookie: u64,
     /// The guest's hint that the page was active in the guest.
     pub workingset: bool,
-    /// The contents. They must not change during the call.
+    /// Contents of the page. They must not change during the call.
     pub page: &'a Page,
 }
 
@@ -94,7 +95,8 @@ pub enum GetResult {
     Miss,
 }
 
-/// A page of a reference: the guest has evicted the page of this cookie, and it is unchanged.
+/// A page of a reference request (REF): the guest reports that it has evicted the page with this
+/// cookie unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ref {
     /// Object, usually a file.
@@ -646,10 +648,10 @@ impl Tenant {
     /// engine may retain page n. The engine decides this for each page.
     ///
     /// # Errors
-    /// As for [`get`](Self::get).
+    /// The tenant has no such pool; then all results are `Miss`.
     ///
     /// # Panics
-    /// As for [`get`](Self::get).
+    /// If the slices differ in length, or have more than [`GET_PAGES_MAX`] elements.
     pub fn get_retaining(
         &self,
         pool: u32,

@@ -12,8 +12,8 @@ use tmem_pool::{
 
 const MIB: u64 = 1 << 20;
 
-/// Number of pages that the tenant puts; the other tenant puts half as many. Together they are more
-/// than the pool holds.
+/// Number of pages that the tenant puts; the other tenant puts half as many. The pages of both
+/// tenants together are more than the pool can hold.
 const PAGES: u64 = 3000;
 
 /// Number of pages of a put.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Size classes of the heap. A class has slots of one size. Its spans have the numbers of frames
-//! and slots that waste the least memory for that size.
+//! Size classes of the heap. A class has slots of one size. The numbers of frames and slots of its
+//! spans are chosen so that little memory is wasted for that size.
 //!
 //! The idea is zsmalloc's (mm/zsmalloc.c): a slot may lie across two frames, so that sizes that do
 //! not divide a frame waste little. Unlike in zsmalloc, the frames of a span are adjacent in
@@ -45,9 +45,9 @@ const WASTE_OK: f64 = 0.015;
 pub(crate) struct Class {
     /// Bytes of a slot, header included.
     pub slot_bytes: u16,
-    /// Slots of a span.
+    /// Number of slots of a span.
     pub slots: u16,
-    /// Frames of a span.
+    /// Number of frames of a span.
     pub frames: u8,
     /// Bytes of the header of a slot; 0 if the slot is a whole frame for a raw page.
     pub header_bytes: u8,
@@ -68,7 +68,8 @@ impl Class {
         header_bytes: 0,
     };
 
-    /// Returns the class with the best span for slots of at least this size.
+    /// Returns the class for slots of at least this size. It has the shortest span with acceptable
+    /// waste or, if there is none, the span that wastes least.
     fn for_size(slot_bytes: usize) -> Class {
         let waste = |frames: usize| {
             let bytes = frames * FRAME_BYTES;

@@ -200,9 +200,9 @@ struct Sums {
 /// figures may be of different instants.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct HeapStats {
-    /// Stored bytes.
+    /// Number of stored bytes.
     pub payload_bytes: u64,
-    /// Handles in use.
+    /// Number of handles in use.
     pub blobs: u64,
     /// Memory for slots in bytes, used and free.
     pub frames_bytes: u64,

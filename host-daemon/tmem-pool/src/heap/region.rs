@@ -156,8 +156,8 @@ pub(crate) fn prefetch(at: *const u8) {
     let _ = at;
 }
 
-/// Cache lines of a page that are prefetched. The processor's own prefetcher needs a few lines to
-/// begin, and fetches the others.
+/// Number of cache lines of a page that are prefetched. The processor's own prefetcher needs a few
+/// lines to begin, and fetches the others.
 const PREFETCH_LINES: usize = 4;
 
 /// Prefetches the beginning of a page or of its compressed form.

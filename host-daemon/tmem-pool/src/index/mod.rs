@@ -82,8 +82,8 @@ struct Object {
     /// Pool of the object. 0 means that the object was detached without its pool.
     pool: Id,
     root: Id,
-    /// Neighbours in the list of the pool's objects, or in the list of objects that were detached
-    /// without their pool.
+    /// Previous and next object in the list of the pool's objects, or in the list of objects that
+    /// were detached without their pool.
     prev: Id,
     next: Id,
     gauges: Gauges,
@@ -119,7 +119,7 @@ impl ArenaRecord for Object {
 pub(crate) struct Index {
     /// Sums over all pages that are not detached.
     pub gauges: Gauges,
-    /// Sums over all pages that were detached and are not removed yet.
+    /// Sums over all pages that were detached and are not freed yet.
     pub detached: Gauges,
     pub entries: Entries,
     nodes: Nodes,
@@ -373,7 +373,7 @@ impl Index {
 
     // ---- pages --------------------------------------------------------------------------------
 
-    /// Returns the entry of a page, or 0.
+    /// Returns the entry of a page, or 0 if the page has no entry.
     pub(crate) fn find(&self, pool: PoolRef, object: u64, index: u64) -> Id {
         let object = self.object(pool, object);
         object.map_or(0, |id| self.nodes.find(self.objects[id].root, index))

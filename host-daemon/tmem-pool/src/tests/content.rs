@@ -114,7 +114,8 @@ fn different_pages_with_equal_hashes_are_not_merged() {
         put(&a, 1, index as u64, 1, page);
         put(&b, 1, index as u64, 1, page);
     }
-    // The table lists one page for each hash: the first one. So tenant b shares only that page.
+    // The table of equal pages lists only the first page with each hash. So tenant b shares only
+    // that page.
     assert_eq!(engine.stats().shared_pages, 1);
     engine.check_invariants();
     for (index, page) in pages.iter().enumerate() {

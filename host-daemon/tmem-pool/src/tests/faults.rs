@@ -123,7 +123,8 @@ fn panic_under_a_lock_of_all(which: &str) {
     let panicked = catch_unwind(AssertUnwindSafe(|| match which {
         "heap" => engine.store.heap.panic_under_a_lock(),
         "table" => {
-            // Take all locks of the table, because the page that is put later needs one of them.
+            // Take all locks of the table of equal pages, because the page that is put later needs
+            // one of them.
             let _chains: Vec<_> = (0..1024)
                 .map(|hash| engine.store.dedup.lock(hash))
                 .collect();

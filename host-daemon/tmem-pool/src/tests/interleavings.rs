@@ -333,8 +333,8 @@ fn a_get_completes_as_its_tenant_departs() {
     });
 }
 
-/// A guest gets a page that is retained, and refers to it. Meanwhile the page is evicted, replaced by
-/// another put, and finalized.
+/// A guest gets a page that is retained, and then sends a reference (REF) to it. Meanwhile the page
+/// is evicted, replaced by another put, and finalized.
 #[test]
 fn a_retained_page_can_be_evicted_and_replaced_while_it_is_read() {
     let pages = [partly_noise(1, 4), partly_noise(2, 4)];

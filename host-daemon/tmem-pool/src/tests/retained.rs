@@ -84,7 +84,7 @@ fn only_allowed_pages_are_retained() {
             true => GetResult::Retained { cookie: 1 },
             false => GetResult::Hit { cookie: 1 },
         };
-        assert_eq!(*result, expected, "page {nth}");
+        assert_eq!(*result, expected, "wrong result of page {nth}");
     }
     assert_eq!(counts(&tenant), (3, 3));
     maintain_all(&engine);
@@ -321,7 +321,7 @@ struct Reads {
     puts: u64,
     refs: u64,
     gone: u64,
-    /// The engine's estimates.
+    /// The engine's estimates of hits with more memory and with less memory.
     gain: [u64; 3],
     loss: [u64; 3],
     loss_seen: u64,
