@@ -3,11 +3,11 @@
 //! have been hits? With less memory, how many of its hits would have been misses?
 //!
 //! The estimator uses spatial sampling as in SHARDS (Waldspurger et al., FAST 2015). It follows the
-//! keys whose hash has a given number of zero bits. The number grows so that at most `SAMPLES_MAX`
-//! keys are followed. The estimator keeps the followed keys in the order of their puts until the
-//! guest gets or flushes them, even if their pages were evicted. When the guest asks for a followed
-//! key, the number of keys put after it is the size that a first-in, first-out cache would have
-//! needed for a hit.
+//! keys whose hash has a given number of zero bits. This number of bits grows, so that the
+//! estimator follows at most `SAMPLES_MAX` keys. The estimator keeps the followed keys in the order
+//! of their puts until the guest gets or flushes them, even if their pages were evicted. When the
+//! guest asks for a followed key, the number of keys put after it is the size that a first-in,
+//! first-out cache would have needed for a hit.
 //!
 //! For most operations, the estimator only checks a hash. It counts the followed keys that its
 //! calls walk over or remove, so that a caller can bound its work.
