@@ -40,7 +40,7 @@ impl Default for Options {
     }
 }
 
-/// Returns the domain's XML with the device.
+/// Returns the domain's XML with the virtio-tmem device.
 ///
 /// # Errors
 /// Returns the reason if the domain cannot have the device.
