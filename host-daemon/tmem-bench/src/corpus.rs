@@ -140,7 +140,7 @@ pub struct Corpus {
 /// Loads pages of files. The files are in random order, and the pages of a file are in their order.
 ///
 /// # Errors
-/// There are fewer than `nr_pages` pages.
+/// The files have fewer than `nr_pages` different pages.
 pub fn load(dir: Option<&Path>, nr_pages: usize, seed: u64) -> Result<Corpus, String> {
     let mut paths = Vec::new();
     match dir {

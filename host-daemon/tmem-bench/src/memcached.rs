@@ -29,7 +29,7 @@ impl Memcached {
     /// memcached cannot be started. The error says why.
     pub fn new(bytes: usize) -> Result<Memcached, String> {
         let socket = std::env::temp_dir().join(format!("tmem-bench-{}.sock", std::process::id()));
-        // memcached refuses to run as root.
+        // memcached refuses to run as root unless the option -u names another user.
         let user = match rustix::process::geteuid().is_root() {
             true => vec!["-u", "nobody"],
             false => vec![],

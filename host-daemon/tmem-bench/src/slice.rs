@@ -38,7 +38,7 @@ const VICTIM_PAGES: usize = 512;
 const POOL: u32 = 1;
 const PAGE: u64 = PAGE_SIZE as u64;
 const POOL_BYTES: u64 = 1 << 30;
-/// Time after which pages are cold.
+/// Time in nanoseconds of the engine's clock after which pages are cold.
 const COLD_NS: u64 = 3_600_000_000_000;
 /// Time after which an attack that never ends by itself is stopped.
 const ATTACK: Duration = Duration::from_millis(30);

@@ -93,7 +93,7 @@ pub fn fill(times: &mut Times, pages: &[Sized]) -> Result<Rig, String> {
     Ok(rig)
 }
 
-/// Runs all rounds.
+/// Runs all rounds of the measurement.
 ///
 /// # Errors
 /// The zram device fails.

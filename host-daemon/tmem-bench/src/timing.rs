@@ -39,8 +39,8 @@ const DELAY_BOUNDS: f64 = 2.0;
 /// finds a difference by chance.
 const REPEATS: usize = 3;
 
-/// Smallest number of rounds for which a 95 % confidence interval exists. With six rounds it
-/// reaches from the smallest to the largest value.
+/// Smallest number of rounds for which a 95 % confidence interval exists. With six rounds the
+/// interval reaches from the smallest to the largest value.
 const ROUNDS_MIN: usize = 6;
 
 /// Largest number of batches in one half of the pages. Both halves together must have fewer pages
@@ -54,7 +54,7 @@ const SINGLES: usize = BATCH;
 /// Largest number of raw pages of a VM without entitlement.
 const RAW_MIN: usize = 256;
 
-/// Reserve in bytes of VMs that have all the memory that they need.
+/// Reserve in bytes of the VMs that must get all the memory that they need.
 const RESERVE_BYTES: u64 = 128 << 20;
 
 /// Polling time of the worker, longer than any pause of the benchmark.

@@ -13,7 +13,7 @@ use zerocopy::IntoBytes;
 /// Number of pages of a request.
 pub const BATCH: usize = wire::BATCH_MAX;
 
-/// Number of requests in flight.
+/// Largest number of requests that the guest has in flight.
 pub const WINDOW: usize = 4;
 
 /// Time after which an answer counts as lost.
@@ -50,7 +50,7 @@ pub struct Guest {
 /// A run of pages of the guest's object.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
-    /// Number of the first page, which also gives the place of its bytes.
+    /// Number of the first page. It also gives the place of the page's bytes in guest memory.
     pub index: usize,
     /// Number of pages, at most a batch.
     pub pages: usize,
@@ -304,7 +304,7 @@ impl Guest {
     /// Compares the returned pages with those that were put.
     ///
     /// # Errors
-    /// A byte is wrong.
+    /// A returned page has a wrong byte.
     pub fn check(&self, runs: &[Run]) -> Result<(), String> {
         let ram = self.guest.ram();
         let (mut put, mut got) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);

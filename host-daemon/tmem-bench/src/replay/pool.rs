@@ -28,10 +28,12 @@ pub struct Outcome {
     /// Number of evicted pages.
     pub evictions: u64,
     /// Misses that would have been hits with more memory, by the engine's estimates during the
-    /// replay, in the order of [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
+    /// replay, one counter for each percentage of
+    /// [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
     pub gain_hits: [u64; 3],
     /// Hits that would have been misses with less memory than was used, by the engine's estimates
-    /// during the replay, in the order of [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
+    /// during the replay, one counter for each percentage of
+    /// [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
     pub loss_hits: [u64; 3],
     /// Hits from which `loss_hits` is estimated.
     pub loss_hits_seen: u64,
@@ -130,8 +132,8 @@ pub struct Replay {
 }
 
 impl Replay {
-    /// Creates an empty pool of this size in bytes. The seed determines the hashes of the index,
-    /// which the policy uses, too.
+    /// Creates an empty pool of this size in bytes. The seed determines the hashes of keys, which
+    /// the index and the policy use.
     ///
     /// # Errors
     /// The system does not provide the address space.
