@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Baseline: the library calls that the engine cannot avoid, with the same libraries and settings.
+//! Baseline of the benchmarks: the library calls that the engine cannot avoid, with the libraries
+//! and settings that the engine uses.
 
 use tmem_pool::{PAGE_SIZE, Page};
 
 /// Acceleration of lz4. The engine uses the same value, which is lz4's default.
 const ACCELERATION: i32 = 1;
 
-/// Longest compressed form in bytes. The engine keeps pages with longer forms raw, so that lz4 may
-/// stop at this length.
+/// Longest compressed form in bytes. The engine stores pages with longer forms raw, so lz4 may stop
+/// when it reaches this length.
 const ENCODED_BYTES_MAX: usize = 3840;
 
 /// Calls `LZ4_compress_fast`. Returns None if the page does not shrink enough.
@@ -28,7 +29,7 @@ pub fn compress<'a>(page: &Page, out: &'a mut Page) -> Option<&'a [u8]> {
 /// Calls `LZ4_decompress_safe`.
 ///
 /// # Panics
-/// The bytes are not a compressed page.
+/// If the bytes are not a compressed page.
 pub fn decompress(stored: &[u8], out: &mut Page) {
     // SAFETY: both pointers are valid for the lengths passed with them.
     let len = unsafe {

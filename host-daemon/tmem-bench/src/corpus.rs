@@ -113,7 +113,7 @@ fn read(path: &Path, pages_max: usize, mut page: impl FnMut(&Page)) -> io::Resul
     Ok(())
 }
 
-/// Returns the pages of all files of a directory tree, in order.
+/// Returns the pages of all files of a directory tree, in the order of the files' names.
 ///
 /// # Errors
 /// The tree has no file that can be read.
@@ -130,7 +130,7 @@ pub fn tree(dir: &Path) -> Result<Vec<Page>, String> {
     Ok(pages)
 }
 
-/// Set of pages of which no two are equal and none is same-filled.
+/// Set of test pages. No two of them are equal, and none is same-filled.
 pub struct Corpus {
     pub pages: Vec<Box<Page>>,
     /// Names of the kinds of files, each with its number of pages.
@@ -140,7 +140,7 @@ pub struct Corpus {
 /// Loads pages of files. The files are in random order, and the pages of a file are in their order.
 ///
 /// # Errors
-/// There are fewer than `nr_pages` pages.
+/// The files have fewer than `nr_pages` different pages.
 pub fn load(dir: Option<&Path>, nr_pages: usize, seed: u64) -> Result<Corpus, String> {
     let mut paths = Vec::new();
     match dir {
@@ -182,8 +182,8 @@ pub fn load(dir: Option<&Path>, nr_pages: usize, seed: u64) -> Result<Corpus, St
     }
     if pages.len() < nr_pages {
         return Err(format!(
-            "{} pages that differ were found in {found} files, not {nr_pages}: ask for fewer with \
-             --pages, or name a directory that has more with --corpus",
+            "only {} different pages were found in {found} files, but {nr_pages} are wanted: ask for fewer \
+             with --pages, or name a directory with more files with --corpus",
             pages.len(),
         ));
     }

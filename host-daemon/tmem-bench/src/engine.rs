@@ -13,14 +13,14 @@ use tmem_pool::PageHash;
 /// Runs the benchmark and prints the results.
 ///
 /// # Errors
-/// There are too few pages, or no memory for a pool.
+/// There are too few pages, or there is no memory for a pool.
 pub fn run(args: &EngineArgs) -> Result<(), String> {
     progress("reading files");
     let corpus = corpus::load(args.corpus.as_deref(), args.pages, args.seed)?;
     let pages = times::sized(&corpus.pages, &PageHash::new(42));
     if pages.len() < times::PAGES_MIN {
         return Err(format!(
-            "lz4 shrinks {} of the pages, which are too few: ask for more with --pages",
+            "lz4 shrinks only {} of the pages, too few for the benchmark: ask for more with --pages",
             pages.len()
         ));
     }
@@ -37,8 +37,10 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
             progress("measuring two trees");
             memory::two_servers([&corpus::tree(a)?, &corpus::tree(b)?])
         }
-        [_, _] => Err("by --only".into()),
-        _ => Err("it needs --trees DIR DIR, as scripts/two-servers makes them".into()),
+        [_, _] => Err("the option --only excludes it".into()),
+        _ => Err(
+            "the option --trees DIR DIR is missing; scripts/two-servers makes such trees".into(),
+        ),
     };
     if args.measures(Part::Servers) {
         let ratio = two.clone().map(|two| Ratio::exact(two.vs_lz4()));
@@ -188,8 +190,8 @@ fn add_times(results: &mut Results, times: &Times, zram: &Result<(), String>) {
     for (key, target, peer, ours) in [
         ("zram_put_full_speedup", 1.4, &times.zram_write, full),
         ("zram_get_speedup", 1.9, &times.zram_read, get),
-        // This ratio compares a put, which is acknowledged at once, with a synchronous write to
-        // zram.
+        // This ratio compares a put, which is acknowledged before the page is compressed, with a
+        // write to zram, which compresses the page before it returns.
         ("zram_ack_speedup", 5.0, &times.zram_write, ack),
     ] {
         let speedup = zram.clone().map(|()| peer.medians_by(ours));

@@ -84,7 +84,7 @@ struct EngineArgs {
     /// How often each operation is measured; the medians count.
     #[arg(long, default_value_t = 100, value_name = "NUMBER")]
     rounds: usize,
-    /// Measure this part only. The figures of the others are reported as not measured.
+    /// Measure this part only. The figures of the other parts are reported as not measured.
     #[arg(long, value_name = "PART")]
     only: Option<Part>,
     /// Seed of the choice of files and pages, and of their order.

@@ -34,7 +34,8 @@ impl Samples {
         self.0.is_empty()
     }
 
-    /// Returns the ratio of the medians, for operations that were not measured equally often.
+    /// Returns the ratio of the medians of two operations. It suits operations that were not
+    /// measured equally often.
     pub fn medians_by(&self, other: &Samples) -> Ratio {
         let (own, other) = (Ratio::of(self.0.clone()), Ratio::of(other.0.clone()));
         Ratio {
@@ -54,7 +55,8 @@ impl Samples {
         Ratio::of(self.0.clone()).value
     }
 
-    /// Returns the ratio to another operation, from the ratios within each round.
+    /// Returns the ratio to another operation: the median of the ratios of all rounds. Both
+    /// operations were measured in each round.
     pub fn ratio_to(&self, other: &Samples) -> Ratio {
         Ratio::of(self.0.iter().zip(&other.0).map(|(a, b)| a / b).collect())
     }
@@ -69,8 +71,7 @@ pub struct Ratio {
 }
 
 impl Ratio {
-    /// Returns the ratio for a value that is counted and not timed, so that it has no confidence
-    /// interval.
+    /// Returns a ratio without a confidence interval, for a value that is counted and not timed.
     pub fn exact(value: f64) -> Ratio {
         Ratio {
             value,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! memcached with one thread, used over a Unix socket. It is the usual software for a shared cache.
-//! Batches of pages are written and read with pipelined requests, as clients of memcached do.
+//! memcached with one thread, used over a Unix socket, as a peer for comparison. It is a common
+//! program for a shared cache. Batches of pages are written and read with pipelined requests, as
+//! clients of memcached do.
 
 use rustix::thread::Pid;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -28,7 +29,7 @@ impl Memcached {
     /// memcached cannot be started. The error says why.
     pub fn new(bytes: usize) -> Result<Memcached, String> {
         let socket = std::env::temp_dir().join(format!("tmem-bench-{}.sock", std::process::id()));
-        // memcached refuses to run as root.
+        // memcached refuses to run as root unless the option -u names another user.
         let user = match rustix::process::geteuid().is_root() {
             true => vec!["-u", "nobody"],
             false => vec![],
@@ -49,7 +50,7 @@ impl Memcached {
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
-            .map_err(|error| format!("no memcached: {error}"))?;
+            .map_err(|error| format!("cannot start memcached: {error}"))?;
         let begun = Instant::now();
         let stream = loop {
             match UnixStream::connect(&socket) {
@@ -62,7 +63,10 @@ impl Memcached {
                     // do not matter.
                     let _ = child.kill();
                     let _ = child.wait();
-                    return Err(format!("memcached at {}: {error}", socket.display()));
+                    return Err(format!(
+                        "cannot connect to memcached at {}: {error}",
+                        socket.display()
+                    ));
                 }
             }
         };
@@ -131,7 +135,7 @@ impl Memcached {
             .map_err(|error| error.to_string())
     }
 
-    /// Reads as many pages as `into` holds.
+    /// Reads pages until `into` is full.
     ///
     /// # Errors
     /// A page is missing.

@@ -9,15 +9,15 @@ use tmem_pool::{EngineStats, PAGE_SIZE, Page, PageHash, Time};
 /// Number of blobs that exist at any time while [`churn`] replaces pages.
 const CHURN_BLOBS: usize = 65_536;
 
-/// Number of replacements of each blob on average.
+/// Average number of times that each blob is replaced.
 const TURNOVERS: usize = 20;
 
 /// Duration of a sweep of the engine in nanoseconds. At the end of the first sweep, idle memory
 /// goes back to the system, and no page has been recompressed yet.
 const SWEEP_NS: u64 = 600_000_000_000;
 
-/// Memory of a pool that holds all pages, as a ratio to the bytes that bare lz4 needs, before and
-/// after cold pages are recompressed.
+/// Memory of a pool that holds all pages. `vs_lz4_warm` and `vs_lz4` are its ratios to the bytes
+/// that bare lz4 needs, before and after cold pages are recompressed.
 pub struct Held {
     pub vs_lz4_warm: f64,
     pub vs_lz4: f64,
@@ -55,12 +55,13 @@ fn cool(rig: &Rig) {
 /// Measures the memory of a pool that holds all pages.
 ///
 /// # Errors
-/// There is no address space.
+/// The system does not provide the address space for the pool.
 pub fn held(pages: &[Box<Page>]) -> Result<Held, String> {
     let rig = Rig::new(2 * (pages.len() * PAGE_SIZE) as u64 + (64 << 20))?;
     fill(&rig, 1, pages.iter().map(|page| &**page));
     let lz4 = lz4_bytes(pages);
-    // Let the first sweep end. No page is cold before the end of the second sweep.
+    // Let the first sweep end, which returns idle memory to the system. No page is recompressed
+    // before the second sweep.
     rig.until(Time(SWEEP_NS));
     let warm = rig.engine.stats();
     cool(&rig);
@@ -95,7 +96,7 @@ impl TwoServers {
 /// Puts the pages of two directory trees, each from a VM of its own, and measures the memory.
 ///
 /// # Errors
-/// There is no address space.
+/// The system does not provide the address space for the pool.
 pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
     let pages: usize = trees.iter().map(|tree| tree.len()).sum();
     let rig = Rig::new(2 * (pages * PAGE_SIZE) as u64 + (64 << 20))?;
@@ -134,7 +135,7 @@ pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
 /// many replacements of pages, and after half of all pages were dropped.
 ///
 /// # Errors
-/// There is no address space.
+/// The system does not provide the address space for the pool.
 pub fn churn(
     pages: &[Box<Page>],
     seed: u64,
@@ -149,7 +150,7 @@ pub fn churn(
         for nth in 0..CHURN_BLOBS / BATCH {
             for page in &mut buffer {
                 *page = *pages[rng.usize(..pages.len())];
-                // The stamp makes all pages different.
+                // Write a number into the page, so that no two pages are equal.
                 stamp += 1;
                 page[..8].copy_from_slice(&stamp.to_le_bytes());
             }

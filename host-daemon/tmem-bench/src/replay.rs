@@ -17,8 +17,8 @@ use tmem_trace::format::{Event, Reader, TraceError};
 /// the smallest size most pages are evicted, with the largest size only a few.
 pub const EIGHTHS: std::ops::RangeInclusive<u64> = 1..=7;
 
-/// Largest size of a decompressed trace in bytes, whatever its header says: sixteen times a
-/// recorder's default.
+/// Largest size of a decompressed trace in bytes: sixteen times the size at which recording ends by
+/// default. A trace whose header gives a larger size is refused.
 const TRACE_BYTES_MAX: u64 = 1 << 30;
 
 /// First bytes of a zstd frame.
@@ -43,7 +43,7 @@ pub struct Args {
     json: bool,
 }
 
-/// Results of one policy at one size.
+/// Results of one policy at one pool size.
 #[derive(serde::Serialize)]
 struct Run {
     hit_ratio: f64,
@@ -75,7 +75,7 @@ struct Trace {
     peak_bytes: u64,
     hit_ratio_max: f64,
     sizes: Vec<AtSize>,
-    /// Mean hit ratio over all sizes, by policy.
+    /// Mean hit ratio over all pool sizes, by policy.
     mean: BTreeMap<&'static str, f64>,
 }
 
@@ -136,10 +136,14 @@ pub fn outcome(
     seed: u64,
 ) -> Result<Outcome, String> {
     let replay = Replay::new(policy, size_bytes, seed);
-    let mut replay = replay.map_err(|error| format!("no memory for a replay: {error}"))?;
+    let mut replay =
+        replay.map_err(|error| format!("cannot reserve memory for a replay: {error}"))?;
     for event in events {
         if !replay.apply(event) {
-            return Err("more keys or pools than a tenant may have".into());
+            return Err(
+                "a tenant of the trace has more keys or pools than allowed, or there is no memory"
+                    .into(),
+            );
         }
     }
     Ok(replay.outcome())

@@ -82,7 +82,7 @@ fn peak_bytes(events: &[Event]) -> u64 {
     whole.peak_bytes
 }
 
-/// Returns the hit ratio with a policy, as the mean of all sizes.
+/// Returns the mean hit ratio of a policy over all pool sizes.
 fn mean_ratio(events: &[Event], policy: PolicyKind, seed: u64) -> f64 {
     let peak = peak_bytes(events);
     let ratio = |eighths| {
@@ -116,7 +116,7 @@ fn default_policy_is_no_worse_than_lru_and_better_on_the_mean() {
     );
 }
 
-/// Returns the events of a guest with a page cache of its own. When the page cache is full, the
+/// Returns the events of a simulated guest with a page cache. When the page cache is full, the
 /// guest puts the page that was used longest ago. It gets each page that is not in its page cache.
 /// `next` returns the number of the page that the guest reads next.
 fn guest(reads: u64, cache_pages: usize, mut next: impl FnMut(u64) -> u64) -> Vec<Event> {
@@ -265,7 +265,7 @@ impl Sizes<'_> {
 }
 
 /// Compares the engine's estimates for more and less memory with replays with more and less memory.
-/// Also measures the cost of giving up the memory that counts as not needed by the estimates.
+/// Also measures the cost of giving up memory that counts as not needed according to the estimates.
 #[test]
 fn estimated_gains_and_losses_are_within_bounds() {
     let recorded = recorded();
@@ -300,8 +300,8 @@ fn estimated_gains_and_losses_are_within_bounds() {
         }
         for sixteenths in LOSS_SIXTEENTHS {
             for late in [false, true] {
-                // An interval is computed from counters: the value at its end minus that at its
-                // start.
+                // The figures of the second half of a trace are differences: counters at the end of
+                // the trace minus counters in its middle.
                 let mut run = |percent| {
                     let all = whole.run(sixteenths, percent);
                     let before = match late {
@@ -342,7 +342,9 @@ fn estimated_gains_and_losses_are_within_bounds() {
             errors.mean()
         );
     }
-    println!("given up {given_up} times, which cost {cost_max:.2} % at most");
+    println!(
+        "memory was given up {given_up} times, which cost {cost_max:.2} % of all gets at most"
+    );
     assert!(gains.over() <= GAIN_OVER_MAX && gains.under() <= GAIN_UNDER_MAX);
     assert!(gains.part(|error| error > GAIN_OVER_USUAL) <= UNUSUAL_PART);
     for losses in [&losses, &late_losses] {

@@ -90,7 +90,7 @@ impl Results {
     }
 }
 
-/// Shows progress to a user at a terminal.
+/// Shows the progress of the benchmark on stderr, if stderr is a terminal.
 pub fn progress(text: &str) {
     if std::io::stderr().is_terminal() {
         eprint!("\r\x1b[K{text}");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! An engine with tenants, used as the daemon uses it: puts and gets come in batches, and
-//! background work is done later.
+//! An engine with tenants. The benchmarks use it as the daemon does: puts and gets come in batches,
+//! and background work is done later.
 
 use std::sync::Arc;
 use tmem_pool::{
@@ -73,10 +73,10 @@ pub fn guest(engine: &Arc<Engine>, name: &str) -> Result<Guest, String> {
 }
 
 impl Guest {
-    /// Puts one batch at most; the first page gets the index `first` of the object.
+    /// Puts up to one batch of pages. The first page gets the page number `first` in the object.
     ///
     /// # Panics
-    /// A page is refused.
+    /// If a page is refused.
     pub fn put<'a>(&self, object: u64, first: usize, pages: impl Iterator<Item = &'a Page>) {
         let put = |(page, index): (&'a Page, usize)| Put {
             object,
@@ -95,14 +95,14 @@ impl Guest {
         let stored = |result: &PutResult| *result == PutResult::Stored;
         assert!(
             results.iter().all(stored),
-            "a page of object {object} was refused, from page {first} on"
+            "a put of object {object} from page {first} on refused a page"
         );
     }
 
-    /// Gets one batch at most.
+    /// Gets up to one batch of pages, from page `first` of the object on.
     ///
     /// # Panics
-    /// A page is missed.
+    /// If a page is missed.
     pub fn get(&self, object: u64, first: usize, out: &mut [Page]) -> Spent<'_> {
         let cookies: [u64; BATCH] = std::array::from_fn(|nth| (first + nth) as u64 + 1);
         let mut results = [GetResult::Miss; BATCH];
@@ -118,12 +118,13 @@ impl Guest {
         let missed = |result: &GetResult| *result == GetResult::Miss;
         assert!(
             !results.iter().any(missed),
-            "a get of object {object} missed a page, from page {first} on"
+            "a get of object {object} from page {first} on missed a page"
         );
         spent.expect("the tenant does not have the pool")
     }
 
-    /// Drops pages of an object from the page `first` on: `pages` pages, or all with None.
+    /// Drops `pages` pages of an object from the page `first` on, or all pages from there on if
+    /// `pages` is None.
     pub fn flush(&self, object: u64, first: usize, pages: Option<u64>) {
         self.0
             .flush(POOL, object, first as u64, pages)

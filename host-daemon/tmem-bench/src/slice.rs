@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Benchmark of how long a VM waits for its pages while another VM keeps the worker busy.
 //!
-//! One guest, the victim, gets one page at a time. It does so alone and while another guest, the
-//! attacker, sends requests, alternately. The attacker has as many requests in flight as its queue
-//! takes, of a kind that costs the worker much time. Both share one worker, which has a processor
-//! of its own; a thread on another processor drives both guests. Times are from the request to its
-//! answer, as the victim sees them.
+//! One guest, the victim, gets one page at a time. The benchmark alternates between measurements in
+//! which the victim is alone and measurements in which another guest, the attacker, sends requests.
+//! The attacker has as many requests in flight as fit into its queue. They are of a kind that costs
+//! the worker much time. Both guests share one worker, which has a processor of its own. A thread
+//! on another processor runs both guests. Each time is measured by the victim, from its request to
+//! the answer.
 
 use crate::path::guest::{Guest, Run};
 use crate::path::host::{BenchDaemon, Path, pin};
@@ -20,12 +21,13 @@ use tmemd::config::EventLoop;
 use virtio_tmem as wire;
 use zerocopy::IntoBytes;
 
-/// Number of chains in flight.
+/// Number of chains that the attacker keeps in flight in most attacks.
 const CHAINS: usize = 64;
-/// Pages of a flushed range. It was the largest range that an earlier version flushed in one
-/// scheduling slice.
+/// Pages of a flushed range. It was the largest range that an earlier version of the daemon flushed
+/// in one scheduling slice.
 const RANGE_PAGES: u64 = 511;
-/// Largest number of pages of an object that a FLUSH frees itself.
+/// Largest number of pages of an object that a FLUSH frees before it is answered. Background work
+/// frees larger objects.
 const OBJECT_PAGES: u64 = 16;
 /// Number of chains of attacks whose requests name whole objects or batches. The number is small,
 /// so that the pages for these requests are generated quickly.
@@ -36,7 +38,7 @@ const VICTIM_PAGES: usize = 512;
 const POOL: u32 = 1;
 const PAGE: u64 = PAGE_SIZE as u64;
 const POOL_BYTES: u64 = 1 << 30;
-/// Time after which pages are cold.
+/// Time in nanoseconds of the engine's clock after which pages are cold.
 const COLD_NS: u64 = 3_600_000_000_000;
 /// Time after which an attack that never ends by itself is stopped.
 const ATTACK: Duration = Duration::from_millis(30);
@@ -51,8 +53,8 @@ pub struct Args {
     /// Number of rounds for each attack. A round measures the victim alone and beside the attack.
     #[arg(long, default_value_t = 40, value_name = "NUMBER")]
     rounds: usize,
-    /// Pause of the victim between two gets, in µs. Without a pause its next get comes in time for
-    /// the same slice, so that most gets wait for no other VM.
+    /// Pause of the victim between two gets, in µs. Without a pause the next get comes in time for
+    /// the same scheduling slice, so that most gets do not wait for another VM.
     #[arg(long, default_value_t = 20, value_name = "NUMBER")]
     pause_us: u64,
     /// Event loop of the worker: auto, epoll or io_uring.
@@ -315,8 +317,8 @@ impl Attacker {
         self.left.extend(0..self.chains.len());
     }
 
-    /// Takes the answers that have arrived, and sends as many of the chains in `left` as the ring
-    /// takes.
+    /// Takes the answers that have arrived, and sends as many of the chains in `left` as fit into
+    /// the ring.
     fn go_on(&mut self) -> Result<(), String> {
         let queue = self.attack.queue();
         loop {
@@ -415,7 +417,8 @@ impl Rig {
         while self.host.daemon.maintain(self.now_ns, 4096) {}
     }
 
-    /// Stores the pages that the attack's requests need and use up.
+    /// Stores the pages that the attack's requests need. The function is called before each round,
+    /// because the requests of some attacks remove the pages.
     fn stock(&mut self, round: usize) -> Result<(), String> {
         let mut rng = fastrand::Rng::with_seed(round as u64);
         match self.attacker.attack {
@@ -444,7 +447,8 @@ impl Rig {
                     self.maintain_all();
                 }
             }
-            // Put pages whose keys the engine's estimator follows.
+            // Put pages whose keys the engine's estimator follows, because the requests of these
+            // attacks make the estimator walk over all followed keys.
             Attack::FlushEmptyRanges | Attack::Pools if round == 0 => {
                 let pages = [[7; PAGE_SIZE]; BATCH];
                 for index in (0..1024).step_by(BATCH) {
@@ -524,7 +528,7 @@ fn percentile(sorted: &[f64], part: f64) -> f64 {
     sorted[((sorted.len() - 1) as f64 * part) as usize]
 }
 
-/// Runs the benchmark and prints it.
+/// Runs the benchmark and prints the results.
 ///
 /// # Errors
 /// The daemon refuses a connection or a message, or a request is not answered.

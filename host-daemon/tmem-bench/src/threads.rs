@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Gain from a second thread that finalizes pages, compared with the gain that bare lz4 has from a
-//! second thread.
+//! Measures how much faster the engine finalizes pages with a second thread, compared with the gain
+//! that bare lz4 has from a second thread.
 
 use crate::bare;
 use crate::measure::{Ratio, Samples, cpu_ns};
@@ -18,13 +18,14 @@ const ROUNDS_MAX: usize = 21;
 
 /// The engine's gain from a second thread, relative to that of bare lz4.
 pub struct Scaling {
-    /// Gain in elapsed time. Other load on the machine affects both alike.
+    /// Gain in elapsed time. Other load on the machine affects the engine and lz4 alike.
     pub time: Ratio,
     /// Gain in processor time, which leaves out the time that threads wait for each other.
     pub work: Ratio,
 }
 
-/// Returns the elapsed time of `threads` threads that work together, and the processor time of all.
+/// Returns the elapsed time of `threads` threads that work together, and the sum of their processor
+/// times, in seconds.
 fn seconds(threads: usize, work: impl Fn(usize) + Sync) -> [f64; 2] {
     let since = Instant::now();
     let spent_ns: f64 = std::thread::scope(|scope| {
@@ -67,7 +68,7 @@ impl Gains {
 /// Returns the engine's gain from a second thread, relative to that of bare lz4.
 ///
 /// # Errors
-/// There is no address space, or only one processor.
+/// The system does not provide the address space for the pool, or there is only one processor.
 pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Result<Scaling, String> {
     let rounds = rounds.min(ROUNDS_MAX);
     let processors = std::thread::available_parallelism().map_or(1, usize::from);

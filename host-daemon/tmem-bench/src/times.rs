@@ -13,8 +13,8 @@ use crate::zram::Zram;
 use std::hint::black_box;
 use tmem_pool::{PAGE_SIZE, Page, PageHash, Time};
 
-/// Number of batches of a round. Together these batches have half as many pages as a tenant may
-/// have raw, so that no page is refused.
+/// Number of batches of a round. Together these batches have half as many pages as the limit of a
+/// tenant's raw pages, so that no page is refused.
 const BATCHES: usize = RAW_PAGES / BATCH / 2;
 const PAGES: usize = BATCHES * BATCH;
 
@@ -78,7 +78,7 @@ fn batch(pages: &[Sized], nr: usize) -> &[Sized] {
 /// Creates a pool, puts all pages, and measures these puts, during which the pool grows.
 ///
 /// # Errors
-/// There is no address space.
+/// The system does not provide the address space for the pool.
 pub fn fill(times: &mut Times, pages: &[Sized]) -> Result<Rig, String> {
     let rig = Rig::new(2 * (pages.len() * PAGE_SIZE) as u64 + (64 << 20))?;
     for (nth, part) in pages.chunks(PAGES).enumerate() {
@@ -93,10 +93,10 @@ pub fn fill(times: &mut Times, pages: &[Sized]) -> Result<Rig, String> {
     Ok(rig)
 }
 
-/// Runs all rounds.
+/// Runs all rounds of the measurement.
 ///
 /// # Errors
-/// zram fails.
+/// The zram device fails.
 pub fn run(
     rounds: usize,
     seed: u64,
@@ -122,8 +122,8 @@ pub fn run(
         progress(&format!("round {} of {rounds}", round + 1));
         rng.shuffle(&mut order);
         let (ours, raw) = (&order[..BATCHES], &order[BATCHES..2 * BATCHES]);
-        // The order changes in each round, because the first operation finds caches that the last
-        // round filled.
+        // Change the order in each round, because the first operation of a round finds the caches
+        // that the last round filled.
         if round % 2 == 0 {
             bare(times, &hash, pages, ours, &mut copies);
             engine(times, rig, &hash, pages, ours, raw, &mut copies);

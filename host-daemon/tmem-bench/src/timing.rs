@@ -11,9 +11,9 @@
 //!
 //! A test that finds nothing proves nothing. So each run must also find differences that exist: an
 //! injected delay, and the known effect of a page that a VM of the same domain has. If a run does
-//! not find these, or if an interval is too wide, the result is "undecided" and never "equal". Out
-//! of scope: the answers to the guest, which are the same to the bit
-//! (`tmem-pool/tests/isolation.rs`).
+//! not find these, or if an interval is too wide, the result is "undecided" and never "equal". The
+//! answers to the guest are out of scope: `tmem-pool/tests/isolation.rs` tests that no bit of them
+//! depends on the pages of other domains.
 
 use crate::measure::{Ratio, cpu_ns};
 use crate::path::guest::{BATCH, Guest, Run};
@@ -35,15 +35,16 @@ const BOUND: f64 = 0.03;
 /// for any value of the bound.
 const DELAY_BOUNDS: f64 = 2.0;
 
-/// Number of runs in a row that must find a difference. One run in forty finds one by chance.
+/// Number of runs in a row that must find a difference before it is reported. One run in forty
+/// finds a difference by chance.
 const REPEATS: usize = 3;
 
-/// Smallest number of rounds for which a 95 % confidence interval exists. With six rounds it
-/// reaches from the smallest to the largest value.
+/// Smallest number of rounds for which a 95 % confidence interval exists. With six rounds the
+/// interval reaches from the smallest to the largest value.
 const ROUNDS_MIN: usize = 6;
 
-/// Largest number of batches of a half. Both halves together must have fewer pages than the limit
-/// of a guest's raw pages.
+/// Largest number of batches in one half of the pages. Both halves together must have fewer pages
+/// than the limit of a guest's raw pages.
 const BATCHES_MAX: usize = 14;
 
 /// Number of pages of each half that are put one by one in a round. They are the first batch of the
@@ -53,7 +54,7 @@ const SINGLES: usize = BATCH;
 /// Largest number of raw pages of a VM without entitlement.
 const RAW_MIN: usize = 256;
 
-/// Reserve in bytes of VMs that have all the memory that they need.
+/// Reserve in bytes of the VMs that must get all the memory that they need.
 const RESERVE_BYTES: u64 = 128 << 20;
 
 /// Polling time of the worker, longer than any pause of the benchmark.
@@ -151,7 +152,7 @@ impl Verdict {
     }
 }
 
-/// Ratios of each round, and times of pages that no VM holds, in ns per page.
+/// Ratios of all rounds, and times in ns per page of pages that no other VM holds.
 struct Times {
     bound: f64,
     ratios: BTreeMap<(Holder, What), Vec<f64>>,
@@ -211,7 +212,7 @@ struct Rig {
     /// Guest without entitlement. When it has as many raw pages as it may, further puts are
     /// refused.
     full: Guest,
-    /// Guest with the limit 0.
+    /// Guest with the limit 0, so that all its puts are refused.
     poor: Guest,
     batches: usize,
     /// The daemon. It is the last field, because the guests must be dropped before it.
@@ -222,7 +223,7 @@ struct Rig {
 impl Rig {
     fn new(args: &Args, rng: &mut fastrand::Rng) -> Result<Rig, String> {
         if !(1..=BATCHES_MAX).contains(&args.batches) {
-            return Err(format!("--batches: there are 1 to {BATCHES_MAX}"));
+            return Err(format!("the value of --batches must be 1 to {BATCHES_MAX}"));
         }
         let host = BenchDaemon::new(1 << 30);
         let path = host.serve(args.event_loop, POLL_MAX, PROCESSORS[0])?;
@@ -270,8 +271,8 @@ impl Rig {
         (first..first + SINGLES).map(run).collect()
     }
 
-    /// Returns the runs of both halves in random order. The flag of each run is true if the
-    /// neighbour holds the run's pages.
+    /// Returns the runs of both halves in random order. Each run comes with HELD if the neighbour
+    /// holds the run's pages, and with NEW otherwise.
     fn mixed(
         &self,
         held: usize,
@@ -313,13 +314,13 @@ impl Rig {
         let arms = time(&mut self.guest, &order, Guest::get_one)?;
         times.add((holder, What::GetBatch), arms);
 
-        // Put only pages that no VM holds. Half of the puts get the injected delay.
+        // Put only pages that no VM holds, and delay half of the puts.
         let order = self.half(1 - held);
         let delay_ns = DELAY_BOUNDS
             * times.bound
             * times.ns[&(holder, What::PutBatch)]
                 .last()
-                .expect("nothing was measured")
+                .expect("no batch was measured before the delayed puts")
             * BATCH as f64;
         let mut order: Vec<_> = order
             .into_iter()
@@ -341,7 +342,7 @@ impl Rig {
         self.host.maintain_all();
         self.guest.all(&self.half(1 - held), false)?;
 
-        // Measure one half after the other, because this thread does the background work of both.
+        // Measure one half after the other, because this thread finalizes the pages of both halves.
         let mut arms = Arms::default();
         let first = rng.usize(..2);
         for half in [first, 1 - first] {
@@ -471,7 +472,9 @@ enum Outcome {
 fn outcome(times: &Times) -> Outcome {
     let rounds = times.ratios.values().next().map_or(0, Vec::len);
     if rounds < ROUNDS_MIN {
-        return Outcome::Undecided(format!("there was time for {rounds} rounds only"));
+        return Outcome::Undecided(format!(
+            "there was time for only {rounds} rounds, fewer than {ROUNDS_MIN}"
+        ));
     }
     for (holder, what) in DIFFERENT {
         let ratio = times.ratio((holder, what));
@@ -498,7 +501,7 @@ fn outcome(times: &Times) -> Outcome {
         Some(what) => {
             let ratio = times.ratio((Holder::OtherDomain, *what));
             Outcome::Undecided(format!(
-                "{} is {:.3} – {:.3}",
+                "the interval of the ratio of {} is {:.3} – {:.3}, neither within the bound nor outside of it",
                 what.name(),
                 ratio.low,
                 ratio.high
@@ -535,7 +538,7 @@ fn decide(mut run: impl FnMut(usize) -> Result<Times, String>) -> Result<(Times,
     Ok((times, found))
 }
 
-/// Runs the benchmark and prints it.
+/// Runs the benchmark and prints the results.
 ///
 /// # Errors
 /// There are too few processors, a measured operation fails, there is a difference, or the result
@@ -664,7 +667,8 @@ mod tests {
     }
 
     /// Runs the benchmark with few rounds and an unoptimized daemon, while other tests run on the
-    /// machine. It finds a difference of a tenth of a put. `make bench-timing` finds smaller ones.
+    /// machine. It can find a difference of a tenth of the time of a put. `make bench-timing` finds
+    /// smaller differences.
     #[test]
     fn timing_does_not_reveal_pages_of_another_trust_domain() {
         if std::thread::available_parallelism().map_or(1, usize::from) < 2 {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Benchmark of many VMs on one daemon. It measures the resources that the daemon takes from the
-//! host. It measures the time of answers to messages, when all VMs connect at once and under load.
-//! It also measures whether a VM's requests are delayed when a large VM disconnects. One large VM
-//! has many pages in the pool, and another has much memory that the daemon has touched and has to
-//! unmap.
+//! host. It measures the times of answers when all VMs connect at once, and when the VMs are under
+//! load. It also measures whether a VM's requests are delayed when a large VM disconnects. This is
+//! measured for two kinds of large VMs: one has many pages in the pool, and the other has much
+//! memory that the daemon has touched and has to unmap.
 //!
 //! The guests are fake (`tmem-sim`) and share the machine with the daemon, so that the reported
 //! times are upper bounds. Each request is sent after the answer to the previous one, as by a
@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use tmem_sim::{FakeGuest, GuestConfig, PutPage, RamRegion, Request};
 
-/// Longest time that the benchmark waits for anything.
+/// Longest time that the benchmark waits for an answer or for a state of the daemon.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Time for which a value must not change to count as final.
@@ -40,7 +40,8 @@ pub struct Args {
     /// Number of threads that the guests share.
     #[arg(long, default_value_t = 4, value_name = "NUMBER")]
     clients: usize,
-    /// Seconds of measurement under load, and before a VM disconnects.
+    /// Duration in seconds of each measurement of messages, and of the measurement before a VM
+    /// disconnects.
     #[arg(long, default_value_t = 3, value_name = "NUMBER")]
     seconds: u64,
     /// Pages in the pool of the VM that disconnects, in GiB: same-filled pages, which take metadata
@@ -165,7 +166,9 @@ fn until(mut check: impl FnMut() -> bool) -> Result<(), String> {
     let deadline = Instant::now() + TIMEOUT;
     while !check() {
         if Instant::now() >= deadline {
-            return Err(format!("timed out after {TIMEOUT:?}"));
+            return Err(format!(
+                "the daemon did not reach the expected state within {TIMEOUT:?}"
+            ));
         }
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -263,8 +266,8 @@ fn storm(
     Ok((times, took))
 }
 
-/// Measures the daemon's answers to one VM's messages while all VMs put and get batches, if
-/// `loaded`.
+/// Measures the daemon's answers to the messages of one VM. If `loaded` is true, all other VMs put
+/// and get batches meanwhile.
 fn messages(
     daemon: &Daemon,
     guests: &mut [FakeGuest],
@@ -375,7 +378,8 @@ fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, S
     ])
 }
 
-/// Bytes that the kernel maps around a touched page, as far as the file has pages there.
+/// Number of bytes that the kernel maps together around a touched page, as far as the file has
+/// pages there.
 const FAULT_AROUND_BYTES: u64 = 64 << 10;
 
 /// Connects a VM with `gib` GiB of memory, all of which the daemon has touched.
@@ -502,7 +506,8 @@ fn print(times: Vec<(&'static str, Times)>) {
     }
 }
 
-/// Measures all VMs at once.
+/// Measures the daemon with all VMs: its resources, the time until each VM is connected, and the
+/// times of answers to messages.
 fn crowd(program: &Path, args: &Args) -> Result<(), String> {
     let daemon = Daemon::start(program, args.vms, args.no_sandbox)?;
     let mut guests = (0..args.vms).map(guest).collect::<Result<Vec<_>, _>>()?;
@@ -540,12 +545,12 @@ fn crowd(program: &Path, args: &Args) -> Result<(), String> {
     );
     let mut all = Times::default();
     for (nth, (times, took)) in storms.into_iter().enumerate() {
-        println!("round {nth}: {took:.3} s until the last has its first answer");
+        println!("round {nth}: {took:.3} s until the last VM has its first answer");
         all.0.extend(times.0);
     }
     print(vec![("connect to first put answered, of a VM", all)]);
     for (what, loaded) in [("idle", false), ("under load", true)] {
-        println!("\nmessages of one more VM, the others {what}");
+        println!("\nmessages of one more VM, while the other VMs are {what}");
         print(messages(&daemon, &mut guests, args, loaded)?);
     }
     guests.iter_mut().for_each(FakeGuest::disconnect);
@@ -559,7 +564,7 @@ fn crowd(program: &Path, args: &Args) -> Result<(), String> {
 /// Runs the benchmark and prints the results.
 ///
 /// # Errors
-/// The daemon cannot be started, or breaks a rule.
+/// The daemon cannot be started, or violates the protocol.
 pub fn run(args: &Args) -> Result<(), String> {
     let beside = || {
         let own = std::env::current_exe().map_err(|e| e.to_string())?;

@@ -31,10 +31,11 @@ impl Zram {
     /// zram cannot be used. The error says why.
     pub fn new(pages: usize) -> Result<Zram, String> {
         if !rustix::process::geteuid().is_root() {
-            return Err("zram is measured by root only".into());
+            return Err("only root can measure zram".into());
         }
-        let used = fs::read_to_string(format!("{SYS}/initstate"))
-            .map_err(|error| format!("no zram, try `modprobe zram` ({SYS}/initstate: {error})"))?;
+        let used = fs::read_to_string(format!("{SYS}/initstate")).map_err(|error| {
+            format!("there is no zram device; run `modprobe zram` ({SYS}/initstate: {error})")
+        })?;
         if used.trim() != "0" {
             return Err(format!("{DEVICE} is in use"));
         }
@@ -59,7 +60,8 @@ impl Zram {
         }
     }
 
-    /// Writes a page. Like a put, it copies the page from memory that is not in the caches.
+    /// Writes a page. Like a put, the call copies the page from memory that is not in the
+    /// processor's caches.
     ///
     /// # Errors
     /// The device fails.

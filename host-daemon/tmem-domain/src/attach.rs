@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Adds the device to a domain and removes it.
+//! Adds the virtio-tmem device to the XML of a libvirt domain (attach), and removes it (detach).
 //!
 //! attach works in steps. Each step parses the text that the previous step left, and changes only
 //! what differs from the goal. A second attach therefore changes nothing, even if libvirt has
@@ -14,9 +14,9 @@ use crate::undo::{self, Change};
 use crate::{CACHE_NAMESPACE, DEVICE, Error, QEMU_NAMESPACE, SOCKET_FOLDER, UNDO_NAMESPACE};
 use roxmltree::{Document, Node};
 
-/// Time in ms that QEMU waits between attempts to reach the daemon. A restart of the daemon takes
-/// hardly longer than a second, and a host with many VMs and no daemon spends little time on the
-/// attempts.
+/// Time in ms that QEMU waits between attempts to reach the daemon. With this time, a VM has its
+/// cache again soon after a restart of the daemon, and a host with many VMs and no daemon spends
+/// little time on the attempts.
 const RECONNECT_MS: u32 = 1000;
 
 /// Options of [`attach`].
@@ -40,7 +40,7 @@ impl Default for Options {
     }
 }
 
-/// Returns the domain's XML with the device.
+/// Returns the domain's XML with the virtio-tmem device.
 ///
 /// # Errors
 /// Returns the reason if the domain cannot have the device.
@@ -64,7 +64,8 @@ pub fn attach(text: &str, options: &Options) -> Result<String, Error> {
     Ok(edit.text)
 }
 
-/// Returns the domain's XML with `socket` as its device's socket, and nothing else changed.
+/// Returns the domain's XML with `socket` as the path of the device's socket. All other text is
+/// unchanged.
 pub fn move_socket(text: &str, socket: &str) -> Result<String, Error> {
     let document = Document::parse(text)?;
     let root = document.root_element();
@@ -105,7 +106,8 @@ pub fn detach(text: &str) -> Result<String, Error> {
     Ok(text)
 }
 
-/// The text that attach is changing, and the changes that this and earlier attaches made.
+/// The text that attach is changing, and a record of the changes that this call of attach and
+/// earlier ones made.
 struct Edit {
     text: String,
     changes: Vec<Change>,
@@ -122,9 +124,9 @@ impl Edit {
         })
     }
 
-    /// Inserts `element` into the element at path `parent` (empty: the root). The new element
-    /// follows the last child whose name is in `after`, or the last child of all if `after` is
-    /// empty.
+    /// Inserts `element` into the element at the path `parent`, or into the root if `parent` is
+    /// empty. The new element follows the last child whose name is in `after`, or the last child of
+    /// all if `after` is empty.
     fn insert(&mut self, parent: &str, after: &[&str], element: &str) -> Result<(), Error> {
         let document = Document::parse(&self.text)?;
         let root = document.root_element();
@@ -143,7 +145,8 @@ impl Edit {
         Ok(())
     }
 
-    /// Inserts the element unless the domain has one at `path`, and records the change.
+    /// Inserts the element unless the domain already has an element at `path`, and records the
+    /// change.
     fn ensure(&mut self, path: &str, after: &[&str], element: &str) -> Result<(), Error> {
         if find(Document::parse(&self.text)?.root_element(), path).is_some() {
             return Ok(());
@@ -163,14 +166,14 @@ impl Edit {
             .ok_or_else(|| {
                 Error(format!(
                     "the domain's <{path}> lacks {}",
-                    attribute.unwrap_or("its value")
+                    attribute.map_or("a value".into(), |name| format!("the attribute {name}"))
                 ))
             })?;
         if value == new {
             return Ok(());
         }
-        // If the same value was changed before, that record has the original value, so only its new
-        // value is updated.
+        // If attach has changed this value before, the record of that change has the original
+        // value. So only the new value in that record is updated.
         let first = self.changes.iter_mut().find_map(|change| match change {
             Change::Was {
                 path: at,
@@ -193,7 +196,7 @@ impl Edit {
         Ok(())
     }
 
-    /// Makes the VM's memory mappable for the daemon: shared, in a memfd.
+    /// Changes the VM's memory to shared memory in a memfd, so that the daemon can map it.
     fn memory(&mut self) -> Result<(), Error> {
         let sizes = ["maxMemory", "memory", "currentMemory"];
         let before = ["name", "uuid", "title", "description", "metadata"];
@@ -272,7 +275,8 @@ impl Edit {
         self.ensure("metadata", &before, "<metadata>\n  </metadata>")?;
         let document = Document::parse(&self.text)?;
         let root = document.root_element();
-        let node = child(root, "metadata").ok_or_else(|| Error("no <metadata>".into()))?;
+        let node =
+            child(root, "metadata").ok_or_else(|| Error("the domain has no <metadata>".into()))?;
         let indent = indent_within(node);
         let noted = metadata(root, UNDO_NAMESPACE);
         let there = metadata(root, CACHE_NAMESPACE);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The metadata element with a VM's quota. Parsing returns a reason for each refusal.
+//! The element with a VM's quota in the metadata of a libvirt domain. If the element is invalid,
+//! parsing returns the reason.
 
 use crate::edit::escape;
 use crate::size::{scale, write_size};
@@ -16,13 +17,15 @@ const NAME_BYTES_MAX: usize = 64;
 pub struct Cache {
     /// Largest charge of the VM, in bytes.
     pub limit: Option<u64>,
-    /// Bytes of the pool that the VM is entitled to before others share the rest.
+    /// Bytes of the pool that the VM is entitled to before the unreserved part is divided by
+    /// weight.
     pub reserve: Option<u64>,
-    /// The VM's share in the part of the pool that no VM has reserved.
+    /// The VM's share in the part of the pool that no VM has reserved, relative to the weights of
+    /// other VMs.
     pub weight: Option<u32>,
     /// Name of the trust domain; equal pages of its VMs are stored once.
     pub trust_domain: Option<String>,
-    /// Whether the VM must not start without its cache.
+    /// True if the VM must not start without its cache.
     pub required: bool,
 }
 
@@ -37,12 +40,12 @@ impl Cache {
             let (reserve, reserve_unit) = write_size(reserve);
             return fault(format!(
                 "a limit of {limit} {limit_unit} is below the reserve of {reserve} {reserve_unit}, \
-                 which could never be used: raise the limit or lower the reserve"
+                 so the VM could not use all of its reserve: raise the limit or lower the reserve"
             ));
         }
         if self.weight.is_some_and(|weight| weight > WEIGHT_MAX) {
             return fault(format!(
-                "a weight of {} is not one of 0 to {WEIGHT_MAX}",
+                "a weight of {} is too large: write a number from 0 to {WEIGHT_MAX}",
                 self.weight.unwrap_or(0)
             ));
         }
@@ -60,7 +63,8 @@ impl Cache {
         }
     }
 
-    /// Parses the element, with or without the namespace: libvirt returns it without.
+    /// Parses the element, with or without its namespace, because libvirt returns the element
+    /// without it.
     pub fn parse(text: &str) -> Result<Cache, Error> {
         Cache::of(roxmltree::Document::parse(text)?.root_element())
     }
@@ -94,7 +98,7 @@ impl Cache {
                 let text = child.text().unwrap_or("").trim();
                 if child.is_text() && !text.is_empty() {
                     return Err(fault(format!(
-                        "unexpected text {text:?} outside of its elements"
+                        "it has the text {text:?} outside of its child elements: remove the text"
                     )));
                 }
                 continue;
@@ -103,13 +107,14 @@ impl Cache {
             let text = child.text().unwrap_or("").trim();
             let within = |what: String| fault(format!("<{name}>: {what}"));
             if seen.contains(&name) {
-                return Err(within("is given twice".into()));
+                return Err(within("the element is given twice".into()));
             }
             seen.push(name);
             if child.tag_name().namespace() != namespace || child.children().any(|c| c.is_element())
             {
                 return Err(within(
-                    "is invalid: write an element of the same namespace with text only".into(),
+                    "the element is invalid: write an element of the same namespace with text only"
+                        .into(),
                 ));
             }
             let sized = matches!(name, "limit" | "reserve");
@@ -118,7 +123,7 @@ impl Cache {
                 .find(|attribute| !sized || attribute.name() != "unit")
             {
                 return Err(within(format!(
-                    "does not support the attribute {}",
+                    "the element does not support the attribute {}",
                     other.name()
                 )));
             }
@@ -137,7 +142,8 @@ impl Cache {
                 "trust_domain" => cache.trust_domain = Some(text.into()),
                 _ => {
                     return Err(within(
-                        "is unknown: write limit, reserve, weight or trust_domain".into(),
+                        "the element is unknown: write limit, reserve, weight or trust_domain"
+                            .into(),
                     ));
                 }
             }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Edits XML text by the positions of its nodes, so that all other text stays unchanged.
 //!
-//! An element is inserted with a line break and blanks before it, and removed together with these.
+//! An element is inserted with a line break and blanks before it. When the element is removed, the
+//! line break and the blanks before it are removed, too.
 
 use crate::QEMU_NAMESPACE;
 use roxmltree::Node;
@@ -135,7 +136,7 @@ pub fn children<'a, 'input: 'a>(
     })
 }
 
-/// Returns the first child element named `name`, a name as [`children`] takes it.
+/// Returns the first child element named `name`. The name has the form that [`children`] describes.
 pub fn child<'a, 'input: 'a>(parent: Node<'a, 'input>, name: &'a str) -> Option<Node<'a, 'input>> {
     children(parent, name).next()
 }

@@ -3,8 +3,8 @@
 //! add and remove them. Functions take text and return text. Out of scope: libvirt calls, files and
 //! sockets.
 //!
-//! All other parts of the XML stay as they are. [`attach`] records its changes in the domain's
-//! metadata, and [`detach`] reverts exactly these.
+//! All other parts of the XML stay unchanged. [`attach`] records its changes in the domain's
+//! metadata, and [`detach`] reverts exactly the recorded changes.
 
 mod attach;
 mod cache;
@@ -21,7 +21,7 @@ pub use size::{parse_size, write_size};
 
 /// Namespace of the metadata element with the quota; `docs/libvirt-metadata.rng` describes it.
 pub const CACHE_NAMESPACE: &str = "urn:virtio-tmem:cache:1";
-/// Prefix of that namespace in the XML that is written.
+/// Prefix of [`CACHE_NAMESPACE`] in the XML that this crate writes.
 pub const CACHE_PREFIX: &str = "tmem";
 /// Namespace of the metadata element in which [`attach`] records its changes. It is separate from
 /// [`CACHE_NAMESPACE`], so that replacing the quota with `virsh metadata --set` does not delete the
@@ -30,7 +30,8 @@ pub const UNDO_NAMESPACE: &str = "urn:virtio-tmem:undo:1";
 /// libvirt's namespace for arguments that it passes to QEMU unchanged.
 const QEMU_NAMESPACE: &str = "http://libvirt.org/schemas/domain/qemu/1.0";
 
-/// Directory of the daemon's sockets for VMs; each is named after its VM's UUID.
+/// Directory of the daemon's sockets for VMs. The name of each socket is the UUID of its VM with
+/// the suffix `.sock`.
 pub const SOCKET_FOLDER: &str = "/run/virtio-tmem";
 
 /// Name of the device in QEMU.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Chooses a free PCI address for a device that libvirt does not know.
 //!
-//! libvirt assigns slots from the lowest up, so the device takes the highest free one. A device
-//! that is plugged in later gets the same slot only on a full bus.
+//! libvirt assigns slots from the lowest up, so this device takes the highest free one. libvirt
+//! then gives the slot to a device that is plugged in later only if no other slot is free.
 
 use crate::Error;
 use crate::edit::{child, find};
@@ -13,8 +13,8 @@ use std::collections::HashSet;
 /// Usable slots of an i440FX root bus; the highest is preferred. The slots below 3 hold the chip
 /// set and usually a display.
 const SLOTS_PCI: std::ops::RangeInclusive<u8> = 3..=31;
-/// Usable slots of a Q35 root bus. The slots above hold USB and the chip set, those below libvirt's
-/// root ports.
+/// Usable slots of a Q35 root bus. The slots above 23 hold USB and the chip set, and the slots
+/// below 3 hold libvirt's root ports.
 const SLOTS_PCIE: std::ops::RangeInclusive<u8> = 3..=23;
 
 /// Returns QEMU's name of the root bus, and its usable slots.
@@ -58,7 +58,8 @@ fn number(text: &str) -> Option<u32> {
 fn taken(root: Node<'_, '_>, bus: &str) -> HashSet<u32> {
     let devices = child(root, "devices");
     let devices = devices.into_iter().flat_map(|node| node.children());
-    // Only direct children count, because an <address> below <source> is an address on the host.
+    // Use only the <address> that is a direct child of the device, because an <address> below
+    // <source> is an address on the host.
     let addresses = devices
         .filter(Node::is_element)
         .filter_map(|device| child(device, "address"));
@@ -80,7 +81,8 @@ fn taken(root: Node<'_, '_>, bus: &str) -> HashSet<u32> {
     of_devices.chain(of_arguments).collect()
 }
 
-/// Returns the bus and slot as QEMU properties, such as `bus=pci.0,addr=0x1f`.
+/// Chooses the highest free slot. Returns its bus and number as QEMU properties, such as
+/// `bus=pci.0,addr=0x1f`.
 pub fn free_address(root: Node<'_, '_>) -> Result<String, Error> {
     let (bus, slots) = root_bus(root)?;
     let taken = taken(root, bus);

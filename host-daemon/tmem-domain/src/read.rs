@@ -21,14 +21,16 @@ pub struct Domain {
     pub emulator: Option<String>,
     /// The device, if the domain has one.
     pub device: Option<Device>,
-    /// The quota; None if the domain has no such metadata.
+    /// The quota in the domain's metadata; None if the metadata contains no quota, and an error if
+    /// the quota is invalid.
     pub cache: Option<Result<Cache, Error>>,
-    /// The user that QEMU runs as, if the XML names one: a name, or a number with a sign.
+    /// The user that QEMU runs as, if the XML names one: a user name, or a numeric user id after a
+    /// plus sign.
     pub user: Option<String>,
-    /// Whether the daemon can map the VM's memory. The error is the reason why it cannot.
+    /// Ok if the daemon can map the VM's memory. Otherwise the error gives the reason.
     pub memory: Result<(), Error>,
-    /// Bytes that the guest may take from the memory that the host has available. 0 with huge
-    /// pages, because the host sets these aside in advance.
+    /// Bytes that the guest may take from the host's available memory. The value is 0 if the
+    /// guest's memory consists of huge pages, because the host sets these aside in advance.
     pub takes_bytes: u64,
 }
 
@@ -37,7 +39,7 @@ pub struct Domain {
 pub struct Device {
     /// Path of the device's socket.
     pub socket: String,
-    /// Whether the device has the form that attach writes.
+    /// True if attach added the device.
     pub ours: bool,
 }
 
@@ -91,8 +93,8 @@ pub(crate) fn argument_nodes<'a, 'input: 'a>(root: Node<'a, 'input>) -> Vec<Node
         .collect()
 }
 
-/// Returns the value of a property in a QEMU option. In a QEMU option, a comma in a value is
-/// written twice.
+/// Returns the value of the property `key` in a QEMU option. QEMU options contain each comma of a
+/// value twice.
 pub(crate) fn property(options: &str, key: &str) -> Option<String> {
     let options = options.replace(",,", "\0");
     let mut pairs = options.split(',').filter_map(|pair| pair.split_once('='));
@@ -100,7 +102,8 @@ pub(crate) fn property(options: &str, key: &str) -> Option<String> {
     Some(value.replace('\0', ","))
 }
 
-/// Returns the positions of `-chardev` and `-device` of a device that attach added.
+/// Returns the positions of the arguments `-chardev` and `-device` of the device, if attach added
+/// them.
 pub(crate) fn our_arguments(arguments: &[String]) -> Option<[usize; 2]> {
     let is = |at: usize, option: &str, id: &str| {
         arguments[at] == option
@@ -132,7 +135,8 @@ fn device(root: Node<'_, '_>) -> Option<Device> {
     })
 }
 
-/// Returns the user of libvirt's label for file permissions, which is `user:group`.
+/// Returns the user that QEMU runs as, if the domain names one. libvirt's security label of the
+/// model `dac` names it in the form `user:group`.
 fn user(root: Node<'_, '_>) -> Option<String> {
     let labels = root.children().filter(|node| node.has_tag_name("seclabel"));
     let mut labels = labels.filter(|node| node.attribute("model") == Some("dac"));
@@ -164,8 +168,9 @@ fn memory(root: Node<'_, '_>) -> Result<(), Error> {
     unchangeable(root)
 }
 
-/// Returns the size of the domain's `currentMemory` in bytes, because the balloon lets the guest
-/// use no more. Returns 0 if the memory consists of huge pages.
+/// Returns the size of the domain's `currentMemory` in bytes, or of its `memory` if it has no
+/// `currentMemory`. The balloon does not let the guest use more than `currentMemory`. Returns 0 if
+/// the memory consists of huge pages.
 fn takes_bytes(root: Node<'_, '_>) -> u64 {
     let bytes = |name| {
         let node = child(root, name)?;
@@ -180,7 +185,7 @@ fn takes_bytes(root: Node<'_, '_>) -> u64 {
         .unwrap_or(0)
 }
 
-/// Checks for settings that attach cannot correct.
+/// Checks that the domain has no setting that excludes the cache and that attach cannot change.
 pub(crate) fn unchangeable(root: Node<'_, '_>) -> Result<(), Error> {
     if let Some(kind) = root
         .attribute("type")

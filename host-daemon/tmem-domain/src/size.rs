@@ -34,8 +34,9 @@ pub(crate) fn scale(number: &str, unit: &str) -> Result<u64, String> {
         .ok_or_else(|| format!("{number} {unit} is too large"))
 }
 
-/// Parses a size of the command line, such as `2GiB`. The unit is mandatory except for 0, because
-/// virsh reads a bare number as KiB and the daemon reads it as bytes.
+/// Parses a size of the command line, such as `2GiB`. The unit is mandatory except for 0. Otherwise
+/// a number could be misunderstood, because virsh reads a number without unit as KiB and the daemon
+/// reads it as bytes.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit = &text[number.len()..];

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Records in a domain's metadata which changes attach made, so that detach reverts only these.
+//! Record in a domain's metadata of the changes that attach made, so that detach reverts only these
+//! changes.
 //!
-//! Changes that a user or a program made after attach stay. An element that is no longer empty is
-//! not removed, and a value that differs from the one that attach set is not replaced.
+//! Changes that a user or a program made after attach stay. detach does not remove an element that
+//! attach added if the element has contents by now. It does not replace a value that attach set if
+//! the value was changed later.
 
 use crate::edit::{self, Splice, apply, escape};
 use crate::{Error, UNDO_NAMESPACE};
@@ -17,8 +19,8 @@ const PREFIX: &str = "tmem-undo";
 pub enum Change {
     /// An element was inserted.
     Made(String),
-    /// A value was replaced: an attribute's, or an element's text if `attribute` is None. `old` is
-    /// the text as it was written, with its entities.
+    /// The value of an attribute was replaced, or the text of the element if `attribute` is None.
+    /// `old` is the original text, with its entities.
     Was {
         path: String,
         attribute: Option<String>,
@@ -68,7 +70,7 @@ pub fn read(record: Option<Node<'_, '_>>) -> Result<Vec<Change>, Error> {
                     new: element.attribute("new").unwrap_or("").into(),
                 }),
                 name => Err(Error(format!(
-                    "the domain's metadata of what attach changed contains <{name}>, which this \
+                    "the record of attach's changes in the domain's metadata contains <{name}>, which this \
                      tmemctl does not know: use the version of tmemctl that attached the device"
                 ))),
             }
@@ -76,7 +78,7 @@ pub fn read(record: Option<Node<'_, '_>>) -> Result<Vec<Change>, Error> {
         .collect()
 }
 
-/// Reverts a change of attach, unless that part of the text was changed again later.
+/// Reverts a change of attach, unless the changed part of the text was changed again later.
 pub fn revert(text: &str, change: &Change) -> Result<String, Error> {
     let document = Document::parse(text)?;
     let find = |path| edit::find(document.root_element(), path);

@@ -13,16 +13,17 @@ use tracing_subscriber::{EnvFilter, Registry, fmt};
 /// Prefix of a message's field names in the journal, as in `TMEM_VM=web1`.
 const FIELD_PREFIX: &str = "TMEM";
 
-/// A log that has been started.
+/// Handle to the log of this program, by which the program can change the log filter.
 pub struct Log {
     handle: Handle<EnvFilter, Registry>,
-    /// Whether the environment sets the filter, which then cannot be changed.
+    /// True if an environment variable sets the filter. The program then cannot change the filter.
     fixed: bool,
 }
 
 fn parse(filter: &str) -> Result<EnvFilter, String> {
-    let what =
-        |error| format!("it is not a log filter ({error}): write a level, such as info or debug");
+    let what = |error| {
+        format!("{filter:?} is not a log filter ({error}): write a level, such as info or debug")
+    };
     // EnvFilter would take a single word that is not a level as the name of a module, and log all
     // messages of that module.
     if let [word] = filter.split([',', '=']).collect::<Vec<_>>()[..]
@@ -46,7 +47,9 @@ pub fn check(filter: &str) -> Result<(), String> {
     parse(filter).map(|_| ())
 }
 
-/// Returns true if stderr is the file that systemd names as the journal's, by "device:inode".
+/// Returns true if `journal`, the value of the variable JOURNAL_STREAM, names the device and the
+/// inode of stderr as "device:inode". systemd sets this variable for a program whose output goes to
+/// the journal.
 fn is_journal(journal: Option<&str>, stderr: (u64, u64)) -> bool {
     let numbers = journal.and_then(|text| text.split_once(':'));
     let numbers = numbers.and_then(|(dev, ino)| Some((dev.parse().ok()?, ino.parse().ok()?)));
@@ -85,7 +88,7 @@ pub fn start(variable: &str) -> Log {
 }
 
 impl Log {
-    /// Replaces the filter, unless the environment has set one.
+    /// Replaces the filter, unless an environment variable has set it.
     ///
     /// # Errors
     /// Returns the reason why the filter is not valid.
@@ -117,7 +120,7 @@ mod tests {
         ] {
             assert!(
                 !is_journal(journal, (8, 1234)),
-                "{journal:?} was taken for the stderr of this process"
+                "{journal:?} was taken as the name of the file of stderr"
             );
         }
     }

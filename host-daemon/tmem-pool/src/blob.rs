@@ -82,7 +82,7 @@ pub(crate) struct Finalized {
     /// Place of the content. If it is a blob, the caller owns one reference to it.
     pub content: Content,
     pub stored_bytes: usize,
-    /// True if the store already had an equal page.
+    /// True if the store already had an equal page, whose blob the page now shares.
     pub shared: bool,
 }
 
@@ -194,13 +194,14 @@ impl Store {
         }
     }
 
-    /// Prefetches the bucket in which pages equal to a raw blob are listed.
+    /// Prefetches the bucket of the table of equal pages in which blobs equal to a raw blob are
+    /// listed.
     pub(crate) fn prefetch_place(&self, raw: u32, domain: DomainId) {
         self.dedup.prefetch(self.place(raw, domain));
     }
 
-    /// Prefetches the first blob that is listed in the bucket of a raw blob, and the beginning of
-    /// the raw blob's bytes.
+    /// Prefetches the first blob in the raw blob's bucket of the table of equal pages, and the
+    /// beginning of the raw blob's bytes.
     pub(crate) fn prefetch_raw(&self, raw: u32, domain: DomainId) {
         self.heap.prefetch_bytes(Handle(raw));
         let first = self.dedup.first(self.place(raw, domain));
@@ -211,7 +212,7 @@ impl Store {
         place_bits(self.record(blob).hash.load(Relaxed), domain)
     }
 
-    /// Prefetches the bucket in which the content's blob is listed.
+    /// Prefetches the bucket of the table of equal pages in which the content's blob is listed.
     pub(crate) fn prefetch_listed(&self, content: Content) {
         if let Content::Raw(blob) | Content::Blob(blob) = content {
             self.dedup.prefetch(self.hash(blob));
@@ -237,8 +238,8 @@ impl Store {
         }
     }
 
-    /// Returns the largest cost of getting a page with this content, in nanoseconds. A blob that the
-    /// sweep recompresses at the same time may cost more.
+    /// Returns the largest cost of getting a page with this content, in nanoseconds. A blob that
+    /// the sweep is just recompressing may cost more.
     pub(crate) fn get_ns_max(&self, content: Content) -> u64 {
         match content {
             Content::Same(_) => GET_SAME_NS,
@@ -456,7 +457,7 @@ impl Store {
             let counted = self.record(blob).state.load(Relaxed) & REFS;
             assert_eq!(
                 counted, refs,
-                "blob {blob} has another number of references than the entries that refer to it"
+                "the reference count of blob {blob} differs from the number of entries that refer to it"
             );
         }
         let payload = refs.keys().map(|&blob| self.heap.len(Handle(blob)) as u64);
@@ -490,7 +491,7 @@ impl Store {
         assert_eq!(
             listed,
             marked_listed.count(),
-            "the table of equal pages lists another number of blobs than those marked as listed"
+            "the number of blobs in the table of equal pages differs from the number of blobs marked as listed"
         );
     }
 

@@ -12,11 +12,12 @@ use std::collections::{HashMap, HashSet};
 type Refs = HashMap<u32, (DomainId, u32)>;
 
 impl Engine {
-    /// Recounts all sums, references and queues and compares them with the values that the engine
-    /// keeps.
+    /// Recounts all sums, references and queues, and asserts that they equal the values that the
+    /// engine stores.
     ///
     /// # Panics
-    /// If a value is wrong, or if another thread is in a call at the same time.
+    /// If a value is wrong. Another thread that calls the engine at the same time can also cause a
+    /// panic.
     pub fn check_invariants(&self) {
         let membership = self.membership();
         let mut refs = Refs::new();
@@ -43,7 +44,7 @@ impl Engine {
         assert_eq!(
             self.totals.tenants.get(),
             tenants as u64,
-            "the engine's count of tenants differs from the members and departed tenants"
+            "the engine's count of tenants differs from the number of members and departed tenants"
         );
         assert_eq!(
             self.totals.index_bytes.get(),
@@ -71,14 +72,15 @@ fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 
         assert_eq!(
             entries[id].is_retained(),
             retained,
-            "entry {id} is in a queue of the policy and retained, or the reverse"
+            "entry {id} is in the wrong queue: retained entries belong into the queue of retained pages, \
+             other entries into a queue of the policy"
         );
     };
     state.policy.check(entries, &mut |id| queued(id, false));
     state.retained.check(entries, &mut |id| queued(id, true));
     assert!(
         ids.is_empty(),
-        "{} entries of the index are in no queue of the policy",
+        "{} entries of the index are in no queue",
         ids.len()
     );
     let counters = state.counters;
@@ -90,22 +92,22 @@ fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 
     assert_eq!(
         came - went,
         u64::from(state.index.gauges.pages),
-        "the pages that the counters say are left differ from the pages in the index"
+        "the number of pages that follows from the counters differs from the number in the index"
     );
     assert_eq!(
         tenant.charged_bytes.get(),
         state.charged_bytes(),
-        "the tenant's charge for readers without the lock differs from the charge under the lock"
+        "the copy of the tenant's charge that is read without the lock differs from the charge"
     );
     assert_eq!(
         tenant.has_retained(),
         state.has_retained(),
-        "the tenant's flag for retained pages differs from the queue"
+        "the tenant's flag for retained pages contradicts the queue of retained pages"
     );
     assert_eq!(
         tenant.has_dead(),
         state.index.has_detached(),
-        "the tenant's flag for detached pages differs from the index"
+        "the tenant's flag for detached pages contradicts the index"
     );
     state.bytes()
 }

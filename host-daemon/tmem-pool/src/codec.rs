@@ -8,8 +8,8 @@
 //! the stack has positions only.
 //!
 //! A stored form that is as long as a page is the page itself. Any other form begins with a byte
-//! that names its codec. Only the engine writes stored forms. Decoding is bounded nevertheless: a
-//! damaged form results in an error, and no byte outside the page is written.
+//! that names its codec. Only the engine writes stored forms. Decoding checks its bounds
+//! nevertheless: a damaged form results in an error, and no byte outside the page is written.
 
 use crate::config::{PAGE_SIZE, Page};
 use crate::secret::SecretPages;
@@ -37,8 +37,8 @@ const FORM_ZSTD: u8 = 2;
 /// Compression level of zstd. Level 3 takes a sixth longer for 2 % fewer bytes.
 const ZSTD_LEVEL: i32 = 1;
 
-/// Lengths in bytes of the lz4 forms that are worth recompressing with zstd, because zstd makes
-/// them notably smaller (measured).
+/// Lengths in bytes of the lz4 forms that the engine recompresses with zstd. Measurements showed
+/// that zstd makes these notably smaller.
 pub(crate) const DENSER_BYTES: std::ops::RangeInclusive<usize> = 1024..=3840;
 
 /// Frame format ZSTD_f_zstd1_magicless: frames that do not begin with the four bytes of a magic
@@ -121,8 +121,8 @@ fn is_ok(result: usize) -> bool {
     unsafe { zstd_sys::ZSTD_isError(result) == 0 }
 }
 
-/// Overwrites the calling thread's context with zeroes, because it may contain parts of restored
-/// pages.
+/// Overwrites the calling thread's zstd context for decompression with zeroes, because the context
+/// may contain parts of restored pages.
 pub(crate) fn wipe() {
     // An error means that the thread is ending and has already freed its context, so that nothing
     // is left to wipe.
@@ -186,9 +186,9 @@ pub(crate) fn encode<'a>(page: &Page, buffer: &'a mut Page) -> Option<&'a [u8]> 
     }
 }
 
-/// Returns the number of bytes in which the engine would first store a page. That is 0 for a page
-/// that repeats four bytes, and [`PAGE_SIZE`] for one that does not compress. The call takes as
-/// long as compressing the page.
+/// Returns the number of bytes that a page would take in the form that the engine gives it first.
+/// That is 0 for a page that repeats four bytes, and [`PAGE_SIZE`] for one that does not compress.
+/// The call takes as long as compressing the page.
 pub fn stored_bytes(page: &Page) -> usize {
     match same_filled(page) {
         Some(_) => 0,
@@ -242,7 +242,7 @@ impl Denser {
         self.in_use = true;
         let parameters = [
             (ZSTD_cParameter::ZSTD_c_compressionLevel, ZSTD_LEVEL),
-            // Frames without magic number.
+            // Make zstd write frames without a magic number.
             (ZSTD_cParameter::ZSTD_c_experimentalParam2, ZSTD_MAGICLESS),
             (ZSTD_cParameter::ZSTD_c_contentSizeFlag, 0),
             (ZSTD_cParameter::ZSTD_c_checksumFlag, 0),

@@ -29,24 +29,24 @@ pub(crate) const RAW_PAGES_MAX: u32 = 2048;
 /// on the load of other tenants.
 pub(crate) const RAW_PART: u64 = 16;
 
-/// Raw pages that a background worker finalizes for one tenant before it turns to the next. The
-/// number is small because the next tenant waits, and larger than 1 so that the pages share the
-/// cost of taking the lock.
+/// Number of raw pages that a background worker finalizes for one tenant before it turns to the
+/// next. The number is small because the next tenant waits, and larger than 1 so that the pages
+/// share the cost of taking the lock.
 pub(crate) const FINALIZE_PAGES: usize = 8;
 
-/// Part of a tenant's charge that retained pages leave free after an eviction: one in this many
-/// bytes. An eviction of a retained page may cost the guest a read of its disk, because the guest
-/// sends no copy of such a page. So a tenant retains pages only while it is charged less than it was
-/// when it last lost a page, by this part. The part covers the changes of the charge in a busy guest.
+/// Divisor for the margin of retained pages: after an eviction, a tenant retains pages only while
+/// its charge is below the charge at that eviction by at least one part in this many. The eviction
+/// of a retained page may cost the guest a read of its disk, because the guest sends no copy of
+/// such a page. The margin covers the changes of the charge in a busy guest.
 pub(crate) const RETAIN_MARGIN_PART: u64 = 16;
 
-/// Speed at which a tenant tries again to retain more: each get that retains nothing for lack of
-/// room raises the bound by the charge, shifted right by this. The margin is used up after 4,096
-/// such gets. The guest then loses one page or a few, and the bound falls again. In a model of a
-/// guest that reads in a loop, this caused 8 more disk reads in 30,000.
+/// Speed at which a tenant retains more pages again. Each page that a get does not retain for lack
+/// of room raises the bound by the charge, shifted right by this number of bits. The margin is used
+/// up after 4,096 such pages. The guest then loses one page or a few, and the bound falls again. In
+/// a model of a guest that reads in a loop, this caused 8 more disk reads in 30,000.
 pub(crate) const RETAIN_GROWTH_SHIFT: u32 = 16;
 
-/// Pages that a put copies before it takes the tenant's lock once for all of them.
+/// Number of pages that a put copies before it takes the tenant's lock once for all of them.
 pub(crate) const PUT_GROUP_PAGES: usize = 64;
 
 /// Largest number of steps that a put may take, for each of its pages, to free memory. A step
@@ -56,18 +56,19 @@ pub(crate) const PUT_GROUP_PAGES: usize = 64;
 /// same-filled page frees no stored bytes. The put is then refused.
 pub(crate) const EVICTIONS_PER_PUT_PAGE: usize = 16;
 
-/// Pages that are freed or evicted before a thread releases a tenant's lock: about 10 µs of work.
+/// Number of pages that a thread frees or evicts before it releases a tenant's lock: about 10 µs of
+/// work.
 pub(crate) const EVICT_STEP_PAGES: usize = 16;
 
-/// Most stale queue positions (of pages that are already gone) that one search for a victim may
-/// skip.
+/// Largest number of detached pages that one eviction frees on its way through the queues. Detached
+/// pages do not count as evicted.
 pub(crate) const STALE_SKIPS_MAX: usize = 256;
 
 /// Bytes of the pool that are kept free so that indexes can grow between two checks of the pool's
 /// size. They suffice for a chunk of each kind of record and a chunk of the ghost table.
 pub(crate) const INDEX_ROOM_BYTES: u64 = 128 << 10;
 
-/// Divisor: this fraction of the pool's size is kept free in addition to INDEX_ROOM_BYTES.
+/// Divisor: the pool's size divided by this number is kept free in addition to INDEX_ROOM_BYTES.
 pub(crate) const INDEX_ROOM_PART: u64 = 256;
 
 /// Memory in bytes that each tenant takes without any page: its record, its names and the tables of
@@ -164,12 +165,12 @@ impl EngineConfig {
     }
 }
 
-/// Part of the pool to which a tenant is entitled. Pages are charged their compressed size at first
-/// compression plus [`PAGE_METADATA_CHARGE_BYTES`], shared or not.
+/// Settings that determine to which part of the pool a tenant is entitled. A page is charged its
+/// size at the first compression plus [`PAGE_METADATA_CHARGE_BYTES`], whether it is shared or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quota {
-    /// Bytes to which the tenant is entitled before the rest is divided. A part above `limit_bytes`
-    /// is ignored.
+    /// Bytes to which the tenant is entitled before the unreserved part of the pool is divided by
+    /// weight. A part above `limit_bytes` is ignored.
     pub reserve_bytes: u64,
     /// Largest charge of the tenant in bytes. With None, the pool's size is the only limit.
     pub limit_bytes: Option<u64>,

@@ -16,7 +16,7 @@ pub(crate) const PUT_NS: u64 = 1_300;
 /// Cost of refusing a page without copying it.
 pub(crate) const REFUSE_NS: u64 = 300;
 
-/// Cost of evicting one page, or replacing it.
+/// Cost of evicting one page, or of replacing it by a newer one.
 pub(crate) const EVICT_NS: u64 = 500;
 
 /// Cost of a look-up that finds no page.
@@ -28,7 +28,8 @@ pub(crate) const GET_SAME_NS: u64 = 1_000;
 /// Cost of decompressing a page with lz4, or of copying a raw page, and of freeing it.
 pub(crate) const GET_NS: u64 = 2_500;
 
-/// Cost of looking up one page of a reference, and of moving its key to another queue.
+/// Cost of looking up one page of a reference request (REF), and of moving its key to another
+/// queue.
 pub(crate) const REF_NS: u64 = 300;
 
 /// Cost of decompressing a page with zstd, and freeing it.
@@ -52,7 +53,8 @@ pub(crate) const FORGET_NS: u64 = 50;
 /// Cost of hashing one key of a small flushed range, in order to remove the key from the estimator.
 pub(crate) const KEY_NS: u64 = 40;
 
-/// Returns the cost of all calls of an estimator so far, without their constant part.
+/// Returns the cost of visiting and removing followed keys in all calls of an estimator so far. The
+/// constant cost of each call is not included.
 pub(crate) fn estimator_ns<K: Copy>(estimator: &Estimator<K>) -> u64 {
     estimator.passed() * FOLLOWED_NS + estimator.forgotten() * FORGET_NS
 }
@@ -70,11 +72,13 @@ pub const PUT_NS_MAX: u64 = PUT_NS + (1 + 2 * EVICTIONS_PER_PUT_PAGE as u64) * E
 /// Largest cost of one call of the estimator in a get or a reference: a walk over all followed keys.
 pub(crate) const ESTIMATE_NS_MAX: u64 = SAMPLES_MAX as u64 * FOLLOWED_NS;
 
-/// Largest cost of one page of a reference. A page that is dropped costs more than one that moves.
+/// Largest cost of one page of a reference request (REF). Dropping the page costs more than moving
+/// its key to another queue.
 pub const REF_NS_MAX: u64 = REF_NS + DROP_NS + ESTIMATE_NS_MAX;
 
 /// Largest cost of one page of a get: a page in zstd form that was retained. For such a page, the
-/// engine does the work of the missing reference first.
+/// engine first does the work of the reference request (REF) that the guest should have sent
+/// before.
 pub const GET_NS_MAX: u64 = GET_DENSE_NS + REF_NS + 2 * ESTIMATE_NS_MAX;
 
 /// Smallest budget with which [`flush_some`](crate::Tenant::flush_some) always makes progress. The

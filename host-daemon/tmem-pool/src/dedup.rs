@@ -21,12 +21,12 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Number of locks. It is a power of two, and the smallest number of buckets.
 const LOCKS: u32 = 1024;
 
-/// Load factor: number of blobs for a number of buckets, above which the next bucket is split. Each
-/// bucket takes 4 B. With fewer buckets a put would probe more blobs.
+/// Load factor, as (blobs, buckets): the next bucket is split if the table has more than 4 blobs
+/// for 3 buckets. Each bucket takes 4 B. With fewer buckets a put would probe more blobs.
 const LOAD: (u64, u64) = (4, 3);
 
-/// Most blobs of a chain that a look-up probes. Longer chains come only from colliding hashes,
-/// which no guest can choose without the seed.
+/// Largest number of blobs of a chain that a look-up probes. Longer chains come only from colliding
+/// hashes, which no guest can choose without the seed.
 const PROBES_MAX: usize = 32;
 
 /// Upper bound of the threads that have added a blob to a chain and have not counted the blob yet.
@@ -111,7 +111,7 @@ impl Dedup {
     }
 
     fn lock_of(&self, hash: u64) -> MutexGuard<'_, ()> {
-        // All buckets in which a hash can be share this lock.
+        // All buckets to which this hash can belong share one lock.
         poison::guard_or_abort(self.locks[(hash as u32 % LOCKS) as usize].lock(), TABLE)
     }
 
@@ -186,7 +186,8 @@ impl Dedup {
             && wanted < (nr / 2).into()
             && let Ok(_grow) = self.grow.try_lock()
         {
-            // Join two buckets for each removed blob, so that the table keeps up.
+            // Join two pairs of buckets for each removed blob, so that the table shrinks at least
+            // as fast as the number of blobs.
             self.join(links);
             self.join(links);
         }
@@ -261,7 +262,7 @@ impl Dedup {
         assert_eq!(
             blobs,
             self.nr_blobs.load(Relaxed),
-            "the table of equal pages counts another number of blobs than its chains contain"
+            "the blob count of the table of equal pages differs from the number of blobs in its chains"
         );
     }
 }

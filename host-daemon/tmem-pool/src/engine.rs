@@ -35,12 +35,13 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Kind of background work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// Finalizing new pages: finding equal pages and compressing with lz4. This includes evictions
-    /// that make room for the final form.
+    /// Finalizing new pages: finding equal pages and compressing the others with lz4. This includes
+    /// evictions that free memory for the final form.
     Finalize,
-    /// Compressing cold pages with zstd, as the sweep does.
+    /// Compressing cold pages with zstd. The sweep, a periodic pass over all stored pages, does it.
     Recompress,
-    /// Freeing detached pages, evicting, compaction, returning memory to the system.
+    /// Freeing the pages of dropped objects, pools and tenants; evicting pages; compacting the
+    /// heap; returning memory to the system.
     MakeRoom,
 }
 
@@ -66,26 +67,29 @@ pub struct Engine {
     pub(crate) size_bytes: Sum,
     size_max_bytes: u64,
     params: TenantParams,
-    /// Position, in the list of members, of the tenant whose raw pages are finalized next. The
-    /// tenants take turns.
+    /// Number of finalize steps so far. This number modulo the number of tenants is the position in
+    /// the list of tenants at which the next step begins, so that the tenants take turns.
     turn: CachePadded<AtomicUsize>,
-    /// Number of steps of background work so far. It decides which steps also do other work than
-    /// finalizing.
+    /// Number of steps of background work so far. The number decides which steps do other work in
+    /// addition to finalizing.
     chores: CachePadded<AtomicUsize>,
-    /// True if a sweep has ended since the last full compaction. The heap may then have unused
-    /// memory whose compaction is not urgent.
+    /// True if a sweep has ended since the last full compaction. Background work then compacts the
+    /// heap even if little of its memory is unused.
     compact_all: AtomicBool,
-    /// The pool was shrunk and still exceeds its new size.
+    /// True if the pool was shrunk and still exceeds its new size. Evictions that free memory of
+    /// the pool are then counted as caused by the shrinking.
     shrinks: AtomicBool,
-    /// Scratch pages of the background workers, one each, always zeroed when free. Leaf lock.
+    /// Scratch pages that no background worker is using, all of them zeroed. The lock is a leaf
+    /// lock.
     buffers: Mutex<Vec<SecretPages>>,
-    /// Guards the sweep. Threads only try this lock, and take locks of the store under it.
+    /// Progress of the sweep. A thread that cannot take this lock at once leaves the sweep to the
+    /// thread that holds it. The holder may take locks of the store.
     sweep: Mutex<Sweep>,
     membership: RwLock<Membership>,
 }
 
-/// While there are raw pages, one step of background work in this many also does other work than
-/// finalizing.
+/// While there are raw pages, one in this many steps of background work does other work in addition
+/// to finalizing.
 const CHORES_EVERY: usize = 4;
 
 /// Returns how many of the heap's `places` a sweep that began at `begun` should have visited by
@@ -96,10 +100,11 @@ fn due_by(begun: Time, now: Time, places: u32) -> u32 {
     due.min(places.into()) as u32
 }
 
-/// A pass over all blobs within a fixed time, repeated without end ([`Store::sweep`]).
+/// State of the sweep: a pass over all blobs within a fixed time, repeated without end. It
+/// recompresses blobs that have become cold ([`Store::sweep`]).
 struct Sweep {
     begun: Time,
-    /// Next place to visit.
+    /// Number of the next place of the heap that the sweep visits.
     next: u32,
     denser: Denser,
     /// Scratch pages: a page and its compressed form.
@@ -158,8 +163,9 @@ impl Engine {
         self.size_bytes.get().saturating_sub(taken_bytes)
     }
 
-    /// Returns the number of idle frames that the pool keeps. The number follows the pool's present
-    /// size, because the pool's largest size may be that of the host's memory.
+    /// Returns the number of unused frames that the pool keeps for new pages. The number follows
+    /// from the pool's present size. The largest size is unsuitable, because it may be the size of
+    /// the host's memory.
     fn idle_frames(&self) -> u64 {
         heap::idle_frames(self.size_bytes.get())
     }
@@ -171,13 +177,14 @@ impl Engine {
     /// Returns whether the pool uses more memory than its size. Empty frames do not count, because
     /// they are released when the memory is needed elsewhere.
     fn is_over(&self) -> bool {
-        // Metadata alone may exceed the size, for example that of many same-filled pages after a
-        // resize.
+        // Compare sums instead of differences: metadata alone may exceed the pool's size, for
+        // example the metadata of many same-filled pages after the pool was shrunk.
         let used_bytes = self.store.heap.busy_bytes() + self.metadata_bytes();
         used_bytes.saturating_add(self.index_room_bytes()) > self.size_bytes.get()
     }
 
-    /// Returns whether the pool has room for index entries without taking it from other tenants.
+    /// Returns whether the pool has memory for more index entries. If it has none, puts are
+    /// refused.
     pub(crate) fn has_index_room(&self) -> bool {
         !self.is_over()
     }
@@ -213,8 +220,8 @@ impl Engine {
         moved
     }
 
-    /// Copies a page into the store. Returns None if there is no memory and up to `steps` steps did
-    /// not free enough.
+    /// Copies a page into the store. If necessary, frees memory for it in up to `steps` steps.
+    /// Returns None if these steps do not free enough.
     pub(crate) fn put_raw(&self, page: &Page, steps: &mut usize) -> Option<(u32, u32)> {
         loop {
             if let Some(raw) = self.store.put_raw(page, self.frames_bytes_max()) {
@@ -232,8 +239,8 @@ impl Engine {
         kept.or_else(|| SecretPages::new(1).ok())
     }
 
-    /// Gives a scratch page back. The page is wiped first, because it may contain bytes of a tenant
-    /// that departs.
+    /// Gives a scratch page back. The page is wiped first, because it may contain bytes of a
+    /// tenant, which must not stay in memory after the tenant departs.
     pub(crate) fn give_buffer(&self, mut buffer: SecretPages) {
         buffer.wipe();
         poison::guard_or_abort(self.buffers.lock(), BUFFERS).push(buffer);
@@ -297,9 +304,10 @@ impl Engine {
             return;
         }
         let mut membership = self.membership_mut();
-        // The caller saw no detached pages, but it may have checked before the drop of the tenant's
-        // last handle detached all pages. A departed tenant detaches nothing more, and the thread
-        // that frees its last page calls this function again.
+        // The caller saw no detached pages. But it may have looked before the tenant's last handle
+        // was dropped, which detaches all pages. This check is final, because no page is detached
+        // after the departure. If pages are left, the thread that frees the last of them calls this
+        // function again.
         if tenant.has_dead() {
             return;
         }
@@ -312,8 +320,8 @@ impl Engine {
 
     /// Evicts up to `pages` pages of the tenant most above its entitlement. Retained pages of
     /// tenants above their entitlement come first, because they are still in memory of their
-    /// guests. Retained pages of other tenants stay, because no tenant below its entitlement loses
-    /// a page to others. Returns the number of steps.
+    /// guests. Retained pages of tenants below their entitlement stay, because such a tenant never
+    /// loses a page to another tenant. Returns the number of steps.
     fn evict(&self, pages: usize) -> usize {
         let victim = {
             let membership = self.membership();
@@ -467,8 +475,8 @@ impl Engine {
             self.store.heap.release_idle();
         }
         if let Some(tenant) = self.over_limit() {
-            // Evict one page at a time, so that the tenant does not go further below its limit than
-            // necessary.
+            // Evict only one page, so that the tenant's charge does not fall further below the
+            // limit than necessary.
             return self.evict_from(&tenant, 1, Reason::Limit);
         }
         if self.store.heap.is_sparse() || self.compact_all.load(Relaxed) {
@@ -575,10 +583,11 @@ impl Engine {
     }
 
     /// Changes the pool's present size in bytes, at most to its largest size. The caller shrinks
-    /// the pool while the host needs the memory for something else. The excess is evicted in
-    /// bounded steps of [`maintain`](Self::maintain) and of puts. Below the sum of all reserves,
-    /// the entitlements scale down. Admission of a further reserve compares with the full size
-    /// ([`set_full`](Self::set_full)).
+    /// the pool while the host needs the memory for something else. Calls of
+    /// [`maintain`](Self::maintain) and puts evict the excess in bounded steps. If the size is
+    /// below the sum of all reserves, the entitlements are the reserves, scaled down in proportion.
+    /// The present size does not matter for the admission of reserves, which have to fit into the
+    /// full size ([`set_full`](Self::set_full)).
     pub fn resize(&self, size_bytes: u64) {
         let size_bytes = size_bytes.min(self.size_max_bytes);
         let mut membership = self.membership_mut();
@@ -605,8 +614,8 @@ impl Engine {
     /// [`resize`](Self::resize) changes the present size.
     ///
     /// # Errors
-    /// A reserve does not fit. If the full size changes, this may be a reserve that is not changed.
-    /// Then nothing changes.
+    /// A reserve does not fit; then nothing changes. If the call changes the full size, this may be
+    /// a reserve that the call does not change.
     pub fn configure(
         &self,
         full_bytes: Option<u64>,
@@ -625,16 +634,17 @@ impl Engine {
         self.size_max_bytes
     }
 
-    /// Does background work for at most about `budget` pages: final forms of raw pages, freeing of
-    /// detached pages, eviction down to the size and to limits. Returns true if more is left. Any
-    /// number of threads may call this method at the same time.
+    /// Does background work for at most about `budget` pages: finalizes raw pages, frees detached
+    /// pages, and evicts pages above the pool's size or a tenant's limit. Returns true if more work
+    /// is left. Any number of threads may call this method at the same time.
     pub fn maintain(&self, now: Time, budget: usize) -> bool {
         self.maintain_reporting(now, budget, &mut |_| {})
     }
 
-    /// Does background work as [`maintain`](Self::maintain) does, and reports its kinds. `begins`
-    /// is called with the kind of work that follows, which may be the same as before. It is called
-    /// up to three times for some eight pages, under no lock.
+    /// Does background work as [`maintain`](Self::maintain) does, and reports its kinds. Before
+    /// each piece of work it calls `begins` with the kind of that work, which may be the same as
+    /// before. The engine holds no lock during these calls. There are up to three of them for about
+    /// eight pages of work.
     pub fn maintain_reporting(
         &self,
         now: Time,

@@ -25,7 +25,7 @@ pub(crate) struct Entry {
     pub hook: Hook,
     pub prev: Id,
     pub next: Id,
-    /// Check bits of the page's hash, which a get compares with the restored page.
+    /// Check bits of the page's hash, which a get compares with those of the restored page.
     pub check: u32,
     content: u32,
     bits: u32,
@@ -34,7 +34,7 @@ pub(crate) struct Entry {
 const _: () = assert!(size_of::<Entry>() == 32);
 
 // Fields of `bits`: stored bytes, kind of content, the flag for a retained page, and the policy's
-// bits. A blob that was found equal to another has a kind of its own.
+// bits. A page that shares a blob that was already stored has a kind of its own.
 const STORED_BITS: u32 = 13;
 const STORED: u32 = (1 << STORED_BITS) - 1;
 const _: () = assert!(PAGE_SIZE as u32 <= STORED);
@@ -89,7 +89,8 @@ impl Entry {
         self.bits = self.bits & (POLICY | RETAINED) | kind | stored_bytes as u32;
     }
 
-    /// Returns whether a get left the page in the pool, and no reference followed.
+    /// Returns whether the page is retained: a get left it in the pool, and the guest has not sent
+    /// a reference (REF) to it since.
     pub(crate) fn is_retained(&self) -> bool {
         self.bits & RETAINED != 0
     }

@@ -12,7 +12,7 @@ use crate::config::Page;
 use twox_hash::XxHash3_128;
 use twox_hash::xxhash3_128::Hasher;
 
-/// Seeded hash function for pages. It is public because benchmarks compare with it.
+/// Seeded hash function for pages. It is public because benchmarks measure it for comparison.
 #[derive(Clone, Debug)]
 pub struct PageHash {
     /// Secret of xxh3, which is derived from the seed once. Deriving it for each page would take a

@@ -49,22 +49,24 @@
 //! # Threads, time and memory
 //!
 //! Any thread may call any method at any time. The engine starts no threads and reads no clock: the
-//! caller passes in the [`Time`], and randomness comes from the seed. So a simulator can run it.
+//! caller passes in the [`Time`], and randomness comes from the seed. So a simulator can run the
+//! engine.
 //!
 //! - [`Tenant::put`] copies a page and returns. A put is refused, and never waits, if too many
 //!   pages of the tenant wait for background work or if memory cannot be freed in bounded steps.
 //! - [`Engine::maintain`] does background work in steps. It finds equal pages, compresses new pages
 //!   with lz4 and cold ones with zstd, evicts, compacts, and returns memory to the system. A
 //!   caller that never calls it has its puts refused after some time.
-//! - [`Tenant::get_retaining`] may leave pages in the pool, in the state *retained*. Retained pages
-//!   are evicted before others. [`Tenant::refer`] makes them held again without a copy.
-//! - [`Engine::resize`] changes the memory that the pool may hold while it runs.
+//! - [`Tenant::get_retaining`] may leave pages in the pool, in the state *retained*. The engine
+//!   evicts a tenant's retained pages before its other pages. [`Tenant::refer`] turns retained pages
+//!   into held pages again, without a copy.
+//! - [`Engine::resize`] changes, at run time, the memory that the pool may hold.
 //! - [`Tenant::put`], [`Tenant::get`] and [`Tenant::flush_some`] report their cost in nanoseconds,
 //!   so that a caller can divide its time between tenants without reading a clock for each page.
 //!
-//! Later versions may add fields to configurations and statistics, so callers create these with
-//! functions. Enumerations of the data path's results are exhaustive, so a caller that does not
-//! handle a new result does not compile.
+//! Later versions may add fields to the structures for configurations and statistics, so callers
+//! create these structures with functions. Enumerations of the data path's results are exhaustive,
+//! so a caller that does not handle a new result does not compile.
 //!
 //! # Files
 //!

@@ -17,8 +17,8 @@ use std::sync::Arc;
 pub(crate) struct Member {
     pub tenant: Arc<TenantShared>,
     pub quota: Quota,
-    /// Name of the trust domain. Each member has it, so that the name can be removed from `domains`
-    /// with the domain's last member.
+    /// Name of the trust domain, if it has one. Each member stores the name, so that it can be
+    /// removed from `domains` together with the domain's last member.
     domain_name: Option<String>,
 }
 
@@ -36,9 +36,9 @@ pub(crate) struct Membership {
     /// smaller size.
     full_bytes: u64,
     pub members: Vec<Member>,
-    /// Tenants that left and have pages that are not freed yet.
+    /// Tenants that were removed and whose pages are not all freed yet.
     pub departed: Vec<Arc<TenantShared>>,
-    /// Sums of the counters of all tenants that left.
+    /// Sums of the counters of all tenants that were removed.
     pub gone: Counters,
     domains: HashMap<String, Domain>,
     next_domain: DomainId,
@@ -106,7 +106,7 @@ impl Membership {
             let domain = self
                 .domains
                 .get_mut(&name)
-                .expect("the trust domain of a member has no name entry");
+                .expect("the name of a member's trust domain is not in the table of domains");
             domain.members -= 1;
             if domain.members == 0 {
                 self.domains.remove(&name);
@@ -114,8 +114,8 @@ impl Membership {
         }
         self.entitle();
         self.gone.add(member.tenant.counters());
-        // A thread that needed memory may already have freed all pages. No thread would then remove
-        // the tenant from `departed`, so it is not added there.
+        // If a thread that needed memory has already freed all pages, do not add the tenant to
+        // `departed`, because no thread would remove it from there.
         let freed = !member.tenant.has_dead();
         if !freed {
             self.departed.push(member.tenant);

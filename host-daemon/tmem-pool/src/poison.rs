@@ -24,8 +24,9 @@ pub(crate) fn guard_or_abort<G>(locked: LockResult<G>, what: &str) -> G {
     })
 }
 
-/// Ends the process because a structure that all tenants share is inconsistent. Continuing could
-/// loop without end under a lock that all tenants need, or hand out one page's memory twice.
+/// Ends the process because a structure that all tenants share is inconsistent. If the process
+/// continued, it could loop without end under a lock that all tenants need, or use the same memory
+/// for two pages.
 #[cold]
 pub(crate) fn abort_inconsistent(what: &str) -> ! {
     tracing::error!(

@@ -40,8 +40,8 @@ pub(crate) fn entitlements(size_bytes: u64, quotas: &[Quota]) -> Vec<u64> {
         if weights == 0 {
             return entitled;
         }
-        // Each tenant whose share exceeds its limit gets the limit. The others share the rest again
-        // in the next round.
+        // Each tenant whose share would reach or exceed its limit gets its limit. The next round
+        // divides the remaining bytes among the other tenants.
         let round_free = free;
         let share = |i: usize| mul_div(round_free, u64::from(quotas[i].weight), weights);
         let room = |i: usize, e: &[u64]| quotas[i].limit_bytes.map_or(u64::MAX, |l| l - e[i]);

@@ -2,8 +2,8 @@
 //! A shadow tenant: one tenant with the engine's own index, eviction policy, charge and estimates,
 //! and with sizes in place of page contents.
 //!
-//! `tmem-bench replay` sends the requests of a trace to it. There is no nursery: a page has its
-//! final size at once. Dropped pages are freed at once.
+//! `tmem-bench replay` sends the requests of a trace to it. Unlike in the engine, a page has its
+//! final size at once, and dropped pages are freed at once.
 
 use crate::blob::Finalized;
 use crate::config::{KEYS_PER_TENANT_MAX, PolicyKind};
@@ -35,8 +35,8 @@ impl ShadowMemory {
 pub struct ShadowTenant(State);
 
 impl ShadowTenant {
-    /// Creates an empty tenant. The seed determines the hashes of the index, which the policy uses,
-    /// too.
+    /// Creates an empty tenant. The seed determines the hashes of keys, which the index and the
+    /// policy use.
     pub fn new(policy: PolicyKind, seed: u64, memory: &ShadowMemory) -> ShadowTenant {
         let mut state = State::new(seed, KEYS_PER_TENANT_MAX, u64::MAX, policy, &memory.0);
         state.raw_max = u32::MAX;
@@ -91,7 +91,7 @@ impl ShadowTenant {
         self.get_retaining(pool, key, false) != GetResult::Miss
     }
 
-    /// Gets a page, which may be retained if `retain` is set.
+    /// Gets a page. If `retain` is true, the tenant may retain the page.
     pub fn get_retaining(
         &mut self,
         pool: u32,
@@ -124,8 +124,8 @@ impl ShadowTenant {
         (id != 0).then(|| self.0.index.entries[id].gauges().stored_bytes as usize)
     }
 
-    /// Refers to a page that the guest has evicted unchanged. Returns true if the tenant holds the
-    /// page.
+    /// Executes a reference (REF) to a page that the guest has evicted unchanged. Returns true if
+    /// the tenant holds the page.
     pub fn refer(&mut self, pool: u32, (object, index): (u64, u64)) -> bool {
         let Ok(pool) = self.0.pool(pool) else {
             return false;

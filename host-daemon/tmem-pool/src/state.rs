@@ -46,8 +46,8 @@ pub(crate) struct State {
     pub policy: Box<dyn Policy>,
     /// Retained pages, in the order of their gets. They are in no queue of the policy.
     pub retained: Queue,
-    /// Charge in bytes up to which gets retain pages. It follows from the charge at the last
-    /// eviction.
+    /// Charge in bytes up to which gets retain pages. An eviction sets this bound somewhat below
+    /// the charge, and each page that is not retained for lack of room raises the bound a little.
     retain_max_bytes: u64,
     /// Queue of entries that were put as raw pages, with their blobs, the oldest first. Some of
     /// them may no longer be raw.
@@ -102,7 +102,7 @@ pub(crate) struct Wanted<'a> {
     pub object: u64,
     pub index: u64,
     pub cookies: &'a [u64],
-    /// Bit n allows to retain page n.
+    /// Bit n is 1 if the get may retain page n.
     pub retain: u64,
     /// Largest cost of the get in nanoseconds.
     pub budget_ns: u64,
@@ -186,8 +186,8 @@ impl State {
         self.index.bytes() + self.policy.bytes() + self.estimator.bytes() + raw as u64
     }
 
-    /// Returns the cost of all calls of the estimator so far in nanoseconds, without their constant
-    /// part.
+    /// Returns the cost in nanoseconds of all followed keys that the estimator has visited or
+    /// removed so far. The constant cost of each call is not included.
     pub(crate) fn estimator_ns(&self) -> u64 {
         estimator_ns(&self.estimator)
     }
@@ -443,7 +443,7 @@ impl State {
         for &id in ids.iter().filter(|&&id| id != 0) {
             let entry = &self.index.entries[id];
             prefetch(entry.content());
-            // Removing the entry from its queue changes its neighbours.
+            // Removing this entry from its queue changes the entries before and after it.
             self.index.entries.prefetch(entry.prev);
             self.index.entries.prefetch(entry.next);
         }
@@ -469,8 +469,9 @@ impl State {
             let key = self.index.key_of(pool, wanted.object, index);
             let key_hash = self.index.key_hash(key);
             if held {
-                // The guest evicted the page before it requests the page again, so the reference is
-                // late or was lost.
+                // If the page is retained: the guest requests a page only after evicting it, so the
+                // reference that reports the eviction is late or was lost. Do the work of that
+                // reference now.
                 self.end_retention(id, key, key_hash);
                 let entry = &self.index.entries[id];
                 let (content, check) = (entry.content(), entry.check);
@@ -504,8 +505,8 @@ impl State {
         self.retained.len() > 0
     }
 
-    /// Returns whether the tenant has room to retain the page that a get returns. If it has none, the
-    /// bound rises a little.
+    /// Returns whether the tenant's charge allows retaining the page that a get returns. If it does
+    /// not, raises the bound of the charge a little, so that later gets may retain pages again.
     fn may_retain(&mut self) -> bool {
         let charged_bytes = self.charged_bytes();
         if charged_bytes <= self.retain_max_bytes {
@@ -540,16 +541,17 @@ impl State {
         self.policy.insert(&mut self.index.entries, id, arrival);
     }
 
-    /// Executes a reference: the guest has evicted a page that is equal to the page of this cookie.
-    /// Returns whether the page is held now. A page with another cookie is left alone.
+    /// Executes a reference (REF): the guest reports that it has evicted a page whose contents are
+    /// those of the page with this cookie. Returns whether the page is held now. A page with
+    /// another cookie is left alone.
     pub(crate) fn refer(&mut self, pool: PoolRef, object: u64, index: u64, cookie: u64) -> bool {
         self.counters.refs += 1;
         let id = self.index.find(pool, object, index);
         let key = self.index.key_of(pool, object, index);
         let key_hash = self.index.key_hash(key);
         if id == 0 {
-            // Without retained pages, the guest would have put the page. With more memory, the page
-            // would be held.
+            // Report a put to the estimator. Without retained pages, the guest would have put the
+            // page here. With more memory, the pool would still hold the page.
             let room_pages = self.room_pages();
             self.estimator.put(key, key_hash, room_pages);
             return false;
@@ -666,9 +668,10 @@ impl State {
         }
     }
 
-    /// Removes the keys of a flushed range from the estimator, because the guest does not ask for
-    /// flushed pages again, not even for those that were evicted. The caller calls it once for each
-    /// range, after the pages are dropped. The call may walk over all followed keys.
+    /// Removes the keys of a flushed range from the estimator, because the guest does not request
+    /// flushed pages again. This includes keys whose pages were evicted earlier. The caller calls
+    /// it once for each range, after the pages are dropped. The call may walk over all followed
+    /// keys.
     pub(crate) fn forget(
         &mut self,
         pool: PoolRef,
@@ -747,7 +750,8 @@ impl State {
     }
 
     /// Returns whether the entry is a raw page with this blob. The page may have been replaced by
-    /// another raw page that got the same numbers, which can be finalized as well.
+    /// another raw page whose entry and blob have the same numbers. That page can be finalized as
+    /// well.
     fn is_raw(&self, id: Id, blob: u32) -> bool {
         self.index
             .entries

@@ -25,7 +25,7 @@ pub struct TenantStats {
     /// Gauge, pages: held pages that are stored uncompressed and wait for their final form.
     pub raw_pages: u64,
     /// Gauge, pages: held pages that were equal to an already stored page when they were finalized.
-    /// That other page may have been removed since.
+    /// The other page may have been removed in the meantime.
     pub shared_pages: u64,
     /// Gauge, pages: the part of `pages` that a get returned and left in the pool, and that the
     /// guest has not referred to since.
@@ -40,9 +40,10 @@ pub struct TenantStats {
     pub hits: u64,
     /// Counter, pages: the part of `hits` that left the page in the pool.
     pub retains: u64,
-    /// Counter, pages: the guest evicted the page and referred to a copy in the pool.
+    /// Counter, pages: references (REF), which the guest sends instead of a copy when it evicts a
+    /// retained page.
     pub refs: u64,
-    /// Counter, pages: the part of `refs` for which the pool had the page.
+    /// Counter, pages: the part of `refs` for which the pool still had the page.
     pub refs_held: u64,
     /// Counter, pages: pages that were evicted, for any reason.
     pub evictions: u64,
@@ -52,12 +53,13 @@ pub struct TenantStats {
     /// Counter, pages: pages that a get did not return because their bytes did not match their
     /// hash. It must be 0.
     pub hash_mismatches: u64,
-    /// Counter, pages: the part of `evictions` that freed memory under the tenant's own limit.
+    /// Counter, pages: the part of `evictions` that happened because the tenant reached its own
+    /// limit.
     pub evictions_limit: u64,
     /// Counter, pages: the part of `evictions` that happened because the pool was shrunk below what
     /// it held.
     pub evictions_shrink: u64,
-    /// Counter, pages: the part of `evictions` that hit retained pages.
+    /// Counter, pages: the part of `evictions` that removed retained pages.
     pub evictions_retained: u64,
     /// Counter, pages: the part of `puts_refused` that was refused because too many pages waited
     /// for their final form.
@@ -83,11 +85,12 @@ pub struct TenantStats {
     pub replaced_pages: u64,
     /// Counter, pages: requested pages that were held under another cookie than the requested one.
     pub cookie_mismatches: u64,
-    /// Counter, pages, approximate: misses that would have been hits with more memory, in the order
-    /// of [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
+    /// Counter, pages, approximate: misses that would have been hits with more memory, one counter
+    /// for each percentage of [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
     pub gain_hits: [u64; 3],
     /// Counter, pages, approximate: hits that would have been misses with less memory than the
-    /// tenant used, in the order of [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
+    /// tenant used, one counter for each percentage of
+    /// [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
     pub loss_hits: [u64; 3],
     /// Counter, pages, approximate: hits from which `loss_hits` is estimated.
     pub loss_hits_seen: u64,
@@ -156,7 +159,7 @@ pub struct EngineStats {
     /// Gauge, pages: dropped pages whose memory is not freed yet, including those of departed
     /// tenants.
     pub detached_pages: u64,
-    /// Gauge, tenants: tenants that left and whose pages are not all freed yet.
+    /// Gauge, tenants: tenants that were removed and whose pages are not all freed yet.
     pub departed_tenants: u64,
     /// Counter, pages: pages in put requests, whether they were stored or refused.
     pub puts: u64,
@@ -168,9 +171,10 @@ pub struct EngineStats {
     pub hits: u64,
     /// Counter, pages: the part of `hits` that left the page in the pool.
     pub retains: u64,
-    /// Counter, pages: a guest evicted the page and referred to a copy in the pool.
+    /// Counter, pages: references (REF), which a guest sends instead of a copy when it evicts a
+    /// retained page.
     pub refs: u64,
-    /// Counter, pages: the part of `refs` for which the pool had the page.
+    /// Counter, pages: the part of `refs` for which the pool still had the page.
     pub refs_held: u64,
     /// Counter, pages: pages that were dropped by a flush, by the end of their pool or by a clear
     /// of the tenant.
@@ -178,9 +182,10 @@ pub struct EngineStats {
     /// Counter, pages: pages that a get did not return because their bytes did not match their
     /// hash. It must be 0.
     pub hash_mismatches: u64,
-    /// Counter, pages: the part of `evictions` that hit retained pages.
+    /// Counter, pages: the part of `evictions` that removed retained pages.
     pub evictions_retained: u64,
-    /// Counter, pages: the part of `evictions` that freed memory under a tenant's own limit.
+    /// Counter, pages: the part of `evictions` that happened because a tenant reached its own
+    /// limit.
     pub evictions_limit: u64,
     /// Counter, pages: the part of `evictions` that happened because the pool was shrunk below what
     /// it held.
@@ -192,8 +197,8 @@ pub struct EngineStats {
     pub denser_blobs: u64,
     /// Counter, bytes: bytes that were saved by compressing cold stored copies again.
     pub denser_saved_bytes: u64,
-    /// Gauge, bytes: by how much the present stored copies are smaller than when they were first
-    /// compressed.
+    /// Gauge, bytes: number of bytes by which all present stored copies together are smaller than
+    /// when they were first compressed.
     pub dense_gain_bytes: u64,
 }
 

@@ -6,7 +6,8 @@
 //! tenant.
 //!
 //! A panic under a tenant's lock empties that tenant, because its state is no longer known. The
-//! process goes on: other threads take the same lock to work for other tenants.
+//! process continues, because threads also take this lock when they work for other tenants, for
+//! example to evict pages.
 
 use crate::blob::{DomainId, Reader, Store};
 use crate::codec;
@@ -48,8 +49,8 @@ const FREE_AHEAD: usize = 3;
 /// Largest number of pages that a flush drops before it releases the tenant's lock.
 const LOCKED_PAGES_MAX: usize = 64;
 
-/// Largest number of pages of one get, which takes the tenant's lock once: a whole batch of the
-/// device. Taking as many pages out of the index holds the lock for some 10 µs.
+/// Largest number of pages of one get: a whole batch of the device. A get takes the tenant's lock
+/// once for all its pages. With this number it holds the lock for some 10 µs.
 pub const GET_PAGES_MAX: usize = 64;
 
 /// A page to put. `object` and `index` are the key within the pool.
@@ -63,7 +64,7 @@ pub struct Put<'a> {
     pub cookie: u64,
     /// The guest's hint that the page was active in the guest.
     pub workingset: bool,
-    /// The contents. They must not change during the call.
+    /// Contents of the page. They must not change during the call.
     pub page: &'a Page,
 }
 
@@ -94,7 +95,8 @@ pub enum GetResult {
     Miss,
 }
 
-/// A page of a reference: the guest has evicted the page of this cookie, and it is unchanged.
+/// A page of a reference request (REF): the guest reports that it has evicted the page with this
+/// cookie unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ref {
     /// Object, usually a file.
@@ -121,7 +123,8 @@ pub(crate) struct TenantShared {
     owed_bytes: Sum,
     /// Memory of keys and queues in bytes.
     index_bytes: Sum,
-    /// True if the tenant no longer counts in the totals. The flag is set under the tenant's lock.
+    /// True if the engine's totals no longer include the tenant. The flag is set under the tenant's
+    /// lock.
     forgotten: AtomicBool,
     /// True if the tenant has detached pages.
     has_dead: AtomicBool,
@@ -201,8 +204,8 @@ impl TenantShared {
         self.state().limit_bytes = limit_bytes.unwrap_or(u64::MAX);
     }
 
-    /// Removes the tenant from the totals. After that, only threads that still work on the tenant
-    /// refer to it.
+    /// Removes the tenant from the totals. Afterwards, only threads that are still working on the
+    /// tenant have references to it.
     pub(crate) fn forgotten(&self, totals: &Totals) {
         let _state = self.state();
         self.forgotten.store(true, Relaxed);
@@ -232,7 +235,7 @@ impl TenantShared {
                 tenant = %self.name,
                 pages,
                 "a bug in the engine: a panic left this tenant's pages unknown; they are dropped, and \
-                 their memory is lost until the next start"
+                 their memory is lost until the process restarts"
             );
             let TenantParams {
                 keys_per_tenant_max,
@@ -312,7 +315,7 @@ impl TenantShared {
                 object,
                 index,
                 "a stored page failed its check and was answered as a miss: this host's memory or \
-                 the engine is at fault; further ones are only counted"
+                 the engine is at fault; further such pages of this tenant are only counted"
             );
         }
     }
@@ -375,8 +378,9 @@ fn drop_ns(content: &Content) -> u64 {
     }
 }
 
-/// Pages that a get has returned. Dropping this value frees those that it removed from the tenant. The
-/// caller should answer the guest first, because freeing is a fifth of the work of a get.
+/// Pages that a get has returned. Dropping this value frees the pages that the get removed from the
+/// tenant. The caller should answer the guest first, because freeing is a fifth of the work of a
+/// get.
 #[derive(Debug)]
 pub struct Spent<'a> {
     store: &'a Store,
@@ -489,8 +493,8 @@ impl Tenant {
     /// its entitlement. It is refused if that does not suffice, and never waits.
     ///
     /// Returns the cost in nanoseconds. It is at most [`PUT_NS_MAX`](crate::PUT_NS_MAX) for each
-    /// page, not counting followed keys that the estimator removes. Each key is removed once, so
-    /// that later puts do not pay for it again.
+    /// page, plus the cost of removing keys that the estimator no longer has to follow. Each key is
+    /// removed once, so later puts do not pay for it again.
     ///
     /// # Errors
     /// The tenant has no such pool, or the pool was destroyed during the call. All results are then
@@ -617,9 +621,10 @@ impl Tenant {
     /// removed, and have the result `Miss`. With a budget of [`GET_NS_MAX`](crate::GET_NS_MAX) or
     /// more, a call handles at least one page.
     ///
-    /// The cost of a page is known only approximately when it is taken: a page that a background
-    /// worker compresses with zstd at this moment may exceed the budget. So may a retained page, if
-    /// the tenant has less room than before and the estimator removes keys that it followed.
+    /// The cost of a page is known only approximately when the get takes the page out of the index:
+    /// a page that a background worker compresses with zstd at this moment may exceed the budget. A
+    /// retained page may exceed it, too, if the tenant has less room than before and the estimator
+    /// therefore removes followed keys.
     ///
     /// # Errors
     /// The tenant has no such pool; then all results are `Miss`.
@@ -639,14 +644,14 @@ impl Tenant {
         self.get_retaining(pool, (object, index), asked, out, results, budget_ns)
     }
 
-    /// Does a [`get_some`](Self::get_some) that may retain pages. A set bit n of `retain` allows it
-    /// for page n. The engine decides for each page.
+    /// Does a [`get_some`](Self::get_some) that may retain pages. If bit n of `retain` is 1, the
+    /// engine may retain page n. The engine decides this for each page.
     ///
     /// # Errors
-    /// As for [`get`](Self::get).
+    /// The tenant has no such pool; then all results are `Miss`.
     ///
     /// # Panics
-    /// As for [`get`](Self::get).
+    /// If the slices differ in length, or have more than [`GET_PAGES_MAX`] elements.
     pub fn get_retaining(
         &self,
         pool: u32,
@@ -656,7 +661,7 @@ impl Tenant {
         results: &mut [GetResult],
         budget_ns: u64,
     ) -> Result<Spent<'_>, NoPool> {
-        // Each page of a get has a bit.
+        // `retain` has a bit for each page of a get.
         const { assert!(GET_PAGES_MAX <= u64::BITS as usize) };
         assert!(
             cookies.len() == out.len() && cookies.len() == results.len(),
@@ -668,7 +673,7 @@ impl Tenant {
         let TenantOwner { engine, tenant } = &*self.0;
         let store = &engine.store;
         results.fill(GetResult::Miss);
-        // There are no pages beyond the last page number, and nothing is looked up for them.
+        // Leave out cookies of pages beyond the largest page number, because no such pages exist.
         let nr = (u64::MAX - index)
             .saturating_add(1)
             .min(cookies.len() as u64) as usize;
@@ -765,7 +770,8 @@ impl Tenant {
         if !state.index.is_live(pool) {
             return;
         }
-        // If another thread removed the page meanwhile, that thread has counted it.
+        // If another thread has removed the page in the meantime, that thread has counted the
+        // removal.
         if let Some(content) = state.drop_cookie(pool, key, cookie) {
             state.counters.retains -= 1;
             drop(state);
@@ -777,11 +783,12 @@ impl Tenant {
     /// is held again, as after a put. Sets `held` for each page that is held under its key and
     /// cookie. A page with another cookie is left alone. A repeated reference changes nothing.
     ///
-    /// Returns the cost in nanoseconds, at most [`REF_NS_MAX`](crate::REF_NS_MAX) for each page, not
-    /// counting followed keys that the estimator removes.
+    /// Returns the cost in nanoseconds. It is at most [`REF_NS_MAX`](crate::REF_NS_MAX) for each
+    /// page, plus the cost of removing keys that the estimator no longer has to follow.
     ///
     /// # Errors
-    /// The tenant has no such pool, or it ended during the call; then no page is held.
+    /// The tenant has no such pool, or the pool was destroyed during the call. Then `held` is false
+    /// for all pages.
     ///
     /// # Panics
     /// If the slices differ in length.
@@ -811,8 +818,9 @@ impl Tenant {
         Ok(cost_ns)
     }
 
-    /// Refers to pages and drops them, held or retained, for a caller that cannot keep pages now. A
-    /// page with another cookie is left alone. Returns the cost in nanoseconds, at most
+    /// Drops the pages that the references name, whether held or retained. A caller that cannot
+    /// keep pages at the moment calls it instead of [`refer`](Self::refer). A page with another
+    /// cookie is left alone. Returns the cost in nanoseconds, at most
     /// [`REF_NS_MAX`](crate::REF_NS_MAX) for each page.
     ///
     /// # Errors

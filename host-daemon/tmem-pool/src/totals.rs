@@ -34,7 +34,8 @@ impl Sum {
     }
 }
 
-/// Sums over all tenants, and counters of finished work. The heap counts blobs itself.
+/// Sums over all tenants, and counters of finished work. The number of blobs is not among them,
+/// because the heap counts blobs.
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
     /// Memory of all indexes and policies in bytes, detached parts included.

@@ -2,7 +2,7 @@
 //! Test of the isolation of trust domains. The answers to a tenant and its charges must not depend
 //! on the pages of a tenant of another trust domain. The answers must be the same to the bit, also
 //! while the pool is full, pages are evicted and puts are refused. `tmem-bench timing` measures
-//! whether times depend on such pages.
+//! whether the times of requests depend on pages of other trust domains.
 
 use std::sync::Arc;
 use tmem_pool::{
@@ -12,8 +12,8 @@ use tmem_pool::{
 
 const MIB: u64 = 1 << 20;
 
-/// Number of pages that the tenant puts; the other tenant puts half as many. Together they are more
-/// than the pool holds.
+/// Number of pages that the tenant puts; the other tenant puts half as many. The pages of both
+/// tenants together are more than the pool can hold.
 const PAGES: u64 = 3000;
 
 /// Number of pages of a put.
@@ -165,7 +165,7 @@ fn pages_of_another_domain_change_no_answer_and_no_charge() {
             "the test is too weak: it had no hit, no eviction or no refused put: {stats:?}"
         );
     }
-    // Inside one trust domain, the answers depend on the other tenant's pages. So the test is able
-    // to find a leak.
+    // Inside one trust domain, the answers depend on the other tenant's pages. This shows that the
+    // test is able to find a leak.
     assert!(beside("own", 0, None) != beside("own", OTHER, None));
 }

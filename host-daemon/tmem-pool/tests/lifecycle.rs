@@ -55,7 +55,7 @@ fn get(tenant: &Tenant, index: u64, cookie: u64) -> Option<Page> {
             Some(out[0])
         }
         GetResult::Miss => None,
-        GetResult::Retained { .. } => panic!("a page was retained that must not be"),
+        GetResult::Retained { .. } => panic!("a get that does not allow it retained a page"),
     }
 }
 
@@ -118,7 +118,7 @@ fn each_page_of_a_get_has_its_own_result() {
     let hit = |cookie| GetResult::Hit { cookie };
     assert_eq!(results, [GetResult::Miss, hit(1), GetResult::Miss, hit(3)]);
     assert_eq!((out[1], out[3]), (text, noise));
-    // There are no pages beyond the largest page number: the get misses them.
+    // There are no pages beyond the largest page number, so the get reports misses for them.
     tenant
         .get(1, 5, u64::MAX - 1, &[4, 4, 4, 4], &mut out, &mut results)
         .unwrap();

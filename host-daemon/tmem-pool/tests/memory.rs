@@ -149,9 +149,10 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
     assert!(
         reserved <= ADDRESS_SPACE_TIMES * POOL_BYTES
             && reserved > (ADDRESS_SPACE_TIMES - 1) * POOL_BYTES,
-        "the engine reserved {reserved} B of address space, not {ADDRESS_SPACE_TIMES} pools"
+        "the engine reserved {reserved} B of address space, not {ADDRESS_SPACE_TIMES} times the pool's size"
     );
-    // The engine's regions are the heap with its spans and handles, and the table of equal pages.
+    // The engine's regions are the heap with its spans and handles, the table of equal pages, the
+    // memory of indexes, and scratch pages.
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let flags = smaps.lines().filter_map(|l| l.strip_prefix("VmFlags:"));
     let flags: Vec<Vec<&str>> = flags
@@ -261,7 +262,7 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
         );
         before_bytes = stats.held_bytes.max(before_bytes);
     }
-    // An empty engine keeps only tables, at their largest size, and idle frames for new pages.
+    // An empty engine holds only its tables, which never shrink, and unused frames for new pages.
     assert!(
         before_bytes < 20 << 20,
         "an empty engine holds {before_bytes} B, 20 MiB or more"

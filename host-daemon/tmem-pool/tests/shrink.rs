@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Test that a pool that is shrunk returns its memory to the system, and that the work for it is in
-//! proportion to the evicted pages.
+//! Test that a pool that is shrunk returns memory to the system, and that the number of work steps
+//! for this is in proportion to the number of evicted pages.
 
 mod common;
 
@@ -83,7 +83,7 @@ fn shrinking_returns_memory_to_the_host_in_bounded_work() {
              {steps} steps",
             before.pages
         );
-        // The share of pages that is evicted must be about the share of the size that is lost.
+        // The evicted share of the pages must be about the share by which the pool was shrunk.
         assert!(
             evicted <= before.pages * 3 / 2 / part + 512,
             "{evicted} of {} pages were evicted to shrink the pool by 1/{part}",

@@ -25,8 +25,8 @@ const HOURS: u64 = 24;
 /// Number of pages that are put. Each contains the needle, the bytes that the test searches for.
 const PAGES: usize = 8;
 
-/// Fills a page with words in random order and the needle. lz4 finds repeated words, and zstd also
-/// uses that there are few different letters.
+/// Fills a page with words in random order and the needle. lz4 finds repeated words. zstd also
+/// makes use of the small number of different letters.
 fn fill(page: &mut [u8; PAGE_SIZE], seed: u64) {
     let mut state = seed;
     let mut random = |below: u64| {

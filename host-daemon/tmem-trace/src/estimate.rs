@@ -3,11 +3,11 @@
 //! have been hits? With less memory, how many of its hits would have been misses?
 //!
 //! The estimator uses spatial sampling as in SHARDS (Waldspurger et al., FAST 2015). It follows the
-//! keys whose hash has a given number of zero bits. The number grows so that at most `SAMPLES_MAX`
-//! keys are followed. The estimator keeps the followed keys in the order of their puts until the
-//! guest gets or flushes them, even if their pages were evicted. When the guest asks for a followed
-//! key, the number of keys put after it is the size that a first-in, first-out cache would have
-//! needed for a hit.
+//! keys whose hash has a given number of zero bits. This number of bits grows, so that the
+//! estimator follows at most `SAMPLES_MAX` keys. The estimator keeps the followed keys in the order
+//! of their puts until the guest gets or flushes them, even if their pages were evicted. When the
+//! guest asks for a followed key, the number of keys put after it is the size that a first-in,
+//! first-out cache would have needed for a hit.
 //!
 //! For most operations, the estimator only checks a hash. It counts the followed keys that its
 //! calls walk over or remove, so that a caller can bound its work.
@@ -37,20 +37,21 @@ pub const GAIN_OVER_MAX: f64 = 18.0;
 /// begins to fit, which the test leaves out, the estimate was once too low by 39 % of all gets.
 pub const GAIN_UNDER_MAX: f64 = 18.0;
 /// Underestimate of the loss with less memory that 99 of 100 estimates do not exceed, in percent of
-/// all gets. Overestimates have no bound, for two reasons: the assumed order of eviction, and a hit
-/// while the pool fills is compared with the pages that the tenant held at that time.
+/// all gets. Overestimates have no bound, for two reasons. The estimator assumes that pages are
+/// evicted in the order of their puts. And while the pool fills, it compares a hit with the few
+/// pages that the tenant holds at that time.
 pub const LOSS_UNDER_USUAL: f64 = 5.0;
 /// Largest underestimate of the loss with less memory, in percent of all gets.
 pub const LOSS_UNDER_MAX: f64 = 13.0;
-/// Smallest number of gets from which an estimate is made. With fewer gets, measured errors
+/// Smallest number of gets on which an estimate may be based. With fewer gets, measured errors
 /// exceeded the bounds.
 pub const ESTIMATE_GETS_MIN: u64 = 1_000;
 /// Number of gets for each held page from which on the usual bounds hold even if the estimator
 /// follows only one key in many.
 pub const ESTIMATE_GETS_PER_PAGE: u64 = 10;
 
-/// Largest share of hits, in percent of all hits, that a tenant may lose without a part of its
-/// memory if that part is to count as not needed.
+/// Limit for lost hits, in percent of all hits: a part of a tenant's memory counts as not needed if
+/// the tenant would lose at most this share of its hits without that part.
 pub const LOSS_BEARABLE: f64 = 1.0;
 /// Largest measured cost of giving up memory that counts as not needed: lost hits in percent of all
 /// gets.
@@ -60,8 +61,8 @@ pub const GIVE_UP_COST_MAX: f64 = 2.0;
 /// examination walks over up to `SAMPLES_MAX` other keys.
 const HITS_PER_SAMPLE: u64 = 8;
 
-/// Position of the bits of a key's hash that decide whether the key is followed. The ghost table of
-/// the eviction policy uses other bits.
+/// Position of the lowest of the bits of a key's hash that decide whether the key is followed. The
+/// ghost table of the eviction policy uses other bits.
 const HASH_SHIFT: u32 = 16;
 
 /// Estimates for one tenant, as counters of pages.
@@ -145,8 +146,8 @@ impl<K: Copy> Estimator<K> {
         (self.by_hash.capacity() * 24 + self.puts.len() * 80) as u64
     }
 
-    /// Records the put of a page, whether it was held or not. `room_pages` is the number of pages
-    /// for which the tenant has room.
+    /// Records the put of a page, whether the pool stored the page or refused it. `room_pages` is
+    /// the number of pages for which the tenant has room.
     pub fn put(&mut self, key: K, key_hash: u64, room_pages: u64) {
         if !self.is_sampled(key_hash) {
             return;
@@ -182,7 +183,8 @@ impl<K: Copy> Estimator<K> {
         }
     }
 
-    /// Records a get. `used_pages` is the number of pages that the tenant held.
+    /// Records a get. `room_pages` is the number of pages for which the tenant has room, and
+    /// `used_pages` is the number of pages that it held before the get.
     pub fn get(&mut self, key_hash: u64, hit: bool, room_pages: u64, used_pages: u64) {
         if !self.is_sampled(key_hash) {
             return;
@@ -195,8 +197,8 @@ impl<K: Copy> Estimator<K> {
             self.hit(put, used_pages);
             return;
         }
-        // If the page would fit into the present memory, it was missed for another reason, such as
-        // a refused put. More memory would not have helped.
+        // A page that would fit into the present memory was missed for another reason, such as a
+        // refused put. More memory would not have turned that miss into a hit.
         let after = self.put_after(put);
         for (hits, percent) in self.estimates.gain_hits.iter_mut().zip(GAIN_PERCENT) {
             if (room_pages..room_pages.saturating_mul(100 + percent) / 100).contains(&after) {
@@ -291,8 +293,9 @@ mod tests {
         }
     }
 
-    /// Simulates the gets of a guest with room for `room` pages. Returns the estimator, and the
-    /// caches with that room, with 25, 50 and 100 % more, and with 25, 50 and 75 % less.
+    /// Simulates the gets of a guest whose tenant has room for `room` pages. Returns the estimator,
+    /// and caches of seven sizes: with that room, with 25, 50 and 100 % more, and with 25, 50 and
+    /// 75 % less.
     fn run(room: usize, gets: u64, seed: u64) -> (Estimator<u64>, [Cache; 7]) {
         let mut rng = Rng::new(seed);
         let rooms = [100, 125, 150, 200, 75, 50, 25].map(|percent| room * percent / 100);
@@ -356,8 +359,8 @@ mod tests {
         });
     }
 
-    /// Compares estimates with simulated caches. The room is so large that the estimator follows at
-    /// most one key in 32, as it does for VMs of real hosts.
+    /// Compares estimates with simulated caches. The caches have room for so many pages that the
+    /// estimator follows at most one key in 32, as it does for VMs of real hosts.
     #[test]
     fn estimates_are_within_usual_bounds_after_enough_gets() {
         for_each_seed("gain of many", 2, |seed| {
@@ -405,8 +408,8 @@ mod tests {
         for key in 0..10 {
             estimator.get(key << HASH_SHIFT, false, 0, 0);
         }
-        // The gets took the remaining keys out of the estimator. Because the tenant has no room,
-        // these gets add nothing to the estimated gain.
+        // These gets removed the remaining keys from the estimator. They add nothing to the
+        // estimated gain, because `room_pages` is 0.
         assert_eq!(
             (estimator.estimates.gain_hits, estimator.puts.len()),
             ([0; 3], 0)

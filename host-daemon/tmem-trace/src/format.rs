@@ -19,20 +19,21 @@ const PAGE_SIZE: usize = 4096;
 /// policy uses them.
 pub const SIZE_CLASS_BYTES: usize = 256;
 
-/// Bits of an object's hash. With 100,000 objects, two of them share a hash in one trace of 200.
+/// Bits of an object's hash. With 100,000 objects, one in 200 traces has two objects with the same
+/// hash.
 const OBJECT_BITS: u32 = 40;
 const OBJECT_BYTES: usize = OBJECT_BITS as usize / 8;
 
-/// Smallest page number that is not recorded. No file has such pages, and with this bound no sum of
-/// page number and distance overflows.
+/// Pages with this number or a larger one are not recorded. No file has such pages, and with this
+/// bound no sum of page number and distance overflows.
 const INDEX_MAX: u64 = 1 << 62;
 
-/// Upper bound of the length of an event in bytes. The longest event has a first byte, three
-/// variable-length numbers, pool, object, and one more number.
+/// Upper bound of the length of an event in bytes. The longest event consists of a first byte,
+/// three variable-length numbers, the pool, the object, and one more number.
 const EVENT_BYTES_MAX: usize = 64;
 
-/// Class of a stored size: 0 for a page that repeats four bytes, otherwise in steps of
-/// [`SIZE_CLASS_BYTES`].
+/// Class of a stored size: 0 for a page that repeats four bytes, otherwise the size in units of
+/// [`SIZE_CLASS_BYTES`], rounded up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SizeClass(u8);
 
@@ -82,7 +83,7 @@ pub enum Op {
         /// The page was returned.
         hit: bool,
     },
-    /// A page was asked for, and the pool may retain it.
+    /// A page was requested, and the guest allowed the pool to retain it.
     GetRetaining {
         /// Object of the page.
         object: ObjectKey,
@@ -91,7 +92,7 @@ pub enum Op {
         /// The page was returned.
         hit: bool,
     },
-    /// The guest evicted a retained page and referred to it.
+    /// The guest evicted a retained page and sent a reference (REF) instead of a copy.
     Ref {
         /// Object of the page.
         object: ObjectKey,
@@ -109,11 +110,11 @@ pub enum Op {
         /// Number of pages. With None, all pages from the first one to the end of the object.
         nr_pages: Option<u64>,
     },
-    /// An object was flushed.
+    /// All pages of an object were flushed.
     FlushObject(ObjectKey),
-    /// The pool with this hash of its number ended.
+    /// The pool whose number has this hash was destroyed.
     DestroyPool(u16),
-    /// All of the tenant's pools ended.
+    /// All of the tenant's pools were destroyed.
     Clear,
 }
 
@@ -122,7 +123,7 @@ pub enum Op {
 pub struct Event {
     /// Time since the trace began, in microseconds.
     pub time_us: u64,
-    /// Number of the tenant. Tenants are numbered.
+    /// Number that stands for the tenant, because a trace contains no names.
     pub tenant: u32,
     /// The request.
     pub op: Op,
@@ -187,7 +188,7 @@ struct Last {
     time_us: u64,
     tenant: u32,
     object: ObjectKey,
-    /// Number of the page after the last page of the previous event.
+    /// Number of the page that follows the page of the previous event.
     page: u64,
 }
 
@@ -306,12 +307,12 @@ impl fmt::Display for TraceError {
             TraceError::NoTrace => {
                 write!(
                     f,
-                    "it is no trace, or a trace of a version other than {}",
+                    "the file is no trace, or a trace of a version other than {}",
                     MAGIC[7]
                 )
             }
-            TraceError::Cut => write!(f, "it ends within an event"),
-            TraceError::Broken(at) => write!(f, "it is damaged at byte {at}"),
+            TraceError::Cut => write!(f, "the trace ends within an event"),
+            TraceError::Broken(at) => write!(f, "the trace is damaged at byte {at}"),
         }
     }
 }
@@ -433,7 +434,7 @@ impl<'a> Reader<'a> {
                 page,
                 hit: has(FLAG),
             },
-            // The mask leaves eight values.
+            // OP_REF is the only kind left, because the mask OP leaves eight values.
             _ => Op::Ref {
                 object,
                 page,
@@ -532,7 +533,8 @@ mod tests {
             }
             let read: Result<Vec<Event>, TraceError> = Reader::new(&bytes).unwrap().collect();
             assert_eq!(read.unwrap(), events);
-            // A trace that is truncated anywhere gives all events before that place.
+            // From a trace that was truncated at any place, the reader returns all events before
+            // that place.
             for _ in 0..50 {
                 let len = MAGIC.len() + rng.below((bytes.len() - MAGIC.len()) as u64) as usize;
                 let read: Vec<_> = Reader::new(&bytes[..len]).unwrap().collect();

@@ -13,7 +13,7 @@ use zerocopy::IntoBytes;
 /// Number of pages of a request.
 pub const BATCH: usize = wire::BATCH_MAX;
 
-/// Number of requests in flight.
+/// Largest number of requests that the guest has in flight.
 pub const WINDOW: usize = 4;
 
 /// Time after which an answer counts as lost.
@@ -23,8 +23,8 @@ const QUEUE: usize = 1;
 const POOL: u32 = 1;
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Memory of the guest in bytes besides that for pages and requests: for the queue and for other
-/// needs of the fake guest.
+/// Size in bytes of the guest's other memory, in addition to the memory for pages and requests. The
+/// fake guest uses it for the queue and for other data.
 const OTHER_BYTES: u64 = 1 << 20;
 
 /// Addresses and kind of a request in flight.
@@ -50,7 +50,7 @@ pub struct Guest {
 /// A run of pages of the guest's object.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
-    /// Number of the first page, which also gives the place of its bytes.
+    /// Number of the first page. It also gives the place of the page's bytes in guest memory.
     pub index: usize,
     /// Number of pages, at most a batch.
     pub pages: usize,
@@ -60,7 +60,7 @@ impl Guest {
     /// Creates a guest whose memory contains these pages and has room for `into` returned pages.
     ///
     /// # Errors
-    /// There is no memory.
+    /// The system has no memory for the guest.
     pub fn new<'a>(
         name: &str,
         pages: impl ExactSizeIterator<Item = &'a Page>,
@@ -78,8 +78,8 @@ impl Guest {
             slots: 1,
             ..GuestConfig::default()
         };
-        let guest =
-            FakeGuest::new(config).map_err(|error| format!("memory of a guest: {error}"))?;
+        let guest = FakeGuest::new(config)
+            .map_err(|error| format!("cannot allocate the memory of a guest: {error}"))?;
         let ram = guest.ram().clone();
         let slots = (0..WINDOW).map(|_| Slot {
             at: [ram.alloc(1), ram.alloc(1), ram.alloc(1)],
@@ -109,7 +109,7 @@ impl Guest {
     /// Connects and creates the guest's pool.
     ///
     /// # Errors
-    /// The daemon refuses.
+    /// The daemon refuses the connection or the guest's pool.
     pub fn connect(&mut self, stream: UnixStream) -> Result<(), String> {
         let fault = |error: tmem_sim::GuestError| error.to_string();
         self.guest.connect_stream(stream).map_err(fault)?;
@@ -120,7 +120,7 @@ impl Guest {
         };
         self.guest
             .submit(0, create)
-            .ok_or("no room for a request")?;
+            .ok_or("the queue has no room for a request")?;
         self.guest.wait(TIMEOUT).map_err(fault)?;
         Ok(())
     }
@@ -163,8 +163,8 @@ impl Guest {
         true
     }
 
-    /// Gets a run of pages into the guest's memory, from its `into`th page on. Returns false if too
-    /// many requests are in flight.
+    /// Gets a run of pages. The first page goes to page `into` of the guest's memory for returned
+    /// pages, and the other pages follow it. Returns false if too many requests are in flight.
     pub fn get(&mut self, run: Run, into: usize) -> bool {
         let Some(number) = self.free.pop() else {
             return false;
@@ -225,7 +225,7 @@ impl Guest {
     /// Takes an answer, if there is one. Returns the number of pages of its request.
     ///
     /// # Errors
-    /// A page was not stored (or did not have the expected result), or was not returned.
+    /// A page of a put does not have the result `put_is`, or a page of a get was not returned.
     pub fn answer(&mut self) -> Result<Option<usize>, String> {
         let used = self.guest.ring_mut(QUEUE).pop_used();
         let Some(used) = used.map_err(|error| error.to_string())? else {
@@ -244,7 +244,7 @@ impl Guest {
         let mut results = answer[head..].chunks(step).map(|result| result[at_in_step]);
         if answer[0] != wire::S_OK || results.any(|result| result != wanted) {
             return Err(format!(
-                "a request of {pages} pages was answered {answer:?}"
+                "a request of {pages} pages got an unexpected answer: {answer:?}"
             ));
         }
         self.free.push(number);
@@ -304,7 +304,7 @@ impl Guest {
     /// Compares the returned pages with those that were put.
     ///
     /// # Errors
-    /// A byte is wrong.
+    /// A returned page has a wrong byte.
     pub fn check(&self, runs: &[Run]) -> Result<(), String> {
         let ram = self.guest.ram();
         let (mut put, mut got) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);
@@ -313,7 +313,7 @@ impl Guest {
             ram.read(self.pages_at + index as u64 * PAGE, &mut put);
             ram.read(self.into_at + number as u64 * PAGE, &mut got);
             if put != got {
-                return Err(format!("page {index} came back with other bytes"));
+                return Err(format!("a get returned wrong bytes for page {index}"));
             }
         }
         Ok(())

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon's data path in this process: workers and connections. There are no background
-//! workers. The benchmark does the background work between measurements.
+//! The daemon's data path in the process of the benchmark: workers and connections. There are no
+//! background workers, because the benchmark does the background work itself, between measurements.
 
 use crate::path::guest::Guest;
 use rustix::thread::{CpuSet, Pid, sched_setaffinity};
@@ -13,10 +13,10 @@ use tmem_testing::HeadlessDaemon;
 use tmemd::config::{EventLoop, Waiting};
 use tmemd::parts::{ClockAndEntropy, ConnectionContext, Workers, serve};
 
-/// Pages of background work in one step.
+/// Largest number of pages for which one step does background work.
 const MAINTAIN_PAGES: usize = 4096;
 
-/// Longest time until a thread begins.
+/// Longest time that the benchmark waits for a worker's thread to start.
 const START_MAX: Duration = Duration::from_secs(5);
 
 /// Bytes of the stack of a connection's thread.
@@ -56,7 +56,7 @@ impl BenchDaemon {
             event_loop,
             poll_max,
         };
-        let fault = |error: std::io::Error| format!("a worker: {error}");
+        let fault = |error: std::io::Error| format!("cannot start a worker: {error}");
         let before = threads("worker-");
         let workers =
             Workers::start(1, waiting, &self.daemon.background, &Arc::default()).map_err(fault)?;
@@ -69,7 +69,11 @@ impl BenchDaemon {
             match new {
                 Some(worker) => break worker,
                 None if begun.elapsed() < START_MAX => std::thread::yield_now(),
-                None => return Err("the worker has no thread".into()),
+                None => {
+                    return Err(format!(
+                        "no thread of the worker appeared within {START_MAX:?}"
+                    ));
+                }
             }
         };
         pin(Some(worker), processor)?;
@@ -115,8 +119,8 @@ impl BenchDaemon {
         Ok(())
     }
 
-    /// Connects a guest of any kind. Returns the guest's tenant in the pool, for calls of the
-    /// engine without a request.
+    /// Connects a guest of any kind, by calling `connect` with the guest's end of the connection.
+    /// Returns the guest's tenant, so that the caller can also call the engine directly.
     ///
     /// # Errors
     /// The daemon refuses the connection.
@@ -196,12 +200,13 @@ pub fn switches(thread: Pid) -> u64 {
         .sum()
 }
 
-/// Pins a thread, or the calling one, to one processor.
+/// Pins a thread to one processor. With None, pins the calling thread.
 ///
 /// # Errors
-/// This process may not use such a processor.
+/// The processor does not exist, or the process may not use it.
 pub fn pin(thread: Option<Pid>, processor: usize) -> Result<(), String> {
     let mut set = CpuSet::new();
     set.set(processor);
-    sched_setaffinity(thread, &set).map_err(|error| format!("processor {processor}: {error}"))
+    sched_setaffinity(thread, &set)
+        .map_err(|error| format!("cannot pin a thread to processor {processor}: {error}"))
 }

@@ -31,16 +31,16 @@ const SERVER: usize = 0;
 /// Processor of the guest.
 const CLIENT: usize = 1;
 
-/// Number of batches of a round. Together these batches have slightly fewer pages than a tenant may
-/// have raw.
+/// Number of batches of a round. Together these batches have slightly fewer pages than the limit of
+/// a tenant's raw pages.
 const BATCHES: usize = 28;
 
 /// Number of single pages that a round gets from each of two workers: one that polls, and one that
 /// does not.
 const SINGLES: usize = 100;
 
-/// Pause of a guest between two single gets. A worker that polls waits longer than this for the
-/// next request. A worker that does not poll is asleep by then.
+/// Pause of a guest between two single gets. A worker that polls for requests still polls at the
+/// end of this pause. A worker that does not poll is asleep by then.
 const THINK: Duration = Duration::from_micros(20);
 
 /// Time after which a worker without requests sleeps.
@@ -49,7 +49,7 @@ const REST: Duration = Duration::from_millis(1);
 /// Number of VMs that are served together.
 const VMS: usize = 256;
 
-/// Pages of each of these VMs: a batch.
+/// Number of pages of each of the VMs that are served together: one batch.
 const VM_PAGES: usize = BATCH;
 
 /// Time for which an idle daemon is observed.
@@ -78,7 +78,8 @@ pub struct Args {
     json: bool,
 }
 
-/// Times of all operations in nanoseconds per page, and of single pages.
+/// Times of all operations in nanoseconds per page, and times of gets of single pages in
+/// microseconds.
 #[derive(Default)]
 struct Times {
     path: [Samples; 2],
@@ -96,14 +97,17 @@ struct Times {
 const GET: usize = 0;
 const PUT: usize = 1;
 
-/// Runs the benchmark and prints it.
+/// Runs the benchmark and prints the results.
 ///
 /// # Errors
 /// There are too few processors, pages or descriptors, or a measured operation fails.
 pub fn run(args: &Args) -> Result<(), String> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     if processors < 2 {
-        return Err("the guest needs a processor of its own: there is one only".into());
+        return Err(
+            "the guest needs a processor of its own, but this process may use only one processor"
+                .into(),
+        );
     }
     raise_descriptor_limit()?;
     progress("reading files");
@@ -112,7 +116,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     drop(corpus);
     if pages.len() < (BATCHES * 8 * BATCH).max(VMS * VM_PAGES) {
         return Err(format!(
-            "lz4 shrinks {} of the pages, which are too few: ask for more with --pages",
+            "lz4 shrinks only {} of the pages, too few for the benchmark: ask for more with --pages",
             pages.len()
         ));
     }
@@ -139,7 +143,8 @@ pub fn run(args: &Args) -> Result<(), String> {
     Ok(())
 }
 
-/// Raises the limit of descriptors: each VM has some descriptors at both ends.
+/// Raises the limit of open files, because each VM needs descriptors at both ends of its
+/// connection.
 fn raise_descriptor_limit() -> Result<(), String> {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let wanted = (VMS * 64) as u64;
@@ -407,8 +412,8 @@ struct Idle {
     cpu_ms_per_s: f64,
 }
 
-/// Measures many VMs with one batch each in flight, to compare them with one VM that has several in
-/// flight. Then measures the daemon while it is idle.
+/// Measures many VMs that have one batch each in flight, to compare them with one VM that has
+/// several batches in flight. Then measures the daemon while it is idle.
 fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, String> {
     let host = BenchDaemon::new(4 << 30);
     let polls = tmemd::config::POLL_MAX_DEFAULT;
@@ -453,7 +458,7 @@ fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, Str
         }
     }
     progress("observing the idle daemon");
-    // Wait until the last polling phase is over.
+    // Wait until the workers have stopped polling.
     std::thread::sleep(polls + Duration::from_millis(50));
     let all = || threads("worker-").into_iter().chain(threads("connection"));
     let seen = || {

@@ -18,20 +18,22 @@ pub struct Outcome {
     pub gets: u64,
     /// Number of returned pages.
     pub hits: u64,
-    /// Number of pages that were put, including those that a guest would put in place of a
-    /// reference.
+    /// Number of pages that were put. This includes references (REF) of the trace that the replay
+    /// turned into puts.
     pub puts: u64,
-    /// Number of pages that were referred to and were in the pool.
+    /// Number of references (REF) to pages that were in the pool.
     pub refs_held: u64,
-    /// Number of pages that were referred to and were not in the pool.
+    /// Number of references (REF) to pages that were not in the pool.
     pub refs_gone: u64,
     /// Number of evicted pages.
     pub evictions: u64,
     /// Misses that would have been hits with more memory, by the engine's estimates during the
-    /// replay, in the order of [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
+    /// replay, one counter for each percentage of
+    /// [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
     pub gain_hits: [u64; 3],
     /// Hits that would have been misses with less memory than was used, by the engine's estimates
-    /// during the replay, in the order of [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
+    /// during the replay, one counter for each percentage of
+    /// [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
     pub loss_hits: [u64; 3],
     /// Hits from which `loss_hits` is estimated.
     pub loss_hits_seen: u64,
@@ -46,20 +48,21 @@ impl Outcome {
     }
 }
 
-/// Address space for indexes: ten times the memory for the keys of the largest trace that a daemon
-/// records on its own.
+/// Address space for indexes in bytes: ten times the memory for the keys of the largest trace that
+/// a daemon records by default.
 const INDEX_BYTES_MAX: u64 = 32 << 30;
 
-/// Pages that the replay returned to the guest and did not retain although the guest allowed it, with
-/// their stored sizes in bytes. The recorded guest may have been told that they are retained.
+/// Pages that the replay returned to the guest and did not retain, although the guest allowed it,
+/// with their stored sizes in bytes. In the recording, the pool may have retained them.
 type Removed = BTreeMap<(ObjectKey, u64), usize>;
 
 /// Replays one request. A pool is created when a request first names it, because a trace may begin
 /// after the guest has created its pools. Returns false if there are too many keys or pools, or if
 /// there is no memory.
 ///
-/// A guest that is told that a page is not retained puts the page instead of referring to it. So the
-/// reference to such a page is replayed as a put.
+/// If a pool answers that a page is not retained, the guest later puts the page instead of sending
+/// a reference (REF). So the recorded reference to a page that the replay did not retain is
+/// replayed as a put.
 fn apply(tenant: &mut ShadowTenant, removed: &mut Removed, op: Op) -> bool {
     match op {
         Op::Put {
@@ -129,8 +132,8 @@ pub struct Replay {
 }
 
 impl Replay {
-    /// Creates an empty pool of this size in bytes. The seed determines the hashes of the index,
-    /// which the policy uses, too.
+    /// Creates an empty pool of this size in bytes. The seed determines the hashes of keys, which
+    /// the index and the policy use.
     ///
     /// # Errors
     /// The system does not provide the address space.
@@ -146,8 +149,9 @@ impl Replay {
         })
     }
 
-    /// Replays a request, whatever answer the trace recorded for it. Returns false, and does
-    /// nothing, if there are more keys or pools than a tenant may have, or if there is no memory.
+    /// Replays a request. The answer that the trace recorded for the request does not matter.
+    /// Returns false, and does nothing, if there are more keys or pools than a tenant may have, or
+    /// if there is no memory.
     pub fn apply(&mut self, event: &Event) -> bool {
         let make = || {
             let tenant = ShadowTenant::new(self.policy, self.seed, &self.memory);
@@ -256,7 +260,8 @@ mod tests {
         let ops = [put(1), get(1), get(1), refer(1), get(1), refer(2), get(2)];
         let ops = ops.map(|op| (0, op));
         assert_eq!(run(u64::MAX, &ops), (3, 0, PAGE));
-        // The retained page 1 leaves when page 2 is put, and its reference finds nothing.
+        // The retained page 1 is evicted when page 2 is put, so the reference to page 1 finds no
+        // page.
         let ops = [put(1), get(1), put(2), refer(1), super::tests::get(1)].map(|op| (0, op));
         assert_eq!(run(PAGE, &ops), (1, 1, PAGE));
         // After an eviction the pool does not retain page 2, so the guest puts it again.

@@ -57,7 +57,7 @@ pub(super) struct AdaptiveTwoQueue {
     ghost: Ghost,
     weight: f32,
     tick: u16,
-    /// Puts until the next tick.
+    /// Number of puts until the next tick of the policy's clock.
     left: u32,
 }
 

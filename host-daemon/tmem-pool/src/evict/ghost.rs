@@ -25,8 +25,8 @@ const REMEMBERED_PER_PAGE: usize = 2;
 /// keeps the table from growing and shrinking alternately.
 const SHRINK_AT: usize = 2;
 
-/// Way in which a page was removed. The value is stored in two bits, in which 0 means that there is
-/// no page.
+/// Way in which a page was removed. The value is stored in two bits of a table slot. 0 in these
+/// bits means that the slot is empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Past {
     /// A get by the guest removed the page.
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn each_resize_step_changes_at_most_one_bucket() {
-        // Miri needs hours for 4000.
+        // With 4000 pages, miri would need hours.
         const PAGES: u32 = if cfg!(miri) { 600 } else { 4000 };
         let mut ghost = Ghost::new(Chunks::some());
         ghost.fit(0);

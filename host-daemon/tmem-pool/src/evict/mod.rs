@@ -54,7 +54,7 @@ pub(crate) fn policy(kind: PolicyKind, chunks: &Arc<Chunks>) -> Box<dyn Policy> 
 
 /// Eviction policy of one tenant.
 pub(crate) trait Policy: Send + std::fmt::Debug {
-    /// Adds an entry that was just created.
+    /// Adds an entry that is in no queue yet.
     fn insert(&mut self, entries: &mut Entries, id: Id, arrival: Arrival);
 
     /// Removes an entry. `key_hash` is used only if the page was got or evicted.

@@ -35,7 +35,7 @@ impl Queue {
     pub(crate) fn remove(&mut self, entries: &mut Entries, id: Id) {
         let (prev, next) = (entries[id].prev, entries[id].next);
         // Check the links before they are used: a damaged queue could name a removed page, or name
-        // the same page again and again. The panic empties the tenant.
+        // the same page again and again. After the panic, the engine empties the tenant.
         let before = if prev == 0 {
             self.head
         } else {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Size classes of the heap. A class has slots of one size. Its spans have the numbers of frames
-//! and slots that waste the least memory for that size.
+//! Size classes of the heap. A class has slots of one size. The numbers of frames and slots of its
+//! spans are chosen so that little memory is wasted for that size.
 //!
 //! The idea is zsmalloc's (mm/zsmalloc.c): a slot may lie across two frames, so that sizes that do
 //! not divide a frame waste little. Unlike in zsmalloc, the frames of a span are adjacent in
@@ -36,8 +36,8 @@ const SLOT_BYTES_MIN: usize = 32;
 /// with little waste.
 pub(crate) const SLOTS_MAX: usize = 1 << 10;
 
-/// Acceptable waste, as a fraction of the span's bytes. A longer span is tried only if a shorter
-/// one wastes more than that.
+/// Acceptable waste, as a fraction of the span's bytes. A longer span is tried only if all shorter
+/// ones waste more.
 const WASTE_OK: f64 = 0.015;
 
 /// Size class: the size of its slots and the shape of its spans.
@@ -45,9 +45,9 @@ const WASTE_OK: f64 = 0.015;
 pub(crate) struct Class {
     /// Bytes of a slot, header included.
     pub slot_bytes: u16,
-    /// Slots of a span.
+    /// Number of slots of a span.
     pub slots: u16,
-    /// Frames of a span.
+    /// Number of frames of a span.
     pub frames: u8,
     /// Bytes of the header of a slot; 0 if the slot is a whole frame for a raw page.
     pub header_bytes: u8,
@@ -68,7 +68,8 @@ impl Class {
         header_bytes: 0,
     };
 
-    /// Returns the class with the best span for slots of at least this size.
+    /// Returns the class for slots of at least this size. It has the shortest span with acceptable
+    /// waste or, if there is none, the span that wastes least.
     fn for_size(slot_bytes: usize) -> Class {
         let waste = |frames: usize| {
             let bytes = frames * FRAME_BYTES;
@@ -85,7 +86,7 @@ impl Class {
             .expect("a span of the largest size holds no slot of this size");
         let slots = frames * FRAME_BYTES / slot_bytes;
         assert!(slots <= SLOTS_MAX);
-        // The waste at the end of the span is divided among the slots, as far as their alignment
+        // Divide the waste at the end of the span among the slots, as far as their alignment
         // allows.
         let slot_bytes = frames * FRAME_BYTES / slots / GRAIN_BYTES * GRAIN_BYTES;
         Class {
@@ -159,8 +160,9 @@ mod tests {
             let span = usize::from(class.frames) * FRAME_BYTES;
             assert!(usize::from(class.slots) * usize::from(class.slot_bytes) <= span);
             assert!(usize::from(class.slots) <= SLOTS_MAX);
-            // For lengths from 2,048 B on, a slot is at most an eighth longer than needed. For
-            // lengths below 64 B it may be more.
+            // From 512 B on, a slot is at most a tenth longer than its bytes. Shorter lengths are
+            // left out: the header and the rounding to 16 B take a fifth of the slot for 64 B, and
+            // more of shorter slots.
             if len >= 512 {
                 let held = span as f64 / f64::from(class.slots);
                 assert!(

@@ -21,8 +21,9 @@ const COMPACT_TRIES: usize = 4;
 
 impl<X: Zeroed> Heap<X> {
     /// Moves the bytes of up to about `slots` slots from sparse spans to full ones, until no class
-    /// has a spare span. Returns the number of moved slots. 0 means that nothing is left to do, or
-    /// that readers pin the bytes that are to be moved.
+    /// has a spare span. A class has a spare span if its used slots would fit into fewer spans than
+    /// it has. Returns the number of moved slots. 0 means that nothing is left to do, or that
+    /// readers pin the bytes that are to be moved.
     pub(crate) fn compact(&self, slots: usize) -> usize {
         let mut moved = 0;
         if !self.has_spare() {
@@ -109,14 +110,16 @@ impl<X: Zeroed> Heap<X> {
                 break;
             };
             let handle = header & !USED;
-            // Acquire: pairs with the release in the unpin of the thread that wrote the bytes.
+            // Acquire: pairs with the release order in which the thread that wrote the bytes
+            // changed the word afterwards.
             let word = self.word(handle).load(Acquire);
             if word & PINS != 0 {
                 continue;
             }
             let from = Place::of(word);
             if (from.span, from.slot) != (source, slot) {
-                // The handle's bytes are being replaced: it has two slots, and this is one of them.
+                // The word names another slot: a thread is replacing the handle's bytes, so the
+                // handle has two slots, of which this is one.
                 continue;
             }
             let to = Place {

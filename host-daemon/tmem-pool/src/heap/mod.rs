@@ -42,8 +42,9 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use zeroize::optimization_barrier;
 
 /// Number of free handles that a size class takes at a time. A class keeps fewer than twice as many
-/// free handles and returns further ones, so that all classes can use them. Otherwise a guest that
-/// fills the pool with one length after the other would leave no handles for other guests.
+/// free handles and returns further ones, so that all classes can use them. Otherwise a guest could
+/// leave no handles for other guests, by filling the pool with pages of one compressed length after
+/// the other.
 const HANDLES_STEP: u32 = 8;
 
 /// Number of handles of the smallest heap, so that there are some for each class.
@@ -103,8 +104,8 @@ impl Place {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Handle(pub u32);
 
-/// Flag in the header of a used slot, beside its handle. The header of a free slot is the next free
-/// slot plus 1.
+/// Flag in the header of a used slot, beside its handle. The header of a free slot is the number of
+/// the next free slot plus 1.
 const USED: u32 = 1 << 31;
 
 // ---- spans ------------------------------------------------------------------------------------
@@ -162,9 +163,9 @@ struct HandleRecord<X> {
 // SAFETY: for both fields, all zero is a valid value.
 unsafe impl<X: Zeroed> Zeroed for HandleRecord<X> {}
 
-/// Heap of stored bytes. With each handle the heap keeps an `X` for its user, and never reads it.
-/// An `X` is all zero at first. When a handle is used again, its `X` is as the handle's last user
-/// left it.
+/// Heap of stored bytes. Beside each handle the heap stores a value of type `X` for the user of the
+/// heap, and never reads this value. An `X` is all zero at first. When a handle is used again, its
+/// `X` is as the handle's last user left it.
 #[derive(Debug)]
 pub(crate) struct Heap<X> {
     data: Region,
@@ -195,12 +196,13 @@ struct Sums {
     spare_frames: AtomicU64,
 }
 
-/// Statistics of a heap. Other threads may change the heap while they are read.
+/// Statistics of a heap. Other threads may change the heap while the statistics are read, so the
+/// figures may be of different instants.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct HeapStats {
-    /// Stored bytes.
+    /// Number of stored bytes.
     pub payload_bytes: u64,
-    /// Handles in use.
+    /// Number of handles in use.
     pub blobs: u64,
     /// Memory for slots in bytes, used and free.
     pub frames_bytes: u64,
@@ -266,8 +268,8 @@ impl<X: Zeroed> Heap<X> {
             slot,
             len: bytes.len(),
         };
-        // The word counts this thread as a reader, so that compaction does not move the place while
-        // this thread writes to it.
+        // The word counts this thread as a reader, so that compaction does not move the bytes while
+        // this thread writes them.
         let word = self.word(handle);
         word.store(place.word() + 1, Relaxed);
         state.payload_bytes += bytes.len() as u64;
@@ -304,10 +306,11 @@ impl<X: Zeroed> Heap<X> {
         Place::of(self.word(handle.0).load(Relaxed)).len
     }
 
-    /// Frees and zeroes the bytes.
+    /// Zeroes the bytes of a handle, and frees the bytes and the handle.
     pub(crate) fn free(&self, handle: Handle) {
         let Handle(handle) = handle;
-        // Pin the place, so that compaction does not move it. No other thread uses the handle.
+        // Pin the place, so that compaction does not move the bytes. No other thread uses the
+        // handle.
         let place = self.pin(handle);
         self.give_handle(&mut self.give_place(place), handle);
     }
@@ -481,8 +484,8 @@ impl<X: Zeroed> Heap<X> {
         Some(first)
     }
 
-    /// Moves half of a class's free handles to the spare lists: those that were used last, because
-    /// their records are in the processor's cache.
+    /// Moves half of a class's free handles to the spare lists. It takes the handles that were
+    /// freed last, because their records, which it changes, are in the processor's cache.
     fn give_handles(&self, state: &mut ClassState) {
         let first = state.free_handle;
         let mut last = first;

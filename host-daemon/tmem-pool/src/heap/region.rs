@@ -21,7 +21,7 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Returns the usable bytes.
+    /// Returns the number of usable bytes.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
@@ -63,7 +63,7 @@ mod system {
             let (base, locked) = unsafe {
                 let base =
                     mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)?;
-                // A huge page would allocate memory that was not touched.
+                // A huge page would allocate memory for addresses that were never touched.
                 madvise(base, len, Advice::LinuxNoHugepage).ok();
                 madvise(base, len, Advice::LinuxDontDump)?;
                 // Each page is locked when it is touched. If the process's limit of locked memory
@@ -78,15 +78,16 @@ mod system {
         /// Gives whole frames back to the system. They read as zero when they are touched again.
         ///
         /// # Safety
-        /// No other code accesses the frames during the call, and no code relies on their contents.
+        /// No other code accesses the frames during the call, and no code relies on their contents
+        /// afterwards.
         pub(crate) unsafe fn release(&self, offset: usize, len: usize) {
             assert!(offset + len <= self.len);
             let at = self.at(offset).as_ptr().cast();
             // SAFETY: the range is within the mapping, and the caller guarantees that it is unused.
             unsafe {
                 if madvise(at, len, Advice::LinuxDontneedLocked).is_err() {
-                    // Before Linux 5.18, madvise refuses this for locked memory. Then the range is
-                    // unlocked first.
+                    // Before Linux 5.18, madvise refuses to release locked memory. On such a
+                    // kernel, unlock the range first.
                     rustix::mm::munlock(at, len).ok();
                     if madvise(at, len, Advice::LinuxDontNeed).is_err() {
                         std::ptr::write_bytes(at.cast::<u8>(), 0, len);
@@ -155,8 +156,8 @@ pub(crate) fn prefetch(at: *const u8) {
     let _ = at;
 }
 
-/// Cache lines of a page that are prefetched. The processor's own prefetcher needs a few lines to
-/// begin, and fetches the others.
+/// Number of cache lines of a page that are prefetched. The processor's own prefetcher needs a few
+/// lines to begin, and fetches the others.
 const PREFETCH_LINES: usize = 4;
 
 /// Prefetches the beginning of a page or of its compressed form.

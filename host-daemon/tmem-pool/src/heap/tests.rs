@@ -75,7 +75,7 @@ impl<X: Zeroed> Heap<X> {
                     assert_eq!(
                         headers,
                         s.used.get(),
-                        "span {at} counts another number of used slots than its headers show"
+                        "the count of used slots of span {at} differs from the number of its used headers"
                     );
                     partly += u32::from(s.used.get());
                     (prev, at) = (at, s.next.get());
@@ -113,7 +113,7 @@ impl<X: Zeroed> Heap<X> {
             }
             assert_eq!(
                 nr, state.free_handles,
-                "a class counts another number of free handles than its list has"
+                "a class's count of free handles differs from the length of its list"
             );
             assert!(
                 nr < 2 * HANDLES_STEP,
@@ -139,7 +139,7 @@ impl<X: Zeroed> Heap<X> {
         assert_eq!(
             handles + 1,
             self.places() as usize,
-            "the used, free and spare handles are not all handles"
+            "the used, free and spare handles do not add up to the number of all handles"
         );
         let free = self.free_spans.lock().expect("the lock is poisoned");
         let (mut idle, mut bare, mut idle_frames) = (0, 0, 0);
@@ -176,7 +176,7 @@ impl<X: Zeroed> Heap<X> {
         assert_eq!(
             spans + idle + bare,
             fresh - 1,
-            "the spans of classes, the idle spans and the bare spans are not all spans"
+            "the spans of classes, the idle spans and the bare spans do not add up to the number of all spans"
         );
         for span in 1..fresh {
             frames += u64::from(self.span(span).frames.get());
@@ -264,7 +264,7 @@ fn freed_handles_are_reused_for_other_lengths() {
     let heap = Heap::<()>::new(BYTES).expect("cannot reserve address space for the heap");
     let bytes = [1; PAGE_SIZE];
     // Fill all memory with blobs of one length, free them, and continue with the next length. In
-    // sum this stores many times as many blobs as there are handles.
+    // total, this stores more than twice as many blobs as there are handles.
     let (mut stored, mut seen) = (0, 0);
     for len in (300..PAGE_SIZE).rev().step_by(16) {
         let store = || heap.store(&bytes[..len], BYTES);
@@ -292,14 +292,14 @@ fn freed_handles_are_reused_for_other_lengths() {
 fn a_store_without_a_free_handle_is_refused() {
     const BYTES: u64 = 1 << 20;
     let heap = Heap::<()>::new(BYTES).expect("cannot reserve address space for the heap");
-    // For the shortest length, there is memory for more bytes than there are handles.
+    // For blobs of one byte, the memory suffices for more blobs than there are handles.
     let store = || heap.store(&[1], BYTES);
     let live: Vec<Handle> = std::iter::from_fn(store).collect();
     let max = heap.handles_max();
     assert!(heap.frames_bytes() < BYTES && live.len() < max);
     assert!(
         live.len() > max - 2 * HANDLES_STEP as usize,
-        "only {} blobs of {max} handles were stored",
+        "only {} blobs were stored, although there are {max} handles",
         live.len()
     );
     heap.check(live.len());

@@ -24,7 +24,7 @@ pub(crate) type Id = u32;
 /// Number of records of the first block. Each following small block has twice as many as the one
 /// before.
 const FIRST_BLOCK: usize = 16;
-/// Number of records of a block from which on a block is a chunk.
+/// Blocks that would have this number of records or more are chunks.
 const SMALL: usize = 512;
 const SMALL_BLOCKS: usize = (SMALL / FIRST_BLOCK).ilog2() as usize;
 const SMALL_RECORDS: usize = SMALL - FIRST_BLOCK;
@@ -61,8 +61,8 @@ struct Block<T> {
     free: u32,
     /// Lowest place that was never used.
     fresh: u32,
-    /// Neighbours in the list of open blocks (which have memory and are not full), or in the list
-    /// of bare blocks.
+    /// Previous and next block in the list of open blocks (which have memory and are not full), or
+    /// in the list of bare blocks.
     prev: u32,
     next: u32,
 }
@@ -195,8 +195,8 @@ impl<T: ArenaRecord> Arena<T> {
         Ok(Self::id(nr, at))
     }
 
-    /// Returns a record, or None if its block has no memory. If the record is free, its value has
-    /// no meaning.
+    /// Returns a record, or None if the record's block has no memory. If the record is free, the
+    /// returned value has no meaning.
     pub(crate) fn get(&self, id: Id) -> Option<&T> {
         debug_assert!(id != 0);
         let (block, at) = Self::locate(id);
@@ -468,7 +468,8 @@ mod tests {
         for &id in old {
             arena.remove(id);
         }
-        // One emptied chunk may be left because it is partly used, and one because it is idle.
+        // One chunk may be left because it still contains young records, and one because the arena
+        // keeps one idle chunk.
         let left_bytes = full_bytes / 4 + 3 * CHUNK_BYTES as u64;
         assert!(
             arena.bytes() <= left_bytes,

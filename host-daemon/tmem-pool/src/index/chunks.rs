@@ -2,9 +2,9 @@
 //! Memory for the records of all indexes: chunks of one region. A chunk goes back to the system as
 //! soon as no index holds it.
 //!
-//! The process's allocator could return memory to the system only together with adjacent memory,
-//! and the guest's requests decide which data are adjacent. If each chunk were a mapping of its
-//! own, there could be too many: Linux allows 65,530 mappings for a process.
+//! The chunks do not come from the process's allocator. It could return memory to the system only
+//! together with adjacent memory, and the guest's requests decide which data are adjacent. The
+//! chunks are not mappings of their own either: Linux allows only 65,530 mappings for a process.
 //!
 //! No thread makes a system call while it holds the lock of the free chunks.
 
@@ -15,8 +15,8 @@ use crate::sync::Mutex;
 use std::io;
 use std::ptr::NonNull;
 
-/// Bytes of a chunk: some hundred records of the largest kind. System calls are rare because a
-/// chunk suffices for about two thousand pages.
+/// Size of a chunk in bytes: it has room for some hundred records of the largest kind. System calls
+/// are rare because a chunk suffices for about two thousand pages.
 pub(crate) const CHUNK_BYTES: usize = 32 << 10;
 
 /// Number of chunks of the smallest pool: a few for each kind of record.
@@ -40,7 +40,8 @@ struct Free {
     fresh: u32,
 }
 
-/// Number of a chunk that belongs to its holder alone. The memory of a new chunk is zero.
+/// Number of a chunk. Only the holder of this value may use the chunk. The memory of a new chunk is
+/// zero.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Chunk(u32);
 
@@ -105,8 +106,8 @@ impl Chunks {
     /// [`at`](Self::at) returned.
     pub(crate) fn give(&self, chunk: Chunk) {
         let Chunk(nr) = chunk;
-        // SAFETY: the holder, which had the chunk alone, no longer uses it, and no other thread has
-        // it yet.
+        // SAFETY: the caller was the only user of the chunk and no longer uses it. No other thread
+        // can take the chunk yet.
         unsafe { self.region.release(nr as usize * CHUNK_BYTES, CHUNK_BYTES) };
         let mut free = poison::guard_or_abort(self.free.lock(), CHUNKS);
         // If there is no memory for the list, only the chunk's address space is lost.

@@ -9,8 +9,8 @@
 //!
 //! An object, a pool or the whole index is detached in constant time. From then on no page is found
 //! under its keys, and its pages count in `detached` instead of `gauges`. Callers free detached
-//! parts later, entry by entry. An object is freed with its last page, and a detached pool with its
-//! last object.
+//! parts later, entry by entry. An object is freed with its last page. A detached pool without
+//! objects is freed by the next search for detached pages.
 //!
 //! If there is no memory, the index returns an error and leaves everything as it was. It never
 //! aborts the process.
@@ -82,8 +82,8 @@ struct Object {
     /// Pool of the object. 0 means that the object was detached without its pool.
     pool: Id,
     root: Id,
-    /// Neighbours in the list of the pool's objects, or in the list of objects that were detached
-    /// without their pool.
+    /// Previous and next object in the list of the pool's objects, or in the list of objects that
+    /// were detached without their pool.
     prev: Id,
     next: Id,
     gauges: Gauges,
@@ -119,7 +119,7 @@ impl ArenaRecord for Object {
 pub(crate) struct Index {
     /// Sums over all pages that are not detached.
     pub gauges: Gauges,
-    /// Sums over all pages that were detached and are not removed yet.
+    /// Sums over all pages that were detached and are not freed yet.
     pub detached: Gauges,
     pub entries: Entries,
     nodes: Nodes,
@@ -127,9 +127,10 @@ pub(crate) struct Index {
     pools: Arena<Pool>,
     /// Live pools by number.
     live: BTreeMap<u32, Id>,
-    /// Objects of all pools, detached ones included.
+    /// Objects of all pools, including detached pools. Objects that were detached without their
+    /// pool are not in the map.
     map: Box<[HashTable<Id>]>,
-    /// Memory of the tables of `map` in bytes. The sum is kept because each operation reads it.
+    /// Memory of the tables of `map` in bytes. The sum is stored because each operation reads it.
     map_bytes: u64,
     chunks: Arc<Chunks>,
     seed: u64,
@@ -167,8 +168,8 @@ impl Index {
         self.live.len()
     }
 
-    /// Returns the memory of the index in bytes, without that of the map of live pools, which are
-    /// few.
+    /// Returns the memory of the index in bytes. The map of live pools does not count, because a
+    /// tenant has few pools.
     pub(crate) fn bytes(&self) -> u64 {
         self.entries.bytes()
             + self.nodes.bytes()
@@ -189,8 +190,8 @@ impl Index {
 
     /// Returns whether a pool that was found earlier is still live.
     pub(crate) fn is_live(&self, pool: PoolRef) -> bool {
-        // The record may be free, or may belong to another pool by now. The comparison finds that,
-        // because serial numbers are never used again.
+        // The record may be free, or may belong to another pool by now. The comparison of serial
+        // numbers finds this out, because no two pools have the same serial number.
         self.pools.get(pool.id).is_some_and(|record| {
             record.serial == pool.serial && self.live.get(&record.nr) == Some(&pool.id)
         })
@@ -372,7 +373,7 @@ impl Index {
 
     // ---- pages --------------------------------------------------------------------------------
 
-    /// Returns the entry of a page, or 0.
+    /// Returns the entry of a page, or 0 if the page has no entry.
     pub(crate) fn find(&self, pool: PoolRef, object: u64, index: u64) -> Id {
         let object = self.object(pool, object);
         object.map_or(0, |id| self.nodes.find(self.objects[id].root, index))
@@ -434,8 +435,7 @@ impl Index {
         Ok(object)
     }
 
-    /// Removes a page, detached or not. Also frees its object if that becomes empty, and its pool
-    /// if that is detached and becomes empty.
+    /// Removes a page, detached or not. Also frees the page's object if the object becomes empty.
     pub(crate) fn remove(&mut self, id: Id) -> Entry {
         let entry = self.entries.remove(id);
         let (object, _) = self.nodes.place(entry.hook);
@@ -521,10 +521,9 @@ impl Index {
                     continue;
                 }
             }
-            let (_, id) = self
-                .nodes
-                .next(self.objects[object].root, 0)
-                .expect("a detached object has no page, but it is freed with its last page");
+            let (_, id) = self.nodes.next(self.objects[object].root, 0).expect(
+                "a detached object has no page: it should have been freed with its last page",
+            );
             return Some(id);
         }
         None
@@ -588,7 +587,10 @@ impl Index {
                 let mut in_object = Gauges::default();
                 nodes += self.nodes.check(object.root, id, &mut |_, entry_id, hook| {
                     let entry = &self.entries[entry_id];
-                    assert_eq!(entry.hook, hook, "entry {entry_id} names another place in the tree than the place where it is");
+                    assert_eq!(
+                        entry.hook, hook,
+                        "entry {entry_id} names a place in the tree at which it is not"
+                    );
                     in_object.add(entry.gauges());
                     pages += 1;
                     page(entry_id, entry);
@@ -658,13 +660,13 @@ impl Index {
         );
         assert_eq!(
             counted, held,
-            "the recounted pools, objects, nodes and entries are not all records of the index"
+            "the recounted numbers of pools, objects, nodes and entries differ from the numbers of records"
         );
         let mapped: usize = self.map.iter().map(HashTable::len).sum();
         let map_bytes: usize = self.map.iter().map(HashTable::allocation_size).sum();
         assert_eq!(
             map_bytes as u64, self.map_bytes,
-            "the index's memory of its tables differs from the recount"
+            "the index's sum of the memory of its tables differs from the recount"
         );
         let mut by_itself = 0;
         let mut id = self.detached_objects;
@@ -675,7 +677,7 @@ impl Index {
         assert_eq!(
             mapped as u32,
             objects - by_itself,
-            "the tables contain another number of objects than the pools do"
+            "the number of objects in the tables differs from the number of objects in the pools"
         );
     }
 }

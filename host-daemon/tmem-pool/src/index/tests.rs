@@ -21,7 +21,7 @@ fn entry(rng: &mut Rng) -> Entry {
         1 => Content::Raw(check),
         _ => Content::Blob(check),
     };
-    // Only a page with a blob is ever found equal to another.
+    // Only a page with a blob can share that blob with an equal page.
     let shared = rng.one_in(3) && matches!(content, Content::Blob(_));
     let stored_bytes = rng.below(4097) as usize;
     let mut entry = Entry::new(cookie, check, content, stored_bytes, shared);

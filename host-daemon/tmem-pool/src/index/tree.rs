@@ -5,12 +5,13 @@
 //! nodes of level 0 are entries. A node with only one child is left out (as in a Patricia tree,
 //! Morrison 1968). So pages that are far apart cost at most two nodes each, whatever numbers a
 //! guest chooses, and a look-up passes at most 13 nodes. Neighbouring pages lie in one node, which
-//! suits readahead and reclaim. Walking a range takes time in proportion to the pages in it.
+//! suits readahead and reclaim. Walking a range takes time in proportion to the number of pages in
+//! it.
 
 use super::arena::{Arena, ArenaRecord, Full, Id};
 use crate::heap::Zeroed;
 
-/// Bits of the page number that one node distinguishes.
+/// Number of bits of the page number by which a node distinguishes its children.
 const NODE_BITS: u32 = 4;
 const FANOUT: usize = 1 << NODE_BITS;
 
@@ -21,7 +22,7 @@ pub(crate) struct Node {
     /// that page number are 0, so they store the level.
     first_level: u64,
     parent: Id,
-    /// Object of the tree.
+    /// Object whose pages are in the tree.
     pub object: Id,
     children: [Id; FANOUT],
 }
@@ -115,8 +116,8 @@ impl Node {
         self.children.iter().filter(|&&id| id != 0).count()
     }
 
-    /// Returns the number of the lowest bit of the page number that is equal for all pages of the
-    /// node.
+    /// Returns the number of the lowest page-number bit that has the same value for all pages of
+    /// the node.
     fn shift(&self) -> u32 {
         (self.level() + 1) * NODE_BITS
     }
@@ -159,7 +160,7 @@ impl Nodes {
         None
     }
 
-    /// Returns the page's entry, or 0.
+    /// Returns the entry of a page, or 0 if the page has no entry.
     pub(crate) fn find(&self, root: Id, index: u64) -> Id {
         self.leaf(root, index).map_or(0, |leaf| {
             let node = &self[leaf];
@@ -381,7 +382,7 @@ mod tests {
 
     const OBJECT: Id = 7;
 
-    /// Returns page numbers as files have them, and extreme ones.
+    /// Returns a random page number: a usual one, or one near the largest possible number.
     fn index(rng: &mut Rng) -> u64 {
         match rng.below(4) {
             0 => rng.below(40),

@@ -114,7 +114,8 @@ fn different_pages_with_equal_hashes_are_not_merged() {
         put(&a, 1, index as u64, 1, page);
         put(&b, 1, index as u64, 1, page);
     }
-    // The table lists one page for each hash: the first one. So tenant b shares only that page.
+    // The table of equal pages lists only the first page with each hash. So tenant b shares only
+    // that page.
     assert_eq!(engine.stats().shared_pages, 1);
     engine.check_invariants();
     for (index, page) in pages.iter().enumerate() {
@@ -227,7 +228,7 @@ fn damaged_pages_are_missed_and_counted_and_logged_once() {
             (3, 1)
         );
         assert_eq!(engine.stats().hash_mismatches, 3);
-        // The damaged page is gone. A later get does not return it.
+        // The damaged page was removed, so a later get does not return it.
         assert_eq!(get(&tenant, 1, 0, 1), None);
         assert_eq!(tenant.stats().pages, 0);
         engine.check_invariants();
@@ -270,7 +271,7 @@ fn a_get_does_not_wrap_past_the_last_page_number() {
     }
 }
 
-/// A page of each kind that a window can have.
+/// Kind of a page in the window of these tests: the 64 consecutive pages that one get requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Missing,
@@ -299,7 +300,7 @@ impl Kind {
         KINDS[index % KINDS.len()]
     }
 
-    /// Returns whether a get returns such a page.
+    /// Returns whether a get returns pages of this kind.
     fn hits(self) -> bool {
         !matches!(self, Kind::Missing | Kind::OtherCookie)
     }
@@ -324,7 +325,7 @@ fn letters(seed: u64) -> Page {
     page
 }
 
-/// Puts a window of pages, some of each kind, under the cookies 1, 2 and so on.
+/// Puts a window of 64 consecutive pages, some of each kind, under the cookies 1, 2 and so on.
 fn put_window(engine: &Engine, tenant: &Tenant) {
     let indices_of = |kinds: &'static [Kind]| {
         (0..GET_PAGES_MAX).filter(move |&index| kinds.contains(&Kind::of(index)))
@@ -422,10 +423,13 @@ fn a_get_with_a_budget_costs_at_most_that_and_continues() {
                 .get_some(POOL, first, &cookies[done..], out, results, budget_ns)
                 .unwrap();
             let (pages, cost_ns) = (spent.pages(), spent.cost_ns());
-            assert!(pages > 0, "a get of {budget_ns} ns handled no page");
+            assert!(
+                pages > 0,
+                "a get with a budget of {budget_ns} ns handled no page"
+            );
             assert!(
                 cost_ns <= budget_ns,
-                "a get of {budget_ns} ns cost {cost_ns} ns"
+                "a get with a budget of {budget_ns} ns cost {cost_ns} ns"
             );
             done += pages;
             drop(spent);
@@ -434,7 +438,7 @@ fn a_get_with_a_budget_costs_at_most_that_and_continues() {
             assert_eq!(
                 tenant.stats().pages as usize,
                 left.count() + stays.count(),
-                "a get of {budget_ns} ns removed pages that it did not return"
+                "a get with a budget of {budget_ns} ns removed pages that it did not return"
             );
             assert!(
                 results[pages..]
@@ -445,7 +449,7 @@ fn a_get_with_a_budget_costs_at_most_that_and_continues() {
         }
         assert!(
             calls > 1,
-            "all pages were got in one call of {budget_ns} ns"
+            "one get with a budget of {budget_ns} ns returned all pages, so the budget was not tested"
         );
         check_window(&results, &out);
         maintain_all(&engine);
@@ -459,7 +463,8 @@ fn a_get_of_retained_pages_costs_at_most_its_budget() {
         let engine = new_engine(4 << 20);
         let tenant = add(&engine, "a", None, OPEN);
         put_window(&engine, &tenant);
-        // Each get allows the pool to retain all pages. Returns the cost, and the number of calls.
+        // The closure gets all pages and allows the pool to retain all of them. It returns the
+        // total cost, and the number of calls that were necessary.
         let get_all = |budget_ns| {
             let mut out = vec![[0; PAGE_SIZE]; GET_PAGES_MAX];
             let mut results = vec![GetResult::Miss; GET_PAGES_MAX];
@@ -475,9 +480,12 @@ fn a_get_of_retained_pages_costs_at_most_its_budget() {
                 let cost_ns = spent.cost_ns();
                 assert!(
                     cost_ns <= budget_ns,
-                    "a get of {budget_ns} ns cost {cost_ns} ns"
+                    "a get with a budget of {budget_ns} ns cost {cost_ns} ns"
                 );
-                assert!(spent.pages() > 0, "a get of {budget_ns} ns handled no page");
+                assert!(
+                    spent.pages() > 0,
+                    "a get with a budget of {budget_ns} ns handled no page"
+                );
                 done += spent.pages();
                 total_ns += cost_ns;
                 calls += 1;
@@ -485,7 +493,7 @@ fn a_get_of_retained_pages_costs_at_most_its_budget() {
             let hits: Vec<GetResult> = results
                 .iter()
                 .map(|result| match *result {
-                    GetResult::Hit { .. } => panic!("a page was removed"),
+                    GetResult::Hit { .. } => panic!("a page was removed instead of retained"),
                     GetResult::Retained { cookie } => GetResult::Hit { cookie },
                     GetResult::Miss => GetResult::Miss,
                 })
@@ -498,9 +506,10 @@ fn a_get_of_retained_pages_costs_at_most_its_budget() {
         let (retained_ns, calls) = get_all(budget_ns);
         assert!(
             calls > 1,
-            "all pages were got in one call of {budget_ns} ns"
+            "one get with a budget of {budget_ns} ns returned all pages, so the budget was not tested"
         );
-        // The walks of the estimator take less than 1 µs in these gets.
+        // The bound has a tolerance of 1,000 ns, because the walks of the estimator cost less than
+        // that in these gets.
         assert!(
             retained_ns + 1000 >= held_ns + 48 * REF_NS,
             "retained pages cost {retained_ns} ns, and held pages {held_ns} ns"
@@ -596,8 +605,8 @@ fn same_filled_pages_are_recognized_and_restored() {
     assert_eq!(get(&tenant, 1, 1, 1), Some(page));
 }
 
-/// Returns a page of words in random order. lz4 finds repeated words, and zstd also uses that there
-/// are few different letters.
+/// Returns a page of words in random order. lz4 finds repeated words. zstd also makes use of the
+/// small number of different letters.
 fn text(seed: u64) -> Page {
     let mut rng = Rng::new(seed);
     let words: Vec<Vec<u8>> = (0..400)

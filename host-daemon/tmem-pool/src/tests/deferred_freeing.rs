@@ -7,8 +7,8 @@ use crate::config::TENANT_METADATA_BYTES;
 use crate::cost::{DROP_SAME_NS, FOLLOWED_NS};
 use crate::{Engine, FLUSH_NS_MIN, PAGE_SIZE, Page, Tenant, Time};
 
-/// Puts 100 pages of `tenant` and drops them with `empty`. Asserts that the tenant is empty at
-/// once, and that the pages are freed in bounded steps.
+/// Puts 100 pages of `tenant` and drops them with `empty`. Asserts that the tenant is empty
+/// immediately, and that background work then frees the pages in bounded steps.
 fn is_freed_later(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) -> Option<Tenant>) {
     // Put pages that compress, and some same-filled ones, in one object.
     for index in 0..100 {
@@ -28,7 +28,7 @@ fn is_freed_later(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) ->
     );
     assert_eq!(
         after.payload_bytes, before.payload_bytes,
-        "detached pages no longer count as held"
+        "the stored bytes of detached pages no longer count, although they are not freed yet"
     );
     assert_eq!(after.blobs, before.blobs);
     engine.check_invariants();
@@ -162,8 +162,8 @@ fn memory_of_a_destroyed_pool_is_counted_until_freed() {
     );
 }
 
-/// Flushes ranges that have more pages than the estimator has sampled keys. Such a flush must walk
-/// over all sampled keys exactly once, in however many steps it is done, and must count the cost of
+/// Flushes ranges of more than FLUSH_HASHES_MAX pages. Such a flush must walk over all keys that
+/// the estimator follows exactly once, whatever the number of its steps, and must count the cost of
 /// that walk.
 #[test]
 fn a_large_flush_walks_once_over_the_keys_that_the_estimator_samples() {
@@ -190,7 +190,7 @@ fn a_large_flush_walks_once_over_the_keys_that_the_estimator_samples() {
     let steps = tenant.stats().gain_steps - before;
     assert_eq!(
         steps, 1001,
-        "the flush did not walk over 1,000 keys of object 2 and page 0 of object 1"
+        "the flush did not walk over the 1,000 keys of object 2 and the key of page 0 of object 1"
     );
     assert!(FLUSH_NS_MIN - budget_ns >= steps * FOLLOWED_NS);
 }
@@ -222,7 +222,7 @@ fn a_flush_in_steps_stays_within_its_time_budget() {
         "the flush took {steps} steps, not 3 to 10"
     );
     assert_eq!(tenant.stats().pages, 1);
-    // Without a budget, a flush does not even look up the object, so it is never done.
+    // With a budget of 0, a flush does not even look up the object, so it never completes.
     let mut budget_ns = 0;
     for (object, done) in [(2, false), (1, false)] {
         let flushed = tenant.flush_some(POOL, object, 1, None, &mut budget_ns);

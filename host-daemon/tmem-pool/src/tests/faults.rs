@@ -31,7 +31,7 @@ fn a_panic_under_a_tenant_lock_affects_only_that_tenant() {
     }
     assert_eq!(put(&broken, 1, 2, 1, &noise(1)), PutResult::Stored);
     panic_under_the_lock(&broken);
-    // Operations that involve all tenants still work.
+    // Operations of the engine that involve all tenants still work.
     engine.resize(900 << 10);
     while engine.maintain(Time(0), 64) {}
     other
@@ -83,8 +83,8 @@ fn a_pool_reference_from_before_a_panic_is_stale() {
 
 #[test]
 fn a_put_during_a_panic_unwind_is_counted() {
-    // A handle may be used or dropped while a panic unwinds. The sums that other threads read must
-    // still be right.
+    // A thread may use or drop a tenant's handle while a panic unwinds its stack. The sums that
+    // other threads read must still be correct.
     let engine = new_engine(1 << 20);
     struct AtTheEnd(Tenant);
     impl Drop for AtTheEnd {
@@ -113,8 +113,9 @@ fn a_put_during_a_panic_unwind_is_counted() {
 
 const SIGABRT: i32 = 6;
 
-/// Panics under a lock that all tenants share, and then uses the engine. It runs in a process of
-/// its own, and returns if the engine does not abort that process.
+/// Panics under a lock that all tenants share, and then uses the engine. The caller runs this
+/// function in a process of its own. The function returns only if the engine does not abort that
+/// process, which is a fault.
 fn panic_under_a_lock_of_all(which: &str) {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
@@ -122,7 +123,8 @@ fn panic_under_a_lock_of_all(which: &str) {
     let panicked = catch_unwind(AssertUnwindSafe(|| match which {
         "heap" => engine.store.heap.panic_under_a_lock(),
         "table" => {
-            // Take all locks of the table, because the page that is put later needs one of them.
+            // Take all locks of the table of equal pages, because the page that is put later needs
+            // one of them.
             let _chains: Vec<_> = (0..1024)
                 .map(|hash| engine.store.dedup.lock(hash))
                 .collect();

@@ -23,15 +23,15 @@ use std::sync::Arc;
 /// minute.
 const ORDERS: u64 = 1000;
 
-/// Number of orders for tests with readers. It is larger because only in one order of two thousand
-/// a reader runs between compaction's two reads of a blob's word.
+/// Number of orders for tests with readers. It is larger because a reader runs between compaction's
+/// two accesses to a blob's word in only one of two thousand orders.
 const READERS_ORDERS: u64 = 4000;
 
 /// Size of a thread's stack in bytes. It is large because lz4 has its tables on the stack.
 const STACK_BYTES: usize = 1 << 20;
 
-/// Largest number of steps of an order. It is far above what any order needs, and makes a test fail
-/// in which threads wait for each other forever.
+/// Largest number of steps of an order. No correct order needs nearly as many steps. A test in
+/// which threads wait for each other forever fails when it reaches this number.
 const STEPS_MAX: usize = 200_000;
 
 /// Scheduler that lets a thread run for a random number of steps and then chooses the next thread.
@@ -40,13 +40,15 @@ const STEPS_MAX: usize = 200_000;
 /// equally likely. Then one thread may stop at one place while others do a lot of work.
 struct Sticky {
     rng: Rng,
-    /// Number of binary digits of the run length, if it is the same for all runs.
+    /// Number of binary digits of the largest run length, if that is the same for all runs of this
+    /// order. With None, the scheduler chooses it again for each run.
     bits: Option<u64>,
     left: u64,
     begun: bool,
 }
 
-/// Upper bound of the number of binary digits of a run length.
+/// Upper bound of the number of binary digits of a run length. In orders with short runs,
+/// SHORT_WHILE_BITS is the bound.
 const WHILE_BITS: u64 = 12;
 const SHORT_WHILE_BITS: u64 = 7;
 
@@ -331,8 +333,8 @@ fn a_get_completes_as_its_tenant_departs() {
     });
 }
 
-/// A guest gets a page that is retained, and refers to it. Meanwhile the page is evicted, replaced by
-/// another put, and finalized.
+/// A guest gets a page that is retained, and then sends a reference (REF) to it. Meanwhile the page
+/// is evicted, replaced by another put, and finalized.
 #[test]
 fn a_retained_page_can_be_evicted_and_replaced_while_it_is_read() {
     let pages = [partly_noise(1, 4), partly_noise(2, 4)];
@@ -377,8 +379,8 @@ fn a_retained_page_can_be_evicted_and_replaced_while_it_is_read() {
 }
 
 /// A background worker frees the last page of a destroyed pool. Meanwhile the tenant, which has a
-/// page in another pool, departs. The worker must not treat the departed tenant as empty. This
-/// happens in few orders, so each order tries several tenants.
+/// page in another pool, departs. The worker must not treat the departed tenant as empty. An engine
+/// with this fault would show it in few orders only, so each order tries several tenants.
 #[test]
 fn departing_tenant_is_kept_until_its_pages_are_freed() {
     const OTHER: u32 = POOL + 1;
@@ -442,7 +444,7 @@ fn a_put_to_a_destroyed_pool_stores_nothing_in_the_next_pool() {
                         page: &page,
                     };
                     let mut results = [PutResult::Refused];
-                    // The result does not matter: the pool may already be destroyed.
+                    // Ignore the result, because the pool may already be destroyed.
                     let _ = tenant.put(POOL, &[put], &mut results);
                 })
             };

@@ -214,7 +214,7 @@ fn other_background_work_progresses_during_continuous_puts() {
             .collect();
         stays.put(POOL, &puts, &mut results).unwrap();
         assert_eq!(results, [Stored; 64]);
-        // Finalize only as many pages as arrived, so that some always wait.
+        // Finalize only as many pages as were just put, so that some raw pages always wait.
         engine.maintain(Time(0), 32);
         engine.maintain(Time(0), 32);
     }
@@ -232,7 +232,7 @@ fn shrinking_the_pool_evicts_same_filled_pages() {
     let engine = new_engine(16 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     for index in 0..20_000 {
-        // The pages are far apart, so that each has nodes of its own.
+        // Each page is in an object of its own, so that it also takes a tree node of its own.
         assert_eq!(put(&tenant, index, 0, 1, &[0; PAGE_SIZE]), Stored);
     }
     maintain_all(&engine);
@@ -734,8 +734,8 @@ fn a_put_evicts_no_more_than_its_bound() {
     assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Stored);
 }
 
-/// A tenant gets its raw pages back before they are finalized, so that its queue of raw pages has
-/// only stale entries. These must not delay the raw pages of other tenants.
+/// A guest gets its raw pages back before they are finalized, so that its tenant's queue of raw
+/// pages has only stale entries. Stale entries must not delay the raw pages of other tenants.
 #[test]
 fn stale_entries_of_a_raw_queue_do_not_delay_other_tenants() {
     let engine = new_engine(4 << 20);
@@ -743,7 +743,7 @@ fn stale_entries_of_a_raw_queue_do_not_delay_other_tenants() {
     let put_raw = |tenant: &Tenant, index, page: &Page| {
         assert_eq!(put_raw(tenant, 1, index, 1, page), Stored);
     };
-    // Repeat the test, because the tenant whose turn it is changes.
+    // Repeat the test, because the tenant whose turn comes first is not always the same.
     for turn in 0..3 {
         put_raw(&a, turn, &noise(turn));
         assert!(get(&a, 1, turn, 1).is_some());

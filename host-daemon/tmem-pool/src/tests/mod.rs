@@ -158,7 +158,7 @@ fn get_retaining(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Optio
     }
 }
 
-/// Refers to a page. Returns whether it is held.
+/// Sends a reference to a page. Returns whether the page is held afterwards.
 fn refer(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> bool {
     let page = Ref {
         object,
@@ -186,7 +186,7 @@ pub(crate) fn noise(seed: u64) -> Page {
     page
 }
 
-/// Returns a page that compresses to about the given part, in eighths.
+/// Returns a page that compresses to about `eighths` eighths of its size.
 fn partly_noise(seed: u64, eighths: usize) -> Page {
     let mut page = noise(seed);
     page[PAGE_SIZE / 8 * eighths..].fill(seed as u8);

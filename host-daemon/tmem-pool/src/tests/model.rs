@@ -33,7 +33,7 @@ struct Modelled {
     /// Cookie and number in the corpus of each held page, by its key.
     pages: BTreeMap<Key, (u64, usize)>,
     evictions_seen: u64,
-    /// Evictions of pages that were not retained, at the last comparison.
+    /// Number of evicted pages that were not retained, as of the last comparison.
     others_evicted: u64,
     quota: Quota,
 }
@@ -351,8 +351,8 @@ impl World {
             );
             self.hits += 1;
         }
-        // After a miss, the engine must not hold the page. A page that was lost is found by
-        // `compare`, because it was not counted as evicted.
+        // After a miss, the engine must not hold the page. If the engine has lost a page, `compare`
+        // reports it, because the page was not counted as evicted.
         for (i, result) in results.iter().enumerate() {
             let key = (pool, object, index + i as u64);
             let held = vm
@@ -366,8 +366,8 @@ impl World {
         }
     }
 
-    /// Refers to random pages. A reference must find exactly the pages that the engine has with the
-    /// named cookies, and change no others.
+    /// Refers to random pages. A reference must find exactly the pages that the engine has under
+    /// the named keys and cookies, and must leave all other pages unchanged.
     fn refer(&mut self, at: usize) {
         let pool = self.pick_pool(at);
         let object = 1 + self.rng.below(3);
@@ -483,11 +483,12 @@ impl World {
                 "the engine counts pages that the model does not have"
             );
             let gone = (before - vm.pages.len()) as u64;
-            // A put may evict a page and then store a new page under the same key.
+            // After a put, fewer pages may be gone than were evicted: a put may evict a page and
+            // then store a new page under the same key.
             let evicted = stats.evictions - vm.evictions_seen;
             assert!(
                 gone == evicted || (after_put && gone < evicted),
-                "{gone} pages are gone, but {evicted} were counted as evicted"
+                "{gone} pages are gone, but the engine counted {evicted} pages as evicted"
             );
             self.evictions += gone;
             let others = stats.evictions - stats.evictions_retained;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Retained pages: their states, their place in the order of eviction, and what they do for guests
-//! that read a working set again and again.
+//! Tests of retained pages: their states, their place in the order of eviction, and their effect on
+//! guests that read a working set again and again.
 
 use super::rng::{Rng, for_each_seed};
 use super::{
@@ -22,7 +22,7 @@ const NOISE_CHARGE: u64 = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
 fn retain_all(tenant: &Tenant, object: u64, pages: u64) {
     for index in 0..pages {
         let (_, retained) = get_retaining(tenant, object, index, 1).unwrap();
-        assert!(retained, "page {index} was removed");
+        assert!(retained, "page {index} was removed instead of retained");
     }
 }
 
@@ -57,7 +57,8 @@ fn a_retained_page_is_held_again_after_a_reference() {
             assert_eq!(counts(&tenant), (index + 1, 0));
         }
     }
-    // A get that does not allow it removes the page, held or retained.
+    // A get that does not allow the pool to retain its page removes the page, whether the page was
+    // held or retained.
     assert!(get_retaining(&tenant, 1, 0, 7).unwrap().1);
     assert_eq!(get(&tenant, 1, 0, 7), Some(noise(1)));
     assert_eq!(get(&tenant, 1, 1, 7), Some(partly_noise(2, 4)));
@@ -83,7 +84,7 @@ fn only_allowed_pages_are_retained() {
             true => GetResult::Retained { cookie: 1 },
             false => GetResult::Hit { cookie: 1 },
         };
-        assert_eq!(*result, expected, "page {nth}");
+        assert_eq!(*result, expected, "wrong result of page {nth}");
     }
     assert_eq!(counts(&tenant), (3, 3));
     maintain_all(&engine);
@@ -115,7 +116,7 @@ fn a_reference_with_another_cookie_changes_nothing() {
     };
     tenant.drop_refs(POOL, &[late]).unwrap();
     assert_eq!(get_retaining(&tenant, 1, 0, 8), Some((noise(2), true)));
-    // A refused put leaves nothing, and neither does a flush.
+    // A flush drops the retained page, so a reference no longer finds it.
     tenant.flush(POOL, 1, 0, Some(1)).unwrap();
     assert!(!refer(&tenant, 1, 0, 8));
     assert_eq!(counts(&tenant), (0, 0));
@@ -124,7 +125,7 @@ fn a_reference_with_another_cookie_changes_nothing() {
 }
 
 #[test]
-fn dropped_references_drop_their_pages() {
+fn drop_refs_drops_exactly_the_pages_with_the_named_cookies() {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     fill(&tenant, 1, 3);
@@ -138,7 +139,7 @@ fn dropped_references_drop_their_pages() {
     assert_eq!(
         counts(&tenant),
         (1, 1),
-        "not exactly the pages with equal cookies were dropped"
+        "drop_refs() did not drop exactly the pages with the named cookies"
     );
     assert_eq!(tenant.stats().flushed_pages, 2);
     assert_eq!(tenant.drop_refs(9, &refs).map(drop), Err(NoPool));
@@ -150,7 +151,7 @@ fn dropped_references_drop_their_pages() {
 }
 
 #[test]
-fn pools_and_objects_end_with_their_retained_pages() {
+fn retained_pages_are_dropped_with_their_object_or_pool() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     for end in 0..3 {
@@ -220,7 +221,8 @@ fn retained_pages_above_an_entitlement_are_evicted_before_held_pages_of_others()
     retain_all(&protected, 1, 60);
     fill(&retaining, 1, 80);
     retain_all(&retaining, 1, 80);
-    // The holding tenant is further above its entitlement than the retaining one.
+    // The tenant `holding`, which has only held pages, is further above its entitlement than the
+    // tenant `retaining`.
     assert_eq!(fill(&holding, 1, 180), 180);
     assert!(holding.shared().excess_bytes() > retaining.shared().excess_bytes());
     assert!(retaining.shared().excess_bytes() > 0);
@@ -231,7 +233,7 @@ fn retained_pages_above_an_entitlement_are_evicted_before_held_pages_of_others()
     assert_eq!(
         holding.stats().evictions,
         before,
-        "held pages were evicted first"
+        "held pages were evicted before retained pages of a tenant above its entitlement"
     );
     assert!(retaining.stats().evictions_retained >= 10);
     assert_eq!(
@@ -239,7 +241,8 @@ fn retained_pages_above_an_entitlement_are_evicted_before_held_pages_of_others()
         0,
         "a tenant below its entitlement lost pages"
     );
-    // A tenant keeps retained pages within its entitlement, and held pages of others leave.
+    // As soon as the retaining tenant is within its entitlement, it keeps its retained pages, and
+    // held pages of another tenant are evicted.
     for _ in 0..60 {
         assert_eq!(engine.evict_one(), 1);
     }
@@ -249,9 +252,10 @@ fn retained_pages_above_an_entitlement_are_evicted_before_held_pages_of_others()
     drop(idle);
 }
 
-/// Puts and references must be the same for the policy: both tenants evict in the same order.
+/// Runs the same reads for two tenants: the guest of one puts the pages that it evicts, and the
+/// guest of the other sends references. Both tenants must evict in the same order.
 #[test]
-fn a_reference_is_the_same_reuse_for_the_policy_as_a_put() {
+fn the_policy_treats_a_reference_like_a_put() {
     for_each_seed("reuse", 4, |seed| {
         let orders = [false, true].map(|retain| {
             let engine = Engine::new(crate::EngineConfig {
@@ -312,12 +316,12 @@ const STORED_BYTES: usize = 1024;
 struct Reads {
     /// Pages that were not in the guest's page cache.
     misses: u64,
-    /// Pages that the pool did not return.
+    /// Pages that the guest had to read from its disk, because the pool did not return them.
     disk: u64,
     puts: u64,
     refs: u64,
     gone: u64,
-    /// The engine's estimates.
+    /// The engine's estimates of hits with more memory and with less memory.
     gain: [u64; 3],
     loss: [u64; 3],
     loss_seen: u64,
@@ -325,9 +329,10 @@ struct Reads {
     used: u64,
 }
 
-/// A guest whose page cache has room for `cache` pages and evicts the page that it read first,
-/// with a pool that has room for `pool` pages. `next` returns the pages that the guest reads.
-/// Returns the figures of the second half of all reads.
+/// Simulates a guest whose page cache has room for `cache` pages, and a pool with room for `pool`
+/// pages. A full page cache evicts the page that has been in it for the longest time. `next`
+/// returns the number of the page that the guest reads next. Returns the figures of the second half
+/// of all reads.
 fn read(
     retain: bool,
     (cache, pool): (usize, u64),
@@ -338,7 +343,8 @@ fn read(
     let memory = ShadowMemory::reserve(1 << 30).unwrap();
     let mut tenant = ShadowTenant::new(PolicyKind::default(), 7, &memory);
     assert!(tenant.ensure_pool(POOL));
-    // Pages of the cache with their retained flags, and the driver's index.
+    // `cached` has the pages of the guest's page cache, each with a flag for a retained page.
+    // `index` has the entries of the guest driver's index.
     let (mut order, mut cached) = (VecDeque::new(), BTreeMap::new());
     let mut index = BTreeMap::new();
     let mut found = Reads::default();
@@ -389,7 +395,7 @@ fn read(
     found
 }
 
-/// The estimates for more and less memory are compared with what pools of these sizes do, with and
+/// Compares the estimates for more and less memory with simulated pools of these sizes, with and
 /// without retained pages.
 #[test]
 fn estimates_are_as_good_with_retained_pages_as_without() {
@@ -458,7 +464,8 @@ fn retained_pages_cause_no_more_disk_reads() {
                 })
             });
             println!("{percent} % random {random}: without {without:?}, with {with:?}");
-            // The pool tries from time to time whether it has room for more.
+            // From time to time the pool retains more pages, to find out whether it has room for
+            // them. This may cost the guest a disk read.
             let probes = READS as u64 / 2000;
             assert!(
                 with.disk <= without.disk + probes,
@@ -473,7 +480,10 @@ fn retained_pages_cause_no_more_disk_reads() {
                 with.refs
             );
             if percent >= 150 {
-                assert!(with.puts * 20 < with.refs, "few copies are saved: {with:?}");
+                assert!(
+                    with.puts * 20 < with.refs,
+                    "the guest sends one copy or more for 20 references: {with:?}"
+                );
             }
         }
     }

@@ -191,8 +191,8 @@ fn concurrent_operations_return_correct_pages() {
     });
 }
 
-/// Calls `forget` as a background worker does that saw no detached pages just before the tenant
-/// departed. `interleavings.rs` tests the same with threads.
+/// Calls `forget` like a background worker that saw no detached pages of a tenant just before the
+/// tenant departed. `interleavings.rs` tests this case with threads.
 #[test]
 fn departed_tenant_with_pages_is_not_forgotten() {
     let engine = new_engine(600 << 10);
