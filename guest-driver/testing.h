@@ -21,6 +21,7 @@
 extern unsigned int tmem_inject_ring_full;
 extern unsigned int tmem_inject_nomem;
 extern unsigned int tmem_inject_corrupt;
+extern unsigned int tmem_inject_retained_changed;
 bool tmem_inject(atomic_t *calls, unsigned int every);
 
 /*

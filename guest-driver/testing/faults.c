@@ -29,6 +29,10 @@ unsigned int tmem_inject_corrupt;
 module_param_named(inject_corrupt, tmem_inject_corrupt, uint, 0644);
 MODULE_PARM_DESC(inject_corrupt, "TEST: every n'th page got has a bit flipped before its check");
 
+unsigned int tmem_inject_retained_changed;
+module_param_named(inject_retained_changed, tmem_inject_retained_changed, uint, 0644);
+MODULE_PARM_DESC(inject_retained_changed, "TEST: every n'th retained page looks changed when it is evicted");
+
 unsigned long tmem_test_index_bytes;
 module_param_named(test_index_bytes, tmem_test_index_bytes, ulong, 0644);
 MODULE_PARM_DESC(test_index_bytes, "TEST: limit of the index in bytes, its table included, if it is below the normal limit; 0: normal limit");
