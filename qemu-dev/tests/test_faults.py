@@ -25,6 +25,7 @@ MQ, LOG_SHMFD, REPLY_ACK, CONFIG, RESET_DEVICE, MEM_SLOTS = (
     1 << bit for bit in (0, 1, 3, 9, 13, 15)
 )
 EVENT_INTERVAL_NS = 10**9  # minimum interval between QMP events of a device
+PAGE = 4096
 BASELINE_SLOTS = 8  # limit for a backend without CONFIGURE_MEM_SLOTS
 DIMM_BYTES = 2 << 20
 HOTPLUG = ["-m", "64M,slots=16,maxmem=1G"]
@@ -435,6 +436,45 @@ def test_destination_with_another_retain_refuses_the_state(machine, folder, reta
     )
     assert message in target.errors()
     assert vm.qmp("query-status")["running"]
+
+
+def job(vm, command, **arguments):
+    """Runs a command that is a job of QEMU to its end, and returns its error or None."""
+    vm.qmp(command, **{"job-id": "job", **arguments})
+
+    def ended():
+        [state] = vm.qmp("query-jobs")
+        return state if state["status"] == "concluded" else None
+
+    error = wait_for(f"the end of {command}", ended).get("error")
+    vm.qmp("job-dismiss", id="job")
+    return error
+
+
+def test_loaded_snapshot_must_have_the_same_retain(machine, folder):
+    """A snapshot that the device saved before does not count as the one that it loads."""
+    image = str(folder / "image")
+    vm = machine()
+    assert not job(vm, "blockdev-create", options={"driver": "file", "filename": image, "size": 0})
+    vm.qmp("blockdev-add", driver="file", filename=image, **{"node-name": "file"})
+    qcow2 = {"driver": "qcow2", "file": "file"}
+    assert not job(vm, "blockdev-create", options={**qcow2, "size": PAGE})
+    for retain, error in (("off", None), ("on", "the source has retain=off")):
+        vm.close()
+        vm = machine(
+            device=f",retain={retain}",
+            more=[
+                "-blockdev",
+                f"driver=qcow2,node-name=disk,file.driver=file,file.filename={image}",
+            ],
+        )
+        disk = {"vmstate": "disk", "devices": ["disk"]}
+        assert not job(vm, "snapshot-save", tag=retain, **disk)
+        assert not job(vm, "snapshot-load", tag=retain, **disk)
+        assert bool(job(vm, "snapshot-load", tag="off", **disk)) == bool(error)
+        assert not error or error in vm.errors()
+    # A refused snapshot has no effect on the next one.
+    assert not job(vm, "snapshot-load", tag="on", **disk)
 
 
 @pytest.mark.parametrize(
