@@ -9,13 +9,12 @@
  *	send.c: queue->send_lock	ring next and tail, requests of puts and flushes
  *	  bucket->lock		index.c: all index state of the inodes that hash there
  *	    detached_lock		objects whose memory is freed later
- *	    queue->ring_lock		ring head, blocks of the queue, pending flushes and REFs
+ *	    queue->ring_lock		ring head, blocks of the queue, flushes, REFs
  *	      dev->block_lock		free blocks of slots
- *	  dev->window_lock		results of references
  *	  queue->vq_lock		the virtqueue; state of requests that are the device's
  *	    dev->get_lock		free get requests and bounce blocks
  *	      stats.c: state_lock	state for sysfs; also taken alone
- * control_vq_lock and the locks of admit.c, bypass.c and policy.c are leaf locks. That of admit.c
+ * control_vq_lock, window_lock and the locks of admit.c, bypass.c and policy.c are leaf locks. That of admit.c
  * is taken in process context only, with interrupts on. vq_lock and bucket->lock are never held
  * together. Callers may hold mm and file system locks (i_pages), so none of these locks may be held
  * while an mm or file system lock is taken. An interrupt takes send_lock and all locks below it.

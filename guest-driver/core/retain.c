@@ -130,8 +130,10 @@ void tmem_queue_ref(struct tmem_dev *dev, const struct tmem_where *where, u64 in
 	 * If a get found the page in the ring and its put was not sent yet, the put makes the page
 	 * held. A reference would overtake the put.
 	 */
-	if ((s64)(seq - READ_ONCE(queue->next)) >= 0)
+	if ((s64)(seq - READ_ONCE(queue->next)) >= 0) {
+		tmem_count(TMEM_STAT_refs_unneeded);
 		return;
+	}
 	spin_lock(&queue->ring_lock);
 	if (queue->ref_head - queue->ref_tail < TMEM_REF_PENDING) {
 		queue->ref[queue->ref_head % TMEM_REF_PENDING] = (struct tmem_ref){

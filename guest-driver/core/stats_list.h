@@ -47,12 +47,13 @@ TMEM_STAT(puts_stored)
 
 /*
  * pages of refs by what became of their REF: answered HELD or GONE; without such an answer; not
- * sent. Pages whose put was still in the ring need none.
+ * sent; not needed, because the put of the page was still in the ring
  */
 TMEM_STAT(refs_held)
 TMEM_STAT(refs_gone)
 TMEM_STAT(refs_unanswered)
 TMEM_STAT(refs_dropped)
+TMEM_STAT(refs_unneeded)
 
 /* hits that the host retained; retained entries that a full index erased */
 TMEM_STAT(retained_hits)

@@ -55,6 +55,7 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 	tmem_original(truncate_inode_pages_range)(mapping, start_byte, last_byte);
 
 	if (ours) {
+		TMEM_HOLD(truncate);
 		/*
 		 * The file system is looked up again, because it may have been registered
 		 * meanwhile.

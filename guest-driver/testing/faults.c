@@ -64,6 +64,10 @@ MODULE_PARM_DESC(test_hold_breaker, "TEST: 1: stop the next task that opened the
 module_param_named(test_hold_feeder, tmem_hold_feeder, uint, 0644);
 MODULE_PARM_DESC(test_hold_feeder, "TEST: 1: stop the feeder thread when it is next woken; reads 2 while it waits; 0: let it continue");
 
+unsigned int tmem_hold_truncate;
+module_param_named(test_hold_truncate, tmem_hold_truncate, uint, 0644);
+MODULE_PARM_DESC(test_hold_truncate, "TEST: 1: stop the next task that removed a range of a file from the page cache, before it erases the range; reads 2 while it waits; 0: let it continue");
+
 /**
  * tmem_hold() - wait here if a test requests that
  * @place: parameter

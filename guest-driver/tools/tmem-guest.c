@@ -82,7 +82,7 @@ static const char status_text[] =
 "  tripped    the host answers late: reads go to the disk until it is in time\n"
 "  offline    the host has no daemon for this guest at the moment\n"
 "  off        the driver does not work here; the reason follows\n"
-"  poisoned   a page from the host was wrong: off until the module is loaded again\n"
+"  poisoned   a page was wrong: off until the module is loaded again\n"
 "\n"
 "Exit status: 0 if on or tripped, otherwise 3.\n";
 
