@@ -14,10 +14,11 @@
  *	  queue->vq_lock		the virtqueue; state of requests that are the device's
  *	    dev->get_lock		free get requests and bounce blocks
  *	      stats.c: state_lock	state for sysfs; also taken alone
- * control_vq_lock, window_lock and the locks of admit.c, bypass.c and policy.c are leaf locks. That of admit.c
- * is taken in process context only, with interrupts on. vq_lock and bucket->lock are never held
- * together. Callers may hold mm and file system locks (i_pages), so none of these locks may be held
- * while an mm or file system lock is taken. An interrupt takes send_lock and all locks below it.
+ * control_vq_lock, window_lock and the locks of admit.c, bypass.c and policy.c are leaf locks. That
+ * of admit.c is taken in process context only, with interrupts on. vq_lock and bucket->lock are
+ * never held together. Callers may hold mm and file system locks (i_pages), so none of these locks
+ * may be held while an mm or file system lock is taken. An interrupt takes send_lock and all locks
+ * below it.
  *
  * No lock or cache line is written by all CPUs for each page of a put or get. bucket->lock belongs
  * to one inode in a bucket, send_lock, ring_lock and vq_lock to one queue. block_lock is taken for

@@ -195,7 +195,7 @@ static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index
 static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 			   struct page *page, bool workingset, bool inside)
 {
-	/* The filter sees each evicted page. A page that the host retains is in the pool already. */
+	/* The filter sees each evicted page. It does not decide on a page that is in the pool. */
 	bool admitted = tmem_admit(dev, key, index, page, workingset);
 	enum tmem_stat why = TMEM_STAT_puts;
 	int err = inside ? refer(dev, key, index, page) : -ENOENT;

@@ -475,7 +475,7 @@ static void send_due(struct tmem_queue *queue, struct turn *turn)
 	struct tmem_dev *dev = queue->dev;
 	unsigned int ref_tail = queue->ref_tail;
 	u64 next = queue->next;
-	bool due, puts, refs;
+	bool due, later, puts, refs;
 
 	/*
 	 * Read the generation before the epoch, against the order of sync_work_fn(), so that slots
@@ -506,8 +506,11 @@ static void send_due(struct tmem_queue *queue, struct turn *turn)
 	 */
 	puts = queue->next != turn->head;
 	refs = waiting_refs(queue);
-	if (due ? !puts && !refs : (queue->next != next && !refs) ||
-				   (queue->ref_tail != ref_tail && !puts))
+	if (due)
+		later = !puts && !refs;
+	else
+		later = (queue->next != next && !refs) || (queue->ref_tail != ref_tail && !puts);
+	if (later)
 		WRITE_ONCE(queue->kick_at, jiffies + msecs_to_jiffies(TMEM_PUT_DELAY_MS));
 }
 
