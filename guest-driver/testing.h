@@ -21,6 +21,7 @@
 extern unsigned int tmem_inject_ring_full;
 extern unsigned int tmem_inject_nomem;
 extern unsigned int tmem_inject_corrupt;
+extern unsigned int tmem_inject_retained_changed;
 bool tmem_inject(atomic_t *calls, unsigned int every);
 
 /*
@@ -32,6 +33,7 @@ bool tmem_inject(atomic_t *calls, unsigned int every);
 #define TMEM_HOLD(place)	tmem_hold(&tmem_hold_##place)
 enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
 extern unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker, tmem_hold_feeder;
+extern unsigned int tmem_hold_truncate;
 void tmem_hold(unsigned int *place);
 
 extern unsigned long tmem_test_index_bytes;

@@ -76,17 +76,25 @@ unsigned long tmem_pool_pages(struct tmem_pool *pool);
 void tmem_pool_free(struct tmem_pool *pool);
 
 /*
- * Copies a page into the put ring and enters it into the index. Any context but NMI, interrupts on
- * or off; never waits. Returns whether the page was taken; if not, its entry is erased.
+ * Copies a page into the put ring and enters it into the index. If the host has retained the page
+ * since a get, and the page has not changed, the host is only told that it holds the page again.
+ * Any context but NMI, interrupts on or off; never waits. Returns whether the page was taken; if
+ * not, its entry is erased.
  * @workingset: the page was used again after it was read in.
+ * @inside: the page lies completely inside the file. Only such pages are retained, because the
+ * bytes behind the end of a file can change without a write.
  *
  * The page is sent to the host when a batch is full, or within TMEM_PUT_DELAY_MS (10 ms, in ticks),
  * unless the host has as many batches as it can have: see core/send.c.
  */
-bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset);
-/* Calls tmem_put() for @nr pages that are neighbours in the file and in memory. */
+bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset,
+	      bool inside);
+/*
+ * Calls tmem_put() for @nr pages that are neighbours in the file and in memory. Pages from
+ * @inside_end on do not lie completely inside the file.
+ */
 unsigned int tmem_put_pages(const struct tmem_key *key, pgoff_t index, struct page *page,
-			    unsigned int nr, bool workingset);
+			    unsigned int nr, bool workingset, pgoff_t inside_end);
 /*
  * Sends batches that puts have filled. A kernel for which tmem_has_put_end() is true calls it after
  * the puts, when it has released the i_pages lock. Any context but NMI. If no batch is full, the
@@ -136,12 +144,13 @@ bool tmem_policy_never(const struct tmem_key *key);
 int tmem_policy_forbid(const struct tmem_key *key);
 void tmem_policy_forget(struct tmem_pool *pool, u64 ino);
 
-/* Returns how many pages of the inode the index has. Any context but NMI. */
+/* Returns how many pages of the inode the pool has, held and retained ones. Any context but NMI. */
 unsigned long tmem_held_pages(const struct tmem_key *key);
 
 /*
- * Sets bit i of @held if the index has page @index + i. The bitmap has @nr bits and is cleared
- * first. Returns the number of bits set. Any context but NMI; there is no exit to the host.
+ * Sets bit i of @held if the index has page @index + i and the page is not retained. The bitmap
+ * has @nr bits and is cleared first. Returns the number of bits set. Any context but NMI; there is
+ * no exit to the host.
  */
 unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 		       unsigned long *held);
@@ -166,10 +175,13 @@ u64 tmem_get_deadline_ns(void);
  * page i of @index .. @index + @nr - 1 whose bit is set in @want. On a hit it copies the page into
  * pages[i] (locked by the caller, not uptodate) and leaves the bit set. On a miss it clears the
  * bit, and pages[i] has unspecified content. The entry of each requested page is erased from the
- * index first. Returns the number of hits. Content check and cookie were compared.
+ * index first. The entry stays as a retained one if the host keeps the page. The host may keep
+ * pages before @inside_end, the first page that does not lie completely inside the file. Returns
+ * the number of hits. Content check and cookie were compared.
  */
 unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr,
-		      struct page **pages, unsigned long *want, u64 deadline_ns);
+		      struct page **pages, unsigned long *want, u64 deadline_ns,
+		      pgoff_t inside_end);
 
 /*
  * Informs the core that the content that tmem_get() brought into @from is in the page cache as @to.

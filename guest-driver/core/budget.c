@@ -93,8 +93,8 @@ long tmem_index_bytes(void)
 /**
  * tmem_index_pages() - return the number of entries
  *
- * Return: pages that the host is believed to hold. The number is exact while nothing is entered or
- * erased.
+ * Return: pages that the host is believed to hold or retain. The number is exact while nothing is
+ * entered or erased.
  */
 long tmem_index_pages(void)
 {
@@ -104,6 +104,22 @@ long tmem_index_pages(void)
 	for_each_possible_cpu(cpu)
 		pages += READ_ONCE(per_cpu_ptr(&tmem_index_cpu, cpu)->nr_pages);
 	/* An entry may be counted on a CPU that was read before, and erased on a later one. */
+	return max(pages, 0L);
+}
+
+/**
+ * tmem_index_retained_pages() - return the number of retained entries
+ *
+ * Return: pages that the guest has in its page cache and the host is believed to keep. The number
+ * is exact while nothing is entered, taken or erased.
+ */
+long tmem_index_retained_pages(void)
+{
+	long pages = 0;
+	int cpu;
+
+	for_each_possible_cpu(cpu)
+		pages += READ_ONCE(per_cpu_ptr(&tmem_index_cpu, cpu)->nr_retained);
 	return max(pages, 0L);
 }
 

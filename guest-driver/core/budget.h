@@ -26,6 +26,7 @@ extern struct work_struct tmem_evict_work;
 struct tmem_index_cpu {
 	long stock_bytes;	/* counted in tmem_index_used_bytes and not in use; never below 0 */
 	long nr_pages;		/* entries made on this CPU, less entries erased on it */
+	long nr_retained;	/* part of nr_pages */
 };
 
 DECLARE_PER_CPU(struct tmem_index_cpu, tmem_index_cpu);
@@ -34,6 +35,12 @@ DECLARE_PER_CPU(struct tmem_index_cpu, tmem_index_cpu);
 static inline void tmem_index_add_pages(long pages)
 {
 	this_cpu_add(tmem_index_cpu.nr_pages, pages);
+}
+
+/* Adds to the number of retained entries, in any context. */
+static inline void tmem_index_add_retained(long pages)
+{
+	this_cpu_add(tmem_index_cpu.nr_retained, pages);
 }
 
 void tmem_index_budget_init(long limit_bytes, long table_bytes);

@@ -9,15 +9,16 @@
  *	send.c: queue->send_lock	ring next and tail, requests of puts and flushes
  *	  bucket->lock		index.c: all index state of the inodes that hash there
  *	    detached_lock		objects whose memory is freed later
- *	    queue->ring_lock		ring head, blocks of the queue, list of pending flushes
+ *	    queue->ring_lock		ring head, blocks of the queue, flushes, REFs
  *	      dev->block_lock		free blocks of slots
  *	  queue->vq_lock		the virtqueue; state of requests that are the device's
  *	    dev->get_lock		free get requests and bounce blocks
  *	      stats.c: state_lock	state for sysfs; also taken alone
- * control_vq_lock and the locks of admit.c, bypass.c and policy.c are leaf locks. That of admit.c
- * is taken in process context only, with interrupts on. vq_lock and bucket->lock are never held
- * together. Callers may hold mm and file system locks (i_pages), so none of these locks may be held
- * while an mm or file system lock is taken. An interrupt takes send_lock and all locks below it.
+ * control_vq_lock, window_lock and the locks of admit.c, bypass.c and policy.c are leaf locks. That
+ * of admit.c is taken in process context only, with interrupts on. vq_lock and bucket->lock are
+ * never held together. Callers may hold mm and file system locks (i_pages), so none of these locks
+ * may be held while an mm or file system lock is taken. An interrupt takes send_lock and all locks
+ * below it.
  *
  * No lock or cache line is written by all CPUs for each page of a put or get. bucket->lock belongs
  * to one inode in a bucket, send_lock, ring_lock and vq_lock to one queue. block_lock is taken for
@@ -95,6 +96,8 @@
  */
 #define TMEM_WAITING_DIVISOR	2
 #define TMEM_FLUSHES_IN_FLIGHT	2
+/* The host answers a batch of references in a fraction of the time of a batch of puts. */
+#define TMEM_REFS_IN_FLIGHT	2
 /*
  * Batches that a sender takes back, sends or erases before it enables interrupts. A batch of 64
  * puts takes some microseconds.
@@ -105,6 +108,14 @@
  * those pages.
  */
 #define TMEM_FLUSH_PENDING	256
+/*
+ * References of a queue that wait to be sent: eight batches, more than the host has of puts and
+ * references together. Further ones are dropped. The host then still has the page, as a retained
+ * one.
+ */
+#define TMEM_REF_PENDING	512
+/* Results of references by which the driver decides whether it lets the host retain pages. */
+#define TMEM_REF_WINDOW		1024
 /* Number of get requests, 1.7 KiB each. A reader that finds no free request has a miss. */
 #define TMEM_GET_REQUESTS	32
 
@@ -122,9 +133,13 @@ struct tmem_flush_batch;
 struct tmem_flush_range;
 struct tmem_put_batch;
 struct tmem_queue;
+struct tmem_ref;
+struct tmem_ref_batch;
 struct tmem_slot;
 
-enum tmem_req_kind { TMEM_REQ_PUT, TMEM_REQ_FLUSH, TMEM_REQ_GET, TMEM_REQ_CONTROL };
+enum tmem_req_kind {
+	TMEM_REQ_PUT, TMEM_REQ_FLUSH, TMEM_REQ_REF, TMEM_REQ_GET, TMEM_REQ_CONTROL
+};
 
 /*
  * The state says who may touch a request's buffers: the driver in FREE and DONE, the device in SENT
@@ -159,6 +174,7 @@ struct tmem_get_req {
 	unsigned int count;
 	unsigned int nr_blocks;
 	u64 sent_ns;			/* when a reader began to wait for it */
+	u64 retain;			/* pages that the device may retain, one bit each */
 	void *block[TMEM_BATCH_BLOCKS];
 	u64 entry[VIRTIO_TMEM_BATCH_MAX];
 	struct {
@@ -190,19 +206,21 @@ struct tmem_queue {
 	u64 tail;			/* oldest slot not free */
 	unsigned int puts_in_flight;
 	unsigned int flushes_in_flight;
+	unsigned int refs_in_flight;
 	bool timed;			/* the feeder will look at kick_at whether to send */
 	bool unwatched;			/* the feeder does not, until an answer comes */
 	bool attention;			/* the feeder should look at once */
-	unsigned long kick_at;		/* when puts that fill no batch are sent, in jiffies */
+	unsigned long kick_at;		/* when what fills no batch is sent, in jiffies */
 	struct tmem_put_batch *put[TMEM_PUTS_IN_FLIGHT];
 	struct tmem_flush_batch *flush[TMEM_FLUSHES_IN_FLIGHT];
+	struct tmem_ref_batch *ref_batch[TMEM_REFS_IN_FLIGHT];
 	struct irq_work send_work;	/* sends full batches */
 
 	spinlock_t vq_lock ____cacheline_aligned_in_smp;	/* guards vq, request states */
 	struct virtqueue *vq;
 	bool stalled;			/* the virtqueue is full until an answer comes */
 
-	/* Guards head, seq_start, map and pending flushes. Each put takes it. */
+	/* Guards head, seq_start, map, pending flushes and references. Each put takes it. */
 	spinlock_t ring_lock ____cacheline_aligned_in_smp;
 	u64 head;			/* next sequence number to reserve */
 	u64 seq_start;			/* sequence number whose cookie offset is queue->nr */
@@ -210,6 +228,10 @@ struct tmem_queue {
 	u16 *map;			/* block numbers, by sequence number / TMEM_BLOCK_PAGES */
 	unsigned int nr_flush;
 	struct tmem_flush_range *pending;
+	/* References that wait, from ref_tail to ref_head, at their number % TMEM_REF_PENDING. */
+	unsigned int ref_head;
+	unsigned int ref_tail;		/* written under send_lock as well */
+	struct tmem_ref *ref;		/* NULL if dev->retain is false, like ref_batch[] */
 } ____cacheline_aligned_in_smp;
 
 struct tmem_dev {
@@ -226,6 +248,7 @@ struct tmem_dev {
 	unsigned int batch_max;
 	unsigned int batch_full;	/* number of puts that are sent without waiting for more */
 	unsigned int pools_max;
+	bool retain;			/* VIRTIO_TMEM_F_RETAIN is negotiated */
 	struct tmem_queue *queue;
 	unsigned long memory_bytes;
 	struct tmem_admit *admit;
@@ -242,6 +265,12 @@ struct tmem_dev {
 	u16 *free;			/* ring of free blocks, oldest first */
 	unsigned int first_free;
 	unsigned int nr_free;
+
+	/* Guards window and its place. nr_gone is written under it, and also read without it. */
+	spinlock_t window_lock ____cacheline_aligned_in_smp;
+	DECLARE_BITMAP(window, TMEM_REF_WINDOW);	/* last results: set for GONE */
+	unsigned int window_at;
+	unsigned int nr_gone;		/* bits set in window */
 
 	/* Feeder thread of all request queues. */
 	struct task_struct *feeder ____cacheline_aligned_in_smp;
@@ -297,6 +326,7 @@ void tmem_dev_report_any(void);
 void tmem_index_reserve(long bytes);
 long tmem_index_bytes(void);
 long tmem_index_pages(void);
+long tmem_index_retained_pages(void);
 
 /* index.c */
 struct tmem_where {
@@ -310,8 +340,12 @@ void tmem_index_exit(void);
 u32 tmem_index_bucket(const struct tmem_key *key);
 int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		     struct tmem_where *where);
-unsigned int tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned int nr,
-			     const unsigned long *want, u64 *entry, struct tmem_where *where);
+void tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned int nr,
+		     const unsigned long *want, u64 keep, u64 *entry, struct tmem_where *where);
+void tmem_index_forget(u32 bucket, u64 object, pgoff_t index, u64 mask);
+bool tmem_index_retained(const struct tmem_key *key, pgoff_t index);
+int tmem_index_hold(const struct tmem_key *key, pgoff_t index, u32 check, struct tmem_where *where,
+		    u64 *offset);
 unsigned long tmem_index_pool_pages(u32 id);
 void tmem_index_erase_offset(u32 bucket, u64 object, u64 index, u64 offset);
 
@@ -365,6 +399,15 @@ void tmem_ring_renew(struct tmem_queue *queue);
 /* queue.c */
 struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index);
 void tmem_queue_flush(const struct tmem_where *where, u64 index, u64 nr_pages);
+
+/* retain.c */
+int tmem_retain_init(struct tmem_dev *dev, struct tmem_queue *queue);
+void tmem_retain_exit(struct tmem_queue *queue);
+bool tmem_retain_wanted(struct tmem_dev *dev);
+void tmem_retain_learn(struct tmem_dev *dev, u64 gone, unsigned int count);
+void tmem_retain_reset(struct tmem_dev *dev);
+void tmem_queue_ref(struct tmem_dev *dev, const struct tmem_where *where, u64 index, u64 offset,
+		    u32 epoch);
 
 /* send.c */
 int tmem_send_init(struct tmem_dev *dev, struct tmem_queue *queue);

@@ -28,7 +28,7 @@ static unsigned long sweep(u32 id, enum tmem_inval why)
 		hlist_for_each_entry_safe(object, next, &tmem_buckets[i].objects, node) {
 			if (id ? object->pool != id : tmem_pool_live(object->pool))
 				continue;
-			tmem_index_add_pages(-(long)object->nr_pages);
+			uncount_object(object);
 			tmem_count_inval(why, object->nr_pages);
 			erased += object->nr_pages;
 			unlink_object(object, &freed);
@@ -75,15 +75,17 @@ void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why)
 
 /*
  * Runs one step of the evictor: visits about LEAVES_PER_LOCK leaves of a bucket, from (@at, @nr)
- * on. Returns false if the bucket is done.
+ * on. If @only_retained, erases all retained entries, and otherwise leaves as CLOCK does. Returns
+ * false if the bucket is done.
  */
-static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
+static bool evict_step(struct bucket *bucket, bool only_retained, u64 *at, unsigned long *nr)
 {
 	struct hlist_node *next;
 	struct object *object;
 	unsigned int budget = LEAVES_PER_LOCK;
-	unsigned long evicted = 0;
+	unsigned long evicted = 0, retained_evicted = 0;
 	struct leaf *leaf;
+	u64 retained;
 	bool more = false;
 
 	spin_lock_irq(&bucket->lock);
@@ -94,15 +96,21 @@ static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
 		 */
 		if (object->id > *at)
 			continue;
+		if (only_retained && !object->nr_retained)
+			continue;
 		if (object->id < *at)
 			*nr = 0;
 		*at = object->id;
 		leaf = xa_find(&object->leaves, nr, ULONG_MAX, XA_PRESENT);
 		while (leaf) {
-			if (leaf->referenced)
+			retained = leaf->retained;
+			if (leaf->referenced && !only_retained) {
 				leaf->referenced = 0;
-			else
-				evicted += tmem_leaf_erase(object, *nr, leaf, ~0ULL);
+			} else if (retained || !only_retained) {
+				retained_evicted += hweight64(retained);
+				evicted += tmem_leaf_erase(object, *nr, leaf,
+							   only_retained ? retained : ~0ULL);
+			}
 			if (!budget--) {
 				(*nr)++;	/* the next step must not visit this leaf again */
 				more = true;
@@ -116,32 +124,42 @@ static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
 			break;
 	}
 	spin_unlock_irq(&bucket->lock);
-	tmem_count_n(TMEM_STAT_index_evicted, evicted);
+	tmem_count_n(TMEM_STAT_index_evicted, evicted - retained_evicted);
+	tmem_count_n(TMEM_STAT_retained_evicted, retained_evicted);
 	return more;
 }
 
-/*
- * Makes room in a full index, until an eighth of it is free. Like the CLOCK algorithm, it erases
- * leaves into which no entry was stored since its last visit. The driver does not tell the host:
- * the host's own eviction later drops its copies of these pages.
- */
-static void evict_work_fn(struct work_struct *work)
+/* Visits buckets, at most @visits, until the index uses at most @low bytes. */
+static void evict(bool only_retained, unsigned long visits, long low)
 {
-	unsigned long evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted);
-	struct tmem_dev *dev;
-	unsigned long visits = 2UL << tmem_bucket_bits;
-	long low = tmem_index_limit() / 8 * 7;
 	unsigned long nr;
 	u64 at;
 
 	for (; visits && atomic_long_read(&tmem_index_used_bytes) > low; visits--) {
 		at = U64_MAX;
 		nr = 0;
-		while (evict_step(&tmem_buckets[evict_hand], &at, &nr))
+		while (evict_step(&tmem_buckets[evict_hand], only_retained, &at, &nr))
 			cond_resched();
 		evict_hand = (evict_hand + 1) & ((1U << tmem_bucket_bits) - 1);
 		cond_resched();
 	}
+}
+
+/*
+ * Makes room in a full index, until an eighth of it is free. It first erases retained entries,
+ * because their pages are in the page cache: they are copied when they are evicted. Then, like the
+ * CLOCK algorithm, it erases leaves into which no entry was stored since its last visit. The driver
+ * does not tell the host: the host's own eviction later drops its copies of these pages.
+ */
+static void evict_work_fn(struct work_struct *work)
+{
+	unsigned long evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted);
+	struct tmem_dev *dev;
+	long low = tmem_index_limit() / 8 * 7;
+
+	if (tmem_index_retained_pages())
+		evict(true, 1UL << tmem_bucket_bits, low);
+	evict(false, 2UL << tmem_bucket_bits, low);
 	evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted) - evicted;
 	rcu_read_lock();
 	dev = rcu_dereference(tmem_device);

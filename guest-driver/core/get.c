@@ -2,6 +2,10 @@
 /*
  * Gets: take index entries out, request their pages, and wait until a deadline.
  *
+ * A get may let the host retain a page. The entry of such a page stays in the index, marked as
+ * retained, before the page is requested. It is erased when the get ends without the page, or the
+ * host did not retain it. A get never adds an entry.
+ *
  * The device writes to bounce pages only. A bounce page belongs to the device until the device
  * answers or is reset. A request for which no task waits any more keeps its pages, so that a late
  * answer cannot land in memory that was given away. When all bounce pages are with the device, gets
@@ -127,6 +131,7 @@ static int get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 genera
 		.type = cpu_to_le16(VIRTIO_TMEM_T_GET),
 		.count = cpu_to_le16(count),
 		.pool = cpu_to_le32(pool),
+		.retain = cpu_to_le64(get->retain),
 	};
 	memset(&get->in, VIRTIO_TMEM_S_UNANSWERED, sizeof(get->in));
 	get->req.room_bytes = offsetof(typeof(get->in), page[count]) + count * PAGE_SIZE;
@@ -334,6 +339,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 			return;
 		get->queue = &dev->queue[i];
 		get->count = 1;
+		get->retain = 0;
 		get->out.get.object = cpu_to_le64(1);
 		get->out.get.index = 0;
 		get->out.cookie[0] = 0;
@@ -380,11 +386,14 @@ struct get_call {
 	pgoff_t index;
 	struct page **pages;
 	unsigned long *want;
+	pgoff_t inside_end;
 	u64 generation;
 	u64 spin_until_ns;
 	u64 deadline_ns;
 	u64 waited_ns;
+	u32 bucket;
 	struct tmem_get_req *burst[GET_BURST];
+	u64 burst_object[GET_BURST];
 	unsigned int burst_first[GET_BURST];
 	unsigned int burst_count[GET_BURST];
 	unsigned int nr_burst;
@@ -398,6 +407,15 @@ static void miss(struct get_call *call, unsigned int i, enum tmem_stat why)
 {
 	__clear_bit(i, call->want);
 	tmem_count(why);
+}
+
+/*
+ * Erases the retained entries of pages @first + i whose bit i is set in @mask; all lie in one leaf.
+ */
+static void forget(struct get_call *call, u64 object, unsigned int first, u64 mask)
+{
+	if (mask)
+		tmem_index_forget(call->bucket, object, call->index + first, mask);
 }
 
 /* Returns whether the content check is right, computed on the page that the caller will use. */
@@ -421,7 +439,8 @@ static bool check_page(struct get_call *call, unsigned int i, u64 entry)
 	return false;
 }
 
-static void take_page(struct get_call *call, struct tmem_get_req *get, unsigned int nr, u8 status)
+/* Takes a page of an answer. Returns whether it is right and the host retained it. */
+static bool take_page(struct get_call *call, struct tmem_get_req *get, unsigned int nr, u8 status)
 {
 	unsigned int i = get->first + nr;
 	enum tmem_stat why = TMEM_STAT_misses_answer;
@@ -443,10 +462,11 @@ static void take_page(struct get_call *call, struct tmem_get_req *get, unsigned 
 	data = kmap_local_page(call->pages[i]);
 	copy_page(data, get->block[nr / TMEM_BLOCK_PAGES] + nr % TMEM_BLOCK_PAGES * PAGE_SIZE);
 	kunmap_local(data);
-	check_page(call, i, get->entry[nr]);
-	return;
+	return check_page(call, i, get->entry[nr]) &&
+	       READ_ONCE(get->in.page[nr].flags) & VIRTIO_TMEM_GET_RETAINED;
 no:
 	miss(call, i, why);
+	return false;
 }
 
 /* Waits for all requests of the burst and takes the pages that they brought. */
@@ -456,6 +476,7 @@ static void finish_burst(struct get_call *call)
 	struct tmem_get_req *get;
 	unsigned int b, nr;
 	bool answered;
+	u64 retained;
 	u8 status;
 
 	for (b = 0; b < call->nr_burst; b++) {
@@ -473,6 +494,9 @@ static void finish_burst(struct get_call *call)
 			 */
 			for (nr = 0; nr < call->burst_count[b]; nr++)
 				miss(call, call->burst_first[b] + nr, TMEM_STAT_misses_late);
+			if (call->dev->retain)
+				forget(call, call->burst_object[b], call->burst_first[b],
+				       GENMASK_ULL(call->burst_count[b] - 1, 0));
 			tmem_count(TMEM_STAT_late);
 			call->late = true;
 			continue;
@@ -485,17 +509,25 @@ static void finish_burst(struct get_call *call)
 			tmem_count(TMEM_STAT_stale);
 			tmem_dev_resync(call->dev, false);
 		}
+		retained = 0;
 		for (nr = 0; nr < get->count; nr++)
-			take_page(call, get, nr, status);
+			if (take_page(call, get, nr, status))
+				retained |= BIT_ULL(nr);
+		retained &= get->retain;
+		tmem_count_n(TMEM_STAT_retained_hits, hweight64(retained));
+		forget(call, call->burst_object[b], get->first, get->retain & ~retained);
 		tmem_bounce_free(call->dev, get);
 	}
 	call->nr_burst = 0;
 }
 
-/* Requests pages first .. first + count - 1, whose entries were taken out. */
+/*
+ * Requests pages first .. first + count - 1, whose entries were taken. Bit i of @retain is set if
+ * the entry of page first + i stays as a retained one.
+ */
 static void request_pages(struct get_call *call, struct tmem_queue *queue,
 			  const struct tmem_where *where, unsigned int first, unsigned int count,
-			  const u64 *entry)
+			  const u64 *entry, u64 retain)
 {
 	struct tmem_dev *dev = call->dev;
 	struct tmem_get_req *get;
@@ -515,6 +547,7 @@ static void request_pages(struct get_call *call, struct tmem_queue *queue,
 	get->queue = queue;
 	get->first = first;
 	get->count = count;
+	get->retain = retain;
 	get->out.get.object = cpu_to_le64(where->object);
 	get->out.get.index = cpu_to_le64(call->index + first);
 	base = READ_ONCE(dev->cookie_base);
@@ -528,6 +561,7 @@ static void request_pages(struct get_call *call, struct tmem_queue *queue,
 		tmem_bounce_free(dev, get);
 		goto no;
 	}
+	call->burst_object[call->nr_burst] = where->object;
 	call->burst_first[call->nr_burst] = first;
 	call->burst_count[call->nr_burst] = count;
 	call->burst[call->nr_burst++] = get;
@@ -535,25 +569,46 @@ static void request_pages(struct get_call *call, struct tmem_queue *queue,
 no:
 	for (nr = 0; nr < count; nr++)
 		miss(call, first + nr, why);
+	forget(call, where->object, first, retain);
+}
+
+/*
+ * Returns the pages from .. to - 1 of the call that the host may retain: bit i for page from + i.
+ */
+static u64 may_retain(struct get_call *call, unsigned int from, unsigned int to)
+{
+	pgoff_t first = call->index + from;
+
+	if (first >= call->inside_end || !tmem_retain_wanted(call->dev))
+		return 0;
+	return GENMASK_ULL(min_t(pgoff_t, to - from, call->inside_end - first) - 1, 0);
+}
+
+/* Returns @count bits of @mask, from bit @first on. */
+static u64 part_of(u64 mask, unsigned int first, unsigned int count)
+{
+	return mask >> first & GENMASK_ULL(count - 1, 0);
 }
 
 /* Gets pages from .. to - 1 of the call, all in one 64-page unit of the index. */
 static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
 {
 	unsigned int nr = to - from, i, run = 0;
-	u64 entry[VIRTIO_TMEM_BATCH_MAX];
+	u64 entry[VIRTIO_TMEM_BATCH_MAX], keep;
 	struct tmem_where where = {};
 	struct tmem_queue *queue;
 	unsigned long want = 0;
+	bool there, good;
 	void *data;
-	bool there;
 
 	for (i = 0; i < nr; i++)
 		if (test_bit(from + i, call->want))
 			want |= BIT(i);
 	if (!want)
 		return;
-	tmem_index_take(call->key, call->index + from, nr, &want, entry, &where);
+	keep = may_retain(call, from, to);
+	tmem_index_take(call->key, call->index + from, nr, &want, keep, entry, &where);
+	call->bucket = where.bucket;
 	queue = tmem_queue_of(call->dev, where.bucket, call->index + from);
 
 	for (i = 0; i < nr; i++) {
@@ -567,19 +622,27 @@ static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
 			there = tmem_ring_copy(call->dev, queue, entry[i], data);
 			kunmap_local(data);
 		}
-		if (there && check_page(call, from + i, entry[i]))
-			tmem_count(TMEM_STAT_ring_hits);
+		if (there) {
+			good = check_page(call, from + i, entry[i]);
+			tmem_count_n(TMEM_STAT_ring_hits, good);
+			if (!good)
+				forget(call, where.object, from + i, keep >> i & 1);
+			else if (keep & BIT_ULL(i))
+				tmem_count(TMEM_STAT_retained_hits);
+		}
 		/* A run of pages that only the host has is sent as one request. */
 		if (!there && entry[i] && run < call->dev->batch_max) {
 			run++;
 			continue;
 		}
 		if (run)
-			request_pages(call, queue, &where, from + i - run, run, &entry[i - run]);
+			request_pages(call, queue, &where, from + i - run, run, &entry[i - run],
+				      part_of(keep, i - run, run));
 		run = !there && entry[i] ? 1 : 0;
 	}
 	if (run)
-		request_pages(call, queue, &where, to - run, run, &entry[nr - run]);
+		request_pages(call, queue, &where, to - run, run, &entry[nr - run],
+			      part_of(keep, nr - run, run));
 }
 
 /**
@@ -600,6 +663,8 @@ u64 tmem_get_deadline_ns(void)
  * @pages: destinations, locked by the caller and not uptodate
  * @want: bitmap of @nr bits: the pages to get; on return the pages that were got
  * @deadline_ns: from tmem_get_deadline_ns(); nothing is requested after it
+ * @inside_end: number of the first page that does not lie completely inside the file; the host does
+ *   not retain this page and later ones
  *
  * Context: process, may sleep until the deadline. A destination that was not got has unspecified
  * content.
@@ -607,7 +672,8 @@ u64 tmem_get_deadline_ns(void)
  * Return: number of hits.
  */
 unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr,
-		      struct page **pages, unsigned long *want, u64 deadline_ns)
+		      struct page **pages, unsigned long *want, u64 deadline_ns,
+		      pgoff_t inside_end)
 {
 	unsigned int wanted = bitmap_weight(want, nr), from, to;
 	enum tmem_stat why = TMEM_STAT_misses_offline;
@@ -636,6 +702,7 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 		.index = index,
 		.pages = pages,
 		.want = want,
+		.inside_end = inside_end,
 		.spin_until_ns = now_ns + (u64)spin_us * NSEC_PER_USEC,
 		.deadline_ns = deadline_ns,
 		.generation = READ_ONCE(dev->generation),

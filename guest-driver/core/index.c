@@ -25,6 +25,12 @@
  * - Put answered REFUSED and a later put of the same page: the entry is erased only if the cookie
  *   is the same.
  *
+ * - Retained entries: a get leaves the entry of a page that the host may retain, and marks it, so
+ *   that no other get takes it. The folio of the page is locked and in the page cache. If the get
+ *   ends without the page, it erases the entry before the folio is unlocked. An invalidation erases
+ *   retained entries as it erases others. Reclaim makes an entry held only if the content is the
+ *   same, after the checks of a put, which it makes under this lock.
+ *
  * tmem_held(), which finds out whether a get is worthwhile, reads without the lock. Objects and
  * leaves come from slab caches whose memory keeps its type while RCU readers run. So the reader
  * finds an old, a new or an unrelated object, but always an object. A wrong answer costs a read
@@ -117,7 +123,7 @@ void tmem_object_detach(u32 bucket, struct object *object, enum tmem_inval why)
 	struct tmem_where where = { object->id, object->pool, bucket };
 
 	lockdep_assert_held(&tmem_buckets[bucket].lock);
-	tmem_index_add_pages(-(long)object->nr_pages);
+	uncount_object(object);
 	note_erased(object, 0, TMEM_INDEX_MAX, object->nr_pages, why);
 	tmem_queue_flush(&where, 0, VIRTIO_TMEM_TO_END);
 	spin_lock(&detached_lock);
@@ -159,6 +165,7 @@ static struct object *new_object(u32 nr, const struct tmem_key *key, u32 pool)
 	WRITE_ONCE(object->igen, key->igen);
 	WRITE_ONCE(object->pool, pool);
 	object->nr_pages = 0;
+	object->nr_retained = 0;
 	xa_init(&object->leaves);
 	hlist_add_head_rcu(&object->node, &bucket->objects);
 	return object;
@@ -234,26 +241,25 @@ unlock:
 }
 
 /**
- * tmem_index_take() - take entries out, to request their pages
+ * tmem_index_take() - take held entries, to request their pages
  * @key: pool and inode
  * @index: first page number; all pages lie in one leaf (64 pages, aligned)
  * @nr: number of pages
  * @want: bit i is set if page @index + i is wanted
- * @entry: set to the entry of each page, 0 where there is none
+ * @keep: bit i is set if the entry of page @index + i stays as a retained one; others are erased
+ * @entry: set to the entry of each page, 0 where none is held
  * @where: set to the object's id and place if anything was taken
- *
- * Return: number of entries taken.
  */
-unsigned int tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned int nr,
-			     const unsigned long *want, u64 *entry, struct tmem_where *where)
+void tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned int nr,
+		     const unsigned long *want, u64 keep, u64 *entry, struct tmem_where *where)
 {
 	u32 bucket_nr = bucket_of(key->pool, key->ino);
 	unsigned int base = index & (LEAF_PAGES - 1);
 	struct bucket *bucket = &tmem_buckets[bucket_nr];
-	unsigned int i, taken = 0;
 	struct object *object;
 	unsigned long flags;
 	struct leaf *leaf;
+	unsigned int i;
 	u64 mask = 0;
 
 	memset(entry, 0, nr * sizeof(*entry));
@@ -269,7 +275,7 @@ unsigned int tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned
 	if (!leaf)
 		goto unlock;
 	for_each_set_bit(i, want, nr) {
-		if (!(leaf->present & BIT_ULL(base + i)))
+		if (!(leaf->present & ~leaf->retained & BIT_ULL(base + i)))
 			continue;
 		entry[i] = leaf->entry[leaf_rank(leaf, base + i)];
 		mask |= BIT_ULL(base + i);
@@ -279,16 +285,113 @@ unsigned int tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned
 	where->object = object->id;
 	where->pool = object->pool;
 	where->bucket = bucket_nr;
-	taken = tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, mask);
+	keep = mask & keep << base;
+	tmem_leaf_retain(object, leaf, keep);
+	tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, mask & ~keep);
 	if (!object->nr_pages)
 		tmem_object_free_empty(object);
 unlock:
 	spin_unlock_irqrestore(&bucket->lock, flags);
-	return taken;
+}
+
+static struct object *find_object_id(struct bucket *bucket, u64 id)
+{
+	struct object *object;
+
+	lockdep_assert_held(&bucket->lock);
+	hlist_for_each_entry(object, &bucket->objects, node)
+		if (object->id == id)
+			return object;
+	return NULL;
 }
 
 /**
- * tmem_index_erase_offset() - erase the entry of a put that was not stored
+ * tmem_index_forget() - erase retained entries whose pages a get did not bring, or not retained
+ * @nr: bucket of the object
+ * @id: object of the get
+ * @index: page number; all pages lie in one leaf
+ * @mask: bit i is set for page @index + i, whose folio the caller has locked
+ *
+ * The caller's lock on the folios keeps other tasks from making new entries for these pages.
+ */
+void tmem_index_forget(u32 nr, u64 id, pgoff_t index, u64 mask)
+{
+	struct bucket *bucket = &tmem_buckets[nr];
+	struct object *object;
+	unsigned long flags;
+	struct leaf *leaf;
+
+	spin_lock_irqsave(&bucket->lock, flags);
+	object = find_object_id(bucket, id);
+	leaf = object ? xa_load(&object->leaves, index >> LEAF_SHIFT) : NULL;
+	if (leaf) {
+		mask <<= index & (LEAF_PAGES - 1);
+		tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, leaf->retained & mask);
+		if (!object->nr_pages)
+			tmem_object_free_empty(object);
+	}
+	spin_unlock_irqrestore(&bucket->lock, flags);
+}
+
+/**
+ * tmem_index_hold() - make the retained entry of an evicted page held
+ * @key: pool and inode
+ * @index: page number
+ * @check: content check of the page
+ * @where: set to the object's id and place if 0 is returned
+ * @offset: set to the cookie offset of the entry if 0 is returned
+ *
+ * Return: 0; -ENOENT if there is no retained entry; -EPERM if the inode is bypassed; -EACCES if a
+ * policy forbids it; -EILSEQ if the content is not that of the entry, which was erased.
+ */
+int tmem_index_hold(const struct tmem_key *key, pgoff_t index, u32 check, struct tmem_where *where,
+		    u64 *offset)
+{
+	u32 nr = bucket_of(key->pool, key->ino);
+	unsigned int bit = index & (LEAF_PAGES - 1);
+	struct bucket *bucket = &tmem_buckets[nr];
+	struct object *object;
+	unsigned long flags;
+	struct leaf *leaf;
+	int err = -ENOENT;
+	u64 entry;
+
+	spin_lock_irqsave(&bucket->lock, flags);
+	object = find_object(bucket, key->pool, key->ino);
+	if (object && object->igen != key->igen) {
+		tmem_object_detach(nr, object, TMEM_INVAL_INODE);
+		object = NULL;
+	}
+	leaf = object ? xa_load(&object->leaves, index >> LEAF_SHIFT) : NULL;
+	if (!leaf || !(leaf->retained & BIT_ULL(bit)))
+		goto unlock;
+	entry = leaf->entry[leaf_rank(leaf, bit)];
+	if (tmem_is_bypassed(key->pool, key->ino)) {
+		err = -EPERM;
+	} else if (tmem_policy_never(key)) {
+		err = -EACCES;
+	} else if (tmem_entry_check(entry) != check) {
+		err = -EILSEQ;
+		tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
+		note_erased(object, index, index, 1, TMEM_INVAL_DROPPED);
+		if (!object->nr_pages)
+			tmem_object_free_empty(object);
+	} else {
+		err = 0;
+		tmem_leaf_hold(object, leaf, BIT_ULL(bit));
+		leaf->referenced = 1;
+		where->object = object->id;
+		where->pool = object->pool;
+		where->bucket = nr;
+		*offset = tmem_entry_offset(entry);
+	}
+unlock:
+	spin_unlock_irqrestore(&bucket->lock, flags);
+	return err;
+}
+
+/**
+ * tmem_index_erase_offset() - erase the entry of a put whose page the host does not have
  * @nr: bucket of the put
  * @id: object of the put
  * @index: page number
@@ -303,18 +406,14 @@ void tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
 	struct leaf *leaf;
 
 	spin_lock_irqsave(&bucket->lock, flags);
-	hlist_for_each_entry(object, &bucket->objects, node) {
-		if (object->id != id)
-			continue;
-		leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
-		if (leaf && leaf->present & BIT_ULL(bit) &&
-		    tmem_entry_offset(leaf->entry[leaf_rank(leaf, bit)]) == offset) {
-			tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
-			note_erased(object, index, index, 1, TMEM_INVAL_DROPPED);
-			if (!object->nr_pages)
-				tmem_object_free_empty(object);
-		}
-		break;
+	object = find_object_id(bucket, id);
+	leaf = object ? xa_load(&object->leaves, index >> LEAF_SHIFT) : NULL;
+	if (leaf && leaf->present & BIT_ULL(bit) &&
+	    tmem_entry_offset(leaf->entry[leaf_rank(leaf, bit)]) == offset) {
+		tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
+		note_erased(object, index, index, 1, TMEM_INVAL_DROPPED);
+		if (!object->nr_pages)
+			tmem_object_free_empty(object);
 	}
 	spin_unlock_irqrestore(&bucket->lock, flags);
 }
@@ -437,7 +536,7 @@ static struct object *find_object_rcu(struct bucket *bucket, const struct tmem_p
  * @key: pool and inode
  * @index: first page number
  * @nr: number of pages
- * @held: bitmap of @nr bits: set to the pages that have an entry
+ * @held: bitmap of @nr bits: set to the pages that have a held entry
  *
  * This function takes no lock, so that a miss costs as little as one in the page cache. For pages
  * that are put or erased meanwhile the answer may be wrong in both directions.
@@ -474,7 +573,8 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 		 */
 		for (i = index >> LEAF_SHIFT; i <= last >> LEAF_SHIFT; i++) {
 			leaf = xa_load(&object->leaves, i);
-			mask = leaf ? READ_ONCE(leaf->present) & leaf_mask(i, index, last) : 0;
+			mask = leaf ? READ_ONCE(leaf->present) & ~READ_ONCE(leaf->retained) &
+				      leaf_mask(i, index, last) : 0;
 			for (; mask; mask &= mask - 1, count++) {
 				bit = __ffs64(mask);
 				__set_bit(((u64)i << LEAF_SHIFT) + bit - index, held);
@@ -488,7 +588,33 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 }
 
 /**
- * tmem_held_pages() - count the pages of an inode that could be got
+ * tmem_index_retained() - find out whether a page has a retained entry
+ * @key: pool and inode
+ * @index: page number
+ *
+ * This function takes no lock, like tmem_held(). tmem_index_hold() gives the answer that counts.
+ *
+ * Context: any but NMI.
+ *
+ * Return: true if there is a retained entry.
+ */
+bool tmem_index_retained(const struct tmem_key *key, pgoff_t index)
+{
+	struct bucket *bucket = &tmem_buckets[bucket_of(key->pool, key->ino)];
+	struct object *object;
+	struct leaf *leaf;
+	bool retained;
+
+	rcu_read_lock();
+	object = find_object_rcu(bucket, key->pool, key->ino);
+	leaf = object ? xa_load(&object->leaves, index >> LEAF_SHIFT) : NULL;
+	retained = leaf && READ_ONCE(leaf->retained) & BIT_ULL(index & (LEAF_PAGES - 1));
+	rcu_read_unlock();
+	return retained;
+}
+
+/**
+ * tmem_held_pages() - count the pages of an inode that the pool has, held and retained ones
  * @key: pool and inode
  *
  * Context: any but NMI.

@@ -30,6 +30,13 @@ void tmem_object_detach(u32 bucket, struct object *object, enum tmem_inval why);
 void tmem_object_free(struct object *object);
 void tmem_object_free_empty(struct object *object);
 
+/* Subtracts the pages of an object that is taken out of the index from the numbers of entries. */
+static inline void uncount_object(const struct object *object)
+{
+	tmem_index_add_pages(-(long)object->nr_pages);
+	tmem_index_add_retained(-(long)object->nr_retained);
+}
+
 static inline u32 bucket_of(const struct tmem_pool *pool, u64 ino)
 {
 	return hash_64(ino * GOLDEN_RATIO_64 + pool->serial, tmem_bucket_bits);

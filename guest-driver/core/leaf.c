@@ -6,6 +6,9 @@
  * moves to the next size. Most files are small, and the memory of the index is bounded. Every byte
  * is charged before it is allocated, XArray nodes included. Memory that the slab allocator cannot
  * use is not charged.
+ *
+ * An entry is held or retained. The page of a held entry is in the pool and not in the page cache.
+ * The page of a retained entry is in both: a get brought it, and the host keeps it.
  */
 #include <linux/mm.h>
 #include <linux/slab.h>
@@ -44,6 +47,7 @@ static struct leaf *new_leaf(struct object *object, unsigned long nr, unsigned i
 		goto nomem;
 	/* A reader without a lock may still read a freed leaf whose memory this leaf has now. */
 	WRITE_ONCE(leaf->present, old ? old->present : 0);
+	WRITE_ONCE(leaf->retained, old ? old->retained : 0);
 	leaf->class = class;
 	leaf->referenced = 1;
 	if (old)
@@ -70,7 +74,7 @@ static void remove_leaf(struct object *object, unsigned long nr)
  * tmem_leaf_store() - enter a page
  * @object: object of the page
  * @index: page number
- * @entry: new entry, which replaces the old one
+ * @entry: new entry, which is held and replaces the old one
  *
  * Return: 0; -ENOSPC if the index is full, or -ENOMEM: an old entry is still there then.
  */
@@ -89,6 +93,7 @@ int tmem_leaf_store(struct object *object, u64 index, u64 entry)
 	at = leaf_rank(leaf, bit);
 	if (leaf->present & BIT_ULL(bit)) {
 		leaf->entry[at] = entry;
+		tmem_leaf_hold(object, leaf, BIT_ULL(bit));
 		return 0;
 	}
 	nr = hweight64(leaf->present);
@@ -124,6 +129,7 @@ unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct lea
 
 	if (!erased)
 		return 0;
+	tmem_leaf_hold(object, leaf, mask);
 	object->nr_pages -= erased;
 	tmem_index_add_pages(-(long)erased);
 	if (!(present & ~mask)) {
@@ -138,6 +144,40 @@ unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct lea
 	}
 	WRITE_ONCE(leaf->present, leaf->present & ~mask);
 	return erased;
+}
+
+/**
+ * tmem_leaf_retain() - make held entries of a leaf retained
+ * @object: object of the leaf
+ * @leaf: the leaf
+ * @mask: pages, one bit each; all have an entry that is held
+ */
+void tmem_leaf_retain(struct object *object, struct leaf *leaf, u64 mask)
+{
+	long pages = hweight64(mask);
+
+	if (!pages)
+		return;
+	WRITE_ONCE(leaf->retained, leaf->retained | mask);
+	object->nr_retained += pages;
+	tmem_index_add_retained(pages);
+}
+
+/**
+ * tmem_leaf_hold() - make retained entries of a leaf held
+ * @object: object of the leaf
+ * @leaf: the leaf
+ * @mask: pages, one bit each; those without a retained entry stay as they are
+ */
+void tmem_leaf_hold(struct object *object, struct leaf *leaf, u64 mask)
+{
+	long pages = hweight64(leaf->retained & mask);
+
+	if (!pages)
+		return;
+	WRITE_ONCE(leaf->retained, leaf->retained & ~mask);
+	object->nr_retained -= pages;
+	tmem_index_add_retained(-pages);
 }
 
 /**

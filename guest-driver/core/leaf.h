@@ -27,6 +27,7 @@
 
 struct leaf {
 	u64 present;		/* bit i is set if page i of the leaf has an entry */
+	u64 retained;		/* part of present: the page is in the page cache, too */
 	u8 class;
 	u8 referenced;		/* an entry was stored since the evictor's last visit */
 	u64 entry[];		/* entries of the set bits, in their order */
@@ -39,6 +40,7 @@ struct object {
 	u32 igen;
 	u32 pool;
 	unsigned long nr_pages;
+	unsigned long nr_retained;	/* part of nr_pages */
 	struct xarray leaves;
 };
 
@@ -47,6 +49,8 @@ void tmem_leaf_exit(void);
 int tmem_leaf_store(struct object *object, u64 index, u64 entry);
 unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct leaf *leaf, u64 mask);
 void tmem_leaf_free_all(struct object *object);
+void tmem_leaf_retain(struct object *object, struct leaf *leaf, u64 mask);
+void tmem_leaf_hold(struct object *object, struct leaf *leaf, u64 mask);
 
 /* Returns the place of a page's entry among the entries present. */
 static inline unsigned int leaf_rank(const struct leaf *leaf, unsigned int bit)

@@ -164,23 +164,72 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 	return !err;
 }
 
+/*
+ * Makes the page held again without a copy, if the host retains it and it has not changed. Returns
+ * the result of tmem_index_hold(). Interrupts are off.
+ */
+static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
+		 struct page *page)
+{
+	/* Read before the entry becomes held, so that an older epoch is noticed. */
+	u32 epoch = READ_ONCE(dev->epoch), check;
+	struct tmem_where where;
+	u64 offset;
+	void *data;
+	int err;
+
+	if (!dev->retain || !tmem_index_retained(key, index))
+		return -ENOENT;
+	data = kmap_local_page(page);
+	check = tmem_check_page(&tmem_keys, data);
+	kunmap_local(data);
+	if (TMEM_INJECT(retained_changed))
+		check ^= 1;
+	err = tmem_index_hold(key, index, check, &where, &offset);
+	if (!err)
+		tmem_queue_ref(dev, &where, index, offset, epoch);
+	return err;
+}
+
+/* Refers to the page or puts it. Returns the counter of the outcome. Interrupts are off. */
+static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
+			   struct page *page, bool workingset, bool inside)
+{
+	/* The filter sees each evicted page. It does not decide on a page that is in the pool. */
+	bool admitted = tmem_admit(dev, key, index, page, workingset);
+	enum tmem_stat why = TMEM_STAT_puts;
+	int err = inside ? refer(dev, key, index, page) : -ENOENT;
+
+	if (!err)
+		return TMEM_STAT_refs;
+	if (err == -EILSEQ)
+		return TMEM_STAT_retained_changed;
+	/* After another error, the put is refused for the same reason. */
+	if (!admitted)
+		return TMEM_STAT_puts_skipped_admission;
+	put(dev, key, index, page, workingset, &why);
+	return why;
+}
+
 /**
  * tmem_put() - offer a page that leaves the page cache
  * @key: pool and inode
  * @index: page number
  * @page: the page, whose content does not change during the call
  * @workingset: the page was used again after it was read in
+ * @inside: the page lies completely inside the file, so the host may have retained it
  *
  * Context: any but NMI; never waits.
  *
- * Return: true if the page was taken; if not, the index holds nothing for it.
+ * Return: true if the page was taken, or if the host has it; if not, the index holds nothing for
+ * it.
  */
-bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset)
+bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset,
+	      bool inside)
 {
 	enum tmem_stat why = TMEM_STAT_puts_dropped_offline;
 	struct tmem_dev *dev;
 	unsigned long flags;
-	bool taken = false;
 
 	if (tmem_policy_never(key)) {
 		/*
@@ -196,24 +245,20 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 		local_irq_save(flags);
 		rcu_read_lock();
 		dev = rcu_dereference(tmem_device);
-		if (dev && !tmem_admit(dev, key, index, page, workingset))
-			why = TMEM_STAT_puts_skipped_admission;
-		else if (dev)
-			taken = put(dev, key, index, page, workingset, &why);
+		if (dev)
+			why = take(dev, key, index, page, workingset, inside);
 		rcu_read_unlock();
 		local_irq_restore(flags);
 	}
-	if (taken) {
-		tmem_count(TMEM_STAT_puts);
-		trace_tmem_put(key->pool->name, key->ino, index, workingset,
-			       tmem_stat_name(TMEM_STAT_puts));
-		return true;
-	}
 	tmem_count(why);
 	trace_tmem_put(key->pool->name, key->ino, index, workingset, tmem_stat_name(why));
+	if (why == TMEM_STAT_puts || why == TMEM_STAT_refs)
+		return true;
 	tmem_invalidate(key->pool, key->ino, index, index, TMEM_INVAL_DROPPED);
 	if (why == TMEM_STAT_puts_dropped_cookies)
 		tmem_dev_resync_any(true);
+	else if (why == TMEM_STAT_retained_changed)
+		tmem_poison("a clean page changed while the host kept it", key->ino, index);
 	return false;
 }
 
@@ -224,20 +269,22 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
  * @page: the first page; the others follow it in memory
  * @nr: number of pages
  * @workingset: the pages were used again after they were read in
+ * @inside_end: number of the first page that does not lie completely inside the file
  *
  * Context: any but NMI; never waits.
  *
- * Return: number of pages that were taken.
+ * Return: number of pages that were taken, or that the host has.
  */
 unsigned int tmem_put_pages(const struct tmem_key *key, pgoff_t index, struct page *page,
-			    unsigned int nr, bool workingset)
+			    unsigned int nr, bool workingset, pgoff_t inside_end)
 {
 	unsigned int i, taken = 0;
 
 	for (i = 0; i < nr; i++) {
 		if (i + 1 < nr)
 			prefetch_range(page_address(page + i + 1), PREFETCH_BYTES);
-		taken += tmem_put(key, index + i, page + i, workingset);
+		taken += tmem_put(key, index + i, page + i, workingset,
+				  index + i < inside_end);
 	}
 	return taken;
 }

@@ -59,6 +59,32 @@ struct tmem_flush_batch {
 	struct virtio_tmem_resp resp;
 };
 
+/* A retained page that was evicted unchanged. */
+struct tmem_ref {
+	u64 object;
+	u64 index;
+	u64 cookie;
+	u64 offset;		/* of the cookie, as in the index entry */
+	u32 pool;
+	u32 bucket;		/* bucket of the index, to find the entry again */
+	u32 epoch;		/* dev->epoch before the entry became held */
+};
+
+struct tmem_ref_batch {
+	struct tmem_req req;
+	unsigned int count;
+	u64 offset[VIRTIO_TMEM_BATCH_MAX];
+	u32 bucket[VIRTIO_TMEM_BATCH_MAX];
+	struct {
+		struct virtio_tmem_req hdr;
+		struct virtio_tmem_ref_page page[VIRTIO_TMEM_BATCH_MAX];
+	} out;
+	struct {
+		struct virtio_tmem_resp resp;
+		u8 result[VIRTIO_TMEM_BATCH_MAX];
+	} in;
+};
+
 void tmem_ring_free(struct tmem_queue *queue);
 
 /*
@@ -93,13 +119,27 @@ static inline void *data_of(struct tmem_queue *queue, u64 seq)
 	return data_at(queue->dev, place_of(queue, seq));
 }
 
-/* Returns whether no put can be sent before the device answers. */
-static inline bool sending_blocked(struct tmem_queue *queue)
+/*
+ * Returns whether nothing can be sent before the device answers: puts and references wait for
+ * flushes.
+ */
+static inline bool queue_blocked(struct tmem_queue *queue)
 {
 	return READ_ONCE(queue->stalled) ||
-	       READ_ONCE(queue->puts_in_flight) >= TMEM_PUTS_IN_FLIGHT ||
 	       (READ_ONCE(queue->nr_flush) &&
 		READ_ONCE(queue->flushes_in_flight) >= TMEM_FLUSHES_IN_FLIGHT);
+}
+
+/* Returns whether no put can be sent before the device answers. */
+static inline bool puts_blocked(struct tmem_queue *queue)
+{
+	return queue_blocked(queue) || READ_ONCE(queue->puts_in_flight) >= TMEM_PUTS_IN_FLIGHT;
+}
+
+/* Returns whether no reference can be sent before the device answers. */
+static inline bool refs_blocked(struct tmem_queue *queue)
+{
+	return queue_blocked(queue) || READ_ONCE(queue->refs_in_flight) >= TMEM_REFS_IN_FLIGHT;
 }
 
 /*
@@ -111,6 +151,40 @@ static inline u64 waiting_puts(struct tmem_queue *queue)
 	u64 next = smp_load_acquire(&queue->next);	/* pairs with send_puts() */
 
 	return smp_load_acquire(&queue->head) - next;	/* pairs with reserve() */
+}
+
+/* Returns how many references wait. Without ring_lock the number is of some moment. */
+static inline unsigned int waiting_refs(struct tmem_queue *queue)
+{
+	unsigned int tail = READ_ONCE(queue->ref_tail);
+
+	return READ_ONCE(queue->ref_head) - tail;
+}
+
+/* Returns whether puts or references wait, and none of them can be sent before an answer. */
+static inline bool all_blocked(struct tmem_queue *queue)
+{
+	bool puts = waiting_puts(queue), refs = waiting_refs(queue);
+
+	return (puts || refs) && (!puts || puts_blocked(queue)) && (!refs || refs_blocked(queue));
+}
+
+/* Returns whether the feeder should send what fills no batch, or set the time for that. */
+static inline bool partial_due(struct tmem_queue *queue)
+{
+	return !READ_ONCE(queue->timed) || time_after_eq(jiffies, READ_ONCE(queue->kick_at));
+}
+
+static inline bool feeder_has_refs(struct tmem_queue *queue)
+{
+	unsigned int waiting = waiting_refs(queue);
+
+	if (!waiting)
+		return false;
+	if (!READ_ONCE(queue->dev->generation))
+		return true;
+	return !refs_blocked(queue) &&
+	       (waiting >= queue->dev->batch_max || partial_due(queue));
 }
 
 /*
@@ -126,15 +200,16 @@ static inline bool queue_has_work(struct tmem_queue *queue)
 	if (READ_ONCE(queue->nr_flush) && !READ_ONCE(queue->flushes_in_flight) &&
 	    !READ_ONCE(queue->stalled))
 		return true;
+	if (feeder_has_refs(queue))
+		return true;
 	if (!waiting || slot_state(slot_of(queue, READ_ONCE(queue->next))) == TMEM_SLOT_FILLING)
 		return false;
 	if (!READ_ONCE(queue->dev->generation))
 		return true;
-	if (sending_blocked(queue))
+	if (puts_blocked(queue))
 		return false;
 	/* The first put of a batch wakes the feeder as well, so that the feeder sets the time. */
-	return waiting >= queue->dev->batch_full || !READ_ONCE(queue->timed) ||
-	       time_after_eq(jiffies, READ_ONCE(queue->kick_at));
+	return waiting >= queue->dev->batch_full || partial_due(queue);
 }
 
 /* Wakes the feeder if the queue has work for it. */
@@ -184,7 +259,7 @@ static inline void slot_done(struct tmem_queue *queue)
 		 * A blocked queue waits for the interrupt of an answer. Each further batch looks
 		 * for answers, because that interrupt may be late.
 		 */
-		if (!sending_blocked(queue) || !(waiting % queue->dev->batch_full))
+		if (!puts_blocked(queue) || !(waiting % queue->dev->batch_full))
 			request_send(queue);
 	} else if (!READ_ONCE(queue->timed) || !READ_ONCE(queue->dev->generation)) {
 		wake_feeder(queue);

@@ -6,9 +6,9 @@
  * A full batch leaves without a thread. The put that completes it requests an irq_work, which runs
  * when the page cache's lock was released, on the CPU of the put. The device's interrupt takes
  * answers, erases the entries of pages that the host refused, frees the slots, and sends the full
- * batches that waited for an answer. The feeder sends the rest: puts that fill no batch in time,
- * and flushes. All of them call tmem_send(), whose lock makes one of them the queue's only sender.
- * It does at most TMEM_SEND_BATCHES batches of work with interrupts off.
+ * batches that waited for an answer. The feeder sends the rest: puts and references that fill no
+ * batch in time, and flushes. All of them call tmem_send(), whose lock makes one of them the
+ * queue's only sender. It does at most TMEM_SEND_BATCHES batches of work with interrupts off.
  *
  * A put waits only while TMEM_PUTS_IN_FLIGHT batches are at the host, or the virtqueue is full.
  *
@@ -98,6 +98,46 @@ static void put_answered(struct tmem_queue *queue, struct tmem_put_batch *batch)
 	WRITE_ONCE(queue->puts_in_flight, queue->puts_in_flight - 1);
 }
 
+/*
+ * Handles a batch of references. Each outcome but HELD erases the index entry, if that entry is
+ * still the reference's own.
+ */
+static void ref_answered(struct tmem_queue *queue, struct tmem_ref_batch *batch)
+{
+	u8 status = VIRTIO_TMEM_S_UNANSWERED, result;
+	unsigned int i, answered = 0;
+	u64 gone = 0;
+
+	if (batch->req.used_bytes >= sizeof(batch->in.resp))
+		status = READ_ONCE(batch->in.resp.status);
+	if (status == VIRTIO_TMEM_S_STALE) {
+		tmem_count(TMEM_STAT_stale);
+		tmem_dev_resync(queue->dev, false);
+	}
+	for (i = 0; i < batch->count; i++) {
+		result = VIRTIO_TMEM_S_UNANSWERED;
+		if (status == VIRTIO_TMEM_S_OK &&
+		    batch->req.used_bytes >= sizeof(batch->in.resp) + i + 1)
+			result = READ_ONCE(batch->in.result[i]);
+		if (result == VIRTIO_TMEM_P_HELD) {
+			answered++;
+			continue;
+		}
+		if (result == VIRTIO_TMEM_P_GONE)
+			gone |= BIT_ULL(answered++);
+		else
+			tmem_count(TMEM_STAT_refs_unanswered);
+		tmem_index_erase_offset(batch->bucket[i],
+					le64_to_cpu(batch->out.page[i].object),
+					le64_to_cpu(batch->out.page[i].index), batch->offset[i]);
+	}
+	tmem_count_n(TMEM_STAT_refs_held, answered - hweight64(gone));
+	tmem_count_n(TMEM_STAT_refs_gone, hweight64(gone));
+	tmem_retain_learn(queue->dev, gone, answered);
+	batch->req.state = TMEM_REQ_FREE;
+	WRITE_ONCE(queue->refs_in_flight, queue->refs_in_flight - 1);
+}
+
 static bool req_done(const struct tmem_req *req)
 {
 	/* The answer was written before; pairs with drain(). */
@@ -121,6 +161,12 @@ static void take_answers(struct tmem_queue *queue, struct turn *turn)
 			continue;
 		queue->flush[i]->req.state = TMEM_REQ_FREE;
 		WRITE_ONCE(queue->flushes_in_flight, queue->flushes_in_flight - 1);
+	}
+	for (i = 0; queue->ref && i < TMEM_REFS_IN_FLIGHT && turn->budget; i++) {
+		if (!req_done(&queue->ref_batch[i]->req))
+			continue;
+		ref_answered(queue, queue->ref_batch[i]);
+		turn->budget--;
 	}
 	for (i = 0; i < TMEM_PUTS_IN_FLIGHT && turn->budget; i++) {
 		if (!req_done(&queue->put[i]->req))
@@ -336,12 +382,100 @@ static bool send_puts(struct tmem_queue *queue, struct turn *turn, bool due)
 	return true;
 }
 
+/* --- references ---------------------------------------------------------------------------- */
+
+static struct tmem_ref_batch *free_ref_batch(struct tmem_queue *queue)
+{
+	unsigned int i;
+
+	for (i = 0; i < TMEM_REFS_IN_FLIGHT; i++)
+		if (req_free(&queue->ref_batch[i]->req))
+			return queue->ref_batch[i];
+	return NULL;
+}
+
+/*
+ * Moves the oldest references of one pool to a batch, and drops those of older epochs. Returns
+ * whether there is something to send.
+ */
+static bool fill_ref_batch(struct tmem_queue *queue, struct turn *turn,
+			   struct tmem_ref_batch *batch)
+{
+	unsigned int tail, count = 0, dropped = 0;
+	u32 pool = 0;
+
+	spin_lock(&queue->ring_lock);
+	for (tail = queue->ref_tail; tail != queue->ref_head; tail++) {
+		const struct tmem_ref *ref = &queue->ref[tail % TMEM_REF_PENDING];
+
+		if (!turn->generation || ref->epoch != turn->epoch) {
+			dropped++;	/* the host has forgotten this page already */
+			continue;
+		}
+		if (count && (ref->pool != pool || count == queue->dev->batch_max))
+			break;
+		pool = ref->pool;
+		batch->offset[count] = ref->offset;
+		batch->bucket[count] = ref->bucket;
+		batch->out.page[count++] = (struct virtio_tmem_ref_page){
+			.object = cpu_to_le64(ref->object),
+			.index = cpu_to_le64(ref->index),
+			.cookie = cpu_to_le64(ref->cookie),
+		};
+	}
+	WRITE_ONCE(queue->ref_tail, tail);
+	spin_unlock(&queue->ring_lock);
+	tmem_count_n(TMEM_STAT_refs_dropped, dropped);
+	if (!count)
+		return false;
+	batch->count = count;
+	batch->out.hdr = (struct virtio_tmem_req){
+		.generation = cpu_to_le64(turn->generation),
+		.type = cpu_to_le16(VIRTIO_TMEM_T_REF),
+		.count = cpu_to_le16(count),
+		.pool = cpu_to_le32(pool),
+	};
+	return true;
+}
+
+/*
+ * Sends one batch of references: a full one, or any if they are due. Returns whether there may be
+ * more to send.
+ */
+static bool send_refs(struct tmem_queue *queue, struct turn *turn, bool due)
+{
+	unsigned int waiting = waiting_refs(queue);
+	struct scatterlist out, in;
+	struct tmem_ref_batch *batch;
+
+	if (!waiting || (turn->generation && waiting < queue->dev->batch_max && !due))
+		return false;
+	batch = free_ref_batch(queue);
+	if ((!batch && turn->generation) || !fill_ref_batch(queue, turn, batch))
+		return false;
+	batch->in.resp.status = VIRTIO_TMEM_S_UNANSWERED;
+	memset(batch->in.result, VIRTIO_TMEM_S_UNANSWERED, sizeof(batch->in.result));
+	batch->req.room_bytes = sizeof(batch->in.resp) + batch->count;
+	sg_init_one(&out, &batch->out,
+		    sizeof(batch->out.hdr) + batch->count * sizeof(*batch->out.page));
+	sg_init_one(&in, &batch->in, batch->req.room_bytes);
+	WRITE_ONCE(queue->refs_in_flight, queue->refs_in_flight + 1);
+	if (submit(queue, turn, &batch->req, &out, &in)) {
+		WRITE_ONCE(queue->refs_in_flight, queue->refs_in_flight - 1);
+		tmem_count_n(TMEM_STAT_refs_dropped, batch->count);
+		return false;
+	}
+	tmem_count(TMEM_STAT_requests_ref);
+	return true;
+}
+
 /* Sends what is due. send_lock is held. */
 static void send_due(struct tmem_queue *queue, struct turn *turn)
 {
 	struct tmem_dev *dev = queue->dev;
+	unsigned int ref_tail = queue->ref_tail;
 	u64 next = queue->next;
-	bool due;
+	bool due, later, puts, refs;
 
 	/*
 	 * Read the generation before the epoch, against the order of sync_work_fn(), so that slots
@@ -357,14 +491,26 @@ static void send_due(struct tmem_queue *queue, struct turn *turn)
 	turn->head = smp_load_acquire(&queue->head);	/* pairs with reserve() */
 	while (turn->budget && send_flushes(queue, turn))
 		turn->budget--;
-	/* Puts wait for flushes that cannot be sent yet. */
+	/* Puts and references wait for flushes that cannot be sent yet. */
 	if (READ_ONCE(queue->nr_flush))
 		return;
 	due = queue->timed && time_after_eq(jiffies, queue->kick_at);
 	while (turn->budget && send_puts(queue, turn, due))
 		turn->budget--;
-	/* The puts that are left began to wait later, unless the budget ended before the last. */
-	if (queue->next != next && (!due || queue->next == turn->head))
+	while (turn->budget && send_refs(queue, turn, due))
+		turn->budget--;
+	/*
+	 * Puts that are left after others were sent began to wait later, unless the budget ended
+	 * before the last that was due. So did references. Both have one time, which moves only if
+	 * it does not make the other kind wait longer.
+	 */
+	puts = queue->next != turn->head;
+	refs = waiting_refs(queue);
+	if (due)
+		later = !puts && !refs;
+	else
+		later = (queue->next != next && !refs) || (queue->ref_tail != ref_tail && !puts);
+	if (later)
 		WRITE_ONCE(queue->kick_at, jiffies + msecs_to_jiffies(TMEM_PUT_DELAY_MS));
 }
 
@@ -394,7 +540,7 @@ bool tmem_send(struct tmem_queue *queue)
 		send_due(queue, &turn);
 		tmem_ring_free(queue);
 		/* The feeder skipped this queue when it set its time, because it was blocked. */
-		if (queue->unwatched && !sending_blocked(queue)) {
+		if (queue->unwatched && !all_blocked(queue)) {
 			queue->unwatched = false;
 			WRITE_ONCE(queue->attention, true);
 		}
@@ -415,7 +561,7 @@ bool tmem_send(struct tmem_queue *queue)
  *
  * Context: the feeder.
  *
- * Return: time in jiffies until waiting puts are due.
+ * Return: time in jiffies until waiting puts and references are due.
  */
 long tmem_send_timeout(struct tmem_queue *queue)
 {
@@ -423,8 +569,11 @@ long tmem_send_timeout(struct tmem_queue *queue)
 
 	spin_lock_irq(&queue->send_lock);
 	queue->unwatched = false;
-	/* Pairs with reserve(). A put that comes later sees that timed is false. */
-	if (smp_load_acquire(&queue->head) == queue->next) {
+	/*
+	 * Pairs with reserve() and tmem_queue_ref(). A put or reference that comes later sees that
+	 * timed is false.
+	 */
+	if (smp_load_acquire(&queue->head) == queue->next && !waiting_refs(queue)) {
 		WRITE_ONCE(queue->timed, false);
 	} else {
 		if (!queue->timed) {
@@ -432,7 +581,7 @@ long tmem_send_timeout(struct tmem_queue *queue)
 			WRITE_ONCE(queue->timed, true);
 		}
 		/* The next answer brings the feeder back. */
-		if (sending_blocked(queue))
+		if (all_blocked(queue))
 			queue->unwatched = true;
 		else
 			timeout = max((long)(queue->kick_at - jiffies), 1L);

@@ -117,7 +117,7 @@ void tmem_poison(const char *why, u64 ino, pgoff_t index)
 	spin_unlock_irqrestore(&state_lock, flags);
 	if (!first)
 		return;
-	pr_crit("a page from the host was wrong (%s, inode %llu page %lu): the cache is off until the module is loaded again; check the host\n",
+	pr_crit("a page was wrong (%s, inode %llu page %lu): the cache is off until the module is loaded again; check the host\n",
 		why, ino, index);
 	tmem_dev_report_any();
 }

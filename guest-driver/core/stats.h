@@ -60,11 +60,12 @@ u64 tmem_stat_sum(enum tmem_stat first, enum tmem_stat last);
 
 /*
  * Returns the evicted pages that no rule, policy or filter excluded. Each of them is in ring or
- * pool afterwards, was evicted there by the host, or is lost.
+ * pool afterwards, was evicted there by the host, or is lost. A retained page that the host no
+ * longer had (refs_gone) was evicted by the host.
  */
 static inline u64 tmem_stat_eligible(void)
 {
-	return tmem_stat_sum(TMEM_STAT_puts, TMEM_STAT_puts_skipped_large);
+	return tmem_stat_sum(TMEM_STAT_refs, TMEM_STAT_puts_skipped_large);
 }
 
 /* Returns the eligible pages that the ring did not accept. */

@@ -6,11 +6,14 @@
 
 /*
  * Evicted pages of regular files of served file systems. The hook counts each of them once: as
- * accepted into the ring, or by the reason why it was not accepted. stats.h sums up the first three
+ * accepted into the ring, or by the reason why it was not accepted. stats.h sums up the first four
  * groups, so their order matters.
  *
- * Eligible pages that were accepted into the ring.
+ * Eligible pages that the host had retained and that had not changed, so that they needed no copy.
  */
+TMEM_STAT(refs)
+
+/* Eligible pages that were accepted into the ring. */
 TMEM_STAT(puts)
 
 /* Eligible pages that were not accepted, and so are lost. */
@@ -37,9 +40,24 @@ TMEM_STAT(puts_skipped_size)
 TMEM_STAT(puts_skipped_folio)
 TMEM_STAT(puts_skipped_marked)
 TMEM_STAT(puts_skipped_off)
+TMEM_STAT(retained_changed)
 
 /* accepted puts that the host stored */
 TMEM_STAT(puts_stored)
+
+/*
+ * pages of refs by what became of their REF: answered HELD or GONE; without such an answer; not
+ * sent; not needed, because the put of the page was still in the ring
+ */
+TMEM_STAT(refs_held)
+TMEM_STAT(refs_gone)
+TMEM_STAT(refs_unanswered)
+TMEM_STAT(refs_dropped)
+TMEM_STAT(refs_unneeded)
+
+/* hits that the host retained; retained entries that a full index erased */
+TMEM_STAT(retained_hits)
+TMEM_STAT(retained_evicted)
 
 /* gets: pages that callers of tmem_get() wanted; hits include ring_hits */
 TMEM_STAT(gets)
@@ -62,6 +80,7 @@ TMEM_STAT(reads_nowait)
 TMEM_STAT(requests_put)
 TMEM_STAT(requests_get)
 TMEM_STAT(requests_flush)
+TMEM_STAT(requests_ref)
 TMEM_STAT(late)
 TMEM_STAT(slow)
 TMEM_STAT(waits_us)

@@ -78,6 +78,7 @@ static void sync_work_fn(struct work_struct *work)
 			tmem_count(TMEM_STAT_generation_changes);
 		WRITE_ONCE(dev->generation, generation);
 		tmem_breaker_reset(dev);
+		tmem_retain_reset(dev);
 		wake_up(&dev->feeder_wait);
 		tmem_index_sweep();
 		tmem_dev_report(dev);

@@ -31,6 +31,12 @@ static ssize_t index_pages_show(struct kobject *kobj, struct kobj_attribute *att
 	return sysfs_emit(buf, "%ld\n", tmem_index_pages());
 }
 
+static ssize_t index_retained_pages_show(struct kobject *kobj, struct kobj_attribute *attr,
+					 char *buf)
+{
+	return sysfs_emit(buf, "%ld\n", tmem_index_retained_pages());
+}
+
 /* Returns the memory of rings, bounce pages and index in bytes. */
 static long memory_bytes(void)
 {
@@ -98,6 +104,7 @@ static struct stat_attribute stat_attributes[] = {
 };
 
 static struct kobj_attribute index_pages_attribute = __ATTR_RO(index_pages);
+static struct kobj_attribute index_retained_pages_attribute = __ATTR_RO(index_retained_pages);
 static struct kobj_attribute index_bytes_attribute = __ATTR_RO(index_bytes);
 static struct kobj_attribute memory_bytes_attribute = __ATTR_RO(memory_bytes);
 static struct kobj_attribute wait_max_us_attribute = __ATTR_RO(wait_max_us);
@@ -107,10 +114,11 @@ static struct kobj_attribute state_attribute = __ATTR_RO(state);
 static struct kobj_attribute hooks_attribute = __ATTR_RO(hooks);
 
 /* Number of files in stats/ that are not counters. */
-#define NR_GAUGES 6
+#define NR_GAUGES 7
 
 static struct attribute *stats_group_attributes[NR_GAUGES + NR_TMEM_STATS + 1] = {
 	&index_pages_attribute.attr,
+	&index_retained_pages_attribute.attr,
 	&index_bytes_attribute.attr,
 	&memory_bytes_attribute.attr,
 	&wait_max_us_attribute.attr,

@@ -11,6 +11,7 @@
 #include <linux/kthread.h>
 #include <linux/mm.h>
 #include <linux/module.h>
+#include <linux/moduleparam.h>
 #include <linux/random.h>
 #include <linux/sched.h>
 #include <linux/slab.h>
@@ -28,6 +29,10 @@
  */
 static DEFINE_MUTEX(setup_lock);
 static bool device_taken;
+
+static bool retain = true;
+module_param(retain, bool, 0444);
+MODULE_PARM_DESC(retain, "let the host keep pages that are read back, so that unchanged ones need no copy when they are evicted again");
 
 /* --- queues -------------------------------------------------------------------------------- */
 
@@ -110,6 +115,7 @@ static void free_device(struct tmem_dev *dev)
 	unsigned int i;
 
 	for (i = 0; dev->queue && i < dev->nr_queues; i++) {
+		tmem_retain_exit(&dev->queue[i]);
 		tmem_send_exit(&dev->queue[i]);
 		tmem_ring_exit(&dev->queue[i]);
 	}
@@ -172,6 +178,8 @@ static int alloc_memory(struct tmem_dev *dev)
 		err = tmem_ring_init(dev, &dev->queue[i]);
 		if (!err)
 			err = tmem_send_init(dev, &dev->queue[i]);
+		if (!err)
+			err = tmem_retain_init(dev, &dev->queue[i]);
 		if (err)
 			return err;
 	}
@@ -193,6 +201,8 @@ static int set_up(struct virtio_device *vdev)
 	if (!dev)
 		return -ENOMEM;
 	dev->vdev = vdev;
+	dev->retain = virtio_has_feature(vdev, VIRTIO_TMEM_F_RETAIN);
+	spin_lock_init(&dev->window_lock);
 	init_waitqueue_head(&dev->feeder_wait);
 	/*
 	 * The random base is below 2^63, so the renewals, which add 2^TMEM_SEQ_BITS each, never
@@ -288,6 +298,14 @@ static void tmem_remove(struct virtio_device *vdev)
 	mutex_unlock(&setup_lock);
 }
 
+/* Runs before the features are negotiated. */
+static int tmem_validate(struct virtio_device *vdev)
+{
+	if (!retain)
+		__virtio_clear_bit(vdev, VIRTIO_TMEM_F_RETAIN);
+	return 0;
+}
+
 static void tmem_config_changed(struct virtio_device *vdev)
 {
 	struct tmem_dev *dev = vdev->priv;
@@ -318,6 +336,7 @@ MODULE_DEVICE_TABLE(virtio, tmem_id_table);
 /* Features of the device type; virtio core and virtio_ring accept those of the transport. */
 static const unsigned int tmem_features[] = {
 	VIRTIO_TMEM_F_LATENCIES,
+	VIRTIO_TMEM_F_RETAIN,
 };
 
 static struct virtio_driver tmem_driver = {
@@ -325,6 +344,7 @@ static struct virtio_driver tmem_driver = {
 	.feature_table = tmem_features,
 	.feature_table_size = ARRAY_SIZE(tmem_features),
 	.id_table = tmem_id_table,
+	.validate = tmem_validate,
 	.probe = tmem_probe,
 	.remove = tmem_remove,
 	.config_changed = tmem_config_changed,

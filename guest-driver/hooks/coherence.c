@@ -24,8 +24,10 @@
  * be read in: file systems hold the invalidate_lock. (A page beyond the new end of file is neither
  * put nor got.) The entries of pages of which the operation changes only a part are erased as well.
  *
- * Comparisons with the disk (verify.c) become void before the original runs, because the original
- * zeroes parts of pages.
+ * Before the original runs, comparisons with the disk (verify.c) become void and the entries of the
+ * range are erased, because the original zeroes parts of clean pages. Otherwise reclaim could find
+ * that a page differs from its retained entry. No entry of the range becomes retained meanwhile,
+ * because no page is read in. The entries of an inode that is only evicted from memory stay.
  */
 static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff_t last_byte)
 {
@@ -41,14 +43,19 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 	if (ours) {
 		rcu_read_lock();
 		fs = tmem_fs_find(inode->i_sb);
-		if (fs)
+		if (fs) {
 			tmem_verify_void(fs, inode->i_ino, first, last);
+			if (!mapping_exiting(mapping))
+				tmem_invalidate(fs->pool, inode->i_ino, first, last,
+						TMEM_INVAL_TRUNCATE);
+		}
 		rcu_read_unlock();
 	}
 
 	tmem_original(truncate_inode_pages_range)(mapping, start_byte, last_byte);
 
 	if (ours) {
+		TMEM_HOLD(truncate);
 		/*
 		 * The file system is looked up again, because it may have been registered
 		 * meanwhile.

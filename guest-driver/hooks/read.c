@@ -144,7 +144,8 @@ static void run_get(struct tmem_run *run, struct tmem_read *rd, pgoff_t index, u
 	unsigned int wanted = bitmap_weight(run->want, nr), hits;
 
 	dispatch_reads(rd);
-	hits = tmem_get(&rd->key, index, nr, run->pages, run->want, rd->deadline_ns);
+	hits = tmem_get(&rd->key, index, nr, run->pages, run->want, rd->deadline_ns,
+			rd->isize_bytes >> PAGE_SHIFT);
 	this_cpu_add(counts->gets, wanted);
 	this_cpu_add(counts->hits, hits);
 }

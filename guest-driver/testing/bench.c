@@ -163,7 +163,7 @@ static int bench_puts(struct bench *bench, unsigned int at)
 		bench->check += tmem_check_copy(&tmem_keys, to, from);
 		t[2] = bench_ticks();
 		put = tmem_put(&bench->key, bench->next_put * 2 % BENCH_HELD_END, bench->from,
-			       false);
+			       false, false);
 		t[3] = bench_ticks();
 		local_irq_restore(flags);
 		tmem_put_end();
@@ -200,7 +200,7 @@ static int bench_folio(struct bench *bench, enum bench_kind kind, unsigned int a
 		       bench->next_cold % BIT(BENCH_FOLIO_ORDER_MAX);
 		local_irq_save(flags);
 		begin = bench_ticks();
-		taken = tmem_put_pages(&key, bench->next_cold, page, pages, false);
+		taken = tmem_put_pages(&key, bench->next_cold, page, pages, false, 0);
 		bench->sample[kind][at] = bench_ticks() - begin;
 		local_irq_restore(flags);
 		tmem_put_end();

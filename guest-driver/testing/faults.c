@@ -29,6 +29,10 @@ unsigned int tmem_inject_corrupt;
 module_param_named(inject_corrupt, tmem_inject_corrupt, uint, 0644);
 MODULE_PARM_DESC(inject_corrupt, "TEST: every n'th page got has a bit flipped before its check");
 
+unsigned int tmem_inject_retained_changed;
+module_param_named(inject_retained_changed, tmem_inject_retained_changed, uint, 0644);
+MODULE_PARM_DESC(inject_retained_changed, "TEST: every n'th retained page looks changed when it is evicted");
+
 unsigned long tmem_test_index_bytes;
 module_param_named(test_index_bytes, tmem_test_index_bytes, ulong, 0644);
 MODULE_PARM_DESC(test_index_bytes, "TEST: limit of the index in bytes, its table included, if it is below the normal limit; 0: normal limit");
@@ -59,6 +63,10 @@ MODULE_PARM_DESC(test_hold_breaker, "TEST: 1: stop the next task that opened the
 
 module_param_named(test_hold_feeder, tmem_hold_feeder, uint, 0644);
 MODULE_PARM_DESC(test_hold_feeder, "TEST: 1: stop the feeder thread when it is next woken; reads 2 while it waits; 0: let it continue");
+
+unsigned int tmem_hold_truncate;
+module_param_named(test_hold_truncate, tmem_hold_truncate, uint, 0644);
+MODULE_PARM_DESC(test_hold_truncate, "TEST: 1: stop the next task that removed a range of a file from the page cache, before it erases the range; reads 2 while it waits; 0: let it continue");
 
 /**
  * tmem_hold() - wait here if a test requests that

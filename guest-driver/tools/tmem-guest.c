@@ -85,7 +85,7 @@ static const char status_text[] =
 "             answers in time\n"
 "  offline    the host has no daemon for this guest at the moment\n"
 "  off        the driver does not work here; the reason follows\n"
-"  poisoned   a page from the host was wrong: the driver stays off until the\n"
+"  poisoned   a page was wrong: the driver stays off until the\n"
 "             module is loaded again\n"
 "\n"
 "Exit status: 0 if on or tripped, otherwise 3.\n";

@@ -25,9 +25,17 @@ MQ, LOG_SHMFD, REPLY_ACK, CONFIG, RESET_DEVICE, MEM_SLOTS = (
     1 << bit for bit in (0, 1, 3, 9, 13, 15)
 )
 EVENT_INTERVAL_NS = 10**9  # minimum interval between QMP events of a device
+PAGE = 4096
 BASELINE_SLOTS = 8  # limit for a backend without CONFIGURE_MEM_SLOTS
 DIMM_BYTES = 2 << 20
 HOTPLUG = ["-m", "64M,slots=16,maxmem=1G"]
+VERSION_1 = 1 << 32
+RETAIN = 1 << 2
+EVERY_FEATURE = (1 << 64) - 1 - (1 << 33)  # all features except for VIRTIO_F_ACCESS_PLATFORM
+# Values of the property retain, and feature bits that the driver accepts.
+RETAIN_AND_ACCEPTED = pytest.mark.parametrize(
+    ("retain", "accepted"), [("off", VERSION_1), ("on", VERSION_1), ("on", VERSION_1 | RETAIN)]
+)
 # An address that is neither RAM nor a device: below the firmware, above the RAM.
 NOWHERE = 0x80000000
 
@@ -387,6 +395,86 @@ def test_migration_stream_omits_the_generation(machine, backend, folder):
     assert generation.to_bytes(8, "little") not in state
     vm.qmp("cont")
     assert vm.wait_generation(generation)
+
+
+@RETAIN_AND_ACCEPTED
+def test_retain_survives_migration(machine, backend, folder, retain, accepted):
+    """The state of a VM fits a destination with the same retain, whatever the driver accepted."""
+    vm = machine(device=f",retain={retain}")
+    vm.driver_up(accepted=accepted)
+    target = machine(
+        path=folder / "target", device=f",retain={retain}", more=["-incoming", "defer"]
+    )
+    target.qmp("migrate-incoming", uri=f"unix:{folder}/migration")
+    vm.qmp("migrate", uri=f"unix:{folder}/migration")
+    assert arrived(vm) == arrived(target) == "completed"
+    daemon = backend("--features", hex(EVERY_FEATURE), path=folder / "target")
+    target.map()
+    target.wait_generation(daemon.generation())
+    [*_, event] = daemon.wait("features", lambda event: event.get("request") == "SET_FEATURES")
+    assert event["value"] & (VERSION_1 | RETAIN) == accepted
+
+
+@RETAIN_AND_ACCEPTED
+def test_destination_with_another_retain_refuses_the_state(machine, folder, retain, accepted):
+    """A mismatch is refused also if the driver did not accept the feature.
+
+    The guest must not see other features after its next reset."""
+    there = "off" if retain == "on" else "on"
+    vm = machine(device=f",retain={retain}")
+    vm.driver_up(accepted=accepted)
+    target = machine(path=folder / "target", device=f",retain={there}", more=["-incoming", "defer"])
+    for each in (vm, target):
+        capability = {"capability": "return-path", "state": True}
+        each.qmp("migrate-set-capabilities", capabilities=[capability])
+    target.qmp("migrate-incoming", uri=f"unix:{folder}/migration", **{"exit-on-error": False})
+    vm.qmp("migrate", uri=f"unix:{folder}/migration")
+    assert arrived(vm) == arrived(target) == "failed"
+    message = (
+        f"vhost-user-tmem t0: the source has retain={retain} and the destination has "
+        f"retain={there}. Start the destination with retain={retain}"
+    )
+    assert message in target.errors()
+    assert vm.qmp("query-status")["running"]
+
+
+def job(vm, command, **arguments):
+    """Runs a command that is a job of QEMU to its end, and returns its error or None."""
+    vm.qmp(command, **{"job-id": "job", **arguments})
+
+    def ended():
+        [state] = vm.qmp("query-jobs")
+        return state if state["status"] == "concluded" else None
+
+    error = wait_for(f"the end of {command}", ended).get("error")
+    vm.qmp("job-dismiss", id="job")
+    return error
+
+
+def test_loaded_snapshot_must_have_the_same_retain(machine, folder):
+    """A snapshot that the device saved before does not count as the one that it loads."""
+    image = str(folder / "image")
+    vm = machine()
+    assert not job(vm, "blockdev-create", options={"driver": "file", "filename": image, "size": 0})
+    vm.qmp("blockdev-add", driver="file", filename=image, **{"node-name": "file"})
+    qcow2 = {"driver": "qcow2", "file": "file"}
+    assert not job(vm, "blockdev-create", options={**qcow2, "size": PAGE})
+    for retain, error in (("off", None), ("on", "the source has retain=off")):
+        vm.close()
+        vm = machine(
+            device=f",retain={retain}",
+            more=[
+                "-blockdev",
+                f"driver=qcow2,node-name=disk,file.driver=file,file.filename={image}",
+            ],
+        )
+        disk = {"vmstate": "disk", "devices": ["disk"]}
+        assert not job(vm, "snapshot-save", tag=retain, **disk)
+        assert not job(vm, "snapshot-load", tag=retain, **disk)
+        assert bool(job(vm, "snapshot-load", tag="off", **disk)) == bool(error)
+        assert not error or error in vm.errors()
+    # A refused snapshot has no effect on the next one.
+    assert not job(vm, "snapshot-load", tag="on", **disk)
 
 
 @pytest.mark.parametrize(

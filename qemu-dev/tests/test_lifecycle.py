@@ -13,6 +13,7 @@ EVENT_IDX = 1 << 29
 INDIRECT_DESC = 1 << 28
 PROTOCOL_FEATURES = 1 << 30
 IN_ORDER = 1 << 35
+RETAIN = 1 << 2
 LATENCIES = 1 << 4
 OFFERED = VERSION_1 | EVENT_IDX | INDIRECT_DESC | LATENCIES
 
@@ -100,7 +101,48 @@ def test_in_order_is_negotiated(machine, backend):
 def test_backend_without_in_order_is_refused(machine, backend):
     vm = machine(device=",in_order=on")
     backend("--features", hex(OFFERED | PROTOCOL_FEATURES))
-    wait_for("the message", lambda: "lacks the feature VIRTIO_F_IN_ORDER" in vm.errors())
+    message = "lacks the feature VIRTIO_F_IN_ORDER; set in_order=off"
+    wait_for("the message", lambda: message in vm.errors())
+
+
+@pytest.mark.parametrize("retain", ["off", "on"])
+def test_retain_property_decides_on_the_feature(machine, backend, retain):
+    """The device offers RETAIN with retain=on only, with and without a backend."""
+    expected = OFFERED | (RETAIN if retain == "on" else 0)
+    vm = machine(device=f",retain={retain}")
+    vm.driver_up()
+    assert vm.features() == expected
+    daemon = backend("--features", hex(OFFERED | RETAIN | PROTOCOL_FEATURES))
+    vm.wait_generation(daemon.generation())
+    assert vm.features() == expected
+    assert accepted(daemon) == expected
+    names = vm.status()["host-features"]["dev-features"]
+    assert any("VIRTIO_TMEM_F_RETAIN" in name for name in names) is (retain == "on")
+
+
+def test_backend_without_retain_is_refused_with_the_remedy(machine, backend):
+    vm = machine(device=",retain=on")
+    daemon = backend("--features", hex(OFFERED | PROTOCOL_FEATURES))
+    message = (
+        "the backend lacks the feature VIRTIO_TMEM_F_RETAIN; "
+        "set retain=off or update the backend (tmemd)"
+    )
+    line = f"vhost-user-tmem t0: backend refused: {message}\n"
+    wait_for("the message", lambda: line in vm.errors())
+    assert vm.property("last-error") == message
+    exercise(vm)
+    assert vm.generation() == 0
+    daemon.kill()
+    daemon = backend("--features", hex(OFFERED | RETAIN | PROTOCOL_FEATURES))
+    vm.wait_generation(daemon.generation())
+
+
+def test_backend_without_retain_is_accepted_by_default(machine, backend):
+    daemon = backend("--features", hex(OFFERED | PROTOCOL_FEATURES))
+    vm = machine()
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    assert accepted(daemon) == OFFERED
 
 
 @pytest.mark.parametrize("bits", [0, EVENT_IDX, INDIRECT_DESC | LATENCIES])

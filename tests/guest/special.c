@@ -12,6 +12,7 @@
  * - special same FILE: compares cached and direct reads, and ends with status 1 if they differ
  * - special move-ext FILE DONOR: exchanges the blocks of two ext4 files of the same size
  * - special advise FILE BYTES: repeatedly advises that the first BYTES are not needed
+ * - special dontneed FILE: advises once that FILE is not needed
  * - special direct DIR COUNT: makes COUNT files with one direct write each
  * - special tables DIR COUNT: makes these files as "direct" does, prints "ready", and keeps them
  * open
@@ -230,6 +231,15 @@ static int advise(const char *path, off_t bytes)
 	return fail("posix_fadvise");
 }
 
+static int dontneed(const char *path)
+{
+	int fd = open(path, O_RDONLY);
+
+	if (fd < 0)
+		return fail(path);
+	return posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) ? fail("posix_fadvise") : 0;
+}
+
 static int direct(const char *dir, unsigned long count, bool keep)
 {
 	struct rlimit files = { count + FILES_BESIDE, count + FILES_BESIDE };
@@ -348,6 +358,8 @@ int main(int argc, char **argv)
 		return move_ext(argv[2], argv[3]);
 	if (argc == 4 && !strcmp(argv[1], "advise"))
 		return advise(argv[2], strtol(argv[3], NULL, 0));
+	if (argc == 3 && !strcmp(argv[1], "dontneed"))
+		return dontneed(argv[2]);
 	if (argc == 4 && !strcmp(argv[1], "direct"))
 		return direct(argv[2], strtoul(argv[3], NULL, 0), false);
 	if (argc == 4 && !strcmp(argv[1], "tables"))

@@ -59,6 +59,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--socket", type=Path, help="attach the device to the daemon at this socket")
     add("--pool-size", default="256MiB")
     add("--num-queues", type=int)
+    add("--retain", action="store_true", help="the device offers retained pages (retain=on)")
     add(
         "--file",
         action="append",
@@ -111,12 +112,16 @@ def build_vm(session: Session, options: argparse.Namespace) -> tuple[Vm | Native
         build = str(options.ko) == "build"
         ko = module.build(found, test=options.test_module) if build else options.ko
         files[MODULE_PATH] = ko
+    tmem = None
+    if socket:
+        properties = {"retain": "on"} if options.retain else {}
+        tmem = Tmem(socket, num_queues=options.num_queues, properties=properties)
     config = Config(
         kernel=found,
         memory_bytes=options.memory * MIB,
         cpus=options.cpus,
         disks=disks,
-        tmem=Tmem(socket, num_queues=options.num_queues) if socket else None,
+        tmem=tmem,
         modules=options.modules.split(),
         files=files,
         cmdline=options.cmdline,

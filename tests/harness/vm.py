@@ -36,7 +36,10 @@ TROUBLE = re.compile(
 
 @dataclass(frozen=True)
 class Tmem:
-    """The virtio-tmem device of a VM. `socket` is tmemd's socket; tmemd need not run."""
+    """The virtio-tmem device of a VM. `socket` is tmemd's socket; tmemd need not run.
+
+    With TMEM_RETAIN=on, the device has retain=on unless `properties` decides on it.
+    """
 
     socket: Path
     num_queues: int | None = None
@@ -50,7 +53,10 @@ class Tmem:
             device += f",num-queues={self.num_queues}"
         if self.queue_size is not None:
             device += f",queue-size={self.queue_size}"
-        device += "".join(f",{key}={value}" for key, value in self.properties.items())
+        properties = dict(self.properties)
+        if retain := os.environ.get("TMEM_RETAIN"):
+            properties.setdefault("retain", retain)
+        device += "".join(f",{key}={value}" for key, value in properties.items())
         chardev = f"socket,id=tmem,path={self.socket},reconnect-ms={self.reconnect_ms}"
         return ["-chardev", chardev, "-device", device]
 

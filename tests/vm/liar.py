@@ -34,20 +34,23 @@ REGION = struct.Struct("<QQQQ")
 DESCRIPTOR = struct.Struct("<QIHH")
 REQUEST = struct.Struct("<QHHIQ")
 PUT_PAGE = struct.Struct("<QQQII")
-GET_PAGE = struct.Struct("<QB7x")
+GET_PAGE = struct.Struct("<QBB6x")
+REF_PAGE = struct.Struct("<QQQ")
 RANGE = struct.Struct("<QQQ")
 
 # Features: VERSION_1, EVENT_IDX, INDIRECT_DESC, PROTOCOL_FEATURES. Protocol features: MQ,
 # REPLY_ACK, CONFIG, RESET_DEVICE.
 FEATURES = 1 << 32 | 1 << 29 | 1 << 28 | 1 << 30
+RETAIN = 1 << 2
 PROTOCOL_FEATURES = 1 << 0 | 1 << 3 | 1 << 9 | 1 << 13
 QUEUES = 17
 
 NEXT, WRITE, INDIRECT = 1, 2, 4
-T_PUT, T_GET, T_FLUSH, T_POOL_CREATE, T_REPORT, T_LATENCIES = 1, 2, 3, 16, 18, 19
+T_PUT, T_GET, T_FLUSH, T_REF, T_POOL_CREATE, T_REPORT, T_LATENCIES = 1, 2, 3, 4, 16, 18, 19
 OK, STALE, UNSUPPORTED, LIMIT, UNKNOWN_STATUS = 1, 2, 4, 6, 77
 PUT_WORKINGSET = 1
-STORED, REFUSED, HIT, MISS, UNKNOWN_RESULT = 65, 66, 67, 68, 99
+STORED, REFUSED, HIT, MISS, HELD, GONE, UNKNOWN_RESULT = 65, 66, 67, 68, 69, 70, 99
+GET_RETAINED = 1
 
 LIES_OF_GETS = (
     "cookie", "short-nothing", "short-status", "short-results", "short-page", "long", "longest",
@@ -56,6 +59,7 @@ LIES_OF_GETS = (
 LIES_OF_PUTS = (
     "put-status", "put-short", "put-long", "put-result", "put-refused", "put-silent", "put-stale",
 )  # fmt: skip
+LIES_OF_REFS = ("ref-status", "ref-short", "ref-long", "ref-result", "ref-silent", "ref-gone")
 LIES_OF_POOLS = (
     "pool-status",
     "pool-short",
@@ -66,6 +70,7 @@ LIES_OF_POOLS = (
 )
 # Further values of `lie`:
 # - "content": the answer to a get is right except for the bytes of the page.
+# - "forget": the device retains no page, although gets allow it.
 # - "late": gets are answered only after the test has set another lie, and long after the driver's
 #   deadline. The answers are then wrong.
 # - "older": the device does not know the latency request.
@@ -109,14 +114,16 @@ class Chain:
 class Liar:
     """The backend. It listens at `path` inside a `with` statement."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, retain: bool = False) -> None:
         self.path = path
+        self.features = FEATURES | (RETAIN if retain else 0)
         self.lie = ""
         self.lies_told = 0
         self.asked: Counter[int] = Counter()  # number of requests of each type
         self.gets = 0
         self.puts = 0  # number of pages put
         self.puts_workingset = 0  # number of pages put with the hint WORKINGSET
+        self.retainable = 0  # number of pages that gets allowed to retain
         self.delay_seconds = 0.0  # delay of each answer, even if it is right
         self.quick_probes = False  # True: gets with cookie 0, which are probes, are not delayed
         self._pages: dict[Key, tuple[int, bytes]] = {}
@@ -222,7 +229,7 @@ class Liar:
             self._rings[index] = Ring()
             return struct.pack("<II", index, base)
         numbers = {
-            1: FEATURES,
+            1: self.features,
             15: PROTOCOL_FEATURES,
             17: QUEUES,
         }  # GET_FEATURES, GET_PROTOCOL_FEATURES, GET_QUEUE_NUM
@@ -360,6 +367,8 @@ class Liar:
         if kind == T_GET:
             self.gets += 1
             return self._get(chain, body, count, pool, lie)
+        if kind == T_REF:
+            return self._ref(chain, body, count, pool, lie)
         if kind == T_FLUSH:
             self._flush(body, count, pool)
         if kind == T_POOL_CREATE and lie in LIES_OF_POOLS:
@@ -395,15 +404,23 @@ class Liar:
         return {"put-short": 8, "put-long": length + 1}.get(lie, length)
 
     def _get(self, chain: Chain, body: bytes, count: int, pool: int, lie: str) -> int:
+        retain = REQUEST.unpack_from(chain.readable)[4]
         object_, index = struct.unpack_from("<QQ", body)
         wanted = struct.unpack_from(f"<{count}Q", body, 16)
         results, pages = [], []
         hits = 0
         for number, cookie in enumerate(wanted):
-            stored, page = self._pages.pop((pool, object_, index + number), (0, bytes(PAGE)))
+            key = (pool, object_, index + number)
+            stored, page = self._pages.pop(key, (0, bytes(PAGE)))
             hit = cookie != 0 and stored == cookie
             hits += hit
-            results.append([cookie if hit else 0, HIT if hit else MISS])
+            self.retainable += retain >> number & 1
+            retained = hit and retain >> number & 1 and lie != "forget"
+            if retained:
+                self._pages[key] = (stored, page)
+            results.append(
+                [cookie if hit else 0, HIT if hit else MISS, GET_RETAINED if retained else 0]
+            )
             pages.append(page)
         length = 8 + count * (GET_PAGE.size + PAGE)
         status = OK
@@ -416,9 +433,9 @@ class Liar:
             if lie == "silent":
                 return length
             if lie == "cookie":
-                results = [[cookie + 1, result] for cookie, result in results]
+                results = [[cookie + 1, *rest] for cookie, *rest in results]
             if lie == "result":
-                results = [[cookie, UNKNOWN_RESULT] for cookie, _ in results]
+                results = [[cookie, UNKNOWN_RESULT, flags] for cookie, _, flags in results]
             status = {"status": UNKNOWN_STATUS, "stale": STALE}.get(lie, OK)
             length = {
                 "short-nothing": 0,
@@ -431,6 +448,26 @@ class Liar:
         head = bytes([status]) + bytes(7) + b"".join(GET_PAGE.pack(*each) for each in results)
         self._write(chain, head + b"".join(pages))
         return length
+
+    def _ref(self, chain: Chain, body: bytes, count: int, pool: int, lie: str) -> int:
+        results = []
+        for number in range(count):
+            object_, index, cookie = REF_PAGE.unpack_from(body, number * REF_PAGE.size)
+            key = (pool, object_, index)
+            if lie in LIES_OF_REFS:
+                self._pages.pop(key, None)
+            held = self._pages.get(key, (0, b""))[0] == cookie
+            results.append(HELD if held else GONE)
+        length = 8 + count
+        if lie in LIES_OF_REFS:
+            self.lies_told += 1
+            if lie == "ref-silent":
+                return length
+            result = {"ref-gone": GONE, "ref-result": UNKNOWN_RESULT}.get(lie, HELD)
+            results = [result] * count
+        status = UNKNOWN_STATUS if lie == "ref-status" else OK
+        self._write(chain, bytes([status]) + bytes(7) + bytes(results))
+        return {"ref-short": 8, "ref-long": length + 1}.get(lie, length)
 
     def _flush(self, body: bytes, count: int, pool: int) -> None:
         for number in range(count):

@@ -69,11 +69,14 @@
 static const struct {
     unsigned int bit;
     const char *name;
+    const char *property;           /* of the device, or NULL */
 } needed_features[] = {
     { VIRTIO_F_VERSION_1, "VIRTIO_F_VERSION_1" },
-    { VIRTIO_F_IN_ORDER, "VIRTIO_F_IN_ORDER" },
-    { VIRTIO_RING_F_INDIRECT_DESC, "VIRTIO_RING_F_INDIRECT_DESC" },
-    { VIRTIO_RING_F_EVENT_IDX, "VIRTIO_RING_F_EVENT_IDX" },
+    { VIRTIO_F_IN_ORDER, "VIRTIO_F_IN_ORDER", "in_order" },
+    { VIRTIO_RING_F_INDIRECT_DESC, "VIRTIO_RING_F_INDIRECT_DESC",
+      "indirect_desc" },
+    { VIRTIO_RING_F_EVENT_IDX, "VIRTIO_RING_F_EVENT_IDX", "event_idx" },
+    { VIRTIO_TMEM_F_RETAIN, "VIRTIO_TMEM_F_RETAIN", "retain" },
 }, needed_protocol_features[] = {
     { VHOST_USER_PROTOCOL_F_MQ, "VHOST_USER_PROTOCOL_F_MQ" },
     { VHOST_USER_PROTOCOL_F_REPLY_ACK, "VHOST_USER_PROTOCOL_F_REPLY_ACK" },
@@ -365,6 +368,19 @@ static void vhost_user_tmem_queue_error(EventNotifier *n)
 
 /* Handshake */
 
+/* Reports a missing feature, with the remedy if a property turns it off. */
+static void vhost_user_tmem_lacks(const char *feature, const char *property,
+                                  Error **errp)
+{
+    if (property) {
+        error_setg(errp, "the backend lacks the feature %s; set %s=off or "
+                   "update the backend (tmemd)", feature, property);
+    } else {
+        error_setg(errp, "the backend lacks the feature %s; update the backend "
+                   "(tmemd)", feature);
+    }
+}
+
 /* Returns whether the backend has the features and limits of the device. */
 static bool vhost_user_tmem_check(VHostUserTmem *s, Error **errp)
 {
@@ -375,8 +391,8 @@ static bool vhost_user_tmem_check(VHostUserTmem *s, Error **errp)
     for (i = 0; i < ARRAY_SIZE(needed_features); i++) {
         if (virtio_has_feature(vdev->host_features, needed_features[i].bit) &&
             !virtio_has_feature(s->dev.features, needed_features[i].bit)) {
-            error_setg(errp, "the backend lacks the feature %s",
-                       needed_features[i].name);
+            vhost_user_tmem_lacks(needed_features[i].name,
+                                  needed_features[i].property, errp);
             return false;
         }
     }

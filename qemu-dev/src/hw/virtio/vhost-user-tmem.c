@@ -15,6 +15,7 @@
 
 #include "qemu/osdep.h"
 #include "qapi/error.h"
+#include "qemu/error-report.h"
 #include "qemu/host-utils.h"
 #include "qapi/qapi-events-virtio.h"
 #include "qapi/visitor.h"
@@ -35,6 +36,7 @@
                        (1ULL << VIRTIO_F_IN_ORDER) | \
                        (1ULL << VIRTIO_RING_F_INDIRECT_DESC) | \
                        (1ULL << VIRTIO_RING_F_EVENT_IDX) | \
+                       (1ULL << VIRTIO_TMEM_F_RETAIN) | \
                        (1ULL << VIRTIO_TMEM_F_LATENCIES))
 
 QEMU_BUILD_BUG_ON(sizeof(struct virtio_tmem_config) != 32);
@@ -261,6 +263,82 @@ static int vhost_user_tmem_pre_save(void *opaque)
     return 0;
 }
 
+static bool vhost_user_tmem_retains(VHostUserTmem *s)
+{
+    return virtio_host_has_feature(VIRTIO_DEVICE(s), VIRTIO_TMEM_F_RETAIN);
+}
+
+static bool vhost_user_tmem_retain_needed(void *opaque)
+{
+    return vhost_user_tmem_retains(opaque);
+}
+
+static int vhost_user_tmem_retain_pre_save(void *opaque)
+{
+    VHostUserTmem *s = opaque;
+
+    s->source_retain = true;
+    return 0;
+}
+
+static int vhost_user_tmem_features_pre_load(void *opaque)
+{
+    VHostUserTmem *s = opaque;
+
+    s->source_retain = false;
+    return 0;
+}
+
+static int vhost_user_tmem_features_post_load(void *opaque, int version_id)
+{
+    VHostUserTmem *s = opaque;
+    bool retain = vhost_user_tmem_retains(s);
+
+    if (s->source_retain == retain) {
+        return 0;
+    }
+    error_report("vhost-user-tmem %s: the source has retain=%s and the "
+                 "destination has retain=%s. Start the destination with "
+                 "retain=%s", vhost_user_tmem_name(s),
+                 s->source_retain ? "on" : "off", retain ? "on" : "off",
+                 s->source_retain ? "on" : "off");
+    return -EINVAL;
+}
+
+/* The stream contains this subsection only if the source has retain=on. */
+static const VMStateDescription vmstate_vhost_user_tmem_retain = {
+    .name = "vhost-user-tmem-features/retain",
+    .minimum_version_id = 1,
+    .version_id = 1,
+    .needed = vhost_user_tmem_retain_needed,
+    .pre_save = vhost_user_tmem_retain_pre_save,
+    .fields = (const VMStateField[]) {
+        VMSTATE_BOOL(source_retain, VHostUserTmem),
+        VMSTATE_END_OF_LIST()
+    },
+};
+
+/*
+ * Adds no byte to the stream with retain=off, so that the state can go to and
+ * come from a QEMU without the property. virtio_load() loads this part before
+ * it checks the features that the driver accepted, and so the message of a
+ * mismatch names the property.
+ */
+static const VMStateDescription vmstate_vhost_user_tmem_features = {
+    .name = "vhost-user-tmem-features",
+    .minimum_version_id = 1,
+    .version_id = 1,
+    .pre_load = vhost_user_tmem_features_pre_load,
+    .post_load = vhost_user_tmem_features_post_load,
+    .fields = (const VMStateField[]) {
+        VMSTATE_END_OF_LIST()
+    },
+    .subsections = (const VMStateDescription * const []) {
+        &vmstate_vhost_user_tmem_retain,
+        NULL
+    },
+};
+
 /*
  * Has no state of the backend, which is only a cache. The fields are values
  * that the guest has read and that the destination cannot change.
@@ -290,6 +368,12 @@ static const Property vhost_user_tmem_properties[] = {
                        backend_timeout_ms, 1000),
     DEFINE_PROP_BIT64("latencies", VHostUserTmem, parent_obj.host_features,
                       VIRTIO_TMEM_F_LATENCIES, true),
+    /*
+     * Off by default: a backend that lacks the feature is refused, and the
+     * guest would then have no cache.
+     */
+    DEFINE_PROP_BIT64("retain", VHostUserTmem, parent_obj.host_features,
+                      VIRTIO_TMEM_F_RETAIN, false),
 };
 
 /* Properties and event for management software */
@@ -348,6 +432,7 @@ static void vhost_user_tmem_class_init(ObjectClass *klass, void *data)
     object_class_property_add_str(klass, "last-error",
                                   vhost_user_tmem_prop_last_error, NULL);
     dc->vmsd = &vmstate_vhost_user_tmem;
+    vdc->vmsd = &vmstate_vhost_user_tmem_features;
     set_bit(DEVICE_CATEGORY_MISC, dc->categories);
     vdc->realize = vhost_user_tmem_realize;
     vdc->unrealize = vhost_user_tmem_unrealize;

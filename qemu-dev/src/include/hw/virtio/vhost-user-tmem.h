@@ -69,6 +69,8 @@ struct VHostUserTmem {
     char *reported_error;           /* refusal written to stderr last */
     char *last_event;               /* content of the QMP event sent last */
 
+    bool source_retain;             /* property retain at the source */
+
     NotifierWithReturn memory_notifier;
     NotifierWithReturn migration_notifier;
 };

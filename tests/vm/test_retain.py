@@ -1,0 +1,466 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Retained pages: a page that is evicted again unchanged needs no copy, and no byte is ever wrong.
+
+The device of these guests has retain=on. Contents are compared with the files that the host wrote
+to the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from driver import (
+    PATIENT,
+    SETTLE_SECONDS,
+    WHERE,
+    Hold,
+    Torture,
+    checksums,
+    driver_guest,
+    evict,
+    growth,
+    programs,
+    seed,
+    set_parameter,
+    settle,
+    start_daemon,
+    stats,
+    wait_served,
+    wait_state,
+)
+from liar import LIES_OF_REFS, Liar
+from test_driver import FILE_BYTES, overwrite, tree_disk
+from test_guest_command import COMMAND, command
+from test_torture import MOUNT, SMALL
+
+from harness.disk import FileSystem
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import Tmem
+from harness.wait import until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+PAGE = 4096
+PAGES = FILE_BYTES // PAGE
+# Number of files of a test. Their pages do not fit into the put ring, so gets reach the host.
+FILES = 8
+SPECIAL = "/bin/special"
+DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
+# The driver is in fallback above this number of GONE answers in the last 1,024.
+GONE_MAX = 1024 // 16
+
+
+def device(socket: Path) -> Tmem:
+    return Tmem(socket, properties={"retain": "on"})
+
+
+def boot(
+    session: Session,
+    kernel: Kernel,
+    module: Path,
+    tmem: Tmem | None = None,
+    *,
+    parameters: str = "verify_every=0",
+    files: int = FILES,
+) -> tuple[Guest, dict[str, str]]:
+    """Boots a guest that serves a disk with files; returns it and the SHA-256 of some files."""
+    if tmem is None:
+        tmem = device(start_daemon(session).socket("vm1"))
+    data, sums = tree_disk(session)
+    guest = driver_guest(
+        session,
+        kernel,
+        module,
+        tmem,
+        parameters=f"{PATIENT} {parameters}",
+        disks=[data],
+        files={**programs(SPECIAL), **command()},
+    )
+    return guest, dict(list(sums.items())[:files])
+
+
+def evict_one(guest: Guest, path: str) -> dict[str, int]:
+    """Evicts the pages of one file while the hook of the advice is off. Returns the counters."""
+    guest.sh(f"{SPECIAL} dontneed {path}", 60)
+    settle(guest)
+    return settle_refs(guest)
+
+
+def drop(guest: Guest) -> dict[str, int]:
+    """Evicts all clean pages, and returns the counters when the host has answered."""
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches", 60)
+    settle(guest)
+    return settle_refs(guest)
+
+
+def settle_refs(guest: Guest) -> dict[str, int]:
+    """Waits until all references are sent and answered; returns the counters."""
+    counters: dict[str, int] = {}
+
+    def settled() -> bool:
+        nonlocal counters
+        counters = stats(guest)
+        ends = ("held", "gone", "unanswered", "dropped", "unneeded")
+        return counters["refs"] == sum(counters[f"refs_{end}"] for end in ends)
+
+    until(settled, SETTLE_SECONDS, "the host answers all references")
+    return counters
+
+
+def retain(guest: Guest, sums: dict[str, str]) -> dict[str, int]:
+    """Evicts files one by one and reads them back, so that the host retains their pages.
+
+    Returns the counters.
+    """
+    evict(guest, list(sums))
+    settle_refs(guest)
+    assert checksums(guest, list(sums)) == sums
+    counters = stats(guest)
+    assert counters["index_retained_pages"] >= PAGES * len(sums) * 3 // 4, counters
+    return counters
+
+
+def check_right(guest: Guest, sums: dict[str, str]) -> Counter[str]:
+    """Evicts and reads the files twice, and checks their bytes; returns the counters' growth."""
+    before = stats(guest)
+    for _ in range(2):
+        drop(guest)
+        assert checksums(guest, list(sums)) == sums
+    wait_state(guest, "on")
+    after = stats(guest)
+    assert after["retained_changed"] == after["mismatches"] == 0
+    return growth(before, after)
+
+
+@pytest.mark.smoke
+def test_unchanged_pages_need_no_copy_when_they_are_evicted_again(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    daemon = start_daemon(session)
+    guest, sums = boot(session, kernel, module, device(daemon.socket("vm1")))
+    before = retain(guest, sums)
+    assert before["requests_get"] > 0
+    for _ in range(2):
+        after = drop(guest)
+        grown = growth(before, after)
+        # The last page of a file contains its end and is copied. So is a page that was missed.
+        retained = before["index_retained_pages"]
+        assert grown["refs"] == retained
+        assert grown["puts"] <= PAGES * FILES - retained + FILES
+        assert grown["refs_held"] + grown["refs_unneeded"] == retained
+        assert grown["refs_held"] > retained // 2
+        assert grown["requests_ref"] >= grown["refs_held"] // 64
+        assert after["index_retained_pages"] == 0
+        assert checksums(guest, list(sums)) == sums
+        before = stats(guest)
+        assert before["index_retained_pages"] >= retained * 9 // 10
+        assert before["retained_changed"] == before["refs_gone"] == 0
+    assert daemon.stats()["pool"]["retained_pages"] > 0
+
+
+@pytest.mark.smoke
+def test_changed_pages_are_copied(session: Session, kernel: Kernel, module: Path) -> None:
+    """A page that is written, truncated or punched while the host retains it is put as a copy."""
+    guest, sums = boot(session, kernel, module)
+    retain(guest, sums)
+    written, cut, punched, removed = list(sums)[:4]
+
+    held = stats(guest)["index_retained_pages"]
+    sums[written] = overwrite(guest, written)
+    assert stats(guest)["index_retained_pages"] <= held - PAGES * 3 // 4
+    before = stats(guest)
+    assert growth(before, drop(guest))["puts"] >= PAGES * 3 // 4
+    check_right(guest, sums)
+
+    content = bytearray(guest.get(cut))
+    size = len(content)
+    guest.sh(f"truncate -s {size // 2 + 100} {cut} && truncate -s {size} {cut}")
+    content[size // 2 + 100 :] = bytes(size - size // 2 - 100)
+    sums[cut] = hashlib.sha256(content).hexdigest()
+
+    content = bytearray(guest.get(punched))
+    guest.sh(f"fallocate -p -o 5000 -l 20000 {punched}")
+    content[5000:25000] = bytes(20000)
+    sums[punched] = hashlib.sha256(content).hexdigest()
+
+    guest.sh(f"rm {removed}")
+    del sums[removed]
+    check_right(guest, sums)
+
+
+@pytest.mark.smoke
+def test_page_with_the_end_of_the_file_is_never_retained(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    with Liar(session.directory / "liar", retain=True) as liar:
+        guest, _ = boot(session, kernel, module, device(liar.path))
+        for size in (10 * PAGE, 10 * PAGE + 100):
+            path = f"{WHERE}/end{size}"
+            guest.sh(f"head -c {size} /dev/urandom >{path} && sync")
+            # More pages than the put ring has, so that the get of the file reaches the host.
+            evict(guest, [path, *(f"{WHERE}/f{number:02}" for number in range(8, 12))])
+            before, allowed = stats(guest), liar.retainable
+            guest.sh(f"cat {path} >/dev/null")
+            grown = growth(before, stats(guest))
+            assert grown["hits"] == -(-size // PAGE) and grown["ring_hits"] == 0
+            assert grown["index_retained_pages"] == grown["retained_hits"] == 10
+            assert liar.retainable - allowed == 10
+            grown = growth(before, drop(guest))
+            assert (grown["refs"], grown["puts"]) == (10, -(-size // PAGE) - 10)
+
+
+@pytest.mark.smoke
+def test_files_that_may_differ_from_the_disk_are_not_referred_to(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """Marks, policies and an unmount erase retained entries, and no reference follows."""
+    guest, sums = boot(session, kernel, module)
+    before = retain(guest, sums)
+    direct, advised, never, *_ = list(sums)
+    # A direct write, of the bytes that the file has.
+    guest.sh(f"dd if={direct} of=/tmp/b bs={PAGE} count=1 2>/dev/null")
+    guest.sh(f"dd if=/tmp/b of={direct} bs={PAGE} count=1 oflag=direct conv=notrunc 2>/dev/null")
+    after = stats(guest)
+    lost = before["index_retained_pages"] - after["index_retained_pages"]
+    assert PAGES * 3 // 4 <= lost <= PAGES
+    guest.sh(f"{SPECIAL} dontneed {advised} && {COMMAND} policy {never} never", 60)
+    last = stats(guest)
+    assert after["index_retained_pages"] - last["index_retained_pages"] >= PAGES * 3 // 2
+    grown = growth(last, drop(guest))
+    assert grown["refs"] == last["index_retained_pages"]
+    assert grown["puts_skipped_marked"] > 0 and grown["puts_dropped_policy"] > 0
+    check_right(guest, sums)
+
+    before = retain(guest, dict(list(sums.items())[3:]))
+    guest.sh(f"umount {WHERE}", 60)
+    after = settle_refs(guest)
+    assert after["index_retained_pages"] == after["index_pages"] == 0
+    assert after["refs"] == before["refs"]
+    guest.sh(f"mount -t ext4 /dev/{guest.disk('data')} {WHERE}", 60)
+    assert checksums(guest, list(sums)) == sums
+
+
+@pytest.mark.smoke
+def test_wrong_answers_to_references_cause_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """After any answer but HELD, the page is read from the disk."""
+    with Liar(session.directory / "liar", retain=True) as liar:
+        guest, sums = boot(session, kernel, module, device(liar.path))
+        for lie in LIES_OF_REFS:
+            before = retain(guest, sums)
+            liar.lie, told = lie, liar.lies_told
+            grown = growth(before, drop(guest))
+            liar.lie = ""
+            counter = "refs_gone" if lie == "ref-gone" else "refs_unanswered"
+            assert liar.lies_told > told and grown["refs_held"] == 0
+            assert grown[counter] > before["index_retained_pages"] // 2, (lie, grown)
+            sectors = guest.disk_stat("data").read_sectors
+            assert checksums(guest, list(sums)) == sums
+            assert guest.disk_stat("data").read_sectors - sectors >= grown[counter] * 8
+            assert stats(guest)["misses_host"] == before["misses_host"]
+            # The driver forgets these answers with the generation, and retains pages again.
+            guest.sh(
+                f"cd {DRIVER} && name=$(ls -d virtio*) && echo $name >unbind && echo $name >bind",
+                60,
+            )
+            wait_state(guest, "on")
+            wait_served(guest)
+
+
+@pytest.mark.smoke
+def test_page_that_the_host_does_not_retain_is_copied(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    with Liar(session.directory / "liar", retain=True) as liar:
+        guest, sums = boot(session, kernel, module, device(liar.path))
+        before = evict(guest, list(sums))
+        liar.lie = "forget"
+        assert checksums(guest, list(sums)) == sums
+        after = stats(guest)
+        grown = growth(before, after)
+        assert grown["hits"] > PAGES and liar.retainable > PAGES
+        # Pages of the put ring stay retained, because no get reached the host.
+        assert after["index_retained_pages"] <= grown["ring_hits"]
+        check_right(guest, sums)
+
+
+def test_driver_puts_copies_while_references_find_no_page(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Above 64 GONE answers of the last 1,024, the host retains only pages of a sample of gets."""
+    with Liar(session.directory / "liar", retain=True) as liar:
+        guest, sums = boot(session, kernel, test_module, device(liar.path), files=12)
+        retain(guest, sums)
+        # Without its hook, the advice evicts the pages of one file, and they are put or referred
+        # to.
+        set_parameter(guest, "test_hooks_off", "fadvise")
+        liar.lie = "ref-gone"
+        path = next(iter(sums))
+        before = evict_one(guest, path)
+        assert GONE_MAX < before["refs_gone"] <= PAGES
+        liar.lie = ""
+
+        # A file of 128 pages is read in at least 4 parts, so 20 reads have one or more that is the
+        # 64th.
+        reads = 20
+        for _ in range(reads):
+            assert checksums(guest, [path]) == {path: sums[path]}
+            after = evict_one(guest, path)
+        grown = growth(before, after)
+        assert grown["puts"] >= PAGES * reads * 3 // 4
+        assert 0 < grown["retained_hits"] <= PAGES * reads // 8
+
+        # More than 1,024 pages were retained before, and are HELD. This ends the fallback.
+        after = drop(guest)
+        assert after["refs_held"] >= 1024
+        before = retain(guest, sums)
+        assert growth(before, drop(guest))["refs"] == before["index_retained_pages"]
+
+
+@pytest.mark.smoke
+def test_full_index_erases_retained_entries_first(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    guest, sums = boot(session, kernel, test_module, parameters="verify_every=0 admission=off")
+    evict(guest, list(sums))
+    settle_refs(guest)
+    some = dict(list(sums.items())[: FILES // 2])
+    assert checksums(guest, list(some)) == some
+    before = stats(guest)
+    retained = before["index_retained_pages"]
+    held = before["index_pages"] - retained
+    assert retained > PAGES and held > PAGES
+    # The limit of the index leaves room for the held entries only, and the next put exceeds it.
+    set_parameter(guest, "test_index_bytes", str(before["index_bytes"] - retained * 9 // 2))
+    evict(guest, [f"{WHERE}/f{FILES:02}"])
+    until(lambda: stats(guest)["retained_evicted"] > 0, 30, "the driver erases retained entries")
+    after = settle_refs(guest)
+    grown = growth(before, after)
+    assert grown["retained_evicted"] > retained // 2
+    assert grown["index_evicted"] == 0
+    set_parameter(guest, "test_index_bytes", "0")
+    # The pages whose entries were erased are copied.
+    grown = check_right(guest, some)
+    assert grown["puts_lost"] == 0
+
+
+@pytest.mark.smoke
+def test_changed_retained_page_switches_the_cache_off(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    guest, sums = boot(session, kernel, test_module)
+    retain(guest, sums)
+    set_parameter(guest, "inject_retained_changed", "100")
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
+    assert "a clean page changed" in wait_state(guest, "poisoned")
+    assert 1 <= stats(guest)["retained_changed"] <= PAGES * FILES // 100 + 1
+    assert checksums(guest, list(sums)) == sums
+
+
+@pytest.mark.smoke
+def test_lost_hooks_that_retained_pages_reveal(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Without the hook for dirty pages, a changed page is found when it is evicted."""
+    guest, sums = boot(session, kernel, test_module)
+    retain(guest, sums)
+    set_parameter(guest, "test_hooks_off", "dirty")
+    path = next(iter(sums))
+    sums[path] = overwrite(guest, path)
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches", 60)
+    assert "a clean page changed" in wait_state(guest, "poisoned")
+    assert checksums(guest, list(sums)) == sums
+
+
+@pytest.mark.smoke
+def test_retained_page_is_not_got_twice(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A retained entry is not got, and the next eviction of its page reveals a change.
+
+    Hooks are off, so that a truncation leaves the retained entries of the pages that it removes.
+    """
+    guest, sums = boot(session, kernel, test_module)
+    path = next(iter(sums))
+    retain(guest, {path: sums[path]})
+    set_parameter(guest, "test_hooks_off", "truncate,removed,dirty")
+    size = guest.sh(f"stat -c %s {path}").strip()
+    guest.sh(f"truncate -s 0 {path} && truncate -s {size} {path} && sync")
+    before = stats(guest)
+    assert before["index_retained_pages"] >= PAGES * 3 // 4
+    assert guest.get(path) == bytes(int(size))
+    assert stats(guest)["gets"] == before["gets"]
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
+    assert "a clean page changed" in wait_state(guest, "poisoned")
+
+
+@pytest.mark.smoke
+def test_page_that_a_punch_zeroes_is_not_taken_for_a_changed_one(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A punch with blocks smaller than a page zeroes a part of a clean page.
+
+    The page is evicted before the hook erases the range at the end of the punch.
+    """
+    guest = driver_guest(
+        session,
+        kernel,
+        test_module,
+        device(start_daemon(session).socket("vm1")),
+        fs=FileSystem("ext4", ("-b", "1024")),
+        parameters=f"verify_every=0 {PATIENT}",
+        cpus=2,
+    )
+    path = f"{WHERE}/f"
+    content = bytearray(b"0123456789abcdef" * (16 * PAGE // 16))
+    guest.put(path, bytes(content))
+    evict(guest, [path])
+    guest.sh(f"cat {path} >/dev/null")
+    assert stats(guest)["index_retained_pages"] == 16
+    hold = Hold(guest, "truncate")
+    job = guest.start(f"fallocate -p -o {PAGE + 1024} -l 1024 {path}", 120)
+    hold.wait()
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
+    hold.release()
+    job.wait().check()
+    content[PAGE + 1024 : PAGE + 2048] = bytes(1024)
+    assert guest.get(path) == bytes(content)
+    wait_state(guest, "on")
+    after = drop(guest)
+    assert after["retained_changed"] == 0
+    assert guest.get(path) == bytes(content)
+
+
+def test_driver_without_the_parameter_does_not_use_the_feature(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    with Liar(session.directory / "liar", retain=True) as liar:
+        guest, sums = boot(
+            session, kernel, module, device(liar.path), parameters="verify_every=0 retain=N"
+        )
+        evict(guest, list(sums))
+        assert checksums(guest, list(sums)) == sums
+        counters = drop(guest)
+        assert counters["hits"] > PAGES
+        assert counters["refs"] == counters["retained_hits"] == liar.retainable == 0
+
+
+def test_random_operations_with_retained_pages_find_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    guest = driver_guest(
+        session, kernel, module, device(start_daemon(session).socket("vm1")), cpus=2
+    )
+    arguments = f"--seed={seed()} --ops=8000 {SMALL} --jobs=2 --rounds=2 {MOUNT}"
+    Torture(guest, arguments, 900).finish()
+    counters = settle_refs(guest)
+    print(counters)
+    assert counters["refs_held"] > 100
+    assert counters["retained_changed"] == counters["mismatches"] == 0
+    wait_state(guest, "on")
