@@ -173,6 +173,7 @@ impl Player {
                 object,
                 index,
                 cookies: (index..index + count).map(cookie).collect(),
+                retain: 0,
             },
             11 => Request::Flush {
                 pool,

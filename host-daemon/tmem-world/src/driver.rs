@@ -182,6 +182,7 @@ impl Driver {
             object,
             index,
             cookies,
+            ..
         } = &*flight.request
         else {
             return;

@@ -358,6 +358,7 @@ impl Oracle {
                 object,
                 index,
                 cookies,
+                ..
             } => {
                 let keys = (*index..).take(cookies.len()).map(|index| Key {
                     pool: *pool,

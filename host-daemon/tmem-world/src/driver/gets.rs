@@ -124,6 +124,7 @@ impl Driver {
             object,
             index,
             cookies,
+            retain: 0,
         };
         self.gets[nr] = get;
         let page = self.transport.layout.gets[nr];
