@@ -100,7 +100,7 @@ pub struct Machine {
     /// Whether all actions of the daemon are known in advance.
     pub judged: bool,
     /// Whether the driver has accepted the feature bit of retained pages.
-    retain: bool,
+    pub retain: bool,
 }
 
 fn device(host: &FuzzedDaemon) -> MutexGuard<'_, Device> {
