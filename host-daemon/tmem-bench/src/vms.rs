@@ -211,6 +211,7 @@ fn get(object: u64, index: u64, pages: u64) -> Request {
         object,
         index,
         cookies: (index + 1..=index + pages).collect(),
+        retain: 0,
     }
 }
 

@@ -102,7 +102,7 @@ pub struct Machine {
     /// judge them.
     pub judged: bool,
     /// Whether the driver has accepted the feature bit of retained pages.
-    retain: bool,
+    pub retain: bool,
 }
 
 fn device(host: &FuzzedDaemon) -> MutexGuard<'_, Device> {

@@ -330,6 +330,7 @@ impl FrontEnd {
                 object,
                 index,
                 cookies: vec![1; 2],
+                retain: 0,
             },
             _ => Request::Report(Box::new([shape & 1; 152])),
         };

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use tmem_sim::requests::{Cut, cut};
-use tmem_sim::{PutPage, Range, Request};
+use tmem_sim::{PutPage, Range, RefPage, Request};
 
 use crate::host::Act;
 use crate::input::Input;
@@ -173,6 +173,20 @@ impl Player {
                 object,
                 index,
                 cookies: (index..index + count).map(cookie).collect(),
+                retain: match machine.retain {
+                    true => u64::from(seed) & !(u64::MAX << count),
+                    false => 0,
+                },
+            },
+            11 if machine.retain && seed & 0x80 != 0 => Request::Ref {
+                pool,
+                pages: (index..index + count)
+                    .map(|index| RefPage {
+                        object,
+                        index,
+                        cookie: cookie(index),
+                    })
+                    .collect(),
             },
             11 => Request::Flush {
                 pool,

@@ -5,17 +5,21 @@
 //!
 //! The driver also requests pages that it must not get: pages by old cookies, pages that were
 //! already returned, and pages that it never put. At most `window` requests are in flight.
+//!
+//! If the guest has accepted `VIRTIO_TMEM_F_RETAIN`, gets allow the device to retain some of their
+//! pages. The driver refers to retained pages, and also to pages that it must not find: pages by
+//! old cookies, and pages that were never put.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 use std::time::Duration;
 
 use virtio_tmem as wire;
 
 use crate::content::Content;
-use crate::frontend::{Done, FakeGuest, GuestConfig, GuestError};
+use crate::frontend::{Done, F_RETAIN, FakeGuest, GuestConfig, GuestError};
 use crate::model::{Asked, Key, Model, Violation};
-use crate::requests::{LATENCIES_BYTES, PutPage, REPORT_BYTES, Range, Request};
+use crate::requests::{LATENCIES_BYTES, PutPage, REPORT_BYTES, Range, RefPage, Request};
 
 /// Time after which an answer counts as lost. It is long because tests may run on a busy machine.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
@@ -72,6 +76,8 @@ pub struct Driver {
     rng: fastrand::Rng,
     asked: HashMap<u64, Asked>,
     index: HashMap<Key, u64>,
+    /// Pages that the device retains, with their cookies. A real driver has them in its page cache.
+    retained: BTreeMap<Key, u64>,
     /// Cookies that are no longer valid, for gets that must miss.
     old: Vec<(Key, u64)>,
     cookie_next: u64,
@@ -95,6 +101,7 @@ impl Driver {
             config,
             asked: HashMap::new(),
             index: HashMap::new(),
+            retained: BTreeMap::new(),
             old: Vec::new(),
             pool: 0,
             pool_next: 1,
@@ -149,6 +156,7 @@ impl Driver {
         }
         self.model.begin(generation)?;
         self.index.clear();
+        self.retained.clear();
         self.old.clear();
         Ok(())
     }
@@ -272,8 +280,47 @@ impl Driver {
                     }
                 }
             }
+            self.note_retained(d);
         }
         Ok(())
+    }
+
+    /// Records which pages the device retains, and which of them it has answered with HELD.
+    fn note_retained(&mut self, done: &Done) {
+        let key = |pool, object, index| Key {
+            pool,
+            object,
+            index,
+        };
+        match &done.request {
+            Request::Get {
+                pool,
+                object,
+                index,
+                cookies,
+                ..
+            } => {
+                for (i, (cookie, answer)) in cookies.iter().zip(&done.answer.pages).enumerate() {
+                    let key = key(*pool, *object, index + i as u64);
+                    // A newer put was sent, or the page was flushed meanwhile.
+                    let newer = self.index.contains_key(&key);
+                    if answer.flags & wire::GET_RETAINED != 0 && !newer {
+                        self.retained.insert(key, *cookie);
+                    }
+                }
+            }
+            Request::Ref { pool, pages } => {
+                for (page, answer) in pages.iter().zip(&done.answer.pages) {
+                    let key = key(*pool, page.object, page.index);
+                    if answer.result == wire::P_HELD {
+                        self.index.entry(key).or_insert(page.cookie);
+                    } else if self.index.get(&key) == Some(&page.cookie) {
+                        self.index.remove(&key);
+                    }
+                }
+            }
+            _ => {}
+        }
     }
 
     /// Returns a cookie that this driver has never used.
@@ -312,7 +359,9 @@ impl Driver {
         let end = (start + count).min(chunk_end);
         let sent = match self.rng.u8(..100) {
             0..=44 => self.put(object, start, end),
-            45..=84 => self.get(object, start, end),
+            45..=74 => self.get(object, start, end),
+            75..=84 if self.retains() => self.refer(object, start),
+            75..=84 => self.get(object, start, end),
             85..=88 => self.get_old(),
             89..=96 => self.flush(object, start, end),
             97 => {
@@ -329,16 +378,16 @@ impl Driver {
                 self.send(wire::CONTROL_QUEUE, request, vec![])
             }
             98 => self.flush_object(object),
-            _ => self.send(
-                self.queue_of(object, start),
-                Request::Get {
+            _ => {
+                let get = Request::Get {
                     pool: self.pool + 1,
                     object,
                     index: start,
                     cookies: vec![1; (end - start) as usize],
-                },
-                vec![],
-            ),
+                    retain: self.retain_bits(end - start),
+                };
+                self.send(self.queue_of(object, start), get, vec![])
+            }
         };
         if !sent {
             // The ring is full or no slot is free. Take answers, which free descriptors and slots.
@@ -397,6 +446,74 @@ impl Driver {
             if let Some(old) = self.index.insert(key, cookie) {
                 self.remember_old(key, old);
             }
+            if let Some(old) = self.retained.remove(&key) {
+                self.remember_old(key, old);
+            }
+        }
+        true
+    }
+
+    fn retains(&self) -> bool {
+        self.guest.accepted_features() & F_RETAIN != 0
+    }
+
+    /// Returns the bits of a get's pages that the device may retain: all, none, or random ones.
+    fn retain_bits(&mut self, pages: u64) -> u64 {
+        if !self.retains() {
+            return 0;
+        }
+        let bits = match self.rng.u8(..4) {
+            0 => 0,
+            1 => self.rng.u64(..),
+            _ => u64::MAX,
+        };
+        bits & u64::MAX >> (64 - pages)
+    }
+
+    /// Refers to retained pages of a chunk, to a page that was replaced or removed, and to a page
+    /// that was never put. Returns false if the ring is full or no slot is free.
+    fn refer(&mut self, object: u64, start: u64) -> bool {
+        let pool = self.pool;
+        let chunk = |key: &Key| (key.pool, key.object, key.index >> wire::CHUNK_SHIFT);
+        let key = |index| Key {
+            pool,
+            object,
+            index,
+        };
+        let first = start >> wire::CHUNK_SHIFT << wire::CHUNK_SHIFT;
+        let range = key(first)..key(first + (1 << wire::CHUNK_SHIFT));
+        let mut named: Vec<(Key, u64)> = self
+            .retained
+            .range(range)
+            .map(|(key, cookie)| (*key, *cookie))
+            .take(self.config.batch_max.saturating_sub(2).max(1))
+            .collect();
+        let old = self
+            .old
+            .iter()
+            .find(|(old, _)| chunk(old) == chunk(&key(start)));
+        named.extend(old.copied());
+        if named.is_empty() || named.len() < self.config.batch_max {
+            let never = self.cookie_next + (1 << 40);
+            named.push((key(start), never));
+        }
+        let pages = named.iter().map(|(key, cookie)| RefPage {
+            object: key.object,
+            index: key.index,
+            cookie: *cookie,
+        });
+        let pages = pages.collect();
+        let queue = self.queue_of(object, start);
+        if !self.send(queue, Request::Ref { pool, pages }, vec![]) {
+            return false;
+        }
+        // A reference may be repeated.
+        if self.rng.u8(..4) > 0 {
+            for (key, cookie) in named {
+                if self.retained.get(&key) == Some(&cookie) {
+                    self.retained.remove(&key);
+                }
+            }
         }
         true
     }
@@ -419,6 +536,7 @@ impl Driver {
             object,
             index: start,
             cookies,
+            retain: self.retain_bits(end - start),
         };
         let queue = self.queue_of(object, start);
         if !self.send(queue, get, vec![]) {
@@ -449,6 +567,7 @@ impl Driver {
             index,
         } = key;
         let queue = self.queue_of(object, index);
+        let retain = self.retain_bits(1);
         self.send(
             queue,
             Request::Get {
@@ -456,6 +575,7 @@ impl Driver {
                 object,
                 index,
                 cookies: vec![cookie],
+                retain,
             },
             vec![],
         )
@@ -504,14 +624,16 @@ impl Driver {
         ) {
             return false;
         }
-        self.index.retain(|k, _| {
+        let kept = |k: &Key| {
             k.pool != pool
                 || !ranges.iter().any(|r| {
                     r.object == k.object
                         && k.index >= r.index
                         && (r.nr_pages == wire::TO_END || k.index - r.index < r.nr_pages)
                 })
-        });
+        };
+        self.index.retain(|k, _| kept(k));
+        self.retained.retain(|k, _| kept(k));
         true
     }
 

@@ -17,8 +17,8 @@ use crate::content::Content;
 use crate::frontend::{FakeGuest, Placed};
 use crate::memory::PAGE_BYTES;
 use crate::requests::{
-    Encoded, GET_PAGE_BYTES, LATENCIES_BYTES, PAGE, PUT_PAGE_BYTES, PutPage, REPORT_BYTES,
-    REQ_BYTES, RESP_BYTES, Range, Request,
+    Encoded, GET_PAGE_BYTES, LATENCIES_BYTES, PAGE, PUT_PAGE_BYTES, PutPage, REF_PAGE_BYTES,
+    REPORT_BYTES, REQ_BYTES, RESP_BYTES, Range, RefPage, Request,
 };
 use crate::ring::{Buffer, DESC_BYTES, Desc, F_INDIRECT, F_NEXT, F_WRITE};
 
@@ -81,7 +81,7 @@ const GENERATION: usize = 0;
 const TYPE: usize = 8;
 const COUNT: usize = 10;
 const POOL: usize = 12;
-const RESERVED: usize = 16;
+const RETAIN: usize = 16;
 const BODY: usize = REQ_BYTES;
 
 /// Returns a put of two pages, the target first.
@@ -107,6 +107,7 @@ fn get(t: Target) -> Request {
         object: t.object,
         index: t.index,
         cookies,
+        retain: 0,
     }
 }
 
@@ -120,6 +121,19 @@ fn flush(t: Target) -> Request {
     Request::Flush {
         pool: t.pool,
         ranges: vec![range(0), range(5)],
+    }
+}
+
+/// Returns a reference to two pages, the target first.
+fn refer(t: Target) -> Request {
+    let page = |i: u64| RefPage {
+        object: t.object,
+        index: t.index + i,
+        cookie: t.cookie + i,
+    };
+    Request::Ref {
+        pool: t.pool,
+        pages: vec![page(0), page(1)],
     }
 }
 
@@ -285,12 +299,21 @@ fn whole(p: &Placed) -> Vec<Buffer> {
 /// Guest-physical address without memory, between the regions of the default machine.
 pub const HOLE: u64 = 2 << 30;
 
-/// Returns all faults.
+/// Returns all faults of a driver that has not accepted `VIRTIO_TMEM_F_RETAIN`.
 #[must_use]
 pub fn all() -> Vec<Fault> {
     let mut out = values::all();
     out.extend(shapes::all());
     out.extend(chains::all());
+    out
+}
+
+/// Returns all faults that concern retained pages, of a driver that has accepted
+/// `VIRTIO_TMEM_F_RETAIN`.
+#[must_use]
+pub fn of_retained_pages() -> Vec<Fault> {
+    let mut out = values::of_retained_pages();
+    out.extend(shapes::of_references());
     out
 }
 

@@ -39,6 +39,8 @@ pub const F_EVENT_IDX: u64 = 1 << 29;
 pub const F_PROTOCOL_FEATURES: u64 = 1 << 30;
 /// Feature bit VIRTIO_F_VERSION_1.
 pub const F_VERSION_1: u64 = 1 << 32;
+/// Feature bit VIRTIO_TMEM_F_RETAIN.
+pub const F_RETAIN: u64 = 1 << wire::F_RETAIN;
 /// Feature bit VHOST_F_LOG_ALL.
 pub const F_LOG_ALL: u64 = 1 << 26;
 /// Bytes of `struct virtio_tmem_config`.
@@ -369,6 +371,12 @@ impl FakeGuest {
     #[must_use]
     pub fn offered_features(&self) -> u64 {
         self.link.as_ref().map_or(0, |l| l.offered)
+    }
+
+    /// Returns the feature bits that were negotiated at the last start.
+    #[must_use]
+    pub fn accepted_features(&self) -> u64 {
+        self.features
     }
 
     /// Returns the number of requests without an answer.

@@ -25,7 +25,7 @@ pub use driver::{Driver, DriverConfig};
 pub use frontend::{DeviceConfig, Done, FakeGuest, GuestConfig, GuestError};
 pub use memory::{DirtyLog, GuestRam, RamRegion};
 pub use model::{Key, Model, Violation};
-pub use requests::{Answer, Cut, Encoded, Page, PageAnswer, PutPage, Range, Request};
+pub use requests::{Answer, Cut, Encoded, Page, PageAnswer, PutPage, Range, RefPage, Request};
 pub use ring::{Buffer, Desc, DriverRing, RingError};
 pub use skip::{Missing, skipped};
 

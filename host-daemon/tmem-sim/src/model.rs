@@ -2,7 +2,8 @@
 //! The test oracle, which decides which answers a device may give to one guest.
 //!
 //! The oracle records the pages that the device may hold: for each key at most the last put's
-//! cookie and contents. A get returns those, or a miss, and nothing else. The order in which
+//! cookie and contents. A get returns those, or a miss, and nothing else. A page that a get leaves
+//! in the device as a retained page is recorded until a later answer excludes it. The order in which
 //! answers arrive on a queue is the order in which the device acted on it (SPEC.md, "Order"), so
 //! the model changes at answers. For a flush that spans queues, the model also uses the time at
 //! which the flush was sent. The oracle never asks the device for its state.
@@ -13,7 +14,7 @@ use virtio_tmem as wire;
 
 use crate::content::Content;
 use crate::frontend::Done;
-use crate::requests::{Answer, Request};
+use crate::requests::{Answer, RefPage, Request};
 
 /// Key of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -67,6 +68,13 @@ pub struct Counts {
     pub misses: u64,
     /// Requests answered STALE.
     pub stale: u64,
+    /// Hits that left the page in the device.
+    pub retained: u64,
+    /// Pages of references that the device has.
+    pub refs_held: u64,
+    /// Pages of references that the device has lost, although it had answered that it stored or
+    /// retained them.
+    pub refs_gone: u64,
 }
 
 /// Model of the pages that one guest's device may hold.
@@ -223,6 +231,7 @@ impl Model {
             Request::Report(_) | Request::Latencies(_) => {}
             Request::Put { .. } => self.judge_put(asked, &done.request, answer)?,
             Request::Get { .. } => self.judge_get(asked, &done.request, answer)?,
+            Request::Ref { pool, pages } => self.judge_ref(asked, *pool, pages, answer)?,
             Request::Flush { pool, ranges } => {
                 let (queue, sent, now) = (done.queue, asked.sent, self.tick);
                 self.held.retain(|key, held| {
@@ -288,6 +297,51 @@ impl Model {
         Ok(())
     }
 
+    fn judge_ref(
+        &mut self,
+        asked: &Asked,
+        pool: u32,
+        pages: &[RefPage],
+        answer: &Answer,
+    ) -> Result<(), Violation> {
+        for (page, result) in pages.iter().zip(&answer.pages) {
+            let key = Key {
+                pool,
+                object: page.object,
+                index: page.index,
+            };
+            let held = self.with_cookie(asked, key, page.cookie);
+            match (result.result, held) {
+                (wire::P_HELD, Some(_)) => self.counts.refs_held += 1,
+                (wire::P_GONE, None) => {}
+                (wire::P_GONE, Some(held)) => {
+                    self.counts.refs_gone += u64::from(held.dropped.is_none());
+                    self.held.remove(&key);
+                }
+                (wire::P_HELD, None) => {
+                    return Err(self.wrong(format!(
+                        "the reference to {key:?} with cookie {:#x} found a page that the device cannot have (it may have {:?})",
+                        page.cookie,
+                        self.held.get(&key)
+                    )));
+                }
+                (other, _) => {
+                    return Err(self.wrong(format!(
+                        "the reference to {key:?} has the invalid result {other}"
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the page with this key and cookie that the device may have had when it executed a
+    /// request.
+    fn with_cookie(&self, asked: &Asked, key: Key, cookie: u64) -> Option<Held> {
+        let held = self.held.get(&key).copied();
+        held.filter(|h| h.cookie == cookie && h.dropped.is_none_or(|at| asked.sent < at))
+    }
+
     fn judge_get(
         &mut self,
         asked: &Asked,
@@ -299,6 +353,7 @@ impl Model {
             object,
             index,
             cookies,
+            retain,
         } = request
         else {
             unreachable!("the request is no GET")
@@ -309,11 +364,17 @@ impl Model {
                 object: *object,
                 index: index + i as u64,
             };
-            let held = self
-                .held
-                .get(&key)
-                .filter(|h| h.cookie == cookie && h.dropped.is_none_or(|at| asked.sent < at))
-                .copied();
+            let held = self.with_cookie(asked, key, cookie);
+            let retained = match got.flags {
+                0 => false,
+                wire::GET_RETAINED if got.result == wire::P_HIT && retain >> i & 1 != 0 => true,
+                flags => {
+                    return Err(self.wrong(format!(
+                        "the get of {key:?} has the forbidden flags {flags:#x} with the result {}",
+                        got.result
+                    )));
+                }
+            };
             match (got.result, held) {
                 (wire::P_MISS, held) => {
                     if got.cookie != 0 {
@@ -347,7 +408,10 @@ impl Model {
                         )));
                     }
                     self.counts.hits += 1;
-                    self.held.remove(&key);
+                    self.counts.retained += u64::from(retained);
+                    if !retained {
+                        self.held.remove(&key);
+                    }
                 }
                 (wire::P_HIT, None) => {
                     return Err(self.wrong(format!(
@@ -416,6 +480,7 @@ mod tests {
         let answers = vec![PageAnswer {
             result,
             cookie: 0,
+            flags: 0,
             page: None,
         }];
         let put = Request::Put {
@@ -426,16 +491,28 @@ mod tests {
     }
 
     fn get(m: &mut Model, cookie: u64, answer: Option<Content>) -> Result<(), Violation> {
+        get_flagged(m, cookie, 0, answer, 0)
+    }
+
+    fn get_flagged(
+        m: &mut Model,
+        cookie: u64,
+        retain: u64,
+        answer: Option<Content>,
+        flags: u8,
+    ) -> Result<(), Violation> {
         let asked = m.ask(vec![]);
         let answers = vec![match answer {
             Some(c) => PageAnswer {
                 result: wire::P_HIT,
                 cookie,
+                flags,
                 page: Some(c.page()),
             },
             None => PageAnswer {
                 result: wire::P_MISS,
                 cookie: 0,
+                flags,
                 page: None,
             },
         }];
@@ -444,8 +521,29 @@ mod tests {
             object: 2,
             index: 3,
             cookies: vec![cookie],
+            retain,
         };
         m.judge(&asked, &done(get, wire::S_OK, answers), |_| 1)
+    }
+
+    fn refer(m: &mut Model, cookie: u64, result: u8) -> Result<(), Violation> {
+        let page = RefPage {
+            object: 2,
+            index: 3,
+            cookie,
+        };
+        let asked = m.ask(vec![]);
+        let answers = vec![PageAnswer {
+            result,
+            cookie: 0,
+            flags: 0,
+            page: None,
+        }];
+        let refer = Request::Ref {
+            pool: 1,
+            pages: vec![page],
+        };
+        m.judge(&asked, &done(refer, wire::S_OK, answers), |_| 1)
     }
 
     const A: Content = Content::Noise(1);
@@ -481,6 +579,47 @@ mod tests {
         get(&mut m, 16, Some(A))
             .expect_err("the oracle accepts an answer other than STALE in an old generation");
         assert_eq!(m.held_pages(), 0);
+    }
+
+    /// Gives the oracle, for each rule of retained pages, an answer that violates the rule.
+    #[test]
+    fn the_oracle_reports_each_wrong_answer_about_retained_pages() {
+        const RETAINED: u8 = wire::GET_RETAINED;
+        let mut m = model();
+        put(&mut m, 10, A, wire::P_STORED).unwrap();
+        get_flagged(&mut m, 10, 0, Some(A), RETAINED)
+            .expect_err("the oracle accepts that a page is retained although its bit is clear");
+        get_flagged(&mut m, 10, 0b10, Some(A), RETAINED)
+            .expect_err("the oracle accepts the bit of another page");
+        get_flagged(&mut m, 10, 1, Some(A), 2).expect_err("the oracle accepts an unknown flag");
+        get_flagged(&mut m, 11, 1, None, RETAINED).expect_err("the oracle accepts a retained miss");
+        get_flagged(&mut m, 10, 1, Some(A), RETAINED).unwrap();
+        refer(&mut m, 10, wire::P_HELD).unwrap();
+        refer(&mut m, 11, wire::P_HELD)
+            .expect_err("the oracle accepts that a cookie that was never put is held");
+        refer(&mut m, 10, wire::P_HIT).expect_err("the oracle accepts the result HIT for a REF");
+        get_flagged(&mut m, 10, 1, Some(B), RETAINED)
+            .expect_err("the oracle accepts a hit with wrong bytes on a retained page");
+        refer(&mut m, 11, wire::P_GONE).unwrap();
+        get_flagged(&mut m, 10, 1, Some(A), RETAINED).unwrap();
+        // A page that the device does not retain has left it.
+        get_flagged(&mut m, 10, 1, Some(A), 0).unwrap();
+        refer(&mut m, 10, wire::P_HELD)
+            .expect_err("the oracle accepts that a removed page is held");
+
+        put(&mut m, 12, A, wire::P_STORED).unwrap();
+        refer(&mut m, 12, wire::P_GONE).unwrap();
+        get(&mut m, 12, Some(A)).expect_err("the oracle accepts a hit on a page that was gone");
+
+        put(&mut m, 13, A, wire::P_STORED).unwrap();
+        get_flagged(&mut m, 13, 1, Some(A), RETAINED).unwrap();
+        put(&mut m, 14, B, wire::P_STORED).unwrap();
+        refer(&mut m, 13, wire::P_HELD)
+            .expect_err("the oracle accepts that a page is held that a newer put replaced");
+        get(&mut m, 14, Some(B)).unwrap();
+        let counts = m.counts();
+        assert_eq!((counts.retained, counts.refs_held), (3, 1));
+        assert_eq!(counts.refs_gone, 1);
     }
 
     /// Returns an answered flush of all pages of the object under test.
@@ -534,6 +673,7 @@ mod tests {
         let hit = PageAnswer {
             result: wire::P_HIT,
             cookie: 10,
+            flags: 0,
             page: Some(A.page()),
         };
         let get = Request::Get {
@@ -541,6 +681,7 @@ mod tests {
             object: 2,
             index: 3,
             cookies: vec![10],
+            retain: 0,
         };
         let hit = done(get, wire::S_OK, vec![hit]);
         m.judge(&asked_get, &hit, |_| 1).unwrap();

@@ -18,6 +18,8 @@ pub const RESP_BYTES: usize = 8;
 pub const PUT_PAGE_BYTES: usize = 32;
 /// Bytes of `struct virtio_tmem_get_page`.
 pub const GET_PAGE_BYTES: usize = 16;
+/// Bytes of `struct virtio_tmem_ref_page`.
+pub const REF_PAGE_BYTES: usize = 24;
 /// Bytes of `struct virtio_tmem_report`.
 pub const REPORT_BYTES: usize = 152;
 /// Bytes of `struct virtio_tmem_latencies`.
@@ -41,6 +43,17 @@ pub struct PutPage {
     pub flags: u32,
     /// Contents of the page.
     pub page: Box<Page>,
+}
+
+/// One page of a REF.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RefPage {
+    /// Object id.
+    pub object: u64,
+    /// Page index in the object.
+    pub index: u64,
+    /// Cookie of the put of the page. A correct driver never uses 0.
+    pub cookie: u64,
 }
 
 /// One range of a FLUSH.
@@ -74,6 +87,8 @@ pub enum Request {
         index: u64,
         /// Requested cookie for each page of the run.
         cookies: Vec<u64>,
+        /// Bit n allows the device to retain the page `index` + n.
+        retain: u64,
     },
     /// Names ranges that the device can forget.
     Flush {
@@ -81,6 +96,13 @@ pub enum Request {
         pool: u32,
         /// Ranges; a correct driver sends 1 to 64.
         ranges: Vec<Range>,
+    },
+    /// Names retained pages that the driver has evicted unchanged.
+    Ref {
+        /// Pool id.
+        pool: u32,
+        /// Pages; a correct driver sends 1 to 64.
+        pages: Vec<RefPage>,
     },
     /// Creates a pool.
     PoolCreate {
@@ -108,6 +130,7 @@ impl Request {
             Self::Put { .. } => wire::T_PUT,
             Self::Get { .. } => wire::T_GET,
             Self::Flush { .. } => wire::T_FLUSH,
+            Self::Ref { .. } => wire::T_REF,
             Self::PoolCreate { .. } => wire::T_POOL_CREATE,
             Self::PoolDestroy { .. } => wire::T_POOL_DESTROY,
             Self::Report(_) => wire::T_REPORT,
@@ -134,6 +157,7 @@ impl Request {
             Self::Put { pages, .. } => pages.len(),
             Self::Get { cookies, .. } => cookies.len(),
             Self::Flush { ranges, .. } => ranges.len(),
+            Self::Ref { pages, .. } => pages.len(),
             _ => 0,
         };
         u16::try_from(n).expect("the request has 65,536 pages or more")
@@ -146,9 +170,19 @@ impl Request {
             Self::Put { pool, .. }
             | Self::Get { pool, .. }
             | Self::Flush { pool, .. }
+            | Self::Ref { pool, .. }
             | Self::PoolCreate { pool, .. }
             | Self::PoolDestroy { pool } => pool,
             Self::Report(_) | Self::Latencies(_) => 0,
+        }
+    }
+
+    /// Returns the field `retain`.
+    #[must_use]
+    pub fn retain(&self) -> u64 {
+        match *self {
+            Self::Get { retain, .. } => retain,
+            _ => 0,
         }
     }
 
@@ -160,11 +194,11 @@ impl Request {
         meta.extend(self.kind().to_le_bytes());
         meta.extend(self.count().to_le_bytes());
         meta.extend(self.pool().to_le_bytes());
-        meta.extend(0u64.to_le_bytes());
+        meta.extend(self.retain().to_le_bytes());
         let mut data = Vec::new();
         let n = usize::from(self.count());
         let (results_bytes, answer_pages) = match self {
-            Self::Put { .. } => (n, 0),
+            Self::Put { .. } | Self::Ref { .. } => (n, 0),
             Self::Get { .. } => (n * GET_PAGE_BYTES, n),
             _ => (0, 0),
         };
@@ -194,6 +228,13 @@ impl Request {
                     meta.extend(r.object.to_le_bytes());
                     meta.extend(r.index.to_le_bytes());
                     meta.extend(r.nr_pages.to_le_bytes());
+                }
+            }
+            Self::Ref { pages, .. } => {
+                for p in pages {
+                    meta.extend(p.object.to_le_bytes());
+                    meta.extend(p.index.to_le_bytes());
+                    meta.extend(p.cookie.to_le_bytes());
                 }
             }
             Self::PoolCreate { flags, .. } => {
@@ -310,8 +351,10 @@ pub fn cut(stretches: &[(u64, usize, bool)], how: Cut) -> Vec<Buffer> {
 pub struct PageAnswer {
     /// Result of the page, `VIRTIO_TMEM_P_*`, or UNANSWERED if the device wrote none.
     pub result: u8,
-    /// Cookie of a GET's page; 0 for a PUT.
+    /// Cookie of a GET's page; 0 for a PUT or REF.
     pub cookie: u64,
+    /// Flags of a GET's page, `VIRTIO_TMEM_GET_*`; 0 for a PUT or REF.
+    pub flags: u8,
     /// Contents of the page of a HIT, if the used length covers them.
     pub page: Option<Box<Page>>,
 }
@@ -325,7 +368,7 @@ pub struct Answer {
     pub reserved: [u8; 7],
     /// Length of the used element.
     pub used_bytes: u32,
-    /// One answer for each page of a PUT or GET.
+    /// One answer for each page of a PUT, GET or REF.
     pub pages: Vec<PageAnswer>,
 }
 
@@ -345,6 +388,7 @@ pub fn decode(
     let unanswered = PageAnswer {
         result: wire::S_UNANSWERED,
         cookie: 0,
+        flags: 0,
         page: None,
     };
     let status = if covered(RESP_BYTES) {
@@ -364,7 +408,7 @@ pub fn decode(
         return answer;
     }
     answer.pages = match request {
-        Request::Put { .. } => (0..n)
+        Request::Put { .. } | Request::Ref { .. } => (0..n)
             .map(|i| {
                 let at = RESP_BYTES + i;
                 let result = if covered(at + 1) {
@@ -398,6 +442,7 @@ pub fn decode(
                 PageAnswer {
                     result,
                     cookie,
+                    flags: meta[at + 9],
                     page: hit.then(|| page(i)),
                 }
             })
@@ -419,6 +464,7 @@ mod tests {
         assert_eq!(RESP_BYTES, size_of::<wire::Resp>());
         assert_eq!(PUT_PAGE_BYTES, size_of::<wire::PutPage>());
         assert_eq!(GET_PAGE_BYTES, size_of::<wire::GetPage>());
+        assert_eq!(REF_PAGE_BYTES, size_of::<wire::RefPage>());
         assert_eq!(REPORT_BYTES, size_of::<wire::Report>());
         assert_eq!(LATENCIES_BYTES, size_of::<wire::Latencies>());
     }

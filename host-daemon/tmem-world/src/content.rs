@@ -43,6 +43,16 @@ pub fn of(guest: usize, version: Version) -> Content {
     }
 }
 
+/// Bit of a version in the contents of a page whose bytes behind the end of the file are not zero.
+const BEHIND_END: Version = 1 << 31;
+
+/// Returns the content of a guest's version whose bytes behind the end of the file are not zero. A
+/// content has no parts, so all of its bytes differ from those of [`of`].
+#[must_use]
+pub fn with_bytes_behind_end(guest: usize, version: Version) -> Content {
+    Content::Noise((MARK + guest as u64) << 48 | u64::from(version | BEHIND_END))
+}
+
 /// Returns the guest whose private page begins with this word.
 #[must_use]
 pub fn owner(first_word: u64) -> Option<usize> {

@@ -9,8 +9,9 @@
 mod control;
 mod gets;
 mod puts;
+mod refs;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -20,6 +21,7 @@ use virtio_tmem as wire;
 
 use self::gets::{Get, Reader};
 use self::puts::{PutBatch, Range, Slot};
+use self::refs::Ref;
 use crate::mutation::Mutation;
 use crate::oracle::Oracle;
 use crate::transport::{BOUNCE, CONTROLS, Flight, GETS, PLACES, PUTS, Tag, Transport};
@@ -35,6 +37,16 @@ const CONTROL_NS: u64 = 1_000_000_000;
 
 /// Inode number and page index of a page of a file.
 pub type FilePage = (u32, u64);
+
+/// Entry of the index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Entry {
+    cookie: u64,
+    /// Bytes of the page, in place of the check that the kernel module stores.
+    content: Content,
+    /// Whether the guest has the page in its page cache, and the device may have it, too.
+    retained: bool,
+}
 
 /// The parts of the machine that the driver sees during a call.
 pub struct Port<'a> {
@@ -67,7 +79,17 @@ pub struct Driver {
     cookie_last: u64,
     objects: BTreeMap<u32, u64>,
     object_last: u64,
-    index: BTreeMap<FilePage, u64>,
+    index: BTreeMap<FilePage, Entry>,
+    /// Whether `VIRTIO_TMEM_F_RETAIN` is negotiated.
+    retain: bool,
+    /// REF requests of each queue that wait to be sent.
+    refs: Vec<Vec<Ref>>,
+    /// REF request of each queue that the device owns.
+    referring: Vec<Vec<Ref>>,
+    /// The last results of REF requests, true for GONE.
+    gone: VecDeque<bool>,
+    /// A page that changed although its entry was still retained.
+    changed: Option<FilePage>,
     /// Marked inodes, whose pages are not put.
     bypass: BTreeSet<u32>,
     /// Whether the hooks know the file system.
@@ -88,7 +110,12 @@ pub struct Driver {
 
 impl Driver {
     /// Creates a driver that was just loaded.
-    pub fn new(transport: Transport, cookie: u64, mutation: Option<Mutation>) -> Driver {
+    pub fn new(
+        transport: Transport,
+        cookie: u64,
+        retain: bool,
+        mutation: Option<Mutation>,
+    ) -> Driver {
         let queues = transport.queues();
         assert_eq!(transport.layout.places.len(), PLACES);
         assert_eq!(transport.layout.bounce.len(), BOUNCE);
@@ -106,6 +133,11 @@ impl Driver {
             objects: BTreeMap::new(),
             object_last: 1,
             index: BTreeMap::new(),
+            retain: retain || mutation == Some(Mutation::RetainUnnegotiated),
+            refs: vec![Vec::new(); queues],
+            referring: vec![Vec::new(); queues],
+            gone: VecDeque::new(),
+            changed: None,
             bypass: BTreeSet::new(),
             known: true,
             places_free: transport.layout.places.clone(),
@@ -145,9 +177,22 @@ impl Driver {
             || !self.readers.is_empty()
     }
 
-    /// Returns whether the page is in the index, so that a read would request it from the device.
+    /// Returns whether the page is in the index as a page that the guest has not cached.
     pub fn holds(&self, page: FilePage) -> bool {
-        self.index.contains_key(&page)
+        self.index.get(&page).is_some_and(|entry| !entry.retained)
+    }
+
+    /// Erases an entry if it has this cookie.
+    fn erase_cookie(&mut self, page: FilePage, cookie: u64) {
+        if self.index.get(&page).is_some_and(|e| e.cookie == cookie) {
+            self.index.remove(&page);
+        }
+    }
+
+    /// Returns a number for a choice that may be made either way. It depends on the state of the
+    /// driver only.
+    fn draw(&self, salt: u64) -> u64 {
+        (self.cookie_last ^ salt).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 48
     }
 
     fn queue(&self, object: u64, index: u64) -> usize {
@@ -172,6 +217,9 @@ impl Driver {
         if self.is(Mutation::CookieUnchecked) {
             self.request_held_cookies(port, &wanted);
         }
+        if self.is(Mutation::RefCookieUnchecked) {
+            self.refer_to_held_cookies(port, &wanted);
+        }
     }
 
     /// Simulates a device that does not compare cookies: the get is changed to name the cookies
@@ -182,6 +230,7 @@ impl Driver {
             object,
             index,
             cookies,
+            ..
         } = &*flight.request
         else {
             return;
@@ -226,6 +275,7 @@ impl Driver {
                 Ok(Some((flight, answer))) => match flight.tag {
                     Tag::Put(batch) => self.put_answered(queue, batch, &answer),
                     Tag::Flush => self.flushing[queue] = false,
+                    Tag::Ref => self.ref_answered(port, queue, &flight, &answer),
                     Tag::Get(get) => self.get_answered(port, get, &flight, &answer),
                     Tag::Control(nr) => self.control_answered(nr, &flight, answer.status),
                 },
@@ -244,9 +294,28 @@ impl Driver {
     /// Erases the index entries of pages that changed or are no longer wanted, so that the driver
     /// does not request these pages. The driver sends a flush of the pages later, or never.
     pub fn invalidate(&mut self, inode: u32, from: u64, to: u64) {
+        self.invalidate_except(inode, from, to, &[]);
+    }
+
+    /// Records that a page was overwritten in the page cache.
+    pub fn written(&mut self, inode: u32, page: u64) {
+        let kept = [Mutation::RetainedKeptAtWrite, Mutation::RetainedUnchecked];
+        self.invalidate_except(inode, page, page, &kept);
+    }
+
+    /// Records that a file was truncated.
+    pub fn truncated(&mut self, inode: u32, from: u64) {
+        let kept = [Mutation::RetainedKeptAtTruncate];
+        self.invalidate_except(inode, from, u64::MAX, &kept);
+    }
+
+    /// Invalidates pages. The mutations in `kept` keep retained entries.
+    fn invalidate_except(&mut self, inode: u32, from: u64, to: u64, kept: &[Mutation]) {
+        let keeps = self.mutation.is_some_and(|m| kept.contains(&m));
         let gone: Vec<FilePage> = self
             .index
             .range((inode, from)..=(inode, to))
+            .filter(|(_, entry)| !(entry.retained && keeps))
             .map(|(page, _)| *page)
             .collect();
         for page in &gone {
@@ -271,7 +340,11 @@ impl Driver {
             return;
         }
         if !self.is(Mutation::EntryKeptAtDirectWrite) {
-            self.invalidate(inode, 0, u64::MAX);
+            let kept = [
+                Mutation::RetainedKeptAtDirectWrite,
+                Mutation::MarkIgnoredByRetained,
+            ];
+            self.invalidate_except(inode, 0, u64::MAX, &kept);
         }
         self.bypass.insert(inode);
     }

@@ -8,6 +8,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use tmem_sim::Content;
+
 use crate::content::{self, Version};
 use crate::driver::{DEADLINE_NS, Driver, FilePage, Port};
 use crate::mutation::Mutation;
@@ -18,6 +20,15 @@ pub const FILES: u32 = 3;
 pub const PAGES: u64 = 18;
 /// Number of adjacent pages in a group. Each group is in a chunk of its own.
 const GROUP: u64 = 6;
+
+/// Page that contains the end of each file. A file that is truncated gets its old length back at
+/// once, so this page is always the same one.
+const END: u64 = PAGES - 1;
+
+/// Returns the index of the page that contains the end of a file.
+pub fn index_of_end() -> u64 {
+    index_of(END)
+}
 
 /// Returns the index of a file's page: groups of adjacent pages, each in its own chunk.
 pub fn index_of(page: u64) -> u64 {
@@ -35,6 +46,9 @@ struct Cached {
     /// Whether the page is clean and older than the disk, because it was read concurrently with a
     /// direct write that failed.
     old: bool,
+    /// Whether the page contains the end of the file, and its bytes behind the end are not zero,
+    /// because a store through a mapping changed them. When the page is read again, they are zero.
+    behind_end: bool,
 }
 
 impl Cached {
@@ -44,6 +58,7 @@ impl Cached {
             dirty,
             used_again: false,
             old: false,
+            behind_end: false,
         }
     }
 }
@@ -112,6 +127,31 @@ impl Kernel {
         self.reads.values().any(|(file, _)| *file == inode)
     }
 
+    /// Returns the bytes of a cached page.
+    fn content(&self, page: FilePage, cached: &Cached) -> Content {
+        match cached.behind_end && page.1 == index_of_end() {
+            true => content::with_bytes_behind_end(self.guest, cached.version),
+            false => content::of(self.guest, cached.version),
+        }
+    }
+
+    /// Begins to reclaim a page while another task changes the file. If the page has a retained
+    /// entry and is unchanged, returns the cookie with which
+    /// [`end_eviction`](Self::end_eviction) makes the entry held.
+    fn begin_eviction(&mut self, page: FilePage) -> Option<(FilePage, u64)> {
+        let cached = self.cache.get(&page).filter(|cached| !cached.dirty)?;
+        let content = self.content(page, cached);
+        let cookie = self.driver.check_retained(page, content)?;
+        Some((page, cookie))
+    }
+
+    /// Continues evictions after another task has changed the file.
+    fn end_eviction(&mut self, evicted: impl IntoIterator<Item = (FilePage, u64)>) {
+        for (page, cookie) in evicted {
+            self.driver.hold(page, cookie);
+        }
+    }
+
     /// Reads some pages.
     pub fn read(
         &mut self,
@@ -164,7 +204,11 @@ impl Kernel {
                         port.oracle.fail("exclusive", what);
                     }
                     let must = content::of(self.guest, version).page();
-                    if bytes != must {
+                    // Bytes behind the end of the file do not belong to the file.
+                    let same = bytes == must
+                        || page.1 == index_of_end()
+                            && bytes == content::with_bytes_behind_end(self.guest, version).page();
+                    if !same {
                         let at = bytes.iter().zip(&*must).position(|(is, must)| is != must);
                         let what = format!("{page:x?}: wrong bytes, first at {at:?}");
                         port.oracle.fail("bytes", what);
@@ -185,8 +229,12 @@ impl Kernel {
         }
         let page = index_of(page);
         storage.truth.insert((inode, page), version);
-        self.cache.insert((inode, page), Cached::new(version, true));
-        self.driver.invalidate(inode, page, page);
+        let cached = Cached {
+            behind_end: true,
+            ..Cached::new(version, true)
+        };
+        self.cache.insert((inode, page), cached);
+        self.driver.written(inode, page);
     }
 
     /// Writes dirty pages to the disk.
@@ -213,7 +261,7 @@ impl Kernel {
                 self.driver.unbypass(inode);
             }
             self.cache.remove(&(inode, page));
-            let content = content::of(self.guest, cached.version);
+            let content = self.content((inode, page), &cached);
             self.driver.put(inode, page, content, cached.used_again);
             self.clear_mark(inode);
         }
@@ -234,12 +282,19 @@ impl Kernel {
         }
         let from = index_of(from);
         let gone = |page: &FilePage| page.0 == inode && page.1 >= from;
+        let pages: Vec<FilePage> = self.cache.keys().copied().filter(gone).collect();
+        // Reclaim evicts truncated pages on another processor.
+        let evicted: Vec<_> = pages
+            .into_iter()
+            .filter_map(|page| self.begin_eviction(page))
+            .collect();
         self.cache.retain(|page, _| !gone(page));
         storage.disk.retain(|page, _| !gone(page));
         storage.truth.retain(|page, _| !gone(page));
         if self.mutation != Some(Mutation::EntryKeptAtTruncate) {
-            self.driver.invalidate(inode, from, u64::MAX);
+            self.driver.truncated(inode, from);
         }
+        self.end_eviction(evicted);
         self.clear_mark(inode);
     }
 
@@ -259,7 +314,10 @@ impl Kernel {
         }
         let page = index_of(page);
         self.writers.insert(inode);
+        // Reclaim evicts the page on another processor.
+        let evicted = self.begin_eviction((inode, page));
         self.driver.bypass(inode);
+        self.end_eviction(evicted);
         self.cache.remove(&(inode, page));
         storage.disk.insert((inode, page), version);
         storage.truth.insert((inode, page), version);

@@ -20,6 +20,8 @@ use vhost::vhost_user::message::{
     VhostUserVringAddrFlags,
 };
 
+use tmem_sim::frontend::F_RETAIN;
+
 use crate::host::{Fuse, SimulatedDaemon};
 use crate::mutation::Mutation;
 use crate::transport::{Layout, Transport, ram};
@@ -71,6 +73,7 @@ pub struct Machine {
     migration: Option<Migration>,
     event_idx: bool,
     indirect: bool,
+    retain: bool,
     mutation: Option<Mutation>,
 }
 
@@ -102,7 +105,7 @@ impl Machine {
     /// Creates a machine without a daemon.
     pub fn new(
         queues: usize,
-        (event_idx, indirect): (bool, bool),
+        (event_idx, indirect, retain): (bool, bool, bool),
         mutation: Option<Mutation>,
     ) -> Machine {
         let ram = GuestRam::new(&ram(), true).expect("cannot create the guest's memory");
@@ -119,6 +122,7 @@ impl Machine {
             migration: None,
             event_idx,
             indirect,
+            retain,
             mutation,
         }
     }
@@ -169,6 +173,7 @@ impl Machine {
             | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
             | bit(self.event_idx, F_EVENT_IDX)
             | bit(self.indirect, F_INDIRECT_DESC)
+            | bit(self.retain, F_RETAIN)
             | bit(
                 self.migration.is_some(),
                 VhostUserVirtioFeatures::LOG_ALL.bits(),

@@ -104,10 +104,11 @@ fn main() -> ExitCode {
         }
     };
     let totals = run_seeds((first, seeds), mutation, threads, progress);
-    let [stored, hits, refused, lost, stale] = totals.counts;
+    let [stored, hits, refused, lost, stale, retained, held, gone] = totals.counts;
     println!(
         "{} seeds in {:.1} s, {:.0} s of virtual time: {stored} pages stored, {hits} hits, \
-         {refused} refused, {lost} lost by the device, {stale} requests stale",
+         {refused} refused, {lost} lost by the device, {stale} requests stale, \
+         {retained} pages retained, {held} REFs held, {gone} gone",
         totals.seeds,
         begun.elapsed().as_secs_f64(),
         totals.now_ns as f64 / 1e9,

@@ -69,11 +69,44 @@ pub enum Mutation {
     TenantsMixed,
     /// The device writes the beginning of another guest's page into the buffer of a get.
     NeighbourShown,
+    /// The driver sets bits of `retain` and sends REFs although the feature is not negotiated.
+    RetainUnnegotiated,
+    /// The driver keeps the retained entry of a page that is overwritten.
+    RetainedKeptAtWrite,
+    /// The driver keeps the retained entries of truncated pages.
+    RetainedKeptAtTruncate,
+    /// The driver keeps the retained entries of pages that a direct write changed.
+    RetainedKeptAtDirectWrite,
+    /// The driver keeps retained entries when the file system is unmounted.
+    RetainedKeptAtUnmount,
+    /// The driver keeps the retained entries of a get that was not answered in time.
+    RetainedKeptAtDeadline,
+    /// The driver neither erases the retained entry of a page that is overwritten, nor compares its
+    /// content when it is evicted.
+    RetainedUnchecked,
+    /// A mark neither erases retained entries, nor keeps the driver from making them held.
+    MarkIgnoredByRetained,
+    /// An eviction makes an entry held that was erased after the eviction began.
+    HeldAfterErase,
+    /// The answer to a get adds an entry for each page that the device retains.
+    EntryAddedAtAnswer,
+    /// The driver lets the device retain the page that contains the end of a file.
+    EndRetained,
+    /// The driver sends REFs of an earlier generation.
+    StaleRefSent,
+    /// The driver keeps the entry of a page whose REF was answered with GONE.
+    GoneIgnored,
+    /// The device executes a REF whatever cookie it names.
+    RefCookieUnchecked,
+    /// The device keeps a page whose REF it answers with GONE.
+    GoneKeepsPage,
+    /// The device says of each hit that it retains the page.
+    RetainedFlagAlways,
 }
 
 impl Mutation {
     /// All mutations.
-    pub const ALL: [Mutation; 30] = [
+    pub const ALL: [Mutation; 46] = [
         Mutation::GenerationKept,
         Mutation::GenerationCounted,
         Mutation::GenerationUnchecked,
@@ -104,6 +137,22 @@ impl Mutation {
         Mutation::PoolIdReused,
         Mutation::TenantsMixed,
         Mutation::NeighbourShown,
+        Mutation::RetainUnnegotiated,
+        Mutation::RetainedKeptAtWrite,
+        Mutation::RetainedKeptAtTruncate,
+        Mutation::RetainedKeptAtDirectWrite,
+        Mutation::RetainedKeptAtUnmount,
+        Mutation::RetainedKeptAtDeadline,
+        Mutation::RetainedUnchecked,
+        Mutation::MarkIgnoredByRetained,
+        Mutation::HeldAfterErase,
+        Mutation::EntryAddedAtAnswer,
+        Mutation::EndRetained,
+        Mutation::StaleRefSent,
+        Mutation::GoneIgnored,
+        Mutation::RefCookieUnchecked,
+        Mutation::GoneKeepsPage,
+        Mutation::RetainedFlagAlways,
     ];
 
     /// Returns the mutation with this name.

@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 
-use tmem_sim::{Content, Done, Key, Model, Request};
+use tmem_sim::{Answer, Content, Done, Key, Model, Request};
 use virtio_tmem as wire;
 
 use crate::content;
@@ -36,6 +36,10 @@ enum Fate {
     Refused,
     /// A get has requested the page.
     Asked,
+    /// The driver has taken the answer that the device retains the page.
+    Retained,
+    /// The driver has taken the answer that the device does not have the page.
+    Gone,
 }
 
 /// A page that a broken device holds although it must not.
@@ -52,6 +56,8 @@ pub struct Kept {
 pub struct Oracle {
     guest: usize,
     mutation: Option<Mutation>,
+    /// Whether `VIRTIO_TMEM_F_RETAIN` is negotiated.
+    retain: bool,
     /// Answers that the device may give.
     pub model: Model,
     generations: HashSet<u64>,
@@ -75,10 +81,11 @@ pub struct Oracle {
 
 impl Oracle {
     /// Creates the oracle of a guest with `queues` queues.
-    pub fn new(guest: usize, queues: usize, mutation: Option<Mutation>) -> Oracle {
+    pub fn new(guest: usize, queues: usize, retain: bool, mutation: Option<Mutation>) -> Oracle {
         Oracle {
             guest,
             mutation,
+            retain,
             model: Model::new(&format!("g{guest}")),
             generations: HashSet::new(),
             current: 0,
@@ -174,6 +181,11 @@ impl Oracle {
             let what = format!("{:?} uses the device's page {page:#x}", flight.tag);
             self.fail("buffers", what);
         }
+        let refers = matches!(&*flight.request, Request::Ref { .. });
+        if !self.retain && (refers || flight.request.retain() != 0) {
+            let what = format!("{:?} needs a feature that is not negotiated", flight.tag);
+            self.fail("feature", what);
+        }
         let current = self.is_current(flight.generation);
         if flight.generation == 0 {
             self.fail("generation", "a request without a generation".into());
@@ -223,8 +235,68 @@ impl Oracle {
                     self.asked(queue, key, *cookie);
                 }
             }
+            Request::Ref { pages, .. } => {
+                for page in pages {
+                    let key = Key {
+                        pool,
+                        object: page.object,
+                        index: page.index,
+                    };
+                    self.chunk(queue, pool, page.object, page.index);
+                    if !self.puts.contains_key(&(key, page.cookie)) {
+                        let what = format!("{key:?} was not put in this one, but referred to");
+                        self.fail("generation", what);
+                    }
+                }
+            }
             _ => {}
         }
+    }
+
+    /// Records that the driver has taken the answer to a get or REF of its own.
+    pub fn taken(&mut self, flight: &Flight, answer: &Answer) {
+        if !self.is_current(flight.generation) {
+            return;
+        }
+        let key = |pool, object, index| Key {
+            pool,
+            object,
+            index,
+        };
+        match &*flight.request {
+            Request::Get {
+                pool,
+                object,
+                index,
+                cookies,
+                ..
+            } => {
+                for (i, (cookie, page)) in cookies.iter().zip(&answer.pages).enumerate() {
+                    let put = (key(*pool, *object, index + i as u64), *cookie);
+                    if page.flags & wire::GET_RETAINED != 0
+                        && let Some((fate @ Fate::Asked, _)) = self.puts.get_mut(&put)
+                    {
+                        *fate = Fate::Retained;
+                    }
+                }
+            }
+            Request::Ref { pool, pages } => {
+                for (page, answer) in pages.iter().zip(&answer.pages) {
+                    let put = (key(*pool, page.object, page.index), page.cookie);
+                    if answer.result == wire::P_GONE
+                        && let Some((fate, _)) = self.puts.get_mut(&put)
+                    {
+                        *fate = Fate::Gone;
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Returns the contents of a page that was put in this generation.
+    pub fn content(&self, key: Key, cookie: u64) -> Option<Content> {
+        self.puts.get(&(key, cookie)).map(|(_, content)| *content)
     }
 
     /// Records the contents of a put that is sent.
@@ -239,7 +311,8 @@ impl Oracle {
         self.chunk(queue, key.pool, key.object, key.index);
         let fate = self.puts.get_mut(&(key, cookie));
         match fate.map(|(fate, _)| std::mem::replace(fate, Fate::Asked)) {
-            Some(Fate::Sent) => {}
+            Some(Fate::Sent | Fate::Retained) => {}
+            Some(Fate::Gone) => self.fail("gone", format!("{key:?} is asked for")),
             Some(Fate::Refused) => self.fail("refused", format!("{key:?} is asked for")),
             Some(Fate::Asked) => self.fail("exclusive", format!("{key:?} is asked for twice")),
             None => self.fail("generation", format!("{key:?} was not put in this one")),
@@ -298,6 +371,7 @@ impl Oracle {
             (Some(Mutation::HitKeepsPage), Request::Get { .. })
                 | (Some(Mutation::FlushIgnored), Request::Flush { .. })
                 | (Some(Mutation::RefusedLeavesOld), Request::Put { .. })
+                | (Some(Mutation::GoneKeepsPage), Request::Ref { .. })
         );
         let held = |model: &Model, (key, cookie): &(Key, u64)| model.cookie(*key) == Some(*cookie);
         let before = self.held_of(&done.request);
@@ -358,11 +432,20 @@ impl Oracle {
                 object,
                 index,
                 cookies,
+                ..
             } => {
                 let keys = (*index..).take(cookies.len()).map(|index| Key {
                     pool: *pool,
                     object: *object,
                     index,
+                });
+                keys.filter_map(with_cookie).collect()
+            }
+            Request::Ref { pool, pages } => {
+                let keys = pages.iter().map(|page| Key {
+                    pool: *pool,
+                    object: page.object,
+                    index: page.index,
                 });
                 keys.filter_map(with_cookie).collect()
             }

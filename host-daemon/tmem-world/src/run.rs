@@ -12,13 +12,19 @@ use crate::oracle::Failure;
 use crate::script::Script;
 use crate::world::World;
 
+/// Number of the counts of a run.
+pub const COUNTS: usize = 8;
+/// Numbers of pages stored, hit, refused and lost, of stale requests, of pages retained, and of
+/// REFs answered with HELD and with GONE although the device had the page before.
+pub type Counts = [u64; COUNTS];
+
 /// Result of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
     /// The first rule that was broken, and the step at which the oracle saw it.
     pub failure: Option<(usize, Failure)>,
-    /// Numbers of pages stored, hit, refused and lost, and of stale requests.
-    pub counts: [u64; 5],
+    /// Counts of pages and requests.
+    pub counts: Counts,
     /// Virtual time at the end, in nanoseconds.
     pub now_ns: u64,
 }
@@ -46,7 +52,7 @@ fn caught(script: &Script, tell: Tell<'_>) -> Outcome {
         };
         Outcome {
             failure: Some((script.steps.len(), failure)),
-            counts: [0; 5],
+            counts: [0; COUNTS],
             now_ns: 0,
         }
     })
@@ -90,7 +96,7 @@ pub struct Totals {
     /// Seeds that were run to their end.
     pub seeds: u64,
     /// Sums of the counts in [`Outcome`].
-    pub counts: [u64; 5],
+    pub counts: Counts,
     /// Virtual time in nanoseconds.
     pub now_ns: u64,
     /// The smallest seed that failed.

@@ -117,6 +117,9 @@ pub struct Setup {
     pub event_idx: bool,
     /// Whether the device offers VIRTIO_F_INDIRECT_DESC.
     pub indirect: bool,
+    /// Whether each guest negotiates `VIRTIO_TMEM_F_RETAIN`. Its driver, its device or its host's
+    /// daemon may lack the feature.
+    pub retain: Vec<bool>,
     /// Size of each pool in KiB.
     pub pool_kib: u16,
     /// Whether all guests are in one trust domain.
@@ -139,6 +142,9 @@ const STEPS: std::ops::RangeInclusive<usize> = 60..=240;
 
 /// Maximum number of steps between a fault and its repair.
 const REMEDY_WITHIN: usize = 14;
+
+/// Maximum number of times that a script lets the guests with retained pages read a file again.
+const REREADS_MAX: usize = 2;
 
 /// Number of kinds of faults.
 const FAULTS: usize = 13;
@@ -212,6 +218,51 @@ impl Draw {
         steps[..self.rng.usize(..=steps.len())].to_vec()
     }
 
+    /// Returns steps in which a guest reads, evicts and reads a file again, so that the device retains
+    /// pages and gets REFs. Between these steps the pages may change, or the reader may give up.
+    fn reread(&mut self, guest: u8) -> Vec<Step> {
+        let (file, page, all) = (self.file(), self.page(), PAGES as u8);
+        let read = |spin| Step::Read(guest, file, 0, all, spin);
+        let evict = Step::Evict(guest, file, 0, all);
+        let mut steps = vec![evict];
+        steps.extend((0..3).map(|_| Step::Serve(self.rng.u16(..))));
+        let changes: &[Step] = match self.rng.u8(..12) {
+            0 => &[read(3), Step::Write(guest, file, page, 3)],
+            1 => &[
+                read(3),
+                Step::Write(guest, file, page, 3),
+                Step::WriteBack(guest, file),
+            ],
+            2 => &[
+                read(3),
+                evict,
+                Step::Read(guest, file, page, 3, 3),
+                Step::Write(guest, file, page, 3),
+                Step::WriteBack(guest, file),
+            ],
+            3 => &[read(3), Step::Truncate(guest, file, page)],
+            4 => &[read(3), Step::WriteDirect(guest, file, page)],
+            5 => &[read(3), Step::FailDirect(guest, file, page)],
+            6 => &[read(3), Step::Remount(guest)],
+            7 => &[read(0), Step::Time(21_000)],
+            8 => &[
+                read(0),
+                Step::Time(21_000),
+                Step::Write(guest, file, page, 3),
+                Step::Serve(0),
+                Step::WriteBack(guest, file),
+            ],
+            _ => &[read(3)],
+        };
+        steps.extend(changes);
+        steps.extend([evict, Step::Close(guest, file)]);
+        if self.rng.bool() {
+            steps.extend((0..2).map(|_| Step::Serve(self.rng.u16(..))));
+        }
+        steps.push(read(3));
+        steps
+    }
+
     /// Returns a fault and its repair. The repair is None if the fault ends without one.
     fn fault(&mut self) -> Option<(Step, Option<Step>)> {
         let kind = self.rng.usize(..FAULTS);
@@ -257,9 +308,13 @@ impl Script {
     #[must_use]
     pub fn draw(seed: u64, mutation: Option<Mutation>) -> Script {
         let mut rng = fastrand::Rng::with_seed(seed);
+        let (setup_seed, guests) = (rng.u64(..), rng.usize(1..=3));
+        // A source of its own, so that seeds have the scripts that they had before.
+        let mut features = fastrand::Rng::with_seed(setup_seed);
         let setup = Setup {
-            seed: rng.u64(..),
-            guests: rng.usize(1..=3),
+            seed: setup_seed,
+            guests,
+            retain: (0..guests).map(|_| features.bool()).collect(),
             hosts: rng.usize(1..=2),
             workers: rng.usize(1..=2),
             // The worker never polls, polls for a few steps, or polls for many steps.
@@ -311,6 +366,15 @@ impl Script {
             }
             let due = steps.len() + draw.rng.usize(..=REMEDY_WITHIN);
             remedies.extend(remedy.map(|step| (due, step)));
+        }
+        let retaining = (0..).zip(&setup.retain).filter(|(_, retains)| **retains);
+        let retaining: Vec<u8> = retaining.map(|(guest, _)| guest).collect();
+        draw.rng = features;
+        for _ in 0..draw.rng.usize(..=REREADS_MAX) {
+            if let Some(guest) = draw.rng.choice(&retaining) {
+                let at = draw.rng.usize(4..=steps.len());
+                steps.splice(at..at, draw.reread(*guest));
+            }
         }
         Script { setup, steps }
     }

@@ -32,7 +32,7 @@ pub const CONTROLS: usize = 3;
 const RING: u16 = 64;
 
 /// Offsets within the page of a request: its answer, and its indirect table.
-const ANSWER_AT: u64 = 2048;
+pub const ANSWER_AT: u64 = 2048;
 const TABLE_AT: u64 = 3072;
 
 /// Addresses of rings and buffers in guest memory.
@@ -44,6 +44,8 @@ pub struct Layout {
     pub puts: Vec<[u64; PUTS]>,
     /// Address of the flush request of each queue.
     pub flush: Vec<u64>,
+    /// Address of the REF request of each queue.
+    pub refs: Vec<u64>,
     /// Addresses of the get requests.
     pub gets: Vec<u64>,
     /// Addresses of the bounce pages.
@@ -73,6 +75,7 @@ impl Layout {
             bounce: pages(BOUNCE),
             places: pages(PLACES),
             controls: pages(CONTROLS),
+            refs: pages(queues),
         }
     }
 }
@@ -84,6 +87,8 @@ pub enum Tag {
     Put(usize),
     /// The flush request of the queue.
     Flush,
+    /// The REF request of the queue.
+    Ref,
     /// The get request with this number.
     Get(usize),
     /// The control request with this number.

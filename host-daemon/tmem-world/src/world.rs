@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use tmem_pool::{Put, PutResult};
 use tmem_sim::driver::queue_of;
+use tmem_sim::requests::{GET_PAGE_BYTES, RESP_BYTES};
 use virtio_tmem as wire;
 
 use crate::content::{self, Version};
@@ -25,8 +26,9 @@ use crate::kernel::{FILES, Kernel, PAGES, Storage};
 use crate::machine::{Link, Machine};
 use crate::mutation::Mutation;
 use crate::oracle::{Failure, Kept, Oracle};
+use crate::run::{COUNTS, Counts};
 use crate::script::{Setup, Step};
-use crate::transport::Tag;
+use crate::transport::{ANSWER_AT, Tag};
 
 /// Time in nanoseconds that passes in a step.
 const STEP_NS: u64 = 5_000;
@@ -143,11 +145,13 @@ impl World {
         }
         for number in 0..setup.guests {
             let queues = setup.queues;
-            let features = (setup.event_idx, setup.indirect);
+            let retain = setup.retain[number];
+            let features = (setup.event_idx, setup.indirect, retain);
             let machine = Machine::new(queues, features, setup.mutation);
             let driver = Driver::new(
                 machine.transport(),
                 mix(setup.seed, 50 + number as u64) >> 2,
+                retain,
                 setup.mutation,
             );
             let mut kernel = Kernel::new(number, driver, setup.mutation);
@@ -157,7 +161,7 @@ impl World {
                 kernel,
                 storage,
                 machine,
-                oracle: Oracle::new(number, queues, setup.mutation),
+                oracle: Oracle::new(number, queues, retain, setup.mutation),
                 snapshot: None,
                 version,
                 boots: 0,
@@ -221,12 +225,21 @@ impl World {
         format!("{} µs {}", self.now_ns() / 1_000, guests.join(" "))
     }
 
-    /// Returns the sums over all guests: pages stored, hit, refused and lost, and stale requests.
-    pub fn counts(&self) -> [u64; 5] {
-        let mut sum = [0; 5];
+    /// Returns the sums over all guests.
+    pub fn counts(&self) -> Counts {
+        let mut sum = [0; COUNTS];
         for guest in &self.guests {
             let c = guest.oracle.model.counts();
-            let counts = [c.stored, c.hits, c.refused, c.lost, c.stale];
+            let counts = [
+                c.stored,
+                c.hits,
+                c.refused,
+                c.lost,
+                c.stale,
+                c.retained,
+                c.refs_held,
+                c.refs_gone,
+            ];
             sum.iter_mut().zip(counts).for_each(|(sum, n)| *sum += n);
         }
         sum
@@ -361,6 +374,10 @@ impl World {
         let guest = &mut self.guests[g];
         if guest.runs() {
             change(&mut guest.kernel, &mut guest.storage);
+            if let Some(page) = guest.kernel.driver.take_changed() {
+                let what = format!("{page:x?} changed, and its entry was not erased");
+                guest.oracle.fail("retained_changed", what);
+            }
         }
     }
 
@@ -479,6 +496,7 @@ impl World {
     fn observe_host(&mut self, h: usize) {
         for g in 0..self.guests.len() {
             self.swap_answers(g);
+            self.forge_results(g);
             self.observe(g);
             self.show_neighbour(g);
         }
@@ -544,6 +562,43 @@ impl World {
                 let mut elements = [[0; 8]; 2];
                 (0..2).for_each(|i| guest.machine.ram.read(at[i], &mut elements[i]));
                 (0..2).for_each(|i| guest.machine.ram.write(at[i], &elements[1 - i]));
+            }
+        }
+    }
+
+    /// Simulates a device that answers HELD with GONE and keeps the page, or that says of each hit
+    /// that it retains the page.
+    fn forge_results(&mut self, g: usize) {
+        let (denies, retains) = (
+            self.is(Mutation::GoneKeepsPage),
+            self.is(Mutation::RetainedFlagAlways),
+        );
+        if !denies && !retains {
+            return;
+        }
+        let guest = &self.guests[g];
+        let transport = &guest.kernel.driver.transport;
+        for (queue, flights) in transport.flight.iter().enumerate() {
+            let ring = &transport.rings[queue];
+            let seen = guest.oracle.seen(queue).wrapping_sub(ring.used_idx());
+            for (place, flight) in flights.iter().enumerate().skip(seen.into()) {
+                let Some((_, bytes)) = transport.used(queue, place) else {
+                    break;
+                };
+                let answer = flight.answer(transport.ram(), bytes);
+                let results = flight.page + ANSWER_AT + RESP_BYTES as u64;
+                for (nth, page) in (0..).zip(&answer.pages) {
+                    match (flight.tag, page.result) {
+                        (Tag::Ref, wire::P_HELD) if denies => {
+                            transport.ram().write(results + nth, &[wire::P_GONE]);
+                        }
+                        (Tag::Get(_), wire::P_HIT) if retains => {
+                            let flags = results + GET_PAGE_BYTES as u64 * nth + 9;
+                            transport.ram().write(flags, &[wire::GET_RETAINED]);
+                        }
+                        _ => {}
+                    }
+                }
             }
         }
     }

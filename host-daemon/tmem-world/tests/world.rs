@@ -35,8 +35,8 @@ fn equal_seeds_give_identical_runs() {
     }
 }
 
-/// Without a mutation no seed fails, and the runs have pages that are stored, hit, refused or lost,
-/// and requests that are stale.
+/// Without a mutation no seed fails, and the runs have pages that are stored, hit, refused, lost or
+/// retained, requests that are stale, and REFs that find their page and REFs that do not.
 #[test]
 fn no_seed_fails_without_a_mutation() {
     let totals = run_seeds((1, 150), None, 2, |_| {});
@@ -44,9 +44,18 @@ fn no_seed_fails_without_a_mutation() {
         panic!("TMEM_SEED={} fails: {:?}", found.seed, found.failure);
     }
     assert_eq!(totals.seeds, 150);
-    let names = ["stored", "hits", "refused", "lost", "stale"];
+    let names = [
+        "stored",
+        "hits",
+        "refused",
+        "lost",
+        "stale",
+        "retained",
+        "refs_held",
+        "refs_gone",
+    ];
     for (name, count) in names.iter().zip(totals.counts) {
-        assert!(count > 0, "no run has the fault {name}");
+        assert!(count > 0, "no run counts {name}");
     }
 }
 

@@ -236,6 +236,7 @@ fn a_refused_put_leaves_nothing() {
                 object,
                 index,
                 cookies: vec![cookie],
+                retain: 0,
             };
             while !driver.send(driver.queue_of(object, index), get.clone(), vec![]) {
                 driver.settle().unwrap();
@@ -323,6 +324,7 @@ fn staged(driver: &mut Driver, object: u64) {
             object,
             index,
             cookies,
+            retain: 0,
         }
     };
     let page = |i: u64| PutPage {

@@ -94,6 +94,7 @@ fn get(driver: &Driver, object: u64, first: u64) -> Request {
         object,
         index: first,
         cookies: cookies.into_iter().map(|(_, cookie)| cookie).collect(),
+        retain: 0,
     }
 }
 

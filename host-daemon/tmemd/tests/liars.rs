@@ -9,13 +9,14 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::{Daemon, TIMEOUT, every_queue_answers, seed, work};
+use common::{Daemon, TIMEOUT, every_queue_answers, guest, seed, work};
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::ReadWriteFlags;
-use tmem_sim::fault::{self, Expect, Target};
+use tmem_sim::fault::{self, Expect, Fault, Target};
+use tmem_sim::frontend::F_RETAIN;
 use tmem_sim::requests::REQ_BYTES;
 use tmem_sim::ring::{Desc, F_NEXT, F_WRITE};
-use tmem_sim::{Content, Driver, Key, PutPage, Request};
+use tmem_sim::{Content, Driver, DriverConfig, Key, PutPage, Request};
 use virtio_tmem as wire;
 
 const VICTIM: u64 = 900;
@@ -83,6 +84,7 @@ fn others_answer(daemon: &mut Daemon, driver: &mut Driver, stopped: usize) {
                 object: 77,
                 index: 0,
                 cookies: vec![1],
+                retain: 0,
             },
         };
         let used = driver.guest.ring(queue).used_idx_in_memory();
@@ -100,14 +102,25 @@ fn others_answer(daemon: &mut Daemon, driver: &mut Driver, stopped: usize) {
     );
 }
 
-/// Sends each fault of `tmem_sim::fault` alone.
 #[test]
 fn every_malformed_request_gets_the_specified_status() {
+    send_each(fault::all(), 0);
+}
+
+#[test]
+fn every_malformed_request_about_retained_pages_gets_the_specified_status() {
+    send_each(fault::of_retained_pages(), F_RETAIN);
+}
+
+/// Sends each fault alone, as a driver that has also accepted `features`.
+fn send_each(faults: Vec<Fault>, features: u64) {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
-    let mut driver = daemon.driver("liar", 1);
+    let mut config = guest("liar");
+    config.features |= features;
+    let mut driver = daemon.driver_with(config, DriverConfig::default());
     let mut neighbour = daemon.driver("neighbour", 2);
     let mut wrong = Vec::new();
-    for fault in fault::all() {
+    for fault in faults {
         let target = put_victim(&mut driver);
         let used: Vec<u16> = (0..driver.guest.num_queues())
             .map(|q| driver.guest.ring(q).used_idx_in_memory())
@@ -188,6 +201,7 @@ fn requests_changed_by_the_guest_during_a_read_are_harmless() {
             object: 1,
             index: 10,
             cookies: (10..74).map(cookie).collect(),
+            retain: 0,
         };
         let generation = liar.guest.generation();
         let token = liar.guest.add(1, get, generation).unwrap();
@@ -348,6 +362,7 @@ fn a_guest_that_takes_no_answers_blocks_no_other() {
         object: 1,
         index: 0,
         cookies: vec![5; 8],
+        retain: 0,
     };
     let before = liar.guest.ring(2).used_idx_in_memory();
     let token = liar.guest.submit(2, get).unwrap();

@@ -6,7 +6,7 @@ mod common;
 
 use common::{Daemon, every_queue_answers, guest, seed, work};
 use tmem_control::VarlinkClientInterface;
-use tmem_sim::frontend::{F_EVENT_IDX, F_INDIRECT_DESC};
+use tmem_sim::frontend::{F_EVENT_IDX, F_INDIRECT_DESC, F_RETAIN};
 use tmem_sim::{Cut, Driver, DriverConfig, GuestConfig, RamRegion};
 
 /// Does one of several things, chosen by `rng`: pauses the VM, resets it, reconnects it, sends its
@@ -40,6 +40,10 @@ fn event(daemon: &mut Daemon, driver: &mut Driver, rng: &mut fastrand::Rng) {
     }
 }
 
+/// Numbers of the guests that let the device retain pages. Other guests of their trust domains do
+/// not.
+const RETAINING: [usize; 2] = [1, 2];
+
 /// Runs several guests with random requests. Returns each guest with the number of its pages that a
 /// drain cut off according to the daemon.
 fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<(Driver, u64)> {
@@ -71,6 +75,9 @@ fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<(Driver, u64)> {
             };
             if i == 2 {
                 config.features &= !(F_INDIRECT_DESC | F_EVENT_IDX);
+            }
+            if RETAINING.contains(&i) {
+                config.features |= F_RETAIN;
             }
             let seed = rng.u64(1..1 << 20);
             daemon.driver_with(
@@ -131,6 +138,12 @@ fn random_guests_in_a_large_pool_read_their_own_pages() {
         // may be lost if a flush overtakes a put on another queue, or if a drain cuts off its
         // request on a busy machine. The daemon counts the latter.
         assert!(counts.hits > 300, "the guest had too few hits: {counts:?}");
+        let retains = driver.guest.accepted_features() & F_RETAIN != 0;
+        assert_eq!(
+            retains,
+            counts.retained > 100 && counts.refs_held > 20,
+            "the device retained too few pages, or pages of a driver without the feature: {counts:?}"
+        );
         let lost = counts.lost.saturating_sub(cut);
         assert!(
             lost * 20 < counts.hits,

@@ -64,6 +64,7 @@ fn ask_for_old(driver: &mut Driver, old: &[(Key, u64)]) {
             object: key.object,
             index: key.index,
             cookies: vec![*cookie],
+            retain: 0,
         };
         let queue = driver.queue_of(key.object, key.index);
         while !driver.send(queue, get.clone(), vec![]) {
@@ -107,6 +108,7 @@ fn a_new_connection_starts_with_an_empty_cache() {
                 object,
                 index,
                 cookies: vec![*cookie],
+                retain: 0,
             };
             while !driver.send(driver.queue_of(object, index), get.clone(), vec![]) {
                 driver.settle().unwrap();
@@ -162,6 +164,7 @@ fn a_stale_request_changes_nothing() {
             object: 1,
             index: key.index,
             cookies: vec![cookie],
+            retain: 0,
         },
         Request::Flush {
             pool,
@@ -209,6 +212,7 @@ fn a_stale_request_changes_nothing() {
         object: 1,
         index: 0,
         cookies: vec![1],
+        retain: 0,
     };
     assert_eq!(driver.guest.call(1, get).unwrap().status, wire::S_NO_POOL);
 }

@@ -46,6 +46,7 @@ fn get_one(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64)
         object,
         index,
         cookies: vec![cookie],
+        retain: 0,
     };
     assert!(driver.send(queue, get, vec![]));
     driver.settle().unwrap();
@@ -205,12 +206,14 @@ fn answers_come_in_order() {
         object: 1,
         index: 0,
         cookies: (1..=64).collect(),
+        retain: 0,
     };
     let quick = Request::Get {
         pool: 99,
         object: 1,
         index: 0,
         cookies: vec![1],
+        retain: 0,
     };
     let flush = Request::Flush {
         pool,
@@ -362,6 +365,7 @@ fn a_vm_gets_no_page_of_another() {
         object: 1,
         index: 0,
         cookies: vec![50],
+        retain: 0,
     };
     let generation = a.guest.generation();
     assert_ne!(generation, b.guest.generation());

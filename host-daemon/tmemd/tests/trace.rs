@@ -47,6 +47,7 @@ fn get(driver: &mut Driver, object: u64, index: u64, pages: usize) {
         object,
         index,
         cookies: vec![7; pages],
+        retain: 0,
     };
     let queue = driver.queue_of(object, index);
     assert!(driver.send(queue, get, vec![]));

@@ -49,6 +49,7 @@ fn get(pool: u32, object: u64, index: u64, cookie: u64) -> Request {
         object,
         index,
         cookies: vec![cookie],
+        retain: 0,
     }
 }
 
@@ -581,6 +582,7 @@ fn overflowing_sums_in_requests_are_refused() {
         object: 1,
         index: end - 1,
         cookies: vec![5, 6],
+        retain: 0,
     };
     let requests = [
         run,

@@ -16,151 +16,10 @@ pub(super) fn all() -> Vec<Fault> {
         ("latencies", latencies),
     ];
     for (name, make) in requests {
-        out.push(rebuilt(
-            format!("{name}: a readable byte too many"),
-            BAD,
-            make,
-            |_, p| {
-                let mut buffers = whole(p);
-                let at = buffers
-                    .iter()
-                    .position(|b| b.writable)
-                    .expect("the chain has no buffer for the answer");
-                buffers.insert(
-                    at,
-                    Buffer {
-                        addr: p.table,
-                        len: 1,
-                        writable: false,
-                    },
-                );
-                buffers
-            },
-        ));
-        out.push(rebuilt(
-            format!("{name}: a readable byte too few"),
-            BAD,
-            make,
-            |_, p| {
-                let mut buffers = whole(p);
-                let at = buffers
-                    .iter()
-                    .rposition(|b| !b.writable)
-                    .expect("the chain has no buffer for the request");
-                buffers[at].len -= 1;
-                buffers
-            },
-        ));
-        out.push(rebuilt(
-            format!("{name}: no readable byte"),
-            BAD,
-            make,
-            |_, p| whole(p).into_iter().filter(|b| b.writable).collect(),
-        ));
-        out.push(rebuilt(
-            format!("{name}: 23 readable bytes"),
-            BAD,
-            make,
-            |_, p| {
-                let addr = p.readable[0].0;
-                let mut buffers = vec![Buffer {
-                    addr,
-                    len: REQ_BYTES as u32 - 1,
-                    writable: false,
-                }];
-                buffers.extend(whole(p).into_iter().filter(|b| b.writable));
-                buffers
-            },
-        ));
-        out.push(rebuilt(
-            format!("{name}: a writable byte too many"),
-            BAD,
-            make,
-            |_, p| {
-                let mut buffers = whole(p);
-                buffers.push(Buffer {
-                    addr: p.table,
-                    len: 1,
-                    writable: true,
-                });
-                buffers
-            },
-        ));
-        out.push(rebuilt(
-            format!("{name}: no room for resp"),
-            Expect::Stopped,
-            make,
-            |_, p| {
-                let mut buffers: Vec<_> = whole(p).into_iter().filter(|b| !b.writable).collect();
-                let (addr, len) = (p.writable[0].0, RESP_BYTES as u32 - 1);
-                buffers.push(Buffer {
-                    addr,
-                    len,
-                    writable: true,
-                });
-                buffers
-            },
-        ));
-        out.push(rebuilt(
-            format!("{name}: nothing writable"),
-            Expect::Stopped,
-            make,
-            |_, p| whole(p).into_iter().filter(|b| !b.writable).collect(),
-        ));
-        out.push(rebuilt(
-            format!("{name}: writable first"),
-            BAD_OR_STOPPED,
-            make,
-            |_, p| {
-                let mut buffers = whole(p);
-                buffers.rotate_right(p.writable.iter().filter(|w| w.1 > 0).count());
-                buffers
-            },
-        ));
-        out.push(rebuilt(
-            format!("{name}: readable last"),
-            BAD_OR_STOPPED,
-            make,
-            |_, p| {
-                let mut buffers = whole(p);
-                buffers.push(Buffer {
-                    addr: p.table,
-                    len: 8,
-                    writable: false,
-                });
-                buffers
-            },
-        ));
+        out.extend(sizes(name, make));
     }
     for (name, make) in &requests[..2] {
-        out.push(rebuilt(
-            format!("{name}: a result byte too few"),
-            BAD,
-            *make,
-            |_, p| {
-                let mut buffers = whole(p);
-                buffers
-                    .last_mut()
-                    .expect("the chain has no buffer for the answer")
-                    .len -= 1;
-                buffers
-            },
-        ));
-        out.push(rebuilt(
-            format!("{name}: only room for resp"),
-            BAD,
-            *make,
-            |_, p| {
-                let mut buffers: Vec<_> = whole(p).into_iter().filter(|b| !b.writable).collect();
-                let (addr, len) = (p.writable[0].0, RESP_BYTES as u32);
-                buffers.push(Buffer {
-                    addr,
-                    len,
-                    writable: true,
-                });
-                buffers
-            },
-        ));
+        out.extend(result_sizes(name, *make));
     }
     out.push(rebuilt(
         "put: page data writable",
@@ -255,6 +114,187 @@ pub(super) fn all() -> Vec<Fault> {
         let answer = Buffer {
             addr: p.writable[0].0,
             len: RESP_BYTES as u32,
+            writable: true,
+        };
+        vec![head, answer]
+    }));
+    out
+}
+
+/// Returns the faults in the sizes of a request whose answer may have no results.
+fn sizes(name: &str, make: Make) -> Vec<Fault> {
+    let mut out = Vec::new();
+    out.push(rebuilt(
+        format!("{name}: a readable byte too many"),
+        BAD,
+        make,
+        |_, p| {
+            let mut buffers = whole(p);
+            let at = buffers
+                .iter()
+                .position(|b| b.writable)
+                .expect("the chain has no buffer for the answer");
+            buffers.insert(
+                at,
+                Buffer {
+                    addr: p.table,
+                    len: 1,
+                    writable: false,
+                },
+            );
+            buffers
+        },
+    ));
+    out.push(rebuilt(
+        format!("{name}: a readable byte too few"),
+        BAD,
+        make,
+        |_, p| {
+            let mut buffers = whole(p);
+            let at = buffers
+                .iter()
+                .rposition(|b| !b.writable)
+                .expect("the chain has no buffer for the request");
+            buffers[at].len -= 1;
+            buffers
+        },
+    ));
+    out.push(rebuilt(
+        format!("{name}: no readable byte"),
+        BAD,
+        make,
+        |_, p| whole(p).into_iter().filter(|b| b.writable).collect(),
+    ));
+    out.push(rebuilt(
+        format!("{name}: 23 readable bytes"),
+        BAD,
+        make,
+        |_, p| {
+            let addr = p.readable[0].0;
+            let mut buffers = vec![Buffer {
+                addr,
+                len: REQ_BYTES as u32 - 1,
+                writable: false,
+            }];
+            buffers.extend(whole(p).into_iter().filter(|b| b.writable));
+            buffers
+        },
+    ));
+    out.push(rebuilt(
+        format!("{name}: a writable byte too many"),
+        BAD,
+        make,
+        |_, p| {
+            let mut buffers = whole(p);
+            buffers.push(Buffer {
+                addr: p.table,
+                len: 1,
+                writable: true,
+            });
+            buffers
+        },
+    ));
+    out.push(rebuilt(
+        format!("{name}: no room for resp"),
+        Expect::Stopped,
+        make,
+        |_, p| {
+            let mut buffers: Vec<_> = whole(p).into_iter().filter(|b| !b.writable).collect();
+            let (addr, len) = (p.writable[0].0, RESP_BYTES as u32 - 1);
+            buffers.push(Buffer {
+                addr,
+                len,
+                writable: true,
+            });
+            buffers
+        },
+    ));
+    out.push(rebuilt(
+        format!("{name}: nothing writable"),
+        Expect::Stopped,
+        make,
+        |_, p| whole(p).into_iter().filter(|b| !b.writable).collect(),
+    ));
+    out.push(rebuilt(
+        format!("{name}: writable first"),
+        BAD_OR_STOPPED,
+        make,
+        |_, p| {
+            let mut buffers = whole(p);
+            buffers.rotate_right(p.writable.iter().filter(|w| w.1 > 0).count());
+            buffers
+        },
+    ));
+    out.push(rebuilt(
+        format!("{name}: readable last"),
+        BAD_OR_STOPPED,
+        make,
+        |_, p| {
+            let mut buffers = whole(p);
+            buffers.push(Buffer {
+                addr: p.table,
+                len: 8,
+                writable: false,
+            });
+            buffers
+        },
+    ));
+    out
+}
+
+/// Returns the faults in the size of an answer with results.
+fn result_sizes(name: &str, make: Make) -> Vec<Fault> {
+    let mut out = Vec::new();
+    out.push(rebuilt(
+        format!("{name}: a result byte too few"),
+        BAD,
+        make,
+        |_, p| {
+            let mut buffers = whole(p);
+            buffers
+                .last_mut()
+                .expect("the chain has no buffer for the answer")
+                .len -= 1;
+            buffers
+        },
+    ));
+    out.push(rebuilt(
+        format!("{name}: only room for resp"),
+        BAD,
+        make,
+        |_, p| {
+            let mut buffers: Vec<_> = whole(p).into_iter().filter(|b| !b.writable).collect();
+            let (addr, len) = (p.writable[0].0, RESP_BYTES as u32);
+            buffers.push(Buffer {
+                addr,
+                len,
+                writable: true,
+            });
+            buffers
+        },
+    ));
+    out
+}
+
+/// Returns the faults in the sizes of a REF.
+pub(super) fn of_references() -> Vec<Fault> {
+    let mut out = sizes("ref", refer);
+    out.extend(result_sizes("ref", refer));
+    out.push(batch_of_65("ref of 65 pages", refer, |g, p, meta| {
+        g.ram().write(p.table, &meta[..REQ_BYTES]);
+        for i in 0..65 {
+            let at = p.table + (REQ_BYTES + i * REF_PAGE_BYTES) as u64;
+            g.ram()
+                .write(at, &meta[REQ_BYTES..REQ_BYTES + REF_PAGE_BYTES]);
+        }
+        let head = Buffer {
+            addr: p.table,
+            len: (REQ_BYTES + 65 * REF_PAGE_BYTES) as u32,
+            writable: false,
+        };
+        let answer = Buffer {
+            addr: p.writable[0].0,
+            len: (RESP_BYTES + 65) as u32,
             writable: true,
         };
         vec![head, answer]

@@ -24,12 +24,14 @@ pub(super) fn all() -> Vec<Fault> {
                 move |e| e.patch(TYPE, &unknown.to_le_bytes()),
             ));
         }
-        out.push(bent(
-            format!("{name} with req.retain"),
-            REFUSED,
-            make,
-            |e| e.patch(RESERVED + 7, &[1]),
-        ));
+        for bit in [0u64, 1, 63] {
+            out.push(bent(
+                format!("{name} with bit {bit} of req.retain"),
+                BAD,
+                make,
+                move |e| e.patch(RETAIN, &(1u64 << bit).to_le_bytes()),
+            ));
+        }
         for generation in [0, 1, u64::MAX] {
             out.push(bent(
                 format!("{name} of generation {generation}"),
@@ -96,6 +98,7 @@ pub(super) fn all() -> Vec<Fault> {
             send: Box::new(other),
         });
     }
+    out.push(bent("ref without the feature", UNSUPPORTED, refer, |e| e));
     let second = BODY + PUT_PAGE_BYTES;
     let index_end = (1u64 << wire::INDEX_BITS).to_le_bytes();
     let max = u64::MAX.to_le_bytes();
@@ -150,5 +153,87 @@ pub(super) fn all() -> Vec<Fault> {
     out.push(bent("create with reserved", REFUSED, create, |e| {
         e.patch(BODY + 4, &[1])
     }));
+    out
+}
+
+/// Returns the faults of retained pages whose chains are well-formed and have a wrong value in a
+/// field.
+pub(super) fn of_retained_pages() -> Vec<Fault> {
+    let mut out = Vec::new();
+    // A get of two pages may set bits 0 and 1.
+    for bit in [2, 31, 32, 63] {
+        let bits = 0b11 | 1u64 << bit;
+        out.push(bent(
+            format!("get of 2 pages with bit {bit} of req.retain"),
+            BAD,
+            get,
+            move |e| e.patch(RETAIN, &bits.to_le_bytes()),
+        ));
+    }
+    let others: [(&str, Make); 7] = [
+        ("put", put),
+        ("flush", flush),
+        ("ref", refer),
+        ("create", create),
+        ("destroy", destroy),
+        ("report", report),
+        ("latencies", latencies),
+    ];
+    for (name, make) in others {
+        out.push(bent(
+            format!("{name} with bit 0 of req.retain"),
+            BAD,
+            make,
+            |e| e.patch(RETAIN, &[1]),
+        ));
+    }
+    for (name, make) in others.into_iter().filter(|(name, _)| *name != "ref") {
+        out.push(bent(format!("{name} as a ref"), BAD, make, |e| {
+            e.patch(TYPE, &wire::T_REF.to_le_bytes())
+        }));
+    }
+    for wrong in [0, 1, 3, 64, 65, u16::MAX] {
+        out.push(bent(
+            format!("ref: count {wrong}, not 2"),
+            BAD,
+            refer,
+            move |e| e.patch(COUNT, &wrong.to_le_bytes()),
+        ));
+    }
+    for generation in [0, 1, u64::MAX] {
+        out.push(bent(
+            format!("ref of generation {generation}"),
+            STALE,
+            refer,
+            move |e| e.patch(GENERATION, &generation.to_le_bytes()),
+        ));
+    }
+    out.push(bent("ref of pool 0", BAD, refer, |e| {
+        e.patch(POOL, &[0; 4])
+    }));
+    out.push(bent("ref of no live pool", NO_POOL, refer, |e| {
+        e.patch(POOL, &u32::MAX.to_le_bytes())
+    }));
+    out.push(Fault {
+        name: "ref on the control queue".into(),
+        expect: BAD,
+        send: Box::new(|g, t| {
+            let request = refer(t);
+            let encoded = request.encode(g.generation());
+            send_encoded(g, wire::CONTROL_QUEUE, request, &encoded)
+        }),
+    });
+    let second = BODY + REF_PAGE_BYTES;
+    let index_end = 1u64 << wire::INDEX_BITS;
+    for (name, at, value) in [
+        ("ref of object 0", second, 0),
+        ("ref of index 2^51", second + 8, index_end),
+        ("ref of index 2^64 - 1", second + 8, u64::MAX),
+        ("ref of cookie 0", second + 16, 0),
+    ] {
+        out.push(bent(name, BAD, refer, move |e| {
+            e.patch(at, &value.to_le_bytes())
+        }));
+    }
     out
 }

@@ -81,6 +81,7 @@ impl Driver {
             self.epoch += 1;
         }
         self.index.clear();
+        self.gone.clear();
         self.objects.clear();
         self.dead_pools.clear();
         self.pool = 0;
@@ -88,7 +89,8 @@ impl Driver {
 
     /// Unmounts the file system and mounts it again, so that it gets another pool.
     pub fn remount(&mut self) {
-        self.index.clear();
+        let keeps = self.is(Mutation::RetainedKeptAtUnmount);
+        self.index.retain(|_, entry| entry.retained && keeps);
         self.objects.clear();
         self.bypass.clear();
         if self.pool != 0 {

@@ -8,7 +8,7 @@ use tmem_sim::requests::Page;
 use tmem_sim::{Answer, Key, Request};
 use virtio_tmem as wire;
 
-use super::{DEADLINE_NS, Driver, FilePage, LATE_ROW_MAX, Port};
+use super::{DEADLINE_NS, Driver, Entry, FilePage, LATE_ROW_MAX, Port};
 use crate::mutation::Mutation;
 use crate::transport::{BATCH, Flight, GETS, Tag};
 
@@ -19,8 +19,8 @@ pub enum Get {
     Free,
     /// The request is in flight for the reader with this number. Its pages begin at the given page.
     Sent(u64, FilePage),
-    /// The request is in flight, and no reader waits for it.
-    Abandoned,
+    /// The request is in flight, and no reader waits for it. Its pages begin at the given page.
+    Abandoned(FilePage),
     /// The request is the breaker's probe, sent at this time.
     Probe(u64),
     /// The request names a page that the device must not return.
@@ -60,22 +60,28 @@ impl Driver {
             late: false,
         };
         if !self.tripped && self.online().is_some() {
-            let mut run: Vec<(u64, u64)> = Vec::new();
+            let mut run: Vec<(u64, u64, bool)> = Vec::new();
             for &page in pages {
                 let entry = self.index.get(&(inode, page)).copied();
-                let Some(cookie) = entry else { continue };
-                if !self.is(Mutation::EntryKeptAtGet) {
-                    self.index.remove(&(inode, page));
-                }
+                let Some(Entry { cookie, .. }) = entry else {
+                    continue;
+                };
                 let object = self.object(inode);
                 let queue = self.queue(object, page);
-                if let Some(place) = self.in_ring(queue, cookie) {
+                let copy = self.in_ring(queue, cookie);
+                let retain = copy.is_none() && self.may_retain(page, cookie);
+                if let (true, Some(entry)) = (retain, self.index.get_mut(&(inode, page))) {
+                    entry.retained = true;
+                } else if !self.is(Mutation::EntryKeptAtGet) {
+                    self.index.remove(&(inode, page));
+                }
+                if let Some(place) = copy {
                     let mut copy: Box<Page> = Box::new([0; wire::PAGE_SIZE]);
                     self.transport.ram().read(place, &mut *copy);
                     reader.got.insert((inode, page), copy);
                     continue;
                 }
-                let goes_on = run.last().is_some_and(|&(last, _)| {
+                let goes_on = run.last().is_some_and(|&(last, ..)| {
                     page == last + 1
                         && last >> wire::CHUNK_SHIFT == page >> wire::CHUNK_SHIFT
                         && run.len() < BATCH
@@ -84,7 +90,7 @@ impl Driver {
                     reader.waiting += usize::from(self.ask(port, id, inode, &run));
                     run.clear();
                 }
-                run.push((page, cookie));
+                run.push((page, cookie, retain));
             }
             if !run.is_empty() {
                 reader.waiting += usize::from(self.ask(port, id, inode, &run));
@@ -94,12 +100,30 @@ impl Driver {
         id
     }
 
-    fn ask(&mut self, port: &mut Port<'_>, reader: u64, inode: u32, run: &[(u64, u64)]) -> bool {
+    /// Requests adjacent pages, each with its cookie, and whether the device may retain it. Returns
+    /// false if the driver has no buffers for the request.
+    fn ask(
+        &mut self,
+        port: &mut Port<'_>,
+        reader: u64,
+        inode: u32,
+        run: &[(u64, u64, bool)],
+    ) -> bool {
         let object = self.object(inode);
-        let cookies: Vec<u64> = run.iter().map(|(_, cookie)| *cookie).collect();
+        let cookies: Vec<u64> = run.iter().map(|(_, cookie, _)| *cookie).collect();
+        let bits = run.iter().enumerate();
+        let bits = bits.map(|(nth, (_, _, retain))| u64::from(*retain) << nth);
         let key = (self.pool, object, run[0].0);
         let get = Get::Sent(reader, (inode, run[0].0));
-        self.request(port, get, key, cookies, false)
+        let sent = self.request(port, get, key, (cookies, bits.sum()), false);
+        if !sent {
+            for (page, cookie, retain) in run {
+                if *retain {
+                    self.erase_cookie((inode, *page), *cookie);
+                }
+            }
+        }
+        sent
     }
 
     /// Sends a get if a request buffer and enough bounce pages are free.
@@ -108,7 +132,7 @@ impl Driver {
         port: &mut Port<'_>,
         get: Get,
         (pool, object, index): (u32, u64, u64),
-        cookies: Vec<u64>,
+        (cookies, retain): (Vec<u64>, u64),
         probe: bool,
     ) -> bool {
         let free = (0..GETS).find(|nr| self.gets[*nr] == Get::Free);
@@ -124,6 +148,7 @@ impl Driver {
             object,
             index,
             cookies,
+            retain,
         };
         self.gets[nr] = get;
         let page = self.transport.layout.gets[nr];
@@ -141,8 +166,13 @@ impl Driver {
     ) {
         self.stale(answer.status);
         let get = std::mem::replace(&mut self.gets[nr], Get::Free);
-        if !(self.is(Mutation::BounceReused) && get == Get::Abandoned) {
+        let abandoned = matches!(get, Get::Abandoned(_));
+        if !(self.is(Mutation::BounceReused) && abandoned) {
             self.bounce_free.extend(&flight.data);
+        }
+        if let Get::Sent(_, first) | Get::Abandoned(first) = get {
+            port.oracle.taken(flight, answer);
+            self.end_gets(port, first, flight, answer);
         }
         match get {
             Get::Sent(id, (inode, first)) => {
@@ -176,7 +206,46 @@ impl Driver {
                     (self.tripped, self.late_row) = (false, 0);
                 }
             }
-            Get::Abandoned | Get::Vain | Get::Free => {}
+            Get::Abandoned(_) | Get::Vain | Get::Free => {}
+        }
+    }
+
+    /// Erases the entries of pages that the device does not retain. No answer adds an entry: the
+    /// page may have changed since the get.
+    fn end_gets(
+        &mut self,
+        port: &Port<'_>,
+        (inode, first): FilePage,
+        flight: &Flight,
+        answer: &Answer,
+    ) {
+        let Request::Get {
+            pool,
+            object,
+            index,
+            cookies,
+            retain,
+        } = &*flight.request
+        else {
+            return;
+        };
+        for (i, cookie) in cookies.iter().enumerate() {
+            let nth = i as u64;
+            let page = (inode, first + nth);
+            let result = answer.pages.get(i);
+            let hit = result.filter(|r| r.result == wire::P_HIT && r.cookie == *cookie);
+            let retained = hit.is_some_and(|r| r.flags & wire::GET_RETAINED != 0);
+            if !retained && retain >> i & 1 != 0 {
+                self.erase_cookie(page, *cookie);
+            } else if retained && self.is(Mutation::EntryAddedAtAnswer) {
+                let (pool, object, index) = (*pool, *object, index + nth);
+                let key = Key {
+                    pool,
+                    object,
+                    index,
+                };
+                self.insert_again(port, page, (key, *cookie));
+            }
         }
     }
 
@@ -184,7 +253,9 @@ impl Driver {
     pub fn ask_in_vain(&mut self, port: &mut Port<'_>, key: Key, cookie: u64) {
         if self.generation != 0 {
             let key = (key.pool, key.object, key.index);
-            self.request(port, Get::Vain, key, vec![cookie], true);
+            // The device may retain what it returns: no REF follows.
+            let retain = u64::from(self.retain) & cookie & 1;
+            self.request(port, Get::Vain, key, (vec![cookie], retain), true);
         }
     }
 
@@ -193,7 +264,7 @@ impl Driver {
     pub(super) fn probe(&mut self, port: &mut Port<'_>) {
         if self.tripped && !self.probing && self.generation != 0 {
             let get = Get::Probe(port.now_ns);
-            self.probing = self.request(port, get, (self.pool.max(1), 1, 0), vec![0], true);
+            self.probing = self.request(port, get, (self.pool.max(1), 1, 0), (vec![0], 0), true);
         }
     }
 
@@ -236,12 +307,23 @@ impl Driver {
 
     fn abandon(&mut self, id: u64) {
         for nr in 0..GETS {
-            if !matches!(self.gets[nr], Get::Sent(reader, _) if reader == id) {
-                continue;
+            let first = match self.gets[nr] {
+                Get::Sent(reader, first) if reader == id => first,
+                _ => continue,
+            };
+            self.gets[nr] = Get::Abandoned(first);
+            let mine = |flight: &&Flight| flight.tag == Tag::Get(nr);
+            let flight = self.transport.flight.iter().flatten().find(mine);
+            // The answer may say that the device has lost the page, or that it never had it.
+            let named = flight.map(|flight| flight.request.clone());
+            if let Some(Request::Get { cookies, .. }) = named.as_deref()
+                && !self.is(Mutation::RetainedKeptAtDeadline)
+            {
+                for (page, cookie) in (first.1..).zip(cookies) {
+                    self.erase_cookie((first.0, page), *cookie);
+                }
             }
-            self.gets[nr] = Get::Abandoned;
             if self.is(Mutation::BounceReused) {
-                let mine = |flight: &&Flight| flight.tag == Tag::Get(nr);
                 let flight = self.transport.flight.iter().flatten().find(mine);
                 let pages = flight.map(|flight| flight.data.clone());
                 self.bounce_free.extend(pages.unwrap_or_default());

@@ -7,7 +7,7 @@
 use tmem_sim::{Answer, Content, Key, PutPage, Range as Ranged, Request};
 use virtio_tmem as wire;
 
-use super::{Driver, Port};
+use super::{Driver, Entry, Port};
 use crate::mutation::Mutation;
 use crate::transport::{BATCH, PUTS, Tag};
 
@@ -54,7 +54,10 @@ impl Driver {
     }
 
     fn take_put(&mut self, inode: u32, page: u64, content: Content, workingset: bool) -> bool {
-        if self.online().is_none() || !self.known || self.bypass.contains(&inode) {
+        if let Some(cookie) = self.check_retained((inode, page), content) {
+            return self.hold((inode, page), cookie);
+        }
+        if self.refuses(inode) {
             return false;
         }
         let Some(place) = self.places_free.pop() else {
@@ -66,7 +69,12 @@ impl Driver {
         }
         let cookie = self.cookie_last;
         let object = self.object(inode);
-        self.index.insert((inode, page), cookie);
+        let entry = Entry {
+            cookie,
+            content,
+            retained: false,
+        };
+        self.index.insert((inode, page), entry);
         let queue = self.queue(object, page);
         self.slots[queue].push(Slot {
             inode,
@@ -80,6 +88,11 @@ impl Driver {
             content,
         });
         true
+    }
+
+    /// Returns whether the driver puts no page of the file.
+    pub(super) fn refuses(&self, inode: u32) -> bool {
+        self.online().is_none() || !self.known || self.bypass.contains(&inode)
     }
 
     /// Returns the address of the copy of a page in the put ring, if the page was not sent yet or
@@ -119,7 +132,15 @@ impl Driver {
     /// Does the work of the feeder thread for a queue, except for taking answers.
     pub fn feed(&mut self, port: &mut Port<'_>, queue: usize) {
         self.feed_flushes(port, queue);
+        // Puts may overtake a REF of the same page, as the driver need not send a REF in time.
+        let draw = self.draw(port.now_ns ^ queue as u64);
+        if draw.is_multiple_of(4) {
+            self.feed_refs(port, queue);
+        }
         while self.feed_puts(port, queue) {}
+        if draw % 4 == 1 {
+            self.feed_refs(port, queue);
+        }
     }
 
     fn feed_flushes(&mut self, port: &mut Port<'_>, queue: usize) {
@@ -209,9 +230,8 @@ impl Driver {
     }
 
     fn erase(&mut self, slot: &Slot) {
-        let key = (slot.inode, slot.page);
-        if self.index.get(&key) == Some(&slot.cookie) && !self.is(Mutation::EntryKeptAtDrop) {
-            self.index.remove(&key);
+        if !self.is(Mutation::EntryKeptAtDrop) {
+            self.erase_cookie((slot.inode, slot.page), slot.cookie);
         }
     }
 

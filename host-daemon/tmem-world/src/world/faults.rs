@@ -281,7 +281,12 @@ impl World {
             .search_for_foreign_pages(&guest.kernel.driver.transport);
         guest.boots += 1;
         let cookie = mix(seed, 100 * guest.boots + g as u64) >> 2;
-        let driver = Driver::new(guest.machine.transport(), cookie, self.setup.mutation);
+        let driver = Driver::new(
+            guest.machine.transport(),
+            cookie,
+            self.setup.retain[g],
+            self.setup.mutation,
+        );
         guest.kernel = Kernel::new(g, driver, self.setup.mutation);
         guest.storage.truth = guest.storage.disk.clone();
         guest.oracle.rings_changed(&guest.kernel.driver.transport);

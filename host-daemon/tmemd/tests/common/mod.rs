@@ -390,6 +390,7 @@ pub fn every_queue_answers(driver: &mut Driver) {
             object: 1 << 40,
             index: 0,
             cookies: vec![1],
+            retain: 0,
         };
         assert!(driver.send(queue, get, vec![]));
         driver.settle().unwrap();

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Retained pages: when reclaim evicts an unchanged page that the device may have retained, the
+//! driver makes its entry held and sends a REF later, or never.
+//!
+//! Out of scope: the marking of entries as retained, which gets do.
+
+use tmem_sim::{Answer, Content, Key, RefPage, Request};
+use virtio_tmem as wire;
+
+use super::{Driver, FilePage, Port};
+use crate::kernel::index_of_end;
+use crate::mutation::Mutation;
+use crate::transport::{BATCH, Flight, Tag};
+
+/// Maximum number of REFs of a queue that wait to be sent; the driver drops further ones.
+const REFS_MAX: usize = 6;
+/// Number of results of REFs from which the driver computes the share of GONE: 1,024 in the
+/// specification, and few enough here that a run has as many.
+const RESULTS: usize = 64;
+/// The driver puts copies while more than one in this many results is GONE.
+const GONE_PART: usize = 16;
+/// While the driver puts copies, it lets the device retain one in this many pages, to find out
+/// whether fewer REFs are answered with GONE.
+const SAMPLE: u64 = 4;
+
+/// Page of a REF.
+#[derive(Clone, Debug)]
+pub struct Ref {
+    page: FilePage,
+    object: u64,
+    pool: u32,
+    cookie: u64,
+    epoch: u32,
+    /// Whether this is the repetition of a REF.
+    again: bool,
+}
+
+impl Driver {
+    /// Returns whether a get allows the device to retain a page.
+    pub(super) fn may_retain(&self, page: u64, cookie: u64) -> bool {
+        let end = page == index_of_end() && !self.is(Mutation::EndRetained);
+        let gone = self.gone.iter().filter(|gone| **gone).count();
+        let copies = gone > RESULTS / GONE_PART && !cookie.is_multiple_of(SAMPLE);
+        self.retain && !end && !copies
+    }
+
+    /// Returns the cookie of a page that reclaim evicts, if its entry is retained, the page is
+    /// unchanged, and the driver would put it.
+    pub fn check_retained(&mut self, page: FilePage, content: Content) -> Option<u64> {
+        let entry = *self.index.get(&page).filter(|entry| entry.retained)?;
+        let marked = self.refuses(page.0) && !self.is(Mutation::MarkIgnoredByRetained);
+        if self.online().is_none() || marked {
+            return None;
+        }
+        if entry.content != content && !self.is(Mutation::RetainedUnchecked) {
+            self.changed = Some(page);
+            return None;
+        }
+        Some(entry.cookie)
+    }
+
+    /// Makes a retained entry held, and remembers to send a REF, unless the entry was erased
+    /// meanwhile. Returns whether the entry is held.
+    pub fn hold(&mut self, page: FilePage, cookie: u64) -> bool {
+        let unbound = self.is(Mutation::HeldAfterErase);
+        match self.index.get_mut(&page) {
+            Some(entry) if entry.cookie == cookie => entry.retained = false,
+            _ if unbound => self.insert_erased(page, cookie),
+            _ => return false,
+        }
+        let object = self.object(page.0);
+        let queue = self.queue(object, page.1);
+        // The model never sends one in four REFs, because a driver may drop any REF.
+        let lost = self.draw(cookie ^ self.reader_last).is_multiple_of(4);
+        if !lost && self.refs[queue].len() < REFS_MAX {
+            self.refs[queue].push(Ref {
+                page,
+                object,
+                pool: self.pool,
+                cookie,
+                epoch: self.epoch,
+                again: false,
+            });
+        }
+        true
+    }
+
+    /// Returns and clears the page that changed although its entry was still retained.
+    pub fn take_changed(&mut self) -> Option<FilePage> {
+        self.changed.take()
+    }
+
+    /// Sends a batch of REFs.
+    pub(super) fn feed_refs(&mut self, port: &mut Port<'_>, queue: usize) {
+        if !self.referring[queue].is_empty() || !self.transport.has_room(queue) {
+            return;
+        }
+        let (epoch, online) = (self.epoch, self.generation != 0);
+        let stale = self.is(Mutation::StaleRefSent);
+        self.refs[queue].retain(|r| online && (stale || r.epoch == epoch));
+        let Some(pool) = self.refs[queue].first().map(|r| r.pool) else {
+            return;
+        };
+        let same = |r: &Ref| r.pool == pool;
+        let count = self.refs[queue].iter().take_while(|r| same(r)).count();
+        let refs: Vec<Ref> = self.refs[queue].drain(..count.min(BATCH)).collect();
+        for (nth, repeated) in refs.iter().enumerate() {
+            if !repeated.again && self.draw(nth as u64).is_multiple_of(4) {
+                let again = true;
+                self.refs[queue].push(Ref {
+                    again,
+                    ..repeated.clone()
+                });
+            }
+        }
+        let pages = refs.iter().map(|r| RefPage {
+            object: r.object,
+            index: r.page.1,
+            cookie: r.cookie,
+        });
+        let request = Request::Ref {
+            pool,
+            pages: pages.collect(),
+        };
+        let page = self.transport.layout.refs[queue];
+        let flight = self.flight(port, Tag::Ref, request, (page, vec![]), vec![]);
+        self.referring[queue] = refs;
+        self.send(port, queue, flight, false);
+    }
+
+    pub(super) fn ref_answered(
+        &mut self,
+        port: &mut Port<'_>,
+        queue: usize,
+        flight: &Flight,
+        answer: &Answer,
+    ) {
+        self.stale(answer.status);
+        port.oracle.taken(flight, answer);
+        let refs = std::mem::take(&mut self.referring[queue]);
+        for (nth, sent) in refs.iter().enumerate() {
+            let result = answer.pages.get(nth).map(|page| page.result);
+            let held = result == Some(wire::P_HELD);
+            if answer.status == wire::S_OK {
+                self.count_result(!held);
+            }
+            if !held && !self.is(Mutation::GoneIgnored) {
+                self.erase_cookie(sent.page, sent.cookie);
+            }
+        }
+    }
+
+    fn count_result(&mut self, gone: bool) {
+        self.gone.push_front(gone);
+        self.gone.truncate(RESULTS);
+    }
+
+    /// Inserts the entry that a page had before it was erased, as a driver with a broken rule does.
+    pub(super) fn insert_again(
+        &mut self,
+        port: &Port<'_>,
+        page: FilePage,
+        (key, cookie): (Key, u64),
+    ) {
+        if let Some(content) = port.oracle.content(key, cookie) {
+            let entry = super::Entry {
+                cookie,
+                content,
+                retained: true,
+            };
+            self.index.entry(page).or_insert(entry);
+        }
+    }
+
+    fn insert_erased(&mut self, page: FilePage, cookie: u64) {
+        let entry = super::Entry {
+            cookie,
+            // The mutated driver does not look at the content of a held entry again.
+            content: Content::SameFilled(0),
+            retained: false,
+        };
+        self.index.insert(page, entry);
+    }
+
+    /// Simulates a device that does not compare the cookies of a REF: the REF is changed to name
+    /// the cookies that the device has.
+    pub(super) fn refer_to_held_cookies(&self, port: &Port<'_>, flight: &Flight) {
+        let Request::Ref { pool, pages } = &*flight.request else {
+            return;
+        };
+        for (i, page) in pages.iter().enumerate() {
+            let key = Key {
+                pool: *pool,
+                object: page.object,
+                index: page.index,
+            };
+            if let Some(cookie) = port.oracle.model.cookie(key) {
+                // Offset of the cookie in `ref_page`, after `req`: SPEC.md, "Retained pages".
+                let at = flight.page + 24 + 24 * i as u64 + 16;
+                self.transport.ram().write(at, &cookie.to_le_bytes());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::Machine;
+
+    /// The share of GONE decides between REFs and copies.
+    #[test]
+    fn the_driver_puts_copies_while_many_results_are_gone() {
+        let machine = Machine::new(2, (true, true, true), None);
+        let mut driver = Driver::new(machine.transport(), 1, true, None);
+        let count = |driver: &mut Driver, gone: bool, times: usize| {
+            for _ in 0..times {
+                driver.count_result(gone);
+            }
+            let retained = |cookie: &u64| driver.may_retain(0, *cookie);
+            (1..=100).filter(retained).count()
+        };
+        let most = RESULTS / GONE_PART;
+        assert_eq!(count(&mut driver, false, RESULTS), 100);
+        assert_eq!(count(&mut driver, true, most), 100);
+        assert_eq!(count(&mut driver, true, 1), 100 / SAMPLE as usize);
+        assert_eq!(count(&mut driver, true, RESULTS), 100 / SAMPLE as usize);
+        assert_eq!(
+            count(&mut driver, false, RESULTS - most - 1),
+            100 / SAMPLE as usize
+        );
+        assert_eq!(count(&mut driver, false, 1), 100);
+        assert!(!driver.may_retain(index_of_end(), 4));
+    }
+}
