@@ -74,9 +74,10 @@ bench-density: deps all ## compare four VMs with one pool, with as much addition
 bench-life: deps all ## measure migration with and without the device, and the time until a restarted daemon serves
 	cd tests && PYTHONPATH=vm ./python bench_life.py $(ARGS)
 
-packages: ## build the Debian packages in build/packages; PACKAGES=DIRECTORY, GUEST=1: only those for guests
-	scripts/deps $(if $(GUEST),guest-packages,packages)
-	scripts/packages $(if $(GUEST),--guest) $(PACKAGES)
+NO_QEMU = $(filter 0,$(QEMU))
+packages: ## build the Debian packages in build/packages; PACKAGES=DIRECTORY, GUEST=1: only those for guests, QEMU=0: without QEMU
+	scripts/deps $(if $(GUEST),guest-packages,packages $(if $(NO_QEMU),,qemu-package))
+	scripts/packages $(if $(GUEST),--guest,$(if $(NO_QEMU),--no-qemu)) $(PACKAGES)
 
 # ---- tests ------------------------------------------------------------------------------------
 
