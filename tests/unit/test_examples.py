@@ -92,13 +92,14 @@ def test_container_has_the_packages_of_make_check() -> None:
 @pytest.mark.parametrize("condition", ["--with", "--without"])
 def test_rpm_spec_parses_with_the_version_of_the_tree(condition: str) -> None:
     spec = str(ROOT / "rpm/virtio-tmem.spec")
-    names = run("rpmspec", "-q", condition, "host", "--qf", "%{name} %{version}\n", spec).split("\n")
+    query = ("-q", condition, "host", "--qf", "%{name} %{version}\n")
+    names = run("rpmspec", *query, spec).splitlines()
     found = VERSION.search((ROOT / "debian/changelog").read_text())
     assert found
     packages = {"virtio-tmem-dkms", "virtio-tmem-guest"}
     if condition == "--with":
         packages |= {"virtio-tmem-host", "virtio-tmem-exporter"}
-    assert {name for name in names if name} == {f"{package} {found[1]}" for package in packages}
+    assert set(names) == {f"{package} {found[1]}" for package in packages}
 
 
 def test_rpms_for_guests_build(tmp_path: Path) -> None:
