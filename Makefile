@@ -170,7 +170,7 @@ shard-qemu-life: deps-test qemu
 
 shard-ops: check-ops
 
-# The first build of QEMU's package takes longer than a shard may. The shard tests QEMU's packages only if
+# Building QEMU takes ten minutes of the time that a shard may take. The shard tests its packages only if
 # they are in the cache.
 shard-packages:
 	scripts/deps packages qemu-package
