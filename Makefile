@@ -74,9 +74,10 @@ bench-density: deps all ## compare four VMs with one pool, with as much addition
 bench-life: deps all ## measure migration with and without the device, and the time until a restarted daemon serves
 	cd tests && PYTHONPATH=vm ./python bench_life.py $(ARGS)
 
-packages: ## build the Debian packages in build/packages; PACKAGES=DIRECTORY, GUEST=1: only those for guests
-	scripts/deps $(if $(GUEST),guest-packages,packages)
-	scripts/packages $(if $(GUEST),--guest) $(PACKAGES)
+NO_QEMU = $(filter 0,$(QEMU))
+packages: ## build the Debian packages in build/packages; PACKAGES=DIRECTORY, GUEST=1: only those for guests, QEMU=0: without QEMU
+	scripts/deps $(if $(GUEST),guest-packages,packages $(if $(NO_QEMU),,qemu-package))
+	scripts/packages $(if $(GUEST),--guest,$(if $(NO_QEMU),--no-qemu)) $(PACKAGES)
 
 # ---- tests ------------------------------------------------------------------------------------
 
@@ -117,7 +118,7 @@ check-guest-long: deps-test all ## run the torture program for DURATION=2h on al
 # make check leaves out. The shards of other kernels run all VM tests except ANY_KERNEL.
 VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.12-4 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-6.1-4 vm-7.2-1 vm-7.2-2 vm-7.2-3 vm-7.2-4 vm-7.2-5 \
 	vm-7.3-1 vm-7.3-2 vm-7.3-3 vm-7.3-4 vm-7.3-5
-SHARDS = $(VM_SHARDS) native qemu-life qemu-newest ops miri fuzz
+SHARDS = $(VM_SHARDS) native qemu-life qemu-newest ops packages miri fuzz
 # Kernels with debugging checks, built from source if they are not in the cache.
 CHECKING = kernel-debug kernel-kcsan
 # Kernels with the configuration of other vendors, built in the same way.
@@ -168,6 +169,12 @@ shard-qemu-life: deps-test qemu
 	QEMU=$$(qemu-dev/build --print) $(PYTHON) -m pytest qemu-dev/tests
 
 shard-ops: check-ops
+
+# Building QEMU takes ten minutes of the time that a shard may take. The shard tests its packages only if
+# they are in the cache.
+shard-packages:
+	scripts/deps packages qemu-package
+	$(MAKE) check-packages QEMU=$$(qemu-dev/package --print >/dev/null 2>&1 && echo 1 || echo 0)
 
 # qemu-dev/try-newest ends with 3 if only a QEMU version that is not in known-good fails. This is
 # reported, and is no failure.

@@ -19,6 +19,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
+#include <sys/utsname.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -218,11 +219,42 @@ static bool read_line(const char *directory, const char *name, char *line, size_
 	return true;
 }
 
+/* Returns whether depmod knows the module for this kernel. */
+static bool module_is_installed(const char *release)
+{
+	char path[PATH_MAX], line[PATH_MAX];
+	bool found = false;
+	FILE *file;
+
+	snprintf(path, sizeof(path), "/lib/modules/%s/modules.dep", release);
+	file = fopen(path, "re");
+	if (!file)
+		return false;
+	while (!found && fgets(line, sizeof(line), file))
+		found = strstr(line, "virtio_tmem.ko");
+	fclose(file);
+	return found;
+}
+
+/* Reports that the module is not loaded, and what to do. */
+static void not_loaded(void)
+{
+	struct utsname kernel;
+
+	if (uname(&kernel) || module_is_installed(kernel.release)) {
+		fail(EXIT_NO_DRIVER, "the module is not loaded: try modprobe virtio_tmem");
+		return;
+	}
+	fail(EXIT_NO_DRIVER,
+	     "the module is not loaded, and there is no module for the running kernel %s: try apt install linux-headers-%s, then dkms autoinstall",
+	     kernel.release, kernel.release);
+}
+
 static bool driver_state(char *state, size_t bytes)
 {
 	if (read_line(SYSFS, "state", state, bytes))
 		return true;
-	fail(EXIT_NO_DRIVER, "the module is not loaded: try modprobe virtio_tmem");
+	not_loaded();
 	return false;
 }
 
@@ -245,7 +277,7 @@ static int read_counters(struct counter *counters)
 	int nr = 0;
 
 	if (!directory) {
-		fail(EXIT_NO_DRIVER, "the module is not loaded: try modprobe virtio_tmem");
+		not_loaded();
 		return -1;
 	}
 	while (nr < COUNTERS_MAX && (entry = readdir(directory))) {

@@ -7,6 +7,7 @@
 //! | `client.rs`, `exit.rs` | calls to the daemon, failures and exit codes |
 //! | `show.rs`, `table.rs` | text of `list` and `stats`, tables and units |
 //! | `operate.rs`, `quota.rs`, `libvirt.rs` | commands that change something |
+//! | `packaged.rs` | the QEMU of the package virtio-tmem-qemu |
 
 mod advise;
 mod client;
@@ -18,6 +19,8 @@ mod exit;
 #[cfg(feature = "libvirt")]
 mod libvirt;
 mod operate;
+#[cfg(feature = "libvirt")]
+mod packaged;
 mod quota;
 mod show;
 mod table;

@@ -6,7 +6,7 @@
 use crate::client::{connect as connect_daemon, refused};
 use crate::exit::{Code, Failure};
 use crate::quota::{QuotaArguments, QuotaValues, print, quota_json, row};
-use crate::{Output, emulator};
+use crate::{Output, emulator, packaged};
 use clap::Args;
 use similar::TextDiff;
 use std::path::Path;
@@ -62,7 +62,8 @@ pub struct AttachArguments {
     /// Whether the start of the VM fails if it cannot have its cache [default: no]
     #[arg(long, value_name = "yes|no", value_parser = ["yes", "no"])]
     required: Option<String>,
-    /// QEMU that has the device, if the domain's own QEMU does not have it
+    /// QEMU that has the device [default: the domain's own, or /usr/bin/qemu-system-x86_64-tmem if
+    /// the domain's own lacks the device]
     #[arg(long, value_name = "PATH")]
     emulator: Option<String>,
     /// Run directory of the daemon, where the VM's socket is [default: /run/virtio-tmem]
@@ -233,6 +234,7 @@ impl Target {
 
 /// Adds the device to the domain. `limit` bounds the wait for the domain's emulator.
 pub fn attach(arguments: &AttachArguments, limit: Duration) -> Result<Output, Failure> {
+    let arguments = &with_packaged_emulator(arguments, limit)?;
     let target = &arguments.target;
     let check = |domain: &tmem_domain::Domain| check_emulator(arguments, domain, limit);
     let text = target.change(&arguments.preview, "the device is attached", check, |xml| {
@@ -261,6 +263,23 @@ pub fn attach(arguments: &AttachArguments, limit: Duration) -> Result<Output, Fa
             .map_err(|error| Failure(format!("domain {}: {error}", target.domain), Code::Refused))
     });
     Ok(target.output(text?))
+}
+
+/// Returns the arguments with the packaged QEMU if they name none, the domain is on this host, and
+/// the domain's own QEMU lacks the device.
+fn with_packaged_emulator(
+    arguments: &AttachArguments,
+    limit: Duration,
+) -> Result<AttachArguments, Failure> {
+    let mut arguments = arguments.clone();
+    let path = Path::new(packaged::PATH);
+    if arguments.emulator.is_none() && is_local(&arguments.target.connect) && path.exists() {
+        let (_connection, domain) = arguments.target.open()?;
+        let domain = tmem_domain::Domain::parse(&arguments.target.config(&domain, false)?)?;
+        let has_device = |own: &str| emulator::has_device(own, limit) == Ok(true);
+        arguments.emulator = packaged::instead_of(domain.emulator.as_deref(), path, has_device);
+    }
+    Ok(arguments)
 }
 
 /// Removes the device from the domain.
@@ -304,7 +323,7 @@ fn check_emulator(
     if !Path::new(emulator).is_absolute() {
         return failure("libvirt requires an absolute path".into());
     }
-    let hint = "select a QEMU that has it with --emulator (qemu-dev/build --full builds one)";
+    let hint = packaged::HINT;
     match emulator::has_device(emulator, limit) {
         Err(error) => failure(format!("{error}: {hint}")),
         Ok(true) => Ok(()),

@@ -33,6 +33,7 @@ pub fn findings(reach: &Reach, uri: &str, root: &Path, served: Option<&[api::Vm]
     };
     let host = is_local(uri).then_some(&host);
     for (xml, active) in domains {
+        findings.extend(super::installation::huge_pages(&xml, active, root));
         findings.extend(of_domain(&xml, active, host));
     }
     findings
@@ -99,7 +100,7 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
     }
     if let (Some(emulator), Some(host)) = (&domain.emulator, host) {
         let of = ("emulator", name);
-        let remedy = format!("{attach} --emulator PATH (qemu-dev/build --full makes one)");
+        let remedy = format!("apt install virtio-tmem-qemu; {attach}; shut it down and start it");
         findings.push(match (host.has_device)(emulator) {
             Ok(true) => Finding::good(of, "its emulator has the device"),
             Ok(false) => {

@@ -5,6 +5,7 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `host.rs` | checks files of the host: kernel, hook, AppArmor |
+//! | `installation.rs` | checks the installation: versions, denials, replaced programs, huge pages |
 //! | `daemon.rs` | checks the daemon, its VMs and their sockets |
 //! | `domain.rs` | checks libvirt's domains |
 //!
@@ -15,6 +16,7 @@ mod daemon;
 #[cfg(feature = "libvirt")]
 mod domain;
 mod host;
+mod installation;
 
 use crate::exit::Failure;
 use crate::{Output, Reach};
@@ -98,6 +100,7 @@ impl Finding {
 /// Runs all checks. The flag is false if there are faults, and the exit code is then 1.
 pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Output, bool), Failure> {
     let mut findings = host::findings(&arguments.root);
+    findings.extend(installation::findings(&arguments.root));
     let (of_daemon, vms) = daemon::findings(reach);
     findings.extend(of_daemon);
     #[cfg(feature = "libvirt")]

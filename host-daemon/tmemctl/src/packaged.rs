@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The QEMU of the package virtio-tmem-qemu, which `attach` uses unless another one is named.
+
+use std::path::Path;
+
+/// Path of the packaged QEMU. libvirtd's AppArmor profile runs programs in /usr/bin only.
+pub const PATH: &str = "/usr/bin/qemu-system-x86_64-tmem";
+
+/// Remedy if a QEMU lacks the device.
+pub const HINT: &str = "install the package virtio-tmem-qemu, or select a QEMU that has the device \
+                        with --emulator (qemu-dev/build --full builds one)";
+
+/// Returns the packaged QEMU if it is installed and the domain's own QEMU does not have the device.
+/// A domain whose QEMU has the device keeps it.
+pub fn instead_of(
+    own: Option<&str>,
+    packaged: &Path,
+    has_device: impl Fn(&str) -> bool,
+) -> Option<String> {
+    let packaged = packaged.to_str().filter(|_| packaged.exists())?;
+    match own {
+        Some(own) if has_device(own) => None,
+        _ => Some(packaged.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_packaged_qemu_replaces_one_without_the_device() {
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let packaged = directory.path().join("qemu-system-x86_64-tmem");
+        let chosen = |own, has| instead_of(own, &packaged, |_| has);
+        assert_eq!(chosen(Some("/usr/bin/qemu-system-x86_64"), false), None);
+        std::fs::write(&packaged, "").expect("cannot write the file");
+        let path = packaged.to_str().map(String::from);
+        assert_eq!(chosen(Some("/usr/bin/qemu-system-x86_64"), false), path);
+        assert_eq!(chosen(None, false), path);
+        assert_eq!(chosen(Some("/opt/qemu"), true), None);
+    }
+}
