@@ -12,6 +12,8 @@
 #include <linux/mm_inline.h>
 #include <linux/pagemap.h>
 #include <linux/pgtable.h>
+#include <linux/shrinker.h>
+#include <linux/slab.h>
 #include <linux/version.h>
 #include <linux/virtio.h>
 #include <linux/virtio_config.h>
@@ -156,6 +158,40 @@ static inline bool tmem_owner_or_capable(const struct file *file)
 #else
 #define tmem_kobject_init_and_add(kobj, ktype, parent, ...) \
 	kobject_init_and_add(kobj, ktype, parent, __VA_ARGS__)
+#endif
+
+/* Since 6.7 the kernel allocates shrinkers. Before 6.7 the caller does, and registration may fail. */
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 7, 0)
+static inline struct shrinker *tmem_shrinker_alloc(void)
+{
+	return kzalloc(sizeof(struct shrinker), GFP_KERNEL);
+}
+
+static inline int tmem_shrinker_register(struct shrinker *shrinker)
+{
+	shrinker->seeks = DEFAULT_SEEKS;
+	return register_shrinker(shrinker, "virtio_tmem");
+}
+
+/* Frees a shrinker, registered or not. */
+static inline void tmem_shrinker_free(struct shrinker *shrinker)
+{
+	unregister_shrinker(shrinker);
+	kfree(shrinker);
+}
+#else
+static inline struct shrinker *tmem_shrinker_alloc(void)
+{
+	return shrinker_alloc(0, "virtio_tmem");
+}
+
+static inline int tmem_shrinker_register(struct shrinker *shrinker)
+{
+	shrinker_register(shrinker);
+	return 0;
+}
+
+#define tmem_shrinker_free(shrinker) shrinker_free(shrinker)
 #endif
 
 /* Returns whether the kernel calls tmem_put_end() after puts, as the patches of intree/ do. */

@@ -80,10 +80,11 @@
 #define TMEM_BATCH_BLOCKS	(VIRTIO_TMEM_BATCH_MAX / TMEM_BLOCK_PAGES)
 
 /*
- * Maximum number of put batches at the host, for each queue. Four full batches keep the host busy
- * while the driver prepares one and the host answers one.
+ * Maximum number of put batches at the host, for each queue. kswapd evicts some hundred neighbouring
+ * pages, which one queue has, in less time than the host needs for an answer. Eight full batches
+ * are more than the ring of a guest of 256 MiB holds.
  */
-#define TMEM_PUTS_IN_FLIGHT	4
+#define TMEM_PUTS_IN_FLIGHT	8
 /*
  * Time in ms that puts wait for more if they do not fill a batch. It is a few ticks, so that
  * occasional evictions do not cause a request for each page. It is short compared with the time
@@ -276,6 +277,8 @@ struct tmem_dev {
 	struct task_struct *feeder ____cacheline_aligned_in_smp;
 	wait_queue_head_t feeder_wait;
 	unsigned long full;		/* bits of queues to be sent by tmem_put_end(); atomic */
+	wait_queue_head_t pace_wait;	/* kswapd waits here for the host: pace.c */
+	unsigned long pace_again;	/* when kswapd may wait again, in jiffies */
 
 	/* State of gets: the lock guards all fields below but get_req and bounce. */
 	spinlock_t get_lock ____cacheline_aligned_in_smp;
@@ -414,9 +417,14 @@ int tmem_send_init(struct tmem_dev *dev, struct tmem_queue *queue);
 void tmem_send_exit(struct tmem_queue *queue);
 void tmem_send_stop(struct tmem_queue *queue);
 bool tmem_send(struct tmem_queue *queue);
+void tmem_send_all(struct tmem_queue *queue);
 long tmem_send_timeout(struct tmem_queue *queue);
 void tmem_send_drain(struct tmem_queue *queue);
 void tmem_send_vq_callback(struct virtqueue *vq);
+
+/* pace.c */
+int tmem_pace_init(void);
+void tmem_pace_exit(void);
 
 /* feeder.c */
 int tmem_feeder(void *data);

@@ -331,10 +331,14 @@ void tmem_ring_free(struct tmem_queue *queue)
 	if (tail == queue->tail)
 		return;
 	spin_lock(&queue->ring_lock);
-	while (queue->tail != tail)
-		if (!(++queue->tail % TMEM_BLOCK_PAGES))
+	while (queue->tail != tail) {
+		WRITE_ONCE(queue->tail, queue->tail + 1);
+		if (!(queue->tail % TMEM_BLOCK_PAGES))
 			give_block(queue->dev, queue, queue->tail);
+	}
 	spin_unlock(&queue->ring_lock);
+	if (wq_has_sleeper(&queue->dev->pace_wait))
+		wake_up(&queue->dev->pace_wait);
 }
 
 /* --- set-up -------------------------------------------------------------------------------- */

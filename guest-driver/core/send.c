@@ -28,6 +28,7 @@ struct turn {
 	u64 head;
 	u32 epoch;
 	unsigned int budget;	/* batches that may still be taken back, sent or erased */
+	bool all;		/* what fills no batch is sent as well */
 	bool notify;		/* the device has to be notified */
 };
 
@@ -494,7 +495,7 @@ static void send_due(struct tmem_queue *queue, struct turn *turn)
 	/* Puts and references wait for flushes that cannot be sent yet. */
 	if (READ_ONCE(queue->nr_flush))
 		return;
-	due = queue->timed && time_after_eq(jiffies, queue->kick_at);
+	due = turn->all || (queue->timed && time_after_eq(jiffies, queue->kick_at));
 	while (turn->budget && send_puts(queue, turn, due))
 		turn->budget--;
 	while (turn->budget && send_refs(queue, turn, due))
@@ -514,17 +515,10 @@ static void send_due(struct tmem_queue *queue, struct turn *turn)
 		WRITE_ONCE(queue->kick_at, jiffies + msecs_to_jiffies(TMEM_PUT_DELAY_MS));
 }
 
-/**
- * tmem_send() - take the answers of a queue and send what is due
- * @queue: the queue
- *
- * Context: any but NMI, without locks of the core. The device is not reset before the call returns.
- *
- * Return: true if the work was limited, so that there may be more.
- */
-bool tmem_send(struct tmem_queue *queue)
+/* Runs one turn of the sender, as tmem_send() and tmem_send_all() describe it. */
+static bool send_turn(struct tmem_queue *queue, bool all)
 {
-	struct turn turn = { .budget = TMEM_SEND_BATCHES };
+	struct turn turn = { .budget = TMEM_SEND_BATCHES, .all = all };
 	struct tmem_dev *dev = queue->dev;
 	unsigned long flags;
 
@@ -553,6 +547,36 @@ bool tmem_send(struct tmem_queue *queue)
 	if (READ_ONCE(queue->attention))
 		wake_feeder(queue);
 	return !turn.budget;
+}
+
+/**
+ * tmem_send() - take the answers of a queue and send what is due
+ * @queue: the queue
+ *
+ * Context: any but NMI, without locks of the core. The device is not reset before the call returns.
+ *
+ * Return: true if the work was limited, so that there may be more.
+ */
+bool tmem_send(struct tmem_queue *queue)
+{
+	return send_turn(queue, false);
+}
+
+/**
+ * tmem_send_all() - take the answers of a queue and send what waits, in full batches or not
+ * @queue: the queue
+ *
+ * What the host cannot take now stays in the queue. The work is limited to as many batches as the
+ * host can have.
+ *
+ * Context: process, may sleep. The device is not reset before the call returns.
+ */
+void tmem_send_all(struct tmem_queue *queue)
+{
+	unsigned int turns = DIV_ROUND_UP(TMEM_PUTS_IN_FLIGHT, TMEM_SEND_BATCHES);
+
+	while (turns-- && send_turn(queue, true))
+		cond_resched();
 }
 
 /**

@@ -204,6 +204,8 @@ static int set_up(struct virtio_device *vdev)
 	dev->retain = virtio_has_feature(vdev, VIRTIO_TMEM_F_RETAIN);
 	spin_lock_init(&dev->window_lock);
 	init_waitqueue_head(&dev->feeder_wait);
+	init_waitqueue_head(&dev->pace_wait);
+	dev->pace_again = jiffies;
 	/*
 	 * The random base is below 2^63, so the renewals, which add 2^TMEM_SEQ_BITS each, never
 	 * wrap it around. It is not 0, because no cookie is 0.
@@ -395,10 +397,15 @@ int tmem_core_init(void)
 	err = register_pm_notifier(&pm_block);
 	if (err)
 		goto fail_sysfs;
-	err = register_virtio_driver(&tmem_driver);
+	err = tmem_pace_init();
 	if (err)
 		goto fail_pm;
+	err = register_virtio_driver(&tmem_driver);
+	if (err)
+		goto fail_pace;
 	return 0;
+fail_pace:
+	tmem_pace_exit();
 fail_pm:
 	unregister_pm_notifier(&pm_block);
 fail_sysfs:
@@ -414,6 +421,7 @@ fail_index:
 void tmem_core_exit(void)
 {
 	unregister_virtio_driver(&tmem_driver);
+	tmem_pace_exit();
 	unregister_pm_notifier(&pm_block);
 	tmem_sysfs_exit();
 	tmem_pools_exit();

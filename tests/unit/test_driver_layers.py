@@ -24,7 +24,7 @@ core/leaf core/policy core/bypass core/admit core/queue core/control core/sysfs
 core/index core/retain
 core/ring core/evict
 core/send
-core/feeder core/get core/pool
+core/feeder core/get core/pool core/pace
 core/sync
 core/transport
 hooks/state hooks/users hooks/fs hooks/seen
