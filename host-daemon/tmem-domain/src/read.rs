@@ -10,6 +10,9 @@ use roxmltree::{Document, Node};
 /// QEMU id of the device's socket. A device whose chardev has this id was added by attach.
 pub(crate) const CHARDEV_ID: &str = "virtio-tmem";
 
+/// Name of the device's property that offers retained pages to the driver.
+pub(crate) const RETAIN: &str = "retain";
+
 /// The settings in a domain's XML that virtio-tmem uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Domain {
@@ -39,6 +42,8 @@ pub struct Device {
     pub socket: String,
     /// Whether the device has the form that attach writes.
     pub ours: bool,
+    /// The property `retain`, or None if the device has no such property or it is not a boolean.
+    pub retain: Option<bool>,
 }
 
 impl Domain {
@@ -129,7 +134,17 @@ fn device(root: Node<'_, '_>) -> Option<Device> {
     Some(Device {
         socket: property(&chardev, "path").unwrap_or_default(),
         ours: id == CHARDEV_ID,
+        retain: property(&device, RETAIN).and_then(|value| boolean(&value)),
     })
+}
+
+/// Returns the value of a boolean property, as QEMU reads it.
+fn boolean(value: &str) -> Option<bool> {
+    match value {
+        "on" | "yes" | "true" | "y" => Some(true),
+        "off" | "no" | "false" | "n" => Some(false),
+        _ => None,
+    }
 }
 
 /// Returns the user of libvirt's label for file permissions, which is `user:group`.
