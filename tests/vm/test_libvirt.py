@@ -154,7 +154,7 @@ def test_attach_offers_retained_pages_that_qemu_and_daemon_know(
 ) -> None:
     before = define(libvirt, machine)
     daemon = session.daemon()
-    directory = ("--run-directory", daemon.folder)
+    directory = ("--run-directory", daemon.directory)
 
     def attach(*words: str | Path) -> str:
         return libvirt.tmemctl("attach", machine.name, *words)
@@ -171,7 +171,7 @@ def test_attach_offers_retained_pages_that_qemu_and_daemon_know(
     assert "nothing to change" in attach(), "attach without options changed the setting"
 
     # This emulator is a QEMU from before the property.
-    old = machine.folder / "old"
+    old = machine.directory / "old"
     old.write_text(
         f"""#!/bin/sh
 case "$*" in
