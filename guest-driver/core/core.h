@@ -110,11 +110,11 @@
  */
 #define TMEM_FLUSH_PENDING	256
 /*
- * References of a queue that wait to be sent: eight batches, more than the host has of puts and
- * references together. Further ones are dropped. The host then still has the page, as a retained
- * one.
+ * References of a queue that wait to be sent: 16 batches, as kswapd frees more pages at once than
+ * the host answers meanwhile. Further ones are dropped. The host then still has the page, as a
+ * retained one, which it loses before others.
  */
-#define TMEM_REF_PENDING	512
+#define TMEM_REF_PENDING	1024
 /* Results of references by which the driver decides whether it lets the host retain pages. */
 #define TMEM_REF_WINDOW		1024
 /* Number of get requests, 1.7 KiB each. A reader that finds no free request has a miss. */

@@ -13,6 +13,7 @@
  * - special move-ext FILE DONOR: exchanges the blocks of two ext4 files of the same size
  * - special advise FILE BYTES: repeatedly advises that the first BYTES are not needed
  * - special dontneed FILE: advises once that FILE is not needed
+ * - special punch FILE OFFSET BYTES: punches a hole
  * - special direct DIR COUNT: makes COUNT files with one direct write each
  * - special tables DIR COUNT: makes these files as "direct" does, prints "ready", and keeps them
  * open
@@ -240,6 +241,17 @@ static int dontneed(const char *path)
 	return posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) ? fail("posix_fadvise") : 0;
 }
 
+static int punch(const char *path, off_t offset, off_t bytes)
+{
+	int fd = open(path, O_RDWR);
+
+	if (fd < 0)
+		return fail(path);
+	if (fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes))
+		return fail("fallocate");
+	return 0;
+}
+
 static int direct(const char *dir, unsigned long count, bool keep)
 {
 	struct rlimit files = { count + FILES_BESIDE, count + FILES_BESIDE };
@@ -360,6 +372,8 @@ int main(int argc, char **argv)
 		return advise(argv[2], strtol(argv[3], NULL, 0));
 	if (argc == 3 && !strcmp(argv[1], "dontneed"))
 		return dontneed(argv[2]);
+	if (argc == 5 && !strcmp(argv[1], "punch"))
+		return punch(argv[2], strtol(argv[3], NULL, 0), strtol(argv[4], NULL, 0));
 	if (argc == 4 && !strcmp(argv[1], "direct"))
 		return direct(argv[2], strtoul(argv[3], NULL, 0), false);
 	if (argc == 4 && !strcmp(argv[1], "tables"))

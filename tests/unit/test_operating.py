@@ -20,8 +20,12 @@ OF_LIBRARIES = {"unknown field"}
 
 
 def sources() -> str:
-    """Returns the text of all Rust sources, with strings over several lines joined."""
+    """Returns the text of the Rust sources and of QEMU's device.
+
+    Rust strings over several lines are joined.
+    """
     files = sorted((ROOT / "host-daemon").glob("*/src/**/*.rs"))
+    files += sorted((ROOT / "qemu-dev/src").glob("**/*.c"))
     return re.sub(r"\\\n\s+", "", "".join(file.read_text() for file in files))
 
 

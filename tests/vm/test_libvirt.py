@@ -142,6 +142,59 @@ def test_detach_reverts_the_changes_of_attach(libvirt: Libvirt, machine: Machine
     assert "nothing to change" in libvirt.tmemctl("detach", machine.name)
 
 
+def retain(libvirt: Libvirt, machine: Machine) -> str | None:
+    """Returns the device's property retain in the domain's XML; None if it is left out."""
+    device = arguments(libvirt.config(machine.name))[-1]
+    return dict(part.split("=", 1) for part in device.split(",")[1:]).get("retain")
+
+
+@pytest.mark.smoke
+def test_attach_offers_retained_pages_that_qemu_and_daemon_know(
+    session: Session, libvirt: Libvirt, machine: Machine
+) -> None:
+    before = define(libvirt, machine)
+    daemon = session.daemon()
+    directory = ("--run-directory", daemon.directory)
+
+    def attach(*words: str | Path) -> str:
+        return libvirt.tmemctl("attach", machine.name, *words)
+
+    done = attach(*directory)
+    assert retain(libvirt, machine) is None
+    assert "retained pages stay off: there is no control socket" in done
+
+    daemon.start()
+    assert "retained pages" not in attach()
+    assert retain(libvirt, machine) == "on"
+    attach("--retain", "off")
+    assert retain(libvirt, machine) == "off"
+    assert "nothing to change" in attach(), "attach without options changed the setting"
+
+    # This emulator is a QEMU from before the property.
+    old = machine.directory / "old"
+    old.write_text(
+        f"""#!/bin/sh
+case "$*" in
+*,help) {qemu_binary()} "$@" | grep -v retain ;;
+*) exec {qemu_binary()} "$@" ;;
+esac
+"""
+    )
+    old.chmod(0o755)
+    words = libvirt.refused("attach", machine.name, "--emulator", old, "--retain", "on")
+    assert "no property retain" in words and "--emulator" in words
+    attach("--emulator", old)
+    assert retain(libvirt, machine) is None, "the VM would not start"
+    assert "does not have the property" in attach()
+    attach("--emulator", qemu_binary())
+    assert retain(libvirt, machine) == "on"
+
+    daemon.stop()
+    assert "nothing to change" in attach(), "a daemon that does not run changed the setting"
+    libvirt.tmemctl("detach", machine.name)
+    assert libvirt.config(machine.name) == before
+
+
 def test_attach_keeps_concurrent_changes_of_the_domain(libvirt: Libvirt, machine: Machine) -> None:
     """attach keeps a change that another program makes to the domain while attach runs.
 
@@ -152,7 +205,7 @@ def test_attach_keeps_concurrent_changes_of_the_domain(libvirt: Libvirt, machine
     emulator = machine.directory / "emulator"
     emulator.write_text(
         f"""#!/bin/sh
-if [ "$*" = "-device help" ]; then
+if [ "$*" = "-device vhost-user-tmem-pci,help" ]; then
     echo >>{count}
     title="change $(wc -l <{count})"
     virsh --connect '{libvirt.uri}' desc --config '{machine.name}' --title "$title" >&2
@@ -290,11 +343,12 @@ def test_attached_domain_gets_hits_until_detach(
     _, sums = tree
     daemon = session.daemon(pool_size="128MiB")
     before = define(libvirt, machine)
+    daemon.start()
     libvirt.tmemctl(
         "attach", machine.name, "--run-directory", daemon.directory, "--reserve", "1MiB"
     )
+    assert retain(libvirt, machine) == "on"
 
-    daemon.start()
     assert daemon.list()["vms"] == []
     libvirt.virsh("start", machine.name)
     (vm,) = daemon.list()["vms"]

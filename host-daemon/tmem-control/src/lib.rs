@@ -22,6 +22,9 @@ pub use generated::*;
 /// Name of the varlink interface.
 pub const INTERFACE: &str = "io.virtiotmem.Control";
 
+/// Name of the feature bit of retained pages, as the method `GetFeatures` returns it.
+pub const FEATURE_RETAIN: &str = "VIRTIO_TMEM_F_RETAIN";
+
 /// Default path of the daemon's control socket.
 pub const DEFAULT_SOCKET: &str = "/run/virtio-tmem/control";
 
@@ -35,6 +38,25 @@ pub fn connect(path: &std::path::Path) -> varlink::Result<VarlinkClient> {
     Ok(VarlinkClient::new(varlink::Connection::with_address(
         &address,
     )?))
+}
+
+/// Returns true if the daemon is too old to know the method that it was asked for.
+pub fn is_unknown(error: &Error) -> bool {
+    let kind = error.source_varlink_kind();
+    matches!(kind, Some(varlink::ErrorKind::MethodNotFound(_)))
+}
+
+/// Returns whether the daemon knows retained pages. A daemon that is too old to know the method does
+/// not know them.
+///
+/// # Errors
+/// Returns an error if the daemon cannot be asked.
+pub fn knows_retained_pages(client: &mut VarlinkClient) -> Result<bool> {
+    match client.get_features().call() {
+        Ok(reply) => Ok(reply.features.iter().any(|name| name == FEATURE_RETAIN)),
+        Err(error) if is_unknown(&error) => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 /// Returns true if the daemon closed the connection instead of answering, as it does with clients

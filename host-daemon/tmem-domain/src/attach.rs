@@ -9,7 +9,9 @@ use crate::cache::Cache;
 use crate::edit::{self, Splice, apply, child, children, escape, find, indent_within, metadata};
 use crate::pci::free_address;
 use crate::read::unchangeable;
-use crate::read::{CHARDEV_ID, Domain, argument_nodes, our_arguments, property, qemu_arguments};
+use crate::read::{
+    CHARDEV_ID, Domain, RETAIN, argument_nodes, our_arguments, property, qemu_arguments,
+};
 use crate::undo::{self, Change};
 use crate::{CACHE_NAMESPACE, DEVICE, Error, QEMU_NAMESPACE, SOCKET_FOLDER, UNDO_NAMESPACE};
 use roxmltree::{Document, Node};
@@ -28,6 +30,9 @@ pub struct Options {
     pub socket_folder: String,
     /// Path of a QEMU that has the device; None keeps the domain's emulator.
     pub emulator: Option<String>,
+    /// The device's property `retain`; None leaves it out, because an older QEMU does not start with
+    /// a property that it does not know.
+    pub retain: Option<bool>,
 }
 
 impl Default for Options {
@@ -36,6 +41,7 @@ impl Default for Options {
             cache: Cache::default(),
             socket_folder: SOCKET_FOLDER.into(),
             emulator: None,
+            retain: None,
         }
     }
 }
@@ -59,7 +65,7 @@ pub fn attach(text: &str, options: &Options) -> Result<String, Error> {
         edit.emulator(emulator)?;
     }
     let socket = format!("{}/{}.sock", options.socket_folder, domain.uuid);
-    edit.device(&socket)?;
+    edit.device(&socket, options.retain)?;
     edit.metadata(&options.cache)?;
     Ok(edit.text)
 }
@@ -218,7 +224,7 @@ impl Edit {
     }
 
     /// Writes QEMU's arguments for the device. An existing device keeps its PCI address.
-    fn device(&mut self, socket: &str) -> Result<(), Error> {
+    fn device(&mut self, socket: &str, retain: Option<bool>) -> Result<(), Error> {
         let document = Document::parse(&self.text)?;
         let root = document.root_element();
         let arguments = qemu_arguments(root);
@@ -234,9 +240,13 @@ impl Edit {
             }
         };
         let path = socket.replace(',', ",,");
+        let retain = match retain {
+            None => String::new(),
+            Some(retain) => format!(",{RETAIN}={}", if retain { "on" } else { "off" }),
+        };
         let values = [
             format!("socket,id={CHARDEV_ID},path={path},reconnect-ms={RECONNECT_MS}"),
-            format!("{DEVICE},id={CHARDEV_ID}0,chardev={CHARDEV_ID},{address}"),
+            format!("{DEVICE},id={CHARDEV_ID}0,chardev={CHARDEV_ID},{address}{retain}"),
         ];
         if let Some(places) = places {
             let nodes = argument_nodes(root);
@@ -304,6 +314,26 @@ impl Edit {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn retain_is_a_property_of_the_device() {
+        let plain = "<domain type='kvm'><name>a</name><uuid>b</uuid>\
+                     <os><type machine='q35'>hvm</type></os><devices/></domain>";
+        let mut text = plain.to_string();
+        for retain in [None, Some(true), Some(false), Some(true), None] {
+            let options = Options {
+                retain,
+                ..Options::default()
+            };
+            text = attach(&text, &options).expect("the domain was refused");
+            let device = Domain::parse(&text).expect("the domain was refused").device;
+            assert_eq!(device.and_then(|device| device.retain), retain);
+            let again = attach(&text, &options).expect("the domain was refused");
+            assert_eq!(again, text, "a second attach changes the domain");
+        }
+        let without = detach(&text).expect("the domain was refused");
+        assert!(!without.contains(DEVICE) && !without.contains(RETAIN));
+    }
 
     #[test]
     fn a_device_moves_to_another_socket() {

@@ -10,6 +10,9 @@ use roxmltree::{Document, Node};
 /// QEMU id of the device's socket. A device whose chardev has this id was added by attach.
 pub(crate) const CHARDEV_ID: &str = "virtio-tmem";
 
+/// Name of the device's property that offers retained pages to the driver.
+pub(crate) const RETAIN: &str = "retain";
+
 /// The settings in a domain's XML that virtio-tmem uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Domain {
@@ -41,6 +44,8 @@ pub struct Device {
     pub socket: String,
     /// True if attach added the device.
     pub ours: bool,
+    /// The property `retain`, or None if the device has no such property or it is not a boolean.
+    pub retain: Option<bool>,
 }
 
 impl Domain {
@@ -132,7 +137,17 @@ fn device(root: Node<'_, '_>) -> Option<Device> {
     Some(Device {
         socket: property(&chardev, "path").unwrap_or_default(),
         ours: id == CHARDEV_ID,
+        retain: property(&device, RETAIN).and_then(|value| boolean(&value)),
     })
+}
+
+/// Returns the value of a boolean property, as QEMU reads it.
+fn boolean(value: &str) -> Option<bool> {
+    match value {
+        "on" | "yes" | "true" | "y" => Some(true),
+        "off" | "no" | "false" | "n" => Some(false),
+        _ => None,
+    }
 }
 
 /// Returns the user that QEMU runs as, if the domain names one. libvirt's security label of the

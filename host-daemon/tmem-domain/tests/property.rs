@@ -206,6 +206,7 @@ fn options(rng: &mut fastrand::Rng) -> Options {
         emulator: rng
             .bool()
             .then(|| one(rng, &["/opt/qemu", "/opt/q<a>"]).into()),
+        retain: rng.bool().then(|| rng.bool()),
     }
 }
 

@@ -278,8 +278,21 @@ fn check(domain: &Arc<Domain>, operation: Operation, options: &Arc<Options>) -> 
     })
 }
 
-/// Checks the VM's memory, and asks the daemon to serve the VM with the domain's settings.
+/// Checks that the VM can use the cache, and asks the daemon to serve it.
 fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), String> {
+    serve(domain, device, options)?;
+    if device.retain == Some(true) && ask(&options.socket, api::knows_retained_pages) == Ok(false) {
+        return Err(format!(
+            "its device has retain=on, and the daemon does not know retained pages, so QEMU refuses \
+             the daemon: update tmemd, or run tmemctl attach {} --retain off",
+            domain.name
+        ));
+    }
+    Ok(())
+}
+
+/// Checks the VM's memory, and asks the daemon to serve the VM with the domain's settings.
+fn serve(domain: &Domain, device: &Device, options: &Options) -> Result<(), String> {
     domain.memory.clone().map_err(|error| error.0)?;
     let socket = &options.socket;
     let cache = match &domain.cache {

@@ -5,7 +5,7 @@
 //! A file takes the place of the host's /proc/meminfo and keeps the value that a test writes.
 
 use std::fs;
-use std::io::{self, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -232,6 +232,69 @@ fn a_starting_vm_with_the_device_gets_a_socket_and_host_memory() {
     assert!(output.status.success() && output.stderr.is_empty());
     assert!(socket.exists());
     assert_eq!(host.pool_bytes(), 1 << 20);
+}
+
+/// Serves a connection of the hook for each answer, and sends the answer to the connection's call.
+/// Returns all calls.
+fn answering(control: &Path, answers: Vec<&'static str>) -> std::thread::JoinHandle<String> {
+    let listener = UnixListener::bind(control).expect("cannot bind the socket");
+    std::thread::spawn(move || {
+        let mut calls = String::new();
+        for answer in answers {
+            let (stream, _) = listener.accept().expect("cannot accept a connection");
+            let mut call = Vec::new();
+            BufReader::new(&stream)
+                .read_until(0, &mut call)
+                .expect("cannot read the call");
+            calls += &String::from_utf8_lossy(&call);
+            (&stream)
+                .write_all(format!("{answer}\0").as_bytes())
+                .expect("cannot write the answer");
+        }
+        calls
+    })
+}
+
+/// QEMU refuses a daemon that does not know retained pages if the device has retain=on, so the VM
+/// has no cache.
+#[test]
+fn a_daemon_without_retained_pages_is_a_problem_of_a_device_that_offers_them() {
+    let added = r#"{"parameters":{"added":true}}"#;
+    let old =
+        r#"{"error":"org.varlink.service.MethodNotFound","parameters":{"method":"GetFeatures"}}"#;
+    let without = r#"{"parameters":{"features":[]}}"#;
+    let with = r#"{"parameters":{"features":["VIRTIO_TMEM_F_RETAIN"]}}"#;
+    let required =
+        "<metadata><c:cache xmlns:c='urn:virtio-tmem:cache:1' required='yes'/></metadata>";
+    for (answer, is_problem) in [(old, true), (without, true), (with, false)] {
+        for metadata in ["", required] {
+            let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+            let control = directory.path().join("control");
+            let device = device(&directory.path().join("a.sock"));
+            let device = device.replace("vhost-user-tmem-pci,", "vhost-user-tmem-pci,retain=on,");
+            let xml = xml(0, &(device + metadata));
+            // Without metadata, the hook first asks for the daemon's VMs.
+            let mut answers = vec![added, answer];
+            if metadata.is_empty() {
+                answers.insert(0, r#"{"parameters":{"vms":[]}}"#);
+            }
+            let daemon = answering(&control, answers);
+            let output = hook(&control, "prepare", &xml);
+            let calls = daemon.join().expect("the thread panicked");
+            assert!(
+                calls.contains("AddVm") && calls.contains("GetFeatures"),
+                "{calls}"
+            );
+            let words = String::from_utf8_lossy(&output.stderr).into_owned();
+            let starts = !is_problem || metadata.is_empty();
+            assert_eq!(output.status.success(), starts, "{words}");
+            assert_eq!(
+                words.contains("tmemctl attach web --retain off"),
+                is_problem,
+                "{words}"
+            );
+        }
+    }
 }
 
 /// A message that cannot be written must not make the hook fail: libvirt ends a running VM whose

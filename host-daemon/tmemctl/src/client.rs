@@ -67,7 +67,7 @@ pub fn refused(socket: &Path, error: &api::Error) -> Failure {
             ),
             Code::Unreachable,
         ),
-        _ if is_unknown(error) => (
+        _ if api::is_unknown(error) => (
             format!(
                 "the daemon at {at} is older than this tmemctl and does not know the request: see \
                  tmemctl version"
@@ -92,7 +92,54 @@ pub fn refused(socket: &Path, error: &api::Error) -> Failure {
     Failure(what, code)
 }
 
-fn is_unknown(error: &api::Error) -> bool {
-    let kind = error.source_varlink_kind();
-    matches!(kind, Some(varlink::ErrorKind::MethodNotFound(_)))
+/// Returns whether the daemon knows retained pages.
+#[cfg(feature = "libvirt")]
+pub fn knows_retained_pages(socket: &Path) -> Result<bool, Failure> {
+    let knows = api::knows_retained_pages(&mut connect(socket)?);
+    knows.map_err(|error| refused(socket, &error))
+}
+
+#[cfg(all(test, feature = "libvirt"))]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixListener;
+
+    /// Returns what [`knows_retained_pages`] makes of a daemon that sends this answer.
+    fn answered(answer: &'static str) -> Result<bool, Failure> {
+        let directory = tempfile::tempdir().expect("cannot create a temporary directory");
+        let socket = directory.path().join("control");
+        let listener = UnixListener::bind(&socket).expect("cannot bind the socket");
+        let daemon = std::thread::spawn(move || {
+            // The first connection only tests whether a process listens.
+            let _ = listener.accept().expect("cannot accept a connection");
+            let (stream, _) = listener.accept().expect("cannot accept a connection");
+            let mut call = Vec::new();
+            let mut reader = BufReader::new(&stream);
+            reader
+                .read_until(0, &mut call)
+                .expect("cannot read the call");
+            let answer = format!("{answer}\0");
+            (&stream)
+                .write_all(answer.as_bytes())
+                .expect("cannot write the answer");
+            String::from_utf8(call).expect("the call is not UTF-8")
+        });
+        let knows = knows_retained_pages(&socket);
+        let call = daemon.join().expect("the thread panicked");
+        assert!(call.contains("io.virtiotmem.Control.GetFeatures"), "{call}");
+        knows
+    }
+
+    #[test]
+    fn a_daemon_without_the_method_knows_no_retained_pages() {
+        let known = r#"{"parameters":{"features":["OTHER","VIRTIO_TMEM_F_RETAIN"]}}"#;
+        assert!(answered(known).is_ok_and(|known| known));
+        let other = r#"{"parameters":{"features":["VIRTIO_TMEM_F_LATENCIES"]}}"#;
+        assert!(answered(other).is_ok_and(|known| !known));
+        let old = r#"{"error":"org.varlink.service.MethodNotFound","parameters":{"method":"GetFeatures"}}"#;
+        assert!(answered(old).is_ok_and(|known| !known));
+        let failed = r#"{"error":"org.varlink.service.PermissionDenied"}"#;
+        assert!(answered(failed).is_err());
+    }
 }

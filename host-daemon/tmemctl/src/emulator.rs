@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Asks an emulator whether it has the device. The emulator is any program, perhaps a script. The
+//! Asks an emulator whether it has the device and its properties. The emulator is any program, perhaps a script. The
 //! wait for it is therefore bounded, and a process that the emulator leaves behind does not block
 //! tmemctl.
 
@@ -9,17 +9,26 @@ use std::sync::mpsc;
 use std::time::Duration;
 use tmem_domain::DEVICE;
 
-/// Maximum number of bytes of an answer that are read; QEMU's answer has about 30 KiB.
+/// Maximum number of bytes of an answer that are read; QEMU's answer has about 3 KiB.
 const ANSWER_BYTES: u64 = 1 << 20;
 
-/// Returns whether the emulator has the device. `limit` bounds the wait.
+/// The device of an emulator.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Emulator {
+    /// Whether the emulator has the device.
+    pub has_device: bool,
+    /// Whether its device has the property `retain`.
+    pub has_retain: bool,
+}
+
+/// Returns what the emulator knows of the device. `limit` bounds the wait.
 ///
 /// # Errors
 /// Returns the reason if the emulator cannot be asked.
-pub fn has_device(emulator: &str, limit: Duration) -> Result<bool, String> {
+pub fn ask(emulator: &str, limit: Duration) -> Result<Emulator, String> {
     let mut command = Command::new(emulator);
     command
-        .args(["-device", "help"])
+        .args(["-device", &format!("{DEVICE},help")])
         .stdin(Stdio::null())
         .stderr(Stdio::null())
         .stdout(Stdio::piped());
@@ -34,10 +43,15 @@ pub fn has_device(emulator: &str, limit: Duration) -> Result<bool, String> {
     // with this process.
     std::thread::spawn(move || {
         let lines = BufReader::new(answer.take(ANSWER_BYTES)).split(b'\n');
-        let device = DEVICE.as_bytes();
-        let found = lines
-            .map_while(Result::ok)
-            .any(|line| line.windows(device.len()).any(|part| part == device));
+        let mut found = Emulator::default();
+        for line in lines.map_while(Result::ok) {
+            found.has_device |= line.starts_with(DEVICE.as_bytes());
+            found.has_retain |= line.trim_ascii_start().starts_with(b"retain=");
+            if found.has_retain {
+                break;
+            }
+        }
+        found.has_retain &= found.has_device;
         // If the time limit has passed, the receiver no longer exists.
         let _ = sender.send(found);
     });
@@ -54,32 +68,45 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
     use std::time::Instant;
 
-    fn asked(script: &str, limit: Duration) -> Result<bool, String> {
+    fn asked(script: &str, limit: Duration) -> Result<Emulator, String> {
         let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let path = directory.path().join("emulator");
         std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).expect("cannot write the file");
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755))
             .expect("cannot make the file executable");
-        has_device(path.to_str().expect("the text is not UTF-8"), limit)
+        ask(path.to_str().expect("the text is not UTF-8"), limit)
     }
 
     #[test]
     fn a_hung_emulator_is_reported_after_the_timeout() {
         // Processes that the test leaves behind end after about a minute.
         let long = Duration::from_secs(60);
-        let says = format!("echo name \\\"{DEVICE}\\\", bus PCI");
-        assert_eq!(asked(&says, long), Ok(true));
-        assert_eq!(asked("echo name e1000", long), Ok(false));
-        assert_eq!(asked("exit 1", long), Ok(false));
+        let has = |has_device, has_retain| {
+            Ok(Emulator {
+                has_device,
+                has_retain,
+            })
+        };
+        let old = format!("echo {DEVICE} options:; echo '  rombar=<int32>'");
+        let new = format!("{old}; echo '  retain=<bool>  - on/off'");
+        assert_eq!(asked(&old, long), has(true, false));
+        assert_eq!(asked(&new, long), has(true, true));
+        let asks = format!("[ \"$*\" = '-device {DEVICE},help' ] && {{ {new}; }}");
+        assert_eq!(asked(&asks, long), has(true, true));
+        assert_eq!(
+            asked("echo e1000 options:; echo retain=", long),
+            has(false, false)
+        );
+        assert_eq!(asked("exit 1", long), has(false, false));
         let begun = Instant::now();
         // A child of the emulator keeps stdout open for longer than the limit.
-        let kept = format!("sleep 70 & {says}; wait");
-        assert_eq!(asked(&kept, long), Ok(true));
+        let kept = format!("sleep 70 & {new}; wait");
+        assert_eq!(asked(&kept, long), has(true, true));
         let hangs = asked("exec sleep 1000", Duration::from_millis(100));
         assert_eq!(hangs, Err("it did not answer within 0.1 s".into()));
         assert!(begun.elapsed() < long);
         let directory = tempfile::tempdir().expect("cannot create a temporary directory");
-        let absent = has_device(
+        let absent = ask(
             directory
                 .path()
                 .join("qemu")

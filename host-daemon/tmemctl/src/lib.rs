@@ -6,7 +6,7 @@
 //! | --- | --- |
 //! | `client.rs`, `exit.rs` | calls to the daemon, failures and exit codes |
 //! | `show.rs`, `table.rs` | text of `list` and `stats`, tables and units |
-//! | `operate.rs`, `quota.rs`, `libvirt.rs` | commands that change something |
+//! | `operate.rs`, `quota.rs`, `libvirt.rs`, `retain.rs` | commands that change something |
 //! | `packaged.rs` | the QEMU of the package virtio-tmem-qemu |
 
 mod advise;
@@ -22,6 +22,8 @@ mod operate;
 #[cfg(feature = "libvirt")]
 mod packaged;
 mod quota;
+#[cfg(feature = "libvirt")]
+mod retain;
 mod show;
 mod table;
 mod top;
@@ -255,14 +257,23 @@ fn in_time<T: Send + 'static>(
     reach: &Reach,
     run: impl FnOnce(&Reach) -> Result<T, Failure> + Send + 'static,
 ) -> Result<T, Failure> {
+    let limit = Duration::from_secs(reach.timeout);
+    within(limit, reach, run).unwrap_or_else(|| Err(late(asked, reach)))
+}
+
+/// Runs a command on another thread. Returns None if it takes longer than `limit`.
+fn within<T: Send + 'static>(
+    limit: Duration,
+    reach: &Reach,
+    run: impl FnOnce(&Reach) -> T + Send + 'static,
+) -> Option<T> {
     let (sender, receiver) = std::sync::mpsc::channel();
     let own = reach.clone();
     std::thread::spawn(move || {
         // If the time limit has passed, the receiver no longer exists.
         let _ = sender.send(run(&own));
     });
-    let answer = receiver.recv_timeout(Duration::from_secs(reach.timeout));
-    answer.unwrap_or_else(|_| Err(late(asked, reach)))
+    receiver.recv_timeout(limit).ok()
 }
 
 fn late(asked: &str, reach: &Reach) -> Failure {
@@ -286,7 +297,7 @@ fn run(command: Command, reach: &Reach) -> Result<Output, Failure> {
     let failed = |error: api::Error| refused(socket, &error);
     match command {
         #[cfg(feature = "libvirt")]
-        Command::Attach(attach) => libvirt::attach(&attach, reach.half_the_time()),
+        Command::Attach(attach) => libvirt::attach(&attach, reach),
         #[cfg(feature = "libvirt")]
         Command::Detach(detach) => libvirt::detach(&detach),
         Command::Quota(quota) => quota::run(&quota, socket),

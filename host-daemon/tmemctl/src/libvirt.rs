@@ -3,10 +3,11 @@
 //!
 //! XML that is printed contains no secrets. XML that is written back to libvirt contains them.
 
-use crate::client::{connect as connect_daemon, refused};
+use crate::client::{connect as connect_daemon, knows_retained_pages, refused};
 use crate::exit::{Code, Failure};
 use crate::quota::{QuotaArguments, QuotaValues, print, quota_json, row};
-use crate::{Output, emulator, packaged};
+use crate::retain::{self, Facts, Retain};
+use crate::{Output, Reach, emulator, packaged, within};
 use clap::Args;
 use similar::TextDiff;
 use std::path::Path;
@@ -66,6 +67,12 @@ pub struct AttachArguments {
     /// the domain's own lacks the device]
     #[arg(long, value_name = "PATH")]
     emulator: Option<String>,
+    /// Whether the guest's driver may leave pages in the pool that it has in its page cache
+    /// (retained pages). auto: if the domain's QEMU and the running daemon know them; on: also if
+    /// the daemon does not, and QEMU then refuses that daemon [default: auto for a new device,
+    /// otherwise unchanged]
+    #[arg(long, value_name = "on|off|auto", hide_possible_values = true)]
+    retain: Option<Retain>,
     /// Run directory of the daemon, where the VM's socket is [default: /run/virtio-tmem]
     #[arg(long, value_name = "PATH")]
     run_directory: Option<String>,
@@ -177,13 +184,14 @@ impl Target {
             .map_err(|error| self.failure("its XML cannot be read", &error))
     }
 
-    /// Changes the XML of the next start. `check` runs first, and may take some time.
-    fn change(
+    /// Changes the XML of the next start. `check` runs first, and may take some time. It returns
+    /// facts for `change`, and a note for the user, which is empty or a line.
+    fn change<T>(
         &self,
         preview: &Preview,
         done: &str,
-        check: impl Fn(&tmem_domain::Domain) -> Result<(), Failure>,
-        change: impl Fn(&str) -> Result<String, Failure>,
+        check: impl Fn(&tmem_domain::Domain) -> Result<(T, String), Failure>,
+        change: impl Fn(&str, &T) -> Result<String, Failure>,
     ) -> Result<String, Failure> {
         let (connection, domain) = self.open()?;
         let failed = |error: Error| self.failure("its state cannot be read", &error);
@@ -197,16 +205,16 @@ impl Target {
                 Code::Refused,
             ));
         }
-        check(&tmem_domain::Domain::parse(&self.config(&domain, false)?)?)?;
+        let (facts, note) = check(&tmem_domain::Domain::parse(&self.config(&domain, false)?)?)?;
         // The XML is read just before it is written, because writing it would undo a change that
         // another program made in between.
         let shown = self.config(&domain, false)?;
-        let new = change(&shown)?;
+        let new = change(&shown, &facts)?;
         if preview.print_xml {
             return Ok(new);
         }
         if new == shown {
-            return Ok(format!("domain {}: nothing to change\n", self.domain));
+            return Ok(format!("{note}domain {}: nothing to change\n", self.domain));
         }
         let diff = TextDiff::from_lines(&shown, &new);
         let diff = diff
@@ -214,12 +222,12 @@ impl Target {
             .context_radius(DIFF_CONTEXT_LINES)
             .to_string();
         if preview.dry_run {
-            return Ok(diff);
+            return Ok(diff + &note);
         }
-        let new = change(&self.config(&domain, true)?)?;
+        let new = change(&self.config(&domain, true)?, &facts)?;
         Domain::define_xml(&connection, &new)
             .map_err(|error| self.failure("libvirt refuses the change", &error))?;
-        let mut text = format!("{diff}\ndomain {}: {done}\n", self.domain);
+        let mut text = format!("{diff}{note}\ndomain {}: {done}\n", self.domain);
         // The XML has been changed, so a failure to read the domain's state is ignored.
         if domain.is_active().unwrap_or(false) {
             text += "It runs: this applies at its next start (a reboot from inside is none).\n";
@@ -232,12 +240,16 @@ impl Target {
     }
 }
 
-/// Adds the device to the domain. `limit` bounds the wait for the domain's emulator.
-pub fn attach(arguments: &AttachArguments, limit: Duration) -> Result<Output, Failure> {
-    let arguments = &with_packaged_emulator(arguments, limit)?;
+/// Adds the device to the domain.
+pub fn attach(arguments: &AttachArguments, reach: &Reach) -> Result<Output, Failure> {
+    let arguments = &with_packaged_emulator(arguments, reach.half_the_time())?;
     let target = &arguments.target;
-    let check = |domain: &tmem_domain::Domain| check_emulator(arguments, domain, limit);
-    let text = target.change(&arguments.preview, "the device is attached", check, |xml| {
+    let check = |domain: &tmem_domain::Domain| {
+        let emulator = check_emulator(arguments, domain, reach.half_the_time())?;
+        decide_retain(arguments, domain, emulator, reach)
+    };
+    let done = "the device is attached";
+    let text = target.change(&arguments.preview, done, check, |xml, retain| {
         let before = tmem_domain::Domain::parse(xml)?;
         // Settings without an option keep their values, except if the existing element is not
         // valid.
@@ -258,6 +270,7 @@ pub fn attach(arguments: &AttachArguments, limit: Duration) -> Result<Output, Fa
             cache,
             socket_folder: directory.unwrap_or_else(|| tmem_domain::SOCKET_FOLDER.into()),
             emulator: arguments.emulator.clone(),
+            retain: *retain,
         };
         tmem_domain::attach(xml, &options)
             .map_err(|error| Failure(format!("domain {}: {error}", target.domain), Code::Refused))
@@ -276,7 +289,7 @@ fn with_packaged_emulator(
     if arguments.emulator.is_none() && is_local(&arguments.target.connect) && path.exists() {
         let (_connection, domain) = arguments.target.open()?;
         let domain = tmem_domain::Domain::parse(&arguments.target.config(&domain, false)?)?;
-        let has_device = |own: &str| emulator::has_device(own, limit) == Ok(true);
+        let has_device = |own: &str| emulator::ask(own, limit).is_ok_and(|found| found.has_device);
         arguments.emulator = packaged::instead_of(domain.emulator.as_deref(), path, has_device);
     }
     Ok(arguments)
@@ -288,8 +301,8 @@ pub fn detach(arguments: &DetachArguments) -> Result<Output, Failure> {
     let text = target.change(
         &arguments.preview,
         "the device is detached",
-        |_| Ok(()),
-        |xml| Ok(tmem_domain::detach(xml)?),
+        |_| Ok(((), String::new())),
+        |xml, ()| Ok(tmem_domain::detach(xml)?),
     )?;
     Ok(target.output(text))
 }
@@ -300,19 +313,44 @@ pub fn is_local(uri: &str) -> bool {
         .is_none_or(|(_, rest)| rest.starts_with('/'))
 }
 
-/// Checks that the domain's emulator has the device, without which the VM would not start. An
-/// emulator on another host is not checked.
+/// Decides on the property `retain` of the device, and returns it with a note for the user. The
+/// wait for the daemon is bounded, and a daemon that does not answer is no error.
+fn decide_retain(
+    arguments: &AttachArguments,
+    domain: &tmem_domain::Domain,
+    emulator: Option<emulator::Emulator>,
+    reach: &Reach,
+) -> Result<(Option<bool>, String), Failure> {
+    let setting = domain.device.as_ref().and_then(|device| device.retain);
+    let retain = Retain::or_setting(arguments.retain, setting);
+    let daemon = match is_local(&arguments.target.connect) {
+        _ if retain == Retain::Off => Err("the answer would change nothing".into()),
+        false => Err("the daemon of another host cannot be asked".into()),
+        true => {
+            let limit = reach.half_the_time() / 2;
+            let answer = within(limit, reach, |reach| knows_retained_pages(&reach.socket));
+            let late = || Err(format!("{} does not answer", reach.daemon()));
+            answer.map_or_else(late, |answer| answer.map_err(|Failure(why, _)| why))
+        }
+    };
+    let emulator = emulator.map(|emulator| emulator.has_retain);
+    let facts = Facts { emulator, daemon };
+    retain::decide(&arguments.target.domain, retain, setting, &facts)
+}
+
+/// Checks that the domain's emulator has the device, without which the VM would not start, and
+/// returns what the emulator knows. An emulator on another host is not asked.
 fn check_emulator(
     arguments: &AttachArguments,
     domain: &tmem_domain::Domain,
     limit: Duration,
-) -> Result<(), Failure> {
+) -> Result<Option<emulator::Emulator>, Failure> {
     if !is_local(&arguments.target.connect) {
-        return Ok(());
+        return Ok(None);
     }
     let named = arguments.emulator.as_deref();
     let Some(emulator) = named.or(domain.emulator.as_deref()) else {
-        return Ok(());
+        return Ok(None);
     };
     let failure = |what: String| {
         Err(Failure(
@@ -324,10 +362,10 @@ fn check_emulator(
         return failure("libvirt requires an absolute path".into());
     }
     let hint = packaged::HINT;
-    match emulator::has_device(emulator, limit) {
+    match emulator::ask(emulator, limit) {
         Err(error) => failure(format!("{error}: {hint}")),
-        Ok(true) => Ok(()),
-        Ok(false) => failure(format!("it has no device {DEVICE}: {hint}")),
+        Ok(found) if found.has_device => Ok(Some(found)),
+        Ok(_) => failure(format!("it has no device {DEVICE}: {hint}")),
     }
 }
 

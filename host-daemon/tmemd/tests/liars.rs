@@ -112,12 +112,21 @@ fn every_malformed_request_about_retained_pages_gets_the_specified_status() {
     send_each(fault::of_retained_pages(), F_RETAIN);
 }
 
+/// Returns the connected driver of the VM `liar`, which has also accepted `features`.
+fn liar(daemon: &mut Daemon, seed: u64, features: u64) -> Driver {
+    let mut config = guest("liar");
+    config.features |= features;
+    let random = DriverConfig {
+        seed,
+        ..DriverConfig::default()
+    };
+    daemon.driver_with(config, random)
+}
+
 /// Sends each fault alone, as a driver that has also accepted `features`.
 fn send_each(faults: Vec<Fault>, features: u64) {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
-    let mut config = guest("liar");
-    config.features |= features;
-    let mut driver = daemon.driver_with(config, DriverConfig::default());
+    let mut driver = liar(&mut daemon, 1, features);
     let mut neighbour = daemon.driver("neighbour", 2);
     let mut wrong = Vec::new();
     for fault in faults {
@@ -172,7 +181,7 @@ fn send_each(faults: Vec<Fault>, features: u64) {
 fn requests_changed_by_the_guest_during_a_read_are_harmless() {
     let seed = seed("requests_changed_by_the_guest_during_a_read_are_harmless");
     let mut daemon = Daemon::start(&[("liar", Some("team")), ("neighbour", Some("team"))]);
-    let mut liar = daemon.driver("liar", seed);
+    let mut liar = liar(&mut daemon, seed, F_RETAIN);
     let mut neighbour = daemon.driver("neighbour", seed + 1);
     let pool = liar.pool();
     // The content of each page depends on its cookie.
@@ -201,7 +210,7 @@ fn requests_changed_by_the_guest_during_a_read_are_harmless() {
             object: 1,
             index: 10,
             cookies: (10..74).map(cookie).collect(),
-            retain: 0,
+            retain: if round % 2 == 0 { u64::MAX } else { 0 },
         };
         let generation = liar.guest.generation();
         let token = liar.guest.add(1, get, generation).unwrap();
@@ -251,7 +260,8 @@ fn random_guest_memory_is_harmless() {
     let mut daemon = Daemon::start(&[("liar", Some("team")), ("neighbour", Some("team"))]);
     let mut neighbour = daemon.driver("neighbour", seed + 1);
     for round in 0..10 {
-        let mut liar = daemon.driver("liar", seed);
+        let features = if round % 4 < 2 { F_RETAIN } else { 0 };
+        let mut liar = liar(&mut daemon, seed, features);
         let layouts: Vec<_> = (0..liar.guest.num_queues())
             .map(|q| liar.guest.ring(q).layout())
             .collect();

@@ -290,6 +290,15 @@ fn the_read_only_socket_changes_nothing() {
         .get_freeable()
         .call()
         .expect("the read-only socket does not return freeable memory");
+    let features = client
+        .get_features()
+        .call()
+        .expect("the read-only socket does not return features")
+        .features;
+    assert_eq!(
+        features,
+        [tmem_control::FEATURE_RETAIN, "VIRTIO_TMEM_F_LATENCIES"]
+    );
     assert!(!client.list_vms().call().unwrap().vms[0].frozen);
 }
 

@@ -2,6 +2,8 @@
 //! Checks the daemon, its VMs, and the permissions of their sockets.
 
 use super::Finding;
+#[cfg(feature = "libvirt")]
+use crate::client;
 use crate::client::{connect, refused};
 use crate::exit::Failure;
 use crate::table::size;
@@ -47,6 +49,16 @@ pub fn findings(reach: &Reach) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
         findings.extend(stats.map(|stats| of_vm(vm, stats)).unwrap_or_default());
     }
     (findings, Some(vms))
+}
+
+/// Returns whether the daemon knows retained pages; None if it cannot be asked. The question is
+/// separate because an older daemon may not answer all others.
+#[cfg(feature = "libvirt")]
+pub fn knows_retained_pages(reach: &Reach) -> Option<bool> {
+    let asked = in_time(&reach.daemon(), reach, |reach| {
+        client::knows_retained_pages(&reach.socket)
+    });
+    asked.ok()
 }
 
 fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {

@@ -2,16 +2,24 @@
 //! Checks libvirt's domains: the device, shared memory, and an emulator that has the device.
 
 use super::Finding;
+use crate::emulator::{self, Emulator};
 use crate::exit::{Code, Failure};
 use crate::libvirt::is_local;
-use crate::{Reach, emulator, in_time};
+use crate::{Reach, in_time};
 use std::path::Path;
 use tmem_control as api;
 use tmem_domain::Domain;
 use virt::connect::Connect;
 
-/// Checks all domains. `served` are the daemon's VMs, if it can be reached.
-pub fn findings(reach: &Reach, uri: &str, root: &Path, served: Option<&[api::Vm]>) -> Vec<Finding> {
+/// Checks all domains. `served` are the daemon's VMs, and `retains` whether the daemon knows retained
+/// pages, each None if the daemon cannot be asked.
+pub fn findings(
+    reach: &Reach,
+    uri: &str,
+    root: &Path,
+    served: Option<&[api::Vm]>,
+    retains: Option<bool>,
+) -> Vec<Finding> {
     let of = ("libvirt", "host");
     if !root.join("etc/libvirt").exists() {
         return vec![Finding::good(of, "there is no libvirt")];
@@ -29,7 +37,8 @@ pub fn findings(reach: &Reach, uri: &str, root: &Path, served: Option<&[api::Vm]
     let limit = reach.half_the_time();
     let host = Host {
         served,
-        has_device: &|emulator| emulator::has_device(emulator, limit),
+        retains,
+        ask: &|emulator| emulator::ask(emulator, limit),
     };
     let host = is_local(uri).then_some(&host);
     for (xml, active) in domains {
@@ -60,8 +69,10 @@ fn read(uri: &str) -> Result<Vec<(String, bool)>, Failure> {
 struct Host<'a> {
     /// The daemon's VMs, if it can be reached.
     served: Option<&'a [api::Vm]>,
-    /// Returns whether an emulator has the device.
-    has_device: &'a dyn Fn(&str) -> Result<bool, String>,
+    /// Whether the daemon knows retained pages, if it can be reached.
+    retains: Option<bool>,
+    /// Returns what an emulator knows of the device.
+    ask: &'a dyn Fn(&str) -> Result<Emulator, String>,
 }
 
 /// Checks one domain. `host` is None if the domain is on another host.
@@ -101,12 +112,32 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
     if let (Some(emulator), Some(host)) = (&domain.emulator, host) {
         let of = ("emulator", name);
         let remedy = format!("apt install virtio-tmem-qemu; {attach}; shut it down and start it");
-        findings.push(match (host.has_device)(emulator) {
-            Ok(true) => Finding::good(of, "its emulator has the device"),
-            Ok(false) => {
+        findings.push(match (host.ask)(emulator) {
+            Ok(found) if !found.has_device => {
                 Finding::fault(of, format!("{emulator} does not have the device"), &remedy)
             }
+            Ok(found) if device.retain.is_some() && !found.has_retain => Finding::fault(
+                of,
+                format!(
+                    "its device has the property retain, which {emulator} does not have: the VM \
+                     does not start"
+                ),
+                &format!("{attach} --retain auto --emulator {emulator}, or update QEMU"),
+            ),
+            Ok(_) => Finding::good(of, "its emulator has the device"),
             Err(why) => Finding::fault(of, format!("{emulator}: {why}"), &remedy),
+        });
+    }
+    if let (Some(true), Some(retains)) = (device.retain, host.and_then(|host| host.retains)) {
+        let of = ("retain", name);
+        findings.push(match retains {
+            true => Finding::good(of, "the daemon knows retained pages"),
+            false => Finding::fault(
+                of,
+                "its device has retain=on, and the daemon does not know retained pages: QEMU \
+                 refuses the daemon, and the VM has no cache",
+                &format!("update tmemd, or {attach} --retain off, and restart it"),
+            ),
         });
     }
     if let (true, Some(served)) = (active, host.and_then(|host| host.served)) {
@@ -146,15 +177,8 @@ mod tests {
         <devices><emulator>/usr/bin/qemu</emulator></devices></domain>";
 
     fn attached() -> String {
-        tmem_domain::attach(
-            PLAIN,
-            &tmem_domain::Options {
-                cache: Default::default(),
-                socket_folder: "/run/virtio-tmem".into(),
-                emulator: None,
-            },
-        )
-        .expect("cannot attach the device")
+        tmem_domain::attach(PLAIN, &tmem_domain::Options::default())
+            .expect("cannot attach the device")
     }
 
     fn served(xml: &str) -> api::Vm {
@@ -179,11 +203,22 @@ mod tests {
         served: Option<&[api::Vm]>,
         emulator: Result<bool, String>,
     ) -> Vec<&'static str> {
-        let host = Host {
-            served,
-            has_device: &|_| emulator.clone(),
-        };
-        let found = of_domain(xml, true, Some(&host));
+        let emulator = emulator.map(|has_device| Emulator {
+            has_device,
+            has_retain: false,
+        });
+        faults_of(
+            xml,
+            &Host {
+                served,
+                retains: None,
+                ask: &|_| emulator.clone(),
+            },
+        )
+    }
+
+    fn faults_of(xml: &str, host: &Host) -> Vec<&'static str> {
+        let found = of_domain(xml, true, Some(host));
         let faults = found.iter().filter(|finding| finding.state == State::Fault);
         faults.map(|finding| finding.check).collect()
     }
@@ -230,5 +265,40 @@ mod tests {
         let without = format!("{}{}", &xml[..cut], &xml[end..]);
         assert_eq!(faults(&without, Some(vms), Ok(true)), ["device"]);
         assert_eq!(faults("<domain>", Some(vms), Ok(true)), ["domain"]);
+    }
+
+    #[test]
+    fn doctor_finds_a_device_whose_retained_pages_daemon_or_emulator_lack() {
+        let options = |retain| tmem_domain::Options {
+            retain,
+            ..Default::default()
+        };
+        for retain in [None, Some(false), Some(true)] {
+            let xml =
+                tmem_domain::attach(PLAIN, &options(retain)).expect("cannot attach the device");
+            for retains in [None, Some(false), Some(true)] {
+                for has_retain in [false, true] {
+                    let ask = |_: &str| {
+                        Ok(Emulator {
+                            has_device: true,
+                            has_retain,
+                        })
+                    };
+                    let host = Host {
+                        served: None,
+                        retains,
+                        ask: &ask,
+                    };
+                    let mut expected = Vec::new();
+                    if retain.is_some() && !has_retain {
+                        expected.push("emulator");
+                    }
+                    if (retain, retains) == (Some(true), Some(false)) {
+                        expected.push("retain");
+                    }
+                    assert_eq!(faults_of(&xml, &host), expected);
+                }
+            }
+        }
     }
 }

@@ -109,6 +109,7 @@ pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Output, bool),
         &arguments.connect,
         &arguments.root,
         vms.as_deref(),
+        daemon::knows_retained_pages(reach),
     ));
     #[cfg(not(feature = "libvirt"))]
     drop(vms);

@@ -367,6 +367,11 @@ impl api::VarlinkInterface for SocketInterface {
         }
     }
 
+    fn get_features(&self, call: &mut dyn api::Call_GetFeatures) -> varlink::Result<()> {
+        let names = crate::vhost::device::feature_names();
+        call.reply(names.map(Into::into).collect())
+    }
+
     fn get_freeable(&self, call: &mut dyn api::Call_GetFreeable) -> varlink::Result<()> {
         let [held, freeable, above_reserves, sparse] = match self.read_only {
             true => self.figures().freeable,

@@ -20,6 +20,7 @@ use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, MutexGuard};
+use tmem_control as api;
 use vhost::VhostUserMemoryRegionBase;
 use vhost::vhost_user::message::*;
 use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
@@ -49,6 +50,21 @@ const FEATURES: u64 = VIRTIO_F_VERSION_1
     | 1 << wire::F_RETAIN
     | VhostUserVirtioFeatures::LOG_ALL.bits()
     | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+
+/// Names of the device's own feature bits, for clients of the control interface.
+const FEATURE_NAMES: [(u32, &str); 2] = [
+    (wire::F_RETAIN, api::FEATURE_RETAIN),
+    (wire::F_LATENCIES, "VIRTIO_TMEM_F_LATENCIES"),
+];
+
+/// Returns the names of the device's own feature bits that the daemon offers.
+pub fn feature_names() -> impl Iterator<Item = &'static str> {
+    let offered = |(bit, _): &(u32, &str)| FEATURES & 1 << bit != 0;
+    FEATURE_NAMES
+        .into_iter()
+        .filter(offered)
+        .map(|(_, name)| name)
+}
 
 /// Protocol features that the device offers. STATUS is missing because the library does not handle
 /// it. INFLIGHT_SHMFD is missing because a drain leaves nothing in flight, and requests of a killed

@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Decides on the property `retain` of a domain's device.
+//!
+//! With `retain=on`, QEMU refuses a daemon that does not know retained pages, and the VM then has no
+//! cache. A QEMU without the property does not start a VM whose XML has it.
+
+use crate::exit::{Code, Failure};
+use clap::ValueEnum;
+use tmem_domain::DEVICE;
+
+/// Value of the option `--retain`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Retain {
+    /// QEMU refuses a daemon that does not know retained pages
+    On,
+    /// The VM uses no retained pages
+    Off,
+    /// On if the domain's QEMU and the running daemon know retained pages
+    Auto,
+}
+
+impl Retain {
+    /// Returns the option or, without it, the setting of the domain's device. A device without a
+    /// setting is treated like a new one.
+    pub fn or_setting(option: Option<Retain>, setting: Option<bool>) -> Retain {
+        option.unwrap_or(match setting {
+            Some(true) => Retain::On,
+            Some(false) => Retain::Off,
+            None => Retain::Auto,
+        })
+    }
+}
+
+/// Facts about the host of the domain.
+pub struct Facts {
+    /// Whether the domain's emulator has the property; None if it cannot be asked.
+    pub emulator: Option<bool>,
+    /// Whether the running daemon knows retained pages, or why this is not known.
+    pub daemon: Result<bool, String>,
+}
+
+/// Returns the property's value, where None leaves the property out, and a note for the user, which
+/// is empty or a line. `setting` is the value that the domain's device has.
+///
+/// # Errors
+/// Returns the reason if the VM would not start.
+pub fn decide(
+    domain: &str,
+    retain: Retain,
+    setting: Option<bool>,
+    facts: &Facts,
+) -> Result<(Option<bool>, String), Failure> {
+    match retain {
+        Retain::Off => {
+            let off = match facts.emulator {
+                Some(has_retain) => has_retain.then_some(false),
+                None => setting.filter(|on| !on),
+            };
+            Ok((off, String::new()))
+        }
+        Retain::On => {
+            if facts.emulator == Some(false) {
+                return Err(Failure(
+                    format!(
+                        "domain {domain}: the device {DEVICE} of its emulator has no property \
+                         retain. Select a QEMU that has it with --emulator, or add --retain auto"
+                    ),
+                    Code::Refused,
+                ));
+            }
+            let note = match facts.daemon {
+                Ok(false) => format!(
+                    "domain {domain}: the running daemon does not know retained pages, so QEMU \
+                     refuses it, and the VM has no cache. Update tmemd, or run tmemctl attach \
+                     {domain} --retain off\n"
+                ),
+                _ => String::new(),
+            };
+            Ok((Some(true), note))
+        }
+        Retain::Auto => {
+            let missing = match (facts.emulator, &facts.daemon) {
+                (Some(true), Ok(true)) => return Ok((Some(true), String::new())),
+                (None, _) => "its emulator cannot be asked for the property retain",
+                (Some(false), _) => "its emulator does not have the property retain",
+                (_, Ok(false)) => "the running daemon does not know them",
+                (_, Err(why)) => why,
+            };
+            let note = format!(
+                "domain {domain}: retained pages stay off: {missing}. To use them, run tmemctl \
+                 attach {domain} --retain auto when QEMU and the daemon know them\n"
+            );
+            Ok((None, note))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UNKNOWN: Result<bool, &str> = Err("no daemon runs");
+
+    fn decided(
+        retain: Retain,
+        setting: Option<bool>,
+        emulator: Option<bool>,
+        daemon: Result<bool, &str>,
+    ) -> (Option<bool>, String) {
+        let daemon = daemon.map_err(Into::into);
+        let facts = Facts { emulator, daemon };
+        decide("web", retain, setting, &facts).expect("the setting was refused")
+    }
+
+    #[test]
+    fn auto_is_on_only_if_emulator_and_daemon_know_the_feature() {
+        for setting in [None, Some(true), Some(false)] {
+            let both = decided(Retain::Auto, setting, Some(true), Ok(true));
+            assert_eq!(both, (Some(true), String::new()));
+            for (emulator, daemon, why) in [
+                (Some(true), Ok(false), "the running daemon does not know"),
+                (Some(true), UNKNOWN, "no daemon runs"),
+                (Some(false), Ok(true), "does not have the property"),
+                (None, Ok(true), "cannot be asked"),
+            ] {
+                let (value, note) = decided(Retain::Auto, setting, emulator, daemon);
+                assert_eq!(value, None, "{emulator:?}, {daemon:?}");
+                assert!(note.contains("domain web") && note.contains(why), "{note}");
+            }
+        }
+    }
+
+    #[test]
+    fn on_is_refused_without_the_property_and_warns_of_an_old_daemon() {
+        for emulator in [None, Some(true)] {
+            for daemon in [Ok(true), UNKNOWN] {
+                let on = decided(Retain::On, None, emulator, daemon);
+                assert_eq!(on, (Some(true), String::new()));
+            }
+            let (on, note) = decided(Retain::On, None, emulator, Ok(false));
+            assert_eq!(on, Some(true));
+            assert!(note.contains("no cache") && note.contains("tmemctl attach web --retain off"));
+        }
+        let facts = Facts {
+            emulator: Some(false),
+            daemon: Ok(true),
+        };
+        let Err(Failure(why, Code::Refused)) = decide("web", Retain::On, None, &facts) else {
+            panic!("an emulator without the property was accepted");
+        };
+        assert!(why.contains("domain web") && why.contains("--emulator"));
+    }
+
+    #[test]
+    fn off_is_written_only_for_an_emulator_with_the_property() {
+        for daemon in [Ok(true), Ok(false), UNKNOWN] {
+            for (emulator, setting, value) in [
+                (Some(true), None, Some(false)),
+                (Some(true), Some(true), Some(false)),
+                (Some(false), Some(false), None),
+                (None, None, None),
+                (None, Some(true), None),
+                (None, Some(false), Some(false)),
+            ] {
+                let off = decided(Retain::Off, setting, emulator, daemon);
+                assert_eq!(off, (value, String::new()), "{emulator:?}, {setting:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_setting_stays_without_the_option() {
+        let cases = [
+            (None, Some(true), Retain::On),
+            (None, Some(false), Retain::Off),
+            (None, None, Retain::Auto),
+            (Some(Retain::Off), Some(true), Retain::Off),
+            (Some(Retain::Auto), Some(false), Retain::Auto),
+        ];
+        for (option, setting, expected) in cases {
+            assert_eq!(Retain::or_setting(option, setting), expected);
+        }
+    }
+}
