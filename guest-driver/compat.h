@@ -9,6 +9,7 @@
 #include <linux/fs.h>
 #include <linux/ftrace.h>
 #include <linux/kobject.h>
+#include <linux/mm.h>
 #include <linux/mm_inline.h>
 #include <linux/pagemap.h>
 #include <linux/pgtable.h>

