@@ -80,9 +80,9 @@
 #define TMEM_BATCH_BLOCKS	(VIRTIO_TMEM_BATCH_MAX / TMEM_BLOCK_PAGES)
 
 /*
- * Maximum number of put batches at the host, for each queue. kswapd evicts some hundred neighbouring
- * pages, which one queue has, in less time than the host needs for an answer. Eight full batches
- * are more than the ring of a guest of 256 MiB holds.
+ * Maximum number of put batches at the host, for each queue. kswapd evicts some hundred neighbours,
+ * which go to one queue, in less time than the host needs for an answer. Eight full batches are
+ * more than the ring of a guest of 256 MiB holds.
  */
 #define TMEM_PUTS_IN_FLIGHT	8
 /*

@@ -566,8 +566,8 @@ bool tmem_send(struct tmem_queue *queue)
  * tmem_send_all() - take the answers of a queue and send what waits, in full batches or not
  * @queue: the queue
  *
- * What the host cannot take now stays in the queue. The work is limited to as many batches as the
- * host can have.
+ * Pages that the host cannot take now stay in the queue. The work is limited to as many batches as
+ * the host can have.
  *
  * Context: process, may sleep. The device is not reset before the call returns.
  */
