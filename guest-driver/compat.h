@@ -161,7 +161,7 @@ static inline bool tmem_owner_or_capable(const struct file *file)
 	kobject_init_and_add(kobj, ktype, parent, __VA_ARGS__)
 #endif
 
-/* Since 6.7 the kernel allocates shrinkers. Before 6.7 the caller does, and registration may fail. */
+/* Since 6.7 the kernel allocates shrinkers. Before, the caller does, and registration may fail. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 7, 0)
 static inline struct shrinker *tmem_shrinker_alloc(void)
 {
