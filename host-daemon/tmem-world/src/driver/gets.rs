@@ -8,7 +8,7 @@ use tmem_sim::requests::Page;
 use tmem_sim::{Answer, Key, Request};
 use virtio_tmem as wire;
 
-use super::{DEADLINE_NS, Driver, Entry, FilePage, LATE_ROW_MAX, Port};
+use super::{DEADLINE_NS, Driver, FilePage, LATE_ROW_MAX, Port};
 use crate::mutation::Mutation;
 use crate::transport::{BATCH, Flight, GETS, Tag};
 
@@ -63,13 +63,15 @@ impl Driver {
             let mut run: Vec<(u64, u64, bool)> = Vec::new();
             for &page in pages {
                 let entry = self.index.get(&(inode, page)).copied();
-                let Some(Entry { cookie, .. }) = entry else {
+                // A page with a retained entry is in the page cache, so that nobody requests it.
+                let Some(entry) = entry.filter(|entry| !entry.retained) else {
                     continue;
                 };
+                let cookie = entry.cookie;
                 let object = self.object(inode);
                 let queue = self.queue(object, page);
                 let copy = self.in_ring(queue, cookie);
-                let retain = copy.is_none() && self.may_retain(page, cookie);
+                let retain = self.may_retain(page, cookie);
                 if let (true, Some(entry)) = (retain, self.index.get_mut(&(inode, page))) {
                     entry.retained = true;
                 } else if !self.is(Mutation::EntryKeptAtGet) {

@@ -57,7 +57,8 @@ impl Driver {
         if let Some(cookie) = self.check_retained((inode, page), content) {
             return self.hold((inode, page), cookie);
         }
-        if self.refuses(inode) {
+        // A page that changed unnoticed is not put: the kernel module switches the cache off.
+        if self.refuses(inode) || self.changed.is_some() {
             return false;
         }
         let Some(place) = self.places_free.pop() else {

@@ -48,8 +48,7 @@ impl Driver {
     /// unchanged, and the driver would put it.
     pub fn check_retained(&mut self, page: FilePage, content: Content) -> Option<u64> {
         let entry = *self.index.get(&page).filter(|entry| entry.retained)?;
-        let marked = self.refuses(page.0) && !self.is(Mutation::MarkIgnoredByRetained);
-        if self.online().is_none() || marked {
+        if self.refuses_retained(page.0) {
             return None;
         }
         if entry.content != content && !self.is(Mutation::RetainedUnchecked) {
@@ -59,20 +58,32 @@ impl Driver {
         Some(entry.cookie)
     }
 
-    /// Makes a retained entry held, and remembers to send a REF, unless the entry was erased
-    /// meanwhile. Returns whether the entry is held.
+    /// Returns whether no retained entry of the file becomes held.
+    fn refuses_retained(&self, inode: u32) -> bool {
+        let marked = self.refuses(inode) && !self.is(Mutation::MarkIgnoredByRetained);
+        self.online().is_none() || marked
+    }
+
+    /// Makes a retained entry held, and remembers to send a REF, unless the entry was erased or the
+    /// file was marked meanwhile. Returns whether the entry is held.
     pub fn hold(&mut self, page: FilePage, cookie: u64) -> bool {
         let unbound = self.is(Mutation::HeldAfterErase);
+        let refused = self.refuses_retained(page.0);
         match self.index.get_mut(&page) {
-            Some(entry) if entry.cookie == cookie => entry.retained = false,
+            Some(entry) if entry.retained && entry.cookie == cookie && !refused => {
+                entry.retained = false;
+            }
             _ if unbound => self.insert_erased(page, cookie),
             _ => return false,
         }
         let object = self.object(page.0);
         let queue = self.queue(object, page.1);
+        // If a get found the page in the put ring and its put was not sent yet, the put makes the
+        // page held. A REF could overtake the put.
+        let unneeded = self.slots[queue].iter().any(|slot| slot.cookie == cookie);
         // The model never sends one in four REFs, because a driver may drop any REF.
         let lost = self.draw(cookie ^ self.reader_last).is_multiple_of(4);
-        if !lost && self.refs[queue].len() < REFS_MAX {
+        if !unneeded && !lost && self.refs[queue].len() < REFS_MAX {
             self.refs[queue].push(Ref {
                 page,
                 object,
