@@ -350,7 +350,7 @@ bool tmem_index_retained(const struct tmem_key *key, pgoff_t index);
 int tmem_index_hold(const struct tmem_key *key, pgoff_t index, u32 check, struct tmem_where *where,
 		    u64 *offset);
 unsigned long tmem_index_pool_pages(u32 id);
-void tmem_index_erase_offset(u32 bucket, u64 object, u64 index, u64 offset);
+bool tmem_index_erase_offset(u32 bucket, u64 object, u64 index, u64 offset);
 
 /* bypass.c */
 int tmem_bypass_init(struct tmem_pool *pool, struct tmem_pool *old);

@@ -396,26 +396,31 @@ unlock:
  * @id: object of the put
  * @index: page number
  * @offset: cookie offset of the put; an entry with another offset is of another put, and stays
+ *
+ * Return: true if there was an entry with this offset.
  */
-void tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
+bool tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
 {
 	unsigned int bit = index & (LEAF_PAGES - 1);
 	struct bucket *bucket = &tmem_buckets[nr];
 	struct object *object;
 	unsigned long flags;
 	struct leaf *leaf;
+	bool found;
 
 	spin_lock_irqsave(&bucket->lock, flags);
 	object = find_object_id(bucket, id);
 	leaf = object ? xa_load(&object->leaves, index >> LEAF_SHIFT) : NULL;
-	if (leaf && leaf->present & BIT_ULL(bit) &&
-	    tmem_entry_offset(leaf->entry[leaf_rank(leaf, bit)]) == offset) {
+	found = leaf && leaf->present & BIT_ULL(bit) &&
+		tmem_entry_offset(leaf->entry[leaf_rank(leaf, bit)]) == offset;
+	if (found) {
 		tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
 		note_erased(object, index, index, 1, TMEM_INVAL_DROPPED);
 		if (!object->nr_pages)
 			tmem_object_free_empty(object);
 	}
 	spin_unlock_irqrestore(&bucket->lock, flags);
+	return found;
 }
 
 /**

@@ -9,6 +9,9 @@
  * pool, and evicted pages are copied, as without the feature. A sample of gets still lets the host
  * retain pages, so that the share can fall again.
  *
+ * A page that was invalidated before the answer does not count: a flush may have overtaken its
+ * reference.
+ *
  * The admission filter does not learn of pages that were gone. A share of 1/16 would not engage it,
  * because a loss weighs as much as 16 hits, and above that share the driver puts copies, whose
  * losses the filter sees.

@@ -101,13 +101,15 @@ static void put_answered(struct tmem_queue *queue, struct tmem_put_batch *batch)
 
 /*
  * Handles a batch of references. Each outcome but HELD erases the index entry, if that entry is
- * still the reference's own.
+ * still the reference's own. Otherwise the page was invalidated before the answer, and GONE does
+ * not show that the host lost a page.
  */
 static void ref_answered(struct tmem_queue *queue, struct tmem_ref_batch *batch)
 {
 	u8 status = VIRTIO_TMEM_S_UNANSWERED, result;
 	unsigned int i, answered = 0;
 	u64 gone = 0;
+	bool lost;
 
 	if (batch->req.used_bytes >= sizeof(batch->in.resp))
 		status = READ_ONCE(batch->in.resp.status);
@@ -124,13 +126,16 @@ static void ref_answered(struct tmem_queue *queue, struct tmem_ref_batch *batch)
 			answered++;
 			continue;
 		}
-		if (result == VIRTIO_TMEM_P_GONE)
+		lost = tmem_index_erase_offset(batch->bucket[i],
+					       le64_to_cpu(batch->out.page[i].object),
+					       le64_to_cpu(batch->out.page[i].index),
+					       batch->offset[i]);
+		if (!lost)
+			tmem_count(TMEM_STAT_refs_unneeded);
+		else if (result == VIRTIO_TMEM_P_GONE)
 			gone |= BIT_ULL(answered++);
 		else
 			tmem_count(TMEM_STAT_refs_unanswered);
-		tmem_index_erase_offset(batch->bucket[i],
-					le64_to_cpu(batch->out.page[i].object),
-					le64_to_cpu(batch->out.page[i].index), batch->offset[i]);
 	}
 	tmem_count_n(TMEM_STAT_refs_held, answered - hweight64(gone));
 	tmem_count_n(TMEM_STAT_refs_gone, hweight64(gone));

@@ -47,7 +47,8 @@ TMEM_STAT(puts_stored)
 
 /*
  * pages of refs by what became of their REF: answered HELD or GONE; without such an answer; not
- * sent; not needed, because the put of the page was still in the ring
+ * sent; not needed, because the put of the page had not been sent, or because the page was
+ * invalidated before the answer
  */
 TMEM_STAT(refs_held)
 TMEM_STAT(refs_gone)

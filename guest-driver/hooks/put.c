@@ -92,6 +92,7 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 	nr = min(nr, end);
 	workingset = tmem_folio_used_again(folio);
 	tmem_fs_key(fs, inode, &key);
+	/* After these checks, a page inside the file needs no copy if the host has retained it. */
 	taken = tmem_put_pages(&key, folio->index, folio_page(folio, 0), nr, workingset,
 			       isize >> PAGE_SHIFT);
 	this_cpu_add(fs->mount->counts->puts, taken);
