@@ -8,6 +8,7 @@ Each step is bounded, so that a hang is a failure.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +29,10 @@ CONFIG_LENGTH = 32
 VERSION_1 = 1 << 32
 INDIRECT_DESC = 1 << 28
 EVENT_IDX = 1 << 29
+RETAIN = 1 << 2  # offered with the property retain=on only
 # Feature bits that the device must not offer: reserved bits, and LOG_ALL, PROTOCOL_FEATURES,
 # ACCESS_PLATFORM and RING_PACKED.
-NEVER_OFFERED = 0b1111 | 1 << 26 | 1 << 30 | 1 << 33 | 1 << 34
+NEVER_OFFERED = 0b1011 | 1 << 26 | 1 << 30 | 1 << 33 | 1 << 34
 
 pytestmark = pytest.mark.usefixtures("qemu")
 
@@ -75,6 +77,7 @@ def check_config(vm: Vm, queues: int = 2) -> int:
     assert seen["features"] & INDIRECT_DESC
     assert seen["features"] & EVENT_IDX
     assert not seen["features"] & NEVER_OFFERED
+    assert bool(seen["features"] & RETAIN) == (os.environ.get("TMEM_RETAIN") == "on")
     return seen["generation"]
 
 

@@ -235,24 +235,25 @@ fn a_starting_vm_with_the_device_gets_a_socket_and_host_memory() {
 }
 
 /// Serves a connection of the hook for each answer, and sends the answer to the connection's call.
-/// Returns all calls.
-fn answering(control: &Path, answers: Vec<&'static str>) -> std::thread::JoinHandle<String> {
+/// The receiver gets each call before its answer is sent.
+fn answering(control: &Path, answers: Vec<&'static str>) -> mpsc::Receiver<String> {
     let listener = UnixListener::bind(control).expect("cannot bind the socket");
+    let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
-        let mut calls = String::new();
         for answer in answers {
             let (stream, _) = listener.accept().expect("cannot accept a connection");
             let mut call = Vec::new();
             BufReader::new(&stream)
                 .read_until(0, &mut call)
                 .expect("cannot read the call");
-            calls += &String::from_utf8_lossy(&call);
+            // If the test has failed, the receiver no longer exists.
+            let _ = sender.send(String::from_utf8_lossy(&call).into_owned());
             (&stream)
                 .write_all(format!("{answer}\0").as_bytes())
                 .expect("cannot write the answer");
         }
-        calls
-    })
+    });
+    receiver
 }
 
 /// QEMU refuses a daemon that does not know retained pages if the device has retain=on, so the VM
@@ -278,9 +279,9 @@ fn a_daemon_without_retained_pages_is_a_problem_of_a_device_that_offers_them() {
             if metadata.is_empty() {
                 answers.insert(0, r#"{"parameters":{"vms":[]}}"#);
             }
-            let daemon = answering(&control, answers);
+            let received = answering(&control, answers);
             let output = hook(&control, "prepare", &xml);
-            let calls = daemon.join().expect("the thread panicked");
+            let calls: String = received.try_iter().collect();
             assert!(
                 calls.contains("AddVm") && calls.contains("GetFeatures"),
                 "{calls}"

@@ -111,14 +111,17 @@ mod tests {
         let socket = directory.path().join("control");
         let listener = UnixListener::bind(&socket).expect("cannot bind the socket");
         let daemon = std::thread::spawn(move || {
-            // The first connection only tests whether a process listens.
-            let _ = listener.accept().expect("cannot accept a connection");
-            let (stream, _) = listener.accept().expect("cannot accept a connection");
             let mut call = Vec::new();
-            let mut reader = BufReader::new(&stream);
-            reader
-                .read_until(0, &mut call)
-                .expect("cannot read the call");
+            // A connection without a call only tests whether a process listens.
+            let stream = loop {
+                let (stream, _) = listener.accept().expect("cannot accept a connection");
+                BufReader::new(&stream)
+                    .read_until(0, &mut call)
+                    .expect("cannot read the call");
+                if !call.is_empty() {
+                    break stream;
+                }
+            };
             let answer = format!("{answer}\0");
             (&stream)
                 .write_all(answer.as_bytes())
