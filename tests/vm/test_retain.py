@@ -40,7 +40,7 @@ from harness.disk import FileSystem
 from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
-from harness.vm import Tmem
+from harness.vm import MIB, Tmem
 from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
@@ -67,6 +67,7 @@ def boot(
     *,
     parameters: str = "verify_every=0",
     files: int = FILES,
+    memory_bytes: int = 256 * MIB,
 ) -> tuple[Guest, dict[str, str]]:
     """Boots a guest that serves a disk with files; returns it and the SHA-256 of some files."""
     if tmem is None:
@@ -80,6 +81,7 @@ def boot(
         parameters=f"{PATIENT} {parameters}",
         disks=[data],
         files={**programs(SPECIAL), **command()},
+        memory_bytes=memory_bytes,
     )
     return guest, dict(list(sums.items())[:files])
 
@@ -332,8 +334,14 @@ def test_driver_puts_copies_while_references_find_no_page(
 def test_full_index_erases_retained_entries_first(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
+    # A guest with little memory has a small table of the index.
     guest, sums = boot(
-        session, kernel, test_module, parameters="verify_every=0 admission=off", files=20
+        session,
+        kernel,
+        test_module,
+        parameters="verify_every=0 admission=off",
+        files=20,
+        memory_bytes=128 * MIB,
     )
     # The index has two thirds retained and one third held entries. An eighth of the limit, which
     # includes the table, is less than the memory of the retained entries.
