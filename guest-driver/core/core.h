@@ -249,7 +249,7 @@ struct tmem_dev {
 	unsigned int batch_max;
 	unsigned int batch_full;	/* number of puts that are sent without waiting for more */
 	unsigned int pools_max;
-	bool retain;			/* VIRTIO_TMEM_F_RETAIN is negotiated */
+	bool retain;			/* VIRTIO_TMEM_F_RETAIN is negotiated and used */
 	struct tmem_queue *queue;
 	unsigned long memory_bytes;
 	struct tmem_admit *admit;

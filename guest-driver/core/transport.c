@@ -201,7 +201,7 @@ static int set_up(struct virtio_device *vdev)
 	if (!dev)
 		return -ENOMEM;
 	dev->vdev = vdev;
-	dev->retain = virtio_has_feature(vdev, VIRTIO_TMEM_F_RETAIN);
+	dev->retain = retain && virtio_has_feature(vdev, VIRTIO_TMEM_F_RETAIN);
 	spin_lock_init(&dev->window_lock);
 	init_waitqueue_head(&dev->feeder_wait);
 	init_waitqueue_head(&dev->pace_wait);
@@ -300,14 +300,6 @@ static void tmem_remove(struct virtio_device *vdev)
 	mutex_unlock(&setup_lock);
 }
 
-/* Runs before the features are negotiated. */
-static int tmem_validate(struct virtio_device *vdev)
-{
-	if (!retain)
-		__virtio_clear_bit(vdev, VIRTIO_TMEM_F_RETAIN);
-	return 0;
-}
-
 static void tmem_config_changed(struct virtio_device *vdev)
 {
 	struct tmem_dev *dev = vdev->priv;
@@ -346,7 +338,6 @@ static struct virtio_driver tmem_driver = {
 	.feature_table = tmem_features,
 	.feature_table_size = ARRAY_SIZE(tmem_features),
 	.id_table = tmem_id_table,
-	.validate = tmem_validate,
 	.probe = tmem_probe,
 	.remove = tmem_remove,
 	.config_changed = tmem_config_changed,

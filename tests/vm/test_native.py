@@ -135,7 +135,7 @@ def test_evicted_files_come_back_without_the_disk(session: Session) -> None:
 
 def test_full_batches_and_their_answers_need_no_feeder_or_tick(session: Session) -> None:
     """A kernel whose irq_work waits for the tick sends a full batch after the i_pages section."""
-    check_full_batches_without_feeder(native_guest(session, f"verify_every=0 {PATIENT}"))
+    check_full_batches_without_feeder(native_guest(session, f"verify_every=0 {PATIENT} retain=N"))
 
 
 def test_released_hooks_are_taken_again(session: Session) -> None:

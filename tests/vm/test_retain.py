@@ -34,6 +34,7 @@ from driver import (
 from liar import LIES_OF_REFS, Liar
 from test_driver import FILE_BYTES, overwrite, tree_disk
 from test_guest_command import COMMAND, command
+from test_ring import hold_feeder
 from test_torture import MOUNT, SMALL
 
 from harness.disk import FileSystem
@@ -163,6 +164,25 @@ def test_unchanged_pages_need_no_copy_when_they_are_evicted_again(
         assert before["index_retained_pages"] >= retained * 9 // 10
         assert before["retained_changed"] == before["refs_gone"] == 0
     assert daemon.stats()["pool"]["retained_pages"] > 0
+
+
+@pytest.mark.smoke
+def test_full_batches_of_references_need_no_feeder(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Full batches of references are sent and answered while the feeder thread does not run."""
+    guest, sums = boot(session, kernel, test_module)
+    before = retain(guest, sums)
+    hold = hold_feeder(guest)  # evicts all clean pages
+
+    def answered() -> bool:
+        grown = growth(before, stats(guest))
+        return grown["refs"] - grown["refs_held"] - grown["refs_unneeded"] < 64
+
+    until(answered, SETTLE_SECONDS, "the host answers all full batches of references")
+    hold.release()
+    assert growth(before, settle_refs(guest))["refs"] >= before["index_retained_pages"]
+    assert checksums(guest, list(sums)) == sums
 
 
 @pytest.mark.smoke
