@@ -39,10 +39,12 @@ from demo import Progress, table
 from harness import disk, native
 from harness.daemon import Daemon
 from harness.disk import Disk
+from harness.host_use import processor_seconds
 from harness.native import NativeConfig, NativeVm
 from harness.paths import TESTS, HarnessError, guest_program, host_binary
 from harness.session import Session
 from harness.vm import MIB
+from harness.wait import until
 
 RAM_BYTES = 192 * MIB
 POOL_BYTES = 512 * MIB  # memory of the pool for each guest
@@ -66,15 +68,18 @@ REPEAT_MICRO = 9
 REPEAT_RECLAIM = 31
 REPEAT_BURST = 5
 REPEAT_REREAD = 9
+IDLE_SECONDS = 0.05  # tmemd is idle if it used no tick of 10 ms in this time
 GUEST_ROUNDS = 5
 
 QUICK = 5  # divides all repetitions with --quick
-STEPS = ("boot", "latency", "put", "burst", "reread", "guests")
+STEPS = ("boot", "latency", "put", "burst", "reread", "guests", "retain")
 # Comparing hits with the disk is switched off: it would read the disk while a get is measured.
-PARAMETERS = "verify_every=0"
+# All steps but "retain" measure copies: with retained pages, few evicted pages are copied.
+PARAMETERS = "verify_every=0 retain=0"
+PARAMETERS_RETAIN = "verify_every=0"
 # Parameters for measuring single gets. The deadline is so long that a reader waits for a late
 # answer. Otherwise the reader would read the disk, and the time would not be that of a get.
-PARAMETERS_LATENCY = "verify_every=0 deadline_ms=1000"
+PARAMETERS_LATENCY = f"{PARAMETERS} deadline_ms=1000"
 HIT_SHARE_MIN = 0.99
 SIZES = {"4k": "page of 4 KiB", "128k": "window of 128 KiB"}
 FOLIO_PAGES = (1, 4, 16, 32, 64)
@@ -620,6 +625,112 @@ class Bench:
                 machine.vm.check_console()
                 machine.vm.stop()
             daemon.stop()
+
+    def retain(self) -> None:
+        """Compares re-reads with retained pages and with copies, in two guests in turns."""
+        repeat = self.times(REPEAT_REREAD)
+        self.progress.step(f"re-reads with retained pages and with copies, {repeat} times each")
+        daemon = self.daemon("retaining", "copying")
+        pair = Both(
+            self.machine("retaining", daemon, PARAMETERS_RETAIN), self.machine("copying", daemon)
+        )
+        for machine in (pair.cached, pair.plain):
+            for _ in range(2):
+                machine.bench(f"seq {DATA}/set")
+        host_ns: dict[str, list[float]] = {}
+        guest_ns: dict[str, list[float]] = {}
+        growths: dict[str, dict[str, int]] = {}
+
+        def measure(machine: Machine, _: int) -> float:
+            self._idle(daemon)
+            name, pids = machine.vm.name, (daemon.process.pid, machine.vm.process.pid)
+            counters = machine.all_counters()
+            before = [processor_seconds(pid) for pid in pids]
+            ticks = machine.bench(f"seq {DATA}/set")
+            machine.settle()
+            self._idle(daemon)
+            host, guest = (
+                (processor_seconds(pid) - old) * 1e9 * PAGE_BYTES / SET_BYTES
+                for pid, old in zip(pids, before, strict=True)
+            )
+            host_ns.setdefault(name, []).append(host)
+            guest_ns.setdefault(name, []).append(guest)
+            change = growths.setdefault(name, {})
+            for key, value in machine.all_counters().items():
+                change[key] = change.get(key, 0) + value - counters.get(key, 0)
+            return ticks
+
+        paired = pair.in_turns(repeat, measure, self.saying("re-read", repeat))
+        rates = [
+            SET_BYTES / GIB / (statistics.median(ticks) / self.ticks_per_us / 1e6)
+            for ticks in (paired.cached, paired.plain)
+        ]
+        host, guest = (
+            {name: statistics.median(values) for name, values in of.items()}
+            for of in (host_ns, guest_ns)
+        )
+        change = growths["retaining"]
+        if change["refs_held"] < change["puts"]:
+            raise HarnessError(f"few pages were retained, so nothing was compared: {change}")
+        host_ratio = host["retaining"] / host["copying"]
+        guest_ratio = guest["retaining"] / guest["copying"]
+        self.add(
+            [
+                Row(
+                    "seq_reread_retain_gib_per_s",
+                    "speed of a re-read with retained pages",
+                    rates[0],
+                    "GiB/s",
+                    ">= 1.5",
+                    rates[0] >= 1.5,
+                ),
+                Row("seq_reread_copy_gib_per_s", "  with copies, in turns", rates[1], "GiB/s"),
+                Row("host_ns_per_reread", "  tmemd, for each page", host["retaining"], "ns"),
+                Row("host_ns_per_copied_reread", "    with copies", host["copying"], "ns"),
+                Row(
+                    "host_retain_ratio",
+                    "    with retained pages / with copies",
+                    host_ratio,
+                    "ratio",
+                    "<= 0.35",
+                    host_ratio <= 0.35,
+                ),
+                Row(
+                    "guest_ns_per_reread",
+                    "  guest kernel, for each page",
+                    guest["retaining"],
+                    "ns",
+                ),
+                Row("guest_ns_per_copied_reread", "    with copies", guest["copying"], "ns"),
+                Row(
+                    "guest_retain_ratio",
+                    "    with retained pages / with copies",
+                    guest_ratio,
+                    "ratio",
+                    "<= 0.6",
+                    guest_ratio <= 0.6,
+                ),
+                Row(
+                    "retain_lost_fraction",
+                    "  eligible pages that were lost",
+                    change["puts_lost"] / change["puts_eligible"],
+                ),
+            ]
+        )
+        pair.plain.vm.check_console()
+        pair.plain.vm.stop()
+        self._end(pair.cached, daemon)
+
+    @staticmethod
+    def _idle(daemon: Daemon) -> None:
+        """Waits until tmemd has finished its background work."""
+
+        def idle() -> bool:
+            before = processor_seconds(daemon.process.pid)
+            time.sleep(IDLE_SECONDS)
+            return processor_seconds(daemon.process.pid) == before
+
+        until(idle, 30, "tmemd has no background work")
 
     @staticmethod
     def _together(machines: list[Machine], rounds: int) -> float:
