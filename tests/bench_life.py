@@ -95,7 +95,7 @@ class Bench:
                 ("put", lambda: figure(daemon, "puts") > 0),
                 ("hit", lambda: figure(daemon, "hits") > 0),
             ]:
-                self.note(f"{key}_{what}", until_ms(begun, reached))
+                self.note(f"{key}_{what}", until_ms(begun, what, reached))
         vm.stop()
         daemon.stop()
 
@@ -147,11 +147,14 @@ def figure(daemon: Daemon, name: str) -> int:
     return int(vm[name])
 
 
-def until_ms(begun: float, reached: Callable[[], bool]) -> float:
-    """Returns milliseconds from `begun` until `reached`. Polls without a pause, for short times."""
+def until_ms(begun: float, what: str, reached: Callable[[], bool]) -> float:
+    """Returns milliseconds from `begun` until `reached`. Polls without a pause, for short times.
+
+    `what` names the state in the error if it is not reached in time.
+    """
     while not reached():
         if time.monotonic() - begun > SECONDS:
-            raise HarnessError(f"the expected state was not reached within {SECONDS} s")
+            raise HarnessError(f"the VM did not reach the state {what!r} within {SECONDS} s")
     return (time.monotonic() - begun) * 1e3
 
 

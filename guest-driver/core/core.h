@@ -66,7 +66,7 @@
  * number. A larger ring only hides a slow host, and numbers of blocks are u16.
  */
 #define TMEM_RING_SLOTS_MAX	8192
-/* One block for each queue, and one to share. */
+/* One block for each possible request queue, and a spare block that any queue can take. */
 #define TMEM_RING_SLOTS_MIN	((VIRTIO_TMEM_REQUEST_QUEUES_MAX + 1) * TMEM_BLOCK_PAGES)
 #define TMEM_BOUNCE_PAGES_MAX	1024
 #define TMEM_BOUNCE_PAGES_MIN	64

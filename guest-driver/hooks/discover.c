@@ -137,7 +137,10 @@ static bool search_aops(struct inode *inode, void *arg)
 	return search->aops || search->searched == TMEM_SEARCH_INODES;
 }
 
-/* Returns the operations of a regular file, which all regular files of the type share. */
+/*
+ * Returns the operations of a regular file of @sb for which @type->mapping_ok() is true, or NULL. In
+ * all such files of the file system type @type, the operations contain the same hooked functions.
+ */
 static const struct address_space_operations *tmem_fs_aops(struct super_block *sb,
 							   struct tmem_fs_type *type)
 {

@@ -45,7 +45,7 @@ static const char *const plain_targets[] = {
 struct stack {
 	struct gendisk *disk[STACK_MAX];	/* the driver holds a reference to each */
 	unsigned int nr;
-	unsigned int checked;		/* disks below this number were checked */
+	unsigned int checked;		/* index in disk[] of the next disk for disk_ok() */
 	const struct gendisk *above;	/* disk whose lower devices are being added */
 	char *why;
 	size_t why_bytes;

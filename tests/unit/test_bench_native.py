@@ -71,7 +71,7 @@ def test_empty_system_call_is_subtracted_from_pages_and_not_from_windows() -> No
     assert page["syscall_4k_p50_us"] == window["syscall_128k_p50_us"] == 10
 
 
-def test_targets_hold_for_pages_only() -> None:
+def test_only_gets_of_4_kib_have_targets() -> None:
     met = {row.key: row.met for row in latency_rows("4k", samples(), 10.0)}
     assert met["get_4k_p50_us"] is False and met["get_4k_p99_us"] is True
     assert all(row.met is None for row in latency_rows("128k", samples(), 10.0))

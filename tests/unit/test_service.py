@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The daemon's unit under a real systemd behaves as docs/operating.md says.
+"""Under a real systemd, the unit of the daemon behaves as docs/operating.md describes.
 
-The tests are skipped, with the reason, if no systemd can be process 1 of namespaces.
+The tests are skipped, with the reason, if systemd cannot run as process 1 of its own namespaces.
 """
 
 from __future__ import annotations

@@ -183,7 +183,8 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
     windows = size_mib * 8  # readahead windows of 128 KiB
     with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))
-        # A large read(2) has windows as large as the disk's largest request.
+        # The kernel reads the file in windows. In a large read(2), their size is the larger one of
+        # read_ahead_kb and max_sectors_kb.
         queue = f"/sys/block/{guest.disk('data')}/queue"
         guest.sh(f"echo 128 >{queue}/read_ahead_kb; echo 128 >{queue}/max_sectors_kb")
         hold(guest, FILE, size_mib)

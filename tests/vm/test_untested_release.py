@@ -133,10 +133,10 @@ def test_verify_every_at_load_has_priority(
 
 
 @pytest.mark.smoke
-def test_tested_release_compares_the_usual_share(
+def test_tested_release_verifies_the_default_share_of_hits(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """On a tested release, the state has no note, and the usual share of hits is compared."""
+    """On a tested release, the state has no note, and one hit in TESTED_EVERY is compared."""
     guest = driver_guest(session, kernel, module, parameters="")
     listed = {name for row in served.kernels() for name in row.releases}
     tested = release(guest) in listed

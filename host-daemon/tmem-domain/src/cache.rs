@@ -98,7 +98,7 @@ impl Cache {
                 let text = child.text().unwrap_or("").trim();
                 if child.is_text() && !text.is_empty() {
                     return Err(fault(format!(
-                        "it has the text {text:?} outside of its child elements: remove the text"
+                        "<cache> has the text {text:?} outside of its child elements: remove the text"
                     )));
                 }
                 continue;

@@ -110,7 +110,7 @@ impl Ram {
         Ram { file, image, spare }
     }
 
-    /// Stores the memory, which the next input uses again.
+    /// Keeps this memory in LAST for the next input, which uses it instead of creating a memfd.
     pub fn keep(self) {
         LAST.set(Some(self));
     }

@@ -77,7 +77,7 @@ pub enum Request {
         /// Pages; a correct driver sends 1 to 64.
         pages: Vec<PutPage>,
     },
-    /// Gets a run of pages of one object back.
+    /// Gets adjacent pages of one object back.
     Get {
         /// Pool id.
         pool: u32,
@@ -85,7 +85,7 @@ pub enum Request {
         object: u64,
         /// Index of the first page.
         index: u64,
-        /// Requested cookie for each page of the run.
+        /// Requested cookies, one for each page from `index` on.
         cookies: Vec<u64>,
         /// Bit n allows the device to retain the page `index` + n.
         retain: u64,

@@ -46,7 +46,7 @@ struct Arguments {
     /// Control socket of the daemon; the read-only one suffices for commands that change nothing
     #[arg(long, global = true, value_name = "PATH", default_value = api::DEFAULT_SOCKET)]
     socket: PathBuf,
-    /// Seconds to wait for the daemon, or libvirt, from 1
+    /// Seconds to wait for an answer of the daemon or of libvirt, at least 1
     #[arg(long, global = true, value_name = "N", default_value_t = 10,
           value_parser = clap::value_parser!(u64).range(1..=3600))]
     timeout: u64,

@@ -121,10 +121,10 @@ pub fn pool(reach: &Reach, arguments: &PoolArguments) -> Result<Output, Failure>
     let pool = client.get_stats(None).call().map_err(failed)?.pool;
     let memory = client.get_freeable().call().map_err(failed)?;
     if memory.held_bytes > pool.configured_bytes {
-        text += "It holds more, and releases the rest now.\n";
+        text += "The pool still holds more than its new size, and releases the excess now.\n";
     }
     if pool.reserved_bytes > pool.configured_bytes {
-        text += "The VMs' reserves are larger and scale down to it.\n";
+        text += "The VMs' reserves exceed the size of the pool and scale down to it.\n";
     }
     if pool.size_bytes < pool.configured_bytes {
         text += "The host is short of memory, so the current size is smaller.\n";

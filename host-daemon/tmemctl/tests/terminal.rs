@@ -271,7 +271,8 @@ fn top_restores_the_terminal_at_its_end() {
         assert_eq!(
             waiting.len(),
             2,
-            "not exactly two connections were made: one that tests the socket, and one that reads"
+            "tmemctl top did not make exactly 2 connections: one that tests the socket, and one that \
+             reads the statistics"
         );
         let shell = tmux.run(&["display-message", "-p", "-t", "top", "#{pane_pid}"]);
         let children = format!("/proc/{0}/task/{0}/children", shell.trim());

@@ -102,7 +102,7 @@ impl Drop for Running {
 }
 
 #[test]
-fn a_reload_changes_what_it_can_and_drops_no_vm() {
+fn a_reload_applies_reloadable_settings_and_keeps_all_vms() {
     let daemon =
         Running::start(|at| format!("pool_size = \"64MiB\"\n{}", vm(at, "a", "weight = 1\n")));
     let at = daemon.path().to_path_buf();

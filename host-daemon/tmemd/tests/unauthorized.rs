@@ -172,7 +172,8 @@ fn unauthorized_peers_are_refused() {
     assert_eq!(stats.vms[0].connections_refused, 1);
 }
 
-/// Each start gives the sockets to the configured users and groups, without a chgrp.
+/// At each start, the daemon itself gives the sockets to the configured users and groups, so that no
+/// administrator has to run chown or chgrp.
 #[test]
 fn sockets_belong_to_the_configured_users() {
     if !geteuid().is_root() {

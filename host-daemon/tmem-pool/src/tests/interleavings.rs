@@ -30,13 +30,15 @@ const READERS_ORDERS: u64 = 4000;
 /// Size of a thread's stack in bytes. It is large because lz4 has its tables on the stack.
 const STACK_BYTES: usize = 1 << 20;
 
-/// Largest number of steps of an order. No correct order needs nearly as many steps. A test in
-/// which threads wait for each other forever fails when it reaches this number.
+/// Largest number of steps of an order. An order is one execution of a test: the sequence in which
+/// its threads take their steps. No correct order needs nearly as many steps. A test in which
+/// threads wait for each other forever fails when it reaches this number.
 const STEPS_MAX: usize = 200_000;
 
 /// Scheduler that lets a thread run for a random number of steps and then chooses the next thread.
-/// In half of all orders, all runs have about the same number of steps, which is small. In the
-/// others, the lengths of runs vary from one step to thousands, all orders of magnitude being
+/// A run is a sequence of steps of one thread without a step of another one; its length is the
+/// number of these steps. In half of all orders, all runs have about the same length, which is
+/// small. In the others, the lengths of runs vary from one step to thousands, all magnitudes being
 /// equally likely. Then one thread may stop at one place while others do a lot of work.
 struct Sticky {
     rng: Rng,

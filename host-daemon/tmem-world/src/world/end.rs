@@ -100,7 +100,7 @@ impl World {
                 let guest = &mut self.guests[g];
                 let driver = &guest.kernel.driver;
                 let what = format!(
-                    "online {:?}, the device {:#x}, {} requests in flight",
+                    "generation of the driver {:#x?}, of the device {:#x}; requests in flight: {}",
                     driver.online(),
                     guest.machine.generation,
                     driver.transport.in_flight()

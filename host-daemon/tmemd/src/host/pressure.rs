@@ -695,7 +695,7 @@ mod tests {
         assert_eq!(
             host.governor.set_full(2 * GIB),
             2 * GIB,
-            "a pool that has its configured size did not take the larger one at once"
+            "the pool had its configured size of 1 GiB and did not grow to 2 GiB at once"
         );
     }
 

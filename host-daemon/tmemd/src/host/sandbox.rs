@@ -273,8 +273,8 @@ pub fn narrow(kind: ThreadKind) {
         return;
     };
     let filter = match kind {
-        // A starting thread keeps the filter of the whole process, which applies since the sandbox
-        // was entered.
+        // A thread of kind Starting keeps the filter of the whole process. The process has had this
+        // filter since it entered the sandbox.
         ThreadKind::Starting => return,
         ThreadKind::Serving => &filters.serving,
         ThreadKind::Connection => &filters.connection,
@@ -734,7 +734,7 @@ mod tests {
 
     #[test]
     #[ignore = "puts its process into the sandbox: see a_started_daemon_cannot_create_rings"]
-    fn starts_a_daemon_and_creates_rings() {
+    fn rings_are_refused_after_the_daemon_has_started() {
         inside(ThreadKind::Starting, |own| {
             let daemon = crate::Daemon::start(config(own)).expect("cannot start the daemon");
             refused(contexts());
@@ -744,7 +744,7 @@ mod tests {
 
     #[test]
     fn a_started_daemon_cannot_create_rings() {
-        let output = in_a_process("starts_a_daemon_and_creates_rings");
+        let output = in_a_process("rings_are_refused_after_the_daemon_has_started");
         assert!(output.status.success(), "the process failed: {output:?}");
     }
 

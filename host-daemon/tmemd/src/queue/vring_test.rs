@@ -1122,7 +1122,7 @@ fn guest_memory_does_not_change_after_a_hang_up() {
 /// After the time limit of a drain, the remaining pages of a get are missed. Those of a put are
 /// refused and leave nothing under their keys.
 #[test]
-fn an_expired_drain_refuses_and_misses_the_rest() {
+fn after_the_drain_deadline_puts_are_refused_and_gets_miss() {
     let mut guest = guest();
     guest.put(0, 2);
     guest.run_slice();
