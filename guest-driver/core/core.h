@@ -110,11 +110,13 @@
  */
 #define TMEM_FLUSH_PENDING	256
 /*
- * References of a queue that wait to be sent: 16 batches, as kswapd frees more pages at once than
- * the host answers meanwhile. Further ones are dropped. The host then still has the page, as a
- * retained one, which it loses before others.
+ * References that wait to be sent, of all queues together: 16 batches, as kswapd frees more pages
+ * at once than the host answers meanwhile. One queue has at least TMEM_REF_PENDING_MIN. Further
+ * ones are dropped. The host then still has the page, as a retained one, which it loses before
+ * others.
  */
 #define TMEM_REF_PENDING	1024
+#define TMEM_REF_PENDING_MIN	256
 /* Results of references by which the driver decides whether it lets the host retain pages. */
 #define TMEM_REF_WINDOW		1024
 /* Number of get requests, 1.7 KiB each. A reader that finds no free request has a miss. */
@@ -229,7 +231,7 @@ struct tmem_queue {
 	u16 *map;			/* block numbers, by sequence number / TMEM_BLOCK_PAGES */
 	unsigned int nr_flush;
 	struct tmem_flush_range *pending;
-	/* References that wait, from ref_tail to ref_head, at their number % TMEM_REF_PENDING. */
+	/* References that wait, from ref_tail to ref_head, at their number % dev->ref_pending. */
 	unsigned int ref_head;
 	unsigned int ref_tail;		/* written under send_lock as well */
 	struct tmem_ref *ref;		/* NULL if dev->retain is false, like ref_batch[] */
@@ -247,6 +249,7 @@ struct tmem_dev {
 
 	unsigned int nr_queues;
 	unsigned int batch_max;
+	unsigned int ref_pending;	/* places for references of a queue, a power of two */
 	unsigned int batch_full;	/* number of puts that are sent without waiting for more */
 	unsigned int pools_max;
 	bool retain;			/* VIRTIO_TMEM_F_RETAIN is negotiated and used */

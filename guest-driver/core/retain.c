@@ -138,8 +138,8 @@ void tmem_queue_ref(struct tmem_dev *dev, const struct tmem_where *where, u64 in
 		return;
 	}
 	spin_lock(&queue->ring_lock);
-	if (queue->ref_head - queue->ref_tail < TMEM_REF_PENDING) {
-		queue->ref[queue->ref_head % TMEM_REF_PENDING] = (struct tmem_ref){
+	if (queue->ref_head - queue->ref_tail < dev->ref_pending) {
+		queue->ref[queue->ref_head % dev->ref_pending] = (struct tmem_ref){
 			.object = where->object,
 			.index = index,
 			.cookie = READ_ONCE(dev->cookie_base) + offset,
@@ -169,10 +169,11 @@ int tmem_retain_init(struct tmem_dev *dev, struct tmem_queue *queue)
 {
 	unsigned int i;
 
-	BUILD_BUG_ON_NOT_POWER_OF_2(TMEM_REF_PENDING);
 	if (!dev->retain)
 		return 0;
-	queue->ref = kvcalloc(TMEM_REF_PENDING, sizeof(*queue->ref), GFP_KERNEL);
+	dev->ref_pending = max_t(unsigned int, TMEM_REF_PENDING_MIN,
+				 rounddown_pow_of_two(TMEM_REF_PENDING / dev->nr_queues));
+	queue->ref = kvcalloc(dev->ref_pending, sizeof(*queue->ref), GFP_KERNEL);
 	if (!queue->ref)
 		return -ENOMEM;
 	for (i = 0; i < TMEM_REFS_IN_FLIGHT; i++) {
@@ -181,7 +182,7 @@ int tmem_retain_init(struct tmem_dev *dev, struct tmem_queue *queue)
 			return -ENOMEM;
 		queue->ref_batch[i]->req.kind = TMEM_REQ_REF;
 	}
-	dev->memory_bytes += TMEM_REF_PENDING * sizeof(*queue->ref) +
+	dev->memory_bytes += dev->ref_pending * sizeof(*queue->ref) +
 			     TMEM_REFS_IN_FLIGHT * sizeof(*queue->ref_batch[0]);
 	return 0;
 }

@@ -412,7 +412,7 @@ static bool fill_ref_batch(struct tmem_queue *queue, struct turn *turn,
 
 	spin_lock(&queue->ring_lock);
 	for (tail = queue->ref_tail; tail != queue->ref_head; tail++) {
-		const struct tmem_ref *ref = &queue->ref[tail % TMEM_REF_PENDING];
+		const struct tmem_ref *ref = &queue->ref[tail % queue->dev->ref_pending];
 
 		if (!turn->generation || ref->epoch != turn->epoch) {
 			dropped++;	/* the host has forgotten this page already */

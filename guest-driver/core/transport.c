@@ -84,6 +84,17 @@ static const char *unsuitable(struct virtio_device *vdev)
 	return NULL;
 }
 
+/*
+ * Returns the number of pages in @eighths eighths of the module's memory.
+ */
+static unsigned int share_pages(unsigned int eighths)
+{
+	unsigned long budget_bytes = totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RAM_DIVISOR +
+				     TMEM_BUDGET_FLOOR_BYTES;
+
+	return min(budget_bytes / 8 * eighths / PAGE_SIZE, (unsigned long)UINT_MAX);
+}
+
 static int read_limits(struct tmem_dev *dev)
 {
 	struct virtio_device *vdev = dev->vdev;
@@ -103,8 +114,11 @@ static int read_limits(struct tmem_dev *dev)
 			batch_max, VIRTIO_TMEM_BATCH_MAX, pools, VIRTIO_TMEM_POOLS_MAX);
 		return -EINVAL;
 	}
-	/* Several queues let several workers of the host serve one processor's puts and gets. */
-	dev->nr_queues = queues;
+	/*
+	 * Several queues let several workers of the host serve one processor's puts and gets. A
+	 * queue for which the ring has no full batch would only take memory.
+	 */
+	dev->nr_queues = clamp(share_pages(TMEM_RING_EIGHTHS) / batch_max, 1, queues);
 	dev->batch_max = batch_max;
 	dev->pools_max = pools;
 	return 0;
@@ -127,17 +141,6 @@ static void free_device(struct tmem_dev *dev)
 	tmem_control_exit(dev);
 	percpu_ref_exit(&dev->users);
 	kfree(dev);
-}
-
-/*
- * Returns the number of pages in @eighths eighths of the module's memory.
- */
-static unsigned int share_pages(unsigned int eighths)
-{
-	unsigned long budget_bytes = totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RAM_DIVISOR +
-				     TMEM_BUDGET_FLOOR_BYTES;
-
-	return min(budget_bytes / 8 * eighths / PAGE_SIZE, (unsigned long)UINT_MAX);
 }
 
 static int alloc_memory(struct tmem_dev *dev)
