@@ -138,8 +138,8 @@ static bool search_aops(struct inode *inode, void *arg)
 }
 
 /*
- * Returns the operations of a regular file of @sb for which @type->mapping_ok() is true, or NULL. In
- * all such files of the file system type @type, the operations contain the same hooked functions.
+ * Returns the operations of a regular file of @sb for which @type->mapping_ok() is true, or NULL.
+ * The operations of all such files of the file system type @type contain the same hooked functions.
  */
 static const struct address_space_operations *tmem_fs_aops(struct super_block *sb,
 							   struct tmem_fs_type *type)
