@@ -47,6 +47,9 @@ from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("host_programs")
 
+# Half of the put ring of a guest of 256 MiB. Batches of all queues that are not full have fewer
+# pages (TMEM_WAITING_DIVISOR).
+WAITING_PAGES = 220
 OPERATIONS = 100_000
 MOUNT = "--device=/dev/vda --fstype=ext4"
 
@@ -135,7 +138,8 @@ def test_evicted_files_come_back_without_the_disk(session: Session) -> None:
 
 def test_full_batches_and_their_answers_need_no_feeder_or_tick(session: Session) -> None:
     """A kernel whose irq_work waits for the tick sends a full batch after the i_pages section."""
-    check_full_batches_without_feeder(native_guest(session, f"verify_every=0 {PATIENT} retain=N"))
+    guest = native_guest(session, f"verify_every=0 {PATIENT} retain=N")
+    check_full_batches_without_feeder(guest, WAITING_PAGES)
 
 
 def test_released_hooks_are_taken_again(session: Session) -> None:

@@ -94,21 +94,24 @@ def hold_feeder(guest: Guest) -> Hold:
     return hold
 
 
-def wait_for_full_batches(guest: Guest) -> dict[str, int]:
-    """Waits until fewer puts than a batch are unanswered; returns the counters."""
+def wait_for_full_batches(guest: Guest, partial_pages: int) -> dict[str, int]:
+    """Waits until fewer than `partial_pages` puts are unanswered; returns the counters."""
     counters: dict[str, int] = {}
 
     def answered() -> bool:
         nonlocal counters
         counters = stats(guest)
-        return counters["puts"] - counters["puts_stored"] < BATCH_PAGES
+        return counters["puts"] - counters["puts_stored"] < partial_pages
 
     until(answered, OWN_MS / 1000 * 10, "full batches are sent and answered without the feeder")
     return counters
 
 
-def check_full_batches_without_feeder(guest: Guest) -> None:
-    """Puts more pages than the ring has slots while the feeder is held, in several bursts."""
+def check_full_batches_without_feeder(guest: Guest, partial_pages: int = BATCH_PAGES) -> None:
+    """Puts more pages than the ring has slots while the feeder is held, in several bursts.
+
+    At most `partial_pages` of all queues together wait in batches that are not full.
+    """
     paths = [f"/mnt/burst{number}" for number in range(BURSTS)]
     for path in paths:
         guest.sh(f"dd if=/dev/urandom of={path} bs=4096 count={CHUNK_PAGES} 2>/dev/null; sync")
@@ -120,7 +123,7 @@ def check_full_batches_without_feeder(guest: Guest) -> None:
     before = stats(guest)
     for path in paths:
         guest.sh(f"cat {path} >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
-        after = wait_for_full_batches(guest)
+        after = wait_for_full_batches(guest, partial_pages)
     grown = growth(before, after)
     assert grown["puts"] >= BURSTS * CHUNK_PAGES
     # Without slots that the answers freed, the ring would have been full.
