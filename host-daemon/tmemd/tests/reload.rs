@@ -431,7 +431,12 @@ fn users_and_groups_are_looked_up_only_at_the_start() {
         Some(1),
         "tmemd did not end with code 1: {said}"
     );
-    for part in ["control_group", "no-such-group", "/etc/group", "create it"] {
+    for part in [
+        "control_group",
+        "no-such-group",
+        "/etc/group",
+        "create the account",
+    ] {
         assert!(said.contains(part), "the error has no {part:?}: {said}");
     }
 }

@@ -115,7 +115,7 @@ mod tests {
                 panic!("account {name} was found");
             };
             assert!(
-                error.contains(file) && error.contains("create it"),
+                error.contains(file) && error.contains("create the account"),
                 "the error does not name the file and the remedy: {error}"
             );
         }

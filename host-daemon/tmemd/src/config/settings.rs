@@ -606,7 +606,7 @@ mod tests {
                 let Err(ConfigError(error)) = config.find_accounts() else {
                     panic!("account {name:?} of {key:?} was found");
                 };
-                for part in [key, name, file, "create it"] {
+                for part in [key, name, file, "create the account"] {
                     assert!(error.contains(part), "the error has no {part:?}: {error}");
                 }
             }
