@@ -94,7 +94,7 @@ def hold_feeder(guest: Guest) -> Hold:
     return hold
 
 
-def wait_for_full_batches(guest: Guest, partial_pages: int) -> dict[str, int]:
+def wait_for_full_batches(guest: Guest, partial_pages: int = BATCH_PAGES) -> dict[str, int]:
     """Waits until fewer than `partial_pages` puts are unanswered; returns the counters."""
     counters: dict[str, int] = {}
 
