@@ -83,7 +83,7 @@ def held(guest: Guest, path: str) -> int:
 def test_status_and_stats_report_the_driver(session: Session, kernel: Kernel, module: Path) -> None:
     vm = driver_vm(session, kernel, module, None, files=command())
     guest = vm.start()
-    refused(guest, "status", NO_DRIVER, "not loaded", "modprobe")
+    refused(guest, "status", NO_DRIVER, "not loaded", "dkms autoinstall")
     refused(guest, "stats --json", NO_DRIVER, "not loaded")
     refused(guest, "drop /", NO_DRIVER, "not loaded")
     refused(guest, "", USAGE, "usage:")

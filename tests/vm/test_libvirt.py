@@ -443,7 +443,7 @@ def test_hook_stops_a_start_only_if_the_cache_is_required(
     assert "refuses its quota" in words and "1099511627776" in words
     libvirt.tmemctl(*attach, "--reserve", "0", "--trust-domain", "team")
     words = libvirt.virsh_refused("start", name)
-    assert "in trust domain none" in words and "in team, by the daemon's --vm" in words
+    assert "in trust domain none" in words and "as the daemon's --vm or [[vm]] says" in words
     libvirt.tmemctl("attach", name, "--trust-domain", "none", "--run-directory", machine.directory)
     words = libvirt.virsh_refused("start", name)
     assert str(machine.directory) in words and "--run-directory" in words
