@@ -45,14 +45,15 @@ static u64 used_slots(struct tmem_dev *dev)
 	return used;
 }
 
-static u64 sent_slots(struct tmem_dev *dev)
+/* Returns how many slots the host has answered since the device was set up. */
+static u64 answered_slots(struct tmem_dev *dev)
 {
 	unsigned int i;
-	u64 sent = 0;
+	u64 answered = 0;
 
 	for (i = 0; i < dev->nr_queues; i++)
-		sent += READ_ONCE(dev->queue[i].tail);
-	return sent;
+		answered += READ_ONCE(dev->queue[i].tail);
+	return answered;
 }
 
 static void pace(struct tmem_dev *dev)
@@ -63,7 +64,7 @@ static void pace(struct tmem_dev *dev)
 	if (used_slots(dev) < slots / PACE_BEGIN || !READ_ONCE(dev->generation) ||
 	    time_before(jiffies, READ_ONCE(dev->pace_again)))
 		return;
-	before = sent_slots(dev);
+	before = answered_slots(dev);
 	for (i = 0; i < dev->nr_queues; i++)
 		tmem_send_all(&dev->queue[i]);
 	tmem_count(TMEM_STAT_pace_waits);
@@ -71,7 +72,7 @@ static void pace(struct tmem_dev *dev)
 				  ns_to_ktime((u64)PACE_US_MAX * NSEC_PER_USEC)))
 		return;
 	tmem_count(TMEM_STAT_pace_timeouts);
-	if (sent_slots(dev) == before)
+	if (answered_slots(dev) == before)
 		WRITE_ONCE(dev->pace_again, jiffies + PACE_PAUSE);
 }
 

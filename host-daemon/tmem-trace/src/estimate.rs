@@ -359,8 +359,8 @@ mod tests {
         });
     }
 
-    /// Compares estimates with simulated caches. The caches have room for so many pages that the
-    /// estimator follows at most one key in 32, as it does for VMs of real hosts.
+    /// Compares estimates with simulated caches. The caches are so large that the estimator follows
+    /// at most one key in 32, as it does for VMs of real hosts.
     #[test]
     fn estimates_are_within_usual_bounds_after_enough_gets() {
         for_each_seed("gain of many", 2, |seed| {
