@@ -8,10 +8,10 @@ MANIFEST = --manifest-path host-daemon/Cargo.toml --locked
 PYTHON = tests/python
 # Number of tests that run at the same time. A test with one guest keeps about one processor busy.
 JOBS ?= 2
-PYTEST = cd tests && ./python -m pytest -n $(JOBS) --dist worksteal --ignore=vm/test_native.py unit vm
+PYTEST = cd tests && ./python -m pytest -n $(JOBS) --dist worksteal --ignore=vm/test_native.py --ignore=vm/test_compatibility.py unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-native bench-locks bench-density bench-life packages check-packages check check-host check-guest check-kvm check-libvirt check-ops \
+.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-native bench-locks bench-density bench-proof bench-kvm bench-life packages check-packages dist repo check check-host check-guest check-kvm check-libvirt check-ops \
 	check-guest-long check-all check-newest check-kernel-debug check-miri check-sim check-sim-long \
 	lint lint-rust lint-c lint-shell lint-python lint-prose lint-licence test-rust \
 	test-driver fuzz fuzz-guests clean
@@ -36,11 +36,12 @@ qemu: ## build QEMU with the vhost-user-tmem device, in the cache
 module: ## build guest-driver/virtio_tmem.ko for Debian's KERNEL=6.12 cloud kernel
 	$(MAKE) -C guest-driver KDIR="$$(tests/kernel prepare $(KERNEL) --key kdir)"
 
-# NATIVE=1: user-mode Linux instead of QEMU.
+# NATIVE=1 runs the demo's guests in user-mode Linux instead of QEMU.
 demo: $(if $(NATIVE),deps-test daemon,deps all) ## run two VMs without the device, then with it and one pool, and compare them; NATIVE=1: at native speed
 	NATIVE=$(NATIVE) $(PYTHON) tests/demo.py
 
-# Directories of two related servers, for the benchmark. TREES="A B" sets others, TREES= leaves them out.
+# Directories of two related servers, which the benchmark puts as two VMs. TREES="A B" names other
+# directories. TREES= leaves out this part of the benchmark.
 TREES ?= $$(scripts/two-servers || echo)
 bench: deps ## measure the storage engine, compared with copying, hashing, lz4 and zram; ARGS="--json" prints JSON
 	trees="$(TREES)"; \
@@ -71,6 +72,12 @@ bench-locks: deps all ## count what processors share in the driver: locks, proce
 bench-density: deps all ## compare four VMs with one pool, with as much additional RAM, and with KSM (25 minutes, as root); JSON=FILE
 	$(PYTHON) tests/bench_density.py
 
+bench-proof: deps-test daemon ## compare the pool with every rival in native guests (40 minutes, as root); ARGS="--only stream", JSON=FILE, PAGE=FILE
+	JSON=$(JSON) $(PYTHON) -m proof $(if $(PAGE),--page $(PAGE)) $(ARGS)
+
+bench-kvm: deps all ## measure the workloads of bench-proof with QEMU on KVM, or on TCG where no guest boots on KVM; ARGS=--quick
+	JSON=$(JSON) $(PYTHON) -m proof --kvm $(ARGS)
+
 bench-life: deps all ## measure migration with and without the device, and the time until a restarted daemon serves
 	cd tests && PYTHONPATH=vm ./python bench_life.py $(ARGS)
 
@@ -78,6 +85,14 @@ NO_QEMU = $(filter 0,$(QEMU))
 packages: ## build the Debian packages in build/packages; PACKAGES=DIRECTORY, GUEST=1: only those for guests, QEMU=0: without QEMU
 	scripts/deps $(if $(GUEST),guest-packages,packages $(if $(NO_QEMU),,qemu-package))
 	scripts/packages $(if $(GUEST),--guest,$(if $(NO_QEMU),--no-qemu)) $(PACKAGES)
+
+COMMIT ?= HEAD
+dist: ## make the source archive with all crates, its bill of materials and checksums in build/dist; COMMIT=v0.2.0
+	scripts/dist --commit $(COMMIT)
+
+repo: ## make a signed apt repository of build/packages in build/repo; KEY=FINGERPRINT of your key in gpg
+	@test -n "$(KEY)" || { echo "make repo: name your key with KEY=, see scripts/repository --help" >&2; exit 2; }
+	scripts/repository --key "$(KEY)" --packages $(or $(PACKAGES),build/packages) build/repo
 
 # ---- tests ------------------------------------------------------------------------------------
 
@@ -89,7 +104,7 @@ check-guest: deps-test all ## run the short VM tests: device, driver, torture
 	$(PYTEST) --kernel $(KERNEL) -m smoke
 
 check-kvm: deps-test all ## run the VM tests on KVM; skips them with a reason if no guest boots on KVM
-	cd tests && ./python -m pytest --kvm --kernel $(KERNEL) --ignore=vm/test_native.py vm
+	cd tests && ./python -m pytest --kvm --kernel $(KERNEL) --ignore=vm/test_native.py --ignore=vm/test_compatibility.py vm
 
 check-libvirt: deps-test all ## test domains of a stock libvirtd: attach, start, hits, quota, detach
 	cd tests && ./python -m pytest --kernel $(KERNEL) --not-all-skipped vm/test_libvirt.py
@@ -102,8 +117,10 @@ check-ops: deps-test all ## test commands, figures, estimates, metrics with a re
 	cd tests && ./python -m pytest --kernel $(KERNEL) vm/test_figures.py
 
 SUITES ?= bookworm
-check-packages: packages ## install, run, remove and purge the packages in clean Debian systems (as root); SUITES="bookworm trixie"
-	for suite in $(SUITES); do scripts/check-packages --suite $$suite $(PACKAGES) || exit 1; done
+IN ?= namespaces host guest
+check-packages: packages qemu ## install, run, upgrade and purge the packages in Debian systems and VMs (as root); SUITES="bookworm trixie" IN=host
+	for suite in $(SUITES); do for kind in $(IN); do \
+		scripts/check-packages --in $$kind --suite $$suite $(PACKAGES) || exit 1; done; done
 
 check-newest: ## fail if Debian 12, 13 or their backports offer a kernel series that the driver does not serve
 	@tests/kernel newest
@@ -118,12 +135,16 @@ check-guest-long: deps-test all ## run the torture program for DURATION=2h on al
 # make check leaves out. The shards of other kernels run all VM tests except ANY_KERNEL.
 VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.12-4 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-6.1-4 vm-7.2-1 vm-7.2-2 vm-7.2-3 vm-7.2-4 vm-7.2-5 \
 	vm-7.3-1 vm-7.3-2 vm-7.3-3 vm-7.3-4 vm-7.3-5
-SHARDS = $(VM_SHARDS) native qemu-life qemu-newest ops packages miri fuzz
+PACKAGE_SHARDS = packages-namespaces-bookworm packages-namespaces-trixie packages-host-bookworm packages-guest-bookworm \
+	packages-guest-trixie packages-qemu
+SHARDS = $(VM_SHARDS) retain native qemu-life qemu-newest ops compatibility $(PACKAGE_SHARDS) container miri fuzz
 # Kernels with debugging checks, built from source if they are not in the cache.
 CHECKING = kernel-debug kernel-kcsan
-# Kernels with the configuration of other vendors, built in the same way.
+# Kernels with configurations like those of other vendors, built from source if they are not in the
+# cache.
 VENDORS = kernel-fedora kernel-rhel kernel-ubuntu
-# Kernels with the driver built in, without ftrace and modules, built in the same way.
+# Kernels with the driver built in, without ftrace and modules, built from source if they are not in
+# the cache.
 INTREE = kernel-intree kernel-intree-7.3
 # .ci/run runs these shards in rotation, as many as fit into its time. The shards that need a nightly
 # compiler, or a kernel that is built first, are left out.
@@ -146,7 +167,12 @@ $(addprefix shard-,$(VM_SHARDS)): shard-vm-%: deps-test all
 		$(if $(filter $(KERNEL),$(call kernel_of,$*)),-m "not smoke",$(ANY_KERNEL)) \
 		--shard $(lastword $(subst -, ,$*))/$(words $(filter vm-$(call kernel_of,$*)-%,$(VM_SHARDS)))
 
-# Guests in user-mode Linux; the first run builds the kernel.
+# Runs the coherence tests with retained pages: TMEM_RETAIN in tests/README.md.
+RETAINING = files mounts torture direct_writes fs_errors fio
+shard-retain: deps-test all
+	cd tests && TMEM_RETAIN=on ./python -m pytest -n $(JOBS) --dist worksteal --kernel $(KERNEL) $(RETAINING:%=vm/test_%.py)
+
+# Runs the tests of guests in user-mode Linux. The first run builds the guests' kernel.
 shard-native: deps-test daemon
 	cd tests && ./python -m pytest vm/test_native.py
 
@@ -170,14 +196,29 @@ shard-qemu-life: deps-test qemu
 
 shard-ops: check-ops
 
-# Building QEMU takes ten minutes of the time that a shard may take. The shard tests its packages only if
-# they are in the cache.
-shard-packages:
-	scripts/deps packages qemu-package
-	$(MAKE) check-packages QEMU=$$(qemu-dev/package --print >/dev/null 2>&1 && echo 1 || echo 0)
+# Each shard tests the packages in one way, so that a run of CI has time for one. Building QEMU's packages
+# takes ten minutes: one shard does it, the others use those that are in the cache.
+QEMU_IS_BUILT = $$(qemu-dev/package --print >/dev/null 2>&1 && echo 1 || echo 0)
+$(filter-out shard-packages-qemu,$(addprefix shard-,$(PACKAGE_SHARDS))): shard-packages-%: deps-test qemu
+	$(MAKE) packages QEMU=$(QEMU_IS_BUILT)
+	scripts/check-packages --in $(subst -, --suite ,$*) $(PACKAGES)
 
-# qemu-dev/try-newest ends with 3 if only a QEMU version that is not in known-good fails. This is
-# reported, and is no failure.
+shard-packages-qemu: deps-test
+	$(MAKE) packages
+	scripts/check-packages --in namespaces $(PACKAGES)
+
+# The instructions of the Containerfile.
+shard-container:
+	scripts/deps packages
+	scripts/check-container
+
+# Programs of the previous release and of this tree together.
+shard-compatibility: deps-test all
+	scripts/deps packages
+	cd tests && ./python -m pytest --kernel $(KERNEL) vm/test_compatibility.py
+
+# qemu-dev/try-newest ends with status 3 if tests fail only with a QEMU version that is not in
+# known-good. The shard reports this and does not fail.
 shard-qemu-newest: deps-test all
 	scripts/deps newest
 	qemu-dev/try-newest || [ $$? -eq 3 ]
@@ -210,9 +251,9 @@ lint-shell:
 	git ls-files | xargs -r awk 'FNR == 1 && /^#!.*[\/ ](ba)?sh$$/ { print FILENAME }' | xargs -r shellcheck
 
 lint-python:
-	cd tests && ./python -m ruff check . ../qemu-dev/tests ../scripts/lint-prose
-	cd tests && ./python -m ruff format --check . ../qemu-dev/tests ../scripts/lint-prose
-	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_native.py bench_locks.py bench_density.py bench_life.py long.py conftest.py kernel unit vm
+	cd tests && ./python -m ruff check . ../qemu-dev/tests ../scripts/lint-prose ../scripts/sbom
+	cd tests && ./python -m ruff format --check . ../qemu-dev/tests ../scripts/lint-prose ../scripts/sbom
+	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_native.py bench_locks.py bench_density.py bench_life.py long.py conftest.py kernel proof unit vm
 
 lint-prose:
 	scripts/lint-prose

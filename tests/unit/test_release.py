@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The version, the source archive and the apt repository of a release."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.paths import ROOT
+
+NAMING = (
+    "host-daemon/Cargo.toml", "host-daemon/Cargo.lock", "host-daemon/fuzz/Cargo.lock",
+    "guest-driver/core/core.h", "debian/changelog", "rpm/virtio-tmem.spec",
+    "examples/cloud-init.yaml", "docs/install.md", "CHANGELOG.md", "scripts/version",
+)  # fmt: skip
+
+
+def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command], check=False, text=True, env={**os.environ, **environment},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def passed(*command: str | Path, **environment: str) -> str:
+    done = run(*command, **environment)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}"
+    return done.stdout
+
+
+def copied(directory: Path) -> Path:
+    """Copies the files that name the version."""
+    for name in NAMING:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, directory / name)
+    return directory / "scripts/version"
+
+
+@pytest.mark.smoke
+def test_all_files_name_one_version(tmp_path: Path) -> None:
+    version = passed(ROOT / "scripts/version").strip()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+    for name in NAMING[:-3]:
+        script = copied(tmp_path)
+        file = tmp_path / name
+        if name.endswith("core.h"):
+            text = re.sub(r"(VERSION_PATCH\t)\d+", r"\g<1>99", file.read_text())
+        elif name.endswith(".lock"):
+            own = f'name = "tmem-log"\nversion = "{version}"'
+            text = file.read_text().replace(own, own.replace(version, "99.0.0"))
+        else:
+            text = file.read_text().replace(version, "99.0.0", 1)
+        file.write_text(text)
+        done = run(script)
+        assert done.returncode == 1, f"no complaint about {name}: {done.stdout}"
+        assert name in done.stdout or name.endswith("Cargo.toml")
+
+
+@pytest.mark.smoke
+def test_a_new_version_is_set_everywhere(tmp_path: Path) -> None:
+    script = copied(tmp_path)
+    old = passed(script).strip()
+    # Add a section of unreleased changes, whose title the script replaces by the new version.
+    log = tmp_path / "CHANGELOG.md"
+    log.write_text(log.read_text().replace("\n## ", "\n## Unreleased\n\n## ", 1))
+    assert passed(script, "--set", "7.8.9") == "7.8.9\n"
+    assert f"({old})" in (tmp_path / "debian/changelog").read_text()
+    assert f"version       {old}" not in (tmp_path / "docs/install.md").read_text()
+    assert run(script, "--set", "7.8").returncode == 2
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("dist")
+    passed(ROOT / "scripts/dist", directory)
+    return directory
+
+
+def test_release_files_are_reproducible(archives: Path, tmp_path: Path) -> None:
+    """A second run in another directory, time zone and language gives equal bytes."""
+    passed(
+        ROOT / "scripts/dist", tmp_path, TZ="Pacific/Auckland", LC_ALL="C.UTF-8", TMPDIR="/var/tmp"
+    )
+    names = sorted(path.name for path in archives.iterdir())
+    assert names == sorted(path.name for path in tmp_path.iterdir()) and len(names) == 3
+    for name in names:
+        assert (archives / name).read_bytes() == (tmp_path / name).read_bytes(), name
+    passed("sh", "-c", f"cd {archives} && sha256sum -c SHA256SUMS")
+
+
+def test_source_archive_builds_without_git_and_network(archives: Path, tmp_path: Path) -> None:
+    """The crates are complete, and the packages for guests are built."""
+    (archive,) = archives.glob("*.tar.xz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="tar")
+    (tree,) = tmp_path.iterdir()
+    home = tmp_path / "cargo"
+    home.mkdir()
+    home.joinpath("config.toml").write_text(
+        '[source.crates-io]\nreplace-with = "vendored"\n'
+        f'[source.vendored]\ndirectory = "{tree}/vendor"\n'
+    )
+    manifest = ("--manifest-path", tree / "host-daemon/Cargo.toml")
+    passed("cargo", "metadata", "--format-version=1", "--frozen", *manifest, CARGO_HOME=str(home))
+    passed(tree / "scripts/packages", "--guest", tmp_path / "packages")
+    assert len(list((tmp_path / "packages").glob("*.deb"))) >= 2
+
+
+def test_bill_of_materials_has_the_crates_of_the_programs(archives: Path) -> None:
+    (file,) = archives.glob("*.cdx.json")
+    bill = json.loads(file.read_text())
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.5")
+    components = {component["bom-ref"]: component for component in bill["components"]}
+    programs = ("tmemd", "tmemctl", "tmem-hook", "tmem-libvirt", "tmem-exporter")
+    tree = passed(
+        "cargo", "tree", "--manifest-path", ROOT / "host-daemon/Cargo.toml", "--locked",
+        "-e", "normal", "--target", "x86_64-unknown-linux-gnu", "--prefix", "none", "--no-dedupe",
+        *(f"-p{name}" for name in programs),
+    )  # fmt: skip
+    crates = re.findall(r"^(\S+) v(\S+)", tree, re.MULTILINE)
+    assert len(crates) > 50
+    for name, version in crates:
+        component = components[f"pkg:cargo/{name}@{version}"]
+        assert component["licenses"], name
+        assert component["type"] == "application" or len(component["hashes"][0]["content"]) == 64
+    # A fuzzer's or a test's crate is no part of a program.
+    assert not [reference for reference in components if "proptest" in reference]
+    for entry in bill["dependencies"]:
+        assert set(entry["dependsOn"]) <= set(components), entry["ref"]
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Generates a key, in a directory with a short path: that of the agent's socket is limited."""
+    home = Path("/tmp") / f"gpg-{os.getpid()}"
+    home.mkdir(mode=0o700)
+    environment = {"GNUPGHOME": str(home)}
+    passed(
+        "gpg", "--batch", "--passphrase", "", "--quick-generate-key", "test@virtio-tmem.example",
+        "ed25519", "sign", "1d", **environment,
+    )  # fmt: skip
+    yield environment
+    run("gpgconf", "--kill", "all", **environment)
+    shutil.rmtree(home)
+
+
+def forget(apt: Path) -> None:
+    """Makes apt fetch all lists again."""
+    shutil.rmtree(apt / "lists", ignore_errors=True)
+    (apt / "lists/partial").mkdir(parents=True)
+
+
+def test_apt_accepts_the_repository_and_refuses_a_changed_one(
+    tmp_path: Path, key: dict[str, str]
+) -> None:
+    passed(
+        ROOT / "scripts/packages",
+        "--guest",
+        tmp_path / "built",
+        TMEM_PACKAGES_WORK=str(tmp_path / "work"),
+    )
+    repository = tmp_path / "repository"
+    make: list[str | Path] = [
+        ROOT / "scripts/repository",
+        "--packages",
+        tmp_path / "built",
+        "--key",
+    ]
+    assert "no secret key" in run(*make, "nobody@example", repository, **key).stdout
+    passed(*make, "test@virtio-tmem.example", repository, **key)
+
+    apt = tmp_path / "apt"
+    for name in ("cache/archives/partial", "parts"):
+        (apt / name).mkdir(parents=True)
+    forget(apt)
+    (apt / "sources.list").write_text(
+        f"deb [signed-by={repository}/virtio-tmem.gpg] copy:{repository} bookworm main\n"
+    )
+    options = [
+        f"-oDir::Etc::sourcelist={apt}/sources.list", "-oDir::Etc::sourceparts=-",
+        f"-oDir::State::lists={apt}/lists", f"-oDir::Cache={apt}/cache",
+        "-oDir::State::status=/dev/null", "-oAPT::Sandbox::User=", "-oAPT::Update::Error-Mode=any",
+        f"-oDir::Etc::preferencesparts={apt}/parts", "-oDir::Etc::preferences=-",
+    ]  # fmt: skip
+    passed("apt-get", *options, "update")
+    version = passed(ROOT / "scripts/version").strip()
+    assert f"Version: {version}\n" in passed("apt-cache", *options, "show", "virtio-tmem-guest")
+
+    # apt refuses a package list that differs from the one whose checksum is signed.
+    changed = repository / "dists/bookworm/main/binary-amd64/Packages"
+    changed.with_suffix(".xz").unlink()
+    original = changed.read_text()
+    changed.write_text(original.replace("tmem-guest", "tmem-other"))
+    forget(apt)
+    done = run("apt-get", *options, "update")
+    assert done.returncode != 0 and "mismatch" in done.stdout, done.stdout
+    changed.write_text(original)
+    # apt refuses a release file that was changed after it was signed.
+    release = repository / "dists/bookworm/InRelease"
+    release.write_text(release.read_text().replace("Label: virtio-tmem", "Label: virtio-temm"))
+    forget(apt)
+    done = run("apt-get", *options, "update")
+    # Debian 12 checks with gpgv, Debian 13 with sqv.
+    assert done.returncode != 0 and re.search("BADSIG|manipulated", done.stdout), done.stdout
