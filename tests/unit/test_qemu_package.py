@@ -37,7 +37,7 @@ def test_build_dependencies_are_those_of_the_full_build() -> None:
     build = set(re.findall(r"^ ([\w.+-]+)", field, re.MULTILINE))
     sections = needed()
     libraries = {name for name in sections[""] if name.endswith("-dev")} | sections["--full"]
-    # dpkg-dev brings the C library.
+    # A source package does not name libc6-dev, because every Debian build has it (build-essential).
     assert libraries - {"libc6-dev"} == {name for name in build if name.endswith("-dev")}
 
 
@@ -53,7 +53,7 @@ def test_options_of_the_build_name_each_feature_once() -> None:
     assert full == sorted(full)
 
 
-def test_all_parts_name_the_same_program() -> None:
+def test_package_tmemctl_and_apparmor_name_one_program() -> None:
     rules = (QEMU / "debian/rules").read_text()
     assert "PROGRAM = qemu-system-x86_64\n" in rules
     assert "virtio-tmem-qemu/usr/bin/$(PROGRAM)-tmem" in rules
