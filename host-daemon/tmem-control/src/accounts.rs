@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Finds users and groups by name or number in the texts of /etc/passwd and /etc/group.
 
-/// Returns the number of a user or group. `rows` is the text of /etc/passwd or /etc/group. If no
-/// row has the name `name` and `name` is itself a number, returns that number; otherwise None.
+/// Returns the number (user id or group id) of a user or group. `rows` is the text of /etc/passwd
+/// or /etc/group. If no row has the name `name`, but `name` is itself a number, returns that
+/// number. Otherwise returns None.
 pub fn number(rows: &str, name: &str) -> Option<u32> {
     let mut rows = rows.lines().map(|row| row.split(':'));
     let row = rows.find_map(|mut row| (row.next() == Some(name)).then_some(row));
-    // `parse()` accepts a leading `+`, which libvirt puts before numbers.
+    // `parse()` accepts a leading `+`, which libvirt writes before a user id.
     let number = row.map_or(Some(name), |mut row| row.nth(1));
-    // u32::MAX means "leave unchanged" in chown(2) and its relatives.
+    // u32::MAX is no valid id: for chown(2) and similar calls, it means "leave unchanged".
     let number = number?.parse().ok();
     number.filter(|number| *number != u32::MAX)
 }

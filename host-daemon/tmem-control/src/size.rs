@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Parses sizes of command lines and configuration files.
+//! Parses sizes such as `2GiB` in command lines and configuration files.
 
 /// Parses a whole number of bytes with an optional unit B, KiB, MiB, GiB or TiB.
 ///
 /// # Errors
-/// Returns a sentence that names the text.
+/// Returns a sentence that quotes `text` if it is not a size.
 pub fn parse(text: &str) -> Result<u64, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let error = |what: &str| {
@@ -24,10 +24,12 @@ pub fn parse(text: &str) -> Result<u64, String> {
     if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
         return Err(error("the number is missing or not a whole number"));
     }
-    let number: u64 = digits.parse().map_err(|_| error("it is too large"))?;
+    let number: u64 = digits
+        .parse()
+        .map_err(|_| error("the number is too large"))?;
     number
         .checked_mul(1 << shift)
-        .ok_or_else(|| error("it is too large"))
+        .ok_or_else(|| error("the number is too large"))
 }
 
 #[cfg(test)]

@@ -1,73 +1,75 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Table of all figures (statistics) of the interface: unit, meaning, metric, and the file that
-//! counts each one.
+//! Table of all figures (statistics) of the control interface: unit, meaning, metric, and the
+//! source file that counts the figure.
 //!
-//! This table is the source. The exporter makes metrics of it, `tmemctl stats` prints its words,
-//! and docs/statistics.md is generated from it (`TMEM_BLESS=1 cargo test -p tmem-control`). A test
-//! compares the table with the interface file, so that each figure has a meaning.
+//! This table is the source. The exporter makes metrics of it, `tmemctl stats` prints its
+//! descriptions, and docs/statistics.md is generated from it (`TMEM_BLESS=1 cargo test -p
+//! tmem-control`). A test compares the table with the interface file, so that each figure has a
+//! meaning.
 
-/// Type in the control interface that contains the figure.
+/// Type in the control interface that contains a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
-    /// Type `DaemonStats` of the interface.
+    /// The figure is a field of type `DaemonStats`: it describes the daemon.
     Daemon,
-    /// Type `PoolStats` of the interface.
+    /// The figure is a field of type `PoolStats`: it describes the pool.
     Pool,
-    /// Type `VmStats` of the interface.
+    /// The figure is a field of type `VmStats`: it describes one VM.
     Vm,
-    /// Type `DriverReport`: figures that a guest's driver reports.
+    /// The figure is a field of type `DriverReport`: a guest's driver reports it.
     Driver,
 }
 
-/// Kind of a figure.
+/// Kind of a figure, which determines the type of its metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A current value, which goes up and down.
+    /// The figure is a current value, which goes up and down.
     Gauge,
-    /// A sum that only grows while the daemon runs.
+    /// The figure is a sum that only grows while the daemon runs.
     Counter,
-    /// Numbers of requests by their duration.
+    /// The figure is a list of numbers of requests, by the duration of the requests.
     Histogram,
-    /// A text instead of a number.
+    /// The figure is a text, not a number.
     Text,
 }
 
-/// How precisely a metric may show the figure.
+/// How precisely the exporter may show a figure as a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Export {
     /// No metric shows the figure.
     No,
-    /// The metric shows the exact value.
+    /// The metric shows the exact value of the figure.
     Exact,
-    /// The metric shows the value in large steps only, because it depends on pages that VMs have in
-    /// common.
+    /// The metric shows the value rounded down to a large step. An exact value could reveal which
+    /// pages VMs have in common.
     Steps,
-    /// The metric shows the part of the value that no other figure of the same metric counts, so
-    /// that the metric's series can be added. The exporter subtracts the other figures, with the
-    /// precision with which it exports them.
+    /// The metric shows the part of the value that no other figure of the metric counts, so that
+    /// the metric's series can be added. The exporter subtracts the other figures as it exports
+    /// them, exact or rounded.
     Rest,
-    /// The metric shows the same part as for `Rest`, in large steps.
+    /// The metric shows what `Rest` shows, but the value is first rounded down to a large step.
     RestInSteps,
-    /// The figure is a list of which each value includes the one before. The metric shows the
+    /// The figure is a list in which each value includes the value before it. The metric shows the
     /// differences, so that its series can be added.
     Ranges,
 }
 
-/// Description of one figure.
+/// Description of one figure of the control interface.
 #[derive(Clone, Copy, Debug)]
 pub struct Statistic {
-    /// Type of the interface that has the figure.
+    /// Type of the control interface that contains the figure.
     pub scope: Scope,
-    /// Name of the field in the interface.
+    /// Name of the figure's field in the control interface.
     pub field: &'static str,
-    /// Name of the metric without suffixes, perhaps with a label: `name{key=value}`. For a list,
-    /// the label's values are separated by `/`.
+    /// Name of the metric without suffixes such as `_total`, or with a label: `name{key=value}`. If
+    /// the figure is a list, `/` separates the values of the label.
     pub metric: &'static str,
     /// How precisely the metric may show the figure.
     pub export: Export,
-    /// Kind of the figure.
+    /// Kind of the figure, which determines the type of the metric.
     pub kind: Kind,
-    /// Unit of the field. Metrics use base units instead.
+    /// Unit of the figure in the control interface. The metric uses a base unit instead, such as
+    /// seconds.
     pub unit: &'static str,
     /// Meaning of the figure, in words.
     pub meaning: &'static str,
@@ -111,7 +113,7 @@ use Export::{Exact, No, Ranges, Rest, RestInSteps, Steps};
 use Kind::{Counter, Gauge, Histogram, Text};
 use Scope::{Daemon, Driver, Pool, Vm};
 
-/// All figures, in the order of the interface.
+/// All figures, in the order of their fields in the control interface.
 #[rustfmt::skip]
 pub const STATISTICS: &[Statistic] = &[
     row(Vm, ("name", "", No), (Text, ""), "name of the VM; the label `vm` of its metrics", VM),
@@ -259,7 +261,7 @@ pub const STATISTICS: &[Statistic] = &[
 ];
 
 impl Scope {
-    /// Returns the name of the interface's type.
+    /// Returns the name of the type in the control interface.
     pub fn type_name(self) -> &'static str {
         match self {
             Scope::Daemon => "DaemonStats",
@@ -271,13 +273,13 @@ impl Scope {
 }
 
 impl Statistic {
-    /// Returns the figures of a scope.
+    /// Returns the figures of one type of the control interface.
     pub fn of(scope: Scope) -> impl Iterator<Item = &'static Statistic> {
         STATISTICS.iter().filter(move |row| row.scope == scope)
     }
 
-    /// Returns the metric's name without suffixes, and its label with the label's values if it has
-    /// one.
+    /// Returns the name of the figure's metric without suffixes, and the key and values of its
+    /// label if it has one.
     pub fn metric(&self) -> (&'static str, Option<(&'static str, Vec<&'static str>)>) {
         let Some((name, label)) = self.metric.split_once('{') else {
             return (self.metric, None);
@@ -302,12 +304,12 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
     }
 
-    /// Returns the field names of a type in the interface file.
+    /// Returns the names of a type's fields in the interface file.
     fn fields(type_name: &str) -> Vec<&'static str> {
         let begin = format!("type {type_name} (\n");
         let (_, rest) = INTERFACE
             .split_once(&begin)
-            .expect("the interface does not define the type of a scope");
+            .expect("the interface file defines no type of this name");
         let (body, _) = rest
             .split_once(')')
             .expect("the type does not end with a parenthesis");
@@ -354,8 +356,8 @@ mod tests {
                 "metric {name} has an invalid character"
             );
             assert!(label.is_none_or(|(key, values)| key.chars().all(good) && !values.is_empty()));
-            // Prometheus' naming conventions require base units, so the units differ from those of
-            // the fields.
+            // Prometheus' naming conventions require base units. A metric's name therefore need not
+            // end with the unit of the field.
             match row.unit {
                 "bytes" => assert!(
                     name.is_empty() || name.ends_with("_bytes"),
@@ -367,7 +369,8 @@ mod tests {
                         "metric {name} is a time and does not end with _seconds"
                     )
                 }
-                // The name of a counter of pages must not look like that of a counter of requests.
+                // A metric that counts pages must not have a name that looks like a number of
+                // requests.
                 "pages" => assert!(
                     name.ends_with("_pages") || name.is_empty(),
                     "metric {name} counts pages and does not end with _pages"
@@ -406,8 +409,8 @@ mod tests {
         text
     }
 
-    /// Compares the tables of docs/statistics.md with [`STATISTICS`]. With `TMEM_BLESS=1` it writes
-    /// the tables instead.
+    /// Compares the tables of docs/statistics.md with [`STATISTICS`]. With `TMEM_BLESS=1`, the test
+    /// writes the tables to the file.
     #[test]
     fn docs_statistics_md_matches_the_table() {
         let path = root().join("docs/statistics.md");

@@ -1,23 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The sandbox: it limits an attacker who controls the process to what the daemon needs.
+//! The sandbox limits an attacker who has taken over the process to what the daemon itself needs.
 //!
-//! - Landlock permits only the configured files, no TCP, and no signals to other processes. Since
-//!   Linux 7.1 it also forbids connections to sockets of other processes. On older kernels only the
-//!   systemd unit hides these sockets, see `missing_protection`.
-//! - seccomp permits only the system calls below, by the kind of thread. Threads that touch guests'
-//!   data have the shortest list: they open no files, make no connections and start no threads.
-//!   Threads that read messages of a VMM do none of these either.
-//! - Three of root's capabilities remain if the daemon runs as root.
-//! - The process gains no rights by execve(2), which seccomp forbids anyway. Other processes of its
-//!   user cannot trace it, and it writes no core dump.
+//! - Landlock permits access to the configured files only. It forbids TCP and signals to other
+//!   processes, and since Linux 7.1 also connections to sockets of other processes. On older
+//!   kernels only the systemd unit hides these sockets, see `missing_protection`.
+//! - seccomp permits to each kind of thread only the system calls that are listed in this file.
+//!   Threads that access guests' data have the shortest list: they cannot open files, make
+//!   connections or start threads. Threads that read messages of a VMM cannot do these things
+//!   either.
+//! - A daemon that runs as root keeps only three of root's capabilities.
+//! - The process cannot gain rights by execve(2), which seccomp forbids anyway. Other processes of
+//!   the daemon's user cannot trace the process, and it writes no core dump.
 //!
-//! A call that is not permitted fails with EPERM, so that a library can do without it. A call that
-//! only an attack would make ends the process. seccomp does not see the operations of an io_uring,
-//! so each ring is restricted by itself (`queue/uring.rs`), and serving threads cannot create a
-//! ring.
+//! A system call that is not permitted fails with EPERM, so that a library can continue without it.
+//! A call that only an attack would make ends the process. seccomp does not see the operations of
+//! an io_uring. Therefore each ring is restricted separately (`queue/uring.rs`), and serving
+//! threads cannot create a ring.
 //!
-//! The sandbox covers all threads that start after it was entered, until the process ends.
-//! `--no-sandbox` is for debuggers. Out of scope: paths that are not in the configuration.
+//! The sandbox covers the thread that enters it and all threads that it starts later, until the
+//! process ends. `--no-sandbox` is for debuggers. Out of scope: paths that are not in the
+//! configuration.
 
 use crate::config::settings::Config;
 use landlock::{
@@ -40,30 +42,31 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Newest Landlock ABI that this file knows. An older kernel enforces the part of the rules that it
-/// knows.
+/// Newest Landlock ABI that this file uses. An older kernel enforces the part of the rules that it
+/// supports.
 const LANDLOCK: ABI = ABI::V9;
 
 /// Directory of the journal's socket. tmem-log sends each log line to that socket by its path.
 const JOURNAL: &str = "/run/systemd/journal";
 
-/// Capabilities that the daemon keeps. It uses them to give sockets to the users of QEMUs and to
-/// groups of operators, to set the sockets' modes afterwards, and to lock pages of guests in
-/// memory. The systemd unit grants the first two, and permits locking by a limit instead.
+/// Capabilities that the daemon keeps. CAP_CHOWN lets it give sockets to the users of QEMUs and to
+/// groups of operators, and CAP_FOWNER lets it set the sockets' modes afterwards. CAP_IPC_LOCK lets
+/// it lock guests' pages in memory. The systemd unit grants only CAP_CHOWN and CAP_FOWNER, and
+/// permits locking by a limit.
 const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::FOWNER)
     .union(CapabilitySet::IPC_LOCK);
 
-/// Kind of a thread, which decides the system calls that it may use.
+/// Kind of a thread. The sandbox permits different system calls to each kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// Creates the resources that other threads use while they serve.
+    /// Thread that creates resources at the daemon's start, such as io_urings, for other threads.
     Starting,
-    /// Serves control clients or watches the host.
+    /// Thread that serves control clients or watches the host.
     Serving,
-    /// Reads messages of a VMM.
+    /// Thread that reads the vhost-user messages of one VMM.
     Connection,
-    /// Serves queues or works on the pool.
+    /// Thread that answers requests of guests, or works on the pool in the background.
     Data,
 }
 
@@ -74,11 +77,11 @@ struct Filters {
     data: BpfProgram,
 }
 
-/// The filters, once the sandbox was entered.
+/// Seccomp filters of the process; empty until the process enters the sandbox.
 static FILTERS: OnceLock<Filters> = OnceLock::new();
 
-/// System calls of all threads: memory, waiting, time, exit, and log lines through open
-/// descriptors.
+/// System calls that all kinds of threads may make: memory, waiting, time, exit, and log lines
+/// through open descriptors.
 const DATA_CALLS: &[c_long] = &[
     libc::SYS_brk,
     libc::SYS_clock_gettime,
@@ -96,7 +99,7 @@ const DATA_CALLS: &[c_long] = &[
     libc::SYS_getpid,
     libc::SYS_getrandom,
     libc::SYS_gettid,
-    // These calls interrupt guests, see queue/notifier.rs.
+    // The daemon interrupts guests with io_getevents(2) and io_submit(2), see queue/notifier.rs.
     libc::SYS_io_getevents,
     libc::SYS_io_submit,
     libc::SYS_io_uring_enter,
@@ -123,32 +126,34 @@ const DATA_CALLS: &[c_long] = &[
     libc::SYS_rt_sigreturn,
     libc::SYS_sched_getaffinity,
     libc::SYS_sched_yield,
-    // sendto(2) sends log lines to the journal, and replies to vhost-user messages. No thread has
-    // sendmsg(2), which could pass file descriptors: see vhost/reply.rs.
+    // sendto(2) sends log lines to the journal, and replies to vhost-user messages. No thread may
+    // call sendmsg(2), which could pass file descriptors: see vhost/reply.rs.
     libc::SYS_sendto,
     libc::SYS_set_robust_list,
-    // shutdown(2) ends a connection whose memory was lost.
+    // The daemon ends a connection with shutdown(2) if a page of its memory was lost.
     libc::SYS_shutdown,
     libc::SYS_sigaltstack,
-    // abort() uses tgkill(2) for the process itself.
+    // abort() ends the process with tgkill(2), which sends a signal to a thread of the daemon
+    // itself.
     libc::SYS_tgkill,
     libc::SYS_write,
     libc::SYS_writev,
 ];
 
-/// Further system calls of connection threads. They read from an open socket, receive files through
-/// it, and watch kicks.
+/// System calls that connection threads may make, but data threads may not. Connection threads read
+/// from an open socket, receive files through it, and watch the eventfds with which guests kick.
 const CONNECTION_CALLS: &[c_long] = &[
     libc::SYS_epoll_ctl,
     libc::SYS_fstatfs,
-    // readlink(2) reads the type of a descriptor from /proc/self/fd.
+    // The daemon reads the type of a descriptor from /proc/self/fd with readlink(2).
     #[cfg(target_arch = "x86_64")]
     libc::SYS_readlink,
     libc::SYS_readlinkat,
     libc::SYS_recvmsg,
 ];
 
-/// Further system calls of serving threads: files, sockets and threads.
+/// System calls that serving threads (such as the acceptor) may make, but connection threads may
+/// not: for files, sockets and threads.
 const SERVING_CALLS: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_bind,
@@ -208,12 +213,13 @@ const SERVING_CALLS: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
-/// Further system calls at the start: contexts of io_uring, and of the AIO that queue/notifier.rs
-/// uses. seccomp does not see the operations of a ring, so rings are created and restricted before
-/// the daemon serves.
+/// System calls that threads may make only during the start. They create io_urings and the AIO
+/// context of queue/notifier.rs. seccomp does not see the operations of a ring, so rings are
+/// created and restricted before the daemon serves.
 const STARTING_CALLS: &[c_long] = &[libc::SYS_io_setup, libc::SYS_io_uring_setup];
 
-/// System calls that no part of this process ever makes. A thread that makes one ends the process.
+/// System calls that no part of the daemon ever makes. If a thread makes one, the kernel ends the
+/// process.
 const ATTACKS: &[c_long] = &[
     libc::SYS_bpf,
     libc::SYS_execve,
@@ -231,16 +237,18 @@ const ATTACKS: &[c_long] = &[
     libc::SYS_userfaultfd,
 ];
 
-/// Enters the sandbox. The log names the protections that this kernel lacks.
+/// Enters the sandbox. Logs which protections the kernel lacks.
 ///
 /// # Errors
 /// A path of the configuration does not exist, or a system call fails.
 pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
+    // rustix reads and caches the page size here, before the filters are applied. Otherwise a
+    // connection thread would read it first, with system calls that its filter forbids. Before
+    // Linux 6.4, rustix reads /proc/self/auxv, which belongs to root as soon as the process is not
+    // dumpable.
+    rustix::param::page_size();
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     drop_capabilities()?;
-    // The page size is read and cached here. Otherwise a connection thread would read it first,
-    // with system calls that its filter forbids.
-    rustix::param::page_size();
     let ruled = restrict_files(config, file)?;
     match missing_protection(&ruled.ruleset, ruled.landlock) {
         None => {}
@@ -248,11 +256,11 @@ pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
         Some(LogLine::Warning(text)) => tracing::warn!("{text}"),
     }
     for filter in [filter(ThreadKind::Starting)?, no_clone3()?, attacks()?] {
-        // `apply_filter` also sets no_new_privs. If a thread has several filters, the strictest
-        // decides.
+        // `apply_filter` also sets no_new_privs. If a thread has several filters, the kernel obeys
+        // the strictest one.
         seccompiler::apply_filter(&filter).map_err(io::Error::other)?;
     }
-    // Only the first call sets the value, because the process has one sandbox.
+    // Only the first call of `enter` stores its filters, because the process has one sandbox.
     let _ = FILTERS.set(Filters {
         serving: filter(ThreadKind::Serving)?,
         connection: filter(ThreadKind::Connection)?,
@@ -262,19 +270,19 @@ pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
 }
 
 /// Restricts the calling thread, and the threads that it starts later, to the system calls that
-/// threads of this kind may make. It does nothing outside the sandbox. It does not affect other
-/// threads, because seccomp cannot apply one filter to all threads of a process once their filters
-/// differ.
+/// threads of this kind may make. The call does nothing if the process has not entered the sandbox.
+/// Each thread must make the call itself, because seccomp cannot apply one filter to all threads of
+/// a process once their filters differ.
 ///
 /// # Panics
-/// The kernel refuses the filter, although it has accepted one that allows more calls.
+/// The kernel refuses the filter, although it has accepted a filter that allows more calls.
 pub fn narrow(kind: ThreadKind) {
     let Some(filters) = FILTERS.get() else {
         return;
     };
     let filter = match kind {
-        // A thread of kind Starting keeps the filter of the whole process. The process has had this
-        // filter since it entered the sandbox.
+        // A thread of kind Starting gets no further filter. It keeps the filter that the whole
+        // process got when it entered the sandbox.
         ThreadKind::Starting => return,
         ThreadKind::Serving => &filters.serving,
         ThreadKind::Connection => &filters.connection,
@@ -284,19 +292,20 @@ pub fn narrow(kind: ThreadKind) {
         .expect("the kernel refused a filter, although it accepted one before");
 }
 
-/// A log line about a protection that the kernel lacks.
+/// Log line about a protection that the kernel lacks, with its level.
 #[derive(Debug, PartialEq, Eq)]
 enum LogLine {
     Info(&'static str),
     Warning(&'static str),
 }
 
-/// Returns the log line about missing protections; None if the kernel enforces all of them.
+/// Returns the log line about protections that the kernel lacks; None if the kernel enforces all of
+/// them.
 fn missing_protection(ruleset: &RulesetStatus, landlock: LandlockStatus) -> Option<LogLine> {
     match (ruleset, landlock) {
         (RulesetStatus::FullyEnforced, _) => None,
-        // Landlock ABI 6 to 8 lacks several restrictions. Only the one on connections to sockets
-        // concerns the daemon.
+        // Landlock ABI 6 to 8 lacks several restrictions. Of these, the daemon needs only the
+        // restriction on connections to sockets.
         (
             RulesetStatus::PartiallyEnforced,
             LandlockStatus::Available {
@@ -315,14 +324,15 @@ fn missing_protection(ruleset: &RulesetStatus, landlock: LandlockStatus) -> Opti
     }
 }
 
-/// Drops all capabilities of the calling thread except [`CAPABILITIES`], also for the threads that
-/// it starts.
+/// Drops all capabilities except [`CAPABILITIES`] from the calling thread and the threads that it
+/// starts later.
 fn drop_capabilities() -> io::Result<()> {
     let has = capabilities(None)?;
-    // A process without CAP_SETPCAP cannot change the bounding set. It executes no program anyway.
+    // Without CAP_SETPCAP, a process cannot reduce its bounding set of capabilities. That set only
+    // matters for a process that executes programs, which the daemon does not.
     if has.effective.contains(CapabilitySet::SETPCAP) {
         for capability in (0..u64::BITS).map(|bit| CapabilitySet::from_bits_retain(1 << bit)) {
-            // An error means that the kernel has no capability of that number.
+            // If the query fails, the kernel does not know a capability with this number.
             let is_there = capability_is_in_bounding_set(capability).unwrap_or(false);
             if is_there && !CAPABILITIES.contains(capability) {
                 remove_capability_from_bounding_set(capability)?;
@@ -341,7 +351,8 @@ fn drop_capabilities() -> io::Result<()> {
     Ok(())
 }
 
-/// Creates a rule about one argument, of which only the bits of `mask` are compared.
+/// Creates a rule that permits a system call if its argument `number`, limited to the bits of
+/// `mask`, equals `value`.
 fn argument(number: u8, mask: i32, value: i32) -> io::Result<SeccompRule> {
     let mask = SeccompCmpOp::MaskedEq(mask as u64);
     SeccompCondition::new(number, SeccompCmpArgLen::Dword, mask, value as u64)
@@ -363,7 +374,7 @@ fn compile(
 }
 
 fn filter(kind: ThreadKind) -> io::Result<BpfProgram> {
-    // Each kind may use its own calls and those of all kinds that follow it in this list.
+    // A thread of each kind may make the calls of its own list and of all lists after that list.
     let lists = [STARTING_CALLS, SERVING_CALLS, CONNECTION_CALLS, DATA_CALLS];
     let own = match kind {
         ThreadKind::Starting => &lists[..],
@@ -373,7 +384,7 @@ fn filter(kind: ThreadKind) -> io::Result<BpfProgram> {
     };
     let calls = own.iter().copied().flatten();
     let mut rules: BTreeMap<_, _> = calls.map(|&call| (call, Vec::new())).collect();
-    // No memory may become executable.
+    // No thread may map memory as executable or make it executable.
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         rules.insert(call, vec![argument(2, libc::PROT_EXEC, 0)?]);
     }
@@ -381,7 +392,8 @@ fn filter(kind: ThreadKind) -> io::Result<BpfProgram> {
         let thread = libc::CLONE_THREAD | libc::CLONE_VM;
         rules.insert(libc::SYS_clone, vec![argument(0, thread, thread)?]);
         rules.insert(libc::SYS_socket, vec![argument(0, -1, libc::AF_UNIX)?]);
-        // std makes a socket nonblocking with FIONBIO.
+        // The standard library makes sockets nonblocking with the ioctl FIONBIO, so this ioctl is
+        // permitted.
         rules.insert(
             libc::SYS_ioctl,
             vec![argument(1, -1, libc::FIONBIO as i32)?],
@@ -391,8 +403,8 @@ fn filter(kind: ThreadKind) -> io::Result<BpfProgram> {
     compile(rules, refuse, SeccompAction::Allow)
 }
 
-/// Creates a filter that hides clone3(2), so that threads start with clone(2), whose flags a filter
-/// sees.
+/// Creates a filter that makes clone3(2) appear missing. Threads then start with clone(2), whose
+/// flags a filter sees.
 fn no_clone3() -> io::Result<BpfProgram> {
     let rules = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
     let unknown = SeccompAction::Errno(libc::ENOSYS as u32);
@@ -420,8 +432,8 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         | AccessFs::MakeDir
         | AccessFs::MakeSock
         | AccessFs::RemoveFile
-        // If a socket already exists at a configured path, the daemon connects to it, to find out
-        // whether a process listens on it.
+        // If a socket already exists at a configured path, the daemon connects to the socket, to
+        // find out whether a process listens there.
         | AccessFs::ResolveUnix
         | AccessFs::Truncate;
     let parent = |path: &Path| path.parent().unwrap_or(Path::new("/")).to_path_buf();
@@ -433,8 +445,8 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         ("/sys/devices/system/cpu".into(), read),
         ("/sys/fs/cgroup".into(), read),
         (JOURNAL.into(), AccessFs::ResolveUnix.into()),
-        // The rule is for the file's directory, because an editor that saves the file replaces it
-        // by a new one.
+        // The rule permits the directory that contains the configuration file, because an editor
+        // may save the file by replacing it with a new one.
         (parent(file), read),
         (config.run_directory.clone(), all),
         (parent(&config.control), all),
@@ -453,8 +465,8 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         let stalls = pressure.stalls.iter();
         paths.extend(stalls.map(|path| (path.clone(), AccessFs::ReadFile | AccessFs::WriteFile)));
     }
-    // NOTIFY_SOCKET names the socket of the service manager, which may be an abstract socket
-    // without a path.
+    // The environment variable NOTIFY_SOCKET names the socket of the service manager, which may be
+    // an abstract socket without a path.
     let manager = std::env::var_os("NOTIFY_SOCKET").map(PathBuf::from);
     let manager = manager.filter(|path| path.is_absolute());
     paths.extend(manager.map(|path| (path, AccessFs::ResolveUnix.into())));
@@ -462,12 +474,13 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(LANDLOCK))?
         .handle_access(AccessNet::from_all(LANDLOCK))?
-        // Abstract sockets stay permitted, because a service manager may listen on one.
+        // Connections to abstract sockets stay permitted, because a service manager may listen on
+        // one.
         .scope(Scope::Signal)?
         .create()?;
     for (path, access) in paths {
-        // A path that does not exist needs no rule. The code that uses the path reports that it is
-        // missing.
+        // A path that does not exist gets no rule. The code that uses the path reports later that
+        // it is missing.
         let Ok(fd) = PathFd::new(&path) else { continue };
         let access = match path.is_dir() {
             true => access,
@@ -504,13 +517,15 @@ mod tests {
         }
     }
 
-    /// Runs `what` in a sandboxed thread. Threads that were started before are not in the sandbox.
+    /// Runs `what` in a new thread that enters the sandbox as the given kind. Other threads of the
+    /// test's process stay outside the sandbox.
     fn inside<R: Send>(kind: ThreadKind, what: impl FnOnce(&Path) -> R + Send) -> R {
         let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         inside_at(directory.path(), kind, what)
     }
 
-    /// Runs `what` in a sandbox whose configuration names the directory `at`.
+    /// Runs `what` in a new thread that enters the sandbox as the given kind. The configuration of
+    /// the sandbox contains the directory `at`.
     fn inside_at<R: Send>(at: &Path, kind: ThreadKind, what: impl FnOnce(&Path) -> R + Send) -> R {
         fs::write(at.join("tmemd.toml"), "").expect("cannot write the file");
         std::thread::scope(|scope| {
@@ -523,7 +538,8 @@ mod tests {
         })
     }
 
-    /// Runs a test that is marked as ignored in a process of its own.
+    /// Runs a test that is marked as ignored in a process of its own. Returns the output of that
+    /// process.
     fn in_a_process(name: &str) -> Output {
         let own = std::env::current_exe().expect("cannot find the program of this test");
         let test = format!("host::sandbox::tests::{name}");
@@ -569,7 +585,7 @@ mod tests {
                 .expect("cannot create a thread");
             let (read, write) = (ProtFlags::READ, ProtFlags::WRITE);
             let map = |prot| {
-                // SAFETY: the mapping is new, and nothing uses it.
+                // SAFETY: the mapping is new, and no other code uses it.
                 unsafe { mmap_anonymous(std::ptr::null_mut(), 4096, prot, MapFlags::PRIVATE) }
             };
             assert_eq!(
@@ -577,19 +593,23 @@ mod tests {
                 Errno::PERM
             );
             let page = map(read | write).expect("cannot map memory");
-            // SAFETY: the page was just mapped.
+            // SAFETY: the page was just mapped, and no other code uses it.
             let done = unsafe { mprotect(page, 4096, MprotectFlags::READ | MprotectFlags::EXEC) };
             assert_eq!(done.expect_err("memory was made executable"), Errno::PERM);
-            // SAFETY: nothing uses the page any more.
+            // SAFETY: no code uses the page any more.
             unsafe { rustix::mm::munmap(page, 4096) }.expect("cannot unmap the page");
-            // SAFETY: the call is that of fork, without flags of a thread. The kernel must refuse
-            // it. If it does not, the child only exits.
+            // SAFETY: the call is equivalent to fork(2), because its flags do not create a thread.
+            // The kernel must refuse it. If it does not, the child only exits.
             let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
             if child == 0 {
-                // SAFETY: only a child that must not exist gets here.
+                // SAFETY: this code runs in the child process, which exists only if the kernel did
+                // not refuse the call. The child may use nothing of its parent.
                 unsafe { libc::_exit(1) };
             }
-            assert_eq!(child, -1, "a process was created");
+            assert_eq!(
+                child, -1,
+                "the kernel let a sandboxed thread create a process"
+            );
         });
     }
 
@@ -622,7 +642,8 @@ mod tests {
                     libc::EPERM,
                     "a thread of kind {kind:?} did not get EPERM for passing a descriptor"
                 );
-                // The vhost crate sends its replies with send_with_fds(), which calls sendmsg().
+                // The vhost crate sends its replies with send_with_fds(), which calls the C
+                // function sendmsg().
                 let sent = left.send_with_fds(&[&b"re"[..], &b"ply"[..]], &[]);
                 assert_eq!(
                     sent.expect("the thread cannot send a reply without descriptors"),
@@ -633,7 +654,8 @@ mod tests {
         }
     }
 
-    /// tracing-journald sends a log line through an open socket to a path.
+    /// tracing-journald sends each log line through a socket that is already open, to the path of
+    /// the journal's socket.
     #[test]
     fn every_thread_can_write_to_the_journal() {
         let directory = tempfile::tempdir().expect("cannot create a temporary directory");
@@ -664,7 +686,8 @@ mod tests {
             assert_eq!(error.raw_os_error(), Some(libc::EPERM));
             let local = socket(AddressFamily::UNIX, SocketType::STREAM, None);
             assert_eq!(local.expect_err("a socket was created"), Errno::PERM);
-            // A socket that was open before the sandbox was entered cannot be connected either.
+            // connect(2) also fails for a socket that the test created before the thread entered
+            // the sandbox.
             let error = left
                 .connect(own.join("any"))
                 .expect_err("an open socket was connected");
@@ -673,11 +696,14 @@ mod tests {
                 .send(b"what is there")
                 .expect("the thread cannot send through an open socket");
             let thread = std::thread::Builder::new().spawn(|| ());
-            assert!(thread.is_err(), "a thread was created");
+            assert!(
+                thread.is_err(),
+                "the kernel let a sandboxed thread create a thread"
+            );
         });
     }
 
-    /// Tries to create an io_uring context and an AIO context.
+    /// Tries to create an io_uring and an AIO context. Returns the results of both attempts.
     fn contexts() -> [io::Result<()>; 2] {
         let made = |made: c_long| match made {
             -1 => Err(io::Error::last_os_error()),
@@ -690,7 +716,7 @@ mod tests {
         // has one entry.
         let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) };
         let ring = made(ring);
-        // SAFETY: the kernel writes a context's number to the pointer's target.
+        // SAFETY: the kernel writes the number of the new AIO context to `context`.
         let aio = made(unsafe { libc::syscall(libc::SYS_io_setup, 1, &mut context) });
         [ring, aio]
     }
@@ -704,8 +730,8 @@ mod tests {
         }
     }
 
-    /// Serving threads must not create an io_uring, because seccomp does not see its operations,
-    /// and a new one is not restricted.
+    /// Serving threads must not create an io_uring. seccomp does not see the operations of a ring,
+    /// and a new ring would accept all of them.
     #[test]
     fn serving_threads_cannot_create_rings() {
         if let [Err(error), _] | [_, Err(error)] = contexts() {
@@ -720,8 +746,8 @@ mod tests {
         });
         inside(ThreadKind::Serving, |_| {
             refused(contexts());
-            // The acceptor is a serving thread that starts the threads of connections, so they must
-            // be restricted, too.
+            // The acceptor thread is a serving thread. The threads of connections that it starts
+            // inherit its restrictions.
             let later = std::thread::spawn(|| {
                 refused(contexts());
                 narrow(ThreadKind::Connection);
@@ -734,7 +760,7 @@ mod tests {
 
     #[test]
     #[ignore = "puts its process into the sandbox: see a_started_daemon_cannot_create_rings"]
-    fn rings_are_refused_after_the_daemon_has_started() {
+    fn child_process_starts_a_daemon_and_cannot_create_rings() {
         inside(ThreadKind::Starting, |own| {
             let daemon = crate::Daemon::start(config(own)).expect("cannot start the daemon");
             refused(contexts());
@@ -744,12 +770,12 @@ mod tests {
 
     #[test]
     fn a_started_daemon_cannot_create_rings() {
-        let output = in_a_process("rings_are_refused_after_the_daemon_has_started");
+        let output = in_a_process("child_process_starts_a_daemon_and_cannot_create_rings");
         assert!(output.status.success(), "the process failed: {output:?}");
     }
 
-    /// The sandbox refuses io_uring to serving threads, as a container may refuse it to all
-    /// processes.
+    /// A container may refuse io_uring to all processes. This test simulates that with the sandbox,
+    /// because the sandbox refuses io_uring to serving threads.
     #[test]
     fn workers_use_epoll_where_io_uring_is_refused() {
         inside(ThreadKind::Serving, |_| {
@@ -778,7 +804,8 @@ mod tests {
         });
     }
 
-    /// For each Landlock version that lacks a protection, the log line names what is missing.
+    /// For each Landlock version that lacks a protection, the log line names the missing
+    /// protection.
     #[test]
     fn partial_or_missing_landlock_is_logged() {
         let on = |effective_abi| LandlockStatus::Available {
@@ -823,14 +850,15 @@ mod tests {
         }
     }
 
-    /// Only sockets in the configured directories can be connected to, whatever their modes permit.
+    /// In the sandbox, connect(2) reaches only sockets in the configured directories, whatever the
+    /// modes of other sockets permit.
     #[test]
     fn the_sandbox_refuses_connections_to_unconfigured_sockets() {
         let other = tempfile::tempdir().expect("cannot create a temporary directory");
         let theirs = other.path().join("bus");
         let _listener = UnixListener::bind(&theirs).expect("cannot bind the socket");
-        // The Landlock rules are applied in a separate thread, because a thread cannot remove its
-        // rules.
+        // A separate thread applies the Landlock rules, because a thread cannot remove rules that
+        // apply to itself.
         let ruled = std::thread::spawn(|| rules(&config(Path::new("/")), Path::new("/none")));
         let abi = match ruled
             .join()
@@ -854,8 +882,8 @@ mod tests {
                     );
                     assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
                 }
-                // Before Linux 7.1, Landlock cannot forbid this connection, a remaining risk that
-                // docs/threat-model.md describes.
+                // Landlock before Linux 7.1 cannot forbid connections to sockets of other
+                // processes. docs/threat-model.md describes this remaining risk.
                 _ => drop(
                     connected
                         .expect("the connection was refused without Landlock rules for sockets"),
@@ -872,7 +900,7 @@ mod tests {
 
     #[test]
     #[ignore = "ends its process: see attack_system_calls_end_the_process"]
-    fn executes_a_program_in_the_sandbox() {
+    fn child_process_executes_a_program_in_the_sandbox() {
         inside(ThreadKind::Serving, |_| {
             let arguments = [std::ptr::null::<libc::c_char>()];
             // SAFETY: the arguments are a name that ends with 0 and an empty list. The call fails
@@ -883,7 +911,7 @@ mod tests {
 
     #[test]
     fn attack_system_calls_end_the_process() {
-        let output = in_a_process("executes_a_program_in_the_sandbox");
+        let output = in_a_process("child_process_executes_a_program_in_the_sandbox");
         assert_eq!(
             output.status.signal(),
             Some(libc::SIGSYS),
