@@ -3,7 +3,7 @@
 //!
 //! attach works in steps. Each step parses the text that the previous step left, and changes only
 //! what differs from the goal. A second attach therefore changes nothing, even if libvirt has
-//! rewritten the text in between.
+//! rewritten the XML after the first one.
 
 use crate::cache::Cache;
 use crate::edit::{self, Splice, apply, child, children, escape, find, indent_within, metadata};
@@ -16,22 +16,22 @@ use crate::undo::{self, Change};
 use crate::{CACHE_NAMESPACE, DEVICE, Error, QEMU_NAMESPACE, SOCKET_FOLDER, UNDO_NAMESPACE};
 use roxmltree::{Document, Node};
 
-/// Time in ms that QEMU waits between attempts to reach the daemon. With this time, a VM has its
-/// cache again soon after a restart of the daemon, and a host with many VMs and no daemon spends
-/// little time on the attempts.
+/// Time in ms that QEMU waits between two attempts to connect to the daemon. It is short enough
+/// that a VM has its cache again soon after a restart of the daemon. It is long enough that many
+/// VMs without a daemon cost the host little time.
 const RECONNECT_MS: u32 = 1000;
 
 /// Options of [`attach`].
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The quota to write into the domain's metadata.
+    /// Quota that attach writes into the domain's metadata.
     pub cache: Cache,
-    /// Directory of the VM's socket.
+    /// Directory of the socket at which the daemon serves the VM.
     pub socket_folder: String,
-    /// Path of a QEMU that has the device; None keeps the domain's emulator.
+    /// Path of a QEMU that has the device. None keeps the emulator that the domain's XML names.
     pub emulator: Option<String>,
-    /// The device's property `retain`; None leaves it out, because an older QEMU does not start with
-    /// a property that it does not know.
+    /// Value of the device's property `retain`. None leaves the property out, because an older QEMU
+    /// does not start with a property that it does not know.
     pub retain: Option<bool>,
 }
 
@@ -46,10 +46,10 @@ impl Default for Options {
     }
 }
 
-/// Returns the domain's XML with the virtio-tmem device.
+/// Adds the virtio-tmem device to a domain's XML, and returns the new XML.
 ///
 /// # Errors
-/// Returns the reason if the domain cannot have the device.
+/// Returns the reason if the domain cannot have the virtio-tmem device.
 pub fn attach(text: &str, options: &Options) -> Result<String, Error> {
     let domain = Domain::parse(text)?;
     options.cache.check()?;
@@ -70,8 +70,8 @@ pub fn attach(text: &str, options: &Options) -> Result<String, Error> {
     Ok(edit.text)
 }
 
-/// Returns the domain's XML with `socket` as the path of the device's socket. All other text is
-/// unchanged.
+/// Returns the domain's XML with `socket` as the path to which the virtio-tmem device connects. All
+/// other text is unchanged.
 pub fn move_socket(text: &str, socket: &str) -> Result<String, Error> {
     let document = Document::parse(text)?;
     let root = document.root_element();
@@ -87,8 +87,8 @@ pub fn move_socket(text: &str, socket: &str) -> Result<String, Error> {
     Ok(apply(text, splices.collect()))
 }
 
-/// Returns the domain's XML without the device and with all changes of attach reverted. An
-/// empty-element tag to which attach added children stays a pair of tags.
+/// Returns the domain's XML without the virtio-tmem device and with all changes of attach reverted.
+/// If attach added children to an empty-element tag, a start tag and an end tag remain.
 pub fn detach(text: &str) -> Result<String, Error> {
     Domain::parse(text)?;
     let mut text = text.to_string();
@@ -112,8 +112,8 @@ pub fn detach(text: &str) -> Result<String, Error> {
     Ok(text)
 }
 
-/// The text that attach is changing, and a record of the changes that this call of attach and
-/// earlier ones made.
+/// A domain's XML while attach changes it. The record in `changes` has the changes of this call of
+/// attach and of earlier calls.
 struct Edit {
     text: String,
     changes: Vec<Change>,
@@ -130,9 +130,9 @@ impl Edit {
         })
     }
 
-    /// Inserts `element` into the element at the path `parent`, or into the root if `parent` is
-    /// empty. The new element follows the last child whose name is in `after`, or the last child of
-    /// all if `after` is empty.
+    /// Inserts the XML `element` into the element at the path `parent`, or into the root if
+    /// `parent` is empty. The new element follows the last child whose name is in `after`. If
+    /// `after` is empty, it becomes the last child.
     fn insert(&mut self, parent: &str, after: &[&str], element: &str) -> Result<(), Error> {
         let document = Document::parse(&self.text)?;
         let root = document.root_element();
@@ -151,8 +151,8 @@ impl Edit {
         Ok(())
     }
 
-    /// Inserts the element unless the domain already has an element at `path`, and records the
-    /// change.
+    /// Inserts the XML `element` and records the change, unless the domain already has an element
+    /// at `path`.
     fn ensure(&mut self, path: &str, after: &[&str], element: &str) -> Result<(), Error> {
         if find(Document::parse(&self.text)?.root_element(), path).is_some() {
             return Ok(());
@@ -163,7 +163,7 @@ impl Edit {
         Ok(())
     }
 
-    /// Sets an attribute that must exist, or an element's text if `attribute` is None.
+    /// Sets the value of an existing attribute, or the element's text if `attribute` is None.
     fn set(&mut self, path: &str, attribute: Option<&str>, new: &str) -> Result<(), Error> {
         let document = Document::parse(&self.text)?;
         let node = find(document.root_element(), path);
@@ -178,8 +178,8 @@ impl Edit {
         if value == new {
             return Ok(());
         }
-        // If attach has changed this value before, the record of that change has the original
-        // value. So only the new value in that record is updated.
+        // If attach has set this value before, the record of that change already has the value from
+        // before attach. So the record stays, and only its new value is updated.
         let first = self.changes.iter_mut().find_map(|change| match change {
             Change::Was {
                 path: at,
@@ -202,7 +202,7 @@ impl Edit {
         Ok(())
     }
 
-    /// Changes the VM's memory to shared memory in a memfd, so that the daemon can map it.
+    /// Moves the VM's memory into a shared memfd, so that the daemon can map it.
     fn memory(&mut self) -> Result<(), Error> {
         let sizes = ["maxMemory", "memory", "currentMemory"];
         let before = ["name", "uuid", "title", "description", "metadata"];
@@ -223,7 +223,8 @@ impl Edit {
         self.set("devices/emulator", None, path)
     }
 
-    /// Writes QEMU's arguments for the device. An existing device keeps its PCI address.
+    /// Writes QEMU's arguments for the virtio-tmem device. A device that exists keeps its PCI
+    /// address.
     fn device(&mut self, socket: &str, retain: Option<bool>) -> Result<(), Error> {
         let document = Document::parse(&self.text)?;
         let root = document.root_element();
@@ -258,7 +259,8 @@ impl Edit {
             self.text = apply(&self.text, splices.collect());
             return Ok(());
         }
-        // The namespace is declared at this element, so that the root's tag stays unchanged.
+        // The inserted element declares libvirt's QEMU namespace itself, so that the root's start
+        // tag stays unchanged.
         let commandline =
             format!("<qemu:commandline xmlns:qemu='{QEMU_NAMESPACE}'>\n  </qemu:commandline>");
         self.ensure("qemu:commandline", &[], &commandline)?;
@@ -279,7 +281,8 @@ impl Edit {
         Ok(())
     }
 
-    /// Writes the quota and the record of changes. This is the last step.
+    /// Writes the quota and the record of changes into the domain's metadata. It is the last step
+    /// of attach, because the earlier steps add to the record.
     fn metadata(&mut self, cache: &Cache) -> Result<(), Error> {
         let before = ["name", "uuid", "genid", "title", "description"];
         self.ensure("metadata", &before, "<metadata>\n  </metadata>")?;
@@ -316,7 +319,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn retain_is_a_property_of_the_device() {
+    fn attach_sets_and_removes_the_retain_property() {
         let plain = "<domain type='kvm'><name>a</name><uuid>b</uuid>\
                      <os><type machine='q35'>hvm</type></os><devices/></domain>";
         let mut text = plain.to_string();
@@ -336,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_moves_to_another_socket() {
+    fn moving_the_socket_changes_only_the_path_in_the_device() {
         let plain = "<domain type='kvm'><name>a</name><uuid>b</uuid><!-- /run/virtio-tmem/b.sock -->\
                      <os><type machine='q35'>hvm</type></os><devices/></domain>";
         assert!(move_socket(plain, "/x").is_err());

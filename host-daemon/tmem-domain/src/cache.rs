@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The element with a VM's quota in the metadata of a libvirt domain. If the element is invalid,
-//! parsing returns the reason.
+//! The XML element with a VM's quota in the metadata of a libvirt domain. If the element is
+//! invalid, parsing returns the reason.
 
 use crate::edit::escape;
 use crate::size::{scale, write_size};
@@ -12,25 +12,25 @@ pub const WEIGHT_MAX: u32 = 10_000;
 /// Longest name of a trust domain that the daemon accepts, in bytes.
 const NAME_BYTES_MAX: usize = 64;
 
-/// Cache settings of a domain. The daemon's default applies to a setting that is None.
+/// Quota and other cache settings of a domain. If a setting is None, the daemon uses its default.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cache {
-    /// Largest charge of the VM, in bytes.
+    /// Limit: largest number of bytes that the VM may be charged in the pool.
     pub limit: Option<u64>,
-    /// Bytes of the pool that the VM is entitled to before the unreserved part is divided by
-    /// weight.
+    /// Reserve: bytes of the pool to which the VM is entitled before all VMs share the other bytes
+    /// by weight.
     pub reserve: Option<u64>,
-    /// The VM's share in the part of the pool that no VM has reserved, relative to the weights of
-    /// other VMs.
+    /// Weight: the VM's share in the part of the pool that no VM has reserved, relative to the
+    /// weights of other VMs.
     pub weight: Option<u32>,
     /// Name of the trust domain; equal pages of its VMs are stored once.
     pub trust_domain: Option<String>,
-    /// True if the VM must not start without its cache.
+    /// True if libvirt must not start the VM when it cannot have its cache.
     pub required: bool,
 }
 
 impl Cache {
-    /// Checks the settings against each other and against the daemon's limits.
+    /// Checks that the settings fit each other and do not exceed the daemon's limits.
     pub fn check(&self) -> Result<(), Error> {
         let fault = |what: String| Err(Error(what));
         if let (Some(limit), Some(reserve)) = (self.limit, self.reserve)
@@ -63,8 +63,8 @@ impl Cache {
         }
     }
 
-    /// Parses the element, with or without its namespace, because libvirt returns the element
-    /// without it.
+    /// Parses the XML element with a VM's quota. The element may lack its namespace, because
+    /// libvirt returns metadata without it.
     pub fn parse(text: &str) -> Result<Cache, Error> {
         Cache::of(roxmltree::Document::parse(text)?.root_element())
     }
@@ -152,13 +152,13 @@ impl Cache {
         Ok(cache)
     }
 
-    /// Returns the element for `virsh metadata --set`: without its namespace, which virsh takes as
-    /// a separate argument.
+    /// Returns the XML element for `virsh metadata --set`. It has no namespace, because virsh takes
+    /// the namespace as a separate argument.
     pub fn to_metadata(&self) -> String {
         self.write("", "", 0)
     }
 
-    /// Returns the element as a part of a domain's XML, indented by `indent` blanks.
+    /// Returns the XML element as a part of a domain's XML, indented by `indent` blanks.
     pub(crate) fn to_element(&self, indent: usize) -> String {
         let namespace = format!(" xmlns:{CACHE_PREFIX}=\"{CACHE_NAMESPACE}\"");
         self.write(&format!("{CACHE_PREFIX}:"), &namespace, indent)

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Edits XML text by the positions of its nodes, so that all other text stays unchanged.
+//! Edits a domain's XML at the positions of its nodes, so that all other text stays unchanged.
 //!
-//! An element is inserted with a line break and blanks before it. When the element is removed, the
-//! line break and the blanks before it are removed, too.
+//! The functions insert an element with a line break and blanks before it. When they remove the
+//! element, they remove that line break and those blanks, too.
 
 use crate::QEMU_NAMESPACE;
 use roxmltree::Node;
 use std::ops::Range;
 
-/// Number of blanks by which libvirt indents each level.
+/// Number of blanks by which libvirt indents each level of a domain's XML.
 const INDENT: usize = 2;
 
-/// A range of the text, and the text that replaces it.
+/// A change of a text: the range of bytes to replace, and the text that replaces it.
 pub struct Splice(pub Range<usize>, pub String);
 
-/// Returns the text with all splices applied. Their ranges must not overlap. Splices with the same
-/// start are applied in the given order.
+/// Returns the text with all splices applied. The splices' ranges must not overlap. Splices that
+/// start at the same position are applied in the given order.
 pub fn apply(text: &str, mut splices: Vec<Splice>) -> String {
     splices.sort_by_key(|Splice(range, _)| range.start);
     let (mut result, mut at) = (String::with_capacity(text.len() + 1024), 0);
@@ -36,8 +36,8 @@ pub fn escape(text: &str) -> String {
         .replace('"', "&quot;")
 }
 
-/// Returns the position after an element's start tag, and true if the element is an empty-element
-/// tag.
+/// Returns the position after an element's start tag, and true if it is an empty-element tag, as in
+/// `<a/>`.
 fn start_tag(node: Node<'_, '_>) -> (usize, bool) {
     let text = node.document().input_text();
     let start = node.range().start;
@@ -56,25 +56,25 @@ fn start_tag(node: Node<'_, '_>) -> (usize, bool) {
     unreachable!("the parser accepted a start tag without an end")
 }
 
-/// Returns the range between an element's tags, or None for an empty-element tag.
+/// Returns the range between an element's start tag and end tag, or None for an empty-element tag.
 pub fn inside(node: Node<'_, '_>) -> Option<Range<usize>> {
     let (start, empty) = start_tag(node);
     let end = node.document().input_text()[..node.range().end].rfind("</")?;
     (!empty).then_some(start..end)
 }
 
-/// Returns the level of an element: 0 for the root.
+/// Returns the level of an element in the document: 0 for the root.
 fn depth(node: Node<'_, '_>) -> usize {
     node.ancestors().skip(1).filter(Node::is_element).count()
 }
 
-/// Returns the number of blanks before a child of the element.
+/// Returns the number of blanks by which a child of `parent` is indented.
 pub fn indent_within(parent: Node<'_, '_>) -> usize {
     (depth(parent) + 1) * INDENT
 }
 
-/// Inserts elements into `parent`, after the child `after` or, if that is None, before all
-/// children. An empty-element tag gets an end tag.
+/// Inserts `elements` into `parent`, after the child `after`. If `after` is None, they become the
+/// first children. If `parent` is an empty-element tag, it becomes a start tag and an end tag.
 pub fn insert(
     parent: Node<'_, '_>,
     after: Option<Node<'_, '_>>,
@@ -106,7 +106,7 @@ pub fn insert(
     ]
 }
 
-/// Removes an element, with the line break and the blanks before it.
+/// Removes the element `node`, with the line break and the blanks before it.
 pub fn remove(node: Node<'_, '_>) -> Splice {
     let before = &node.document().input_text()[..node.range().start];
     let line = before.trim_end_matches([' ', '\t']);
@@ -114,14 +114,15 @@ pub fn remove(node: Node<'_, '_>) -> Splice {
     Splice(line.len()..node.range().end, String::new())
 }
 
-/// Returns true if an element contains only white space.
+/// Returns true if the element `node` contains nothing or only white space.
 pub fn is_blank(node: Node<'_, '_>) -> bool {
     node.children()
         .all(|child| child.is_text() && child.text().unwrap_or("").trim().is_empty())
 }
 
-/// Returns the child elements named `name`. Plain names are libvirt's own elements; `qemu:NAME` is
-/// an element of libvirt's QEMU namespace, whatever prefix the text uses for it.
+/// Returns the children of `parent` that are elements named `name`. A plain name means an element
+/// of libvirt. `qemu:NAME` means an element of libvirt's QEMU namespace, whatever prefix the text
+/// uses.
 pub fn children<'a, 'input: 'a>(
     parent: Node<'a, 'input>,
     name: &'a str,
@@ -136,17 +137,18 @@ pub fn children<'a, 'input: 'a>(
     })
 }
 
-/// Returns the first child element named `name`. The name has the form that [`children`] describes.
+/// Returns the first child of `parent` that is an element named `name`; see [`children`] for names.
 pub fn child<'a, 'input: 'a>(parent: Node<'a, 'input>, name: &'a str) -> Option<Node<'a, 'input>> {
     children(parent, name).next()
 }
 
-/// Returns the element at a path of names below the root, such as `devices/emulator`.
+/// Returns the element at a path of element names below the root, such as `devices/emulator`.
 pub fn find<'a, 'input: 'a>(root: Node<'a, 'input>, path: &'a str) -> Option<Node<'a, 'input>> {
     path.split('/').try_fold(root, child)
 }
 
-/// Returns the metadata element of a namespace. libvirt keeps at most one for each namespace.
+/// Returns the child of `<metadata>` that belongs to a namespace. libvirt keeps at most one child
+/// for each namespace.
 pub fn metadata<'a, 'input: 'a>(
     root: Node<'a, 'input>,
     namespace: &'a str,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Chooses a free PCI address for a device that libvirt does not know.
+//! Chooses a free PCI address for the virtio-tmem device, which libvirt does not know.
 //!
-//! libvirt assigns slots from the lowest up, so this device takes the highest free one. libvirt
-//! then gives the slot to a device that is plugged in later only if no other slot is free.
+//! libvirt assigns PCI slots from the lowest up, so the virtio-tmem device takes the highest free
+//! one. A device that is plugged in later then conflicts with it only if no other slot is free.
 
 use crate::Error;
 use crate::edit::{child, find};
@@ -10,14 +10,14 @@ use crate::read::qemu_arguments;
 use roxmltree::Node;
 use std::collections::HashSet;
 
-/// Usable slots of an i440FX root bus; the highest is preferred. The slots below 3 hold the chip
-/// set and usually a display.
+/// Usable slots of the root bus of a machine `pc` (i440FX); the highest is preferred. The chip set
+/// and usually a display occupy the slots below 3.
 const SLOTS_PCI: std::ops::RangeInclusive<u8> = 3..=31;
-/// Usable slots of a Q35 root bus. The slots above 23 hold USB and the chip set, and the slots
-/// below 3 hold libvirt's root ports.
+/// Usable slots of the root bus of a machine `q35`. USB and the chip set occupy the slots above 23.
+/// libvirt's root ports occupy the slots below 3.
 const SLOTS_PCIE: std::ops::RangeInclusive<u8> = 3..=23;
 
-/// Returns QEMU's name of the root bus, and its usable slots.
+/// Returns QEMU's name of the domain's PCI root bus, and the usable slots of that bus.
 fn root_bus(root: Node<'_, '_>) -> Result<(&'static str, std::ops::RangeInclusive<u8>), Error> {
     let devices = child(root, "devices");
     let controllers = devices.into_iter().flat_map(|node| node.children());
@@ -46,7 +46,7 @@ fn root_bus(root: Node<'_, '_>) -> Result<(&'static str, std::ops::RangeInclusiv
     }
 }
 
-/// Parses a number as libvirt and QEMU write it, `0x1f` or `31`.
+/// Parses a number as libvirt writes it in XML, for example `0x1f` or `31`.
 fn number(text: &str) -> Option<u32> {
     match text.strip_prefix("0x") {
         Some(digits) => u32::from_str_radix(digits, 16).ok(),
@@ -54,12 +54,12 @@ fn number(text: &str) -> Option<u32> {
     }
 }
 
-/// Returns the slots of the root bus that the domain's devices and QEMU arguments occupy.
+/// Returns the slots of the PCI root bus that the domain's devices and QEMU arguments occupy.
 fn taken(root: Node<'_, '_>, bus: &str) -> HashSet<u32> {
     let devices = child(root, "devices");
     let devices = devices.into_iter().flat_map(|node| node.children());
-    // Use only the <address> that is a direct child of the device, because an <address> below
-    // <source> is an address on the host.
+    // Only an <address> that is a direct child of the device is a slot in the VM. An <address>
+    // below <source> is an address on the host.
     let addresses = devices
         .filter(Node::is_element)
         .filter_map(|device| child(device, "address"));
@@ -74,15 +74,15 @@ fn taken(root: Node<'_, '_>, bus: &str) -> HashSet<u32> {
             pairs.find(|(name, _)| *name == key).map(|(_, value)| value)
         };
         let slot = property("addr")?.split('.').next()?;
-        // QEMU reads slot numbers as hexadecimal even without 0x.
+        // QEMU reads the slot in `addr=` as hexadecimal even without 0x.
         let slot = u32::from_str_radix(slot.trim_start_matches("0x"), 16).ok()?;
         property("bus").is_none_or(|on| on == bus).then_some(slot)
     });
     of_devices.chain(of_arguments).collect()
 }
 
-/// Chooses the highest free slot. Returns its bus and number as QEMU properties, such as
-/// `bus=pci.0,addr=0x1f`.
+/// Chooses the highest free slot of the PCI root bus. Returns the bus and the slot as QEMU
+/// properties, such as `bus=pci.0,addr=0x1f`.
 pub fn free_address(root: Node<'_, '_>) -> Result<String, Error> {
     let (bus, slots) = root_bus(root)?;
     let taken = taken(root, bus);

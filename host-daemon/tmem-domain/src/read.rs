@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Reads a domain's XML: the device, the quota, and the settings that the cache depends on.
+//! Reads a domain's XML: the virtio-tmem device, the quota, and the settings on which the VM's
+//! cache depends.
 
 use crate::cache::Cache;
 use crate::edit::{child, children, find, metadata};
@@ -7,10 +8,12 @@ use crate::size::scale;
 use crate::{CACHE_NAMESPACE, DEVICE, Error};
 use roxmltree::{Document, Node};
 
-/// QEMU id of the device's socket. A device whose chardev has this id was added by attach.
+/// QEMU id of the chardev that connects to the daemon's socket. A device whose chardev has this id
+/// was added by attach.
 pub(crate) const CHARDEV_ID: &str = "virtio-tmem";
 
-/// Name of the device's property that offers retained pages to the driver.
+/// Name of the QEMU device property that turns retained pages on (pages that a get leaves in the
+/// pool).
 pub(crate) const RETAIN: &str = "retain";
 
 /// The settings in a domain's XML that virtio-tmem uses.
@@ -22,14 +25,16 @@ pub struct Domain {
     pub uuid: String,
     /// Path of the emulator, if the XML names one.
     pub emulator: Option<String>,
-    /// The device, if the domain has one.
+    /// The virtio-tmem device, if the domain has one.
     pub device: Option<Device>,
-    /// The quota in the domain's metadata; None if the metadata contains no quota, and an error if
-    /// the quota is invalid.
+    /// The quota in the domain's metadata. It is None if the metadata contains no quota, and an
+    /// error if the quota is invalid.
     pub cache: Option<Result<Cache, Error>>,
-    /// The user that QEMU runs as, if the XML names one: a user name, or a numeric user id after a
-    /// plus sign.
+    /// The user that runs the domain's QEMU, if the XML names one: a user name, or a numeric user
+    /// id after a plus sign.
     pub user: Option<String>,
+    /// True if the VM has ACPI.
+    pub acpi: bool,
     /// Ok if the daemon can map the VM's memory. Otherwise the error gives the reason.
     pub memory: Result<(), Error>,
     /// Bytes that the guest may take from the host's available memory. The value is 0 if the
@@ -37,19 +42,19 @@ pub struct Domain {
     pub takes_bytes: u64,
 }
 
-/// The device in the arguments that libvirt passes to QEMU.
+/// The virtio-tmem device, as the arguments describe it that libvirt passes to QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// Path of the device's socket.
+    /// Path of the daemon's socket that the device connects to.
     pub socket: String,
-    /// True if attach added the device.
+    /// True if attach added the device; false if a user added it by hand.
     pub ours: bool,
-    /// The property `retain`, or None if the device has no such property or it is not a boolean.
+    /// Value of the device's property `retain`; None if the property is missing or not a boolean.
     pub retain: Option<bool>,
 }
 
 impl Domain {
-    /// Reads a domain's XML.
+    /// Parses a domain's XML.
     pub fn parse(text: &str) -> Result<Domain, Error> {
         Domain::of(&Document::parse(text)?)
     }
@@ -77,13 +82,14 @@ impl Domain {
             device: device(root),
             cache: metadata(root, CACHE_NAMESPACE).map(Cache::of),
             user: user(root),
+            acpi: find(root, "features/acpi").is_some(),
             memory: memory(root),
             takes_bytes: takes_bytes(root),
         })
     }
 }
 
-/// Returns the arguments that libvirt passes to QEMU.
+/// Returns the arguments that the domain's XML adds to QEMU's command line.
 pub(crate) fn qemu_arguments(root: Node<'_, '_>) -> Vec<String> {
     argument_nodes(root)
         .iter()
@@ -91,15 +97,15 @@ pub(crate) fn qemu_arguments(root: Node<'_, '_>) -> Vec<String> {
         .collect()
 }
 
-/// Returns the XML elements of the arguments that libvirt passes to QEMU.
+/// Returns the XML elements of the arguments that the domain's XML adds to QEMU's command line.
 pub(crate) fn argument_nodes<'a, 'input: 'a>(root: Node<'a, 'input>) -> Vec<Node<'a, 'input>> {
     children(root, "qemu:commandline")
         .flat_map(|commandline| children(commandline, "qemu:arg"))
         .collect()
 }
 
-/// Returns the value of the property `key` in a QEMU option. QEMU options contain each comma of a
-/// value twice.
+/// Returns the value of the property `key` in a QEMU option such as `a=1,b=2`. A comma in a value
+/// is written twice.
 pub(crate) fn property(options: &str, key: &str) -> Option<String> {
     let options = options.replace(",,", "\0");
     let mut pairs = options.split(',').filter_map(|pair| pair.split_once('='));
@@ -107,8 +113,8 @@ pub(crate) fn property(options: &str, key: &str) -> Option<String> {
     Some(value.replace('\0', ","))
 }
 
-/// Returns the positions of the arguments `-chardev` and `-device` of the device, if attach added
-/// them.
+/// Returns the positions of the arguments `-chardev` and `-device` that attach added, if it added a
+/// device.
 pub(crate) fn our_arguments(arguments: &[String]) -> Option<[usize; 2]> {
     let is = |at: usize, option: &str, id: &str| {
         arguments[at] == option
@@ -141,7 +147,7 @@ fn device(root: Node<'_, '_>) -> Option<Device> {
     })
 }
 
-/// Returns the value of a boolean property, as QEMU reads it.
+/// Returns the value of a boolean QEMU property; None if QEMU would not read it as a boolean.
 fn boolean(value: &str) -> Option<bool> {
     match value {
         "on" | "yes" | "true" | "y" => Some(true),
@@ -150,8 +156,8 @@ fn boolean(value: &str) -> Option<bool> {
     }
 }
 
-/// Returns the user that QEMU runs as, if the domain names one. libvirt's security label of the
-/// model `dac` names it in the form `user:group`.
+/// Returns the user that runs the domain's QEMU, if the XML names one. The XML names it as
+/// `user:group` in a security label of the model `dac`.
 fn user(root: Node<'_, '_>) -> Option<String> {
     let labels = root.children().filter(|node| node.has_tag_name("seclabel"));
     let mut labels = labels.filter(|node| node.attribute("model") == Some("dac"));
@@ -159,7 +165,7 @@ fn user(root: Node<'_, '_>) -> Option<String> {
     Some(label.split(':').next()?.into())
 }
 
-/// Checks that the daemon can map the VM's memory. It must be shared, and in a memfd, because QEMU
+/// Checks that the daemon can map the VM's memory. The memory must be shared, and in a memfd: QEMU
 /// seals a memfd so that no process can shrink it.
 fn memory(root: Node<'_, '_>) -> Result<(), Error> {
     for (place, name, good, is_not) in [
@@ -184,8 +190,8 @@ fn memory(root: Node<'_, '_>) -> Result<(), Error> {
 }
 
 /// Returns the size of the domain's `currentMemory` in bytes, or of its `memory` if it has no
-/// `currentMemory`. The balloon does not let the guest use more than `currentMemory`. Returns 0 if
-/// the memory consists of huge pages.
+/// `currentMemory`. The balloon lets the guest use no more than `currentMemory`. Returns 0 if the
+/// memory consists of huge pages.
 fn takes_bytes(root: Node<'_, '_>) -> u64 {
     let bytes = |name| {
         let node = child(root, name)?;
@@ -200,7 +206,8 @@ fn takes_bytes(root: Node<'_, '_>) -> u64 {
         .unwrap_or(0)
 }
 
-/// Checks that the domain has no setting that excludes the cache and that attach cannot change.
+/// Checks that the domain has no setting that makes the cache impossible and that attach cannot
+/// change.
 pub(crate) fn unchangeable(root: Node<'_, '_>) -> Result<(), Error> {
     if let Some(kind) = root
         .attribute("type")

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Sizes with units as libvirt writes them: a number and an attribute `unit`, which defaults to
-//! KiB.
+//! Sizes as libvirt writes them in XML: a number and an attribute `unit`, which defaults to KiB.
 
-/// Returns the bytes of a unit. As in libvirt, case does not matter, `K` is `KiB`, and `KB` is
-/// 1,000 bytes.
+/// Returns the number of bytes of a unit. As in libvirt, case does not matter, `K` is `KiB`, and
+/// `KB` is 1,000 bytes.
 fn unit_bytes(unit: &str) -> Option<u64> {
     let unit = unit.to_ascii_lowercase();
     if matches!(unit.as_str(), "b" | "byte" | "bytes") {
@@ -18,7 +17,7 @@ fn unit_bytes(unit: &str) -> Option<u64> {
     }
 }
 
-/// Returns the bytes of a number and its unit.
+/// Returns the size in bytes of `number` units.
 pub(crate) fn scale(number: &str, unit: &str) -> Result<u64, String> {
     let bytes = unit_bytes(unit).ok_or_else(|| {
         format!("{unit:?} is not a unit of libvirt: write bytes, KiB, MiB, GiB or TiB")
@@ -34,9 +33,8 @@ pub(crate) fn scale(number: &str, unit: &str) -> Result<u64, String> {
         .ok_or_else(|| format!("{number} {unit} is too large"))
 }
 
-/// Parses a size of the command line, such as `2GiB`. The unit is mandatory except for 0. Otherwise
-/// a number could be misunderstood, because virsh reads a number without unit as KiB and the daemon
-/// reads it as bytes.
+/// Parses a size of the command line, such as `2GiB`. The unit is mandatory except for 0. A number
+/// without a unit would be ambiguous: virsh reads it as KiB, and the daemon reads it as bytes.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit = &text[number.len()..];
@@ -49,7 +47,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
 }
 
 /// Returns a size as libvirt writes it: a number and its unit. The unit is KiB, or bytes if the
-/// size is not a whole number of KiB.
+/// size is not a multiple of 1 KiB.
 pub fn write_size(bytes: u64) -> (u64, &'static str) {
     if bytes.is_multiple_of(1024) {
         (bytes / 1024, "KiB")
@@ -104,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn written_sizes_are_exact() {
+    fn sizes_are_written_in_kib_or_bytes_without_rounding() {
         assert_eq!(write_size(2 << 30), (2 << 20, "KiB"));
         assert_eq!(write_size(1025), (1025, "bytes"));
     }

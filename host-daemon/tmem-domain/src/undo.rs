@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Record in a domain's metadata of the changes that attach made, so that detach reverts only these
-//! changes.
+//! Record of the changes that attach made to a domain's XML. It is in the domain's metadata, and
+//! detach reverts only the recorded changes.
 //!
-//! Changes that a user or a program made after attach stay. detach does not remove an element that
-//! attach added if the element has contents by now. It does not replace a value that attach set if
-//! the value was changed later.
+//! detach keeps changes that a user or a program made after attach. It does not remove an element
+//! that attach added if the element has contents by now. It does not replace a value that attach
+//! set if the value was changed later.
 
 use crate::edit::{self, Splice, apply, escape};
 use crate::{Error, UNDO_NAMESPACE};
 use roxmltree::{Document, Node};
 use std::ops::Range;
 
-/// Namespace prefix of the record's elements.
+/// Namespace prefix of the XML elements that record the changes of attach.
 const PREFIX: &str = "tmem-undo";
 
-/// One recorded change. Paths start at the root, see [`edit::find`].
+/// One recorded change of attach. Its path names an element below the root, see [`edit::find`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// An element was inserted.
+    /// attach inserted the element at this path.
     Made(String),
-    /// The value of an attribute was replaced, or the text of the element if `attribute` is None.
-    /// `old` is the original text, with its entities.
+    /// attach replaced the value of the attribute, or the element's text if `attribute` is None.
+    /// `old` is the text before the change, with its XML entities.
     Was {
         path: String,
         attribute: Option<String>,
@@ -29,7 +29,7 @@ pub enum Change {
     },
 }
 
-/// Returns the record as an element, indented by `indent` blanks.
+/// Returns the record of changes as an XML element, indented by `indent` blanks.
 pub fn write(changes: &[Change], indent: usize) -> String {
     let mut text = format!("<{PREFIX}:undo xmlns:{PREFIX}=\"{UNDO_NAMESPACE}\">");
     for change in changes {
@@ -54,7 +54,8 @@ pub fn write(changes: &[Change], indent: usize) -> String {
     text + &format!("\n{:indent$}</{PREFIX}:undo>", "")
 }
 
-/// Reads the changes of a record. Without a record, returns no changes.
+/// Reads the changes from the record in a domain's metadata. Returns no changes if `record` is
+/// None.
 pub fn read(record: Option<Node<'_, '_>>) -> Result<Vec<Change>, Error> {
     let elements = record.into_iter().flat_map(|record| record.children());
     elements
@@ -78,7 +79,7 @@ pub fn read(record: Option<Node<'_, '_>>) -> Result<Vec<Change>, Error> {
         .collect()
 }
 
-/// Reverts a change of attach, unless the changed part of the text was changed again later.
+/// Reverts one change of attach, unless a user or a program has changed that part of the XML later.
 pub fn revert(text: &str, change: &Change) -> Result<String, Error> {
     let document = Document::parse(text)?;
     let find = |path| edit::find(document.root_element(), path);
@@ -100,7 +101,7 @@ pub fn revert(text: &str, change: &Change) -> Result<String, Error> {
     Ok(apply(text, splices))
 }
 
-/// Returns the position and the value of an attribute, or of the element's text if `attribute` is
+/// Returns the position and the value of the attribute, or of the element's text if `attribute` is
 /// None.
 pub fn value(node: Node<'_, '_>, attribute: Option<&str>) -> Option<(Range<usize>, String)> {
     let Some(name) = attribute else {

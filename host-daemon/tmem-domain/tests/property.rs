@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Random domains, and the properties that attach and detach guarantee for each of them.
+//! Generates random domains, and tests for each domain what attach and detach guarantee.
 //!
-//! A failure prints its seed; `TMEM_SEED` replays one seed.
+//! A failed test prints the seed of the domain. `TMEM_SEED` repeats the test with one seed.
 
 use roxmltree::{Document, Node};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use tmem_domain::{Cache, Domain, Options, attach, detach};
 
-/// Number of random domains in a run.
+/// Number of random domains that a run of the test generates.
 const ROUNDS: u64 = 500;
 
 /// Picks one of several strings at random.
@@ -15,8 +15,8 @@ fn one<'a>(rng: &mut fastrand::Rng, from: &[&'a str]) -> &'a str {
     from[rng.usize(..from.len())]
 }
 
-/// Generates text such as people and programs put between elements: comments, processing
-/// instructions and white space.
+/// Generates text that a person or a program might put between elements: a comment, a processing
+/// instruction or white space.
 fn filler(rng: &mut fastrand::Rng) -> String {
     let tag = rng.u32(..);
     match rng.u8(..8) {
@@ -28,14 +28,14 @@ fn filler(rng: &mut fastrand::Rng) -> String {
     }
 }
 
-/// Quotes an attribute's value with either kind of quotation mark.
+/// Quotes an attribute's value with single or double quotation marks, at random.
 fn quoted(rng: &mut fastrand::Rng, value: &str) -> String {
     let quote = one(rng, &["'", "\""]);
     format!("{quote}{value}{quote}")
 }
 
-/// Generates a device that occupies a slot of the root bus, a device on another bus, or a device
-/// without an address.
+/// Generates a device at random. It occupies a slot of the PCI root bus, is on another bus, or has
+/// no address. `slots` gets the slot that it occupies.
 fn device(rng: &mut fastrand::Rng, slots: &mut Vec<u8>) -> String {
     let slot = rng.u8(1..=31);
     let mac = rng.u32(..);
@@ -210,14 +210,15 @@ fn options(rng: &mut fastrand::Rng) -> Options {
     }
 }
 
-/// Returns true if `whole` is `part` with text inserted anywhere and nothing removed.
+/// Returns true if inserting text into `part` anywhere, without removing any, can result in
+/// `whole`.
 fn is_within(part: &str, whole: &str) -> bool {
     let mut rest = whole.bytes();
     part.bytes().all(|byte| rest.any(|other| other == byte))
 }
 
-/// Lists the nodes of an XML text. The list leaves out white space between elements, and it is the
-/// same for `<a/>` and `<a></a>`.
+/// Lists the nodes of an XML text. The list has no white space between elements, and does not
+/// distinguish `<a/>` from `<a></a>`.
 fn nodes(text: &str) -> Vec<String> {
     let document = Document::parse(text).expect("the text is not XML");
     let nodes = document.root().descendants();
@@ -247,7 +248,7 @@ fn check(seed: u64) {
     let attached =
         attach(&made.text, &options).expect("cannot attach the device to the generated domain");
 
-    // The result has the requested device, memory and quota.
+    // The changed domain has the requested device, memory and quota.
     let read = Domain::parse(&attached).expect("the changed domain is not valid");
     let device = read.device.expect("the changed domain has no device");
     assert_eq!(read.memory, Ok(()));
@@ -270,8 +271,8 @@ fn check(seed: u64) {
         made.slots
     );
 
-    // All other text is unchanged. The check leaves out domains in which attach had to replace a
-    // value.
+    // attach has changed no other text. This is not checked if attach had to replace a value in the
+    // domain.
     let known = [
         "anonymous",
         "'file'",
@@ -294,7 +295,7 @@ fn check(seed: u64) {
     }
 
     // A second attach with the same options changes nothing. An attach with other options does not
-    // change the result of detach.
+    // change what detach returns.
     assert_eq!(attach(&attached, &options).as_ref(), Ok(&attached));
     let other = self::options(rng);
     let changed = attach(&attached, &other).expect("cannot change the attached device");

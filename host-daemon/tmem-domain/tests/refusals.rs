@@ -161,7 +161,7 @@ fn detach_keeps_changes_made_after_attach() {
 }
 
 #[test]
-fn attach_and_detach_replace_a_quota_set_by_virsh() {
+fn attach_replaces_and_detach_removes_a_quota_set_by_virsh() {
     let attached = attach(&domain(DEVICES), &Options::default()).expect("cannot attach the device");
     let element = "<tmem:cache xmlns:tmem=\"urn:virtio-tmem:cache:1\" required=\"no\"/>";
     assert!(
@@ -197,6 +197,10 @@ fn the_dac_seclabel_of_a_domain_names_its_user() {
         Some("qemu")
     );
     for none in ["", selinux, "<seclabel type='none' model='dac'/>"] {
-        assert_eq!(user(none), None, "a user was found in the label {none}");
+        assert_eq!(
+            user(none),
+            None,
+            "parse() found a user in the label {none:?}"
+        );
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Builds the daemon's description of a VM from a libvirt domain. tmem-hook uses it before a VM
-//! starts, and tmem-libvirt uses it while the VM runs, so both send the same description.
+//! Builds the description of a VM for the daemon from a libvirt domain. tmem-hook uses it before a
+//! VM starts, and tmem-libvirt uses it while the VM runs, so both send the same description.
 //!
 //! Out of scope: calls to libvirt, and waiting for the daemon.
 
@@ -9,29 +9,30 @@ use tmem_control as api;
 use tmem_control::accounts::number;
 use tmem_domain::{Cache, Device, Domain};
 
-/// Users that distributions run libvirt's QEMU as: Debian and Ubuntu use the first, other
-/// distributions the second.
+/// Names of the user that runs QEMU for libvirt: the first on Debian and Ubuntu, the second on
+/// other distributions.
 const QEMU_USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
 
 /// Longest name in bytes of a VM that the daemon accepts.
 const NAME_BYTES_MAX: usize = 64;
 
-/// Number of digits of the UUID that are appended to a changed name to make it unique.
+/// Number of digits of the UUID that are appended to a VM's name if the name had to be changed.
+/// They make the name unique.
 const UUID_DIGITS: usize = 8;
 
-/// Path of libvirt's configuration of its QEMU driver.
+/// Path of the configuration file of libvirt's QEMU driver.
 const QEMU_CONF: &str = "/etc/libvirt/qemu.conf";
 
-/// The user who may connect to a VM's socket, by number. None allows only the daemon's user.
+/// User id of the user who may connect to a VM's socket. None allows only the daemon's own user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner(pub Option<u32>);
 
 impl Owner {
-    /// Finds the user that `word` gives by name or number. The word "none" gives no user. If `word`
-    /// is None, the result is the user that libvirt runs QEMU as on this host.
+    /// Finds the user whose name or number is `word`. The word "none" means no user. If `word` is
+    /// None, the result is the user that runs QEMU for libvirt on this host.
     ///
     /// # Errors
-    /// Returns an error if there is no such user.
+    /// Returns an error if the user does not exist.
     pub fn find(word: Option<&str>) -> Result<Owner, String> {
         let read = |path| std::fs::read_to_string(path).unwrap_or_default();
         let (users, conf) = (read("/etc/passwd"), read(QEMU_CONF));
@@ -70,7 +71,7 @@ impl Owner {
     }
 }
 
-/// Returns the user that qemu.conf names, if any.
+/// Returns the user of the line `user = …` in libvirt's qemu.conf; None without such a line.
 fn configured(conf: &str) -> Option<&str> {
     let lines = conf.lines().filter_map(|line| line.trim().split_once('='));
     let mut users = lines.filter(|(key, _)| key.trim() == "user");
@@ -78,8 +79,8 @@ fn configured(conf: &str) -> Option<&str> {
     (!user.is_empty()).then_some(user)
 }
 
-/// Returns the name of the domain's VM in the daemon. It is the domain's name, unless that is too
-/// long or has characters that tables and metrics cannot show. Then the name is shortened, such
+/// Returns the name that the domain's VM has in the daemon. It is the domain's name, unless that is
+/// too long or has characters that tables and metrics cannot show. Such a name is shortened, the
 /// characters are replaced, and digits of the UUID are appended.
 pub fn label(domain: &Domain) -> String {
     let good = |c: char| c.is_ascii_alphanumeric() || "-_.:@+".contains(c);
@@ -87,7 +88,7 @@ pub fn label(domain: &Domain) -> String {
     if name.len() <= NAME_BYTES_MAX && name.chars().all(good) {
         return name.clone();
     }
-    // Replacing characters may make two names equal, so digits of the UUID are appended.
+    // Two changed names may be equal, so digits of the UUID are appended to each.
     let room = NAME_BYTES_MAX - UUID_DIGITS - 1;
     let readable = name.chars().map(|c| if good(c) { c } else { '_' });
     let digits = domain.uuid.chars().take(UUID_DIGITS);
@@ -95,8 +96,9 @@ pub fn label(domain: &Domain) -> String {
     format!("{readable}-{}", digits.collect::<String>())
 }
 
-/// Returns a second socket in the same directory, for the other end of a migration on one host. A
-/// VM that migrates repeatedly alternates between the two.
+/// Returns the path of a VM's second socket, in the directory of its first one. The target of a
+/// migration on one host uses the second socket. If `socket` is the second one, returns the first
+/// one. A VM that migrates repeatedly thus alternates between two sockets.
 pub fn other_socket(socket: &str, uuid: &str) -> String {
     let directory = socket
         .rsplit_once('/')
@@ -109,13 +111,13 @@ pub fn other_socket(socket: &str, uuid: &str) -> String {
     }
 }
 
-/// Converts a domain's quota to the daemon's type.
+/// Converts the quota of a domain to the type that the control socket uses.
 pub fn quota(cache: &Cache) -> api::Quota {
     api::quota(cache.reserve, cache.limit, cache.weight)
 }
 
-/// Describes the VM of a domain that has the device. `owner` may connect to its socket unless the
-/// domain names another user.
+/// Returns the description of a domain's VM for the daemon. The user `owner` may connect to the
+/// VM's socket, unless the domain's XML names another user.
 ///
 /// # Errors
 /// Returns an error if the domain names a user that does not exist.
@@ -138,13 +140,13 @@ pub fn vm(
     })
 }
 
-/// Returns the reason why a request to the daemon failed. The flag is true if the daemon answered
-/// with a refusal, and false if it gave no answer or another error.
+/// Returns the reason why a request to the daemon failed. The flag is true if the daemon refused
+/// the VM or its quota. It is false if the daemon gave no answer or another error.
 pub fn refusal(socket: &Path, error: &api::Error) -> (bool, String) {
     match error.kind() {
         api::ErrorKind::BadQuota(Some(bad)) => (
             true,
-            format!("the daemon refuses its quota: {}", bad.reason),
+            format!("the daemon refuses the VM's quota: {}", bad.reason),
         ),
         api::ErrorKind::BadVm(Some(bad)) => {
             (true, format!("the daemon refuses the VM: {}", bad.reason))
@@ -153,7 +155,7 @@ pub fn refusal(socket: &Path, error: &api::Error) -> (bool, String) {
     }
 }
 
-/// Returns the message for a daemon that cannot be reached.
+/// Returns the message for a daemon that does not answer at its control socket.
 pub fn away(socket: &Path, why: &str) -> String {
     format!(
         "the daemon's control socket {} does not answer: {why}",
@@ -173,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn label_is_the_domain_name_unless_invalid_or_too_long() {
+    fn vm_name_is_the_domain_name_unless_invalid_or_too_long() {
         let long = "x".repeat(65);
         let cut = format!("{}-5ca1ab1e", "x".repeat(55));
         for (name, expected) in [

@@ -2,11 +2,13 @@
 //! tmem-hook: libvirt runs it from /etc/libvirt/hooks/qemu.d/ when a VM starts, arrives or ends.
 //!
 //! Before a start, the hook checks whether the VM can have its cache. It asks the daemon to serve
-//! the VM with the quota of the domain's metadata, and to shrink the pool in favour of the VM's
-//! memory. When the VM has ended, the hook tells the daemon to stop serving the VM. The hook stops
-//! a start only if the domain says required='yes'. In all other cases it exits with success,
-//! because libvirt kills a running VM whose hook fails when libvirtd restarts. The hook never calls
-//! libvirt, because libvirt waits for the hook.
+//! the VM with the quota of the domain's metadata. It also asks the daemon to shrink the pool, so
+//! that the host has memory for the VM. When the VM has ended, the hook tells the daemon to stop
+//! serving it.
+//!
+//! The hook stops a start only if the domain's metadata says required='yes'. In all other cases the
+//! hook exits with success. Otherwise, a hook that fails when libvirtd restarts would make libvirt
+//! kill the running VM. The hook never calls libvirt, because libvirt waits for the hook.
 //!
 //! The hook's stdout is the VM's new XML. It is empty except for a VM that migrates within its
 //! host, because the two ends of such a migration cannot share one socket.
@@ -27,46 +29,48 @@ use tmem_control::VarlinkClientInterface;
 use tmem_domain::{Device, Domain};
 use tmem_hook::{Owner, away, refusal};
 
-/// Longest time that a daemon that does not answer delays a start. The daemon answers within
-/// milliseconds, and people wait for the start.
+/// Longest time that the hook delays the start of a VM if the daemon does not answer. The daemon
+/// normally answers within milliseconds. The time is short because people wait for the start.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Longest time that a start waits for the pool to shrink: a little longer than the daemon waits.
+/// Longest time that the start of a VM waits until the pool has shrunk. It is a little longer than
+/// the time after which the daemon answers the request in any case.
 const ROOM_TIMEOUT: Duration = Duration::from_millis(1500);
 
-/// Pause before the hook asks again after the daemon closed the connection. Most other clients have
-/// disconnected by then.
+/// Pause before the hook asks again if the daemon closed the connection because it had too many
+/// clients. Most other clients have disconnected after this pause.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Whether the daemon has closed at least one connection without an answer.
+/// True if the daemon has closed at least one connection of the hook without an answer.
 static WAS_SHUT: AtomicBool = AtomicBool::new(false);
 
-/// Priority of messages to syslog: facility `daemon` and level `warning`.
+/// Priority of the hook's messages to syslog: facility `daemon` and level `warning`.
 const SYSLOG_PRIORITY: u32 = 3 * 8 + 4;
 
-/// The operations of libvirt that the hook handles.
+/// The operations of libvirt that the hook handles. libvirt passes their names to the hook.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Operation {
-    /// A VM is about to start; the hook may stop the start.
+    /// A VM is about to start. If the hook fails, libvirt does not start the VM.
     Prepare,
-    /// A VM is about to arrive by a migration; the hook may change its XML.
+    /// A VM is about to arrive by a migration. The hook may change the VM's XML.
     Migrate,
-    /// libvirtd has restarted and found the VM running; a failure of the hook would kill the VM.
+    /// libvirtd has restarted and found the VM running. If the hook failed, libvirt would kill the
+    /// VM.
     Reconnect,
-    /// A VM has ended, or could not start. libvirt reports it once or several times.
+    /// A VM has ended, or could not start. libvirt runs the hook for it once or several times.
     Release,
 }
 
-/// The daemon's socket, and the user who may connect to a VM's socket.
+/// The hook's options: the daemon's control socket, and the user who may connect to a VM's socket.
 struct Options {
     socket: PathBuf,
     owner: Option<String>,
 }
 
-/// Reason why the VM has no cache, or a cache with other settings than its domain requests.
+/// Reason why a VM has no cache, or a cache with other settings than its domain requests.
 struct Problem {
     required: bool,
-    /// Whether the daemon did not answer within [`TIMEOUT`].
+    /// True if the daemon did not answer within [`TIMEOUT`].
     late: bool,
     what: String,
 }
@@ -89,7 +93,8 @@ fn main() -> ExitCode {
         words.drain(..2);
     }
     let options = Arc::new(options);
-    // stdin is always read to its end, because libvirt waits until all of it is read.
+    // stdin is read to its end for all operations, because libvirt waits until the hook has read
+    // it.
     let mut xml = Vec::new();
     let read = std::io::stdin().read_to_end(&mut xml);
     let operation = match words.get(1).map(String::as_str) {
@@ -127,8 +132,9 @@ fn main() -> ExitCode {
         ),
     };
     let message = format!("virtio-tmem: domain {domain} {begin}: {what}{end}");
-    // libvirt shows this message only if the hook stops the start. If stderr cannot be written, for
-    // example to a full disk, eprintln would panic, and that would be a failure.
+    // libvirt shows this message only if the hook stops the start. The hook uses `writeln!`,
+    // because `eprintln!` panics if stderr cannot be written, for example on a full disk. A panic
+    // would make the hook fail.
     let _ = writeln!(std::io::stderr(), "{message}");
     if !stop {
         log(&message);
@@ -148,18 +154,18 @@ fn not_needed(what: String) -> Problem {
     }
 }
 
-/// Writes to the host's syslog, if there is one.
+/// Writes a message to the host's syslog, if the host has one.
 fn log(message: &str) {
     let line = format!("<{SYSLOG_PRIORITY}>tmem-hook: {message}");
     let sent = UnixDatagram::unbound().and_then(|log| {
         log.set_nonblocking(true)?;
         log.send_to(line.as_bytes(), "/dev/log")
     });
-    // An error of the log cannot be reported anywhere else.
+    // An error of writing to syslog is ignored, because the hook has no other place to report it.
     drop(sent);
 }
 
-/// Handles the operation, and returns the problem if there is one.
+/// Handles one operation of libvirt, and returns the problem if there is one.
 fn handle(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Problem> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => Arc::new(domain),
@@ -169,17 +175,17 @@ fn handle(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Pro
         return arrive(xml, &domain, options);
     }
     let problem = check(&domain, operation, options);
-    // If the start is stopped, the VM takes no memory, so the pool need not shrink.
+    // The pool shrinks only if the VM will start, because only then does the VM take memory.
     if operation == Operation::Prepare && !problem.as_ref().is_some_and(|p| p.required || p.late) {
         let (bytes, options) = (domain.takes_bytes, options.clone());
-        // The result is ignored: a pool that cannot shrink does not prevent the VM's start.
+        // The result is ignored, because a pool that cannot shrink does not prevent the VM's start.
         let _ = within(ROOM_TIMEOUT, move || release_memory(bytes, &options.socket));
     }
     problem
 }
 
-/// Gives a VM that arrives by a migration within this host a second socket, because the source
-/// still uses the first one.
+/// Handles a VM that arrives by a migration. If it comes from this host, the hook gives it a second
+/// socket, because the source of the migration still uses the first one.
 fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Problem> {
     let device = domain.device.clone()?;
     let socket = options.socket.clone();
@@ -197,7 +203,8 @@ fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Pro
     let other = tmem_hook::other_socket(&device.socket, &domain.uuid);
     match tmem_domain::move_socket(xml, &other) {
         Ok(xml) => {
-            // If libvirt does not read the XML, libvirt reports that.
+            // An error of this write is ignored. It means that libvirt does not read the XML, which
+            // libvirt itself reports.
             let _ = std::io::stdout().write_all(xml.as_bytes());
             None
         }
@@ -216,10 +223,12 @@ fn hangs() -> String {
     }
 }
 
-/// Asks the daemon, and asks again each time that the daemon closes the connection without an
-/// answer. The daemon closes the connection when it has too many clients, for example when many VMs
-/// start together. Each request of the hook may be repeated. The loop has no limit; the caller uses
-/// [`within`], which stops waiting for it. The error has the form of [`refusal`]'s result.
+/// Sends a request to the daemon, and sends it again whenever the daemon closes the connection
+/// without an answer. The daemon closes connections when it has too many clients, for example when
+/// many VMs start together. Repeating a request of the hook does no harm.
+///
+/// The loop has no limit. The caller uses [`within`], which stops waiting for it. The error has the
+/// form of [`refusal`]'s result.
 fn ask<T>(
     socket: &Path,
     call: impl Fn(&mut api::VarlinkClient) -> api::Result<T>,
@@ -244,14 +253,15 @@ fn within<T: Send + 'static>(
 ) -> Option<T> {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
-        // An error means that the time limit has passed, so that the caller no longer waits for the
+        // Sending fails if the time limit has passed, because the caller no longer waits for the
         // result.
         let _ = sender.send(work());
     });
     receiver.recv_timeout(time).ok()
 }
 
-/// Asks the daemon to shrink the pool by the VM's memory, whether the VM has the device or not.
+/// Asks the daemon to shrink the pool so that the host has `bytes` available for a VM that starts.
+/// The VM need not have the virtio-tmem device.
 fn release_memory(bytes: u64, socket: &Path) {
     let bytes = i64::try_from(bytes).unwrap_or(0);
     if bytes > 0 {
@@ -259,7 +269,7 @@ fn release_memory(bytes: u64, socket: &Path) {
     }
 }
 
-/// Handles a domain that has the device, and returns the problem if there is one.
+/// Handles one operation for a domain that has the device, and returns the problem if there is one.
 fn check(domain: &Arc<Domain>, operation: Operation, options: &Arc<Options>) -> Option<Problem> {
     let device = domain.device.clone()?;
     let required = matches!(&domain.cache, Some(Ok(cache)) if cache.required);
@@ -278,7 +288,7 @@ fn check(domain: &Arc<Domain>, operation: Operation, options: &Arc<Options>) -> 
     })
 }
 
-/// Checks that the VM can use the cache, and asks the daemon to serve it.
+/// Asks the daemon to serve the VM, and checks that the daemon supports the device's `retain=on`.
 fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), String> {
     serve(domain, device, options)?;
     if device.retain == Some(true) && ask(&options.socket, api::knows_retained_pages) == Ok(false) {
@@ -291,14 +301,15 @@ fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), St
     Ok(())
 }
 
-/// Checks the VM's memory, and asks the daemon to serve the VM with the domain's settings.
+/// Checks that the daemon can map the VM's memory, and asks it to serve the VM with the domain's
+/// settings.
 fn serve(domain: &Domain, device: &Device, options: &Options) -> Result<(), String> {
     domain.memory.clone().map_err(|error| error.0)?;
     let socket = &options.socket;
     let cache = match &domain.cache {
         Some(cache) => cache.clone().map_err(|error| error.0)?,
-        // The device was added by hand, so the daemon may serve the VM with settings from its own
-        // configuration.
+        // The device was added by hand, without a quota in the metadata. The daemon may already
+        // serve the VM with settings from its own configuration.
         None => {
             let list = ask(socket, |client| client.list_vms().call());
             let vms = list.map_err(|(_, what)| what)?.vms;
@@ -323,7 +334,7 @@ fn serve(domain: &Domain, device: &Device, options: &Options) -> Result<(), Stri
     }
 }
 
-/// Tells the daemon to stop serving the VM.
+/// Tells the daemon to stop serving a VM that has ended.
 fn release(domain: &Domain, device: &Device, options: &Options) -> Result<(), String> {
     let (uuid, socket) = (&domain.uuid, &device.socket);
     let remove =

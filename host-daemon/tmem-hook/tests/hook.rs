@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the hook with a daemon. The pool shrinks in favour of a VM that starts, no start waits
-//! for the daemon without bound, and a VM that migrates on its own host gets another socket.
+//! Tests of tmem-hook with a daemon. The pool shrinks if a VM starts that needs the memory. No
+//! start waits for the daemon without bound. A VM that migrates on its own host gets another
+//! socket.
 //!
-//! A file takes the place of the host's /proc/meminfo and keeps the value that a test writes.
+//! A file that each test writes takes the place of the host's /proc/meminfo.
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
@@ -19,10 +20,10 @@ use tmemd::PressureConfig;
 const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";
 const POOL_BYTES: u64 = 64 << 20;
 const FREE_MIN_BYTES: u64 = 256 << 20;
-/// Available memory of the host in these tests: the memory that has to stay free, and 512 MiB.
+/// Available memory of the host in these tests: 512 MiB more than the memory that must stay free.
 const AVAILABLE_BYTES: u64 = FREE_MIN_BYTES + (512 << 20);
 
-/// Number of clients that the control socket accepts.
+/// Largest number of clients that the control socket accepts at a time.
 const PLACES: usize = 16;
 
 struct HookTest {
@@ -70,14 +71,14 @@ impl HookTest {
     }
 }
 
-/// Connects clients until the control socket has its maximum number of connections. Connections of
-/// earlier clients may still be open for a moment.
+/// Connects clients until the control socket has its maximum number of connections. The loop tries
+/// again on a failure, because connections of earlier clients may still be open for a moment.
 fn clients(host: &HookTest) -> Vec<tmem_control::VarlinkClient> {
     let mut clients = Vec::new();
     until("all clients of the control socket are connected", || {
         let mut client =
             tmem_control::connect(&host.control()).expect("cannot connect to the control socket");
-        // A client that gets an answer occupies one of the connections.
+        // A client that gets an answer occupies one of the control socket's connections.
         if client.list_vms().call().is_ok() {
             clients.push(client);
         }
@@ -97,8 +98,8 @@ fn until(what: &str, mut check: impl FnMut() -> bool) {
     }
 }
 
-/// Returns a domain with `memory_mib` of memory; `device` has the arguments that give it the
-/// device.
+/// Returns the XML of a domain with `memory_mib` MiB of memory. `device` is the XML that gives the
+/// domain the virtio-tmem device, or is empty.
 fn xml(memory_mib: u64, device: &str) -> String {
     format!(
         "<domain type='kvm' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\
@@ -152,7 +153,7 @@ fn the_pool_shrinks_for_a_starting_vm() {
             "operation {operation} changed the pool's size"
         );
     }
-    // The VM needs more memory than the pool has.
+    // For a VM of 1,024 MiB, the host lacks 512 MiB, which is more than the pool has.
     assert_eq!(
         start("prepare", 1024),
         1 << 20,
@@ -160,7 +161,7 @@ fn the_pool_shrinks_for_a_starting_vm() {
     );
 }
 
-/// Returns the arguments that give a domain the device at `socket`.
+/// Returns the XML of the QEMU arguments that give a domain the virtio-tmem device at `socket`.
 fn device(socket: &Path) -> String {
     format!(
         "<qemu:commandline><qemu:arg value='-chardev'/>\
@@ -213,8 +214,8 @@ fn migration_within_a_host_uses_a_second_socket() {
         at(&a),
         "the hook did not change the socket back"
     );
-    // Without a daemon the hook cannot know whether the VM migrates within the host, and leaves the
-    // VM's XML as it is.
+    // Without a daemon, the hook cannot know whether the VM migrates within the host. It then
+    // leaves the VM's XML unchanged.
     let output = hook(&socket("nobody"), "migrate", &at(&b));
     assert!(output.status.success() && output.stdout.is_empty());
     let words = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -234,8 +235,8 @@ fn a_starting_vm_with_the_device_gets_a_socket_and_host_memory() {
     assert_eq!(host.pool_bytes(), 1 << 20);
 }
 
-/// Serves a connection of the hook for each answer, and sends the answer to the connection's call.
-/// The receiver gets each call before its answer is sent.
+/// Acts as the daemon: accepts a connection of the hook for each of `answers`, reads one call from
+/// it, and replies with the answer. The returned receiver gets each call before its answer is sent.
 fn answering(control: &Path, answers: Vec<&'static str>) -> mpsc::Receiver<String> {
     let listener = UnixListener::bind(control).expect("cannot bind the socket");
     let (sender, receiver) = mpsc::channel();
@@ -246,7 +247,7 @@ fn answering(control: &Path, answers: Vec<&'static str>) -> mpsc::Receiver<Strin
             BufReader::new(&stream)
                 .read_until(0, &mut call)
                 .expect("cannot read the call");
-            // If the test has failed, the receiver no longer exists.
+            // Sending fails if the test has failed, because the receiver no longer exists then.
             let _ = sender.send(String::from_utf8_lossy(&call).into_owned());
             (&stream)
                 .write_all(format!("{answer}\0").as_bytes())
@@ -256,10 +257,10 @@ fn answering(control: &Path, answers: Vec<&'static str>) -> mpsc::Receiver<Strin
     receiver
 }
 
-/// QEMU refuses a daemon that does not know retained pages if the device has retain=on, so the VM
-/// has no cache.
+/// If a device has retain=on, QEMU refuses a daemon that does not know retained pages, and the VM
+/// has no cache. The hook reports this before the start.
 #[test]
-fn a_daemon_without_retained_pages_is_a_problem_of_a_device_that_offers_them() {
+fn retain_on_is_reported_if_the_daemon_does_not_know_retained_pages() {
     let added = r#"{"parameters":{"added":true}}"#;
     let old =
         r#"{"error":"org.varlink.service.MethodNotFound","parameters":{"method":"GetFeatures"}}"#;
@@ -274,7 +275,8 @@ fn a_daemon_without_retained_pages_is_a_problem_of_a_device_that_offers_them() {
             let device = device(&directory.path().join("a.sock"));
             let device = device.replace("vhost-user-tmem-pci,", "vhost-user-tmem-pci,retain=on,");
             let xml = xml(0, &(device + metadata));
-            // Without metadata, the hook first asks for the daemon's VMs.
+            // If the domain has no quota in its metadata, the hook first asks for the list of the
+            // daemon's VMs.
             let mut answers = vec![added, answer];
             if metadata.is_empty() {
                 answers.insert(0, r#"{"parameters":{"vms":[]}}"#);
@@ -298,8 +300,8 @@ fn a_daemon_without_retained_pages_is_a_problem_of_a_device_that_offers_them() {
     }
 }
 
-/// A message that cannot be written must not make the hook fail: libvirt ends a running VM whose
-/// hook fails at `reconnect`.
+/// If the hook cannot write its message, it must not fail for that reason. libvirt kills a running
+/// VM whose hook fails at `reconnect`.
 #[test]
 fn a_failed_write_of_a_message_does_not_fail_the_hook() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
@@ -329,8 +331,8 @@ fn a_failed_write_of_a_message_does_not_fail_the_hook() {
     }
 }
 
-/// Listens on a socket and forwards each client to the daemon. The returned receiver gets a message
-/// for each client that the daemon disconnects without an answer.
+/// Listens on the socket `path`, and forwards each client to the daemon at `control`. The returned
+/// receiver gets a message for each client that the daemon disconnects without an answer.
 fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
     let listener = UnixListener::bind(path).expect("cannot bind the socket");
     let (sender, shut_out) = mpsc::channel();
@@ -343,7 +345,7 @@ fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
         });
         std::thread::spawn(move || {
             if !io::copy(&mut &daemon, &mut &client).is_ok_and(|bytes| bytes > 0) {
-                // An error means that the test has ended.
+                // Sending fails only when the test has ended.
                 let _ = sender.send(());
             }
             let _ = client.shutdown(Shutdown::Both);
@@ -359,8 +361,8 @@ fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
     shut_out
 }
 
-/// While the daemon has its maximum number of clients, the hook asks again until it gets an answer.
-/// This is needed when many VMs start together.
+/// While the daemon has its maximum number of clients, the hook repeats its request until it gets
+/// an answer. Many VMs that start together can cause that many clients.
 #[test]
 fn the_hook_retries_while_the_daemon_has_too_many_clients() {
     let run = |host: &HookTest, operation: &str, device: &str| {

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `advise`: what each VM would gain from more memory, and what it could give up.
+//! `tmemctl advise`: prints what each VM would gain from more memory in the pool, and how much
+//! memory it could give up.
 //!
-//! The engine follows a sample of each VM's keys (`tmem_trace::estimate`). From this it estimates
-//! how many misses would be hits with more memory, how many hits would be misses with less, and the
-//! error of both. This file turns the estimates into sentences. Out of scope: changing a quota.
+//! The engine (library tmem-pool) follows a sample of each VM's keys (`tmem_trace::estimate`). From
+//! this sample, it estimates how many misses would be hits with more memory, and how many hits
+//! would be misses with less memory. It also knows the error bounds of both estimates. This file
+//! turns the estimates into sentences. Out of scope: changing a quota.
 
 use crate::exit::Failure;
 use crate::show::percent_word;
@@ -19,12 +21,14 @@ use tmem_trace::estimate::{
     LOSS_UNDER_USUAL,
 };
 
-/// Least number of gets for an estimate. Reading one file twice causes as many.
+/// Smallest number of a VM's gets on which advice may be based. With fewer gets, the estimates were
+/// less accurate in measurements than their error bounds say.
 const GETS_MIN: i64 = ESTIMATE_GETS_MIN as i64;
-/// Number of gets that most of the traces had from which the error bounds were derived.
+/// Smallest number of a VM's gets with which the confidence in advice may be "good". Most of the
+/// traces from which the error bounds were derived have at least this many gets.
 const GETS_GOOD: i64 = 20_000;
 
-/// Least gain for which more memory is recommended: additional hits in percent of all gets.
+/// Smallest gain for which `advise` recommends more memory: additional hits in percent of all gets.
 const GAIN_WORTH_PERCENT: f64 = 2.0;
 
 /// VM and period of `advise`.
@@ -39,7 +43,7 @@ pub struct AdviseArguments {
     table: TableArguments,
 }
 
-/// Advice for one VM.
+/// Advice for one VM, with the figures on which it is based.
 #[derive(Debug, PartialEq, Serialize)]
 pub struct Advice {
     name: String,
@@ -55,7 +59,7 @@ pub struct Advice {
     advice: String,
 }
 
-/// Counters since the daemon's start, or their growth since an earlier reading.
+/// Counters of a VM since the daemon's start, or their growth since an earlier poll.
 struct Counted {
     gets: i64,
     hits: i64,
@@ -80,7 +84,8 @@ impl Counted {
     }
 
     fn since(self, before: &Counted) -> Counted {
-        // A restarted daemon counts from 0.
+        // A smaller number of gets than before means that the daemon was restarted and counts from
+        // 0 again.
         if self.gets < before.gets {
             return self;
         }
@@ -97,7 +102,8 @@ impl Counted {
 fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     let Counted { gets, hits, .. } = *counted;
     let of_gets = |count: f64| count * 100.0 / gets as f64;
-    // An estimate must not exceed the number of misses or hits.
+    // The estimator extrapolates from a sample of the keys, so its sums can exceed the number of
+    // misses or hits.
     let gain = counted
         .gain
         .map(|more| of_gets(more.clamp(0, (gets - hits).max(0)) as f64));
@@ -113,12 +119,12 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
         .zip(gain)
         .find(|(_, gain)| *gain >= GAIN_WORTH_PERCENT && known);
     let bearable = |fewer| match hits {
-        // A VM without hits can lose none. But it may be reading everything for the first time, and
-        // hits may follow.
+        // A VM without hits can lose none. But it may be reading all its data for the first time,
+        // so hits may follow. Enough gets for each page rule that out.
         0 => enough,
         _ => counted.loss_seen > 0 && lost(fewer) * 100.0 <= LOSS_BEARABLE,
     };
-    // A VM that would gain from more memory gives up none.
+    // A VM that would gain from more memory is not advised to give up memory.
     let give_up = LOSS_PERCENT
         .iter()
         .zip(counted.loss)
@@ -126,8 +132,8 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     let give_up_percent = give_up.map(|(percent, _)| *percent).max().unwrap_or(0);
     let can_give_up_bytes = vm.charged_bytes * give_up_percent as i64 / 100;
     let has_enough = of_gets((gets - hits) as f64) < GAIN_WORTH_PERCENT;
-    // Confidence is good only if the advice would still hold with the error that 99 of 100
-    // estimates do not exceed.
+    // The confidence is "good" only if an estimate that is wrong by the usual error would lead to
+    // the same advice. 99 of 100 estimates have at most that error.
     let holds = match worth {
         Some((_, gain)) => gain > GAIN_OVER_USUAL,
         None => can_give_up_bytes > 0 || has_enough,
@@ -139,11 +145,11 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     };
     let no_hits = if hits == 0 { "no hits: " } else { "" };
     let advice = if !known {
-        format!("too few gets to tell: {gets} of {GETS_MIN}")
+        format!("too few gets for advice: the VM has had {gets}, and {GETS_MIN} are needed")
     } else if let Some((more, gain)) = worth {
         let least = (gain - GAIN_OVER_USUAL).max(0.0);
         format!(
-            "{no_hits}{more} % more memory would turn another {gain:.0} % of its gets into hits, \
+            "{no_hits}{more} % more memory would turn another {gain:.0} % of the VM's gets into hits, \
              probably at least {least:.0} %"
         )
     } else if can_give_up_bytes > 0 && hits == 0 {
@@ -154,11 +160,11 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
         )
     } else if can_give_up_bytes > 0 {
         format!(
-            "can give up {give_up_percent} % of its memory: {}",
+            "can give up {give_up_percent} % of its memory in the pool: {}",
             size(can_give_up_bytes)
         )
     } else if has_enough {
-        "it has enough memory in the pool".into()
+        "the VM has enough memory in the pool".into()
     } else {
         format!("{no_hits}neither more nor less memory is known to be worthwhile")
     };
@@ -174,13 +180,16 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     }
 }
 
-/// Describes the error bounds of the columns. They were derived from replays of recorded and
-/// generated loads.
+/// Returns the text below the table, which states the error bounds of the table's columns. The
+/// bounds were derived from replays of recorded and generated loads.
 fn bounds() -> String {
     format!(
-        "In percent of all gets. By replays of loads, 99 of 100 estimates for more room are at most {GAIN_OVER_USUAL} too high, and none is \
-         {GAIN_OVER_MAX} too high; few are over {GAIN_UNDER_MAX} too low.\n99 of 100 estimates for less room are at most {LOSS_UNDER_USUAL} too \
-         low, and none is {LOSS_UNDER_MAX} too low; they may be far too high. What can be given up costs at most {GIVE_UP_COST_MAX}.\n"
+        "All estimates and errors are in percent of all gets. The errors were measured with recorded \
+         and generated loads.\n99 of 100 estimates for more memory are at most {GAIN_OVER_USUAL} \
+         too high, and none is {GAIN_OVER_MAX} too high; few are over {GAIN_UNDER_MAX} too low.\n99 \
+         of 100 estimates for less memory are at most {LOSS_UNDER_USUAL} too low, and none is \
+         {LOSS_UNDER_MAX} too low; many are far too high.\nA VM that gives up the memory in \
+         CAN-GIVE-UP loses hits of at most {GIVE_UP_COST_MAX}.\n"
     )
 }
 
@@ -188,7 +197,7 @@ fn signed(values: Option<[f64; 3]>, nth: usize, sign: &str) -> String {
     values.map_or("-".into(), |values| format!("{sign}{:.1}", values[nth]))
 }
 
-/// Columns of the table.
+/// Columns of the table that `tmemctl advise` prints.
 const COLUMNS: [Column<Advice>; 12] = [
     column("NAME", Align::Left, |advice, _| advice.name.clone()),
     column("GETS", Align::Right, |advice, _| advice.gets.to_string()),
@@ -223,7 +232,7 @@ const COLUMNS: [Column<Advice>; 12] = [
     column("ADVICE", Align::Left, |advice, _| advice.advice.clone()),
 ];
 
-/// Prints the advice for one VM or for all.
+/// Prints the advice for the VM that the user named, or for all VMs.
 pub fn run(reach: &Reach, arguments: &AdviseArguments) -> Result<Output, Failure> {
     let poll = || {
         let vm = arguments.vm.clone();
@@ -325,7 +334,7 @@ mod tests {
             "the advice does not allow 50 % less memory: {}",
             advice.advice
         );
-        // The VM has hits, but none of the sampled keys had one.
+        // The VM has hits, but the estimator's sample of its keys had no hits.
         let advice = advise(|vm| (vm.gets, vm.hits) = (20_000, 19_000));
         assert_eq!(advice.can_give_up_bytes, 0);
     }
@@ -365,7 +374,7 @@ mod tests {
             "the advice has the wrong text: {}",
             advice.advice
         );
-        // The VM may be reading everything for the first time.
+        // With fewer gets for each page, the VM may be reading all its data for the first time.
         for (gets, pages) in [(50_000, 5_001), (GETS_GOOD - 1, 10)] {
             let advice = thrashing(gets, pages);
             assert_eq!((advice.confidence, advice.can_give_up_bytes), ("low", 0));
@@ -393,12 +402,14 @@ mod tests {
             "low",
             "the confidence is not low although there are fewer than 10 gets for each page"
         );
-        // An estimate of no gain may be wrong, unless there are too few misses for any gain.
+        // If `advise` estimates that a VM gains nothing, its confidence is low, because the
+        // estimate may be wrong. The confidence is good if the VM has too few misses to gain
+        // anything.
         assert_eq!(gains(0.0, 10_000), "low");
         let advice = advise(|vm| (vm.gets, vm.hits) = (100_000, 98_001));
         assert_eq!(
             (advice.confidence, &*advice.advice),
-            ("good", "it has enough memory in the pool")
+            ("good", "the VM has enough memory in the pool")
         );
     }
 

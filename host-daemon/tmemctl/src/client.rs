@@ -6,8 +6,8 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use tmem_control as api;
 
-/// Connects to the daemon. A plain connect() comes first, because the library's error does not say
-/// what to do.
+/// Connects to the daemon's control socket. The function first calls connect() itself, because an
+/// error of the varlink library does not tell the user what to do.
 pub fn connect(socket: &Path) -> Result<api::VarlinkClient, Failure> {
     let at = socket.display();
     let failure = |what: String| Failure(what, Code::Unreachable);
@@ -38,7 +38,8 @@ pub fn connect(socket: &Path) -> Result<api::VarlinkClient, Failure> {
     })
 }
 
-/// Translates an error of a call to the daemon.
+/// Converts an error reply of the daemon to a message for the user, with a remedy, and an exit
+/// code.
 pub fn refused(socket: &Path, error: &api::Error) -> Failure {
     let at = socket.display();
     let (what, code) = match error.kind() {
@@ -50,7 +51,7 @@ pub fn refused(socket: &Path, error: &api::Error) -> Failure {
             Code::NotFound,
         ),
         api::ErrorKind::ReadOnlySocket(_) => (
-            format!("the socket {at} is read-only: name the other one with --socket"),
+            format!("the socket {at} is read-only: name the control socket with --socket"),
             Code::Denied,
         ),
         api::ErrorKind::BadSize(Some(args)) => (
@@ -63,7 +64,7 @@ pub fn refused(socket: &Path, error: &api::Error) -> Failure {
         _ if api::was_shut(error) => (
             format!(
                 "the daemon at {at} has too many clients, or refuses this user: its log has the reason. \
-                 Try again, or use its other socket"
+                 Try again, or use the daemon's other socket"
             ),
             Code::Unreachable,
         ),
@@ -84,7 +85,7 @@ pub fn refused(socket: &Path, error: &api::Error) -> Failure {
                 Code::Failed,
             ),
             None => (
-                format!("the daemon at {at} refused: {error}"),
+                format!("the daemon at {at} refused the request: {error}"),
                 Code::Refused,
             ),
         },
@@ -92,7 +93,7 @@ pub fn refused(socket: &Path, error: &api::Error) -> Failure {
     Failure(what, code)
 }
 
-/// Returns whether the daemon knows retained pages.
+/// Asks the daemon whether it supports retained pages (pages that a get leaves in the pool).
 #[cfg(feature = "libvirt")]
 pub fn knows_retained_pages(socket: &Path) -> Result<bool, Failure> {
     let knows = api::knows_retained_pages(&mut connect(socket)?);
@@ -105,14 +106,16 @@ mod tests {
     use std::io::{BufRead, BufReader, Write};
     use std::os::unix::net::UnixListener;
 
-    /// Returns what [`knows_retained_pages`] makes of a daemon that sends this answer.
+    /// Returns what [`knows_retained_pages`] returns if the daemon replies `answer`. The daemon is
+    /// a thread of the test.
     fn answered(answer: &'static str) -> Result<bool, Failure> {
         let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let socket = directory.path().join("control");
         let listener = UnixListener::bind(&socket).expect("cannot bind the socket");
         let daemon = std::thread::spawn(move || {
             let mut call = Vec::new();
-            // A connection without a call only tests whether a process listens.
+            // tmemctl first connects without a request, to test whether a process listens. The loop
+            // skips that connection.
             let stream = loop {
                 let (stream, _) = listener.accept().expect("cannot accept a connection");
                 BufReader::new(&stream)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Asks an emulator whether it has the device and its properties. The emulator is any program, perhaps a script. The
-//! wait for it is therefore bounded, and a process that the emulator leaves behind does not block
-//! tmemctl.
+//! Asks an emulator whether it has the virtio-tmem device, and which properties its device has.
+//!
+//! A domain may name any program as its emulator, for example a script. The wait for its answer is
+//! therefore bounded, and a process that the emulator leaves behind does not block tmemctl.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};
@@ -9,22 +10,23 @@ use std::sync::mpsc;
 use std::time::Duration;
 use tmem_domain::DEVICE;
 
-/// Maximum number of bytes of an answer that are read; QEMU's answer has about 3 KiB.
+/// Maximum number of bytes that tmemctl reads of an emulator's answer. QEMU's answer has about 3
+/// KiB.
 const ANSWER_BYTES: u64 = 1 << 20;
 
-/// The device of an emulator.
+/// Parts of the virtio-tmem device that an emulator supports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Emulator {
-    /// Whether the emulator has the device.
+    /// Whether the emulator has the virtio-tmem device.
     pub has_device: bool,
-    /// Whether its device has the property `retain`.
+    /// Whether the emulator's device has the property `retain`.
     pub has_retain: bool,
 }
 
-/// Returns what the emulator knows of the device. `limit` bounds the wait.
+/// Runs an emulator with `-device …,help` and returns what it supports. `limit` bounds the wait.
 ///
 /// # Errors
-/// Returns the reason if the emulator cannot be asked.
+/// Returns the reason if the emulator cannot be run or does not answer in time.
 pub fn ask(emulator: &str, limit: Duration) -> Result<Emulator, String> {
     let mut command = Command::new(emulator);
     command
@@ -39,8 +41,8 @@ pub fn ask(emulator: &str, limit: Duration) -> Result<Emulator, String> {
         return Err("a bug: it has no stdout".into());
     };
     let (sender, receiver) = mpsc::channel();
-    // A child of the emulator may keep the pipe open. This thread then ends with that child, or
-    // with this process.
+    // The answer is read on a thread, because a child of the emulator may keep the pipe open after
+    // the emulator has ended. The thread then ends with that child, or with tmemctl.
     std::thread::spawn(move || {
         let lines = BufReader::new(answer.take(ANSWER_BYTES)).split(b'\n');
         let mut found = Emulator::default();
@@ -52,11 +54,12 @@ pub fn ask(emulator: &str, limit: Duration) -> Result<Emulator, String> {
             }
         }
         found.has_retain &= found.has_device;
-        // If the time limit has passed, the receiver no longer exists.
+        // Sending fails if the time limit has passed, because the receiver no longer exists then.
         let _ = sender.send(found);
     });
     let found = receiver.recv_timeout(limit);
-    // The answer is complete, or the time limit has passed. The emulator may already have ended.
+    // tmemctl kills the emulator after a complete answer and after the time limit. An error means
+    // that the emulator has already ended.
     let _ = child.kill();
     let _ = child.wait();
     found.map_err(|_| format!("it did not answer within {} s", limit.as_secs_f32()))
@@ -79,7 +82,8 @@ mod tests {
 
     #[test]
     fn a_hung_emulator_is_reported_after_the_timeout() {
-        // Processes that the test leaves behind end after about a minute.
+        // Processes `sleep 70`, which the emulators of this test leave behind, end after about a
+        // minute.
         let long = Duration::from_secs(60);
         let has = |has_device, has_retain| {
             Ok(Emulator {
@@ -99,7 +103,8 @@ mod tests {
         );
         assert_eq!(asked("exit 1", long), has(false, false));
         let begun = Instant::now();
-        // A child of the emulator keeps stdout open for longer than the limit.
+        // A child of this emulator, `sleep 70`, keeps stdout open for longer than the time limit of
+        // 60 s.
         let kept = format!("sleep 70 & {new}; wait");
         assert_eq!(asked(&kept, long), has(true, true));
         let hangs = asked("exec sleep 1000", Duration::from_millis(100));

@@ -28,8 +28,8 @@ pub struct EventArguments {
 impl EventArguments {
     fn wants(&self, event: &api::Event) -> bool {
         let of_vm = self.vm.is_none() || self.vm == event.vm;
-        // The event "subscribed", which a subscription begins with, is printed only if `--kind`
-        // names it.
+        // The daemon begins each subscription with the event "subscribed". tmemctl prints that
+        // event only if `--kind` names it.
         let of_kind = match &self.kind {
             Some(kind) => *kind == event.kind,
             None => event.kind != "subscribed",
@@ -38,8 +38,8 @@ impl EventArguments {
     }
 }
 
-/// Formats a time since 1970 in ms as 2026-11-22T03:10:11.123Z. The calendar computation is Howard
-/// Hinnant's `civil_from_days`.
+/// Formats `time_ms`, a time since 1970 in ms, as in 2026-11-22T03:10:11.123Z. The date is computed
+/// with Howard Hinnant's algorithm `civil_from_days`.
 pub fn utc(time_ms: i64) -> String {
     let (days, ms) = (
         time_ms.div_euclid(86_400_000),
@@ -84,10 +84,11 @@ fn line(event: &api::Event, arguments: &EventArguments) -> String {
     text + ": " + &event.text.replace(char::is_control, " ") + "\n"
 }
 
-/// Prints events. If the daemon ends, so does this command, with code 3.
+/// Prints the daemon's first event, or each event until the daemon ends. In the latter case,
+/// tmemctl ends with exit code 3.
 pub fn run(reach: &Reach, arguments: &EventArguments) -> Result<(), Failure> {
-    // A daemon that hangs is detected by this request, because the wait for events has no time
-    // limit.
+    // The first request has a time limit, and so detects a daemon that hangs. The wait for events
+    // has no time limit.
     in_time(&reach.daemon(), reach, |reach| {
         let answered = connect(&reach.socket)?.list_vms().call();
         answered.map_err(|error| refused(&reach.socket, &error))
@@ -100,7 +101,7 @@ pub fn run(reach: &Reach, arguments: &EventArguments) -> Result<(), Failure> {
     let ended = || {
         let at = reach.socket.display();
         Failure(
-            format!("the daemon at {at} has ended, and so have its events"),
+            format!("the daemon at {at} has ended, so no more events follow"),
             Code::Unreachable,
         )
     };

@@ -4,11 +4,11 @@
 
 use serde_json::json;
 
-/// Reason of a failure; its number is the exit code.
+/// Reason of a failure. Its numeric value is the exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Code {
-    /// Input or output failed, or an answer was invalid.
+    /// Reading or writing failed, or the daemon gave an invalid answer.
     Failed = 1,
     /// The command line is wrong.
     Usage = 2,
@@ -20,13 +20,13 @@ pub enum Code {
     NotFound = 5,
     /// The daemon or libvirt refused the request.
     Refused = 6,
-    /// The user or the socket lacks a right.
+    /// The user has no permission for the socket, or the socket is read-only.
     Denied = 7,
     /// `doctor` found faults.
     Faults = 8,
 }
 
-/// A failure: a sentence and a code.
+/// Failure of a command: a sentence for the user, and the exit code that tells the kind of failure.
 #[derive(Debug)]
 pub struct Failure(pub String, pub Code);
 
@@ -36,17 +36,17 @@ Exit codes:
   0  success
   1  failed: input or output failed, or an answer was invalid
   2  usage: the command line is wrong
-  3  unreachable: the daemon or libvirt does not run, or ended
+  3  unreachable: the daemon or libvirt does not run, has ended, or closed the connection
   4  timeout: the daemon or libvirt did not answer in time
   5  not_found: there is no such VM or domain
   6  refused: the daemon or libvirt refused the request
-  7  denied: no permission for the socket, or it is the read-only one
+  7  denied: no permission for the socket, or the read-only socket does not allow the command
   8  faults: doctor found faults
 
 With --json, an error is a JSON object on stderr: error (a name of this list), exit_code, message.";
 
 impl Code {
-    /// Returns the name of the code in JSON.
+    /// Returns the name by which the JSON output identifies the exit code.
     pub fn name(self) -> &'static str {
         match self {
             Code::Failed => "failed",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! tmemctl: command line for the daemon's control socket. It also adds the device to libvirt's
-//! domains. docs/tmemctl.md describes its commands, JSON and exit codes.
+//! tmemctl: command line for the daemon's control socket. It also adds the virtio-tmem device to
+//! libvirt's domains. docs/tmemctl.md describes its commands, JSON and exit codes.
 //!
 //! | file | contents |
 //! | --- | --- |
@@ -66,7 +66,7 @@ enum Command {
     },
     /// Print statistics of the daemon, the pool and its VMs
     Stats {
-        /// Only this VM: all figures or, with --output, its row of the table
+        /// Print all figures of this VM; with --output, print its row of the table
         vm: Option<String>,
         #[command(flatten)]
         watch: watch::WatchArguments,
@@ -77,7 +77,7 @@ enum Command {
     Top(top::TopArguments),
     /// Print what each VM would gain from more pool memory, and how much it could give up
     Advise(advise::AdviseArguments),
-    /// Drop the pages of VMs: their guests read them from their disks
+    /// Drop the pages of VMs; the guests then read these pages from their disks
     Flush(operate::VmsArguments),
     /// Refuse puts of VMs; their stored pages can still be read
     Freeze(operate::VmsArguments),
@@ -105,7 +105,8 @@ enum Command {
 }
 
 impl Command {
-    /// Returns the name of the service that the command waits for, for messages.
+    /// Returns the name of the service that the command calls (libvirt or the daemon), for error
+    /// messages.
     fn asks(&self, reach: &Reach) -> String {
         match self {
             #[cfg(feature = "libvirt")]
@@ -126,14 +127,15 @@ struct Output {
 }
 
 impl Output {
-    /// Builds the output from a reply of the daemon. The JSON is the reply itself.
+    /// Builds the output of a command from a reply of the daemon. The JSON output is the reply
+    /// itself.
     fn reply(text: String, reply: &impl serde::Serialize) -> Result<Output, Failure> {
         let json = serde_json::to_value(reply).map_err(|e| Failure(e.to_string(), Code::Failed))?;
         Ok(Output { text, json })
     }
 }
 
-/// How to reach the daemon.
+/// Options that each command needs to call the daemon and to print the answer.
 #[derive(Clone)]
 struct Reach {
     socket: PathBuf,
@@ -142,8 +144,8 @@ struct Reach {
 }
 
 impl Reach {
-    /// Returns the time limit for another program, such as an emulator, that a command asks as one
-    /// of its steps.
+    /// Returns half of the command's time limit. A command waits no longer than this for another
+    /// program, such as an emulator, that it runs as one of its steps.
     #[cfg(feature = "libvirt")]
     fn half_the_time(&self) -> Duration {
         Duration::from_secs(self.timeout) / 2
@@ -154,12 +156,12 @@ impl Reach {
     }
 }
 
-/// Returns the definition of the command line, for man pages and completions.
+/// Returns the definition of tmemctl's command line, from which man pages and completions are made.
 pub fn command() -> clap::Command {
     <Arguments as clap::CommandFactory>::command()
 }
 
-/// Runs the command of the process's arguments, and ends the process with its exit code.
+/// Runs the command that the process's arguments name, and ends the process with its exit code.
 pub fn main() {
     let Arguments {
         socket,
@@ -173,7 +175,8 @@ pub fn main() {
         json,
     };
     let done = match command {
-        // These commands run until they are stopped, without the time limit.
+        // `stats --watch`, `top`, `doctor`, `event` and `advise` run until the user stops them, or
+        // apply the time limit to each of their requests.
         Command::Stats { vm, watch, table } if watch.is_asked() => {
             watch::run(&reach, vm.as_deref(), &watch, &table)
         }
@@ -190,7 +193,7 @@ pub fn main() {
         Command::Advise(advise) => {
             advise::run(&reach, &advise).and_then(|output| say(json, &output))
         }
-        // This command asks no service, and a trace can be long, so no time limit applies.
+        // `trace` sends no request to a service, and a trace can be long, so no time limit applies.
         Command::Trace(trace) => trace::run(&trace).and_then(|output| say(json, &output)),
         command => {
             let asked = command.asks(&reach);
@@ -204,7 +207,7 @@ pub fn main() {
     }
 }
 
-/// Prints an error of the command line, or the help text or version that was asked for.
+/// Prints an error in the command line, or the help text or version that the user asked for.
 fn wrong_usage(error: &clap::Error) -> ! {
     if error.use_stderr() && std::env::args_os().any(|word| word == "--json") {
         let message = error.to_string();
@@ -216,10 +219,10 @@ fn wrong_usage(error: &clap::Error) -> ! {
 }
 
 /// Ends the process without running exit handlers. Handlers of C libraries (OpenSSL, GLib) free
-/// memory that a thread of [`in_time`] may still use, in libvirt or while that thread ends. This
-/// was observed as heap corruption. All output has been flushed before.
+/// memory that a thread of [`in_time`] may still use, and have corrupted the heap that way. The
+/// functions that print have flushed all output before.
 fn leave(code: u8) -> ! {
-    // SAFETY: _exit ends the process at once and touches no memory of it.
+    // SAFETY: _exit ends the process at once and does not access its memory.
     unsafe { libc::_exit(i32::from(code)) }
 }
 
@@ -230,7 +233,7 @@ fn say(json: bool, output: &Output) -> Result<(), Failure> {
     print(&output.text)
 }
 
-/// Prints and flushes the text.
+/// Prints a text to stdout and flushes it.
 fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = std::io::stdout().lock();
     match stdout
@@ -238,7 +241,7 @@ fn print(text: &str) -> Result<(), Failure> {
         .and_then(|()| stdout.flush())
     {
         Ok(()) => Ok(()),
-        // The reader has closed the pipe, as head(1) does after its last line.
+        // EPIPE means that the reader has closed the pipe, as head(1) does after its last line.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => leave(0),
         Err(error) => Err(Failure(format!("cannot print: {error}"), Code::Failed)),
     }
@@ -250,8 +253,9 @@ fn fail(failure: &Failure, json: bool) -> u8 {
     failure.1 as u8
 }
 
-/// Runs a command on another thread and fails after the time limit, because a service that hangs
-/// keeps its sockets, and even connect() may block. `asked` names the service in the message.
+/// Runs `run` on another thread, and fails after the time limit. A thread is necessary because even
+/// connect() may block: the socket of a service that hangs still exists. `asked` names the service
+/// in the error message.
 fn in_time<T: Send + 'static>(
     asked: &str,
     reach: &Reach,
@@ -261,7 +265,7 @@ fn in_time<T: Send + 'static>(
     within(limit, reach, run).unwrap_or_else(|| Err(late(asked, reach)))
 }
 
-/// Runs a command on another thread. Returns None if it takes longer than `limit`.
+/// Runs `run` on another thread and returns its result; None if it takes longer than `limit`.
 fn within<T: Send + 'static>(
     limit: Duration,
     reach: &Reach,
@@ -270,7 +274,7 @@ fn within<T: Send + 'static>(
     let (sender, receiver) = std::sync::mpsc::channel();
     let own = reach.clone();
     std::thread::spawn(move || {
-        // If the time limit has passed, the receiver no longer exists.
+        // Sending fails if the time limit has passed, because the receiver no longer exists then.
         let _ = sender.send(run(&own));
     });
     receiver.recv_timeout(limit).ok()
@@ -285,7 +289,7 @@ fn late(asked: &str, reach: &Reach) -> Failure {
     Failure(what, Code::Timeout)
 }
 
-/// Returns all figures, or those of one VM.
+/// Gets the statistics of the daemon, the pool and all VMs or, with `vm`, of that VM only.
 fn stats(reach: &Reach, vm: Option<String>) -> Result<api::GetStats_Reply, Failure> {
     let mut client = connect(&reach.socket)?;
     let reply = client.get_stats(vm).call();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Commands attach, detach and quota for libvirt domains.
+//! Commands `attach`, `detach` and `quota` for libvirt domains.
 //!
-//! XML that is printed contains no secrets. XML that is written back to libvirt contains them.
+//! tmemctl prints the XML of a domain without its secrets, such as passwords. It writes XML back to
+//! libvirt with them.
 
 use crate::client::{connect as connect_daemon, knows_retained_pages, refused};
 use crate::exit::{Code, Failure};
@@ -20,10 +21,10 @@ use virt::domain::Domain;
 use virt::error::{Error, ErrorNumber};
 use virt_sys as sys;
 
-/// Lines of context around each change in a diff.
+/// Number of unchanged lines that a diff shows before and after each change.
 const DIFF_CONTEXT_LINES: usize = 2;
 
-/// A domain, and the libvirt that has it.
+/// A domain, and the URI of the libvirt that has it.
 #[derive(Args, Clone)]
 pub struct Target {
     /// Name or UUID of the domain
@@ -51,7 +52,7 @@ pub struct Preview {
 /// Options of attach.
 #[derive(Args, Clone)]
 pub struct AttachArguments {
-    /// The domain, and the libvirt that has it.
+    /// The domain to attach the device to, and the URI of the libvirt that has it.
     #[command(flatten)]
     pub target: Target,
     #[command(flatten)]
@@ -60,7 +61,7 @@ pub struct AttachArguments {
     /// shares pages with no other VM
     #[arg(long, value_name = "NAME|none")]
     trust_domain: Option<String>,
-    /// Whether the start of the VM fails if it cannot have its cache [default: no]
+    /// Whether the start of the VM fails if the daemon cannot serve the VM [default: no]
     #[arg(long, value_name = "yes|no", value_parser = ["yes", "no"])]
     required: Option<String>,
     /// QEMU that has the device [default: the domain's own, or /usr/bin/qemu-system-x86_64-tmem if
@@ -68,8 +69,8 @@ pub struct AttachArguments {
     #[arg(long, value_name = "PATH")]
     emulator: Option<String>,
     /// Whether the guest's driver may leave pages in the pool that it has in its page cache
-    /// (retained pages). auto: if the domain's QEMU and the running daemon know them; on: also if
-    /// the daemon does not, and QEMU then refuses that daemon [default: auto for a new device,
+    /// (retained pages). auto: on if the domain's QEMU and the running daemon know them; on: in any
+    /// case, and QEMU refuses a daemon that does not know them [default: auto for a new device,
     /// otherwise unchanged]
     #[arg(long, value_name = "on|off|auto", hide_possible_values = true)]
     retain: Option<Retain>,
@@ -83,7 +84,7 @@ pub struct AttachArguments {
 /// Options of detach.
 #[derive(Args, Clone)]
 pub struct DetachArguments {
-    /// The domain, and the libvirt that has it.
+    /// The domain to detach the device from, and the URI of the libvirt that has it.
     #[command(flatten)]
     pub target: Target,
     #[command(flatten)]
@@ -104,12 +105,13 @@ impl Target {
         }
     }
 
-    /// Returns the name of the service that a command waits for, for messages.
+    /// Returns the name of the service that a command for this domain calls, for error messages.
     pub fn asks(&self) -> String {
         format!("libvirt at {}", self.connect)
     }
 
-    /// Returns the output of a command that changes XML. Its JSON contains only the text.
+    /// Creates the output of a command that changes a domain's XML. The JSON output consists of the
+    /// domain's name and `text`.
     fn output(&self, text: String) -> Output {
         let json = serde_json::json!({ "domain": self.domain, "text": text });
         Output { text, json }
@@ -140,7 +142,7 @@ impl Target {
         })
     }
 
-    /// Finds a domain by name or UUID.
+    /// Finds the domain whose name or UUID is `key`; returns None if libvirt has no such domain.
     pub fn find(&self, connection: &Connect, key: &str) -> Result<Option<Domain>, Failure> {
         let found = Domain::lookup_by_name(connection, key);
         let found = found.or_else(|error| match error.code() {
@@ -150,9 +152,10 @@ impl Target {
         match found {
             Ok(domain) => Ok(Some(domain)),
             Err(error) => match error.code() {
-                // libvirt reports InvalidArg if `key` is not a UUID.
+                // libvirt reports NoDomain for an unknown UUID, and InvalidArg if `key` is not a
+                // UUID.
                 ErrorNumber::NoDomain | ErrorNumber::InvalidArg => Ok(None),
-                _ => Err(self.failure("it cannot be looked up", &error)),
+                _ => Err(self.failure("the domain cannot be looked up", &error)),
             },
         }
     }
@@ -172,7 +175,8 @@ impl Target {
         Ok((connection, domain))
     }
 
-    /// Returns the XML of the next start, with libvirt's secrets or without.
+    /// Returns the XML with which libvirt starts the domain the next time. The XML contains
+    /// secrets, such as passwords, only if `secure` is true.
     fn config(&self, domain: &Domain, secure: bool) -> Result<String, Failure> {
         let secure = if secure {
             sys::VIR_DOMAIN_XML_SECURE
@@ -181,11 +185,12 @@ impl Target {
         };
         domain
             .get_xml_desc(sys::VIR_DOMAIN_XML_INACTIVE | secure)
-            .map_err(|error| self.failure("its XML cannot be read", &error))
+            .map_err(|error| self.failure("the domain's XML cannot be read", &error))
     }
 
-    /// Changes the XML of the next start. `check` runs first, and may take some time. It returns
-    /// facts for `change`, and a note for the user, which is empty or a line.
+    /// Changes the XML with which libvirt starts the domain the next time. First, `check` returns
+    /// facts for `change` and a note for the user, which is empty or one line. `check` may take
+    /// some time. Then `change` returns the new XML.
     fn change<T>(
         &self,
         preview: &Preview,
@@ -194,7 +199,7 @@ impl Target {
         change: impl Fn(&str, &T) -> Result<String, Failure>,
     ) -> Result<String, Failure> {
         let (connection, domain) = self.open()?;
-        let failed = |error: Error| self.failure("its state cannot be read", &error);
+        let failed = |error: Error| self.failure("the domain's state cannot be read", &error);
         if !domain.is_persistent().map_err(failed)? {
             return Err(Failure(
                 format!(
@@ -206,8 +211,8 @@ impl Target {
             ));
         }
         let (facts, note) = check(&tmem_domain::Domain::parse(&self.config(&domain, false)?)?)?;
-        // The XML is read just before it is written, because writing it would undo a change that
-        // another program made in between.
+        // `check` may take some time, so the XML is read again before it is changed. Otherwise a
+        // change that another program made meanwhile would be lost.
         let shown = self.config(&domain, false)?;
         let new = change(&shown, &facts)?;
         if preview.print_xml {
@@ -228,31 +233,34 @@ impl Target {
         Domain::define_xml(&connection, &new)
             .map_err(|error| self.failure("libvirt refuses the change", &error))?;
         let mut text = format!("{diff}{note}\ndomain {}: {done}\n", self.domain);
-        // The XML has been changed, so a failure to read the domain's state is ignored.
+        // libvirt has already stored the new XML, so a failure to read the domain's state is
+        // ignored.
         if domain.is_active().unwrap_or(false) {
-            text += "It runs: this applies at its next start (a reboot from inside is none).\n";
+            text += "The domain runs: the change applies at its next start. A reboot in the guest is no start.\n";
         }
         if domain.has_managed_save(0).unwrap_or(false) {
-            text += "It has a saved state, which is restored as it was: this applies after the next \
-                     shutdown and start.\n";
+            text += "The domain has a saved state, which is restored unchanged: the change applies after \
+                     the next shutdown and start.\n";
         }
         Ok(text)
     }
 }
 
-/// Adds the device to the domain.
+/// Adds the virtio-tmem device to a libvirt domain, or changes the settings of its device.
 pub fn attach(arguments: &AttachArguments, reach: &Reach) -> Result<Output, Failure> {
     let arguments = &with_packaged_emulator(arguments, reach.half_the_time())?;
     let target = &arguments.target;
     let check = |domain: &tmem_domain::Domain| {
+        let (connection, _) = target.open()?;
+        check_acpi(domain, connection.get_lib_version().unwrap_or(u32::MAX))?;
         let emulator = check_emulator(arguments, domain, reach.half_the_time())?;
         decide_retain(arguments, domain, emulator, reach)
     };
     let done = "the device is attached";
     let text = target.change(&arguments.preview, done, check, |xml, retain| {
         let before = tmem_domain::Domain::parse(xml)?;
-        // Settings without an option keep their values, except if the existing element is not
-        // valid.
+        // If the user gives no option for a setting, the domain's metadata element keeps its value.
+        // An invalid element counts as empty.
         let mut cache = before.cache.and_then(Result::ok).unwrap_or_default();
         arguments.quota.apply(&mut cache);
         match arguments.trust_domain.as_deref() {
@@ -278,8 +286,9 @@ pub fn attach(arguments: &AttachArguments, reach: &Reach) -> Result<Output, Fail
     Ok(target.output(text?))
 }
 
-/// Returns the arguments with the packaged QEMU if they name none, the domain is on this host, and
-/// the domain's own QEMU lacks the device.
+/// Returns the arguments of `tmemctl attach`, with the packaged QEMU as emulator if it must be
+/// chosen. It must be chosen if the arguments name no emulator, the domain is on this host, and its
+/// own QEMU lacks the device.
 fn with_packaged_emulator(
     arguments: &AttachArguments,
     limit: Duration,
@@ -295,7 +304,7 @@ fn with_packaged_emulator(
     Ok(arguments)
 }
 
-/// Removes the device from the domain.
+/// Removes the virtio-tmem device from a libvirt domain.
 pub fn detach(arguments: &DetachArguments) -> Result<Output, Failure> {
     let target = &arguments.target;
     let text = target.change(
@@ -307,14 +316,15 @@ pub fn detach(arguments: &DetachArguments) -> Result<Output, Failure> {
     Ok(target.output(text))
 }
 
-/// Returns true if libvirt runs on this host, so that its files and processes can be checked.
+/// Returns true if `uri` names a libvirt on this host, whose files and processes tmemctl can check.
 pub fn is_local(uri: &str) -> bool {
     uri.split_once("://")
         .is_none_or(|(_, rest)| rest.starts_with('/'))
 }
 
-/// Decides on the property `retain` of the device, and returns it with a note for the user. The
-/// wait for the daemon is bounded, and a daemon that does not answer is no error.
+/// Decides on the value of the device's property `retain`. Returns the value, and a note for the
+/// user. The wait for the daemon is bounded. If the daemon does not answer, the function does not
+/// fail.
 fn decide_retain(
     arguments: &AttachArguments,
     domain: &tmem_domain::Domain,
@@ -338,8 +348,29 @@ fn decide_retain(
     retain::decide(&arguments.target.domain, retain, setting, &facts)
 }
 
-/// Checks that the domain's emulator has the device, without which the VM would not start, and
-/// returns what the emulator knows. An emulator on another host is not asked.
+/// First version of libvirt that turns ACPI off with a machine property, as 1,000,000 * major +
+/// 1,000 * minor. Earlier versions use the option `-no-acpi`, which QEMU 9.0 removed.
+const ACPI_PROPERTY_VERSION: u32 = 9_002_000;
+
+/// Checks that libvirt can start the domain with a QEMU that has the device. Such a QEMU has
+/// version 10.0 or newer.
+fn check_acpi(domain: &tmem_domain::Domain, libvirt: u32) -> Result<(), Failure> {
+    if domain.acpi || libvirt >= ACPI_PROPERTY_VERSION {
+        return Ok(());
+    }
+    Err(Failure(
+        format!(
+            "domain {} has no ACPI: this libvirt would start it with -no-acpi, which QEMU 10 does not \
+             have. Add <acpi/> to <features> with virsh edit, or upgrade libvirt to 9.2",
+            domain.name
+        ),
+        Code::Refused,
+    ))
+}
+
+/// Checks that the domain's emulator has the device, because the VM would not start otherwise.
+/// Returns what the emulator supports; None if the emulator is on another host or the XML names
+/// none.
 fn check_emulator(
     arguments: &AttachArguments,
     domain: &tmem_domain::Domain,
@@ -365,11 +396,11 @@ fn check_emulator(
     match emulator::ask(emulator, limit) {
         Err(error) => failure(format!("{error}: {hint}")),
         Ok(found) if found.has_device => Ok(Some(found)),
-        Ok(_) => failure(format!("it has no device {DEVICE}: {hint}")),
+        Ok(_) => failure(format!("this QEMU has no device {DEVICE}: {hint}")),
     }
 }
 
-/// Gets or sets a domain's quota, in the style of virsh.
+/// Gets or sets the quota of a libvirt domain, with options like those of virsh.
 pub fn quota(
     arguments: &QuotaArguments,
     target: &Target,
@@ -378,7 +409,7 @@ pub fn quota(
 ) -> Result<Output, Failure> {
     let active = domain
         .is_active()
-        .map_err(|error| target.failure("its state cannot be read", &error))?;
+        .map_err(|error| target.failure("the domain's state cannot be read", &error))?;
     if arguments.live && !active {
         return Err(Failure(
             format!("domain {} does not run: leave out --live", target.domain),
@@ -406,13 +437,15 @@ pub fn quota(
             json,
         });
     }
-    // All levels are checked before a level is written.
+    // All new quotas are checked before the first one is set: one for the running VM, one for its
+    // next start.
     let mut changes = Vec::new();
     for live in [true, false]
         .into_iter()
         .filter(|l| if *l { live } else { config })
     {
-        // New values may correct an element that is not valid.
+        // An invalid quota in the metadata is replaced, because the new values may be meant to
+        // correct it.
         let mut cache = noted(target, domain, level(live))?.unwrap_or_default();
         arguments.quota.apply(&mut cache);
         let checked = cache.check();
@@ -425,7 +458,7 @@ pub fn quota(
     if live {
         let uuid = domain
             .get_uuid_string()
-            .map_err(|error| target.failure("its UUID cannot be read", &error))?;
+            .map_err(|error| target.failure("the domain's UUID cannot be read", &error))?;
         text = tell_daemon(socket, &target.domain, &uuid, &changes[0].1)?;
     }
     for (level, cache) in changes {
@@ -442,8 +475,8 @@ pub fn quota(
     Ok(target.output(text))
 }
 
-/// Reads the quota from the domain's metadata. The outer error means that libvirt failed or has no
-/// such element; the inner error means that the element is not valid.
+/// Reads the quota from the domain's metadata. The outer error means that libvirt failed, or that
+/// the metadata has no quota. The inner error means that the quota in the metadata is invalid.
 fn noted(target: &Target, domain: &Domain, level: u32) -> Result<Result<Cache, Failure>, Failure> {
     let kind = sys::VIR_DOMAIN_METADATA_ELEMENT as i32;
     match domain.get_metadata(kind, Some(CACHE_NAMESPACE), level) {
@@ -456,14 +489,18 @@ fn noted(target: &Target, domain: &Domain, level: u32) -> Result<Result<Cache, F
             ),
             Code::Refused,
         )),
-        Err(error) => Err(target.failure("its metadata cannot be read", &error)),
+        Err(error) => Err(target.failure("the domain's metadata cannot be read", &error)),
     }
 }
 
-/// Sets the running VM's quota in the daemon. Only a refusal by the daemon is an error. If the
-/// daemon cannot be reached or does not have the VM, it gets the quota later.
+/// Sets the running VM's quota in the daemon. Only a refusal of the quota by the daemon is an
+/// error. If the daemon does not answer or does not serve the VM yet, it gets the quota later.
 fn tell_daemon(socket: &Path, domain: &str, uuid: &str, cache: &Cache) -> Result<String, Failure> {
-    let later = |why: String| Ok(format!("stored, but not in effect yet: {why}\n"));
+    let later = |why: String| {
+        Ok(format!(
+            "the domain's metadata has the quota, but it is not in effect yet: {why}\n"
+        ))
+    };
     let mut client = match connect_daemon(socket) {
         Ok(client) => client,
         Err(Failure(why, _)) => return later(why),
@@ -485,5 +522,27 @@ fn tell_daemon(socket: &Path, domain: &str, uuid: &str, cache: &Cache) -> Result
             )),
             _ => later(refused(socket, &error).0),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_domain_without_acpi_needs_a_newer_libvirt() {
+        let domain = |features: &str| {
+            let xml = format!("<domain><name>web1</name><uuid>1</uuid>{features}</domain>");
+            tmem_domain::Domain::parse(&xml).expect("the XML is not valid")
+        };
+        let (without, with) = (
+            domain("<features/>"),
+            domain("<features><acpi/></features>"),
+        );
+        let Failure(text, code) = check_acpi(&without, 9_000_000).expect_err("it is accepted");
+        assert!(text.contains("web1") && text.contains("<acpi/>"), "{text}");
+        assert!(matches!(code, Code::Refused));
+        assert!(check_acpi(&without, 9_002_000).is_ok());
+        assert!(check_acpi(&with, 9_000_000).is_ok());
     }
 }

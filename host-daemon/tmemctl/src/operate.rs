@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Commands that change the state of VMs and of the pool, and small queries.
+//! Commands that change the state of VMs and of the pool, and the commands `pool` and `version`.
 
 use crate::client::{connect, refused};
 use crate::exit::Failure;
@@ -33,9 +33,10 @@ impl VmsArguments {
     }
 }
 
-/// Runs `act` for each VM. A VM that does not exist does not end the loop. With --all, such a VM
-/// was removed after the VMs were listed. Otherwise it is a failure, which is reported after the
-/// results of the other VMs.
+/// Runs `act` for each VM that the user named, or with --all for each VM of the daemon. A VM that
+/// does not exist does not end the loop. With --all, the command ignores it, because it was removed
+/// after the daemon listed it. Otherwise it is a failure, reported after the results of the other
+/// VMs.
 fn each(
     reach: &Reach,
     vms: &VmsArguments,
@@ -74,7 +75,7 @@ fn each(
     }
 }
 
-/// Drops the pages of VMs.
+/// Makes the daemon drop the pages of VMs.
 pub fn flush(reach: &Reach, vms: &VmsArguments) -> Result<Output, Failure> {
     each(reach, vms, |client, name| {
         let pages = client.flush_vm(name.into()).call()?.pages;
@@ -108,7 +109,7 @@ pub struct PoolArguments {
     bytes: bool,
 }
 
-/// Sets the size of the pool if the options say so, and prints its memory.
+/// Sets the size of the pool if the arguments contain one, and prints the memory of the pool.
 pub fn pool(reach: &Reach, arguments: &PoolArguments) -> Result<Output, Failure> {
     let mut client = connect(&reach.socket)?;
     let failed = |error| refused(&reach.socket, &error);
@@ -116,7 +117,10 @@ pub fn pool(reach: &Reach, arguments: &PoolArguments) -> Result<Output, Failure>
     if let Some(bytes) = arguments.size {
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
         client.set_pool_size(bytes).call().map_err(failed)?;
-        text = format!("The pool has {} until the daemon ends.\n", size(bytes));
+        text = format!(
+            "The pool has a size of {} until the daemon ends.\n",
+            size(bytes)
+        );
     }
     let pool = client.get_stats(None).call().map_err(failed)?.pool;
     let memory = client.get_freeable().call().map_err(failed)?;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! quota: gets or sets a VM's quota.
+//! `tmemctl quota`: gets or sets a VM's quota.
 //!
-//! The quota of a libvirt domain is stored in libvirt's metadata (`libvirt.rs`). The quota of any
-//! other VM, which `--vm` or a `[[vm]]` gave to the daemon, exists only in the daemon. The command
-//! asks libvirt first, because the bridge would revert a change that bypasses a domain's metadata.
+//! The quota of a libvirt domain is stored in libvirt's metadata (`libvirt.rs`). The quota of a VM
+//! that the daemon got from `--vm` or from a `[[vm]]` table exists only in the daemon. The command
+//! asks libvirt first. If it changed a domain's quota only in the daemon, the bridge (tmem-libvirt)
+//! would revert the change.
 
 use crate::Output;
 use crate::client::{connect, refused};
@@ -17,7 +18,8 @@ use tmem_domain::{Cache, WEIGHT_MAX, parse_size, write_size};
 #[cfg(feature = "libvirt")]
 use crate::libvirt::{self, Target};
 
-/// Hint that is appended to libvirt's error message.
+/// Text that follows libvirt's error message if neither libvirt nor the daemon has a VM of that
+/// name.
 #[cfg(feature = "libvirt")]
 const NOR_THE_DAEMON: &str = "; and the daemon has no VM of that name: see tmemctl list";
 
@@ -27,7 +29,7 @@ pub struct QuotaValues {
     /// Maximum charge of the VM, as in 2GiB; none: only the pool limits the VM
     #[arg(long, value_name = "SIZE|none", value_parser = size_or_none)]
     limit: Option<SizeOrNone>,
-    /// Bytes that the VM is entitled to before others share the rest
+    /// Bytes of the pool to which the VM is entitled before all VMs share the rest by weight
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     reserve: Option<u64>,
     /// Weight of the VM in the part of the pool that no VM has reserved
@@ -50,7 +52,7 @@ impl QuotaValues {
         self.limit.is_none() && self.reserve.is_none() && self.weight.is_none()
     }
 
-    /// Replaces the values that the options give.
+    /// Changes those values of a quota for which the user gave an option.
     pub fn apply(&self, cache: &mut Cache) {
         if let Some(SizeOrNone(limit)) = self.limit {
             cache.limit = limit;
@@ -87,20 +89,22 @@ pub struct QuotaArguments {
 
 #[cfg(feature = "libvirt")]
 impl QuotaArguments {
-    /// Returns the libvirt domain that the name may mean.
+    /// Returns the libvirt and the name or UUID under which that libvirt may have the VM.
     pub fn target(&self) -> Target {
         Target::new(&self.vm, &self.connect)
     }
 }
 
-/// Gets or sets a quota, in libvirt or in the daemon.
+/// Gets or sets the quota of a VM, in libvirt if the VM is a libvirt domain, otherwise in the
+/// daemon.
 #[cfg(feature = "libvirt")]
 pub fn run(arguments: &QuotaArguments, socket: &Path) -> Result<Output, Failure> {
     let target = arguments.target();
     let vm = || served(socket, &arguments.vm);
     let connection = match target.connect(arguments.quota.is_empty()) {
         Ok(connection) => connection,
-        // A VM without a UUID is not a domain, so libvirt need not be asked.
+        // A VM without a UUID is not a libvirt domain, so its quota can be changed although libvirt
+        // cannot be reached.
         Err(Failure(what, code)) => match vm() {
             Ok(Some(vm)) if vm.uuid.is_none() => return of_daemon(arguments, vm, socket),
             Ok(None) => return Err(Failure(what + NOR_THE_DAEMON, code)),
@@ -115,7 +119,8 @@ pub fn run(arguments: &QuotaArguments, socket: &Path) -> Result<Output, Failure>
     let Some(vm) = vm else {
         return Err(Failure(no_domain + NOR_THE_DAEMON, code));
     };
-    // The daemon may use another name than the domain has, so the domain is looked up by UUID.
+    // libvirt has no domain of the name that the user gave. But the daemon may know a domain under
+    // another name than libvirt, so the domain is looked up by its UUID.
     let domain = vm.uuid.as_ref().map(|uuid| target.find(&connection, uuid));
     match domain.transpose()?.flatten() {
         Some(domain) => libvirt::quota(arguments, &target, &domain, socket),
@@ -123,7 +128,7 @@ pub fn run(arguments: &QuotaArguments, socket: &Path) -> Result<Output, Failure>
     }
 }
 
-/// Gets or sets a quota in the daemon.
+/// Gets or sets a VM's quota in the daemon. This variant is built without support for libvirt.
 #[cfg(not(feature = "libvirt"))]
 pub fn run(arguments: &QuotaArguments, socket: &Path) -> Result<Output, Failure> {
     match served(socket, &arguments.vm)? {
@@ -135,7 +140,7 @@ pub fn run(arguments: &QuotaArguments, socket: &Path) -> Result<Output, Failure>
     }
 }
 
-/// Returns the VM with that name in the daemon.
+/// Returns the VM with that name from the daemon's list; None if the daemon has no such VM.
 fn served(socket: &Path, name: &str) -> Result<Option<api::Vm>, Failure> {
     let reply = connect(socket)?.list_vms().call();
     let vms = reply.map_err(|error| refused(socket, &error))?.vms;
@@ -149,7 +154,7 @@ fn of_daemon(arguments: &QuotaArguments, vm: api::Vm, socket: &Path) -> Result<O
     if arguments.config {
         return Err(failure(
             "it is not a libvirt domain, so it has no next start to change. Leave out --config. \
-             To keep a change, write it in its [[vm]] of the daemon's file (or its --vm)",
+             To keep a change, write it into the VM's [[vm]] table of the daemon's file, or into its --vm option",
         ));
     }
     let bytes = |number: i64| u64::try_from(number).unwrap_or(0);
@@ -177,12 +182,13 @@ fn of_daemon(arguments: &QuotaArguments, vm: api::Vm, socket: &Path) -> Result<O
     })?;
     let lasts = match vm.uuid {
         None => {
-            "until the daemon ends: write it in its [[vm]] of the daemon's file (or its --vm) to keep it"
+            "until the daemon ends. To keep it, write it into the VM's [[vm]] table of the daemon's file, or into its --vm option"
         }
-        // AddVm sets a UUID, and a `[[vm]]` table may set one.
+        // The daemon has a UUID for a VM that was added with AddVm, or whose `[[vm]]` table sets
+        // one.
         Some(_) => {
             "until the VM is removed, if it was added over the control socket. If a [[vm]] or --vm configures \
-             the VM, the quota applies until the daemon ends: write it there to keep it"
+             the VM, the quota applies until the daemon ends. To keep it, change the [[vm]] table or the --vm option"
         }
     };
     let text = format!("VM {name}: this quota applies {lasts}\n");
@@ -190,7 +196,7 @@ fn of_daemon(arguments: &QuotaArguments, vm: api::Vm, socket: &Path) -> Result<O
     Ok(Output { text, json })
 }
 
-/// Adds the quota to JSON output.
+/// Adds the fields of a quota to a JSON object.
 pub fn quota_json(json: &mut serde_json::Value, cache: &Cache) {
     json["limit_bytes"] = cache.limit.into();
     json["reserve_bytes"] = cache.reserve.unwrap_or(0).into();
@@ -222,7 +228,7 @@ pub fn print(cache: &Cache, in_bytes: bool) -> String {
     rows.iter().map(|(key, value)| row(key, value)).collect()
 }
 
-/// Formats one line of a quota.
+/// Formats one line of the text in which a quota is printed.
 pub fn row(key: &str, value: &str) -> String {
     format!("{key:<15}: {value}\n")
 }

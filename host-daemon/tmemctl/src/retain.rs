@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Decides on the property `retain` of a domain's device.
+//! Decides on the property `retain` of a domain's device, which allows retained pages: pages that
+//! the guest has in its page cache and that stay in the pool.
 //!
-//! With `retain=on`, QEMU refuses a daemon that does not know retained pages, and the VM then has no
-//! cache. A QEMU without the property does not start a VM whose XML has it.
+//! With `retain=on`, QEMU refuses a daemon that does not support retained pages, and the VM then
+//! has no cache. A QEMU without the property does not start a VM whose XML has it.
 
 use crate::exit::{Code, Failure};
 use clap::ValueEnum;
@@ -20,8 +21,8 @@ pub enum Retain {
 }
 
 impl Retain {
-    /// Returns the option or, without it, the setting of the domain's device. A device without a
-    /// setting is treated like a new one.
+    /// Returns the value of the option `--retain`. Without the option, returns the current setting
+    /// of the domain's device. A device that has no setting gets `auto`, like a new device.
     pub fn or_setting(option: Option<Retain>, setting: Option<bool>) -> Retain {
         option.unwrap_or(match setting {
             Some(true) => Retain::On,
@@ -31,19 +32,21 @@ impl Retain {
     }
 }
 
-/// Facts about the host of the domain.
+/// Facts about the domain's host on which the value of `retain` depends.
 pub struct Facts {
-    /// Whether the domain's emulator has the property; None if it cannot be asked.
+    /// Whether the device of the domain's emulator has the property `retain`; None if the emulator
+    /// cannot be asked.
     pub emulator: Option<bool>,
-    /// Whether the running daemon knows retained pages, or why this is not known.
+    /// Whether the running daemon supports retained pages; if the daemon cannot be asked, the
+    /// reason.
     pub daemon: Result<bool, String>,
 }
 
-/// Returns the property's value, where None leaves the property out, and a note for the user, which
-/// is empty or a line. `setting` is the value that the domain's device has.
+/// Returns the new value of the property `retain` (None: the XML gets no property), and a note for
+/// the user, which is empty or one line. `setting` is the present value of the domain's device.
 ///
 /// # Errors
-/// Returns the reason if the VM would not start.
+/// Fails with a message for the user if the VM would not start with the new value.
 pub fn decide(
     domain: &str,
     retain: Retain,
@@ -81,9 +84,9 @@ pub fn decide(
         Retain::Auto => {
             let missing = match (facts.emulator, &facts.daemon) {
                 (Some(true), Ok(true)) => return Ok((Some(true), String::new())),
-                (None, _) => "its emulator cannot be asked for the property retain",
-                (Some(false), _) => "its emulator does not have the property retain",
-                (_, Ok(false)) => "the running daemon does not know them",
+                (None, _) => "the domain's emulator cannot be asked for the property retain",
+                (Some(false), _) => "the domain's emulator does not have the property retain",
+                (_, Ok(false)) => "the running daemon does not know retained pages",
                 (_, Err(why)) => why,
             };
             let note = format!(
@@ -113,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn auto_is_on_only_if_emulator_and_daemon_know_the_feature() {
+    fn retain_auto_is_on_only_if_emulator_and_daemon_support_it() {
         for setting in [None, Some(true), Some(false)] {
             let both = decided(Retain::Auto, setting, Some(true), Ok(true));
             assert_eq!(both, (Some(true), String::new()));
@@ -124,14 +127,17 @@ mod tests {
                 (None, Ok(true), "cannot be asked"),
             ] {
                 let (value, note) = decided(Retain::Auto, setting, emulator, daemon);
-                assert_eq!(value, None, "{emulator:?}, {daemon:?}");
+                assert_eq!(
+                    value, None,
+                    "auto set the property with emulator {emulator:?} and daemon {daemon:?}"
+                );
                 assert!(note.contains("domain web") && note.contains(why), "{note}");
             }
         }
     }
 
     #[test]
-    fn on_is_refused_without_the_property_and_warns_of_an_old_daemon() {
+    fn retain_on_is_refused_without_the_property_and_warns_of_an_old_daemon() {
         for emulator in [None, Some(true)] {
             for daemon in [Ok(true), UNKNOWN] {
                 let on = decided(Retain::On, None, emulator, daemon);
@@ -152,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn off_is_written_only_for_an_emulator_with_the_property() {
+    fn retain_off_is_written_only_for_an_emulator_with_the_property() {
         for daemon in [Ok(true), Ok(false), UNKNOWN] {
             for (emulator, setting, value) in [
                 (Some(true), None, Some(false)),
@@ -163,13 +169,17 @@ mod tests {
                 (None, Some(false), Some(false)),
             ] {
                 let off = decided(Retain::Off, setting, emulator, daemon);
-                assert_eq!(off, (value, String::new()), "{emulator:?}, {setting:?}");
+                assert_eq!(
+                    off,
+                    (value, String::new()),
+                    "off gave the wrong value with emulator {emulator:?} and setting {setting:?}"
+                );
             }
         }
     }
 
     #[test]
-    fn a_setting_stays_without_the_option() {
+    fn the_retain_setting_stays_if_the_option_is_not_given() {
         let cases = [
             (None, Some(true), Retain::On),
             (None, Some(false), Retain::Off),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Formats `list` and `stats` as text.
+//! Formats the output of `tmemctl list` and `tmemctl stats` as text.
 
 use crate::exit::Failure;
 use crate::table::{Align, Column, Sizes, TableArguments, choose, column, percent, ratio};
@@ -14,12 +14,13 @@ fn or_dash(value: Option<&str>) -> String {
     value.unwrap_or("-").into()
 }
 
-/// Formats a percentage without a blank, so that the columns of a table are words.
+/// Formats a percentage without a blank before the percent sign, so that programs can split a row
+/// of a table into words.
 pub fn percent_word(part: i64, whole: i64) -> String {
     percent(part, whole).replace(' ', "")
 }
 
-/// Columns of `list`.
+/// Columns of the table that `tmemctl list` prints.
 const LIST: [Column<api::Vm>; 10] = [
     column("NAME", Align::Left, |vm, _| vm.name.clone()),
     column("CONNECTED", Align::Left, |vm, _| yes_no(vm.connected)),
@@ -37,7 +38,8 @@ const LIST: [Column<api::Vm>; 10] = [
     column("WEIGHT", Align::Right, |vm, _| vm.quota.weight.to_string()),
     column("UUID", Align::Left, |vm, _| or_dash(vm.uuid.as_deref())),
     column("SOCKET", Align::Left, |vm, _| vm.socket.clone()),
-    // The problem is a sentence. It is printed on a line of its own unless --output names columns.
+    // The problem of a VM is a sentence, so the table has no column for it by default. `list`
+    // prints it on a line below the table, unless the user selects columns with --output.
     Column {
         name: "PROBLEM",
         align: Align::Left,
@@ -46,7 +48,7 @@ const LIST: [Column<api::Vm>; 10] = [
     },
 ];
 
-/// Columns of `stats`.
+/// Columns of the table that `tmemctl stats` prints.
 const STATS: [Column<api::VmStats>; 13] = [
     column("NAME", Align::Left, |vm, _| vm.name.clone()),
     column("CONNECTED", Align::Left, |vm, _| yes_no(vm.connected)),
@@ -73,7 +75,7 @@ const STATS: [Column<api::VmStats>; 13] = [
     }),
 ];
 
-/// Formats the VMs as a table, with their problems below it.
+/// Formats the daemon's VMs as a table. Below it is a line for each VM that has a problem.
 pub fn list(vms: &[api::Vm], arguments: &TableArguments) -> Result<String, Failure> {
     let mut text = choose(&LIST, vms, arguments)?;
     if arguments.is_chosen() {
@@ -82,18 +84,22 @@ pub fn list(vms: &[api::Vm], arguments: &TableArguments) -> Result<String, Failu
     for vm in vms {
         if let Some(problem) = &vm.problem {
             let problem = problem.replace(char::is_control, " ");
-            text += &format!("\n{}: not as requested: {problem}\n", vm.name);
+            text += &format!(
+                "\n{}: the requested settings are not in effect: {problem}\n",
+                vm.name
+            );
         }
     }
     Ok(text)
 }
 
-/// Formats a row for each VM.
+/// Formats the statistics of VMs as a table with a row for each VM.
 pub fn rows(vms: &[api::VmStats], arguments: &TableArguments) -> Result<String, Failure> {
     choose(&STATS, vms, arguments)
 }
 
-/// Formats the daemon in one line, the pool in two, and each VM in a row.
+/// Formats the statistics: two lines for the daemon, three lines for the pool, and a row for each
+/// VM.
 pub fn overview(
     reply: &api::GetStats_Reply,
     vms: &[api::VmStats],
@@ -103,7 +109,7 @@ pub fn overview(
     let size = |bytes| arguments.sizes().text(bytes);
     let shrunk = if pool.size_bytes < pool.configured_bytes {
         format!(
-            "; smaller than its {} because the host is short of memory",
+            "; smaller than the configured {} because the host is short of memory",
             size(pool.configured_bytes)
         )
     } else {
@@ -147,7 +153,7 @@ fn seconds(ms: i64) -> String {
     format!("{:.1} s", ms as f64 / 1000.0)
 }
 
-/// Formats a figure.
+/// Formats the value of one statistic, whose name and unit are in `row`.
 fn value(row: &Statistic, value: &serde_json::Value, sizes: Sizes) -> String {
     use serde_json::Value;
     match value {
@@ -156,7 +162,7 @@ fn value(row: &Statistic, value: &serde_json::Value, sizes: Sizes) -> String {
         Value::Number(number) if row.field == "hooks" => {
             format!("{:#x}", number.as_i64().unwrap_or(0))
         }
-        // None: the VM has no limit, UUID or trust domain.
+        // The value of a statistic is null if the VM has no limit, UUID or trust domain.
         Value::Null => "-".into(),
         Value::String(text) => text.replace(char::is_control, " "),
         Value::Array(values) => {
@@ -171,7 +177,8 @@ fn value(row: &Statistic, value: &serde_json::Value, sizes: Sizes) -> String {
     }
 }
 
-/// Formats a histogram: number of requests, mean time, and a time below which 99 % of them are.
+/// Formats a histogram of latencies: number of requests, mean time, and the bucket bound that 99 %
+/// of the requests do not exceed.
 pub fn latency(histogram: &api::Histogram) -> String {
     let count: i64 = histogram.buckets.iter().sum();
     if count == 0 {

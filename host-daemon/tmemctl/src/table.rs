@@ -23,18 +23,19 @@ pub struct TableArguments {
     /// Print no headings
     #[arg(short, long)]
     noheadings: bool,
-    /// Print these columns, separated by commas, as NAME,HITS; an unknown one lists all
+    /// Print only these columns, separated by commas, such as NAME,HITS; the error for an unknown
+    /// name lists all columns
     #[arg(short, long, value_name = "LIST", value_delimiter = ',')]
     output: Option<Vec<String>>,
 }
 
 impl TableArguments {
-    /// Returns how sizes are printed.
+    /// Returns the format of sizes that the user chose with or without `--bytes`.
     pub fn sizes(&self) -> Sizes {
         Sizes::new(self.bytes)
     }
 
-    /// Returns false if headings are unwanted.
+    /// Returns false if the user switched the headings off.
     pub fn has_headings(&self) -> bool {
         !self.noheadings
     }
@@ -44,26 +45,27 @@ impl TableArguments {
         self.output.is_some()
     }
 
-    /// Returns true if the user selected columns or switched the headings off. A program then reads
-    /// the table, and nothing else is printed.
+    /// Returns true if the user selected columns or switched the headings off. The reader of the
+    /// table is then probably a program, so the command prints nothing but the table.
     pub fn is_chosen(&self) -> bool {
         self.noheadings || self.output.is_some()
     }
 }
 
-/// How sizes are printed.
+/// Format of sizes in a table: in bytes, or with three digits and a unit.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
     in_bytes: bool,
 }
 
 impl Sizes {
-    /// Creates the format of sizes: in bytes, or with three digits and a unit.
+    /// Creates the format of sizes: in bytes if `in_bytes` is true, otherwise with three digits and
+    /// a unit.
     pub fn new(in_bytes: bool) -> Sizes {
         Sizes { in_bytes }
     }
 
-    /// Formats a size.
+    /// Formats a number of bytes as text in the format `self`.
     pub fn text(self, bytes: i64) -> String {
         match self.in_bytes {
             true => bytes.to_string(),
@@ -74,17 +76,17 @@ impl Sizes {
 
 /// A column of a table with rows of type `T`.
 pub struct Column<T> {
-    /// Name, in upper case and without blanks.
+    /// Name of the column, in upper case and without blanks.
     pub name: &'static str,
-    /// Alignment.
+    /// Alignment of the column's cells and heading.
     pub align: Align,
-    /// Whether the column is printed if the user selects no columns.
+    /// Whether the column is printed if the user does not select columns.
     pub usual: bool,
-    /// Formats a cell.
+    /// Function that formats the cell of a row in this column.
     pub cell: fn(&T, Sizes) -> String,
 }
 
-/// Creates a column that is printed unless the user selects columns.
+/// Creates a column that is printed if the user does not select columns.
 pub const fn column<T>(
     name: &'static str,
     align: Align,
@@ -98,10 +100,10 @@ pub const fn column<T>(
     }
 }
 
-/// Formats a table as the options ask for it.
+/// Formats a table with the columns, headings and sizes that the options select.
 ///
 /// # Errors
-/// A named column does not exist.
+/// Fails if `--output` names a column that does not exist.
 pub fn choose<T>(
     columns: &[Column<T>],
     rows: &[T],
@@ -136,12 +138,13 @@ pub fn choose<T>(
     Ok(lines(&heads, &cells, !arguments.noheadings))
 }
 
-/// Formats lines of equal columns with headings.
+/// Formats rows with aligned columns below their headings.
 pub fn table(columns: &[(&str, Align)], rows: &[Vec<String>]) -> String {
     lines(columns, rows, true)
 }
 
-/// Formats lines of equal columns, separated by two blanks, without trailing blanks.
+/// Formats rows as lines whose columns are aligned, separated by two blanks, and have no trailing
+/// blanks. With `headings`, the first line has the names of the columns.
 fn lines(columns: &[(&str, Align)], rows: &[Vec<String>], headings: bool) -> String {
     let heads: Vec<String> = columns.iter().map(|(head, _)| head.to_string()).collect();
     let heads = headings.then_some(&heads);
@@ -170,12 +173,12 @@ fn lines(columns: &[(&str, Align)], rows: &[Vec<String>], headings: bool) -> Str
     text
 }
 
-/// Formats a size with three digits and a binary unit.
+/// Formats a number of bytes with three digits and a binary unit.
 pub fn size(bytes: i64) -> String {
     let mut value = bytes as f64;
     let mut unit = "B";
     for next in ["KiB", "MiB", "GiB", "TiB"] {
-        // Values from 999.5 on would be rounded to 1000, so they get the next unit.
+        // Values from 999.5 on use the next unit, because three digits would round them to 1000.
         if value.abs() < 999.5 {
             break;
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `trace`: summarizes a trace that `tmemd --trace` recorded. docs/traces.md describes the format;
-//! `tmem-bench replay` sends the same requests to another pool.
+//! `tmemctl trace`: summarizes a trace of requests that `tmemd --trace` recorded. docs/traces.md
+//! describes the format. `tmem-bench replay` sends the requests of a trace to another pool.
 
 use crate::Output;
 use crate::exit::{Code, Failure};
@@ -18,7 +18,7 @@ pub struct TraceArguments {
     file: PathBuf,
 }
 
-/// Sums over the requests of one VM.
+/// Numbers of requests of one VM in a trace, by kind and result.
 #[derive(Default, Serialize)]
 struct Part {
     vm: u32,
@@ -45,7 +45,7 @@ pub fn run(arguments: &TraceArguments) -> Result<Output, Failure> {
     let mut parts: BTreeMap<u32, Part> = BTreeMap::new();
     let (mut events, mut time_us, mut whole) = (0u64, 0, true);
     for event in reader {
-        // The trace of a daemon that was killed is cut off.
+        // If the daemon was killed, the last event of the trace may be incomplete.
         let Ok(event) = event else {
             whole = false;
             break;
@@ -101,7 +101,11 @@ pub fn run(arguments: &TraceArguments) -> Result<Output, Failure> {
         ]
     };
     let seconds = time_us as f64 / 1e6;
-    let cut = if whole { "" } else { "; its end is missing" };
+    let cut = if whole {
+        ""
+    } else {
+        "; the end of the trace is missing"
+    };
     let text = format!(
         "{events} events in {seconds:.1} s{cut}\n\n{}",
         table(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `stats --watch`: prints a line of rates for each interval, in the style of vmstat.
+//! `stats --watch`: prints a line of rates after each interval, in the style of vmstat.
 
 use crate::event::utc;
 use crate::exit::{Code, Failure};
@@ -9,7 +9,8 @@ use clap::Args;
 use std::time::{Duration, Instant, SystemTime};
 use tmem_control as api;
 
-/// Number of lines between two headings, so that each screen has one.
+/// Number of lines after which `stats --watch` prints the heading again, so that each screen has
+/// one.
 const LINES_PER_HEADING: u64 = 20;
 
 /// Options of `--watch`: interval and number of lines.
@@ -31,7 +32,8 @@ impl WatchArguments {
     }
 }
 
-/// Counters from which rates are computed, and current values.
+/// Figures of the pool or of one VM at one time. Rates are computed from the counters; the other
+/// fields are current values.
 #[derive(Clone, Copy)]
 struct Sample {
     puts: i64,
@@ -40,7 +42,7 @@ struct Sample {
     hits: i64,
     evictions: i64,
     pages: i64,
-    /// Bytes that the pool holds, or that the VM is charged.
+    /// Bytes of memory that the pool takes or, for a single VM, bytes that the VM is charged.
     used_bytes: i64,
     saved_bytes: i64,
 }
@@ -71,10 +73,10 @@ impl Sample {
         }
     }
 
-    /// Returns the growth of the counters since `before`.
+    /// Returns a sample whose counters have the growth since the earlier sample `before`.
     fn since(&self, before: &Sample) -> Sample {
-        // After a restart of the daemon a counter is smaller than before; it then counts from the
-        // restart.
+        // A counter is smaller than before if the daemon was restarted. The counter's growth is
+        // then its value, which it has counted since the restart.
         let grown = |now: i64, then: i64| if now < then { now } else { now - then };
         Sample {
             puts: grown(self.puts, before.puts),
@@ -87,7 +89,8 @@ impl Sample {
     }
 }
 
-/// Prints lines until the count is reached or a signal ends the process.
+/// Prints a line of rates after each interval, until `--count` lines are printed or a signal ends
+/// tmemctl.
 pub fn run(
     reach: &Reach,
     vm: Option<&str>,

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests which crates of the workspace `tmemctl` links.
+//! Tests which crates of the workspace tmemctl links.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// Returns the crates of the workspace that a crate's manifest depends on, without those for tests.
+/// Returns the workspace crates on which the crate `name` depends, by its manifest and without
+/// dev-dependencies.
 fn dependencies(workspace: &Path, name: &str) -> Vec<String> {
     let manifest = workspace.join(name).join("Cargo.toml");
     let text = std::fs::read_to_string(manifest).expect("cannot read the manifest");
@@ -25,13 +26,14 @@ fn dependencies(workspace: &Path, name: &str) -> Vec<String> {
     found
 }
 
-/// Returns all crates of the workspace that a crate links, itself included.
+/// Returns all workspace crates that the crate `name` links: itself, its dependencies, and their
+/// dependencies.
 fn linked(workspace: &Path, name: &str) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     let mut next = vec![name.to_owned()];
     while let Some(name) = next.pop() {
-        // A crate outside of the workspace's directory, such as proto, depends on no crate of the
-        // workspace.
+        // A crate outside of the workspace's directory, such as proto, depends on no workspace
+        // crate, so its dependencies are not followed.
         if workspace.join(&name).is_dir() && found.insert(name.clone()) {
             next.extend(dependencies(workspace, &name));
         }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the command with a daemon: its output, and its failures when there is no daemon.
+//! Tests of tmemctl with a daemon, and of its error messages when no daemon runs.
 
 use std::fs::File;
 use std::io::Write;
@@ -35,7 +35,7 @@ fn printed(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).expect("the text is not UTF-8")
 }
 
-/// Returns the words of the line whose first word is `first`.
+/// Returns the words of that line of `text` whose first word is `first`.
 fn words<'a>(text: &'a str, first: &str) -> Vec<&'a str> {
     let line = text
         .lines()
@@ -103,7 +103,8 @@ fn stats_prints_all_vms_or_the_named_one() {
     );
     assert_eq!(words(&text, "web")[..2], ["web", "no"]);
     let text = printed(&tmemctl(&control, &["stats", "db"]));
-    // The VM is entitled to 1 MiB and to 7 parts of 107 of the 63 MiB that no VM has reserved.
+    // VM db is entitled to its reserve of 1 MiB, and to 7/107 of the 63 MiB that no VM has
+    // reserved.
     assert_eq!(words(&text, "entitled"), ["entitled", "5.12", "MiB"]);
     assert_eq!(words(&text, "hits"), ["hits", "0", "(-)"]);
 }
@@ -155,7 +156,7 @@ fn errors_name_the_socket_and_the_remedy() {
         3,
         &[&path, "start tmemd", "--socket"],
     );
-    // A killed daemon leaves its socket behind.
+    // A listener that is dropped leaves its socket file behind, as a killed daemon does.
     drop(UnixListener::bind(&control).expect("cannot bind the socket"));
     fails(&tmemctl(&control, &["list"]), 3, &[&path, "was killed"]);
 }
@@ -211,7 +212,7 @@ fn a_hung_libvirt_is_reported_after_the_timeout() {
     );
 }
 
-/// The time limit does not apply to `trace`, because the file's length bounds the time.
+/// The time limit `--timeout` does not apply to `trace`, which reads a file and calls no service.
 #[test]
 fn the_timeout_does_not_apply_to_reading_a_trace() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
@@ -229,7 +230,7 @@ fn the_timeout_does_not_apply_to_reading_a_trace() {
                 .open(trace)
                 .expect("cannot open the named pipe");
             std::thread::sleep(Duration::from_millis(1500));
-            // Writing fails if the reader has ended.
+            // Writing fails if tmemctl no longer reads the pipe; the test then fails elsewhere.
             let _ = trace.write_all(b"no trace");
         }
     });
@@ -249,8 +250,8 @@ fn a_failed_write_of_an_error_keeps_the_exit_code() {
     assert_eq!(status.expect("cannot run tmemctl").code(), Some(3));
 }
 
-/// The process must end without exit handlers, which would free memory that a running thread may
-/// still use.
+/// tmemctl must end without running exit handlers, which would free memory that one of its threads
+/// may still use.
 #[test]
 fn tmemctl_exits_without_exit_handlers() {
     let host = host();
@@ -329,7 +330,8 @@ fn the_pool_is_printed_and_resized() {
     let host = host();
     let control = host.path("control");
     let text = printed(&tmemctl(&control, &["pool", "--size", "32MiB"]));
-    let expected = "The pool has 32.0 MiB until the daemon ends.\nconfigured     : 32.0 MiB\n";
+    let expected =
+        "The pool has a size of 32.0 MiB until the daemon ends.\nconfigured     : 32.0 MiB\n";
     assert!(
         text.starts_with(expected),
         "the output has the wrong text: {text}"
@@ -371,7 +373,7 @@ fn the_pool_is_printed_and_resized() {
     assert!(json["held_bytes"].as_i64() >= json["freeable_bytes"].as_i64());
 }
 
-/// The options for tables (--output, --noheadings, --bytes) are those of zramctl.
+/// `list` and `stats` have zramctl's options for tables: --output, --noheadings and --bytes.
 #[test]
 fn tables_have_the_chosen_columns() {
     let host = host();
@@ -404,7 +406,7 @@ fn tables_have_the_chosen_columns() {
 }
 
 #[test]
-fn errors_are_json_if_the_output_is() {
+fn errors_are_json_if_the_output_is_json() {
     let host = host();
     let control = host.path("control");
     for (arguments, code, name, part) in [
@@ -446,7 +448,7 @@ fn errors_are_json_if_the_output_is() {
     );
 }
 
-/// A tmemctl process that prints events as they happen.
+/// A process of `tmemctl event` that prints the daemon's events.
 struct Printing(std::process::Child);
 
 impl Printing {
@@ -460,7 +462,7 @@ impl Printing {
 
 impl Drop for Printing {
     fn drop(&mut self) {
-        // The process may have ended already.
+        // Killing fails if the process has already ended, so the error is ignored.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -479,7 +481,7 @@ fn events_are_printed_as_they_arrive() {
     };
     let (mut all, lines) = begin(&["event", "--loop", "--json"]);
     let (sender, receiver) = std::sync::mpsc::channel();
-    // Sending fails when the test has ended.
+    // The thread passes the printed lines on to the test. Sending fails when the test has ended.
     std::thread::spawn(move || {
         lines
             .map_while(Result::ok)
@@ -495,7 +497,8 @@ fn events_are_printed_as_they_arrive() {
         "the first line is not the event \"subscribed\": {line}"
     );
     let (mut one, mut first) = begin(&["event", "--vm", "web"]);
-    // Events are repeated until both processes have subscribed.
+    // The VMs are frozen and thawed repeatedly until both processes have printed an event. A
+    // process gets only events that happen after its subscription.
     let mut json = None;
     while json.is_none()
         || one
@@ -588,7 +591,7 @@ fn advise_reports_no_confidence_for_few_gets() {
     let read_only = host.path("read-only");
     let text = printed(&tmemctl(&read_only, &["advise"]));
     assert!(
-        text.contains("too few gets to tell"),
+        text.contains("too few gets for advice"),
         "advise does not say that gets are too few: {text}"
     );
     let text = printed(&tmemctl(
@@ -658,7 +661,7 @@ fn trace_prints_a_summary_of_a_recorded_trace() {
     std::fs::write(&file, &bytes[..bytes.len() - 1]).expect("cannot write the file");
     let text = printed(&tmemctl(&host.path("control"), &["trace", path]));
     assert!(
-        text.contains("its end is missing"),
+        text.contains("the end of the trace is missing"),
         "trace does not report the missing end: {text}"
     );
     std::fs::write(&file, [0x28, 0xb5, 0x2f, 0xfd, 0]).expect("cannot write the file");
@@ -675,7 +678,7 @@ fn trace_prints_a_summary_of_a_recorded_trace() {
     );
 }
 
-/// Each command has help text, and a row in docs/tmemctl.md.
+/// Each command of tmemctl has help text, and a row in the table of docs/tmemctl.md.
 #[test]
 fn every_command_has_help() {
     let nowhere = Path::new("/nowhere");
@@ -706,7 +709,8 @@ fn every_command_has_help() {
 fn doctor_prints_faults_with_their_remedies() {
     let mut host = host();
     let control = host.path("control");
-    // This directory takes the place of the root of a host without libvirt, KVM and PSI.
+    // A temporary directory takes the place of the root directory of a host that has no libvirt,
+    // KVM or PSI.
     let root = host.path("root");
     std::fs::create_dir(&root).expect("cannot create the directory");
     let root = root.to_str().expect("the text is not UTF-8").to_string();
@@ -715,7 +719,7 @@ fn doctor_prints_faults_with_their_remedies() {
         "warning  host: there is no KVM",
         "-> modprobe",
         "good     daemon: tmemd",
-        "warning  web: its QEMU is not connected",
+        "warning  web: the VM's QEMU is not connected",
         "0 faults, ",
     ] {
         assert!(text.contains(part), "the output has no {part:?}: {text}");
@@ -760,9 +764,9 @@ fn doctor_prints_faults_with_their_remedies() {
     );
 }
 
-/// Options with which `quota` does not use this host's libvirt. The first names the test driver of
-/// libvirt's library, whose only domain is called test; the second names a libvirt that does not
-/// exist.
+/// Options with which `tmemctl quota` does not use the libvirt of the machine that runs the test.
+/// The first URI selects the test driver in libvirt's library, whose only domain is called test.
+/// The second URI names a socket that does not exist.
 #[cfg(feature = "libvirt")]
 const LIBVIRTS: [&[&str]; 2] = [
     &["--connect", "test:///default"],
@@ -776,7 +780,7 @@ fn run_quota(host: &TestDaemon, libvirt: &[&str], arguments: &[&str]) -> Output 
     tmemctl(&host.path("control"), &all)
 }
 
-/// Returns the daemon's entry of a VM.
+/// Returns the JSON object of a VM in the output of `tmemctl list`.
 fn listed(host: &TestDaemon, name: &str) -> serde_json::Value {
     let text = printed(&tmemctl(&host.path("control"), &["list", "--json"]));
     let list: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
@@ -809,8 +813,8 @@ fn quota_of_a_vm_outside_libvirt_is_set_in_the_daemon() {
             quota,
             "a value of the quota that was not given has changed"
         );
-        // An invalid or unsuitable value is refused with the VM's name and the value, and changes
-        // nothing.
+        // tmemctl refuses each of these values, which are invalid or do not fit the others. Its
+        // message contains the VM's name and the value, and the quota stays unchanged.
         for (wrong, parts) in [
             (
                 &["--limit", "1MiB"][..],
@@ -871,8 +875,9 @@ fn quota_of_a_vm_outside_libvirt_is_set_in_the_daemon() {
     }
 }
 
-/// A VM that was added over the control socket has a UUID. If libvirt has a domain with that UUID,
-/// or cannot be asked, the command does not change the quota in the daemon alone.
+/// A VM that was added over the control socket has a UUID, by which `tmemctl quota` looks for a
+/// libvirt domain. If libvirt has that domain or does not answer, the quota in the daemon stays
+/// unchanged.
 #[test]
 fn quota_of_a_libvirt_vm_is_not_set_in_the_daemon_alone() {
     use tmem_control::{VarlinkClientInterface, VmSpec};
@@ -880,8 +885,8 @@ fn quota_of_a_libvirt_vm_is_not_set_in_the_daemon_alone() {
     let mut client =
         tmem_control::connect(&host.path("control")).expect("cannot connect to the control socket");
     for (name, uuid) in [
-        // The first UUID is that of the test driver's domain, here with another name. libvirt does
-        // not know the second UUID.
+        // libvirt's test driver has a domain with the first VM's UUID, but under the name test. It
+        // has no domain with the second VM's UUID.
         ("test-6695eb01", "6695eb01-f6a4-8304-79aa-97f2502e193f"),
         ("other", "00000000-0000-4000-8000-000000000001"),
     ] {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of `top` in a real terminal of 80 × 24 characters. The terminal is tmux, because a test
-//! can read its screen. `make check-ops` runs these tests.
+//! Tests of `tmemctl top` in a terminal of 80 × 24 characters. The terminal is tmux, because a
+//! test can read its screen. `make check-ops` runs these tests.
 
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
@@ -14,11 +14,11 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Driver, DriverConfig, GuestConfig};
 use tmem_testing::TestDaemon;
 
-/// Time limit of each wait. It is long enough for a loaded machine, because no test measures a
-/// time.
+/// Longest time that a test waits for text on the screen. A long limit does no harm on a loaded
+/// machine, because no test measures a time.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A separate tmux server, which ends with the test.
+/// A tmux server of one test, at the socket with this path. It ends with the test.
 struct Tmux(std::path::PathBuf);
 
 impl Tmux {
@@ -63,14 +63,14 @@ impl Drop for Tmux {
     }
 }
 
-/// A simulated guest that puts and gets until it is stopped.
+/// A simulated guest that sends puts and gets until [`Guest::stop`].
 struct Guest {
     stop: Arc<AtomicBool>,
     works: JoinHandle<Driver>,
 }
 
 impl Guest {
-    /// Starts a guest as the VM with that name.
+    /// Connects a simulated guest to the socket of the VM `name`, and starts its requests.
     fn start(directory: &Path, name: &str) -> Guest {
         let guest = GuestConfig {
             name: name.into(),
@@ -100,7 +100,7 @@ impl Guest {
         Guest { stop, works }
     }
 
-    /// Stops the requests of the guest, which stays connected.
+    /// Stops the requests of the guest. The returned driver stays connected to the daemon.
     fn stop(self) -> Driver {
         self.stop.store(true, Ordering::Relaxed);
         self.works
@@ -109,8 +109,8 @@ impl Guest {
     }
 }
 
-/// Returns the cells of a VM's row, without units: name, hits in percent, reads avoided, gets, time
-/// of a GET, puts, time of a PUT, used, entitled.
+/// Returns the cells of a VM's row in the screen of `top`, without units: name, hits in percent,
+/// reads avoided, gets, time of a GET, puts, time of a PUT, used, entitled.
 fn cells(screen: &str, name: &str) -> Option<Vec<String>> {
     let row = screen.lines().find(|line| line.starts_with(name))?;
     let words = row.split_whitespace();
@@ -118,7 +118,7 @@ fn cells(screen: &str, name: &str) -> Option<Vec<String>> {
     Some(values.map(String::from).collect())
 }
 
-/// Parses a displayed rate.
+/// Parses a rate as `top` displays it, for example 1.5k.
 fn rate(cell: &str) -> f64 {
     let number = cell.trim_end_matches(['k', 'M']);
     let of = match &cell[number.len()..] {
@@ -129,9 +129,10 @@ fn rate(cell: &str) -> f64 {
     number.parse::<f64>().map_or(0.0, |number| number * of)
 }
 
-/// Starts top for the daemon at `socket`, in a new screen.
+/// Starts `tmemctl top` for the daemon's socket `socket` in a new tmux server.
 fn start(directory: &Path, socket: &str, options: &str) -> Tmux {
-    // tmux keeps its socket for a while after it ends, so each server gets a new directory.
+    // A tmux server keeps its socket for a while after its end, so each server gets a new
+    // directory.
     let tmux = Tmux(
         tempfile::tempdir_in(directory)
             .expect("cannot create a temporary directory")
@@ -155,7 +156,8 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     let directory = daemon.folder().to_path_buf();
     let guest = Guest::start(&directory, "web");
     let tmux = start(&directory, "read-only", "");
-    // Rates need two polls with work between them.
+    // `top` shows rates after its second poll of the daemon. The guest must send requests between
+    // the first and the second poll.
     let screen = tmux.until("the rates of VM web", |screen| {
         cells(screen, " web").is_some_and(|cells| {
             cells.len() >= 10 && [2, 3, 5].iter().all(|&nth| rate(&cells[nth]) > 0.0)
@@ -212,7 +214,7 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     tmux.until("the filtered table", |screen| {
         screen.contains("filter: we_") && !screen.contains("-db")
     });
-    // The displayed totals of the selected VM equal the daemon's.
+    // The totals that `top` displays for the selected VM equal the daemon's counters.
     let guest = guest.stop();
     let mut client = tmem_control::connect(&directory.join("control"))
         .expect("cannot connect to the control socket");
@@ -228,7 +230,7 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     tmux.run(&["send-keys", "-t", "top", "Enter"]);
     tmux.run(&["send-keys", "-t", "top", "?"]);
     tmux.until("the help text", |screen| screen.contains("order by name"));
-    // `tmemctl top` reports that the daemon has stopped, and keeps showing the last view.
+    // When the daemon has stopped, `top` reports it and still shows the figures of the last poll.
     daemon.stop();
     drop(guest);
     tmux.until("the report that the daemon has stopped", |screen| {
@@ -244,15 +246,15 @@ fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     );
 }
 
-/// A key or a signal ends top, even if the daemon hangs.
+/// A key, a signal or the end of the terminal ends `tmemctl top`, even if the daemon hangs.
 #[test]
 #[ignore = "needs tmux: make check-ops"]
 fn top_restores_the_terminal_at_its_end() {
     let mut daemon = TestDaemon::start(&["web", "db"]);
     let directory = daemon.folder().to_path_buf();
     let path = |name: &str| directory.join(name);
-    // The link leads to the daemon first, and then to a socket whose connections are never
-    // accepted.
+    // The symbolic link control-of-top first names the daemon's socket. Later it names a socket
+    // whose connections no process accepts.
     symlink(path("read-only"), path("control-of-top")).expect("cannot create the symbolic link");
     let hangs = UnixListener::bind(path("hangs")).expect("cannot bind the socket");
     hangs
@@ -265,7 +267,7 @@ fn top_restores_the_terminal_at_its_end() {
         });
         symlink(path("hangs"), path("new")).expect("cannot create the symbolic link");
         std::fs::rename(path("new"), path("control-of-top")).expect("cannot rename the file");
-        // `tmemctl top` polls the daemon three times in these 3 s.
+        // During these 3 s, `top` would poll the daemon three times if no poll were hanging.
         std::thread::sleep(Duration::from_secs(3));
         let waiting = std::iter::from_fn(|| hangs.accept().ok()).collect::<Vec<_>>();
         assert_eq!(

@@ -16,10 +16,11 @@ use tmem_control::VarlinkClientInterface;
 
 const DAEMON: &str = "daemon";
 
-/// Permission bits that allow all users to connect to a socket.
+/// Permission bits of a socket that let users outside its owner and group connect.
 const OTHERS: u32 = 0o007;
 
-/// Returns the findings, and the daemon's VMs if it can be reached.
+/// Checks the daemon and its VMs. Returns the findings and the list of VMs; the list is None if the
+/// daemon does not answer.
 pub fn findings(reach: &Reach) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
     let asked = in_time(&reach.daemon(), reach, |reach| {
         let failed = |error: api::Error| refused(&reach.socket, &error);
@@ -51,8 +52,8 @@ pub fn findings(reach: &Reach) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
     (findings, Some(vms))
 }
 
-/// Returns whether the daemon knows retained pages; None if it cannot be asked. The question is
-/// separate because an older daemon may not answer all others.
+/// Returns whether the daemon supports retained pages; None if the daemon does not answer. The
+/// request is separate from those of other checks, because an older daemon may refuse the others.
 #[cfg(feature = "libvirt")]
 pub fn knows_retained_pages(reach: &Reach) -> Option<bool> {
     let asked = in_time(&reach.daemon(), reach, |reach| {
@@ -68,7 +69,7 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
         false => Finding::warning(
             ("daemon", DAEMON),
             format!(
-                "it is version {}, and this tmemctl is {own}",
+                "the daemon has version {}, and this tmemctl has version {own}",
                 daemon.version
             ),
             "systemctl restart tmemd: VMs go on without the cache meanwhile",
@@ -78,7 +79,7 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
         true => Finding::warning(
             ("host-memory", DAEMON),
             format!(
-                "the host is short of memory: the pool has {} of its {}",
+                "the host is short of memory: the pool has {} of its configured {}",
                 size(pool.size_bytes),
                 size(pool.configured_bytes)
             ),
@@ -93,7 +94,8 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
         true => Finding::warning(
             ("reserves", DAEMON),
             format!(
-                "the VMs' reserves are {}, more than the pool's {}: each is scaled down",
+                "the reserves of all VMs add up to {}, more than the pool's size of {}: the daemon \
+                 scales each reserve down",
                 size(pool.reserved_bytes),
                 size(pool.size_bytes)
             ),
@@ -105,7 +107,10 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
         0 => Finding::good(("bytes", DAEMON), "no stored page failed its check"),
         bad => Finding::fault(
             ("bytes", DAEMON),
-            format!("{bad} stored pages failed their check and were held back: the host's memory or the engine is at fault"),
+            format!(
+                "{bad} stored pages failed their checksum, and guests did not get them: the host's \
+                 memory or the daemon is at fault"
+            ),
             "memtester 1G 3, and journalctl -u tmemd",
         ),
     });
@@ -130,8 +135,9 @@ fn control_socket(socket: &Path) -> Finding {
     }
 }
 
-/// Checks that pages of guests cannot be swapped. The check uses the daemon's report of whether it
-/// could lock its memory, because root may lock memory whatever the limit is.
+/// Checks that the host cannot swap out pages of guests, because the daemon has locked its memory.
+/// The daemon reports whether it could. The limit RLIMIT_MEMLOCK would not tell, because root may
+/// lock memory whatever the limit is.
 fn locked(daemon: &api::DaemonStats) -> Finding {
     let of = ("memory-lock", DAEMON);
     match daemon.memory_locked {
@@ -150,52 +156,56 @@ fn vm_socket(vm: &api::Vm) -> Finding {
     match fs::metadata(at) {
         Ok(metadata) if !metadata.file_type().is_socket() => Finding::fault(
             of,
-            format!("{at} is no socket"),
+            format!("the file {at} in place of the VM's socket is not a socket"),
             &format!("rm {at}; systemctl restart tmemd"),
         ),
         Ok(metadata) => match metadata.permissions().mode() {
             mode if mode & 0o600 != 0o600 => Finding::fault(
                 of,
-                format!("nobody may connect to {at}: its mode is {:o}", mode & 0o777),
+                format!(
+                    "the owner of the VM's socket {at} may not connect: the socket's mode is {:o}",
+                    mode & 0o777
+                ),
                 &format!("chmod u+rw {at}"),
             ),
             mode if mode & OTHERS != 0 => Finding::warning(
                 of,
                 format!(
-                    "the mode of {at} is {:o}: everybody may connect to it, unless it was changed by hand",
+                    "the mode of the VM's socket {at} is {:o}: every user may connect, unless a \
+                     stricter mode is configured",
                     mode & 0o777
                 ),
                 &format!("chmod o= {at}"),
             ),
-            _ => Finding::good(of, "its socket exists"),
+            _ => Finding::good(of, "the VM's socket exists"),
         },
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Finding::fault(
             of,
-            format!("its socket {at} is missing"),
-            "systemctl restart tmemd: it creates the sockets of all its VMs again",
+            format!("the VM's socket {at} is missing"),
+            "systemctl restart tmemd: the daemon creates the sockets of all VMs again",
         ),
         Err(error) => Finding::good(
             of,
-            format!("its socket {at} cannot be checked by this user: {error}"),
+            format!("the VM's socket {at} cannot be checked by this user: {error}"),
         ),
     }
 }
 
-/// Checks one VM.
+/// Checks one VM that the daemon serves.
 fn of_vm(vm: &api::Vm, stats: &api::VmStats) -> Vec<Finding> {
     let name = vm.name.as_str();
     let mut findings = vec![vm_socket(vm)];
     if let Some(problem) = &vm.problem {
         findings.push(Finding::fault(
             ("problem", name),
-            format!("its requested settings are not in effect: {problem}"),
+            format!("the VM's requested settings are not in effect: {problem}"),
             &format!("tmemctl quota {name}, with values that fit"),
         ));
     }
     if vm.frozen {
         findings.push(Finding::warning(
             ("frozen", name),
-            "it is frozen: the daemon refuses its puts",
+            "the VM is frozen: the daemon refuses its puts",
             &format!("tmemctl thaw {name}"),
         ));
     }
@@ -203,16 +213,16 @@ fn of_vm(vm: &api::Vm, stats: &api::VmStats) -> Vec<Finding> {
         findings.push(Finding::warning(
             ("virtqueues", name),
             format!(
-                "{} of its virtqueues were stopped for a fault of the guest or the VMM",
+                "{} of the VM's virtqueues were stopped because of a fault of the guest or the VMM",
                 stats.queues_stopped
             ),
-            &format!("journalctl -u tmemd TMEM_VM={name}; a reset of the guest sets them up again"),
+            &format!("journalctl -u tmemd TMEM_VM={name}; a reset of the guest sets the virtqueues up again"),
         ));
     }
     if !vm.connected {
         findings.push(Finding::warning(
             ("connected", name),
-            "its QEMU is not connected: it is off, has no device, or may not use the socket",
+            "the VM's QEMU is not connected: it does not run, has no device, or may not use the socket",
             &format!(
                 "virsh start {name}; ls -l {}; grep DENIED /var/log/audit/audit.log",
                 vm.socket
@@ -230,7 +240,7 @@ fn driver(name: &str, stats: &api::VmStats) -> Finding {
     let Some(driver) = &stats.driver else {
         return Finding::warning(
             of,
-            "no driver has reported: the guest has not loaded it, or is starting",
+            "the guest's driver has not reported: it is not loaded, or the guest is starting",
             "in the guest: modprobe virtio_tmem",
         );
     };
@@ -238,25 +248,25 @@ fn driver(name: &str, stats: &api::VmStats) -> Finding {
         return Finding::fault(
             of,
             format!(
-                "its driver found {} pages that differ from what it had put, and switched the cache off",
+                "the guest's driver found {} pages that differ from the pages that it had put, and switched the cache off",
                 driver.mismatches
             ),
-            "in the guest: tmem-guest status; was its disk changed from outside?",
+            "in the guest: tmem-guest status. Did another machine change the guest's disk?",
         );
     }
     match driver.state.as_str() {
-        "on" => Finding::good(of, format!("its driver {} is on", driver.version)),
+        "on" => Finding::good(of, format!("the guest's driver {} is on", driver.version)),
         "tripped" => Finding::warning(
             of,
             format!(
                 "{} answers came after the driver's deadline, so the driver pauses the cache for a while",
                 driver.late
             ),
-            "tmemctl stats: is the host overloaded? More workers in /etc/virtio-tmem/tmemd.toml",
+            "check with tmemctl stats whether the host is overloaded; set more workers in /etc/virtio-tmem/tmemd.toml",
         ),
         state => Finding::warning(
             of,
-            format!("its driver reports the state {state}"),
+            format!("the guest's driver reports the state {state}"),
             "in the guest: tmem-guest status shows the reason",
         ),
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Checks libvirt's domains: the device, shared memory, and an emulator that has the device.
+//! Checks libvirt's domains: the virtio-tmem device, shared memory, and an emulator that has the
+//! device.
 
 use super::Finding;
 use crate::emulator::{self, Emulator};
@@ -11,8 +12,9 @@ use tmem_control as api;
 use tmem_domain::Domain;
 use virt::connect::Connect;
 
-/// Checks all domains. `served` are the daemon's VMs, and `retains` whether the daemon knows retained
-/// pages, each None if the daemon cannot be asked.
+/// Checks all domains of the libvirt at `uri`. `served` are the VMs that the daemon serves;
+/// `retains` is true if the daemon supports retained pages. Both are None if the daemon does not
+/// answer.
 pub fn findings(
     reach: &Reach,
     uri: &str,
@@ -48,12 +50,12 @@ pub fn findings(
     findings
 }
 
-/// Returns the XML of each domain, and whether it runs.
+/// Returns the XML of each domain, and true if the domain runs.
 fn read(uri: &str) -> Result<Vec<(String, bool)>, Failure> {
     virt::error::clear_error_callback();
     let domains = Connect::open_read_only(Some(uri)).and_then(|connection| {
         let domains = connection.list_all_domains(0)?;
-        // A domain that has just been removed is skipped.
+        // A domain that was removed after libvirt listed it cannot be read, and is skipped.
         let read = |domain: &virt::domain::Domain| {
             Some((domain.get_xml_desc(0).ok()?, domain.is_active().ok()?))
         };
@@ -67,20 +69,20 @@ fn read(uri: &str) -> Result<Vec<(String, bool)>, Failure> {
 
 /// Facts about this host that the checks of domains need.
 struct Host<'a> {
-    /// The daemon's VMs, if it can be reached.
+    /// VMs that the daemon serves; None if the daemon does not answer.
     served: Option<&'a [api::Vm]>,
-    /// Whether the daemon knows retained pages, if it can be reached.
+    /// Whether the daemon supports retained pages; None if the daemon does not answer.
     retains: Option<bool>,
-    /// Returns what an emulator knows of the device.
+    /// Function that asks an emulator whether it has the virtio-tmem device.
     ask: &'a dyn Fn(&str) -> Result<Emulator, String>,
 }
 
-/// Checks one domain. `host` is None if the domain is on another host.
+/// Checks one domain. `host` is None if the domain belongs to a libvirt on another host.
 fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => domain,
         Err(error) => {
-            let remedy = "virsh edit it: its XML cannot be read";
+            let remedy = "virsh edit the domain: its XML cannot be read";
             return vec![Finding::fault(("domain", "a domain"), error.0, remedy)];
         }
     };
@@ -91,18 +93,18 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
             None => Vec::new(),
             Some(_) => vec![Finding::fault(
                 ("device", name),
-                "its XML has a quota but no device",
-                &format!("{attach}, and restart it"),
+                "the domain's XML has a quota but no device",
+                &format!("{attach}, and restart the domain"),
             )],
         };
     };
     let mut findings = Vec::new();
     findings.push(match &domain.memory {
-        Ok(()) => Finding::good(("shared-memory", name), "its memory is shared"),
+        Ok(()) => Finding::good(("shared-memory", name), "the domain's memory is shared"),
         Err(error) => Finding::fault(
             ("shared-memory", name),
             error.0.clone(),
-            &format!("{attach}, and restart it"),
+            &format!("{attach}, and restart the domain"),
         ),
     });
     if let Some(Err(error)) = &domain.cache {
@@ -111,20 +113,23 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
     }
     if let (Some(emulator), Some(host)) = (&domain.emulator, host) {
         let of = ("emulator", name);
-        let remedy = format!("apt install virtio-tmem-qemu; {attach}; shut it down and start it");
+        let remedy =
+            format!("apt install virtio-tmem-qemu; {attach}; shut the domain down and start it");
         findings.push(match (host.ask)(emulator) {
-            Ok(found) if !found.has_device => {
-                Finding::fault(of, format!("{emulator} does not have the device"), &remedy)
-            }
+            Ok(found) if !found.has_device => Finding::fault(
+                of,
+                format!("the domain's emulator {emulator} does not have the virtio-tmem device"),
+                &remedy,
+            ),
             Ok(found) if device.retain.is_some() && !found.has_retain => Finding::fault(
                 of,
                 format!(
-                    "its device has the property retain, which {emulator} does not have: the VM \
+                    "the domain's device has the property retain, which {emulator} does not have: the VM \
                      does not start"
                 ),
                 &format!("{attach} --retain auto --emulator {emulator}, or update QEMU"),
             ),
-            Ok(_) => Finding::good(of, "its emulator has the device"),
+            Ok(_) => Finding::good(of, "the domain's emulator has the device"),
             Err(why) => Finding::fault(of, format!("{emulator}: {why}"), &remedy),
         });
     }
@@ -134,9 +139,9 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
             true => Finding::good(of, "the daemon knows retained pages"),
             false => Finding::fault(
                 of,
-                "its device has retain=on, and the daemon does not know retained pages: QEMU \
+                "the domain's device has retain=on, and the daemon does not know retained pages: QEMU \
                  refuses the daemon, and the VM has no cache",
-                &format!("update tmemd, or {attach} --retain off, and restart it"),
+                &format!("update tmemd, or {attach} --retain off, and restart the domain"),
             ),
         });
     }
@@ -148,18 +153,18 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
         findings.push(match vm {
             None => Finding::fault(
                 of,
-                "it runs with the device, but the daemon does not serve it",
-                "start or restart tmem-libvirt: it registers running VMs with the daemon (docs/libvirt.md)",
+                "the domain runs with the device, but the daemon does not serve it",
+                "start or restart tmem-libvirt, which registers running VMs with the daemon (docs/libvirt.md)",
             ),
             Some(vm) if vm.socket != device.socket => Finding::fault(
                 of,
                 format!(
-                    "its device connects to {}, but the daemon serves it at {}",
+                    "the domain's device connects to {}, but the daemon serves the VM at {}",
                     device.socket, vm.socket
                 ),
-                &format!("{attach}, and restart it"),
+                &format!("{attach}, and restart the domain"),
             ),
-            Some(_) => Finding::good(of, "the daemon serves it"),
+            Some(_) => Finding::good(of, "the daemon serves the domain"),
         });
     }
     findings
@@ -268,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn doctor_finds_a_device_whose_retained_pages_daemon_or_emulator_lack() {
+    fn doctor_finds_retained_pages_that_daemon_or_emulator_do_not_support() {
         let options = |retain| tmem_domain::Options {
             retain,
             ..Default::default()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Checks files of the host: KVM, PSI, libvirt's hook, and AppArmor.
+//! Checks files of the host: KVM, PSI, libvirt's hook, and AppArmor's rules.
 
 use super::Finding;
 use std::fs;
@@ -10,7 +10,7 @@ const HOST: &str = "host";
 
 const HOOK_DIRECTORY: &str = "etc/libvirt/hooks/qemu.d";
 
-/// Checks the host's files below `root`.
+/// Checks the host's files in the file system below `root`.
 pub fn findings(root: &Path) -> Vec<Finding> {
     vec![kvm(root), pressure(root), hook(root), apparmor(root)]
 }
@@ -42,8 +42,8 @@ fn pressure(root: &Path) -> Finding {
     }
 }
 
-/// Checks that libvirt runs the hook, without which the daemon creates no sockets for libvirt's
-/// VMs.
+/// Checks that libvirt runs `tmem-hook` before a VM starts and after it ends. Without the hook, the
+/// daemon creates no sockets for libvirt's VMs.
 fn hook(root: &Path) -> Finding {
     let of = ("hook", HOST);
     if !root.join("etc/libvirt").exists() {
@@ -92,7 +92,8 @@ fn apparmor(root: &Path) -> Finding {
     if !confines || !enabled.is_ok_and(|text| text.starts_with('Y')) {
         return Finding::good(of, "AppArmor does not confine libvirt's QEMUs");
     }
-    // The package has its rules in a directory of its own, which not each libvirt includes.
+    // The package virtio-tmem-host installs its AppArmor rules in the directory libvirt-qemu.d.
+    // Only some versions of libvirt include that directory in the rules for QEMU.
     let text = |path| fs::read_to_string(root.join(path)).unwrap_or_default();
     let local = text("etc/apparmor.d/local/abstractions/libvirt-qemu");
     let of_package = root.join("etc/apparmor.d/abstractions/libvirt-qemu.d/virtio-tmem");
@@ -137,7 +138,8 @@ mod tests {
                 .expect("the report lacks the check")
                 .1
         };
-        // This host has neither libvirt nor AppArmor.
+        // At first, the temporary directory that stands for the host has neither libvirt nor
+        // AppArmor.
         assert_eq!(
             (state("hook"), state("apparmor")),
             (State::Good, State::Good)
@@ -149,7 +151,8 @@ mod tests {
         write(root, "dev/kvm", "");
         write(root, "proc/pressure/memory", "some avg10=0.00\n");
         assert_eq!((state("kvm"), state("psi")), (State::Good, State::Good));
-        // From here on the host has libvirt.
+        // From here on, the temporary directory that stands for the host contains a file of
+        // libvirt.
         write(root, "etc/libvirt/hooks/qemu.d/other", "#!/bin/sh\n");
         assert_eq!(state("hook"), State::Fault);
         let hook = "etc/libvirt/hooks/qemu.d/virtio-tmem";
@@ -168,7 +171,8 @@ mod tests {
         fs::set_permissions(root.join(hook), fs::Permissions::from_mode(0o755))
             .expect("cannot change the file's mode");
         assert_eq!(state("hook"), State::Good);
-        // From here on the host has AppArmor.
+        // From here on, the temporary directory that stands for the host contains a file of
+        // AppArmor.
         write(root, "etc/apparmor.d/abstractions/libvirt-qemu", "");
         write(root, "sys/module/apparmor/parameters/enabled", "N\n");
         assert_eq!(state("apparmor"), State::Good);
@@ -181,7 +185,8 @@ mod tests {
             rules,
         );
         assert_eq!(state("apparmor"), State::Good);
-        // The package's rules count only if libvirt includes their directory.
+        // The package's AppArmor rules have an effect only if libvirt's abstraction includes their
+        // directory.
         write(root, "etc/apparmor.d/local/abstractions/libvirt-qemu", "");
         let of_package = "etc/apparmor.d/abstractions/libvirt-qemu.d/virtio-tmem";
         write(root, of_package, rules);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Checks the installation: versions of packages, accesses that AppArmor denied, QEMUs that run a
-//! replaced program, and huge pages that the host does not have.
+//! Checks the installation: versions of packages, accesses that AppArmor denied, QEMU processes
+//! whose program file was replaced, and huge pages that the host does not have.
 
 use super::Finding;
 use std::fs::{self, File, OpenOptions};
@@ -11,20 +11,20 @@ use tmem_domain::DEVICE;
 
 const HOST: &str = "host";
 
-/// Package of QEMU with the device. Its version ends with `+tmem`, the version of virtio-tmem, and a
-/// suffix of the release.
+/// Name of the package with the QEMU that has the virtio-tmem device. The package's version ends
+/// with `+tmem`, the version of virtio-tmem, and a suffix of the distribution's release.
 const QEMU_PACKAGE: &str = "virtio-tmem-qemu";
 const QEMU_VERSION_MARK: &str = "+tmem";
 
-/// A log of the audit daemon is read from this many bytes before its end.
+/// Number of bytes that `doctor` reads at the end of the audit daemon's log.
 const LOG_BYTES: u64 = 1 << 20;
-/// Maximum number of kernel messages that are read, so that a kernel that logs without end is no
-/// endless loop. The kernel keeps a few thousand.
+/// Maximum number of kernel messages that `doctor` reads. The kernel keeps a few thousand; the
+/// maximum ends the loop if the kernel logs new messages faster than `doctor` reads them.
 const KERNEL_MESSAGES: usize = 100_000;
-/// Longest kernel message that a read returns.
+/// Size of the buffer for one kernel message in bytes. No message of the kernel is longer.
 const KERNEL_MESSAGE_BYTES: usize = 8192;
 
-/// Checks the installation below `root`.
+/// Checks the installation in the file system below `root`.
 pub fn findings(root: &Path) -> Vec<Finding> {
     let status = fs::read_to_string(root.join("var/lib/dpkg/status")).unwrap_or_default();
     let mut findings = vec![packages(&status, env!("CARGO_PKG_VERSION"))];
@@ -33,7 +33,7 @@ pub fn findings(root: &Path) -> Vec<Finding> {
     findings
 }
 
-/// Returns the version of an installed package.
+/// Returns the version of an installed package. `status` is the text of dpkg's status file.
 fn version_of<'a>(status: &'a str, package: &str) -> Option<&'a str> {
     let field = |entry: &'a str, name: &str| {
         let mut lines = entry.lines();
@@ -45,7 +45,7 @@ fn version_of<'a>(status: &'a str, package: &str) -> Option<&'a str> {
     installed.then(|| field(entry, "Version")).flatten()
 }
 
-/// Checks that the packaged QEMU has the version of this program.
+/// Checks that the QEMU of the package virtio-tmem-qemu has the same version as this tmemctl.
 fn packages(status: &str, own: &str) -> Finding {
     let of = ("packages", HOST);
     let version = version_of(status, QEMU_PACKAGE);
@@ -63,7 +63,8 @@ fn packages(status: &str, own: &str) -> Finding {
     }
 }
 
-/// Reads the kernel's messages, which contain AppArmor's denials without an audit daemon.
+/// Reads the kernel's messages from /dev/kmsg. The kernel logs AppArmor's denials there if no audit
+/// daemon runs.
 fn kernel_messages(path: &Path) -> std::io::Result<String> {
     let mut options = OpenOptions::new();
     let mut file = options
@@ -77,7 +78,8 @@ fn kernel_messages(path: &Path) -> std::io::Result<String> {
             Ok(0) => break,
             Ok(bytes) => text.extend_from_slice(&message[..bytes]),
             Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-            // The kernel overwrote messages during the read.
+            // EPIPE means that the kernel overwrote messages before they were read. Reading
+            // continues with the oldest message that exists.
             Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
             Err(error) => return Err(error),
         }
@@ -106,7 +108,7 @@ fn value<'a>(line: &'a str, key: &str) -> Option<&'a str> {
     })
 }
 
-/// Checks that AppArmor denied no access to the daemon's sockets and to the packaged QEMU.
+/// Checks that AppArmor's log has no denied access to the daemon's sockets or to the packaged QEMU.
 fn denials(root: &Path) -> Finding {
     let of = ("denials", HOST);
     let audit = audit_log(&root.join("var/log/audit/audit.log"));
@@ -130,7 +132,7 @@ fn denials(root: &Path) -> Finding {
     Finding::warning(
         of,
         format!(
-            "AppArmor denied {} accesses, at last {} to {}",
+            "AppArmor denied {} accesses to virtio-tmem's files, the last one by {} to {}",
             denied.len(),
             value(last, "profile").unwrap_or("a program"),
             value(last, "name").unwrap_or("a file"),
@@ -140,7 +142,8 @@ fn denials(root: &Path) -> Finding {
     )
 }
 
-/// Checks that no QEMU with the device runs a program that was replaced since its start.
+/// Checks that each QEMU with the device runs the installed program, not one that was replaced
+/// after the start of the VM.
 fn replaced(root: &Path) -> Vec<Finding> {
     let processes = fs::read_dir(root.join("proc")).into_iter().flatten();
     let mut findings = Vec::new();
@@ -157,7 +160,8 @@ fn replaced(root: &Path) -> Vec<Finding> {
         let has_device = arguments
             .windows(2)
             .any(|pair| pair[0] == "-device" && pair[1].contains(DEVICE));
-        // Another user's link cannot be read.
+        // The link /proc/PID/exe of another user's process cannot be read, so that process is
+        // skipped.
         let Some(program) = fs::read_link(process.join("exe"))
             .ok()
             .filter(|_| has_device)
@@ -169,10 +173,10 @@ fn replaced(root: &Path) -> Vec<Finding> {
         let of = ("replaced-qemu", name);
         let program = program.to_string_lossy();
         findings.push(match program.strip_suffix(" (deleted)") {
-            None => Finding::good(of, format!("it runs the installed {program}")),
+            None => Finding::good(of, format!("the VM runs the installed {program}")),
             Some(program) => Finding::warning(
                 of,
-                format!("it runs a {program} that was replaced after its start"),
+                format!("the VM runs a {program} that was replaced after the VM's start"),
                 &format!("virsh shutdown {name}; virsh start {name}"),
             ),
         });
@@ -180,11 +184,12 @@ fn replaced(root: &Path) -> Vec<Finding> {
     findings
 }
 
-/// Checks that the host has huge pages if a domain with the device uses them.
+/// Checks that the host has huge pages if a domain with the device needs them for its next start.
 #[cfg(feature = "libvirt")]
 pub fn huge_pages(xml: &str, active: bool, root: &Path) -> Option<Finding> {
     let domain = tmem_domain::Domain::parse(xml).ok()?;
-    // A domain takes nothing of the available memory if its memory consists of huge pages.
+    // `takes_bytes` is 0 for a domain whose memory consists of huge pages, because it takes no
+    // bytes of the host's available memory.
     if domain.device.is_none() || domain.takes_bytes > 0 || active {
         return None;
     }
@@ -196,10 +201,10 @@ pub fn huge_pages(xml: &str, active: bool, root: &Path) -> Option<Finding> {
         number.is_ok_and(|number| number.trim() != "0")
     });
     Some(match some {
-        true => Finding::good(of, "the host has huge pages for its memory"),
+        true => Finding::good(of, "the host has huge pages for the domain's memory"),
         false => Finding::fault(
             of,
-            "its memory consists of huge pages, and the host has none: it does not start",
+            "the domain's memory consists of huge pages, and the host has none: the domain does not start",
             "sysctl vm.nr_hugepages=NUMBER, or remove <hugepages/> with virsh edit",
         ),
     })

@@ -9,8 +9,8 @@
 //! | `daemon.rs` | checks the daemon, its VMs and their sockets |
 //! | `domain.rs` | checks libvirt's domains |
 //!
-//! `doctor` changes nothing. For each fault that it reports, a test causes the fault and shows that
-//! the check finds it.
+//! `doctor` changes nothing. For each fault that `doctor` reports, a test causes the fault and
+//! shows that the check finds it.
 
 mod daemon;
 #[cfg(feature = "libvirt")]
@@ -42,26 +42,27 @@ pub struct DoctorArguments {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
-    /// Something does not work.
+    /// The check found that something does not work.
     Fault,
-    /// Something works less well than it could, or an operator has changed it temporarily.
+    /// The check found that something works less well than it could, or that an operator has
+    /// changed it temporarily.
     Warning,
     /// The check found no fault, or this host does not use the checked part.
     Good,
 }
 
-/// A finding of one check.
+/// Finding of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
     /// Result of the check.
     pub state: State,
     /// Name of the check; it does not change between versions.
     pub check: &'static str,
-    /// Object of the check: host, daemon, or the name of a VM.
+    /// Subject of the finding: host, daemon, or the name of a VM.
     pub about: String,
     /// The finding in one sentence.
     pub text: String,
-    /// A command that fixes the fault, or where to look.
+    /// Command that fixes the fault, or place to look at; None for a good state.
     pub remedy: Option<String>,
 }
 
@@ -73,7 +74,8 @@ impl Finding {
         remedy: Option<String>,
     ) -> Finding {
         let about = about.into();
-        // Parts of the text may come from other programs or from VMs.
+        // Control characters are removed, because parts of the text may come from other programs or
+        // from VMs.
         let text = text.into().replace(char::is_control, " ");
         Finding {
             state,
@@ -97,7 +99,7 @@ impl Finding {
     }
 }
 
-/// Runs all checks. The flag is false if there are faults, and the exit code is then 1.
+/// Runs all checks. Returns the output, and true if a check found a fault.
 pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Output, bool), Failure> {
     let mut findings = host::findings(&arguments.root);
     findings.extend(installation::findings(&arguments.root));
@@ -113,7 +115,8 @@ pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Output, bool),
     ));
     #[cfg(not(feature = "libvirt"))]
     drop(vms);
-    // Faults come first, and within each group findings stay in the order of the checks.
+    // Faults are printed first, then warnings. Findings of the same state stay in the order of the
+    // checks.
     findings.sort_by_key(|finding| finding.state);
     let count = |state| {
         findings

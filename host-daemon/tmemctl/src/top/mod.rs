@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `top`: a live view of the pool and its VMs, designed for 80 × 24 characters.
+//! `tmemctl top`: a live view of the pool and its VMs, designed for 80 × 24 characters.
 //!
 //! | file | contents |
 //! | --- | --- |
 //! | `model.rs` | computes the displayed data: rates between two polls, order, filter, history |
-//! | `view.rs` | draws a model, and knows no daemon |
+//! | `view.rs` | draws the data on the screen, and does not call the daemon |
 //! | `mod.rs` | polls the daemon, reads keys |
 //!
-//! It works on the read-only socket and changes nothing.
+//! `top` works on the read-only socket and changes nothing.
 
 mod model;
 mod view;
@@ -29,8 +29,8 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 use tmem_control as api;
 
-/// Longest wait for a key before the loop checks for an answer of the daemon or a signal. A user
-/// does not notice this delay.
+/// Longest time that the main loop of `top` waits for a key. Then the loop checks for signals and
+/// for an answer of the daemon. The time is so short that a user notices no delay.
 const KEY_WAIT: Duration = Duration::from_millis(50);
 
 /// Options of `top`.
@@ -48,7 +48,7 @@ pub struct TopArguments {
     filter: String,
 }
 
-/// Action for a key.
+/// Next action of the main loop of `top` after it has handled a key.
 #[derive(Debug, PartialEq, Eq)]
 enum Do {
     Nothing,
@@ -102,7 +102,8 @@ fn key(model: &mut Model, code: KeyCode, control: bool) -> Do {
 /// poll is under way.
 struct Polls {
     reach: Reach,
-    /// Start of the current poll, and the channel for its result.
+    /// Time at which the current poll began, and the channel that receives its result; None if no
+    /// poll is under way.
     under_way: Option<(Instant, Receiver<Result<api::GetStats_Reply, Failure>>)>,
 }
 
@@ -111,14 +112,15 @@ impl Polls {
         let (sender, receiver) = mpsc::channel();
         let reach = self.reach.clone();
         std::thread::spawn(move || {
-            // If the user has left top, the receiver no longer exists.
+            // Sending fails if the user has ended `top`, because the receiver no longer exists. The
+            // result is not needed then.
             let _ = sender.send(stats(&reach, None));
         });
         self.under_way = Some((Instant::now(), receiver));
     }
 
-    /// Returns the result of the poll once it has one, or a failure if the poll has exceeded the
-    /// time limit. A poll that exceeds the limit continues.
+    /// Returns the result of the poll if the daemon has answered, or a failure if the poll has
+    /// exceeded the time limit. Returns None otherwise. A poll that exceeds the limit continues.
     fn end(&mut self) -> Option<Result<api::GetStats_Reply, Failure>> {
         let (since, receiver) = self.under_way.as_ref()?;
         match receiver.try_recv() {
@@ -132,14 +134,15 @@ impl Polls {
     }
 }
 
-/// Shows the view until a key or a signal ends it.
+/// Shows the screen of `tmemctl top` until a key or a signal ends it.
 pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
     if reach.json {
         let what = "top does not support --json: use tmemctl stats --watch --json";
         return Err(Failure(what.into(), Code::Usage));
     }
     let mut model = Model::new(arguments.sort, arguments.filter.clone());
-    // The first poll precedes the change of the screen, so that the user can read a refusal.
+    // The first poll of the daemon precedes any change of the screen, so that the user can read an
+    // error message.
     let first = in_time(&reach.daemon(), reach, |reach| stats(reach, None));
     model.take(first?, Instant::now());
     if !std::io::stdout().is_terminal() {
@@ -154,7 +157,7 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
         reach,
         under_way: None,
     };
-    // ratatui restores the terminal also after a panic.
+    // ratatui restores the terminal also if the process panics.
     let mut terminal = ratatui::try_init().map_err(failed)?;
     let mut next = Instant::now() + period.min(Duration::from_millis(500));
     let done = loop {
@@ -180,7 +183,8 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
         }
         match polls.end() {
             Some(Ok(reply)) => model.take(reply, Instant::now()),
-            // The last figures stay on the screen, because the daemon may come back.
+            // After a failed poll, the screen still shows the figures of the last successful one.
+            // Polling goes on, because the daemon may answer again.
             Some(Err(Failure(why, _))) => model.problem = Some(why),
             None => {}
         }
@@ -189,13 +193,14 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
             polls.begin();
         }
     };
-    // Restoring fails if the terminal no longer exists.
+    // Restoring fails if the terminal no longer exists, so the error is ignored.
     let _ = ratatui::try_restore();
     done
 }
 
-/// Returns a flag that SIGTERM, SIGHUP and SIGINT set. If the main loop does not react to the flag
-/// soon, the process ends, because crossterm reads forever from a terminal that no longer exists.
+/// Returns a flag that SIGTERM, SIGHUP and SIGINT set, so that the main loop ends. If the main loop
+/// does not end within 200 ms, the signal thread ends the process. This happens if the terminal no
+/// longer exists, because crossterm then reads from it forever.
 fn end_by_signals() -> std::io::Result<Arc<AtomicBool>> {
     let signalled = Arc::new(AtomicBool::new(false));
     let (flag, mut signals) = (signalled.clone(), Signals::new([SIGTERM, SIGHUP, SIGINT])?);
@@ -220,7 +225,8 @@ mod key_tests {
         let mut press = |code| key(&mut model, code, false);
         assert_eq!(press(KeyCode::Char('n')), Do::Nothing);
         assert_eq!(press(KeyCode::Char('/')), Do::Nothing);
-        // While the user types a filter, these keys are letters of it.
+        // While the user types a filter, a key such as `q` is a letter of the filter and no
+        // command.
         for code in [KeyCode::Char('q'), KeyCode::Char('x'), KeyCode::Backspace] {
             assert_eq!(press(code), Do::Nothing);
         }

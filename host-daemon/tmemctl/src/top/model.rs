@@ -1,36 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The data that `top` shows: rates between two polls of the daemon, with order, filter and
-//! history.
+//! The data that `tmemctl top` shows: rates between two polls of the daemon, and the user's choice
+//! of order and filter.
 
 use std::collections::{HashMap, VecDeque};
 use std::str::FromStr;
 use std::time::Instant;
 use tmem_control::{DaemonStats, GetStats_Reply, Histogram, PoolStats, VmStats};
 
-/// Number of polls in a history, which is the largest width of a sparkline.
+/// Number of polls whose values a history keeps. It is the largest width of a sparkline (bar
+/// chart).
 pub const HISTORY: usize = 60;
 
-/// Sort key of the VMs.
+/// Figure by which `top` sorts the rows of VMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sort {
-    /// Name of the VM.
+    /// Sorts by the name of the VM.
     Name,
-    /// Hits in pages per second.
+    /// Sorts by hits in pages per second.
     Hits,
-    /// Share of gets that hit.
+    /// Sorts by the share of gets that hit.
     Rate,
-    /// Puts in pages per second.
+    /// Sorts by puts in pages per second.
     Put,
-    /// Gets in pages per second.
+    /// Sorts by gets in pages per second.
     Get,
-    /// Charged bytes.
+    /// Sorts by the bytes that the VM is charged.
     Used,
-    /// Number of pages.
+    /// Sorts by the number of the VM's pages in the pool.
     Pages,
 }
 
 impl Sort {
-    /// All keys, in the order of the help.
+    /// All sort keys, in the order in which the help lists them.
     pub const ALL: [Sort; 7] = [
         Sort::Name,
         Sort::Hits,
@@ -41,7 +42,7 @@ impl Sort {
         Sort::Pages,
     ];
 
-    /// Returns the name of the key on the command line.
+    /// Returns the name that selects the sort key on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Sort::Name => "name",
@@ -54,7 +55,7 @@ impl Sort {
         }
     }
 
-    /// Returns the keyboard key that selects this order.
+    /// Returns the key on the keyboard that selects this sort key.
     pub fn key(self) -> char {
         match self {
             Sort::Name => 'n',
@@ -80,10 +81,10 @@ impl FromStr for Sort {
     }
 }
 
-/// Row of a VM with its figures at the last poll.
+/// Row of the table for one VM, with the VM's figures at the last poll of the daemon.
 #[derive(Clone, Debug)]
 pub struct Row {
-    /// Figures of the VM.
+    /// Statistics of the VM at the last poll.
     pub vm: VmStats,
     /// Gets in pages per second.
     pub gets: f64,
@@ -91,23 +92,25 @@ pub struct Row {
     pub hits: f64,
     /// Puts in pages per second.
     pub puts: f64,
-    /// Share of hits in the gets between the last two polls; None without gets.
+    /// Share of hits in the VM's gets between the last two polls; None if there were no gets.
     pub hit_part: Option<f64>,
-    /// Mean time of a GET request between the last two polls, in µs.
+    /// Mean time of a GET request between the last two polls, in µs; None if there were no such
+    /// requests.
     pub get_us: Option<f64>,
-    /// Mean time of a PUT request between the last two polls, in µs.
+    /// Mean time of a PUT request between the last two polls, in µs; None if there were no such
+    /// requests.
     pub put_us: Option<f64>,
-    /// Gets per second at each poll, oldest first.
+    /// Gets per second of the VM at each poll, oldest first.
     pub history: VecDeque<u64>,
 }
 
-/// State of the view, without its drawing.
+/// State of `tmemctl top`: the displayed data and the user's choices.
 pub struct Model {
     /// Sort key of the rows.
     pub sort: Sort,
-    /// True if the order is reversed.
+    /// Whether the rows are sorted in reverse order.
     pub reverse: bool,
-    /// Only VMs whose names contain this text are shown.
+    /// Text that a VM's name must contain for its row to be shown.
     pub filter: String,
     /// True while the user types the filter.
     pub typing: bool,
@@ -117,7 +120,7 @@ pub struct Model {
     pub paused: bool,
     /// Position of the selected row among the shown rows.
     pub selected: usize,
-    /// Reason why the last poll failed.
+    /// Reason why the last poll of the daemon failed; None if the poll succeeded.
     pub problem: Option<String>,
     /// Figures of the daemon at the last poll.
     pub daemon: Option<DaemonStats>,
@@ -136,7 +139,8 @@ fn push(history: &mut VecDeque<u64>, value: f64) {
     history.push_back(value.max(0.0).round() as u64);
 }
 
-/// Returns the mean time in µs of the requests between two polls.
+/// Returns the mean time in µs of the requests that were counted after `before`. Without `before`,
+/// all requests in `now` count. Returns None if there were no requests.
 pub fn mean_us(now: &Histogram, before: Option<&Histogram>) -> Option<f64> {
     let count = |histogram: &Histogram| histogram.buckets.iter().sum::<i64>();
     let before = before.map_or((0, 0), |before| (count(before), before.sum_ns));
@@ -164,7 +168,7 @@ impl Model {
         }
     }
 
-    /// Stores the daemon's new figures and computes the rates.
+    /// Stores the figures of a poll of the daemon, and computes the rates since the poll before it.
     pub fn take(&mut self, reply: GetStats_Reply, now: Instant) {
         let seconds = self.at.map(|at| (now - at).as_secs_f64().max(1e-3));
         let before = std::mem::take(&mut self.rows);
@@ -177,7 +181,8 @@ impl Model {
             .vms
             .into_iter()
             .map(|vm| {
-                // A restarted daemon counts from 0, so the earlier figures do not apply.
+                // A restarted daemon counts from 0. The figures of the earlier poll are then not
+                // used.
                 let old = before
                     .remove(&vm.name)
                     .filter(|old| old.vm.gets <= vm.gets && old.vm.puts <= vm.puts);
@@ -213,8 +218,8 @@ impl Model {
         self.stay_inside();
     }
 
-    /// Returns the rows to show, sorted. The largest value comes first; names are in alphabetical
-    /// order.
+    /// Returns the rows whose names contain the filter. They are sorted by the sort key: numbers
+    /// with the largest first, names alphabetically.
     pub fn rows(&self) -> Vec<&Row> {
         let mut rows: Vec<&Row> = self
             .rows
@@ -272,7 +277,7 @@ pub mod tests {
         all.into()
     }
 
-    /// Returns a VM with those counters.
+    /// Returns the statistics of a connected VM with the given counters.
     pub fn vm(name: &str, gets: i64, hits: i64, puts: i64) -> VmStats {
         let mut vm: VmStats =
             serde_json::from_value(figures(Scope::Vm)).expect("a field of the reply is missing");
@@ -281,7 +286,7 @@ pub mod tests {
         vm
     }
 
-    /// Returns a driver's report with that state.
+    /// Returns a guest driver's report with the given state.
     pub fn driver(state: &str) -> DriverReport {
         let figures = serde_json::from_value(figures(Scope::Driver));
         let mut driver: DriverReport = figures.expect("the JSON lacks a field of the report");
@@ -289,7 +294,7 @@ pub mod tests {
         driver
     }
 
-    /// Returns the reply of a daemon with those VMs.
+    /// Returns a daemon's reply to GetStats with the given VMs.
     pub fn reply(vms: Vec<VmStats>) -> GetStats_Reply {
         GetStats_Reply {
             daemon: serde_json::from_value(figures(Scope::Daemon))
@@ -326,7 +331,8 @@ pub mod tests {
             (Some(0.75), Some(5.0), None)
         );
         assert_eq!((row.history.len(), model.history.back()), (1, Some(&75)));
-        // Smaller counters mean that the daemon was restarted.
+        // The counters are smaller than at the last poll, as they are after a restart of the
+        // daemon.
         model.take(
             reply(vec![vm("a", 5, 5, 5)]),
             start + Duration::from_secs(3),

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Draws the model: the pool at the top, a row for each VM, and the selected VM at the bottom.
+//! Draws the screen of `tmemctl top`: the pool at the top, a row for each VM, and details of the
+//! selected VM at the bottom.
 
 use super::model::{Model, Row, Sort, mean_us};
 use crate::table::{percent, ratio, size};
@@ -12,11 +13,12 @@ use ratatui::widgets::{
 };
 use tmem_control::PoolStats;
 
-/// Heights of the parts above and below the table, in lines.
+/// Height of the part of the screen that shows the pool, and of the part that shows the selected
+/// VM, in lines.
 const POOL_LINES: u16 = 6;
 const DETAIL_LINES: u16 = 7;
 
-/// Formats a rate per second briefly.
+/// Formats a rate per second; rates from 10,000 on are shortened with k or M.
 fn rate(value: f64) -> String {
     match value {
         ..9_999.5 => format!("{value:.0}"),
@@ -36,7 +38,7 @@ fn part(value: Option<f64>) -> String {
     value.map_or("-".into(), |part| format!("{:.0} %", part * 100.0))
 }
 
-/// Draws the whole screen.
+/// Draws the whole screen of `tmemctl top`.
 pub fn draw(frame: &mut Frame<'_>, model: &Model) {
     let [head, pool, table, detail, foot] = Layout::vertical([
         Constraint::Length(1),
@@ -73,7 +75,7 @@ fn draw_head(frame: &mut Frame<'_>, area: Rect, model: &Model) {
     frame.render_widget(Line::from(text).bold(), area);
 }
 
-/// Formats the shares of pages by the form in which they are stored.
+/// Formats the percentages of the pool's pages in each form: new, pattern, shared and packed.
 fn composition(pool: &PoolStats) -> Line<'static> {
     let stored = pool.pages - pool.nursery_pages - pool.same_filled_pages - pool.shared_pages;
     let all = pool.pages.max(1);
@@ -115,8 +117,8 @@ fn draw_pool(frame: &mut Frame<'_>, area: Rect, model: &Model) {
     let [lines, spark] =
         Layout::horizontal([Constraint::Min(60), Constraint::Length(16)]).areas(text);
     let compressed = ratio(pool.original_bytes, pool.compressed_bytes);
-    // Stored copies count with the size of their first compression, so that zstd's later gain does
-    // not count as a gain of deduplication.
+    // The memory that deduplication saves is computed from the sizes before recompression with
+    // zstd. Otherwise the savings of zstd would count twice.
     let once_bytes = pool.payload_bytes + pool.zstd_saved_bytes;
     let dedup = ratio(pool.compressed_bytes, once_bytes);
     let zstd = ratio(once_bytes, pool.payload_bytes);
@@ -140,7 +142,7 @@ fn draw_pool(frame: &mut Frame<'_>, area: Rect, model: &Model) {
     frame.render_widget(spark_of(&history, bars.width, Color::Green), bars);
 }
 
-/// Draws the last `width` values.
+/// Creates a small bar chart (sparkline) of the last `width` values.
 fn spark_of(values: &[u64], width: u16, color: Color) -> Sparkline<'_> {
     let from = values.len().saturating_sub(width.into());
     Sparkline::default()
@@ -166,7 +168,7 @@ fn draw_table(frame: &mut Frame<'_>, area: Rect, model: &Model, rows: &[&Row]) {
         true => Cell::from(format!("{head}{arrow}")),
         false => Cell::from(head),
     }));
-    // The table scrolls with the selection if it does not fit.
+    // If the table has more rows than lines, it scrolls so that the selected row is visible.
     let lines = usize::from(area.height.saturating_sub(2)).max(1);
     let first = (model.selected + 1).saturating_sub(lines);
     let cells = rows
@@ -226,7 +228,8 @@ fn draw_table(frame: &mut Frame<'_>, area: Rect, model: &Model, rows: &[&Row]) {
     frame.render_widget(table, area);
 }
 
-/// Returns one character of a sparkline, relative to the largest value of this VM's history.
+/// Returns the character that shows `value` in a VM's sparkline (bar chart of one line). The
+/// largest value in the history of that VM has full height.
 fn bar(value: u64, row: &Row) -> char {
     const SIGNS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let most = row.history.iter().copied().max().unwrap_or(0);
@@ -298,7 +301,7 @@ fn draw_detail(frame: &mut Frame<'_>, area: Rect, row: Option<&Row>) {
         )),
         Line::from(format!("driver: {driver}")),
     ];
-    // The line is missing for VMs without retained pages.
+    // Only a VM that uses retained pages has a line about them.
     if vm.retained_hits > 0 || vm.refs > 0 {
         let retained = format!(
             "retained {}: {} hits, {} refs, {} gone, {} evicted",
@@ -315,7 +318,7 @@ fn draw_detail(frame: &mut Frame<'_>, area: Rect, row: Option<&Row>) {
 fn draw_foot(frame: &mut Frame<'_>, area: Rect, model: &Model) {
     let line = match (&model.problem, model.typing) {
         (_, true) => Line::from(format!(
-            "filter: {}_   Enter keeps it, Esc drops it",
+            "filter: {}_   Enter keeps the filter, Esc removes the filter",
             model.filter
         )),
         (Some(problem), _) => Line::from(problem.clone()).fg(Color::Red),
@@ -386,20 +389,19 @@ mod tests {
             .collect()
     }
 
-    /// Adds `count` requests with a mean time of `mean_us`.
+    /// Adds `count` requests with a mean time of `mean_us` to a histogram.
     fn requests(histogram: &mut Histogram, count: i64, mean_us: i64) {
         histogram.buckets[6] += count;
         histogram.sum_ns += count * mean_us * 1000;
     }
 
-    /// Size in bytes of a compressed page of these VMs, and the bytes that the daemon charges for
-    /// each page in addition.
+    /// PACKED_BYTES is the compressed size of each page in the figures of the test's VMs.
+    /// CHARGE_BYTES is what the daemon charges for a page in addition to its compressed size.
     const PACKED_BYTES: i64 = 1900;
     const CHARGE_BYTES: i64 = 320;
 
-    /// Sets the counters that follow from the forms of the VM's pages and from its other counters,
-    /// except for `puts`. The VM holds the pages that were put and were not returned, evicted or
-    /// dropped afterwards.
+    /// Computes those counters of a VM that other counters determine. The number of puts is the sum
+    /// of the pages in the pool and the pages that were refused, returned, evicted or flushed.
     fn add_up(vm: &mut VmStats) {
         vm.original_bytes = vm.pages * 4096;
         vm.stored_pages = vm.pages - vm.nursery_pages - vm.same_filled_pages - vm.shared_pages;
@@ -414,7 +416,7 @@ mod tests {
         vm.puts = vm.pages + vm.puts_refused + vm.hits + vm.evictions + vm.flushed_pages;
     }
 
-    /// Returns figures as a daemon would report them after some hours, with two VMs of one trust
+    /// Returns the figures that a daemon would report after some hours, with two VMs of one trust
     /// domain. The pool's figures are the sums of the VMs' figures.
     fn figures_of_two_vms() -> GetStats_Reply {
         let mut web = vm("web-1", 6_120_000, 4_773_600, 0);
@@ -426,7 +428,8 @@ mod tests {
         (db.pages, db.frozen, db.refused_frozen) = (65_536, true, 21_464);
         (db.same_filled_pages, db.shared_pages) = (3_000, 18_000);
         db.flushed_pages = 7_000;
-        // The weights of the VMs are 200 and 100.
+        // The pool has 512 MiB. By their weights of 200 and 100, VM web-1 is entitled to two thirds
+        // of it, and VM db to one third.
         (web.entitled_bytes, db.entitled_bytes) = ((512 << 20) * 2 / 3, (512 << 20) / 3);
         for (vm, get_us, put_us) in [(&mut web, 14, 55), (&mut db, 12, 6)] {
             add_up(vm);
@@ -469,8 +472,8 @@ mod tests {
         figures
     }
 
-    /// Returns a model after several polls at intervals of a second. In each second, VM web-1 has
-    /// the gets that the array gives, and about as many puts as hits.
+    /// Returns a model that has polled the daemon at intervals of a second. The array `gets` has
+    /// the gets of VM web-1 in each second. About as many pages are put as are hit.
     fn model() -> Model {
         let mut model = Model::new(Sort::Get, String::new());
         let begun = Instant::now();
@@ -549,8 +552,8 @@ mod tests {
         }
     }
 
-    /// The gain of zstd is shown separately from the gain of deduplication. Otherwise an operator
-    /// might merge trust domains without any benefit.
+    /// The screen shows the memory that zstd saves separately from the memory that deduplication
+    /// saves. Otherwise an operator might merge trust domains without any benefit.
     #[test]
     fn each_kind_of_memory_gain_is_shown_separately() {
         let mut figures = figures_of_two_vms();
@@ -576,8 +579,8 @@ mod tests {
         );
     }
 
-    /// Compares the view in docs/tmemctl.md with the current one. With TMEM_BLESS=1, the test
-    /// writes the current view to that file.
+    /// Compares the screen that docs/tmemctl.md shows with the screen that the code draws. With
+    /// TMEM_BLESS=1, the test writes the drawn screen to that file.
     #[test]
     fn docs_tmemctl_md_shows_the_current_view() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/tmemctl.md");
