@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Stored page contents. A page is first stored raw, as the guest sent it, and compressed later.
+//! Store of page contents. A page is first stored raw, as the guest sent it, and compressed later.
 //! Equal pages of a trust domain are stored once.
 //!
-//! A blob is the stored content of one or more equal pages. Its name is the number of its place in
-//! the heap, and it lives as long as it has references. References are counted: each entry has one,
-//! and so has each thread that works on the blob. The table of equal pages holds no reference and
-//! only says where an equal blob may be. A thread that finds a blob through the table compares
-//! every byte before it shares the blob. The store never shares a blob between two domains, nor
-//! between pages whose hashes are equal but whose bytes differ.
+//! A blob is the stored content of one or more equal pages. The number of a blob is the number of
+//! its handle in the heap. A blob lives as long as it has references, which are counted. Each index
+//! entry holds a reference to its blob, and so does each thread that works on a blob. The table of
+//! equal pages holds no reference. It only says where a blob with equal bytes may be. A thread that
+//! finds a blob through the table compares every byte before it shares the blob. The store never
+//! shares a blob between two domains, nor between pages whose hashes are equal but whose bytes
+//! differ.
 //!
 //! Locks: this file uses the locks of the table of equal pages (dedup.rs). No thread holds one of
 //! them together with a lock of the heap.
@@ -18,72 +19,115 @@ use crate::cost::{GET_DENSE_NS, GET_NS, GET_SAME_NS};
 use crate::dedup::{Dedup, Links};
 use crate::entry::Content;
 use crate::hash::{HashFn, PageHash, check_bits, place_bits, table_bits};
-use crate::heap::{self, Handle, Heap, Zeroed};
-use crate::sync::AtomicU32;
+use crate::heap::{self, Handle, Heap, Table, Zeroed};
+use crate::sync::{AtomicU16, AtomicU32};
 use crate::totals::Sum;
 use std::io;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
-/// Number of a trust domain. Numbers are never reused.
+/// Prefetch distance when blobs are freed: while one blob is freed, the processor loads the memory
+/// of the blob that comes this number of places later.
+const FREE_AHEAD: usize = 3;
+
+/// Largest number of raw pages that `release_all` frees under one acquisition of the heap's lock.
+const FREE_TOGETHER: usize = 16;
+
+/// Number of a trust domain, inside which equal pages are stored once. Numbers are never reused.
 pub(crate) type DomainId = u32;
 
-/// Record of a blob, kept apart from its bytes. The record and the heap's word for the blob take 24
-/// B together.
+/// Record of a blob, kept apart from the blob's bytes. The record takes 16 B. The atomic word in
+/// which the heap stores the place of the blob's bytes takes another 8 B.
 #[derive(Debug)]
 pub(crate) struct BlobRecord {
-    /// Bits of the page's hash by which the table of equal pages finds the blob.
+    /// Lower 32 bits of the blob's tag. The tag consists of those bits of the page's hash by which
+    /// the table of equal pages finds the blob. [`HighTag`] has the other bits.
     hash: AtomicU32,
-    /// Trust domain of a listed blob plus 1. 0 means that the blob is not listed in the table of
-    /// equal pages.
+    /// Trust domain of the blob plus 1, if the table of equal pages lists the blob. 0 means that
+    /// the table does not list it.
     domain: AtomicU32,
-    /// Next blob of the chain in the table of equal pages.
+    /// Next blob in the bucket of the table of equal pages that lists this blob.
     next: AtomicU32,
-    /// Three bit fields. The lower 16 bits count references. The next 13 bits are the number of
-    /// bytes that the page took when it was first compressed, for which the tenant is charged. The
-    /// highest bits are the flags of the sweep.
+    /// Bit fields. The lower 16 bits count the references to the blob. The next 13 bits are the
+    /// number of bytes that the page took when it was first compressed, which is what the tenant is
+    /// charged. Bits 29 and 30 are the flags SEEN and DENSE of the sweep, which recompresses cold
+    /// blobs.
     state: AtomicU32,
 }
 
 const REFS: u32 = (1 << 16) - 1;
-/// Largest number of references of a blob. Further equal pages are stored in another blob. The
+/// Largest number of references to a blob. Further equal pages are stored in another blob. The
 /// limit suffices for the pages that a few hundred VMs have in common.
 const REFS_MAX: u32 = 1 << 15;
 const FIRST_SHIFT: u32 = 16;
 const FIRST_BYTES: u32 = (1 << 13) - 1;
 const _: () = assert!(PAGE_SIZE as u32 <= FIRST_BYTES);
-/// Flag: one sweep, a periodic pass over all blobs, has visited the blob.
+/// Flag in the state of a blob: one sweep (a periodic pass that recompresses cold blobs) has
+/// visited the blob. The next sweep recompresses it.
 const SEEN: u32 = 1 << 29;
-/// Flag: a second sweep has visited the blob and has tried to recompress it. Later sweeps skip the
-/// blob.
+/// Flag in the state of a blob: a second sweep has visited the blob and has tried to recompress it
+/// with zstd. Later sweeps skip the blob.
 const DENSE: u32 = 1 << 30;
 
 // SAFETY: a record consists of atomics, for which zero is a valid value.
 unsafe impl Zeroed for BlobRecord {}
 
-/// Store of all blobs, with the table that finds equal ones.
+/// Upper 16 bits of a blob's tag, which consists of the bits of the page's hash that deduplication
+/// compares. These bits have a table of their own, because a look-up reads them only if the lower
+/// bits match.
+#[derive(Debug)]
+struct HighTag(AtomicU16);
+
+// SAFETY: zero is a valid value of an atomic number.
+unsafe impl Zeroed for HighTag {}
+
+/// Store of the contents of all tenants' pages, and the table that finds equal pages.
 #[derive(Debug)]
 pub(crate) struct Store {
     pub heap: Heap<BlobRecord>,
+    high_tags: Table<HighTag>,
     hash: HashFn,
     hasher: PageHash,
     pub dedup: Dedup,
-    /// Counter: cold blobs that the sweep made smaller by recompressing them.
+    /// Counter: blobs that the sweep (a periodic pass over all blobs) replaced by a zstd form.
     pub denser_blobs: Sum,
-    /// Counter, bytes: sum of the bytes that the sweep saved by recompressing cold blobs.
+    /// Counter, bytes: bytes that the sweep (a periodic pass over all blobs) saved by recompressing
+    /// cold blobs with zstd.
     pub denser_saved_bytes: Sum,
-    /// Gauge, bytes: difference between the first compressed size and the present size, summed over
-    /// all blobs in the store.
+    /// Gauge, bytes: difference between a blob's size at its first compression and its present
+    /// size, summed over all blobs in the store.
     pub dense_gain_bytes: Sum,
 }
 
-/// Form in which a page stays stored after deduplication and compression.
+/// Result of finalizing a page (deduplication and compression): the form in which the page stays
+/// stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Finalized {
-    /// Place of the content. If it is a blob, the caller owns one reference to it.
+    /// The page's content: a repeated pattern or a blob. If it is a blob, the caller owns one
+    /// reference to the blob.
     pub content: Content,
     pub stored_bytes: usize,
-    /// True if the store already had an equal page, whose blob the page now shares.
+    /// True if the store already had an equal page, whose blob the finalized page now shares.
     pub shared: bool,
+}
+
+/// Result of [`Store::prepare`], the first step of finalizing a page (deduplication and
+/// compression).
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Prepared {
+    /// The page has its final form, and nothing is left to do.
+    Finalized(Finalized),
+    /// The page is compressed and memory is reserved for it. [`Store::complete`] copies it there.
+    Encoded(Encoded),
+}
+
+/// Compressed page that is still in the caller's buffer. [`Store::complete`] copies it to the
+/// memory that is reserved for it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Encoded {
+    blob: Handle,
+    /// Number of compressed bytes.
+    len: usize,
+    tag: u64,
 }
 
 /// Access to the stored form of one page while the page is read ([`Store::reader`]).
@@ -93,7 +137,7 @@ pub(crate) enum Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Prefetches the beginning of the bytes into the cache.
+    /// Prefetches the beginning of the page's stored bytes into the cache.
     pub(crate) fn prefetch(&self) {
         if let Reader::Bytes(reader) = self {
             reader.prefetch();
@@ -102,7 +146,7 @@ impl Reader<'_> {
 }
 
 impl Store {
-    /// Creates a store for up to `bytes_max` of stored bytes.
+    /// Creates a store for up to `bytes_max` bytes of page contents.
     ///
     /// # Errors
     /// The system does not provide the address space.
@@ -112,6 +156,7 @@ impl Store {
             hash,
             hasher: PageHash::new(seed),
             dedup: Dedup::new(heap.handles_max())?,
+            high_tags: Table::reserve(heap.handles_max())?,
             denser_blobs: Sum::default(),
             denser_saved_bytes: Sum::default(),
             dense_gain_bytes: Sum::default(),
@@ -121,12 +166,14 @@ impl Store {
 
     /// Returns whether all memory of the store is locked in RAM, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
-        self.heap.is_locked() && self.dedup.is_locked()
+        self.heap.is_locked() && self.dedup.is_locked() && self.high_tags.is_locked()
     }
 
-    /// Returns the memory of the table of equal pages in bytes.
+    /// Returns the memory, in bytes, of the table of equal pages and of the table with the upper
+    /// bits of the tags.
     pub(crate) fn metadata_bytes(&self) -> u64 {
-        self.dedup.bytes()
+        let tags = u64::from(self.heap.places()) * size_of::<HighTag>() as u64;
+        self.dedup.bytes() + tags
     }
 
     // ---- references ---------------------------------------------------------------------------
@@ -135,25 +182,42 @@ impl Store {
         self.heap.extra(Handle(blob))
     }
 
-    /// Stores a page uncompressed. Returns the blob, with one reference, and the check bits of its
-    /// hash. Returns None if the heap would take more than `frames_bytes_max` bytes of memory.
-    pub(crate) fn put_raw(&self, page: &Page, frames_bytes_max: u64) -> Option<(u32, u32)> {
-        let Handle(blob) = self.heap.store(page, frames_bytes_max)?;
+    /// Returns the tag of a blob: those bits of the page's hash by which the table of equal pages
+    /// finds the blob.
+    fn tag(&self, blob: u32) -> u64 {
+        let high = self.high_tags.get(blob).0.load(Relaxed);
+        u64::from(high) << u32::BITS | u64::from(self.record(blob).hash.load(Relaxed))
+    }
+
+    fn set_tag(&self, blob: u32, tag: u64) {
+        self.record(blob).hash.store(tag as u32, Relaxed);
+        let high = (tag >> u32::BITS) as u16;
+        self.high_tags.get(blob).0.store(high, Relaxed);
+    }
+
+    /// Reserves blobs for uncompressed pages, one for each element of `blobs`. Returns the number of
+    /// reserved blobs, which is smaller if the heap would take more than `frames_bytes_max` bytes of
+    /// memory. The caller stores a page in each reserved blob.
+    pub(crate) fn reserve_raw(&self, blobs: &mut [Handle], frames_bytes_max: u64) -> usize {
+        self.heap.reserve_pages(blobs, frames_bytes_max)
+    }
+
+    /// Stores a page uncompressed in a reserved blob. Returns the number of the blob, to which the
+    /// caller then owns one reference, and the check bits of the page's hash.
+    pub(crate) fn put_raw(&self, reserved: Handle, page: &Page) -> (u32, u32) {
+        let Handle(blob) = reserved;
         // Hash the copy and not the guest's page, because the guest may change its page in the
         // meantime.
-        let hash = self.heap.read(Handle(blob), |copy| {
-            let copy = copy
-                .try_into()
-                .expect("a raw blob does not have the length of a page");
-            (self.hash)(&self.hasher, copy)
-        });
+        let hash = self
+            .heap
+            .fill(reserved, page, |copy| (self.hash)(&self.hasher, copy));
+        self.set_tag(blob, table_bits(hash));
         let record = self.record(blob);
-        record.hash.store(table_bits(hash), Relaxed);
         record.domain.store(0, Relaxed);
-        // Release: a thread of the sweep that sees this reference count also sees the record's
-        // other fields.
+        // Release: a thread of the sweep that reads this state, and so sees the reference, also
+        // sees the other fields of the record.
         record.state.store(1, Release);
-        Some((blob, check_bits(hash)))
+        (blob, check_bits(hash))
     }
 
     /// Takes another reference to a blob. Returns false if the blob has no reference, or already
@@ -164,8 +228,8 @@ impl Store {
         state.fetch_update(Acquire, Relaxed, more).is_ok()
     }
 
-    /// Takes another reference to the contents of a page, as [`share`](Self::share) does. Contents
-    /// without a blob need none.
+    /// Takes another reference to the content of a page, and returns false if that is impossible
+    /// ([`share`](Self::share)). A pattern has no blob, so it needs no reference.
     pub(crate) fn share_content(&self, content: Content) -> bool {
         match content {
             Content::Same(_) => true,
@@ -173,35 +237,44 @@ impl Store {
         }
     }
 
-    /// Releases a reference to a blob. Releasing the last one frees the blob's bytes.
+    /// Releases a reference to a blob. The release of the last reference frees the blob's bytes.
     pub(crate) fn release(&self, blob: u32) {
-        // Release and acquire: the thread that frees the blob does so after the reads of all
-        // threads that released a reference before.
-        let state = self.record(blob).state.fetch_sub(1, AcqRel);
-        if state & REFS == 1 {
-            self.unlist(blob);
-            if state & DENSE != 0 {
-                self.dense_gain_bytes.sub(self.dense_gain(blob));
-            }
+        if self.release_ref(blob) {
             self.heap.free(Handle(blob));
         }
     }
 
-    /// Prefetches the heap's record of a blob into the cache.
+    /// Releases a reference to a blob. Returns true if it was the last reference. The table of
+    /// equal pages then no longer lists the blob, and the caller has to free the blob's bytes.
+    fn release_ref(&self, blob: u32) -> bool {
+        // Release and acquire order: the thread that releases the last reference frees the blob.
+        // All other threads have finished reading the blob before that.
+        let state = self.record(blob).state.fetch_sub(1, AcqRel);
+        if state & REFS != 1 {
+            return false;
+        }
+        self.unlist(blob);
+        if state & DENSE != 0 {
+            self.dense_gain_bytes.sub(self.dense_gain(blob));
+        }
+        true
+    }
+
+    /// Prefetches the heap's record of a content's blob into the cache.
     pub(crate) fn prefetch(&self, content: Content) {
         if let Content::Raw(blob) | Content::Blob(blob) = content {
             self.heap.prefetch(Handle(blob));
         }
     }
 
-    /// Prefetches the bucket of the table of equal pages in which blobs equal to a raw blob are
+    /// Prefetches the bucket of the table of equal pages in which a blob equal to `raw` would be
     /// listed.
     pub(crate) fn prefetch_place(&self, raw: u32, domain: DomainId) {
         self.dedup.prefetch(self.place(raw, domain));
     }
 
-    /// Prefetches the first blob in the raw blob's bucket of the table of equal pages, and the
-    /// beginning of the raw blob's bytes.
+    /// Prefetches the beginning of the bytes of `raw`. Also prefetches the record of the first blob
+    /// in the bucket of the table of equal pages in which a blob equal to `raw` would be listed.
     pub(crate) fn prefetch_raw(&self, raw: u32, domain: DomainId) {
         self.heap.prefetch_bytes(Handle(raw));
         let first = self.dedup.first(self.place(raw, domain));
@@ -212,13 +285,6 @@ impl Store {
         place_bits(self.record(blob).hash.load(Relaxed), domain)
     }
 
-    /// Prefetches the bucket of the table of equal pages in which the content's blob is listed.
-    pub(crate) fn prefetch_listed(&self, content: Content) {
-        if let Content::Raw(blob) | Content::Blob(blob) = content {
-            self.dedup.prefetch(self.hash(blob));
-        }
-    }
-
     /// Releases an index entry's reference to its content.
     pub(crate) fn release_content(&self, content: Content) {
         match content {
@@ -227,8 +293,55 @@ impl Store {
         }
     }
 
-    /// Begins to read a page. The caller holds a reference to the content, and keeps it for the
-    /// lifetime of the reader.
+    /// Releases the references of index entries to their contents. While it frees one blob, it
+    /// prefetches the records and bytes of the next blobs. It frees raw pages in groups.
+    pub(crate) fn release_all(&self, contents: &[Content]) {
+        contents.iter().for_each(|&content| self.prefetch(content));
+        for &content in contents.iter().take(FREE_AHEAD) {
+            self.prefetch_freed(content);
+        }
+        let mut pages = [Handle(0); FREE_TOGETHER];
+        let mut nr = 0;
+        for (nth, &content) in contents.iter().enumerate() {
+            if let Some(&ahead) = contents.get(nth + FREE_AHEAD) {
+                self.prefetch_freed(ahead);
+            }
+            let (Content::Raw(blob) | Content::Blob(blob)) = content else {
+                continue;
+            };
+            if !self.release_ref(blob) {
+                continue;
+            }
+            if !self.heap.is_page(Handle(blob)) {
+                self.heap.free(Handle(blob));
+                continue;
+            }
+            pages[nr] = Handle(blob);
+            nr += 1;
+            if nr == FREE_TOGETHER {
+                self.heap.free_pages(&pages);
+                nr = 0;
+            }
+        }
+        if nr > 0 {
+            self.heap.free_pages(&pages[..nr]);
+        }
+    }
+
+    /// Prefetches what freeing a content changes: the blob's bucket in the table of equal pages and
+    /// the blob's bytes. Also prefetches the record of the span (group of heap frames) that
+    /// contains the bytes.
+    fn prefetch_freed(&self, content: Content) {
+        if let Content::Raw(blob) | Content::Blob(blob) = content {
+            if self.record(blob).domain.load(Relaxed) != 0 {
+                self.dedup.prefetch(self.hash(blob));
+            }
+            self.heap.prefetch_bytes(Handle(blob));
+        }
+    }
+
+    /// Returns a reader of a page's content. The caller holds a reference to the content until the
+    /// reader is dropped.
     pub(crate) fn reader(&self, content: Content) -> Reader<'_> {
         match content {
             Content::Same(pattern) => Reader::Same(pattern),
@@ -238,8 +351,8 @@ impl Store {
         }
     }
 
-    /// Returns the largest cost of getting a page with this content, in nanoseconds. A blob that
-    /// the sweep is just recompressing may cost more.
+    /// Returns the largest cost of getting a page with this content, in nanoseconds. The cost may
+    /// be higher if the sweep recompresses the content with zstd in the meantime.
     pub(crate) fn get_ns_max(&self, content: Content) -> u64 {
         match content {
             Content::Same(_) => GET_SAME_NS,
@@ -250,8 +363,8 @@ impl Store {
         }
     }
 
-    /// Restores a page into `out` and compares its hash with the check bits. After an error, the
-    /// contents of `out` are unspecified.
+    /// Restores a page into `out`. Returns an error if the stored bytes do not decode, or if the
+    /// hash of the page does not match the check bits. The contents of `out` are then unspecified.
     pub(crate) fn read(
         &self,
         reader: &Reader<'_>,
@@ -271,62 +384,83 @@ impl Store {
 
     // ---- final forms --------------------------------------------------------------------------
 
-    /// Finds the final form of a raw blob: a pattern, an equal blob, or a compressed blob. The
-    /// caller holds a reference to the raw blob and keeps it. Returns None if there is no memory
-    /// for the final form now.
-    pub(crate) fn finalize(
+    /// Finds the final form of a raw page, which is still stored as the guest sent it. The form is
+    /// a pattern, an equal blob, a compressed blob, or the raw blob itself. The caller holds a
+    /// reference to the raw blob and keeps it. Returns None if there is no memory for the final
+    /// form now.
+    ///
+    /// If the result is `Prepared::Encoded`, the compressed page is in `buffer` and is not stored
+    /// yet. The caller then passes the buffer to [`complete`](Self::complete). Until that call, no
+    /// other thread finds the page in the table of equal pages. Between the two calls, the
+    /// processor loads the memory that was reserved for the compressed page.
+    pub(crate) fn prepare(
         &self,
         raw: u32,
         domain: DomainId,
         frames_bytes_max: u64,
         buffer: &mut Page,
-    ) -> Option<Finalized> {
+    ) -> Option<Prepared> {
         self.heap.read(Handle(raw), |page| {
             let page: &Page = page
                 .try_into()
                 .expect("a raw blob does not have the length of a page");
             if let Some(pattern) = codec::same_filled(page) {
-                return Some(Finalized {
+                return Some(Prepared::Finalized(Finalized {
                     content: Content::Same(pattern),
                     stored_bytes: 0,
                     shared: false,
-                });
+                }));
             }
-            let hash = self.record(raw).hash.load(Relaxed);
-            if let Some(blob) = self.find_equal(domain, hash, page, buffer) {
-                return Some(Finalized {
+            let tag = self.tag(raw);
+            if let Some(blob) = self.find_equal(domain, tag, page, buffer) {
+                return Some(Prepared::Finalized(Finalized {
                     content: Content::Blob(blob),
                     stored_bytes: self.first_bytes(blob),
                     shared: true,
-                });
+                }));
             }
-            let first = |bytes: usize| (bytes as u32) << FIRST_SHIFT;
-            let (blob, stored_bytes) = match codec::encode(page, buffer) {
-                Some(bytes) => {
-                    let Handle(blob) = self.heap.store(bytes, frames_bytes_max)?;
-                    let record = self.record(blob);
-                    record.hash.store(hash, Relaxed);
-                    record.domain.store(0, Relaxed);
-                    record.state.store(1 | first(bytes.len()), Release);
-                    (blob, bytes.len())
-                }
-                // The page does not compress. Its raw blob becomes the final form.
-                None => {
-                    self.share(raw).then_some(())?;
-                    // The field for the size at first compression is still 0, so that adding the
-                    // size sets it.
-                    let state = &self.record(raw).state;
-                    state.fetch_or(first(PAGE_SIZE), Relaxed);
-                    (raw, PAGE_SIZE)
-                }
-            };
-            self.list(blob, domain, hash);
-            Some(Finalized {
-                content: Content::Blob(blob),
-                stored_bytes,
+            if let Some(len) = codec::encode(page, buffer).map(<[u8]>::len) {
+                let blob = self.heap.reserve(len, frames_bytes_max)?;
+                return Some(Prepared::Encoded(Encoded { blob, len, tag }));
+            }
+            // The page does not compress, so its raw blob becomes the final form. Take a reference
+            // for that.
+            self.share(raw).then_some(())?;
+            // The size at the first compression is still 0 in the state of a raw blob, so that OR
+            // sets the field.
+            let state = &self.record(raw).state;
+            state.fetch_or((PAGE_SIZE as u32) << FIRST_SHIFT, Relaxed);
+            self.list(raw, domain, tag);
+            Some(Prepared::Finalized(Finalized {
+                content: Content::Blob(raw),
+                stored_bytes: PAGE_SIZE,
                 shared: false,
-            })
+            }))
         })
+    }
+
+    /// Copies a compressed page from `buffer` to the memory that was reserved for it, and lists the
+    /// page in the table of equal pages.
+    pub(crate) fn complete(&self, encoded: Encoded, domain: DomainId, buffer: &Page) -> Finalized {
+        let Encoded { blob, len, tag } = encoded;
+        self.heap.write(blob, &buffer[..len]);
+        let Handle(blob) = blob;
+        self.set_tag(blob, tag);
+        let record = self.record(blob);
+        record.domain.store(0, Relaxed);
+        record.state.store(1 | (len as u32) << FIRST_SHIFT, Release);
+        self.list(blob, domain, tag);
+        Finalized {
+            content: Content::Blob(blob),
+            stored_bytes: len,
+            shared: false,
+        }
+    }
+
+    /// Returns whether a raw page may be equal to a compressed page that is not listed in the table
+    /// of equal pages yet.
+    pub(crate) fn may_equal(&self, raw: u32, encoded: &Encoded) -> bool {
+        self.tag(raw) == encoded.tag
     }
 
     fn first_bytes(&self, blob: u32) -> usize {
@@ -336,16 +470,17 @@ impl Store {
     /// Returns by how many bytes a blob is smaller than when it was first compressed. The caller
     /// holds a reference to the blob, or has just released the last one.
     fn dense_gain(&self, blob: u32) -> u64 {
-        // For a blob that is still raw, the size at first compression is 0.
+        // For a raw blob that is not finalized yet, the size at the first compression is 0.
         let first_bytes = self.first_bytes(blob);
         first_bytes.saturating_sub(self.heap.len(Handle(blob))) as u64
     }
 
-    /// Handles one blob in a sweep. A blob is eligible if the table of equal pages lists it and its
-    /// length at first compression is within [`DENSER_BYTES`]. An eligible blob that no sweep has
-    /// seen is marked as seen. An eligible blob that an earlier sweep has marked is cold, and is
-    /// compressed again with zstd if that makes it smaller. Returns true if the blob was compressed
-    /// again, even if it did not become smaller.
+    /// Handles one blob in a sweep, a periodic pass over all blobs. A blob is eligible for
+    /// recompression if the table of equal pages lists it and its length at the first compression
+    /// is within [`DENSER_BYTES`]. The first sweep that visits an eligible blob marks it with the
+    /// flag SEEN. The next sweep compresses the blob with zstd, and stores the result if it is not
+    /// longer than before. Returns true if the blob was compressed, whether the result was stored
+    /// or not.
     pub(crate) fn sweep(
         &self,
         blob: u32,
@@ -353,7 +488,7 @@ impl Store {
         denser: &mut Denser,
         [page, buffer]: &mut [Page; 2],
     ) -> bool {
-        // The reference that is taken here keeps the blob from being freed during compression.
+        // Take a reference, so that no other thread frees the blob while this thread compresses it.
         if !self.share(blob) {
             return false;
         }
@@ -379,8 +514,8 @@ impl Store {
                     self.denser_saved_bytes.add((len - bytes.len()) as u64);
                     self.dense_gain_bytes.add(self.dense_gain(blob));
                 } else {
-                    // There was no memory for the new form, or a thread was reading the blob. A
-                    // later sweep tries again.
+                    // There was no memory for the zstd form, or another thread was reading the
+                    // blob. Remove the flag, so that a later sweep tries again.
                     record.state.fetch_and(!DENSE, Relaxed);
                 }
             }
@@ -389,19 +524,15 @@ impl Store {
         worked
     }
 
-    /// Looks for a blob of the domain with the same bytes as a page. Returns the blob, with a
-    /// reference for the caller.
-    fn find_equal(
-        &self,
-        domain: DomainId,
-        hash: u32,
-        page: &Page,
-        other: &mut Page,
-    ) -> Option<u32> {
-        let chain = self.dedup.lock(place_bits(hash, domain));
-        let found = chain.find(self, |blob| self.is_listed_as(blob, domain, hash));
-        // Take the reference under the lock: the thread that gives up the last reference takes the
-        // blob out of the table before it frees it.
+    /// Looks in the table of equal pages for a blob of the domain that has the same bytes as
+    /// `page`. Returns the blob, to which the caller then owns a reference. `other` is scratch
+    /// memory.
+    fn find_equal(&self, domain: DomainId, tag: u64, page: &Page, other: &mut Page) -> Option<u32> {
+        let chain = self.dedup.lock(place_bits(tag as u32, domain));
+        let found = chain.find(self, |blob| self.is_listed_as(blob, domain, tag));
+        // Take the reference under the lock of the bucket. A thread that releases a blob's last
+        // reference takes the blob out of the table before it frees the blob, so the blob found
+        // here is not freed.
         let blob = found.filter(|&blob| self.share(blob))?;
         drop(chain);
         let decoded = self
@@ -416,25 +547,27 @@ impl Store {
 
     // ---- table of equal pages -----------------------------------------------------------------
 
-    fn is_listed_as(&self, blob: u32, domain: DomainId, hash: u32) -> bool {
+    fn is_listed_as(&self, blob: u32, domain: DomainId, tag: u64) -> bool {
         let record = self.record(blob);
-        record.hash.load(Relaxed) == hash && record.domain.load(Relaxed) == domain + 1
+        record.hash.load(Relaxed) == tag as u32
+            && record.domain.load(Relaxed) == domain + 1
+            && self.tag(blob) == tag
     }
 
-    /// Lists a blob in the table of equal pages. The table lists only one blob for each hash of a
-    /// domain, so that look-ups are bounded. A different page with the same hash is stored without
-    /// being listed, so that no other page can share it.
-    fn list(&self, blob: u32, domain: DomainId, hash: u32) {
-        let chain = self.dedup.lock(place_bits(hash, domain));
-        let found = chain.find(self, |other| self.is_listed_as(other, domain, hash));
+    /// Lists a blob in the table of equal pages, where other pages can find and share it. The table
+    /// lists only one blob for each tag of a domain, so that look-ups are bounded. A blob of a
+    /// different page with the same tag stays unlisted, so that no other page can share it.
+    fn list(&self, blob: u32, domain: DomainId, tag: u64) {
+        let chain = self.dedup.lock(place_bits(tag as u32, domain));
+        let found = chain.find(self, |other| self.is_listed_as(other, domain, tag));
         if found.is_none() {
             self.record(blob).domain.store(domain + 1, Relaxed);
             self.dedup.add(self, chain, blob);
         }
     }
 
-    /// Removes a blob from the table of equal pages. The caller has released the last reference to
-    /// the blob.
+    /// Removes a blob from the table of equal pages, if the table lists it. The caller has released
+    /// the last reference to the blob.
     fn unlist(&self, blob: u32) {
         if self.record(blob).domain.load(Relaxed) != 0 {
             self.dedup.remove(self, blob);
@@ -444,9 +577,9 @@ impl Store {
 
     // ---- invariants ---------------------------------------------------------------------------
 
-    /// Asserts that the blobs have exactly the references in `refs`, and that the table lists only
-    /// live blobs, each in the bucket of its hash. `refs` gives the trust domain and the number of
-    /// references of each blob.
+    /// Asserts that `refs` has all blobs with their correct numbers of references. Also asserts
+    /// that the table of equal pages lists only these blobs, each in the bucket of its hash. `refs`
+    /// has, for each blob, the trust domain and the number of entries that refer to the blob.
     pub(crate) fn check(&self, refs: &std::collections::HashMap<u32, (DomainId, u32)>) {
         assert_eq!(
             self.heap.stats().blobs,
@@ -478,9 +611,8 @@ impl Store {
             let (domain, _) = refs
                 .get(&blob)
                 .expect("a blob that the table of equal pages lists has no reference");
-            let hash = self.record(blob).hash.load(Relaxed);
             assert!(
-                self.is_listed_as(blob, *domain, hash),
+                self.is_listed_as(blob, *domain, self.tag(blob)),
                 "blob {blob} is listed under another trust domain than that of its entries"
             );
             listed += 1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Checks of the engine's invariants, for tests and simulators. They recount all sums from scratch,
-//! which walks all pages.
+//! Checks of the engine's invariants, for tests and simulators. A check walks over all pages and
+//! recounts all sums.
 
 use crate::blob::DomainId;
 use crate::engine::Engine;
@@ -8,16 +8,17 @@ use crate::entry::{Content, Entry, Gauges};
 use crate::tenant::TenantShared;
 use std::collections::{HashMap, HashSet};
 
-/// For each blob: its trust domain, and the number of entries that refer to it.
+/// Maps the number of each blob to its trust domain and to the number of index entries that refer
+/// to it.
 type Refs = HashMap<u32, (DomainId, u32)>;
 
 impl Engine {
-    /// Recounts all sums, references and queues, and asserts that they equal the values that the
-    /// engine stores.
+    /// Recounts all sums, references and queues of the engine, and asserts that the results equal
+    /// the stored values.
     ///
     /// # Panics
-    /// If a value is wrong. Another thread that calls the engine at the same time can also cause a
-    /// panic.
+    /// If a stored value is wrong. Another thread that calls the engine at the same time can also
+    /// cause a panic.
     pub fn check_invariants(&self) {
         let membership = self.membership();
         let mut refs = Refs::new();
@@ -55,7 +56,8 @@ impl Engine {
     }
 }
 
-/// Checks the invariants of one tenant. Returns the memory of the tenant's index in bytes.
+/// Checks the invariants of one tenant, and adds the references of its entries to `refs`. Returns
+/// the memory of the tenant's index in bytes.
 fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 {
     let state = tenant.lock(&engine.totals);
     let mut ids = HashSet::new();

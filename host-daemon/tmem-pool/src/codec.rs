@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Codec that converts a page to its stored form and back. The forms are a repeated pattern,
-//! compressed bytes, and the page itself (raw).
+//! Codec that converts a page to its stored form and back. A stored form is a repeated pattern,
+//! compressed bytes, or the page itself (raw).
 //!
-//! zstd copies parts of a page into its contexts. Contexts therefore lie in memory that is never
-//! dumped and, where the process may lock memory, never swapped. They are wiped after use, so that
-//! no byte of a page outlives the step that needed it. lz4 keeps no bytes of a page: its table on
-//! the stack has positions only.
+//! zstd copies parts of a page into its contexts (working memory). So a context lies in memory that
+//! is never dumped and, where the process may lock memory, never swapped. The engine wipes contexts
+//! after use, so that no byte of a page outlives the step that needed it. lz4 keeps no bytes of a
+//! page: its table on the stack has positions only.
 //!
 //! A stored form that is as long as a page is the page itself. Any other form begins with a byte
 //! that names its codec. Only the engine writes stored forms. Decoding checks its bounds
@@ -19,12 +19,12 @@ use std::io;
 use std::ptr::NonNull;
 use zstd_safe::zstd_sys::{self, ZSTD_CCtx, ZSTD_DCtx, ZSTD_cParameter, ZSTD_dParameter};
 
-/// Longest compressed form in bytes. A page with a longer form is kept raw, because compressing
-/// such pages would save only 0.04 % of the stored bytes (measured).
+/// Longest compressed form in bytes. A page whose compressed form would be longer is stored raw.
+/// Compressing such pages would save only 0.04 % of the stored bytes (measured).
 pub(crate) const ENCODED_BYTES_MAX: usize = 3840;
 
-/// Acceleration of lz4: its default. Acceleration 4 is 20 % faster but needs 10 % more bytes, and
-/// the pool's purpose is to save bytes.
+/// Acceleration factor of lz4: 1, which is lz4's default. Factor 4 is 20 % faster but needs 10 %
+/// more bytes, and the pool's purpose is to save bytes.
 const LZ4_ACCELERATION: c_int = 1;
 
 /// First byte of a stored form that continues with an lz4 block.
@@ -34,11 +34,11 @@ const FORM_LZ4: u8 = 1;
 /// length or checksum.
 const FORM_ZSTD: u8 = 2;
 
-/// Compression level of zstd. Level 3 takes a sixth longer for 2 % fewer bytes.
+/// Compression level of zstd. Level 3 takes a sixth more time and saves only 2 % of the bytes.
 const ZSTD_LEVEL: i32 = 1;
 
-/// Lengths in bytes of the lz4 forms that the engine recompresses with zstd. Measurements showed
-/// that zstd makes these notably smaller.
+/// Range of lengths in bytes: the engine recompresses a cold page with zstd if its lz4 form has
+/// such a length. Measurements showed that zstd makes these forms notably smaller.
 pub(crate) const DENSER_BYTES: std::ops::RangeInclusive<usize> = 1024..=3840;
 
 /// Frame format ZSTD_f_zstd1_magicless: frames that do not begin with the four bytes of a magic
@@ -46,16 +46,17 @@ pub(crate) const DENSER_BYTES: std::ops::RangeInclusive<usize> = 1024..=3840;
 const ZSTD_MAGICLESS: c_int = zstd_sys::ZSTD_format_e::ZSTD_f_zstd1_magicless as c_int;
 
 thread_local! {
-    /// zstd context for decompression, 96 KiB in each thread that restores pages. It is None until
-    /// the thread decompresses its first zstd frame.
+    /// zstd context (working memory) for decompression: 96 KiB in each thread that restores pages.
+    /// It is None until the thread decompresses its first zstd frame.
     static RESTORER: RefCell<Option<Restorer>> = const { RefCell::new(None) };
 }
 
-/// A zstd context that restores pages.
+/// zstd context (working memory) with which a thread decompresses pages.
 struct Restorer {
-    /// Memory of the context.
+    /// Memory in which zstd creates its context.
     memory: SecretPages,
-    /// True if the memory contains a context, and perhaps parts of a page. Otherwise it is zero.
+    /// True if the memory contains a zstd context, and perhaps parts of a page. If false, all bytes
+    /// of the memory are zero.
     in_use: bool,
 }
 
@@ -69,17 +70,18 @@ impl Restorer {
         })
     }
 
-    /// Returns the context, and creates it if necessary. Returns None if zstd rejects memory of
-    /// this size or the parameter, which no released version does.
+    /// Returns the zstd context, and creates it if necessary. Returns None if zstd rejects the size
+    /// of the memory or the frame format, which no released version does.
     fn context(&mut self) -> Option<NonNull<ZSTD_DCtx>> {
         let memory = self.memory.pages().as_flattened_mut();
         let (at, bytes) = (memory.as_mut_ptr(), memory.len());
         if self.in_use {
-            // The context begins where its memory begins.
+            // zstd creates a context at the first byte of its memory, so the address of the memory
+            // is the context.
             return NonNull::new(at.cast());
         }
-        // SAFETY: the memory is this object's alone, is aligned to a page and outlives each use of
-        // the context.
+        // SAFETY: no other object uses the memory, which is aligned to a page and outlives each use
+        // of the context.
         let context = NonNull::new(unsafe { zstd_sys::ZSTD_initStaticDCtx(at.cast(), bytes) })?;
         let format = ZSTD_dParameter::ZSTD_d_experimentalParam1;
         let result =
@@ -89,12 +91,12 @@ impl Restorer {
         is_ok(result).then_some(context)
     }
 
-    /// Decompresses a frame into `out`. Returns the number of bytes written, or None if the frame
-    /// is damaged.
+    /// Decompresses a zstd frame into `out`. Returns the number of bytes written, or None if the
+    /// frame is damaged.
     fn restore(&mut self, frame: &[u8], out: &mut Page) -> Option<usize> {
         let context = self.context()?;
-        // SAFETY: the context is this object's, and both pointers are valid for the lengths passed
-        // with them.
+        // SAFETY: the context belongs to this object, and both pointers are valid for the lengths
+        // passed with them.
         let len = unsafe {
             zstd_sys::ZSTD_decompressDCtx(
                 context.as_ptr(),
@@ -124,8 +126,8 @@ fn is_ok(result: usize) -> bool {
 /// Overwrites the calling thread's zstd context for decompression with zeroes, because the context
 /// may contain parts of restored pages.
 pub(crate) fn wipe() {
-    // An error means that the thread is ending and has already freed its context, so that nothing
-    // is left to wipe.
+    // `try_with` fails if the thread is ending and has already freed its context. Nothing is left
+    // to wipe then, so ignore the error.
     let _ = RESTORER.try_with(|restorer| {
         if let Some(restorer) = &mut *restorer.borrow_mut() {
             restorer.wipe();
@@ -134,7 +136,8 @@ pub(crate) fn wipe() {
 }
 
 /// Restores a page from a zstd frame. Returns None if the frame is damaged, or if the system has no
-/// memory for this thread's first context. In both cases the caller drops the stored copy.
+/// memory for this thread's zstd context. The caller treats the stored copy as damaged in both
+/// cases.
 fn restore(frame: &[u8], out: &mut Page) -> Option<usize> {
     RESTORER.with_borrow_mut(|restorer| {
         if restorer.is_none() {
@@ -144,7 +147,7 @@ fn restore(frame: &[u8], out: &mut Page) -> Option<usize> {
     })
 }
 
-/// The stored bytes do not decode to a page.
+/// Error: stored bytes do not decode to a page, or the decoded page does not match its hash.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Corrupt;
 
@@ -152,8 +155,8 @@ pub(crate) struct Corrupt;
 pub(crate) fn same_filled(page: &Page) -> Option<u32> {
     let (words, _) = page.as_chunks::<8>();
     let first = words[0];
-    // In most pages, the last word or a word of the first cache line differs from the first word,
-    // so that few pages are read to the end.
+    // Compare the last word first. In most pages, it or a word of the first cache line differs from
+    // the first word, so that few pages are read to the end.
     let same = words[words.len() - 1] == first && words.iter().all(|w| *w == first);
     let [low, high] = [0, 4]
         .map(|at| u32::from_ne_bytes([first[at], first[at + 1], first[at + 2], first[at + 3]]));
@@ -165,7 +168,7 @@ pub(crate) fn fill(pattern: u32, out: &mut Page) {
     out.as_chunks_mut::<4>().0.fill(pattern.to_ne_bytes());
 }
 
-/// Returns the lz4 form of a page, or None if it is longer than ENCODED_BYTES_MAX.
+/// Returns the lz4 form of a page, or None if that form is longer than ENCODED_BYTES_MAX.
 pub(crate) fn encode<'a>(page: &Page, buffer: &'a mut Page) -> Option<&'a [u8]> {
     buffer[0] = FORM_LZ4;
     let out = &mut buffer[1..ENCODED_BYTES_MAX];
@@ -186,9 +189,9 @@ pub(crate) fn encode<'a>(page: &Page, buffer: &'a mut Page) -> Option<&'a [u8]> 
     }
 }
 
-/// Returns the number of bytes that a page would take in the form that the engine gives it first.
-/// That is 0 for a page that repeats four bytes, and [`PAGE_SIZE`] for one that does not compress.
-/// The call takes as long as compressing the page.
+/// Returns the number of bytes of the form in which the engine first stores a page. That is 0 for a
+/// page that repeats four bytes, and [`PAGE_SIZE`] for a page that does not compress. The call
+/// takes as long as compressing the page.
 pub fn stored_bytes(page: &Page) -> usize {
     match same_filled(page) {
         Some(_) => 0,
@@ -196,25 +199,26 @@ pub fn stored_bytes(page: &Page) -> usize {
     }
 }
 
-/// Returns whether a stored form needs zstd to decode, which takes twice as long as lz4.
+/// Returns whether a stored form is decoded by zstd, which takes twice as long as lz4.
 pub(crate) fn is_dense(bytes: &[u8]) -> bool {
     bytes.len() < PAGE_SIZE && bytes.first() == Some(&FORM_ZSTD)
 }
 
-/// Compressor with zstd, which is slower than lz4 and makes pages smaller.
+/// zstd compressor for cold pages. zstd is slower than lz4 and makes pages smaller.
 pub(crate) struct Denser {
-    /// Memory of the context: 76 KiB. It is this small because zstd sizes its tables by the length
-    /// of a page.
+    /// Memory in which zstd creates its context: 76 KiB. It is this small because zstd sizes its
+    /// tables by the length of a page.
     memory: SecretPages,
-    /// True if the memory contains a context, and perhaps parts of a page. Otherwise it is zero.
+    /// True if the memory contains a zstd context, and perhaps parts of a page. If false, all bytes
+    /// of the memory are zero.
     in_use: bool,
 }
 
 impl Denser {
-    /// Creates a compressor.
+    /// Creates a zstd compressor.
     ///
     /// # Errors
-    /// The system does not provide the address space.
+    /// The system does not provide the address space for zstd's memory.
     pub(crate) fn new() -> io::Result<Denser> {
         // SAFETY: the functions only compute a size.
         let bytes = unsafe {
@@ -227,17 +231,18 @@ impl Denser {
         })
     }
 
-    /// Returns the context, and creates it if necessary. Returns None if zstd rejects memory of
-    /// this size or a parameter, which no released version does.
+    /// Returns the zstd context, and creates it if necessary. Returns None if zstd rejects the size
+    /// of the memory or a parameter of compression, which no released version does.
     fn context(&mut self) -> Option<NonNull<ZSTD_CCtx>> {
         let memory = self.memory.pages().as_flattened_mut();
         let (at, bytes) = (memory.as_mut_ptr(), memory.len());
         if self.in_use {
-            // The context begins where its memory begins.
+            // zstd creates a context at the first byte of its memory, so the address of the memory
+            // is the context.
             return NonNull::new(at.cast());
         }
-        // SAFETY: the memory is this object's alone, is aligned to a page and outlives each use of
-        // the context.
+        // SAFETY: no other object uses the memory, which is aligned to a page and outlives each use
+        // of the context.
         let context = NonNull::new(unsafe { zstd_sys::ZSTD_initStaticCCtx(at.cast(), bytes) })?;
         self.in_use = true;
         let parameters = [
@@ -254,7 +259,8 @@ impl Denser {
         all.then_some(context)
     }
 
-    /// Returns the zstd form of a page, or None if it is not shorter than `bytes_max` bytes.
+    /// Returns the zstd form of a page, or None if zstd cannot compress the page into `bytes_max`
+    /// bytes.
     pub(crate) fn encode<'a>(
         &mut self,
         page: &Page,
@@ -264,8 +270,8 @@ impl Denser {
         buffer[0] = FORM_ZSTD;
         let context = self.context()?;
         let out = &mut buffer[1..bytes_max];
-        // SAFETY: the context is this object's, and both pointers are valid for the lengths passed
-        // with them.
+        // SAFETY: the context belongs to this object, and both pointers are valid for the lengths
+        // passed with them.
         let len = unsafe {
             zstd_sys::ZSTD_compress2(
                 context.as_ptr(),
@@ -278,7 +284,7 @@ impl Denser {
         is_ok(len).then(|| &buffer[..1 + len])
     }
 
-    /// Overwrites the context with zeroes, because it may contain parts of pages.
+    /// Overwrites the zstd context with zeroes, because it may contain parts of pages.
     pub(crate) fn wipe(&mut self) {
         if self.in_use {
             self.in_use = false;
@@ -287,7 +293,8 @@ impl Denser {
     }
 }
 
-/// Restores a page from its stored form. After an error, the contents of `out` are unspecified.
+/// Restores a page from its stored form, which is raw, lz4 or zstd. After an error, the contents of
+/// `out` are unspecified.
 pub(crate) fn decode(stored: &[u8], out: &mut Page) -> Result<(), Corrupt> {
     if stored.len() == PAGE_SIZE {
         out.copy_from_slice(stored);
@@ -346,7 +353,7 @@ mod tests {
         let mut restorer = Restorer::new().expect("cannot allocate a zstd context");
         let is_zero =
             |memory: &mut SecretPages| memory.pages().iter().all(|page| *page == [0; PAGE_SIZE]);
-        // The test runs several rounds, because a wiped context has to be initialized again.
+        // Run several rounds, because a context that was wiped has to be initialized again.
         for _ in 0..3 {
             let stored = denser
                 .encode(&page, &mut buffer, PAGE_SIZE)
@@ -360,8 +367,8 @@ mod tests {
         }
     }
 
-    /// Prints how much time wiping adds to a page that is restored or compressed alone, which is
-    /// the worst case.
+    /// Prints how much time the wipe of a zstd context adds when a single page is restored or
+    /// compressed, which is the worst case.
     #[test]
     #[ignore = "measures: run it with --release --ignored --nocapture"]
     fn print_the_time_of_wiping_zstd_contexts() {
@@ -373,7 +380,7 @@ mod tests {
             .expect("the test page does not compress")
             .to_vec();
         println!(
-            "contexts: {} and {} pages",
+            "memory of a zstd context: {} pages for compression, {} pages for decompression",
             denser.memory.pages().len(),
             restorer.memory.pages().len()
         );
@@ -398,7 +405,11 @@ mod tests {
                     restorer.wipe();
                 }
             });
-            println!("wipe {wipe}: compress {compressed:?}, restore {restored:?}");
+            let wiped = if wipe { "with" } else { "without" };
+            println!(
+                "{wiped} a wipe of the zstd context after each page: \
+                 {compressed:?} to compress a page, {restored:?} to restore it"
+            );
         }
     }
 }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Table of equal pages: a hash table of blobs that grows one bucket at a time.
+//! Table of equal pages: a hash table of blobs (stored page contents) that grows one bucket at a
+//! time.
 //!
-//! The table uses linear hashing (Litwin, VLDB 1980). With N buckets, N between 2^k and 2^(k+1),
-//! the buckets that were split already use one more bit of the hash than the others. So the table
-//! follows the number of blobs in small steps, and no thread waits while all entries are moved to a
-//! larger table. Each bucket is a linked list through the blobs' records, here called a chain. The
-//! table shrinks in the same way.
+//! The table uses linear hashing (Litwin, VLDB 1980). It has N buckets, where N is between 2^k and
+//! 2^(k+1). Buckets that were already split, and the new halves, use one more bit of the hash than
+//! the other buckets. So the table follows the number of blobs in small steps, and no thread waits
+//! while all entries are moved to a larger table. The table shrinks in the same way. Each bucket is
+//! a linked list through the blobs' records, which this file calls a chain.
 //!
 //! Locks: all buckets share LOCKS locks. A bucket has the same lock as the bucket that it is split
 //! into or joined with. The lock `grow` serializes changes of N, and is taken before the lock of a
@@ -18,36 +19,38 @@ use crossbeam_utils::CachePadded;
 use std::io;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Number of locks. It is a power of two, and the smallest number of buckets.
+/// Number of locks that all buckets share. It is a power of two, and also the smallest number of
+/// buckets.
 const LOCKS: u32 = 1024;
 
 /// Load factor, as (blobs, buckets): the next bucket is split if the table has more than 4 blobs
 /// for 3 buckets. Each bucket takes 4 B. With fewer buckets a put would probe more blobs.
 const LOAD: (u64, u64) = (4, 3);
 
-/// Largest number of blobs of a chain that a look-up probes. Longer chains come only from colliding
-/// hashes, which no guest can choose without the seed.
+/// Largest number of blobs of a chain that a look-up probes. Only blobs with equal hashes make
+/// longer chains, and no guest can choose pages with equal hashes without knowing the seed.
 const PROBES_MAX: usize = 32;
 
-/// Upper bound of the threads that have added a blob to a chain and have not counted the blob yet.
-/// No process has nearly as many threads.
+/// Upper bound of the number of threads that have added a blob to a chain and have not counted the
+/// blob yet. No process has nearly as many threads.
 const UNCOUNTED_MAX: u64 = 4096;
 
 /// Name of the table, for log messages.
 const TABLE: &str = "the table of equal pages";
 
-/// Access to the fields of a blob that link it into a chain.
+/// Access to the hash and the link that a blob's record stores for the table of equal pages.
 pub(crate) trait Links {
-    /// Returns the blob's hash. The table uses the lower half.
+    /// Returns the hash of a blob. The table uses only the lower 32 bits.
     fn hash(&self, blob: u32) -> u64;
-    /// Returns the next blob of the chain, where 0 means none. The caller holds the bucket's lock.
+    /// Returns the blob after `blob` in its chain, or 0 at the end of the chain. The caller holds
+    /// the lock of the chain's bucket.
     fn next(&self, blob: u32) -> u32;
-    /// Sets the blob that follows `blob` in its chain, where 0 means none. The caller holds the
-    /// bucket's lock.
+    /// Sets the blob that follows `blob` in its chain, where 0 means the end of the chain. The
+    /// caller holds the lock of the chain's bucket.
     fn set_next(&self, blob: u32, next: u32);
 }
 
-/// First blob of a chain.
+/// Bucket of the table: the number of the first blob of its chain, or 0.
 #[derive(Debug)]
 pub(crate) struct Bucket(AtomicU32);
 
@@ -58,7 +61,7 @@ unsafe impl Zeroed for Bucket {}
 pub(crate) struct Dedup {
     buckets: Table<Bucket>,
     /// Number of buckets, N. A thread changes it while it holds `grow` and the lock of the bucket
-    /// that is split or joined. So the bucket of a hash does not change while a thread holds that
+    /// that it splits or joins. So the bucket of a hash does not change while a thread holds that
     /// bucket's lock.
     nr_buckets: AtomicU32,
     nr_blobs: CachePadded<AtomicU32>,
@@ -66,7 +69,7 @@ pub(crate) struct Dedup {
     grow: CachePadded<Mutex<()>>,
 }
 
-/// A locked bucket.
+/// A bucket and its chain of blobs, locked for the lifetime of this value.
 pub(crate) struct Chain<'a> {
     bucket: &'a Bucket,
     _lock: MutexGuard<'a, ()>,
@@ -87,7 +90,7 @@ impl Dedup {
         })
     }
 
-    /// Returns whether the table's memory is locked, so that it is never swapped.
+    /// Returns whether the table's memory is locked in RAM, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
         self.buckets.is_locked()
     }
@@ -104,18 +107,18 @@ impl Dedup {
         if bucket < nr {
             bucket
         } else {
-            // No bucket exists yet for the hash with one more bit. The blob is in the bucket that
-            // will be split.
+            // The bucket for the hash with one more bit does not exist yet. The blob is in the
+            // bucket that will be split to make it.
             bucket & (nr.next_power_of_two() / 2 - 1)
         }
     }
 
     fn lock_of(&self, hash: u64) -> MutexGuard<'_, ()> {
-        // All buckets to which this hash can belong share one lock.
+        // A hash belongs to different buckets as the table grows, and all of these share one lock.
         poison::guard_or_abort(self.locks[(hash as u32 % LOCKS) as usize].lock(), TABLE)
     }
 
-    /// Locks and returns the chain that contains all listed blobs with this hash.
+    /// Locks and returns the chain that contains all blobs with this hash that the table lists.
     pub(crate) fn lock(&self, hash: u64) -> Chain<'_> {
         let lock = self.lock_of(hash);
         Chain {
@@ -129,13 +132,14 @@ impl Dedup {
         self.buckets.prefetch(self.bucket_of(hash));
     }
 
-    /// Returns a blob that may be the first of its chain, or 0. The value is only a hint, because
-    /// it is read without the lock.
+    /// Returns the first blob of a hash's chain, or 0. The value is only a hint, because it is read
+    /// without the lock.
     pub(crate) fn first(&self, hash: u64) -> u32 {
         self.buckets.get(self.bucket_of(hash)).0.load(Relaxed)
     }
 
-    /// Adds a blob that the table does not list yet.
+    /// Adds a blob that the table does not list yet to the chain of its hash, and releases the
+    /// chain's lock.
     pub(crate) fn add(&self, links: &impl Links, chain: Chain<'_>, blob: u32) {
         links.set_next(blob, chain.bucket.0.load(Relaxed));
         chain.bucket.0.store(blob, Relaxed);
@@ -167,7 +171,7 @@ impl Dedup {
         self.fit(links);
     }
 
-    /// Returns the largest number of blobs that a chain can have. A walk that passes more blobs is
+    /// Returns an upper bound of the number of blobs in a chain. A walk that passes more blobs is
     /// in a loop.
     fn chain_max(&self) -> u64 {
         u64::from(self.nr_blobs.load(Relaxed)) + UNCOUNTED_MAX
@@ -176,7 +180,7 @@ impl Dedup {
     /// Splits or joins buckets if the load factor requires it, unless another thread is doing so.
     fn fit(&self, links: &impl Links) {
         let (nr, blobs) = (self.nr_buckets.load(Relaxed), self.nr_blobs.load(Relaxed));
-        // Number of buckets that this number of blobs needs by the load factor.
+        // Number of buckets that the table should have for this number of blobs.
         let wanted = u64::from(blobs) * LOAD.1 / LOAD.0;
         if wanted > nr.into() && (nr as usize) < self.buckets.capacity() {
             if let Ok(_grow) = self.grow.try_lock() {
@@ -243,7 +247,8 @@ impl Dedup {
         self.nr_buckets.store(new, Relaxed);
     }
 
-    /// Calls `listed` with each blob, and asserts that the blob is in the bucket of its hash.
+    /// Calls `listed` with each blob of the table, and asserts that the blob is in the bucket of
+    /// its hash.
     pub(crate) fn check(&self, links: &impl Links, mut listed: impl FnMut(u32)) {
         let mut blobs = 0;
         for bucket in 0..self.nr_buckets.load(Relaxed) {
@@ -268,7 +273,8 @@ impl Dedup {
 }
 
 impl Chain<'_> {
-    /// Returns the first blob of the chain for which `wanted` is true.
+    /// Returns the first blob of the chain for which `wanted` is true. Probes a bounded number of
+    /// blobs.
     pub(crate) fn find(&self, links: &impl Links, wanted: impl Fn(u32) -> bool) -> Option<u32> {
         let mut blob = self.bucket.0.load(Relaxed);
         for _ in 0..PROBES_MAX {
@@ -304,10 +310,10 @@ mod tests {
         }
     }
 
-    /// Returns a table of blobs with one hash, each linked to the one before.
+    /// Returns a table of nine blobs with equal hashes, which form one chain.
     fn one_chain() -> (Dedup, Blobs) {
         let blobs = Blobs((0..10).map(|_| (AtomicU32::new(0), 5)).collect());
-        let table = Dedup::new(5_000).expect("cannot reserve address space for the table");
+        let table = Dedup::new(5_000).expect("cannot reserve address space for the hash table");
         (1..10).for_each(|blob| table.add(&blobs, table.lock(5), blob));
         (table, blobs)
     }
@@ -332,8 +338,8 @@ mod tests {
     #[ignore = "ends its process: see damaged_dedup_chains_abort_the_process"]
     fn splitting_a_circular_chain_aborts() {
         let (table, blobs) = one_chain();
-        // Each step of a split reverses a link, which would break an ordinary loop. The links of
-        // `Circle` cannot be changed.
+        // Use `Circle`, whose links cannot be changed. A split reverses each link that it passes,
+        // so it would turn an ordinary circular chain into one that ends.
         let circle = Circle(blobs);
         let chain = table.lock(5);
         chain.bucket.0.store(1, Relaxed);
@@ -350,8 +356,8 @@ mod tests {
         table.join(&Circle(blobs));
     }
 
-    /// Blobs in a damaged chain: each blob is its own successor, and writing another successor has
-    /// no effect.
+    /// Blobs in a damaged chain, on which a walk never ends: each blob is its own successor, and
+    /// `set_next` has no effect.
     struct Circle(Blobs);
 
     impl Links for Circle {
@@ -393,20 +399,21 @@ mod tests {
             };
             let blobs = (0..BLOBS).map(|i| (AtomicU32::new(0), hash(i, &mut rng)));
             let blobs = Blobs(blobs.collect());
-            let table =
-                Dedup::new(BLOBS as usize).expect("cannot reserve address space for the table");
+            let table = Dedup::new(BLOBS as usize)
+                .expect("cannot reserve address space for the hash table");
             let mut listed = BTreeSet::new();
             for step in 0..60_000 {
                 let blob = 1 + rng.below(u64::from(BLOBS) - 1) as u32;
                 let found = table
                     .lock(blobs.hash(blob))
                     .find(&blobs, |other| other == blob);
-                // Collisions make long chains, in which a look-up does not find all blobs.
+                // Every hundredth blob has a hash that other blobs have, too. Their chains are so
+                // long that a look-up does not find all blobs.
                 if !blob.is_multiple_of(100) {
                     assert_eq!(found.is_some(), listed.contains(&blob));
                 }
-                // In the first steps blobs are mostly added, until nearly all are listed. In the
-                // later steps they are mostly removed.
+                // The first steps mostly add blobs, until the table lists nearly all of them. The
+                // later steps mostly remove blobs.
                 let add = rng.below(60_000) > step;
                 if add && listed.insert(blob) {
                     table.add(&blobs, table.lock(blobs.hash(blob)), blob);

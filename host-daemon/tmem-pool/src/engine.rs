@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The engine: the list of all tenants, the size of the memory that they share (the pool),
-//! background work, and the choice of the tenant whose pages are evicted when the pool is full.
+//! The engine: the list of all tenants, and the size of the memory that they share (the pool). This
+//! file also has the background work, and the choice of the tenant that loses pages when the pool
+//! is full.
 //!
-//! Locks: the membership's lock guards tenants and quotas. A thread takes it for reading to look
-//! for a victim, and for writing when a tenant is added, removed or changed. It is the outermost
-//! lock.
+//! Locks: the membership lock guards the list of tenants and their quotas. A thread takes it for
+//! reading to choose the tenant that loses pages, and for writing to add, remove or change a
+//! tenant. It is the outermost lock.
 
-use crate::blob::{DomainId, Finalized, Store};
+use crate::blob::{DomainId, Prepared, Store};
 use crate::codec::{self, Denser};
 use crate::config::{
     EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, EngineConfig, INDEX_ROOM_BYTES, INDEX_ROOM_PART,
-    KEYS_PER_TENANT_MAX, PAGE_SIZE, Page, PolicyKind, Quota, SWEEP_NS, SWEEP_PAGES, SWEEP_STEP,
-    TENANT_METADATA_BYTES, TenantSpec, Time,
+    KEYS_PER_TENANT_MAX, PAGE_SIZE, Page, PolicyKind, Quota, RECLAIM_BYTES_MAX, RECLAIM_PART,
+    SWEEP_NS, SWEEP_PAGES, SWEEP_STEP, TENANT_METADATA_BYTES, TenantSpec, Time,
 };
 use crate::entry::Gauges;
 use crate::error::AdmissionError;
 use crate::hash::{HashFn, PageHash};
-use crate::heap;
+use crate::heap::{self, Handle};
 use crate::index::Chunks;
 use crate::membership::Membership;
 use crate::poison;
@@ -35,18 +36,18 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Kind of background work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// Finalizing new pages: finding equal pages and compressing the others with lz4. This includes
-    /// evictions that free memory for the final form.
+    /// Finalizing new pages: finding equal pages, and compressing the other pages with lz4. This
+    /// kind includes evictions that free memory for the final forms.
     Finalize,
     /// Compressing cold pages with zstd. The sweep, a periodic pass over all stored pages, does it.
     Recompress,
-    /// Freeing the pages of dropped objects, pools and tenants; evicting pages; compacting the
-    /// heap; returning memory to the system.
+    /// Freeing memory: freeing the pages of dropped objects, pools and tenants, evicting pages,
+    /// compacting the heap, and returning memory to the system.
     MakeRoom,
 }
 
 impl Work {
-    /// All kinds of work.
+    /// All kinds of background work.
     pub const ALL: [Work; 3] = [Work::Finalize, Work::Recompress, Work::MakeRoom];
 }
 
@@ -59,8 +60,8 @@ pub(crate) struct TenantParams {
     pub policy: PolicyKind,
 }
 
-/// The storage engine: all tenants and the memory for their pages. Any thread may call it at any
-/// time.
+/// The storage engine: all tenants and the memory for their pages. Any thread may call any of its
+/// methods at any time.
 pub struct Engine {
     pub(crate) store: Store,
     pub(crate) totals: Totals,
@@ -68,52 +69,63 @@ pub struct Engine {
     size_max_bytes: u64,
     params: TenantParams,
     /// Number of finalize steps so far. This number modulo the number of tenants is the position in
-    /// the list of tenants at which the next step begins, so that the tenants take turns.
+    /// the list of tenants at which the next finalize step begins, so that the tenants take turns.
     turn: CachePadded<AtomicUsize>,
     /// Number of steps of background work so far. The number decides which steps do other work in
-    /// addition to finalizing.
+    /// addition to finalizing new pages.
     chores: CachePadded<AtomicUsize>,
-    /// True if a sweep has ended since the last full compaction. Background work then compacts the
-    /// heap even if little of its memory is unused.
+    /// True if a sweep (a pass over all stored pages) has ended since the last full compaction.
+    /// Background work then compacts the heap even if little of its memory is unused.
     compact_all: AtomicBool,
-    /// True if the pool was shrunk and still exceeds its new size. Evictions that free memory of
-    /// the pool are then counted as caused by the shrinking.
+    /// True if the pool was shrunk and still exceeds its new size. While it is true, evictions that
+    /// free memory of the pool count as `evictions_shrink`.
     shrinks: AtomicBool,
-    /// Scratch pages that no background worker is using, all of them zeroed. The lock is a leaf
-    /// lock.
+    /// True while background work evicts pages. It begins when less memory is free than the low
+    /// watermark, and ends when as much memory is free as the high watermark.
+    reclaims: AtomicBool,
+    /// Scratch pages for background workers: those that no worker is using, all of them zeroed. The
+    /// lock is a leaf lock: its holder takes no other lock.
     buffers: Mutex<Vec<SecretPages>>,
-    /// Progress of the sweep. A thread that cannot take this lock at once leaves the sweep to the
-    /// thread that holds it. The holder may take locks of the store.
+    /// Progress of the sweep, which recompresses cold pages. A thread that cannot take this lock at
+    /// once leaves the sweep to the thread that holds the lock. The holder may take locks of the
+    /// store.
     sweep: Mutex<Sweep>,
     membership: RwLock<Membership>,
 }
 
-/// While there are raw pages, one in this many steps of background work does other work in addition
-/// to finalizing.
+/// Interval in steps of background work. While there are raw (new, uncompressed) pages, every step
+/// whose number is a multiple of this constant does other work in addition to finalizing pages.
 const CHORES_EVERY: usize = 4;
 
-/// Returns how many of the heap's `places` a sweep that began at `begun` should have visited by
-/// now.
+/// Interval in steps of background work. Every step whose number is a multiple of this constant
+/// continues the sweep, even if there is other work, so that the sweep keeps its pace under
+/// constant load. Such a step recompresses up to SWEEP_PAGES cold pages, while the steps of an
+/// interval finalize about eight times as many new pages.
+const SWEEP_EVERY: usize = 32;
+const _: () = assert!(SWEEP_EVERY.is_multiple_of(CHORES_EVERY));
+
+/// Returns how many of the heap's handles a sweep that began at `begun` should have visited by now.
+/// `places` is the number of all handles.
 fn due_by(begun: Time, now: Time, places: u32) -> u32 {
     let elapsed_ns = now.0.saturating_sub(begun.0);
     let due = u128::from(places) * u128::from(elapsed_ns) / u128::from(SWEEP_NS);
     due.min(places.into()) as u32
 }
 
-/// State of the sweep: a pass over all blobs within a fixed time, repeated without end. It
-/// recompresses blobs that have become cold ([`Store::sweep`]).
+/// State of the sweep, which recompresses cold pages ([`Store::sweep`]). A sweep is a pass over all
+/// blobs (stored contents) within a fixed time. When one sweep ends, the next one begins.
 struct Sweep {
     begun: Time,
-    /// Number of the next place of the heap that the sweep visits.
+    /// Number of the handle of the heap that the sweep visits next.
     next: u32,
     denser: Denser,
-    /// Scratch pages: a page and its compressed form.
+    /// Two scratch pages of the sweep: a decompressed page and its new compressed form.
     buffer: SecretPages,
 }
 
-/// Name of the membership lock, for log messages.
+/// Name of the data that the membership lock guards, for log messages.
 const MEMBERSHIP: &str = "the list of tenants";
-/// Name of the lock of the scratch pages, for log messages.
+/// Name of the data that the lock of the scratch pages guards, for log messages.
 const BUFFERS: &str = "the buffers";
 
 impl Engine {
@@ -157,15 +169,16 @@ impl Engine {
         self.store.heap.frames_bytes() + self.metadata_bytes()
     }
 
-    /// Returns the part of the pool's size that is left for stored bytes.
+    /// Returns how many bytes of the pool's size are left for stored pages, after metadata and the
+    /// memory that is reserved for the growth of indexes.
     fn frames_bytes_max(&self) -> u64 {
         let taken_bytes = self.metadata_bytes() + self.index_room_bytes();
         self.size_bytes.get().saturating_sub(taken_bytes)
     }
 
-    /// Returns the number of unused frames that the pool keeps for new pages. The number follows
-    /// from the pool's present size. The largest size is unsuitable, because it may be the size of
-    /// the host's memory.
+    /// Returns the number of unused frames (of 4 KiB) that the pool keeps for new pages. The number
+    /// follows from the pool's present size. The pool's largest size is unsuitable, because it may
+    /// be the size of the host's memory.
     fn idle_frames(&self) -> u64 {
         heap::idle_frames(self.size_bytes.get())
     }
@@ -174,30 +187,71 @@ impl Engine {
         INDEX_ROOM_BYTES + self.size_bytes.get() / INDEX_ROOM_PART
     }
 
-    /// Returns whether the pool uses more memory than its size. Empty frames do not count, because
-    /// they are released when the memory is needed elsewhere.
+    /// Returns whether the pool uses more memory than its size. Frames without stored bytes do not
+    /// count, because the heap releases them when other parts of the pool need the memory.
     fn is_over(&self) -> bool {
         // Compare sums instead of differences: metadata alone may exceed the pool's size, for
         // example the metadata of many same-filled pages after the pool was shrunk.
-        let used_bytes = self.store.heap.busy_bytes() + self.metadata_bytes();
-        used_bytes.saturating_add(self.index_room_bytes()) > self.size_bytes.get()
+        self.used_bytes() > self.size_bytes.get()
     }
 
-    /// Returns whether the pool has memory for more index entries. If it has none, puts are
-    /// refused.
+    /// Returns the memory of the pool in bytes that is not available for new pages. It consists of
+    /// frames with stored bytes, metadata, and the memory that is reserved for the growth of
+    /// indexes.
+    pub(crate) fn used_bytes(&self) -> u64 {
+        let used_bytes = self.store.heap.busy_bytes() + self.metadata_bytes();
+        used_bytes.saturating_add(self.index_room_bytes())
+    }
+
+    /// Returns the high watermark (free memory in bytes) up to which background work should evict
+    /// pages now. Returns None if it should not evict pages. Evictions begin below half of the high
+    /// watermark.
+    fn reclaim_bytes(&self) -> Option<u64> {
+        let size_bytes = self.size_bytes.get();
+        let high_bytes = (size_bytes / RECLAIM_PART).min(RECLAIM_BYTES_MAX);
+        let free_bytes = size_bytes.saturating_sub(self.used_bytes());
+        let before = self.reclaims.load(Relaxed);
+        let wanted_bytes = if before { high_bytes } else { high_bytes / 2 };
+        let reclaims = free_bytes < wanted_bytes;
+        if reclaims != before {
+            self.reclaims.store(reclaims, Relaxed);
+        }
+        reclaims.then_some(high_bytes)
+    }
+
+    /// Does one step of freeing memory for future puts. The step compacts the heap if that frees
+    /// enough. Otherwise it evicts pages, but only of tenants above their entitlement, because no
+    /// tenant needs the memory yet. Returns the number of steps. 0 means that enough memory is
+    /// free, or that no page may be evicted.
+    fn reclaim(&self, pages: usize) -> usize {
+        let Some(high_bytes) = self.reclaim_bytes() else {
+            return 0;
+        };
+        // Do not count memory that compaction can free as used, so that no more pages are evicted
+        // than necessary.
+        let used_bytes = self
+            .used_bytes()
+            .saturating_sub(self.store.heap.spare_bytes());
+        if used_bytes.saturating_add(high_bytes) <= self.size_bytes.get() {
+            return self.compact(pages);
+        }
+        self.evict(pages, |tenant| tenant.excess_bytes() > 0)
+    }
+
+    /// Returns whether the pool has memory for more index entries. If it has none, the caller
+    /// refuses puts.
     pub(crate) fn has_index_room(&self) -> bool {
         !self.is_over()
     }
 
     pub(crate) fn release_all(&self, freed: Freed) {
-        for content in freed {
-            self.store.release_content(content);
-        }
+        self.store.release_all(&freed);
     }
 
-    /// Does up to `steps` steps of work that frees memory, and lowers `steps` by their number. It
-    /// frees detached pages, compacts the heap if much of its memory is unused, and otherwise
-    /// evicts pages. Returns false if there is nothing to do, or if no step is left.
+    /// Frees memory of the pool in up to `steps` steps, and lowers `steps` by the number of steps
+    /// done. The steps free detached pages (pages that were dropped earlier). If there are none,
+    /// they compact the heap if much of its memory is unused, and otherwise evict pages. Returns
+    /// false if there is nothing to do, or if no step is left.
     fn room_step(&self, steps: &mut usize) -> bool {
         let step = EVICT_STEP_PAGES.min(*steps);
         if step == 0 {
@@ -208,7 +262,7 @@ impl Engine {
             done = self.compact(step);
         }
         if done == 0 {
-            done = self.evict(step);
+            done = self.evict(step, |_| true);
         }
         *steps = steps.saturating_sub(done);
         done > 0
@@ -220,44 +274,48 @@ impl Engine {
         moved
     }
 
-    /// Copies a page into the store. If necessary, frees memory for it in up to `steps` steps.
-    /// Returns None if these steps do not free enough.
-    pub(crate) fn put_raw(&self, page: &Page, steps: &mut usize) -> Option<(u32, u32)> {
+    /// Reserves blobs for raw (uncompressed) pages, one for each element of `blobs`. If the pool is
+    /// full, it first frees memory in up to `steps` steps. Returns the number of reserved blobs,
+    /// which is smaller if these steps do not free enough. The caller stores a page in each
+    /// reserved blob.
+    pub(crate) fn reserve_raw(&self, blobs: &mut [Handle], steps: &mut usize) -> usize {
+        let mut reserved = 0;
         loop {
-            if let Some(raw) = self.store.put_raw(page, self.frames_bytes_max()) {
-                return Some(raw);
-            }
-            if !self.room_step(steps) {
-                return None;
+            let more = &mut blobs[reserved..];
+            reserved += self.store.reserve_raw(more, self.frames_bytes_max());
+            if reserved == blobs.len() || !self.room_step(steps) {
+                return reserved;
             }
         }
     }
 
-    /// Takes a scratch page for finalizing pages. Returns None if the system has no memory.
+    /// Takes two scratch pages, which the caller needs to finalize pages. Returns None if the
+    /// system has no memory.
     pub(crate) fn take_buffer(&self) -> Option<SecretPages> {
         let kept = poison::guard_or_abort(self.buffers.lock(), BUFFERS).pop();
-        kept.or_else(|| SecretPages::new(1).ok())
+        kept.or_else(|| SecretPages::new(2).ok())
     }
 
-    /// Gives a scratch page back. The page is wiped first, because it may contain bytes of a
-    /// tenant, which must not stay in memory after the tenant departs.
+    /// Takes back scratch pages from a background worker. Wipes them first, because they may
+    /// contain bytes of a tenant, which must not stay in memory after the tenant departs.
     pub(crate) fn give_buffer(&self, mut buffer: SecretPages) {
         buffer.wipe();
         poison::guard_or_abort(self.buffers.lock(), BUFFERS).push(buffer);
     }
 
-    /// Finds the final form of a raw page, and frees memory for it if necessary.
-    pub(crate) fn finalize(
+    /// Finds the final form of a raw page with [`Store::prepare`], and frees memory of the pool for
+    /// it if necessary. Returns None if that does not free enough.
+    pub(crate) fn prepare(
         &self,
         blob: u32,
         domain: DomainId,
         buffer: &mut Page,
-    ) -> Option<Finalized> {
+    ) -> Option<Prepared> {
         let mut steps = EVICTIONS_PER_PUT_PAGE;
         loop {
             let frames_bytes_max = self.frames_bytes_max();
-            if let Some(finalized) = self.store.finalize(blob, domain, frames_bytes_max, buffer) {
-                return Some(finalized);
+            if let Some(prepared) = self.store.prepare(blob, domain, frames_bytes_max, buffer) {
+                return Some(prepared);
             }
             if !self.room_step(&mut steps) {
                 return None;
@@ -265,8 +323,8 @@ impl Engine {
         }
     }
 
-    /// Frees up to `pages` detached pages, those of departed tenants first. Returns the number of
-    /// steps.
+    /// Frees up to `pages` detached pages (pages that were dropped earlier), those of departed
+    /// tenants first. Returns the number of steps done.
     fn reap(&self, pages: usize) -> usize {
         let membership = self.membership();
         let tenants = membership
@@ -286,14 +344,14 @@ impl Engine {
         steps
     }
 
-    /// Removes a tenant from the totals. The tenant has departed, and all its pages are freed.
+    /// Removes a departed tenant, whose pages are all freed, from the totals.
     fn forgotten(&self, tenant: &TenantShared) {
         self.totals.tenants.sub(1);
         tenant.forgotten(&self.totals);
     }
 
-    /// Removes a departed tenant whose pages are all freed. Does nothing for a tenant that is still
-    /// a member, or that has departed and has pages left.
+    /// Removes a departed tenant from the list of departed tenants if its pages are all freed. Does
+    /// nothing for a tenant that has not departed, or that still has pages.
     pub(crate) fn forget(&self, tenant: &Arc<TenantShared>) {
         if !self
             .membership()
@@ -304,10 +362,10 @@ impl Engine {
             return;
         }
         let mut membership = self.membership_mut();
-        // The caller saw no detached pages. But it may have looked before the tenant's last handle
-        // was dropped, which detaches all pages. This check is final, because no page is detached
-        // after the departure. If pages are left, the thread that frees the last of them calls this
-        // function again.
+        // Check again for detached pages, now under the lock. The caller may have checked before
+        // the tenant's last handle was dropped, which detaches all pages. This second check is
+        // final, because no page is detached after the departure. If pages are left, the thread
+        // that frees the last of them calls this function again.
         if tenant.has_dead() {
             return;
         }
@@ -318,15 +376,18 @@ impl Engine {
         }
     }
 
-    /// Evicts up to `pages` pages of the tenant most above its entitlement. Retained pages of
-    /// tenants above their entitlement come first, because they are still in memory of their
-    /// guests. Retained pages of tenants below their entitlement stay, because such a tenant never
-    /// loses a page to another tenant. Returns the number of steps.
-    fn evict(&self, pages: usize) -> usize {
+    /// Evicts up to `pages` pages of one tenant. Candidates are the tenants for which `may_lose` is
+    /// true. If some candidates are above their entitlement and have retained pages, the function
+    /// chooses only among these, because their guests still have copies of retained pages. The
+    /// victim is the candidate that is most above its entitlement. Retained pages of a tenant below
+    /// its entitlement do not count, because such a tenant should not lose pages to another tenant.
+    /// Returns the number of steps done.
+    fn evict(&self, pages: usize, may_lose: impl Fn(&TenantShared) -> bool) -> usize {
         let victim = {
             let membership = self.membership();
             let tenants = membership.members.iter().map(|member| &member.tenant);
-            let holders = tenants.filter(|tenant| tenant.charged_bytes.get() > 0);
+            let holders =
+                tenants.filter(|tenant| tenant.charged_bytes.get() > 0 && may_lose(tenant));
             let order = |tenant: &&Arc<TenantShared>| {
                 let excess_bytes = tenant.excess_bytes();
                 (excess_bytes > 0 && tenant.has_retained(), excess_bytes)
@@ -342,7 +403,7 @@ impl Engine {
 
     #[cfg(test)]
     pub(crate) fn evict_one(&self) -> usize {
-        self.evict(1)
+        self.evict(1, |_| true)
     }
 
     pub(crate) fn evict_from(&self, tenant: &TenantShared, pages: usize, reason: Reason) -> usize {
@@ -352,8 +413,8 @@ impl Engine {
         steps
     }
 
-    /// Returns a tenant that is charged more than its own limit, if there is one. This happens when
-    /// the limit was lowered.
+    /// Returns a tenant that is charged more than its own limit, if there is one. There is such a
+    /// tenant only after its limit was lowered.
     fn over_limit(&self) -> Option<Arc<TenantShared>> {
         let membership = self.membership();
         let over = membership.members.iter().find(|member| {
@@ -363,14 +424,14 @@ impl Engine {
         over.map(|member| Arc::clone(&member.tenant))
     }
 
-    /// Finalizes some raw pages of the tenant whose turn it is, or of the next tenant that has raw
-    /// pages. Returns the number of finalized pages.
+    /// Finalizes (deduplicates and compresses) some raw pages of the tenant whose turn it is, or of
+    /// the next tenant that has raw pages. Returns the number of finalized pages.
     fn finalize_step(&self) -> usize {
         let turn = self.turn.fetch_add(1, Relaxed);
         let mut from = 0;
         loop {
-            // Release the membership lock before pages are finalized, because evictions take it to
-            // look for a victim.
+            // Release the membership lock before pages are finalized. Finalizing may evict pages,
+            // and an eviction takes this lock to choose a tenant.
             let next = {
                 let membership = self.membership();
                 let members = &membership.members;
@@ -392,10 +453,10 @@ impl Engine {
         }
     }
 
-    /// Continues the sweep up to the place that is due by now. Returns the number of places
-    /// visited.
+    /// Continues the sweep (the pass that recompresses cold pages) up to the handle that is due by
+    /// `now`. Returns the number of handles visited.
     fn sweep_step(&self, now: Time) -> usize {
-        // If another thread runs the sweep, there is nothing to do here.
+        // If another thread holds this lock, it runs the sweep, so this thread does nothing.
         let Ok(mut sweep) = self.sweep.try_lock() else {
             return 0;
         };
@@ -411,7 +472,7 @@ impl Engine {
         let pages: &mut [Page; 2] = buffer
             .pages()
             .try_into()
-            .expect("the sweep's buffer does not have two pages");
+            .expect("the buffer for recompressing cold pages does not have two pages");
         while *next < due && *next - first < SWEEP_STEP && worked < SWEEP_PAGES {
             let frames_bytes_max = self.frames_bytes_max();
             let dense = self.store.sweep(*next, frames_bytes_max, denser, pages);
@@ -426,21 +487,22 @@ impl Engine {
         let looked = *next - first;
         if *next >= places {
             (*begun, *next) = (now, 1);
-            // A sweep has ended: return all idle frames to the system. Frames that are in frequent
-            // use are soon taken again.
+            // The sweep has ended, so another one begins. Once in each sweep, return all unused
+            // frames to the system. Frames that are in frequent use are soon taken again.
             self.store.heap.release_idle();
             self.compact_all.store(true, Relaxed);
         }
         looked as usize
     }
 
-    /// Does one step of background work of any kind. Returns the amount of work done, in pages,
-    /// blobs or frames; 0 means that nothing is left to do.
+    /// Does one step of background work: finalizing, freeing memory or continuing the sweep.
+    /// `begins` is called before each kind of work. Returns the amount of work done in pages, blobs
+    /// or frames, where 0 means that nothing is left to do.
     fn maintain_step(&self, now: Time, pages: usize, begins: &mut dyn FnMut(Work)) -> usize {
         begins(Work::Finalize);
-        // Raw pages come first, because they take twice the memory until they are finalized, and
-        // new pages are refused if there are too many. But guests can put as fast as the pool
-        // finalizes, so every CHORES_EVERY-th step does other work as well.
+        // Finalize raw (uncompressed) pages first. They take twice the memory until then, and new
+        // pages are refused if there are too many of them. But guests can put pages as fast as the
+        // pool finalizes them, so every CHORES_EVERY-th step does other work as well.
         let finalized = self.finalize_step();
         let turn = self.chores.fetch_add(1, Relaxed);
         if finalized > 0 && !turn.is_multiple_of(CHORES_EVERY) {
@@ -449,15 +511,16 @@ impl Engine {
         begins(Work::MakeRoom);
         let done =
             finalized + self.chore(pages) + self.store.heap.trim(self.idle_frames()) as usize;
-        if done == 0 {
+        if done == 0 || turn.is_multiple_of(SWEEP_EVERY) {
             begins(Work::Recompress);
-            return self.sweep_step(now);
+            return done + self.sweep_step(now);
         }
         done
     }
 
-    /// Does one step of freeing, eviction or compaction. Returns the amount of work done, in pages,
-    /// blobs or frames; 0 means that nothing is left to do.
+    /// Does one step of the work that frees memory: freeing dropped pages, eviction or compaction.
+    /// Returns the amount of work done in pages, blobs or frames, where 0 means that nothing is
+    /// left to do.
     fn chore(&self, pages: usize) -> usize {
         let reaped = self.reap(pages);
         if reaped > 0 {
@@ -475,9 +538,13 @@ impl Engine {
             self.store.heap.release_idle();
         }
         if let Some(tenant) = self.over_limit() {
-            // Evict only one page, so that the tenant's charge does not fall further below the
-            // limit than necessary.
+            // The tenant's limit was lowered below its charge. Evict only one page, so that the
+            // charge does not fall further below the limit than necessary.
             return self.evict_from(&tenant, 1, Reason::Limit);
+        }
+        let reclaimed = self.reclaim(pages);
+        if reclaimed > 0 {
+            return reclaimed;
         }
         if self.store.heap.is_sparse() || self.compact_all.load(Relaxed) {
             let moved = self.compact(pages);
@@ -500,6 +567,9 @@ impl Engine {
         let evictable = || members().any(|tenant| tenant.charged_bytes.get() > 0);
         let raw = members().any(|tenant| tenant.has_raw());
         let over = self.is_over() && evictable();
+        let above =
+            || members().any(|tenant| tenant.charged_bytes.get() > 0 && tenant.excess_bytes() > 0);
+        let low = self.reclaim_bytes().is_some() && above();
         drop(membership);
         let sweep_is_late = self
             .sweep
@@ -509,7 +579,7 @@ impl Engine {
         let idle = heap.idle_excess(self.idle_frames()) > 0;
         let compact = self.compact_all.load(Relaxed) || heap.is_sparse();
         let sparse = compact && heap.has_spare();
-        dead || raw || over || idle || sparse || sweep_is_late || self.over_limit().is_some()
+        dead || raw || over || low || idle || sparse || sweep_is_late || self.over_limit().is_some()
     }
 }
 
@@ -522,15 +592,16 @@ impl fmt::Debug for Engine {
 }
 
 impl Engine {
-    /// Creates an empty pool without tenants.
+    /// Creates an engine with an empty pool and no tenants.
     ///
     /// # Errors
-    /// The system does not provide the address space for the largest size.
+    /// The system does not provide the address space for the pool's largest size.
     pub fn new(config: EngineConfig) -> io::Result<Arc<Engine>> {
         Engine::with(config, PageHash::of, KEYS_PER_TENANT_MAX)
     }
 
-    /// Creates a pool with another hash function and another limit of keys, for tests.
+    /// Creates an engine with the given hash function for pages and the given limit of keys for
+    /// each tenant. Only tests use other values than [`new`](Self::new).
     pub(crate) fn with(
         config: EngineConfig,
         hash: HashFn,
@@ -560,6 +631,7 @@ impl Engine {
             chores: CachePadded::default(),
             compact_all: AtomicBool::new(false),
             shrinks: AtomicBool::new(false),
+            reclaims: AtomicBool::new(false),
             buffers: Mutex::default(),
             sweep: Mutex::new(Sweep {
                 begun: Time(0),
@@ -571,10 +643,10 @@ impl Engine {
         }))
     }
 
-    /// Adds a tenant without pools.
+    /// Adds a tenant, which has no pools at first.
     ///
     /// # Errors
-    /// The tenant's reserve does not fit beside those of the other tenants.
+    /// The tenant's reserve does not fit beside the reserves of the other tenants.
     pub fn add_tenant(self: &Arc<Engine>, spec: TenantSpec) -> Result<Tenant, AdmissionError> {
         let make = |spec: &TenantSpec, domain| TenantShared::new(spec, domain, &self.params);
         let tenant = self.membership_mut().add(spec, make)?;
@@ -584,10 +656,10 @@ impl Engine {
 
     /// Changes the pool's present size in bytes, at most to its largest size. The caller shrinks
     /// the pool while the host needs the memory for something else. Calls of
-    /// [`maintain`](Self::maintain) and puts evict the excess in bounded steps. If the size is
-    /// below the sum of all reserves, the entitlements are the reserves, scaled down in proportion.
-    /// The present size does not matter for the admission of reserves, which have to fit into the
-    /// full size ([`set_full`](Self::set_full)).
+    /// [`maintain`](Self::maintain) and puts then evict pages in bounded steps until the pool fits.
+    /// If the size is below the sum of all reserves, each entitlement is the tenant's reserve,
+    /// scaled down in proportion. The present size does not matter for the admission of reserves,
+    /// which have to fit into the full size ([`set_full`](Self::set_full)).
     pub fn resize(&self, size_bytes: u64) {
         let size_bytes = size_bytes.min(self.size_max_bytes);
         let mut membership = self.membership_mut();
@@ -601,21 +673,21 @@ impl Engine {
     }
 
     /// Sets the full size in bytes: the size that the pool has while the host needs no memory back.
-    /// At first it is the size that the pool was created with. A new reserve must fit into the full
-    /// size beside the reserves of other tenants; existing reserves stay. [`resize`](Self::resize)
-    /// changes the present size.
+    /// At first it is the size with which the engine was created. A new reserve must fit into the
+    /// full size beside the reserves of other tenants; existing reserves stay.
+    /// [`resize`](Self::resize) changes the present size.
     pub fn set_full(&self, full_bytes: u64) {
         let full_bytes = full_bytes.min(self.size_max_bytes);
         self.membership_mut().set_full(full_bytes);
     }
 
-    /// Changes the full size, if one is given, and the quotas of tenants in one step, so that the
-    /// caller need not find an order in which each single change is allowed.
+    /// Changes quotas of tenants, and the full size if `full_bytes` has a value, all in one step.
+    /// So the caller need not find an order in which each single change is allowed.
     /// [`resize`](Self::resize) changes the present size.
     ///
     /// # Errors
-    /// A reserve does not fit; then nothing changes. If the call changes the full size, this may be
-    /// a reserve that the call does not change.
+    /// A reserve does not fit into the full size; then nothing changes. If the call changes the
+    /// full size, the error may name a tenant whose quota the call does not change.
     pub fn configure(
         &self,
         full_bytes: Option<u64>,
@@ -629,22 +701,23 @@ impl Engine {
         self.membership_mut().configure(full_bytes, &quotas)
     }
 
-    /// Returns the largest size for [`resize`](Self::resize), in bytes.
+    /// Returns the largest size in bytes to which [`resize`](Self::resize) can set the pool.
     pub fn size_max_bytes(&self) -> u64 {
         self.size_max_bytes
     }
 
-    /// Does background work for at most about `budget` pages: finalizes raw pages, frees detached
-    /// pages, and evicts pages above the pool's size or a tenant's limit. Returns true if more work
-    /// is left. Any number of threads may call this method at the same time.
+    /// Does background work for at most about `budget` pages. It finalizes (deduplicates and
+    /// compresses) new pages, frees dropped pages, evicts pages above the pool's size or a tenant's
+    /// limit, and recompresses cold pages. Returns true if more work is left. Any number of threads
+    /// may call this method at the same time.
     pub fn maintain(&self, now: Time, budget: usize) -> bool {
         self.maintain_reporting(now, budget, &mut |_| {})
     }
 
     /// Does background work as [`maintain`](Self::maintain) does, and reports its kinds. Before
-    /// each piece of work it calls `begins` with the kind of that work, which may be the same as
-    /// before. The engine holds no lock during these calls. There are up to three of them for about
-    /// eight pages of work.
+    /// each piece of work it calls `begins` with the kind of that work, which may be the kind of
+    /// the piece before. The engine holds no lock during the call. It calls `begins` up to three
+    /// times for about eight pages of work.
     pub fn maintain_reporting(
         &self,
         now: Time,
@@ -662,8 +735,8 @@ impl Engine {
         self.has_work(now)
     }
 
-    /// Returns gauges and counters as of now. The figures of different tenants are read one after
-    /// the other, not at the same instant.
+    /// Returns gauges and counters as of now. The call reads the figures of one tenant after the
+    /// other, so they are not of the same instant.
     pub fn stats(&self) -> EngineStats {
         let membership = self.membership();
         let heap = self.store.heap.stats();
@@ -705,16 +778,16 @@ impl Engine {
         let with_blob = stats.pages + stats.detached_pages
             - stats.same_filled_pages
             - u64::from(detached.same_filled_pages);
-        // A put in progress may have a blob and no key yet, so that there may be more blobs than
-        // keys with one.
+        // A put in progress may have stored a page for which there is no key yet. So there may be
+        // more blobs than keys with a blob.
         stats.shared_pages = with_blob.saturating_sub(stats.blobs);
         stats.original_bytes = stats.pages * PAGE_SIZE as u64;
         stats
     }
 
     /// Returns whether all memory of the pool is locked in RAM, so that it is never swapped. It is
-    /// locked if the system allowed the pool to lock its address space, which is
-    /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES) times its largest size.
+    /// locked if the system allowed the process to lock the pool's address space, which is
+    /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES) times the pool's largest size.
     pub fn is_locked(&self) -> bool {
         self.store.is_locked() && self.params.chunks.is_locked()
     }

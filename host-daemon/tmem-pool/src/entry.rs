@@ -1,31 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Index entry of one page, 32 bytes long. It has the page's cookie, the place of the contents and
-//! the bits of their hash, the charge, and the entry's place in the tree and in the policy's queue.
+//! Index entry of one page, 32 bytes long. It has the page's cookie, the place of its contents,
+//! check bits of their hash, the stored size, and the links of the tree and of an eviction queue.
 
 use crate::config::{PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE};
 use crate::heap::Zeroed;
 use crate::index::{ArenaRecord, Hook, Id};
 
-/// Place of a page's contents.
+/// Place of a page's contents. A blob is named by its number in the store (blob.rs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Content {
-    /// The page repeats these four bytes. No bytes are stored in the heap.
+    /// The page repeats these four bytes, so no bytes are stored in the heap.
     Same(u32),
-    /// The page is stored uncompressed in this blob, because it is still in the nursery.
+    /// The page is stored uncompressed in this blob and waits to be finalized (deduplicated and
+    /// compressed).
     Raw(u32),
-    /// The page is in this blob, which other entries of the trust domain may share.
+    /// The page is stored in its final form in this blob, which other entries of the trust domain
+    /// may share.
     Blob(u32),
 }
 
-/// Entry of a page in the index. The fields `prev` and `next` are links of the policy's queues, or
-/// of the queue of retained pages.
+/// Index entry of a page. The fields `prev` and `next` are links of the eviction policy's queues
+/// or, for a retained page, of the queue of retained pages.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Entry {
     pub cookie: u64,
     pub hook: Hook,
     pub prev: Id,
     pub next: Id,
-    /// Check bits of the page's hash, which a get compares with those of the restored page.
+    /// Check bits: a part of the hash of the page. A get compares them with the hash of the page
+    /// that it has restored.
     pub check: u32,
     content: u32,
     bits: u32,
@@ -33,8 +36,9 @@ pub(crate) struct Entry {
 
 const _: () = assert!(size_of::<Entry>() == 32);
 
-// Fields of `bits`: stored bytes, kind of content, the flag for a retained page, and the policy's
-// bits. A page that shares a blob that was already stored has a kind of its own.
+// Bit fields of `Entry::bits`: stored bytes, kind of content, the flag for a retained page, and the
+// eviction policy's bits. The kind KIND_SHARED means that the blob was already stored for another
+// page.
 const STORED_BITS: u32 = 13;
 const STORED: u32 = (1 << STORED_BITS) - 1;
 const _: () = assert!(PAGE_SIZE as u32 <= STORED);
@@ -49,8 +53,8 @@ const POLICY_SHIFT: u32 = 16;
 const POLICY: u32 = 0xffff << POLICY_SHIFT;
 
 impl Entry {
-    /// Creates an entry. The page is charged `stored_bytes` in addition to its metadata. `shared`
-    /// is true if an equal page was already stored.
+    /// Creates an entry. The tenant is charged `stored_bytes` for the page in addition to its
+    /// metadata. `shared` is true if the store already had an equal page.
     pub(crate) fn new(
         cookie: u64,
         check: u32,
@@ -75,7 +79,8 @@ impl Entry {
         }
     }
 
-    /// Replaces the form in which the entry's page is stored.
+    /// Replaces the place and the stored size of the page's contents, for example when the page is
+    /// finalized.
     pub(crate) fn set_content(&mut self, content: Content, stored_bytes: usize, shared: bool) {
         debug_assert!(stored_bytes <= PAGE_SIZE);
         debug_assert!(!shared || matches!(content, Content::Blob(_)));
@@ -89,8 +94,8 @@ impl Entry {
         self.bits = self.bits & (POLICY | RETAINED) | kind | stored_bytes as u32;
     }
 
-    /// Returns whether the page is retained: a get left it in the pool, and the guest has not sent
-    /// a reference (REF) to it since.
+    /// Returns whether the page is retained: a get returned it and left it in the pool, and the
+    /// guest has not sent a reference (REF) to it since.
     pub(crate) fn is_retained(&self) -> bool {
         self.bits & RETAINED != 0
     }
@@ -99,7 +104,7 @@ impl Entry {
         self.bits = self.bits & !RETAINED | if retained { RETAINED } else { 0 };
     }
 
-    /// Returns the bits that the policy keeps for the page.
+    /// Returns the bits in which the eviction policy keeps its data about the page.
     pub(crate) fn policy_bits(&self) -> u16 {
         (self.bits >> POLICY_SHIFT) as u16
     }
@@ -108,7 +113,7 @@ impl Entry {
         self.bits = self.bits & !POLICY | u32::from(bits) << POLICY_SHIFT;
     }
 
-    /// Returns the amounts that the entry adds to its tenant's gauges.
+    /// Returns the amounts by which this entry increases its tenant's gauges.
     pub(crate) fn gauges(&self) -> Gauges {
         let kind = |wanted| u32::from(self.bits & KIND == wanted);
         Gauges {
@@ -122,7 +127,7 @@ impl Entry {
     }
 }
 
-// SAFETY: all zero is the default of these plain numbers.
+// SAFETY: all fields of an entry are integers, for which all bits zero is a valid value.
 unsafe impl Zeroed for Entry {}
 
 impl ArenaRecord for Entry {
@@ -138,12 +143,12 @@ impl ArenaRecord for Entry {
     }
 }
 
-/// Sums over the entries of an object, a pool or an index.
+/// Gauges: sums over the index entries of an object, a pool or a tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Gauges {
     pub pages: u32,
     pub same_filled_pages: u32,
-    /// Pages in the nursery.
+    /// Pages that are stored uncompressed and wait to be finalized (pages in the nursery).
     pub raw_pages: u32,
     pub shared_pages: u32,
     pub retained_pages: u32,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Errors of the engine. Each is a type of its own for callers, and a sentence for people.
+//! Errors of the engine. Each is a type of its own for callers, and has a message for people.
 
 use std::fmt;
 
-/// The tenant has no live pool with this id.
+/// Error: the tenant has no live pool with the requested number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoPool;
 
@@ -15,12 +15,12 @@ impl fmt::Display for NoPool {
 
 impl std::error::Error for NoPool {}
 
-/// A pool cannot be created.
+/// Error: a pool cannot be created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CreateError {
-    /// The tenant has a live pool with this id.
+    /// The tenant already has a live pool with the requested number.
     Exists,
-    /// The tenant has [`POOLS_PER_TENANT_MAX`](crate::POOLS_PER_TENANT_MAX) live pools.
+    /// The tenant already has [`POOLS_PER_TENANT_MAX`](crate::POOLS_PER_TENANT_MAX) live pools.
     Limit,
 }
 
@@ -39,15 +39,15 @@ impl fmt::Display for CreateError {
 
 impl std::error::Error for CreateError {}
 
-/// A tenant's reserve does not fit beside the reserves of the other tenants.
+/// Error: a tenant's reserve does not fit beside the reserves of the other tenants.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AdmissionError {
-    /// Name of the tenant that was refused.
+    /// Name of the tenant whose reserve does not fit.
     pub tenant: String,
-    /// Reserve that the tenant asked for, in bytes, capped by its limit.
+    /// Reserve of this tenant in bytes, or the tenant's limit if that is smaller.
     pub reserve_bytes: u64,
-    /// Bytes of the pool that the other tenants' reserves leave.
+    /// Bytes of the pool that the reserves of the other tenants leave.
     pub available_bytes: u64,
 }
 

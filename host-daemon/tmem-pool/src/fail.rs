@@ -2,7 +2,7 @@
 //! Injection of allocation failures. Tests use it to make an allocation fail at each place where
 //! the engine can go on without the memory.
 
-/// Returns whether the next allocation must fail. Outside of tests it never does.
+/// Returns whether the next allocation must fail. Only in tests can the result be true.
 #[cfg(not(test))]
 pub(crate) fn memory() -> bool {
     false
@@ -20,8 +20,8 @@ mod injected {
         static FAILS: RefCell<Option<(Rng, u64)>> = const { RefCell::new(None) };
     }
 
-    /// Makes one allocation of this thread in `n` fail from now on, on average. 0 switches failures
-    /// off.
+    /// Makes every `n`-th allocation of this thread fail from now on, on average. 0 switches
+    /// failures off.
     pub(crate) fn one_in(n: u64, seed: u64) {
         FAILS.set((n > 0).then(|| (Rng::new(seed), n)));
     }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The content hash: seeded 128-bit xxh3. Equal hashes only make two pages candidates for sharing;
-//! the engine then compares their bytes.
+//! The hash of page contents: seeded 128-bit xxh3. Equal hashes only make two pages candidates for
+//! sharing. The engine then compares their bytes.
 //!
-//! xxh3 is fast and not collision-resistant: an attacker who knows the seed can make two pages with
-//! one hash. So the engine never takes one page for another because of the hash (`blob.rs`).
+//! xxh3 is fast and not collision-resistant: an attacker who knows the seed can make two different
+//! pages with equal hashes. So the engine never takes one page for another because of the hash
+//! (`blob.rs`).
 //!
 //! The library chooses its instructions at run time for the host's processor. On an Intel Xeon with
 //! AVX2 it takes 127 ns for a page in the cache; an implementation in this crate took 132 ns.
@@ -12,20 +13,21 @@ use crate::config::Page;
 use twox_hash::XxHash3_128;
 use twox_hash::xxhash3_128::Hasher;
 
-/// Seeded hash function for pages. It is public because benchmarks measure it for comparison.
+/// Seeded hash function for page contents. It is public because benchmarks measure it for
+/// comparison.
 #[derive(Clone, Debug)]
 pub struct PageHash {
-    /// Secret of xxh3, which is derived from the seed once. Deriving it for each page would take a
+    /// Secret of xxh3, derived from the seed once. Deriving it for each page would take a
     /// fourteenth of the time of hashing the page.
     secret: Box<[u8]>,
 }
 
-/// Type of the hash function of pages. Some tests use another function, which gives different pages
+/// Type of the hash function of page contents. Some tests use a function that gives different pages
 /// equal hashes.
 pub(crate) type HashFn = fn(&PageHash, &Page) -> u128;
 
 impl PageHash {
-    /// Creates the hash function with this seed, which is `XXH3_128bits_withSeed` of xxHash.
+    /// Creates the hash function `XXH3_128bits_withSeed` of xxHash with this seed.
     pub fn new(seed: u64) -> PageHash {
         let secret = Hasher::with_seed(seed).into_secret();
         PageHash { secret }
@@ -38,15 +40,17 @@ impl PageHash {
     }
 }
 
-/// Returns the bits of a hash that an index entry keeps, to check the page that a get returns.
+/// Returns the check bits: the part of a page's hash that the index entry stores. A get compares
+/// them with the hash of the page that it has restored.
 pub(crate) fn check_bits(hash: u128) -> u32 {
     hash as u32
 }
 
-/// Returns the hash that selects the bucket of a page in the table of equal pages. Equal pages of
-/// two domains have different values. So the pages of one VM do not lengthen the chains that a VM
-/// of another domain walks, which the other VM could notice by timing. The bits are mixed with the
-/// finalizer of MurmurHash3 (Appleby).
+/// Returns the hash that selects a page's bucket in the table of equal pages. `table_bits` are the
+/// lower bits of the page's tag. Equal pages of two trust domains have different values here.
+/// Otherwise the pages of one VM would lengthen the chains that a VM of another domain walks, which
+/// that VM could notice by timing. The function mixes the bits with the finalizer of MurmurHash3
+/// (Appleby).
 pub(crate) fn place_bits(table_bits: u32, domain: u32) -> u64 {
     let mut x = u64::from(table_bits) ^ u64::from(domain).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
@@ -54,18 +58,54 @@ pub(crate) fn place_bits(table_bits: u32, domain: u32) -> u64 {
     x ^ (x >> 33)
 }
 
-/// Returns the bits of a hash by which the engine looks for equal pages. They differ from the check
-/// bits. With 2^24 blobs one look-up in 256 finds a different page, which is decompressed in vain,
-/// and one page in 256 cannot be shared.
-pub(crate) fn table_bits(hash: u128) -> u32 {
-    (hash >> 64) as u32
+/// Number of bits of a tag, the part of a page's hash by which the engine looks for equal pages. If
+/// two different pages have equal tags, only one of them can be shared. With 2^30 pages in a trust
+/// domain, that concerns 2 pages in a million. With 32 bits it would concern one page in nine.
+const TAG_BITS: u32 = 48;
+
+/// Returns the tag: the bits of a page's hash by which the engine looks for equal pages. The check
+/// bits are other bits of the hash.
+pub(crate) fn table_bits(hash: u128) -> u64 {
+    (hash >> 64) as u64 & ((1 << TAG_BITS) - 1)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::tests::rng::{Rng, for_each_seed};
+    use std::collections::HashSet;
     use xxhash_rust::xxh3::xxh3_128_with_seed;
+
+    /// Counts how many of 2^30 pages (4 TiB) cannot be shared, because other pages have equal tags
+    /// (bits of the hash by which equal pages are found). Hashing so many pages takes too long.
+    /// Only pages whose tags begin with the same ten bits can have equal tags, and these are about
+    /// 2^20 pages. So the test hashes 2^20 pages and shortens their tags by ten bits. In
+    /// proportion, these tags collide as often as the full tags of 2^30 pages.
+    #[test]
+    #[cfg_attr(miri, ignore = "hashes a million pages")]
+    fn few_pages_of_four_terabytes_have_equal_tags() {
+        const PAGES: u64 = 1 << 20;
+        const SLICE_BITS: u32 = 10;
+        let hash = PageHash::new(17);
+        let mut page = [0x5a; crate::PAGE_SIZE];
+        let [mut tags, mut short_tags] = [HashSet::new(), HashSet::new()];
+        for nr in 0..PAGES {
+            page[..8].copy_from_slice(&nr.to_le_bytes());
+            let tag = table_bits(hash.of(&page));
+            tags.insert(tag & ((1 << (TAG_BITS - SLICE_BITS)) - 1));
+            short_tags.insert(tag & ((1 << (32 - SLICE_BITS)) - 1));
+        }
+        let lost = |tags: HashSet<u64>| PAGES - tags.len() as u64;
+        let (lost, short_lost) = (lost(tags), lost(short_tags));
+        assert!(
+            lost * 10_000 < PAGES,
+            "{lost} of {PAGES} pages cannot be shared"
+        );
+        assert!(
+            short_lost * 20 > PAGES,
+            "the test is too weak: only {short_lost} of {PAGES} pages have equal tags of 32 bits"
+        );
+    }
 
     #[test]
     fn page_hash_equals_seeded_xxh3_of_another_library() {

@@ -4,12 +4,12 @@
 //! An [`Engine`] keeps copies of 4 KiB pages in a bounded amount of memory, which is called the
 //! pool. Each [`Tenant`] stands for one VM. A tenant has pools of its own, each for one file
 //! system. The key of a page consists of the number of such a pool, the number of an object in that
-//! pool, usually a file, and the number of the page in the object. Tenants see nothing of each
-//! other. Each tenant is entitled to a part of the memory by its [`Quota`]. Equal pages of one
+//! pool, usually a file, and the number of the page in the object. No tenant can read pages of
+//! another tenant. Each tenant's [`Quota`] entitles it to a part of the memory. Equal pages of one
 //! trust domain are stored once.
 //!
-//! The engine promises correctness, not presence. It may drop any page at any time. A get never
-//! returns other bytes than those that were last put under its key with its cookie.
+//! The engine may drop any page at any time. But it never returns wrong bytes: a get returns those
+//! that were last put under its key with its cookie, or none.
 //!
 //! # Example
 //!
@@ -55,18 +55,18 @@
 //! - [`Tenant::put`] copies a page and returns. A put is refused, and never waits, if too many
 //!   pages of the tenant wait for background work or if memory cannot be freed in bounded steps.
 //! - [`Engine::maintain`] does background work in steps. It finds equal pages, compresses new pages
-//!   with lz4 and cold ones with zstd, evicts, compacts, and returns memory to the system. A
-//!   caller that never calls it has its puts refused after some time.
-//! - [`Tenant::get_retaining`] may leave pages in the pool, in the state *retained*. The engine
-//!   evicts a tenant's retained pages before its other pages. [`Tenant::refer`] turns retained pages
-//!   into held pages again, without a copy.
+//!   with lz4 and cold ones with zstd, evicts, compacts, and returns memory to the system. A caller
+//!   must call it again and again, or its puts are refused after some time.
+//! - [`Tenant::get_retaining`] may leave pages in the pool, although the guest has them, too. The
+//!   engine evicts such *retained* pages of a tenant before its other pages. When the guest has
+//!   evicted such a page unchanged, [`Tenant::refer`] ends the retention without a copy.
 //! - [`Engine::resize`] changes, at run time, the memory that the pool may hold.
 //! - [`Tenant::put`], [`Tenant::get`] and [`Tenant::flush_some`] report their cost in nanoseconds,
 //!   so that a caller can divide its time between tenants without reading a clock for each page.
 //!
 //! Later versions may add fields to the structures for configurations and statistics, so callers
-//! create these structures with functions. Enumerations of the data path's results are exhaustive,
-//! so a caller that does not handle a new result does not compile.
+//! create these structures with functions. The enumerations of results of puts and gets are
+//! exhaustive, so that the compiler rejects a caller that does not handle a new result.
 //!
 //! # Files
 //!

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Membership of the pool: the list of tenants with their quotas and trust domains, and the
-//! departed tenants whose pages are not freed yet.
+//! Membership of the pool: the list of tenants with their quotas and trust domains, and the list of
+//! removed tenants whose pages are not freed yet.
 //!
-//! The membership admits tenants and sets their entitlements. It never accesses pages.
+//! The membership decides whether a tenant is admitted, and computes the entitlements of all
+//! tenants. It never accesses pages.
 
 use crate::blob::DomainId;
 use crate::config::{Quota, TenantSpec};
@@ -17,8 +18,8 @@ use std::sync::Arc;
 pub(crate) struct Member {
     pub tenant: Arc<TenantShared>,
     pub quota: Quota,
-    /// Name of the trust domain, if it has one. Each member stores the name, so that it can be
-    /// removed from `domains` together with the domain's last member.
+    /// Name of the tenant's trust domain, or None for a tenant with a domain of its own. When the
+    /// last member of a domain departs, the name is removed from `Membership::domains`.
     domain_name: Option<String>,
 }
 
@@ -32,7 +33,7 @@ struct Domain {
 pub(crate) struct Membership {
     pub size_bytes: u64,
     /// Full size of the pool in bytes, into which all reserves have to fit. The present size may be
-    /// smaller while the host needs memory for something else. No tenant is refused because of the
+    /// smaller while the host needs memory for something else. No tenant is refused because of that
     /// smaller size.
     full_bytes: u64,
     pub members: Vec<Member>,
@@ -57,10 +58,11 @@ impl Membership {
         }
     }
 
-    /// Adds a tenant. `make` creates the tenant with the number of its trust domain.
+    /// Adds a tenant. `make` creates its record from the specification and the number of its trust
+    /// domain.
     ///
     /// # Errors
-    /// The reserve does not fit beside those of the other tenants.
+    /// The tenant's reserve does not fit beside the reserves of the other tenants.
     pub(crate) fn add(
         &mut self,
         spec: TenantSpec,
@@ -92,8 +94,8 @@ impl Membership {
         Ok(tenant)
     }
 
-    /// Removes a tenant whose pages are all detached. Returns true if they are also freed, so that
-    /// nothing is left of the tenant.
+    /// Removes a tenant from the members. Its pages were dropped before and may not all be freed.
+    /// Returns true if they are all freed, so that nothing is left of the tenant.
     pub(crate) fn depart(&mut self, tenant: &Arc<TenantShared>) -> bool {
         let at = self
             .members
@@ -101,12 +103,12 @@ impl Membership {
             .position(|member| Arc::ptr_eq(&member.tenant, tenant));
         let member = self
             .members
-            .swap_remove(at.expect("a tenant that departs is not a member"));
+            .swap_remove(at.expect("the pool does not list the tenant that departs"));
         if let Some(name) = member.domain_name {
             let domain = self
                 .domains
                 .get_mut(&name)
-                .expect("the name of a member's trust domain is not in the table of domains");
+                .expect("the table of trust domains lacks the domain of a tenant");
             domain.members -= 1;
             if domain.members == 0 {
                 self.domains.remove(&name);
@@ -114,8 +116,8 @@ impl Membership {
         }
         self.entitle();
         self.gone.add(member.tenant.counters());
-        // If a thread that needed memory has already freed all pages, do not add the tenant to
-        // `departed`, because no thread would remove it from there.
+        // If all pages are already freed, do not add the tenant to `departed`, because no thread
+        // would remove it from there.
         let freed = !member.tenant.has_dead();
         if !freed {
             self.departed.push(member.tenant);
@@ -131,13 +133,13 @@ impl Membership {
         self.configure(None, &[(tenant, quota)])
     }
 
-    /// Changes the full size, if one is given, and quotas, all together or not at all. A new full
-    /// size must hold all reserves. If no full size is given, a tenant whose reserve does not grow
-    /// is not refused, because an earlier change of the full size may have left the reserves too
+    /// Changes quotas, and the full size of the pool if `full_bytes` has a value, all together or
+    /// not at all. With a new full size, all reserves must fit. Otherwise only a reserve that grows
+    /// can be refused, because an earlier change of the full size may have left the reserves too
     /// large.
     ///
     /// # Errors
-    /// A reserve does not fit; then nothing changes.
+    /// A reserve does not fit into the full size; then nothing changes.
     pub(crate) fn configure(
         &mut self,
         full_bytes: Option<u64>,
@@ -156,7 +158,7 @@ impl Membership {
             (bytes > member.quota.usable_reserve_bytes(), member, bytes)
         };
         let mut reserves: Vec<(bool, &Member, u64)> = self.members.iter().map(planned).collect();
-        // Tenants whose reserve grows come last, so that the error names one of them.
+        // Put tenants whose reserve grows last, so that the error names one of them if possible.
         reserves.sort_by_key(|&(grows, ..)| grows);
         let mut reserved_bytes: u64 = 0;
         for (grows, member, reserve_bytes) in reserves {
@@ -175,7 +177,7 @@ impl Membership {
             let mut members = self.members.iter_mut();
             let member = members.find(|member| Arc::ptr_eq(&member.tenant, tenant));
             member
-                .expect("a tenant with a handle is not a member")
+                .expect("the pool does not list a tenant that still has a handle")
                 .quota = quota;
             tenant.set_limit(quota.limit_bytes);
         }
@@ -189,7 +191,7 @@ impl Membership {
             .iter()
             .find(|member| Arc::ptr_eq(&member.tenant, tenant));
         member
-            .expect("a tenant with a handle is not a member")
+            .expect("the pool does not list a tenant that still has a handle")
             .quota
     }
 
@@ -210,10 +212,10 @@ impl Membership {
         reserves.fold(0, u64::saturating_add)
     }
 
-    /// Checks that the reserve of a new tenant fits.
+    /// Checks that the reserve of a new tenant fits into the pool's full size.
     ///
     /// # Errors
-    /// The reserve does not fit beside those of the other tenants.
+    /// The reserve does not fit beside the reserves of the other tenants.
     fn admit(&self, name: &str, quota: Quota) -> Result<(), AdmissionError> {
         let available_bytes = self.full_bytes.saturating_sub(self.reserved_bytes());
         let reserve_bytes = quota.usable_reserve_bytes();

@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Poison policy of locks of data that all tenants share. After a panic under such a lock, the
-//! contents of the store are unknown, so no guest may be answered from it. The process ends at
+//! Poison policy: what happens after a panic under a lock whose data all tenants share. The
+//! contents of the store are then unknown, so no guest may be answered from it. The process ends at
 //! once.
 //!
-//! Every page in a pool is a copy, so that guests read from their disks until the process has
-//! restarted with an empty pool. Continuing after the panic would risk wrong bytes. A panic at each
-//! use of the lock, as is common with the standard library's locks, would stop the guests' queues
-//! one after the other and leave a process that seems alive. A panic under a tenant's own lock
-//! concerns that tenant only (tenant.rs), and a panic in the sweep leaves cold pages as they are
-//! (engine.rs).
+//! Every page in a pool is a copy. So guests read from their disks until the process has restarted
+//! with an empty pool. Two other reactions to the panic would be worse. If threads continued,
+//! guests could get wrong bytes. If each use of the lock panicked, as is common with the standard
+//! library's locks, the guests' queues would stop one after the other. The process would still seem
+//! alive.
+//!
+//! A panic under a tenant's own lock concerns that tenant only (tenant.rs). A panic in the sweep
+//! leaves cold pages as they are (engine.rs).
 
 use std::sync::LockResult;
 
-/// Returns the guard of a lock. Ends the process if the lock is poisoned. `what` is the name of the
-/// guarded data, for the log.
+/// Returns the guard of a lock, or ends the process if a panic has poisoned the lock. `what` is the
+/// name of the guarded data, for the log.
 pub(crate) fn guard_or_abort<G>(locked: LockResult<G>, what: &str) -> G {
     locked.unwrap_or_else(|_| {
         tracing::error!(
@@ -24,9 +26,9 @@ pub(crate) fn guard_or_abort<G>(locked: LockResult<G>, what: &str) -> G {
     })
 }
 
-/// Ends the process because a structure that all tenants share is inconsistent. If the process
-/// continued, it could loop without end under a lock that all tenants need, or use the same memory
-/// for two pages.
+/// Ends the process because `what`, a structure that all tenants share, is inconsistent. If the
+/// process continued, it could loop without end under a lock that all tenants need, or use the same
+/// memory for two pages.
 #[cold]
 pub(crate) fn abort_inconsistent(what: &str) -> ! {
     tracing::error!(

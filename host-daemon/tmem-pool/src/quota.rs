@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Entitlement of each tenant: a pure function of the pool's size and all quotas.
+//! Entitlement: the bytes of the pool that a tenant can count on. It is a pure function of the
+//! pool's size and all quotas.
 //!
 //! Each tenant gets its reserve first. The unreserved part is then divided by weight, and each
 //! tenant gets at most its limit. The part that a tenant cannot take because of its limit is
@@ -10,7 +11,7 @@
 use crate::config::Quota;
 
 impl Quota {
-    /// Returns the part of the reserve that the limit leaves usable, in bytes.
+    /// Returns the part of the reserve, in bytes, that the quota's limit allows the tenant to use.
     pub(crate) fn usable_reserve_bytes(&self) -> u64 {
         self.reserve_bytes.min(self.limit_bytes.unwrap_or(u64::MAX))
     }
@@ -21,8 +22,8 @@ fn mul_div(value: u64, numerator: u64, denominator: u64) -> u64 {
     u64::try_from(result).expect("a share of the pool is larger than the pool's size")
 }
 
-/// Returns the entitlement in bytes of each quota, in their order, in a pool of `size_bytes`.
-/// Entitlements are rounded down, so that a few bytes may remain.
+/// Returns the entitlement in bytes for each of the quotas, in their order, in a pool of
+/// `size_bytes` bytes. Entitlements are rounded down, so that a few bytes may remain.
 pub(crate) fn entitlements(size_bytes: u64, quotas: &[Quota]) -> Vec<u64> {
     let reserves: Vec<u64> = quotas.iter().map(Quota::usable_reserve_bytes).collect();
     let reserved: u128 = reserves.iter().map(|&r| u128::from(r)).sum();
@@ -40,8 +41,8 @@ pub(crate) fn entitlements(size_bytes: u64, quotas: &[Quota]) -> Vec<u64> {
         if weights == 0 {
             return entitled;
         }
-        // Each tenant whose share would reach or exceed its limit gets its limit. The next round
-        // divides the remaining bytes among the other tenants.
+        // In this round, each tenant whose share would reach or exceed its limit gets its limit.
+        // The next round divides the remaining bytes among the other tenants.
         let round_free = free;
         let share = |i: usize| mul_div(round_free, u64::from(quotas[i].weight), weights);
         let room = |i: usize, e: &[u64]| quotas[i].limit_bytes.map_or(u64::MAX, |l| l - e[i]);

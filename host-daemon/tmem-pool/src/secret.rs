@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory for guests' bytes on their way to the store and back. Like the store itself, this memory
-//! is never in a core dump and, where the process may lock memory, never swapped.
+//! Memory outside of the store for guests' bytes, such as scratch pages. Like the memory of the
+//! store, it is never in a core dump and, where the process may lock memory, never swapped.
 
 use crate::config::{PAGE_SIZE, Page};
 use crate::heap::Region;
 use std::io;
 use std::slice;
 
-/// Pages of memory that belong to their holder alone. They are zero at first.
+/// Pages of memory for secret bytes, which no other code can access. They are zero at first.
 #[derive(Debug)]
 pub struct SecretPages {
     region: Region,
@@ -15,7 +15,7 @@ pub struct SecretPages {
 }
 
 impl SecretPages {
-    /// Allocates `pages` pages, at least one.
+    /// Allocates this number of pages, at least one.
     ///
     /// # Errors
     /// The system does not provide the address space.
@@ -24,16 +24,16 @@ impl SecretPages {
         Ok(SecretPages { region, pages })
     }
 
-    /// Returns whether the memory is locked in RAM, so that it is never swapped.
+    /// Returns whether the pages are locked in RAM, so that they are never swapped.
     pub fn is_locked(&self) -> bool {
         self.region.is_locked()
     }
 
-    /// Returns the pages.
+    /// Returns the memory as a slice of pages.
     pub fn pages(&mut self) -> &mut [Page] {
-        // SAFETY: the region has as many pages, and they are aligned as bytes need to be. No other
-        // code has their address, and `self` is borrowed for as long as the slice lives. Every byte
-        // value is valid.
+        // SAFETY: the region has `self.pages` pages, and bytes need no alignment. No other code has
+        // the address of these pages, and `self` is borrowed for as long as the slice lives. Every
+        // byte value is valid.
         unsafe { slice::from_raw_parts_mut(self.region.at(0).cast().as_ptr(), self.pages) }
     }
 
@@ -69,7 +69,7 @@ mod tests {
         assert_eq!(secret.pages().as_flattened(), [0; 3 * PAGE_SIZE]);
     }
 
-    /// Returns the flags (VmFlags of smaps) of the mapping at an address.
+    /// Returns the flags (VmFlags in /proc/self/smaps) of the mapping that contains an address.
     fn flags_of(at: u64) -> Vec<String> {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut inside = false;

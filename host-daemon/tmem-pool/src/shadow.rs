@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A shadow tenant: one tenant with the engine's own index, eviction policy, charge and estimates,
-//! and with sizes in place of page contents.
+//! A shadow tenant: one tenant with the index, eviction policy, charge and estimates of the engine,
+//! but with only the sizes of pages instead of their contents.
 //!
-//! `tmem-bench replay` sends the requests of a trace to it. Unlike in the engine, a page has its
-//! final size at once, and dropped pages are freed at once.
+//! `tmem-bench replay` sends the requests of a trace to a shadow tenant. Unlike in the engine, a
+//! page has its final size at once, and dropped pages are freed at once.
 
 use crate::blob::Finalized;
 use crate::config::{KEYS_PER_TENANT_MAX, PolicyKind};
@@ -15,7 +15,7 @@ use crate::tenant::GetResult;
 use std::io;
 use std::sync::Arc;
 
-/// Memory for the indexes of shadow tenants. Clones of this value share the memory.
+/// Memory for the indexes of shadow tenants. Clones of this value share one memory.
 #[derive(Clone, Debug)]
 pub struct ShadowMemory(Arc<Chunks>);
 
@@ -29,7 +29,7 @@ impl ShadowMemory {
     }
 }
 
-/// A tenant without page contents and without a limit. It evicts pages only when the caller calls
+/// A tenant without page contents and without a limit. It evicts a page only when the caller calls
 /// [`evict`](Self::evict).
 #[derive(Debug)]
 pub struct ShadowTenant(State);
@@ -44,13 +44,14 @@ impl ShadowTenant {
     }
 
     /// Creates a pool, unless the tenant already has it. Returns false if the tenant has too many
-    /// pools, or if there is no memory.
+    /// pools, or if there is no memory. Returns true if the tenant now has the pool.
     pub fn ensure_pool(&mut self, pool: u32) -> bool {
         self.0.pool(pool).is_ok() || self.0.create_pool(pool).is_ok()
     }
 
-    /// Puts a page with its final size in bytes, and replaces the page under its key. Returns false
-    /// if the pool does not exist, if the tenant has too many keys, or if there is no memory.
+    /// Puts a page with its final size in bytes. The page replaces the page under its key, if there
+    /// is one. Returns false if the pool does not exist, if the tenant has too many keys, or if
+    /// there is no memory.
     pub fn put(
         &mut self,
         pool: u32,
@@ -68,6 +69,7 @@ impl ShadowTenant {
             workingset,
             blob: 0,
             check: 0,
+            key_hash: self.0.prefetch_put(pool, object, index),
         };
         let mut freed = Freed::new();
         if !self.0.put(pool, page, true, &mut freed) {
@@ -86,12 +88,13 @@ impl ShadowTenant {
         true
     }
 
-    /// Gets a page and removes it. Returns true if the tenant held the page.
+    /// Gets a page and removes it from the tenant. Returns true if the tenant had the page.
     pub fn get(&mut self, pool: u32, key: (u64, u64)) -> bool {
         self.get_retaining(pool, key, false) != GetResult::Miss
     }
 
-    /// Gets a page. If `retain` is true, the tenant may retain the page.
+    /// Gets a page. If `retain` is true, the tenant may keep the page as a retained page, although
+    /// the guest has it, too.
     pub fn get_retaining(
         &mut self,
         pool: u32,
@@ -118,14 +121,14 @@ impl ShadowTenant {
         }
     }
 
-    /// Returns the stored size in bytes of a page that the tenant has.
+    /// Returns the stored size of a page in bytes, or None if the tenant does not have the page.
     pub fn stored_bytes(&self, pool: u32, (object, index): (u64, u64)) -> Option<usize> {
         let id = self.0.index.find(self.0.pool(pool).ok()?, object, index);
         (id != 0).then(|| self.0.index.entries[id].gauges().stored_bytes as usize)
     }
 
-    /// Executes a reference (REF) to a page that the guest has evicted unchanged. Returns true if
-    /// the tenant holds the page.
+    /// Executes a reference (REF), by which a guest reports that it has evicted a retained page
+    /// unchanged. Returns true if the tenant still has the page.
     pub fn refer(&mut self, pool: u32, (object, index): (u64, u64)) -> bool {
         let Ok(pool) = self.0.pool(pool) else {
             return false;
@@ -133,7 +136,7 @@ impl ShadowTenant {
         self.0.refer(pool, object, index, 0)
     }
 
-    /// Drops `nr_pages` pages of an object from the page `index` on. With None, drops all pages
+    /// Drops `nr_pages` pages of an object, beginning with page `index`. With None, drops all pages
     /// from there to the object's end.
     pub fn flush(&mut self, pool: u32, object: u64, index: u64, nr_pages: Option<u64>) {
         let last = match nr_pages {
@@ -171,12 +174,13 @@ impl ShadowTenant {
         self.0.evict(1, Reason::Pool, &mut Freed::new());
     }
 
-    /// Returns the charge in bytes.
+    /// Returns the tenant's charge in bytes.
     pub fn charged_bytes(&self) -> u64 {
         self.0.charged_bytes()
     }
 
-    /// Returns gauges and counters as of now, without quota and entitlement.
+    /// Returns the tenant's gauges and counters as of now. The fields of quota and entitlement are
+    /// not set.
     pub fn stats(&self) -> TenantStats {
         self.0.stats()
     }

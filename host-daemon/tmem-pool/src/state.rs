@@ -2,10 +2,11 @@
 //! State of one tenant: its keys, queues and counters, and every change to them. The tenant's lock
 //! guards the state.
 //!
-//! No function of this file copies, compresses or hashes contents, or accesses another tenant.
-//! References to contents that a call gives up are returned in `freed`, and the caller releases
-//! them after it has released the lock. Each call takes bounded time. Objects, pools and whole
-//! tenants may have many pages, so they are detached in one step and removed in small steps.
+//! No function of this file copies, compresses or hashes contents, or accesses another tenant. A
+//! call that removes pages returns their references to stored contents in `freed`. The caller
+//! releases these references after it has released the lock. Each call takes bounded time. Objects,
+//! pools and whole tenants may have many pages, so they are detached (made unreachable) in one
+//! step, and their pages are removed later in small steps.
 
 use crate::blob::Finalized;
 use crate::config::PolicyKind;
@@ -27,30 +28,33 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use tmem_trace::estimate::Estimator;
 
-/// Largest number of pages of an object that a flush frees itself. A larger object is detached from
-/// the index at once, and its pages are freed later.
+/// Largest number of pages of a whole object that a flush removes one by one. A larger object is
+/// detached from the index at once, and its pages are freed later.
 pub(crate) const DETACH_PAGES_MIN: u32 = 16;
 
-/// Largest number of pages of a flush that removes its keys from the estimator by hashing each of
-/// them. A larger flush walks over all followed keys instead.
+/// Largest number of pages of a flushed range whose keys are removed from the estimator one by one,
+/// by hashing each key. For a larger range, the flush walks over all keys that the estimator
+/// follows.
 pub(crate) const FLUSH_HASHES_MAX: u64 = 64;
 
-/// Largest length of the queue of raw pages, as a multiple of the number of raw pages that the
-/// tenant may have. The queue includes entries of pages that are no longer raw.
+/// Largest length of a tenant's queue of raw pages, as a multiple of the number of raw pages that
+/// the tenant may have. The queue also has entries of pages that are no longer raw.
 const RAW_QUEUE_PART: usize = 2;
 
-/// State of a tenant. The tenant's lock guards it.
+/// State of a tenant, which the tenant's lock guards.
 #[derive(Debug)]
 pub(crate) struct State {
     pub index: Index,
     pub policy: Box<dyn Policy>,
-    /// Retained pages, in the order of their gets. They are in no queue of the policy.
+    /// Queue of retained pages, which a get returned and left in the pool, in the order of the
+    /// gets. Retained pages are in no queue of the policy.
     pub retained: Queue,
-    /// Charge in bytes up to which gets retain pages. An eviction sets this bound somewhat below
-    /// the charge, and each page that is not retained for lack of room raises the bound a little.
+    /// Bound in bytes: gets retain pages only while the tenant's charge is at most this bound. An
+    /// eviction sets the bound somewhat below the charge. Each page that a get does not retain
+    /// because of the bound raises it a little.
     retain_max_bytes: u64,
-    /// Queue of entries that were put as raw pages, with their blobs, the oldest first. Some of
-    /// them may no longer be raw.
+    /// Queue of the entries that were put as raw (uncompressed) pages, with their blobs, the oldest
+    /// first. Some of the pages may have been removed or finalized since.
     raw: VecDeque<(Id, u32)>,
     pub raw_max: u32,
     pub limit_bytes: u64,
@@ -58,33 +62,34 @@ pub(crate) struct State {
     pub counters: Counters,
 }
 
-/// Reason why pages are evicted.
+/// Reason why pages of a tenant are evicted. It selects the counters that count the evicted pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reason {
-    /// The tenant is over its own limit.
+    /// The charge of the tenant would exceed, or exceeds, the tenant's own limit.
     Limit,
-    /// The pool is over its size.
+    /// The pool is full, or background work frees memory for future puts.
     Pool,
-    /// The pool is over its size because it was shrunk.
+    /// The pool was shrunk and still exceeds its new size.
     Shrink,
-    /// An operator flushed the tenant's pages.
+    /// An operator drops the tenant's pages. They count as flushed, not as evicted.
     Flush,
 }
 
-/// Reason why a page is refused.
+/// Reason why a page of a put is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// Too many raw pages wait for their final form.
+    /// Too many raw pages of the tenant wait to be finalized (deduplicated and compressed).
     Nursery,
-    /// The pool has no room.
+    /// The pool has no memory for the page or for its key.
     Pool,
-    /// The tenant is at its limit, and its pages are not evicted fast enough.
+    /// The page does not fit under the tenant's own limit, even after a bounded number of
+    /// evictions.
     Limit,
-    /// There is no memory for the key, or the tenant has too many keys.
+    /// The system has no memory for the key, or the tenant has its largest number of keys.
     Keys,
 }
 
-/// A page to store, in raw form.
+/// A page to store, whose bytes are already in a raw (uncompressed) blob.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NewPage {
     pub object: u64,
@@ -93,38 +98,41 @@ pub(crate) struct NewPage {
     pub workingset: bool,
     pub blob: u32,
     pub check: u32,
+    /// Hash of the page's key, which [`State::prefetch_put`] returned.
+    pub key_hash: u64,
 }
 
-/// Consecutive pages of an object that a get wants, one for each cookie. The number of the last
-/// page does not exceed the largest page number.
+/// Consecutive pages of an object that a get requests, one for each cookie. The number of the last
+/// page must not exceed u64::MAX.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted<'a> {
     pub object: u64,
     pub index: u64,
     pub cookies: &'a [u64],
-    /// Bit n is 1 if the get may retain page n.
+    /// Bit mask: bit n is 1 if the get may leave page n in the pool as a retained page.
     pub retain: u64,
-    /// Largest cost of the get in nanoseconds.
+    /// Largest cost of the get in nanoseconds. The get ends before a page that could exceed it.
     pub budget_ns: u64,
 }
 
-/// A page that a get returns.
+/// A page that a get has found. The get then reads the page's stored content without the lock.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Taken {
     pub content: Content,
-    /// Check bits of the page's hash.
+    /// Check bits of the page's hash, with which the get checks the page that it reads.
     pub check: u32,
-    /// True if the page was retained before the get.
+    /// True if the page was already retained (left in the pool by an earlier get) before this get.
     pub was_retained: bool,
-    /// True if the page stays in the index as a retained page.
+    /// True if this get leaves the page in the pool as a retained page.
     pub retained: bool,
 }
 
-/// References to stored contents that the caller has to release.
+/// References to stored contents that the caller has to release after it has released the tenant's
+/// lock.
 pub(crate) type Freed = Vec<Content>;
 
 impl State {
-    /// Creates an empty state. `seed` is the seed of the index's hashes.
+    /// Creates the state of a tenant without pools. `seed` is the seed of the index's hashes.
     pub(crate) fn new(
         seed: u64,
         keys_max: u32,
@@ -146,8 +154,8 @@ impl State {
     }
 
     /// Empties the state without reading its contents, which are unknown after a panic. No key is
-    /// found any more. The memory of the tenant's pages is lost, because it is not known which
-    /// references were already released.
+    /// found any more. The memory of the tenant's pages is lost, because the panic leaves unknown
+    /// which references were already released.
     pub(crate) fn abandon(&mut self, keys_max: u32, policy: PolicyKind) {
         self.index.abandon(keys_max);
         self.policy = evict::policy(policy, self.index.chunks());
@@ -173,26 +181,28 @@ impl State {
         self.index.gauges.charged_bytes()
     }
 
-    /// Returns the tenant's charge in bytes, or the sum of its stored bytes and `index_bytes`,
-    /// whichever is larger.
+    /// Returns the number of bytes that is compared with the tenant's entitlement. It is the
+    /// tenant's charge or, if that is larger, the sum of its stored bytes and `index_bytes`.
     pub(crate) fn owed_bytes(&self, index_bytes: u64) -> u64 {
         let held_bytes = self.index.gauges.stored_bytes + index_bytes;
         self.charged_bytes().max(held_bytes)
     }
 
-    /// Returns the memory of keys and queues in bytes.
+    /// Returns the memory in bytes of the tenant's index, eviction policy, estimator and queue of
+    /// raw pages.
     pub(crate) fn bytes(&self) -> u64 {
         let raw = self.raw.capacity() * size_of::<(Id, u32)>();
         self.index.bytes() + self.policy.bytes() + self.estimator.bytes() + raw as u64
     }
 
-    /// Returns the cost in nanoseconds of all followed keys that the estimator has visited or
-    /// removed so far. The constant cost of each call is not included.
+    /// Returns the cost in nanoseconds of visiting and removing followed (sampled) keys in all
+    /// calls of the estimator so far. The constant cost of each call is not included.
     pub(crate) fn estimator_ns(&self) -> u64 {
         estimator_ns(&self.estimator)
     }
 
-    /// Returns gauges and counters. The fields of quota and entitlement have their default values.
+    /// Returns gauges and counters of the tenant. The fields of quota and entitlement have their
+    /// default values.
     pub(crate) fn stats(&self) -> TenantStats {
         let estimates = self.estimator.estimates();
         let (gauges, counters) = (self.index.gauges, self.counters);
@@ -255,7 +265,7 @@ impl State {
         self.index.pool(nr).ok_or(NoPool)
     }
 
-    /// Detaches a pool at once. Its pages are freed later.
+    /// Detaches a pool: its pages are no longer found, and background work frees them later.
     pub(crate) fn destroy_pool(&mut self, nr: u32) -> Result<(), NoPool> {
         let pool = self.pool(nr)?;
         let before = self.index.gauges.pages;
@@ -265,7 +275,7 @@ impl State {
         Ok(())
     }
 
-    /// Detaches all pools at once. Their pages are freed later.
+    /// Detaches all pools: no page is found any more, and background work frees the pages later.
     pub(crate) fn clear(&mut self) {
         self.counters.flushed_pages += u64::from(self.index.gauges.pages);
         self.index.detach_all();
@@ -274,8 +284,8 @@ impl State {
 
     // ---- pages --------------------------------------------------------------------------------
 
-    /// Returns, for the estimator, the number of pages for which the tenant has room. A tenant that
-    /// has evicted nothing so far has room for any number.
+    /// Returns the number of pages for which the tenant has room, which the estimator needs. A
+    /// tenant that has evicted nothing so far has room for any number of pages.
     fn room_pages(&self) -> u64 {
         match self.counters.evictions {
             0 => u64::MAX,
@@ -301,7 +311,7 @@ impl State {
         self.index.remove(id)
     }
 
-    /// Removes an entry from its queue.
+    /// Removes an entry from its queue: that of retained pages, or a queue of the eviction policy.
     fn unqueue(&mut self, id: Id, leave: Leave, key_hash: u64) {
         let entries = &mut self.index.entries;
         if entries[id].is_retained() {
@@ -311,9 +321,17 @@ impl State {
         }
     }
 
-    /// Stores a page in place of the page that was held under its key. `room` is true if the pool
-    /// has room for index entries. Returns false if the page is refused. Then nothing is held under
-    /// the key, and the page's blob is in `freed`.
+    /// Prefetches the memory that [`put`](Self::put) reads for this key, and returns the hash of
+    /// the key.
+    pub(crate) fn prefetch_put(&self, pool: PoolRef, object: u64, index: u64) -> u64 {
+        let key_hash = self.index.key_hash(self.index.key_of(pool, object, index));
+        self.policy.prefetch(key_hash);
+        key_hash
+    }
+
+    /// Stores a page under its key, in place of an older page. `room` is true if the pool has
+    /// memory for index entries. Returns false if the page is refused. Then there is no page under
+    /// the key any more, and the new page's blob is in `freed`.
     pub(crate) fn put(
         &mut self,
         pool: PoolRef,
@@ -328,11 +346,11 @@ impl State {
             workingset,
             blob,
             check,
+            key_hash,
         } = put;
         self.counters.puts += 1;
         self.drop_page(pool, object, index, freed);
         let key = self.index.key_of(pool, object, index);
-        let key_hash = self.index.key_hash(key);
         let room_pages = self.room_pages();
         self.estimator.put(key, key_hash, room_pages);
         let content = Content::Raw(blob);
@@ -371,7 +389,7 @@ impl State {
         } += 1;
     }
 
-    /// Refuses a page that was not copied, and drops the page that is held under its key.
+    /// Refuses a page of a put before it is copied, and drops the older page under its key.
     pub(crate) fn refuse(
         &mut self,
         pool: PoolRef,
@@ -392,9 +410,10 @@ impl State {
         }
     }
 
-    /// Evicts this tenant's own pages until a raw page fits under its limit, in a bounded number of
-    /// steps. Returns false if the page still does not fit, because the tenant is far over a limit
-    /// that was lowered.
+    /// Evicts pages of this tenant until another raw page fits under the tenant's limit, in a
+    /// bounded number of steps. Returns false if a page still does not fit. The reason is a limit
+    /// that is smaller than the charge of a page, or a lowered limit that is far below the tenant's
+    /// charge.
     fn make_room(&mut self, freed: &mut Freed) -> bool {
         const RAW_CHARGE: u64 = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
         const {
@@ -414,19 +433,20 @@ impl State {
         self.charged_bytes() <= room_bytes
     }
 
-    /// Removes the wanted pages that are held, and returns them in `taken`, whose elements are
-    /// None before. The caller owns their references. The call ends before the first page whose
-    /// cost could exceed the budget. Returns the number of pages before that one, hits and misses.
-    /// A page that fails its check afterwards is counted as a hit until the caller corrects that.
+    /// Looks up the pages that a get requests, and returns those found in `taken`, whose elements
+    /// must be None before. It removes each found page from the index, or retains it. For each of
+    /// them, the caller owns a reference to the contents. The call ends before the first page whose
+    /// cost could exceed the budget. It returns the number of pages looked up, hits and misses. A
+    /// found page counts as a hit. If it turns out to be damaged, the caller corrects the counters.
     ///
-    /// A page whose bit in `retain` is set may stay as a retained page. Its entry then keeps its
-    /// reference to the contents, and `share` takes another reference for the caller. If `share`
-    /// returns false because it cannot take one, the page is removed.
+    /// A page whose bit in `wanted.retain` is set may stay as a retained page. Its entry then keeps
+    /// its reference to the contents, and `share` takes another reference for the caller. `share`
+    /// returns false if it cannot take one; then the page is removed.
     ///
-    /// The call reads the records of all pages in steps, and prefetches for all of them what the
-    /// next step reads. So the processor loads the records of several pages at the same time.
-    /// `prefetch` prefetches the record of a content, and `get_ns_max` returns the largest cost of
-    /// getting it.
+    /// The call reads the records of all pages in steps. In each step, it prefetches for all pages
+    /// what the next step reads, so that the processor loads the records of several pages at the
+    /// same time. `prefetch` prefetches the record of a content. `get_ns_max` returns the largest
+    /// cost of getting a page with this content.
     pub(crate) fn take(
         &mut self,
         pool: PoolRef,
@@ -440,10 +460,12 @@ impl State {
         let ids = &mut ids[..wanted.cookies.len()];
         self.index.find_run(pool, wanted.object, wanted.index, ids);
         ids.iter().for_each(|&id| self.index.entries.prefetch(id));
-        for &id in ids.iter().filter(|&&id| id != 0) {
+        for (nth, &id) in ids.iter().enumerate().filter(|&(_, &id)| id != 0) {
             let entry = &self.index.entries[id];
             prefetch(entry.content());
-            // Removing this entry from its queue changes the entries before and after it.
+            self.prefetch_put(pool, wanted.object, wanted.index + nth as u64);
+            // Prefetch the entries before and after this entry in its queue, because removing this
+            // entry changes their links.
             self.index.entries.prefetch(entry.prev);
             self.index.entries.prefetch(entry.next);
         }
@@ -457,7 +479,8 @@ impl State {
             let was_retained = held.is_some_and(Entry::is_retained);
             cost_ns += held.map_or(MISS_NS, |entry| get_ns_max(entry.content()));
             cost_ns += if was_retained { REF_NS } else { 0 };
-            // For a retained page, the estimator is called twice.
+            // For a retained page, the get calls the estimator twice: first for the reference (REF)
+            // that the guest should have sent, and then for the get itself.
             let estimates_ns_max = (1 + u64::from(was_retained)) * ESTIMATE_NS_MAX;
             let estimator_ns = self.estimator_ns() - estimator_before_ns;
             if cost_ns + estimator_ns + estimates_ns_max > wanted.budget_ns {
@@ -469,9 +492,9 @@ impl State {
             let key = self.index.key_of(pool, wanted.object, index);
             let key_hash = self.index.key_hash(key);
             if held {
-                // If the page is retained: the guest requests a page only after evicting it, so the
-                // reference that reports the eviction is late or was lost. Do the work of that
-                // reference now.
+                // A guest requests a retained page only after it has evicted the page from its page
+                // cache. So the reference (REF) that reports this eviction is late or was lost. Do
+                // the work of that reference now.
                 self.end_retention(id, key, key_hash);
                 let entry = &self.index.entries[id];
                 let (content, check) = (entry.content(), entry.check);
@@ -505,8 +528,9 @@ impl State {
         self.retained.len() > 0
     }
 
-    /// Returns whether the tenant's charge allows retaining the page that a get returns. If it does
-    /// not, raises the bound of the charge a little, so that later gets may retain pages again.
+    /// Returns whether the tenant's charge allows a get to retain the page that it returns. If it
+    /// does not, raises the bound of the charge a little, so that later gets may retain pages
+    /// again.
     fn may_retain(&mut self) -> bool {
         let charged_bytes = self.charged_bytes();
         if charged_bytes <= self.retain_max_bytes {
@@ -517,15 +541,17 @@ impl State {
         false
     }
 
-    /// Makes a held page retained.
+    /// Makes a page retained: moves it from the eviction policy's queue to the queue of retained
+    /// pages.
     fn retain(&mut self, id: Id, key_hash: u64) {
         self.unqueue(id, Leave::Got, key_hash);
         self.index.change(id, |entry| entry.set_retained(true));
         self.retained.push(&mut self.index.entries, id);
     }
 
-    /// Makes a retained page held. Policy and estimator see what they would see at a put. Does
-    /// nothing if the page is not retained.
+    /// Ends the retention of a page: moves it from the queue of retained pages to the eviction
+    /// policy. Policy and estimator are called as for a put. Does nothing if the page is not
+    /// retained.
     fn end_retention(&mut self, id: Id, key: Key, key_hash: u64) {
         if !self.index.entries[id].is_retained() {
             return;
@@ -541,17 +567,18 @@ impl State {
         self.policy.insert(&mut self.index.entries, id, arrival);
     }
 
-    /// Executes a reference (REF): the guest reports that it has evicted a page whose contents are
-    /// those of the page with this cookie. Returns whether the page is held now. A page with
-    /// another cookie is left alone.
+    /// Executes a reference (REF), by which the guest reports that it has evicted a page unchanged.
+    /// Returns true if the pool has the page with this cookie; the page is not retained any more.
+    /// Leaves a page with another cookie unchanged, and returns false.
     pub(crate) fn refer(&mut self, pool: PoolRef, object: u64, index: u64, cookie: u64) -> bool {
         self.counters.refs += 1;
         let id = self.index.find(pool, object, index);
         let key = self.index.key_of(pool, object, index);
         let key_hash = self.index.key_hash(key);
         if id == 0 {
-            // Report a put to the estimator. Without retained pages, the guest would have put the
-            // page here. With more memory, the pool would still hold the page.
+            // The pool has evicted the retained page. Report a put to the estimator, because the
+            // guest would have put the page here if it had not been retained. With more memory, the
+            // pool would still have the page.
             let room_pages = self.room_pages();
             self.estimator.put(key, key_hash, room_pages);
             return false;
@@ -564,7 +591,8 @@ impl State {
         true
     }
 
-    /// Drops the page with this key and cookie, if there is one.
+    /// Drops the page with this key and cookie. Returns the page's content, or None if there is no
+    /// such page.
     pub(crate) fn drop_cookie(
         &mut self,
         pool: PoolRef,
@@ -580,8 +608,9 @@ impl State {
 
     // ---- eviction and flushes -----------------------------------------------------------------
 
-    /// Evicts up to `pages` pages, retained ones first. Returns the number of steps, which includes
-    /// the detached pages that were freed on the way. 0 means that there is nothing to evict.
+    /// Evicts up to `pages` pages, retained pages first. Returns the number of steps. It includes
+    /// detached pages (dropped earlier) that the call found in the queues and freed. 0 means that
+    /// there is nothing to evict.
     pub(crate) fn evict(&mut self, pages: usize, reason: Reason, freed: &mut Freed) -> usize {
         let (mut evicted, mut skipped, mut retained) = (0, 0, 0);
         while evicted < pages && skipped < STALE_SKIPS_MAX {
@@ -623,9 +652,9 @@ impl State {
         evicted + skipped
     }
 
-    /// Drops up to `pages_max` pages of `index ..= last`, or a whole object at once. Returns true
-    /// if there may be more pages to drop. If it returns false, the caller calls
-    /// [`forget`](Self::forget) next.
+    /// Drops up to `pages_max` pages of a range, or a whole object at once. Returns true if more
+    /// pages of the range may be left; the caller then calls again. After a call that returns
+    /// false, the caller calls [`forget`](Self::forget).
     pub(crate) fn flush(
         &mut self,
         pool: PoolRef,
@@ -660,7 +689,7 @@ impl State {
         true
     }
 
-    /// Returns the largest cost of [`forget`](Self::forget) in nanoseconds.
+    /// Returns the largest cost of [`forget`](Self::forget) for this range, in nanoseconds.
     pub(crate) fn forget_ns_max(&self, Range { index, last, .. }: Range) -> u64 {
         match last - index {
             FLUSH_HASHES_MAX.. => forget_all_ns_max(&self.estimator),
@@ -669,9 +698,9 @@ impl State {
     }
 
     /// Removes the keys of a flushed range from the estimator, because the guest does not request
-    /// flushed pages again. This includes keys whose pages were evicted earlier. The caller calls
-    /// it once for each range, after the pages are dropped. The call may walk over all followed
-    /// keys.
+    /// flushed pages again. These include keys of pages that were evicted earlier. The caller calls
+    /// this function once for each range, after the pages are dropped. The call may walk over all
+    /// keys that the estimator follows.
     pub(crate) fn forget(
         &mut self,
         pool: PoolRef,
@@ -695,8 +724,8 @@ impl State {
         }
     }
 
-    /// Frees up to `steps` detached pages. Returns the number of steps, where 0 means that no
-    /// detached page is left.
+    /// Frees detached pages (pages that were dropped with their object or pool) in up to `steps`
+    /// steps. Returns the number of steps done, where 0 means that no detached page is left.
     pub(crate) fn reap(&mut self, steps: usize, freed: &mut Freed) -> usize {
         let mut done = 0;
         while done < steps {
@@ -715,7 +744,7 @@ impl State {
         !self.raw.is_empty()
     }
 
-    /// Returns how many more raw pages the tenant may have.
+    /// Returns how many more raw pages (not finalized yet) the tenant may have.
     pub(crate) fn raw_room(&self) -> usize {
         let raw = self.index.gauges.raw_pages + self.index.detached.raw_pages;
         let queue = RAW_QUEUE_PART * self.raw_max as usize;
@@ -723,8 +752,8 @@ impl State {
         room.min(queue.saturating_sub(self.raw.len()))
     }
 
-    /// Prefetches the entries of the next raw pages into the cache. Calls `blob` with the blob of
-    /// each entry that is still raw.
+    /// Prefetches the entries of the first raw pages in the queue into the cache. Calls `blob` with
+    /// the blob that the queue names for each of these entries.
     pub(crate) fn prefetch_raw(&self, pages: usize, blob: impl Fn(u32)) {
         for &(id, raw) in self.raw.iter().take(pages) {
             self.index.entries.prefetch(id);
@@ -732,8 +761,8 @@ impl State {
         }
     }
 
-    /// Removes the next page that is still raw from the queue and returns it. The entry keeps its
-    /// reference to the blob.
+    /// Removes the first entry that is still a raw page from the queue of raw pages. Returns the
+    /// entry and its blob. The entry keeps its reference to the blob.
     pub(crate) fn next_raw(&mut self) -> Option<(Id, u32)> {
         while let Some((id, blob)) = self.raw.pop_front() {
             if self.is_raw(id, blob) {
@@ -744,14 +773,15 @@ impl State {
         None
     }
 
-    /// Returns a raw page to the head of the queue, because there was no memory for its final form.
+    /// Returns a raw page to the head of the queue of raw pages, because there was no memory for
+    /// its final form.
     pub(crate) fn raw_again(&mut self, id: Id, blob: u32) {
         self.raw.push_front((id, blob));
     }
 
-    /// Returns whether the entry is a raw page with this blob. The page may have been replaced by
-    /// another raw page whose entry and blob have the same numbers. That page can be finalized as
-    /// well.
+    /// Returns whether the entry `id` is a raw page with this blob. The entry may by now belong to
+    /// another raw page, whose blob has the same number by chance. Finalizing that page instead is
+    /// correct as well.
     fn is_raw(&self, id: Id, blob: u32) -> bool {
         self.index
             .entries
@@ -759,8 +789,8 @@ impl State {
             .is_some_and(|entry| entry.content() == Content::Raw(blob))
     }
 
-    /// Gives a raw page its final form. If the page was removed or is no longer raw, releases the
-    /// final form instead.
+    /// Stores the final form (the result of deduplication and compression) of a raw page in its
+    /// entry. If the page was removed or is no longer raw, adds the final form to `freed` instead.
     pub(crate) fn finalize(
         &mut self,
         (id, blob): (Id, u32),
@@ -789,7 +819,7 @@ impl State {
     }
 }
 
-/// Range of pages of an object: `index ..= last`.
+/// Range of pages of an object, from page `index` to page `last`, both included.
 #[derive(Clone, Copy)]
 pub(crate) struct Range {
     pub object: u64,
@@ -799,7 +829,7 @@ pub(crate) struct Range {
 
 #[cfg(test)]
 impl State {
-    /// Returns the entry of a page without removing it from the index.
+    /// Returns the entry of the page with this key, or None if there is none.
     pub(crate) fn peek(
         &self,
         Key {

@@ -1,89 +1,94 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Statistics of the engine. Gauges are current values, and counters only grow.
+//! Statistics of the engine. A gauge is a current value. A counter only grows.
 
 use crate::config::Quota;
 
 /// Statistics of one tenant. Gauges count only pages that the tenant can still get, except for
-/// `detached_pages`, which counts its other pages that still occupy memory.
+/// `detached_pages`, which counts dropped pages that still occupy memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TenantStats {
     /// Gauge, pages: pages that the tenant holds and can still get.
     pub pages: u64,
-    /// Gauge, bytes: the charge, which is compared with the quota. It is the sum of each page's
-    /// compressed size and metadata charge, whether the page is shared or not.
+    /// Gauge, bytes: the tenant's charge, which is compared with the limit. It is the sum over all
+    /// pages of the compressed size and the metadata charge, whether a page is shared or not.
     pub charged_bytes: u64,
-    /// Gauge, bytes: entitlement of the tenant in the pool at its present size.
+    /// Gauge, bytes: entitlement, the bytes of the pool at its present size that the tenant can
+    /// count on.
     pub entitled_bytes: u64,
-    /// Gauge, bytes: uncompressed size of the held pages, 4,096 B each.
+    /// Gauge, bytes: uncompressed size of the tenant's pages, 4,096 B each.
     pub original_bytes: u64,
-    /// Gauge, bytes: stored size of the tenant's pages, each counted in full even if it is shared;
-    /// same-filled pages count 0.
+    /// Gauge, bytes: stored size of the tenant's pages. A page counts in full even if other pages
+    /// share its stored bytes. A same-filled page counts 0.
     pub compressed_bytes: u64,
-    /// Gauge, pages: held pages that repeat one 4-byte value, of which only the value is stored.
+    /// Gauge, pages: the tenant's same-filled pages. Such a page repeats one 4-byte value, and only
+    /// the value is stored.
     pub same_filled_pages: u64,
-    /// Gauge, pages: held pages that are stored uncompressed and wait for their final form.
+    /// Gauge, pages: the tenant's raw pages. They are stored uncompressed until they are finalized
+    /// (deduplicated and compressed).
     pub raw_pages: u64,
-    /// Gauge, pages: held pages that were equal to an already stored page when they were finalized.
-    /// The other page may have been removed in the meantime.
+    /// Gauge, pages: the tenant's pages that were equal to an already stored page when they were
+    /// finalized. That page may have been removed in the meantime.
     pub shared_pages: u64,
-    /// Gauge, pages: the part of `pages` that a get returned and left in the pool, and that the
-    /// guest has not referred to since.
+    /// Gauge, pages: retained pages, a part of `pages`. A get returned such a page and left it in
+    /// the pool, and the guest has not sent a reference (REF) to it since.
     pub retained_pages: u64,
     /// Counter, pages: pages in put requests, whether they were stored or refused.
     pub puts: u64,
     /// Counter, pages: pages in put requests that were refused, for any reason.
     pub puts_refused: u64,
-    /// Counter, pages: pages that get requests named.
+    /// Counter, pages: pages that were requested by get requests.
     pub gets: u64,
-    /// Counter, pages: pages that gets returned.
+    /// Counter, pages: pages that were returned by get requests.
     pub hits: u64,
-    /// Counter, pages: the part of `hits` that left the page in the pool.
+    /// Counter, pages: the part of `hits` whose page stayed in the pool as a retained page.
     pub retains: u64,
-    /// Counter, pages: references (REF), which the guest sends instead of a copy when it evicts a
-    /// retained page.
+    /// Counter, pages: pages of reference requests (REF). The guest sends a reference instead of a
+    /// copy when it evicts a retained page unchanged.
     pub refs: u64,
-    /// Counter, pages: the part of `refs` for which the pool still had the page.
+    /// Counter, pages: the part of `refs` whose page was still in the pool.
     pub refs_held: u64,
-    /// Counter, pages: pages that were evicted, for any reason.
+    /// Counter, pages: pages that were evicted, for any reason. Pages that an operator drops do not
+    /// count.
     pub evictions: u64,
-    /// Counter, pages: pages that were dropped by a flush, by the end of their pool or by a clear
-    /// of the tenant.
+    /// Counter, pages: dropped pages. They were dropped by a flush, the end of their pool, a clear
+    /// of the tenant, an operator, or a caller that could not keep the page of a reference (REF).
     pub flushed_pages: u64,
     /// Counter, pages: pages that a get did not return because their bytes did not match their
-    /// hash. It must be 0.
+    /// hash. Any value above 0 means faulty memory or a bug.
     pub hash_mismatches: u64,
     /// Counter, pages: the part of `evictions` that happened because the tenant reached its own
     /// limit.
     pub evictions_limit: u64,
-    /// Counter, pages: the part of `evictions` that happened because the pool was shrunk below what
-    /// it held.
+    /// Counter, pages: the part of `evictions` that happened because the pool was shrunk and
+    /// exceeded its new size.
     pub evictions_shrink: u64,
-    /// Counter, pages: the part of `evictions` that removed retained pages.
+    /// Counter, pages: the part of `evictions` that removed retained pages, which a get had
+    /// returned and left in the pool.
     pub evictions_retained: u64,
-    /// Counter, pages: the part of `puts_refused` that was refused because too many pages waited
-    /// for their final form.
+    /// Counter, pages: the part of `puts_refused` that was refused because too many pages of the
+    /// tenant waited to be finalized (deduplicated and compressed).
     pub refused_nursery: u64,
-    /// Counter, pages: the part of `puts_refused` that was refused because the pool had no room and
-    /// could not free any in time.
+    /// Counter, pages: the part of `puts_refused` that was refused because the pool was full and
+    /// could not free memory in a bounded number of steps.
     pub refused_pool: u64,
     /// Counter, pages: the part of `puts_refused` that did not fit under the tenant's own limit.
     pub refused_limit: u64,
-    /// Counter, pages: the part of `puts_refused` that was refused because there was no memory for
-    /// the key, or the tenant had the largest allowed number of keys.
+    /// Counter, pages: the part of `puts_refused` that was refused because the system had no memory
+    /// for the key, or because the tenant had its largest number of keys.
     pub refused_keys: u64,
-    /// Counter, pages: pages that were finalized as a pattern of four repeated bytes.
+    /// Counter, pages: new pages that were finalized as a pattern, because they repeat four bytes.
     pub finalized_same_filled: u64,
-    /// Counter, pages: pages that were finalized as a reference to an equal page of the trust
-    /// domain.
+    /// Counter, pages: new pages that were finalized by sharing the stored bytes of an equal page
+    /// of the trust domain.
     pub finalized_shared: u64,
-    /// Counter, pages: pages that were finalized in compressed form.
+    /// Counter, pages: new pages that were finalized by compressing them.
     pub finalized_compressed: u64,
-    /// Counter, pages: pages that were finalized uncompressed, because they do not compress.
+    /// Counter, pages: new pages that stay stored uncompressed, because they do not compress.
     pub finalized_raw: u64,
-    /// Counter, pages: stored pages that replaced a page under the same key.
+    /// Counter, pages: older pages that a put dropped, because it had a page with the same key.
     pub replaced_pages: u64,
-    /// Counter, pages: requested pages that were held under another cookie than the requested one.
+    /// Counter, pages: pages of get requests for which the pool had a page with another cookie.
     pub cookie_mismatches: u64,
     /// Counter, pages, approximate: misses that would have been hits with more memory, one counter
     /// for each percentage of [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
@@ -92,23 +97,26 @@ pub struct TenantStats {
     /// tenant used, one counter for each percentage of
     /// [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
     pub loss_hits: [u64; 3],
-    /// Counter, pages, approximate: hits from which `loss_hits` is estimated.
+    /// Counter, pages, approximate: number of hits, extrapolated from the hits that were examined
+    /// for `loss_hits`. `loss_hits` divided by this number is the share of hits that less memory
+    /// would lose.
     pub loss_hits_seen: u64,
-    /// Counter, keys: followed keys that requests walked over for the estimates `gain_hits` and
-    /// `loss_hits`. It measures work, for callers that bound their work.
+    /// Counter, keys: number of times that a request visited a followed (sampled) key for the
+    /// estimates `gain_hits` and `loss_hits`. It measures work, for callers that bound their work.
     pub gain_steps: u64,
-    /// Gauge, pages: largest number of raw pages that the tenant may have.
+    /// Gauge, pages: largest number of raw pages (not finalized yet) that the tenant may have.
+    /// Further puts are refused.
     pub raw_pages_max: u64,
-    /// Gauge, pages: dropped pages whose memory is not freed yet. They still occupy memory of the
-    /// pool.
+    /// Gauge, pages: detached pages. They were dropped with their object or pool, and their memory
+    /// is not freed yet.
     pub detached_pages: u64,
     /// Gauge, pools: live pools of the tenant.
     pub pools: u64,
-    /// Gauge, bytes: reserve of the quota.
+    /// Gauge, bytes: reserve of the tenant's quota.
     pub reserve_bytes: u64,
-    /// Gauge, bytes: limit of the quota. With None, the tenant has no limit of its own.
+    /// Gauge, bytes: limit of the tenant's quota. With None, the tenant has no limit of its own.
     pub limit_bytes: Option<u64>,
-    /// Gauge, without unit: weight of the quota.
+    /// Gauge, without unit: weight of the tenant's quota.
     pub weight: u32,
 }
 
@@ -118,34 +126,38 @@ pub struct TenantStats {
 pub struct EngineStats {
     /// Gauge, bytes: memory that the pool may hold, metadata included.
     pub size_bytes: u64,
-    /// Gauge, bytes: memory that the pool holds, detached pages included: `frames_bytes +
-    /// metadata_bytes`.
+    /// Gauge, bytes: memory that the pool holds, including dropped pages that are not freed yet. It
+    /// is the sum of `frames_bytes` and `metadata_bytes`.
     pub held_bytes: u64,
-    /// Gauge, bytes: memory for stored contents, including its unused parts.
+    /// Gauge, bytes: memory for stored pages, including its unused parts.
     pub frames_bytes: u64,
-    /// Gauge, bytes: exact size of the stored contents, each copy counted once.
+    /// Gauge, bytes: exact size of the stored pages, where bytes that several pages share count
+    /// once.
     pub payload_bytes: u64,
-    /// Gauge, bytes: upper estimate of the memory for everything except stored contents.
+    /// Gauge, bytes: upper estimate of the memory for everything except stored pages.
     pub metadata_bytes: u64,
-    /// Gauge, bytes: the part of `metadata_bytes` that never shrinks: tables of stored copies.
+    /// Gauge, bytes: the part of `metadata_bytes` that never shrinks. It consists of the heap's
+    /// records of stored copies and of spans (groups of memory frames).
     pub tables_bytes: u64,
-    /// Gauge, tenants: live tenants.
+    /// Gauge, tenants: tenants that were added and not removed.
     pub tenants: u64,
-    /// Gauge, pages: keys held by live tenants.
+    /// Gauge, pages: pages of all live tenants. Equal pages count separately.
     pub pages: u64,
-    /// Gauge, bytes: uncompressed size of the held pages, 4,096 B each.
+    /// Gauge, bytes: uncompressed size of all tenants' pages, 4,096 B each.
     pub original_bytes: u64,
-    /// Gauge, pages: held pages that repeat one 4-byte value, of which only the value is stored.
+    /// Gauge, pages: same-filled pages. Such a page repeats one 4-byte value, and only the value is
+    /// stored.
     pub same_filled_pages: u64,
-    /// Gauge, pages: held pages that are stored uncompressed and wait for their final form.
+    /// Gauge, pages: raw pages. They are stored uncompressed until they are finalized (deduplicated
+    /// and compressed).
     pub raw_pages: u64,
-    /// Gauge, pages: the part of `pages` that a get returned and left in the pool, and that no guest
-    /// has referred to since.
+    /// Gauge, pages: retained pages, a part of `pages`. A get returned such a page and left it in
+    /// the pool, and the guest has not sent a reference (REF) to it since.
     pub retained_pages: u64,
-    /// Gauge, pages: keys, including detached ones, that need no blob of their own because another
-    /// key has an equal page.
+    /// Gauge, pages: pages that need no stored copy of their own, because they share that of an
+    /// equal page. It includes dropped pages that are not freed yet.
     pub shared_pages: u64,
-    /// Gauge, blobs: stored copies.
+    /// Gauge, blobs: stored copies. Several equal pages may share one copy.
     pub blobs: u64,
     /// Counter, pages: evicted pages of all tenants. This counter and all following counters
     /// include departed tenants.
@@ -154,9 +166,10 @@ pub struct EngineStats {
     pub charged_bytes: u64,
     /// Gauge, bytes: sum of all reserves, each at most as large as the tenant's limit.
     pub reserved_bytes: u64,
-    /// Gauge, bytes: stored size of all pages, each counted in full even if it is shared.
+    /// Gauge, bytes: stored size of all tenants' pages. A page counts in full even if other pages
+    /// share its stored bytes.
     pub compressed_bytes: u64,
-    /// Gauge, pages: dropped pages whose memory is not freed yet, including those of departed
+    /// Gauge, pages: dropped pages whose memory is not freed yet, including pages of removed
     /// tenants.
     pub detached_pages: u64,
     /// Gauge, tenants: tenants that were removed and whose pages are not all freed yet.
@@ -165,44 +178,45 @@ pub struct EngineStats {
     pub puts: u64,
     /// Counter, pages: pages in put requests that were refused, for any reason.
     pub puts_refused: u64,
-    /// Counter, pages: pages that get requests named.
+    /// Counter, pages: pages that were requested by get requests.
     pub gets: u64,
-    /// Counter, pages: pages that gets returned.
+    /// Counter, pages: pages that were returned by get requests.
     pub hits: u64,
-    /// Counter, pages: the part of `hits` that left the page in the pool.
+    /// Counter, pages: the part of `hits` whose page stayed in the pool as a retained page.
     pub retains: u64,
-    /// Counter, pages: references (REF), which a guest sends instead of a copy when it evicts a
-    /// retained page.
+    /// Counter, pages: pages of reference requests (REF). A guest sends a reference instead of a
+    /// copy when it evicts a retained page unchanged.
     pub refs: u64,
-    /// Counter, pages: the part of `refs` for which the pool still had the page.
+    /// Counter, pages: the part of `refs` whose page was still in the pool.
     pub refs_held: u64,
-    /// Counter, pages: pages that were dropped by a flush, by the end of their pool or by a clear
-    /// of the tenant.
+    /// Counter, pages: dropped pages. They were dropped by a flush, the end of their pool, a clear
+    /// of the tenant, an operator, or a caller that could not keep the page of a reference (REF).
     pub flushed_pages: u64,
     /// Counter, pages: pages that a get did not return because their bytes did not match their
-    /// hash. It must be 0.
+    /// hash. Any value above 0 means faulty memory or a bug.
     pub hash_mismatches: u64,
-    /// Counter, pages: the part of `evictions` that removed retained pages.
+    /// Counter, pages: the part of `evictions` that removed retained pages, which a get had
+    /// returned and left in the pool.
     pub evictions_retained: u64,
     /// Counter, pages: the part of `evictions` that happened because a tenant reached its own
     /// limit.
     pub evictions_limit: u64,
-    /// Counter, pages: the part of `evictions` that happened because the pool was shrunk below what
-    /// it held.
+    /// Counter, pages: the part of `evictions` that happened because the pool was shrunk and
+    /// exceeded its new size.
     pub evictions_shrink: u64,
     /// Counter, blobs: stored copies that compaction moved, so that unused memory between them
-    /// could be returned to the system.
+    /// could go back to the system.
     pub moved_blobs: u64,
-    /// Counter, blobs: stored copies that were compressed again because they were cold.
+    /// Counter, blobs: stored copies that were compressed again with zstd because they were cold.
     pub denser_blobs: u64,
-    /// Counter, bytes: bytes that were saved by compressing cold stored copies again.
+    /// Counter, bytes: bytes that were saved by compressing cold stored copies again with zstd.
     pub denser_saved_bytes: u64,
-    /// Gauge, bytes: number of bytes by which all present stored copies together are smaller than
-    /// when they were first compressed.
+    /// Gauge, bytes: difference between the first compressed size and the present size, summed over
+    /// all present stored copies.
     pub dense_gain_bytes: u64,
 }
 
-/// A tenant's counters, as kept under its lock.
+/// Counters of one tenant, which the tenant's lock guards.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counters {
     pub puts: u64,
@@ -257,7 +271,7 @@ impl EngineStats {
 }
 
 impl Counters {
-    /// Adds the counters of a departed tenant to the pool's sums.
+    /// Adds the counters of a removed tenant to these sums, which include all removed tenants.
     pub(crate) fn add(&mut self, other: Counters) {
         self.puts += other.puts;
         self.puts_refused += other.puts_refused;

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Locks and atomics. They are those of the standard library, except in tests with the feature
-//! `shuttle`, which replaces them. The library shuttle runs one thread at a time, and chooses at
-//! each lock or atomic which thread continues (tests/interleavings.rs).
+//! `shuttle`, which replaces them. The library shuttle runs one thread at a time. At each access to
+//! a lock or atomic, it chooses which thread continues (tests/interleavings.rs).
 //!
 //! shuttle's own atomics are not used. Much of the pool's shared data lies in memory that is zero
-//! at first, and the initial state of shuttle's atomics is not all zero. A standard atomic with a
-//! possible thread switch before each access is equivalent, because shuttle models sequentially
-//! consistent order only. Miri checks the memory orders.
+//! at first, and the initial state of shuttle's atomics is not all zero. Instead, each access to a
+//! standard atomic is preceded by a possible thread switch. That is equivalent, because shuttle
+//! models sequentially consistent order only. Miri checks the memory orders.
 
 #[cfg(not(all(test, feature = "shuttle")))]
 pub(crate) use std::sync::{
     Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard,
-    atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize},
+    atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize},
 };
 
 #[cfg(all(test, feature = "shuttle"))]
-pub(crate) use self::turns::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
+pub(crate) use self::turns::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize};
 #[cfg(all(test, feature = "shuttle"))]
 pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -25,7 +25,8 @@ mod turns {
 
     macro_rules! atomic {
         ($name:ident, $value:ty $(, $method:ident)*) => {
-            /// Atomic of the standard library with a possible thread switch before each access.
+            /// Atomic of the standard library with a possible thread switch of shuttle before each
+            /// access.
             #[derive(Debug, Default)]
             #[repr(transparent)]
             pub(crate) struct $name(std::sync::atomic::$name);
@@ -78,6 +79,7 @@ mod turns {
     }
 
     atomic!(AtomicBool, bool, swap);
+    atomic!(AtomicU16, u16);
     atomic!(AtomicU32, u32, fetch_add, fetch_sub, fetch_and, fetch_or);
     atomic!(AtomicU64, u64, fetch_add, fetch_sub);
     atomic!(AtomicUsize, usize, fetch_add);

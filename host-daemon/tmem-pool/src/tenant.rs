@@ -2,14 +2,14 @@
 //! Handle to a tenant, with the operations of one VM on the pool.
 //!
 //! Copying, hashing, compression, comparison and decompression run with no lock held. The tenant's
-//! lock guards its `State`; a thread holds at most one tenant's lock. Lock order: membership,
-//! tenant.
+//! lock guards its `State`. A thread holds at most one tenant's lock, and takes it after the
+//! membership lock.
 //!
-//! A panic under a tenant's lock empties that tenant, because its state is no longer known. The
-//! process continues, because threads also take this lock when they work for other tenants, for
-//! example to evict pages.
+//! A panic under a tenant's lock empties that tenant, because its state is unknown after the panic.
+//! The process continues. If the lock stayed poisoned instead, it would also stop threads that work
+//! for other tenants, for example to evict pages.
 
-use crate::blob::{DomainId, Reader, Store};
+use crate::blob::{DomainId, Encoded, Prepared, Reader, Store};
 use crate::codec;
 use crate::config::{
     EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, FINALIZE_PAGES, PAGE_SIZE, PUT_GROUP_PAGES, Page,
@@ -22,7 +22,7 @@ use crate::cost::{
 use crate::engine::{Engine, TenantParams};
 use crate::entry::Content;
 use crate::error::{AdmissionError, CreateError, NoPool};
-use crate::heap::prefetch_lines;
+use crate::heap::{Handle, prefetch_lines};
 #[cfg(test)]
 use crate::index::Key;
 use crate::index::PoolRef;
@@ -37,69 +37,66 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Number of stored pages whose beginnings a get prefetches together. An access to an address that
+/// Number of stored pages whose first bytes a get prefetches together. An access to an address that
 /// is not in the TLB waits for a page walk, but the processor does several page walks at the same
 /// time.
 const GET_TOGETHER: usize = 16;
 
-/// Distance of the prefetch when pages are freed: number of pages that are freed between the
-/// prefetch for a page and the freeing of that page.
-const FREE_AHEAD: usize = 3;
-
-/// Largest number of pages that a flush drops before it releases the tenant's lock.
+/// Largest number of pages that a flush or a reference request (REF) handles before it releases the
+/// tenant's lock.
 const LOCKED_PAGES_MAX: usize = 64;
 
-/// Largest number of pages of one get: a whole batch of the device. A get takes the tenant's lock
+/// Largest number of pages of one get: a full batch of the device. A get takes the tenant's lock
 /// once for all its pages. With this number it holds the lock for some 10 µs.
 pub const GET_PAGES_MAX: usize = 64;
 
-/// A page to put. `object` and `index` are the key within the pool.
+/// A page to put. The fields `object` and `index` are the page's key within the pool.
 #[derive(Clone, Copy, Debug)]
 pub struct Put<'a> {
-    /// Object, usually a file.
+    /// Number of the object, usually a file.
     pub object: u64,
     /// Number of the page within the object.
     pub index: u64,
-    /// Cookie, stored unchanged. A get must name it.
+    /// Cookie: a number that the guest chooses for this version of the page. A get must name it.
     pub cookie: u64,
-    /// The guest's hint that the page was active in the guest.
+    /// Hint of the guest: true if the page was active in the guest's page cache.
     pub workingset: bool,
-    /// Contents of the page. They must not change during the call.
+    /// Contents of the page. They must not change during the call of `put`.
     pub page: &'a Page,
 }
 
 /// Result for one page of a put.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PutResult {
-    /// The page is held until it is evicted.
+    /// The page is stored, and stays until it is removed or evicted.
     Stored,
-    /// The page is not held, and neither is an older page under its key.
+    /// The page is not stored, and an older page under its key, if there was one, was dropped.
     Refused,
 }
 
 /// Result for one page of a get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GetResult {
-    /// The page was returned and is no longer held.
+    /// The page was returned and is no longer in the pool.
     Hit {
-        /// The stored cookie, which is the requested one.
+        /// Cookie of the page, which is the requested one.
         cookie: u64,
     },
-    /// The page was returned and is retained: it stays until it is evicted, and is evicted before
-    /// pages that are held.
+    /// The page was returned and is retained: it stays in the pool, and is evicted before pages of
+    /// the tenant that are not retained.
     Retained {
-        /// The stored cookie, which is the requested one.
+        /// Cookie of the page, which is the requested one.
         cookie: u64,
     },
-    /// No page is held under this key and cookie.
+    /// The pool has no page with this key and cookie.
     Miss,
 }
 
-/// A page of a reference request (REF): the guest reports that it has evicted the page with this
-/// cookie unchanged.
+/// One page of a reference request (REF), by which the guest reports that it has evicted retained
+/// pages unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ref {
-    /// Object, usually a file.
+    /// Number of the object, usually a file.
     pub object: u64,
     /// Number of the page within the object.
     pub index: u64,
@@ -107,8 +104,8 @@ pub struct Ref {
     pub cookie: u64,
 }
 
-/// The part of a tenant that all threads of the engine share. Its sums are copies of values that
-/// the lock guards, for threads that do not hold the lock.
+/// The part of a tenant that all threads of the engine share. Its sums and flags are copies of
+/// values that the tenant's lock guards, for threads that do not hold the lock.
 #[derive(Debug)]
 pub(crate) struct TenantShared {
     name: String,
@@ -117,20 +114,20 @@ pub(crate) struct TenantShared {
     params: TenantParams,
     pub charged_bytes: Sum,
     pub entitled_bytes: Sum,
-    /// The larger of the tenant's charge and the bytes that it holds. The bytes may be more than
-    /// the charge, because the memory of a key is released only when all neighbouring keys are
-    /// gone.
+    /// Bytes that are compared with the entitlement: the tenant's charge or, if that is larger, its
+    /// stored bytes and index memory. The latter may be more than the charge, because the memory of
+    /// a key is released only when all neighbouring keys are gone.
     owed_bytes: Sum,
-    /// Memory of keys and queues in bytes.
+    /// Memory in bytes of the tenant's index, eviction policy, estimator and queue of raw pages.
     index_bytes: Sum,
-    /// True if the engine's totals no longer include the tenant. The flag is set under the tenant's
-    /// lock.
+    /// True if the engine's totals no longer include this tenant, which has departed. A thread sets
+    /// the flag under the tenant's lock.
     forgotten: AtomicBool,
-    /// True if the tenant has detached pages.
+    /// True if the tenant has detached pages: dropped with their object or pool, and not freed yet.
     has_dead: AtomicBool,
-    /// True if the tenant has raw pages.
+    /// True if the tenant's queue of raw pages (not finalized yet) is not empty.
     has_raw: AtomicBool,
-    /// True if the tenant has retained pages.
+    /// True if the tenant has retained pages, which a get returned and left in the pool.
     has_retained: AtomicBool,
     mismatch_logged: AtomicBool,
 }
@@ -169,30 +166,33 @@ impl TenantShared {
         self.domain
     }
 
-    /// Returns whether detached pages wait to be freed.
+    /// Returns whether the tenant has detached pages: dropped with their object or pool, and not
+    /// freed yet.
     pub(crate) fn has_dead(&self) -> bool {
         self.has_dead.load(Relaxed)
     }
 
-    /// Returns whether the tenant had raw pages when a thread last held the lock.
+    /// Returns whether the tenant's queue of raw pages (not finalized yet) had entries when a
+    /// thread last released the lock.
     pub(crate) fn has_raw(&self) -> bool {
         self.has_raw.load(Relaxed)
     }
 
-    /// Returns whether the tenant had retained pages when a thread last held the lock.
+    /// Returns whether the tenant had retained pages, which a get returned and left in the pool,
+    /// when a thread last released the lock.
     pub(crate) fn has_retained(&self) -> bool {
         self.has_retained.load(Relaxed)
     }
 
     /// Returns how far the tenant is above its entitlement, in bytes. The result is negative if the
-    /// tenant is below it. The comparison uses `owed_bytes` instead of the charge. Otherwise a
-    /// tenant that has lost most of its pages could keep the index memory of the lost pages, to
-    /// which other tenants are entitled.
+    /// tenant is below its entitlement. The entitlement is compared with `owed_bytes` instead of
+    /// the charge. Otherwise a tenant that has lost most of its pages could keep the index memory
+    /// of the lost pages, to which other tenants are entitled.
     pub(crate) fn excess_bytes(&self) -> i128 {
         i128::from(self.owed_bytes.get()) - i128::from(self.entitled_bytes.get())
     }
 
-    /// Sets the entitlement in bytes, and the limit of raw pages that follows from it.
+    /// Sets the tenant's entitlement in bytes, and the limit of raw pages that follows from it.
     pub(crate) fn entitle(&self, bytes: u64) {
         self.entitled_bytes.set(bytes);
         let raw = bytes / RAW_PART / PAGE_SIZE as u64;
@@ -204,8 +204,8 @@ impl TenantShared {
         self.state().limit_bytes = limit_bytes.unwrap_or(u64::MAX);
     }
 
-    /// Removes the tenant from the totals. Afterwards, only threads that are still working on the
-    /// tenant have references to it.
+    /// Removes the departed tenant from the totals. After that, only threads that are still working
+    /// on the tenant have references to it.
     pub(crate) fn forgotten(&self, totals: &Totals) {
         let _state = self.state();
         self.forgotten.store(true, Relaxed);
@@ -248,8 +248,9 @@ impl TenantShared {
         })
     }
 
-    /// Gives up to [`FINALIZE_PAGES`] raw pages their final form. Returns the number of these
-    /// pages, or None if there was no memory for one of them.
+    /// Finalizes (deduplicates and compresses) up to [`FINALIZE_PAGES`] raw pages of the tenant.
+    /// Returns the number of these pages, or None if there was no memory for the final form of one
+    /// of them.
     pub(crate) fn finalize(&self, engine: &Engine) -> Option<usize> {
         let mut work = [(0, 0); FINALIZE_PAGES];
         let mut nr = 0;
@@ -260,7 +261,8 @@ impl TenantShared {
         while nr < FINALIZE_PAGES
             && let Some((id, blob)) = state.next_raw()
         {
-            // This second reference keeps the page's bytes if the page is removed in the meantime.
+            // Take another reference to the raw blob. It keeps the page's bytes if another thread
+            // removes the page before its final form is stored.
             if engine.store.share(blob) {
                 work[nr] = (id, blob);
                 nr += 1;
@@ -279,20 +281,51 @@ impl TenantShared {
         }
         let mut finalized = [None; FINALIZE_PAGES];
         let mut buffer = engine.take_buffer();
-        for (&(_, blob), finalized) in work.iter().zip(&mut finalized) {
-            if let Some(buffer) = &mut buffer {
-                *finalized = engine.finalize(blob, self.domain, &mut buffer.pages()[0]);
+        if let Some(buffer) = &mut buffer {
+            let [one, two] = buffer.pages() else {
+                unreachable!("scratch memory does not have two pages");
+            };
+            // Store a compressed page only after the next page is compressed. In the meantime the
+            // processor loads the memory that is reserved for the compressed page.
+            let (mut empty, mut full) = (one, two);
+            let mut encoded: Option<(usize, Encoded)> = None;
+            let complete =
+                |encoded, buffer: &Page| engine.store.complete(encoded, self.domain, buffer);
+            for (nth, &(_, blob)) in work.iter().enumerate() {
+                // If this page may equal the compressed page that is not stored yet, store that
+                // page first. Only then can this page find and share it.
+                if let Some((before, page)) = encoded
+                    && engine.store.may_equal(blob, &page)
+                {
+                    finalized[before] = Some(complete(page, full));
+                    encoded = None;
+                }
+                let prepared = engine.prepare(blob, self.domain, empty);
+                if let Some((before, page)) = encoded.take() {
+                    finalized[before] = Some(complete(page, full));
+                }
+                match prepared {
+                    Some(Prepared::Finalized(found)) => finalized[nth] = Some(found),
+                    Some(Prepared::Encoded(page)) => {
+                        encoded = Some((nth, page));
+                        std::mem::swap(&mut empty, &mut full);
+                    }
+                    None => {}
+                }
+            }
+            if let Some((last, page)) = encoded {
+                finalized[last] = Some(complete(page, full));
             }
         }
         if let Some(buffer) = buffer {
             engine.give_buffer(buffer);
         }
-        // Wipe the remains of stored pages that were decompressed for a comparison.
+        // Wipe the remains of stored pages that this thread has decompressed to compare them.
         codec::wipe();
         let mut freed = Freed::new();
         let mut state = self.lock(&engine.totals);
-        // Store the results in reverse order, so that the pages for which there was no memory
-        // return to the queue in their old order.
+        // Handle the results in reverse order, so that pages for which there was no memory return
+        // to the queue in their old order.
         for (&(id, blob), finalized) in work.iter().zip(finalized).rev() {
             match finalized {
                 Some(finalized) => state.finalize((id, blob), finalized, &mut freed),
@@ -306,8 +339,8 @@ impl TenantShared {
         (!failed).then_some(nr)
     }
 
-    /// Logs that a page does not match its hash, but only once for each tenant, because a faulty
-    /// host would log it at every get.
+    /// Logs that a page does not match its hash. It does so only once for each tenant, because a
+    /// faulty host would cause a message at every get.
     fn log_mismatch(&self, object: u64, index: u64) {
         if !self.mismatch_logged.swap(true, Relaxed) {
             tracing::error!(
@@ -321,13 +354,13 @@ impl TenantShared {
     }
 }
 
-/// Guard of a tenant's lock, which gives access to the state. Dropping it updates the copies in
-/// [`TenantShared`].
+/// Guard of a tenant's lock, which gives access to the tenant's state. Dropping it updates the
+/// copies of the state's values in [`TenantShared`].
 pub(crate) struct Locked<'a> {
     tenant: &'a TenantShared,
     totals: &'a Totals,
     state: MutexGuard<'a, State>,
-    /// True if the lock was taken while a panic unwinds.
+    /// True if the thread was already unwinding after a panic when it took the lock.
     unwinding: bool,
 }
 
@@ -353,8 +386,8 @@ impl Drop for Locked<'_> {
             unwinding,
         } = self;
         if std::thread::panicking() && !*unwinding {
-            // A panic has poisoned the lock: the next thread that takes the lock empties the
-            // tenant.
+            // A panic under the lock has poisoned it. The next thread that takes the lock empties
+            // the tenant.
             return;
         }
         tenant.charged_bytes.set(state.charged_bytes());
@@ -378,14 +411,14 @@ fn drop_ns(content: &Content) -> u64 {
     }
 }
 
-/// Pages that a get has returned. Dropping this value frees the pages that the get removed from the
-/// tenant. The caller should answer the guest first, because freeing is a fifth of the work of a
-/// get.
+/// Result of a get: how many pages it handled, what it cost, and the stored contents of the
+/// returned pages. Dropping this value releases these contents. The caller should answer the guest
+/// first, because releasing is a fifth of the work of a get.
 #[derive(Debug)]
 pub struct Spent<'a> {
     store: &'a Store,
-    /// Contents of the removed pages. Only the first `nr` are valid. The array is part of the value,
-    /// so that a get allocates no memory.
+    /// Contents to which this value owns references. Only the first `nr` elements are valid. The
+    /// array is part of the value, so that a get allocates no memory.
     contents: [Content; GET_PAGES_MAX],
     nr: usize,
     pages: usize,
@@ -393,13 +426,12 @@ pub struct Spent<'a> {
 }
 
 impl Spent<'_> {
-    /// Returns the number of pages that the get has handled, hits and misses.
+    /// Returns the number of pages that the get has handled, both hits and misses.
     pub fn pages(&self) -> usize {
         self.pages
     }
 
-    /// Returns the cost of the get in nanoseconds, including that of freeing the pages that it took
-    /// out.
+    /// Returns the cost of the get in nanoseconds. It includes the cost of dropping this value.
     pub fn cost_ns(&self) -> u64 {
         self.cost_ns
     }
@@ -407,20 +439,14 @@ impl Spent<'_> {
 
 impl Drop for Spent<'_> {
     fn drop(&mut self) {
-        let contents = &self.contents[..self.nr];
-        for (nth, &content) in contents.iter().enumerate() {
-            if let Some(&ahead) = contents.get(nth + FREE_AHEAD) {
-                self.store.prefetch_listed(ahead);
-            }
-            self.store.release_content(content);
-        }
+        self.store.release_all(&self.contents[..self.nr]);
         // Wipe the remains of decompressed pages only now, when no guest waits for an answer.
         codec::wipe();
     }
 }
 
-/// Owner of a tenant, which all handles of the tenant share. Dropping the owner makes the tenant
-/// depart.
+/// Owner of a tenant, which all handles of the tenant share. Dropping the owner removes the tenant
+/// from the engine.
 struct TenantOwner {
     engine: Arc<Engine>,
     tenant: Arc<TenantShared>,
@@ -439,8 +465,8 @@ impl Drop for TenantOwner {
     }
 }
 
-/// Handle to one tenant. Clones are handles to the same tenant. Dropping the last handle drops the
-/// tenant's pages, which [`Engine::maintain`](crate::Engine::maintain) frees later.
+/// Handle to one tenant. A clone is another handle to that tenant. Dropping the last handle drops
+/// the tenant's pages, which [`Engine::maintain`](crate::Engine::maintain) frees later.
 #[derive(Clone)]
 pub struct Tenant(Arc<TenantOwner>);
 
@@ -466,16 +492,17 @@ impl Tenant {
         &self.0.tenant.name
     }
 
-    /// Creates an empty pool. The engine accepts any u32 as id; checking the range is up to the
-    /// caller.
+    /// Creates an empty pool with the number `id`. The engine accepts any number, so the caller
+    /// checks its range.
     ///
     /// # Errors
-    /// `Exists` if a live pool of the tenant has the id, `Limit` if the tenant has too many pools.
+    /// `Exists` if the tenant already has a live pool with this number, `Limit` if the tenant has
+    /// too many pools.
     pub fn create_pool(&self, id: u32) -> Result<(), CreateError> {
         self.0.lock().create_pool(id)
     }
 
-    /// Removes a pool with its pages in constant time; the pages are freed later.
+    /// Removes a pool with its pages in constant time. Background work frees the pages later.
     ///
     /// # Errors
     /// The tenant has no such pool.
@@ -484,13 +511,15 @@ impl Tenant {
     }
 
     /// Stores pages in their order: if a key occurs twice, the later page replaces the earlier one.
-    /// `results` has the length of `pages`. A refused page leaves nothing under its key.
+    /// `results` must have the length of `pages`. If a page is refused, an older page under its key
+    /// is dropped nevertheless.
     ///
-    /// The call copies the pages, and [`Engine::maintain`](crate::Engine::maintain) gives them
-    /// their final form. A page is refused if too many pages of the tenant wait for their final
-    /// form. A page that would exceed the tenant's limit evicts the tenant's own oldest pages. A
-    /// page for which the pool has no room evicts, in bounded steps, pages of the tenant most above
-    /// its entitlement. It is refused if that does not suffice, and never waits.
+    /// The call copies the pages, and [`Engine::maintain`](crate::Engine::maintain) deduplicates
+    /// and compresses them later. A page is refused if too many pages of the tenant wait for that.
+    /// A page that would exceed the tenant's limit evicts the tenant's own oldest pages. If the
+    /// pool has no memory for a page, the call evicts pages of the tenant that is most above its
+    /// entitlement, in bounded steps. It refuses the page if that does not suffice, and never
+    /// waits.
     ///
     /// Returns the cost in nanoseconds. It is at most [`PUT_NS_MAX`](crate::PUT_NS_MAX) for each
     /// page, plus the cost of removing keys that the estimator no longer has to follow. Each key is
@@ -529,8 +558,8 @@ impl Tenant {
         Ok(cost_ns)
     }
 
-    /// Stores a group of up to [`PUT_GROUP_PAGES`] pages. Returns the cost in nanoseconds, or None
-    /// if the pool was destroyed.
+    /// Stores a group of up to [`PUT_GROUP_PAGES`] pages of a put. Returns the cost in nanoseconds,
+    /// or None if the pool was destroyed.
     fn put_group(
         &self,
         pool: PoolRef,
@@ -538,7 +567,7 @@ impl Tenant {
         results: &mut [PutResult],
     ) -> Option<u64> {
         let engine = &self.0.engine;
-        // Pages that would be refused are not copied.
+        // Copy no more pages than the tenant may add to its raw pages. Further pages are refused.
         let raw_room = self.0.lock().raw_room();
         let mut raw = [None; PUT_GROUP_PAGES];
         let steps_max = pages.len() * EVICTIONS_PER_PUT_PAGE;
@@ -546,15 +575,25 @@ impl Tenant {
         for put in pages.iter().take(raw_room) {
             prefetch_lines(put.page.as_ptr());
         }
-        for (put, raw) in pages.iter().zip(&mut raw).take(raw_room) {
-            *raw = engine.put_raw(put.page, &mut steps);
+        // Reserve the memory of all pages before the first page is copied. While copied bytes are
+        // on their way to memory, each access to a lock or an atomic waits for them.
+        let mut blobs = [Handle(0); PUT_GROUP_PAGES];
+        let blobs = &mut blobs[..raw_room.min(pages.len())];
+        let copied = engine.reserve_raw(blobs, &mut steps);
+        for ((put, raw), &blob) in pages.iter().zip(&mut raw).zip(&blobs[..copied]) {
+            *raw = Some(engine.store.put_raw(blob, put.page));
         }
         let has_index_room = engine.has_index_room();
-        let copied = raw.iter().flatten().count();
         let mut freed = Freed::new();
         let mut state = self.0.lock();
         let estimator_before_ns = state.estimator_ns();
         let live = state.index.is_live(pool);
+        let mut key_hashes = [0; PUT_GROUP_PAGES];
+        if live {
+            for (put, key_hash) in pages[..copied].iter().zip(&mut key_hashes) {
+                *key_hash = state.prefetch_put(pool, put.object, put.index);
+            }
+        }
         for (nth, ((put, raw), result)) in pages.iter().zip(raw).zip(results).enumerate() {
             let Some((blob, check)) = raw else {
                 if live {
@@ -577,6 +616,7 @@ impl Tenant {
                 workingset: put.workingset,
                 blob,
                 check,
+                key_hash: key_hashes[nth],
             };
             if state.put(pool, page, has_index_room, &mut freed) {
                 *result = PutResult::Stored;
@@ -593,10 +633,11 @@ impl Tenant {
         live.then_some(cost_ns)
     }
 
-    /// Gets consecutive pages of one object from `index` on, one for each cookie. `cookies`, `out`
-    /// and `results` have the same length. A hit removes the page. For a miss, the contents of the
-    /// page in `out` are unspecified. The restored bytes are compared with the hash of the bytes
-    /// that were put. If they differ, the answer is a miss, which is counted in `hash_mismatches`.
+    /// Gets consecutive pages of one object, beginning with page `index`, one for each cookie.
+    /// `cookies`, `out` and `results` must have the same length. A hit removes the page from the
+    /// pool. For a miss, the contents of the page in `out` are unspecified. The get compares the
+    /// restored bytes with the hash of the bytes that were put. If they differ, the result is a
+    /// miss, which is counted in `hash_mismatches`.
     ///
     /// # Errors
     /// The tenant has no such pool; then all results are `Miss`.
@@ -615,16 +656,16 @@ impl Tenant {
         self.get_some(pool, (object, index), cookies, out, results, u64::MAX)
     }
 
-    /// Does a [`get`](Self::get) of as many pages as cost at most `budget_ns` nanoseconds by the
-    /// figures of `cost.rs`, for threads that have to serve other VMs in between.
-    /// [`Spent::pages`] returns their number. The pages after them are neither looked up nor
-    /// removed, and have the result `Miss`. With a budget of [`GET_NS_MAX`](crate::GET_NS_MAX) or
-    /// more, a call handles at least one page.
+    /// Does a [`get`](Self::get) of as many pages as cost at most `budget_ns` nanoseconds, computed
+    /// from the constants of `cost.rs`. It is for threads that have to serve other VMs in between.
+    /// [`Spent::pages`] returns the number of pages handled. The get neither looks up nor removes
+    /// further pages, and their result is `Miss`. With a budget of
+    /// [`GET_NS_MAX`](crate::GET_NS_MAX) or more, a call handles at least one page.
     ///
-    /// The cost of a page is known only approximately when the get takes the page out of the index:
-    /// a page that a background worker compresses with zstd at this moment may exceed the budget. A
-    /// retained page may exceed it, too, if the tenant has less room than before and the estimator
-    /// therefore removes followed keys.
+    /// In two cases a get may cost more than the budget, because the cost of a page is estimated
+    /// before the page is read. First, a background worker may be compressing the page with zstd at
+    /// this moment. Second, for a retained page, the tenant may have less room than before, so that
+    /// the estimator removes keys that it follows.
     ///
     /// # Errors
     /// The tenant has no such pool; then all results are `Miss`.
@@ -644,8 +685,9 @@ impl Tenant {
         self.get_retaining(pool, (object, index), asked, out, results, budget_ns)
     }
 
-    /// Does a [`get_some`](Self::get_some) that may retain pages. If bit n of `retain` is 1, the
-    /// engine may retain page n. The engine decides this for each page.
+    /// Does a [`get_some`](Self::get_some) that may retain pages, that is, leave pages that it
+    /// returns in the pool. If bit n of `retain` is 1, the engine may retain page n. The engine
+    /// decides this for each page.
     ///
     /// # Errors
     /// The tenant has no such pool; then all results are `Miss`.
@@ -661,7 +703,7 @@ impl Tenant {
         results: &mut [GetResult],
         budget_ns: u64,
     ) -> Result<Spent<'_>, NoPool> {
-        // `retain` has a bit for each page of a get.
+        // The mask `retain` must have a bit for each page of a get.
         const { assert!(GET_PAGES_MAX <= u64::BITS as usize) };
         assert!(
             cookies.len() == out.len() && cookies.len() == results.len(),
@@ -673,7 +715,8 @@ impl Tenant {
         let TenantOwner { engine, tenant } = &*self.0;
         let store = &engine.store;
         results.fill(GetResult::Miss);
-        // Leave out cookies of pages beyond the largest page number, because no such pages exist.
+        // Leave out cookies of pages beyond the page number u64::MAX, because there are no such
+        // pages.
         let nr = (u64::MAX - index)
             .saturating_add(1)
             .min(cookies.len() as u64) as usize;
@@ -706,8 +749,9 @@ impl Tenant {
             },
             cost_ns: estimator_ns,
         };
-        // All pages stay in place until they are read. Opening each reader just before its page is
-        // read would make each page wait until the write for the page before has reached memory.
+        // Open the readers of all pages before the first page is read. An open reader keeps its
+        // page in place. Opening a reader is an atomic access. If it came after the copy of another
+        // page, it would wait until the copied bytes have reached memory.
         let taken = &taken[..looked_up];
         let mut readers = [const { None }; GET_PAGES_MAX];
         for (reader, taken) in readers.iter_mut().zip(taken) {
@@ -764,14 +808,14 @@ impl Tenant {
         Ok(spent)
     }
 
-    /// Drops a retained page that failed its check.
+    /// Drops a retained page whose bytes do not match its hash.
     fn drop_damaged(&self, pool: PoolRef, key: (u64, u64), cookie: u64) {
         let mut state = self.0.lock();
         if !state.index.is_live(pool) {
             return;
         }
-        // If another thread has removed the page in the meantime, that thread has counted the
-        // removal.
+        // If another thread has removed the page in the meantime, that thread has already counted
+        // the removal.
         if let Some(content) = state.drop_cookie(pool, key, cookie) {
             state.counters.retains -= 1;
             drop(state);
@@ -779,9 +823,10 @@ impl Tenant {
         }
     }
 
-    /// Refers to pages that the guest has evicted unchanged: a retained page with the named cookie
-    /// is held again, as after a put. Sets `held` for each page that is held under its key and
-    /// cookie. A page with another cookie is left alone. A repeated reference changes nothing.
+    /// Executes references (REF), by which the guest reports that it has evicted retained pages
+    /// unchanged. A page with the named key and cookie then is no longer retained, as after a put.
+    /// Sets the element of `held` to true if the pool has such a page. Leaves a page with another
+    /// cookie unchanged. A repeated reference changes nothing.
     ///
     /// Returns the cost in nanoseconds. It is at most [`REF_NS_MAX`](crate::REF_NS_MAX) for each
     /// page, plus the cost of removing keys that the estimator no longer has to follow.
@@ -818,9 +863,9 @@ impl Tenant {
         Ok(cost_ns)
     }
 
-    /// Drops the pages that the references name, whether held or retained. A caller that cannot
-    /// keep pages at the moment calls it instead of [`refer`](Self::refer). A page with another
-    /// cookie is left alone. Returns the cost in nanoseconds, at most
+    /// Drops the pages that the references name, whether they are retained or not. A caller that
+    /// cannot keep pages at the moment calls `drop_refs` instead of [`refer`](Self::refer). Leaves
+    /// a page with another cookie unchanged. Returns the cost in nanoseconds, at most
     /// [`REF_NS_MAX`](crate::REF_NS_MAX) for each page.
     ///
     /// # Errors
@@ -847,9 +892,10 @@ impl Tenant {
         Ok(cost_ns)
     }
 
-    /// Drops `nr_pages` pages of one object from the page `index` on. With None, drops all pages
-    /// from there to the object's end. The time is proportional to the pages found. A whole object
-    /// (index 0, to the end) is dropped in constant time and freed later.
+    /// Drops `nr_pages` pages of one object, beginning with page `index`. With None, drops all
+    /// pages from there to the object's end. The time is proportional to the number of pages found.
+    /// But a large object that is dropped as a whole (from page 0 to its end) takes constant time,
+    /// and is freed later.
     ///
     /// # Errors
     /// The tenant has no such pool.
@@ -865,10 +911,10 @@ impl Tenant {
     }
 
     /// Does a [`flush`](Self::flush) in steps, for threads that have to serve other VMs in between.
-    /// A call costs at most `budget_ns` nanoseconds by the figures of `cost.rs`, and lowers
-    /// `budget_ns` by its cost. Returns true if all pages are dropped. Returns false if the budget
-    /// does not suffice for the next step. The same call then continues with a new budget of
-    /// [`FLUSH_NS_MIN`](crate::FLUSH_NS_MIN) or more.
+    /// A call costs at most `budget_ns` nanoseconds, computed from the constants of `cost.rs`, and
+    /// lowers `budget_ns` by its cost. Returns true if all pages are dropped. Returns false if the
+    /// budget does not suffice for the next step. The caller then repeats the call with a new
+    /// budget of [`FLUSH_NS_MIN`](crate::FLUSH_NS_MIN) or more.
     ///
     /// # Errors
     /// The tenant has no such pool.
@@ -898,8 +944,8 @@ impl Tenant {
             *budget_ns = left_ns;
             let mut freed = Freed::new();
             let mut state = self.0.lock();
-            // A pool that was destroyed in the meantime has no pages to drop. The flush does not
-            // apply to a new pool with its id.
+            // If the pool was destroyed in the meantime, there are no pages to drop. The flush does
+            // not apply to a new pool with the same number.
             if !state.index.is_live(pool) {
                 return Ok(true);
             }
@@ -928,14 +974,14 @@ impl Tenant {
         }
     }
 
-    /// Drops the pages that the tenant holds now, a few at a time; its pools stay. Returns the
-    /// number of dropped pages. The call is for operators: it takes about 1 µs for each page, and
-    /// the memory of the pages is free when it returns.
+    /// Drops the pages that the tenant has now, a few at a time. The tenant's pools stay. Returns
+    /// the number of dropped pages. The call is for operators: it takes about 1 µs for each page,
+    /// and the memory of the pages is free when it returns.
     pub fn drop_pages(&self) -> u64 {
         let (mut left, before) = {
             let mut state = self.0.lock();
-            // Remove the keys from the estimator, because more memory would not have prevented
-            // later misses of these pages.
+            // The estimator must not count later misses of these pages as misses that more memory
+            // would have prevented. So remove their keys from it.
             state.estimator.drop_where(|_| true);
             let pages = u64::from(state.index.gauges.pages);
             (pages, pages)
@@ -952,22 +998,22 @@ impl Tenant {
         before - left
     }
 
-    /// Empties the tenant in constant time: pools, objects and pages, which are freed later. Quota
-    /// and trust domain stay.
+    /// Removes all pools of the tenant with their pages in constant time. Background work frees the
+    /// pages later. Quota and trust domain stay.
     pub fn clear(&self) {
         self.0.lock().clear();
     }
 
-    /// Changes the quota. Pages above a lower limit are evicted in steps of
-    /// [`Engine::maintain`](crate::Engine::maintain) and of puts.
+    /// Changes the tenant's quota. If the limit becomes lower than the charge,
+    /// [`Engine::maintain`](crate::Engine::maintain) and puts evict pages of the tenant in steps.
     ///
     /// # Errors
-    /// The reserve does not fit beside those of the other tenants; then nothing changes.
+    /// The reserve does not fit beside the reserves of the other tenants; then nothing changes.
     pub fn set_quota(&self, quota: Quota) -> Result<(), AdmissionError> {
         self.0.engine.set_quota(&self.0.tenant, quota)
     }
 
-    /// Returns gauges and counters as of now.
+    /// Returns the tenant's gauges and counters as of now.
     pub fn stats(&self) -> TenantStats {
         let TenantOwner { engine, tenant } = &*self.0;
         let quota = engine.quota(tenant);
@@ -981,7 +1027,7 @@ impl Tenant {
 
 #[cfg(test)]
 thread_local! {
-    /// Counter: how often this thread has taken the lock of a tenant.
+    /// Counter for tests: how often this thread has taken the lock of a tenant.
     static LOCKED_TIMES: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
@@ -997,8 +1043,8 @@ impl Tenant {
         &self.0.engine
     }
 
-    /// Returns the cookie of the page with the key (pool, object, index), and copies the page to
-    /// `read`, if that is given. The page is not removed.
+    /// Returns the cookie of the page with the key (pool, object, index), or None if there is no
+    /// such page. Copies the page to `read`, if that has a value. Does not remove the page.
     pub(crate) fn peek_with(
         &self,
         (pool, object, index): (u32, u64, u64),

@@ -4,8 +4,8 @@
 use crate::sync::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// A sum that threads change atomically. Relaxed memory order suffices, because each sum is correct
-/// by itself and no code relies on the order of changes to two sums.
+/// A sum that threads change atomically. Relaxed memory order suffices: each sum is correct by
+/// itself, and no code relies on the order in which two sums change.
 #[derive(Debug, Default)]
 pub(crate) struct Sum(AtomicU64);
 
@@ -27,21 +27,22 @@ impl Sum {
         self.0.store(n, Relaxed);
     }
 
-    /// Changes one contribution to the sum from `before` to `now`.
+    /// Changes one part of the sum, such as that of one tenant, from `before` to `now`.
     pub(crate) fn change(&self, before: u64, now: u64) {
         self.add(now);
         self.sub(before);
     }
 }
 
-/// Sums over all tenants, and counters of finished work. The number of blobs is not among them,
-/// because the heap counts blobs.
+/// Sums over all tenants, and counters of finished work. The number of blobs (stored contents) is
+/// not among them, because the heap counts it.
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
-    /// Memory of all indexes and policies in bytes, detached parts included.
+    /// Memory of all tenants' indexes and eviction policies in bytes, including dropped pages that
+    /// are not freed yet.
     pub index_bytes: Sum,
-    /// Number of live tenants, and of departed tenants whose pages are not freed yet.
+    /// Number of live tenants and of removed tenants whose pages are not all freed yet.
     pub tenants: Sum,
-    /// Counter: blobs that compaction has moved.
+    /// Counter: number of times that compaction has moved a blob (stored content).
     pub moved_blobs: Sum,
 }

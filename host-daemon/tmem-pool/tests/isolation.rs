@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Test of the isolation of trust domains. The answers to a tenant and its charges must not depend
-//! on the pages of a tenant of another trust domain. The answers must be the same to the bit, also
-//! while the pool is full, pages are evicted and puts are refused. `tmem-bench timing` measures
-//! whether the times of requests depend on pages of other trust domains.
+//! Test of the isolation of trust domains. The answers to a tenant's requests and the tenant's
+//! charge must not depend on the pages of a tenant of another trust domain. The answers must be the
+//! same to the bit, also while the pool is full, pages are evicted and puts are refused. The
+//! command `tmem-bench timing` measures whether the times of requests depend on pages of other
+//! trust domains.
 
 use std::sync::Arc;
 use tmem_pool::{
@@ -12,20 +13,19 @@ use tmem_pool::{
 
 const MIB: u64 = 1 << 20;
 
-/// Number of pages that the tenant puts; the other tenant puts half as many. The pages of both
-/// tenants together are more than the pool can hold.
+/// Number of pages that the observed tenant puts. The other tenant puts half as many. The pages of
+/// both tenants together are more than the pool can hold.
 const PAGES: u64 = 3000;
 
-/// Number of pages of a put.
+/// Number of pages of each put.
 const BATCH: u64 = 32;
 
 /// Number that is XORed to every byte of a page to make another page. For a page of noise and for a
-/// page of one repeated byte, the stored size stays the same.
+/// page of one repeated byte, the stored size does not change.
 const OTHER: u8 = 0x5a;
 
-/// Returns the page with this number. One third of all pages is noise, one third has one repeated
-/// byte, and one third is partly noise. The other tenant has different pages instead of those of
-/// the last third.
+/// Returns the observed tenant's page with this number. By its number, a page is all noise, has one
+/// repeated byte, or is partly noise. One third of the pages is of each kind.
 fn page(number: u64) -> Page {
     let noise = match number % 3 {
         0 => 0,
@@ -36,9 +36,9 @@ fn page(number: u64) -> Page {
     std::array::from_fn(|at| if at < noise { rng() } else { number as u8 })
 }
 
-/// Returns a page of the other tenant. It is the page that [`page`] returns, with `change` XORed to
-/// every byte, if that does not affect the stored size. Otherwise it is a page that the first
-/// tenant never has.
+/// Returns the other tenant's page with this number. A page of noise or of one repeated byte is the
+/// observed tenant's page with every byte XORed with `change`, which does not affect the stored
+/// size. Otherwise it is a page that the observed tenant never has.
 fn others(number: u64, change: u8) -> Page {
     match number % 3 {
         2 => page(number + 3 * PAGES),
@@ -92,7 +92,7 @@ fn get(tenant: &Tenant, index: u64) -> (GetResult, Page) {
             .get(1, 1, index, &cookie, &mut out, &mut result)
             .unwrap(),
     );
-    // The bytes that come with a miss are unspecified.
+    // The contents of `out` after a miss are unspecified, so replace them by zeroes.
     let page = if result[0] == GetResult::Miss {
         [0; PAGE_SIZE]
     } else {
@@ -101,7 +101,7 @@ fn get(tenant: &Tenant, index: u64) -> (GetResult, Page) {
     (result[0], page)
 }
 
-/// All that a tenant can see: the answers to its requests, and its statistics.
+/// All that the observed tenant can see: the answers to its requests, and its statistics.
 #[derive(PartialEq)]
 struct Seen {
     puts: Vec<Vec<PutResult>>,
@@ -109,9 +109,9 @@ struct Seen {
     stats: Vec<TenantStats>,
 }
 
-/// Puts and gets pages of one tenant while another tenant, of the trust domain `domain`, holds
-/// pages. `change` is passed to [`others`]: with 0 both tenants have the same pages, except for
-/// those of the last third. Returns the answers to the first tenant.
+/// Puts and gets pages of the observed tenant while another tenant, in the trust domain `domain`,
+/// has pages. `change` is passed to [`others`]. With 0, two thirds of the other tenant's pages
+/// equal pages of the observed tenant. Returns what the observed tenant can see.
 fn beside(domain: &str, change: u8, limit_bytes: Option<u64>) -> Seen {
     let engine = Engine::new(EngineConfig::new(4 * MIB, 7)).unwrap();
     let other = add(&engine, domain, None);
@@ -127,7 +127,7 @@ fn beside(domain: &str, change: u8, limit_bytes: Option<u64>) -> Seen {
     };
     for first in (0..PAGES).step_by(BATCH as usize) {
         seen.puts.push(put(&own, first, page));
-        // Background work runs only after every tenth put, so that some puts are refused.
+        // Run background work only after every tenth put, so that some puts are refused.
         if first % (10 * BATCH) == 0 {
             while engine.maintain(Time(0), 64) {}
         }
@@ -158,14 +158,14 @@ fn pages_of_another_domain_change_no_answer_and_no_charge() {
         for (same, others) in same.stats.iter().zip(&others.stats) {
             assert_eq!(same, others);
         }
-        // Assert that the test had hits, evictions and refused puts.
+        // Assert that the run had hits, evictions and refused puts.
         let stats = same.stats.last().unwrap();
         assert!(
             stats.hits > 0 && stats.evictions > 0 && stats.puts_refused > 0,
             "the test is too weak: it had no hit, no eviction or no refused put: {stats:?}"
         );
     }
-    // Inside one trust domain, the answers depend on the other tenant's pages. This shows that the
-    // test is able to find a leak.
+    // If both tenants are in one trust domain, the answers do depend on the other tenant's pages.
+    // This shows that the test is able to find a leak.
     assert!(beside("own", 0, None) != beside("own", OTHER, None));
 }

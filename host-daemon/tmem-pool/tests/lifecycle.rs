@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the life of a page through the public interface: it is put, got, replaced, flushed, and
-//! dropped with its pool.
+//! Tests of the life of a page through the public interface: the guest puts, gets, replaces and
+//! flushes the page, and drops it with its pool.
 
 mod common;
 
@@ -15,8 +15,8 @@ fn new_engine() -> Arc<Engine> {
     common::engine(16 << 20)
 }
 
-/// Returns three different pages: one that compresses, one that does not, and one of a single
-/// repeated byte.
+/// Returns three different pages: one that compresses, one that does not compress, and one of a
+/// single repeated byte.
 fn pages() -> [Page; 3] {
     let mut text = [0; PAGE_SIZE];
     text.iter_mut()
@@ -80,7 +80,7 @@ fn a_get_returns_a_page_once() {
             "a second get returned the page that the first get removed"
         );
     }
-    // A get of a page that is not finalized yet returns the page, too.
+    // A get must also return a page that is not finalized (deduplicated and compressed) yet.
     for (index, page) in pages().iter().enumerate() {
         put(&tenant, index as u64, 100, page);
         assert_eq!(get(&tenant, index as u64, 100), Some(*page));
@@ -118,7 +118,8 @@ fn each_page_of_a_get_has_its_own_result() {
     let hit = |cookie| GetResult::Hit { cookie };
     assert_eq!(results, [GetResult::Miss, hit(1), GetResult::Miss, hit(3)]);
     assert_eq!((out[1], out[3]), (text, noise));
-    // There are no pages beyond the largest page number, so the get reports misses for them.
+    // Request pages beyond the page number u64::MAX. There are no such pages, so the get reports
+    // misses.
     tenant
         .get(1, 5, u64::MAX - 1, &[4, 4, 4, 4], &mut out, &mut results)
         .unwrap();

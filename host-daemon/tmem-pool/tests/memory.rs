@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Test that the engine reports its memory as the system does, and that freed memory contains no
-//! bytes of pages.
+//! Test that the engine reports as much memory as it takes from the system, and that freed memory
+//! contains no bytes of pages.
 //!
 //! This must be the only test of its process, because it reads all memory of the process.
 
@@ -12,17 +12,17 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use tmem_pool::{ADDRESS_SPACE_TIMES, Engine, PAGE_SIZE, Page, Put, PutResult, Tenant, Time};
 
-/// Allocator that counts live bytes.
+/// Allocator that counts the bytes of live allocations.
 struct Counting;
 
 static LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Bytes that each page of the test contains. They do not compress, so that the test finds them in
-/// stored pages.
+/// Bytes that each page of the test contains. They do not compress, so the test finds them
+/// unchanged in stored pages.
 const SECRET: [u8; 16] = *b"\x91o\x07TheGuest'sKey";
 
-/// Returns the bytes that an allocator takes for a block: the block and 8 bytes before it, rounded
-/// up to 16 bytes.
+/// Returns the bytes that an allocator takes for a block. It takes the block and 8 bytes before it,
+/// rounded up to a multiple of 16 bytes, but at least 32 bytes.
 fn heap_bytes(layout: Layout) -> usize {
     (layout.size() + 8).next_multiple_of(16).max(32)
 }
@@ -42,8 +42,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Returns the start, end and resident bytes of each of the engine's regions. The regions are the
-/// mappings that are excluded from core dumps.
+/// Returns the start, the end and the resident bytes of each memory region of the engine. The
+/// engine's regions are the mappings that are excluded from core dumps.
 fn regions() -> Vec<(u64, u64, u64)> {
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let (mut regions, mut now) = (Vec::new(), (0, 0, 0));
@@ -70,7 +70,7 @@ fn reserved_bytes() -> u64 {
     regions().iter().map(|(start, end, _)| end - start).sum()
 }
 
-/// Returns how often the engine's regions contain SECRET.
+/// Returns how often the bytes of SECRET occur in the engine's memory regions.
 fn secrets() -> usize {
     let pagemap = File::open("/proc/self/pagemap").unwrap();
     let memory = File::open("/proc/self/mem").unwrap();
@@ -81,7 +81,7 @@ fn secrets() -> usize {
             .read_exact_at(&mut map, start / PAGE_SIZE as u64 * 8)
             .unwrap();
         for (nth, word) in map.as_chunks::<8>().0.iter().enumerate() {
-            // Bit 63 of a word of the pagemap means that the page is in memory
+            // Bit 63 of a word of /proc/self/pagemap means that the page is in memory
             // (Documentation/admin-guide/mm/pagemap.rst).
             if u64::from_le_bytes(*word) >> 63 == 1 {
                 memory
@@ -100,7 +100,7 @@ fn secrets() -> usize {
 #[global_allocator]
 static HEAP: Counting = Counting;
 
-/// Returns a compressible page that contains SECRET, different for each `nth`.
+/// Returns a compressible page that contains SECRET. Pages with different `nth` differ.
 fn page(nth: u64) -> Page {
     let mut page = [nth as u8; PAGE_SIZE];
     page[100..116].copy_from_slice(&SECRET);
@@ -151,20 +151,20 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
             && reserved > (ADDRESS_SPACE_TIMES - 1) * POOL_BYTES,
         "the engine reserved {reserved} B of address space, not {ADDRESS_SPACE_TIMES} times the pool's size"
     );
-    // The engine's regions are the heap with its spans and handles, the table of equal pages, the
-    // memory of indexes, and scratch pages.
+    // Find the engine's memory regions: the heap with its spans and handles, the table of equal
+    // pages, the memory of indexes, and scratch pages.
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let flags = smaps.lines().filter_map(|l| l.strip_prefix("VmFlags:"));
     let flags: Vec<Vec<&str>> = flags
         .map(|flags| flags.split_whitespace().collect())
         .collect();
-    // The kernel's mapping for its clock is also excluded from core dumps. The flag "io" identifies
-    // it.
+    // The kernel's mapping for its clock is also excluded from core dumps, but is not a region of
+    // the engine. The flag "io" identifies it.
     let ours = |flags: &&Vec<&str>| flags.contains(&"dd") && !flags.contains(&"io");
     let regions = flags.iter().filter(ours);
     let (locked, swapped): (Vec<_>, Vec<_>) = regions.partition(|flags| flags.contains(&"lo"));
     println!(
-        "{} regions are locked, {} are not",
+        "{} memory regions of the engine are locked, {} are not",
         locked.len(),
         swapped.len()
     );
@@ -212,15 +212,16 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
         let stats = engine.stats();
         let metadata_bytes = held_bytes - stats.frames_bytes;
         println!(
-            "{what}: {} pages, {} B of payload in {} B, metadata for each page {} B, reported {} B",
+            "{what}: {} pages, {} B of payload in {} B of frames; metadata of each page: \
+             {} B measured, {} B reported",
             stats.pages,
             stats.payload_bytes,
             stats.frames_bytes,
             metadata_bytes / stats.pages,
             stats.metadata_bytes / stats.pages
         );
-        // The statistics count neither the unused rest of a table's last page nor the allocator's
-        // overhead.
+        // The tolerance of 64 KiB allows for the unused rest of each table's last page and for the
+        // allocator's overhead, which the statistics do not count.
         assert!(
             stats.held_bytes + (64 << 10) >= held_bytes,
             "{what}: the engine reports less than the {held_bytes} B that it holds: {stats:?}"
@@ -262,7 +263,8 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
         );
         before_bytes = stats.held_bytes.max(before_bytes);
     }
-    // An empty engine holds only its tables, which never shrink, and unused frames for new pages.
+    // An empty engine must hold only its tables, which never shrink, and unused frames that are
+    // kept for new pages.
     assert!(
         before_bytes < 20 << 20,
         "an empty engine holds {before_bytes} B, 20 MiB or more"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Test that a pool that is shrunk returns memory to the system, and that the number of work steps
-//! for this is in proportion to the number of evicted pages.
+//! Test that a pool that is shrunk returns memory to the system. The number of steps of background
+//! work for this must be in proportion to the number of evicted pages.
 
 mod common;
 
@@ -9,11 +9,11 @@ use tmem_pool::{Engine, PAGE_SIZE, Page, Put, PutResult, Tenant, Time};
 
 const MIB: u64 = 1 << 20;
 const PAGES: u64 = 24_000;
-/// Budget of one call of maintain(), in pages. It is smaller than that of the daemon's background
-/// workers.
+/// Budget of one call of maintain(), in pages. It is smaller than the budget that the daemon's
+/// background workers use.
 const BUDGET: usize = 64;
 
-/// Returns a page that compresses to a random length from 100 B up, or not at all.
+/// Returns a page that compresses to a random length of 100 B or more, or does not compress.
 fn page(nth: u64) -> Page {
     let mut page = [nth as u8; PAGE_SIZE];
     let mut x = nth.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -83,14 +83,15 @@ fn shrinking_returns_memory_to_the_host_in_bounded_work() {
              {steps} steps",
             before.pages
         );
-        // The evicted share of the pages must be about the share by which the pool was shrunk.
+        // The share of the pages that was evicted must be about the share by which the pool was
+        // shrunk.
         assert!(
             evicted <= before.pages * 3 / 2 / part + 512,
             "{evicted} of {} pages were evicted to shrink the pool by 1/{part}",
             before.pages
         );
-        // Evicting a page takes one step. Moving a blob, so that memory can be released, takes
-        // another.
+        // Evicting a page takes one step. Moving a stored page, so that memory can be released,
+        // takes another step.
         assert!(
             steps <= 3 * evicted + 1024,
             "evicting {evicted} pages took {steps} steps, more than three for each page"

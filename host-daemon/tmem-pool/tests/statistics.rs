@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the statistics: each refused page and each evicted page is counted with exactly one
-//! reason.
+//! Tests of the statistics: each refused page and each evicted page must be counted with exactly
+//! one reason.
 
 mod common;
 
@@ -54,9 +54,9 @@ fn each_finalized_page_is_counted_under_one_form() {
     assert_eq!((finalized, stats.raw_pages), ([1, 1, 1, 1], 0));
 }
 
-/// Watches the counters at each report of maintain_reporting(). The counters of one kind of work
-/// may change only after this kind was reported and before the next report. So a caller can measure
-/// the time of each kind of work.
+/// Watches the statistics whenever maintain_reporting() reports the kind of its next work. The
+/// counters of a kind may change only between the report of that kind and the next report. So a
+/// caller can measure the time of each kind of work.
 #[test]
 fn maintain_reports_the_kind_of_its_work() {
     const TEN_MINUTES_NS: u64 = 600_000_000_000;
@@ -89,14 +89,14 @@ fn maintain_reports_the_kind_of_its_work() {
         look(None);
     };
     for index in 0..200 {
-        // The page consists of four letters in random order. lz4 saves little, and zstd compresses
-        // it to a quarter.
+        // Put pages of four letters in random order. lz4 saves little of such a page, and zstd
+        // compresses it to a quarter.
         let page = noise(index).map(|byte| b"tmem"[usize::from(byte % 4)]);
         assert_eq!(put(&a, index, &page), PutResult::Stored);
     }
     maintain(0);
     a.flush(1, 1, 0, Some(99)).unwrap();
-    // Put new pages while the flushed ones wait to be freed.
+    // Put new pages while the flushed pages still wait to be freed.
     for index in 200..400 {
         assert_eq!(put(&a, index, &noise(index)), PutResult::Stored);
     }
@@ -148,7 +148,7 @@ fn evictions_by_a_shrink_are_counted_separately() {
     let smaller = a.stats();
     assert!(smaller.evictions_shrink > 1000);
     assert_eq!(smaller.evictions - full.evictions, smaller.evictions_shrink);
-    // The pool is within its size. From now on pages are evicted only to make room for new ones.
+    // The pool now fits its size. From now on, pages are evicted only to make room for new pages.
     for index in 8192..9192 {
         put(&a, index, &noise(index));
         while engine.maintain(Time(0), 64) {}

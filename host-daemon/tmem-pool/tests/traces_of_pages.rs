@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Test that finds copies of a page's bytes that the engine leaves in the memory of its process.
+//! Test that finds copies of page bytes that the engine leaves in the memory of its process, for
+//! example in buffers of zstd.
 //!
 //! This must be the only test of its process, because it reads all memory of the process.
 
@@ -9,24 +10,25 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use tmem_pool::{Engine, GetResult, PAGE_SIZE, Put, PutResult, SecretPages, Tenant, Time};
 
-/// Inverted bits of the needle: the bytes that each page contains and that the test searches for in
-/// the memory of the process. zstd stores them unchanged (as literals), because no five of them in
-/// a row occur anywhere else in the pages. They are inverted here so that the test's own memory
-/// does not contain them.
+/// Inverted bits of the needle. The needle is a sequence of bytes that each page of the test
+/// contains. The test searches for it in the memory of the process. zstd stores the needle
+/// unchanged (as literals), because no five of its bytes in a row occur anywhere else in the pages.
+/// The bits are inverted here so that the test's own memory does not contain the needle.
 const NEEDLE_INVERTED: [u8; 16] = [
     !b'k', !b'b', !b'e', !b'h', !b'c', !b'l', !b'a', !b'i', !b'g', !b'd', !b'l', !b'f', !b'k',
     !b'a', !b'j', !b'c',
 ];
 
-/// Hours of the engine's clock after which every page has become cold and was recompressed with
-/// zstd.
+/// Number of hours by which the test advances the engine's clock. After this time, every page is
+/// cold and was recompressed with zstd.
 const HOURS: u64 = 24;
 
-/// Number of pages that are put. Each contains the needle, the bytes that the test searches for.
+/// Number of pages that the test puts. Each contains the needle, the bytes for which the test
+/// searches.
 const PAGES: usize = 8;
 
-/// Fills a page with words in random order and the needle. lz4 finds repeated words. zstd also
-/// makes use of the small number of different letters.
+/// Fills a page with words in random order, and with the needle, for which the test searches. lz4
+/// finds repeated words. zstd also makes use of the small number of different letters.
 fn fill(page: &mut [u8; PAGE_SIZE], seed: u64) {
     let mut state = seed;
     let mut random = |below: u64| {
@@ -47,14 +49,14 @@ fn fill(page: &mut [u8; PAGE_SIZE], seed: u64) {
     }
 }
 
-/// Returns the addresses of the needle in all memory that the process can write to.
+/// Returns the addresses at which the needle occurs in all memory that the process can write to.
 fn found() -> Vec<u64> {
     let memory = File::open("/proc/self/mem").expect("cannot open a file of /proc/self");
     let maps =
         std::fs::read_to_string("/proc/self/maps").expect("cannot open a file of /proc/self");
     let pagemap = File::open("/proc/self/pagemap").expect("cannot open a file of /proc/self");
-    // The window has two pages, so that a needle across a page boundary is found. The search leaves
-    // out the memory of the window.
+    // Read two pages at a time, so that a needle across a page boundary is found. Leave the memory
+    // of this window out of the search.
     let mut window = SecretPages::new(2).expect("cannot allocate two pages");
     let own = window.pages().as_ptr() as u64;
     let mut found = Vec::new();
@@ -79,7 +81,7 @@ fn found() -> Vec<u64> {
             let present = pagemap
                 .read_exact_at(&mut entry, page / PAGE_SIZE as u64 * 8)
                 .is_ok();
-            // Bit 63 of a word of the pagemap means that the page is in memory
+            // Bit 63 of a word of /proc/self/pagemap means that the page is in memory
             // (Documentation/admin-guide/mm/pagemap.rst).
             if !present
                 || u64::from_le_bytes(entry) >> 63 == 0

@@ -2,10 +2,12 @@
 //! Adaptive two-queue policy for a cache from which a page is removed when it is used. It has the
 //! queues of S3-FIFO (Yang et al., SOSP 2023) and adapts the share of each queue.
 //!
-//! A new page enters a small queue and is evicted early. A page that the ghost table knows enters
-//! the main queue. Either it was evicted too early, or the guest got it and puts it again, which
-//! corresponds to a hit in the paper. A page that was active in the guest enters the main queue as
-//! well. A stream that is read once passes through the small queue and leaves the main queue alone.
+//! A new page enters the small queue and is evicted early. The ghost table has the keys of pages
+//! that left the pool a short time ago. If it has the key of a page that the guest puts, the page
+//! enters the main queue. In this case, either the pool evicted the page too early, or the guest
+//! got it and puts it again, which corresponds to a hit in the paper. A page that was active in the
+//! guest enters the main queue as well. A stream of pages that are read once passes through the
+//! small queue and does not affect the main queue.
 //!
 //! The paper gives the small queue a fixed share of the pages. With such a share, one trace in six
 //! did worse than LRU, because useful pages passed through the small queue while old ones stayed in
@@ -20,33 +22,37 @@ use super::{Arrival, Leave, Policy};
 use crate::index::{Chunks, Entries, Id};
 use std::sync::Arc;
 
-/// Initial weight: the factor of the age of pages in the small queue. On the recorded traces, pages
-/// that are read once cause more misses with the weight 4, and changes of the working set cause
-/// more misses with the weight 16.
+/// Initial weight, the factor by which the age of a page in the small queue is multiplied. On the
+/// recorded traces, two other values caused more misses. With 4, pages that are read once caused
+/// them; with 16, changes of the working set did.
 const WEIGHT: f32 = 8.0;
 
-/// Smallest weight. With it, the policy is LRU.
+/// Smallest weight, the factor by which the age of a page in the small queue is multiplied. With
+/// this value, the policy is LRU.
 const WEIGHT_MIN: f32 = 1.0;
 
-/// Largest weight. With a larger one, the small queue has less than a sixteenth of the pages, and
-/// its pages are evicted too early to be used again.
+/// Largest weight, the factor by which the age of a page in the small queue is multiplied. With a
+/// larger value, the small queue would have less than a sixteenth of the pages, and would evict
+/// them too early to be used again.
 const WEIGHT_MAX: f32 = 16.0;
 
-/// Speed of the adaptation: the weight changes by the factor e (2.72) when one page in this many
-/// came back after a wrong eviction.
+/// Speed at which the weight adapts to wrong evictions. An eviction is wrong if the guest puts the
+/// page again soon. The weight changes by the factor e (2.72) after a number of wrong evictions in
+/// one queue: the number of the tenant's pages, divided by this constant.
 const STEP_PART: f32 = 16.0;
 
-/// Smallest number of pages that the adaptation assumes, so that one page changes the weight by a
-/// quarter at most.
+/// Smallest number of pages for which the weight's adaptation is computed. It limits the effect of
+/// one page: the weight changes by a quarter at most.
 const STEP_PAGES_MIN: u32 = 64;
 
-/// Resolution of the policy's clock: number of ticks that pass while the tenant puts as many pages
-/// as it holds. The number is larger than the largest weight, by which ages are multiplied.
+/// Resolution of the policy's clock, by which it measures the ages of pages: number of ticks that
+/// pass while the tenant puts as many pages as it has. It is larger than the largest weight of a
+/// queue, by which the policy multiplies the ages of the pages in that queue.
 const TICKS: u32 = 256;
 
-// Policy bits of an entry: its queue, and the tick in which it was put. Tick numbers repeat after
-// 128 times as many puts as the tenant has pages. A page that is in its queue for that long then
-// counts as young again.
+// Policy bits of an entry. The lowest bit is 1 for the main queue, and the other bits are the tick
+// of the policy's clock in which the page was put. Tick numbers repeat after 128 times as many puts
+// as the tenant has pages. A page that stays in its queue for that long then counts as young again.
 const MAIN: u16 = 1;
 const TICK_SHIFT: u32 = 1;
 
@@ -97,7 +103,8 @@ impl AdaptiveTwoQueue {
         self.weight = weight.clamp(WEIGHT_MIN, WEIGHT_MAX);
     }
 
-    /// Returns the age of an entry: the ticks since the entry was put, including the current tick.
+    /// Returns the age of an entry's page: the number of ticks of the policy's clock since its put,
+    /// including the current tick.
     fn age(&self, entries: &Entries, id: Id) -> f32 {
         let ticks = (self.tick << TICK_SHIFT).wrapping_sub(entries[id].policy_bits() & !MAIN);
         f32::from(ticks >> TICK_SHIFT) + 1.0
@@ -140,6 +147,10 @@ impl Policy for AdaptiveTwoQueue {
             Leave::Dropped => {}
         }
         self.ghost.fit(self.len());
+    }
+
+    fn prefetch(&self, key_hash: u64) {
+        self.ghost.prefetch(key_hash);
     }
 
     fn victim(&mut self, entries: &mut Entries) -> Option<Id> {

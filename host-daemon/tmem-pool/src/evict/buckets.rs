@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory of a ghost table: buckets that never move. Buckets are added and removed at the end.
+//! Memory of a ghost table, which remembers pages that left the pool a short time ago. The memory
+//! consists of buckets that never move. Buckets are added and removed at the end.
 //!
 //! The first buckets come from the process's allocator, because there are many tenants with few
-//! pages. All other buckets are in chunks of the pool's index memory (index/chunks.rs), and a
-//! released chunk returns to the system immediately. So no call copies buckets, and no call
-//! allocates more memory than a chunk.
+//! pages. All other buckets are in chunks of the pool's index memory (index/chunks.rs). A released
+//! chunk goes back to the system immediately. So no call copies buckets, and no call allocates more
+//! memory than a chunk.
 
 use crate::config::KEYS_PER_TENANT_MAX;
 use crate::fail;
@@ -14,34 +15,35 @@ use std::ops::{Index, IndexMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Number of fingerprints in a bucket. They take a quarter of a cache line.
+/// Number of fingerprints (short hashes of keys) in a bucket. They take a quarter of a cache line.
 pub(super) const WAYS: usize = 8;
 
-/// Number of buckets of a tenant with few pages: 1 KiB of memory.
+/// Smallest number of buckets of a ghost table, used for tenants with few pages: 1 KiB of memory.
 pub(super) const BUCKETS_MIN: usize = 64;
 
-/// Number of buckets in a chunk.
+/// Number of buckets in a chunk of index memory.
 const CHUNK_BUCKETS: usize = CHUNK_BYTES / size_of::<Bucket>();
 
-/// Fingerprints of a bucket, the oldest first. 0 means no fingerprint.
+/// Bucket of a ghost table: fingerprints (short hashes of keys), the oldest first. 0 means no
+/// fingerprint.
 pub(super) type Bucket = [u16; WAYS];
 
-// The list of chunks is copied when it grows, so it must be short. The largest tenant has two
-// fingerprints for each page, and its list is no longer than a chunk.
+// The list of chunks is copied when it grows, so it must be short. The ghost table of the largest
+// tenant has two fingerprints for each page, and its list of chunks is no longer than a chunk.
 const _: () = assert!(
     KEYS_PER_TENANT_MAX as usize * 2 / WAYS / CHUNK_BUCKETS * size_of::<Chunk>() <= CHUNK_BYTES
 );
 
 #[derive(Debug)]
 pub(super) struct Buckets {
-    /// The first `BUCKETS_MIN` buckets. Empty if the table has no buckets.
+    /// The first `BUCKETS_MIN` buckets, or an empty list if the table has no buckets.
     first: Vec<Bucket>,
-    /// Chunks with all other buckets.
+    /// Chunks of index memory with all other buckets.
     chunks: Vec<Chunk>,
     source: Arc<Chunks>,
     len: usize,
     /// Largest number of buckets that the table has had since it last released a chunk. Buckets
-    /// below this number may have memory.
+    /// below this number may occupy memory, even if they were removed.
     touched: usize,
 }
 
@@ -71,7 +73,7 @@ impl Buckets {
         }
     }
 
-    /// Adds a bucket. Does nothing if the allocation fails.
+    /// Adds a bucket at the end. Does nothing if the allocation fails.
     pub(super) fn push(&mut self, bucket: Bucket) {
         let full = BUCKETS_MIN + self.chunks.len() * CHUNK_BUCKETS;
         if self.len == full {
@@ -89,7 +91,8 @@ impl Buckets {
         self[last] = bucket;
     }
 
-    /// Removes the last bucket, unless it is one of the first `BUCKETS_MIN`.
+    /// Removes and returns the last bucket. Returns None if only the first `BUCKETS_MIN` buckets
+    /// are left.
     pub(super) fn pop(&mut self) -> Option<Bucket> {
         if self.len <= BUCKETS_MIN {
             return None;
@@ -105,14 +108,14 @@ impl Buckets {
         Some(bucket)
     }
 
-    /// Returns the memory of the buckets in bytes.
+    /// Returns the memory that the buckets take, in bytes.
     pub(super) fn bytes(&self) -> u64 {
         let in_chunks = (self.touched - self.first.len()) * size_of::<Bucket>();
         let first = self.first.capacity() * size_of::<Bucket>();
         (first + in_chunks.next_multiple_of(FRAME_BYTES)) as u64
     }
 
-    /// Returns the address of a bucket in a chunk.
+    /// Returns the address of a bucket that is in a chunk, not among the first `BUCKETS_MIN`.
     fn at(&self, nr: usize) -> NonNull<Bucket> {
         assert!(
             nr < self.len,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! First in, first out: evicts the page that was put longest ago.
+//! First-in, first-out eviction policy: evicts the page that was put longest ago.
 
 use super::queue::Queue;
 use super::{Arrival, Leave, Policy};

@@ -1,39 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The ghost table: fingerprints of the keys of recently removed pages, each with the way in which
-//! its page was removed.
+//! Ghost table: fingerprints (short hashes) of the keys of pages that left the pool a short time
+//! ago, each with the way in which its page was removed.
 //!
-//! The table is set-associative: a bucket is a queue of eight 14-bit fingerprints, and adding one
-//! drops the oldest. About one unknown page in two thousand is mistaken for a known one, which a
-//! policy tolerates.
+//! The table is set-associative: a bucket is a queue of eight 14-bit fingerprints, and adding a
+//! fingerprint drops the oldest one. About one unknown page in two thousand is mistaken for a known
+//! one, which an eviction policy tolerates.
 //!
 //! The table grows and shrinks with the number of the tenant's pages, by linear hashing (Litwin,
-//! VLDB 1980). One call splits or joins at most one bucket, so each call holds the tenant's lock
-//! for a short time, and the table keeps its fingerprints. A fingerprint does not contain the bit
-//! of the hash that selects the half of a split bucket. Therefore a split copies the bucket to both
-//! halves. The copy of a fingerprint in the wrong half is never looked up, and later fingerprints
-//! replace it.
+//! VLDB 1980). One call splits or joins at most one bucket. So each call holds the tenant's lock
+//! for a short time, and a change of size drops no more than a bucket's fingerprints. A fingerprint
+//! does not contain the bit of the hash that selects the half of a split bucket. Therefore a split
+//! copies the bucket to both halves. The copy of a fingerprint in the wrong half is never looked
+//! up, and later fingerprints replace it.
 
 use super::buckets::{BUCKETS_MIN, Bucket, Buckets, WAYS};
+use crate::heap;
 use crate::index::Chunks;
+use std::ptr;
 use std::sync::Arc;
 
-/// Number of removed pages that the table can remember for each page that the tenant holds. With 1,
-/// 1.5 and 3 the hit ratio was lower (docs/traces.md).
+/// Number of removed pages that the table can remember for each page that the tenant has. With 1,
+/// 1.5 and 3, the hit ratio was lower (docs/traces.md).
 const REMEMBERED_PER_PAGE: usize = 2;
 
-/// The table shrinks when it has more than this many times the buckets that it needs. The factor
-/// keeps the table from growing and shrinking alternately.
+/// Factor for shrinking: the table shrinks when it has more than this many times the buckets that
+/// it needs. The factor keeps the table from growing and shrinking alternately.
 const SHRINK_AT: usize = 2;
 
-/// Way in which a page was removed. The value is stored in two bits of a table slot. 0 in these
-/// bits means that the slot is empty.
+/// Way in which a page was removed from the pool. The ghost table stores the value in two bits
+/// beside the fingerprint of the page's key. 0 in these bits means that there is no fingerprint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Past {
-    /// A get by the guest removed the page.
+    /// A get removed the page: the guest has it again.
     Got = 1,
-    /// The page was evicted from the small queue.
+    /// The page was evicted from the policy's small queue.
     Small = 2,
-    /// The page was evicted from the main queue.
+    /// The page was evicted from the policy's main queue.
     Main = 3,
 }
 
@@ -44,28 +46,29 @@ pub(super) struct Ghost {
     buckets: Buckets,
 }
 
-/// Returns the number of buckets for a tenant that holds this many pages.
+/// Returns the number of buckets that the table needs for a tenant with this many pages.
 fn wanted(pages: u32) -> usize {
     (pages as usize * REMEMBERED_PER_PAGE / WAYS).max(BUCKETS_MIN)
 }
 
-/// Returns the bucket from which bucket `nr` was split. `nr` must be in the upper half of the
-/// buckets.
+/// Returns the number of the bucket from which bucket `nr` was split. Bucket `nr` must not be the
+/// first.
 fn parent(nr: usize) -> usize {
     nr - (1 << nr.ilog2())
 }
 
 impl Ghost {
-    /// Creates an empty table. It remembers nothing before the first call of [`fit`](Self::fit).
+    /// Creates an empty ghost table. It remembers nothing before the first call of
+    /// [`fit`](Self::fit).
     pub(super) fn new(chunks: Arc<Chunks>) -> Ghost {
         Ghost {
             buckets: Buckets::new(chunks),
         }
     }
 
-    /// Splits or joins one bucket if the tenant holds many more or far fewer pages than before. The
-    /// policy calls this function after each page that it adds or removes. If an allocation fails,
-    /// the table keeps its size.
+    /// Fits the table's size to `pages`, the tenant's number of pages: splits or joins one bucket
+    /// if the table is too small or too large. The policy calls this function after each page that
+    /// it adds or removes. If an allocation fails, the table keeps its size.
     pub(super) fn fit(&mut self, pages: u32) {
         let (wanted, now) = (wanted(pages), self.buckets.len());
         if now < wanted {
@@ -84,8 +87,8 @@ impl Ghost {
         self.buckets.push(bucket);
     }
 
-    /// Joins the last bucket with the bucket from which it was split, and keeps the newest
-    /// fingerprints of both.
+    /// Joins the last bucket with the bucket from which it was split. The joined bucket keeps the
+    /// newest fingerprints of both.
     fn join(&mut self) {
         let Some(last) = self.buckets.pop() else {
             return;
@@ -103,23 +106,36 @@ impl Ghost {
         self.buckets[parent] = joined;
     }
 
-    /// Returns the bucket of a key, and the key's fingerprint. Returns None if the table has no
+    /// Returns the number of the bucket of a key with this hash. Returns None if the table has no
     /// memory yet.
-    fn place(&mut self, key_hash: u64) -> Option<(&mut Bucket, u16)> {
+    fn bucket_of(&self, key_hash: u64) -> Option<usize> {
         let len = self.buckets.len();
         if len == 0 {
             return None;
         }
         let mask = len.next_power_of_two() - 1;
         let nr = key_hash as usize & mask;
-        // If the bucket in the upper half is not split off yet, the key is in the bucket that will
-        // be split.
-        let nr = if nr < len { nr } else { nr & mask >> 1 };
+        // If the bucket `nr` is not split off yet, the key is in the bucket that will be split to
+        // make it.
+        Some(if nr < len { nr } else { nr & mask >> 1 })
+    }
+
+    /// Prefetches the bucket of a key with this hash into the cache.
+    pub(super) fn prefetch(&self, key_hash: u64) {
+        if let Some(nr) = self.bucket_of(key_hash) {
+            heap::prefetch(ptr::from_ref(&self.buckets[nr]).cast());
+        }
+    }
+
+    /// Returns the bucket and the fingerprint of a key with this hash. Returns None if the table
+    /// has no memory yet.
+    fn place(&mut self, key_hash: u64) -> Option<(&mut Bucket, u16)> {
+        let nr = self.bucket_of(key_hash)?;
         let fingerprint = (key_hash >> 48) as u16 & !PAST;
         Some((&mut self.buckets[nr], fingerprint))
     }
 
-    /// Remembers a page that is removed from the pool.
+    /// Remembers the key of a page that is removed from the pool, and how it is removed.
     pub(super) fn add(&mut self, key_hash: u64, past: Past) {
         if let Some((bucket, fingerprint)) = self.place(key_hash) {
             bucket.rotate_left(1);
@@ -127,8 +143,8 @@ impl Ghost {
         }
     }
 
-    /// Removes a page from the table. Returns how the page was removed from the pool, if the table
-    /// knows it.
+    /// Removes a key from the table. Returns how the key's page was removed from the pool, or None
+    /// if the table does not have the key.
     pub(super) fn take(&mut self, key_hash: u64) -> Option<Past> {
         let (bucket, fingerprint) = self.place(key_hash)?;
         let same = |&way: &u16| way & !PAST == fingerprint && way & PAST != 0;
@@ -161,7 +177,8 @@ mod tests {
         PASTS[key as usize % 3]
     }
 
-    /// Returns a table that has grown page by page, up to this number of pages.
+    /// Returns a ghost table that has grown step by step to the size for a tenant with this many
+    /// pages.
     fn table(pages: u32) -> Ghost {
         let mut ghost = Ghost::new(Chunks::some());
         (0..=pages).for_each(|pages| ghost.fit(pages));
@@ -173,7 +190,7 @@ mod tests {
         (0..count).map(|_| rng.next()).collect()
     }
 
-    /// Returns how many of the keys the table knows, and removes them from the table.
+    /// Returns how many of the keys the ghost table has, and removes them from the table.
     fn known(ghost: &mut Ghost, keys: &[u64]) -> usize {
         let known = |&&key: &&u64| ghost.take(key) == Some(past(key));
         keys.iter().filter(known).count()
@@ -210,7 +227,7 @@ mod tests {
 
     #[test]
     fn each_resize_step_changes_at_most_one_bucket() {
-        // With 4000 pages, miri would need hours.
+        // In Miri, the test would take hours with 4,000 pages.
         const PAGES: u32 = if cfg!(miri) { 600 } else { 4000 };
         let mut ghost = Ghost::new(Chunks::some());
         ghost.fit(0);
@@ -230,7 +247,8 @@ mod tests {
                 changed <= 1,
                 "the step to {pages} pages changed {changed} buckets"
             );
-            // Fill all buckets, including the new one.
+            // Add a fingerprint to a random bucket, so that all buckets fill, including the new
+            // one.
             let (nr, key) = (rng.below(after.len() as u64) as usize, rng.next());
             let bucket = &mut ghost.buckets[nr];
             bucket.rotate_left(1);
@@ -283,7 +301,7 @@ mod tests {
         let mut ghost = Ghost::new(Arc::clone(&chunks));
         assert_eq!(ghost.bytes(), 0);
         (0..40_000).for_each(|pages| ghost.fit(pages));
-        // A fingerprint takes two bytes.
+        // The table for 40,000 pages consists of fingerprints of two bytes each.
         let bytes = 40_000 * REMEMBERED_PER_PAGE as u64 * 2;
         assert!(
             ghost.bytes().abs_diff(bytes) < 8192,

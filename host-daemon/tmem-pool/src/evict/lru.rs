@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Least recently used: evicts the page that was used longest ago.
+//! Least-recently-used eviction policy: evicts the page that was used longest ago.
 //!
-//! The policy is a FIFO queue. A hit removes its page. The next put of that key, with the old or a
-//! new content, makes a new entry at the end of the queue. So the order of puts is the order of
-//! last use.
+//! The policy is the FIFO queue of fifo.rs. A get that returns a page removes it from the queue.
+//! When the guest puts the page again, changed or not, the page gets a new entry at the end of the
+//! queue. So the order of puts is the order of last use.
 
 pub(super) type Lru = super::fifo::Fifo;
 
@@ -13,8 +13,8 @@ mod tests {
     use crate::{PAGE_METADATA_CHARGE_BYTES, PolicyKind, ShadowMemory, ShadowTenant};
     use std::collections::BTreeMap;
 
-    /// Compares the policy with a model that has no queues. The model records the time of each
-    /// page's last use, and a get removes its page.
+    /// Compares the LRU policy with a model that has no queues. The model records the time of each
+    /// page's last use and, like the policy, removes a page at a get.
     #[test]
     fn lru_evicts_the_page_that_was_used_longest_ago() {
         const ROOM: usize = 50;

@@ -2,13 +2,13 @@
 //! Eviction policies, one file each: they choose which page of a tenant is evicted next.
 //!
 //! A policy orders one tenant's pages and knows nothing of other tenants, sizes or contents. Its
-//! queues run through the entries themselves. The policy is called under the tenant's lock, so each
-//! call must take bounded time.
+//! queues are linked lists through the index entries. The engine calls the policy under the
+//! tenant's lock, so each call must take bounded time.
 //!
-//! A get removes its page, and the guest puts the page again when the guest evicts it again. So no
-//! page is used while it is in a queue: a policy sees reuse as a put of a page that a get removed
-//! not long ago. A page that a get retains leaves the policy's queues as well, and a reference
-//! inserts it again as a put would.
+//! A get removes its page, and the guest puts the page again when it evicts the page from its page
+//! cache. So no page is used while it is in a queue. A policy recognizes reuse by a put of a page
+//! that a get removed a short time ago. A page that a get retains in the pool leaves the policy's
+//! queues as well. A reference (REF) inserts it again as a put would.
 
 mod adaptive_two_queue;
 mod buckets;
@@ -21,27 +21,28 @@ use crate::config::PolicyKind;
 use crate::index::{Chunks, Entries, Id};
 use std::sync::Arc;
 
-/// Properties of a page that is put, as far as a policy uses them.
+/// Properties of a page that the guest puts, as far as an eviction policy uses them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Arrival {
-    /// Hash of the page's key. It differs between runs of the daemon.
+    /// Hash of the page's key. The hash of a key differs between runs of the daemon.
     pub key_hash: u64,
-    /// The guest's hint that the page was active in the guest.
+    /// Hint of the guest: true if the page was active in the guest's page cache.
     pub workingset: bool,
 }
 
-/// Reason why a page is removed from its queue.
+/// Reason why a page is removed from the queues of an eviction policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Leave {
-    /// The guest got the page, which may be retained.
+    /// A get has returned the page to the guest, and has removed it from the pool or retained it.
     Got,
     /// The policy chose the page for eviction.
     Evicted,
-    /// The page was flushed or overwritten: its key has no content any more, or a new one.
+    /// The page was flushed or overwritten, so that its key has no content any more, or a new one.
     Dropped,
 }
 
-/// Returns a policy of this kind, without pages. The policy takes memory from `chunks`.
+/// Returns an eviction policy of this kind for a tenant without pages. The policy takes memory from
+/// `chunks`.
 pub(crate) fn policy(kind: PolicyKind, chunks: &Arc<Chunks>) -> Box<dyn Policy> {
     match kind {
         PolicyKind::Fifo => Box::new(fifo::Fifo::default()),
@@ -54,20 +55,24 @@ pub(crate) fn policy(kind: PolicyKind, chunks: &Arc<Chunks>) -> Box<dyn Policy> 
 
 /// Eviction policy of one tenant.
 pub(crate) trait Policy: Send + std::fmt::Debug {
-    /// Adds an entry that is in no queue yet.
+    /// Adds the entry of a page that is in no queue yet.
     fn insert(&mut self, entries: &mut Entries, id: Id, arrival: Arrival);
 
-    /// Removes an entry. `key_hash` is used only if the page was got or evicted.
+    /// Removes an entry from its queue. `key_hash` is used only if `leave` is `Got` or `Evicted`.
     fn remove(&mut self, entries: &mut Entries, id: Id, leave: Leave, key_hash: u64);
 
-    /// Returns the entry of the page to evict next, which the caller then removes. The page may
-    /// already be detached from the index.
+    /// Prefetches the memory that [`insert`](Self::insert) and [`remove`](Self::remove) read for a
+    /// key.
+    fn prefetch(&self, _key_hash: u64) {}
+
+    /// Returns the entry of the page to evict next. The caller then removes the entry. The page may
+    /// already be detached (dropped in one step with its object or pool, and not freed yet).
     fn victim(&mut self, entries: &mut Entries) -> Option<Id>;
 
-    /// Returns the memory in bytes that the policy holds in addition to the entries.
+    /// Returns the memory in bytes that the policy takes in addition to the entries.
     fn bytes(&self) -> u64;
 
-    /// Calls `page` with each entry of the policy's queues, and asserts that their links are
-    /// consistent.
+    /// Calls `page` with each entry of the policy's queues, and asserts that the links of the
+    /// queues are consistent.
     fn check(&self, entries: &Entries, page: &mut dyn FnMut(Id));
 }

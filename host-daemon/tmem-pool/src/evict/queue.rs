@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A queue that runs through the entries: constant time at both ends and in the middle.
+//! Queue whose links are stored in the index entries: entries are added and removed in constant
+//! time at both ends and in the middle.
 
 use crate::index::{Entries, Id};
 
-/// Queue of entries. New entries are added at the tail, and the oldest is at `head`.
+/// Queue of index entries. New entries are added at the tail, and the oldest is at `head`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Queue {
     head: Id,
@@ -34,8 +35,9 @@ impl Queue {
 
     pub(crate) fn remove(&mut self, entries: &mut Entries, id: Id) {
         let (prev, next) = (entries[id].prev, entries[id].next);
-        // Check the links before they are used: a damaged queue could name a removed page, or name
-        // the same page again and again. After the panic, the engine empties the tenant.
+        // Check the links before they are used. A damaged queue could name a removed page, or name
+        // one page again and again. After the panic of this assertion, the engine empties the
+        // tenant.
         let before = if prev == 0 {
             self.head
         } else {
@@ -88,7 +90,8 @@ mod tests {
     use crate::entry::Entry;
     use crate::index::Chunks;
 
-    /// Makes a queue of three pages, damages it with `damage`, and removes the second page.
+    /// Makes a queue of three entries, changes its links with `damage`, and removes the second
+    /// entry.
     fn remove_after(damage: fn(&mut Entries, [Id; 3])) {
         let mut entries = Entries::new(16, Chunks::some());
         let mut queue = Queue::default();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Size classes of the heap. A class has slots of one size. The numbers of frames and slots of its
-//! spans are chosen so that little memory is wasted for that size.
+//! Size classes of the heap. All slots of a class have one size, and lie in spans, which are groups
+//! of 1 to 12 adjacent frames of 4 KiB. The numbers of frames and slots of a class's spans are
+//! chosen so that little memory is wasted for that size.
 //!
 //! The idea is zsmalloc's (mm/zsmalloc.c): a slot may lie across two frames, so that sizes that do
 //! not divide a frame waste little. Unlike in zsmalloc, the frames of a span are adjacent in
@@ -11,36 +12,38 @@
 use super::region::FRAME_BYTES;
 use crate::config::{ADDRESS_SPACE_TIMES, PAGE_SIZE};
 
-/// Number of frames of the longest span. The waste of full spans was computed for the lengths of
-/// lz4 forms. At most 8 frames waste 2.0 to 4.0 % (most in the longest slots), 12 frames waste 1.5
-/// to 1.7 %, and 16 frames waste 0.9 to 1.4 %. The last span of each class is half free on average.
-/// For all classes together that is 1.0, 1.7 and 2.1 MiB for 8, 12 and 16 frames, which matters in
-/// small pools.
+/// Largest number of frames (4 KiB) of a span. The waste of full spans was computed for the lengths
+/// of lz4 forms. With at most 8 frames it is 2.0 to 4.0 % (most in the longest slots), with 12
+/// frames 1.5 to 1.7 %, and with 16 frames 0.9 to 1.4 %. The last span of each class is half free
+/// on average. For all classes together that is 1.0, 1.7 and 2.1 MiB for 8, 12 and 16 frames, which
+/// matters in small pools.
 pub(crate) const SPAN_FRAMES_MAX: usize = 12;
 const _: () = assert!(SPAN_FRAMES_MAX as u64 + 2 == ADDRESS_SPACE_TIMES);
 
-/// Address space of each span in bytes, however many of its frames are used.
+/// Address space of a span in bytes. It is the same for all spans, however many frames they have.
 pub(crate) const SPAN_BYTES: usize = SPAN_FRAMES_MAX * FRAME_BYTES;
 
-/// Bytes of the header of a slot. It contains the handle, or the number of the next free slot.
+/// Bytes of the header at the beginning of a slot. The header contains the handle of the slot's
+/// bytes or, in a free slot, the number of the next free slot.
 pub(crate) const HEADER_BYTES: usize = 4;
 
-/// Slot sizes are multiples of this, so that headers are aligned.
+/// Unit of slot sizes in bytes: all slot sizes are multiples of it, so that the headers are
+/// aligned.
 const GRAIN_BYTES: usize = 16;
 
 /// Size of the smallest slot in bytes. Few pages compress to less, and the handle of such a page
-/// takes more memory than its bytes.
+/// takes more memory than the page's bytes.
 const SLOT_BYTES_MIN: usize = 32;
 
 /// Largest number of slots of a span. Spans of small slots have one frame, which such slots fill
 /// with little waste.
-pub(crate) const SLOTS_MAX: usize = 1 << 10;
+pub(crate) const SLOTS_MAX: usize = 1 << 7;
 
-/// Acceptable waste, as a fraction of the span's bytes. A longer span is tried only if all shorter
-/// ones waste more.
+/// Acceptable waste of a span, as a fraction of the span's bytes. A class has a span with more
+/// frames only if the spans with fewer frames waste more than this.
 const WASTE_OK: f64 = 0.015;
 
-/// Size class: the size of its slots and the shape of its spans.
+/// Size class: the size of its slots, and the numbers of slots and frames of its spans.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Class {
     /// Bytes of a slot, header included.
@@ -54,13 +57,13 @@ pub(crate) struct Class {
 }
 
 impl Class {
-    /// Returns the largest number of bytes that a slot can hold besides its header.
+    /// Returns the largest number of bytes that can be stored in a slot, without its header.
     #[cfg(test)]
     fn payload_max(&self) -> usize {
         usize::from(self.slot_bytes) - usize::from(self.header_bytes)
     }
 
-    /// The class of raw pages. Its slot is a whole frame.
+    /// Class of raw (uncompressed) pages. A slot is a whole frame, and a span has one slot.
     const RAW: Class = Class {
         slot_bytes: FRAME_BYTES as u16,
         slots: 1,
@@ -68,8 +71,8 @@ impl Class {
         header_bytes: 0,
     };
 
-    /// Returns the class for slots of at least this size. It has the shortest span with acceptable
-    /// waste or, if there is none, the span that wastes least.
+    /// Returns a class whose slots have at least this size. Its spans have the smallest number of
+    /// frames with acceptable waste or, if there is none, the number of frames that wastes least.
     fn for_size(slot_bytes: usize) -> Class {
         let waste = |frames: usize| {
             let bytes = frames * FRAME_BYTES;
@@ -83,10 +86,10 @@ impl Class {
                 let fits = lengths.filter(|frames| frames * FRAME_BYTES >= slot_bytes);
                 fits.min_by(|&a, &b| waste(a).total_cmp(&waste(b)))
             })
-            .expect("a span of the largest size holds no slot of this size");
+            .expect("a slot of this size does not fit into the largest span");
         let slots = frames * FRAME_BYTES / slot_bytes;
         assert!(slots <= SLOTS_MAX);
-        // Divide the waste at the end of the span among the slots, as far as their alignment
+        // Divide the waste at the end of the span among the slots, as far as the alignment of slots
         // allows.
         let slot_bytes = frames * FRAME_BYTES / slots / GRAIN_BYTES * GRAIN_BYTES;
         Class {
@@ -102,7 +105,7 @@ impl Class {
 #[derive(Debug)]
 pub(crate) struct Classes {
     classes: Vec<Class>,
-    /// Number of the class for each slot size, which is in units of GRAIN_BYTES.
+    /// Maps a slot size, in units of GRAIN_BYTES, to the number of its class.
     by_grains: Vec<u8>,
 }
 
@@ -134,7 +137,7 @@ impl Classes {
         self.classes[usize::from(nr)]
     }
 
-    /// Returns the class for `len` bytes, 1 to a page.
+    /// Returns the number of the class for `len` bytes. `len` is between 1 and the size of a page.
     pub(crate) fn for_len(&self, len: usize) -> u8 {
         if len == PAGE_SIZE {
             return (self.classes.len() - 1) as u8;
@@ -161,7 +164,7 @@ mod tests {
             assert!(usize::from(class.slots) * usize::from(class.slot_bytes) <= span);
             assert!(usize::from(class.slots) <= SLOTS_MAX);
             // From 512 B on, a slot is at most a tenth longer than its bytes. Shorter lengths are
-            // left out: the header and the rounding to 16 B take a fifth of the slot for 64 B, and
+            // not checked. The header and the rounding to 16 B take a fifth of a slot for 64 B, and
             // more of shorter slots.
             if len >= 512 {
                 let held = span as f64 / f64::from(class.slots);

@@ -1,29 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Compaction: moves bytes of sparse spans to full ones, so that spans become empty and go back to
-//! the system. It works on one span at a time, under the lock of the span's class.
+//! Compaction: moves stored bytes from sparse spans (groups of adjacent frames) to full ones. Spans
+//! become empty in this way, and their memory goes back to the system. Compaction works on one span
+//! at a time, under the lock of the span's class.
 //!
-//! Compaction never moves bytes that a thread reads or writes, because the thread has pinned their
-//! place. It does not move bytes that another thread is replacing either.
+//! Compaction never moves bytes that a thread reads or writes, because that thread has pinned their
+//! place. If a thread is replacing the bytes of a handle, compaction does not move the new bytes
+//! either.
 
 use super::region::{FRAME_BYTES, Zeroed};
 use super::{ClassState, Heap, PINS, Place, USED};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
-/// Compaction runs if it could free more than one in this many of the frames of spans with used
-/// slots. So the frames that compaction could still free afterwards are at most 1.6 % of these.
-/// The partly used span that remains in each class does not count, because compaction cannot free
-/// it. In a small pool such spans are a large part of the memory.
+/// Divisor for the amount of unused memory at which compaction runs. It runs if it could free more
+/// frames than the number of frames in spans with used slots, divided by this number. So at most
+/// 1.6 % of these frames are left unused. The one partly used span that each class needs does not
+/// count, because compaction cannot free it. In a small pool such spans are a large part of the
+/// memory.
 const SPARSE_PART: u64 = 64;
 
-/// Largest number of spans that one step of compaction tries in vain, because readers pin slots in
-/// them.
+/// Largest number of spans of a class that one step of compaction tries in vain. A try is in vain
+/// if readers keep all used slots of the span in place.
 const COMPACT_TRIES: usize = 4;
 
 impl<X: Zeroed> Heap<X> {
     /// Moves the bytes of up to about `slots` slots from sparse spans to full ones, until no class
     /// has a spare span. A class has a spare span if its used slots would fit into fewer spans than
-    /// it has. Returns the number of moved slots. 0 means that nothing is left to do, or that
-    /// readers pin the bytes that are to be moved.
+    /// it has. Returns the number of moved slots. The number is 0 if nothing is left to move, or if
+    /// readers keep the bytes in place.
     pub(crate) fn compact(&self, slots: usize) -> usize {
         let mut moved = 0;
         if !self.has_spare() {
@@ -44,8 +47,7 @@ impl<X: Zeroed> Heap<X> {
         moved
     }
 
-    /// Returns whether there is enough unused memory between the bytes to make compaction worth its
-    /// work.
+    /// Returns whether compaction could free so much unused memory that it is worth its work.
     pub(crate) fn is_sparse(&self) -> bool {
         self.spare_frames() > self.busy_bytes() / FRAME_BYTES as u64 / SPARSE_PART
     }
@@ -59,7 +61,8 @@ impl<X: Zeroed> Heap<X> {
         self.sums.spare_frames.load(Relaxed)
     }
 
-    /// Updates the sum of spare frames after a change of a class's slots or spans.
+    /// Updates the sum of frames that compaction could free, after a change of the slots or spans
+    /// of the class `state`.
     pub(super) fn count_spare(&self, state: &mut ClassState) {
         let spare = state.spare_spans_now();
         let before = std::mem::replace(&mut state.spare_spans, spare);
@@ -72,13 +75,13 @@ impl<X: Zeroed> Heap<X> {
     }
 
     /// Returns the bytes of the frames that compaction could free.
-    #[cfg(test)]
     pub(crate) fn spare_bytes(&self) -> u64 {
         self.spare_frames() * FRAME_BYTES as u64
     }
 
-    /// Empties the sparsest span of a class that has a spare span. Returns the number of moved
-    /// slots, or None if the class has no spare span.
+    /// Moves the bytes of a class's sparsest span to other spans, if the class has a spare span
+    /// (more spans than its used slots need). Returns the number of moved slots, or None if the
+    /// class has no spare span.
     fn compact_span(&self, state: &mut ClassState) -> Option<usize> {
         if state.spare_spans == 0 {
             return None;
@@ -105,21 +108,22 @@ impl<X: Zeroed> Heap<X> {
             if header & USED == 0 {
                 continue;
             }
-            // Because the class has a spare span, another span has a free slot.
+            // The class has a spare span, so another span has a free slot.
             let Some(target) = self.fullest_but(state, source) else {
                 break;
             };
             let handle = header & !USED;
-            // Acquire: pairs with the release order in which the thread that wrote the bytes
-            // changed the word afterwards.
+            // Acquire: the thread that wrote the bytes changed the word in release order
+            // afterwards. So this thread sees these bytes.
             let word = self.word(handle).load(Acquire);
             if word & PINS != 0 {
                 continue;
             }
             let from = Place::of(word);
             if (from.span, from.slot) != (source, slot) {
-                // The word names another slot: a thread is replacing the handle's bytes, so the
-                // handle has two slots, of which this is one.
+                // The word of the handle names another slot. A thread is replacing the handle's
+                // bytes, so the handle has two slots for a short time. Do not move the slot that
+                // the word does not name.
                 continue;
             }
             let to = Place {
@@ -128,8 +132,9 @@ impl<X: Zeroed> Heap<X> {
                 len: from.len,
             };
             let (old, new) = (self.bytes_at(&class, from), self.bytes_at(&class, to));
-            // SAFETY: these are two slots of one class. The old slot's bytes do not change, because
-            // freeing the slot takes the class's lock, which this thread holds.
+            // SAFETY: the old and the new slot are different slots of one class. The old slot's
+            // bytes do not change, because freeing the slot takes the class's lock, which this
+            // thread holds.
             unsafe { new.copy_from_nonoverlapping(old, from.len) };
             let replaced = self
                 .word(handle)
@@ -141,8 +146,9 @@ impl<X: Zeroed> Heap<X> {
                 moved += 1;
             }
             let last = replaced && self.span(source).used.get() == 1;
-            // No thread reads the slot `gone`. It is either the new slot, which no other thread
-            // knows, or the old slot, which had no reader when the handle's word was changed.
+            // Free the slot that the handle's word does not name. No thread reads it: it is either
+            // the new slot, which no other thread knows, or the old slot, which had no reader when
+            // the word was changed.
             self.give_bytes(state, gone);
             if last {
                 break;
@@ -165,7 +171,8 @@ impl<X: Zeroed> Heap<X> {
 }
 
 impl ClassState {
-    /// Returns the number of spans that would be free if all used slots were moved together.
+    /// Returns the number of spans of this class that would be empty if all used slots were moved
+    /// together.
     pub(super) fn spare_spans_now(&self) -> u32 {
         self.spans - self.used_slots.div_ceil(self.class.slots.into())
     }

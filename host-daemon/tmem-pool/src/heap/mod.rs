@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Heap for the stored bytes of all tenants. Its memory can be returned to the system.
 //!
-//! Bytes lie in slots of size classes (class.rs), slots lie in spans, and spans lie in one reserved
-//! region of address space (region.rs). Storing bytes returns a handle instead of an address,
-//! because compaction moves bytes from sparse spans to full ones. A freed slot is zeroed before it
-//! can be used again. A span without used slots is all zero, and the frames of all but a few such
-//! spans go back to the system.
+//! Bytes lie in slots of size classes (class.rs). Slots lie in spans, which are groups of 1 to 12
+//! adjacent frames of 4 KiB. Spans lie in one reserved region of address space (region.rs). Storing
+//! bytes returns a handle instead of an address, because compaction moves bytes from sparse spans
+//! to full ones. A freed slot is zeroed before it can be used again. A span without used slots is
+//! all zero, and the frames of all but a few such spans go back to the system.
 //!
 //! Readers and compaction share only one 64-bit atomic word for each handle. The word contains the
-//! place, the length and the number of readers. A reader increments the number of readers and
-//! learns the place in the same atomic step. Compaction copies the bytes, which never change, at
-//! any time. It then replaces the word only if the word is unchanged and has no readers. So a
-//! reader keeps the bytes in place without blocking another thread, and later readers find the new
-//! place.
+//! place of the bytes, their length and the number of readers. A reader increments the number of
+//! readers and learns the place in the same atomic step. Compaction copies the bytes, which never
+//! change, at any time. It then replaces the word only if the word is unchanged and has no readers.
+//! So a reader keeps the bytes in place without blocking another thread, and later readers find the
+//! new place.
 //!
 //! No thread holds the locks of two classes. No thread copies bytes into or out of a slot while it
 //! holds a lock, except in compaction.
 //!
 //! Locks: the lock of a class guards its lists, and all data of its spans and slots except the
-//! stored bytes. The locks of free spans and of spare handles are taken inside a class's lock, and
-//! never together.
+//! stored bytes. A thread that holds the lock of a class may take the lock of free spans or the
+//! lock of spare handles, but never both.
 
 mod class;
 mod compact;
@@ -27,10 +27,11 @@ mod region;
 mod spans;
 
 use self::class::{Class, Classes, SLOTS_MAX, SPAN_BYTES};
+use self::region::LINE_BYTES;
 pub(crate) use self::region::{FRAME_BYTES, Region, Table, Zeroed, prefetch, prefetch_lines};
 use self::spans::FreeSpans;
 pub(crate) use self::spans::idle_frames;
-use crate::config::PAGE_SIZE;
+use crate::config::{PAGE_SIZE, Page};
 use crate::fail;
 use crate::poison;
 use crate::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard};
@@ -41,17 +42,17 @@ use std::slice;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use zeroize::optimization_barrier;
 
-/// Number of free handles that a size class takes at a time. A class keeps fewer than twice as many
-/// free handles and returns further ones, so that all classes can use them. Otherwise a guest could
-/// leave no handles for other guests, by filling the pool with pages of one compressed length after
-/// the other.
+/// Number of free handles that a size class takes from the shared lists at a time. A class with
+/// twice this number of free handles returns half of them, so that all classes can use them.
+/// Otherwise a guest could take all handles from other guests, by filling the pool with pages of
+/// one compressed length after the other.
 const HANDLES_STEP: u32 = 8;
 
-/// Number of handles of the smallest heap, so that there are some for each class.
+/// Smallest number of handles of a heap, so that there are some for each size class.
 const HANDLES_MIN: u64 = HANDLES_STEP as u64 * 256;
 
-/// Number of groups in which a class lists its spans by how full they are. New bytes go to the
-/// fullest spans, and compaction empties the emptiest ones.
+/// Number of groups into which a class sorts its partly used spans, by how full they are. New bytes
+/// go to the fullest spans, and compaction empties the emptiest ones.
 const GROUPS: usize = 8;
 
 /// Name of the data that the heap's locks guard, for log messages.
@@ -59,21 +60,25 @@ const HEAP: &str = "the heap";
 
 // ---- words of handles -------------------------------------------------------------------------
 
-const PINS_BITS: u32 = 14;
+const PINS_BITS: u32 = 13;
 const LEN_BITS: u32 = 12;
-const SLOT_BITS: u32 = 10;
-const SPAN_BITS: u32 = 28;
+const SLOT_BITS: u32 = 7;
+/// Number of bits of a span's number in the word of a handle. They suffice for 16 TiB of raw pages,
+/// each of which has a span of its own.
+const SPAN_BITS: u32 = 32;
 const _: () = assert!(PINS_BITS + LEN_BITS + SLOT_BITS + SPAN_BITS == u64::BITS);
 const _: () = assert!(1 << SLOT_BITS >= SLOTS_MAX && 1 << LEN_BITS >= PAGE_SIZE);
 const PINS: u64 = (1 << PINS_BITS) - 1;
 
 /// Largest number of readers of one blob. A thread has up to 64 readers of one blob, because all
-/// pages of a get may be equal. The daemon has at most 64 workers, so at most 4,096 readers. The
-/// field has room for more: a thread increments the number before it sees that there are too many
-/// readers, and the number must not overflow into the length.
-const PINS_MAX: u64 = PINS / 2;
+/// pages of a get may be equal. The daemon has at most 64 workers, so there are at most 4,096
+/// readers. The bit field of the word has room for 1,024 more than this maximum. A thread
+/// increments the number before it sees that there are too many readers, and the number must not
+/// overflow into the length.
+const PINS_MAX: u64 = PINS - 1024;
+const _: () = assert!(PINS_MAX > 64 * 64);
 
-/// Place of a handle's bytes.
+/// Place and length of a handle's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Place {
     span: u32,
@@ -99,31 +104,32 @@ impl Place {
     }
 }
 
-/// Handle of stored bytes. The caller makes sure that no other thread uses a handle when it frees
-/// the handle.
+/// Handle of stored bytes: a number that stays the same when compaction moves the bytes. A caller
+/// that frees a handle makes sure that no other thread uses the handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Handle(pub u32);
 
-/// Flag in the header of a used slot, beside its handle. The header of a free slot is the number of
-/// the next free slot plus 1.
+/// Flag in the header of a slot: the slot is used, and the other bits are its handle. Without the
+/// flag, the slot is free, and the header is the number of the next free slot plus 1.
 const USED: u32 = 1 << 31;
 
 // ---- spans ------------------------------------------------------------------------------------
 
-/// Record of a span of frames. Span number 0 means no span. The lock of the span's class, or the
-/// lock of free spans, guards the record. A span that was taken out of all lists belongs to the
-/// thread that took it.
+/// Record of a span, which is a group of 1 to 12 adjacent frames of 4 KiB. Span number 0 means no
+/// span. The lock of the span's size class, or the lock of free spans, guards the record. A span
+/// that is in no list belongs to the thread that took it out.
 #[derive(Debug)]
 struct Span {
-    /// Number of frames that may have memory.
+    /// Number of frames of the span that may occupy memory.
     frames: Cell<u8>,
-    /// First free slot, plus 1; 0 if no slot below `fresh` is free.
+    /// Head of the list of slots that were used and are free again, as a slot number plus 1. 0
+    /// means that the list is empty.
     free: Cell<u16>,
-    /// Lowest number of a slot that was never used.
+    /// Lowest number of a slot of the span that was never used.
     fresh: Cell<u16>,
     used: Cell<u16>,
-    /// Previous span of the list. If the span's only slot is a whole frame, this field is the
-    /// header of the slot while the slot is used.
+    /// Previous span of the list. If the span's only slot is a whole frame and is used, the field
+    /// has another meaning: it is the header of that slot.
     prev: Cell<u32>,
     next: Cell<u32>,
 }
@@ -139,33 +145,37 @@ unsafe impl Sync for Span {}
 #[derive(Debug)]
 struct ClassState {
     class: Class,
-    /// First span of each group. Full spans are in no group.
+    /// First span of each group, where spans are grouped by how full they are. Full spans are in no
+    /// group.
     heads: [u32; GROUPS],
     spans: u32,
     used_slots: u32,
     payload_bytes: u64,
-    /// Number of this class's spans that the sum `spare_frames` includes.
+    /// Number of spans of this class that `Sums::spare_frames` includes, because compaction could
+    /// empty them.
     spare_spans: u32,
-    /// First free handle. The words of free handles form a list.
+    /// First free handle of this class. The word of a free handle contains the number of the next
+    /// one.
     free_handle: u32,
     free_handles: u32,
 }
 
 // ---- heap -------------------------------------------------------------------------------------
 
-/// Record of a handle: its word, and the data that the user of the heap keeps with it.
+/// Record of a handle: the atomic word with the place of its bytes, and the data that the user of
+/// the heap keeps with the handle.
 #[derive(Debug)]
 struct HandleRecord<X> {
     word: AtomicU64,
     extra: X,
 }
 
-// SAFETY: for both fields, all zero is a valid value.
+// SAFETY: all zero is a valid value for both fields, the word and the data of the heap's user.
 unsafe impl<X: Zeroed> Zeroed for HandleRecord<X> {}
 
-/// Heap of stored bytes. Beside each handle the heap stores a value of type `X` for the user of the
-/// heap, and never reads this value. An `X` is all zero at first. When a handle is used again, its
-/// `X` is as the handle's last user left it.
+/// Heap of stored bytes, each under a handle. With each handle the heap stores a value of type `X`
+/// for the user of the heap, and never reads this value. An `X` is all zero at first. When a handle
+/// is used again, its `X` is as the handle's last user left it.
 #[derive(Debug)]
 pub(crate) struct Heap<X> {
     data: Region,
@@ -175,8 +185,8 @@ pub(crate) struct Heap<X> {
     states: Box<[CachePadded<Mutex<ClassState>>]>,
     free_spans: CachePadded<Mutex<FreeSpans>>,
     /// First free handle of the first spare list. Spare lists contain free handles that belong to
-    /// no class. A list has HANDLES_STEP handles, and the upper half of the word of its first
-    /// handle names the first handle of the next list. The lock also guards changes of
+    /// no size class. Each list has HANDLES_STEP handles, and the upper half of the word of its
+    /// first handle names the first handle of the next list. The lock also guards changes of
     /// `fresh_handle`.
     spare_handles: CachePadded<Mutex<u32>>,
     /// Lowest handle that was never used.
@@ -187,12 +197,14 @@ pub(crate) struct Heap<X> {
 /// Sums over the whole heap, which threads can read without holding its locks.
 #[derive(Debug, Default)]
 struct Sums {
-    /// Lowest span that was never used. It changes only under the lock of free spans.
+    /// Lowest number of a span that was never used. It changes only under the lock of free spans.
     fresh_span: AtomicU64,
     frames: AtomicU64,
-    /// The part of `frames` that belongs to free spans. It changes under the lock of free spans.
+    /// The part of `frames` that belongs to spans without used slots. It changes under the lock of
+    /// free spans.
     idle_frames: AtomicU64,
-    /// The part of `frames` that would be free if the used slots of each class were moved together.
+    /// The part of `frames` that compaction could free by moving the used slots of each class
+    /// together.
     spare_frames: AtomicU64,
 }
 
@@ -202,22 +214,24 @@ struct Sums {
 pub(crate) struct HeapStats {
     /// Number of stored bytes.
     pub payload_bytes: u64,
-    /// Number of handles in use.
+    /// Number of stored blobs, which is the number of handles in use.
     pub blobs: u64,
-    /// Memory for slots in bytes, used and free.
+    /// Memory in bytes of the frames for slots, used and free.
     pub frames_bytes: u64,
-    /// Memory in bytes for the records of handles and spans. It never shrinks.
+    /// Memory in bytes of the records of handles and spans. It never shrinks.
     pub table_bytes: u64,
 }
 
 impl<X: Zeroed> Heap<X> {
-    /// Creates an empty heap that never has more than `bytes_max` bytes of frames.
+    /// Creates an empty heap for up to `bytes_max` bytes of frames.
     ///
     /// # Errors
-    /// The system does not provide the address space, for which
-    /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES) gives the factor.
+    /// The system does not provide the address space.
+    /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES) gives its size as a multiple of the
+    /// pool's size.
     pub(crate) fn new(bytes_max: u64) -> io::Result<Heap<X>> {
-        // A span has at least one frame, and number 0 means no span.
+        // Reserve records for more spans than there can be frames: each span has at least one
+        // frame, and span number 0 means no span.
         let spans = (bytes_max / FRAME_BYTES as u64 + 1).min((1 << SPAN_BITS) - 1) as usize + 1;
         // The number of handles limits the number of blobs. It is chosen for blobs of 256 B,
         // because few pages compress to less.
@@ -251,47 +265,116 @@ impl<X: Zeroed> Heap<X> {
         })
     }
 
-    /// Stores 1 to 4,096 bytes. Returns None if there is no free handle, or if the heap's memory
-    /// would exceed `frames_bytes_max` bytes.
+    /// Stores 1 to 4,096 bytes and returns their handle. Returns None if there is no free handle,
+    /// or if the heap's memory would exceed `frames_bytes_max` bytes.
+    #[cfg(test)]
     pub(crate) fn store(&self, bytes: &[u8], frames_bytes_max: u64) -> Option<Handle> {
-        assert!((1..=PAGE_SIZE).contains(&bytes.len()));
-        let nr = self.classes.for_len(bytes.len());
-        let mut state = self.lock(nr);
-        let handle = self.take_handle(&mut state)?;
-        let Some((span, slot)) = self.take_slot(&mut state, frames_bytes_max) else {
-            self.give_handle(&mut state, handle);
+        let handle = self.reserve(bytes.len(), frames_bytes_max)?;
+        self.write(handle, bytes);
+        Some(handle)
+    }
+
+    /// Reserves a slot for `len` bytes (1 to 4,096), prefetches the slot into the cache, and
+    /// returns its handle. The caller writes the bytes later ([`write`](Self::write)). Returns None
+    /// if there is no free handle, or if the heap's memory would exceed `frames_bytes_max` bytes.
+    pub(crate) fn reserve(&self, len: usize, frames_bytes_max: u64) -> Option<Handle> {
+        assert!((1..=PAGE_SIZE).contains(&len));
+        let mut state = self.lock(self.classes.for_len(len));
+        let place = self.reserve_in(&mut state, len, frames_bytes_max)?;
+        let at = self.bytes_at(&state.class, place.1);
+        drop(state);
+        (0..len)
+            .step_by(LINE_BYTES)
+            .for_each(|line| prefetch(at.wrapping_add(line)));
+        Some(place.0)
+    }
+
+    /// Reserves a slot of the class `state` for `len` bytes. Returns None if there is no free
+    /// handle, or if the heap's memory would exceed `frames_bytes_max` bytes.
+    fn reserve_in(
+        &self,
+        state: &mut ClassState,
+        len: usize,
+        frames_bytes_max: u64,
+    ) -> Option<(Handle, Place)> {
+        let handle = self.take_handle(state)?;
+        let Some((span, slot)) = self.take_slot(state, frames_bytes_max) else {
+            self.give_handle(state, handle);
             return None;
         };
         self.set_header(&state.class, span, slot, USED | handle);
-        let place = Place {
-            span,
-            slot,
-            len: bytes.len(),
-        };
-        // The word counts this thread as a reader, so that compaction does not move the bytes while
-        // this thread writes them.
-        let word = self.word(handle);
-        word.store(place.word() + 1, Relaxed);
-        state.payload_bytes += bytes.len() as u64;
-        let at = self.bytes_at(&state.class, place);
-        drop(state);
-        // SAFETY: the slot belongs to this thread and has at least this many bytes. No thread reads
-        // it before the handle is returned.
-        unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
-        // Release: a thread that reads this word also sees the copied bytes. No other thread knows
-        // the handle, so a plain store suffices. An atomic read-modify-write would wait until the
-        // copied bytes have left the store buffer.
-        word.store(place.word(), Release);
-        Some(Handle(handle))
+        let place = Place { span, slot, len };
+        // The word counts this thread as a reader, so that compaction does not move the slot before
+        // this thread has written its bytes.
+        self.word(handle).store(place.word() + 1, Relaxed);
+        state.payload_bytes += len as u64;
+        Some((Handle(handle), place))
     }
 
-    /// Calls `read` with the bytes of a handle.
+    /// Writes bytes to a slot that this thread has reserved for exactly that many bytes. After the
+    /// call, the thread may pass the handle to other threads.
+    pub(crate) fn write(&self, handle: Handle, bytes: &[u8]) {
+        self.write_reading(handle, bytes, |_| ());
+    }
+
+    /// Writes bytes to a slot that this thread has reserved ([`write`](Self::write)). Calls `read`
+    /// with the written bytes before other threads can find them, and returns the result.
+    fn write_reading<R>(&self, handle: Handle, bytes: &[u8], read: impl FnOnce(&[u8]) -> R) -> R {
+        let word = self.word(handle.0);
+        let place = Place::of(word.load(Relaxed));
+        assert_eq!(
+            place.len,
+            bytes.len(),
+            "a slot was reserved for another number of bytes"
+        );
+        let at = self.bytes_at(&self.class_of(place), place);
+        // SAFETY: the slot belongs to this thread, which alone knows the handle, and has at least
+        // this many bytes. The slice that `read` gets is not used after the bytes are published.
+        let result = unsafe {
+            at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+            read(slice::from_raw_parts(at, bytes.len()))
+        };
+        // Release: a thread that reads this word also sees the written bytes. A plain store
+        // suffices, because no other thread knows the handle. An atomic read-modify-write would
+        // wait until the written bytes have left the store buffer.
+        word.store(place.word(), Release);
+        result
+    }
+
+    /// Reserves frames for whole pages, one for each element of `handles`, under one acquisition of
+    /// the lock. Returns the number of elements that were set. It is smaller if there is no free
+    /// handle, or if the heap's memory would exceed `frames_bytes_max` bytes. The caller then fills
+    /// each reserved frame ([`fill`](Self::fill)).
+    pub(crate) fn reserve_pages(&self, handles: &mut [Handle], frames_bytes_max: u64) -> usize {
+        let mut state = self.lock(self.classes.for_len(PAGE_SIZE));
+        for (nr, handle) in handles.iter_mut().enumerate() {
+            let Some((reserved, _)) = self.reserve_in(&mut state, PAGE_SIZE, frames_bytes_max)
+            else {
+                return nr;
+            };
+            *handle = reserved;
+        }
+        handles.len()
+    }
+
+    /// Copies a page to a frame that this thread has reserved, and returns the result of `read` for
+    /// the copy. After the call, the thread may pass the handle to other threads.
+    pub(crate) fn fill<R>(&self, handle: Handle, page: &Page, read: impl FnOnce(&Page) -> R) -> R {
+        self.write_reading(handle, page, |copy| {
+            let copy: &Page = copy
+                .try_into()
+                .expect("a copied page does not have the length of a page");
+            read(copy)
+        })
+    }
+
+    /// Calls `read` with the bytes of a handle, and returns the result.
     pub(crate) fn read<R>(&self, handle: Handle, read: impl FnOnce(&[u8]) -> R) -> R {
         read(self.reader(handle).bytes())
     }
 
-    /// Returns a reader of a handle's bytes. Compaction does not move the bytes before the reader
-    /// is dropped.
+    /// Returns a reader of a handle's bytes. Compaction does not move the bytes until the reader is
+    /// dropped.
     pub(crate) fn reader(&self, Handle(handle): Handle) -> Reader<'_> {
         let place = self.pin(handle);
         Reader {
@@ -306,18 +389,47 @@ impl<X: Zeroed> Heap<X> {
         Place::of(self.word(handle.0).load(Relaxed)).len
     }
 
-    /// Zeroes the bytes of a handle, and frees the bytes and the handle.
+    /// Zeroes the bytes of a handle, and frees the slot and the handle. No other thread uses the
+    /// handle.
     pub(crate) fn free(&self, handle: Handle) {
         let Handle(handle) = handle;
-        // Pin the place, so that compaction does not move the bytes. No other thread uses the
-        // handle.
+        // Pin the place, so that compaction does not move the bytes.
         let place = self.pin(handle);
         self.give_handle(&mut self.give_place(place), handle);
     }
 
-    /// Replaces the bytes of a handle by others that readers decode to the same page. The caller
-    /// makes sure that the handle is not freed in the meantime. Returns false if a thread reads the
-    /// bytes, or if the heap's memory would exceed `frames_bytes_max` bytes.
+    /// Zeroes and frees the frames of whole pages, and frees their handles, under one acquisition
+    /// of the lock. No other thread uses the handles.
+    pub(crate) fn free_pages(&self, handles: &[Handle]) {
+        let place_of = |&Handle(handle): &Handle| Place::of(self.word(handle).load(Relaxed));
+        for handle in handles {
+            let place = place_of(handle);
+            assert!(
+                self.is_page(*handle),
+                "a blob that is freed as a page is not a page"
+            );
+            // SAFETY: no thread reads the frame, because the handle is freed. Compaction never
+            // copies a slot that is the only one of its span.
+            unsafe { zero(self.bytes_at(&self.class_of(place), place), place.len) };
+        }
+        let mut state = self.lock(self.classes.for_len(PAGE_SIZE));
+        for handle in handles {
+            let place = place_of(handle);
+            state.payload_bytes -= place.len as u64;
+            self.give_slot(&mut state, place.span, place.slot);
+            self.give_handle(&mut state, handle.0);
+        }
+    }
+
+    /// Returns whether the bytes of a handle are a whole page, which has a frame of its own.
+    pub(crate) fn is_page(&self, handle: Handle) -> bool {
+        self.len(handle) == PAGE_SIZE
+    }
+
+    /// Replaces the bytes of a handle by other bytes that decode to the same page. The caller makes
+    /// sure that no thread frees the handle in the meantime. Returns false, and keeps the old
+    /// bytes, if a thread is reading them or if the heap's memory would exceed `frames_bytes_max`
+    /// bytes.
     pub(crate) fn replace(&self, handle: Handle, bytes: &[u8], frames_bytes_max: u64) -> bool {
         assert!((1..=PAGE_SIZE).contains(&bytes.len()));
         let Handle(handle) = handle;
@@ -326,8 +438,9 @@ impl<X: Zeroed> Heap<X> {
         let Some((span, slot)) = self.take_slot(&mut state, frames_bytes_max) else {
             return false;
         };
-        // The new slot's header names the handle, but the handle's word names the old slot.
-        // Compaction leaves both slots alone while they disagree.
+        // For a short time two slots name the handle in their headers, and the handle's word still
+        // names the old slot. Compaction does not move the new slot, because the word does not name
+        // it.
         self.set_header(&state.class, span, slot, USED | handle);
         let new = Place {
             span,
@@ -337,9 +450,9 @@ impl<X: Zeroed> Heap<X> {
         let at = self.bytes_at(&state.class, new);
         state.payload_bytes += bytes.len() as u64;
         drop(state);
-        // SAFETY: the slot belongs to this thread and has at least this many bytes. Other threads
-        // find a slot only through the atomic word of its handle, in which `fetch_update` stores
-        // the new place after this copy.
+        // SAFETY: the slot belongs to this thread and has room for the bytes. Other threads find a
+        // slot only through the atomic word of its handle, in which `fetch_update` stores the new
+        // place after this copy.
         unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         let unread = |word| (word & PINS == 0).then(|| new.word());
         let replaced = self.word(handle).fetch_update(AcqRel, Acquire, unread);
@@ -353,12 +466,13 @@ impl<X: Zeroed> Heap<X> {
         self.data.is_locked() && self.spans.is_locked() && self.handles.is_locked()
     }
 
-    /// Returns a number that is larger than every handle that was ever used.
+    /// Returns the lowest handle that was never given to a size class. All handles in use are
+    /// smaller.
     pub(crate) fn places(&self) -> u32 {
         self.fresh_handle.load(Relaxed)
     }
 
-    /// Returns the largest number of handles that were in use at a time, and a few more.
+    /// Returns the largest number of handles that were in use at one time, and a few more.
     fn handles_used(&self) -> u64 {
         self.fresh_handle.load(Relaxed).into()
     }
@@ -368,13 +482,13 @@ impl<X: Zeroed> Heap<X> {
         self.sums.frames.load(Relaxed) * FRAME_BYTES as u64
     }
 
-    /// Returns the memory of the spans that have used slots, in bytes.
+    /// Returns the memory in bytes of the spans that have used slots.
     pub(crate) fn busy_bytes(&self) -> u64 {
         let frames = self.sums.frames.load(Relaxed);
         frames.saturating_sub(self.sums.idle_frames.load(Relaxed)) * FRAME_BYTES as u64
     }
 
-    /// Returns the memory for handles and spans in bytes. It never shrinks.
+    /// Returns the memory in bytes of the records of handles and spans. It never shrinks.
     pub(crate) fn table_bytes(&self) -> u64 {
         let spans = self.sums.fresh_span.load(Relaxed);
         spans * size_of::<Span>() as u64 + self.handles_used() * size_of::<HandleRecord<X>>() as u64
@@ -389,8 +503,8 @@ impl<X: Zeroed> Heap<X> {
         unpin(self.word(handle));
     }
 
-    /// Returns statistics. The lock of each class is taken in turn, so that the sums may not be
-    /// those of one instant.
+    /// Returns statistics of the heap. The call takes the lock of one class after the other, so the
+    /// sums may not be of one instant.
     pub(crate) fn stats(&self) -> HeapStats {
         let mut stats = HeapStats {
             frames_bytes: self.frames_bytes(),
@@ -422,14 +536,14 @@ impl<X: Zeroed> Heap<X> {
     }
 
     /// Prefetches the beginning of a handle's bytes into the cache. Also prefetches the record of
-    /// their span, which freeing them needs.
+    /// the span that contains the bytes, which freeing them changes.
     pub(crate) fn prefetch_bytes(&self, Handle(handle): Handle) {
         let place = Place::of(self.word(handle).load(Relaxed));
         prefetch_lines(self.bytes_at(&self.class_of(place), place));
         self.spans.prefetch(place.span);
     }
 
-    /// Returns the largest number of handles.
+    /// Returns the largest number of handles that the heap can have.
     pub(crate) fn handles_max(&self) -> usize {
         self.handles.capacity()
     }
@@ -457,8 +571,9 @@ impl<X: Zeroed> Heap<X> {
         }
     }
 
-    /// Takes a list of spare handles, or of handles that were never used. Returns the list's first
-    /// handle, or None if there is no free handle.
+    /// Takes a list of HANDLES_STEP free handles for a size class: a spare list or, if there is
+    /// none, handles that were never used. Returns the first handle of the list, or None if there
+    /// is no free handle.
     fn take_handles(&self) -> Option<u32> {
         if fail::memory() {
             return None;
@@ -484,8 +599,9 @@ impl<X: Zeroed> Heap<X> {
         Some(first)
     }
 
-    /// Moves half of a class's free handles to the spare lists. It takes the handles that were
-    /// freed last, because their records, which it changes, are in the processor's cache.
+    /// Moves HANDLES_STEP free handles of a class to the spare lists, from which any class can take
+    /// them. It moves the handles that were freed last. It has to change their records, and these
+    /// are still in the processor's cache.
     fn give_handles(&self, state: &mut ClassState) {
         let first = state.free_handle;
         let mut last = first;
@@ -503,7 +619,8 @@ impl<X: Zeroed> Heap<X> {
     }
 
     fn pin(&self, handle: u32) -> Place {
-        // Acquire: if compaction has just moved the bytes, this thread sees the moved bytes.
+        // Acquire: if compaction has moved the bytes, this thread sees the bytes at their new
+        // place.
         let before = self.word(handle).fetch_add(1, Acquire);
         if before & PINS >= PINS_MAX {
             poison::abort_inconsistent(HEAP);
@@ -517,12 +634,12 @@ impl<X: Zeroed> Heap<X> {
         poison::guard_or_abort(self.states[usize::from(nr)].lock(), HEAP)
     }
 
-    /// Returns the class of a used slot.
+    /// Returns the size class of the slot at a place, which follows from the length of its bytes.
     fn class_of(&self, place: Place) -> Class {
         self.classes.get(self.classes.for_len(place.len))
     }
 
-    /// Returns the record of a span. The caller holds the lock that guards it.
+    /// Returns the record of a span. The caller holds the lock that guards the record.
     fn span(&self, span: u32) -> &Span {
         self.spans.get(span)
     }
@@ -574,7 +691,7 @@ impl<X: Zeroed> Heap<X> {
         Some((span, slot))
     }
 
-    /// Takes a slot of a span that is not full.
+    /// Takes a free slot of a span that is not full, and returns the number of the slot.
     fn take_slot_of(&self, state: &mut ClassState, span: u32) -> u16 {
         let class = state.class;
         self.unlist(state, span);
@@ -591,8 +708,8 @@ impl<X: Zeroed> Heap<X> {
         slot
     }
 
-    /// Zeroes and frees a place that no thread reads any more. Returns the guard of the lock of its
-    /// class.
+    /// Zeroes and frees a slot that no thread reads any more. Returns the guard of the lock of the
+    /// slot's class.
     fn give_place(&self, place: Place) -> MutexGuard<'_, ClassState> {
         let nr = self.classes.for_len(place.len);
         let class = self.classes.get(nr);
@@ -603,8 +720,8 @@ impl<X: Zeroed> Heap<X> {
             return state;
         }
         // The slot is the only one of its span, as for raw pages. Compaction never copies such
-        // slots, so they can be zeroed without the lock. SAFETY: the caller guarantees that no
-        // thread reads the place.
+        // slots, so this thread can zero the slot without the lock. SAFETY: the caller guarantees
+        // that no thread reads the place.
         unsafe { zero(self.bytes_at(&class, place), place.len) };
         let mut state = self.lock(nr);
         state.payload_bytes -= place.len as u64;
@@ -613,7 +730,7 @@ impl<X: Zeroed> Heap<X> {
     }
 
     /// Zeroes and frees a slot that no thread reads any more. The caller holds the lock of the
-    /// class, because compaction may otherwise copy the slot at the same time.
+    /// class, so that compaction does not copy the slot at the same time.
     fn give_bytes(&self, state: &mut ClassState, place: Place) {
         // SAFETY: the caller guarantees that no thread reads the place.
         unsafe { zero(self.bytes_at(&state.class, place), place.len) };
@@ -639,7 +756,8 @@ impl<X: Zeroed> Heap<X> {
 
     // ---- lists of spans -----------------------------------------------------------------------
 
-    /// Adds a span to the list of its group. Does nothing for a full span, which is in no list.
+    /// Adds a span to the list of its group (spans are grouped by how full they are). Does nothing
+    /// for a full span, which is in no list.
     fn list(&self, state: &mut ClassState, span: u32) {
         let s = self.span(span);
         let Some(group) = state.group(s.used.get()) else {
@@ -684,8 +802,8 @@ impl ClassState {
     }
 }
 
-/// Access to stored bytes while they are read ([`Heap::reader`]). The handle must not be freed
-/// before the reader is dropped.
+/// Reader of stored bytes ([`Heap::reader`]): while it exists, compaction does not move the bytes.
+/// No thread may free the handle before the reader is dropped.
 pub(crate) struct Reader<'a> {
     word: &'a AtomicU64,
     at: *const u8,
@@ -693,15 +811,15 @@ pub(crate) struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Returns the bytes.
+    /// Returns the stored bytes, which the reader keeps in place.
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: the bytes were written before the handle was given out. They are not moved,
-        // because they are pinned. They are not freed, because the owner of the reader keeps the
-        // handle.
+        // SAFETY: the bytes were written before other threads got the handle. Compaction does not
+        // move them, because the reader pins them. No thread frees them, because the owner of the
+        // reader keeps the handle.
         unsafe { slice::from_raw_parts(self.at, self.len) }
     }
 
-    /// Prefetches the beginning of the bytes into the cache.
+    /// Prefetches the beginning of the stored bytes into the cache.
     pub(crate) fn prefetch(&self) {
         prefetch_lines(self.at);
     }
@@ -714,12 +832,12 @@ impl Drop for Reader<'_> {
 }
 
 fn unpin(word: &AtomicU64) {
-    // Release: this thread's reads come before compaction frees the place, and its writes come
-    // before compaction copies the bytes.
+    // Release: this thread's reads come before another thread frees the place, and this thread's
+    // writes come before compaction copies the bytes.
     word.fetch_sub(1, Release);
 }
 
-/// Zeroes bytes in a way that the compiler does not remove.
+/// Overwrites bytes with zeroes in a way that the compiler does not remove.
 ///
 /// # Safety
 /// The bytes are valid for writes, and no other code accesses them.

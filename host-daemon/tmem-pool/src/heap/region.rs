@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Address space that is reserved once and never moves. The kernel provides zeroed memory for a
-//! page when the page is first touched, and takes the memory back when the page is released. The
-//! memory is never dumped and, where the process may lock memory, never swapped.
+//! Region: address space that is reserved once and never moves. The kernel provides zeroed memory
+//! for a page of the region when the page is first touched, and takes the memory back when the page
+//! is released. The memory is never dumped and, where the process may lock memory, never swapped.
 
 use std::io;
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 
-/// A reserved range of addresses.
+/// A reserved range of addresses, whose memory can be returned to the system page by page.
 #[derive(Debug)]
 pub(crate) struct Region {
     base: NonNull<u8>,
@@ -21,12 +21,12 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Returns the number of usable bytes.
+    /// Returns the length of the region in bytes.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Returns whether the memory is locked, so that it is never swapped.
+    /// Returns whether the region's memory is locked in RAM, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
         self.locked
     }
@@ -63,10 +63,11 @@ mod system {
             let (base, locked) = unsafe {
                 let base =
                     mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)?;
-                // A huge page would allocate memory for addresses that were never touched.
+                // Forbid huge pages: a huge page would allocate memory for addresses that were
+                // never touched.
                 madvise(base, len, Advice::LinuxNoHugepage).ok();
                 madvise(base, len, Advice::LinuxDontDump)?;
-                // Each page is locked when it is touched. If the process's limit of locked memory
+                // Lock each page when it is touched. If the process's limit of locked memory
                 // (RLIMIT_MEMLOCK) does not allow that, the memory stays unlocked.
                 (base, mlock_with(base, len, MlockFlags::ONFAULT).is_ok())
             };
@@ -75,7 +76,8 @@ mod system {
             Ok(Region { base, len, locked })
         }
 
-        /// Gives whole frames back to the system. They read as zero when they are touched again.
+        /// Gives the memory of whole frames back to the system. The frames read as zero when they
+        /// are touched again.
         ///
         /// # Safety
         /// No other code accesses the frames during the call, and no code relies on their contents
@@ -107,7 +109,8 @@ mod system {
     }
 }
 
-/// Region on the allocator, because Miri does not support mmap.
+/// Implementation of [`Region`] for Miri, which does not support mmap: the memory comes from the
+/// allocator.
 #[cfg(miri)]
 mod system {
     use super::{NonNull, Region, io};
@@ -137,14 +140,14 @@ mod system {
 
     impl Drop for Region {
         fn drop(&mut self) {
-            // SAFETY: the memory was allocated with the same layout.
+            // SAFETY: the memory was allocated with this layout.
             unsafe { dealloc(self.base.as_ptr(), layout(self.len)) };
         }
     }
 }
 
-/// Prefetches a cache line. The prefetch is only a hint to the processor, so any address is
-/// allowed.
+/// Prefetches the cache line at an address. The prefetch is only a hint to the processor, so any
+/// address is allowed.
 pub(crate) fn prefetch(at: *const u8) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     // SAFETY: a prefetch does not access memory.
@@ -156,18 +159,21 @@ pub(crate) fn prefetch(at: *const u8) {
     let _ = at;
 }
 
-/// Number of cache lines of a page that are prefetched. The processor's own prefetcher needs a few
-/// lines to begin, and fetches the others.
+/// Bytes of a cache line.
+pub(super) const LINE_BYTES: usize = 64;
+
+/// Number of cache lines that [`prefetch_lines`] prefetches. The processor's own prefetcher needs a
+/// few lines to begin, and then fetches the others.
 const PREFETCH_LINES: usize = 4;
 
-/// Prefetches the beginning of a page or of its compressed form.
+/// Prefetches the first cache lines of a page or of its compressed form.
 pub(crate) fn prefetch_lines(at: *const u8) {
     for line in 0..PREFETCH_LINES {
-        prefetch(at.wrapping_add(line * 64));
+        prefetch(at.wrapping_add(line * LINE_BYTES));
     }
 }
 
-/// Bytes of a frame, the unit in which memory is taken from the system and given back.
+/// Bytes of a frame, the unit in which the process takes memory from the system and gives it back.
 pub(crate) const FRAME_BYTES: usize = 4096;
 
 /// A type for which all bits zero are a valid value.
@@ -179,8 +185,8 @@ pub(crate) unsafe trait Zeroed {}
 // SAFETY: the unit type has no bits.
 unsafe impl Zeroed for () {}
 
-/// A table of records that never moves. It takes memory only up to the highest record that was
-/// used.
+/// A table of records in reserved address space. The table never moves, and it takes memory only up
+/// to the highest record that was used.
 #[derive(Debug)]
 pub(crate) struct Table<T> {
     region: Region,
@@ -207,17 +213,17 @@ impl<T: Zeroed> Table<T> {
         })
     }
 
-    /// Returns whether the memory is locked, so that it is never swapped.
+    /// Returns whether the table's memory is locked in RAM, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
         self.region.is_locked()
     }
 
-    /// Returns the largest number of records.
+    /// Returns the largest number of records of the table.
     pub(crate) fn capacity(&self) -> usize {
         self.region.len() / size_of::<T>()
     }
 
-    /// Returns a record.
+    /// Returns the record with number `i`. Panics if the table has no such record.
     pub(crate) fn get(&self, i: u32) -> &T {
         let i = i as usize;
         assert!(
@@ -230,7 +236,7 @@ impl<T: Zeroed> Table<T> {
         unsafe { self.region.at(i * size_of::<T>()).cast().as_ref() }
     }
 
-    /// Prefetches a record into the cache.
+    /// Prefetches the record with number `i` into the processor's cache.
     pub(crate) fn prefetch(&self, i: u32) {
         prefetch(self.region.at(i as usize * size_of::<T>()).as_ptr());
     }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Free spans, which belong to no class. A free span is called idle if it has frames, and bare if
-//! it has none. Size classes take free spans and give them back. Idle frames above a limit go back
-//! to the system, in batches.
+//! Free spans. A span is a group of 1 to 12 adjacent frames of 4 KiB. A free span has no used slots
+//! and belongs to no size class. It is called idle if its frames occupy memory, and bare if it has
+//! none. Size classes take free spans and give them back. Idle frames above a limit go back to the
+//! system, in batches.
 //!
 //! No thread makes a system call while it holds the lock of free spans.
 
@@ -13,30 +14,33 @@ use crate::fail;
 use crate::poison;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Smallest number of idle frames that are kept, so that storing bytes after freeing others causes
-/// no page fault. They are 16 MiB, the memory for the raw pages of a few busy tenants.
+/// Smallest limit of idle frames. Idle frames keep their memory, so that storing bytes after
+/// freeing others causes no page fault. The value is 16 MiB, the memory for the raw pages of a few
+/// busy tenants.
 const IDLE_FRAMES_MIN: u64 = 4096;
 
-/// Returns the number of idle frames that a pool of this size keeps. It keeps as many as the raw
-/// pages of all tenants may take, because raw pages come and go.
+/// Returns the number of idle frames that a pool of this size keeps: frames without stored bytes
+/// that are not returned to the system. It is as large as the number of raw pages that all tenants
+/// may have, because raw pages come and go.
 pub(crate) fn idle_frames(size_bytes: u64) -> u64 {
     (size_bytes / RAW_PART / FRAME_BYTES as u64).max(IDLE_FRAMES_MIN)
 }
 
-/// Largest number of spans whose frames are given back in one batch. Adjacent spans of a batch
-/// share one system call.
+/// Largest number of spans whose frames go back to the system in one batch. Adjacent spans of a
+/// batch share one system call.
 pub(super) const RELEASE_SPANS_MAX: usize = 64;
 
-/// Largest number of idle frames that a thread that takes a span returns to the system in addition
-/// to the number that it needs. Further frames are returned later, because the thread holds the
-/// lock of a size class.
+/// Largest number of idle frames that a thread returns to the system while it takes a span, in
+/// addition to the frames that it needs. The thread holds the lock of a size class during that
+/// time, so further frames are returned later.
 pub(super) const RELEASE_FRAMES_MAX: u64 = 64;
 
 #[derive(Debug, Default)]
 pub(super) struct FreeSpans {
-    /// Lists of idle spans with 1, 2, ... frames. All bytes of idle spans are zero.
+    /// First idle span of each list. The list at index n has the idle spans with n + 1 frames. All
+    /// bytes of idle spans are zero.
     pub(super) idle: [u32; SPAN_FRAMES_MAX],
-    /// List of spans without frames.
+    /// First span of the list of bare spans, which have no frames.
     pub(super) bare: u32,
 }
 
@@ -55,8 +59,8 @@ impl<X: Zeroed> Heap<X> {
                 0 => frames.into(),
                 _ => 0,
             };
-            // Release idle spans above the limit even if this thread could use one of them, because
-            // other memory of the pool may have grown.
+            // Release idle spans above the limit of memory even if this thread could use one of
+            // them. The limit may have become lower, because other parts of the pool have grown.
             let over = (now + more).saturating_sub(frames_max);
             let wanted = over.min(enough - released);
             if wanted == 0 {
@@ -68,8 +72,8 @@ impl<X: Zeroed> Heap<X> {
             let mut batch = Batch::default();
             self.choose_idle(&mut free, wanted, &mut batch);
             if batch.len == 0 {
-                // There is no memory now, because other threads are just returning the idle frames
-                // to the system.
+                // There is no memory now, because other threads are returning the idle frames to
+                // the system.
                 return None;
             }
             drop(free);
@@ -89,15 +93,16 @@ impl<X: Zeroed> Heap<X> {
         Some(span)
     }
 
-    /// Takes an idle span out of its list. The sum of idle frames still includes the span.
+    /// Takes an idle span with this number of frames out of its list, if there is one. The sum of
+    /// idle frames still includes the span.
     fn unlist_idle(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
         let head = &mut free.idle[usize::from(frames) - 1];
         let span = *head;
         if span == 0 {
             return None;
         }
-        // The number of frames differs only if the list is damaged. Continuing could use one span
-        // twice, or loop without end.
+        // The number of frames can be wrong only if the list is damaged. Continuing could use one
+        // span twice, or loop without end.
         if self.span(span).frames.get() != frames {
             poison::abort_inconsistent(HEAP);
         }
@@ -125,7 +130,8 @@ impl<X: Zeroed> Heap<X> {
         Some(span)
     }
 
-    /// Frees a span without used slots. All its slots are zero except for their headers.
+    /// Takes back a span without used slots from its class. All slots of the span are zero except
+    /// for their headers, which this function zeroes.
     pub(super) fn give_span(&self, class: &Class, span: u32) {
         let s = self.span(span);
         for slot in 0..s.fresh.get() {
@@ -141,14 +147,14 @@ impl<X: Zeroed> Heap<X> {
 
     // ---- returning memory to the system -------------------------------------------------------
 
-    /// Returns by how much the number of idle frames exceeds `stay`.
+    /// Returns by how much the number of idle frames (unused, but with memory) exceeds `stay`.
     pub(crate) fn idle_excess(&self, stay: u64) -> u64 {
         let idle = self.sums.idle_frames.load(Relaxed);
         idle.saturating_sub(stay)
     }
 
-    /// Gives some of the idle frames above `stay` back to the system. Returns the number of these
-    /// frames.
+    /// Gives some of the idle frames above `stay` back to the system. Returns the number of frames
+    /// given back.
     pub(crate) fn trim(&self, stay: u64) -> u64 {
         match self.idle_excess(stay) {
             0 => 0,
@@ -161,8 +167,8 @@ impl<X: Zeroed> Heap<X> {
         while self.release_some(u64::MAX) > 0 {}
     }
 
-    /// Gives about `frames` idle frames back to the system, but at most a batch. Returns the number
-    /// of frames.
+    /// Gives about `frames` idle frames back to the system, but at most one batch. Returns the
+    /// number of frames given back.
     fn release_some(&self, frames: u64) -> u64 {
         let mut batch = Batch::default();
         let mut free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
@@ -171,8 +177,8 @@ impl<X: Zeroed> Heap<X> {
         self.release(batch)
     }
 
-    /// Takes idle spans out of their lists, the longest first, until they have `frames` frames or
-    /// fill the batch.
+    /// Moves idle spans from their lists to the batch, the longest first, until the moved spans
+    /// have `frames` frames or the batch is full.
     fn choose_idle(&self, free: &mut FreeSpans, frames: u64, batch: &mut Batch) {
         let mut chosen = 0;
         for length in (1..=SPAN_FRAMES_MAX as u8).rev() {
@@ -187,9 +193,10 @@ impl<X: Zeroed> Heap<X> {
         }
     }
 
-    /// Gives the frames of spans that are in no list back to the system. Returns the number of
-    /// frames. The caller does not hold the lock of free spans, because the system call takes
-    /// microseconds and interrupts all processors that run this process.
+    /// Gives the frames of a batch of spans back to the system, and lists the spans as bare.
+    /// Returns the number of frames given back. The caller does not hold the lock of free spans,
+    /// because the system call takes microseconds and interrupts all processors that run this
+    /// process.
     fn release(&self, mut batch: Batch) -> u64 {
         let spans = &mut batch.spans[..batch.len];
         spans.sort_unstable();
@@ -218,7 +225,8 @@ impl<X: Zeroed> Heap<X> {
     }
 }
 
-/// A batch of spans that are in no list.
+/// A batch of spans whose frames a thread is about to return to the system. The spans are in no
+/// list.
 struct Batch {
     spans: [u32; RELEASE_SPANS_MAX],
     len: usize,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the heap against a model of its contents, with one thread, and with threads that read
-//! during compaction.
+//! Tests of the heap: random operations compared with a model of its contents, and threads that
+//! read during compaction.
 
 use super::class::HEADER_BYTES;
 use super::spans::{RELEASE_FRAMES_MAX, RELEASE_SPANS_MAX};
@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicBool;
 
 const BYTES_MAX: u64 = if cfg!(miri) { 1 << 20 } else { 64 << 20 };
 
-/// Returns bytes that depend on `id` and on their position.
+/// Returns `len` bytes, each of which depends on `id` and on its position.
 fn bytes_of(id: u64, len: usize) -> Vec<u8> {
     (0..len)
         .map(|i| (id.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (i % 8 * 8)) as u8 ^ i as u8)
@@ -26,14 +26,14 @@ fn len_of(rng: &mut Rng) -> usize {
 }
 
 impl<X: Zeroed> Heap<X> {
-    /// Panics while this thread holds the lock of a class, as a bug could.
+    /// Panics while this thread holds the lock of a size class, as a bug could.
     pub(crate) fn panic_under_a_lock(&self) {
         let _state = self.lock(0);
         panic!("a bug that the test injects");
     }
 
-    /// Recounts the heap's sums and lists, and asserts that they are right and that `live` slots
-    /// are used. No other thread may be using the heap.
+    /// Recounts the heap's sums and lists, and asserts that they are right and that exactly `live`
+    /// slots are used. No other thread may be using the heap.
     pub(crate) fn check(&self, live: usize) {
         let (mut used, mut frames, mut spans, mut spare) = (0, 0, 0, 0);
         for nr in 0..self.classes.len() as u8 {
@@ -150,7 +150,7 @@ impl<X: Zeroed> Heap<X> {
                 idle_frames += u64::from(frames);
                 assert_eq!(self.span(at).frames.get(), frames);
                 let s = self.span(at);
-                // Miri needs a second for each MiB, so that it checks only one byte in 61.
+                // Miri takes a second for each MiB, so check only one byte in 61 there.
                 let step = if cfg!(miri) { 61 } else { 1 };
                 for i in (0..usize::from(s.frames.get()) * FRAME_BYTES).step_by(step) {
                     let byte = self.data.at(at as usize * SPAN_BYTES + i);
@@ -199,7 +199,7 @@ fn stored_bytes_read_back_unchanged() {
         let max = [BYTES_MAX, BYTES_MAX / 16, 1 << 16][rng.below(3) as usize];
         let mut refused = 0;
         for id in 0..steps {
-            // The heap grows and shrinks alternately.
+            // The heap grows for 2,000 steps and shrinks for the next 2,000 steps, again and again.
             let store = rng.below(10) < if id / 2000 % 2 == 0 { 7 } else { 3 };
             if store {
                 let len = len_of(&mut rng);
@@ -242,7 +242,11 @@ fn stored_bytes_read_back_unchanged() {
             "compaction left spare bytes although no reader held a blob"
         );
         heap.check(live.len());
-        println!("refused {refused}, live {}, {:?}", live.len(), heap.stats());
+        println!(
+            "the heap refused to store {refused} blobs; {} blobs are stored; {:?}",
+            live.len(),
+            heap.stats()
+        );
         for (handle, id, len) in live {
             heap.read(handle, |bytes| assert_eq!(bytes, bytes_of(id, len)));
             heap.free(handle);
@@ -280,9 +284,12 @@ fn freed_handles_are_reused_for_other_lengths() {
         live.into_iter().for_each(|handle| heap.free(handle));
         heap.check(0);
     }
-    println!("{stored} stored with {} handles", heap.places());
+    println!(
+        "stored and freed {stored} blobs, with only {} handles",
+        heap.places()
+    );
     assert!(stored > 2 * heap.handles_max());
-    // Each size class may keep up to twice HANDLES_STEP free handles.
+    // Each size class may keep almost twice HANDLES_STEP free handles.
     let kept = heap.classes.len() * 2 * HANDLES_STEP as usize;
     assert!(heap.places() as usize <= seen + kept);
 }
@@ -292,7 +299,7 @@ fn freed_handles_are_reused_for_other_lengths() {
 fn a_store_without_a_free_handle_is_refused() {
     const BYTES: u64 = 1 << 20;
     let heap = Heap::<()>::new(BYTES).expect("cannot reserve address space for the heap");
-    // For blobs of one byte, the memory suffices for more blobs than there are handles.
+    // Store blobs of one byte. The memory suffices for more of them than there are handles.
     let store = || heap.store(&[1], BYTES);
     let live: Vec<Handle> = std::iter::from_fn(store).collect();
     let max = heap.handles_max();
@@ -312,6 +319,65 @@ fn a_store_without_a_free_handle_is_refused() {
 }
 
 #[test]
+fn reserved_pages_are_filled_and_freed_together() {
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
+    let page_of = |id| -> Page { bytes_of(id, PAGE_SIZE).try_into().expect("not a page") };
+    // Allow memory for only 40 of the 64 pages.
+    let mut handles = [Handle(0); 64];
+    let nr = heap.reserve_pages(&mut handles, 40 * FRAME_BYTES as u64);
+    assert_eq!(nr, 40);
+    let handles = &handles[..nr];
+    for (id, &handle) in handles.iter().enumerate() {
+        let copied = heap.fill(handle, &page_of(id as u64), |copy| *copy);
+        assert_eq!(copied, page_of(id as u64));
+    }
+    heap.check(nr);
+    for (id, &handle) in handles.iter().enumerate() {
+        assert!(heap.is_page(handle));
+        heap.read(handle, |bytes| assert_eq!(bytes, page_of(id as u64)));
+    }
+    let (freed, kept) = handles.split_at(25);
+    heap.free_pages(freed);
+    heap.check(kept.len());
+    for (id, &handle) in kept.iter().enumerate() {
+        heap.read(handle, |bytes| assert_eq!(bytes, page_of(id as u64 + 25)));
+    }
+    heap.free_pages(kept);
+    // `check` also asserts that all freed frames are zero.
+    heap.check(0);
+}
+
+#[test]
+fn compaction_does_not_move_a_slot_before_it_is_written() {
+    const LEN: usize = 1000;
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
+    let store = |id| {
+        let handle = heap.store(&bytes_of(id, LEN), BYTES_MAX);
+        handle.expect("the heap has no room")
+    };
+    let live: Vec<Handle> = (0..200).map(store).collect();
+    let reserved = heap.reserve(LEN, BYTES_MAX).expect("the heap has no room");
+    // Free nine of ten slots, so that compaction tries to empty nearly all spans.
+    let (kept, freed): (Vec<_>, Vec<_>) = live
+        .into_iter()
+        .enumerate()
+        .partition(|(nr, _)| nr % 10 == 0);
+    freed.into_iter().for_each(|(_, handle)| heap.free(handle));
+    assert!(heap.has_spare());
+    let place = Place::of(heap.word(reserved.0).load(Relaxed));
+    while heap.compact(64) > 0 {}
+    assert_eq!(Place::of(heap.word(reserved.0).load(Relaxed)), place);
+    heap.write(reserved, &bytes_of(1000, LEN));
+    heap.read(reserved, |bytes| assert_eq!(bytes, bytes_of(1000, LEN)));
+    heap.free(reserved);
+    for (id, handle) in kept {
+        heap.read(handle, |bytes| assert_eq!(bytes, bytes_of(id as u64, LEN)));
+        heap.free(handle);
+    }
+    heap.check(0);
+}
+
+#[test]
 fn one_store_releases_a_bounded_number_of_idle_frames() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let page = [1; PAGE_SIZE];
@@ -319,7 +385,7 @@ fn one_store_releases_a_bounded_number_of_idle_frames() {
     let store = || heap.store(&page, BYTES_MAX).expect("the heap has no room");
     let live: Vec<Handle> = (0..nr).map(|_| store()).collect();
     live.into_iter().for_each(|handle| heap.free(handle));
-    // The limit of the heap's memory is lowered, as if the pool was shrunk.
+    // Lower the limit of the heap's memory, as if the pool was shrunk.
     let most = 8 * FRAME_BYTES as u64;
     let small = heap
         .store(&page[..100], most)
@@ -327,7 +393,7 @@ fn one_store_releases_a_bounded_number_of_idle_frames() {
     let left = heap.stats().frames_bytes / FRAME_BYTES as u64;
     assert!(
         left < nr && left >= nr - RELEASE_FRAMES_MAX - 16,
-        "{left} of {nr} idle frames are left"
+        "one store left {left} of {nr} idle frames"
     );
     heap.free(small);
     heap.release_idle();
@@ -410,7 +476,7 @@ fn reads_are_correct_during_compaction() {
                                     let len = len_of(&mut rng).min(200);
                                     let bytes = bytes_of(live[at].1, len);
                                     // The replacement must succeed: no other thread reads the
-                                    // bytes, and compaction does not pin them.
+                                    // bytes, and compaction is not counted as a reader of them.
                                     assert!(heap.replace(live[at].0, &bytes, BYTES_MAX));
                                     live[at].2 = len;
                                 }
@@ -454,7 +520,8 @@ fn reads_are_correct_during_compaction() {
 
 #[test]
 fn heap_waste_is_bounded_after_churn_and_mass_deletion() {
-    // Returns a random length, with the distribution that was measured for real pages after lz4.
+    // Returns a random length of a stored page in bytes. The distribution was measured for real
+    // pages after lz4 compression.
     fn len(rng: &mut Rng) -> usize {
         let (low, high) = match rng.below(100) {
             0..11 => (200, 1024),
@@ -510,8 +577,8 @@ fn heap_waste_is_bounded_after_churn_and_mass_deletion() {
     }
 }
 
-/// Opens PINS_MAX readers of a blob and asserts that their number changes no other field of the
-/// word.
+/// Opens PINS_MAX readers of a blob. Asserts that their number does not overflow into other fields
+/// of the blob's word.
 #[test]
 #[cfg(not(miri))]
 fn a_blob_can_have_the_maximum_number_of_readers() {
@@ -572,7 +639,7 @@ fn a_span_missing_from_its_list_aborts() {
 fn a_span_with_a_wrong_back_link_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let nr = heap.classes.for_len(2000);
-    // Prepare a list of two spans that each have a free slot.
+    // Prepare a list of two spans, each of which has a free slot.
     let mut handles: Vec<_> = (0..2 * SLOTS_MAX)
         .map(|_| {
             heap.store(&[1; 2000], BYTES_MAX)

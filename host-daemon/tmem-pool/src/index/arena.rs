@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Arena: records of one kind, named by 32-bit numbers, in blocks that never move. The arena grows
-//! without copying its records. If the system has no memory for a new block, the caller gets an
-//! error and the process does not abort.
+//! Arena: memory for records of one kind, which are named by 32-bit numbers. The records lie in
+//! blocks that never move, so the arena grows without copying records. If the system has no memory
+//! for a new block, the caller gets an error, and the process does not abort.
 //!
 //! The first blocks are small and come from the process's allocator, because there are many arenas
-//! of few records. The other blocks are chunks (chunks.rs). A chunk without used records goes back
-//! to the system. One such chunk is kept, so that chunks are not freed and taken again all the
-//! time. New records go to the block that stopped being full most recently, so that nearly empty
-//! blocks can become empty. When the last record is removed, all memory is released.
+//! of few records. All other blocks are chunks of the pool's index memory (chunks.rs). A chunk
+//! without used records goes back to the system. The arena keeps one such chunk, so that chunks are
+//! not released and taken again all the time. New records go to the block that stopped being full
+//! most recently, so that nearly empty blocks can become empty. When the last record is removed,
+//! all memory is released.
 //!
 //! Number 0 means no record.
 
@@ -18,33 +19,34 @@ use std::ops::{Index, IndexMut};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-/// Number of a record of an arena; 0 means no record.
+/// Number of a record in an arena; 0 means no record.
 pub(crate) type Id = u32;
 
-/// Number of records of the first block. Each following small block has twice as many as the one
-/// before.
+/// Number of records of the first block. Each further block of the allocator has twice as many
+/// records as the block before.
 const FIRST_BLOCK: usize = 16;
-/// Blocks that would have this number of records or more are chunks.
+/// Bound for blocks of the process's allocator: a block that would have this number of records or
+/// more is a chunk of index memory instead.
 const SMALL: usize = 512;
 const SMALL_BLOCKS: usize = (SMALL / FIRST_BLOCK).ilog2() as usize;
 const SMALL_RECORDS: usize = SMALL - FIRST_BLOCK;
 
-/// Number that means no block, and ends a list.
+/// Block number that means no block, and ends a list of blocks.
 const NONE: u32 = u32::MAX;
 
-/// A record of an arena. The value of a free record has no meaning except for its link to the next
+/// A record of an arena. The value of a free record has no meaning, except for the link to the next
 /// free record.
 pub(crate) trait ArenaRecord: Clone + Default + Zeroed {
-    /// Returns the link of a free record.
+    /// Returns the number of the next free record, if this record is free.
     fn next_free(&self) -> Id;
-    /// Turns the record into a free one with this link.
+    /// Turns the record into a free record that is linked to the free record `next`.
     fn set_free(&mut self, next: Id);
 }
 
-/// Kind of memory of a block's records.
+/// Where a block of records has its memory.
 #[derive(Debug)]
 enum Memory {
-    /// The block has no memory. All its records are free.
+    /// The block has no memory (it is bare), and all its records are free.
     Bare,
     /// The memory comes from the process's allocator.
     Small,
@@ -53,16 +55,17 @@ enum Memory {
 
 #[derive(Debug)]
 struct Block<T> {
-    /// Records of the block; an empty slice while the block is bare.
+    /// Records of the block. The slice is empty while the block has no memory.
     records: NonNull<[T]>,
     memory: Memory,
     used: u32,
-    /// Place of the first free record below `fresh`, plus 1. 0 means that there is none.
+    /// Place in the block of the first free record below `fresh`, plus 1. 0 means that there is
+    /// none.
     free: u32,
-    /// Lowest place that was never used.
+    /// Lowest place in the block that was never used.
     fresh: u32,
-    /// Previous and next block in the list of open blocks (which have memory and are not full), or
-    /// in the list of bare blocks.
+    /// Previous and next block of a list. The list is that of open blocks (which have memory and
+    /// are not full) or that of bare blocks (which have no memory).
     prev: u32,
     next: u32,
 }
@@ -72,36 +75,37 @@ struct Block<T> {
 pub(crate) struct Arena<T: ArenaRecord> {
     blocks: Vec<Block<T>>,
     chunks: Arc<Chunks>,
-    /// First open block, that is, a block that has memory and is not full.
+    /// First open block. An open block has memory and is not full.
     open: u32,
-    /// First bare block, that is, a block without memory.
+    /// First bare block. A bare block has no memory.
     bare: u32,
-    /// Number of chunks without used records.
+    /// Number of chunks that have memory but no used records.
     idle: u32,
     bytes: u64,
     used: u32,
     used_max: u32,
 }
 
-// SAFETY: an arena owns its records, which lie in memory that is its own.
+// SAFETY: an arena owns its records, and no other object accesses their memory.
 unsafe impl<T: ArenaRecord + Send> Send for Arena<T> {}
 // SAFETY: through a shared reference, records are only read.
 unsafe impl<T: ArenaRecord + Sync> Sync for Arena<T> {}
 
-/// Error: there is no memory for a record, or the arena has as many records as it may.
+/// Error: there is no memory for a record, or the arena already has its largest number of records.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Full;
 
 impl<T: ArenaRecord> Block<T> {
     fn records(&self) -> &[T] {
-        // SAFETY: the memory is this block's alone and has this many values: a chunk is zero at
-        // first, which is a valid value. A bare block has none.
+        // SAFETY: only this block uses the memory, and every record of the slice is valid. A chunk
+        // is zero at first, which is a valid value of a record. A block without memory has an empty
+        // slice.
         unsafe { self.records.as_ref() }
     }
 
     fn records_mut(&mut self) -> &mut [T] {
-        // SAFETY: the memory is this block's alone and has this many values, and the block is
-        // borrowed exclusively.
+        // SAFETY: only this block uses the memory, and every record of the slice is valid. The
+        // block is borrowed exclusively.
         unsafe { self.records.as_mut() }
     }
 
@@ -111,7 +115,7 @@ impl<T: ArenaRecord> Block<T> {
 }
 
 impl<T: ArenaRecord> Arena<T> {
-    /// Number of records of a chunk.
+    /// Number of records that fit into a chunk.
     const LARGE: usize = CHUNK_BYTES / size_of::<T>();
 
     /// Creates an arena of up to `used_max` records.
@@ -131,7 +135,7 @@ impl<T: ArenaRecord> Arena<T> {
         }
     }
 
-    /// Returns the block of a record, and the place in it.
+    /// Returns the number of a record's block, and the record's place in that block.
     fn locate(id: Id) -> (usize, usize) {
         let at = id as usize + FIRST_BLOCK - 1;
         match at.checked_sub(SMALL) {
@@ -156,15 +160,15 @@ impl<T: ArenaRecord> Arena<T> {
         self.used
     }
 
-    /// Returns the memory of the arena in bytes, used or not.
+    /// Returns the memory of the arena's blocks in bytes, whether their records are used or free.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Inserts a record with this value.
+    /// Inserts a record with this value, and returns the number of the record.
     ///
     /// # Errors
-    /// There is no memory, or the arena has as many records as it may.
+    /// There is no memory, or the arena already has its largest number of records.
     pub(crate) fn insert(&mut self, value: T) -> Result<Id, Full> {
         if self.used == self.used_max || fail::memory() {
             return Err(Full);
@@ -195,8 +199,8 @@ impl<T: ArenaRecord> Arena<T> {
         Ok(Self::id(nr, at))
     }
 
-    /// Returns a record, or None if the record's block has no memory. If the record is free, the
-    /// returned value has no meaning.
+    /// Returns a record, or None if the record's block has no memory. If the record is free, its
+    /// value has no meaning.
     pub(crate) fn get(&self, id: Id) -> Option<&T> {
         debug_assert!(id != 0);
         let (block, at) = Self::locate(id);
@@ -204,7 +208,7 @@ impl<T: ArenaRecord> Arena<T> {
         block.records().get(at)
     }
 
-    /// Prefetches a record into the cache, if there is one with this number.
+    /// Prefetches the record with this number into the cache, if its block has memory.
     pub(crate) fn prefetch(&self, id: Id) {
         if id != 0
             && let Some(record) = self.get(id)
@@ -244,8 +248,8 @@ impl<T: ArenaRecord> Arena<T> {
 
     // ---- blocks -------------------------------------------------------------------------------
 
-    /// Adds a block at the head of the list of open blocks, so that the next insert uses the record
-    /// that has just become free and is in the cache.
+    /// Adds a block at the head of the list of open blocks. The next insert then uses the record
+    /// that has just become free, which is still in the processor's cache.
     fn list(&mut self, nr: usize) {
         let next = std::mem::replace(&mut self.open, nr as u32);
         if next != NONE {
@@ -266,7 +270,8 @@ impl<T: ArenaRecord> Arena<T> {
         }
     }
 
-    /// Gives memory to a bare block, or to a new one if there is none.
+    /// Gives memory to a bare block (one without memory) or, if there is none, to a new block. The
+    /// block then is the first open block.
     ///
     /// # Errors
     /// There is no memory.
@@ -319,7 +324,8 @@ impl<T: ArenaRecord> Arena<T> {
         }
     }
 
-    /// Releases the memory of a block that is in no list, which makes it a bare block.
+    /// Releases the memory of a block that is in no list, and adds the block to the list of bare
+    /// blocks.
     fn lay_bare(&mut self, nr: usize) {
         let block = &mut self.blocks[nr];
         self.bytes -= Self::memory_bytes(block);
@@ -337,7 +343,7 @@ impl<T: ArenaRecord> Arena<T> {
         block.next = std::mem::replace(&mut self.bare, nr as u32);
     }
 
-    /// Frees all memory.
+    /// Frees the memory of all blocks.
     fn clear(&mut self) {
         for nr in 0..self.blocks.len() {
             self.lay_bare(nr);
@@ -383,7 +389,7 @@ mod tests {
         Entry::new(cookie, 0, Content::Same(0), 0, false)
     }
 
-    /// Adds `records` records. Returns their numbers in the order of insertion.
+    /// Adds this number of records. Returns the numbers of the records in the order of insertion.
     fn fill(arena: &mut Entries, records: u64) -> Vec<Id> {
         let add = |cookie| arena.insert(entry(cookie)).unwrap();
         (0..records).map(add).collect()
@@ -412,7 +418,7 @@ mod tests {
             let chunks = Chunks::some();
             let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
             let mut model = BTreeMap::new();
-            // The arena fills and empties alternately, each time to another number of records.
+            // Fill and empty the arena alternately, each time to another number of records.
             for turn in 0..turns {
                 let target = if turn % 2 == 0 {
                     rng.below(most)
@@ -463,13 +469,13 @@ mod tests {
         let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
         let ids = fill(&mut arena, 20 * Entries::LARGE as u64);
         let full_bytes = arena.bytes();
-        // Remove the oldest three quarters, as an eviction would.
+        // Remove the oldest three quarters of the records, as evictions would.
         let (old, young) = ids.split_at(ids.len() * 3 / 4);
         for &id in old {
             arena.remove(id);
         }
-        // One chunk may be left because it still contains young records, and one because the arena
-        // keeps one idle chunk.
+        // The limit allows for chunks besides those of the young records. One may contain both old
+        // and young records, and the arena keeps one chunk without used records.
         let left_bytes = full_bytes / 4 + 3 * CHUNK_BYTES as u64;
         assert!(
             arena.bytes() <= left_bytes,

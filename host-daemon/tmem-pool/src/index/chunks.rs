@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory for the records of all indexes: chunks of one region. A chunk goes back to the system as
-//! soon as no index holds it.
+//! Memory for the records of all indexes: chunks of 32 KiB in one region of address space. The
+//! memory of a chunk goes back to the system as soon as no index uses the chunk.
 //!
-//! The chunks do not come from the process's allocator. It could return memory to the system only
-//! together with adjacent memory, and the guest's requests decide which data are adjacent. The
-//! chunks are not mappings of their own either: Linux allows only 65,530 mappings for a process.
+//! The chunks do not come from the process's allocator. The allocator could return memory to the
+//! system only together with adjacent memory, and the guest's requests decide which data are
+//! adjacent. The chunks are not mappings of their own either: Linux allows only 65,530 mappings for
+//! a process.
 //!
 //! No thread makes a system call while it holds the lock of the free chunks.
 
@@ -15,17 +16,17 @@ use crate::sync::Mutex;
 use std::io;
 use std::ptr::NonNull;
 
-/// Size of a chunk in bytes: it has room for some hundred records of the largest kind. System calls
-/// are rare because a chunk suffices for about two thousand pages.
+/// Size of a chunk of index memory in bytes. A chunk has room for some hundred records of the
+/// largest kind. System calls are rare because a chunk suffices for about two thousand pages.
 pub(crate) const CHUNK_BYTES: usize = 32 << 10;
 
-/// Number of chunks of the smallest pool: a few for each kind of record.
+/// Number of chunks that even the smallest pool reserves: a few for each kind of index record.
 const CHUNKS_MIN: usize = 32;
 
-/// Name of the data that the lock guards, for log messages.
+/// Name of the data that the lock of the free chunks guards, for log messages.
 const CHUNKS: &str = "memory of the indexes";
 
-/// All chunks of memory for the indexes of a pool.
+/// All chunks of memory for the indexes of a pool, free and in use.
 #[derive(Debug)]
 pub(crate) struct Chunks {
     region: Region,
@@ -34,28 +35,28 @@ pub(crate) struct Chunks {
 
 #[derive(Debug, Default)]
 struct Free {
-    /// Numbers of the chunks that were given back. They have no memory.
+    /// Numbers of the chunks that indexes gave back. These chunks have no memory.
     bare: Vec<u32>,
     /// Lowest number of a chunk that was never used.
     fresh: u32,
 }
 
-/// Number of a chunk. Only the holder of this value may use the chunk. The memory of a new chunk is
-/// zero.
+/// A chunk of index memory, named by its number. Only the owner of this value may use the chunk.
+/// The memory of a chunk is zero when an index takes it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Chunk(u32);
 
 #[cfg(test)]
 impl Chunks {
-    /// Reserves chunks for the indexes of a test.
+    /// Reserves address space for the chunks of a test's indexes.
     pub(crate) fn some() -> std::sync::Arc<Chunks> {
         let bytes_max = if cfg!(miri) { 4 << 20 } else { 256 << 20 };
         Chunks::reserve(bytes_max)
-            .expect("cannot reserve address space for chunks")
+            .expect("cannot reserve address space for the indexes")
             .into()
     }
 
-    /// Returns the number of chunks that indexes hold.
+    /// Returns the number of chunks that indexes use.
     pub(crate) fn taken(&self) -> usize {
         let free = self.free.lock().expect("the lock is poisoned");
         free.fresh as usize - free.bare.len()
@@ -63,7 +64,7 @@ impl Chunks {
 }
 
 impl Chunks {
-    /// Reserves chunks for indexes of up to `bytes_max` bytes together.
+    /// Reserves address space for chunks of up to `bytes_max` bytes together.
     ///
     /// # Errors
     /// The system does not provide the address space.
@@ -75,7 +76,7 @@ impl Chunks {
         })
     }
 
-    /// Returns whether the memory is locked, so that it is never swapped.
+    /// Returns whether the chunks' memory is locked in RAM, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
         self.region.is_locked()
     }
@@ -110,7 +111,8 @@ impl Chunks {
         // can take the chunk yet.
         unsafe { self.region.release(nr as usize * CHUNK_BYTES, CHUNK_BYTES) };
         let mut free = poison::guard_or_abort(self.free.lock(), CHUNKS);
-        // If there is no memory for the list, only the chunk's address space is lost.
+        // If there is no memory for this list entry, the chunk cannot be used again. Only its
+        // address space is lost, because its memory is already released.
         if free.bare.try_reserve(1).is_ok() {
             free.bare.push(nr);
         }

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Index of one tenant's keys. A key consists of the numbers of a pool, an object and a page.
 //!
-//! An object has a tree of its pages (tree.rs). The index finds an object by a seeded hash of the
-//! pool's and the object's number. So the guest, which chooses the numbers, cannot make look-ups
-//! slow. Records have numbers (arena.rs), because several structures refer to them. An entry
-//! contains its place in the tree. When a policy evicts the entry, its object and pool are found by
-//! that place.
+//! Each object has a tree of its pages (tree.rs). The index finds an object by a seeded hash of the
+//! numbers of its pool and of the object. So the guest, which chooses these numbers, cannot make
+//! look-ups slow. Records have numbers (arena.rs), because several structures refer to them. The
+//! entry of a page contains its place in the tree. When a policy evicts the page, the index finds
+//! the object and the pool of the page through that place.
 //!
-//! An object, a pool or the whole index is detached in constant time. From then on no page is found
-//! under its keys, and its pages count in `detached` instead of `gauges`. Callers free detached
-//! parts later, entry by entry. An object is freed with its last page. A detached pool without
-//! objects is freed by the next search for detached pages.
+//! An object, a pool or the whole index is detached in constant time. From then on no page of the
+//! detached part is found under its key, and these pages count in `detached` instead of `gauges`.
+//! Callers free detached parts later, entry by entry. An object is freed with its last page. A
+//! detached pool without objects is freed by the next search for detached pages.
 //!
 //! If there is no memory, the index returns an error and leaves everything as it was. It never
 //! aborts the process.
@@ -28,27 +28,28 @@ use crate::fail;
 use crate::heap::Zeroed;
 use arena::Arena;
 use hashbrown::HashTable;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use tree::Nodes;
 use twox_hash::XxHash3_64;
 
-/// Number of hash tables among which the objects are divided, so that each table grows by itself.
-/// With as many objects as a tenant may have pages, moving one table to twice its size takes a few
-/// milliseconds. Only that tenant waits for it.
+/// Number of hash tables among which the index divides the objects of a tenant. Each table grows by
+/// itself. With the largest number of objects of a tenant, moving one table to twice its size takes
+/// a few milliseconds. Only that tenant waits for it.
 const MAP_SHARDS: usize = 256;
 
-/// A table is replaced by a smaller one if less than one of this many places is used. The smaller
-/// table has room for twice the number of objects. So the table is not replaced again before half
-/// of the objects have left.
+/// Divisor for shrinking: a hash table of objects is replaced by a smaller one if fewer than one in
+/// this many of its places are used. The smaller table has room for twice the number of objects. So
+/// the table is not replaced again before half of the objects are gone.
 const SPARSE: usize = 8;
-/// Number of places up to which a table is not replaced by a smaller one.
+/// Number of places below which a hash table of objects is not replaced by a smaller one.
 const SPARSE_MIN: usize = 32;
 
-/// All entries of a tenant.
+/// All index entries of a tenant, one for each page.
 pub(crate) type Entries = Arena<Entry>;
 
-/// Key of a page, in the numbers that the guest uses.
+/// Key of a page: the numbers of its pool, its object and the page, as the guest uses them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
     pub object: u64,
@@ -56,8 +57,8 @@ pub(crate) struct Key {
     pub pool: u32,
 }
 
-/// Reference to a pool of the tenant. It is valid until the pool is detached, and never refers to a
-/// later pool with the same number.
+/// Reference to a pool of the tenant, named by its record and its serial number. It is valid until
+/// the pool is detached, and never refers to a later pool with the same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PoolRef {
     id: Id,
@@ -69,9 +70,9 @@ struct Pool {
     nr: u32,
     detached: bool,
     serial: u64,
-    /// First object of the pool.
+    /// First object in the list of the pool's objects.
     objects: Id,
-    /// Next detached pool, or next free record.
+    /// Next pool in the list of detached pools or, in a free record, the next free record.
     next: Id,
     gauges: Gauges,
 }
@@ -79,19 +80,20 @@ struct Pool {
 #[derive(Clone, Debug, Default)]
 struct Object {
     nr: u64,
-    /// Pool of the object. 0 means that the object was detached without its pool.
+    /// Record of the object's pool. 0 means that the object was detached (dropped as a whole)
+    /// without its pool.
     pool: Id,
     root: Id,
-    /// Previous and next object in the list of the pool's objects, or in the list of objects that
-    /// were detached without their pool.
+    /// Previous and next object in the list of the pool's objects. If the object was detached
+    /// without its pool, they are links of the list of such objects.
     prev: Id,
     next: Id,
     gauges: Gauges,
 }
 
-// SAFETY: all zero is the default of these plain numbers.
+// SAFETY: all fields of a pool record are integers, for which all bits zero is a valid value.
 unsafe impl Zeroed for Pool {}
-// SAFETY: all zero is the default of these plain numbers.
+// SAFETY: all fields of an object record are integers, for which all bits zero is a valid value.
 unsafe impl Zeroed for Object {}
 
 impl ArenaRecord for Pool {
@@ -110,28 +112,37 @@ impl ArenaRecord for Object {
     }
 
     fn set_free(&mut self, next: Id) {
-        self.next = next;
+        // A free record has the pool 0, so that it is never taken for the record of a live object.
+        *self = Object {
+            next,
+            ..Object::default()
+        };
     }
 }
 
-/// Index of a tenant's pages.
+/// Index of a tenant's pages: finds the entry of a page by its key.
 #[derive(Debug)]
 pub(crate) struct Index {
-    /// Sums over all pages that are not detached.
+    /// Sums over all pages that are not detached (dropped with their object or pool, and not freed
+    /// yet).
     pub gauges: Gauges,
-    /// Sums over all pages that were detached and are not freed yet.
+    /// Sums over all pages that are detached: dropped with their object or pool, and not freed yet.
     pub detached: Gauges,
     pub entries: Entries,
     nodes: Nodes,
     objects: Arena<Object>,
     pools: Arena<Pool>,
-    /// Live pools by number.
+    /// Record of each live pool, by the number of the pool.
     live: BTreeMap<u32, Id>,
-    /// Objects of all pools, including detached pools. Objects that were detached without their
-    /// pool are not in the map.
+    /// Hash tables that find objects by pool and number. They have the objects of all pools, also
+    /// of detached pools. An object that was detached without its pool is not in the tables.
     map: Box<[HashTable<Id>]>,
-    /// Memory of the tables of `map` in bytes. The sum is stored because each operation reads it.
+    /// Memory of the hash tables of `map` in bytes. The sum is stored because each operation reads
+    /// it.
     map_bytes: u64,
+    /// Object that the last look-up found, or 0. The next request is often for a page of that
+    /// object.
+    last: Cell<Id>,
     chunks: Arc<Chunks>,
     seed: u64,
     next_serial: u64,
@@ -140,21 +151,22 @@ pub(crate) struct Index {
 }
 
 impl Index {
-    /// Creates an empty index for up to `keys_max` pages, detached ones included. The seed must be
-    /// unknown to the guest.
+    /// Creates an empty index for up to `keys_max` pages, including dropped pages that are not
+    /// freed yet. The seed must be unknown to the guest.
     pub(crate) fn new(seed: u64, keys_max: u32, chunks: &Arc<Chunks>) -> Index {
         let nodes_max = keys_max.saturating_mul(2).min(Hook::NODES_MAX);
         Index {
             gauges: Gauges::default(),
             detached: Gauges::default(),
             entries: Arena::new(keys_max, Arc::clone(chunks)),
-            // A tree has fewer than two nodes for each page.
+            // The trees have fewer than two nodes for each page.
             nodes: Arena::new(nodes_max, Arc::clone(chunks)),
             objects: Arena::new(keys_max, Arc::clone(chunks)),
             pools: Arena::new(u32::MAX, Arc::clone(chunks)),
             live: BTreeMap::new(),
             map: (0..MAP_SHARDS).map(|_| HashTable::new()).collect(),
             map_bytes: 0,
+            last: Cell::new(0),
             chunks: Arc::clone(chunks),
             seed,
             next_serial: 0,
@@ -168,7 +180,7 @@ impl Index {
         self.live.len()
     }
 
-    /// Returns the memory of the index in bytes. The map of live pools does not count, because a
+    /// Returns the memory of the index in bytes. The map of live pools is not included, because a
     /// tenant has few pools.
     pub(crate) fn bytes(&self) -> u64 {
         self.entries.bytes()
@@ -180,7 +192,7 @@ impl Index {
 
     // ---- pools --------------------------------------------------------------------------------
 
-    /// Returns the pool with this number, if it is live.
+    /// Returns the live pool with this number, or None if there is none.
     pub(crate) fn pool(&self, nr: u32) -> Option<PoolRef> {
         self.live.get(&nr).map(|&id| PoolRef {
             id,
@@ -188,10 +200,10 @@ impl Index {
         })
     }
 
-    /// Returns whether a pool that was found earlier is still live.
+    /// Returns whether the pool to which this reference was created is still live.
     pub(crate) fn is_live(&self, pool: PoolRef) -> bool {
-        // The record may be free, or may belong to another pool by now. The comparison of serial
-        // numbers finds this out, because no two pools have the same serial number.
+        // Compare serial numbers, because the pool's record may be free, or may belong to another
+        // pool by now. No two pools of a tenant have the same serial number.
         self.pools.get(pool.id).is_some_and(|record| {
             record.serial == pool.serial && self.live.get(&record.nr) == Some(&pool.id)
         })
@@ -214,7 +226,8 @@ impl Index {
         Ok(())
     }
 
-    /// Detaches a live pool.
+    /// Detaches a live pool: its pages are no longer found, and are freed later. A pool without
+    /// objects is freed at once.
     pub(crate) fn detach_pool(&mut self, pool: PoolRef) {
         let id = pool.id;
         self.live.remove(&self.pools[id].nr);
@@ -231,7 +244,7 @@ impl Index {
         self.detached.add(gauges);
     }
 
-    /// Detaches all pools.
+    /// Detaches all pools: no page of the tenant is found any more, and the pages are freed later.
     pub(crate) fn detach_all(&mut self) {
         while let Some((&nr, _)) = self.live.first_key_value() {
             let pool = self
@@ -251,18 +264,24 @@ impl Index {
     }
 
     fn shard(hash: u64) -> usize {
-        // The hash table uses bits from both ends of the hash, so take the shard's number from the
+        // The hash table uses bits from both ends of the hash, so take the table's number from the
         // middle.
         (hash >> 24) as usize % MAP_SHARDS
     }
 
     fn object(&self, pool: PoolRef, nr: u64) -> Option<Id> {
+        let same = |object: &Object| object.nr == nr && object.pool == pool.id;
+        // Try the object that the last look-up found. Its record may be free or detached by now.
+        // Such records have the pool 0, which no live object has.
+        let last = self.last.get();
+        if last != 0 && self.objects.get(last).is_some_and(same) {
+            return Some(last);
+        }
         let hash = Index::hash(self.seed, pool.id, nr);
-        let same = |&id: &Id| {
-            let object = &self.objects[id];
-            object.nr == nr && object.pool == pool.id
-        };
-        self.map[Index::shard(hash)].find(hash, same).copied()
+        let shard = &self.map[Index::shard(hash)];
+        let found = shard.find(hash, |&id| same(&self.objects[id])).copied();
+        self.last.set(found.unwrap_or(0));
+        found
     }
 
     fn new_object(&mut self, pool: PoolRef, nr: u64) -> Result<Id, Full> {
@@ -297,7 +316,8 @@ impl Index {
         }
     }
 
-    /// Adds an object to the list of its pool.
+    /// Adds an object to the list of its pool or, if the object has no pool, to the list of
+    /// detached objects.
     fn link(&mut self, id: Id) {
         let pool = self.objects[id].pool;
         let next = std::mem::replace(self.head(pool), id);
@@ -322,7 +342,7 @@ impl Index {
         }
     }
 
-    /// Removes an object from the map, so that it is no longer found.
+    /// Removes an object from the hash tables, so that no look-up finds it any more.
     fn unmap(&mut self, id: Id) {
         let Object { pool, nr, .. } = self.objects[id];
         let hash = Index::hash(self.seed, pool, nr);
@@ -349,13 +369,14 @@ impl Index {
         self.map_bytes -= (before - shard.allocation_size()) as u64;
     }
 
-    /// Returns the number of pages of an object.
+    /// Returns the number of pages of an object, or 0 if the pool does not have the object.
     pub(crate) fn object_pages(&self, pool: PoolRef, nr: u64) -> u32 {
         self.object(pool, nr)
             .map_or(0, |id| self.objects[id].gauges.pages)
     }
 
-    /// Detaches an object, if the pool has it. Returns the number of the object's pages.
+    /// Detaches an object, if the pool has it: its pages are no longer found, and are freed later.
+    /// Returns the number of the object's pages.
     pub(crate) fn detach_object(&mut self, pool: PoolRef, nr: u64) -> u32 {
         let Some(id) = self.object(pool, nr) else {
             return 0;
@@ -379,9 +400,9 @@ impl Index {
         object.map_or(0, |id| self.nodes.find(self.objects[id].root, index))
     }
 
-    /// Looks up the entries of consecutive pages from `index` on, one for each element of `found`.
-    /// Elements of pages without an entry are set to 0. The number of the last page must not exceed
-    /// the largest page number.
+    /// Looks up the entries of consecutive pages, beginning with page `index`, one for each element
+    /// of `found`. Sets the elements of pages without an entry to 0. The number of the last page
+    /// must not exceed u64::MAX.
     pub(crate) fn find_run(&self, pool: PoolRef, object: u64, index: u64, found: &mut [Id]) {
         match self.object(pool, object) {
             Some(id) => self.nodes.find_run(self.objects[id].root, index, found),
@@ -389,7 +410,7 @@ impl Index {
         }
     }
 
-    /// Returns the first page of the object from `index` on, and its entry.
+    /// Returns the object's first page at or after `index`: its number and its entry.
     pub(crate) fn next(&self, pool: PoolRef, object: u64, index: u64) -> Option<(u64, Id)> {
         let id = self.object(pool, object)?;
         self.nodes.next(self.objects[id].root, index)
@@ -398,7 +419,8 @@ impl Index {
     /// Adds an entry for a page that the live pool does not have yet.
     ///
     /// # Errors
-    /// There is no memory, or the tenant has as many keys as it may. Then nothing changes.
+    /// There is no memory, or the tenant already has its largest number of keys. Then nothing
+    /// changes.
     pub(crate) fn insert(
         &mut self,
         pool: PoolRef,
@@ -435,7 +457,8 @@ impl Index {
         Ok(object)
     }
 
-    /// Removes a page, detached or not. Also frees the page's object if the object becomes empty.
+    /// Removes the entry of a page, whether the page is detached (dropped, not freed yet) or not.
+    /// Frees the page's object, too, if the object becomes empty. Returns the entry.
     pub(crate) fn remove(&mut self, id: Id) -> Entry {
         let entry = self.entries.remove(id);
         let (object, _) = self.nodes.place(entry.hook);
@@ -450,7 +473,8 @@ impl Index {
         entry
     }
 
-    /// Applies a change to all sums that include the pages of an object.
+    /// Applies a change to all sums that include the pages of an object: those of the object, of
+    /// its pool and of the index.
     fn count(&mut self, object: Id, change: impl Fn(&mut Gauges)) {
         let object = &mut self.objects[object];
         change(&mut object.gauges);
@@ -476,7 +500,7 @@ impl Index {
         self.objects.remove(id);
     }
 
-    /// Changes the entry of a page, and updates the gauges.
+    /// Changes the entry of a page with `change`, and updates all sums that include the page.
     pub(crate) fn change(&mut self, id: Id, change: impl FnOnce(&mut Entry)) {
         let before = self.entries[id].gauges();
         change(&mut self.entries[id]);
@@ -488,7 +512,7 @@ impl Index {
         });
     }
 
-    /// Returns the key of a page; None if the page is detached.
+    /// Returns the key of a page, or None if the page is detached (dropped, and not freed yet).
     pub(crate) fn key(&self, id: Id) -> Option<Key> {
         let (object, index) = self.nodes.place(self.entries[id].hook);
         let object = &self.objects[object];
@@ -502,9 +526,9 @@ impl Index {
         })
     }
 
-    /// Returns any detached page. Frees the empty detached pools that it finds, and adds 1 to
-    /// `steps` for each. Returns None if there is no detached page, or if `steps` has reached
-    /// `steps_max`.
+    /// Returns any detached page (one that was dropped with its object or pool, and is not freed
+    /// yet). Frees the empty detached pools that it finds, and adds 1 to `steps` for each. Returns
+    /// None if there is no detached page, or if `steps` has reached `steps_max`.
     pub(crate) fn any_detached(&mut self, steps: &mut usize, steps_max: usize) -> Option<Id> {
         while *steps < steps_max {
             let mut object = self.detached_objects;
@@ -529,25 +553,26 @@ impl Index {
         None
     }
 
-    /// Empties the index without reading it, because a panic left its contents unknown.
+    /// Empties the index without reading its contents, which are unknown after a panic.
     pub(crate) fn abandon(&mut self, keys_max: u32) {
         let next_serial = self.next_serial + 1;
         *self = Index::new(self.seed, keys_max, &Arc::clone(&self.chunks));
-        // Keep the serial number, so that no reference to an old pool is valid for a new one.
+        // Continue with the next serial number, so that no reference to an old pool is valid for a
+        // new one.
         self.next_serial = next_serial;
     }
 
-    /// Returns the memory from which the index takes chunks.
+    /// Returns the memory from which the index takes chunks of 32 KiB.
     pub(crate) fn chunks(&self) -> &Arc<Chunks> {
         &self.chunks
     }
 
-    /// Returns whether any part of the index is detached.
+    /// Returns whether an object or a pool is detached: dropped, and not freed yet.
     pub(crate) fn has_detached(&self) -> bool {
         self.detached_objects != 0 || self.detached_pools != 0
     }
 
-    /// Returns the key of a page of a live pool.
+    /// Returns the key of a page of a live pool. The page need not exist.
     pub(crate) fn key_of(&self, pool: PoolRef, object: u64, index: u64) -> Key {
         Key {
             pool: self.pools[pool.id].nr,
@@ -568,7 +593,7 @@ impl Index {
 
     // ---- invariants ---------------------------------------------------------------------------
 
-    /// Recounts all sums and calls `page` with each entry.
+    /// Recounts all sums of the index, and calls `page` with each entry.
     ///
     /// # Panics
     /// If the index contradicts itself.

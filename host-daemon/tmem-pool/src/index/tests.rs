@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the index against a model that consists of the standard library's maps.
+//! Tests of the index: random operations compared with a model, which consists of maps of the
+//! standard library.
 
 use super::*;
 use crate::entry::Content;
@@ -21,7 +22,7 @@ fn entry(rng: &mut Rng) -> Entry {
         1 => Content::Raw(check),
         _ => Content::Blob(check),
     };
-    // Only a page with a blob can share that blob with an equal page.
+    // Only a page that is stored in a blob can share its stored bytes with an equal page.
     let shared = rng.one_in(3) && matches!(content, Content::Blob(_));
     let stored_bytes = rng.below(4097) as usize;
     let mut entry = Entry::new(cookie, check, content, stored_bytes, shared);
@@ -103,8 +104,9 @@ fn step(rng: &mut Rng, index: &mut Index, model: &mut Model) {
             pages.remove(&(object, page));
         }
         _ => {
-            // Remove a detached page, as an eviction does: the policy does not know which pages are
-            // detached.
+            // Remove a detached page, as an eviction does. The policy's queues still contain pages
+            // that were dropped with their object or pool, and the policy does not know which pages
+            // these are.
             if let Some(id) = model.detached.pop_last() {
                 index.remove(id);
             }
@@ -187,5 +189,28 @@ fn the_object_map_shrinks_as_objects_are_removed() {
     index.check(|_, _| {});
     for object in (0..OBJECTS).filter(|object| object % 20 == 0) {
         assert_eq!(index.find(pool, object, 0), ids[object as usize]);
+    }
+}
+
+/// Tests that a look-up never takes the record of a freed object for that object, although the
+/// index remembers the object that it found last.
+#[test]
+fn a_freed_object_is_not_found_again() {
+    let mut rng = Rng::new(3);
+    let mut index = Index::new(3, KEYS_MAX, &Chunks::some());
+    index.create_pool(1).unwrap();
+    let pool = index.pool(1).unwrap();
+    // Keep a second object, so that the memory of the object records is not released.
+    index.insert(pool, 8, 0, entry(&mut rng)).unwrap();
+    for page in 0..3 {
+        let id = index.insert(pool, 7, page, entry(&mut rng)).unwrap();
+        assert_eq!(index.find(pool, 7, page), id);
+        index.remove(id);
+        assert_eq!(index.find(pool, 7, page), 0);
+        let id = index.insert(pool, 7, page, entry(&mut rng)).unwrap();
+        assert_eq!(index.find(pool, 7, page), id);
+        index.check(|_, _| {});
+        assert_eq!(index.detach_object(pool, 7), 1);
+        assert_eq!(index.find(pool, 7, page), 0);
     }
 }

@@ -1,41 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tree of the entries of an object's pages. It is a radix tree over page numbers.
+//! Tree of the index entries of an object's pages. It is a radix tree over page numbers.
 //!
-//! A node has a place for a child for each value of four bits of the page number. The children of
-//! nodes of level 0 are entries. A node with only one child is left out (as in a Patricia tree,
-//! Morrison 1968). So pages that are far apart cost at most two nodes each, whatever numbers a
-//! guest chooses, and a look-up passes at most 13 nodes. Neighbouring pages lie in one node, which
-//! suits readahead and reclaim. Walking a range takes time in proportion to the number of pages in
-//! it.
+//! A node has up to 16 children, one for each value of four bits of the page number. The children
+//! of a node of level 0 are entries. A node above level 0 with only one child is left out (as in a
+//! Patricia tree, Morrison 1968). So pages that are far apart cost at most two nodes each, whatever
+//! numbers a guest chooses. A look-up passes at most 13 nodes if page numbers have 51 bits, as in
+//! the protocol. Neighbouring pages lie in one node, which suits readahead and reclaim. Walking a
+//! range takes time in proportion to the number of pages in it.
 
 use super::arena::{Arena, ArenaRecord, Full, Id};
 use crate::heap::Zeroed;
 
-/// Number of bits of the page number by which a node distinguishes its children.
+/// Number of bits of the page number that a node uses to distinguish its children.
 const NODE_BITS: u32 = 4;
 const FANOUT: usize = 1 << NODE_BITS;
 
-/// A node. A root has the `parent` 0.
+/// A node of a tree. The root of a tree has the `parent` 0.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Node {
-    /// Number of the first page that the node can hold, and the node's level. The lowest bits of
-    /// that page number are 0, so they store the level.
+    /// Number of the first page that can be below the node, and the node's level. The lowest four
+    /// bits of that page number are 0, so the field stores the level in them.
     first_level: u64,
     parent: Id,
-    /// Object whose pages are in the tree.
+    /// Object to whose tree the node belongs.
     pub object: Id,
     children: [Id; FANOUT],
 }
 
-// The size of a node matters: there is one node for each 15 pages, so that 8 B more for a node are
-// half a byte more for a page.
+// A node must be small. There is about one node for each 15 pages, so 8 B more for a node would be
+// half a byte more for each page.
 const _: () = assert!(size_of::<Node>() == 80);
 const LEVEL: u64 = FANOUT as u64 - 1;
-/// Number that is larger than any level.
+/// Number that is larger than any level of a node.
 const LEVEL_END: u32 = u32::MAX;
 const _: () = assert!(u64::BITS / NODE_BITS - 1 <= LEVEL as u32);
 
-// SAFETY: all zero is the default of these plain numbers.
+// SAFETY: all fields of a node are integers, for which all bits zero is a valid value.
 unsafe impl Zeroed for Node {}
 
 impl ArenaRecord for Node {
@@ -54,7 +54,8 @@ impl ArenaRecord for Node {
 pub(crate) struct Hook(u32);
 
 impl Hook {
-    /// Number of nodes that a hook can name: as many as a tenant may have keys.
+    /// Largest number of a node in a [`Hook`]. It is at least the largest number of keys of a
+    /// tenant.
     pub(crate) const NODES_MAX: u32 = u32::MAX >> NODE_BITS;
 
     fn new(node: Id, child: usize) -> Hook {
@@ -71,12 +72,13 @@ impl Hook {
     }
 }
 
-/// All nodes of a tenant's trees. The name of a tree is the number of its root, which the object
-/// stores. 0 means an empty tree.
+/// All nodes of a tenant's trees. Each object names the root of its tree, where 0 means an empty
+/// tree.
 pub(crate) type Nodes = Arena<Node>;
 
 impl Node {
-    /// Creates a node of this level, without children, at the place of the page `index`.
+    /// Creates a node of this level, without children, whose range of pages contains the page
+    /// `index`.
     fn new(level: u32, index: u64, parent: Id, object: Id) -> Node {
         let mut node = Node {
             first_level: u64::from(level),
@@ -95,14 +97,14 @@ impl Node {
         self.first_level & !LEVEL
     }
 
-    /// Returns the level of the node. A node of level n distinguishes four bits of the page number,
-    /// the lowest of which is bit 4 n.
+    /// Returns the level of the node. A node of level n distinguishes its children by four bits of
+    /// the page number, from bit 4n on.
     fn level(&self) -> u32 {
         (self.first_level & LEVEL) as u32
     }
 
-    /// Returns the node's level, and asserts that it is below that of its parent, so that a walk
-    /// down a tree ends.
+    /// Returns the node's level, and asserts that it is below `above`, the level of the node's
+    /// parent. So a walk down a damaged tree ends.
     fn below(&self, above: u32) -> u32 {
         let level = self.level();
         assert!(
@@ -116,8 +118,7 @@ impl Node {
         self.children.iter().filter(|&&id| id != 0).count()
     }
 
-    /// Returns the number of the lowest page-number bit that has the same value for all pages of
-    /// the node.
+    /// Returns the number of lower bits in which the page numbers below the node may differ.
     fn shift(&self) -> u32 {
         (self.level() + 1) * NODE_BITS
     }
@@ -142,7 +143,8 @@ impl Node {
 }
 
 impl Nodes {
-    /// Returns the node of level 0 that holds the page, or would hold it.
+    /// Returns the node of level 0 whose range contains the page `index`, or None if the tree has
+    /// no such node.
     fn leaf(&self, root: Id, index: u64) -> Option<Id> {
         let mut at = root;
         let mut above = LEVEL_END;
@@ -168,9 +170,9 @@ impl Nodes {
         })
     }
 
-    /// Looks up the entries of consecutive pages from `index` on, one for each element of `found`.
-    /// Elements of pages without an entry are set to 0. The number of the last page must not exceed
-    /// the largest page number.
+    /// Looks up the entries of consecutive pages, beginning with page `index`, one for each element
+    /// of `found`. Sets the elements of pages without an entry to 0. The number of the last page
+    /// must not exceed u64::MAX.
     pub(crate) fn find_run(&self, root: Id, index: u64, found: &mut [Id]) {
         let mut done = 0;
         while done < found.len() {
@@ -186,13 +188,13 @@ impl Nodes {
         }
     }
 
-    /// Returns the first page from `index` on, and its entry.
+    /// Returns the tree's first page at or after `index`: its number and its entry.
     pub(crate) fn next(&self, root: Id, index: u64) -> Option<(u64, Id)> {
         self.next_below(root, index, LEVEL_END)
     }
 
-    /// Returns the first page from `index` on, and its entry, in the subtree of the node `at`. The
-    /// node must be below level `above`.
+    /// Returns the first page at or after `index` in the subtree of the node `at`: its number and
+    /// its entry. Panics if the level of the node is not below `above`.
     fn next_below(&self, at: Id, index: u64, above: u32) -> Option<(u64, Id)> {
         if at == 0 {
             return None;
@@ -212,13 +214,13 @@ impl Nodes {
         })
     }
 
-    /// Returns the object and the page number of the entry at this place.
+    /// Returns the object and the page number of the entry at this place of a tree.
     pub(crate) fn place(&self, hook: Hook) -> (Id, u64) {
         let node = &self[hook.node()];
         (node.object, node.first() + hook.child() as u64)
     }
 
-    /// Adds an entry for a page that has none.
+    /// Adds an entry for a page that has none yet, and returns its place in the tree.
     ///
     /// # Errors
     /// There is no memory for a node. Then nothing changes.
@@ -251,8 +253,8 @@ impl Nodes {
         let leaf = self.insert(leaf)?;
         let mut top = leaf;
         if at != 0 {
-            // The tree has another node where the leaf belongs. A new node becomes the parent of
-            // both.
+            // The tree already has a node where the new leaf belongs. Create a node that becomes
+            // the parent of the leaf and of that node.
             top = match self.join(parent, at, leaf) {
                 Ok(top) => top,
                 Err(full) => {
@@ -271,7 +273,7 @@ impl Nodes {
         Ok(Hook::new(leaf, child))
     }
 
-    /// Creates a node below `parent` whose children are these two nodes.
+    /// Creates a node below `parent` whose children are the nodes `a` and `b`.
     ///
     /// # Errors
     /// There is no memory for the node.
@@ -290,7 +292,7 @@ impl Nodes {
         Ok(id)
     }
 
-    /// Removes the entry at this place.
+    /// Removes the entry at this place of the tree. Also removes nodes that are no longer needed.
     pub(crate) fn unhook(&mut self, root: &mut Id, hook: Hook) {
         let leaf = hook.node();
         let node = &mut self[leaf];
@@ -325,7 +327,8 @@ impl Nodes {
         }
     }
 
-    /// Walks a whole tree and asserts that it is consistent. Returns the number of its nodes.
+    /// Walks the whole tree of an object, calls `page` with each entry, and asserts that the tree
+    /// is consistent. Returns the number of nodes.
     pub(crate) fn check(&self, root: Id, object: Id, page: &mut impl FnMut(u64, Id, Hook)) -> u32 {
         if root == 0 {
             return 0;
@@ -382,7 +385,8 @@ mod tests {
 
     const OBJECT: Id = 7;
 
-    /// Returns a random page number: a usual one, or one near the largest possible number.
+    /// Returns a random page number. Some of the numbers are small, and some are near the largest
+    /// possible number.
     fn index(rng: &mut Rng) -> u64 {
         match rng.below(4) {
             0 => rng.below(40),
@@ -392,7 +396,7 @@ mod tests {
         }
     }
 
-    /// Returns a damaged tree: the root is its own child at the place of page 5.
+    /// Returns a damaged tree with a cycle: the root is its own child for page 5.
     fn circle() -> (Nodes, Id) {
         let mut nodes = Nodes::new(64, Chunks::some());
         let mut root = 0;
@@ -435,7 +439,7 @@ mod tests {
             let (mut root, mut hooks) = (0, BTreeMap::new());
             for step in 1..2000 {
                 let at = index(&mut rng);
-                // The tree grows, then shrinks to nothing.
+                // Mostly add entries at first, and mostly remove them later.
                 if rng.below(2000) > step {
                     hooks.entry(at).or_insert_with(|| {
                         let hook = nodes.hang(&mut root, OBJECT, at, step as Id).unwrap();
@@ -475,7 +479,8 @@ mod tests {
         let mut nodes = Nodes::new(2, Chunks::some());
         let mut root = 0;
         let a = nodes.hang(&mut root, OBJECT, 5, 1).unwrap();
-        // There is memory for a second leaf, but not for the node that would be the parent of both.
+        // The limit of two nodes allows a second leaf, but not the node that would be the parent of
+        // both leaves.
         assert_eq!(nodes.hang(&mut root, OBJECT, 1 << 40, 2), Err(Full));
         assert_eq!(
             nodes.check(root, OBJECT, &mut |at, id, hook| {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of page contents: which pages are shared and which are not, and how damaged bytes are
-//! handled.
+//! Tests of page contents: which pages share their stored bytes and which do not, and how the
+//! engine handles damaged bytes.
 
 use super::rng::Rng;
 use super::{
@@ -40,13 +40,39 @@ fn equal_pages_of_a_trust_domain_are_stored_once() {
         "tenants with equal pages are charged differently"
     );
     engine.check_invariants();
-    // The tenant that put the page first departs. The page of the other tenant must stay.
+    // Remove tenant a, which put the page first. The pages of tenant b must stay.
     drop(a);
     maintain_all(&engine);
     for index in 0..3 {
         assert_eq!(get(&b, 1, index, 1), Some(page));
     }
     assert_eq!(engine.stats().payload_bytes, 0);
+}
+
+/// Finalizes equal pages in one step. The step stores a compressed page only after it has looked up
+/// the next page. If the next page is equal, it must share the first page's stored bytes
+/// nevertheless.
+#[test]
+fn equal_pages_of_one_step_are_stored_once() {
+    let engine = new_engine(1 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    let pages = [partly_noise(1, 4), partly_noise(2, 4), [7; PAGE_SIZE]];
+    // Some neighbours in this order are equal, some differ, and some equal pages have a page of
+    // another form between them.
+    let order = [0, 0, 1, 0, 1, 1, 2, 1];
+    for (index, &nr) in order.iter().enumerate() {
+        put_raw(&tenant, 1, index as u64, 1, &pages[nr]);
+    }
+    assert_eq!(tenant.shared().finalize(&engine), Some(order.len()));
+    let stats = engine.stats();
+    assert_eq!(
+        (stats.blobs, stats.shared_pages, stats.same_filled_pages),
+        (2, 5, 1)
+    );
+    engine.check_invariants();
+    for (index, &nr) in order.iter().enumerate() {
+        assert_eq!(get(&tenant, 1, index as u64, 1), Some(pages[nr]));
+    }
 }
 
 #[test]
@@ -61,8 +87,8 @@ fn pages_of_different_trust_domains_are_not_shared() {
     }
     assert_eq!((engine.stats().blobs, engine.stats().shared_pages), (4, 0));
     engine.check_invariants();
-    // After all tenants of a domain departed, its name stands for a new domain. A tenant without a
-    // domain name never shares a domain.
+    // After all tenants of a trust domain have departed, the name of the domain stands for a new
+    // domain. A tenant without a domain name never shares a domain.
     drop(tenants);
     let again = add(&engine, "vm", Some("web"), OPEN);
     put(&again, 1, 1, 1, &page);
@@ -99,8 +125,8 @@ fn deduplication_is_unaffected_by_copies_in_other_domains() {
 
 #[test]
 fn different_pages_with_equal_hashes_are_not_merged() {
-    // Some of these pages compress and some do not. Each has a twin that differs in the last byte
-    // only, where an incomplete comparison would miss it.
+    // Use pages that compress and a page that does not. Each page has a twin that differs in the
+    // last byte only, where an incomplete comparison would miss the difference.
     let mut pages = vec![noise(1), partly_noise(2, 3), partly_noise(3, 6)];
     for at in 0..pages.len() {
         let mut twin = pages[at];
@@ -114,8 +140,8 @@ fn different_pages_with_equal_hashes_are_not_merged() {
         put(&a, 1, index as u64, 1, page);
         put(&b, 1, index as u64, 1, page);
     }
-    // The table of equal pages lists only the first page with each hash. So tenant b shares only
-    // that page.
+    // All pages have one hash, and the table of equal pages lists only the first page with a hash.
+    // So tenant b shares only that page.
     assert_eq!(engine.stats().shared_pages, 1);
     engine.check_invariants();
     for (index, page) in pages.iter().enumerate() {
@@ -180,7 +206,7 @@ fn damage(tenant: &Tenant, index: u64, at: usize) {
     }
 }
 
-/// Subscriber of the crate `tracing` that only counts events.
+/// Subscriber of the crate `tracing` that only counts events and asserts that they are errors.
 struct CountEvents(Arc<AtomicUsize>);
 
 impl tracing::Subscriber for CountEvents {
@@ -210,8 +236,8 @@ fn damaged_pages_are_missed_and_counted_and_logged_once() {
         for (index, page) in pages.iter().enumerate() {
             put(&tenant, 1, index as u64, 1, page);
         }
-        // Damage a byte in the middle that lz4 copies unchanged, so that the compressed page still
-        // decodes.
+        // Damage one byte of each of the first three pages. lz4 copies the byte unchanged, so that
+        // the compressed page still decodes.
         for index in 0..3 {
             damage(&tenant, index, 1000);
         }
@@ -228,7 +254,7 @@ fn damaged_pages_are_missed_and_counted_and_logged_once() {
             (3, 1)
         );
         assert_eq!(engine.stats().hash_mismatches, 3);
-        // The damaged page was removed, so a later get does not return it.
+        // A get has removed the damaged page, so another get does not find it.
         assert_eq!(get(&tenant, 1, 0, 1), None);
         assert_eq!(tenant.stats().pages, 0);
         engine.check_invariants();
@@ -271,7 +297,8 @@ fn a_get_does_not_wrap_past_the_last_page_number() {
     }
 }
 
-/// Kind of a page in the window of these tests: the 64 consecutive pages that one get requests.
+/// Kind of a page in the window, which is the 64 consecutive pages that one get of these tests
+/// requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Missing,
@@ -300,7 +327,7 @@ impl Kind {
         KINDS[index % KINDS.len()]
     }
 
-    /// Returns whether a get returns pages of this kind.
+    /// Returns whether a get returns pages of this kind. Otherwise it misses.
     fn hits(self) -> bool {
         !matches!(self, Kind::Missing | Kind::OtherCookie)
     }
@@ -325,7 +352,8 @@ fn letters(seed: u64) -> Page {
     page
 }
 
-/// Puts a window of 64 consecutive pages, some of each kind, under the cookies 1, 2 and so on.
+/// Puts the window: 64 consecutive pages, eight positions for each kind of page. The gets of these
+/// tests request them with the cookies 1, 2 and so on.
 fn put_window(engine: &Engine, tenant: &Tenant) {
     let indices_of = |kinds: &'static [Kind]| {
         (0..GET_PAGES_MAX).filter(move |&index| kinds.contains(&Kind::of(index)))
@@ -374,7 +402,10 @@ fn check_window(results: &[GetResult], out: &[Page]) {
             true => GetResult::Hit { cookie },
             false => GetResult::Miss,
         };
-        assert_eq!(*result, expected, "wrong result of page {index} ({kind:?})");
+        assert_eq!(
+            *result, expected,
+            "wrong result for page {index} ({kind:?})"
+        );
         assert!(
             !kind.hits() || *out == kind.page(index),
             "wrong bytes of page {index} ({kind:?})"
@@ -463,8 +494,8 @@ fn a_get_of_retained_pages_costs_at_most_its_budget() {
         let engine = new_engine(4 << 20);
         let tenant = add(&engine, "a", None, OPEN);
         put_window(&engine, &tenant);
-        // The closure gets all pages and allows the pool to retain all of them. It returns the
-        // total cost, and the number of calls that were necessary.
+        // Gets all pages of the window, and allows the pool to retain (keep) all of them. Returns
+        // the total cost in nanoseconds and the number of calls that were necessary.
         let get_all = |budget_ns| {
             let mut out = vec![[0; PAGE_SIZE]; GET_PAGES_MAX];
             let mut results = vec![GetResult::Miss; GET_PAGES_MAX];
@@ -508,8 +539,8 @@ fn a_get_of_retained_pages_costs_at_most_its_budget() {
             calls > 1,
             "one get with a budget of {budget_ns} ns returned all pages, so the budget was not tested"
         );
-        // The bound has a tolerance of 1,000 ns, because the walks of the estimator cost less than
-        // that in these gets.
+        // A get of a retained page costs REF_NS more. The comparison has a tolerance of 1,000 ns,
+        // because the walks of the estimator cost less than that in these gets.
         assert!(
             retained_ns + 1000 >= held_ns + 48 * REF_NS,
             "retained pages cost {retained_ns} ns, and held pages {held_ns} ns"
@@ -606,7 +637,7 @@ fn same_filled_pages_are_recognized_and_restored() {
 }
 
 /// Returns a page of words in random order. lz4 finds repeated words. zstd also makes use of the
-/// small number of different letters.
+/// small number of different letters, so it compresses the page better.
 fn text(seed: u64) -> Page {
     let mut rng = Rng::new(seed);
     let words: Vec<Vec<u8>> = (0..400)
@@ -663,15 +694,16 @@ fn cold_pages_are_recompressed_smaller() {
         dense,
         "later sweeps recompressed pages again"
     );
-    // The statistics report the gain from recompression separately from the gain from sharing.
+    // The statistics report the bytes saved by recompression separately from those saved by
+    // sharing.
     let stats_cold = engine.stats();
     assert_eq!(
         stats_cold.payload_bytes + stats_cold.dense_gain_bytes,
         before
     );
     assert_eq!(stats_cold.dense_gain_bytes, stats_cold.denser_saved_bytes);
-    // The charge of a page is computed from its first compressed size, also if an equal page is put
-    // after the recompression.
+    // The charge of a page is its first compressed size. Recompression does not change the charge,
+    // not even that of an equal page that is put afterwards.
     assert_eq!(tenant.stats().charged_bytes, charged);
     for (index, page) in pages.iter().enumerate() {
         put(&tenant, 2, index as u64, 1, page);
@@ -693,6 +725,33 @@ fn cold_pages_are_recompressed_smaller() {
     let stats = engine.stats();
     assert_eq!((stats.blobs, stats.dense_gain_bytes), (0, 0));
     assert_eq!(stats.denser_saved_bytes, stats_cold.denser_saved_bytes);
+    engine.check_invariants();
+}
+
+/// Puts pages all the time, so that background work always has other work than the sweep. The sweep
+/// must recompress cold pages nevertheless.
+#[test]
+fn cold_pages_are_recompressed_under_constant_load() {
+    const STEPS: u64 = 600;
+    let engine = new_engine(4 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    for index in 0..100 {
+        put(&tenant, 1, index, 1, &text(index));
+    }
+    for step in 0..STEPS {
+        for index in 0..16 {
+            let page = [step as u8; PAGE_SIZE];
+            assert_eq!(put_raw(&tenant, 2, index, 1, &page), PutResult::Stored);
+        }
+        // The budget of 8 pages suffices for only half of the 16 new pages.
+        assert!(engine.maintain(Time(3 * SWEEP_NS / STEPS * step), 8));
+        assert!(tenant.stats().raw_pages > 0);
+    }
+    assert!(
+        engine.stats().denser_blobs > 50,
+        "the sweep recompressed only {} of 100 cold pages in the time of three sweeps",
+        engine.stats().denser_blobs
+    );
     engine.check_invariants();
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of pages that are detached at once, so that no key finds them, and freed later in steps.
+//! Tests of deferred freeing: pages are detached in one step, so that they are no longer found, and
+//! are freed later in small steps.
 
 use super::{OPEN, POOL, add, fill, get, maintain_all, new_engine, noise, partly_noise, put};
 use crate::PutResult::Stored;
@@ -7,10 +8,10 @@ use crate::config::TENANT_METADATA_BYTES;
 use crate::cost::{DROP_SAME_NS, FOLLOWED_NS};
 use crate::{Engine, FLUSH_NS_MIN, PAGE_SIZE, Page, Tenant, Time};
 
-/// Puts 100 pages of `tenant` and drops them with `empty`. Asserts that the tenant is empty
-/// immediately, and that background work then frees the pages in bounded steps.
+/// Puts 100 pages of `tenant` and drops them with the function `empty`. Asserts that the tenant is
+/// empty immediately, and that background work then frees the pages in bounded steps.
 fn is_freed_later(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) -> Option<Tenant>) {
-    // Put pages that compress, and some same-filled ones, in one object.
+    // Put pages that compress, and some same-filled pages, in one object.
     for index in 0..100 {
         let page: Page = if index % 10 == 0 {
             [1; PAGE_SIZE]
@@ -33,8 +34,7 @@ fn is_freed_later(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) ->
     assert_eq!(after.blobs, before.blobs);
     engine.check_invariants();
     if let Some(tenant) = &tenant {
-        // The caller finds the tenant empty at once, and can use it while the detached pages are
-        // freed.
+        // The tenant must be empty at once, and must be usable while the detached pages are freed.
         let _ = tenant.create_pool(POOL);
         assert_eq!(tenant.stats().charged_bytes, 0);
         assert_eq!(get(tenant, 1, 1, 1), None);
@@ -121,7 +121,7 @@ fn a_clear_also_frees_objects_that_were_detached_before() {
     fill(&tenant, 2, 40);
     maintain_all(&engine);
     assert_eq!((tenant.stats().pages, engine.stats().blobs), (40, 40));
-    // The eviction queue must contain exactly the live pages, so 40 pages can be evicted.
+    // The eviction queue must contain exactly the 40 live pages, so exactly these can be evicted.
     engine.resize(0);
     maintain_all(&engine);
     assert_eq!((tenant.stats().evictions, engine.stats().blobs), (40, 0));
@@ -142,7 +142,8 @@ fn empty_pools_are_freed_at_once() {
     engine.check_invariants();
 }
 
-/// Destroys a pool with one page. The memory of both must be counted until it is free.
+/// Destroys a pool with one page. The engine must count the memory of the pool and of the page
+/// until it has freed this memory.
 #[test]
 fn memory_of_a_destroyed_pool_is_counted_until_freed() {
     let engine = new_engine(4 << 20);
@@ -162,9 +163,9 @@ fn memory_of_a_destroyed_pool_is_counted_until_freed() {
     );
 }
 
-/// Flushes ranges of more than FLUSH_HASHES_MAX pages. Such a flush must walk over all keys that
-/// the estimator follows exactly once, whatever the number of its steps, and must count the cost of
-/// that walk.
+/// Flushes ranges of more than FLUSH_HASHES_MAX pages. For such a range, the flush must walk
+/// exactly once over all keys that the estimator follows, whatever the number of the flush's steps.
+/// It must count the cost of that walk.
 #[test]
 fn a_large_flush_walks_once_over_the_keys_that_the_estimator_samples() {
     let engine = new_engine(4 << 20);
@@ -183,7 +184,8 @@ fn a_large_flush_walks_once_over_the_keys_that_the_estimator_samples() {
     assert_eq!(tenant.stats().gain_steps - before, 500);
     assert_eq!(fill(&tenant, 2, 1000), 1000);
     let before = tenant.stats().gain_steps;
-    // Flush an object without pages.
+    // Flush an object that has no pages. The flush must walk over the estimator's keys
+    // nevertheless.
     let mut budget_ns = FLUSH_NS_MIN;
     let done = tenant.flush_some(POOL, 3, 0, Some(1000), &mut budget_ns);
     assert_eq!(done, Ok(true));
@@ -222,7 +224,7 @@ fn a_flush_in_steps_stays_within_its_time_budget() {
         "the flush took {steps} steps, not 3 to 10"
     );
     assert_eq!(tenant.stats().pages, 1);
-    // With a budget of 0, a flush does not even look up the object, so it never completes.
+    // With a budget of 0 ns, a flush does not even look up the object, so it never completes.
     let mut budget_ns = 0;
     for (object, done) in [(2, false), (1, false)] {
         let flushed = tenant.flush_some(POOL, object, 1, None, &mut budget_ns);

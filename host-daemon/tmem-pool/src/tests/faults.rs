@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of faults of the engine itself: a panic under a tenant's lock concerns only that tenant; a
-//! panic under a lock that all tenants share ends the process.
+//! Tests of faults of the engine itself. A panic under a tenant's lock must affect only that
+//! tenant. A panic under a lock that all tenants share must end the process.
 
 use super::{OPEN, POOL, add, get, new_engine, noise, partly_noise, put};
 use crate::{GetResult, NoPool, PAGE_SIZE, Put, PutResult, Quota, Tenant, Time};
@@ -8,7 +8,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;
 
-/// Panics while the tenant is locked, as a bug in the middle of a request could.
+/// Panics while this thread holds the tenant's lock, as a bug in the middle of a request could.
 fn panic_under_the_lock(tenant: &Tenant) {
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let mut state = tenant.shared().lock(&tenant.engine().totals);
@@ -31,7 +31,7 @@ fn a_panic_under_a_tenant_lock_affects_only_that_tenant() {
     }
     assert_eq!(put(&broken, 1, 2, 1, &noise(1)), PutResult::Stored);
     panic_under_the_lock(&broken);
-    // Operations of the engine that involve all tenants still work.
+    // Check that operations that involve all tenants still work.
     engine.resize(900 << 10);
     while engine.maintain(Time(0), 64) {}
     other
@@ -42,12 +42,13 @@ fn a_panic_under_a_tenant_lock_affects_only_that_tenant() {
         .unwrap();
     assert_eq!(engine.stats().pages, 1);
     assert_eq!(get(&other, 1, 1, 1), Some(page));
-    // Tenants that need memory get it, although the tenant with the panic holds most of it.
+    // Puts of the other tenant must be stored, although the pages that the tenant `broken` lost
+    // still occupy memory.
     for index in 0..400 {
         assert_eq!(put(&other, 2, index, 1, &noise(index)), PutResult::Stored);
     }
 
-    // The tenant under whose lock the panic happened is empty, and can be used again.
+    // The tenant `broken`, under whose lock the panic happened, must be empty and usable.
     let (mut out, mut results) = ([[0; PAGE_SIZE]; 2], [GetResult::Miss; 2]);
     let answer = broken.get(POOL, 1, 1, &[1, 1], &mut out, &mut results);
     assert_eq!(answer.map(drop), Err(NoPool));
@@ -56,7 +57,7 @@ fn a_panic_under_a_tenant_lock_affects_only_that_tenant() {
     assert_eq!(get(&broken, 1, 1, 1), None);
     assert_eq!(put(&broken, 1, 1, 2, &page), PutResult::Stored);
     assert_eq!(get(&broken, 1, 1, 2), Some(page));
-    // A second panic happens under the lock of the same tenant, which then departs.
+    // Panic a second time under the lock of the tenant `broken`, and then remove this tenant.
     panic_under_the_lock(&broken);
     drop(broken);
     while engine.maintain(Time(0), 64) {}
@@ -73,8 +74,8 @@ fn a_pool_reference_from_before_a_panic_is_stale() {
     let totals = &tenant.engine().totals;
     let found = tenant.shared().lock(totals).pool(POOL).unwrap();
     panic_under_the_lock(&tenant);
-    // The new pool gets the first record in the tenant's index, which the old pool had. An old
-    // reference must not refer to it.
+    // The new pool gets the index record that the old pool had. A reference to the old pool must
+    // not be valid for the new one.
     tenant.create_pool(POOL + 1).unwrap();
     let state = tenant.shared().lock(totals);
     assert!(!state.index.is_live(found));
@@ -84,7 +85,7 @@ fn a_pool_reference_from_before_a_panic_is_stale() {
 #[test]
 fn a_put_during_a_panic_unwind_is_counted() {
     // A thread may use or drop a tenant's handle while a panic unwinds its stack. The sums that
-    // other threads read must still be correct.
+    // other threads read must still be correct after that.
     let engine = new_engine(1 << 20);
     struct AtTheEnd(Tenant);
     impl Drop for AtTheEnd {
@@ -113,9 +114,9 @@ fn a_put_during_a_panic_unwind_is_counted() {
 
 const SIGABRT: i32 = 6;
 
-/// Panics under a lock that all tenants share, and then uses the engine. The caller runs this
-/// function in a process of its own. The function returns only if the engine does not abort that
-/// process, which is a fault.
+/// Panics under a lock that all tenants share, named by `which`, and then uses the engine. The
+/// caller runs this function in a process of its own. The function returns only if the engine does
+/// not abort that process, which is a fault.
 fn panic_under_a_lock_of_all(which: &str) {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
@@ -123,8 +124,7 @@ fn panic_under_a_lock_of_all(which: &str) {
     let panicked = catch_unwind(AssertUnwindSafe(|| match which {
         "heap" => engine.store.heap.panic_under_a_lock(),
         "table" => {
-            // Take all locks of the table of equal pages, because the page that is put later needs
-            // one of them.
+            // Take all locks of the table of equal pages, because the put below needs one of them.
             let _chains: Vec<_> = (0..1024)
                 .map(|hash| engine.store.dedup.lock(hash))
                 .collect();
@@ -136,7 +136,7 @@ fn panic_under_a_lock_of_all(which: &str) {
         }
     }));
     assert!(panicked.is_err());
-    // The daemon's threads also catch panics and continue.
+    // Catch further panics and continue, as the daemon's threads do.
     let _ = catch_unwind(AssertUnwindSafe(|| {
         put(&tenant, 1, 1, 1, &partly_noise(1, 4));
         engine.stats();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of interactions between the engine's threads, each in thousands of orders of their steps.
-//! The library shuttle (feature `shuttle`) runs one thread at a time. At each lock and atomic, a
-//! seed decides which thread continues.
+//! Tests of interactions between the engine's threads. Each test runs in thousands of orders of the
+//! threads' steps. The library shuttle (feature `shuttle`) runs one thread at a time. At each
+//! access to a lock or atomic, a seed decides which thread continues.
 //!
 //! These tests do not try memory orders weaker than sequential consistency.
 
@@ -9,7 +9,7 @@ use super::rng::{Rng, for_each_seed};
 use super::{
     OPEN, POOL, add, config, finalize_raw, get, get_retaining, noise, partly_noise, put_raw, refer,
 };
-use crate::blob::{DomainId, Finalized, Store};
+use crate::blob::{DomainId, Finalized, Prepared, Store};
 use crate::heap::{Handle, Heap};
 use crate::state::Reason;
 use crate::{Engine, GetResult, PAGE_SIZE, Page, PageHash, Put, PutResult, Time};
@@ -19,38 +19,39 @@ use shuttle::{FailurePersistence, MaxSteps, Runner};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Number of orders of the threads' steps that each test tries. All tests together take about a
+/// Number of orders of the threads' steps that a test tries. All tests together take about a
 /// minute.
 const ORDERS: u64 = 1000;
 
-/// Number of orders for tests with readers. It is larger because a reader runs between compaction's
-/// two accesses to a blob's word in only one of two thousand orders.
+/// Number of orders of the threads' steps that a test with readers tries. It is larger than ORDERS.
+/// Only in one of two thousand orders does a reader run between compaction's two accesses to a
+/// blob's word.
 const READERS_ORDERS: u64 = 4000;
 
 /// Size of a thread's stack in bytes. It is large because lz4 has its tables on the stack.
 const STACK_BYTES: usize = 1 << 20;
 
-/// Largest number of steps of an order. An order is one execution of a test: the sequence in which
-/// its threads take their steps. No correct order needs nearly as many steps. A test in which
+/// Largest number of steps of an order, which is one execution of a test: the sequence in which its
+/// threads take their steps. No correct execution needs nearly as many steps. A test in which
 /// threads wait for each other forever fails when it reaches this number.
 const STEPS_MAX: usize = 200_000;
 
 /// Scheduler that lets a thread run for a random number of steps and then chooses the next thread.
-/// A run is a sequence of steps of one thread without a step of another one; its length is the
-/// number of these steps. In half of all orders, all runs have about the same length, which is
-/// small. In the others, the lengths of runs vary from one step to thousands, all magnitudes being
-/// equally likely. Then one thread may stop at one place while others do a lot of work.
+/// A run is a sequence of steps of one thread, and its length is the number of these steps. In half
+/// of all executions of a test, all runs are short and have about the same length. In the other
+/// half, the lengths of runs vary from one step to two thousand, where all magnitudes are equally
+/// likely. Then one thread may stop at one place while other threads do a lot of work.
 struct Sticky {
     rng: Rng,
-    /// Number of binary digits of the largest run length, if that is the same for all runs of this
-    /// order. With None, the scheduler chooses it again for each run.
+    /// Number of binary digits of the largest run length, if all runs of an execution have the same
+    /// bound. With None, the scheduler chooses the number of digits again for each run.
     bits: Option<u64>,
     left: u64,
     begun: bool,
 }
 
-/// Upper bound of the number of binary digits of a run length. In orders with short runs,
-/// SHORT_WHILE_BITS is the bound.
+/// Exclusive upper bound of the number of binary digits of a run length. In executions with short
+/// runs, the bound is SHORT_WHILE_BITS instead.
 const WHILE_BITS: u64 = 12;
 const SHORT_WHILE_BITS: u64 = 7;
 
@@ -82,7 +83,7 @@ fn in_all_orders(name: &str, orders: u64, test: impl Fn() + Send + Sync + 'stati
         let mut config = shuttle::Config::new();
         config.stack_size = STACK_BYTES;
         config.max_steps = MaxSteps::FailAfter(STEPS_MAX);
-        // Write no file for a failing order: the seed identifies the order.
+        // Write no file for a failing execution, because the seed identifies it.
         config.failure_persistence = FailurePersistence::None;
         config.silence_warnings = true;
         let mut rng = Rng::new(seed);
@@ -100,15 +101,15 @@ fn in_all_orders(name: &str, orders: u64, test: impl Fn() + Send + Sync + 'stati
 
 const HEAP_BYTES: u64 = 1 << 20;
 
-/// Length in bytes for which a span has three slots.
+/// Length in bytes of stored data for which a span (group of adjacent frames) has three slots.
 const LEN: usize = 2700;
 
 fn store(heap: &Heap<()>, id: u8) -> Handle {
     heap.store(&[id; LEN], HEAP_BYTES).unwrap()
 }
 
-/// Reads a handle's bytes several times, with possible thread switches in between, and asserts that
-/// each byte is `id`.
+/// Reads a handle's bytes several times through one reader, with possible thread switches in
+/// between. Asserts that each byte is `id`.
 fn assert_bytes(heap: &Heap<()>, handle: Handle, id: u8) {
     let reader = heap.reader(handle);
     for _ in 0..3 {
@@ -171,9 +172,10 @@ fn reads_are_correct_during_compaction_and_frees() {
     );
 }
 
-/// Runs `write` beside a thread that frees blobs and compacts. The heap begins with two full spans.
-/// `write` takes a slot of a third span. When the other spans have lost one slot each, the third
-/// one is the emptiest, so that compaction moves its bytes.
+/// Runs `write` beside a thread that frees blobs and compacts. At first the heap has two full spans
+/// (groups of adjacent frames), with three blobs each. `write` takes a slot of a third span. After
+/// the other thread has freed one blob of each full span, the third span is the emptiest, so that
+/// compaction moves its bytes.
 fn a_slot_is_written(name: &str, write: fn(&Heap<()>, Handle)) {
     in_all_orders(name, ORDERS, move || {
         let heap = Arc::new(Heap::<()>::new(HEAP_BYTES).unwrap());
@@ -218,12 +220,18 @@ fn slot_replacements_are_correct_during_compaction() {
     );
 }
 
-/// Stores a page and gives it its final form.
+/// Stores a page and finalizes (deduplicates and compresses) it.
 fn finalize(store: &Store, page: &Page, domain: DomainId) -> Finalized {
-    let (raw, _) = store.put_raw(page, HEAP_BYTES).unwrap();
-    let finalized = store.finalize(raw, domain, HEAP_BYTES, &mut [0; PAGE_SIZE]);
+    let mut reserved = [Handle(0)];
+    assert_eq!(store.reserve_raw(&mut reserved, HEAP_BYTES), 1);
+    let (raw, _) = store.put_raw(reserved[0], page);
+    let mut buffer = [0; PAGE_SIZE];
+    let finalized = match store.prepare(raw, domain, HEAP_BYTES, &mut buffer).unwrap() {
+        Prepared::Finalized(finalized) => finalized,
+        Prepared::Encoded(encoded) => store.complete(encoded, domain, &buffer),
+    };
     store.release(raw);
-    finalized.unwrap()
+    finalized
 }
 
 fn check_of(page: &Page) -> u32 {
@@ -233,9 +241,8 @@ fn check_of(page: &Page) -> u32 {
 const SEED: u64 = 11;
 
 /// Tests that a page can be stored while its last copy is freed. One thread releases the last
-/// reference to the page in a domain, and another thread stores an equal page in the same domain. A
-/// third thread stores an equal page in another domain, where it may get the place that became
-/// free.
+/// reference to the page in trust domain 0, and another thread stores an equal page in this domain.
+/// A third thread stores an equal page in domain 1, where it may get the memory that became free.
 fn equal_pages(name: &str, page: Page) {
     in_all_orders(name, ORDERS, move || {
         let store = Arc::new(Store::new(HEAP_BYTES, PageHash::of, SEED).unwrap());
@@ -335,8 +342,8 @@ fn a_get_completes_as_its_tenant_departs() {
     });
 }
 
-/// A guest gets a page that is retained, and then sends a reference (REF) to it. Meanwhile the page
-/// is evicted, replaced by another put, and finalized.
+/// Tests gets of a page that is retained (left in the pool), followed by a reference (REF) to the
+/// page. Meanwhile other threads evict the page, replace it by another put, and finalize it.
 #[test]
 fn a_retained_page_can_be_evicted_and_replaced_while_it_is_read() {
     let pages = [partly_noise(1, 4), partly_noise(2, 4)];
@@ -380,9 +387,10 @@ fn a_retained_page_can_be_evicted_and_replaced_while_it_is_read() {
     });
 }
 
-/// A background worker frees the last page of a destroyed pool. Meanwhile the tenant, which has a
-/// page in another pool, departs. The worker must not treat the departed tenant as empty. An engine
-/// with this fault would show it in few orders only, so each order tries several tenants.
+/// Tests a background worker that frees the last page of a destroyed pool. Meanwhile the tenant,
+/// which has a page in another pool, departs. The worker must not treat the departed tenant as
+/// empty. An engine with this fault would show it in few orders of the threads' steps only, so each
+/// execution tries several tenants.
 #[test]
 fn departing_tenant_is_kept_until_its_pages_are_freed() {
     const OTHER: u32 = POOL + 1;
@@ -446,7 +454,7 @@ fn a_put_to_a_destroyed_pool_stores_nothing_in_the_next_pool() {
                         page: &page,
                     };
                     let mut results = [PutResult::Refused];
-                    // Ignore the result, because the pool may already be destroyed.
+                    // Ignore the result: the other thread may already have destroyed the pool.
                     let _ = tenant.put(POOL, &[put], &mut results);
                 })
             };

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of limits: from which tenant pages are evicted, and which puts are refused.
+//! Tests of limits: which tenant loses pages when memory is needed, and which puts are refused.
 
 use super::{
     OPEN, POOL, add, config, fill, get, maintain_all, new_engine, noise, partly_noise, put, put_raw,
 };
-use crate::config::{EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, RAW_PAGES_MAX, RAW_PAGES_MIN};
+use crate::config::{
+    EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, RAW_PAGES_MAX, RAW_PAGES_MIN, RECLAIM_PART,
+};
 use crate::state::Reason;
 use crate::{
     AdmissionError, Engine, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, Page, Put, PutResult, Quota,
@@ -12,7 +14,7 @@ use crate::{
 };
 use PutResult::{Refused, Stored};
 
-/// Charge of an incompressible page in bytes.
+/// Charge in bytes of a page that does not compress.
 const NOISE_CHARGE: u64 = PAGE_SIZE as u64 + PAGE_METADATA_CHARGE_BYTES;
 
 fn limited(limit_bytes: u64) -> Quota {
@@ -76,10 +78,11 @@ fn a_page_above_the_limit_is_refused_without_eviction() {
     assert_eq!(put(&tenant, 1, 0, 1, &[7; PAGE_SIZE]), Stored);
     assert_eq!(put(&tenant, 1, 1, 1, &[8; PAGE_SIZE]), Stored);
     tenant.set_quota(limited(NOISE_CHARGE - 1)).unwrap();
-    // A page is stored raw at first, so even a same-filled page needs room for a raw page.
+    // A put stores a page raw (uncompressed) at first, so even a same-filled page needs room for a
+    // raw page.
     assert_eq!(put(&tenant, 1, 2, 1, &[9; PAGE_SIZE]), Refused);
     assert_eq!(tenant.stats().evictions, 0);
-    // A refused page leaves nothing under its key, not even the page that was held before.
+    // A put that is refused must also drop the older page under its key.
     assert_eq!(put(&tenant, 1, 1, 2, &noise(1)), Refused);
     assert_eq!(get(&tenant, 1, 1, 1), None);
     assert_eq!(get(&tenant, 1, 1, 2), None);
@@ -118,8 +121,8 @@ fn keys_of_same_filled_pages_are_limited() {
         .filter(|&i| put(&tenant, i, 0, 1, &[0; PAGE_SIZE]) == Stored)
         .count();
     assert_eq!(stored, 100);
-    // Detached keys still count against the limit. Otherwise a guest that fills and clears its
-    // pools repeatedly would take more and more memory.
+    // Keys of detached pages (dropped, not freed yet) still count against the limit. Otherwise a
+    // guest that fills and clears its pools repeatedly would take more and more memory.
     tenant.clear();
     tenant.create_pool(POOL).unwrap();
     assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Refused);
@@ -127,8 +130,8 @@ fn keys_of_same_filled_pages_are_limited() {
     assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Stored);
 }
 
-/// Puts and removes 40,000 objects of one page. Each object must be freed with its last page, so
-/// that the limit of keys also limits the number of objects.
+/// Puts and removes 40,000 objects with one page each. The engine must free each object with its
+/// last page, so that the limit of keys also limits the number of objects.
 #[test]
 fn an_object_is_freed_with_its_last_page() {
     let engine = new_engine(64 << 20);
@@ -155,14 +158,15 @@ fn an_object_is_freed_with_its_last_page() {
     );
 }
 
-/// Puts more raw pages than a tenant may have. The limit is the number that one core compresses in
-/// some 10 ms, and is always sufficient for the batches that a guest has in flight.
+/// Puts more raw pages (not finalized yet) than a tenant may have. Their limit grows with the
+/// tenant's entitlement, from four full batches to as many pages as one core compresses in some 10
+/// ms.
 #[test]
 fn raw_pages_of_a_tenant_are_limited() {
     for (bytes, expected) in [(4 << 20, RAW_PAGES_MIN), (1 << 30, RAW_PAGES_MAX)] {
         let engine = new_engine(bytes);
         let tenant = add(&engine, "a", None, OPEN);
-        // The helper `put` is not used, because it finalizes each page.
+        // Do not use the helper `put`, because it finalizes each page.
         let store = |object: u64, index: u64| {
             let put = Put {
                 object,
@@ -214,7 +218,8 @@ fn other_background_work_progresses_during_continuous_puts() {
             .collect();
         stays.put(POOL, &puts, &mut results).unwrap();
         assert_eq!(results, [Stored; 64]);
-        // Finalize only as many pages as were just put, so that some raw pages always wait.
+        // Finalize only as many pages as were just put, so that some raw pages always wait to be
+        // finalized.
         engine.maintain(Time(0), 32);
         engine.maintain(Time(0), 32);
     }
@@ -232,7 +237,7 @@ fn shrinking_the_pool_evicts_same_filled_pages() {
     let engine = new_engine(16 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     for index in 0..20_000 {
-        // Each page is in an object of its own, so that it also takes a tree node of its own.
+        // Put each page in an object of its own, so that each also takes a tree node of its own.
         assert_eq!(put(&tenant, index, 0, 1, &[0; PAGE_SIZE]), Stored);
     }
     maintain_all(&engine);
@@ -272,8 +277,8 @@ fn maintain_compacts_until_the_heap_is_dense() {
 
 #[test]
 fn maintain_releases_idle_frames() {
-    // The limit of idle frames must depend on the present size of the pool, not on its largest
-    // size.
+    // Give the pool a much larger largest size. The limit of idle frames (unused memory that is
+    // kept) must depend on the present size only.
     let mut config = config(64 << 20);
     config.size_max_bytes = 16 << 30;
     let engine = Engine::new(config).unwrap();
@@ -289,7 +294,7 @@ fn maintain_releases_idle_frames() {
 fn maintain_stops_when_compaction_frees_nothing() {
     let engine = new_engine(32 << 20);
     let tenant = add(&engine, "a", None, OPEN);
-    // There are a few pages of each length, so that no span is full.
+    // Put a few pages of each length, so that no span (group of adjacent frames) is full.
     for index in 0..200 {
         let page = partly_noise(index, 1 + index as usize % 7);
         assert_eq!(put(&tenant, 1, index, 1, &page), Stored);
@@ -321,7 +326,7 @@ fn emptied_pools_are_freed_in_bounded_steps() {
         tenant.put(10 + nr, &[put], &mut results).unwrap();
         tenant.destroy_pool(10 + nr).unwrap();
     }
-    // Eviction frees the pages of the destroyed pools. The empty pools themselves are left for
+    // The eviction frees the pages of the destroyed pools. It leaves the empty pools themselves for
     // `reap`.
     let (mut state, mut freed) = (tenant.shared().lock(&tenant.engine().totals), Vec::new());
     assert_eq!(state.evict(1, Reason::Pool, &mut freed), 200);
@@ -346,8 +351,8 @@ fn a_full_pool_evicts_the_tenant_most_above_its_entitlement() {
     let modest = add(&engine, "modest", None, OPEN);
     fill(&modest, 1, 60);
     fill(&reserved, 1, 150);
-    // The greedy tenant can take the memory that no other tenant uses. After that, its puts evict
-    // only its own pages.
+    // The greedy tenant can take the memory that other tenants leave unused. After that, its puts
+    // evict only its own pages.
     assert_eq!(fill(&greedy, 1, 600), 600);
     assert_eq!(
         (reserved.stats().evictions, modest.stats().evictions),
@@ -360,7 +365,7 @@ fn a_full_pool_evicts_the_tenant_most_above_its_entitlement() {
     );
     assert!(greedy.stats().evictions > 0);
     engine.check_invariants();
-    // When another tenant needs its share, pages of the greedy tenant are evicted.
+    // Let the tenant `modest` take more of its share. Its puts evict pages of the greedy tenant.
     assert_eq!(fill(&modest, 2, 20), 20);
     assert_eq!((modest.stats().pages, modest.stats().evictions), (80, 0));
     assert_eq!(reserved.stats().pages, 150);
@@ -369,9 +374,89 @@ fn a_full_pool_evicts_the_tenant_most_above_its_entitlement() {
     maintain_all(&engine);
 }
 
+#[test]
+fn background_work_frees_memory_before_puts_need_it() {
+    const SIZE: u64 = 16 << 20;
+    let engine = new_engine(SIZE);
+    let tenant = add(&engine, "a", None, OPEN);
+    fill(&tenant, 1, 2 * SIZE / PAGE_SIZE as u64);
+    // Repeat the burst of puts until background work has to evict pages, whatever memory is free at
+    // first.
+    let mut object = 1;
+    for _ in 0..8 {
+        maintain_all(&engine);
+        let before = tenant.stats().evictions;
+        // Number of pages that take three quarters of the memory that is free at the low watermark.
+        let burst = SIZE / RECLAIM_PART / 2 / PAGE_SIZE as u64 * 3 / 4;
+        object += 1;
+        for index in 0..burst {
+            let page = noise(object << 32 | index);
+            assert_eq!(put_raw(&tenant, object, index, 1, &page), Stored);
+        }
+        assert_eq!(
+            tenant.stats().evictions,
+            before,
+            "puts evicted pages although the pool had free memory for them"
+        );
+    }
+    engine.check_invariants();
+}
+
+/// Lets a pool become full although its only tenant is within its entitlement. That is possible
+/// because tables that never shrink take a part of the pool. Background work must not evict pages
+/// to have free memory.
+#[test]
+fn background_work_evicts_nothing_if_no_tenant_is_above_its_entitlement() {
+    const SIZE: u64 = 4 << 20;
+    let engine = new_engine(64 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    for index in 0..30_000u64 {
+        let mut page = [0; PAGE_SIZE];
+        page[..8].copy_from_slice(&(index + 1).to_le_bytes());
+        assert_eq!(put(&tenant, 1, index, 1, &page), Stored);
+    }
+    tenant.drop_pages();
+    maintain_all(&engine);
+    engine.resize(SIZE);
+    let mut index = 0;
+    while tenant.stats().evictions == 0 {
+        put(&tenant, 2, index, 1, &noise(index));
+        index += 1;
+    }
+    let before = tenant.stats();
+    assert!(
+        before.charged_bytes < before.entitled_bytes,
+        "the test is too weak: the tenant is above its entitlement: {before:?}"
+    );
+    maintain_all(&engine);
+    // A few evictions are allowed, because the pool may exceed its size by the index memory of the
+    // last pages. Freeing memory up to the high watermark would evict some 30 pages.
+    let evicted = tenant.stats().evictions - before.evictions;
+    assert!(evicted < 12, "background work evicted {evicted} pages");
+}
+
+#[test]
+fn background_work_evicts_no_page_of_a_tenant_within_its_entitlement() {
+    const SIZE: u64 = 4 << 20;
+    let engine = new_engine(SIZE);
+    let modest = add(&engine, "modest", None, OPEN);
+    let greedy = add(&engine, "greedy", None, OPEN);
+    fill(&modest, 1, 200);
+    fill(&greedy, 1, 1200);
+    maintain_all(&engine);
+    let free_bytes = SIZE - engine.used_bytes();
+    assert!(
+        free_bytes >= SIZE / RECLAIM_PART / 2,
+        "only {free_bytes} B are free after the background work"
+    );
+    assert_eq!((modest.stats().pages, modest.stats().evictions), (200, 0));
+    assert!(greedy.stats().evictions > 0);
+    engine.check_invariants();
+}
+
 /// Puts incompressible pages until the tenant is charged nine tenths of its entitlement. The
-/// function tries several times, because some puts are refused until enough neighbouring keys of
-/// the other tenant are gone.
+/// function repeats the puts up to ten times. Some of them are refused until enough neighbouring
+/// keys of the other tenant are gone, because index memory is released in chunks.
 fn takes_what_it_is_entitled_to(tenant: &Tenant, other: &Tenant) {
     let entitled_bytes = tenant.stats().entitled_bytes;
     let mut object = 0;
@@ -387,8 +472,8 @@ fn takes_what_it_is_entitled_to(tenant: &Tenant, other: &Tenant) {
     }
 }
 
-/// Puts same-filled pages, each in an object of its own, until the pool is full. Such pages take
-/// the most memory for their charge. Returns the number of pages that were put.
+/// Puts same-filled pages, each in an object of its own, until the pool is full. Of all pages,
+/// these take the most memory for their charge. Returns the number of pages put.
 fn fill_with_keys(tenant: &Tenant) -> u64 {
     let mut object = 0;
     while tenant.stats().evictions < 100 {
@@ -414,8 +499,9 @@ fn a_tenant_gets_its_entitlement_in_a_pool_full_of_keys() {
     maintain_all(&engine);
 }
 
-/// Fills the pool with keys and flushes most of them, so that the charge of the remaining pages is
-/// far below the memory of their index. Another tenant must still get its entitlement.
+/// Fills the pool with keys of one tenant and flushes most of them. Then the charge of the
+/// remaining pages is far below the memory of the tenant's index. Another tenant must still get its
+/// entitlement.
 #[test]
 fn a_tenant_gets_its_entitlement_in_a_pool_with_a_sparse_index() {
     let engine = new_engine(8 << 20);
@@ -439,8 +525,8 @@ fn a_tenant_gets_its_entitlement_in_a_pool_with_a_sparse_index() {
     maintain_all(&engine);
 }
 
-/// Lets many tenants fill the pool one after the other. No tenant may keep memory for the keys of
-/// its evicted pages.
+/// Lets many tenants fill the pool one after the other. No tenant may keep index memory for the
+/// keys of its evicted pages.
 #[test]
 fn tenants_keep_no_index_memory_of_evicted_pages() {
     const TENANTS: u64 = 12;
@@ -496,7 +582,7 @@ fn a_reserve_is_admitted_only_if_it_fits() {
         })
     };
     assert_eq!(add("b", quota(401, None)).err(), error("b", 401, 400));
-    // Only the part of a reserve that is within the limit has to fit.
+    // Only the part of a reserve that is within the tenant's limit has to fit into the pool.
     let b = add("b", quota(u64::MAX, Some(400))).unwrap();
     assert_eq!(a.set_quota(quota(601, None)).err(), error("a", 601, 600));
     assert_eq!(
@@ -513,17 +599,18 @@ fn a_reserve_is_admitted_only_if_it_fits() {
         (a.stats().entitled_bytes, b.stats().entitled_bytes),
         (600, 400)
     );
-    // In a pool that is smaller than the sum of all reserves, entitlements are scaled down.
+    // If the pool is smaller than the sum of all reserves, entitlements are scaled down.
     engine.resize(250);
     assert_eq!(
         (a.stats().entitled_bytes, b.stats().entitled_bytes),
         (50, 200)
     );
-    // Admission depends on the full size of the pool, not on the size to which it was shrunk.
+    // A reserve has to fit into the full size of the pool, not into the size to which the pool was
+    // shrunk.
     assert_eq!(add("c", quota(501, None)).err(), error("c", 501, 500));
     a.set_quota(quota(600, None)).unwrap();
     a.set_quota(quota(100, None)).unwrap();
-    // The reserve of a departed tenant is free at once.
+    // When a tenant departs, its reserve is free at once.
     drop(b);
     assert_eq!(a.stats().entitled_bytes, 250);
     assert!(add("c", quota(150, None)).is_ok());
@@ -553,8 +640,8 @@ fn reserves_are_admitted_against_the_full_pool_size() {
     engine.set_full(400);
     let error = try_add("a", 500).expect_err("a reserve above the full size was admitted");
     assert_eq!((error.reserve_bytes, error.available_bytes), (500, 400));
-    // Reserves that exist when the full size shrinks are kept. They can be made smaller even if
-    // they still do not fit.
+    // Reserves that exist when the full size becomes smaller are kept. A tenant can lower its
+    // reserve even if the sum of all reserves still does not fit.
     engine.set_full(2000);
     let (a, b) = (try_add("a", 1000).unwrap(), try_add("b", 900).unwrap());
     engine.set_full(400);
@@ -585,7 +672,7 @@ fn size_and_quotas_change_atomically() {
     let c = add(&engine, "c", None, OPEN);
     let reserves = || [&a, &b, &c].map(|tenant| tenant.stats().reserve_bytes);
     let entitled = || [&a, &b, &c].map(|tenant| tenant.stats().entitled_bytes);
-    // The result does not depend on the order of the quotas.
+    // The result of configure() must not depend on the order of the quotas.
     for (of_a, of_b) in [(600, 400), (400, 600)] {
         for quotas in [
             [(&a, reserve(of_a)), (&b, reserve(of_b))],
@@ -606,8 +693,8 @@ fn size_and_quotas_change_atomically() {
             .expect_err("a refused call of configure() changed the full size");
         (error.tenant, error.reserve_bytes, error.available_bytes)
     };
-    // An error names a tenant whose reserve does not fit, whether the call changes its quota or
-    // not. Tenants whose reserve grows are named first.
+    // The error must name a tenant whose reserve does not fit, whether the call changes its quota
+    // or not. If all other reserves fit, the error names a tenant whose reserve grows.
     let quotas = [(&a, reserve(601)), (&b, reserve(400))];
     assert_eq!(wrong(None, &quotas), ("a".into(), 601, 600));
     assert_eq!(
@@ -619,8 +706,8 @@ fn size_and_quotas_change_atomically() {
         wrong(Some(999), &[(&c, reserve(0))]),
         ("b".into(), 600, 599)
     );
-    // Change size and reserves together: first to a smaller size with smaller reserves, then to a
-    // larger size with larger reserves.
+    // Change the full size and reserves together: first to a smaller size with smaller reserves,
+    // then to a larger size with larger reserves.
     let quotas = [(&a, reserve(100)), (&b, reserve(100)), (&c, reserve(100))];
     engine
         .configure(Some(300), &quotas)
@@ -631,8 +718,8 @@ fn size_and_quotas_change_atomically() {
         .configure(Some(3000), &[(&a, reserve(2800))])
         .expect("reserves of 3,000 B were refused in a pool of 3,000 B");
     assert_eq!(reserves(), [2800, 100, 100]);
-    // A full size that an operator made too small does not keep a tenant from asking for less or
-    // the same.
+    // If an operator has made the full size too small for all reserves, a tenant can still ask for
+    // a smaller reserve or for its present reserve.
     engine.set_full(1000);
     engine
         .configure(None, &[(&a, reserve(2800)), (&b, reserve(50))])
@@ -720,7 +807,8 @@ fn a_put_evicts_no_more_than_its_bound() {
         (1..=EVICTIONS_PER_PUT_PAGE as u64).contains(&evictions),
         "a put in a pool above its size evicted {evictions} pages, not 1 to {EVICTIONS_PER_PUT_PAGE}"
     );
-    // The bound also holds for a put of a tenant whose limit was lowered.
+    // If a tenant is above a limit that was lowered, its put evicts no more than
+    // EVICTIONS_PER_PUT_PAGE pages either.
     engine.resize(2000 * NOISE_CHARGE);
     tenant.set_quota(limited(8 * NOISE_CHARGE)).unwrap();
     assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Refused);
@@ -734,8 +822,9 @@ fn a_put_evicts_no_more_than_its_bound() {
     assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Stored);
 }
 
-/// A guest gets its raw pages back before they are finalized, so that its tenant's queue of raw
-/// pages has only stale entries. Stale entries must not delay the raw pages of other tenants.
+/// A guest gets its raw pages back before they are finalized. Then the tenant's queue of raw pages
+/// has only stale entries, whose pages are gone. These entries must not delay the raw pages of
+/// other tenants.
 #[test]
 fn stale_entries_of_a_raw_queue_do_not_delay_other_tenants() {
     let engine = new_engine(4 << 20);
@@ -743,7 +832,7 @@ fn stale_entries_of_a_raw_queue_do_not_delay_other_tenants() {
     let put_raw = |tenant: &Tenant, index, page: &Page| {
         assert_eq!(put_raw(tenant, 1, index, 1, page), Stored);
     };
-    // Repeat the test, because the tenant whose turn comes first is not always the same.
+    // Repeat the test, because background work does not always begin with the same tenant.
     for turn in 0..3 {
         put_raw(&a, turn, &noise(turn));
         assert!(get(&a, 1, turn, 1).is_some());
@@ -757,7 +846,7 @@ fn stale_entries_of_a_raw_queue_do_not_delay_other_tenants() {
         assert_eq!(
             b.stats().raw_pages,
             0,
-            "tenant b still has raw pages in turn {turn}"
+            "tenant b still has raw pages in repetition {turn}"
         );
         assert!(!a.shared().has_raw());
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the engine's internals. The tests in `tests/` use the public interface only.
+//! Tests of the engine's internals. The tests in the crate's directory `tests/` use the public
+//! interface only.
 
 mod content;
 mod deferred_freeing;
@@ -20,7 +21,7 @@ use crate::{
 use rng::Rng;
 use std::sync::Arc;
 
-/// Runs an ignored test in a process of its own, and asserts that it ends by abort().
+/// Runs the ignored test `name` in a process of its own. Asserts that this process ends by abort().
 #[cfg(not(miri))]
 pub(crate) fn aborts(name: &str) {
     use std::os::unix::process::ExitStatusExt;
@@ -54,14 +55,14 @@ pub(crate) fn aborts(name: &str) {
     );
 }
 
-/// Quota without reserve and limit.
+/// Quota without reserve and limit, and with weight 1.
 const OPEN: Quota = Quota {
     reserve_bytes: 0,
     limit_bytes: None,
     weight: 1,
 };
 
-/// Number of the pool that tests use.
+/// Number of the pool that most tests use.
 const POOL: u32 = 1;
 
 fn config(size_bytes: u64) -> EngineConfig {
@@ -77,7 +78,7 @@ fn new_engine(size_bytes: u64) -> Arc<Engine> {
     Engine::new(config(size_bytes)).unwrap()
 }
 
-/// Gives all raw pages of a tenant their final form.
+/// Finalizes (deduplicates and compresses) all raw pages of a tenant.
 fn finalize_raw(tenant: &Tenant) {
     while tenant
         .shared()
@@ -99,7 +100,7 @@ fn add(engine: &Arc<Engine>, name: &str, domain: Option<&str>, quota: Quota) -> 
     tenant
 }
 
-/// Puts a page and leaves it raw.
+/// Puts a page and leaves it raw (uncompressed).
 fn put_raw(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> PutResult {
     let mut results = [PutResult::Stored];
     let put = Put {
@@ -113,14 +114,15 @@ fn put_raw(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -
     results[0]
 }
 
-/// Puts a page and gives it its final form.
+/// Puts a page and finalizes (deduplicates and compresses) it.
 fn put(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> PutResult {
     let result = put_raw(tenant, object, index, cookie, page);
     finalize_raw(tenant);
     result
 }
 
-/// Puts `pages` incompressible pages, each in a put of its own. Returns how many are stored.
+/// Puts `pages` incompressible pages with cookie 1, each in a put of its own. Returns how many of
+/// them are stored.
 fn fill(tenant: &Tenant, object: u64, pages: u64) -> u64 {
     let stored = |&index: &u64| {
         put(tenant, object, index, 1, &noise(object << 32 | index)) == PutResult::Stored
@@ -136,7 +138,7 @@ fn get(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Option<Page> {
     (results[0] == GetResult::Hit { cookie }).then_some(out[0])
 }
 
-/// Gets a page that may be retained. Returns the page, and whether it is retained.
+/// Gets a page and allows the pool to retain it. Returns the page, and whether it was retained.
 fn get_retaining(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Option<(Page, bool)> {
     let (mut out, mut results) = ([[0xa5; PAGE_SIZE]], [GetResult::Miss]);
     tenant
@@ -158,7 +160,8 @@ fn get_retaining(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Optio
     }
 }
 
-/// Sends a reference to a page. Returns whether the page is held afterwards.
+/// Sends a reference (REF) to a page, by which a guest reports that it has evicted the page
+/// unchanged. Returns whether the pool has the page.
 fn refer(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> bool {
     let page = Ref {
         object,
@@ -175,7 +178,7 @@ fn maintain_all(engine: &Engine) {
     engine.check_invariants();
 }
 
-/// Returns an incompressible page.
+/// Returns a page of random bytes, which does not compress.
 pub(crate) fn noise(seed: u64) -> Page {
     let mut rng = Rng::new(seed);
     let mut page = [0; PAGE_SIZE];

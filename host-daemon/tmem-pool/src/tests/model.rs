@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Random operations of several tenants against a model, compared after every step.
+//! Random operations of several tenants, compared with a model after every step.
 //!
-//! The model holds the last page put under each key. A get may return that page with that cookie,
-//! or a miss. After each step, every page that the engine holds must be in the model. Each page
-//! that only the model holds must have been counted as evicted.
+//! The model has the last page put under each key. A get may return that page with its cookie, or a
+//! miss. After each step, every page that the engine has must be in the model. Each page that only
+//! the model has must have been counted as evicted.
 
 use super::rng::{Rng, for_each_seed, for_each_seed_from};
 use super::{maintain_all, noise, partly_noise};
@@ -19,8 +19,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 const STEPS: u64 = 1000;
-/// Contents of pages are compared once in this many steps, because reading them takes long. Keys
-/// are compared in each step.
+/// Number of steps between two comparisons of page contents, because reading contents takes long.
+/// Keys are compared after each step.
 const CONTENTS_EVERY: u64 = 8;
 const KEYS_MAX: u32 = 120;
 const CORPUS: usize = 40;
@@ -30,10 +30,11 @@ type Key = (u32, u64, u64);
 struct Modelled {
     tenant: Tenant,
     pools: BTreeSet<u32>,
-    /// Cookie and number in the corpus of each held page, by its key.
+    /// Pages that the tenant should have: for each key, the cookie and the page's number in the
+    /// corpus.
     pages: BTreeMap<Key, (u64, usize)>,
     evictions_seen: u64,
-    /// Number of evicted pages that were not retained, as of the last comparison.
+    /// Number of evictions of pages that were not retained, as of the last comparison.
     others_evicted: u64,
     quota: Quota,
 }
@@ -45,12 +46,13 @@ struct World {
     tenants: Vec<Modelled>,
     cookie: u64,
     names: u64,
-    /// One allocation in this many fails. 0 means that none fails.
+    /// Rate of injected failures: one allocation in this number fails, on average. 0 means that
+    /// none fails.
     fails_one_in: u64,
     hits: u64,
-    /// Pages that a get returned and left in the pool.
+    /// Counter: pages that a get returned and left in the pool.
     retained: u64,
-    /// References that found their page.
+    /// Counter: references (REF) to pages that the engine still had.
     refs: u64,
     evictions: u64,
 }
@@ -63,7 +65,7 @@ fn corpus(seed: u64) -> Vec<Page> {
             eighths => partly_noise(seed + i, eighths as usize),
         })
         .collect();
-    // Make two pages that differ from another page in the last byte only.
+    // Make two pairs of pages that differ in the last byte only.
     pages[2] = pages[3];
     pages[2][PAGE_SIZE - 1] ^= 1;
     pages[6] = pages[11];
@@ -143,7 +145,7 @@ impl World {
         }
     }
 
-    /// Does one random operation. Returns true for a put.
+    /// Does one random operation. Returns true if it was a put.
     fn step(&mut self) -> bool {
         let kind = self.rng.below(100);
         if self.tenants.is_empty() || (self.tenants.len() < 4 && kind < 4) {
@@ -182,7 +184,8 @@ impl World {
                 let after = self.engine.stats();
                 let evicted = after.evictions - before.evictions;
                 let freed = before.detached_pages - after.detached_pages;
-                // Finalizing a page may evict other pages.
+                // The budget bounds the pages that are finalized, and finalizing a page may evict
+                // other pages.
                 let most = (budget + FINALIZE_PAGES) * (1 + EVICTIONS_PER_PUT_PAGE);
                 let most = most as u64;
                 assert!(
@@ -201,7 +204,7 @@ impl World {
         kind < 60
     }
 
-    /// Returns a pool number, in most cases of an existing pool.
+    /// Returns a pool number. In most cases, the tenant has a pool with this number.
     fn pick_pool(&mut self, at: usize) -> u32 {
         if self.rng.one_in(20) {
             return 1 + self.rng.below(3) as u32;
@@ -255,8 +258,8 @@ impl World {
         assert!(answer.is_ok());
         let mut most = after.0.size_bytes;
         if before.0.held_bytes > most {
-            // The pool is above its size after a resize. Until enough is evicted, an index may
-            // still grow.
+            // The pool exceeds its size after a resize. Until enough pages are evicted, an index
+            // may still grow.
             most = before.0.held_bytes + INDEX_ROOM_BYTES;
         }
         assert!(
@@ -297,7 +300,8 @@ impl World {
                     .pages
                     .get(&(pool, object, index + i))
                     .map(|(cookie, _)| *cookie);
-                // Some gets name a wrong cookie, which differs in one bit.
+                // For some pages, the get names a wrong cookie, which differs from the right one in
+                // one bit.
                 let flip = u64::from(self.rng.one_in(10)) << self.rng.below(64);
                 held.unwrap_or(self.cookie) ^ flip
             })
@@ -351,8 +355,9 @@ impl World {
             );
             self.hits += 1;
         }
-        // After a miss, the engine must not hold the page. If the engine has lost a page, `compare`
-        // reports it, because the page was not counted as evicted.
+        // Assert that the engine does not have the pages that the get missed. If the engine has
+        // lost a page, `compare` reports that, because the engine has not counted the page as
+        // evicted.
         for (i, result) in results.iter().enumerate() {
             let key = (pool, object, index + i as u64);
             let held = vm
@@ -366,8 +371,8 @@ impl World {
         }
     }
 
-    /// Refers to random pages. A reference must find exactly the pages that the engine has under
-    /// the named keys and cookies, and must leave all other pages unchanged.
+    /// Sends references (REF) to random pages. A reference must find a page only if the engine has
+    /// the page under the named key and cookie. All other pages must stay unchanged.
     fn refer(&mut self, at: usize) {
         let pool = self.pick_pool(at);
         let object = 1 + self.rng.below(3);
@@ -450,7 +455,8 @@ impl World {
         }
     }
 
-    /// Asserts that the engine's pages are those of the model, and that missing pages were evicted.
+    /// Asserts that the engine has only pages of the model, and that it has counted each missing
+    /// page as evicted. Then removes the missing pages from the model.
     fn compare(&mut self, contents: bool, after_put: bool) {
         self.engine.check_invariants();
         if contents {
@@ -483,8 +489,8 @@ impl World {
                 "the engine counts pages that the model does not have"
             );
             let gone = (before - vm.pages.len()) as u64;
-            // After a put, fewer pages may be gone than were evicted: a put may evict a page and
-            // then store a new page under the same key.
+            // After a put, fewer pages may be missing than were evicted. The put may have evicted a
+            // page and then stored a new page under its key.
             let evicted = stats.evictions - vm.evictions_seen;
             assert!(
                 gone == evicted || (after_put && gone < evicted),
@@ -506,7 +512,7 @@ impl World {
         }
     }
 
-    /// Runs all steps. Returns hits and evictions.
+    /// Runs all steps. Returns the numbers of hits and evictions.
     fn run(&mut self) -> (u64, u64) {
         for step in 0..STEPS {
             let put = self.step();
@@ -544,8 +550,7 @@ fn a_get_returns_the_last_put_or_a_miss() {
 
 #[test]
 fn a_get_returns_the_last_put_when_hashes_collide() {
-    // The hash function of this test has only two values, so that different pages often have equal
-    // hashes.
+    // Use a hash function with only two values, so that different pages often have equal hashes.
     for_each_seed("model with collisions", 3, |seed| {
         model(seed, one_bit, 0);
     });
@@ -558,8 +563,8 @@ fn a_get_returns_the_last_put_when_allocations_fail() {
     });
 }
 
-/// Fuzz test of `make fuzz`: runs with new seeds for `TMEM_SECONDS` seconds. `TMEM_SEED` replays
-/// one seed.
+/// Fuzz test of `make fuzz`: runs with new seeds for `TMEM_SECONDS` seconds. With `TMEM_SEED`, each
+/// run has that seed.
 #[test]
 #[ignore = "runs for TMEM_SECONDS seconds: make fuzz"]
 fn random_operations_match_the_model() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of entitlements: expected values that were computed by hand, and properties of random
-//! quotas.
+//! Tests of entitlements: cases whose results were computed by hand, and properties that must hold
+//! for random quotas.
 
 use super::rng::{Rng, for_each_seed};
 use crate::Quota;
@@ -170,8 +170,8 @@ fn entitlements_respect_size_limits_and_reserves() {
             assert!(entitled <= quota.limit_bytes.unwrap_or(u64::MAX));
             assert!(reserved > size_bytes || entitled >= quota.usable_reserve_bytes());
         }
-        // If a tenant with a weight could take more, only the bytes that rounding leaves may be
-        // undivided.
+        // If a tenant with a weight could take more, all bytes of the pool must be divided, except
+        // for those that rounding leaves.
         let hungry = quotas.iter().zip(&entitled).any(|(quota, &entitled)| {
             quota.weight > 0 && entitled < quota.limit_bytes.unwrap_or(u64::MAX)
         });
@@ -182,8 +182,8 @@ fn entitlements_respect_size_limits_and_reserves() {
                 size_bytes - sum
             );
         }
-        // For any two tenants that are below their limits, the shares above the reserve are
-        // proportional to the weights.
+        // For any two tenants below their limits, the parts of their entitlements above their
+        // reserves must be proportional to their weights.
         let open: Vec<(u64, u64)> = quotas
             .iter()
             .zip(&entitled)

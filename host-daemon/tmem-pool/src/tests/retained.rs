@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of retained pages: their states, their place in the order of eviction, and their effect on
-//! guests that read a working set again and again.
+//! Tests of retained pages, which a get returns and leaves in the pool. They test the states of
+//! these pages, their place in the order of eviction, and their effect on guests that read a
+//! working set again and again.
 
 use super::rng::{Rng, for_each_seed, for_each_seed_from};
 use super::{
@@ -16,10 +17,11 @@ use crate::{
 use std::collections::{BTreeMap, VecDeque};
 use tmem_trace::estimate::{GAIN_OVER_USUAL, GAIN_PERCENT, LOSS_PERCENT, LOSS_UNDER_USUAL};
 
-/// Charge of an incompressible page in bytes.
+/// Charge in bytes of a page that does not compress.
 const NOISE_CHARGE: u64 = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
 
-/// Retains the pages 0 to `pages` - 1 of an object, which `fill` has put.
+/// Gets the first `pages` pages of an object, and asserts that all of them are retained (left in
+/// the pool). The helper `fill` has put these pages.
 fn retain_all(tenant: &Tenant, object: u64, pages: u64) {
     for index in 0..pages {
         let (_, retained) = get_retaining(tenant, object, index, 1).unwrap();
@@ -52,14 +54,14 @@ fn a_retained_page_is_held_again_after_a_reference() {
             charged_bytes,
             "the charge of a retained page differs from that of a held page"
         );
-        // A repeated reference changes nothing.
+        // Send the reference twice: the repeated reference must change nothing.
         for _ in 0..2 {
             assert!(refer(&tenant, 1, index, 7));
             assert_eq!(counts(&tenant), (index + 1, 0));
         }
     }
-    // A get that does not allow the pool to retain its page removes the page, whether the page was
-    // held or retained.
+    // If a get does not allow the pool to retain its page, it removes the page, whether the page
+    // was retained before or not.
     assert!(get_retaining(&tenant, 1, 0, 7).unwrap().1);
     assert_eq!(get(&tenant, 1, 0, 7), Some(noise(1)));
     assert_eq!(get(&tenant, 1, 1, 7), Some(partly_noise(2, 4)));
@@ -85,7 +87,7 @@ fn only_allowed_pages_are_retained() {
             true => GetResult::Retained { cookie: 1 },
             false => GetResult::Hit { cookie: 1 },
         };
-        assert_eq!(*result, expected, "wrong result of page {nth}");
+        assert_eq!(*result, expected, "wrong result for page {nth}");
     }
     assert_eq!(counts(&tenant), (3, 3));
     maintain_all(&engine);
@@ -105,8 +107,8 @@ fn a_reference_with_another_cookie_changes_nothing() {
         assert!(!refer(&tenant, 1, 0, 7 ^ 1 << bit));
         assert_eq!(counts(&tenant), (1, 1));
     }
-    // A newer put replaces the retained page. A late reference to the older page is answered with
-    // false and leaves the newer one alone.
+    // Replace the retained page by a put. A late reference to the older page must be answered with
+    // false and must leave the newer page unchanged.
     put(&tenant, 1, 0, 8, &noise(2));
     assert_eq!(counts(&tenant), (1, 0));
     assert!(!refer(&tenant, 1, 0, 7));
@@ -117,7 +119,7 @@ fn a_reference_with_another_cookie_changes_nothing() {
     };
     tenant.drop_refs(POOL, &[late]).unwrap();
     assert_eq!(get_retaining(&tenant, 1, 0, 8), Some((noise(2), true)));
-    // A flush drops the retained page, so a reference no longer finds it.
+    // Drop the retained page by a flush, so that a reference no longer finds it.
     tenant.flush(POOL, 1, 0, Some(1)).unwrap();
     assert!(!refer(&tenant, 1, 0, 8));
     assert_eq!(counts(&tenant), (0, 0));
@@ -185,7 +187,7 @@ fn retained_pages_are_evicted_before_held_pages() {
     let tenant = add(&engine, "a", None, limit);
     fill(&tenant, 1, 50);
     fill(&tenant, 2, 50);
-    // The retained pages are newer than the held ones, so a policy would evict them last.
+    // Retain the newest pages. A policy that considers only age would evict them last.
     retain_all(&tenant, 2, 50);
     assert_eq!(fill(&tenant, 3, 50), 50);
     let stats = tenant.stats();
@@ -222,7 +224,7 @@ fn retained_pages_above_an_entitlement_are_evicted_before_held_pages_of_others()
     retain_all(&protected, 1, 60);
     fill(&retaining, 1, 80);
     retain_all(&retaining, 1, 80);
-    // The tenant `holding`, which has only held pages, is further above its entitlement than the
+    // The tenant `holding` has no retained pages. It is further above its entitlement than the
     // tenant `retaining`.
     assert_eq!(fill(&holding, 1, 180), 180);
     assert!(holding.shared().excess_bytes() > retaining.shared().excess_bytes());
@@ -242,8 +244,8 @@ fn retained_pages_above_an_entitlement_are_evicted_before_held_pages_of_others()
         0,
         "a tenant below its entitlement lost pages"
     );
-    // As soon as the retaining tenant is within its entitlement, it keeps its retained pages, and
-    // held pages of another tenant are evicted.
+    // As soon as the tenant `retaining` is within its entitlement, it keeps its retained pages, and
+    // pages of the tenant `holding` are evicted.
     for _ in 0..60 {
         assert_eq!(engine.evict_one(), 1);
     }
@@ -253,8 +255,9 @@ fn retained_pages_above_an_entitlement_are_evicted_before_held_pages_of_others()
     drop(idle);
 }
 
-/// Runs the same reads for two tenants: the guest of one puts the pages that it evicts, and the
-/// guest of the other sends references. Both tenants must evict in the same order.
+/// Sends the same gets for two tenants. For one tenant, the guest puts the pages that it evicts.
+/// For the other tenant, the pool retains the pages and the guest sends references (REF). The
+/// policy must evict the pages of both tenants in the same order.
 #[test]
 fn the_policy_treats_a_reference_like_a_put() {
     for_each_seed("reuse", 4, |seed| {
@@ -308,32 +311,34 @@ fn the_policy_treats_a_reference_like_a_put() {
     });
 }
 
-/// Charge of a page of the simulated guests in bytes.
+/// Charge in bytes of a page of the simulated guest.
 const SHADOW_CHARGE: u64 = STORED_BYTES as u64 + PAGE_METADATA_CHARGE_BYTES;
 const STORED_BYTES: usize = 1024;
 
-/// Figures of a guest's reads. All except `used` count pages.
+/// Figures of a simulated guest's reads. All fields count pages.
 #[derive(Debug, Default)]
 struct Reads {
-    /// Pages that were not in the guest's page cache.
+    /// Number of pages that the guest read and that were not in its page cache.
     misses: u64,
-    /// Pages that the guest had to read from its disk, because the pool did not return them.
+    /// Number of pages that the guest had to read from its disk, because the pool did not return
+    /// them.
     disk: u64,
     puts: u64,
     refs: u64,
     gone: u64,
-    /// The engine's estimates of hits with more memory and with less memory.
+    /// Estimates of the engine: misses that would be hits with more memory (`gain`), and hits that
+    /// would be misses with less memory (`loss`).
     gain: [u64; 3],
     loss: [u64; 3],
     loss_seen: u64,
-    /// Pages that the pool had at the end.
+    /// Number of pages that the pool had at the end.
     used: u64,
 }
 
 /// Simulates a guest whose page cache has room for `cache` pages, and a pool with room for `pool`
-/// pages. A full page cache evicts the page that has been in it for the longest time. `next`
-/// returns the number of the page that the guest reads next. Returns the figures of the second half
-/// of all reads.
+/// pages. A full page cache evicts the page that has been in it for the longest time. Each call of
+/// `next` returns the number of the page that the guest reads next. If `retain` is true, gets may
+/// leave pages in the pool. Returns the figures of the second half of all reads.
 fn read(
     retain: bool,
     (cache, pool): (usize, u64),
@@ -344,8 +349,9 @@ fn read(
     let memory = ShadowMemory::reserve(1 << 30).unwrap();
     let mut tenant = ShadowTenant::new(PolicyKind::default(), 7, &memory);
     assert!(tenant.ensure_pool(POOL));
-    // `cached` has the pages of the guest's page cache, each with a flag for a retained page.
-    // `index` has the entries of the guest driver's index.
+    // `cached` has the pages in the guest's page cache, each with a flag that is true if the pool
+    // retains the page. `index` has the entries of the guest driver's index: pages that the pool
+    // may have.
     let (mut order, mut cached) = (VecDeque::new(), BTreeMap::new());
     let mut index = BTreeMap::new();
     let mut found = Reads::default();
@@ -396,8 +402,8 @@ fn read(
     found
 }
 
-/// Compares the estimates for more and less memory with simulated pools of these sizes, with and
-/// without retained pages.
+/// Compares the estimates of hits with more and with less memory with simulations of pools of those
+/// sizes. The estimates must be good with and without retained pages.
 #[test]
 fn estimates_are_as_good_with_retained_pages_as_without() {
     const SET: u64 = 1500;
@@ -417,7 +423,11 @@ fn estimates_are_as_good_with_retained_pages_as_without() {
                 let more = run(retain, pool * (100 + GAIN_PERCENT[nth]) / 100);
                 let gained = percent(now.disk as i64 - more.disk as i64);
                 let said = percent(now.gain[nth] as i64);
-                println!("retain {retain}, pool {pool}: gain {gained:.1}, said {said:.1}");
+                println!(
+                    "retain {retain}, pool of {pool} pages, {} % more memory: {gained:.1} % of all \
+                     reads gained, {said:.1} % estimated",
+                    GAIN_PERCENT[nth]
+                );
                 assert!(
                     (said - gained).abs() < GAIN_OVER_USUAL,
                     "retain {retain}, pool of {pool} pages, {} % more: the estimate is {said:.1} % \
@@ -429,7 +439,11 @@ fn estimates_are_as_good_with_retained_pages_as_without() {
                 let hits = (now.misses - now.disk) as f64;
                 let share = now.loss[nth] as f64 / now.loss_seen.max(1) as f64;
                 let said = percent((hits * share) as i64);
-                println!("retain {retain}, pool {pool}: loss {lost:.1}, said {said:.1}");
+                println!(
+                    "retain {retain}, pool of {pool} pages, {} % less memory: {lost:.1} % of all \
+                     reads lost, {said:.1} % estimated",
+                    LOSS_PERCENT[nth]
+                );
                 assert!(
                     lost - said < LOSS_UNDER_USUAL,
                     "retain {retain}, pool of {pool} pages, {} % less: the estimate is {said:.1} % \
@@ -441,18 +455,19 @@ fn estimates_are_as_good_with_retained_pages_as_without() {
     }
 }
 
-/// Order in which a guest reads the pages of its working set.
+/// Order in which a simulated guest reads the pages of its working set.
 #[derive(Clone, Copy, Debug)]
 enum Order {
-    /// All pages in a loop.
+    /// The guest reads all pages in a loop.
     Cyclic,
-    /// Half of all reads go to an eighth of the pages.
+    /// The guest reads at random. Half of all reads go to an eighth of the pages.
     Hot,
-    /// The page of rank n is read in proportion to 1 / n.
+    /// The guest reads at random. The probability of the page of rank n is in proportion to 1 / n.
     Zipf,
 }
 
-/// Returns the pages that a guest reads, without end.
+/// Returns a function that returns the number of the page that a guest reads next. `set` is the
+/// number of pages of the working set.
 fn reads_of(order: Order, set: u64, seed: u64) -> impl FnMut() -> u64 {
     let mut rng = Rng::new(seed);
     let mut turn = 0;
@@ -473,21 +488,23 @@ fn reads_of(order: Order, set: u64, seed: u64) -> impl FnMut() -> u64 {
         },
         Order::Zipf => {
             let draw = rng.below(*sums.last().unwrap());
-            // The factor spreads popular pages over the set.
+            // The factor spreads the popular pages over the working set.
             sums.partition_point(|sum| *sum <= draw) as u64 * 577 % set
         }
     }
 }
 
-/// Part of the reads of a guest with random reads that may be disk reads with retained pages only.
-/// The tries to retain more change the history that the policy learns from. In 8 runs of each case,
-/// this caused between 12 disk reads less and 9 more in 2,400 to 4,500 reads. The sum over all cases
-/// and runs was 52 more disk reads in 500,000.
+/// Divisor for the tolerance when disk reads with and without retained pages are compared, for
+/// guests that read at random. With retained pages, the guest may have one more disk read for each
+/// 256 pages that it reads and that are not in its page cache. The reason is that tries to retain
+/// more pages change the history from which the policy learns. In 8 runs of each case, a run with
+/// retained pages had between 12 fewer disk reads and 9 more, in 2,400 to 4,500 reads. The sum over
+/// all cases and runs was 52 more disk reads in 500,000.
 const HISTORY_PART: u64 = 256;
 
-/// A guest reads a working set in a loop, or at random. With retained pages it must not read its
-/// disk more often than without them, whatever the size of the pool. The pool may answer GONE to only
-/// a few of its REFs.
+/// Simulates a guest that reads a working set in a loop or at random. With retained pages, the
+/// guest must not read its disk more often than without them, whatever the size of the pool. When
+/// the guest sends references (REF), only few of the retained pages may already be evicted.
 #[test]
 fn retained_pages_cause_no_more_disk_reads() {
     const SET: u64 = 1500;
@@ -500,9 +517,13 @@ fn retained_pages_cause_no_more_disk_reads() {
                 let room = (CACHE, needed * percent / 100);
                 let [without, with] = [false, true]
                     .map(|retain| read(retain, room, READS, reads_of(order, SET, seed)));
-                println!("{percent} %, {order:?}: without {without:?}, with {with:?}");
-                // Once in 4,096 gets that retain nothing, the pool has tried whether it has room
-                // for more. A try costs a page or two, less than 0.1 % of all reads.
+                println!(
+                    "pool of {percent} % of the need, order {order:?}: hits and disk reads without \
+                     retained pages {without:?}, with them {with:?}"
+                );
+                // After each 4,096 gets whose pages it did not retain, the pool tries whether it
+                // has room for more retained pages. A try costs one or two disk reads, less than
+                // 0.1 % of all reads.
                 let gets = (1 << RETAIN_GROWTH_SHIFT) / RETAIN_MARGIN_PART;
                 let tries = 2 * (1 + with.misses / gets);
                 let other_history = match order {
@@ -523,11 +544,12 @@ fn retained_pages_cause_no_more_disk_reads() {
                     with.refs
                 );
                 if percent >= 150 {
-                    // A page that was read from disk has no copy in the pool yet.
+                    // Subtract the puts of pages that the guest has read from its disk, because the
+                    // pool has no copy of them yet.
                     let copies = with.puts.saturating_sub(with.disk);
                     assert!(
                         copies * 20 < with.refs,
-                        "the guest sends one copy or more for 20 REFs: {with:?}"
+                        "the guest sent at least one copy for every 20 REFs: {with:?}"
                     );
                 }
             }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Seeded randomness for tests, and the seeds of test runs.
+//! Seeded random numbers for tests, and the seeds of test runs.
 //!
-//! A failing run names its seed; `TMEM_SEED=<number>` runs that seed alone, `TMEM_SEEDS=<number>`
-//! runs that many seeds.
+//! A failing run prints its seed. The environment variable `TMEM_SEED=<number>` runs that seed
+//! alone, and `TMEM_SEEDS=<number>` runs that many seeds.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-/// SplitMix64 (Steele, Lea and Flood, 2014): one word of state, and good enough for random choices.
+/// Random number generator SplitMix64 (Steele, Lea and Flood, 2014), which has one word of state.
+/// It is good enough for random choices in tests.
 pub struct Rng(u64);
 
 impl Rng {
@@ -32,13 +33,13 @@ impl Rng {
     }
 }
 
-/// Runs a test with each of `count` seeds. `TMEM_SEEDS` replaces the count, and `TMEM_SEED` runs
-/// one seed.
+/// Runs a test with `count` seeds. The environment variable `TMEM_SEEDS` replaces `count`. With
+/// `TMEM_SEED`, the test runs with that seed only.
 pub fn for_each_seed(name: &str, count: u64, test: impl Fn(u64)) {
     for_each_seed_from(1, name, count, test);
 }
 
-/// Runs a test as [`for_each_seed`] does, with seeds from `first` on.
+/// Runs a test with `count` seeds, as [`for_each_seed`] does. The first seed is `first`.
 pub fn for_each_seed_from(first: u64, name: &str, count: u64, test: impl Fn(u64)) {
     let number = |name: &str| -> Option<u64> {
         let text = std::env::var(name).ok()?;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests in which many threads use the engine at the same time. Each thread has keys of its own,
-//! for which it knows the allowed answers.
+//! Tests in which many threads use the engine at the same time. Each thread has keys of its own, so
+//! it knows which answers are allowed.
 
 use super::rng::{Rng, for_each_seed};
 use super::{OPEN, POOL, add, maintain_all, new_engine, noise, partly_noise, put};
@@ -13,7 +13,8 @@ use std::thread;
 const WORKERS: u64 = 4;
 const ROUNDS: u64 = 400;
 
-/// Puts and gets pages of an object that only this thread uses, in a tenant that all threads share.
+/// Puts, flushes and gets pages of one object. Only this thread uses the object, but other threads
+/// may use its tenant. `model` has the pages that a get may return.
 fn work(tenant: &Tenant, object: u64, seed: u64, corpus: &[Page], hits: &AtomicU64) {
     let mut rng = Rng::new(seed);
     let mut model: HashMap<u64, (u64, usize)> = HashMap::new();
@@ -75,8 +76,8 @@ fn work(tenant: &Tenant, object: u64, seed: u64, corpus: &[Page], hits: &AtomicU
     }
 }
 
-/// Repeatedly adds a tenant to the trust domain of the other threads, fills it, clears it and drops
-/// it.
+/// Repeatedly adds a tenant to the trust domain of other threads' tenants, fills it, clears it and
+/// drops it, until `done` is true.
 fn come_and_go(engine: &Arc<Engine>, seed: u64, corpus: &[Page], done: &AtomicBool) {
     let mut rng = Rng::new(seed);
     while !done.load(Relaxed) {
@@ -191,8 +192,9 @@ fn concurrent_operations_return_correct_pages() {
     });
 }
 
-/// Calls `forget` like a background worker that saw no detached pages of a tenant just before the
-/// tenant departed. `interleavings.rs` tests this case with threads.
+/// Calls `forget` as a background worker would that saw no detached pages of a tenant just before
+/// the tenant departed. Departing detaches the tenant's pages, so `forget` must do nothing. A test
+/// in `interleavings.rs` covers this case with threads.
 #[test]
 fn departed_tenant_with_pages_is_not_forgotten() {
     let engine = new_engine(600 << 10);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! An engine with a tenant, for tests of the public interface.
+//! Helpers for tests of the public interface, which create an engine and a tenant.
 
 use std::sync::Arc;
 use tmem_pool::{Engine, EngineConfig, Quota, Tenant, TenantSpec};
 
-/// Creates an empty engine of this size in bytes.
+/// Creates an engine with an empty pool of this size in bytes.
 pub fn engine(size_bytes: u64) -> Arc<Engine> {
     Engine::new(EngineConfig::new(size_bytes, 7)).unwrap()
 }
