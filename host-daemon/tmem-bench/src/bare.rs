@@ -4,14 +4,14 @@
 
 use tmem_pool::{PAGE_SIZE, Page};
 
-/// Acceleration of lz4. The engine uses the same value, which is lz4's default.
+/// Acceleration parameter of lz4: lz4's default, which the engine uses too.
 const ACCELERATION: i32 = 1;
 
-/// Longest compressed form in bytes. The engine stores pages with longer forms raw, so lz4 may stop
-/// when it reaches this length.
+/// Longest stored form of a compressed page in bytes, including one byte for the codec. The engine
+/// stores pages with longer forms raw, so lz4 may stop when it reaches this length.
 const ENCODED_BYTES_MAX: usize = 3840;
 
-/// Calls `LZ4_compress_fast`. Returns None if the page does not shrink enough.
+/// Compresses a page with `LZ4_compress_fast`. Returns None if the page does not shrink enough.
 pub fn compress<'a>(page: &Page, out: &'a mut Page) -> Option<&'a [u8]> {
     // SAFETY: both pointers are valid for the lengths passed with them.
     let len = unsafe {
@@ -26,10 +26,10 @@ pub fn compress<'a>(page: &Page, out: &'a mut Page) -> Option<&'a [u8]> {
     (len > 0).then(|| &out[..len as usize])
 }
 
-/// Calls `LZ4_decompress_safe`.
+/// Decompresses a page with `LZ4_decompress_safe`.
 ///
 /// # Panics
-/// If the bytes are not a compressed page.
+/// If `stored` is not a page that lz4 compressed.
 pub fn decompress(stored: &[u8], out: &mut Page) {
     // SAFETY: both pointers are valid for the lengths passed with them.
     let len = unsafe {
@@ -46,7 +46,8 @@ pub fn decompress(stored: &[u8], out: &mut Page) {
     );
 }
 
-/// Returns the bytes of the page after lz4, or the size of a page if it does not shrink enough.
+/// Returns the length of the page in bytes after lz4, or the page size if lz4 does not shrink the
+/// page enough.
 pub fn lz4_bytes(page: &Page) -> usize {
     compress(page, &mut [0; PAGE_SIZE]).map_or(PAGE_SIZE, <[u8]>::len)
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Test pages that resemble those in guests' page caches. They are read from the files of this
-//! machine: programs, scripts, texts, databases, logs and archives.
+//! Corpus of test pages that resemble the pages in guests' page caches. The benchmarks read them
+//! from the files of this machine: programs, scripts, texts, databases, logs and archives.
 
 use crate::bare;
 use std::collections::HashSet;
@@ -9,7 +9,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use tmem_pool::{PAGE_SIZE, Page, PageHash};
 
-/// Directories from which files are taken.
+/// Directories whose files supply the test pages.
 const PLACES: [&str; 6] = [
     "/usr/bin",
     "/usr/lib",
@@ -19,10 +19,10 @@ const PLACES: [&str; 6] = [
     "/var/log",
 ];
 
-/// Largest number of pages of one file, so that a large file does not dominate the corpus.
+/// Largest number of test pages of one file, so that a large file does not dominate the corpus.
 const PAGES_PER_FILE_MAX: usize = 512;
 
-/// Largest number of files that are examined.
+/// Largest number of files that the search for test pages collects.
 const FILES_MAX: usize = 200_000;
 
 /// Kinds of files, and the wanted share of each in percent of the pages. If a machine has too few
@@ -37,7 +37,7 @@ const CLASSES: [(&str, usize); 7] = [
     ("other", 7),
 ];
 
-/// First bytes of files that are compressed already.
+/// First bytes of files whose format is already compressed, such as gzip, xz and PNG.
 const COMPRESSED: [&[u8]; 9] = [
     b"\x1f\x8b",
     b"\xfd7zXZ",
@@ -50,7 +50,8 @@ const COMPRESSED: [&[u8]; 9] = [
     b"wOF2",
 ];
 
-/// Returns the position in [`CLASSES`] of the kind of a file, by the file's name and first page.
+/// Returns the kind of a file as a position in [`CLASSES`], which it derives from the file's name
+/// and first page.
 fn class(path: &Path, page: &Page) -> usize {
     let extension = path.extension().and_then(|e| e.to_str()).unwrap_or("");
     let text = || page.iter().all(|byte| *byte == 0 || *byte >= 9);
@@ -72,7 +73,7 @@ fn class(path: &Path, page: &Page) -> usize {
         "other"
     };
     let class = CLASSES.iter().position(|(other, _)| *other == name);
-    class.expect("CLASSES lacks the class of a file")
+    class.expect("CLASSES does not list the class of a corpus file")
 }
 
 fn files(dir: &Path, found: &mut Vec<PathBuf>) {
@@ -93,7 +94,8 @@ fn files(dir: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Calls `page` with each page of a file; the rest of the last page is zero, as in a page cache.
+/// Calls `page` with each of the first `pages_max` pages of a file. Bytes beyond the end of the
+/// file are zero, as in a page cache.
 fn read(path: &Path, pages_max: usize, mut page: impl FnMut(&Page)) -> io::Result<()> {
     let mut file = File::open(path)?;
     for _ in 0..pages_max {
@@ -121,7 +123,7 @@ pub fn tree(dir: &Path) -> Result<Vec<Page>, String> {
     let (mut paths, mut pages) = (Vec::new(), Vec::new());
     files(dir, &mut paths);
     for path in paths {
-        // Files that cannot be read are left out.
+        // Skip files that cannot be read.
         let _ = read(&path, usize::MAX, |page| pages.push(*page));
     }
     if pages.is_empty() {
@@ -130,14 +132,15 @@ pub fn tree(dir: &Path) -> Result<Vec<Page>, String> {
     Ok(pages)
 }
 
-/// Set of test pages. No two of them are equal, and none is same-filled.
+/// Set of test pages. No two pages are equal, and no page repeats a single byte.
 pub struct Corpus {
     pub pages: Vec<Box<Page>>,
     /// Names of the kinds of files, each with its number of pages.
     pub classes: Vec<(&'static str, usize)>,
 }
 
-/// Loads pages of files. The files are in random order, and the pages of a file are in their order.
+/// Loads test pages from files. The files come in random order. Consecutive pages of a file stay in
+/// their order.
 ///
 /// # Errors
 /// The files have fewer than `nr_pages` different pages.

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! tmem-bench: the cost of virtio-tmem, compared with the work that it cannot avoid.
+//! tmem-bench: benchmarks of virtio-tmem, most of them compared with the work that it cannot avoid.
 //!
-//! Most figures are ratios of two operations, measured in turns in one run, because absolute times
-//! depend on the machine more than on the program. Replays of traces measure no time: they count
-//! hits. The benchmark of many VMs on one daemon reports absolute times, for a comparison with
-//! bounds.
+//! Most figures are ratios of two operations, measured alternately in one run, because absolute
+//! times depend on the machine more than on the program. Replays of traces measure no time: they
+//! count hits. The benchmark of many VMs on one daemon reports absolute times, for a comparison
+//! with bounds.
 
 mod bare;
 mod corpus;
+mod counters;
 mod engine;
+mod load;
+mod machine;
 mod measure;
 mod memcached;
 mod memory;
@@ -29,7 +32,7 @@ use clap::{Parser, Subcommand};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Measure virtio-tmem, compared with the work that it cannot avoid.
+/// Measure virtio-tmem, compared with the work that it cannot avoid, such as copying pages.
 #[derive(Parser)]
 #[command(version, arg_required_else_help = true)]
 struct Args {
@@ -42,10 +45,10 @@ enum Command {
     /// The storage engine, compared with copying, hashing, lz4 and zram, on pages of this machine's
     /// files.
     Engine(EngineArgs),
-    /// The path from a guest's virtqueue to the engine and back, compared with the engine, zram and
-    /// memcached.
+    /// The path of requests from a guest's virtqueue to the storage engine and back, compared with
+    /// the engine alone, zram and memcached.
     Path(path::Args),
-    /// Hit ratios of all policies over pool sizes, on traces that tmemd recorded.
+    /// Hit ratios of all eviction policies with several pool sizes, on traces that tmemd recorded.
     Replay(replay::Args),
     /// How long a VM waits for its pages while another VM keeps the worker busy.
     Slice(slice::Args),
@@ -56,38 +59,46 @@ enum Command {
     Vms(vms::Args),
 }
 
-/// Part of the engine's benchmark, to be measured alone.
+/// Part of the benchmark of the storage engine, which can be measured alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Part {
-    /// Time for each page.
+    /// Time that each operation of the engine takes for a page.
     Times,
-    /// Memory for each page.
+    /// Memory that the pool takes for each page.
     Memory,
-    /// Memory of two related servers, whose files --trees names.
+    /// Memory that the pool takes for the files of two related servers, which --trees names.
     Servers,
-    /// Gain from a second thread.
+    /// Gain in the speed of background work from a second thread.
     Threads,
+    /// Time for each page in a full pool, with 256 tenants, with keys in random order, with tables
+    /// larger than the processor's caches, and while the pool grows.
+    Load,
 }
 
-/// Options of the engine's benchmark.
+/// Options of the benchmark of the storage engine.
 #[derive(clap::Args)]
 struct EngineArgs {
-    /// Pages from the files of this directory, instead of a choice from the whole machine.
+    /// Take the test pages from the files of this directory, instead of files of the whole machine.
     #[arg(long, value_name = "DIR")]
     corpus: Option<PathBuf>,
-    /// Two similar trees of files, as two servers of one system have them.
+    /// Two directories with similar files, as two servers with the same system have them.
     #[arg(long, num_args = 2, value_name = "DIR")]
     trees: Vec<PathBuf>,
-    /// Number of pages. They should not fit into the processor's caches.
-    #[arg(long, default_value_t = 98_304, value_name = "NUMBER")]
-    pages: usize,
-    /// How often each operation is measured; the medians count.
-    #[arg(long, default_value_t = 100, value_name = "NUMBER")]
-    rounds: usize,
-    /// Measure this part only. The figures of the other parts are reported as not measured.
+    /// Number of test pages, 98,304 by default. Together they should not fit into the processor's
+    /// caches.
+    #[arg(long, value_name = "NUMBER")]
+    pages: Option<usize>,
+    /// Number of times that each operation is measured, 100 by default. Results are medians.
+    #[arg(long, value_name = "NUMBER")]
+    rounds: Option<usize>,
+    /// Measure for less than a minute: half of the pages, 16 rounds, fewer replacements of pages,
+    /// smaller tables, no comparison of two servers.
+    #[arg(long)]
+    quick: bool,
+    /// Measure this part only. The report shows the figures of the other parts as not measured.
     #[arg(long, value_name = "PART")]
     only: Option<Part>,
-    /// Seed of the choice of files and pages, and of their order.
+    /// Seed of the random choice of files and pages, and of their order.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
     /// Print the result as JSON on standard output.
@@ -97,7 +108,36 @@ struct EngineArgs {
 
 impl EngineArgs {
     fn measures(&self, part: Part) -> bool {
-        self.only.is_none_or(|only| only == part)
+        match self.only {
+            Some(only) => only == part,
+            None => !(self.quick && part == Part::Servers),
+        }
+    }
+
+    fn pages(&self) -> usize {
+        self.pages
+            .unwrap_or(if self.quick { 49_152 } else { 98_304 })
+    }
+
+    /// Returns how often the memory benchmark replaces each blob (stored contents of a page), on
+    /// average, before it measures the pool's memory.
+    fn turnovers(&self) -> usize {
+        if self.quick { 4 } else { 20 }
+    }
+
+    /// Returns the number of rounds that measure the gain from a second thread.
+    fn thread_rounds(&self) -> usize {
+        if self.quick { 4 } else { self.rounds() }
+    }
+
+    /// Returns the number of rounds of the benchmark under load, and the wanted size of its large
+    /// tables as a multiple of the last-level cache.
+    fn load_effort(&self) -> (usize, u64) {
+        (self.rounds(), if self.quick { 1 } else { 4 })
+    }
+
+    fn rounds(&self) -> usize {
+        self.rounds.unwrap_or(if self.quick { 16 } else { 100 })
     }
 }
 

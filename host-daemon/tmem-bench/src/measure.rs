@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Times of operations that are measured alternately, their medians, and ratios with confidence
-//! intervals.
+//! Times of operations that a benchmark measures alternately, their medians, and ratios with
+//! confidence intervals.
 
 use rustix::time::{ClockId, clock_gettime};
 
@@ -16,7 +16,7 @@ pub fn cpu_ns() -> f64 {
 pub struct Samples(Vec<f64>);
 
 impl Samples {
-    /// Runs the operation once, for `pages` pages, and adds its time.
+    /// Runs the operation `what` once, for `pages` pages, and adds its processor time per page.
     pub fn time<R>(&mut self, pages: usize, what: impl FnOnce() -> R) -> R {
         let since = cpu_ns();
         let result = what();
@@ -24,45 +24,46 @@ impl Samples {
         result
     }
 
-    /// Adds the time of a round in nanoseconds per page.
+    /// Adds the time that the operation took in one round, in nanoseconds per page.
     pub fn push(&mut self, ns_per_page: f64) {
         self.0.push(ns_per_page);
     }
 
-    /// Returns whether there are no values.
+    /// Returns whether no time has been added.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Returns the ratio of the medians of two operations. It suits operations that were not
-    /// measured equally often.
+    /// Returns the median time of this operation, divided by the median time of the operation
+    /// `other`. The operations need not have been measured equally often.
     pub fn medians_by(&self, other: &Samples) -> Ratio {
-        let (own, other) = (Ratio::of(self.0.clone()), Ratio::of(other.0.clone()));
-        Ratio {
-            value: own.value / other.value,
-            low: own.low / other.high,
-            high: own.high / other.low,
-        }
+        let (mut own, mut others) = (Vec::new(), Vec::new());
+        Ratio::bootstrap(|pick| {
+            pick.sample(&self.0, &mut own);
+            pick.sample(&other.0, &mut others);
+            median(&mut own) / median(&mut others)
+        })
     }
 
-    /// Returns the value of the latest round.
+    /// Returns the time of the latest round in nanoseconds per page.
     pub fn last(&self) -> f64 {
         *self.0.last().expect("no round was measured before last()")
     }
 
-    /// Returns the median.
+    /// Returns the median time in nanoseconds per page.
     pub fn median(&self) -> f64 {
         Ratio::of(self.0.clone()).value
     }
 
-    /// Returns the ratio to another operation: the median of the ratios of all rounds. Both
-    /// operations were measured in each round.
+    /// Returns the median over all rounds of the time of this operation, divided by that of the
+    /// operation `other`. Each round must have measured both operations.
     pub fn ratio_to(&self, other: &Samples) -> Ratio {
         Ratio::of(self.0.iter().zip(&other.0).map(|(a, b)| a / b).collect())
     }
 }
 
-/// The median of the ratios of all rounds, with its 95 % confidence interval.
+/// A ratio of times, usually the median of the ratios of all rounds, with its 95 % confidence
+/// interval.
 #[derive(Clone, Copy, Debug)]
 pub struct Ratio {
     pub value: f64,
@@ -80,23 +81,81 @@ impl Ratio {
         }
     }
 
-    /// Returns the median of values. Its interval is that of order statistics, which assumes
-    /// nothing about the distribution of the values.
-    pub fn of(mut values: Vec<f64>) -> Ratio {
-        values.sort_by(f64::total_cmp);
-        let len = values.len();
-        let middle = (values[(len - 1) / 2] + values[len / 2]) / 2.0;
-        // Normal approximation of the binomial distribution: 1.96 standard deviations of sqrt(n) /
-        // 2.
-        let half = 0.98 * (len as f64).sqrt();
-        let low = (len as f64 / 2.0 - half).floor().max(0.0) as usize;
-        let high = (len as f64 / 2.0 + half).ceil().min(len as f64 - 1.0) as usize;
+    /// Returns the median of the values, with its bootstrap interval.
+    pub fn of(values: Vec<f64>) -> Ratio {
+        let mut drawn = Vec::new();
+        Ratio::bootstrap(|pick| {
+            pick.sample(&values, &mut drawn);
+            median(&mut drawn)
+        })
+    }
+
+    /// Computes a statistic of samples and its bootstrap interval (percentile method of Efron and
+    /// Tibshirani). The function `statistic` takes its samples through the given [`Pick`], which
+    /// returns the samples themselves in the first call and resamples in all other calls. The
+    /// interval assumes nothing about the distribution of the samples except that they are
+    /// independent.
+    pub fn bootstrap(mut statistic: impl FnMut(&mut Pick) -> f64) -> Ratio {
+        let value = statistic(&mut Pick(None));
+        let mut pick = Pick(Some(fastrand::Rng::with_seed(1)));
+        let mut resampled: Vec<f64> = (0..RESAMPLES).map(|_| statistic(&mut pick)).collect();
+        resampled.sort_by(f64::total_cmp);
+        let tail = (RESAMPLES as f64 * (1.0 - CONFIDENCE) / 2.0) as usize;
         Ratio {
-            value: middle,
-            low: values[low],
-            high: values[high],
+            value,
+            low: resampled[tail],
+            high: resampled[RESAMPLES - 1 - tail],
         }
     }
+}
+
+/// Number of resamples of a bootstrap. With 1,000 resamples, 25 lie beyond each end of the
+/// interval.
+const RESAMPLES: usize = 1000;
+
+/// Confidence level of all confidence intervals.
+const CONFIDENCE: f64 = 0.95;
+
+/// Source of the samples for one evaluation of a bootstrapped statistic. With None, it returns all
+/// samples as they are; with a random generator, it resamples.
+pub struct Pick(Option<fastrand::Rng>);
+
+impl Pick {
+    /// Fills `drawn` with `samples.len()` samples, drawn at random with replacement. In the first
+    /// evaluation of the statistic, copies the samples as they are.
+    pub fn sample<T: Clone>(&mut self, samples: &[T], drawn: &mut Vec<T>) {
+        drawn.clear();
+        match &mut self.0 {
+            None => drawn.extend_from_slice(samples),
+            Some(rng) => {
+                drawn.extend(
+                    samples
+                        .iter()
+                        .map(|_| samples[rng.usize(..samples.len())].clone()),
+                );
+            }
+        }
+    }
+}
+
+/// Returns the median of the values, and changes their order in the slice.
+fn median(values: &mut [f64]) -> f64 {
+    let odd = !values.len().is_multiple_of(2);
+    let (below, &mut upper, _) = values.select_nth_unstable_by(values.len() / 2, f64::total_cmp);
+    let lower = below.iter().copied().max_by(f64::total_cmp);
+    match lower {
+        Some(lower) if !odd => (lower + upper) / 2.0,
+        _ => upper,
+    }
+}
+
+/// Returns the smallest value that at least the share `part` (0 to 1) of all values do not exceed.
+/// Changes the order of the values in the slice.
+pub fn quantile(values: &mut [f64], part: f64) -> f64 {
+    let nth = (values.len() as f64 * part).ceil() as usize;
+    *values
+        .select_nth_unstable_by(nth.max(1) - 1, f64::total_cmp)
+        .1
 }
 
 #[cfg(test)]
@@ -104,10 +163,37 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ratio_is_the_median_with_a_confidence_interval() {
+    fn ratio_is_the_median_with_a_bootstrap_interval() {
         let ratio = Ratio::of((1..=101).rev().map(f64::from).collect());
-        assert_eq!((ratio.value, ratio.low, ratio.high), (51.0, 41.0, 62.0));
+        assert_eq!(ratio.value, 51.0);
+        assert!((38.0..47.0).contains(&ratio.low) && (55.0..64.0).contains(&ratio.high));
         let few = Ratio::of(vec![3.0, 1.0]);
         assert_eq!((few.value, few.low, few.high), (2.0, 1.0, 3.0));
+    }
+
+    #[test]
+    fn intervals_cover_the_true_median_about_as_often_as_they_claim() {
+        const SETS: usize = 200;
+        let mut rng = fastrand::Rng::with_seed(7);
+        let covered = (0..SETS).filter(|_| {
+            // Draw from an exponential distribution, whose median is ln 2. It is skewed, as times
+            // are.
+            let draw = || -(1.0 - rng.f64()).ln();
+            let ratio = Ratio::of(std::iter::repeat_with(draw).take(41).collect());
+            (ratio.low..=ratio.high).contains(&2f64.ln())
+        });
+        let covered = covered.count();
+        assert!(
+            (180..=199).contains(&covered),
+            "{covered} of {SETS} intervals"
+        );
+    }
+
+    #[test]
+    fn quantile_is_the_smallest_value_that_enough_values_do_not_exceed() {
+        let mut values: Vec<f64> = (1..=200).rev().map(f64::from).collect();
+        assert_eq!(quantile(&mut values, 0.99), 198.0);
+        assert_eq!(quantile(&mut values, 1.0), 200.0);
+        assert_eq!(quantile(&mut [5.0], 0.01), 5.0);
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! memcached with one thread, used over a Unix socket, as a peer for comparison. It is a common
-//! program for a shared cache. Batches of pages are written and read with pipelined requests, as
-//! clients of memcached do.
+//! memcached with one thread, used over a Unix socket. The benchmark compares the daemon with it,
+//! because it is a common program for a shared cache. The benchmark writes and reads batches of
+//! pages with pipelined requests, as clients of memcached do.
 
 use rustix::thread::Pid;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -10,10 +10,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tmem_pool::{PAGE_SIZE, Page};
 
-/// Longest time until memcached accepts connections.
+/// Longest time that the benchmark waits until memcached accepts connections.
 const START_MAX: Duration = Duration::from_secs(5);
 
-/// A memcached server, which lives as long as this object.
+/// A memcached server process, which is killed when this object is dropped.
 pub struct Memcached {
     child: Child,
     stream: UnixStream,
@@ -23,10 +23,10 @@ pub struct Memcached {
 }
 
 impl Memcached {
-    /// Starts memcached with `bytes` of memory.
+    /// Starts memcached with `bytes` bytes of memory for pages.
     ///
     /// # Errors
-    /// memcached cannot be started. The error says why.
+    /// memcached cannot be started. The error gives the reason.
     pub fn new(bytes: usize) -> Result<Memcached, String> {
         let socket = std::env::temp_dir().join(format!("tmem-bench-{}.sock", std::process::id()));
         // memcached refuses to run as root unless the option -u names another user.
@@ -59,8 +59,8 @@ impl Memcached {
                     std::thread::sleep(Duration::from_millis(10));
                 }
                 Err(error) => {
-                    // No other code uses the memcached process any more, so errors of these calls
-                    // do not matter.
+                    // memcached did not accept a connection, so no code needs the process. Errors
+                    // of these calls do not matter.
                     let _ = child.kill();
                     let _ = child.wait();
                     return Err(format!(
@@ -80,7 +80,7 @@ impl Memcached {
         })
     }
 
-    /// Returns the threads of memcached.
+    /// Returns the ids of memcached's threads.
     pub fn threads(&self) -> Vec<Pid> {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id()));
         let number = |thread: std::fs::DirEntry| thread.file_name().to_str()?.parse().ok();
@@ -88,7 +88,7 @@ impl Memcached {
         all.filter_map(Pid::from_raw).collect()
     }
 
-    /// Sends requests to store pages, without waiting for answers.
+    /// Sends requests to store pages, each under its index. Does not wait for the answers.
     ///
     /// # Errors
     /// The connection to memcached is lost.
@@ -108,10 +108,10 @@ impl Memcached {
             .map_err(|error| error.to_string())
     }
 
-    /// Reads the answers to requests that store `pages` pages.
+    /// Reads memcached's answers to requests that store `pages` pages.
     ///
     /// # Errors
-    /// A page was not stored.
+    /// memcached did not store a page.
     pub fn take_sets(&mut self, pages: usize) -> Result<(), String> {
         for _ in 0..pages {
             self.line("STORED")?;
@@ -119,7 +119,7 @@ impl Memcached {
         Ok(())
     }
 
-    /// Sends a request for pages, without waiting for the answer.
+    /// Sends a request for the pages with these indices. Does not wait for the answer.
     ///
     /// # Errors
     /// The connection to memcached is lost.
@@ -135,10 +135,10 @@ impl Memcached {
             .map_err(|error| error.to_string())
     }
 
-    /// Reads pages until `into` is full.
+    /// Reads requested pages from memcached until `into` is full.
     ///
     /// # Errors
-    /// A page is missing.
+    /// A requested page is missing in the answer.
     pub fn take_gets(&mut self, into: &mut [Page]) -> Result<(), String> {
         let fault = |error: std::io::Error| error.to_string();
         for page in into {
@@ -165,7 +165,7 @@ impl Memcached {
 
 impl Drop for Memcached {
     fn drop(&mut self) {
-        // Errors do not matter: memcached may have ended by itself.
+        // Ignore errors, because memcached may have ended by itself.
         let _ = self.child.kill();
         let _ = self.child.wait();
         let _ = std::fs::remove_file(&self.socket);

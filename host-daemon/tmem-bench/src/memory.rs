@@ -1,23 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory that a page takes in the pool. It is counted, not timed.
+//! Memory that a page takes in the pool. The benchmark counts this memory and measures no time.
 
 use crate::bare;
 use crate::rig::{BATCH, LATER_NS, RAW_PAGES, Rig, guest};
 use std::collections::HashMap;
 use tmem_pool::{EngineStats, PAGE_SIZE, Page, PageHash, Time};
 
-/// Number of blobs that exist at any time while [`churn`] replaces pages.
+/// Number of blobs (stored pages) in the pool at any time while [`churn`] replaces pages.
 const CHURN_BLOBS: usize = 65_536;
 
-/// Average number of times that each blob is replaced.
-const TURNOVERS: usize = 20;
-
-/// Duration of a sweep of the engine in nanoseconds. At the end of the first sweep, idle memory
-/// goes back to the system, and no page has been recompressed yet.
+/// Time in nanoseconds in which the engine's sweep passes all pages once. At the end of the first
+/// sweep, the engine returns idle memory to the system and has recompressed no page yet.
 const SWEEP_NS: u64 = 600_000_000_000;
 
-/// Memory of a pool that holds all pages. `vs_lz4_warm` and `vs_lz4` are its ratios to the bytes
-/// that bare lz4 needs, before and after cold pages are recompressed.
+/// Memory of a pool that contains all test pages. `vs_lz4_warm` and `vs_lz4` are its ratios to the
+/// bytes that bare lz4 needs, before and after the engine recompresses cold pages.
 pub struct Held {
     pub vs_lz4_warm: f64,
     pub vs_lz4: f64,
@@ -28,7 +25,7 @@ fn lz4_bytes(pages: &[Box<Page>]) -> usize {
     pages.iter().map(|page| bare::lz4_bytes(page)).sum()
 }
 
-/// Returns the size of all pages after lz4, as a fraction of their raw size.
+/// Returns the size of all pages after lz4, as a fraction of their uncompressed size.
 pub fn lz4_fraction(pages: &[Box<Page>]) -> f64 {
     lz4_bytes(pages) as f64 / (pages.len() * PAGE_SIZE) as f64
 }
@@ -52,7 +49,7 @@ fn cool(rig: &Rig) {
     }
 }
 
-/// Measures the memory of a pool that holds all pages.
+/// Measures the memory of a pool that contains all test pages.
 ///
 /// # Errors
 /// The system does not provide the address space for the pool.
@@ -60,8 +57,8 @@ pub fn held(pages: &[Box<Page>]) -> Result<Held, String> {
     let rig = Rig::new(2 * (pages.len() * PAGE_SIZE) as u64 + (64 << 20))?;
     fill(&rig, 1, pages.iter().map(|page| &**page));
     let lz4 = lz4_bytes(pages);
-    // Let the first sweep end, which returns idle memory to the system. No page is recompressed
-    // before the second sweep.
+    // Let the engine's first sweep end, which returns idle memory to the system. The engine
+    // recompresses no page before the second sweep.
     rig.until(Time(SWEEP_NS));
     let warm = rig.engine.stats();
     cool(&rig);
@@ -79,11 +76,11 @@ pub struct TwoServers {
     /// Number of pages of each tree.
     pub pages: [usize; 2],
     pub same_filled_pages: u64,
-    /// Number of pages that are equal to another page, from the same tree or from the other one.
+    /// Number of pages that share their stored contents with an equal page of either tree.
     pub shared_pages: u64,
-    /// Bytes of all pages of both trees after bare lz4.
+    /// Bytes of the pages of both trees after bare lz4, without deduplication.
     pub lz4_bytes: usize,
-    /// All memory of the pool in bytes.
+    /// Memory of the whole pool in bytes, including metadata.
     pub held_bytes: u64,
 }
 
@@ -93,7 +90,8 @@ impl TwoServers {
     }
 }
 
-/// Puts the pages of two directory trees, each from a VM of its own, and measures the memory.
+/// Puts the pages of two directory trees, those of each tree from a VM of its own. Returns the
+/// memory that they take.
 ///
 /// # Errors
 /// The system does not provide the address space for the pool.
@@ -131,22 +129,26 @@ pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
     })
 }
 
-/// Returns the stored bytes as a fraction of the memory without metadata, measured twice: after
-/// many replacements of pages, and after half of all pages were dropped.
+/// Measures how full the memory for stored pages is: the stored bytes divided by the pool's memory
+/// without metadata. Returns the fraction after each page was replaced `turnovers` times on
+/// average, and the fraction after half of all pages are dropped.
 ///
 /// # Errors
 /// The system does not provide the address space for the pool.
 pub fn churn(
     pages: &[Box<Page>],
     seed: u64,
+    turnovers: usize,
     progress: impl Fn(&str),
 ) -> Result<(f64, f64), String> {
     let rig = Rig::new(4 * (CHURN_BLOBS * PAGE_SIZE) as u64)?;
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut buffer = vec![[0; PAGE_SIZE]; BATCH];
     let mut stamp = 0u64;
-    for turnover in 0..=TURNOVERS {
-        progress(&format!("turnover {turnover} of {TURNOVERS}"));
+    for turnover in 0..=turnovers {
+        progress(&format!(
+            "replacing the pool's pages: pass {turnover} of {turnovers}"
+        ));
         for nth in 0..CHURN_BLOBS / BATCH {
             for page in &mut buffer {
                 *page = *pages[rng.usize(..pages.len())];
@@ -169,7 +171,7 @@ pub fn churn(
         rig.maintain_all();
     }
     let efficiency = |stats: EngineStats| stats.payload_bytes as f64 / stats.frames_bytes as f64;
-    // The end of a sweep returns idle memory to the system.
+    // Let a sweep of the engine end, because its end returns idle memory to the system.
     rig.until(Time(SWEEP_NS));
     let churned = rig.engine.stats();
     assert!(

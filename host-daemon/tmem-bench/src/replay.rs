@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Replays traces with the engine's policies and several pool sizes, and reports the share of gets
-//! that are hits.
+//! Replays traces with the engine's eviction policies and several pool sizes. Reports the share of
+//! gets that are hits.
 //!
-//! docs/traces.md describes how traces are recorded, their contents, and what a replay leaves out.
+//! docs/traces.md describes how tmemd records traces, their contents, and what a replay leaves out.
 
 mod pool;
 
@@ -32,10 +32,11 @@ pub struct Args {
     /// Traces that `tmemd --trace` recorded, compressed by zstd or not.
     #[arg(required = true, value_name = "TRACE")]
     traces: Vec<PathBuf>,
-    /// Sizes of the pool in MiB, instead of eighths of the memory that each trace would fill.
+    /// Sizes of the pool in MiB. The default is seven sizes, in eighths of the memory that each
+    /// trace would fill.
     #[arg(long, value_name = "N,...", value_delimiter = ',')]
     size_mib: Vec<u64>,
-    /// Seed of the index's hashes, which the policies use.
+    /// Seed of the hashes of keys, which the index and the policies use.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
     /// Print the result as JSON on standard output.
@@ -43,16 +44,16 @@ pub struct Args {
     json: bool,
 }
 
-/// Results of one policy at one pool size.
+/// Results of a replay with one policy and one pool size.
 #[derive(serde::Serialize)]
 struct Run {
     hit_ratio: f64,
     hits: u64,
     evictions: u64,
-    /// The engine's estimates of additional hits with 25, 50 and 100 % more memory.
+    /// The engine's estimates of additional hits in a pool with 25, 50 and 100 % more memory.
     gain_hits: [u64; 3],
-    /// The engine's estimates of hits that would have been misses with 25, 50 and 75 % less memory,
-    /// among `loss_hits_seen` hits.
+    /// The engine's estimates of lost hits: hits that would have been misses with 25, 50 and 75 %
+    /// less memory. They count among `loss_hits_seen` hits.
     loss_hits: [u64; 3],
     loss_hits_seen: u64,
 }
@@ -71,26 +72,27 @@ struct Trace {
     seconds: f64,
     puts: u64,
     gets: u64,
-    /// Largest charge in bytes in a pool that never evicts, and the hit ratio of that pool.
+    /// Largest charge in bytes in a pool that never evicts. `hit_ratio_max` is the hit ratio of
+    /// that pool.
     peak_bytes: u64,
     hit_ratio_max: f64,
     sizes: Vec<AtSize>,
-    /// Mean hit ratio over all pool sizes, by policy.
+    /// Mean hit ratio of each policy over all pool sizes, 0 to 1.
     mean: BTreeMap<&'static str, f64>,
 }
 
 #[derive(serde::Serialize)]
 struct Replayed {
     traces: Vec<Trace>,
-    /// Mean hit ratio over all traces, by policy.
+    /// Mean hit ratio of each policy over all traces, 0 to 1.
     mean: BTreeMap<&'static str, f64>,
 }
 
-/// Reads all events of a trace. A trace that ends within an event, for example because the daemon
-/// was killed, is used up to that event.
+/// Reads all events of a trace file. If the file ends within an event, for example because the
+/// daemon was killed, returns the events before it.
 ///
 /// # Errors
-/// The file cannot be read, or is no trace.
+/// The file cannot be read or is not a trace.
 pub fn load(path: &Path) -> Result<Vec<Event>, String> {
     let named = |what: &dyn std::fmt::Display| format!("{}: {what}", path.display());
     let mut bytes = std::fs::read(path).map_err(|error| named(&error))?;
@@ -125,10 +127,10 @@ fn decompress(bytes: &[u8]) -> Result<Vec<u8>, String> {
     Ok(out)
 }
 
-/// Replays a trace with this policy in a pool of this size.
+/// Replays the events of a trace with this policy in a pool of this size, and returns the results.
 ///
 /// # Errors
-/// The trace has more keys or pools than an engine takes, or there is no memory.
+/// The trace has more keys or pools than an engine allows, or the system has no memory.
 pub fn outcome(
     events: &[Event],
     policy: PolicyKind,

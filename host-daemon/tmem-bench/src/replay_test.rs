@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the results of the replay tool, on recorded traces of real guests (tests/traces) and on
-//! generated ones.
+//! Tests of the replay of traces, with recorded traces of real guests (tests/traces) and with
+//! generated traces.
 //!
 //! The tests check that the default policy is at least as good as LRU. They also check that the
 //! engine's estimates of the gain from more memory and of the loss with less memory are within the
@@ -20,25 +20,26 @@ use tmem_trace::format::{Event, ObjectKey, Op, SizeClass};
 /// number. TMEM_SEEDS replaces it; the figures of docs/traces.md were measured with TMEM_SEEDS=32.
 const SEEDS: u64 = 2;
 
-/// Pool sizes for estimates of more memory, in sixteenths of the memory that a trace would fill.
-/// One half (8/16) is left out, because twice that size just holds all pages, and then a single
-/// page decides whether a loop fits.
+/// Pool sizes at which the tests check estimated gains from more memory. In sixteenths of the
+/// memory that a trace would fill. One half (8/16) is left out, because twice that size just fits
+/// all pages. Then a single page decides whether a loop over all pages fits.
 const GAIN_SIXTEENTHS: [u64; 3] = [4, 6, 7];
 
-/// Pool sizes for estimates of less memory, in sixteenths of the memory that a trace would fill.
-/// The last size holds all pages.
+/// Pool sizes at which the tests check estimated losses with less memory. In sixteenths of the
+/// memory that a trace would fill, so that the last size fits all pages.
 const LOSS_SIXTEENTHS: [u64; 4] = [4, 8, 12, 16];
 
-/// Largest mean error of estimated gains, in percent of all gets. `tmem_trace::estimate` has the
-/// bounds of single estimates.
+/// Largest mean error of estimated gains from more memory, in percent of all gets. The bounds of a
+/// single estimate are in `tmem_trace::estimate`.
 const GAIN_ERROR_MEAN_MAX: f64 = 2.5;
-/// Largest mean error of the losses that are estimated over a whole trace, in percent of all gets.
+/// Largest mean error of estimated losses with less memory over a whole trace, in percent of all
+/// gets.
 const LOSS_ERROR_MEAN_MAX: f64 = 11.0;
-/// Largest mean error of estimated losses in the second half of a trace, in percent of the gets of
-/// that half.
+/// Largest mean error of estimated losses with less memory, for the second half of a trace. In
+/// percent of the gets of that half.
 const LATE_LOSS_ERROR_MEAN_MAX: f64 = 6.0;
-/// Share of the estimates whose error may exceed the usual bounds: 1 in 100 with 32 seeds, and up
-/// to twice as many with few seeds.
+/// Largest share of estimates whose error exceeds the usual bounds. The share is 1 in 100 with 32
+/// seeds, and up to twice as much with few seeds.
 const UNUSUAL_PART: f64 = 0.02;
 
 fn seeds() -> std::ops::RangeInclusive<u64> {
@@ -47,7 +48,7 @@ fn seeds() -> std::ops::RangeInclusive<u64> {
     1..=count.unwrap_or(SEEDS)
 }
 
-/// Returns the recorded traces, by name.
+/// Returns the recorded traces: their names and events.
 fn recorded() -> Vec<(String, Vec<Event>)> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/traces");
     let entries = std::fs::read_dir(&directory).expect("cannot read the directory tests/traces");
@@ -82,7 +83,7 @@ fn peak_bytes(events: &[Event]) -> u64 {
     whole.peak_bytes
 }
 
-/// Returns the mean hit ratio of a policy over all pool sizes.
+/// Returns the mean hit ratio of a policy over all pool sizes, 0 to 1.
 fn mean_ratio(events: &[Event], policy: PolicyKind, seed: u64) -> f64 {
     let peak = peak_bytes(events);
     let ratio = |eighths| {
@@ -94,13 +95,16 @@ fn mean_ratio(events: &[Event], policy: PolicyKind, seed: u64) -> f64 {
 }
 
 #[test]
-fn default_policy_is_no_worse_than_lru_and_better_on_the_mean() {
+fn default_policy_is_never_worse_than_lru_and_better_on_average() {
     let mut sums = (0.0, 0.0);
     for (name, events) in recorded() {
         for seed in seeds() {
             let lru = mean_ratio(&events, PolicyKind::Lru, seed);
             let ours = mean_ratio(&events, PolicyKind::default(), seed);
-            println!("{name}, seed {seed}: lru {lru:.4}, default {ours:.4}");
+            println!(
+                "{name}, seed {seed}: mean hit ratio {lru:.4} with LRU, \
+                 {ours:.4} with the default policy"
+            );
             assert!(
                 ours >= lru,
                 "{name}, seed {seed}: the default policy has the hit ratio {ours}, less than {lru} of LRU"
@@ -116,9 +120,10 @@ fn default_policy_is_no_worse_than_lru_and_better_on_the_mean() {
     );
 }
 
-/// Returns the events of a simulated guest with a page cache. When the page cache is full, the
-/// guest puts the page that was used longest ago. It gets each page that is not in its page cache.
-/// `next` returns the number of the page that the guest reads next.
+/// Returns the requests of a simulated guest with a page cache of `cache_pages` pages. When the
+/// page cache is full, the guest evicts the least recently used page and puts it. The guest gets
+/// each page that is not in its page cache. `next` returns the number of the page that the guest
+/// reads next.
 fn guest(reads: u64, cache_pages: usize, mut next: impl FnMut(u64) -> u64) -> Vec<Event> {
     let (mut events, mut used, mut order) = (Vec::new(), HashMap::new(), BTreeMap::new());
     let place = |page: u64| {
@@ -152,7 +157,7 @@ fn guest(reads: u64, cache_pages: usize, mut next: impl FnMut(u64) -> u64) -> Ve
         if used.len() > cache_pages {
             let (_, oldest) = order
                 .pop_first()
-                .expect("a page cache above its size is empty");
+                .expect("the page cache has no oldest page, although it has too many pages");
             used.remove(&oldest);
             let (object, index) = place(oldest);
             event(Op::Put {
@@ -166,14 +171,14 @@ fn guest(reads: u64, cache_pages: usize, mut next: impl FnMut(u64) -> u64) -> Ve
     events
 }
 
-/// Returns generated traces with different distributions of reads, by name.
+/// Returns generated traces with different distributions of reads: their names and events.
 fn synthetic(seed: u64) -> Vec<(String, Vec<Event>)> {
     const PAGES: u64 = 8_000;
     const READS: u64 = 60_000;
     const CACHE: usize = 800;
     let rng = || fastrand::Rng::with_seed(seed);
-    // Page n has a probability in proportion to 1/(n + 1), and pages are scattered over the
-    // objects.
+    // The probability of the page of rank n is in proportion to 1/(n + 1). The multiplication
+    // scatters the popular pages over the objects.
     let zipf = |rng: &mut fastrand::Rng| {
         let nth = ((PAGES as f64).powf(rng.f64()) - 1.0) as u64;
         nth.wrapping_mul(7919) % PAGES
@@ -217,16 +222,19 @@ struct Errors(Vec<f64>);
 impl Errors {
     fn add(&mut self, what: &str, actual: f64, estimate: f64) {
         let error = estimate - actual;
-        println!("{what}: {actual:.1} % of all gets, estimated {estimate:.1}: {error:+.1}");
+        println!(
+            "{what}: {actual:.1} % of all gets in the replay, {estimate:.1} % estimated, \
+             error {error:+.1} points"
+        );
         self.0.push(error);
     }
 
-    /// Returns the largest overestimate.
+    /// Returns the largest overestimate, in percent of all gets.
     fn over(&self) -> f64 {
         self.0.iter().copied().fold(0.0, f64::max)
     }
 
-    /// Returns the largest underestimate.
+    /// Returns the largest underestimate, in percent of all gets.
     fn under(&self) -> f64 {
         -self.0.iter().copied().fold(0.0, f64::min)
     }
@@ -235,14 +243,14 @@ impl Errors {
         self.0.iter().map(|error| error.abs()).sum::<f64>() / self.0.len() as f64
     }
 
-    /// Returns the share of estimates for whose error `unusual` is true.
+    /// Returns the share of estimates whose error satisfies `unusual`, 0 to 1.
     fn part(&self, unusual: impl Fn(f64) -> bool) -> f64 {
         let count = self.0.iter().filter(|error| unusual(**error)).count();
         count as f64 / self.0.len() as f64
     }
 }
 
-/// A trace and its replays in pools of several sizes. Each size is replayed once.
+/// A trace and the results of its replays by pool size. Each pool size is replayed only once.
 struct Sizes<'a> {
     events: &'a [Event],
     peak: u64,
@@ -251,8 +259,8 @@ struct Sizes<'a> {
 }
 
 impl Sizes<'_> {
-    /// Replays the trace in a pool whose size is `percent` percent of `sixteenths` sixteenths of
-    /// the memory that the trace would fill.
+    /// Returns the result of a replay in a pool of `percent` percent of `sixteenths`/16 of the
+    /// memory that the trace would fill.
     fn run(&mut self, sixteenths: u64, percent: u64) -> Outcome {
         let parts = sixteenths * percent;
         let replay = || {
@@ -264,8 +272,9 @@ impl Sizes<'_> {
     }
 }
 
-/// Compares the engine's estimates for more and less memory with replays with more and less memory.
-/// Also measures the cost of giving up memory that counts as not needed according to the estimates.
+/// Compares the engine's estimates for more and for less memory with replays in larger and smaller
+/// pools. Also measures the hits that are lost if a pool gives up memory that the estimates count
+/// as not needed.
 #[test]
 fn estimated_gains_and_losses_are_within_bounds() {
     let recorded = recorded();
@@ -294,7 +303,10 @@ fn estimated_gains_and_losses_are_within_bounds() {
             let of_gets = |hits: f64| 100.0 * hits / base.gets as f64;
             for (estimate, percent) in base.gain_hits.into_iter().zip(GAIN_PERCENT) {
                 let more = whole.run(sixteenths, 100 + percent).hits as f64 - base.hits as f64;
-                let what = format!("{name}, {sixteenths}/16 and {percent} % more");
+                let what = format!(
+                    "{name}, pool of {sixteenths}/16 of the trace's peak memory: \
+                     hits gained with {percent} % more memory"
+                );
                 gains.add(&what, of_gets(more), of_gets(estimate as f64));
             }
         }
@@ -321,8 +333,11 @@ fn estimated_gains_and_losses_are_within_bounds() {
                 for (fewer, percent) in loss.into_iter().zip(LOSS_PERCENT) {
                     let part = fewer as f64 / seen.max(1) as f64;
                     let less = of_gets(hits as f64 - run(100 - percent).1 as f64);
-                    let when = if late { " late" } else { "" };
-                    let what = format!("{name}{when}, {sixteenths}/16 and {percent} % less");
+                    let when = if late { ", second half" } else { "" };
+                    let what = format!(
+                        "{name}{when}, pool of {sixteenths}/16 of the trace's peak memory: \
+                         hits lost with {percent} % less memory"
+                    );
                     let errors = if late { &mut late_losses } else { &mut losses };
                     errors.add(&what, less, of_gets(part * hits as f64));
                     if seen > 0 && 100.0 * part <= LOSS_BEARABLE {
@@ -333,9 +348,17 @@ fn estimated_gains_and_losses_are_within_bounds() {
             }
         }
     }
-    for (what, errors) in [("more", &gains), ("less", &losses), ("late", &late_losses)] {
+    for (what, errors) in [
+        ("hits gained with more memory", &gains),
+        ("hits lost with less memory", &losses),
+        (
+            "hits lost with less memory in the second half of a trace",
+            &late_losses,
+        ),
+    ] {
         println!(
-            "{what}: {} estimates, at most {:.1} too high and {:.1} too low, mean {:.1}",
+            "{what}: {} estimates, at most {:.1} points too high and {:.1} points too low, \
+             mean error {:.1} points",
             errors.0.len(),
             errors.over(),
             errors.under(),
@@ -343,7 +366,8 @@ fn estimated_gains_and_losses_are_within_bounds() {
         );
     }
     println!(
-        "memory was given up {given_up} times, which cost {cost_max:.2} % of all gets at most"
+        "{given_up} estimates allowed a pool to give up memory, which lost hits of at most \
+         {cost_max:.2} % of all gets in the replays"
     );
     assert!(gains.over() <= GAIN_OVER_MAX && gains.under() <= GAIN_UNDER_MAX);
     assert!(gains.part(|error| error > GAIN_OVER_USUAL) <= UNUSUAL_PART);

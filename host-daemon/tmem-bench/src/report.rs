@@ -5,12 +5,13 @@ use crate::measure::Ratio;
 use serde_json::{Map, Value, json};
 use std::io::{IsTerminal, Write};
 
-/// Target of a ratio: the bound that the ratio should not exceed, or should reach.
+/// Target of a ratio: an upper bound that it should not exceed, or a lower bound that it should
+/// reach.
 #[derive(Clone, Copy)]
 pub enum Target {
     AtMost(f64),
     AtLeast(f64),
-    /// No target. The ratio is only reported.
+    /// The ratio has no target and is only reported.
     None,
 }
 
@@ -32,17 +33,17 @@ impl Target {
     }
 }
 
-/// All ratios, in the order in which they are reported.
+/// All ratios with their names and targets, in the order in which they are reported.
 #[derive(Default)]
 pub struct Results(Vec<(&'static str, Target, Result<Ratio, String>)>);
 
 impl Results {
-    /// Adds the next ratio.
+    /// Adds a ratio with the name `key`, or the reason why it was not measured.
     pub fn add(&mut self, key: &'static str, target: Target, ratio: Result<Ratio, String>) {
         self.0.push((key, target, ratio));
     }
 
-    /// Prints the ratios as a table.
+    /// Prints the ratios and their targets as a table.
     pub fn print(&self) {
         println!("\n{:34} {:>9}   95 % interval", "ratio", "");
         for (key, target, ratio) in &self.0 {
@@ -68,8 +69,8 @@ impl Results {
         }
     }
 
-    /// Returns the ratios as JSON, by key, with their intervals. For a ratio that was not measured,
-    /// the reason is given instead.
+    /// Returns the ratios as JSON, by name, with their confidence intervals. For a ratio that was
+    /// not measured, the JSON gives the reason.
     pub fn json(&self) -> Map<String, Value> {
         let (mut all, mut intervals, mut skipped) = (Map::new(), Map::new(), Map::new());
         for (key, _, ratio) in &self.0 {

@@ -3,10 +3,10 @@
 //!
 //! One guest, the victim, gets one page at a time. The benchmark alternates between measurements in
 //! which the victim is alone and measurements in which another guest, the attacker, sends requests.
-//! The attacker has as many requests in flight as fit into its queue. They are of a kind that costs
-//! the worker much time. Both guests share one worker, which has a processor of its own. A thread
-//! on another processor runs both guests. Each time is measured by the victim, from its request to
-//! the answer.
+//! The attacker's requests are of a kind that costs the worker much time. As many of them are in
+//! flight as fit into the attacker's queue. Both guests share one worker, which has a processor of
+//! its own. A thread on another processor runs both guests. The benchmark measures each time at the
+//! victim, from its request to the answer.
 
 use crate::path::guest::{Guest, Run};
 use crate::path::host::{BenchDaemon, Path, pin};
@@ -21,40 +21,43 @@ use tmemd::config::EventLoop;
 use virtio_tmem as wire;
 use zerocopy::IntoBytes;
 
-/// Number of chains that the attacker keeps in flight in most attacks.
+/// Number of descriptor chains (requests) that the attacker keeps in flight in most attacks.
 const CHAINS: usize = 64;
-/// Pages of a flushed range. It was the largest range that an earlier version of the daemon flushed
-/// in one scheduling slice.
+/// Number of pages in a range that the attacker flushes. It is the largest range that an earlier
+/// version of the daemon flushed in one scheduling slice.
 const RANGE_PAGES: u64 = 511;
-/// Largest number of pages of an object that a FLUSH frees before it is answered. Background work
-/// frees larger objects.
+/// Largest number of pages of an object that a FLUSH frees before the daemon answers it. The daemon
+/// frees larger objects in the background.
 const OBJECT_PAGES: u64 = 16;
-/// Number of chains of attacks whose requests name whole objects or batches. The number is small,
-/// so that the pages for these requests are generated quickly.
+/// Number of descriptor chains in attacks whose requests name whole objects or batches. The number
+/// is small, so that the benchmark generates the pages for these requests quickly.
 const FEW_CHAINS: usize = 16;
 const BATCH: usize = wire::BATCH_MAX;
-/// Number of the victim's pages.
+/// Number of pages that the victim puts and gets.
 const VICTIM_PAGES: usize = 512;
 const POOL: u32 = 1;
 const PAGE: u64 = PAGE_SIZE as u64;
 const POOL_BYTES: u64 = 1 << 30;
-/// Time in nanoseconds of the engine's clock after which pages are cold.
+/// Time in nanoseconds of the engine's clock after which pages count as cold.
 const COLD_NS: u64 = 3_600_000_000_000;
-/// Time after which an attack that never ends by itself is stopped.
+/// Longest measurement of the victim during an attack. An attack that never ends by itself stops
+/// then.
 const ATTACK: Duration = Duration::from_millis(30);
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// Polling time of the worker. It is so long that the worker does not sleep between requests.
+/// Polling time of the worker, so long that the worker does not sleep between the victim's
+/// requests.
 const POLL_MAX: Duration = Duration::from_millis(1);
 const PROCESSORS: [usize; 2] = [0, 1];
 
 /// Options of the benchmark.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Number of rounds for each attack. A round measures the victim alone and beside the attack.
+    /// Number of rounds for each attack. A round measures the victim alone, and then during the
+    /// attack.
     #[arg(long, default_value_t = 40, value_name = "NUMBER")]
     rounds: usize,
-    /// Pause of the victim between two gets, in µs. Without a pause the next get comes in time for
-    /// the same scheduling slice, so that most gets do not wait for another VM.
+    /// Pause of the victim between two gets, in µs. Without a pause, the next get arrives within
+    /// the victim's scheduling slice, so that most gets do not wait for the other VM.
     #[arg(long, default_value_t = 20, value_name = "NUMBER")]
     pause_us: u64,
     /// Event loop of the worker: auto, epoll or io_uring.
@@ -93,7 +96,7 @@ impl Attack {
             Attack::FlushRanges => "FLUSH, 64 chains of 511 same-filled pages",
             Attack::FlushEmptyRanges => "FLUSH, chains of 64 large ranges without pages",
             Attack::FlushObjects => "FLUSH, 16 chains of 64 objects of 16 pages",
-            Attack::GetDense => "GET, 16 chains of 64 pages in zstd's form",
+            Attack::GetDense => "GET, 16 chains of 64 pages compressed with zstd",
             Attack::PutNoise => "PUT, 16 chains of 64 incompressible pages",
             Attack::Descriptors => "GET, chains of 1,000 descriptors",
             Attack::Pools => "POOL_CREATE and POOL_DESTROY",
@@ -112,8 +115,8 @@ impl Attack {
         }
     }
 
-    /// Returns whether the attacker sends an answered chain again. It does so if the request of the
-    /// chain does not use up pages in the pool.
+    /// Returns whether the attacker sends a descriptor chain again after its answer. It does so if
+    /// the chain's request does not use up pages in the pool.
     fn is_endless(self) -> bool {
         matches!(
             self,
@@ -133,12 +136,12 @@ impl Attack {
     }
 }
 
-/// A guest whose chains are ready to be sent.
+/// A guest whose requests keep the worker busy. Its descriptor chains are built in advance.
 struct Attacker {
     guest: FakeGuest,
     attack: Attack,
     chains: Vec<(Vec<Buffer>, u64)>,
-    /// Chains that are still to be sent.
+    /// Numbers of the descriptor chains that the attacker has yet to send.
     left: VecDeque<usize>,
     in_flight: usize,
     answered: usize,
@@ -151,7 +154,8 @@ fn noise(rng: &mut fastrand::Rng) -> Page {
     page
 }
 
-/// Returns a page of eight letters in random order, which zstd compresses and lz4 does not.
+/// Returns a page of eight different letters in random order, which zstd compresses and lz4 does
+/// not.
 fn dense(rng: &mut fastrand::Rng) -> Page {
     let mut page = noise(rng);
     page.iter_mut()
@@ -211,7 +215,7 @@ impl Attacker {
         req.as_bytes().to_vec()
     }
 
-    /// Returns the readable part of a chain, without its pages.
+    /// Returns the header and metadata of the attack's request number `nth`, without its pages.
     fn request(&self, nth: usize) -> Vec<u8> {
         let first = nth as u64;
         let range = |object: u64, index: u64, nr_pages: u64| wire::Range {
@@ -317,8 +321,8 @@ impl Attacker {
         self.left.extend(0..self.chains.len());
     }
 
-    /// Takes the answers that have arrived, and sends as many of the chains in `left` as fit into
-    /// the ring.
+    /// Takes the answers that have arrived, and sends as many of the descriptor chains in `left` as
+    /// fit into the ring.
     fn go_on(&mut self) -> Result<(), String> {
         let queue = self.attack.queue();
         loop {
@@ -417,8 +421,8 @@ impl Rig {
         while self.host.daemon.maintain(self.now_ns, 4096) {}
     }
 
-    /// Stores the pages that the attack's requests need. The function is called before each round,
-    /// because the requests of some attacks remove the pages.
+    /// Stores the pages that the attack's requests need. The benchmark calls this function before
+    /// each round, because the requests of some attacks remove the pages.
     fn stock(&mut self, round: usize) -> Result<(), String> {
         let mut rng = fastrand::Rng::with_seed(round as u64);
         match self.attacker.attack {
@@ -447,7 +451,7 @@ impl Rig {
                     self.maintain_all();
                 }
             }
-            // Put pages whose keys the engine's estimator follows, because the requests of these
+            // Put pages whose keys the engine's estimator of hits follows. The requests of these
             // attacks make the estimator walk over all followed keys.
             Attack::FlushEmptyRanges | Attack::Pools if round == 0 => {
                 let pages = [[7; PAGE_SIZE]; BATCH];
@@ -461,8 +465,8 @@ impl Rig {
         Ok(())
     }
 
-    /// Gets one page of the victim after the other, and returns the times in µs. With `beside`, the
-    /// measurement runs beside the attack and ends with it. Otherwise it ends when all pages are
+    /// Gets the victim's pages one by one, and returns the times in µs. With `beside`, measures
+    /// during the attack and ends with it. Otherwise measures without an attack until all pages are
     /// used up.
     fn times(&mut self, beside: bool, pause: Duration) -> Result<Vec<f64>, String> {
         let runs: Vec<Run> = (0..VICTIM_PAGES / BATCH)
@@ -471,7 +475,7 @@ impl Rig {
                 pages: BATCH,
             })
             .collect();
-        // Put again the pages that the gets of the last round have removed from the pool.
+        // Put the pages that the gets of the last round have removed from the pool.
         self.victim.all(&runs, true)?;
         self.maintain_all();
         let mut times = Vec::new();

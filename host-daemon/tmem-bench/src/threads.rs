@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Measures how much faster the engine finalizes pages with a second thread, compared with the gain
-//! that bare lz4 has from a second thread.
+//! Benchmark of how much faster the engine finalizes pages (deduplicates and compresses them) with
+//! a second thread. The result is relative to the gain that bare lz4 has from a second thread.
 
 use crate::bare;
 use crate::measure::{Ratio, Samples, cpu_ns};
@@ -10,22 +10,22 @@ use std::hint::black_box;
 use std::time::Instant;
 use tmem_pool::PAGE_SIZE;
 
-/// Number of tenants with raw pages.
+/// Number of tenants whose raw pages the threads finalize.
 const TENANTS: usize = 8;
 
-/// Largest number of rounds. Each takes a fifth of a second.
+/// Largest number of rounds. Each round takes a fifth of a second.
 const ROUNDS_MAX: usize = 21;
 
-/// The engine's gain from a second thread, relative to that of bare lz4.
+/// The engine's speed-up by a second thread, divided by the speed-up of bare lz4.
 pub struct Scaling {
-    /// Gain in elapsed time. Other load on the machine affects the engine and lz4 alike.
+    /// Relative gain in elapsed time. Other load on the machine affects the engine and lz4 alike.
     pub time: Ratio,
-    /// Gain in processor time, which leaves out the time that threads wait for each other.
+    /// Relative gain in processor time. It leaves out the time that threads wait for each other.
     pub work: Ratio,
 }
 
-/// Returns the elapsed time of `threads` threads that work together, and the sum of their processor
-/// times, in seconds.
+/// Runs `work` in `threads` threads at the same time. Returns the elapsed time and the sum of the
+/// threads' processor times, in seconds.
 fn seconds(threads: usize, work: impl Fn(usize) + Sync) -> [f64; 2] {
     let since = Instant::now();
     let spent_ns: f64 = std::thread::scope(|scope| {
@@ -46,12 +46,13 @@ fn seconds(threads: usize, work: impl Fn(usize) + Sync) -> [f64; 2] {
     [since.elapsed().as_secs_f64(), spent_ns / 1e9]
 }
 
-/// Gain from a second thread in elapsed time and in processor time, in each round.
+/// Gains from a second thread, in elapsed time and in processor time, one value for each round.
 #[derive(Default)]
 struct Gains([Samples; 2]);
 
 impl Gains {
-    /// Adds a round. `measure` returns the times for a number of threads.
+    /// Adds the gains of one round. `measure` returns the elapsed time and the processor time that
+    /// the work takes with a given number of threads.
     fn round(&mut self, threads: [usize; 2], measure: impl FnMut(usize) -> [f64; 2]) {
         let [first, second] = threads.map(measure);
         for (nth, samples) in self.0.iter_mut().enumerate() {
@@ -68,7 +69,8 @@ impl Gains {
 /// Returns the engine's gain from a second thread, relative to that of bare lz4.
 ///
 /// # Errors
-/// The system does not provide the address space for the pool, or there is only one processor.
+/// The system does not provide the address space for the pool, or this process may use only one
+/// processor.
 pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Result<Scaling, String> {
     let rounds = rounds.min(ROUNDS_MAX);
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
@@ -83,7 +85,8 @@ pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Resul
     let pages = &pages[..part * TENANTS];
     for round in 0..rounds {
         progress(&format!("threads, round {} of {rounds}", round + 1));
-        // Change the order in each round, because other load on the machine varies.
+        // Change the order of one and two threads in each round, because other load on the machine
+        // varies.
         let threads = if round % 2 == 0 { [1, 2] } else { [2, 1] };
         lz4.round(threads, |threads| {
             seconds(threads, |thread| {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Time for each page of bare library calls, zram and the engine, which are measured alternately.
+//! Benchmark of the time per page of bare library calls, zram and the engine, measured alternately.
 //!
-//! The pool always holds all pages of the corpus. In each round, random batches are got, put again,
-//! and finalized. Each page exists twice in memory, once for the engine and once for the baselines.
-//! Otherwise the engine could find a page in the processor's caches because a baseline has read it,
-//! or vice versa.
+//! The pool always has all pages of the corpus, except while a round replaces some of them. Each
+//! round gets random batches, puts them again and finalizes them. Each page exists twice in memory,
+//! once for the engine and once for the baselines. Otherwise the engine could find a page in the
+//! processor's caches because a baseline has read it, or vice versa.
 
 use crate::bare;
 use crate::measure::{Samples, cpu_ns};
@@ -13,20 +13,20 @@ use crate::zram::Zram;
 use std::hint::black_box;
 use tmem_pool::{PAGE_SIZE, Page, PageHash, Time};
 
-/// Number of batches of a round. Together these batches have half as many pages as the limit of a
-/// tenant's raw pages, so that no page is refused.
+/// Number of batches that a round puts. Together these batches have half as many pages as a tenant
+/// may have raw pages, so that the engine refuses no page.
 const BATCHES: usize = RAW_PAGES / BATCH / 2;
 const PAGES: usize = BATCHES * BATCH;
 
-/// Smallest number of pages of a corpus. A round uses two random parts of it, and most of the
-/// corpus must be out of the processor's caches.
+/// Smallest number of pages in the corpus. A round uses two random parts of the corpus, and most of
+/// the corpus must be out of the processor's caches.
 pub const PAGES_MIN: usize = 8 * PAGES;
 
-/// In each round, one batch in this many is measured with zram, because only medians are compared
-/// with zram.
+/// Reciprocal of the share of batches that zram gets in a round. The share is small, because the
+/// benchmark compares only medians with zram.
 const ZRAM_PART: usize = 4;
 
-/// A page that lz4 compresses.
+/// A test page that lz4 compresses: two copies of it, its compressed form and its hash.
 pub struct Sized {
     pub page: Box<Page>,
     twin: Box<Page>,
@@ -53,7 +53,7 @@ pub struct Times {
     pub recompress: Samples,
 }
 
-/// Returns the pages of a corpus that lz4 shrinks.
+/// Returns the pages of a corpus that lz4 shrinks, as a whole number of batches.
 pub fn sized(pages: &[Box<Page>], hash: &PageHash) -> Vec<Sized> {
     let mut buffer = [0; PAGE_SIZE];
     let sized = pages.iter().filter_map(|page| {
@@ -70,12 +70,12 @@ pub fn sized(pages: &[Box<Page>], hash: &PageHash) -> Vec<Sized> {
     sized
 }
 
-/// Returns a batch of the corpus.
+/// Returns batch number `nr` of the corpus.
 fn batch(pages: &[Sized], nr: usize) -> &[Sized] {
     &pages[nr * BATCH..(nr + 1) * BATCH]
 }
 
-/// Creates a pool, puts all pages, and measures these puts, during which the pool grows.
+/// Creates a pool, puts all pages, and measures these puts. The pool grows during them.
 ///
 /// # Errors
 /// The system does not provide the address space for the pool.
@@ -109,8 +109,8 @@ pub fn run(
     let hash = PageHash::new(42);
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut order: Vec<usize> = (0..pages.len() / BATCH).collect();
-    // Buffers for the returned pages. Like a guest, the benchmark reads into pages that it has just
-    // used.
+    // Let all gets of a round return their pages into these buffers. Like a guest, the benchmark
+    // reads into pages that it has just used.
     let mut copies = vec![[0; PAGE_SIZE]; PAGES];
     if let Some(zram) = &mut zram {
         progress("filling zram");
@@ -139,8 +139,9 @@ pub fn run(
     Ok(())
 }
 
-/// Measures the library calls that the engine cannot avoid. Each operation makes its own pass over
-/// the pages, so that the pages have left the caches before the next operation reads them.
+/// Measures the library calls that the engine cannot avoid, without the engine. Each operation
+/// makes its own pass over the pages, so that a page has left the caches before the next operation
+/// reads it.
 fn bare(
     times: &mut Times,
     hash: &PageHash,
@@ -174,8 +175,8 @@ fn bare(
     });
 }
 
-/// Gets, puts and finalizes these batches. Then puts other batches and gets them while they are
-/// still raw.
+/// Gets, puts and finalizes the pages of `batches`. Then puts the pages of the batches `raw` and
+/// gets them while they are still raw (uncompressed).
 fn engine(
     times: &mut Times,
     rig: &Rig,
@@ -230,7 +231,7 @@ fn engine(
     rig.maintain_all();
 }
 
-/// Writes and reads the batches page by page, since zram has no batches.
+/// Measures reads and writes of these batches with zram, page by page, since zram has no batches.
 fn zram_round(
     times: &mut Times,
     zram: &mut Zram,
@@ -254,8 +255,8 @@ fn zram_round(
     Ok(())
 }
 
-/// Lets all pages become cold, and measures the time that the sweeps take to recompress them, per
-/// page in the pool.
+/// Lets all pages become cold. Then measures the time that the engine's sweeps take to recompress
+/// them, per page in the pool.
 pub fn recompress(times: &mut Times, rig: &Rig, pages: usize) {
     rig.until(Time(LATER_NS));
     times.recompress.time(pages, || {

@@ -2,18 +2,19 @@
 //! Benchmark of whether a guest can find out, by timing its own requests, that a VM of another
 //! trust domain has a page.
 //!
-//! This is an equivalence test. In each round a neighbour holds one half of the pages, chosen at
-//! random. A guest of another domain puts all of them, page by page and in batches, in random
-//! order. Its times with pages of the held half are divided by those with the other half. So each
-//! page is its own control, and load falls on both halves alike. Times count as equal if the median
-//! of the rounds' ratios lies within a bound of 1 with 95 % confidence. The test consists of two
-//! one-sided sign tests, at 2.5 % each, which assume nothing about the distribution of times.
+//! This is an equivalence test. In each round, a neighbour (another VM) has put one half of the
+//! test pages, chosen at random. A guest of another domain puts all of them, page by page and in
+//! batches, in random order. The benchmark divides its times for the neighbour's half by its times
+//! for the other half. So each page is its own control, and load affects both halves alike. Times
+//! count as equal if the median of the rounds' ratios lies within a bound of 1 with 95 %
+//! confidence. The test consists of two one-sided sign tests, at 2.5 % each, which assume nothing
+//! about the distribution of times.
 //!
 //! A test that finds nothing proves nothing. So each run must also find differences that exist: an
 //! injected delay, and the known effect of a page that a VM of the same domain has. If a run does
 //! not find these, or if an interval is too wide, the result is "undecided" and never "equal". The
-//! answers to the guest are out of scope: `tmem-pool/tests/isolation.rs` tests that no bit of them
-//! depends on the pages of other domains.
+//! contents of answers are out of scope: `tmem-pool/tests/isolation.rs` tests that no bit of an
+//! answer depends on the pages of other domains.
 
 use crate::measure::{Ratio, cpu_ns};
 use crate::path::guest::{BATCH, Guest, Run};
@@ -31,12 +32,12 @@ use virtio_tmem as wire;
 /// look-up in an index, and a tenth of the time of hashing a page.
 const BOUND: f64 = 0.03;
 
-/// Injected delay that a run has to find, in multiples of the bound, so that it exceeds the bound
-/// for any value of the bound.
+/// Injected delay that a run has to find, in multiples of the accepted difference of times. A
+/// multiple above 1 exceeds the accepted difference for any value of it.
 const DELAY_BOUNDS: f64 = 2.0;
 
-/// Number of runs in a row that must find a difference before it is reported. One run in forty
-/// finds a difference by chance.
+/// Number of runs in a row that must find a difference before the benchmark reports it. One run in
+/// forty finds a difference by chance.
 const REPEATS: usize = 3;
 
 /// Smallest number of rounds for which a 95 % confidence interval exists. With six rounds the
@@ -47,14 +48,14 @@ const ROUNDS_MIN: usize = 6;
 /// than the limit of a guest's raw pages.
 const BATCHES_MAX: usize = 14;
 
-/// Number of pages of each half that are put one by one in a round. They are the first batch of the
-/// half.
+/// Number of pages of each half that the guest puts one by one in a round. They are the first batch
+/// of the half.
 const SINGLES: usize = BATCH;
 
 /// Largest number of raw pages of a VM without entitlement.
 const RAW_MIN: usize = 256;
 
-/// Reserve in bytes of the VMs that must get all the memory that they need.
+/// Reserve in bytes of the VMs that must get all the pool memory that they need.
 const RESERVE_BYTES: u64 = 128 << 20;
 
 /// Polling time of the worker, longer than any pause of the benchmark.
@@ -63,29 +64,31 @@ const POLL_MAX: Duration = Duration::from_millis(1);
 /// Numbers of the processors on which the worker and the guest run.
 const PROCESSORS: [usize; 2] = [0, 1];
 
-/// Number of bytes of each page that do not compress.
+/// Number of random bytes at the start of each test page. The rest of the page repeats one byte.
 const NOISE_BYTES: usize = 1024;
 
 /// Options of the benchmark.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Rounds of a run: four times as many make the interval half as wide.
+    /// Number of rounds in a run. Four times as many rounds make the confidence interval half as
+    /// wide.
     #[arg(long, default_value_t = 200, value_name = "NUMBER")]
     rounds: usize,
-    /// A run ends after this many seconds, with the rounds that it has.
+    /// Maximum duration of a run in seconds. A run ends after this time with the rounds that it
+    /// has.
     #[arg(long, default_value_t = 60, value_name = "NUMBER")]
     seconds: u64,
-    /// Batches of 64 pages that the neighbour holds.
+    /// Number of batches of 64 pages in each half of the test pages.
     #[arg(long, default_value_t = BATCHES_MAX, value_name = "NUMBER")]
     batches: usize,
-    /// Largest difference that counts as equal, as a fraction of the time.
+    /// Largest difference of times that counts as equal, as a fraction of the time.
     #[arg(long, default_value_t = BOUND, value_name = "PART")]
     bound: f64,
     /// Event loop of the worker: auto, epoll or io_uring.
     #[arg(long, default_value = "auto", value_name = "KIND")]
     event_loop: EventLoop,
-    /// Seed of the random numbers, which choose the contents of the pages, the half of them that the
-    /// other VM has, and the order of puts.
+    /// Seed of the random numbers. They choose the contents of the pages, the half of the pages
+    /// that the other VM has, and the order of puts.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
     /// Print the result as JSON on standard output.
@@ -93,20 +96,20 @@ pub struct Args {
     json: bool,
 }
 
-/// Operation that is timed.
+/// Operation that the benchmark times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum What {
-    /// A put, from the request to the answer.
+    /// A put of a batch of 64 pages, from the request to the answer.
     PutBatch,
     PutPage,
-    /// A refused put: over the VM's limit, or with too many pages not yet compressed.
+    /// A put that the daemon refuses because it exceeds the VM's limit.
     RefusedLimit,
     RefusedNursery,
     GetBatch,
-    /// Finalizing pages: the time that the background thread takes until the guest has room for
-    /// more raw pages.
+    /// Finalizing the guest's pages: the processor time of the background work on one half of the
+    /// pages.
     Finalize,
-    /// A put with an injected delay.
+    /// A put of a batch; the benchmark delays half of these puts on purpose.
     Delayed,
 }
 
@@ -124,16 +127,16 @@ impl What {
     }
 }
 
-/// Holder of one half of the pages.
+/// Neighbour that has put one half of the test pages: its relation to the guest that measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Holder {
-    /// A VM of another trust domain.
+    /// The neighbour is in another trust domain than the guest, so the guest's times must be equal.
     OtherDomain,
-    /// A VM of the same trust domain.
+    /// The neighbour is in the guest's trust domain, so that its pages do affect the guest's times.
     SameDomain,
 }
 
-/// Result of the comparison of one operation.
+/// Result of the comparison of an operation's times for pages that the neighbour has and has not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     Equal,
@@ -152,14 +155,14 @@ impl Verdict {
     }
 }
 
-/// Ratios of all rounds, and times in ns per page of pages that no other VM holds.
+/// Ratios of all rounds, and times in ns per page for pages that the neighbour does not have.
 struct Times {
     bound: f64,
     ratios: BTreeMap<(Holder, What), Vec<f64>>,
     ns: BTreeMap<(Holder, What), Vec<f64>>,
 }
 
-/// Times of a round: first of pages that the neighbour holds, then of pages that it does not hold.
+/// Times of a round: first for pages that the neighbour has put, then for pages that it has not.
 type Arms = [Vec<f64>; 2];
 
 const HELD: usize = 0;
@@ -194,7 +197,7 @@ impl Times {
     }
 }
 
-/// Returns different pages that compress.
+/// Returns `count` different pages, which lz4 can compress.
 fn pages(count: usize, rng: &mut fastrand::Rng) -> Vec<Page> {
     let page = |_| {
         let mut page = [7; PAGE_SIZE];
@@ -204,18 +207,18 @@ fn pages(count: usize, rng: &mut fastrand::Rng) -> Vec<Page> {
     (0..count).map(page).collect()
 }
 
-/// A daemon with a guest that measures, and guests that hold pages.
+/// A daemon with the guest that measures, its neighbours, and two guests whose puts are refused.
 struct Rig {
     guest: Guest,
     other_domain: Guest,
     same_domain: Guest,
-    /// Guest without entitlement. When it has as many raw pages as it may, further puts are
-    /// refused.
+    /// Guest without entitlement, for refusals: once it has as many raw pages as it may have, the
+    /// daemon refuses its further puts.
     full: Guest,
-    /// Guest with the limit 0, so that all its puts are refused.
+    /// Guest whose limit is 0 bytes, so that the daemon refuses all its puts.
     poor: Guest,
     batches: usize,
-    /// The daemon. It is the last field, because the guests must be dropped before it.
+    /// The daemon. The field comes after the guests, because the guests must be dropped before it.
     host: BenchDaemon,
     _path: Path,
 }
@@ -227,8 +230,8 @@ impl Rig {
         }
         let host = BenchDaemon::new(1 << 30);
         let path = host.serve(args.event_loop, POLL_MAX, PROCESSORS[0])?;
-        // Generate the pages of both halves, and the raw pages that fill up the guest without
-        // entitlement.
+        // Generate the pages of both halves. Also generate the raw pages with which the guest
+        // without entitlement reaches its maximum of raw pages.
         let halves = 2 * args.batches * BATCH;
         let pages = pages(halves + RAW_MIN, rng);
         let enough = (RESERVE_BYTES, None, 100);
@@ -254,7 +257,7 @@ impl Rig {
         })
     }
 
-    /// Returns the batches of one half of the pages.
+    /// Returns the batches of one half of the test pages, which has the number 0 or 1.
     fn half(&self, half: usize) -> Vec<Run> {
         let run = |nr| Run {
             index: nr * BATCH,
@@ -264,7 +267,7 @@ impl Rig {
         (first..first + self.batches).map(run).collect()
     }
 
-    /// Returns the single pages of a half, which are put one by one.
+    /// Returns runs of one page each: the pages of a half that the guest puts one by one.
     fn singles(&self, half: usize) -> Vec<Run> {
         let first = half * self.batches * BATCH;
         let run = |index| Run { index, pages: 1 };
@@ -272,7 +275,7 @@ impl Rig {
     }
 
     /// Returns the runs of both halves in random order. Each run comes with HELD if the neighbour
-    /// holds the run's pages, and with NEW otherwise.
+    /// has put the run's pages, and with NEW otherwise.
     fn mixed(
         &self,
         held: usize,
@@ -287,7 +290,7 @@ impl Rig {
         runs
     }
 
-    /// Does one round. `held` is the number of the half whose pages the neighbour holds.
+    /// Does one round. The neighbour puts the pages of the half with the number `held`.
     fn round(
         &mut self,
         times: &mut Times,
@@ -302,7 +305,7 @@ impl Rig {
         let later = |rig: &Rig, half| rig.half(half).split_off(1);
         let singles = |rig: &Rig, half| rig.singles(half);
 
-        // The first batch of each half is put page by page.
+        // Put the first batch of each half page by page.
         let order = self.mixed(held, rng, singles);
         let arms = time(&mut self.guest, &order, Guest::put_one)?;
         times.add((holder, What::PutPage), arms);
@@ -404,8 +407,8 @@ impl Guest {
     }
 }
 
-/// Executes the runs of `order` one after the other. Returns their times in ns per page, in a list
-/// for each half of the pages.
+/// Executes the operation `what` on the runs of `order` one after the other. Returns the times in
+/// ns per page, as one list for each half of the pages.
 fn time(
     guest: &mut Guest,
     order: &[(usize, Run)],
@@ -430,8 +433,8 @@ const EQUAL: [What; 6] = [
     What::Finalize,
 ];
 
-/// Operations whose times must differ, each with the VM that holds the pages. A run that does not find
-/// these differences is undecided.
+/// Operations whose times must differ, each with the neighbour that has the pages. A run that does
+/// not find these differences is undecided.
 const DIFFERENT: [(Holder, What); 2] = [
     (Holder::OtherDomain, What::Delayed),
     (Holder::SameDomain, What::Finalize),
@@ -458,7 +461,7 @@ fn measure(args: &Args, seed: u64) -> Result<Times, String> {
     Ok(times)
 }
 
-/// Result of all runs.
+/// Result of all runs of the benchmark.
 #[derive(Debug, PartialEq)]
 enum Outcome {
     Equal,
@@ -468,7 +471,7 @@ enum Outcome {
     Undecided(String),
 }
 
-/// Returns the result of one run.
+/// Returns the result of one run, from its times.
 fn outcome(times: &Times) -> Outcome {
     let rounds = times.ratios.values().next().map_or(0, Vec::len);
     if rounds < ROUNDS_MIN {
@@ -480,7 +483,8 @@ fn outcome(times: &Times) -> Outcome {
         let ratio = times.ratio((holder, what));
         if times.verdict((holder, what)) != Verdict::Different {
             return Outcome::Undecided(format!(
-                "{} with pages of {holder:?} has the ratio {:.3} – {:.3}: the run did not find this difference, which exists, and may have missed others",
+                "the run did not find a difference that is known to exist, so it may have missed \
+                 others: {} with pages of {holder:?} has a time ratio of {:.3} – {:.3}",
                 what.name(),
                 ratio.low,
                 ratio.high
@@ -501,7 +505,8 @@ fn outcome(times: &Times) -> Outcome {
         Some(what) => {
             let ratio = times.ratio((Holder::OtherDomain, *what));
             Outcome::Undecided(format!(
-                "the interval of the ratio of {} is {:.3} – {:.3}, neither within the bound nor outside of it",
+                "the 95 % interval of the time ratio of {} is {:.3} – {:.3}, which is partly \
+                 within the bound and partly outside of it",
                 what.name(),
                 ratio.low,
                 ratio.high
@@ -511,8 +516,8 @@ fn outcome(times: &Times) -> Outcome {
     }
 }
 
-/// Repeats the run until one run finds all times equal, at most REPEATS times. A difference is
-/// reported only if each run finds the same one.
+/// Repeats the run until one run finds all times equal, at most REPEATS times. Reports a difference
+/// only if all runs find the same operation.
 fn decide(mut run: impl FnMut(usize) -> Result<Times, String>) -> Result<(Times, Outcome), String> {
     let mut last = None;
     let mut different = Vec::new();
@@ -530,9 +535,9 @@ fn decide(mut run: impl FnMut(usize) -> Result<Times, String>) -> Result<(Times,
     let (times, found) = last.expect("REPEATS is 0");
     let same = different.len() == REPEATS && different.iter().all(|what| *what == different[0]);
     let found = match found {
-        Outcome::Different(what) if !same => {
-            Outcome::Undecided(format!("the time of {what} differed, but not in each run"))
-        }
+        Outcome::Different(what) if !same => Outcome::Undecided(format!(
+            "the time of {what} differed in the last run, but not in every run"
+        )),
         found => found,
     };
     Ok((times, found))
@@ -541,8 +546,8 @@ fn decide(mut run: impl FnMut(usize) -> Result<Times, String>) -> Result<(Times,
 /// Runs the benchmark and prints the results.
 ///
 /// # Errors
-/// There are too few processors, a measured operation fails, there is a difference, or the result
-/// is undecided.
+/// There are too few processors, a measured operation fails, the times differ, or the result is
+/// undecided.
 pub fn run(args: &Args) -> Result<(), String> {
     let (times, outcome) = decide(|nth| measure(args, args.seed + nth as u64))?;
     match args.json {
@@ -606,8 +611,8 @@ mod tests {
     use super::*;
     use tmem_sim::{Missing, skipped};
 
-    /// Returns the times of a simulated run. `of` gives the ratio for each holder and operation,
-    /// and `spread` is the range over which the ratios of the rounds vary.
+    /// Returns the times of a simulated run. `of` gives the median ratio for each holder and
+    /// operation, and `spread` is the range over which the ratios of the rounds vary.
     fn times(of: impl Fn(Holder, What) -> f64, spread: f64) -> Times {
         let mut times = Times::new(BOUND);
         for holder in [Holder::OtherDomain, Holder::SameDomain] {
@@ -661,14 +666,15 @@ mod tests {
             })
         });
         assert_eq!(at_last.expect("a simulated run failed").1, Outcome::Equal);
-        // A run that finds no difference, although some exist, is undecided.
+        // A run must be undecided if it finds no difference, because DIFFERENT lists differences
+        // that exist.
         let blind = times(|_, _| 1.0, 0.01);
         assert!(matches!(outcome(&blind), Outcome::Undecided(_)));
     }
 
     /// Runs the benchmark with few rounds and an unoptimized daemon, while other tests run on the
-    /// machine. It can find a difference of a tenth of the time of a put. `make bench-timing` finds
-    /// smaller differences.
+    /// machine. Such a run can find a difference of a tenth of the time of a put. The command
+    /// `make bench-timing` finds smaller differences.
     #[test]
     fn timing_does_not_reveal_pages_of_another_trust_domain() {
         if std::thread::available_parallelism().map_or(1, usize::from) < 2 {

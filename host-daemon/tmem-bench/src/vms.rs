@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Benchmark of many VMs on one daemon. It measures the resources that the daemon takes from the
-//! host. It measures the times of answers when all VMs connect at once, and when the VMs are under
-//! load. It also measures whether a VM's requests are delayed when a large VM disconnects. This is
-//! measured for two kinds of large VMs: one has many pages in the pool, and the other has much
-//! memory that the daemon has touched and has to unmap.
+//! host, and the times of answers when all VMs connect at once and when the VMs are under load. It
+//! also measures whether the daemon answers a VM later while a large VM disconnects. There are two
+//! kinds of large VMs. One has many pages in the pool. The other has much memory that the daemon
+//! has touched and has to unmap.
 //!
 //! The guests are fake (`tmem-sim`) and share the machine with the daemon, so that the reported
-//! times are upper bounds. Each request is sent after the answer to the previous one, as by a
-//! reader that waits for each page.
+//! times are upper bounds. A guest sends each request after the answer to its previous one, as a
+//! reader does that waits for each page.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -21,7 +21,7 @@ use tmem_sim::{FakeGuest, GuestConfig, PutPage, RamRegion, Request};
 /// Longest time that the benchmark waits for an answer or for a state of the daemon.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Time for which a value must not change to count as final.
+/// Time without a change after which the daemon's memory counts as no longer shrinking.
 const STILL: Duration = Duration::from_secs(1);
 
 const POOL: u32 = 1;
@@ -31,39 +31,39 @@ const BATCH: u64 = 64;
 /// Options of the benchmark.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Number of VMs.
+    /// Number of VMs on the daemon.
     #[arg(long, default_value_t = 256, value_name = "NUMBER")]
     vms: usize,
-    /// Number of times that all VMs disconnect and connect again.
+    /// Number of rounds. In each round all VMs connect at once; between rounds they disconnect.
     #[arg(long, default_value_t = 5, value_name = "NUMBER")]
     rounds: usize,
-    /// Number of threads that the guests share.
+    /// Number of threads that run the guests.
     #[arg(long, default_value_t = 4, value_name = "NUMBER")]
     clients: usize,
-    /// Duration in seconds of each measurement of messages, and of the measurement before a VM
-    /// disconnects.
+    /// Duration in seconds of each measurement of messages, and of the measurement before a large
+    /// VM disconnects.
     #[arg(long, default_value_t = 3, value_name = "NUMBER")]
     seconds: u64,
-    /// Pages in the pool of the VM that disconnects, in GiB: same-filled pages, which take metadata
-    /// only.
+    /// GiB of pages in the pool of the large VM that disconnects. All are same-filled pages, which
+    /// take metadata only.
     #[arg(long, default_value_t = 16, value_name = "GIB")]
     leaving_gib: u64,
     /// Measure only what happens when a large VM disconnects.
     #[arg(long)]
     leaving_only: bool,
-    /// Memory in GiB of the VM that disconnects, all touched by the daemon. The host needs only 1
-    /// GiB for it, because all parts of the VM's memory map the same file.
+    /// Memory in GiB of the VM whose memory the daemon has touched and unmaps. The host needs only
+    /// 1 GiB for it, because all parts of the VM's memory map the same file.
     #[arg(long, default_value_t = 64, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=64))]
     mapped_gib: u64,
     /// Do not confine the daemon, so that users other than root can see its resources.
     #[arg(long)]
     no_sandbox: bool,
-    /// Program of the daemon; default: tmemd in the directory of this program.
+    /// Path of the daemon's program. The default is tmemd in the directory of this program.
     #[arg(long, value_name = "PATH")]
     tmemd: Option<PathBuf>,
 }
 
-/// Durations of one operation.
+/// Durations of the repetitions of one operation.
 #[derive(Default)]
 struct Times(Vec<Duration>);
 
@@ -127,7 +127,7 @@ impl Daemon {
         self.directory.path().join(format!("{vm}.sock"))
     }
 
-    /// Returns the bytes of guest memory that the daemon has touched and mapped.
+    /// Returns the bytes of guest memory that the daemon has touched and still maps.
     fn touched_bytes(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.id()));
         let status = status.unwrap_or_default();
@@ -138,8 +138,8 @@ impl Daemon {
         kib.unwrap_or(0) << 10
     }
 
-    /// Returns the numbers of the daemon's threads, descriptors and mappings, and its own memory in
-    /// KiB.
+    /// Returns four resources of the daemon's process: the numbers of its threads, of its
+    /// descriptors and of its mappings, and its anonymous memory in KiB.
     fn resources(&self) -> [u64; 4] {
         let proc = PathBuf::from(format!("/proc/{}", self.child.id()));
         let entries = |name| fs::read_dir(proc.join(name)).map_or(0, Iterator::count) as u64;
@@ -156,7 +156,7 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // An error means that the daemon has already ended.
+        // Ignore an error, which means that the daemon has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -215,8 +215,8 @@ fn get(object: u64, index: u64, pages: u64) -> Request {
     }
 }
 
-/// Connects a guest and starts its device. Retries while the daemon is still ending the guest's
-/// last connection.
+/// Connects a guest, starts its device and creates its pool. Retries while the daemon is still
+/// ending the guest's last connection.
 fn connect(guest: &mut FakeGuest, socket: &Path) -> Result<(), String> {
     until(|| guest.connect(socket).is_ok())?;
     guest.start().map_err(|e| e.to_string())?;
@@ -233,8 +233,8 @@ fn ask(guest: &mut FakeGuest, request: Request) -> Result<(), String> {
     Ok(())
 }
 
-/// Lets all VMs connect at once, put a page and wait for the answer. Returns the time of each VM,
-/// and the seconds until all were done.
+/// Lets all VMs connect, put a page and wait for the answer, in `clients` threads at the same time.
+/// Returns the time that each VM took, and the seconds until the last VM had its answer.
 fn storm(
     daemon: &Daemon,
     guests: &mut [FakeGuest],
@@ -267,8 +267,8 @@ fn storm(
     Ok((times, took))
 }
 
-/// Measures the daemon's answers to the messages of one VM. If `loaded` is true, all other VMs put
-/// and get batches meanwhile.
+/// Measures the daemon's answers to the messages and requests of one more VM. If `loaded` is true,
+/// all other VMs put and get batches meanwhile.
 fn messages(
     daemon: &Daemon,
     guests: &mut [FakeGuest],
@@ -331,7 +331,8 @@ fn message_times(
     Ok(names.into_iter().zip(times).collect())
 }
 
-/// Measures the answers to one VM while another VM disconnects that has many pages in the pool.
+/// Measures the answers to one VM before and while a large VM disconnects, which has many pages in
+/// the pool.
 fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, String> {
     let (mut large, mut one) = (guest(0)?, guest(1)?);
     connect(&mut large, &daemon.socket(0))?;
@@ -368,7 +369,8 @@ fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, S
     })?;
     let (left_kib, freed) = kib.get();
     println!(
-        "\na VM with {pages} pages disconnects: the daemon had {} MiB and has {} MiB after {:.2} s",
+        "\na VM with {pages} pages disconnects: the daemon's memory shrinks from {} MiB to {} MiB \
+         in {:.2} s",
         full_kib >> 10,
         left_kib >> 10,
         (freed - begun).as_secs_f64()
@@ -379,11 +381,11 @@ fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, S
     ])
 }
 
-/// Number of bytes that the kernel maps together around a touched page, as far as the file has
-/// pages there.
+/// Number of bytes that the kernel maps around a page at a page fault, as far as the file has pages
+/// there.
 const FAULT_AROUND_BYTES: u64 = 64 << 10;
 
-/// Connects a VM with `gib` GiB of memory, all of which the daemon has touched.
+/// Connects a VM with `gib` GiB of memory and lets the daemon touch all of it.
 fn touched(daemon: &Daemon, gib: u64) -> Result<FakeGuest, String> {
     const REGION_BYTES: u64 = 1 << 30;
     let region = |number| RamRegion {
@@ -422,7 +424,7 @@ fn touched(daemon: &Daemon, gib: u64) -> Result<FakeGuest, String> {
 }
 
 /// Repeats an operation and records its times for two phases: before a VM disconnects, and while
-/// the daemon releases that VM's memory. Ends when the third phase begins.
+/// the daemon releases that VM's memory. Returns when `phase` shows that the memory is released.
 fn in_phases(
     phase: &AtomicUsize,
     mut what: impl FnMut(&mut Times) -> Result<(), String>,
@@ -434,8 +436,8 @@ fn in_phases(
     Ok(times)
 }
 
-/// Measures the answers to one VM, and to messages of another VM that change its memory map.
-/// Meanwhile a third VM disconnects, whose memory the daemon has to unmap.
+/// Measures the answers to one VM, and to messages of another VM that change its memory map, while
+/// a third VM disconnects. The daemon has to unmap much memory of that third VM.
 fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, String> {
     let mut large = touched(daemon, args.mapped_gib)?;
     let (mut one, mut other) = (guest(1)?, guest(2)?);
@@ -507,8 +509,8 @@ fn print(times: Vec<(&'static str, Times)>) {
     }
 }
 
-/// Measures the daemon with all VMs: its resources, the time until each VM is connected, and the
-/// times of answers to messages.
+/// Measures the daemon with all VMs connected: its resources, the time until each VM is connected,
+/// and the times of answers to messages.
 fn crowd(program: &Path, args: &Args) -> Result<(), String> {
     let daemon = Daemon::start(program, args.vms, args.no_sandbox)?;
     let mut guests = (0..args.vms).map(guest).collect::<Result<Vec<_>, _>>()?;
@@ -532,7 +534,7 @@ fn crowd(program: &Path, args: &Args) -> Result<(), String> {
         let (times, took) = storm(&daemon, &mut guests, args.clients)?;
         storms.push((times, took));
         if round == 0 {
-            // The daemon unmaps old memory tables a little later.
+            // Wait a little, because the daemon unmaps old memory tables after it has answered.
             std::thread::sleep(Duration::from_millis(500));
             tell(&format!("{} VMs connected", args.vms), daemon.resources());
         }
@@ -551,7 +553,7 @@ fn crowd(program: &Path, args: &Args) -> Result<(), String> {
     }
     print(vec![("connect to first put answered, of a VM", all)]);
     for (what, loaded) in [("idle", false), ("under load", true)] {
-        println!("\nmessages of one more VM, while the other VMs are {what}");
+        println!("\nvhost-user messages of one more VM, while the other VMs are {what}");
         print(messages(&daemon, &mut guests, args, loaded)?);
     }
     guests.iter_mut().for_each(FakeGuest::disconnect);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! zram, the kernel's compressed block device, with lz4. It is used with O_DIRECT, so that no page
-//! cache is involved.
+//! zram, the kernel's compressed block device, with lz4. The benchmark uses O_DIRECT, so that reads
+//! and writes bypass the page cache.
 
 use rustix::fs::OFlags;
 use std::fs::{self, File, OpenOptions};
@@ -14,7 +14,7 @@ const SYS: &str = "/sys/block/zram0";
 #[repr(align(4096))]
 struct Aligned(Page);
 
-/// A zram device, which is released when this object is dropped.
+/// A zram device, which is reset when this object is dropped.
 pub struct Zram {
     file: File,
     buffer: Box<Aligned>,
@@ -25,10 +25,10 @@ fn set(name: &str, value: &str) -> Result<(), String> {
 }
 
 impl Zram {
-    /// Sets the device up for `pages` pages, if it is unused.
+    /// Sets the zram device up for `pages` pages, if no other program uses it.
     ///
     /// # Errors
-    /// zram cannot be used. The error says why.
+    /// zram cannot be used. The error gives the reason.
     pub fn new(pages: usize) -> Result<Zram, String> {
         if !rustix::process::geteuid().is_root() {
             return Err("only root can measure zram".into());
@@ -53,15 +53,15 @@ impl Zram {
                 buffer: Box::new(Aligned([0; PAGE_SIZE])),
             }),
             Err(error) => {
-                // Ignore errors of the reset, because the original error is reported.
+                // Ignore errors of the reset, because the caller gets the original error.
                 let _ = set("reset", "1");
                 Err(format!("{DEVICE}: {error}"))
             }
         }
     }
 
-    /// Writes a page. Like a put, the call copies the page from memory that is not in the
-    /// processor's caches.
+    /// Writes a page to page number `at` of the device. Like a put, the call copies the page from
+    /// memory that is not in the processor's caches.
     ///
     /// # Errors
     /// The device fails.
@@ -73,7 +73,7 @@ impl Zram {
         result.map_err(|error| format!("{DEVICE}: {error}"))
     }
 
-    /// Reads a page.
+    /// Reads page number `at` of the device.
     ///
     /// # Errors
     /// The device fails.
@@ -87,7 +87,7 @@ impl Zram {
 
 impl Drop for Zram {
     fn drop(&mut self) {
-        // Close the file first: the device cannot be reset while it is open.
+        // Close the device file first, because the device cannot be reset while it is open.
         if let Ok(null) = File::open("/dev/null") {
             drop(std::mem::replace(&mut self.file, null));
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A fake guest that takes very little time itself, so that the benchmark measures the daemon. The
-//! guest does not copy its pages: a request consists of some bytes of metadata and three
+//! guest does not copy pages. For each request it writes only some bytes of metadata and three
 //! descriptors.
 
 use std::os::unix::net::UnixStream;
@@ -10,54 +10,55 @@ use tmem_sim::{Buffer, FakeGuest, GuestConfig, RamRegion, Request};
 use virtio_tmem as wire;
 use zerocopy::IntoBytes;
 
-/// Number of pages of a request.
+/// Largest number of pages in a request.
 pub const BATCH: usize = wire::BATCH_MAX;
 
 /// Largest number of requests that the guest has in flight.
 pub const WINDOW: usize = 4;
 
-/// Time after which an answer counts as lost.
+/// Time after which the guest counts an answer as lost.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 const QUEUE: usize = 1;
 const POOL: u32 = 1;
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Size in bytes of the guest's other memory, in addition to the memory for pages and requests. The
-/// fake guest uses it for the queue and for other data.
+/// Bytes of guest memory besides the pages and the requests. The fake guest uses it for its
+/// virtqueues and for other data.
 const OTHER_BYTES: u64 = 1 << 20;
 
-/// Addresses and kind of a request in flight.
+/// Guest memory for a request in flight, with the request's type and number of pages.
 struct Slot {
-    /// Addresses of the guest pages for the bytes that the device reads, for those that it writes,
-    /// and for the descriptors.
+    /// Guest addresses of three pages: one for bytes that the device reads, one for bytes that it
+    /// writes, and one for the request's descriptors.
     at: [u64; 3],
     kind: u16,
     pages: usize,
 }
 
-/// A guest with one queue.
+/// A fake guest with one request queue.
 pub struct Guest {
     guest: FakeGuest,
     pages_at: u64,
     into_at: u64,
     slots: Vec<Slot>,
     free: Vec<usize>,
-    /// Result that the guest expects for each page of a put.
+    /// Result that the guest expects for each page of a put, such as `P_STORED`. Any other result
+    /// is an error.
     pub put_is: u8,
 }
 
-/// A run of pages of the guest's object.
+/// A run of consecutive pages of the guest's only object.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
-    /// Number of the first page. It also gives the place of the page's bytes in guest memory.
+    /// Number of the first page in the object, and the position of its bytes in guest memory.
     pub index: usize,
-    /// Number of pages, at most a batch.
+    /// Number of pages, at most [`BATCH`].
     pub pages: usize,
 }
 
 impl Guest {
-    /// Creates a guest whose memory contains these pages and has room for `into` returned pages.
+    /// Creates a guest whose memory contains these pages and has space for `into` returned pages.
     ///
     /// # Errors
     /// The system has no memory for the guest.
@@ -92,7 +93,8 @@ impl Guest {
         for (number, page) in pages.enumerate() {
             ram.write(pages_at + number as u64 * PAGE, page);
         }
-        // Touch the pages, so that the benchmark does not measure page faults of the daemon.
+        // Touch the pages for returned data, so that the benchmark does not measure page faults of
+        // the daemon.
         for number in 0..into as u64 {
             ram.write(into_at + number * PAGE, &[0; PAGE_SIZE]);
         }
@@ -106,7 +108,7 @@ impl Guest {
         })
     }
 
-    /// Connects and creates the guest's pool.
+    /// Connects the guest to the daemon at the other end of `stream`, and creates the guest's pool.
     ///
     /// # Errors
     /// The daemon refuses the connection or the guest's pool.
@@ -135,7 +137,8 @@ impl Guest {
         }
     }
 
-    /// Puts a run of pages. Returns false if too many requests are in flight.
+    /// Sends a put of a run of pages. Returns false, and sends nothing, if too many requests are in
+    /// flight.
     pub fn put(&mut self, run: Run) -> bool {
         let Some(number) = self.free.pop() else {
             return false;
@@ -163,8 +166,9 @@ impl Guest {
         true
     }
 
-    /// Gets a run of pages. The first page goes to page `into` of the guest's memory for returned
-    /// pages, and the other pages follow it. Returns false if too many requests are in flight.
+    /// Sends a get of a run of pages. The daemon writes the pages to the guest's memory for
+    /// returned pages, from page `into` of that memory on. Returns false, and sends nothing, if too
+    /// many requests are in flight.
     pub fn get(&mut self, run: Run, into: usize) -> bool {
         let Some(number) = self.free.pop() else {
             return false;
@@ -222,7 +226,8 @@ impl Guest {
         self.guest.publish(QUEUE);
     }
 
-    /// Takes an answer, if there is one. Returns the number of pages of its request.
+    /// Takes one answer, if the daemon has sent one. Returns the number of pages of the answered
+    /// request.
     ///
     /// # Errors
     /// A page of a put does not have the result `put_is`, or a page of a get was not returned.
@@ -251,10 +256,11 @@ impl Guest {
         Ok(Some(pages))
     }
 
-    /// Polls for an answer. Returns the number of pages of its request.
+    /// Polls until the daemon has sent an answer. Returns the number of pages of the answered
+    /// request.
     ///
     /// # Errors
-    /// Errors of [`Self::answer`], or no answer within the time limit.
+    /// [`Self::answer`] returns an error, or there is no answer within the time limit.
     pub fn wait(&mut self) -> Result<usize, String> {
         let begun = Instant::now();
         loop {
@@ -275,7 +281,7 @@ impl Guest {
     /// that time.
     ///
     /// # Errors
-    /// Errors of [`Self::wait`].
+    /// [`Self::wait`] returns an error.
     pub fn all(&mut self, runs: &[Run], puts: bool) -> Result<(f64, usize), String> {
         let (mut sent, mut answered, mut into, mut pages) = (0, 0, 0, 0);
         let mut begun = Instant::now();
@@ -301,7 +307,7 @@ impl Guest {
         Ok((begun.elapsed().as_secs_f64(), pages))
     }
 
-    /// Compares the returned pages with those that were put.
+    /// Compares the pages that gets of these runs returned with the pages that the guest put.
     ///
     /// # Errors
     /// A returned page has a wrong byte.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon's data path in the process of the benchmark: workers and connections. There are no
-//! background workers, because the benchmark does the background work itself, between measurements.
+//! The daemon's data path (workers and connections) within the process of the benchmark. There are
+//! no background workers, because the benchmark does the background work itself, between
+//! measurements.
 
 use crate::path::guest::Guest;
 use rustix::thread::{CpuSet, Pid, sched_setaffinity};
@@ -13,36 +14,36 @@ use tmem_testing::HeadlessDaemon;
 use tmemd::config::{EventLoop, Waiting};
 use tmemd::parts::{ClockAndEntropy, ConnectionContext, Workers, serve};
 
-/// Largest number of pages for which one step does background work.
+/// Largest number of pages that one call of `maintain` handles in the background work.
 const MAINTAIN_PAGES: usize = 4096;
 
 /// Longest time that the benchmark waits for a worker's thread to start.
 const START_MAX: Duration = Duration::from_secs(5);
 
-/// Bytes of the stack of a connection's thread.
+/// Stack size in bytes of a thread that handles a guest's connection.
 const STACK_BYTES: usize = 256 << 10;
 
-/// A daemon in this process, without workers at first.
+/// A daemon in this process. It has no worker threads until [`BenchDaemon::serve`] starts one.
 pub struct BenchDaemon {
     pub daemon: HeadlessDaemon,
 }
 
-/// Workers that serve a pool.
+/// A worker thread that answers guests, with the context of its connections.
 pub struct Path {
     shared: ConnectionContext,
-    /// Thread of the only worker.
+    /// Thread id of the only worker.
     pub worker: Pid,
 }
 
 impl BenchDaemon {
-    /// Creates a daemon with an empty pool.
+    /// Creates a daemon with an empty pool of this size in bytes.
     pub fn new(size_bytes: u64) -> BenchDaemon {
         BenchDaemon {
             daemon: HeadlessDaemon::new(size_bytes, 42, ClockAndEntropy::host()),
         }
     }
 
-    /// Starts one worker on the given processor.
+    /// Starts one worker thread and pins it to the given processor.
     ///
     /// # Errors
     /// The system cannot start the worker's thread.
@@ -83,7 +84,7 @@ impl BenchDaemon {
         })
     }
 
-    /// Connects a guest as a VM with its own trust domain and the given reserve.
+    /// Connects a guest as a VM with its own trust domain and the given reserve in bytes.
     ///
     /// # Errors
     /// The daemon refuses the connection.
@@ -137,7 +138,7 @@ impl BenchDaemon {
         let fault = |error: std::io::Error| error.to_string();
         let (own, other) = UnixStream::pair().map_err(fault)?;
         let shared = path.shared.clone();
-        // The thread ends when the guest closes the connection, or with the process.
+        // The connection's thread ends when the guest closes the connection or this process ends.
         std::thread::Builder::new()
             .name("connection".into())
             .stack_size(STACK_BYTES)
@@ -155,7 +156,7 @@ impl BenchDaemon {
 }
 
 impl Path {
-    /// Returns the processor time of the worker in ns.
+    /// Returns the processor time that the worker has used, in ns.
     pub fn cpu_ns(&self) -> f64 {
         cpu_ns(self.worker)
     }
@@ -180,7 +181,7 @@ pub fn threads(name: &str) -> Vec<Pid> {
     named.filter_map(number).filter_map(Pid::from_raw).collect()
 }
 
-/// Returns the processor time of a thread in ns.
+/// Returns the processor time that a thread has used, in ns.
 pub fn cpu_ns(thread: Pid) -> f64 {
     let path = format!("/proc/{}/schedstat", thread.as_raw_nonzero());
     let text = fs::read_to_string(path).unwrap_or_default();

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Benchmark of the data path from a guest's virtqueue to the engine and back. The path is compared
-//! with direct calls of the engine, with zram and with memcached. All are measured alternately in
-//! one run.
+//! Benchmark of the data path from a guest's virtqueue to the storage engine and back. The
+//! benchmark compares the path with direct calls of the engine, with zram and with memcached. It
+//! measures all of them alternately in one run.
 //!
-//! The benchmark uses two processors. The daemon's worker, the engine, zram and memcached run on
-//! the first. The code that calls them runs on the second processor, as a guest would. The fake
-//! guest itself takes very little time.
+//! The benchmark uses two processors. The daemon's worker, the engine and memcached run on the
+//! first. The code that calls the worker and memcached runs on the second processor, as a guest
+//! would. zram does its work on the second processor, too. The fake guest takes very little time.
 
 pub mod guest;
 pub mod host;
@@ -25,18 +25,18 @@ use std::time::{Duration, Instant};
 use tmem_pool::{PAGE_SIZE, Page, PageHash};
 use tmemd::config::EventLoop;
 
-/// Processor of the worker, and of the engine when it is called directly.
+/// Processor of the worker and of memcached, and of direct calls of the engine.
 const SERVER: usize = 0;
 
 /// Processor of the guest.
 const CLIENT: usize = 1;
 
-/// Number of batches of a round. Together these batches have slightly fewer pages than the limit of
-/// a tenant's raw pages.
+/// Number of batches that a round puts and gets. Together these batches have slightly fewer pages
+/// than a tenant may have raw pages.
 const BATCHES: usize = 28;
 
-/// Number of single pages that a round gets from each of two workers: one that polls, and one that
-/// does not.
+/// Number of single pages that a round gets from each of two workers. One worker polls for
+/// requests, and the other sleeps as soon as it has none.
 const SINGLES: usize = 100;
 
 /// Pause of a guest between two single gets. A worker that polls for requests still polls at the
@@ -46,31 +46,31 @@ const THINK: Duration = Duration::from_micros(20);
 /// Time after which a worker without requests sleeps.
 const REST: Duration = Duration::from_millis(1);
 
-/// Number of VMs that are served together.
+/// Number of VMs that one daemon serves together.
 const VMS: usize = 256;
 
-/// Number of pages of each of the VMs that are served together: one batch.
+/// Number of pages of each VM when one daemon serves many: one batch.
 const VM_PAGES: usize = BATCH;
 
-/// Time for which an idle daemon is observed.
+/// Time for which the benchmark observes an idle daemon.
 const IDLE: Duration = Duration::from_secs(2);
 
-/// Options of the path's benchmark.
+/// Options of the benchmark of the data path.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Pages from the files of this directory, instead of a choice from the whole machine.
+    /// Take the test pages from the files of this directory, instead of files of the whole machine.
     #[arg(long, value_name = "DIR")]
     corpus: Option<PathBuf>,
-    /// Number of pages. They should not fit into the processor's caches.
+    /// Number of test pages. Together they should not fit into the processor's caches.
     #[arg(long, default_value_t = 49_152, value_name = "NUMBER")]
     pages: usize,
-    /// How often each operation is measured; the medians count.
+    /// Number of times that each operation is measured. Results are medians.
     #[arg(long, default_value_t = 40, value_name = "NUMBER")]
     rounds: usize,
     /// Event loop of the worker: auto, epoll or io_uring.
     #[arg(long, default_value = "auto", value_name = "KIND")]
     event_loop: EventLoop,
-    /// Seed of the choice of files and pages, and of their order.
+    /// Seed of the random choice of files and pages, and of their order.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
     /// Print the result as JSON on standard output.
@@ -78,8 +78,8 @@ pub struct Args {
     json: bool,
 }
 
-/// Times of all operations in nanoseconds per page, and times of gets of single pages in
-/// microseconds.
+/// Times of all measured operations in nanoseconds per page. `singles` has the times of gets of
+/// single pages in microseconds.
 #[derive(Default)]
 struct Times {
     path: [Samples; 2],
@@ -116,7 +116,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     drop(corpus);
     if pages.len() < (BATCHES * 8 * BATCH).max(VMS * VM_PAGES) {
         return Err(format!(
-            "lz4 shrinks only {} of the pages, too few for the benchmark: ask for more with --pages",
+            "lz4 shrinks only {} of the test pages, too few for the benchmark: raise --pages",
             pages.len()
         ));
     }
@@ -143,7 +143,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     Ok(())
 }
 
-/// Raises the limit of open files, because each VM needs descriptors at both ends of its
+/// Raises the process's limit of open files, because each VM needs descriptors at both ends of its
 /// connection.
 fn raise_descriptor_limit() -> Result<(), String> {
     use rustix::process::{Resource, getrlimit, setrlimit};
@@ -154,7 +154,7 @@ fn raise_descriptor_limit() -> Result<(), String> {
     }
     limit.current = Some(wanted);
     setrlimit(Resource::Nofile, limit)
-        .map_err(|error| format!("{wanted} open files are needed (ulimit -n): {error}"))
+        .map_err(|error| format!("cannot raise the limit of open files to {wanted}: {error}"))
 }
 
 fn batches(pages: usize) -> Vec<Run> {
@@ -165,8 +165,8 @@ fn batches(pages: usize) -> Vec<Run> {
     (0..pages / BATCH).map(run).collect()
 }
 
-/// Measures one VM whose worker polls, another whose worker does not, the engine, zram and
-/// memcached.
+/// Measures a VM whose worker polls for requests, a VM whose worker does not poll, the engine, zram
+/// and memcached.
 fn one_vm(
     args: &Args,
     pages: &[Sized],
@@ -181,7 +181,7 @@ fn one_vm(
     let sleeping = host.serve(args.event_loop, Duration::ZERO, SERVER)?;
     let all = || pages.iter().map(|sized| &*sized.page);
     let mut guest = Guest::new("polled", all(), BATCHES * BATCH)?;
-    // This reserve is large enough for the largest number of raw pages.
+    // Give the VM a reserve that is large enough for the largest number of raw pages.
     host.connect(&path, "polled", 256 << 20, &mut guest)?;
     let few = pages.len().min(16 * BATCH);
     let mut other = Guest::new("woken", all().take(few), SINGLES)?;
@@ -256,7 +256,7 @@ fn path_round(
         let before = path.cpu_ns();
         let (seconds, pages) = guest.all(runs, what == PUT)?;
         times.path[what].push(seconds * 1e9 / pages as f64);
-        // The processor time is only complete when the worker is asleep.
+        // Wait until the worker sleeps, because its processor time is complete only then.
         std::thread::sleep(REST);
         times.path_cpu[what].push((path.cpu_ns() - before) / (runs.len() * BATCH) as f64);
         if what == GET {
@@ -285,8 +285,8 @@ fn engine_round(
                 begun = Instant::now();
             }
             match what {
-                // A guest gets its answer before the pages are freed, but freeing them is part of
-                // the worker's time.
+                // Free the pages within the measured time. A guest gets its answer before the
+                // daemon frees them, but freeing is part of the worker's time.
                 GET => drop(engine.get(1, run.index, out)),
                 _ => {
                     let batch = &pages[run.index..run.index + run.pages];
@@ -354,8 +354,8 @@ fn memcached_round(
     Ok(())
 }
 
-/// Writes and reads the batches page by page, since zram has no batches. The time of zram is the
-/// time of the calling thread.
+/// Writes and reads the batches of `runs` page by page, since zram has no batches. The calling
+/// thread does zram's work, so the calls' elapsed time is zram's time.
 fn zram_round(
     times: &mut Times,
     zram: &mut Zram,
@@ -380,7 +380,8 @@ fn zram_round(
     Ok(())
 }
 
-/// Gets pages one by one, each shortly after the answer to the previous get, and puts them again.
+/// Gets pages one by one and adds each time in µs to `times`. The guest pauses for THINK before
+/// each get. At the end, puts the pages again.
 fn single_gets(times: &mut Vec<f64>, guest: &mut Guest, first: usize) -> Result<(), String> {
     for nth in 0..SINGLES {
         let run = Run {
@@ -412,8 +413,8 @@ struct Idle {
     cpu_ms_per_s: f64,
 }
 
-/// Measures many VMs that have one batch each in flight, to compare them with one VM that has
-/// several batches in flight. Then measures the daemon while it is idle.
+/// Measures a daemon with many VMs, each with one batch in flight, for a comparison with one VM
+/// that has several batches in flight. Then measures the daemon while it is idle.
 fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, String> {
     let host = BenchDaemon::new(4 << 30);
     let polls = tmemd::config::POLL_MAX_DEFAULT;
@@ -458,7 +459,7 @@ fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, Str
         }
     }
     progress("observing the idle daemon");
-    // Wait until the workers have stopped polling.
+    // Wait until the workers have stopped polling for requests.
     std::thread::sleep(polls + Duration::from_millis(50));
     let all = || threads("worker-").into_iter().chain(threads("connection"));
     let seen = || {
@@ -505,8 +506,8 @@ fn crowd(guests: &mut [Guest], puts: bool) -> Result<(f64, usize), String> {
         waiting.retain(|number| match guests[*number].answer() {
             Ok(Some(count)) => {
                 (answered, pages) = (answered + 1, pages + count);
-                // The time begins at the answer number WINDOW, as in the measurement of a single
-                // VM.
+                // Begin the measured time at the answer number WINDOW, as in the measurement of a
+                // single VM.
                 if answered == WINDOW {
                     (begun, pages) = (Instant::now(), 0);
                 }
@@ -520,7 +521,7 @@ fn crowd(guests: &mut [Guest], puts: bool) -> Result<(f64, usize), String> {
         });
         fault?;
         if started.elapsed() > Duration::from_secs(30) {
-            return Err(format!("{} VMs were not answered in time", waiting.len()));
+            return Err(format!("{} VMs got no answer within 30 s", waiting.len()));
         }
     }
     Ok((begun.elapsed().as_secs_f64(), pages))

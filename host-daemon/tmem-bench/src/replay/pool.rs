@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Replay of a trace in a pool of shadow tenants: the engine's own index, policy and quotas, with
-//! sizes in place of contents.
+//! Replay of a trace in a pool of shadow tenants. They use the engine's own index, policy and
+//! quotas, and record the sizes of pages but not their contents.
 //!
-//! All tenants have the same weight and no reserve, so the tenant with the largest charge gives up
-//! pages first. Pages are charged as quotas count them: stored bytes and
+//! All tenants have the same weight and no reserve, so the pool evicts first from the tenant with
+//! the largest charge. The charge of a page is, as in quotas, its stored bytes and
 //! [`PAGE_METADATA_CHARGE_BYTES`](tmem_pool::PAGE_METADATA_CHARGE_BYTES).
 
 use std::collections::BTreeMap;
@@ -14,9 +14,9 @@ use tmem_trace::format::{Event, ObjectKey, Op};
 /// Results of a replay, for all tenants together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// Number of requested pages.
+    /// Number of pages that the guests requested.
     pub gets: u64,
-    /// Number of returned pages.
+    /// Number of requested pages that the replay returned.
     pub hits: u64,
     /// Number of pages that were put. This includes references (REF) of the trace that the replay
     /// turned into puts.
@@ -25,7 +25,7 @@ pub struct Outcome {
     pub refs_held: u64,
     /// Number of references (REF) to pages that were not in the pool.
     pub refs_gone: u64,
-    /// Number of evicted pages.
+    /// Number of pages that the replay evicted.
     pub evictions: u64,
     /// Misses that would have been hits with more memory, by the engine's estimates during the
     /// replay, one counter for each percentage of
@@ -35,34 +35,34 @@ pub struct Outcome {
     /// during the replay, one counter for each percentage of
     /// [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
     pub loss_hits: [u64; 3],
-    /// Hits from which `loss_hits` is estimated.
+    /// Number of hits among which `loss_hits` is estimated.
     pub loss_hits_seen: u64,
-    /// Largest charge at any time, in bytes.
+    /// Largest charge of all tenants together at any time, in bytes.
     pub peak_bytes: u64,
 }
 
 impl Outcome {
-    /// Returns the share of the requested pages that were returned, 0 to 1.
+    /// Returns the share of requested pages that the replay returned, 0 to 1.
     pub fn hit_ratio(&self) -> f64 {
         self.hits as f64 / self.gets.max(1) as f64
     }
 }
 
-/// Address space for indexes in bytes: ten times the memory for the keys of the largest trace that
-/// a daemon records by default.
+/// Bytes of address space for the indexes of all tenants. This is ten times the memory for the keys
+/// of the largest trace that a daemon records by default.
 const INDEX_BYTES_MAX: u64 = 32 << 30;
 
 /// Pages that the replay returned to the guest and did not retain, although the guest allowed it,
 /// with their stored sizes in bytes. In the recording, the pool may have retained them.
 type Removed = BTreeMap<(ObjectKey, u64), usize>;
 
-/// Replays one request. A pool is created when a request first names it, because a trace may begin
+/// Replays one request. Creates a pool when a request first names it, because a trace may begin
 /// after the guest has created its pools. Returns false if there are too many keys or pools, or if
 /// there is no memory.
 ///
 /// If a pool answers that a page is not retained, the guest later puts the page instead of sending
-/// a reference (REF). So the recorded reference to a page that the replay did not retain is
-/// replayed as a put.
+/// a reference (REF). So if the replay did not retain a page, it replays the recorded reference to
+/// the page as a put.
 fn apply(tenant: &mut ShadowTenant, removed: &mut Removed, op: Op) -> bool {
     match op {
         Op::Put {
@@ -120,7 +120,7 @@ fn apply(tenant: &mut ShadowTenant, removed: &mut Removed, op: Op) -> bool {
     true
 }
 
-/// A pool that has the keys and sizes of pages, but not their contents.
+/// A pool that replays traces. It has the keys and sizes of pages, but not their contents.
 pub struct Replay {
     policy: PolicyKind,
     size_bytes: u64,
@@ -149,9 +149,9 @@ impl Replay {
         })
     }
 
-    /// Replays a request. The answer that the trace recorded for the request does not matter.
-    /// Returns false, and does nothing, if there are more keys or pools than a tenant may have, or
-    /// if there is no memory.
+    /// Replays one request of a trace. Ignores the recorded answer to the request. Returns false,
+    /// and does nothing, if there are more keys or pools than a tenant may have, or if there is no
+    /// memory.
     pub fn apply(&mut self, event: &Event) -> bool {
         let make = || {
             let tenant = ShadowTenant::new(self.policy, self.seed, &self.memory);
@@ -174,7 +174,7 @@ impl Replay {
         done
     }
 
-    /// Returns the results of all tenants together, as of now.
+    /// Returns the results of all tenants together, up to the last replayed request.
     pub fn outcome(&self) -> Outcome {
         let mut sum = Outcome {
             peak_bytes: self.peak_bytes,
@@ -221,7 +221,7 @@ mod tests {
         }
     }
 
-    /// Returns hits, evictions and charged bytes after these requests.
+    /// Replays these requests in a FIFO pool. Returns hits, evictions and charged bytes.
     fn run(size_bytes: u64, ops: &[(u32, Op)]) -> (u64, u64, u64) {
         let mut replay = Replay::new(PolicyKind::Fifo, size_bytes, 1).unwrap();
         for &(tenant, op) in ops {
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn retained_pages_are_replayed() {
+    fn refs_are_replayed_as_refs_or_as_puts() {
         let object = ObjectKey::default();
         let get = |page| Op::GetRetaining {
             object,
@@ -260,11 +260,12 @@ mod tests {
         let ops = [put(1), get(1), get(1), refer(1), get(1), refer(2), get(2)];
         let ops = ops.map(|op| (0, op));
         assert_eq!(run(u64::MAX, &ops), (3, 0, PAGE));
-        // The retained page 1 is evicted when page 2 is put, so the reference to page 1 finds no
+        // The put of page 2 evicts the retained page 1, so the reference (REF) to page 1 finds no
         // page.
         let ops = [put(1), get(1), put(2), refer(1), super::tests::get(1)].map(|op| (0, op));
         assert_eq!(run(PAGE, &ops), (1, 1, PAGE));
-        // After an eviction the pool does not retain page 2, so the guest puts it again.
+        // The pool has evicted a page, so it does not retain page 2 at the get. The guest puts page
+        // 2 again.
         let ops = [put(1), put(2), get(2), refer(2), get(2)].map(|op| (0, op));
         assert_eq!(run(PAGE, &ops), (2, 1, 0));
     }
