@@ -19,9 +19,12 @@
 #include <linux/virtio.h>
 #include <linux/virtio_config.h>
 #include <linux/workqueue.h>
-#include <linux/writeback.h>	/* filemap_dirty_folio(), before 6.2 */
+#include <linux/writeback.h>	/* declares filemap_dirty_folio() before 6.2 */
 
-/* Before 6.2 ftrace has an older name of the setter and no accessor for arguments. */
+/*
+ * Before Linux 6.2, ftrace's function that sets the instruction pointer has another name, and
+ * ftrace has no function that returns an argument of the traced function.
+ */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 2, 0)
 #define tmem_set_ip(fregs, ip) ftrace_instruction_pointer_set(fregs, ip)
 #define tmem_ftrace_arg(fregs, n) regs_get_kernel_argument(&(fregs)->regs, n)
@@ -31,8 +34,9 @@
 #endif
 
 /*
- * Returns a part of a readahead request, to be given to the file system as if it were the whole
- * request. The copy keeps fields that a newer kernel adds to the structure.
+ * Returns a copy of a readahead request that covers only @nr_pages pages from page @index on. The
+ * file system handles the copy as if it were the whole request. The copy keeps fields that a newer
+ * kernel adds to the structure.
  */
 static inline struct readahead_control tmem_rac_part(const struct readahead_control *rac,
 						     pgoff_t index, unsigned int nr_pages)
@@ -46,7 +50,7 @@ static inline struct readahead_control tmem_rac_part(const struct readahead_cont
 	return part;
 }
 
-/* Marks a request as done, after all of its folios were handled in parts. */
+/* Marks a readahead request as done, after the caller has handled all of its folios in parts. */
 static inline void tmem_rac_done(struct readahead_control *rac)
 {
 	rac->_index += rac->_nr_pages;
@@ -55,10 +59,11 @@ static inline void tmem_rac_done(struct readahead_control *rac)
 }
 
 /*
- * Limits the order of a stream's folios to @order. Since 6.17, the folios of a stream grow by two
- * orders from one readahead to the next, up to the length of the readahead. A stream that this
- * function limits never reaches the order of a huge page. So if a stream has that order, the
- * application has requested huge pages (MADV_HUGEPAGE), and the function does not limit it.
+ * Limits the order (log2 of the number of pages) of the folios that readahead allocates for an open
+ * file to @order. Since 6.17, these folios grow by two orders from one readahead to the next, up to
+ * the length of the readahead. With this limit, they never reach the order of a huge page. So if
+ * the open file already has that order, the application has requested huge pages (MADV_HUGEPAGE),
+ * and the function does not limit it.
  *
  * The order is stored in the readahead state of the open file. The kernel changes this state
  * without a lock, and so does this function. In the worst case one readahead has smaller or larger
@@ -92,14 +97,17 @@ static inline bool tmem_folio_used_again(struct folio *folio)
 	return folio_test_active(folio) || folio_test_workingset(folio);
 }
 
-/* Since 6.17 the system's work queues have other names, and 7.2 warns about the older names. */
+/* The names of the system's work queues changed in 6.17, and 7.2 warns about the older names. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 17, 0)
 #define tmem_system_wq system_unbound_wq
 #else
 #define tmem_system_wq system_dfl_wq
 #endif
 
-/* Since 6.10 the kernel takes the source of a trace event's string from its declaration. */
+/*
+ * Since Linux 6.10, __assign_str() takes the source string from the declaration of the trace
+ * event's string field.
+ */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 10, 0)
 #define tmem_assign_str(dst, src) __assign_str(dst, src)
 #else
@@ -140,8 +148,8 @@ static inline int tmem_find_vqs(struct virtio_device *vdev, unsigned int nr,
 #endif
 
 /*
- * Returns whether the caller owns a file or has CAP_FOWNER. Since 6.3 the kernel maps the owner's
- * user id by the mount (mnt_idmap); before 6.3 it maps it by a user namespace.
+ * Returns whether the caller owns a file or has CAP_FOWNER. The kernel maps the owner's user id by
+ * the mount (mnt_idmap) since 6.3, and by a user namespace before 6.3.
  */
 static inline bool tmem_owner_or_capable(const struct file *file)
 {
@@ -152,7 +160,7 @@ static inline bool tmem_owner_or_capable(const struct file *file)
 #endif
 }
 
-/* A kobject's type may be const since 6.2. */
+/* Before Linux 6.2, the type of a kobject (struct kobj_type) may not be const. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 2, 0)
 #define tmem_kobject_init_and_add(kobj, ktype, parent, ...) \
 	kobject_init_and_add(kobj, (void *)(ktype), parent, __VA_ARGS__)
@@ -161,39 +169,18 @@ static inline bool tmem_owner_or_capable(const struct file *file)
 	kobject_init_and_add(kobj, ktype, parent, __VA_ARGS__)
 #endif
 
-/* Since 6.7 the kernel allocates shrinkers. Before, the caller does, and registration may fail. */
-#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 7, 0)
-static inline struct shrinker *tmem_shrinker_alloc(void)
+/*
+ * Returns whether the current task has unmapped pages whose TLB entries try_to_unmap_flush() must
+ * still flush. Some architectures never defer this flush.
+ */
+static inline bool tmem_unmap_flush_required(void)
 {
-	return kzalloc(sizeof(struct shrinker), GFP_KERNEL);
-}
-
-static inline int tmem_shrinker_register(struct shrinker *shrinker)
-{
-	shrinker->seeks = DEFAULT_SEEKS;
-	return register_shrinker(shrinker, "virtio_tmem");
-}
-
-/* Frees a shrinker, registered or not. */
-static inline void tmem_shrinker_free(struct shrinker *shrinker)
-{
-	unregister_shrinker(shrinker);
-	kfree(shrinker);
-}
+#ifdef CONFIG_ARCH_WANT_BATCHED_UNMAP_TLB_FLUSH
+	return current->tlb_ubc.flush_required;
 #else
-static inline struct shrinker *tmem_shrinker_alloc(void)
-{
-	return shrinker_alloc(0, "virtio_tmem");
-}
-
-static inline int tmem_shrinker_register(struct shrinker *shrinker)
-{
-	shrinker_register(shrinker);
-	return 0;
-}
-
-#define tmem_shrinker_free(shrinker) shrinker_free(shrinker)
+	return false;
 #endif
+}
 
 /* Returns whether the kernel calls tmem_put_end() after puts, as the patches of intree/ do. */
 static inline bool tmem_has_put_end(void)
@@ -205,7 +192,9 @@ static inline bool tmem_has_put_end(void)
 #endif
 }
 
-/* Series of the headers that the module was built with, as KERNEL_VERSION(major, minor, 0). */
+/*
+ * Series of the kernel headers that the module was built with, as KERNEL_VERSION(major, minor, 0).
+ */
 #define TMEM_BUILT_FOR (LINUX_VERSION_CODE & ~0xff)
 
 #endif /* _TMEM_COMPAT_H */

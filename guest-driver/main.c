@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * virtio-tmem: a page that this guest evicts is put into a pool in the host's memory. When the page
- * is missed, it comes from there instead of the disk.
+ * virtio-tmem: a page that this guest evicts is put into a pool in the host's memory. When the
+ * guest needs the page again, it reads the page from this pool instead of the disk.
  *
  * core/ sends requests to the device and has the index of the pages that the host holds. hooks/ is
  * called by the kernel when pages enter and leave the page cache. This file sets up the core first

@@ -22,13 +22,15 @@ extern unsigned int tmem_inject_ring_full;
 extern unsigned int tmem_inject_nomem;
 extern unsigned int tmem_inject_corrupt;
 extern unsigned int tmem_inject_retained_changed;
+extern unsigned int tmem_inject_mark_late;
+extern unsigned int tmem_inject_policy_late;
 bool tmem_inject(atomic_t *calls, unsigned int every);
 
 /*
- * TMEM_HOLD(place) - wait here if a test requests that
+ * TMEM_HOLD(place) - stop the calling task if a test requests it
  *
- * The test sets the parameter test_hold_<place> to WANTED. It reads as HELD once a task is there,
- * and the test sets it back to NO.
+ * The test sets the parameter test_hold_<place> to WANTED. The parameter reads as HELD when a task
+ * waits, and the test sets it back to NO to release the task.
  */
 #define TMEM_HOLD(place)	tmem_hold(&tmem_hold_##place)
 enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
@@ -37,7 +39,7 @@ extern unsigned int tmem_hold_truncate;
 void tmem_hold(unsigned int *place);
 
 extern unsigned long tmem_test_index_bytes;
-/* Returns the limit of the index, which a test may lower. */
+/* Returns the limit of the index in bytes, which a test may lower. */
 static inline long tmem_test_limit(long bytes)
 {
 	long test_bytes = READ_ONCE(tmem_test_index_bytes);
@@ -47,8 +49,8 @@ static inline long tmem_test_limit(long bytes)
 
 extern unsigned long tmem_test_cookies;
 /*
- * Returns the first sequence number of a queue, whose numbers end at @max. A test can leave only
- * the last tmem_test_cookies numbers.
+ * Returns the first sequence number of a queue, whose last number is @max. A test can set
+ * tmem_test_cookies, so that a queue has only this many numbers.
  */
 static inline u64 tmem_test_first_seq(u64 max)
 {
@@ -57,7 +59,8 @@ static inline u64 tmem_test_first_seq(u64 max)
 
 extern unsigned long tmem_test_hooks_off;
 /*
- * Returns whether a test has switched a hook (enum tmem_hook) off, to show what it is needed for.
+ * Returns whether a test has switched a hook (enum tmem_hook) off, to show what fails without the
+ * hook.
  */
 static inline bool tmem_hook_off(unsigned int hook)
 {
@@ -72,7 +75,7 @@ static inline bool tmem_selftest_blind(unsigned int hook)
 }
 
 extern bool tmem_test_untested;
-/* Returns whether the point release counts as one that was not tested. */
+/* Returns whether a test makes the driver treat the kernel's point release as untested. */
 static inline bool tmem_test_untested_release(void)
 {
 	return tmem_test_untested;
@@ -82,7 +85,7 @@ void tmem_test_walk(unsigned int run, unsigned int searched);
 
 #else
 
-#define TMEM_INJECT(what)	(sizeof(#what) == 0)	/* never */
+#define TMEM_INJECT(what)	(sizeof(#what) == 0)	/* without TEST=1, no fault occurs */
 #define TMEM_HOLD(place)	((void)sizeof(#place))
 
 static inline long tmem_test_limit(long bytes)

@@ -16,7 +16,7 @@
 #include <linux/mm_types.h>
 #include <linux/types.h>
 
-/* A file system's share of the index, one per super block. */
+/* Share of the index that belongs to one file system (super block). */
 struct tmem_pool;
 
 /* Reasons to erase entries. Each has a counter. */
@@ -26,7 +26,8 @@ enum tmem_inval {
 	TMEM_INVAL_TRUNCATE,	/* truncate, punch, zero, collapse, insert, reflink */
 	TMEM_INVAL_DIRECT,	/* direct write is about to start */
 	TMEM_INVAL_MOVE_EXT,	/* blocks exchanged below the page cache */
-	TMEM_INVAL_INODE,	/* inode deleted, reused or become ineligible */
+	/* inode was deleted or reused, or its pages may not be put any more */
+	TMEM_INVAL_INODE,
 	TMEM_INVAL_UNMOUNT,
 	TMEM_INVAL_DROPPED,	/* a put of the key was refused or dropped */
 	TMEM_INVAL_GENERATION,	/* device reset, backend lost or replaced */
@@ -55,17 +56,17 @@ bool tmem_online(void);
 
 /*
  * Adds a pool. Process context. The device learns of the pool when it is online, and again after
- * each change of the generation. A pool that replaces @old has the same policies and marks; @old
- * must not be used for puts any more.
+ * each change of the generation. A pool that replaces @old shares the policies and marks of @old,
+ * which must not be used for puts any more.
  */
 struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old);
 /*
- * Empties a pool. Process context. Pages that were put before are no longer found. The pool and its
- * marks stay. New pages come in at once, unless the caller keeps hooks from putting.
+ * Empties a pool. Process context. Gets no longer find pages that were put before. The pool and its
+ * marks stay. The pool takes new puts at once, unless the caller has stopped them.
  */
 void tmem_pool_empty(struct tmem_pool *pool);
 /*
- * Returns the number of pages that are held of a pool, counted by a walk through the index. Process
+ * Returns the number of held pages of a pool, which it counts in a walk through the index. Process
  * context.
  */
 unsigned long tmem_pool_pages(struct tmem_pool *pool);
@@ -77,15 +78,15 @@ void tmem_pool_free(struct tmem_pool *pool);
 
 /*
  * Copies a page into the put ring and enters it into the index. If the host has retained the page
- * since a get, and the page has not changed, the host is only told that it holds the page again.
- * Any context but NMI, interrupts on or off; never waits. Returns whether the page was taken; if
- * not, its entry is erased.
+ * since a get, and the page has not changed, the driver copies nothing and sends a reference. Any
+ * context but NMI, interrupts on or off; never waits. Returns whether the page was taken. If it
+ * was not, its entry is erased.
  * @workingset: the page was used again after it was read in.
  * @inside: the page lies completely inside the file. Only such pages are retained, because the
  * bytes behind the end of a file can change without a write.
  *
  * The page is sent to the host when a batch is full, or within TMEM_PUT_DELAY_MS (10 ms, in ticks),
- * unless the host has as many batches as it can have: see core/send.c.
+ * unless the maximum number of batches is in flight (core/send.c).
  */
 bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset,
 	      bool inside);
@@ -104,7 +105,7 @@ void tmem_put_end(void);
 
 /*
  * Erases the entries of pages first .. last, both included. Any context but NMI. The cost is
- * proportional to the entries held.
+ * proportional to the number of entries in the range.
  */
 void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t last,
 		     enum tmem_inval why);
@@ -114,18 +115,19 @@ void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
 /*
  * Marks: no put is taken for a marked inode.
  *
- * tmem_bypass() sets a mark, in any context but NMI, and cannot fail. Without memory the mark is
- * lost, and no put is taken for the file system. The entries stay; a caller that may make them old
- * erases them afterwards. It returns whether the memory for marks runs short or a mark was lost;
- * the caller then requests a sweep (hooks/marks.c).
+ * tmem_bypass() sets a mark, in any context but NMI. If there is no memory for the mark, no put is
+ * taken for the whole file system instead, and the mark counts as lost. tmem_bypass() returns
+ * whether the memory for marks runs short or a mark was lost. The caller then requests a sweep,
+ * which clears marks that are no longer needed (hooks/marks.c). The inode's entries stay. If the
+ * caller's operation changes the file, the caller erases them afterwards.
  *
- * tmem_unbypass() clears a mark, unless @writers is given and above 0.
+ * tmem_unbypass() clears a mark, unless @writers, the inode's i_writecount, is given and above 0.
  *
- * After lost marks, the hooks mark all inodes again that may need it. tmem_bypass_restored() then
- * ends the state, if no further mark was lost since @lost was read.
+ * After marks were lost, the hooks set all marks again that may be needed. tmem_bypass_restored()
+ * then lets puts resume, if no further mark was lost since @lost was read.
  *
- * tmem_bypass_all() marks all inodes until the file system is unmounted. The hooks then get no page
- * of it either, and empty the pool.
+ * tmem_bypass_all() marks all inodes until the file system is unmounted. The hooks then also get no
+ * page of this file system, and empty its pool.
  */
 bool tmem_bypass(struct tmem_pool *pool, u64 ino);
 bool tmem_is_bypassed(struct tmem_pool *pool, u64 ino);
@@ -138,13 +140,13 @@ bool tmem_bypass_restored(struct tmem_pool *pool, unsigned long lost);
 /*
  * Policies: a user's request that pages of an inode are not put. The number of policies is limited.
  * tmem_policy_forbid() may fail. If it succeeds, the caller erases the inode's entries. A policy
- * stays until it is forgotten, or until the last pool that shares it is freed.
+ * stays until tmem_policy_forget(), or until the last pool that shares it is freed.
  */
 bool tmem_policy_never(const struct tmem_key *key);
 int tmem_policy_forbid(const struct tmem_key *key);
 void tmem_policy_forget(struct tmem_pool *pool, u64 ino);
 
-/* Returns how many pages of the inode the pool has, held and retained ones. Any context but NMI. */
+/* Returns the number of entries of an inode, held and retained. Any context but NMI. */
 unsigned long tmem_held_pages(const struct tmem_key *key);
 
 /*
@@ -156,13 +158,13 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 		       unsigned long *held);
 
 /*
- * Returns the time of ktime_get_ns() until which a reader may wait that begins to wait now.
+ * Returns the deadline, a time of ktime_get_ns(), of a reader that begins to wait now.
  *
  * One readahead window, or one folio of a fault, waits at most D, which is deadline_ms. An answer
  * that takes more than D / 4 counts as slow, whether it is late or not. A read(2) of any length
  * waits for slow answers 11 D at most (220 ms unless set otherwise), and in the long run no more
- * than a fifth of its time. After that the breaker is open, and everything comes from the disk
- * until a probe is answered within D / 4. See core/get.c.
+ * than a fifth of its time. After that the breaker is open, and all reads go to the disk until the
+ * host answers a probe within D / 4 (core/get.c).
  *
  * A reader that must not sleep (RWF_NOWAIT, io_uring's first attempt) does not wait at all if the
  * kernel shows this to hooks/read.c. The kernel does so in the readahead that a miss starts, from
@@ -174,19 +176,19 @@ u64 tmem_get_deadline_ns(void);
  * Gets pages. Process context, may sleep until @deadline_ns, for any number of pages. Requests each
  * page i of @index .. @index + @nr - 1 whose bit is set in @want. On a hit it copies the page into
  * pages[i] (locked by the caller, not uptodate) and leaves the bit set. On a miss it clears the
- * bit, and pages[i] has unspecified content. The entry of each requested page is erased from the
- * index first. The entry stays as a retained one if the host keeps the page. The host may keep
- * pages before @inside_end, the first page that does not lie completely inside the file. Returns
- * the number of hits. Content check and cookie were compared.
+ * bit, and pages[i] has unspecified content. A request takes the page's entry out of the index. If
+ * the host retains the page, the entry stays, marked as retained. The host may keep pages before
+ * @inside_end, the first page that does not lie completely inside the file. Returns the number of
+ * hits. Content check and cookie were compared.
  */
 unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 		      struct page **pages, unsigned long *want, u64 deadline_ns,
 		      pgoff_t inside_end);
 
 /*
- * Informs the core that the content that tmem_get() brought into @from is in the page cache as @to.
- * This happens when a hit is compared: the content goes to a copy, and the disk fills the page. Any
- * context.
+ * Informs the core that the content that tmem_get() brought into page @from is now in page @to of
+ * the page cache. If a hit is compared with the disk, the content goes to a copy, and the disk
+ * fills the page of the page cache. Any context.
  */
 void tmem_moved(struct page *from, struct page *to);
 
@@ -195,6 +197,13 @@ void tmem_moved(struct page *from, struct page *to);
  * wrong.
  */
 void tmem_poison(const char *why, u64 ino, pgoff_t index);
+
+/*
+ * tmem_pace_wanted() returns whether the current task is kswapd and should wait for the host,
+ * because the put ring fills up. tmem_pace() waits (core/pace.c).
+ */
+bool tmem_pace_wanted(void);
+void tmem_pace(void);
 
 /*
  * Sets the hook state for the report and sysfs: one bit per live hook; off_reason is NULL if the
@@ -206,9 +215,9 @@ void tmem_core_set_hooks(u64 live, const char *off_reason);
 #define TMEM_NOTE_BYTES 1024
 
 /*
- * Sets which types of file systems are served, as bits of the report (VIRTIO_TMEM_H_...). The note
- * says what is not served and why; sysfs adds it to the state. A driver that has a note and serves
- * no type is off.
+ * Sets which types of file systems are served, as bits of the report (VIRTIO_TMEM_H_...). @note
+ * names file systems that are not served, with the reason; sysfs adds it to the state. A driver
+ * that has a note and serves no type is off.
  */
 void tmem_core_set_served(u64 types, const char *note);
 /* Sets the text that sysfs shows after "on". */

@@ -3,8 +3,8 @@
  * Tracepoints, in /sys/kernel/tracing/events/virtio_tmem/. A tracepoint that is off costs one jump
  * that is not taken.
  *
- * A reason is the name of the counter that grew with the event, as in stats_list.h, so that events
- * and counters can be compared. A pool has the name of its block device.
+ * A reason is the name of the counter that grew with the event, as in stats_list.h, so that a user
+ * can compare events and counters. A pool has the name of its block device.
  */
 #undef TRACE_SYSTEM
 #define TRACE_SYSTEM virtio_tmem
@@ -16,7 +16,9 @@
 
 #include "compat.h"
 
-/* A page was offered. It was taken if the reason is "puts". */
+/*
+ * An evicted page was offered for a put. The reason "puts" means that the put ring took the page.
+ */
 TRACE_EVENT(tmem_put,
 	TP_PROTO(const char *pool, u64 ino, u64 index, bool workingset, const char *reason),
 	TP_ARGS(pool, ino, index, workingset, reason),
@@ -39,10 +41,7 @@ TRACE_EVENT(tmem_put,
 		  __get_str(reason))
 );
 
-/*
- * A get ended. It began wait_us ago, and spent most of this time waiting for
- * the host.
- */
+/* A get ended. It began wait_us ago, and spent most of this time waiting for the host. */
 TRACE_EVENT(tmem_get,
 	TP_PROTO(const char *pool, u64 ino, u64 index, unsigned int wanted, unsigned int hits,
 		 u64 wait_us),
@@ -69,8 +68,8 @@ TRACE_EVENT(tmem_get,
 );
 
 /*
- * Entries were erased: this many pages within first .. last of an inode. Inode 0 means all inodes
- * of the pool, and pool "*" all pools. An invalidation that erases nothing is not traced.
+ * Entries were erased: @pages entries for pages @first to @last of an inode. Inode 0 means all
+ * inodes of the pool, and pool "*" all pools. An invalidation that erases nothing is not traced.
  */
 TRACE_EVENT(tmem_invalidate,
 	TP_PROTO(const char *pool, u64 ino, u64 first, u64 last, unsigned long pages,
@@ -97,7 +96,10 @@ TRACE_EVENT(tmem_invalidate,
 		  __get_str(reason))
 );
 
-/* The breaker opened or closed. While it is open, answers are late and nothing is requested. */
+/*
+ * The breaker opened or closed. While it is open, the driver sends no gets, because the host
+ * answers too late.
+ */
 TRACE_EVENT(tmem_breaker,
 	TP_PROTO(bool open),
 	TP_ARGS(open),

@@ -3,8 +3,8 @@
  * Requests of user space to the virtio-tmem guest driver about one file: ioctls of
  * /dev/virtio_tmem.
  *
- * Each takes a struct virtio_tmem_file, whose fd is an open regular file. The caller owns that file
- * or has CAP_FOWNER, as for chmod().
+ * Each ioctl takes a struct virtio_tmem_file, whose fd is an open regular file. The caller must own
+ * that file or have CAP_FOWNER, as for chmod().
  *
  * - EBADF: fd is not open
  * - EINVAL: not a regular file, an unknown policy, or reserved is not 0

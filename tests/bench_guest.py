@@ -4,8 +4,8 @@
 Two guests run at the same time on equal disks, one with the device and the driver and one without.
 The benchmark measures them in turns, so that other load of the machine affects both. The figures
 are ratios of medians. The guests measure time with the TSC, which runs at the host's rate in both.
-Two more guests run with QEMU's -icount, where the TSC counts the instructions that the guest
-executed.
+Three more guests run with QEMU's -icount, where the TSC counts the instructions that the guest
+executed. One of them uses retained pages.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from harness.daemon import Daemon
 from harness.disk import Disk
 from harness.guest import DiskStat, Guest
 from harness.kernel import Kernel
+from harness.machine import processor_model
 from harness.native import NativeVm
 from harness.paths import TESTS, HarnessError, guest_program, host_binary, qemu_binary
 from harness.session import Session
@@ -62,6 +63,7 @@ REPEAT_ICOUNT = 5  # few repetitions, because instruction counts hardly vary
 RESAMPLES = 2000
 STREAM_MAX = 1.05
 UNHOOKED_MAX = 1.05
+REREAD_INSTRUCTIONS_MAX = 18_500  # with retained pages
 UNHOOKED_INSTRUCTIONS_MAX = 1.02  # close to 1, because counts hardly vary between runs
 SECONDS = 300  # longest time of one step
 
@@ -91,7 +93,7 @@ def figure_text(value: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """A figure of the report. `met` is None if there is no target."""
+    """A figure of the report. `met` tells whether it meets its target; None without a target."""
 
     key: str
     what: str
@@ -238,15 +240,19 @@ class Machine:
         self.settle()
 
     def settle(self) -> None:
-        """Waits until the host has answered all puts."""
+        """Waits until the host has answered all puts and all references to retained pages."""
         if not self.cached:
             return
-        ends = ("puts_stored", "puts_refused", "puts_unanswered")
+        puts = ("stored", "refused", "unanswered")
+        refs = ("held", "gone", "unanswered", "dropped", "unneeded")
 
         def settled() -> bool:
-            return self.stat("puts") == sum(self.stat(name) for name in ends)
+            now = self.all_counters()
+            return now["puts"] == sum(now[f"puts_{end}"] for end in puts) and now["refs"] == sum(
+                now[f"refs_{end}"] for end in refs
+            )
 
-        until(settled, 60, f"{self.vm.name}: the host answers all puts")
+        until(settled, 60, f"{self.vm.name}: the host answers all puts and references")
 
     def drop(self) -> None:
         self.bench("drop")
@@ -306,7 +312,7 @@ def all_put(puts: int) -> None:
 
 
 class Both:
-    """The guest with the driver and the one without."""
+    """Two guests, one with the driver and one without it, which are measured in turns."""
 
     def __init__(self, cached: Machine, plain: Machine) -> None:
         self.cached = cached
@@ -330,7 +336,7 @@ class Both:
 
 
 class Bench:
-    """One run of the benchmark. Each step appends its rows."""
+    """One run of the benchmark. Each step appends its rows to the report's table."""
 
     def __init__(self, session: Session, progress: Progress) -> None:
         self.session = session
@@ -344,7 +350,10 @@ class Bench:
         progress.step("disks: ext4 of 3,000 IOPS and 125 MB/s, ext3 without a limit")
         self.data, self.other = make_disks(session.directory)
 
-    def machine(self, name: str, daemon: Daemon | None, *, icount: bool) -> Machine:
+    def machine(
+        self, name: str, daemon: Daemon | None, *, icount: bool, retain: bool = False
+    ) -> Machine:
+        properties = {"retain": "on" if retain else "off"}
         throttle = None if icount else disk.CLOUD_VOLUME
         config = Config(
             kernel=self.kernel,
@@ -354,7 +363,7 @@ class Bench:
                 Disk("data", self.data, read_only=True, throttle=throttle),
                 Disk("other", self.other, read_only=True),
             ],
-            tmem=Tmem(daemon.socket(name)) if daemon else None,
+            tmem=Tmem(daemon.socket(name), properties=properties) if daemon else None,
             files={
                 MODULE: self.release,
                 TEST_MODULE: self.test,
@@ -366,7 +375,7 @@ class Bench:
         return Machine(self.session.vm(config), daemon is not None, icount)
 
     def both(self, suffix: str, path: str, *, icount: bool) -> Both:
-        """Boots both guests and mounts everything."""
+        """Boots a guest with the driver and one without it, and mounts their disks."""
         daemon = self.session.daemon(f"with{suffix}", pool_size=POOL_SIZE)
         daemon.start()
         pair = Both(
@@ -374,12 +383,16 @@ class Bench:
             self.machine(f"without{suffix}", None, icount=icount),
         )
         for machine in (pair.cached, pair.plain):
-            machine.vm.start()
-            if machine.cached:
-                machine.load(path)
-            machine.guest.mount("other", UNHOOKED, UNHOOKED_KIND, "ro")
-            machine.mount()
+            self.start(machine, path)
         return pair
+
+    def start(self, machine: Machine, path: str) -> None:
+        """Boots a guest, loads the module at `path` if it has the device, and mounts both disks."""
+        machine.vm.start()
+        if machine.cached:
+            machine.load(path)
+        machine.guest.mount("other", UNHOOKED, UNHOOKED_KIND, "ro")
+        machine.mount()
 
     def show_new(self) -> None:
         """Prints the figures of the last step at once."""
@@ -390,7 +403,7 @@ class Bench:
     def saying(self, what: str, repeat: int) -> Callable[[int], None]:
         return lambda number: self.progress.show(f"{what}: {number} of {repeat}")
 
-    # Steps
+    # The steps of the benchmark. Each step measures one operation.
 
     def stream(self, pair: Both) -> None:
         self.progress.step(f"stream of {STREAM_BYTES // MIB} MiB, {REPEAT_STREAM} times each")
@@ -566,6 +579,25 @@ class Bench:
             )
         )
 
+    def reread_retained(self, reread_once: Callable[[Machine, int], float]) -> float:
+        """Returns the instructions for re-reading a retained page, in a third guest."""
+        daemon = self.session.daemon("retain2", pool_size=POOL_SIZE)
+        daemon.start()
+        machine = self.machine("retain2", daemon, icount=True, retain=True)
+        self.start(machine, TEST_MODULE)
+        # The first read puts the pages, the second gets them, and the third is the first that
+        # evicts retained pages.
+        for _ in range(3):
+            machine.bench(f"seq {DATA}/set")
+        before = machine.counters()
+        values = [reread_once(machine, number) for number in range(2)]
+        self.details["icount_retained_counters"] = moved = machine.counters(before)
+        if moved.get("refs", 0) < SET_BYTES // PAGE_BYTES:
+            raise HarnessError(f"too few retained pages were evicted: {moved}")
+        machine.vm.check_console()
+        machine.vm.stop()
+        return statistics.median(values)
+
     def instructions(self) -> None:
         if ACCELERATOR != "tcg":
             self.progress.step("guest instructions are counted under TCG only")
@@ -580,16 +612,17 @@ class Bench:
         def dropped(where: str) -> Callable[[Machine, int], float]:
             return lambda machine, _: machine.dropped(where) / pages
 
+        def reread_once(machine: Machine, _: int) -> float:
+            return machine.processor_ns(f"seq {DATA}/set") / (SET_BYTES // PAGE_BYTES)
+
         for machine in (pair.cached, pair.plain):
             machine.remount()
             for _ in range(2):
                 machine.bench(f"seq {DATA}/set")
         before = pair.cached.counters()
-        set_pages = SET_BYTES // PAGE_BYTES
-        reread = pair.in_turns(
-            2, lambda machine, _: machine.processor_ns(f"seq {DATA}/set") / set_pages
-        )
+        reread = pair.in_turns(2, reread_once)
         self.details["icount_reread_counters"] = pair.cached.counters(before)
+        retained = self.reread_retained(reread_once)
         for _ in range(2):
             pair.plain.bench(f"seq {DATA}/cached")
         from_cache = pair.plain.processor_ns(f"seq {DATA}/cached") / (CACHED_BYTES // PAGE_BYTES)
@@ -664,6 +697,14 @@ class Bench:
                 "reported",
             ),
             Row(
+                "reread_retain_instructions",
+                "  the same with retained pages: reclaim, reference and get",
+                retained,
+                "instructions",
+                f"<= {REREAD_INSTRUCTIONS_MAX}",
+                met=retained <= REREAD_INSTRUCTIONS_MAX,
+            ),
+            Row(
                 "reread_instructions_without",
                 "  re-read of a page without the driver, from disk",
                 statistics.median(reread.plain),
@@ -719,13 +760,6 @@ class Bench:
         self.progress.step("done")
 
 
-def processor_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown processor"
-
-
 def machine_text() -> str:
     """Returns a description of the machine that ran the benchmark."""
     return f"{os.cpu_count()} processors, {processor_model()}, Linux {platform.release()}"
@@ -762,7 +796,11 @@ def write_json(path: Path, bench: Bench) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures to this file; also JSON=PATH")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="write the figures to this file; default: the environment variable JSON",
+    )
     parser.add_argument(
         "--only", nargs="*", default=[], help="run only these steps: stream reread random ..."
     )

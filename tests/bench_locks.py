@@ -68,7 +68,8 @@ THREADS = ("kswapd", "tmem_feeder", "rcu", "ksoftirqd", "kworker")
 LINE = re.compile(
     r"^\s*(\S[^:\n]*?):\s+(\d+)\s+(\d+)(?:\s+[\d.]+){4}\s+(\d+)\s+(\d+)\s", re.MULTILINE
 )
-# Number that lockdep appends to a name that several locks have, or to that of a nested lock.
+# Pattern of the number that lockdep appends to the name of a nested lock, or to a name that several
+# locks have.
 SUFFIX = re.compile(r"(?:[#/]\d+|-[WR])+$")
 # Definitions of locks in the driver. Lockdep names a lock after the argument.
 LOCKS = re.compile(
@@ -160,7 +161,7 @@ class Bench:
 
     @staticmethod
     def load(machine: Machine, limit: str, rounds: int) -> None:
-        """All groups read their files `rounds` times, at the same time."""
+        """Makes all control groups read their files `rounds` times, at the same time."""
         readers = "\n".join(
             f"mkdir -p {CGROUPS}/{name} && echo {limit} >{CGROUPS}/{name}/memory.max &&"
             f" {{ sh -c 'echo $$ >{CGROUPS}/{name}/cgroup.procs;"
@@ -259,7 +260,11 @@ class Bench:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures to this file; also JSON=PATH")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="write the figures to this file; default: the environment variable JSON",
+    )
     parser.add_argument("--only", nargs="*", default=[], help="run only these steps: locks threads")
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)

@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
 import statistics
 import sys
@@ -33,13 +32,13 @@ from bench_guest import (
     Machine,
     Row,
     make_image,
-    processor_model,
 )
 from demo import Progress, table
 from harness import disk, native
 from harness.daemon import Daemon
 from harness.disk import Disk
 from harness.host_use import processor_seconds
+from harness.machine import observed
 from harness.native import NativeConfig, NativeVm
 from harness.paths import TESTS, HarnessError, guest_program, host_binary
 from harness.session import Session
@@ -190,13 +189,6 @@ def refusals(daemon: Daemon) -> dict[str, int]:
     return out
 
 
-def host_times() -> tuple[float, float]:
-    """Returns the ticks of all processors of this machine, and those that its hypervisor took
-    away."""
-    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-    return float(sum(fields)), float(fields[7])  # proc(5): the eighth field is "steal"
-
-
 class HostPart:
     """Measures the growth of tmemd's statistics of a VM."""
 
@@ -222,7 +214,7 @@ class HostPart:
 
 
 class Bench:
-    """One run of the benchmark. Each step appends its rows."""
+    """One run of the benchmark. Each step appends its rows to the report's table."""
 
     def __init__(self, session: Session, progress: Progress, divisor: int = 1) -> None:
         self.session = session
@@ -315,7 +307,7 @@ class Bench:
         self.facts["tsc_mhz"] = round(self.ticks_per_us, 1)
         self.facts["guest_kernel"] = machine.guest.sh("uname -r").strip()
 
-    # Steps
+    # The steps of the benchmark. Each step measures one operation.
 
     def boot(self) -> None:
         repeat = self.times(REPEAT_BOOT)
@@ -412,7 +404,7 @@ class Bench:
         self._end(machine, daemon)
 
     def _evict(self, machine: Machine) -> None:
-        """Moves all pages of the file of blocks to the pool; none is left in the put ring."""
+        """Moves all pages of the measured file to the pool, and leaves none in the put ring."""
         machine.serve()
         before = machine.counters()
         pages = machine.guest.sh(f"{BENCH} evict {DATA}/blocks", SECONDS)
@@ -538,13 +530,17 @@ class Bench:
                 machine.bench(f"seq {DATA}/set")
         cached_ticks, hits, sectors = [], [], []
         set_pages = SET_BYTES // PAGE_BYTES
+        slow = 0
 
         def measure(machine: Machine, _: int) -> float:
+            nonlocal slow
             before = machine.counters() if machine.cached else {}
             disk_before = machine.disk_stat()
             ticks = machine.bench(f"seq {DATA}/set")
             if machine.cached:
-                hits.append(machine.counters(before).get("hits", 0) / set_pages)
+                change = machine.counters(before)
+                hits.append(change.get("hits", 0) / set_pages)
+                slow += change.get("slow", 0)
                 read = (machine.disk_stat() - disk_before).read_sectors
                 sectors.append(read * 512 / SET_BYTES)
             return ticks
@@ -570,6 +566,12 @@ class Bench:
                 ),
                 Row("seq_reread_hit_share", "  pages from the pool", statistics.median(hits)),
                 Row("seq_reread_disk_share", "  bytes from the disk", statistics.median(sectors)),
+                Row(
+                    "seq_reread_slow",
+                    "  calls that waited over 5 ms, in all re-reads",
+                    slow,
+                    "calls",
+                ),
                 Row(
                     "seq_disk_gib_per_s",
                     "  without the device, from the throttled disk",
@@ -734,7 +736,7 @@ class Bench:
 
     @staticmethod
     def _together(machines: list[Machine], rounds: int) -> float:
-        """Makes all guests read their sets. Returns the seconds until all have finished."""
+        """Makes all guests read their file "set". Returns the seconds until all have finished."""
         script = f"for round in $(seq {rounds}); do {BENCH} seq {DATA}/set || exit 1; done"
         began = time.monotonic()
         jobs = [machine.guest.start(script, SECONDS) for machine in machines]
@@ -749,20 +751,11 @@ class Bench:
         daemon.stop()
 
     def run(self, only: list[str]) -> None:
-        load, times = os.getloadavg()[0], host_times()
-        for name in STEPS:
-            if not only or name in only:
-                getattr(self, name)()
-        total, stolen = (now - then for now, then in zip(host_times(), times, strict=True))
-        self.facts |= {
-            "processor": processor_model(),
-            "processors": os.cpu_count(),
-            "host_kernel": platform.release(),
-            "nice": os.nice(0),
-            "load_1min_before": round(load, 2),
-            "load_1min_after": round(os.getloadavg()[0], 2),
-            "steal_share": round(stolen / total, 4) if total else 0.0,
-        }
+        with observed() as facts:
+            for name in STEPS:
+                if not only or name in only:
+                    getattr(self, name)()
+        self.facts |= facts | {"nice": os.nice(0)}
         self.progress.step("done")
 
 
@@ -771,7 +764,8 @@ def conditions(facts: dict[str, Any]) -> str:
     return (
         f"{facts['processors']} processors, {facts['processor']}, Linux {facts['host_kernel']}; "
         f"load average {facts['load_1min_before']} before and {facts['load_1min_after']} after, "
-        f"{facts['steal_share']:.1%} stolen; guest {facts.get('guest_kernel', 'not measured')}"
+        f"{facts['steal_share']:.1%} stolen, idle processors {facts['idle_processors']}; "
+        f"guest {facts.get('guest_kernel', 'not measured')}"
     )
 
 
@@ -789,12 +783,18 @@ signal, and a system call stops the process with ptrace. There are no exits and 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures to this file; also JSON=PATH")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="write the figures to this file; default: the environment variable JSON",
+    )
     parser.add_argument(
         "--only", nargs="*", default=[], choices=STEPS, help="run only these steps", metavar="STEP"
     )
     parser.add_argument(
-        "--quick", action="store_true", help=f"repeat only 1/{QUICK} as often, for a test"
+        "--quick",
+        action="store_true",
+        help=f"make only 1/{QUICK} of the repetitions, to test the benchmark",
     )
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)

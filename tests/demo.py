@@ -38,7 +38,7 @@ from harness.vm import MIB, Config, Tmem, Vm
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of each VM's RAM and working set, and of the pool for both."""
+    """Sizes of each VM's RAM and working set, and of the pool that both VMs share."""
 
     ram_bytes: int
     set_bytes: int
@@ -46,8 +46,8 @@ class Sizes:
 
 
 SIZES = Sizes(256 * MIB, 400 * MIB, "512MiB")
-# In a native guest, opening a file costs more than reading it. With half of the files, the demo
-# takes less than two minutes.
+# Sizes for native guests, in which opening a file costs more than reading it. They have half of the
+# working set, with which the demo takes less than two minutes.
 SIZES_NATIVE = Sizes(128 * MIB, 200 * MIB, "256MiB")
 ROUNDS = 4
 SHARED_FRACTION = 0.9  # fraction of each tree that all trees contain
@@ -160,7 +160,7 @@ def choose(
 
 
 class Trees:
-    """A directory for each VM with copies of its files. A file of both VMs is copied once."""
+    """A directory for each VM with copies of its files; files that both have are copied once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -390,7 +390,10 @@ Next steps:
 
 
 class Machines:
-    """Makes the VMs of a phase, of QEMU or native. Construction builds what they need."""
+    """Creates the VMs of a phase, under QEMU or native.
+
+    The constructor builds the kernel and the programs that the VMs need.
+    """
 
     def __init__(self, native_guests: bool) -> None:
         # A missing program is reported at once, not after minutes.
@@ -480,15 +483,19 @@ def run(json_path: Path | None, keep: bool, native_guests: bool) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--json", type=Path, help="write the figures to this file; also JSON=PATH make demo"
+        "--json",
+        type=Path,
+        help="write the figures to this file; default: the environment variable JSON",
     )
     parser.add_argument(
-        "--keep", action="store_true", help="keep the VMs and the daemon running until Enter"
+        "--keep",
+        action="store_true",
+        help="keep the VMs and the daemon running until you press Enter",
     )
     parser.add_argument(
         "--native",
         action="store_true",
-        help="run user-mode Linux instead of QEMU; also NATIVE=1 make demo",
+        help="run the guests as user-mode Linux instead of in QEMU, as NATIVE=1 does",
     )
     arguments = parser.parse_args()
     native_guests = arguments.native or bool(os.environ.get("NATIVE"))

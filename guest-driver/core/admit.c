@@ -1,32 +1,38 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Admission filter: keeps a stream that is read once from pushing useful pages out of the pool.
+ * Admission filter: prevents that a stream of pages that are read once pushes useful pages out of
+ * the pool.
  *
  * While the host keeps all pages that it gets, the driver puts every page. A loss is a page that
  * the host no longer has, or that the index evicted itself. If losses outweigh hits, each new put
  * displaces another page, and the filter engages. The driver then puts a page only if it came from
- * the pool, was evicted before, was active, or belongs to one chunk in ADMIT_SAMPLE. A page that
- * the filter refuses costs one more read from the disk, because its next eviction is its second.
- * The filter disengages after ADMIT_HOLD hits for each page held, if no loss comes between them. A
- * stream brings no hits, however long it is.
+ * the pool, was evicted before, was used again after it was read in, or belongs to the sample: one
+ * chunk (256 neighbouring pages of a file) in ADMIT_SAMPLE. A page that the filter refuses costs
+ * one more read from the disk, because the filter admits it at its next eviction. The filter
+ * disengages after ADMIT_HOLD hits for each page in the index, if no loss comes between them. A
+ * stream of new pages brings no hits, however long it is.
  *
- * The host does not say how many pages it will keep, so only a loss shows it. The first stream
- * after the device appeared may therefore do harm; later ones do not. A refused put does not count
- * as a loss: the host is busy, and would take the page a moment later.
+ * The host does not say how many pages it will keep, so only a loss shows that the pool is full.
+ * The first stream after the device appeared may therefore push out useful pages; later streams do
+ * not. A put that the host refuses does not count as a loss: the host is busy, and would take the
+ * page a moment later.
  *
  * The filter remembers pages that came from the pool exactly, by the page of RAM that each came
- * into. A get takes its page out of the pool, so a pool whose pages were forgotten would drain
- * while it serves. RAM that is freed in another way keeps its mark, which lets one page in without
- * need.
+ * into. A get takes its page out of the pool. If the filter forgot such pages and refused their
+ * next puts, gets would empty the pool. A page of RAM that is freed without a put keeps its mark,
+ * so the filter may later admit one page without need.
  *
- * Other evicted pages are remembered in a fixed table, with one bit for each page of a leaf. A leaf
- * that was evicted a second time defends its place against ADMIT_CREDIT puts of other leaves. Pages
- * whose reuse is farther away than the table remembers come in through the sample.
+ * The filter remembers other evicted pages in a table of fixed size, with one bit for each page of
+ * a leaf (64 neighbouring pages of a file). If a page of a leaf is evicted a second time, the leaf
+ * keeps its place in the table. It loses the place after ADMIT_CREDIT evicted pages of other leaves
+ * with the same place. The sample admits pages that are used again after the table has forgotten
+ * them.
  *
  * No state is written by all CPUs for each page. A put takes no lock. It reads whether the filter
  * is engaged, and writes to the table only at the place of its leaf. Two CPUs may use one place at
  * the same moment. The leaf may then lose a bit, which costs one more read from the disk. Or it may
- * get a bit of another leaf, which lets a page in without need. Gets count their outcomes per CPU.
+ * get a bit of another leaf, and the filter then admits a page without need. Gets count their
+ * outcomes per CPU.
  */
 #include <linux/hash.h>
 #include <linux/mm.h>
@@ -39,32 +45,40 @@
 #include "leaf.h"
 
 /*
- * The table has one leaf for this many pages of RAM: it remembers 4 times RAM and takes 1/4096 of
- * it.
+ * The table has one leaf for this many pages of RAM. A leaf covers 64 neighbouring pages of a file,
+ * so the table remembers 4 times the pages of RAM, and takes 1/4096 of RAM.
  */
 #define ADMIT_RAM_PAGES		16
 #define ADMIT_LEAVES_MIN	1024
 #define ADMIT_LEAVES_MAX	65536
 #define ADMIT_CREDIT		1024
 /*
- * Marks are kept by page frame number, up to this many times RAM, because there are holes between
- * memory banks. Memory above that, or plugged later, has no marks.
+ * The filter has marks for page frame numbers below the number of pages of RAM times this factor,
+ * because there are holes between memory banks. Memory at higher addresses, or plugged in later,
+ * has no marks.
  */
 #define ADMIT_FRAMES_FACTOR	16
-/* One chunk in this many is put although the filter is engaged. */
+/*
+ * While the filter is engaged, it admits all pages of one chunk (256 neighbouring pages of a file)
+ * in this many chunks.
+ */
 #define ADMIT_SAMPLE		64
 /*
- * A loss weighs as much as this many hits. The filter engages when losses outweigh hits by more
- * than ADMIT_ENGAGE.
+ * Weight of a loss (a page that the host no longer has), where a hit weighs 1. The filter engages
+ * when the losses outweigh the hits by more than ADMIT_ENGAGE.
  */
 #define ADMIT_LOSS_WEIGHT	16
 #define ADMIT_ENGAGE		1024
 #define ADMIT_WEIGHT_MAX	(64 * ADMIT_ENGAGE)
-/* Hits until the filter disengages, for each page held when it engaged. */
+/*
+ * The filter disengages after this many hits for each page that the index had when the filter
+ * engaged.
+ */
 #define ADMIT_HOLD		8
 /*
- * A CPU adds its outcomes to those of all CPUs when they weigh this much: as a get of the largest
- * folio does. The delay of all CPUs together is less than ADMIT_ENGAGE on guests of 16 CPUs.
+ * A CPU adds its counts of hits and losses to the sums of all CPUs when they have this weight, the
+ * weight of one get of the largest folio. On guests of up to 16 CPUs, counts that are not added yet
+ * weigh less than ADMIT_ENGAGE in total.
  */
 #define ADMIT_FOLD		64
 
@@ -92,7 +106,7 @@ static const struct kernel_param_ops admission_ops = {
 };
 
 module_param_cb(admission, &admission_ops, NULL, 0644);
-MODULE_PARM_DESC(admission, "Which pages are put once the host does not keep all: adaptive (default): those evicted before; off: all");
+MODULE_PARM_DESC(admission, "which pages are put after the host has lost pages: adaptive (default): pages that were used or evicted before, and a sample; off: all pages");
 
 struct admit_leaf {
 	u64 seen;
@@ -100,21 +114,26 @@ struct admit_leaf {
 	u16 credit;
 };
 
-/* Outcomes of gets on one CPU that were not added to struct tmem_admit yet. */
+/* Hits and losses of gets on one CPU that are not yet added to struct tmem_admit. */
 struct admit_cpu {
 	unsigned long hits, losses;
 };
 
 struct tmem_admit {
-	unsigned long *back;		/* marks, one bit for each page of RAM; atomic */
+	/*
+	 * one bit for each page of RAM, set if its content came from the pool; accessed atomically
+	 */
+	unsigned long *back;
 	unsigned long nr_frames;
 	unsigned int bits;
 	struct admit_cpu __percpu *cpu;	/* used with preemption disabled */
-	u64 engaged;			/* hits until the filter disengages; read without lock */
-	/* Guards weight and engaged; leaf lock. */
+	/* hits until the filter disengages, 0 if it is not engaged; read without the lock */
+	u64 engaged;
+	/* Leaf lock that guards weight and engaged. */
 	spinlock_t lock ____cacheline_aligned_in_smp;
-	long weight;			/* weight of losses, less hits; read without lock */
-	/* Read and written without a lock. */
+	/* weight of all losses minus all hits; read without the lock */
+	long weight;
+	/* Table of evicted pages, which all CPUs read and write without a lock. */
 	struct admit_leaf leaf[] ____cacheline_aligned_in_smp;
 };
 
@@ -151,7 +170,7 @@ static bool seen_before(struct tmem_admit *admit, u64 hash, unsigned int bit)
 }
 
 /**
- * tmem_admit_back() - remember that a page came from the pool and should go back there
+ * tmem_admit_back() - remember that a page came from the pool, so that its next put is admitted
  * @dev: the device
  * @page: page of RAM that has the content now
  *
@@ -174,7 +193,7 @@ static bool came_back(struct tmem_admit *admit, struct page *page)
 }
 
 /**
- * tmem_moved() - move the mark of a page that tmem_get() brought to another page
+ * tmem_moved() - move the mark "came from the pool" of a page to the page that now has its content
  * @from: the page that tmem_get() filled
  * @to: the page of the page cache that has the content now
  *
@@ -196,7 +215,7 @@ void tmem_moved(struct page *from, struct page *to)
  * @dev: the device
  * @key: pool and inode
  * @index: page number
- * @page: the page; its mark is cleared
+ * @page: the page; the function clears its mark "came from the pool"
  * @workingset: the page was used again after it was read in
  *
  * Context: interrupts are off.
@@ -217,7 +236,10 @@ bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, str
 	       !READ_ONCE(admission) || !(chunk % ADMIT_SAMPLE);
 }
 
-/* Adds the outcomes of one CPU to those of all CPUs, and engages or disengages the filter. */
+/*
+ * Adds the hits and losses of one CPU to the sums of all CPUs, and engages or disengages the
+ * filter.
+ */
 static void fold(struct tmem_admit *admit, unsigned long hits, unsigned long losses)
 {
 	u64 engaged;
@@ -235,12 +257,12 @@ static void fold(struct tmem_admit *admit, unsigned long hits, unsigned long los
 }
 
 /**
- * tmem_admit_learn() - record the outcome of requests for pages that the index had
+ * tmem_admit_learn() - record whether the host returned the pages that a get requested
  * @dev: the device
  * @hits: pages that the host returned
- * @losses: pages that were gone although they had not been invalidated
+ * @losses: pages that the host did not have although the driver had not invalidated them
  *
- * While the filter is idle, as it is while the host keeps all pages, a hit changes nothing.
+ * A hit changes nothing while the filter is disengaged and no loss is recorded.
  *
  * Context: process.
  */
@@ -263,7 +285,7 @@ void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long lo
 	put_cpu_ptr(admit->cpu);
 }
 
-/* Returns the number of pages of RAM that can have a mark. */
+/* Returns the number of page frames that can have a mark "came from the pool". */
 static unsigned long frames(void)
 {
 	unsigned long end = 0;

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Requests and bounce pages of gets: get.c takes and sends them, the device writes to the pages,
- * and send.c hands the answers back.
+ * Get requests and their bounce pages, into which the host writes the answers. get.c takes and
+ * sends requests, the device writes to the bounce pages, and send.c passes the answers to the
+ * waiting readers.
  */
 #include <linux/slab.h>
 
 #include "core.h"
 
 /**
- * tmem_bounce_alloc() - take a request and bounce blocks for a number of pages
+ * tmem_bounce_alloc() - take a get request and blocks of bounce pages from the free lists
  * @dev: the device
  * @nr_pages: number of pages, at most VIRTIO_TMEM_BATCH_MAX
  *
@@ -34,9 +35,9 @@ struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pag
 }
 
 /**
- * tmem_bounce_free() - give back a request and its bounce blocks
+ * tmem_bounce_free() - return a get request and its blocks of bounce pages to the free lists
  * @dev: the device
- * @get: the request, which the device does not have
+ * @get: the request, which the device no longer uses
  */
 void tmem_bounce_free(struct tmem_dev *dev, struct tmem_get_req *get)
 {
@@ -67,12 +68,12 @@ void tmem_bounce_answered(struct tmem_dev *dev, struct tmem_get_req *get)
 		tmem_bounce_free(dev, get);
 		return;
 	}
-	/* Pairs with get_done(). */
+	/* Complete the answer before setting the state to DONE; pairs with get_done(). */
 	smp_store_release(&get->req.state, TMEM_REQ_DONE);
 	wake_up(&get->wait);
 }
 
-/* Makes all requests and bounce pages free. */
+/* Puts all get requests and all blocks of bounce pages on the free lists. */
 static void bounce_reset(struct tmem_dev *dev)
 {
 	unsigned int i;
@@ -89,7 +90,7 @@ static void bounce_reset(struct tmem_dev *dev)
 }
 
 /**
- * tmem_bounce_init() - allocate requests and bounce pages
+ * tmem_bounce_init() - allocate the get requests and bounce pages of a device
  * @dev: the device; its memory_bytes grow
  * @bounce_pages: number of bounce pages, a multiple of TMEM_BLOCK_PAGES
  *
@@ -125,7 +126,7 @@ int tmem_bounce_init(struct tmem_dev *dev, unsigned int bounce_pages)
 }
 
 /**
- * tmem_bounce_exit() - free requests and bounce pages
+ * tmem_bounce_exit() - free the get requests and bounce pages of a device
  * @dev: the device; it was reset
  */
 void tmem_bounce_exit(struct tmem_dev *dev)

@@ -11,27 +11,28 @@
 #include "budget.h"
 
 /*
- * Bytes that a CPU takes from the limit at a time, at most: those of 450 pages of a file that is
- * read in order, or of 20 small files. It then counts objects and leaves in memory of its own.
+ * Maximum number of bytes that a CPU takes from the limit at a time, for its stock. They are enough
+ * for 450 pages of a file that is read in order, or for 64 files of one page. A CPU charges objects
+ * and leaves to its stock without a write to shared memory.
  */
 #define STOCK_BYTES_MAX		4096
 /*
- * All CPUs together keep at most this part of the limit in their stocks, where the other CPUs
- * cannot use it.
+ * The stocks of all CPUs together are at most this part of the limit, because other CPUs cannot use
+ * a CPU's stock.
  */
 #define STOCK_DIVISOR		32
 
 /*
- * Memory of the index in bytes: its limit, and its fixed hash table. They seldom change, and each
- * put reads them.
+ * Memory of the index in bytes: its limit, and its fixed hash table. Each put reads these numbers,
+ * which seldom change.
  */
 long tmem_index_limit_bytes __read_mostly;
 long tmem_index_table_bytes __read_mostly;
 static unsigned int stock_shift __read_mostly;	/* a stock is at most the limit >> stock_shift */
 
 /*
- * Bytes in use, which include the table and the stocks of all CPUs. So the index is within its
- * limit whenever this number is.
+ * Bytes in use, with the hash table and the stocks of all CPUs. The index is within its limit if
+ * this number is.
  */
 atomic_long_t tmem_index_used_bytes ____cacheline_aligned_in_smp;
 
@@ -54,7 +55,7 @@ long tmem_index_limit(void)
 
 /**
  * tmem_index_reserve() - change how much of the module's memory is not available to the index
- * @bytes: bytes that other parts take; negative to give back
+ * @bytes: bytes that other parts of the module take; negative if they give bytes back
  */
 void tmem_index_reserve(long bytes)
 {
@@ -103,7 +104,10 @@ long tmem_index_pages(void)
 
 	for_each_possible_cpu(cpu)
 		pages += READ_ONCE(per_cpu_ptr(&tmem_index_cpu, cpu)->nr_pages);
-	/* An entry may be counted on a CPU that was read before, and erased on a later one. */
+	/*
+	 * The sum may be negative: an entry may be added on a CPU that this loop has already read,
+	 * and erased on a CPU that it reads later.
+	 */
 	return max(pages, 0L);
 }
 
@@ -123,16 +127,18 @@ long tmem_index_retained_pages(void)
 	return max(pages, 0L);
 }
 
-/* Returns half of the largest stock of a CPU, in bytes: as much as it takes and returns at once. */
+/*
+ * Returns half of the largest stock of a CPU, in bytes. A CPU takes or returns this much at once.
+ */
 static long stock_batch(void)
 {
 	return min(tmem_index_limit() >> (stock_shift + 1), (long)STOCK_BYTES_MAX);
 }
 
-/* Takes bytes from the limit. Returns false, and takes nothing, if they are not left. */
+/* Takes bytes from the limit. Returns false, and takes nothing, if fewer bytes are left. */
 static bool take(long bytes)
 {
-	/* Read before writing, so that CPUs do not write to the shared number of a full index. */
+	/* Check with a read first, so that a full index causes no writes to this shared number. */
 	if (atomic_long_read(&tmem_index_used_bytes) + bytes > tmem_index_limit())
 		return false;
 	if (atomic_long_add_return(bytes, &tmem_index_used_bytes) <= tmem_index_limit())
@@ -176,7 +182,9 @@ bool tmem_charge(long bytes)
 
 /**
  * tmem_uncharge() - subtract memory of the index that was freed
- * @bytes: number of bytes, which go to the stock of this CPU
+ * @bytes: number of bytes
+ *
+ * The bytes go to the stock of this CPU, and back to the limit if the stock is too large.
  *
  * Context: any but NMI.
  */
@@ -203,10 +211,10 @@ void tmem_uncharge(long bytes)
  * @xa: the XArray
  * @index: place of the entry, which is not there
  *
- * A node serves 64 neighbours. It is charged with the first of them and given back with the last.
- * Entry 0 is never charged for a node, because an XArray with only entry 0, as in every small file,
- * needs none. The uncounted memory is at most one node for each XArray, and the nodes above, which
- * are one in 64.
+ * A node serves 64 neighbouring entries. Its memory is charged with the first of them and uncharged
+ * with the last. Entry 0 is never charged for a node, because an XArray with only entry 0, as in
+ * every file of up to 64 pages, needs none. At most one node of each XArray is not charged, and no
+ * node of upper levels, of which there is one for 64 nodes below.
  *
  * Return: true if the node has no other entry.
  */
@@ -225,8 +233,8 @@ bool tmem_alone_in_node(struct xarray *xa, unsigned long index)
 void tmem_evict_start(void)
 {
 	/*
-	 * queue_work() writes to the work item even if it is queued already. A full index drops
-	 * puts on all CPUs, and each comes here.
+	 * queue_work() writes to the work item even if it is queued already. If the index is full,
+	 * all CPUs drop puts and call this function for each of them.
 	 */
 	if (!work_pending(&tmem_evict_work))
 		queue_work(tmem_system_wq, &tmem_evict_work);

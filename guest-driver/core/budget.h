@@ -8,9 +8,9 @@
 #include "core.h"
 
 /*
- * An allocation happens while the page is being freed, mostly by reclaim. It takes memory from the
- * allocator's caches. It may use some of the reserves (a hundred times as much is being freed), but
- * not those of the reclaimer.
+ * Flags for allocations of the index. They happen while a page is being freed, mostly by reclaim.
+ * They may use some of the reserves, because a hundred times as much memory is being freed, but not
+ * the reserves for reclaim itself (PF_MEMALLOC).
  */
 #define GFP_INDEX (__GFP_HIGH | __GFP_KSWAPD_RECLAIM | __GFP_NOMEMALLOC | __GFP_NOWARN)
 
@@ -24,9 +24,9 @@ extern struct work_struct tmem_evict_work;
  * another, so only the sums over all CPUs have a meaning.
  */
 struct tmem_index_cpu {
-	long stock_bytes;	/* counted in tmem_index_used_bytes and not in use; never below 0 */
-	long nr_pages;		/* entries made on this CPU, less entries erased on it */
-	long nr_retained;	/* part of nr_pages */
+	long stock_bytes;	/* charged in tmem_index_used_bytes but not in use; never below 0 */
+	long nr_pages;		/* entries made on this CPU minus entries erased on it */
+	long nr_retained;	/* retained entries, which nr_pages includes */
 };
 
 DECLARE_PER_CPU(struct tmem_index_cpu, tmem_index_cpu);

@@ -6,14 +6,15 @@
  * The marks belong to a mount. A mount may get several pools, one after the other, which share the
  * marks.
  *
- * The caller sets a mark before it erases the inode's entries, and each put looks for the mark
- * under the bucket lock that erasing takes. A put that comes before is erased; one that comes after
- * finds the mark. Setting a mark never waits and never fails. If there is no memory for it, the
- * mark is lost. The driver then takes no put for the mount until the hooks have visited all of its
- * inodes and set the marks again that are needed. This is a sweep (hooks/marks.c).
+ * The caller sets a mark before it erases the inode's index entries. Each put checks for the mark
+ * under the bucket lock of the index, which erasing takes as well. So the caller erases the entry
+ * of an earlier put, and a later put finds the mark. Setting a mark never waits and never fails. If
+ * there is no memory for it, the mark is lost. The driver then takes no put for the mount until a
+ * sweep is complete: the hooks visit all inodes of the mount and set the necessary marks again
+ * (hooks/marks.c).
  *
- * One word has the marks of 32 neighbouring inode numbers, so 10,000 files of one directory take
- * about 3 KiB.
+ * One word of an XArray has the marks of 32 neighbouring inode numbers, so 10,000 files of one
+ * directory take about 3 KiB.
  *
  * Out of scope: the decision when a mark may be cleared, which hooks/marks.c makes.
  */
@@ -21,19 +22,23 @@
 
 #include "budget.h"
 
-/* Inode numbers in one word; a value entry of an XArray has 63 bits. */
+/*
+ * Number of neighbouring inode numbers whose marks share one word. A value entry of an XArray has
+ * 63 bits.
+ */
 #define MARKS_PER_WORD		32
 /*
- * Marks of all pools may take this part of the index's memory. A mark without neighbours takes 576
- * bytes.
+ * Marks of all pools may take the memory of the index divided by this number. A mark without
+ * neighbours takes 576 bytes.
  */
 #define BYPASS_DIVISOR		4
-/* A sweep is requested when the marks use this fraction of the memory that they may use. */
+/* The driver requests a sweep when marks use this fraction of the memory that they may use. */
 #define CROWDED_NUMERATOR	3
 #define CROWDED_DENOMINATOR	4
 
 struct tmem_marks {
-	struct xarray words;	/* by inode number / MARKS_PER_WORD; its lock guards nr and lost */
+	/* indexed by inode number / MARKS_PER_WORD; its lock guards nr and lost */
+	struct xarray words;
 	unsigned long nr;
 	unsigned long lost;	/* marks that could not be stored since the last complete sweep */
 	bool all;		/* each inode counts as marked; never cleared */
@@ -44,7 +49,7 @@ static atomic_long_t bypass_bytes;	/* bytes of all marks; part of tmem_index_use
 
 /*
  * Adds memory of marks to the memory in use, even above the index's limit. Marks have priority over
- * entries: the evictor then frees entries until the index is within its limit again.
+ * entries: the evictor later frees entries until the index is within its limit again.
  */
 static void charge_marks(long bytes)
 {
@@ -139,8 +144,9 @@ static bool store_mark(struct tmem_marks *marks, u64 ino)
  * @pool: file system
  * @ino: inode number
  *
- * The inode's entries stay. A caller whose operation makes them old erases them afterwards. If the
- * mark cannot be stored, no put is taken for the file system until tmem_bypass_restored().
+ * The inode's entries stay. If the caller's operation changes the file, the caller erases them
+ * afterwards. If the mark cannot be stored, no put is taken for the file system until
+ * tmem_bypass_restored().
  *
  * Context: any but NMI. Marks may push the index over its limit until the evictor, which this
  * function wakes, has run.
@@ -169,7 +175,7 @@ bool tmem_bypass(struct tmem_pool *pool, u64 ino)
  * @pool: file system
  * @ino: inode number
  *
- * Context: any. The check of a put, which must not miss a mark, is made under the inode's bucket
+ * Context: any. A put must not miss a mark, so it calls this function under the inode's bucket
  * lock.
  *
  * Return: true if the inode is marked, if marks of the file system were lost, or if all of its
@@ -189,8 +195,9 @@ bool tmem_is_bypassed(struct tmem_pool *pool, u64 ino)
  * @ino: inode number
  * @writers: number of open files that can write to the inode, or NULL if there can be none
  *
- * The mark stays if there are writers. They are read under the lock under which marks are set. Each
- * writer is counted before it sets a mark, so the mark of a running write is never cleared.
+ * The mark stays if there are writers. The function reads @writers under the lock under which marks
+ * are set. Each writer is counted before it sets a mark, so the mark of a running write is never
+ * cleared.
  *
  * Context: any but NMI.
  */
@@ -253,11 +260,11 @@ unsigned long tmem_bypass_lost(const struct tmem_pool *pool)
 }
 
 /**
- * tmem_bypass_restored() - end the state of lost marks after a complete sweep
+ * tmem_bypass_restored() - allow puts again after a sweep has restored the lost marks
  * @pool: file system
  * @lost: value of tmem_bypass_lost() before the sweep marked the first inode again
  *
- * The caller has marked each inode again that may have lost its mark.
+ * Before the call, the caller has set the mark of each inode again whose mark may be lost.
  *
  * Return: true if no further mark was lost meanwhile, so that puts are taken again.
  */

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Control queue: requests that the caller waits for, one at a time, in process context. sync.c and
- * pool.c send them; readers and reclaim never wait for anything in this file.
+ * Control queue: sends requests of sync.c and pool.c one at a time, and waits for each answer in
+ * process context. Readers and reclaim never wait for anything in this file.
  */
 #include <linux/slab.h>
 
 #include "control.h"
 
-/* Time after which the driver gives up a request. The work is repeated with the next report. */
+/*
+ * Time after which the driver gives up a control request. The driver repeats the work of the
+ * request when it sends the next report.
+ */
 #define CONTROL_TIMEOUT_MS	1000
 
 /* --- requests ------------------------------------------------------------------------------ */
@@ -31,7 +34,10 @@ void tmem_control_vq_callback(struct virtqueue *vq)
 			if (control->req.state == TMEM_REQ_ABANDONED)
 				control->req.state = TMEM_REQ_FREE;
 			else
-				/* Pairs with control_done(). */
+				/*
+				 * Complete the answer before setting the state to DONE; pairs with
+				 * control_done().
+				 */
 				smp_store_release(&control->req.state, TMEM_REQ_DONE);
 		}
 	} while (!virtqueue_enable_cb(vq));
@@ -40,10 +46,10 @@ void tmem_control_vq_callback(struct virtqueue *vq)
 }
 
 /**
- * tmem_control_free() - return a request that the device does not have
+ * tmem_control_free() - find a control request that is not with the device
  * @dev: the device
  *
- * Return: the request, or NULL if no request has been answered yet.
+ * Return: the request, or NULL if all of them wait for an answer.
  */
 struct tmem_control *tmem_control_free(struct tmem_dev *dev)
 {
@@ -58,12 +64,12 @@ struct tmem_control *tmem_control_free(struct tmem_dev *dev)
 
 static bool control_done(struct tmem_control *control)
 {
-	/* The answer was written before; pairs with tmem_control_vq_callback(). */
+	/* Read the answer after the state; pairs with tmem_control_vq_callback(). */
 	return smp_load_acquire(&control->req.state) == TMEM_REQ_DONE;
 }
 
 /**
- * tmem_control_send() - send a request whose body is filled in, and wait for the answer
+ * tmem_control_send() - send a control request whose body is filled in, and wait for the answer
  * @dev: the device
  * @control: from tmem_control_free()
  * @generation: generation that the request carries
@@ -130,8 +136,8 @@ u8 tmem_control_send(struct tmem_dev *dev, struct tmem_control *control, u64 gen
  * Context: process, sleeps up to a second.
  *
  * Return: 0; -ESTALE if the generation is over; -ENOSPC if a limit of the host is reached; -ENOENT
- * if there is no such pool; -EBUSY if earlier requests are not answered yet; -EIO for no answer or
- * any other status.
+ * if there is no such pool; -EBUSY if earlier requests are not answered yet; -EIO if no answer
+ * comes, or the answer has any other status.
  */
 int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool)
 {

@@ -14,16 +14,16 @@
  *	  queue->vq_lock		the virtqueue; state of requests that are the device's
  *	    dev->get_lock		free get requests and bounce blocks
  *	      stats.c: state_lock	state for sysfs; also taken alone
- * control_vq_lock, window_lock and the locks of admit.c, bypass.c and policy.c are leaf locks. That
- * of admit.c is taken in process context only, with interrupts on. vq_lock and bucket->lock are
- * never held together. Callers may hold mm and file system locks (i_pages), so none of these locks
- * may be held while an mm or file system lock is taken. An interrupt takes send_lock and all locks
- * below it.
+ * control_vq_lock, window_lock and the locks of admit.c, bypass.c and policy.c are leaf locks. The
+ * lock of admit.c is taken in process context only, with interrupts on. vq_lock and bucket->lock
+ * are never held together. Callers may hold mm and file system locks (i_pages), so none of these
+ * locks may be held while an mm or file system lock is taken. An interrupt takes send_lock and all
+ * locks below it.
  *
- * No lock or cache line is written by all CPUs for each page of a put or get. bucket->lock belongs
- * to one inode in a bucket, send_lock, ring_lock and vq_lock to one queue. block_lock is taken for
- * each TMEM_BLOCK_PAGES pages, get_lock for each request. tests/unit/test_hot_paths.py lists all
- * writes of this kind.
+ * No lock or cache line is written by all CPUs for each page of a put or get. bucket->lock guards
+ * the inodes of one bucket. send_lock, ring_lock and vq_lock guard one queue. block_lock is taken
+ * once for TMEM_BLOCK_PAGES pages, and get_lock once for each request.
+ * tests/unit/test_hot_paths.py lists all writes to shared memory.
  */
 #ifndef _TMEM_CORE_H
 #define _TMEM_CORE_H
@@ -47,7 +47,7 @@
 #include "stats.h"
 
 #define TMEM_VERSION_MAJOR	0
-#define TMEM_VERSION_MINOR	1
+#define TMEM_VERSION_MINOR	2
 #define TMEM_VERSION_PATCH	0
 #define TMEM_VERSION_STRING	__stringify(TMEM_VERSION_MAJOR) "." \
 				__stringify(TMEM_VERSION_MINOR) "." \
@@ -56,17 +56,22 @@
 /* The module uses at most (guest RAM / 100 + 2 MiB). Operators rely on this number. */
 #define TMEM_BUDGET_RAM_DIVISOR	100
 #define TMEM_BUDGET_FLOOR_BYTES	(2UL << 20)
-/* The rings take 3/8 of the memory, bounce pages 1/8, the index the rest. */
+/* The put rings take 3/8 of the module's memory, bounce pages 1/8, and the index the rest. */
 #define TMEM_RING_EIGHTHS	3
 #define TMEM_BOUNCE_EIGHTHS	1
 /*
- * Slots of all queues together. kswapd frees at least the pages between the low and the high
- * watermark: 113 pages in a guest of 256 MiB and 2,815 in one of 1 GiB (measured with Linux 6.12),
- * about 4,224 from 4 to 16 GiB. It frees more while readers allocate, so the limit is twice that
- * number. A larger ring only hides a slow host, and numbers of blocks are u16.
+ * Maximum number of slots (one page each) in the put rings of all queues together. Each time kswapd
+ * runs, it frees at least the pages between the low and the high watermark: 113 pages in a guest of
+ * 256 MiB and 2,815 in one of 1 GiB (measured with Linux 6.12), about 4,224 from 4 to 16 GiB. It
+ * frees more while readers allocate, so the limit is about twice the largest of these numbers. A
+ * larger ring would only delay the effect of a slow host. Block numbers, which are u16, also limit
+ * the number.
  */
 #define TMEM_RING_SLOTS_MAX	8192
-/* One block for each possible request queue, and a spare block that any queue can take. */
+/*
+ * Minimum number of slots: one block for each possible request queue, and a spare block that any
+ * queue can take.
+ */
 #define TMEM_RING_SLOTS_MIN	((VIRTIO_TMEM_REQUEST_QUEUES_MAX + 1) * TMEM_BLOCK_PAGES)
 #define TMEM_BOUNCE_PAGES_MAX	1024
 #define TMEM_BOUNCE_PAGES_MIN	64
@@ -80,15 +85,15 @@
 #define TMEM_BATCH_BLOCKS	(VIRTIO_TMEM_BATCH_MAX / TMEM_BLOCK_PAGES)
 
 /*
- * Maximum number of put batches at the host, for each queue. kswapd evicts some hundred neighbours,
- * which go to one queue, in less time than the host needs for an answer. Eight full batches are
- * more than the ring of a guest of 256 MiB holds.
+ * Maximum number of put batches of a queue that are at the host. kswapd evicts some hundred
+ * neighbouring pages, which go to one queue, in less time than the host needs for an answer. Eight
+ * full batches are more than the ring of a guest of 256 MiB holds.
  */
 #define TMEM_PUTS_IN_FLIGHT	8
 /*
- * Time in ms that puts wait for more if they do not fill a batch. It is a few ticks, so that
- * occasional evictions do not cause a request for each page. It is short compared with the time
- * until a page is wanted again.
+ * Time in ms for which the puts of a partial batch wait for more puts. The time is a few ticks
+ * long, so that occasional evictions do not cause a request for each page. It is short compared
+ * with the time until a page is wanted again.
  */
 #define TMEM_PUT_DELAY_MS	10
 /*
@@ -97,34 +102,40 @@
  */
 #define TMEM_WAITING_DIVISOR	2
 #define TMEM_FLUSHES_IN_FLIGHT	2
-/* The host answers a batch of references in a fraction of the time of a batch of puts. */
+/*
+ * Maximum number of batches of references (REF requests) at the host, for each queue. The host
+ * answers a batch of references in a fraction of the time that it needs for a batch of puts.
+ */
 #define TMEM_REFS_IN_FLIGHT	2
 /*
- * Batches that a sender takes back, sends or erases before it enables interrupts. A batch of 64
- * puts takes some microseconds.
+ * Maximum number of batches that a sender sends, completes or erases before it enables interrupts.
+ * A batch of 64 puts takes some microseconds.
  */
 #define TMEM_SEND_BATCHES	4
 /*
- * Ranges that wait to be reported to the host. Further ones are dropped; the host's eviction finds
- * those pages.
+ * Maximum number of erased ranges that wait to be reported to the host. The driver does not report
+ * more of them; the host's eviction drops their pages later.
  */
 #define TMEM_FLUSH_PENDING	256
 /*
- * References that wait to be sent, of all queues together: 16 batches, as kswapd frees more pages
- * at once than the host answers meanwhile. One queue has at least TMEM_REF_PENDING_MIN. Further
- * ones are dropped. The host then still has the page, as a retained one, which it loses before
+ * Maximum number of references (to retained pages that were evicted unchanged) that wait to be
+ * sent, for all queues together. It is 16 batches, because kswapd frees pages faster than the host
+ * answers references. One queue has at least TMEM_REF_PENDING_MIN. The driver drops further
+ * references. Their pages then stay retained at the host, which evicts retained pages before
  * others.
  */
 #define TMEM_REF_PENDING	1024
 #define TMEM_REF_PENDING_MIN	256
-/* Results of references by which the driver decides whether it lets the host retain pages. */
+/*
+ * Number of recent references whose answers decide whether the driver lets the host retain pages.
+ */
 #define TMEM_REF_WINDOW		1024
 /* Number of get requests, 1.7 KiB each. A reader that finds no free request has a miss. */
 #define TMEM_GET_REQUESTS	32
 
 /*
- * Control requests. There are several, so that one without an answer does not block the control
- * queue.
+ * Number of control requests. More than one, so that an unanswered request does not block the
+ * control queue.
  */
 #define TMEM_CONTROL_REQUESTS	4
 
@@ -145,23 +156,24 @@ enum tmem_req_kind {
 };
 
 /*
- * The state says who may touch a request's buffers: the driver in FREE and DONE, the device in SENT
- * and ABANDONED. In ABANDONED no task waits for the answer any more. The state changes under
- * vq_lock, or control_vq_lock for control requests; FREE is also set without it by the owner of a
- * DONE request.
+ * State of a request. The driver may access the request's buffers in FREE and DONE, the device in
+ * SENT and ABANDONED. In ABANDONED no task waits for the answer any more. The state changes under
+ * vq_lock, or under control_vq_lock for control requests. The task that owns a DONE request may
+ * set FREE without a lock.
  */
 enum tmem_req_state { TMEM_REQ_FREE, TMEM_REQ_SENT, TMEM_REQ_ABANDONED, TMEM_REQ_DONE };
 
-/* First member of each structure that is given to a virtqueue as its token. */
+/* Common first member of all request structures, whose address is the token in a virtqueue. */
 struct tmem_req {
 	enum tmem_req_kind kind;
 	enum tmem_req_state state;
-	u32 room_bytes;			/* size of the writable part */
-	u32 used_bytes;			/* from the device; 0 if above room_bytes */
+	u32 room_bytes;			/* size of the part that the device may write */
+	u32 used_bytes;			/* length that the device wrote, 0 if above room_bytes */
 };
 
 /*
- * Records the used length. An impossible length counts as 0, so that no part of the answer is read.
+ * Records the length that the device claims to have written. An impossible length counts as 0, so
+ * that no part of the answer is read.
  */
 static inline void tmem_req_used(struct tmem_req *req, u32 len)
 {
@@ -170,13 +182,14 @@ static inline void tmem_req_used(struct tmem_req *req, u32 len)
 
 struct tmem_get_req {
 	struct tmem_req req;
-	struct list_head list;		/* dev->get_free */
+	struct list_head list;		/* link in dev->get_free */
 	struct tmem_queue *queue;
 	wait_queue_head_t wait;
-	unsigned int first;		/* number of the first page within the caller's request */
+	/* number of the first page, counted from the start of the tmem_get() call */
+	unsigned int first;
 	unsigned int count;
 	unsigned int nr_blocks;
-	u64 sent_ns;			/* when a reader began to wait for it */
+	u64 sent_ns;			/* time at which the reader began to wait for the answer */
 	u64 retain;			/* pages that the device may retain, one bit each */
 	void *block[TMEM_BATCH_BLOCKS];
 	u64 entry[VIRTIO_TMEM_BATCH_MAX];
@@ -192,73 +205,84 @@ struct tmem_get_req {
 };
 
 /*
- * A request queue with its put ring. Slots from tail to next are with the device or answered, slots
- * from next to head wait. Fields that the lock of their group guards are written under it with
- * WRITE_ONCE() if they are also read without it.
+ * A request queue with its put ring. Slots from tail to next are with the device or answered; slots
+ * from next to head wait to be sent. The lock at the head of a group of fields guards the group.
+ * Fields that are also read without the lock are written with WRITE_ONCE().
  *
  * Groups of fields that different CPUs write are in cache lines of their own, here and in struct
- * tmem_dev. Fields that each put or get reads are apart from those that other CPUs write.
+ * tmem_dev. Fields that each put or get reads are in other cache lines than fields that other CPUs
+ * write.
  */
 struct tmem_queue {
 	struct tmem_dev *dev;
 	unsigned int nr;
 
-	/* The owner of send_lock is the queue's only sender: send.c. */
+	/* The owner of send_lock is the only sender of the queue (send.c). */
 	spinlock_t send_lock ____cacheline_aligned_in_smp;
-	u64 next;			/* next slot to send */
-	u64 tail;			/* oldest slot not free */
+	u64 next;			/* sequence number of the next slot to send */
+	u64 tail;			/* sequence number of the oldest slot that is not free */
 	unsigned int puts_in_flight;
 	unsigned int flushes_in_flight;
 	unsigned int refs_in_flight;
-	bool timed;			/* the feeder will look at kick_at whether to send */
-	bool unwatched;			/* the feeder does not, until an answer comes */
-	bool attention;			/* the feeder should look at once */
-	unsigned long kick_at;		/* when what fills no batch is sent, in jiffies */
+	bool timed;			/* the feeder checks for work at kick_at */
+	bool unwatched;			/* the feeder ignores the queue until an answer comes */
+	bool attention;			/* the feeder should call the sender at once */
+	unsigned long kick_at;		/* time at which a partial batch is sent, in jiffies */
 	struct tmem_put_batch *put[TMEM_PUTS_IN_FLIGHT];
 	struct tmem_flush_batch *flush[TMEM_FLUSHES_IN_FLIGHT];
 	struct tmem_ref_batch *ref_batch[TMEM_REFS_IN_FLIGHT];
 	struct irq_work send_work;	/* sends full batches */
 
-	spinlock_t vq_lock ____cacheline_aligned_in_smp;	/* guards vq, request states */
+	spinlock_t vq_lock ____cacheline_aligned_in_smp;	/* guards vq and request states */
 	struct virtqueue *vq;
 	bool stalled;			/* the virtqueue is full until an answer comes */
 
-	/* Guards head, seq_start, map, pending flushes and references. Each put takes it. */
+	/* Guards head, seq_start, map, pending flushes and references. Each put takes this lock. */
 	spinlock_t ring_lock ____cacheline_aligned_in_smp;
 	u64 head;			/* next sequence number to reserve */
 	u64 seq_start;			/* sequence number whose cookie offset is queue->nr */
 	unsigned int owned;		/* blocks from tail to head; guarded by dev->block_lock */
-	u16 *map;			/* block numbers, by sequence number / TMEM_BLOCK_PAGES */
+	/* numbers of the queue's blocks, by sequence number / TMEM_BLOCK_PAGES */
+	u16 *map;
 	unsigned int nr_flush;
 	struct tmem_flush_range *pending;
-	/* References that wait, from ref_tail to ref_head, at their number % dev->ref_pending. */
+	/*
+	 * References that wait to be sent have the numbers from ref_tail to ref_head - 1. Reference
+	 * n is at place n % dev->ref_pending of the array ref.
+	 */
 	unsigned int ref_head;
-	unsigned int ref_tail;		/* written under send_lock as well */
-	struct tmem_ref *ref;		/* NULL if dev->retain is false, like ref_batch[] */
+	unsigned int ref_tail;		/* written under ring_lock and send_lock */
+	struct tmem_ref *ref;		/* NULL, like ref_batch[i], if dev->retain is false */
 } ____cacheline_aligned_in_smp;
 
 struct tmem_dev {
 	struct virtio_device *vdev;
 	struct rcu_head rcu;
 
-	/* The generation, or 0 to submit nothing. sync_work_fn() has the order of changes. */
+	/*
+	 * The current generation, or 0 while nothing may be sent. sync_work_fn() describes the
+	 * order in which it changes.
+	 */
 	u64 generation;
-	u32 epoch;			/* grows whenever the driver forgets all entries */
-	bool renew;			/* forget all entries although the generation is the same */
+	u32 epoch;			/* grows whenever the driver erases all entries */
+	bool renew;			/* erase all entries even if generation is the same */
 	u64 cookie_base;
 
 	unsigned int nr_queues;
 	unsigned int batch_max;
-	unsigned int ref_pending;	/* places for references of a queue, a power of two */
-	unsigned int batch_full;	/* number of puts that are sent without waiting for more */
+	unsigned int ref_pending;	/* size of tmem_queue.ref, a power of two */
+	unsigned int batch_full;	/* puts in a full batch, which is sent at once */
 	unsigned int pools_max;
 	bool retain;			/* VIRTIO_TMEM_F_RETAIN is negotiated and used */
 	struct tmem_queue *queue;
 	unsigned long memory_bytes;
 	struct tmem_admit *admit;
-	/* References of users that may sleep: tmem_get() and tmem_sync_hibernate(). */
+	/*
+	 * References of tasks that use the device and may sleep: tmem_get() and
+	 * tmem_sync_hibernate().
+	 */
 	struct percpu_ref users;
-	struct completion unused;	/* the last reference was released */
+	struct completion unused;	/* completed when the last reference is released */
 
 	/* Slots and data of the put rings, which all queues share. */
 	unsigned int nr_blocks;
@@ -270,51 +294,63 @@ struct tmem_dev {
 	unsigned int first_free;
 	unsigned int nr_free;
 
-	/* Guards window and its place. nr_gone is written under it, and also read without it. */
+	/*
+	 * Guards window and window_at. nr_gone is written under this lock and also read without it.
+	 */
 	spinlock_t window_lock ____cacheline_aligned_in_smp;
-	DECLARE_BITMAP(window, TMEM_REF_WINDOW);	/* last results: set for GONE */
+	/* answers to the last TMEM_REF_WINDOW references; a bit is set for GONE */
+	DECLARE_BITMAP(window, TMEM_REF_WINDOW);
 	unsigned int window_at;
 	unsigned int nr_gone;		/* bits set in window */
 
 	/* Feeder thread of all request queues. */
 	struct task_struct *feeder ____cacheline_aligned_in_smp;
 	wait_queue_head_t feeder_wait;
-	unsigned long full;		/* bits of queues to be sent by tmem_put_end(); atomic */
-	wait_queue_head_t pace_wait;	/* kswapd waits here for the host: pace.c */
-	unsigned long pace_again;	/* when kswapd may wait again, in jiffies */
+	/* bit i is set if tmem_put_end() should send the full batches of queue i; atomic */
+	unsigned long full;
+	/* kswapd waits here until the host has answered puts (pace.c) */
+	wait_queue_head_t pace_wait;
+	/* length of the next pause between waits of kswapd, in jiffies */
+	unsigned long pace_pause;
+	unsigned long pace_again;	/* time from which kswapd may wait again, in jiffies */
 
-	/* State of gets: the lock guards all fields below but get_req and bounce. */
+	/* State of gets. get_lock guards all fields of this group except get_req and bounce. */
 	spinlock_t get_lock ____cacheline_aligned_in_smp;
 	struct tmem_get_req **get_req;
 	struct list_head get_free;
-	void **bounce;			/* all blocks */
+	void **bounce;			/* all blocks of bounce pages */
 	unsigned int nr_bounce;
-	void **bounce_free;		/* stack of free blocks */
+	void **bounce_free;		/* stack of the free blocks in bounce */
 	unsigned int nr_bounce_free;
-	unsigned int nr_kept;		/* blocks of abandoned requests that the host still has */
-	unsigned int late_row;		/* late calls in a row; written under get_lock */
-	u64 slow_ns;			/* fill of the breaker's bucket; guarded by get_lock */
+	/* number of blocks of abandoned get requests, which the host may still write to */
+	unsigned int nr_kept;
+	/* tmem_get() calls in a row that missed the deadline; written under get_lock */
+	unsigned int late_row;
+	/* fill of the breaker's leaky bucket; guarded by get_lock */
+	u64 slow_ns;
 	u64 slow_at_ns;			/* when the bucket last leaked; guarded by get_lock */
-	u64 wait_max_ns;		/* longest wait of a call; written under get_lock */
-	bool tripped;			/* written under get_lock */
+	/* longest wait of a tmem_get() call; written under get_lock */
+	u64 wait_max_ns;
+	bool tripped;			/* the breaker is open; written under get_lock */
 
 	/* State of the control queue. */
 	struct mutex control_lock ____cacheline_aligned_in_smp;
-	int pools_error;		/* last error of tmem_pools_create(); sync work only */
+	/* last error of tmem_pools_create(); used by the sync work only */
+	int pools_error;
 	spinlock_t control_vq_lock;	/* guards control_vq and the states of its requests */
 	struct virtqueue *control_vq;
 	struct tmem_control *control[TMEM_CONTROL_REQUESTS];
 	wait_queue_head_t control_wait;
-	struct workqueue_struct *wq;	/* ordered: sync and report never run together */
+	struct workqueue_struct *wq;	/* ordered: sync and report works never run together */
 	struct work_struct sync_work;
 	struct delayed_work report_work;
-	u64 latencies_refused;		/* generation whose device lacks LATENCIES */
+	u64 latencies_refused;		/* generation whose device does not know LATENCIES */
 	bool stopping;
 };
 
 /*
- * dev.c. tmem_device is the device while it may be used; readers hold rcu_read_lock() or a
- * reference.
+ * tmem_device points to the device while it may be used. Its readers hold rcu_read_lock() or a
+ * reference to the device. The functions below are implemented in dev.c.
  */
 extern struct tmem_dev __rcu *tmem_device;
 extern struct tmem_check_keys tmem_keys;
@@ -328,13 +364,13 @@ void tmem_dev_resync_any(bool renew);
 void tmem_dev_report(struct tmem_dev *dev);
 void tmem_dev_report_any(void);
 
-/* budget.c */
+/* implemented in budget.c */
 void tmem_index_reserve(long bytes);
 long tmem_index_bytes(void);
 long tmem_index_pages(void);
 long tmem_index_retained_pages(void);
 
-/* index.c */
+/* Place of an inode's entries in the index. The functions below are implemented in index.c. */
 struct tmem_where {
 	u64 object;
 	u32 pool;
@@ -355,33 +391,36 @@ int tmem_index_hold(const struct tmem_key *key, pgoff_t index, u32 check, struct
 unsigned long tmem_index_pool_pages(u32 id);
 bool tmem_index_erase_offset(u32 bucket, u64 object, u64 index, u64 offset);
 
-/* bypass.c */
+/* implemented in bypass.c */
 int tmem_bypass_init(struct tmem_pool *pool, struct tmem_pool *old);
 void tmem_bypass_free(struct tmem_pool *pool);
 
-/* evict.c */
+/* implemented in evict.c */
 void tmem_evict_init(void);
 void tmem_evict_exit(void);
 void tmem_index_sweep(void);
 void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why);
 
-/* pool_id.c */
+/* implemented in pool_id.c */
 int tmem_pool_set_id(struct tmem_pool *pool, u32 id);
 void tmem_pool_clear_id(struct tmem_pool *pool);
 const char *tmem_pool_name(u32 id);
 bool tmem_pool_live(u32 id);
 void tmem_pool_ids_exit(void);
 
-/* pool.c */
+/* Pool of a file system. The functions below are implemented in pool.c. */
 struct tmem_pool {
-	struct list_head list;		/* tmem_pools or tmem_pools_freed */
+	struct list_head list;		/* link in tmem_pools or tmem_pools_freed */
 	char name[32];
-	u32 serial;			/* never reused; selects buckets, so it outlives ids */
-	u32 id;				/* id at the host, or 0; read under a bucket lock */
-	u32 retired_id;			/* id to be destroyed at the host, if it exists there */
-	bool freed;			/* the hooks freed it; guarded by tmem_pools_lock */
-	struct tmem_marks *marks;	/* never changes */
-	struct tmem_policies *policies;	/* never changes */
+	u32 serial;			/* never reused; selects buckets, because ids may change */
+	u32 id;				/* id at the host, or 0; puts read it under a bucket lock */
+	/*
+	 * former id; the sync work destroys the pool with this id at the host, if it exists there
+	 */
+	u32 retired_id;
+	bool freed;			/* freed by the hooks; guarded by tmem_pools_lock */
+	struct tmem_marks *marks;	/* the pointer never changes */
+	struct tmem_policies *policies;	/* the pointer never changes */
 	struct rcu_head rcu;
 };
 
@@ -390,11 +429,11 @@ void tmem_pools_forget(void);
 int tmem_pools_create(struct tmem_dev *dev, u64 generation);
 void tmem_pools_exit(void);
 
-/* policy.c */
+/* implemented in policy.c */
 int tmem_policy_init(struct tmem_pool *pool, struct tmem_pool *old);
 void tmem_policy_free(struct tmem_pool *pool);
 
-/* ring.c */
+/* implemented in ring.c */
 int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots);
 void tmem_slots_exit(struct tmem_dev *dev);
 int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue);
@@ -402,11 +441,11 @@ void tmem_ring_exit(struct tmem_queue *queue);
 bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, void *dst);
 void tmem_ring_renew(struct tmem_queue *queue);
 
-/* queue.c */
+/* implemented in queue.c */
 struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index);
 void tmem_queue_flush(const struct tmem_where *where, u64 index, u64 nr_pages);
 
-/* retain.c */
+/* implemented in retain.c */
 int tmem_retain_init(struct tmem_dev *dev, struct tmem_queue *queue);
 void tmem_retain_exit(struct tmem_queue *queue);
 bool tmem_retain_wanted(struct tmem_dev *dev);
@@ -415,7 +454,7 @@ void tmem_retain_reset(struct tmem_dev *dev);
 void tmem_queue_ref(struct tmem_dev *dev, const struct tmem_where *where, u64 index, u64 offset,
 		    u32 epoch);
 
-/* send.c */
+/* implemented in send.c */
 int tmem_send_init(struct tmem_dev *dev, struct tmem_queue *queue);
 void tmem_send_exit(struct tmem_queue *queue);
 void tmem_send_stop(struct tmem_queue *queue);
@@ -425,14 +464,10 @@ long tmem_send_timeout(struct tmem_queue *queue);
 void tmem_send_drain(struct tmem_queue *queue);
 void tmem_send_vq_callback(struct virtqueue *vq);
 
-/* pace.c */
-int tmem_pace_init(void);
-void tmem_pace_exit(void);
-
-/* feeder.c */
+/* implemented in feeder.c */
 int tmem_feeder(void *data);
 
-/* admit.c */
+/* implemented in admit.c */
 int tmem_admit_init(struct tmem_dev *dev);
 void tmem_admit_exit(struct tmem_dev *dev);
 bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, struct page *page,
@@ -440,42 +475,42 @@ bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, str
 void tmem_admit_back(struct tmem_dev *dev, struct page *page);
 void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long losses);
 
-/* bounce.c */
+/* implemented in bounce.c */
 int tmem_bounce_init(struct tmem_dev *dev, unsigned int bounce_pages);
 void tmem_bounce_exit(struct tmem_dev *dev);
 struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pages);
 void tmem_bounce_free(struct tmem_dev *dev, struct tmem_get_req *get);
 void tmem_bounce_answered(struct tmem_dev *dev, struct tmem_get_req *get);
 
-/* get.c */
+/* implemented in get.c */
 void tmem_breaker_probe(struct tmem_dev *dev);
 void tmem_breaker_reset(struct tmem_dev *dev);
 
-/* transport.c */
+/* implemented in transport.c */
 int tmem_transport_init(void);
 void tmem_transport_exit(void);
 
-/* control.c */
+/* implemented in control.c */
 int tmem_control_init(struct tmem_dev *dev);
 void tmem_control_exit(struct tmem_dev *dev);
 void tmem_control_vq_callback(struct virtqueue *vq);
 int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool);
 
-/* sync.c */
+/* implemented in sync.c */
 int tmem_sync_init(struct tmem_dev *dev);
 void tmem_sync_exit(struct tmem_dev *dev);
 void tmem_sync_hibernate(bool begin);
 void tmem_sync_start(struct tmem_dev *dev);
 void tmem_sync_stop(struct tmem_dev *dev);
 
-/* stats.c */
+/* implemented in stats.c */
 void tmem_state_offline(const char *why);
 void tmem_state_online(void);
 void tmem_state_tripped(bool tripped);
 u32 tmem_state_report(u64 *hooks);
 ssize_t tmem_state_show(char *buf);
 
-/* sysfs.c */
+/* implemented in sysfs.c */
 int tmem_sysfs_init(void);
 void tmem_sysfs_exit(void);
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * References to the device, and requests for work of the device that sync.c does.
+ * References to the device, and functions that request work that sync.c does for the device.
  *
- * Code that finds that the generation may be over, or that the state has changed, calls a function
- * of this file, which only queues a work item. So this file uses no other file of the core.
+ * Code calls these functions when the generation may be over or the state has changed. They only
+ * queue a work item, so this file uses no other file of the core.
  */
 #include "core.h"
 
@@ -57,19 +57,22 @@ int tmem_dev_users_init(struct tmem_dev *dev)
  * tmem_dev_users_wait() - wait until all references on a device are released
  * @dev: the device; tmem_dev_get() cannot find it any more
  *
- * Context: process, sleeps for as long as a get that began before may wait.
+ * Context: process, sleeps until gets that have begun are complete.
  */
 void tmem_dev_users_wait(struct tmem_dev *dev)
 {
-	/* From here on, references are counted in one place, so that the last one is seen. */
+	/*
+	 * percpu_ref_kill() changes the references to one shared count, so that the release of the
+	 * last reference is detected.
+	 */
 	percpu_ref_kill(&dev->users);
 	wait_for_completion(&dev->unused);
 }
 
 /**
- * tmem_dev_resync() - read the generation again, and bring the device's pools up to date
+ * tmem_dev_resync() - queue work that reads the generation and brings the device's pools up to date
  * @dev: the device
- * @renew: forget all entries even if the generation is the same
+ * @renew: erase all entries of the index even if the generation has not changed
  *
  * Context: any but NMI.
  */
@@ -83,7 +86,7 @@ void tmem_dev_resync(struct tmem_dev *dev, bool renew)
 
 /**
  * tmem_dev_resync_any() - call tmem_dev_resync() for the device, if there is one
- * @renew: forget all entries even if the generation is the same
+ * @renew: erase all entries of the index even if the generation has not changed
  *
  * Context: any but NMI.
  */
@@ -99,7 +102,7 @@ void tmem_dev_resync_any(bool renew)
 }
 
 /**
- * tmem_dev_report() - send a report now because the state changed
+ * tmem_dev_report() - queue work that sends a report to the host, because the state changed
  * @dev: the device
  *
  * Context: any but NMI.

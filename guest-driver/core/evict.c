@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * Removal of index entries in bulk: the objects of pools that were freed or emptied, and, when the
- * index is full, the leaves that were not stored to for the longest time.
+ * index is full, the leaves into which no entry was stored for the longest time.
  *
  * The walk goes through the table bucket by bucket, because only the table has all objects. A list
  * of objects would cost memory, and a lock for each put. The walk never delays a put for long: it
- * holds a bucket's lock for some leaves, or to unlink objects that it frees without the lock.
+ * drops a bucket's lock after some leaves, and frees objects after it has unlinked them and dropped
+ * the lock.
  */
 #include "../trace.h"
 #include "index.h"
@@ -14,7 +15,7 @@ static unsigned int evict_hand;		/* next bucket of the evictor; used by the work
 
 /*
  * Frees all objects of pool @id or, if @id is 0, of all pools that are no longer live. Returns the
- * number of pages that they had.
+ * number of pages that the objects had.
  */
 static unsigned long sweep(u32 id, enum tmem_inval why)
 {
@@ -29,8 +30,8 @@ static unsigned long sweep(u32 id, enum tmem_inval why)
 			if (id ? object->pool != id : tmem_pool_live(object->pool))
 				continue;
 			uncount_object(object);
-			tmem_count_inval(why, object->nr_pages);
-			erased += object->nr_pages;
+			tmem_count_inval(why, object_pages(object));
+			erased += object_pages(object);
 			unlink_object(object, &freed);
 		}
 		spin_unlock_irq(&tmem_buckets[i].lock);
@@ -74,9 +75,9 @@ void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why)
 }
 
 /*
- * Runs one step of the evictor: visits about LEAVES_PER_LOCK leaves of a bucket, from (@at, @nr)
- * on. If @only_retained, erases all retained entries, and otherwise leaves as CLOCK does. Returns
- * false if the bucket is done.
+ * Runs one step of the evictor: visits about LEAVES_PER_LOCK leaves of a bucket, beginning with
+ * leaf @nr of object @at. If @only_retained, erases all retained entries of these leaves; otherwise
+ * erases leaves in the order of CLOCK. Returns false if the bucket is done.
  */
 static bool evict_step(struct bucket *bucket, bool only_retained, u64 *at, unsigned long *nr)
 {
@@ -96,14 +97,14 @@ static bool evict_step(struct bucket *bucket, bool only_retained, u64 *at, unsig
 		 */
 		if (object->id > *at)
 			continue;
-		if (only_retained && !object->nr_retained)
+		if (only_retained && !object_retained(object))
 			continue;
 		if (object->id < *at)
 			*nr = 0;
 		*at = object->id;
-		leaf = xa_find(&object->leaves, nr, ULONG_MAX, XA_PRESENT);
+		leaf = leaf_find(object, nr, ULONG_MAX);
 		while (leaf) {
-			retained = leaf->retained;
+			retained = leaf_retained(leaf);
 			if (leaf->referenced && !only_retained) {
 				leaf->referenced = 0;
 			} else if (retained || !only_retained) {
@@ -116,9 +117,9 @@ static bool evict_step(struct bucket *bucket, bool only_retained, u64 *at, unsig
 				more = true;
 				break;
 			}
-			leaf = xa_find_after(&object->leaves, nr, ULONG_MAX, XA_PRESENT);
+			leaf = leaf_find_after(object, nr, ULONG_MAX);
 		}
-		if (!object->nr_pages)
+		if (!object_pages(object))
 			tmem_object_free_empty(object);
 		if (more)
 			break;
@@ -147,7 +148,7 @@ static void evict(bool only_retained, unsigned long visits, long low)
 
 /*
  * Makes room in a full index, until an eighth of it is free. It first erases retained entries,
- * because their pages are in the page cache: they are copied when they are evicted. Then, like the
+ * because their pages are in the page cache, and their next eviction puts a copy. Then, like the
  * CLOCK algorithm, it erases leaves into which no entry was stored since its last visit. The driver
  * does not tell the host: the host's own eviction later drops its copies of these pages.
  */

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Thread that calls the sender where no put and no answer does: for puts that have waited for
- * TMEM_PUT_DELAY_MS without filling a batch, for flushes, and for work that an interrupt left.
+ * Feeder thread. It calls the sender (send.c) when neither a put nor an answer does: for puts that
+ * have waited for TMEM_PUT_DELAY_MS in a partial batch, for flushes, and for work that an interrupt
+ * left.
  *
- * A request costs as much as copies of many pages, and reclaim takes more than one page. So
- * requests for single pages would cost more than all other work of a put. Waiting pages are not
- * lost for gets, because a get finds them in the ring.
+ * A request costs as much as copies of many pages, and reclaim evicts more than one page at a time.
+ * Therefore puts wait for a full batch: requests for single pages would cost more than all other
+ * work of a put. A get finds waiting pages in the ring.
  *
  * The feeder is a real-time thread, because reclaim fills the rings and must not starve it. Full
- * batches and their answers do not wait for it.
+ * batches and their answers do not need the feeder.
  */
 #include <linux/kthread.h>
 
@@ -42,7 +43,10 @@ int tmem_feeder(void *data)
 		TMEM_HOLD(feeder);
 		timeout = MAX_SCHEDULE_TIMEOUT;
 		for (i = 0; i < dev->nr_queues; i++) {
-			/* Cleared before the work, so that a later request is not lost. */
+			/*
+			 * Clear the flag before the work, so that a request during the work is not
+			 * lost.
+			 */
 			smp_store_mb(dev->queue[i].attention, false);
 			while (tmem_send(&dev->queue[i]))
 				cond_resched();

@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Gets: take index entries out, request their pages, and wait until a deadline.
+ * Gets: take entries out of the index, request their pages, and wait until a deadline.
  *
  * A get may let the host retain a page. The entry of such a page stays in the index, marked as
- * retained, before the page is requested. It is erased when the get ends without the page, or the
- * host did not retain it. A get never adds an entry.
+ * retained, before the page is requested. The get erases the entry if the page does not come, or
+ * the host did not retain it. A get never adds an entry.
  *
  * The device writes to bounce pages only. A bounce page belongs to the device until the device
  * answers or is reset. A request for which no task waits any more keeps its pages, so that a late
- * answer cannot land in memory that was given away. When all bounce pages are with the device, gets
- * are misses.
+ * answer cannot land in memory that was given away. While the device has all bounce pages, gets are
+ * misses.
  *
  * The wait of readers is bounded twice. First, a call (one readahead window) waits no longer than
  * its deadline. Second, the breaker opens, and the driver then requests nothing until a probe is
  * answered quickly. The breaker opens in each of these cases:
  * - LATE_ROW_MAX calls in a row were late.
- * - The host keeps more than half of the bounce pages, which a single call for a large window can
- *   cause.
+ * - Abandoned requests have more than half of the bounce pages at the host. A single call for a
+ *   large window can cause this.
  * - The waits of slow calls have filled a bucket. A call is slow if it waits longer than a quarter
  *   of the deadline. The bucket holds WAIT_BUDGET deadlines and empties at WAIT_BUDGET per
  *   WAIT_PERIOD deadlines, but not during a slow call.
  *
- * The breaker is not probed before half of the bucket is empty again, because a probe may be
- * answered quickly although pages are not. With the defaults, readers that come one after the other
- * wait for a slow host for 200 ms plus one deadline together, and for at most a fifth of the rest
- * of their time. Each concurrent reader adds at most one deadline.
+ * The driver does not probe before half of the bucket is empty again, because a host may answer a
+ * probe quickly and gets slowly. With the defaults, readers that come one after the other wait for
+ * a slow host for 200 ms plus one deadline in total. Beyond that, their waits take at most a fifth
+ * of their other time. Each concurrent reader adds at most one deadline.
  *
  * The driver never trusts an answer. Length, status, result and cookie must be right, and so must
  * the content check, which is computed on the destination page itself. A page whose check is wrong
@@ -45,18 +45,27 @@
 #define DEADLINE_MS_MAX		1000
 /* Longest spin in microseconds. A spin that is longer than a context switch wastes a vCPU. */
 #define SPIN_US_MAX		1000
-/* Maximum number of one call's requests in flight: 4 MiB of pages, the largest readahead in use. */
+/*
+ * Maximum number of requests in flight of one tmem_get() call. They bring 4 MiB of pages, the
+ * largest readahead in use.
+ */
 #define GET_BURST		16
-/* The breaker opens after this many late calls in a row. */
+/* The breaker opens after this many tmem_get() calls in a row that missed the deadline. */
 #define LATE_ROW_MAX		3
-/* A call that waits longer than this part of the deadline is slow: no faster than a disk. */
+/*
+ * A tmem_get() call is slow if it waits longer than the deadline divided by this number. A disk
+ * would be as fast as a slow call.
+ */
 #define SLOW_DIVISOR		4
 /*
- * The breaker also opens when the host keeps more than this part of the bounce pages for requests
- * that were given up.
+ * The breaker also opens when abandoned requests (not answered before the deadline) have more than
+ * 1 / KEPT_DIVISOR of the bounce pages at the host.
  */
 #define KEPT_DIVISOR		2
-/* Total wait of slow calls, and the time in which it may occur, in deadlines. */
+/*
+ * The breaker adds up the waits of slow calls in a leaky bucket. The bucket holds WAIT_BUDGET
+ * deadlines, and loses as much in WAIT_PERIOD deadlines.
+ */
 #define WAIT_BUDGET		10
 #define WAIT_PERIOD		50
 
@@ -84,21 +93,24 @@ static const struct kernel_param_ops spin_us_ops = {
 
 static unsigned int deadline_ms = 20;
 module_param_cb(deadline_ms, &deadline_ms_ops, &deadline_ms, 0644);
-MODULE_PARM_DESC(deadline_ms, "Longest time that a read waits for the host, in all (1-1000, default 20)");
+MODULE_PARM_DESC(deadline_ms, "longest time in ms that one readahead waits for the host (1-1000, default 20)");
 
 static unsigned int spin_us = 30;
 module_param_cb(spin_us, &spin_us_ops, &spin_us, 0644);
-MODULE_PARM_DESC(spin_us, "How much of it is spent polling before sleeping (0-1000, default 30)");
+MODULE_PARM_DESC(spin_us, "time in us for which a reader polls for an answer before it sleeps (0-1000, default 30)");
 
 /* --- requests ------------------------------------------------------------------------------ */
 
-/* Too many bounce pages are stuck in unanswered requests; new gets would find none. */
+/*
+ * Returns whether abandoned requests, for whose answer no reader waits any more, have more than 1 /
+ * KEPT_DIVISOR of the bounce pages at the host.
+ */
 static bool host_keeps(struct tmem_dev *dev)
 {
 	return READ_ONCE(dev->nr_kept) > dev->nr_bounce / KEPT_DIVISOR;
 }
 
-/* Gives up waiting, unless the answer has come. Returns whether it has. */
+/* Abandons a get request unless its answer has come. Returns whether the answer has come. */
 static bool get_abandon(struct tmem_get_req *get)
 {
 	struct tmem_queue *queue = get->queue;
@@ -117,7 +129,10 @@ static bool get_abandon(struct tmem_get_req *get)
 	return done;
 }
 
-/* Sends a request. The caller has filled in count, block, entry and out except for the header. */
+/*
+ * Sends a get request. The caller has filled in count, block, entry and out; this function fills in
+ * out.hdr.
+ */
 static int get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 generation, u32 pool)
 {
 	struct scatterlist out, in[1 + TMEM_BATCH_BLOCKS], *sgs[] = { &out, in };
@@ -159,14 +174,14 @@ static int get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 genera
 
 static bool get_done(struct tmem_get_req *get)
 {
-	/* The answer was written before; pairs with tmem_bounce_answered(). */
+	/* Read the answer after the state; pairs with tmem_bounce_answered(). */
 	return smp_load_acquire(&get->req.state) == TMEM_REQ_DONE;
 }
 
 /*
- * Waits until the answer or the deadline. It spins for a short time, because an idle host answers
- * faster than a context switch takes, and then sleeps. Returns whether there is an answer; without
- * one, the request belongs to the device.
+ * Waits until a get request is answered or the deadline passes. The function spins for a short
+ * time, because an idle host answers faster than a context switch takes, and then sleeps. It
+ * returns whether there is an answer. If there is none, the request belongs to the device.
  */
 static bool get_wait(struct tmem_get_req *get, u64 spin_until_ns, u64 deadline_ns)
 {
@@ -186,7 +201,7 @@ static bool get_wait(struct tmem_get_req *get, u64 spin_until_ns, u64 deadline_n
 	return get_abandon(get);
 }
 
-/* Counts the wait of a reader for one request, answered or not. */
+/* Adds the time that a reader waited for one request, answered or not, to the statistics. */
 static void count_wait(u64 waited_ns)
 {
 	unsigned int bucket = fls64(div_u64(waited_ns, NSEC_PER_USEC));
@@ -205,13 +220,13 @@ static u64 deadline_span_ns(void)
 
 /*
  * Returns the fill of the breaker's bucket in ns: the waits of slow calls, minus the part that has
- * leaked until now. dev->get_lock is held.
+ * leaked until now. The caller holds dev->get_lock.
  */
 static u64 slow_ns(struct tmem_dev *dev)
 {
 	/*
-	 * Read the clock under the lock; otherwise slow_at_ns could already have a later time of
-	 * another task.
+	 * Read the clock under the lock. Otherwise another task could have set slow_at_ns to a
+	 * later time.
 	 */
 	u64 now_ns = ktime_get_ns(), leaked_ns;
 
@@ -223,8 +238,9 @@ static u64 slow_ns(struct tmem_dev *dev)
 }
 
 /*
- * Opens or closes the breaker. The state for sysfs and for the host changes under the same lock.
- * Otherwise it would stay wrong for good if another backend comes between the two changes.
+ * Opens or closes the breaker, and changes the state for sysfs and the host under the same lock.
+ * Without the common lock, a change of the backend between the two changes could leave a wrong
+ * state permanently.
  */
 static void breaker_set(struct tmem_dev *dev, bool open)
 {
@@ -237,8 +253,8 @@ static void breaker_log(bool open)
 {
 	trace_tmem_breaker(open);
 	pr_notice_ratelimited("%s\n", open ?
-			      "the host answers too late: reads come from the disk meanwhile" :
-			      "the host answers in time again: gets resume");
+			      "the host answers too late: all reads go to the disk for now" :
+			      "the host answers in time again: reads use the cache again");
 }
 
 static bool may_probe(struct tmem_dev *dev)
@@ -268,7 +284,8 @@ static bool breaker_close(struct tmem_dev *dev, bool forget)
 }
 
 /*
- * Records the wait of a call that sent requests, answered or not, and opens the breaker if needed.
+ * Records how long a tmem_get() call with requests has waited, whether they were answered or not,
+ * and opens the breaker if needed.
  */
 static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 {
@@ -279,8 +296,8 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 	if (slow)
 		tmem_count(TMEM_STAT_slow);
 	/*
-	 * A call that was answered quickly changes nothing below, unless it ends a row of late
-	 * ones. The waits that have leaked meanwhile are subtracted at the next slow call.
+	 * A quick call needs no lock, unless it ends a row of late calls. When the next slow call
+	 * comes, that call subtracts what has leaked from the bucket meanwhile.
 	 */
 	if (!late && !slow && !READ_ONCE(dev->late_row) && !host_keeps(dev) &&
 	    waited_ns <= READ_ONCE(dev->wait_max_ns))
@@ -291,8 +308,8 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 	WRITE_ONCE(dev->late_row, late ? dev->late_row + 1 : 0);
 	if (slow) {
 		/*
-		 * The bucket does not leak during a slow call; otherwise one read could wait longer
-		 * than the bound at the top of this file.
+		 * The bucket does not leak during a slow call; otherwise readers could wait longer
+		 * than the bound in the header of this file.
 		 */
 		dev->slow_at_ns = min(dev->slow_at_ns + waited_ns, ktime_get_ns());
 		dev->slow_ns = slow_ns(dev) + waited_ns;
@@ -308,7 +325,10 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 		return;
 	TMEM_HOLD(breaker);
 	tmem_count(TMEM_STAT_trips);
-	/* The breaker may have closed meanwhile. The last message must give the current state. */
+	/*
+	 * Another task may have changed the breaker since then. The last message in the log must
+	 * give the current state.
+	 */
 	if (READ_ONCE(dev->tripped))
 		breaker_log(true);
 	tmem_dev_report(dev);
@@ -359,7 +379,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 }
 
 /**
- * tmem_breaker_reset() - close the breaker and forget its history for a new backend
+ * tmem_breaker_reset() - close the breaker and clear its history, because the backend is new
  * @dev: the device
  */
 void tmem_breaker_reset(struct tmem_dev *dev)
@@ -400,7 +420,7 @@ struct get_call {
 	unsigned int hits;
 	unsigned int lost;	/* pages that the host reported as missing */
 	bool late;
-	bool answered;		/* an answer came in time */
+	bool answered;		/* at least one answer came in time */
 };
 
 static void miss(struct get_call *call, unsigned int i, enum tmem_stat why)
@@ -410,7 +430,8 @@ static void miss(struct get_call *call, unsigned int i, enum tmem_stat why)
 }
 
 /*
- * Erases the retained entries of pages @first + i whose bit i is set in @mask; all lie in one leaf.
+ * Erases the retained index entries of pages @first + i whose bit i is set in @mask. All of these
+ * pages lie in one leaf (64 neighbouring pages) of the index.
  */
 static void forget(struct get_call *call, u64 object, unsigned int first, u64 mask)
 {
@@ -418,7 +439,10 @@ static void forget(struct get_call *call, u64 object, unsigned int first, u64 ma
 		tmem_index_forget(call->bucket, object, call->index + first, mask);
 }
 
-/* Returns whether the content check is right, computed on the page that the caller will use. */
+/*
+ * Verifies the content check on the page that the caller will use, and switches the cache off if it
+ * is wrong. Returns whether the check is right.
+ */
 static bool check_page(struct get_call *call, unsigned int i, u64 entry)
 {
 	void *data = kmap_local_page(call->pages[i]);
@@ -439,7 +463,10 @@ static bool check_page(struct get_call *call, unsigned int i, u64 entry)
 	return false;
 }
 
-/* Takes a page of an answer. Returns whether it is right and the host retained it. */
+/*
+ * Checks the answer for one page, and copies the page from its bounce page to its destination.
+ * Returns whether the page is correct and the host has retained it.
+ */
 static bool take_page(struct get_call *call, struct tmem_get_req *get, unsigned int nr, u8 status)
 {
 	unsigned int i = get->first + nr;
@@ -469,7 +496,7 @@ no:
 	return false;
 }
 
-/* Waits for all requests of the burst and takes the pages that they brought. */
+/* Waits for all requests in flight of a tmem_get() call, and copies the pages that they brought. */
 static void finish_burst(struct get_call *call)
 {
 	u64 sent_ns, since_ns, now_ns;
@@ -489,8 +516,8 @@ static void finish_burst(struct get_call *call)
 		count_wait(now_ns - sent_ns);
 		if (!answered) {
 			/*
-			 * The request now belongs to the device; its count and first are read from
-			 * the call's copies.
+			 * The request belongs to the device from now on. Use the copies of its
+			 * count and first in @call.
 			 */
 			for (nr = 0; nr < call->burst_count[b]; nr++)
 				miss(call, call->burst_first[b] + nr, TMEM_STAT_misses_late);
@@ -522,8 +549,9 @@ static void finish_burst(struct get_call *call)
 }
 
 /*
- * Requests pages first .. first + count - 1, whose entries were taken. Bit i of @retain is set if
- * the entry of page first + i stays as a retained one.
+ * Requests pages first .. first + count - 1 from the host, after the caller has taken their entries
+ * out of the index. Bit i of @retain is set if the entry of page first + i stays in the index,
+ * marked as retained.
  */
 static void request_pages(struct get_call *call, struct tmem_queue *queue,
 			  const struct tmem_where *where, unsigned int first, unsigned int count,
@@ -630,7 +658,7 @@ static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
 			else if (keep & BIT_ULL(i))
 				tmem_count(TMEM_STAT_retained_hits);
 		}
-		/* A run of pages that only the host has is sent as one request. */
+		/* Request each run of pages that are only at the host with one request. */
 		if (!there && entry[i] && run < call->dev->batch_max) {
 			run++;
 			continue;
@@ -656,18 +684,18 @@ u64 tmem_get_deadline_ns(void)
 }
 
 /**
- * tmem_get() - get pages back
+ * tmem_get() - get pages back from the put ring or from the host
  * @key: pool and inode
  * @index: page number of the first page
  * @nr: number of pages
  * @pages: destinations, locked by the caller and not uptodate
  * @want: bitmap of @nr bits: the pages to get; on return the pages that were got
- * @deadline_ns: from tmem_get_deadline_ns(); nothing is requested after it
+ * @deadline_ns: from tmem_get_deadline_ns(); no request is sent after it
  * @inside_end: number of the first page that does not lie completely inside the file; the host does
  *   not retain this page and later ones
  *
- * Context: process, may sleep until the deadline. A destination that was not got has unspecified
- * content.
+ * Context: process, may sleep until the deadline. Destinations whose bit in @want is clear on
+ * return have unspecified content.
  *
  * Return: number of hits.
  */
@@ -707,10 +735,13 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 		.deadline_ns = deadline_ns,
 		.generation = READ_ONCE(dev->generation),
 	};
-	smp_rmb();	/* reads the generation before the index: pairs with sync_work_fn() */
+	smp_rmb();	/* read the generation before the index; pairs with sync_work_fn() */
 	for (from = 0; from < nr; from = to) {
 		to = min(nr, from + 64 - (unsigned int)((index + from) & 63));
-		/* Too late to request more; these entries stay in the index. */
+		/*
+		 * If no more requests may be sent, the other pages are misses and their entries
+		 * stay in the index.
+		 */
 		if (!call.generation || call.late || !tmem_online()) {
 			for (; from < to; from++)
 				if (test_bit(from, want))

@@ -3,27 +3,25 @@
  * Index of the pages that the host is believed to hold, with cookie and content check.
  *
  * The index is the authority: a page that is not in it is never requested, so erasing an entry is a
- * complete invalidation. It is a fixed hash table of objects (inodes), each with an XArray of
- * leaves of 64 page numbers. A leaf packs its entries in 6 to 64 places, because most files are
- * small and the memory of the index is bounded.
+ * complete invalidation. It is a fixed hash table of objects (inodes). The entries of a small file
+ * are inside its object. Other objects have an XArray of leaves of 64 pages (leaf.c).
  *
- * Races. An inode hashes to one bucket. The lock of that bucket protects all state of the inode:
- * its entries and, as puts see them, its mark (bypass.c) and the id of its pool. No other lock
- * protects them, so this lock orders any two operations on an inode.
+ * Races. An inode hashes to one bucket. The lock of that bucket protects the entries of the inode.
+ * Puts also read the inode's mark (bypass.c) and the id of its pool under it. So this lock orders
+ * any two operations on an inode.
  * - Put and invalidation: the hooks call tmem_put() before the page leaves the page cache. They
- *   invalidate after they made sure that the page has left (or belongs to them). Suppose that the
- *   invalidation took the lock before the put. Then the put, and with it the page's removal, would
- *   come after the caller saw the page removed, which is a contradiction. So the invalidation finds
- *   the entry.
- * - Put and bypass: the mark is set first, then the object is detached under this lock. A put whose
- *   critical section comes before is detached with the object; one that comes after sees the mark.
- * - Put and forgetting all: tmem_pools_forget() sets the ids of all pools to 0. Entries hang
- *   from objects that carry the id of their pool, ids are never reused, and a put reads the id
- *   under the lock. So an entry that was made before is unreachable afterwards. The sweep runs
- *   after the ids have changed and visits each bucket under its lock, so it frees all of these
- *   entries.
- * - Put answered REFUSED and a later put of the same page: the entry is erased only if the cookie
- *   is the same.
+ *   invalidate after the page has left the page cache, or while reclaim cannot evict it. So the put
+ *   of the page has always taken the lock before the invalidation, and the invalidation finds the
+ *   entry.
+ * - Put and bypass: the mark is set first, then the object is detached under this lock. The entry
+ *   of a put that took the lock earlier is detached with the object; a later put sees the mark.
+ * - Put and erasing of all entries: tmem_pools_forget() sets the ids of all pools to 0. Each entry
+ *   belongs to an object that carries the id of its pool, ids are never reused, and a put reads
+ *   the id under the lock. So an entry that a put made earlier is unreachable afterwards. The
+ *   sweep runs after the ids have changed and visits each bucket under its lock, so it frees all
+ *   of these entries.
+ * - Put answered REFUSED and a later put of the same page: the entry is erased only if it has the
+ *   cookie of the refused put.
  *
  * - Retained entries: a get leaves the entry of a page that the host may retain, and marks it, so
  *   that no other get takes it. The folio of the page is locked and in the page cache. If the get
@@ -32,9 +30,9 @@
  *   same, after the checks of a put, which it makes under this lock.
  *
  * tmem_held(), which finds out whether a get is worthwhile, reads without the lock. Objects and
- * leaves come from slab caches whose memory keeps its type while RCU readers run. So the reader
- * finds an old, a new or an unrelated object, but always an object. A wrong answer costs a read
- * from the disk, or a get that finds nothing to take under the lock.
+ * leaves come from slab caches whose memory keeps its type while RCU readers run. So the reader may
+ * find a freed, a new or an unrelated object, but never other memory. A wrong answer costs a read
+ * from the disk, or a get that finds no entry under the lock.
  *
  * The index never waits, never fails to erase, and allocates only without waiting.
  */
@@ -45,17 +43,21 @@
 #include "../trace.h"
 #include "index.h"
 
-/* Bytes of index memory for each bucket. With small files a bucket has one or two objects. */
+/*
+ * Bytes of the module's memory for each bucket. The index may use half of them: an index full of
+ * files of one page has eight objects in each bucket.
+ */
 #define BYTES_PER_BUCKET	1024
 #define BUCKETS_MIN		256
 #define BUCKETS_MAX		1048576
 
-static struct kmem_cache *object_cache;
-
 struct bucket *tmem_buckets __read_mostly;
 unsigned int tmem_bucket_bits __read_mostly;
 
-/* Counts and traces erased entries of an object. The lock of its bucket is held. */
+/*
+ * Counts and traces entries that were erased from an object. The caller holds the lock of its
+ * bucket.
+ */
 static void note_erased(const struct object *object, u64 first, u64 last, unsigned long pages,
 			enum tmem_inval why)
 {
@@ -85,11 +87,13 @@ u32 tmem_index_bucket(const struct tmem_key *key)
 void tmem_object_free(struct object *object)
 {
 	tmem_leaf_free_all(object);
-	tmem_uncharge(sizeof(*object) + TMEM_SLAB_LINK);
-	kmem_cache_free(object_cache, object);
+	tmem_object_release(object);
 }
 
-/* Objects that were detached in a context where freeing takes too long. A work item frees them. */
+/*
+ * Detached objects, to be freed by a work item, because freeing them takes too long for the context
+ * that detached them.
+ */
 static HLIST_HEAD(detached);
 static DEFINE_SPINLOCK(detached_lock);
 
@@ -124,7 +128,7 @@ void tmem_object_detach(u32 bucket, struct object *object, enum tmem_inval why)
 
 	lockdep_assert_held(&tmem_buckets[bucket].lock);
 	uncount_object(object);
-	note_erased(object, 0, TMEM_INDEX_MAX, object->nr_pages, why);
+	note_erased(object, 0, TMEM_INDEX_MAX, object_pages(object), why);
 	tmem_queue_flush(&where, 0, VIRTIO_TMEM_TO_END);
 	spin_lock(&detached_lock);
 	unlink_object(object, &detached);
@@ -134,39 +138,29 @@ void tmem_object_detach(u32 bucket, struct object *object, enum tmem_inval why)
 
 /**
  * tmem_object_free_empty() - free an object whose last page was erased
- * @object: the object; its bucket is locked, and the host has no page of it that the driver could
- *   name
+ * @object: the object, which has no entries; its bucket is locked
  */
 void tmem_object_free_empty(struct object *object)
 {
 	hlist_del_rcu(&object->node);
-	tmem_uncharge(sizeof(*object) + TMEM_SLAB_LINK);
-	kmem_cache_free(object_cache, object);
+	tmem_object_release(object);
 }
 
-static struct object *new_object(u32 nr, const struct tmem_key *key, u32 pool)
+/* Makes the object of an inode, in which the caller then stores page @index. */
+static struct object *new_object(u32 nr, const struct tmem_key *key, u32 pool, u64 index)
 {
 	struct bucket *bucket = &tmem_buckets[nr];
-	struct object *object;
+	struct object *object = tmem_object_new(index);
 
-	if (!tmem_charge(sizeof(*object) + TMEM_SLAB_LINK))
-		return ERR_PTR(-ENOSPC);
-	object = kmem_cache_alloc(object_cache, GFP_INDEX);
-	if (!object) {
-		tmem_uncharge(sizeof(*object) + TMEM_SLAB_LINK);
-		return ERR_PTR(-ENOMEM);
-	}
+	if (IS_ERR(object))
+		return object;
 	object->id = ++bucket->nr_made << tmem_bucket_bits | nr;
 	/*
-	 * A reader that still follows a pointer to an object freed here before may see these
-	 * values.
+	 * A reader without the lock may still see these values if an object was freed here before.
 	 */
 	WRITE_ONCE(object->ino, key->ino);
 	WRITE_ONCE(object->igen, key->igen);
 	WRITE_ONCE(object->pool, pool);
-	object->nr_pages = 0;
-	object->nr_retained = 0;
-	xa_init(&object->leaves);
 	hlist_add_head_rcu(&object->node, &bucket->objects);
 	return object;
 }
@@ -213,20 +207,20 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 	else if (TMEM_INJECT(nomem))
 		err = -ENOMEM;
 	if (!object && !err) {
-		object = new_object(nr, key, pool);
+		object = new_object(nr, key, pool, index);
 		if (IS_ERR(object)) {
 			err = PTR_ERR(object);
 			object = NULL;
 		}
 	}
 	if (object && !err)
-		err = tmem_leaf_store(object, index, entry);
+		err = tmem_leaf_store(&object, index, entry);
 	if (err && object) {
-		leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
+		leaf = leaf_load(object, index >> LEAF_SHIFT);
 		if (leaf && tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf,
 					    BIT_ULL(index & (LEAF_PAGES - 1))))
 			note_erased(object, index, index, 1, TMEM_INVAL_DROPPED);
-		if (!object->nr_pages)
+		if (!object_pages(object))
 			tmem_object_free_empty(object);
 	} else if (!err) {
 		where->object = object->id;
@@ -246,7 +240,8 @@ unlock:
  * @index: first page number; all pages lie in one leaf (64 pages, aligned)
  * @nr: number of pages
  * @want: bit i is set if page @index + i is wanted
- * @keep: bit i is set if the entry of page @index + i stays as a retained one; others are erased
+ * @keep: bit i is set if the entry of page @index + i stays, marked as retained; other wanted
+ *   entries are erased
  * @entry: set to the entry of each page, 0 where none is held
  * @where: set to the object's id and place if anything was taken
  */
@@ -259,8 +254,8 @@ void tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 	struct object *object;
 	unsigned long flags;
 	struct leaf *leaf;
+	u64 mask = 0, held;
 	unsigned int i;
-	u64 mask = 0;
 
 	memset(entry, 0, nr * sizeof(*entry));
 	spin_lock_irqsave(&bucket->lock, flags);
@@ -271,13 +266,14 @@ void tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 		tmem_object_detach(bucket_nr, object, TMEM_INVAL_INODE);
 		goto unlock;
 	}
-	leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
+	leaf = leaf_load(object, index >> LEAF_SHIFT);
 	if (!leaf)
 		goto unlock;
+	held = leaf_present(leaf) & ~leaf_retained(leaf);
 	for_each_set_bit(i, want, nr) {
-		if (!(leaf->present & ~leaf->retained & BIT_ULL(base + i)))
+		if (!(held & BIT_ULL(base + i)))
 			continue;
-		entry[i] = leaf->entry[leaf_rank(leaf, base + i)];
+		entry[i] = *leaf_entry(leaf, base + i);
 		mask |= BIT_ULL(base + i);
 	}
 	if (!mask)
@@ -288,7 +284,7 @@ void tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 	keep = mask & keep << base;
 	tmem_leaf_retain(object, leaf, keep);
 	tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, mask & ~keep);
-	if (!object->nr_pages)
+	if (!object_pages(object))
 		tmem_object_free_empty(object);
 unlock:
 	spin_unlock_irqrestore(&bucket->lock, flags);
@@ -306,7 +302,8 @@ static struct object *find_object_id(struct bucket *bucket, u64 id)
 }
 
 /**
- * tmem_index_forget() - erase retained entries whose pages a get did not bring, or not retained
+ * tmem_index_forget() - erase retained entries of pages that a get did not bring or the host did
+ * not retain
  * @nr: bucket of the object
  * @id: object of the get
  * @index: page number; all pages lie in one leaf
@@ -323,18 +320,18 @@ void tmem_index_forget(u32 nr, u64 id, pgoff_t index, u64 mask)
 
 	spin_lock_irqsave(&bucket->lock, flags);
 	object = find_object_id(bucket, id);
-	leaf = object ? xa_load(&object->leaves, index >> LEAF_SHIFT) : NULL;
+	leaf = object ? leaf_load(object, index >> LEAF_SHIFT) : NULL;
 	if (leaf) {
 		mask <<= index & (LEAF_PAGES - 1);
-		tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, leaf->retained & mask);
-		if (!object->nr_pages)
+		tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, leaf_retained(leaf) & mask);
+		if (!object_pages(object))
 			tmem_object_free_empty(object);
 	}
 	spin_unlock_irqrestore(&bucket->lock, flags);
 }
 
 /**
- * tmem_index_hold() - make the retained entry of an evicted page held
+ * tmem_index_hold() - change the entry of an evicted page from retained to held
  * @key: pool and inode
  * @index: page number
  * @check: content check of the page
@@ -342,7 +339,8 @@ void tmem_index_forget(u32 nr, u64 id, pgoff_t index, u64 mask)
  * @offset: set to the cookie offset of the entry if 0 is returned
  *
  * Return: 0; -ENOENT if there is no retained entry; -EPERM if the inode is bypassed; -EACCES if a
- * policy forbids it; -EILSEQ if the content is not that of the entry, which was erased.
+ * policy forbids it; -EILSEQ if the content check differs from that of the entry, which is then
+ * erased.
  */
 int tmem_index_hold(const struct tmem_key *key, pgoff_t index, u32 check, struct tmem_where *where,
 		    u64 *offset)
@@ -362,10 +360,10 @@ int tmem_index_hold(const struct tmem_key *key, pgoff_t index, u32 check, struct
 		tmem_object_detach(nr, object, TMEM_INVAL_INODE);
 		object = NULL;
 	}
-	leaf = object ? xa_load(&object->leaves, index >> LEAF_SHIFT) : NULL;
-	if (!leaf || !(leaf->retained & BIT_ULL(bit)))
+	leaf = object ? leaf_load(object, index >> LEAF_SHIFT) : NULL;
+	if (!leaf || !(leaf_retained(leaf) & BIT_ULL(bit)))
 		goto unlock;
-	entry = leaf->entry[leaf_rank(leaf, bit)];
+	entry = *leaf_entry(leaf, bit);
 	if (tmem_is_bypassed(key->pool, key->ino)) {
 		err = -EPERM;
 	} else if (tmem_policy_never(key)) {
@@ -374,7 +372,7 @@ int tmem_index_hold(const struct tmem_key *key, pgoff_t index, u32 check, struct
 		err = -EILSEQ;
 		tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
 		note_erased(object, index, index, 1, TMEM_INVAL_DROPPED);
-		if (!object->nr_pages)
+		if (!object_pages(object))
 			tmem_object_free_empty(object);
 	} else {
 		err = 0;
@@ -395,7 +393,7 @@ unlock:
  * @nr: bucket of the put
  * @id: object of the put
  * @index: page number
- * @offset: cookie offset of the put; an entry with another offset is of another put, and stays
+ * @offset: cookie offset of the put; an entry with another offset belongs to another put, and stays
  *
  * Return: true if there was an entry with this offset.
  */
@@ -410,13 +408,13 @@ bool tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
 
 	spin_lock_irqsave(&bucket->lock, flags);
 	object = find_object_id(bucket, id);
-	leaf = object ? xa_load(&object->leaves, index >> LEAF_SHIFT) : NULL;
-	found = leaf && leaf->present & BIT_ULL(bit) &&
-		tmem_entry_offset(leaf->entry[leaf_rank(leaf, bit)]) == offset;
+	leaf = object ? leaf_load(object, index >> LEAF_SHIFT) : NULL;
+	found = leaf && leaf_present(leaf) & BIT_ULL(bit) &&
+		tmem_entry_offset(*leaf_entry(leaf, bit)) == offset;
 	if (found) {
 		tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
 		note_erased(object, index, index, 1, TMEM_INVAL_DROPPED);
-		if (!object->nr_pages)
+		if (!object_pages(object))
 			tmem_object_free_empty(object);
 	}
 	spin_unlock_irqrestore(&bucket->lock, flags);
@@ -459,16 +457,16 @@ void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t las
 		budget = LEAVES_PER_LOCK;
 		spin_lock_irqsave(&bucket->lock, flags);
 		object = find_object(bucket, pool, ino);
-		leaf = object ? xa_find(&object->leaves, &i, last >> LEAF_SHIFT, XA_PRESENT) : NULL;
+		leaf = object ? leaf_find(object, &i, last >> LEAF_SHIFT) : NULL;
 		while (leaf) {
 			where.object = object->id;
 			where.pool = object->pool;
 			erased += tmem_leaf_erase(object, i, leaf, leaf_mask(i, first, last));
 			if (!budget--)
 				break;
-			leaf = xa_find_after(&object->leaves, &i, last >> LEAF_SHIFT, XA_PRESENT);
+			leaf = leaf_find_after(object, &i, last >> LEAF_SHIFT);
 		}
-		if (object && !object->nr_pages) {
+		if (object && !object_pages(object)) {
 			tmem_object_free_empty(object);
 			leaf = NULL;
 		}
@@ -505,7 +503,7 @@ void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
 	spin_unlock_irqrestore(&tmem_buckets[nr].lock, flags);
 }
 
-/* Erases the entries of an older inode whose number is used again. */
+/* Erases the entries of an earlier inode that had this inode number. */
 static void drop_stale(const struct tmem_key *key)
 {
 	u32 nr = bucket_of(key->pool, key->ino);
@@ -520,8 +518,8 @@ static void drop_stale(const struct tmem_key *key)
 }
 
 /*
- * Finds an object like find_object(), but without the lock: the object may be freed or become
- * another one at any moment.
+ * Finds the object of an inode without the bucket lock. The object may be freed, or become the
+ * object of another inode, at any moment.
  */
 static struct object *find_object_rcu(struct bucket *bucket, const struct tmem_pool *pool, u64 ino)
 {
@@ -537,14 +535,14 @@ static struct object *find_object_rcu(struct bucket *bucket, const struct tmem_p
 }
 
 /**
- * tmem_held() - find out which pages could be got
+ * tmem_held() - find out which pages have a held entry
  * @key: pool and inode
  * @index: first page number
  * @nr: number of pages
  * @held: bitmap of @nr bits: set to the pages that have a held entry
  *
- * This function takes no lock, so that a miss costs as little as one in the page cache. For pages
- * that are put or erased meanwhile the answer may be wrong in both directions.
+ * This function takes no lock, so that a miss costs as little as a miss in the page cache. A page
+ * whose entry is made or erased during the call may be reported as held or not.
  *
  * Context: any but NMI.
  *
@@ -573,12 +571,12 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 	}
 	if (object) {
 		/*
-		 * There are one to nine leaves. A search for the next one costs more than a look-up
-		 * of each.
+		 * The pages are in one to nine leaves. A search for the next leaf costs more than a
+		 * look-up of each leaf.
 		 */
 		for (i = index >> LEAF_SHIFT; i <= last >> LEAF_SHIFT; i++) {
-			leaf = xa_load(&object->leaves, i);
-			mask = leaf ? READ_ONCE(leaf->present) & ~READ_ONCE(leaf->retained) &
+			leaf = leaf_load(object, i);
+			mask = leaf ? leaf_present(leaf) & ~leaf_retained(leaf) &
 				      leaf_mask(i, index, last) : 0;
 			for (; mask; mask &= mask - 1, count++) {
 				bit = __ffs64(mask);
@@ -597,7 +595,8 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
  * @key: pool and inode
  * @index: page number
  *
- * This function takes no lock, like tmem_held(). tmem_index_hold() gives the answer that counts.
+ * This function takes no lock, like tmem_held(). The answer may be outdated; tmem_index_hold()
+ * checks again under the lock.
  *
  * Context: any but NMI.
  *
@@ -612,14 +611,14 @@ bool tmem_index_retained(const struct tmem_key *key, pgoff_t index)
 
 	rcu_read_lock();
 	object = find_object_rcu(bucket, key->pool, key->ino);
-	leaf = object ? xa_load(&object->leaves, index >> LEAF_SHIFT) : NULL;
-	retained = leaf && READ_ONCE(leaf->retained) & BIT_ULL(index & (LEAF_PAGES - 1));
+	leaf = object ? leaf_load(object, index >> LEAF_SHIFT) : NULL;
+	retained = leaf && leaf_retained(leaf) & BIT_ULL(index & (LEAF_PAGES - 1));
 	rcu_read_unlock();
 	return retained;
 }
 
 /**
- * tmem_held_pages() - count the pages of an inode that the pool has, held and retained ones
+ * tmem_held_pages() - count the entries of an inode, held and retained
  * @key: pool and inode
  *
  * Context: any but NMI.
@@ -634,7 +633,7 @@ unsigned long tmem_held_pages(const struct tmem_key *key)
 
 	spin_lock_irqsave(&bucket->lock, flags);
 	object = find_object(bucket, key->pool, key->ino);
-	nr = object && object->igen == key->igen ? object->nr_pages : 0;
+	nr = object && object->igen == key->igen ? object_pages(object) : 0;
 	spin_unlock_irqrestore(&bucket->lock, flags);
 	return nr;
 }
@@ -656,7 +655,7 @@ unsigned long tmem_index_pool_pages(u32 id)
 		spin_lock_irq(&tmem_buckets[i].lock);
 		hlist_for_each_entry(object, &tmem_buckets[i].objects, node)
 			if (object->pool == id)
-				pages += object->nr_pages;
+				pages += object_pages(object);
 		spin_unlock_irq(&tmem_buckets[i].lock);
 		cond_resched();
 	}
@@ -680,15 +679,13 @@ int tmem_index_init(void)
 	tmem_bucket_bits = ilog2(nr);
 	nr = 1UL << tmem_bucket_bits;
 
-	object_cache = kmem_cache_create("tmem_object", sizeof(struct object), 0,
-					 SLAB_TYPESAFE_BY_RCU, NULL);
-	if (!object_cache)
-		return -ENOMEM;
 	if (tmem_leaf_init())
-		goto nomem_leaf;
+		return -ENOMEM;
 	tmem_buckets = kvmalloc_array(nr, sizeof(*tmem_buckets), GFP_KERNEL);
-	if (!tmem_buckets)
-		goto nomem;
+	if (!tmem_buckets) {
+		tmem_leaf_exit();
+		return -ENOMEM;
+	}
 	for (i = 0; i < nr; i++) {
 		spin_lock_init(&tmem_buckets[i].lock);
 		tmem_buckets[i].nr_made = 0;
@@ -696,11 +693,6 @@ int tmem_index_init(void)
 	}
 	tmem_index_budget_init(limit_bytes, (long)nr * sizeof(*tmem_buckets));
 	return 0;
-nomem:
-	tmem_leaf_exit();
-nomem_leaf:
-	kmem_cache_destroy(object_cache);
-	return -ENOMEM;
 }
 
 /**
@@ -710,6 +702,5 @@ void tmem_index_exit(void)
 {
 	flush_work(&free_detached);
 	tmem_leaf_exit();
-	kmem_cache_destroy(object_cache);
 	kvfree(tmem_buckets);
 }

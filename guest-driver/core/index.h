@@ -14,12 +14,16 @@
 
 #include "leaf.h"
 
-/* Leaves that are handled before the lock is dropped: about 10 us with interrupts off. */
+/*
+ * Number of leaves that are visited before the bucket's lock is dropped: about 10 us with
+ * interrupts off.
+ */
 #define LEAVES_PER_LOCK		32
 
 struct bucket {
 	spinlock_t lock;	/* guards all fields below, see index.c */
-	u64 nr_made;		/* objects made in this bucket; with its number, ids of objects */
+	/* number of objects made in this bucket; part of the objects' ids */
+	u64 nr_made;
 	struct hlist_head objects;
 };
 
@@ -33,8 +37,8 @@ void tmem_object_free_empty(struct object *object);
 /* Subtracts the pages of an object that is taken out of the index from the numbers of entries. */
 static inline void uncount_object(const struct object *object)
 {
-	tmem_index_add_pages(-(long)object->nr_pages);
-	tmem_index_add_retained(-(long)object->nr_retained);
+	tmem_index_add_pages(-(long)object_pages(object));
+	tmem_index_add_retained(-(long)object_retained(object));
 }
 
 static inline u32 bucket_of(const struct tmem_pool *pool, u64 ino)
@@ -58,8 +62,8 @@ static inline struct object *find_object(struct bucket *bucket, const struct tme
 }
 
 /*
- * Moves an object from the table to a list, so that it can no longer be found. The caller can free
- * the leaves afterwards, without the lock.
+ * Moves an object from the table to a list, so that no lookup finds it. The caller can then free
+ * its leaves without the lock.
  */
 static inline void unlink_object(struct object *object, struct hlist_head *freed)
 {

@@ -1,187 +1,347 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Leaves of the index: the entries of 64 neighbouring pages in as little memory as possible.
+ * Objects and leaves of the index: the entries of an inode in as little memory as possible.
  *
- * A leaf packs its entries, in the order of their pages, in 6, 14, 30 or 64 places. A full leaf
- * moves to the next size. Most files are small, and the memory of the index is bounded. Every byte
- * is charged before it is allocated, XArray nodes included. Memory that the slab allocator cannot
- * use is not charged.
+ * Most files are small, and the memory of the index is bounded. So an object has its entries inside
+ * it while all of them are those of the first TMEM_SMALL_PAGES pages. Other objects have a tree (an
+ * XArray) of leaves of 64 pages. Small objects and leaves pack their entries in the order of their
+ * pages. A full one moves to the next size. With TMEM_SLAB_LINK, a small object takes 56 bytes and
+ * 8 for each place, so 64 to 184. An object with a tree takes 88. A leaf of a tree takes 32 bytes
+ * and 8 for each place, so 80 to 544. Every byte is charged before it is allocated, XArray nodes
+ * included. Memory that the slab allocator cannot use is not charged.
  *
  * An entry is held or retained. The page of a held entry is in the pool and not in the page cache.
  * The page of a retained entry is in both: a get brought it, and the host keeps it.
  */
 #include <linux/mm.h>
+#include <linux/rculist.h>
 #include <linux/slab.h>
 
 #include "leaf.h"
 
-static const u8 leaf_capacity[] = { 6, 14, 30, 64 };
-static const char *const leaf_name[] = {
-	"tmem_leaf_6", "tmem_leaf_14", "tmem_leaf_30", "tmem_leaf_64"
+#define OBJECT_BYTES(places) (offsetof(struct object, small.word) + (places) * sizeof(u64))
+#define LEAF_BYTES(places) (offsetof(struct leaf, word) + (LEAF_BITMAPS + (places)) * sizeof(u64))
+
+/* Sizes of the classes. "places" is the number of entries in an object or leaf. */
+static const struct {
+	const char *name;
+	unsigned short bytes;
+	u8 places;
+} classes[] = {
+	[TMEM_OBJECT_1] = { "tmem_object_1", OBJECT_BYTES(1), 1 },
+	[TMEM_OBJECT_2] = { "tmem_object_2", OBJECT_BYTES(2), 2 },
+	[TMEM_OBJECT_4] = { "tmem_object_4", OBJECT_BYTES(4), 4 },
+	[TMEM_OBJECT_8] = { "tmem_object_8", OBJECT_BYTES(8), 8 },
+	[TMEM_OBJECT_16] = { "tmem_object_16", OBJECT_BYTES(16), 16 },
+	[TMEM_OBJECT_TREE] = { "tmem_object_tree", sizeof(struct object), 0 },
+	[TMEM_LEAF_6] = { "tmem_leaf_6", LEAF_BYTES(6), 6 },
+	[TMEM_LEAF_14] = { "tmem_leaf_14", LEAF_BYTES(14), 14 },
+	[TMEM_LEAF_30] = { "tmem_leaf_30", LEAF_BYTES(30), 30 },
+	[TMEM_LEAF_64] = { "tmem_leaf_64", LEAF_BYTES(64), 64 },
 };
 
-static struct kmem_cache *leaf_cache[ARRAY_SIZE(leaf_capacity)];
+static_assert(ARRAY_SIZE(classes) == NR_TMEM_CLASSES);
 
-static size_t leaf_bytes(unsigned int class)
-{
-	return sizeof(struct leaf) + leaf_capacity[class] * sizeof(u64);
-}
+static struct kmem_cache *caches[NR_TMEM_CLASSES];
 
-static void leaf_free(struct leaf *leaf)
+/* Allocates an object or a leaf. Charges it, and @more bytes. */
+static void *class_alloc(enum tmem_class class, long more)
 {
-	tmem_uncharge(leaf_bytes(leaf->class) + TMEM_SLAB_LINK);
-	kmem_cache_free(leaf_cache[leaf->class], leaf);
-}
-
-static struct leaf *new_leaf(struct object *object, unsigned long nr, unsigned int class,
-			     const struct leaf *old)
-{
-	long node = old || !tmem_alone_in_node(&object->leaves, nr) ? 0 : sizeof(struct xa_node);
-	long bytes = leaf_bytes(class) + TMEM_SLAB_LINK + node;
-	struct leaf *leaf;
+	long bytes = classes[class].bytes + TMEM_SLAB_LINK + more;
+	void *memory;
 
 	if (!tmem_charge(bytes))
 		return ERR_PTR(-ENOSPC);
-	leaf = kmem_cache_alloc(leaf_cache[class], GFP_INDEX);
-	if (!leaf)
-		goto nomem;
-	/* A reader without a lock may still read a freed leaf whose memory this leaf has now. */
-	WRITE_ONCE(leaf->present, old ? old->present : 0);
-	WRITE_ONCE(leaf->retained, old ? old->retained : 0);
-	leaf->class = class;
-	leaf->referenced = 1;
-	if (old)
-		memcpy(leaf->entry, old->entry, leaf_capacity[old->class] * sizeof(u64));
-	if (xa_is_err(xa_store(&object->leaves, nr, leaf, GFP_INDEX))) {
-		kmem_cache_free(leaf_cache[class], leaf);
-		goto nomem;
-	}
-	return leaf;
-nomem:
+	memory = kmem_cache_alloc(caches[class], GFP_INDEX);
+	if (memory)
+		return memory;
 	tmem_uncharge(bytes);
 	return ERR_PTR(-ENOMEM);
 }
 
-/* Takes a leaf out of its object. The caller frees the leaf. */
-static void remove_leaf(struct object *object, unsigned long nr)
+static void class_free(enum tmem_class class, void *memory)
 {
-	xa_erase(&object->leaves, nr);
-	if (tmem_alone_in_node(&object->leaves, nr))
+	tmem_uncharge(classes[class].bytes + TMEM_SLAB_LINK);
+	kmem_cache_free(caches[class], memory);
+}
+
+static void set_present(struct leaf *leaf, u64 pages)
+{
+	if (leaf_in_tree(leaf))
+		WRITE_ONCE(leaf->word[LEAF_PRESENT], pages);
+	else
+		WRITE_ONCE(leaf->present, pages);
+}
+
+static void set_retained(struct leaf *leaf, u64 pages)
+{
+	if (leaf_in_tree(leaf))
+		WRITE_ONCE(leaf->word[LEAF_RETAINED], pages);
+	else
+		WRITE_ONCE(leaf->retained, pages);
+}
+
+/*
+ * Fills a new leaf, with the entries of leaf @old if there is one. RCU readers may still read the
+ * class and the bitmaps of a freed leaf that had this memory.
+ */
+static void fill_leaf(struct leaf *leaf, enum tmem_class class, struct leaf *old)
+{
+	u64 present = old ? leaf_present(old) : 0;
+
+	WRITE_ONCE(leaf->class, class);
+	leaf->referenced = 1;
+	set_present(leaf, present);
+	set_retained(leaf, old ? leaf_retained(old) : 0);
+	if (old)
+		memcpy(leaf_entry(leaf, 0), leaf_entry(old, 0), hweight64(present) * sizeof(u64));
+}
+
+/* Adds to the number of entries of an object. */
+static void count_pages(struct object *object, long pages)
+{
+	if (!object_is_small(object))
+		object->tree.nr_pages += pages;
+	tmem_index_add_pages(pages);
+}
+
+/* Adds to the number of retained entries of an object. */
+static void count_retained(struct object *object, long pages)
+{
+	if (!object_is_small(object))
+		object->tree.nr_retained += pages;
+	tmem_index_add_retained(pages);
+}
+
+/* --- objects ------------------------------------------------------------------------------- */
+
+static struct object *new_object(enum tmem_class class)
+{
+	struct object *object = class_alloc(class, 0);
+
+	if (IS_ERR(object))
+		return object;
+	if (class == TMEM_OBJECT_TREE) {
+		WRITE_ONCE(object->tree.class, class);
+		object->tree.nr_pages = 0;
+		object->tree.nr_retained = 0;
+		xa_init(&object->tree.leaves);
+	} else {
+		fill_leaf(&object->small, class, NULL);
+	}
+	return object;
+}
+
+/**
+ * tmem_object_new() - allocate an object without entries
+ * @index: number of the page that the caller will store first
+ *
+ * Return: the object, without a key and not in the table; -ENOSPC if the index is full; -ENOMEM.
+ */
+struct object *tmem_object_new(u64 index)
+{
+	return new_object(index < TMEM_SMALL_PAGES ? TMEM_OBJECT_1 : TMEM_OBJECT_TREE);
+}
+
+/**
+ * tmem_object_release() - free the memory of an object
+ * @object: the object, which can no longer be found and has no leaves in a tree
+ */
+void tmem_object_release(struct object *object)
+{
+	class_free(object->small.class, object);
+}
+
+/* --- leaves -------------------------------------------------------------------------------- */
+
+/* Enters a new leaf into a tree, with the entries of leaf @old if there is one. */
+static struct leaf *new_leaf(struct object *object, unsigned long nr, enum tmem_class class,
+			     struct leaf *old)
+{
+	struct xarray *leaves = &object->tree.leaves;
+	long node = tmem_alone_in_node(leaves, nr) ? sizeof(struct xa_node) : 0;
+	struct leaf *leaf = class_alloc(class, node);
+
+	if (IS_ERR(leaf))
+		return leaf;
+	fill_leaf(leaf, class, old);
+	if (xa_is_err(xa_store(leaves, nr, leaf, GFP_INDEX))) {
+		class_free(class, leaf);
+		tmem_uncharge(node);
+		return ERR_PTR(-ENOMEM);
+	}
+	return leaf;
+}
+
+/* Takes an empty leaf out of its tree, and frees it. */
+static void remove_leaf(struct object *object, unsigned long nr, struct leaf *leaf)
+{
+	xa_erase(&object->tree.leaves, nr);
+	if (tmem_alone_in_node(&object->tree.leaves, nr))
 		tmem_uncharge(sizeof(struct xa_node));
+	class_free(leaf->class, leaf);
+}
+
+/*
+ * Replaces the small object *@where by an object of another class, with the same entries and the
+ * same place in the table. Returns 0, -ENOSPC or -ENOMEM. After an error, *@where is unchanged.
+ */
+static int change_class(struct object **where, enum tmem_class class)
+{
+	struct object *old = *where, *object = new_object(class);
+	struct leaf *leaf;
+
+	if (IS_ERR(object))
+		return PTR_ERR(object);
+	if (class == TMEM_OBJECT_TREE) {
+		for (class = TMEM_LEAF_6; classes[class].places < object_pages(old); class++)
+			;
+		leaf = new_leaf(object, 0, class, &old->small);
+		if (IS_ERR(leaf)) {
+			tmem_object_release(object);
+			return PTR_ERR(leaf);
+		}
+		object->tree.nr_pages = object_pages(old);
+		object->tree.nr_retained = object_retained(old);
+	} else {
+		fill_leaf(&object->small, class, &old->small);
+	}
+	object->id = old->id;
+	/* RCU readers may still read these values of a freed object that had this memory. */
+	WRITE_ONCE(object->ino, old->ino);
+	WRITE_ONCE(object->igen, old->igen);
+	WRITE_ONCE(object->pool, old->pool);
+	hlist_replace_rcu(&old->node, &object->node);
+	tmem_object_release(old);
+	*where = object;
+	return 0;
+}
+
+/* Returns the leaf of a page with a place for one more entry, or an error as change_class(). */
+static struct leaf *leaf_with_place(struct object **where, u64 index)
+{
+	unsigned long nr = index >> LEAF_SHIFT;
+	struct leaf *leaf, *old;
+	int err;
+
+	if (object_is_small(*where) && index >= TMEM_SMALL_PAGES) {
+		err = change_class(where, TMEM_OBJECT_TREE);
+		if (err)
+			return ERR_PTR(err);
+	}
+	leaf = leaf_load(*where, nr);
+	if (!leaf)
+		return new_leaf(*where, nr, TMEM_LEAF_6, NULL);
+	if (hweight64(leaf_present(leaf)) < classes[leaf->class].places)
+		return leaf;
+	if (object_is_small(*where)) {
+		err = change_class(where, leaf->class + 1);
+		return err ? ERR_PTR(err) : &(*where)->small;
+	}
+	old = leaf;
+	leaf = new_leaf(*where, nr, old->class + 1, old);
+	if (!IS_ERR(leaf))
+		class_free(old->class, old);
+	return leaf;
 }
 
 /**
  * tmem_leaf_store() - enter a page
- * @object: object of the page
+ * @where: object of the page; set to the object that takes its place if it must change its class
  * @index: page number
  * @entry: new entry, which is held and replaces the old one
  *
- * Return: 0; -ENOSPC if the index is full, or -ENOMEM: an old entry is still there then.
+ * Return: 0; -ENOSPC if the index is full; -ENOMEM. After an error, the old entry is still there.
  */
-int tmem_leaf_store(struct object *object, u64 index, u64 entry)
+int tmem_leaf_store(struct object **where, u64 index, u64 entry)
 {
-	unsigned int bit = index & (LEAF_PAGES - 1), nr, at;
-	struct leaf *leaf, *old;
+	struct leaf *leaf = leaf_load(*where, index >> LEAF_SHIFT);
+	unsigned int bit = index & (LEAF_PAGES - 1);
+	u64 *place, present;
 
-	leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
-	if (!leaf) {
-		leaf = new_leaf(object, index >> LEAF_SHIFT, 0, NULL);
-		if (IS_ERR(leaf))
-			return PTR_ERR(leaf);
-	}
-	leaf->referenced = 1;
-	at = leaf_rank(leaf, bit);
-	if (leaf->present & BIT_ULL(bit)) {
-		leaf->entry[at] = entry;
-		tmem_leaf_hold(object, leaf, BIT_ULL(bit));
+	if (leaf && leaf_present(leaf) & BIT_ULL(bit)) {
+		*leaf_entry(leaf, bit) = entry;
+		tmem_leaf_hold(*where, leaf, BIT_ULL(bit));
+		leaf->referenced = 1;
 		return 0;
 	}
-	nr = hweight64(leaf->present);
-	if (nr == leaf_capacity[leaf->class]) {
-		old = leaf;
-		leaf = new_leaf(object, index >> LEAF_SHIFT, old->class + 1, old);
-		if (IS_ERR(leaf))
-			return PTR_ERR(leaf);
-		leaf_free(old);
-	}
-	memmove(&leaf->entry[at + 1], &leaf->entry[at], (nr - at) * sizeof(u64));
-	leaf->entry[at] = entry;
-	WRITE_ONCE(leaf->present, leaf->present | BIT_ULL(bit));
-	object->nr_pages++;
-	tmem_index_add_pages(1);
+	leaf = leaf_with_place(where, index);
+	if (IS_ERR(leaf))
+		return PTR_ERR(leaf);
+	present = leaf_present(leaf);
+	place = leaf_entry(leaf, bit);
+	memmove(place + 1, place, hweight64(present & ~(BIT_ULL(bit) - 1)) * sizeof(u64));
+	*place = entry;
+	set_present(leaf, present | BIT_ULL(bit));
+	leaf->referenced = 1;
+	count_pages(*where, 1);
 	return 0;
 }
 
 /**
- * tmem_leaf_erase() - erase pages of a leaf, and free the leaf if it is empty
+ * tmem_leaf_erase() - erase pages of a leaf, and free a leaf of a tree if it is empty
  * @object: object of the leaf
  * @nr: number of the leaf
  * @leaf: the leaf
  * @mask: pages to erase, one bit each
  *
+ * The caller frees the object if it has no pages left.
+ *
  * Return: number of entries that were erased.
  */
 unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct leaf *leaf, u64 mask)
 {
-	unsigned int erased = hweight64(leaf->present & mask);
-	unsigned int from = 0, to = 0, bit;
-	u64 present = leaf->present;
+	u64 present = leaf_present(leaf), *from = leaf_entry(leaf, 0), *to = from;
+	unsigned int erased = hweight64(present & mask);
+	u64 rest;
 
 	if (!erased)
 		return 0;
 	tmem_leaf_hold(object, leaf, mask);
-	object->nr_pages -= erased;
-	tmem_index_add_pages(-(long)erased);
-	if (!(present & ~mask)) {
-		remove_leaf(object, nr);
-		leaf_free(leaf);
+	count_pages(object, -(long)erased);
+	if (!(present & ~mask) && leaf_in_tree(leaf)) {
+		remove_leaf(object, nr, leaf);
 		return erased;
 	}
-	for (; present; present &= present - 1, from++) {
-		bit = __ffs64(present);
-		if (!(mask & BIT_ULL(bit)))
-			leaf->entry[to++] = leaf->entry[from];
-	}
-	WRITE_ONCE(leaf->present, leaf->present & ~mask);
+	for (rest = present; rest; rest &= rest - 1, from++)
+		if (!(mask & BIT_ULL(__ffs64(rest))))
+			*to++ = *from;
+	set_present(leaf, present & ~mask);
 	return erased;
 }
 
 /**
- * tmem_leaf_retain() - make held entries of a leaf retained
+ * tmem_leaf_retain() - change held entries of a leaf to retained ones
  * @object: object of the leaf
  * @leaf: the leaf
  * @mask: pages, one bit each; all have an entry that is held
  */
 void tmem_leaf_retain(struct object *object, struct leaf *leaf, u64 mask)
 {
-	long pages = hweight64(mask);
-
-	if (!pages)
+	if (!mask)
 		return;
-	WRITE_ONCE(leaf->retained, leaf->retained | mask);
-	object->nr_retained += pages;
-	tmem_index_add_retained(pages);
+	set_retained(leaf, leaf_retained(leaf) | mask);
+	count_retained(object, hweight64(mask));
 }
 
 /**
- * tmem_leaf_hold() - make retained entries of a leaf held
+ * tmem_leaf_hold() - change retained entries of a leaf to held ones
  * @object: object of the leaf
  * @leaf: the leaf
  * @mask: pages, one bit each; those without a retained entry stay as they are
  */
 void tmem_leaf_hold(struct object *object, struct leaf *leaf, u64 mask)
 {
-	long pages = hweight64(leaf->retained & mask);
+	u64 retained = leaf_retained(leaf);
 
-	if (!pages)
+	if (!(retained & mask))
 		return;
-	WRITE_ONCE(leaf->retained, leaf->retained & ~mask);
-	object->nr_retained -= pages;
-	tmem_index_add_retained(-pages);
+	set_retained(leaf, retained & ~mask);
+	count_retained(object, -(long)hweight64(retained & mask));
 }
 
 /**
- * tmem_leaf_free_all() - free all leaves of an object
+ * tmem_leaf_free_all() - free all leaves of an object's tree
  * @object: the object, which can no longer be found
  */
 void tmem_leaf_free_all(struct object *object)
@@ -189,18 +349,20 @@ void tmem_leaf_free_all(struct object *object)
 	unsigned long i, node = ULONG_MAX;
 	struct leaf *leaf;
 
-	xa_for_each(&object->leaves, i, leaf) {
+	if (object_is_small(object))
+		return;
+	xa_for_each(&object->tree.leaves, i, leaf) {
 		if (i && i >> XA_CHUNK_SHIFT != node) {
 			node = i >> XA_CHUNK_SHIFT;
 			tmem_uncharge(sizeof(struct xa_node));
 		}
-		leaf_free(leaf);
+		class_free(leaf->class, leaf);
 	}
-	xa_destroy(&object->leaves);
+	xa_destroy(&object->tree.leaves);
 }
 
 /**
- * tmem_leaf_init() - create the slab caches of leaves
+ * tmem_leaf_init() - create the slab caches of objects and leaves
  *
  * Return: 0 or -ENOMEM.
  */
@@ -208,14 +370,17 @@ int tmem_leaf_init(void)
 {
 	unsigned int i;
 
-	BUILD_BUG_ON(sizeof(struct leaf) + LEAF_PAGES * sizeof(u64) + TMEM_SLAB_LINK +
+	BUILD_BUG_ON(LEAF_BYTES(LEAF_PAGES) + TMEM_SLAB_LINK +
 		     DIV_ROUND_UP(sizeof(struct xa_node), XA_CHUNK_SIZE) >
 		     LEAF_PAGES * TMEM_INDEX_PAGE_BYTES);
-	for (i = 0; i < ARRAY_SIZE(leaf_cache); i++) {
-		/* tmem_held() reads leaves without a lock. */
-		leaf_cache[i] = kmem_cache_create(leaf_name[i], leaf_bytes(i), 0,
-						  SLAB_TYPESAFE_BY_RCU, NULL);
-		if (!leaf_cache[i]) {
+	for (i = 0; i < NR_TMEM_CLASSES; i++) {
+		/*
+		 * The memory keeps its type while RCU readers run, because tmem_held() reads
+		 * objects and leaves without a lock.
+		 */
+		caches[i] = kmem_cache_create(classes[i].name, classes[i].bytes, 0,
+					      SLAB_TYPESAFE_BY_RCU, NULL);
+		if (!caches[i]) {
 			tmem_leaf_exit();
 			return -ENOMEM;
 		}
@@ -224,14 +389,14 @@ int tmem_leaf_init(void)
 }
 
 /**
- * tmem_leaf_exit() - destroy the slab caches, after all leaves were freed
+ * tmem_leaf_exit() - destroy the slab caches, after all objects were freed
  */
 void tmem_leaf_exit(void)
 {
 	unsigned int i;
 
-	for (i = 0; i < ARRAY_SIZE(leaf_cache); i++) {
-		kmem_cache_destroy(leaf_cache[i]);
-		leaf_cache[i] = NULL;
+	for (i = 0; i < NR_TMEM_CLASSES; i++) {
+		kmem_cache_destroy(caches[i]);
+		caches[i] = NULL;
 	}
 }

@@ -3,9 +3,12 @@
  * Internal interface of the index: objects and their leaves.
  *
  * Callers of all functions in this file hold the lock of the object's bucket, or own the object.
+ * RCU readers may also call leaf_load(), leaf_present() and leaf_retained().
  */
 #ifndef _TMEM_LEAF_H
 #define _TMEM_LEAF_H
+
+#include <linux/xarray.h>
 
 #include "budget.h"
 
@@ -13,49 +16,156 @@
 #define LEAF_PAGES		64
 
 /*
- * Bytes of index for each page held of a file that is read in order: the entry and its share of the
+ * Bytes of index for each held page of a file that is read in order: the entry, and a share of the
  * leaf, of the XArray node and of memory that the slab allocator cannot use. The documentation and
  * sysfs state this number.
  */
 #define TMEM_INDEX_PAGE_BYTES	9
 
 /*
- * The slab allocator keeps its list of free objects beside these objects and not inside them,
- * because readers may still read an object that was freed.
+ * Bytes for each object that the slab allocator uses for its list of free objects. The list is not
+ * inside free objects, because readers may still read an object that was freed.
  */
 #define TMEM_SLAB_LINK		((long)sizeof(void *))
 
-struct leaf {
-	u64 present;		/* bit i is set if page i of the leaf has an entry */
-	u64 retained;		/* part of present: the page is in the page cache, too */
-	u8 class;
-	u8 referenced;		/* an entry was stored since the evictor's last visit */
-	u64 entry[];		/* entries of the set bits, in their order */
+/*
+ * Classes of objects and leaves, by their size. Each class has a slab cache. A small object has its
+ * only leaf inside it, with up to 1, 2, 4, 8 or 16 entries. The leaves of a tree have 6, 14, 30 or
+ * 64.
+ */
+enum tmem_class {
+	TMEM_OBJECT_1, TMEM_OBJECT_2, TMEM_OBJECT_4, TMEM_OBJECT_8, TMEM_OBJECT_16,
+	TMEM_OBJECT_TREE,
+	TMEM_LEAF_6, TMEM_LEAF_14, TMEM_LEAF_30, TMEM_LEAF_64,
+	NR_TMEM_CLASSES
 };
 
+/*
+ * Number of pages, from page 0 on, that a small object can have. The bitmaps of 16 pages and the
+ * class share a word, so a file of one page takes 64 bytes with TMEM_SLAB_LINK.
+ */
+#define TMEM_SMALL_PAGES	16
+
+/* Words of a leaf of a tree before its entries. */
+enum { LEAF_PRESENT, LEAF_RETAINED, LEAF_BITMAPS };
+
+/* Entries of 64 neighbouring pages, or of the pages of a small object. */
+struct leaf {
+	/*
+	 * enum tmem_class. Memory of a slab cache always has the same class, so RCU readers may
+	 * depend on it.
+	 */
+	u8 class;
+	u8 referenced;		/* an entry was stored since the evictor's last visit */
+	/*
+	 * Bitmaps of a small object. A leaf of a tree has them in word[LEAF_PRESENT] and
+	 * word[LEAF_RETAINED].
+	 */
+	u16 present;		/* bit i is set if page i of the leaf has an entry */
+	u16 retained;		/* bit i is set if that entry is retained; a subset of present */
+	/* entries of the bits that are set in present, in order; in a tree, behind the bitmaps */
+	u64 word[];
+};
+
+/*
+ * An inode with entries. It is small while all of its entries are those of the first
+ * TMEM_SMALL_PAGES pages. When a page behind them is stored, a tree takes its place, and keeps it
+ * until the last entry is erased.
+ */
 struct object {
 	struct hlist_node node;
 	u64 ino;
 	u64 id;
 	u32 igen;
 	u32 pool;
-	unsigned long nr_pages;
-	unsigned long nr_retained;	/* part of nr_pages */
-	struct xarray leaves;
+	union {
+		struct leaf small;
+		struct {
+			u8 class;	/* TMEM_OBJECT_TREE, at the place of small.class */
+			unsigned long nr_pages;
+			unsigned long nr_retained;	/* retained entries, of nr_pages */
+			struct xarray leaves;
+		} tree;
+	};
 };
+
+static_assert(offsetof(struct object, small.class) == offsetof(struct object, tree.class));
 
 int tmem_leaf_init(void);
 void tmem_leaf_exit(void);
-int tmem_leaf_store(struct object *object, u64 index, u64 entry);
+struct object *tmem_object_new(u64 index);
+void tmem_object_release(struct object *object);
+int tmem_leaf_store(struct object **where, u64 index, u64 entry);
 unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct leaf *leaf, u64 mask);
 void tmem_leaf_free_all(struct object *object);
 void tmem_leaf_retain(struct object *object, struct leaf *leaf, u64 mask);
 void tmem_leaf_hold(struct object *object, struct leaf *leaf, u64 mask);
 
-/* Returns the place of a page's entry among the entries present. */
-static inline unsigned int leaf_rank(const struct leaf *leaf, unsigned int bit)
+static inline bool object_is_small(const struct object *object)
 {
-	return hweight64(leaf->present & (BIT_ULL(bit) - 1));
+	return READ_ONCE(object->small.class) < TMEM_OBJECT_TREE;
+}
+
+static inline unsigned long object_pages(const struct object *object)
+{
+	return object_is_small(object) ? hweight16(object->small.present) : object->tree.nr_pages;
+}
+
+static inline unsigned long object_retained(const struct object *object)
+{
+	return object_is_small(object) ? hweight16(object->small.retained) :
+	       object->tree.nr_retained;
+}
+
+/* Returns leaf @nr of an object, or NULL. */
+static inline struct leaf *leaf_load(struct object *object, unsigned long nr)
+{
+	if (object_is_small(object))
+		return nr ? NULL : &object->small;
+	return xa_load(&object->tree.leaves, nr);
+}
+
+/* Returns the first leaf from *@nr to @last, and sets *@nr to its number; or returns NULL. */
+static inline struct leaf *leaf_find(struct object *object, unsigned long *nr, unsigned long last)
+{
+	if (object_is_small(object))
+		return *nr ? NULL : &object->small;
+	return xa_find(&object->tree.leaves, nr, last, XA_PRESENT);
+}
+
+/* Returns the first leaf behind *@nr, up to @last, and sets *@nr to its number; or returns NULL. */
+static inline struct leaf *leaf_find_after(struct object *object, unsigned long *nr,
+					   unsigned long last)
+{
+	if (object_is_small(object))
+		return NULL;
+	return xa_find_after(&object->tree.leaves, nr, last, XA_PRESENT);
+}
+
+static inline bool leaf_in_tree(const struct leaf *leaf)
+{
+	return READ_ONCE(leaf->class) > TMEM_OBJECT_TREE;
+}
+
+/* Returns a bitmap of the pages that have an entry. */
+static inline u64 leaf_present(const struct leaf *leaf)
+{
+	return leaf_in_tree(leaf) ? READ_ONCE(leaf->word[LEAF_PRESENT]) :
+	       READ_ONCE(leaf->present);
+}
+
+/* Returns a bitmap of the pages whose entry is retained; a subset of leaf_present(). */
+static inline u64 leaf_retained(const struct leaf *leaf)
+{
+	return leaf_in_tree(leaf) ? READ_ONCE(leaf->word[LEAF_RETAINED]) :
+	       READ_ONCE(leaf->retained);
+}
+
+/* Returns the place of a page's entry, which is in the order of the entries present. */
+static inline u64 *leaf_entry(struct leaf *leaf, unsigned int bit)
+{
+	return leaf->word + (leaf_in_tree(leaf) ? LEAF_BITMAPS : 0) +
+	       hweight64(leaf_present(leaf) & (BIT_ULL(bit) - 1));
 }
 
 /* Returns the bits of leaf @nr that lie within first .. last. */

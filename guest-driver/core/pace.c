@@ -1,37 +1,42 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Pace of kswapd: while the put ring fills up, kswapd waits a moment for the host.
+ * Pace of kswapd: while the put ring fills up, kswapd waits for the host for a short time.
  *
  * kswapd evicts some hundred pages in less time than a host needs for one answer. Pages that do
- * not fit into the ring are dropped, and the next reader of each reads the disk. Between two parts
- * of its work, kswapd calls shrinkers, which may sleep. The driver's shrinker frees nothing. If the
- * ring is a quarter full, it sends all puts and waits until the host has taken half of them.
+ * not fit into the ring are dropped, and the next reader of each reads the disk. So kswapd calls
+ * tmem_pace() after every 32 pages or so that it evicts (hooks/reclaim.c). If a quarter of the ring
+ * is used, tmem_pace() sends all puts and waits until the host has taken half of them.
  *
- * No task waits for kswapd: a task that finds no free memory reclaims pages itself, and this
- * shrinker does not delay it. A wait ends after PACE_US_MAX. If the host took nothing meanwhile,
- * kswapd does not wait again for PACE_PAUSE, so a host that hangs costs 2 ms in a second.
+ * No task waits for kswapd: a task that finds no free memory reclaims pages itself, and tmem_pace()
+ * does not delay such a task. A wait ends after PACE_US_MAX. If the host took no put during the
+ * wait, kswapd does not wait again for a pause. The pauses grow from PACE_PAUSE_MIN to
+ * PACE_PAUSE_MAX, each twice as long as the one before, until the host takes puts again. So a host
+ * that hangs soon delays kswapd by only 2 ms in a second.
  */
-#include <linux/mm.h>
-#include <linux/shrinker.h>
 #include <linux/swap.h>
 
-#include "../compat.h"
 #include "ring.h"
 
 /*
- * Longest wait of kswapd. Two processors that run QEMU's emulation and tmemd need about as long for
- * an answer. With 10 ms, tasks found no free memory and evicted pages themselves, and twice as many
- * pages were dropped.
+ * Longest wait of kswapd. On two processors that run QEMU's emulation and tmemd, an answer takes
+ * about as long. With 10 ms, tasks found no free memory and evicted pages themselves, and the
+ * driver dropped twice as many pages.
  */
 #define PACE_US_MAX		2000
-#define PACE_PAUSE		HZ
-/* kswapd waits when one slot in PACE_BEGIN is in use, until at most one in PACE_END is. */
+/*
+ * Shortest and longest pause after a wait in which the host took no put. On two processors that run
+ * two emulated guests, tmemd often takes no put for 2 ms. With a first pause of a second, kswapd
+ * then seldom waited, and the driver dropped three times as many pages.
+ */
+#define PACE_PAUSE_MIN		msecs_to_jiffies(8)
+#define PACE_PAUSE_MAX		HZ
+/*
+ * kswapd waits if at least 1 / PACE_BEGIN of the slots are in use, until at most 1 / PACE_END are.
+ */
 #define PACE_BEGIN		4
 #define PACE_END		8
 
-static struct shrinker *pace_shrinker;
-
-/* Returns how many slots are in use. The number is of some moment. */
+/* Returns how many slots of the put rings are in use. The number may be outdated. */
 static u64 used_slots(struct tmem_dev *dev)
 {
 	unsigned int i;
@@ -45,7 +50,7 @@ static u64 used_slots(struct tmem_dev *dev)
 	return used;
 }
 
-/* Returns how many slots the host has answered since the device was set up. */
+/* Returns how many slots of the put rings the host has answered since the device was set up. */
 static u64 answered_slots(struct tmem_dev *dev)
 {
 	unsigned int i;
@@ -56,72 +61,61 @@ static u64 answered_slots(struct tmem_dev *dev)
 	return answered;
 }
 
-static void pace(struct tmem_dev *dev)
+static u64 all_slots(struct tmem_dev *dev)
 {
-	u64 slots = (u64)dev->nr_blocks * TMEM_BLOCK_PAGES, before;
-	unsigned int i;
+	return (u64)dev->nr_blocks * TMEM_BLOCK_PAGES;
+}
 
-	if (used_slots(dev) < slots / PACE_BEGIN || !READ_ONCE(dev->generation) ||
-	    time_before(jiffies, READ_ONCE(dev->pace_again)))
+/**
+ * tmem_pace_wanted() - return whether the current task should call tmem_pace()
+ *
+ * Context: process, may be inside a function that must not sleep.
+ *
+ * Return: true if the task is kswapd, the ring fills up and the host was not silent just now.
+ */
+bool tmem_pace_wanted(void)
+{
+	struct tmem_dev *dev;
+	bool wanted;
+
+	if (!current_is_kswapd())
+		return false;
+	rcu_read_lock();
+	dev = rcu_dereference(tmem_device);
+	wanted = dev && READ_ONCE(dev->generation) &&
+		 used_slots(dev) >= all_slots(dev) / PACE_BEGIN &&
+		 !time_before(jiffies, READ_ONCE(dev->pace_again));
+	rcu_read_unlock();
+	return wanted;
+}
+
+/**
+ * tmem_pace() - make kswapd wait for the host, because the put ring fills up
+ *
+ * Context: process, sleeps up to PACE_US_MAX.
+ */
+void tmem_pace(void)
+{
+	struct tmem_dev *dev = tmem_dev_get();
+	unsigned long pause;
+	unsigned int i;
+	u64 before;
+
+	if (!dev)
 		return;
 	before = answered_slots(dev);
 	for (i = 0; i < dev->nr_queues; i++)
 		tmem_send_all(&dev->queue[i]);
 	tmem_count(TMEM_STAT_pace_waits);
-	if (!wait_event_hrtimeout(dev->pace_wait, used_slots(dev) <= slots / PACE_END,
-				  ns_to_ktime((u64)PACE_US_MAX * NSEC_PER_USEC)))
-		return;
-	tmem_count(TMEM_STAT_pace_timeouts);
-	if (answered_slots(dev) == before)
-		WRITE_ONCE(dev->pace_again, jiffies + PACE_PAUSE);
-}
-
-/* Called by reclaim. There is nothing to free. */
-static unsigned long pace_count(struct shrinker *shrinker, struct shrink_control *control)
-{
-	struct tmem_dev *dev;
-
-	if (!current_is_kswapd())
-		return 0;
-	dev = tmem_dev_get();
-	if (!dev)
-		return 0;
-	pace(dev);
+	if (wait_event_hrtimeout(dev->pace_wait, used_slots(dev) <= all_slots(dev) / PACE_END,
+				 ns_to_ktime((u64)PACE_US_MAX * NSEC_PER_USEC)))
+		tmem_count(TMEM_STAT_pace_timeouts);
+	if (answered_slots(dev) == before) {
+		pause = READ_ONCE(dev->pace_pause);
+		WRITE_ONCE(dev->pace_again, jiffies + pause);
+		WRITE_ONCE(dev->pace_pause, min_t(unsigned long, 2 * pause, PACE_PAUSE_MAX));
+	} else {
+		WRITE_ONCE(dev->pace_pause, PACE_PAUSE_MIN);
+	}
 	tmem_dev_put(dev);
-	return 0;
-}
-
-static unsigned long pace_scan(struct shrinker *shrinker, struct shrink_control *control)
-{
-	return SHRINK_STOP;
-}
-
-/**
- * tmem_pace_init() - let kswapd call the driver
- *
- * Return: 0 or an error of the kernel.
- */
-int tmem_pace_init(void)
-{
-	int err;
-
-	pace_shrinker = tmem_shrinker_alloc();
-	if (!pace_shrinker)
-		return -ENOMEM;
-	pace_shrinker->count_objects = pace_count;
-	pace_shrinker->scan_objects = pace_scan;
-	err = tmem_shrinker_register(pace_shrinker);
-	if (err)
-		tmem_shrinker_free(pace_shrinker);
-	return err;
-}
-
-/**
- * tmem_pace_exit() - undo tmem_pace_init()
- *
- * Context: process, may sleep.
- */
-void tmem_pace_exit(void)
-{
-	tmem_shrinker_free(pace_shrinker);
 }

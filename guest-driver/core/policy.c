@@ -3,9 +3,9 @@
  * Files whose pages are never put because a user requested that.
  *
  * A policy is an inode number and the generation of the inode, so that it does not apply to the
- * number's next owner. The policy is set before the inode's entries are erased, and a put checks it
- * under the lock that erasing takes. So the put comes before and is erased, or comes after and sees
- * the policy.
+ * next inode with this number. The caller sets the policy before it erases the inode's entries, and
+ * a put checks the policy under the lock that erasing takes. So the caller erases the entry of an
+ * earlier put, and a later put sees the policy.
  *
  * A policy is a preference of the user, and coherence does not depend on it. Unlike
  * tmem_bypass(), setting a policy may fail.
@@ -15,20 +15,20 @@
 #include "budget.h"
 
 /*
- * Files with a policy in one file system. They take about 40 KiB if they are neighbours, as the
- * files of one directory are.
+ * Maximum number of files with a policy in one file system. Neighbouring inode numbers, as in one
+ * directory, take about 40 KiB in total.
  */
 #define POLICIES_MAX		65536
 /*
- * All policies together may take this part of the index's memory. A policy without neighbours takes
- * 576 bytes.
+ * Policies of all pools may take the memory of the index divided by this number. A policy without
+ * neighbours takes 576 bytes.
  */
 #define POLICY_DIVISOR		8
 
 struct tmem_policies {
-	struct xarray never;	/* by inode number: generation of the inode */
-	unsigned int nr;	/* policies in never; written under its lock, read without */
-	unsigned int pools;	/* pools that share this: two while one replaces the other */
+	struct xarray never;	/* generation of the inode, indexed by inode number */
+	unsigned int nr;	/* policies in never; written under its lock, read without it */
+	unsigned int pools;	/* pools that share the policies: two while one replaces another */
 };
 
 static atomic_long_t policy_bytes;	/* bytes of all policies; part of tmem_index_used_bytes */

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Pools: one for each super block. The host knows a pool by a number (id). To forget all pages, the
- * driver sets the ids of all pools to 0, and later gives the pools new ids.
+ * Pools: one for each super block. The host knows a pool by a number (id). To erase all entries,
+ * the driver sets the ids of all pools to 0, and later gives the pools new ids.
  *
  * A pool's id is nonzero only after the device has confirmed its creation. tmem_pool_new() and
  * tmem_pool_free() never wait for the device; the sync work sends the requests.
@@ -12,7 +12,7 @@
 
 static DEFINE_MUTEX(tmem_pools_lock);
 static LIST_HEAD(tmem_pools);
-/* Pools that the hooks freed and that are still to be destroyed at the device. */
+/* Pools that the hooks have freed and that the sync work has not yet destroyed at the device. */
 static LIST_HEAD(tmem_pools_freed);
 /* True while there is a device whose sync work handles tmem_pools_freed. */
 static bool have_device;
@@ -24,7 +24,7 @@ static u32 last_id;
  * @name: name for messages
  * @old: the pool that this one replaces, which the caller frees afterwards, or NULL
  *
- * Context: process, may sleep. Puts are taken once the device has answered.
+ * Context: process, may sleep. The driver takes puts for the pool once the device has confirmed it.
  *
  * Return: the pool, or NULL without memory.
  */
@@ -85,7 +85,7 @@ static void retire_id(struct tmem_pool *pool)
 }
 
 /**
- * tmem_pool_free() - remove the pool of a file system and all pages of the pool
+ * tmem_pool_free() - remove the pool of a file system, with all its pages
  * @pool: the pool, which no other call may be using
  *
  * Context: process, may sleep, but does not wait for the device.
@@ -110,12 +110,12 @@ void tmem_pool_free(struct tmem_pool *pool)
 }
 
 /**
- * tmem_pool_empty() - forget all pages of a pool, and keep the pool
+ * tmem_pool_empty() - drop all pages of a pool, and keep the pool
  * @pool: the pool, which other calls may be using
  *
  * Without its id, no entry of the pool is reachable. The sync work later destroys the old id, which
- * makes the host free the pages, and gives the pool a new id. tmem_pools_forget() does the same for
- * all pools.
+ * makes the host free the pages, and gives the pool a new id. tmem_pools_forget() empties all
+ * pools.
  *
  * Context: process, may sleep, but does not wait for the device.
  */
@@ -133,7 +133,7 @@ void tmem_pool_empty(struct tmem_pool *pool)
 }
 
 /**
- * tmem_pool_pages() - count the pages of a file system that could be got
+ * tmem_pool_pages() - count the pages that the pool of a file system holds
  * @pool: the pool
  *
  * Context: process, may sleep; walks through the index.
@@ -162,7 +162,10 @@ void tmem_pools_forget(void)
 	mutex_unlock(&tmem_pools_lock);
 }
 
-/* Finds a pool whose id is to be destroyed at the device. Pools that are freed come first. */
+/*
+ * Finds a pool whose id is to be destroyed at the device. Pools that the hooks have freed come
+ * first.
+ */
 static struct tmem_pool *find_retired(void)
 {
 	struct tmem_pool *pool;
@@ -175,7 +178,7 @@ static struct tmem_pool *find_retired(void)
 	return NULL;
 }
 
-/* Finds a pool that the device does not have, among the first @max. */
+/* Finds, among the first @max pools, a pool that the device does not have. */
 static struct tmem_pool *find_missing(unsigned int max)
 {
 	struct tmem_pool *pool;
@@ -214,7 +217,9 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
 	u32 id;
 	int err;
 
-	/* After a wrap-around, the device may still have a pool with that id. */
+	/*
+	 * Never reuse an id: the device may still have the pool of an id from before a wrap-around.
+	 */
 	if (last_id == U32_MAX)
 		return -ENOSPC;
 	id = ++last_id;
@@ -235,7 +240,7 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
 }
 
 /**
- * tmem_pools_create() - create and destroy pools at the device, so that it has those of the guest
+ * tmem_pools_create() - create and destroy pools at the device, to match the guest's pools
  * @dev: the device
  * @generation: generation that the requests carry
  *

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Pools by their ids at the host, for the index, whose objects carry the id of their pool. An id is
- * in this table while puts and gets use it. pool.c decides when a pool gets an id and when it loses
- * it.
+ * Table that finds a pool by its id at the host. The index uses it, because its objects carry the
+ * id of their pool. An id is in this table while puts and gets use it. pool.c decides when a pool
+ * gets an id and when it loses it.
  */
 #include "core.h"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Request queues: which queue serves a page, and the ranges that the host should forget. send.c and
- * get.c send the requests.
+ * Request queues: selects the queue of a page, and queues the ranges that the host should drop.
+ * send.c and get.c send the requests.
  */
 #include <linux/hash.h>
 
@@ -13,7 +13,7 @@
  * @bucket: index bucket of the inode
  * @index: page number
  *
- * Return: the queue, the same one for all pages of an inode in one chunk.
+ * Return: the queue. All pages of a chunk (256 neighbouring pages of an inode) have the same queue.
  */
 struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index)
 {
@@ -23,12 +23,12 @@ struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index)
 }
 
 /**
- * tmem_queue_flush() - queue a range for the host to forget
+ * tmem_queue_flush() - queue a flush: a range of pages that the host should drop
  * @where: object
  * @index: first page number
  * @nr_pages: number of pages, or VIRTIO_TMEM_TO_END
  *
- * The range is a hint, which is sent later and dropped if there is no room.
+ * The range is a hint. The sender sends it later; the driver discards it if too many ranges wait.
  *
  * Context: any but NMI.
  */

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Retained pages: when the host may keep a page that a get returns, and the references (REF) that
- * the driver sends instead of a copy when such a page is evicted unchanged.
+ * Retained pages: decides whether the host may keep a page that a get returns, and queues the
+ * references (REF) that the driver sends instead of a copy when such a page is evicted unchanged.
  *
- * A full pool evicts retained pages first. The driver then has sent no copy, and the page is lost.
- * So the driver watches the answers to its references. While more than one in RETAIN_GONE_DIVISOR
- * of the last TMEM_REF_WINDOW pages were gone, it is in fallback: gets take their pages out of the
- * pool, and evicted pages are copied, as without the feature. A sample of gets still lets the host
- * retain pages, so that the share can fall again.
+ * A full pool evicts retained pages first. A page that the host evicted in this way is lost when
+ * the guest evicts it, because the driver sends a reference and no copy. So the driver watches the
+ * answers to its references. While more than one in RETAIN_GONE_DIVISOR of the last TMEM_REF_WINDOW
+ * pages were gone, it is in fallback: gets take their pages out of the pool, and evicted pages are
+ * copied, as without the feature. A sample of gets still lets the host retain pages, so that the
+ * share can fall again.
  *
- * A page that was invalidated before the answer does not count: a flush may have overtaken its
- * reference.
+ * A page that was invalidated before the answer does not count, because the host may have processed
+ * the flush before the reference.
  *
- * The admission filter does not learn of pages that were gone. A share of 1/16 would not engage it,
- * because a loss weighs as much as 16 hits, and above that share the driver puts copies, whose
- * losses the filter sees.
+ * The admission filter does not count GONE answers. A share of 1/16 would not engage it, because a
+ * loss weighs as much as 16 hits. Above that share the driver puts copies, whose losses the filter
+ * counts.
  */
 #include <linux/bitmap.h>
 #include <linux/percpu.h>
@@ -22,17 +23,18 @@
 
 #include "ring.h"
 
-/* Fallback begins above one page gone in this many: see DRV-54 in proto/SPEC.md. */
+/* Fallback begins when more than one page in this many is gone (DRV-54 in proto/SPEC.md). */
 #define RETAIN_GONE_DIVISOR	16
 /*
- * In fallback, one part of a get in this many lets the host retain its pages. A part is up to 64
- * pages. If all of these pages are lost, reads from the disk grow by 1.6 %. If none is, fallback
- * ends after 256 MiB of gets. Parts are counted, and not chosen by their place in a file, because a
- * small working set may have none of the chosen places.
+ * While too many retained pages are lost (fallback), one part of a get in this many lets the host
+ * retain its pages. A part has up to 64 pages. If all of these pages are lost, reads from the disk
+ * grow by 1.6 %. If none is lost, fallback ends after 256 MiB of gets. The driver counts parts. It
+ * does not choose them by their place in a file, because a small working set may have no part at
+ * such a place.
  */
 #define RETAIN_SAMPLE		64
 
-/* Parts of gets in fallback on this CPU. */
+/* Number of parts of gets that this CPU has processed while retained pages were lost (fallback). */
 static DEFINE_PER_CPU(unsigned int, retain_tries);
 
 static bool in_fallback(struct tmem_dev *dev)
@@ -80,7 +82,7 @@ void tmem_retain_learn(struct tmem_dev *dev, u64 gone, unsigned int count)
 }
 
 /**
- * tmem_retain_reset() - forget the answers to references, for a new backend
+ * tmem_retain_reset() - clear the answers to references, because the backend is new
  * @dev: the device
  *
  * Context: process.
@@ -93,12 +95,18 @@ void tmem_retain_reset(struct tmem_dev *dev)
 	spin_unlock_irq(&dev->window_lock);
 }
 
-/* Has references sent: now if they fill a batch, or in time. */
+/*
+ * Makes the sender send waiting references: at once if they fill a batch, otherwise within
+ * TMEM_PUT_DELAY_MS.
+ */
 static void ref_added(struct tmem_queue *queue)
 {
 	unsigned int waiting;
 
-	/* ref_head is written before the fields that follow are read, as in slot_done(). */
+	/*
+	 * Write ref_head before reading the fields below. Either the sender sees the reference, or
+	 * this CPU sees that it has to wake the sender, as in slot_done().
+	 */
 	smp_mb();
 	waiting = waiting_refs(queue);
 	if (waiting >= queue->dev->batch_max) {
@@ -110,15 +118,15 @@ static void ref_added(struct tmem_queue *queue)
 }
 
 /**
- * tmem_queue_ref() - queue a reference to a page whose entry became held
+ * tmem_queue_ref() - queue a reference to a retained page that was evicted unchanged
  * @dev: the device
  * @where: object
  * @index: page number
  * @offset: cookie offset of the entry
- * @epoch: dev->epoch before the entry became held
+ * @epoch: dev->epoch, read before the page's entry changed from retained to held
  *
- * Without the reference the host keeps the page as a retained one, so it is dropped if there is no
- * room.
+ * The reference is dropped if the queue of references is full. The page then stays retained at the
+ * host.
  *
  * Context: interrupts are off.
  */
@@ -130,8 +138,8 @@ void tmem_queue_ref(struct tmem_dev *dev, const struct tmem_where *where, u64 in
 	bool added = false;
 
 	/*
-	 * If a get found the page in the ring and its put was not sent yet, the put makes the page
-	 * held. A reference would overtake the put.
+	 * If the put of the page is still in the ring, where a get has found the page, send no
+	 * reference: the reference would overtake the put. The put makes the page held as well.
 	 */
 	if ((s64)(seq - READ_ONCE(queue->next)) >= 0) {
 		tmem_count(TMEM_STAT_refs_unneeded);

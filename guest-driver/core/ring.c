@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Put rings of the request queues: a page is here from its put until the host has it.
+ * Put rings of the request queues, which keep each page from its put until the host has answered.
  *
  * A put happens under the page cache's lock with interrupts off. So it only copies the page to a
- * preallocated slot, whose place follows from the cookie. Until the host has answered, the only
- * copy is in the slot. The data stay valid until the slot is reserved again, so a get of a page
- * that was evicted a moment ago does not need the host.
+ * preallocated slot, which a get finds by the cookie. Until the host has answered, the only copy
+ * is in the slot. The data stay valid until the slot is reserved again, so a get can copy recently
+ * evicted pages without the host.
  *
- * Reclaim takes neighbouring pages together, and neighbours go to one queue. Therefore the queues
- * share the slots, in blocks of TMEM_BLOCK_PAGES. A queue takes a block when it has filled the last
- * one, and returns it when all its slots are free. queue->map has the blocks of a queue, by
- * sequence number. The entry of a returned block stays in the map and is right until the block is
- * taken again, which the cookie shows.
+ * Reclaim often evicts neighbouring pages together, and neighbours go to one queue. Therefore the
+ * queues share the slots, in blocks of TMEM_BLOCK_PAGES. A queue takes a block when it has filled
+ * the last one, and returns it when all its slots are free. queue->map has the blocks of a queue,
+ * by sequence number. The map keeps the number of a returned block. A get checks the cookie,
+ * because the block may have been taken again.
  *
  * The states of a slot are: reserved (FILLING, cookie 0), copied, entered into the index, READY
  * with its cookie, sent in a batch, answered (FREE). The tail moves over free slots in order. A put
@@ -20,8 +20,8 @@
  * A get reads slots without a lock: cookie, data, cookie again. A new put sets the cookie to 0
  * before it touches the data, so an unchanged cookie means that the data are consistent.
  *
- * A put never waits, neither for room nor for the host: a full ring drops the put and erases the
- * key.
+ * A put never waits, neither for a free slot nor for the host: a full ring drops the put and erases
+ * the key.
  *
  * This file writes the head, under ring_lock. The sender (send.c) owns the slots from the tail to
  * the head whose state is READY or SKIP.
@@ -34,18 +34,21 @@
 #include "ring.h"
 
 /*
- * One of several queues takes another block only while it has fewer than this many times the free
- * blocks, so at most 8/9 of all blocks. A queue that the host does not serve leaves some to the
- * others.
+ * If there are several queues, a queue may take another block while it has fewer than this many
+ * times the number of free blocks. One queue can so have at most 8/9 of all blocks. If the host
+ * does not serve a queue, the other queues still have blocks.
  */
 #define SHARE_OF_FREE	8
 /*
- * Bytes of the next page that are fetched into the cache while a page is copied. The processor's
- * own prefetcher does not go beyond the end of a page.
+ * Number of bytes of the next page that a copy prefetches. The processor's own prefetcher does not
+ * go beyond the end of a page.
  */
 #define PREFETCH_BYTES	512
 
-/* Takes a block for the slots from head on. Returns false if the queue may not have another one. */
+/*
+ * Takes a free block of the put ring's memory and maps it to the ring positions of @queue from
+ * queue->head on. Returns false if the queue may not have another block.
+ */
 static bool take_block(struct tmem_dev *dev, struct tmem_queue *queue)
 {
 	bool taken = false;
@@ -66,8 +69,9 @@ static bool take_block(struct tmem_dev *dev, struct tmem_queue *queue)
 }
 
 /*
- * Gives back the block before @seq, whose slots are all free. Free blocks are used again oldest
- * first, so that its pages stay available for gets as long as possible.
+ * Returns to the free list the block of @queue that ends before sequence number @seq, whose slots
+ * are all free. Queues take the oldest free block first, so that gets find the pages in free blocks
+ * as long as possible.
  */
 static void give_block(struct tmem_dev *dev, struct tmem_queue *queue, u64 seq)
 {
@@ -82,7 +86,10 @@ static void give_block(struct tmem_dev *dev, struct tmem_queue *queue, u64 seq)
 
 /* --- put ----------------------------------------------------------------------------------- */
 
-/* Reserves a slot. Interrupts are off. */
+/*
+ * Reserves a slot of the put ring. If that fails, sets @why to the reason and returns NULL. The
+ * caller has disabled interrupts.
+ */
 static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue, void **data,
 				 enum tmem_stat *why)
 {
@@ -107,18 +114,21 @@ static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue,
 		slot->base = READ_ONCE(dev->cookie_base);
 		slot->epoch = READ_ONCE(dev->epoch);
 		/*
-		 * Map and state are written before the head; pairs with waiting_puts() and
-		 * send_due().
+		 * Write the map and the slot's state before the head; pairs with the reads of the
+		 * head in waiting_puts() and send_due().
 		 */
 		smp_store_release(&queue->head, queue->head + 1);
 	}
 	spin_unlock(&queue->ring_lock);
-	/* The data are written after the zero; pairs with smp_rmb() in tmem_ring_copy(). */
+	/* Set the cookie to 0 before writing the data; pairs with smp_rmb() in tmem_ring_copy(). */
 	smp_wmb();
 	return slot;
 }
 
-/* Puts the page. On failure it sets @why and leaves no entry of this put in the index. */
+/*
+ * Copies a page into the put ring and enters it into the index. If that fails, sets @why to the
+ * reason and leaves no entry of this put in the index.
+ */
 static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index, struct page *page,
 		bool workingset, enum tmem_stat *why)
 {
@@ -131,7 +141,11 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 
 	slot = reserve(dev, queue, &data, why);
 	if (!slot) {
-		/* Without a quick irq_work, interrupts are slow as well: look for answers. */
+		/*
+		 * Request a call of the sender, which frees slots. This is needed only if the
+		 * architecture has no interrupt for irq_work, because the device's interrupts are
+		 * then slow, too.
+		 */
 		if (!arch_irq_work_has_interrupt())
 			request_send(queue);
 		return false;
@@ -155,9 +169,9 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 		slot->bucket = where.bucket;
 		slot->index = index;
 		slot->flags = workingset ? VIRTIO_TMEM_PUT_WORKINGSET : 0;
-		/* Pairs with tmem_ring_copy(). */
+		/* Write the data before the cookie; pairs with tmem_ring_copy(). */
 		smp_store_release(&slot->cookie, slot->base + slot->offset);
-		/* Pairs with slot_state(). */
+		/* Complete the slot before setting its state to READY; pairs with slot_state(). */
 		smp_store_release(&slot->state, TMEM_SLOT_READY);
 	}
 	slot_done(queue);
@@ -165,13 +179,17 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 }
 
 /*
- * Makes the page held again without a copy, if the host retains it and it has not changed. Returns
- * the result of tmem_index_hold(). Interrupts are off.
+ * If the host retains the page and the page has not changed, makes its index entry held instead of
+ * retained, and queues a reference instead of a copy. Returns the result of tmem_index_hold(). The
+ * caller has disabled interrupts.
  */
 static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 		 struct page *page)
 {
-	/* Read before the entry becomes held, so that an older epoch is noticed. */
+	/*
+	 * Read the epoch before the entry becomes held. If the epoch changes in between, the sender
+	 * drops the reference.
+	 */
 	u32 epoch = READ_ONCE(dev->epoch), check;
 	struct tmem_where where;
 	u64 offset;
@@ -185,17 +203,28 @@ static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index
 	kunmap_local(data);
 	if (TMEM_INJECT(retained_changed))
 		check ^= 1;
+	/* A test can make here a change that another CPU can make at any time. */
+	if (TMEM_INJECT(mark_late))
+		tmem_bypass(key->pool, key->ino);
+	if (TMEM_INJECT(policy_late))
+		tmem_policy_forbid(key);
 	err = tmem_index_hold(key, index, check, &where, &offset);
 	if (!err)
 		tmem_queue_ref(dev, &where, index, offset, epoch);
 	return err;
 }
 
-/* Refers to the page or puts it. Returns the counter of the outcome. Interrupts are off. */
+/*
+ * Sends a reference to an evicted page that the host has retained, or puts the page. Returns the
+ * counter of the outcome. The caller has disabled interrupts.
+ */
 static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 			   struct page *page, bool workingset, bool inside)
 {
-	/* The filter sees each evicted page. It does not decide on a page that is in the pool. */
+	/*
+	 * The filter records each evicted page, even if its decision is not needed because the page
+	 * is in the pool.
+	 */
 	bool admitted = tmem_admit(dev, key, index, page, workingset);
 	enum tmem_stat why = TMEM_STAT_puts;
 	int err = inside ? refer(dev, key, index, page) : -ENOENT;
@@ -204,7 +233,7 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 		return TMEM_STAT_refs;
 	if (err == -EILSEQ)
 		return TMEM_STAT_retained_changed;
-	/* After another error, the put is refused for the same reason. */
+	/* After any other error of refer(), put() fails for the same reason and counts it. */
 	if (!admitted)
 		return TMEM_STAT_puts_skipped_admission;
 	put(dev, key, index, page, workingset, &why);
@@ -221,8 +250,8 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
  *
  * Context: any but NMI; never waits.
  *
- * Return: true if the page was taken, or if the host has it; if not, the index holds nothing for
- * it.
+ * Return: true if the put ring took the page, or if the host has it. Otherwise the index has no
+ * entry for the page.
  */
 bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset,
 	      bool inside)
@@ -233,14 +262,14 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 
 	if (tmem_policy_never(key)) {
 		/*
-		 * This early check only saves the copy. tmem_index_store() makes the check that
-		 * cannot miss a policy.
+		 * This early check only saves the copy. tmem_index_store() checks again, under the
+		 * lock that setting a policy takes.
 		 */
 		why = TMEM_STAT_puts_dropped_policy;
 	} else if (tmem_online() && index <= TMEM_INDEX_MAX) {
 		/*
-		 * A slot that is being filled holds up the slots behind it, so nothing may
-		 * interrupt this.
+		 * Disable interrupts, because a slot that is being filled holds up all slots after
+		 * it.
 		 */
 		local_irq_save(flags);
 		rcu_read_lock();
@@ -273,7 +302,7 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
  *
  * Context: any but NMI; never waits.
  *
- * Return: number of pages that were taken, or that the host has.
+ * Return: number of pages that the put ring took, or that the host has.
  */
 unsigned int tmem_put_pages(const struct tmem_key *key, pgoff_t index, struct page *page,
 			    unsigned int nr, bool workingset, pgoff_t inside_end)
@@ -296,7 +325,7 @@ unsigned int tmem_put_pages(const struct tmem_key *key, pgoff_t index, struct pa
  * @entry: index entry of the page, already taken out
  * @dst: destination of the copy
  *
- * Return: true if the page was there; otherwise @dst has unspecified content.
+ * Return: true if the page was in the ring; otherwise @dst has unspecified content.
  */
 bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, void *dst)
 {
@@ -306,11 +335,11 @@ bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, v
 	unsigned int place = place_of(queue, seq);
 	struct tmem_slot *slot = &dev->slot[place];
 
-	/* The data were written before the cookie; pairs with put(). */
+	/* Read the data after the cookie; pairs with put(). */
 	if (smp_load_acquire(&slot->cookie) != cookie)
 		return false;
 	copy_page(dst, data_at(dev, place));
-	/* The data are read before the cookie is read again; pairs with smp_wmb() in reserve(). */
+	/* Read the data before reading the cookie again; pairs with smp_wmb() in reserve(). */
 	smp_rmb();
 	return READ_ONCE(slot->cookie) == cookie;
 }
@@ -319,7 +348,7 @@ bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, v
  * tmem_ring_free() - move the tail over slots that have become free
  * @queue: the queue
  *
- * Context: with send_lock, after slots before next were set to FREE.
+ * Context: the caller holds send_lock and has set slots before next to FREE.
  */
 void tmem_ring_free(struct tmem_queue *queue)
 {
@@ -344,8 +373,8 @@ void tmem_ring_free(struct tmem_queue *queue)
 /* --- set-up -------------------------------------------------------------------------------- */
 
 /**
- * tmem_ring_renew() - let the cookie offsets of a queue begin at 0 again
- * @queue: the queue; all pools were forgotten before
+ * tmem_ring_renew() - make the cookie offsets of a queue begin at 0 again
+ * @queue: the queue; tmem_pools_forget() was called before
  */
 void tmem_ring_renew(struct tmem_queue *queue)
 {
@@ -378,7 +407,10 @@ int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots)
 		dev->block[i] = (void *)__get_free_pages(GFP_KERNEL, TMEM_BLOCK_ORDER);
 		if (!dev->block[i])
 			return -ENOMEM;
-		/* Written once, so that the host has the memory backed before the first burst. */
+		/*
+		 * Write all pages once, so that the host backs them with memory before the first
+		 * burst.
+		 */
 		memset(dev->block[i], 0, TMEM_BLOCK_PAGES * PAGE_SIZE);
 		dev->free[i] = i;
 	}

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Internal interface of the put rings: slots and requests, for ring.c, which fills them, and
- * send.c, which empties them. The parts that a put needs are inline, because it runs with
- * interrupts off.
+ * Internal interface of the put rings: slots and requests. ring.c fills them, and send.c empties
+ * them. Functions that a put calls are inline, because puts run with interrupts off.
  *
  * Other files of the core use cookies and sequence numbers and do not access slots.
  */
@@ -12,17 +11,21 @@
 #include "../compat.h"
 #include "core.h"
 
-/* States of a slot. Slot i holds a page of the put ring; its data are page i of the blocks. */
+/*
+ * States of a slot. Slot i describes a page of the put ring, whose data are in page i of the
+ * blocks.
+ */
 enum tmem_slot_state { TMEM_SLOT_FREE, TMEM_SLOT_FILLING, TMEM_SLOT_READY, TMEM_SLOT_SKIP };
 
 struct tmem_slot {
-	u64 cookie;		/* 0 while the data may change; gets read it without a lock */
+	/* 0 while the data may change; gets read the cookie without a lock */
+	u64 cookie;
 	u64 object;
 	u64 index;
-	u64 base;		/* cookie = base + offset */
-	u64 offset;		/* the same as in the index entry */
+	u64 base;		/* cookie minus offset */
+	u64 offset;		/* cookie offset, as in the index entry */
 	u32 pool;
-	u32 bucket;		/* bucket of the index, to find the entry again */
+	u32 bucket;		/* bucket of the index that has the entry */
 	u32 epoch;		/* dev->epoch at the time of the put */
 	u32 flags;		/* VIRTIO_TMEM_PUT_... */
 	u8 state;		/* enum tmem_slot_state */
@@ -30,7 +33,7 @@ struct tmem_slot {
 
 struct tmem_put_batch {
 	struct tmem_req req;
-	u64 first;		/* sequence number of the first slot */
+	u64 first;		/* sequence number of the batch's first slot */
 	unsigned int count;
 	struct {
 		struct virtio_tmem_req hdr;
@@ -59,15 +62,16 @@ struct tmem_flush_batch {
 	struct virtio_tmem_resp resp;
 };
 
-/* A retained page that was evicted unchanged. */
+/* Reference to a retained page that was evicted unchanged. */
 struct tmem_ref {
 	u64 object;
 	u64 index;
 	u64 cookie;
-	u64 offset;		/* of the cookie, as in the index entry */
+	u64 offset;		/* cookie offset, as in the index entry */
 	u32 pool;
-	u32 bucket;		/* bucket of the index, to find the entry again */
-	u32 epoch;		/* dev->epoch before the entry became held */
+	u32 bucket;		/* bucket of the index that has the entry */
+	/* dev->epoch, read before the entry changed from retained to held */
+	u32 epoch;
 };
 
 struct tmem_ref_batch {
@@ -88,8 +92,8 @@ struct tmem_ref_batch {
 void tmem_ring_free(struct tmem_queue *queue);
 
 /*
- * Returns the place of slot and data of a sequence number. The place may have been reused for
- * another sequence number, which the cookie shows.
+ * Returns the place in the put ring of the slot and the data with sequence number @seq. The place
+ * may by now belong to another sequence number, so a reader compares the cookie.
  */
 static inline unsigned int place_of(struct tmem_queue *queue, u64 seq)
 {
@@ -110,7 +114,7 @@ static inline struct tmem_slot *slot_of(struct tmem_queue *queue, u64 seq)
 
 static inline u8 slot_state(const struct tmem_slot *slot)
 {
-	/* Slot and data were written before READY; pairs with put(). */
+	/* Read the slot after its state; pairs with put(). */
 	return smp_load_acquire(&slot->state);
 }
 
@@ -120,8 +124,8 @@ static inline void *data_of(struct tmem_queue *queue, u64 seq)
 }
 
 /*
- * Returns whether nothing can be sent before the device answers: puts and references wait for
- * flushes.
+ * Returns whether the sender can send nothing before the device answers. Puts and references wait
+ * for pending flushes.
  */
 static inline bool queue_blocked(struct tmem_queue *queue)
 {
@@ -143,8 +147,8 @@ static inline bool refs_blocked(struct tmem_queue *queue)
 }
 
 /*
- * Returns how many puts wait. Without send_lock the number may be too high, because next is read
- * first.
+ * Returns how many puts wait to be sent. Without send_lock the number may be too high, because next
+ * is read first.
  */
 static inline u64 waiting_puts(struct tmem_queue *queue)
 {
@@ -153,7 +157,7 @@ static inline u64 waiting_puts(struct tmem_queue *queue)
 	return smp_load_acquire(&queue->head) - next;	/* pairs with reserve() */
 }
 
-/* Returns how many references wait. Without ring_lock the number is of some moment. */
+/* Returns how many references wait to be sent. Without ring_lock the number may be outdated. */
 static inline unsigned int waiting_refs(struct tmem_queue *queue)
 {
 	unsigned int tail = READ_ONCE(queue->ref_tail);
@@ -161,7 +165,10 @@ static inline unsigned int waiting_refs(struct tmem_queue *queue)
 	return READ_ONCE(queue->ref_head) - tail;
 }
 
-/* Returns whether puts or references wait, and none of them can be sent before an answer. */
+/*
+ * Returns whether puts or references wait to be sent, and none of them can be sent before an
+ * answer.
+ */
 static inline bool all_blocked(struct tmem_queue *queue)
 {
 	bool puts = waiting_puts(queue), refs = waiting_refs(queue);
@@ -169,7 +176,10 @@ static inline bool all_blocked(struct tmem_queue *queue)
 	return (puts || refs) && (!puts || puts_blocked(queue)) && (!refs || refs_blocked(queue));
 }
 
-/* Returns whether the feeder should send what fills no batch, or set the time for that. */
+/*
+ * Returns whether the feeder has to send a partial batch now, or has to set the time kick_at at
+ * which it sends the batch.
+ */
 static inline bool partial_due(struct tmem_queue *queue)
 {
 	return !READ_ONCE(queue->timed) || time_after_eq(jiffies, READ_ONCE(queue->kick_at));
@@ -188,8 +198,8 @@ static inline bool feeder_has_refs(struct tmem_queue *queue)
 }
 
 /*
- * Returns whether the feeder has work. Called before waking the feeder, and by the feeder before it
- * sleeps.
+ * Returns whether the feeder has work. Tasks check this before they wake the feeder, and the feeder
+ * before it sleeps.
  */
 static inline bool queue_has_work(struct tmem_queue *queue)
 {
@@ -208,7 +218,10 @@ static inline bool queue_has_work(struct tmem_queue *queue)
 		return true;
 	if (puts_blocked(queue))
 		return false;
-	/* The first put of a batch wakes the feeder as well, so that the feeder sets the time. */
+	/*
+	 * The first put of a batch wakes the feeder as well, so that the feeder sets the time at
+	 * which to send the batch.
+	 */
 	return waiting >= queue->dev->batch_full || partial_due(queue);
 }
 
@@ -224,10 +237,10 @@ static inline void wake_feeder(struct tmem_queue *queue)
 }
 
 /*
- * Requests tmem_send() for a queue with a full batch, from a put: the page cache's lock is held,
- * and the request may cost a microsecond. An irq_work runs when the lock was released and
- * interrupts are on. If irq_work has to wait for the tick, a kernel that calls tmem_put_end() sends
- * the batch there. Otherwise the feeder sends it.
+ * Requests a call of tmem_send() for a queue with a full batch. A put cannot make the call itself,
+ * because it holds the page cache's lock and a request may cost a microsecond. An irq_work runs
+ * when the lock is released and interrupts are on. If irq_work has to wait for the tick, a kernel
+ * that calls tmem_put_end() sends the batch there; otherwise the feeder sends it.
  */
 static inline void request_send(struct tmem_queue *queue)
 {
@@ -242,22 +255,25 @@ static inline void request_send(struct tmem_queue *queue)
 	}
 }
 
-/* Has a slot sent that has just become READY or SKIP: now if it completes a batch, or in time. */
+/*
+ * Makes the sender process a slot that has just become READY or SKIP: at once if the slot completes
+ * a batch, otherwise within TMEM_PUT_DELAY_MS.
+ */
 static inline void slot_done(struct tmem_queue *queue)
 {
 	u64 waiting;
 
 	/*
-	 * The state is written before the fields that follow are read. Pairs with the barriers of
-	 * tmem_send() and irq_work: either the sender sees the slot, or this CPU sees that it has
-	 * to call request_send().
+	 * Write the slot's state before reading the queue's fields below. Pairs with the barriers
+	 * of tmem_send() and irq_work: either the sender sees the slot, or this CPU sees that it
+	 * has to call request_send().
 	 */
 	smp_mb();
 	waiting = waiting_puts(queue);
 	if (waiting >= queue->dev->batch_full) {
 		/*
-		 * A blocked queue waits for the interrupt of an answer. Each further batch looks
-		 * for answers, because that interrupt may be late.
+		 * A blocked queue waits for the interrupt of an answer. Each further full batch
+		 * calls the sender, which looks for answers, because that interrupt may be late.
 		 */
 		if (!puts_blocked(queue) || !(waiting % queue->dev->batch_full))
 			request_send(queue);

@@ -1,34 +1,38 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Sender: gives the slots of put rings and the noted flushes to the virtqueues of a device, and
- * takes the answers.
+ * Sender: sends puts, flushes and references to the virtqueues of a device, and takes the answers.
  *
- * A full batch leaves without a thread. The put that completes it requests an irq_work, which runs
- * when the page cache's lock was released, on the CPU of the put. The device's interrupt takes
- * answers, erases the entries of pages that the host refused, frees the slots, and sends the full
- * batches that waited for an answer. The feeder sends the rest: puts and references that fill no
- * batch in time, and flushes. All of them call tmem_send(), whose lock makes one of them the
- * queue's only sender. It does at most TMEM_SEND_BATCHES batches of work with interrupts off.
+ * No thread is needed to send a full batch. The put that completes the batch requests an irq_work,
+ * which runs on the CPU of the put when the page cache's lock is released. The device's interrupt
+ * takes answers, erases the entries of pages that the host refused, frees the slots, and sends
+ * the full batches that waited for an answer. The feeder sends the rest: partial batches whose
+ * time is over, and flushes. All of them call tmem_send(), whose lock makes one of them the
+ * queue's only sender. The sender processes at most TMEM_SEND_BATCHES batches with interrupts
+ * off.
  *
  * A put waits only while TMEM_PUTS_IN_FLIGHT batches are at the host, or the virtqueue is full.
  *
- * Every outcome of a put other than STORED erases its index entry, if that entry is still the put's
- * own. The sender never sends a page that was put before the driver last forgot all entries.
+ * After every outcome of a put other than STORED, the sender erases the index entry, if the entry
+ * still belongs to this put. The sender never sends a page that was put before the driver last
+ * erased all entries.
  */
 #include <linux/slab.h>
 
 #include "ring.h"
 
-/* Data blocks that a batch touches: one more than it fills, because it may start within a block. */
+/*
+ * Maximum number of blocks with the pages of one batch of puts. It is one more than a batch fills,
+ * because a batch may start within a block.
+ */
 #define BATCH_SGS	(TMEM_BATCH_BLOCKS + 1)
 
-/* One turn of the sender. */
+/* State of one call of send_turn(), which handles at most TMEM_SEND_BATCHES batches. */
 struct turn {
 	u64 generation;
 	u64 head;
 	u32 epoch;
-	unsigned int budget;	/* batches that may still be taken back, sent or erased */
-	bool all;		/* what fills no batch is sent as well */
+	unsigned int budget;	/* batches that the call may still send, complete or erase */
+	bool all;		/* also send partial batches */
 	bool notify;		/* the device has to be notified */
 };
 
@@ -40,7 +44,10 @@ static void erase_slot(struct tmem_slot *slot, enum tmem_stat why)
 
 /* --- answers ------------------------------------------------------------------------------- */
 
-/* Takes the device's answers. vq_lock is held. Returns whether there is work for the sender. */
+/*
+ * Takes the requests that the device has answered from the virtqueue. The caller holds vq_lock.
+ * Returns whether there is work for the sender.
+ */
 static bool drain(struct tmem_queue *queue)
 {
 	bool work = false;
@@ -50,7 +57,7 @@ static bool drain(struct tmem_queue *queue)
 	lockdep_assert_held(&queue->vq_lock);
 	while ((req = virtqueue_get_buf(queue->vq, &len))) {
 		tmem_req_used(req, len);
-		/* Any answer makes room for requests that the sender could not send. */
+		/* Any answer frees descriptors for requests that did not fit into the virtqueue. */
 		if (queue->stalled) {
 			WRITE_ONCE(queue->stalled, false);
 			work = true;
@@ -59,7 +66,10 @@ static bool drain(struct tmem_queue *queue)
 			tmem_bounce_answered(queue->dev,
 					     container_of(req, struct tmem_get_req, req));
 		} else {
-			/* Pairs with req_done(). */
+			/*
+			 * Complete the answer before setting the state to DONE; pairs with
+			 * req_done().
+			 */
 			smp_store_release(&req->state, TMEM_REQ_DONE);
 			work = true;
 		}
@@ -100,9 +110,10 @@ static void put_answered(struct tmem_queue *queue, struct tmem_put_batch *batch)
 }
 
 /*
- * Handles a batch of references. Each outcome but HELD erases the index entry, if that entry is
- * still the reference's own. Otherwise the page was invalidated before the answer, and GONE does
- * not show that the host lost a page.
+ * Handles a batch of references that the device answered or gave back unanswered. After each
+ * outcome but HELD, erases the index entry, if the entry still has the reference's cookie. If the
+ * entry no longer has this cookie, the page was invalidated before the answer, and GONE does not
+ * mean that the host lost a page.
  */
 static void ref_answered(struct tmem_queue *queue, struct tmem_ref_batch *batch)
 {
@@ -146,12 +157,13 @@ static void ref_answered(struct tmem_queue *queue, struct tmem_ref_batch *batch)
 
 static bool req_done(const struct tmem_req *req)
 {
-	/* The answer was written before; pairs with drain(). */
+	/* Read the answer after the state; pairs with drain(). */
 	return smp_load_acquire(&req->state) == TMEM_REQ_DONE;
 }
 
 /*
- * Only the sender frees a request. Concurrently, drain() only turns a SENT request into a DONE one.
+ * Returns whether a request is FREE. Only the sender frees a request. Concurrently, drain() only
+ * turns a SENT request into a DONE one.
  */
 static bool req_free(const struct tmem_req *req)
 {
@@ -197,8 +209,8 @@ static int submit(struct tmem_queue *queue, struct turn *turn, struct tmem_req *
 		turn->notify |= virtqueue_kick_prepare(queue->vq);
 	} else if (err == -ENOSPC || err == -ENOMEM) {
 		/*
-		 * Wait until something is answered. If nothing is in flight, the queue stays
-		 * stalled.
+		 * Make the queue wait until a request is answered. If no request is in flight, the
+		 * queue stays stalled.
 		 */
 		WRITE_ONCE(queue->stalled, true);
 	}
@@ -216,7 +228,10 @@ static struct tmem_flush_batch *free_flush_batch(struct tmem_queue *queue)
 	return NULL;
 }
 
-/* Sends the oldest pending ranges of one pool. Returns whether there may be more to send. */
+/*
+ * Sends the oldest pending flushes (ranges that the host should drop) of one pool. Returns whether
+ * there may be more to send.
+ */
 static bool send_flushes(struct tmem_queue *queue, struct turn *turn)
 {
 	struct tmem_flush_batch *batch = free_flush_batch(queue);
@@ -231,7 +246,7 @@ static bool send_flushes(struct tmem_queue *queue, struct turn *turn)
 		const struct tmem_flush_range *range = &queue->pending[taken];
 
 		if (!turn->generation || range->epoch != turn->epoch)
-			continue;	/* the host has forgotten this range already */
+			continue;	/* the host has dropped the old generation's pages */
 		if (count && (range->pool != pool || count == queue->dev->batch_max))
 			break;
 		pool = range->pool;
@@ -269,13 +284,13 @@ static bool send_flushes(struct tmem_queue *queue, struct turn *turn)
 
 /* --- puts ---------------------------------------------------------------------------------- */
 
-/* Frees the next slot without sending it. */
+/* Frees the next slot of the put ring without sending it. */
 static void skip_slot(struct tmem_queue *queue, struct tmem_slot *slot)
 {
 	if (slot->state == TMEM_SLOT_READY)
 		erase_slot(slot, TMEM_STAT_puts_unanswered);
 	WRITE_ONCE(slot->state, TMEM_SLOT_FREE);
-	/* Pairs with waiting_puts(). */
+	/* Set the slot to FREE before moving next over it; pairs with waiting_puts(). */
 	smp_store_release(&queue->next, queue->next + 1);
 }
 
@@ -290,8 +305,9 @@ static struct tmem_put_batch *free_put_batch(struct tmem_queue *queue)
 }
 
 /*
- * Returns how many slots from next on can go in one request: ready, of one pool, of this epoch.
- * Frees slots before them that must not be sent, a batch at most; then it returns 0.
+ * Returns how many slots, from queue->next on, can go into one request: slots that are READY, of
+ * one pool and of the current epoch. If the next slots must not be sent, frees up to a batch of
+ * them and returns 0.
  */
 static unsigned int count_slots(struct tmem_queue *queue, struct turn *turn)
 {
@@ -321,8 +337,8 @@ static unsigned int count_slots(struct tmem_queue *queue, struct turn *turn)
 }
 
 /*
- * Sends one batch of puts: a full one, or any if puts are due. Returns whether there may be more to
- * send.
+ * Sends one batch of puts: a full batch or, if @due, also a partial one. Returns whether there may
+ * be more to send.
  */
 static bool send_puts(struct tmem_queue *queue, struct turn *turn, bool due)
 {
@@ -383,7 +399,7 @@ static bool send_puts(struct tmem_queue *queue, struct turn *turn, bool due)
 		return false;
 	}
 	tmem_count(TMEM_STAT_requests_put);
-	/* Pairs with waiting_puts(). */
+	/* Complete the batch before moving next over its slots; pairs with waiting_puts(). */
 	smp_store_release(&queue->next, queue->next + count);
 	return true;
 }
@@ -401,8 +417,8 @@ static struct tmem_ref_batch *free_ref_batch(struct tmem_queue *queue)
 }
 
 /*
- * Moves the oldest references of one pool to a batch, and drops those of older epochs. Returns
- * whether there is something to send.
+ * Moves the oldest references of one pool from the queue to a batch, and drops references of older
+ * epochs. Returns whether there is something to send.
  */
 static bool fill_ref_batch(struct tmem_queue *queue, struct turn *turn,
 			   struct tmem_ref_batch *batch)
@@ -415,7 +431,7 @@ static bool fill_ref_batch(struct tmem_queue *queue, struct turn *turn,
 		const struct tmem_ref *ref = &queue->ref[tail % queue->dev->ref_pending];
 
 		if (!turn->generation || ref->epoch != turn->epoch) {
-			dropped++;	/* the host has forgotten this page already */
+			dropped++;	/* the host has dropped the old generation's pages */
 			continue;
 		}
 		if (count && (ref->pool != pool || count == queue->dev->batch_max))
@@ -445,8 +461,8 @@ static bool fill_ref_batch(struct tmem_queue *queue, struct turn *turn,
 }
 
 /*
- * Sends one batch of references: a full one, or any if they are due. Returns whether there may be
- * more to send.
+ * Sends one batch of references: a full batch or, if @due, also a partial one. Returns whether
+ * there may be more to send.
  */
 static bool send_refs(struct tmem_queue *queue, struct turn *turn, bool due)
 {
@@ -475,7 +491,9 @@ static bool send_refs(struct tmem_queue *queue, struct turn *turn, bool due)
 	return true;
 }
 
-/* Sends what is due. send_lock is held. */
+/*
+ * Sends flushes, full batches and partial batches whose time has come. The caller holds send_lock.
+ */
 static void send_due(struct tmem_queue *queue, struct turn *turn)
 {
 	struct tmem_dev *dev = queue->dev;
@@ -484,14 +502,14 @@ static void send_due(struct tmem_queue *queue, struct turn *turn)
 	bool due, later, puts, refs;
 
 	/*
-	 * Read the generation before the epoch, against the order of sync_work_fn(), so that slots
-	 * of an older epoch are never sent with a newer generation.
+	 * Read the generation before the epoch, because sync_work_fn() writes them in the opposite
+	 * order, so that slots of an older epoch are never sent with a newer generation.
 	 */
 	turn->generation = READ_ONCE(dev->generation);
 	smp_rmb();	/* pairs with sync_work_fn() */
 	turn->epoch = READ_ONCE(dev->epoch);
 	/*
-	 * Read the head before the flushes, so that a flush that was noted before a later put of
+	 * Read the head before the flushes, so that a flush that was queued before a later put of
 	 * the same page is also sent before that put.
 	 */
 	turn->head = smp_load_acquire(&queue->head);	/* pairs with reserve() */
@@ -506,9 +524,10 @@ static void send_due(struct tmem_queue *queue, struct turn *turn)
 	while (turn->budget && send_refs(queue, turn, due))
 		turn->budget--;
 	/*
-	 * Puts that are left after others were sent began to wait later, unless the budget ended
-	 * before the last that was due. So did references. Both have one time, which moves only if
-	 * it does not make the other kind wait longer.
+	 * If this call sent puts, the puts that are left began to wait later, unless the budget
+	 * ended before all due puts were sent. References that are left began to wait later under
+	 * the same condition. Puts and references share one time, kick_at, which moves only if it
+	 * does not make the other kind wait longer.
 	 */
 	puts = queue->next != turn->head;
 	refs = waiting_refs(queue);
@@ -520,7 +539,10 @@ static void send_due(struct tmem_queue *queue, struct turn *turn)
 		WRITE_ONCE(queue->kick_at, jiffies + msecs_to_jiffies(TMEM_PUT_DELAY_MS));
 }
 
-/* Runs one turn of the sender, as tmem_send() and tmem_send_all() describe it. */
+/*
+ * Takes the answers of a queue, and sends full batches and due partial batches, or all batches if
+ * @all. Returns whether the limit of TMEM_SEND_BATCHES batches was reached.
+ */
 static bool send_turn(struct tmem_queue *queue, bool all)
 {
 	struct turn turn = { .budget = TMEM_SEND_BATCHES, .all = all };
@@ -529,16 +551,22 @@ static bool send_turn(struct tmem_queue *queue, bool all)
 
 	spin_lock_irqsave(&queue->send_lock, flags);
 	if (!READ_ONCE(dev->stopping)) {
-		/* Answers whose interrupt has not come yet free slots as well. */
+		/* Take answers whose interrupt has not come yet, because they free slots, too. */
 		spin_lock(&queue->vq_lock);
 		drain(queue);
 		spin_unlock(&queue->vq_lock);
 		take_answers(queue, &turn);
-		/* Fields that block senders are written before slots are read; see slot_done(). */
+		/*
+		 * Write the fields that block senders before reading slots; pairs with the barrier
+		 * in slot_done().
+		 */
 		smp_mb();
 		send_due(queue, &turn);
 		tmem_ring_free(queue);
-		/* The feeder skipped this queue when it set its time, because it was blocked. */
+		/*
+		 * When the feeder set its timeout, it left out this queue, because the queue was
+		 * blocked. The queue is not blocked any more.
+		 */
 		if (queue->unwatched && !all_blocked(queue)) {
 			queue->unwatched = false;
 			WRITE_ONCE(queue->attention, true);
@@ -555,12 +583,13 @@ static bool send_turn(struct tmem_queue *queue, bool all)
 }
 
 /**
- * tmem_send() - take the answers of a queue and send what is due
+ * tmem_send() - take the answers of a queue, and send full batches and due partial batches
  * @queue: the queue
  *
  * Context: any but NMI, without locks of the core. The device is not reset before the call returns.
  *
- * Return: true if the work was limited, so that there may be more.
+ * Return: true if the call reached its limit of TMEM_SEND_BATCHES batches, so that there may be
+ * more work.
  */
 bool tmem_send(struct tmem_queue *queue)
 {
@@ -568,11 +597,11 @@ bool tmem_send(struct tmem_queue *queue)
 }
 
 /**
- * tmem_send_all() - take the answers of a queue and send what waits, in full batches or not
+ * tmem_send_all() - take the answers of a queue, and send all waiting puts and references
  * @queue: the queue
  *
- * Pages that the host cannot take now stay in the queue. The work is limited to as many batches as
- * the host can have.
+ * Pages that the host cannot take now stay in the queue. The function processes at most
+ * TMEM_PUTS_IN_FLIGHT batches.
  *
  * Context: process, may sleep. The device is not reset before the call returns.
  */
@@ -586,7 +615,7 @@ void tmem_send_all(struct tmem_queue *queue)
 
 /**
  * tmem_send_timeout() - return how long the feeder may sleep without being woken
- * @queue: the queue, which tmem_send() was called for
+ * @queue: the queue; the caller has called tmem_send() for it
  *
  * Context: the feeder.
  *
@@ -599,8 +628,8 @@ long tmem_send_timeout(struct tmem_queue *queue)
 	spin_lock_irq(&queue->send_lock);
 	queue->unwatched = false;
 	/*
-	 * Pairs with reserve() and tmem_queue_ref(). A put or reference that comes later sees that
-	 * timed is false.
+	 * Pairs with reserve() and tmem_queue_ref(). A later put or reference sees that timed is
+	 * false, and wakes the feeder.
 	 */
 	if (smp_load_acquire(&queue->head) == queue->next && !waiting_refs(queue)) {
 		WRITE_ONCE(queue->timed, false);
@@ -609,7 +638,7 @@ long tmem_send_timeout(struct tmem_queue *queue)
 			WRITE_ONCE(queue->kick_at, jiffies + msecs_to_jiffies(TMEM_PUT_DELAY_MS));
 			WRITE_ONCE(queue->timed, true);
 		}
-		/* The next answer brings the feeder back. */
+		/* The next answer wakes the feeder for this queue. */
 		if (all_blocked(queue))
 			queue->unwatched = true;
 		else
@@ -621,7 +650,7 @@ long tmem_send_timeout(struct tmem_queue *queue)
 
 /* --- callers ------------------------------------------------------------------------------- */
 
-/* Sends, and leaves what exceeds the limit of one turn to another turn. */
+/* Calls tmem_send(), and arranges another call if this one reached its limit of batches. */
 static void send_one_turn(struct tmem_queue *queue)
 {
 	if (!tmem_send(queue))
@@ -640,9 +669,9 @@ static void send_work_fn(struct irq_work *work)
 }
 
 /**
- * tmem_put_end() - send the full batches of puts, after the page cache's lock was released
+ * tmem_put_end() - send the full batches of puts, when the page cache's lock is released
  *
- * Kernels whose irq_work has an interrupt need no call.
+ * Kernels whose irq_work has an interrupt need not call this function.
  *
  * Context: any but NMI, without locks of the core and i_pages.
  */
@@ -729,7 +758,7 @@ int tmem_send_init(struct tmem_dev *dev, struct tmem_queue *queue)
 }
 
 /**
- * tmem_send_stop() - wait until no irq_work of a queue runs
+ * tmem_send_stop() - wait until no irq_work that sends a queue's batches runs
  * @queue: the queue; no put and no interrupt of the device can come any more
  *
  * Context: process, may sleep.

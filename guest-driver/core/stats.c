@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * State of the module, and its counters. sysfs.c shows both to the operator, sync.c reports them to
+ * State and counters of the module. sysfs.c shows them to the operator, and sync.c reports them to
  * the host. A change of the state requests a report.
  *
  * The state stays poisoned until the module is loaded again.
@@ -16,7 +16,7 @@
 
 DEFINE_PER_CPU(struct tmem_stats, tmem_stats);
 
-/* Guards all state below. Leaf lock, taken with interrupts off. */
+/* Leaf lock, taken with interrupts off. Guards the state variables of this file. */
 static DEFINE_SPINLOCK(state_lock);
 static bool online;			/* also read without the lock */
 static bool ready;			/* there is a device with a backend */
@@ -26,7 +26,8 @@ static char hooks_reason[REASON_BYTES];
 static char on_note[REASON_BYTES];
 static char offline_reason[REASON_BYTES] = "no device";
 static char note[TMEM_NOTE_BYTES];
-static u64 served;			/* served file systems, bits of VIRTIO_TMEM_H_... */
+/* file systems that are served, bits of VIRTIO_TMEM_H_... */
+static u64 served;
 static u64 hooks_live;
 
 static void update_online(void)
@@ -38,7 +39,8 @@ static void update_online(void)
 /**
  * tmem_online() - check whether a put or a get is worth preparing
  *
- * Return: true if there is a device with a backend and nothing is wrong; it may change at any time.
+ * Return: true if there is a device with a backend and nothing is wrong. The answer may change at
+ * any time.
  */
 bool tmem_online(void)
 {
@@ -124,7 +126,7 @@ void tmem_poison(const char *why, u64 ino, pgoff_t index)
 
 /**
  * tmem_core_set_hooks() - set the state of the hooks
- * @live: a bit for each hook that is live
+ * @live: a bit of enum tmem_hook for each hook that is live
  * @off_reason: reason why the module stays off, or NULL
  */
 void tmem_core_set_hooks(u64 live, const char *off_reason)
@@ -141,7 +143,7 @@ void tmem_core_set_hooks(u64 live, const char *off_reason)
 
 /**
  * tmem_core_set_served() - set which file systems are served
- * @types: bits of the report
+ * @types: bits VIRTIO_TMEM_H_... of the file system types that are served
  * @text: file systems that are not served, with the reason, in one line; or ""
  */
 void tmem_core_set_served(u64 types, const char *text)
@@ -161,7 +163,7 @@ static bool none_served(void)
 }
 
 /**
- * tmem_core_set_note() - set a note for the reader of "state" that applies although the cache works
+ * tmem_core_set_note() - set a note that the sysfs file "state" shows while the cache works
  * @text: one line without its end
  */
 void tmem_core_set_note(const char *text)
@@ -175,7 +177,7 @@ void tmem_core_set_note(const char *text)
 
 /**
  * tmem_state_report() - return the state for the host
- * @hooks: set to the hooks that are live
+ * @hooks: set to the bits of the live hooks and of the served file system types
  *
  * Return: VIRTIO_TMEM_R_...
  */

@@ -2,8 +2,8 @@
 /*
  * Counters of core/ and hooks/, one sysfs file each in /sys/kernel/virtio_tmem/stats/.
  *
- * stats_list.h has their names. Counters only grow. They are per CPU, so that the put path shares
- * no cache line.
+ * stats_list.h has their names. Counters only grow. Each CPU has counters of its own, so that puts
+ * on different CPUs write to different cache lines.
  */
 #ifndef _TMEM_STATS_H
 #define _TMEM_STATS_H
@@ -59,24 +59,24 @@ static inline const char *tmem_inval_name(enum tmem_inval why)
 u64 tmem_stat_sum(enum tmem_stat first, enum tmem_stat last);
 
 /*
- * Returns the evicted pages that no rule, policy or filter excluded. Each of them is in ring or
- * pool afterwards, was evicted there by the host, or is lost. A retained page that the host no
- * longer had (refs_gone) was evicted by the host.
+ * Returns the number of eligible pages: evicted pages that no rule, policy or filter excluded.
+ * Afterwards, each of them is in the ring or the pool, was evicted by the host, or is lost. Pages
+ * of refs_gone were evicted by the host.
  */
 static inline u64 tmem_stat_eligible(void)
 {
 	return tmem_stat_sum(TMEM_STAT_refs, TMEM_STAT_puts_skipped_large);
 }
 
-/* Returns the eligible pages that the ring did not accept. */
+/* Returns the number of eligible pages that the put ring did not accept. */
 static inline u64 tmem_stat_not_accepted(void)
 {
 	return tmem_stat_sum(TMEM_STAT_puts_dropped_pool, TMEM_STAT_puts_skipped_large);
 }
 
 /*
- * Returns the eligible pages that neither ring nor pool holds, for any reason except eviction by
- * the host.
+ * Returns the number of eligible pages that neither put ring nor pool holds, for any reason except
+ * eviction by the host.
  */
 static inline u64 tmem_stat_lost(void)
 {

@@ -1,22 +1,23 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Counters, in the order of enum tmem_stat. Files include this one with TMEM_STAT() defined. To add
- * a counter, add a line here and call tmem_count().
+ * Counters, in the order of enum tmem_stat. A file that includes this one defines TMEM_STAT()
+ * before. To add a counter, add a line here and call tmem_count().
  */
 
 /*
- * Evicted pages of regular files of served file systems. The hook counts each of them once: as
- * accepted into the ring, or by the reason why it was not accepted. stats.h sums up the first four
- * groups, so their order matters.
+ * The counters from here to retained_changed are of evicted pages of regular files of served file
+ * systems. The hook counts each page once: as accepted into the put ring, or by the reason why it
+ * was not accepted. stats.h sums up the first four groups, so their order matters.
  *
- * Eligible pages that the host had retained and that had not changed, so that they needed no copy.
+ * refs: eligible pages that the host had retained and that had not changed. The driver sends a
+ * reference (REF) for them and no copy.
  */
 TMEM_STAT(refs)
 
-/* Eligible pages that were accepted into the ring. */
+/* Eligible pages that were accepted into the put ring. */
 TMEM_STAT(puts)
 
-/* Eligible pages that were not accepted, and so are lost. */
+/* Eligible pages that the put ring did not accept, and that are therefore lost, by reason. */
 TMEM_STAT(puts_dropped_pool)
 TMEM_STAT(puts_dropped_ring_full)
 TMEM_STAT(puts_dropped_index_full)
@@ -24,12 +25,18 @@ TMEM_STAT(puts_dropped_nomem)
 TMEM_STAT(puts_dropped_cookies)
 TMEM_STAT(puts_skipped_large)
 
-/* Pages that were accepted and lost afterwards, other than by the host's eviction. */
+/*
+ * Pages that the put ring accepted and that were lost afterwards, other than by the host's
+ * eviction.
+ */
 TMEM_STAT(puts_refused)
 TMEM_STAT(puts_unanswered)
 TMEM_STAT(index_evicted)
 
-/* Pages that are not eligible: the cache is off for them, or a rule or a policy excludes them. */
+/*
+ * Evicted pages that are not eligible: the cache is off for them, or a rule or a policy excludes
+ * them.
+ */
 TMEM_STAT(puts_dropped_offline)
 TMEM_STAT(puts_dropped_bypass)
 TMEM_STAT(puts_dropped_policy)
@@ -42,13 +49,13 @@ TMEM_STAT(puts_skipped_marked)
 TMEM_STAT(puts_skipped_off)
 TMEM_STAT(retained_changed)
 
-/* accepted puts that the host stored */
+/* Pages that the put ring accepted and the host stored. */
 TMEM_STAT(puts_stored)
 
 /*
- * pages of refs by what became of their REF: answered HELD or GONE; without such an answer; not
- * sent; not needed, because the put of the page had not been sent, or because the page was
- * invalidated before the answer
+ * Pages that refs counts, by the result of their REF request, in this order: the host answered
+ * HELD; it answered GONE; neither of these answers came; the REF was not sent; no REF was needed,
+ * because the put of the page had not been sent, or the page was invalidated before the answer.
  */
 TMEM_STAT(refs_held)
 TMEM_STAT(refs_gone)
@@ -56,11 +63,16 @@ TMEM_STAT(refs_unanswered)
 TMEM_STAT(refs_dropped)
 TMEM_STAT(refs_unneeded)
 
-/* hits that the host retained; retained entries that a full index erased */
+/*
+ * retained_hits: pages that gets returned and the host retained. retained_evicted: entries of
+ * retained pages that a full index erased.
+ */
 TMEM_STAT(retained_hits)
 TMEM_STAT(retained_evicted)
 
-/* gets: pages that callers of tmem_get() wanted; hits include ring_hits */
+/*
+ * Pages that callers of tmem_get() wanted, and their results. The counter hits includes ring_hits.
+ */
 TMEM_STAT(gets)
 TMEM_STAT(hits)
 TMEM_STAT(ring_hits)
@@ -74,10 +86,10 @@ TMEM_STAT(misses_host)
 TMEM_STAT(misses_answer)
 TMEM_STAT(misses_check)
 
-/* readaheads that were left to the disk because their reader must not wait */
+/* Readaheads that the driver left to the disk because their reader must not wait. */
 TMEM_STAT(reads_nowait)
 
-/* requests */
+/* Requests sent to the host, and events while the driver sends them and waits for answers. */
 TMEM_STAT(requests_put)
 TMEM_STAT(requests_get)
 TMEM_STAT(requests_flush)
@@ -94,7 +106,8 @@ TMEM_STAT(flushes_dropped)
 TMEM_STAT(generation_changes)
 
 /*
- * get requests by the wait of their reader, as in virtio_tmem_latencies, and the sum of the waits
+ * Get requests by the time that their reader waited, with the limits of virtio_tmem_latencies, and
+ * the sum of these times.
  */
 TMEM_STAT(get_waits_1us)
 TMEM_STAT(get_waits_2us)
@@ -114,7 +127,7 @@ TMEM_STAT(get_waits_16384us)
 TMEM_STAT(get_waits_longer)
 TMEM_STAT(get_waits_ns)
 
-/* index entries erased, in the order of enum tmem_inval */
+/* Index entries that were erased, by reason, in the order of enum tmem_inval. */
 TMEM_STAT(invalidations_removed)
 TMEM_STAT(invalidations_dirty)
 TMEM_STAT(invalidations_truncate)
@@ -127,7 +140,7 @@ TMEM_STAT(invalidations_generation)
 TMEM_STAT(invalidations_fadvise)
 TMEM_STAT(invalidations_off)
 
-/* hooks */
+/* Comparisons of hits with the disk (hooks/verify.c): made, with a difference, and failed reads. */
 TMEM_STAT(verified_hits)
 TMEM_STAT(verify_mismatches)
 TMEM_STAT(verify_errors)

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Generation and report. One ordered workqueue does all of this in process context.
+ * Follows the device's generation, and sends reports to the host, on one ordered workqueue in
+ * process context.
  *
- * The driver goes online by following the device's generation. When the device has another
- * generation than the one in use, the driver forgets all pages that it believed to be held, before
- * a request can carry the new generation. The time that this takes does not depend on the number of
- * pages. Readers and reclaim never wait for anything in this file.
+ * If the device has another generation than the one in use, the driver erases all entries of the
+ * index before a request can carry the new generation. It then goes online. The time that this
+ * takes does not depend on the number of pages. Readers and reclaim never wait for anything in this
+ * file.
  */
 #include <linux/utsname.h>
 #include <linux/virtio_config.h>
@@ -17,8 +18,8 @@
 #define PROBE_PERIOD_MS		1000
 
 /*
- * True from the preparation of a hibernation to its end. Meanwhile the driver behaves as if the
- * device had no backend.
+ * True from the preparation of a hibernation to its end. While it is true, the driver behaves as if
+ * the device had no backend.
  */
 static bool hibernating;
 
@@ -28,12 +29,12 @@ static u64 read_generation(struct tmem_dev *dev)
 {
 	u64 generation;
 
-	/* Reads the 8 bytes again if the configuration changed meanwhile. */
+	/* Read the 8 bytes again if the configuration changed during the read. */
 	virtio_cread_le(dev->vdev, struct virtio_tmem_config, generation, &generation);
 	return generation;
 }
 
-/* Returns the reason why the device cannot be used with any generation, or NULL. */
+/* Returns the reason why the device cannot be used, whatever its generation is, or NULL. */
 static const char *unusable(struct tmem_dev *dev)
 {
 	struct virtio_device *vdev = dev->vdev;
@@ -46,8 +47,8 @@ static const char *unusable(struct tmem_dev *dev)
 }
 
 /*
- * Runs after a configuration change, after a STALE answer, when a pool was added or removed, and
- * when cookies are used up.
+ * Brings generation and pools up to date. It runs after a configuration change or a STALE answer,
+ * when a pool was added or removed, and when the cookies are used up.
  */
 static void sync_work_fn(struct work_struct *work)
 {
@@ -61,7 +62,7 @@ static void sync_work_fn(struct work_struct *work)
 	if (generation != dev->generation || renew) {
 		tmem_state_offline(why ?: "no backend");
 		/*
-		 * The order is: first the epoch, so that slots of the old one are not sent; then
+		 * The order is: first the epoch, so that slots of the old epoch are not sent; then
 		 * the index, whose entries become unreachable because all pools lose their ids;
 		 * then the generation. Senders read in the opposite order: a sender that sees the
 		 * new generation sees neither old slots nor old entries.
@@ -84,14 +85,15 @@ static void sync_work_fn(struct work_struct *work)
 		tmem_dev_report(dev);
 	}
 	if (!generation) {
-		/*
-		 * Called again although the state is offline, because the reason may have changed.
-		 */
+		/* Set the state to offline again, because the reason may have changed. */
 		tmem_state_offline(why ?: "no backend");
 		return;
 	}
 	err = tmem_pools_create(dev, generation);
-	/* After ESTALE a notification follows, or the next report reads the generation again. */
+	/*
+	 * No retry is needed after ESTALE: a notification follows, or the next report reads the
+	 * generation again.
+	 */
 	if (err == -ESTALE)
 		return;
 	if (err && err != dev->pools_error)
@@ -103,7 +105,7 @@ static void sync_work_fn(struct work_struct *work)
 }
 
 /**
- * tmem_sync_hibernate() - forget all entries and stay off, or return to service
+ * tmem_sync_hibernate() - erase all entries and stay off, or return to service
  * @begin: true to stay off, false to return to service
  *
  * Context: process, may sleep as long as a control request may take.
@@ -162,8 +164,9 @@ unlock:
 }
 
 /*
- * Sends the histogram of waits. An older back end may serve a device that offers the request. It
- * answers UNSUPPORTED, and the driver does not send the request again in this generation.
+ * Sends the histogram of the times for which readers waited for gets. A backend that does not know
+ * this request may serve a device that offers it. The backend then answers UNSUPPORTED, and the
+ * driver does not send the request again in this generation.
  */
 static void send_latencies(struct tmem_dev *dev, u64 generation)
 {
@@ -205,7 +208,10 @@ static void report_work_fn(struct work_struct *work)
 
 	if (READ_ONCE(dev->stopping))
 		return;
-	/* Creates pools that could not be created before, and makes up for a lost notification. */
+	/*
+	 * Run the sync work: it creates pools that could not be created before, and reads the
+	 * generation in case a notification was lost.
+	 */
 	tmem_dev_resync(dev, false);
 	if (generation) {
 		tmem_breaker_probe(dev);
@@ -250,7 +256,7 @@ void tmem_sync_start(struct tmem_dev *dev)
  * tmem_sync_stop() - stop all work items
  * @dev: the device; no other code can queue a work item any more
  *
- * Context: process, sleeps as long as an unanswered request is waited for.
+ * Context: process, may sleep until an unanswered control request times out.
  */
 void tmem_sync_stop(struct tmem_dev *dev)
 {
@@ -258,8 +264,8 @@ void tmem_sync_stop(struct tmem_dev *dev)
 	cancel_delayed_work_sync(&dev->report_work);
 	cancel_work_sync(&dev->sync_work);
 	/*
-	 * Before it read the flag, the report may have queued the sync work, and the sync work may
-	 * have queued the report.
+	 * Cancel both work items twice: the report may have queued the sync work before it read the
+	 * flag, and the sync work may have queued the report.
 	 */
 	cancel_delayed_work_sync(&dev->report_work);
 	cancel_work_sync(&dev->sync_work);

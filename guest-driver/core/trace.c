@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-only
-/* Instances of the tracepoints, and the names that they share with the counters. */
+/* Instances of the tracepoints, and the names that tracepoints and counters share. */
 #include "core.h"
 
 #define CREATE_TRACE_POINTS

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The virtio driver: finds a device, checks that this guest may use it, sets up queues and memory.
+ * Virtio driver: finds a device, checks that this guest may use it, and sets up queues and memory.
  *
- * Suspend removes the device: the driver first forgets and frees everything, and sets it up again
- * at resume. Around a hibernation the driver holds nothing, from before the first task is frozen
- * until the last one runs again. So a hibernation image never contains an index, and work while the
- * image is written or read fills none. A guest has at most one device.
+ * At suspend the driver erases all entries and frees its memory, and at resume it sets up the
+ * device again. Around a hibernation the index stays empty, from before the first task is frozen
+ * until the last task runs again. So a hibernation image never contains entries. A guest has at
+ * most one device.
  */
 #include <linux/cc_platform.h>
 #include <linux/kthread.h>
@@ -25,7 +25,8 @@
 #define QUEUE_SIZE_MIN		16
 
 /*
- * Guards device_taken, which refuses a second device. Held while a device is set up or torn down.
+ * Held while a device is set up or torn down. Guards device_taken, by which the driver refuses a
+ * second device.
  */
 static DEFINE_MUTEX(setup_lock);
 static bool device_taken;
@@ -115,8 +116,8 @@ static int read_limits(struct tmem_dev *dev)
 		return -EINVAL;
 	}
 	/*
-	 * Several queues let several workers of the host serve one processor's puts and gets. A
-	 * queue for which the ring has no full batch would only take memory.
+	 * With several queues, several workers of the host can serve the puts and gets of one
+	 * processor. More queues than full batches in the ring would only take memory.
 	 */
 	dev->nr_queues = clamp(share_pages(TMEM_RING_EIGHTHS) / batch_max, 1, queues);
 	dev->batch_max = batch_max;
@@ -208,10 +209,11 @@ static int set_up(struct virtio_device *vdev)
 	spin_lock_init(&dev->window_lock);
 	init_waitqueue_head(&dev->feeder_wait);
 	init_waitqueue_head(&dev->pace_wait);
+	dev->pace_pause = 1;	/* in jiffies */
 	dev->pace_again = jiffies;
 	/*
-	 * The random base is below 2^63, so the renewals, which add 2^TMEM_SEQ_BITS each, never
-	 * wrap it around. It is not 0, because no cookie is 0.
+	 * The random base is below 2^63. A renewal adds 2^TMEM_SEQ_BITS, so no number of renewals
+	 * makes it wrap around. The base is not 0, because no cookie is 0.
 	 */
 	dev->cookie_base = (get_random_u64() >> 1) | 1;
 	err = tmem_dev_users_init(dev);
@@ -256,7 +258,7 @@ static void tear_down(struct virtio_device *vdev)
 	tmem_state_offline("no device");
 	rcu_assign_pointer(tmem_device, NULL);
 	synchronize_rcu();
-	/* Puts have ended. Wait for gets, which end at their deadline. */
+	/* New puts find no device. Wait for running gets, which end at their deadline. */
 	tmem_dev_users_wait(dev);
 	kthread_stop(dev->feeder);
 	tmem_sync_stop(dev);
@@ -297,7 +299,10 @@ static void tmem_remove(struct virtio_device *vdev)
 		tear_down(vdev);
 		device_taken = false;
 	} else {
-		/* Set-up after suspend failed. virtio expects a reset even so. */
+		/*
+		 * Reset the device even if set-up after suspend has failed, because virtio expects
+		 * a reset.
+		 */
 		virtio_reset_device(vdev);
 	}
 	mutex_unlock(&setup_lock);
@@ -378,7 +383,7 @@ int tmem_core_init(void)
 {
 	int err;
 
-	/* Bitmaps of 64 pages are passed as unsigned long. */
+	/* The driver passes bitmaps of 64 pages as unsigned long. */
 	BUILD_BUG_ON(BITS_PER_LONG != 64);
 	get_random_bytes(&tmem_keys, sizeof(tmem_keys));
 	tmem_evict_init();
@@ -391,15 +396,10 @@ int tmem_core_init(void)
 	err = register_pm_notifier(&pm_block);
 	if (err)
 		goto fail_sysfs;
-	err = tmem_pace_init();
-	if (err)
-		goto fail_pm;
 	err = register_virtio_driver(&tmem_driver);
 	if (err)
-		goto fail_pace;
+		goto fail_pm;
 	return 0;
-fail_pace:
-	tmem_pace_exit();
 fail_pm:
 	unregister_pm_notifier(&pm_block);
 fail_sysfs:
@@ -415,7 +415,6 @@ fail_index:
 void tmem_core_exit(void)
 {
 	unregister_virtio_driver(&tmem_driver);
-	tmem_pace_exit();
 	unregister_pm_notifier(&pm_block);
 	tmem_sysfs_exit();
 	tmem_pools_exit();

@@ -3,7 +3,7 @@
  * How the hooks are attached to the kernel. This header decides between two ways:
  *
  * - A module redirects functions with ftrace (ftrace.c) and joins tracepoints (tracepoints.c), in a
- *   kernel that was not made for it.
+ *   kernel without patches.
  * - A kernel with the patches of intree/ calls the hooks itself (intree.c). The driver is built in,
  *   and the kernel needs no ftrace, kprobes or tracepoints. Kbuild then defines TMEM_INTREE.
  *
@@ -30,10 +30,10 @@ struct tmem_args {
 
 #define tmem_arg(args, n) ((args)->value[n])
 
-/* A function of the kernel without its hook. */
+/* Name of the original function, which runs without the hook. */
 #define tmem_original(function) __##function
 
-/* The hook for mounts exists: a kernel with the patches calls it in any configuration. */
+/* A kernel with the patches calls the hook for mounts in any configuration. */
 #define TMEM_HAS_MOUNT_HOOK true
 
 /* True if driver and kernel are built together, from a source that the patches of intree/ fit. */
@@ -43,10 +43,13 @@ struct tmem_args {
 
 #define tmem_arg(args, n) tmem_ftrace_arg((struct ftrace_regs *)(args), n)
 
-/* ftrace.c recognizes calls from this module and does not redirect them. */
+/*
+ * Name of the original function. ftrace.c recognizes calls from this module and does not redirect
+ * them.
+ */
 #define tmem_original(function) function
 
-/* The hook for mounts exists: without CONFIG_SECURITY its function is inline. */
+/* The hook for mounts needs CONFIG_SECURITY, without which the hooked function is inline. */
 #define TMEM_HAS_MOUNT_HOOK IS_ENABLED(CONFIG_SECURITY)
 
 #define TMEM_BUILT_IN false

@@ -19,21 +19,26 @@
  * Replacement of truncate_inode_pages_range(), which truncate, punch, zero, collapse, insert,
  * clone, dedupe and the eviction of an inode call.
  *
- * The range is erased after the original ran, because reclaim may put a page of the range until the
- * page has left the page cache. From then until the blocks have changed, no page of the range can
- * be read in: file systems hold the invalidate_lock. (A page beyond the new end of file is neither
- * put nor got.) The entries of pages of which the operation changes only a part are erased as well.
+ * The entries of the range are erased after the original function ran, because reclaim may put a
+ * page of the range until the page has left the page cache. From then until the blocks have
+ * changed, no page of the range can be read in: file systems hold the invalidate_lock. (A page
+ * beyond the new end of file is neither put nor got.) The entries of pages of which the operation
+ * changes only a part are erased as well.
  *
- * Before the original runs, comparisons with the disk (verify.c) become void and the entries of the
- * range are erased, because the original zeroes parts of clean pages. Otherwise reclaim could find
- * that a page differs from its retained entry. No entry of the range becomes retained meanwhile,
- * because no page is read in. The entries of an inode that is only evicted from memory stay.
+ * Before the original function runs, comparisons with the disk (verify.c) become void and the
+ * entries of the range are erased. The original function zeroes parts of clean pages, and reclaim
+ * would find that such a page differs from its retained entry. While it runs, no entry of the range
+ * becomes retained, because no page is read in. The entries of an inode that is only evicted from
+ * memory stay.
  */
 static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff_t last_byte)
 {
 	struct inode *inode = mapping->host;
 	pgoff_t first = start_byte >> PAGE_SHIFT;
-	/* -1 is the end of the file; as a page number it is all ones, too. */
+	/*
+	 * The value -1 means the end of the file. Converted to a page number it has all bits set,
+	 * which also means the end.
+	 */
 	pgoff_t last = (u64)last_byte == U64_MAX ? ULONG_MAX : (u64)last_byte >> PAGE_SHIFT;
 	struct tmem_fs *fs;
 	bool ours;
@@ -57,8 +62,8 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 	if (ours) {
 		TMEM_HOLD(truncate);
 		/*
-		 * The file system is looked up again, because it may have been registered
-		 * meanwhile.
+		 * Look the file system up again, because it may have been registered while the
+		 * original function ran.
 		 */
 		rcu_read_lock();
 		fs = tmem_fs_find(inode->i_sb);
@@ -89,10 +94,10 @@ static bool wants_truncate(struct tmem_args *args)
  * files that are open for writing when the mount becomes known are cached only after they were
  * closed.
  *
- * vfs_get_tree() would be the natural place, but it may wait for a disk for ever, and the unloading
- * of this module would wait with it. It calls security_sb_set_mnt_opts(), which this function
- * replaces, at its end, with s_umount held for writing. The replacement allocates memory but does
- * not wait for anything else.
+ * vfs_get_tree() would be the natural place, but it may wait for a disk without limit, and the
+ * unloading of this module would wait with it. At its end it calls security_sb_set_mnt_opts(),
+ * which this function replaces, with s_umount held for writing. The replacement allocates memory
+ * but does not wait for anything else.
  */
 static int wrap_set_mnt_opts(struct super_block *sb, void *options, unsigned long kern_flags,
 			     unsigned long *set_kern_flags)
@@ -132,7 +137,7 @@ static bool wants_shutdown_super(struct tmem_args *args)
  */
 static bool drop_caches_flush;
 module_param(drop_caches_flush, bool, 0644);
-MODULE_PARM_DESC(drop_caches_flush, "writing 2 or 3 to drop_caches empties the host's cache, too");
+MODULE_PARM_DESC(drop_caches_flush, "writing 2 or 3 to drop_caches also empties the pools of this guest at the host");
 
 static void entry_drop_slab(struct tmem_args *args)
 {
@@ -141,7 +146,7 @@ static void entry_drop_slab(struct tmem_args *args)
 }
 
 /**
- * tmem_coherence_add() - hook the functions of mm and VFS that are watched on every kernel
+ * tmem_coherence_add() - hook the functions of mm and VFS that the driver needs in every kernel
  *
  * Return: 0 or an error, which was reported.
  */
@@ -159,11 +164,18 @@ int tmem_coherence_add(void)
 		{ (unsigned long)generic_fadvise, TMEM_HOOK_FADVISE, NULL, tmem_wrap_fadvise,
 		  tmem_wants_fadvise },
 	};
+	const struct tmem_target drop_slab = {
+		.hook = TMEM_HOOK_DROP_SLAB,
+		.entry = entry_drop_slab,
+	};
 	unsigned int i;
 	int err;
 
 	for (i = 0; i < ARRAY_SIZE(targets); i++) {
-		/* Without this hook, a mount is known at its first page. */
+		/*
+		 * Without this hook, the driver registers a mount when it sees the mount's first
+		 * page.
+		 */
 		if (targets[i].hook == TMEM_HOOK_MOUNT && !TMEM_HAS_MOUNT_HOOK)
 			continue;
 		err = tmem_target_add(&targets[i]);
@@ -174,7 +186,7 @@ int tmem_coherence_add(void)
 		}
 	}
 	/* Coherence does not depend on this hook. Without it, drop_caches_flush has no effect. */
-	err = tmem_target_add_name("drop_slab", TMEM_HOOK_DROP_SLAB, entry_drop_slab);
+	err = tmem_target_add_name("drop_slab", &drop_slab);
 	if (err)
 		pr_info("cannot hook drop_slab: error %d; drop_caches_flush does nothing\n",
 			err);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * /dev/virtio_tmem: requests about one file, see virtio_tmem_ioctl.h.
+ * /dev/virtio_tmem: requests of users about one file, see virtio_tmem_ioctl.h.
  *
  * Every user may open the device; only the owner of a file may use it on that file. The open file
  * keeps its file system mounted, and the open device keeps the module loaded.
@@ -61,8 +61,8 @@ static int file_do(struct file *file, unsigned int cmd, struct virtio_tmem_file 
 	if (!tmem_owner_or_capable(file))
 		return -EPERM;
 	/*
-	 * Another struct tmem_fs may replace @fs meanwhile. Both share their policies, and the new
-	 * one takes no puts before tmem_fs_put() below.
+	 * Another struct tmem_fs may replace @fs during the call. The old and the new one share
+	 * their policies, and the new one takes no puts before this function calls tmem_fs_put().
 	 */
 	fs = tmem_fs_get(inode->i_sb);
 	if (fs) {
@@ -115,7 +115,7 @@ static bool registered;
 /**
  * tmem_device_init() - create the device, if it does not exist
  *
- * The caller has made the hooks live. The cache works even if the device cannot be created.
+ * The caller has switched the hooks on. The cache works even if the device cannot be created.
  */
 void tmem_device_init(void)
 {
@@ -133,7 +133,7 @@ void tmem_device_init(void)
 }
 
 /**
- * tmem_device_exit() - remove the device, which no task has open
+ * tmem_device_exit() - remove the device; no task may have it open
  */
 void tmem_device_exit(void)
 {

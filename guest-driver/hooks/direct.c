@@ -2,7 +2,8 @@
 /*
  * Operations that write below the page cache: direct writes, EXT4_IOC_MOVE_EXT, swap files, and
  * md's bitmap files. The hook of an operation marks the inode before the operation starts, because
- * pages that are cached then, or are read in during the operation, are clean and may be old.
+ * pages that are cached at that time, or are read in during the operation, are clean and may be
+ * old.
  */
 #include <linux/fs.h>
 
@@ -27,9 +28,10 @@ static void bypass_inode(const struct inode *inode, enum tmem_inval why)
  * @args: arguments of invalidate_inode_pages2_range(); the first is the mapping
  *
  * Erasing the range of the write is not enough: a page that is read in during the write and
- * reclaimed again would be put. The kernel leaves out its invalidation at the end if nothing is
- * cached then, and if the write failed midway, which leaves a clean but old page in the page cache.
- * So the inode stays marked until no page that was cached during the write is left (marks.c).
+ * reclaimed again would be put. At the end of the write, the kernel does not invalidate the range
+ * if nothing is cached at that time. It does not invalidate either if the write failed midway,
+ * which leaves a clean but old page in the page cache. So the inode stays marked until no page that
+ * was cached during the write is left (marks.c).
  */
 void tmem_entry_direct(struct tmem_args *args)
 {
@@ -43,8 +45,8 @@ void tmem_entry_direct(struct tmem_args *args)
  * @args: arguments of ext4_move_extents(); the first two are the files
  *
  * The exchange neither dirties nor removes pages of the donor, so the donor's page cache may have
- * content that the disk no longer has. Pages that the driver fills from the host at this moment are
- * locked, as pages that the disk fills are, so the exchange handles both in the same way.
+ * content that the disk no longer has. Pages that the driver is filling from the host are locked,
+ * like pages that are being read from the disk, so the exchange treats both alike.
  */
 void tmem_entry_move_ext(struct tmem_args *args)
 {
@@ -73,10 +75,11 @@ void tmem_entry_swapon(struct tmem_args *args)
  * tmem_entry_bmap() - mark a file whose block numbers are requested, if it is open for writing
  * @args: arguments of ->bmap(); the first is the mapping
  *
- * md writes the blocks of a bitmap file itself. It has the file open for writing when it asks, and
- * pages that were cached before stay cached after md closed the file. If a file is not open for
- * writing, the caller only reads block numbers (FIBMAP), and the file is not marked: marks for all
- * files whose block numbers are read could need more memory than marks may use.
+ * md writes the blocks of a bitmap file itself. It has the file open for writing when it requests
+ * block numbers, and pages that were cached before stay cached after md has closed the file. If a
+ * file is not open for writing, the caller only reads block numbers (FIBMAP), and the file is not
+ * marked: marks for all files whose block numbers are read could need more memory than marks may
+ * use.
  */
 void tmem_entry_bmap(struct tmem_args *args)
 {

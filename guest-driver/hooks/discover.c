@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Discovery: finds mounts of the types that are served, hooks the functions of a type with its
- * first mount, and registers and removes mounts. The discovery also sweeps the marks of mounts.
+ * Discovery: finds mounts of the file system types that the driver serves, hooks the functions of a
+ * type when it finds the first mount, and registers and removes mounts. The discovery also sweeps
+ * the marks of mounts.
  *
  * A work item runs the discovery in process context. fs.c queues the work item when a hook sees a
  * page of an unknown mount. A mount that is made while the hooks are live is registered at once.
@@ -23,17 +24,20 @@
  */
 #define TMEM_SWEEP_SECONDS 10
 
-/* Maximum number of inodes that a search for a regular file visits; the newest come first. */
+/* Maximum number of inodes that a search for a regular file visits, beginning with the newest. */
 #define TMEM_SEARCH_INODES 4096
 
-static unsigned int nr_fs;	/* entries of tmem_fs_hash; written under tmem_fs_lock */
-/* Guards tmem_fs_types[], the targets of attach.h, the registration of file systems, and found. */
+static unsigned int nr_fs;	/* number of entries in tmem_fs_hash; written under tmem_fs_lock */
+/*
+ * Guards tmem_fs_types[], the targets of attach.h, the registration of file systems, and the
+ * variable found.
+ */
 static DEFINE_MUTEX(discovery_lock);
 static unsigned int found;	/* types activated plus file systems registered */
 
 /*
- * Passes on to the core, for sysfs and the report, the types that are served, and the types and
- * mounts that are not served, with the reasons.
+ * Reports to the core which types are served, and which types and mounts are not served, with the
+ * reasons. The core shows them in sysfs and in the report.
  */
 static void tmem_fs_report(void)
 {
@@ -49,7 +53,7 @@ static void tmem_fs_report(void)
 	mutex_lock(&lock);
 	*note = '\0';
 	for (type = tmem_fs_types; type->name; type++) {
-		/* Pairs with tmem_fs_type_failed(). */
+		/* Read the flag before the text why_failed; pairs with tmem_fs_type_failed(). */
 		failed |= smp_load_acquire(&type->failed);
 		if (READ_ONCE(type->active))
 			served |= BIT_ULL(type->report_bit);
@@ -83,7 +87,7 @@ static void tmem_fs_free(struct tmem_fs *fs)
 	kfree_rcu(fs, rcu);
 }
 
-/* Frees a file system, which is no longer in the table, together with its mount in sysfs. */
+/* Frees a file system that was removed from the table, and its mount in sysfs. */
 static void tmem_fs_remove(struct tmem_fs *fs)
 {
 	struct tmem_mount *mount = fs->mount;
@@ -93,7 +97,7 @@ static void tmem_fs_remove(struct tmem_fs *fs)
 }
 
 /**
- * tmem_fs_drop() - forget a file system that is about to be shut down
+ * tmem_fs_drop() - remove a file system that is about to be shut down
  * @sb: its super block
  *
  * The caller holds s_umount for writing, so the discovery cannot register it again. All files are
@@ -121,7 +125,8 @@ void tmem_fs_drop(const struct super_block *sb)
 
 struct aops_search {
 	const struct tmem_fs_type *type;
-	const struct address_space_operations *aops;	/* the operations that were found */
+	/* result: the operations of a regular file */
+	const struct address_space_operations *aops;
 	unsigned int searched;
 };
 
@@ -159,12 +164,15 @@ static void tmem_fs_type_failed(struct tmem_fs_type *type, const char *function,
 	snprintf(type->why_failed, sizeof(type->why_failed), "cannot hook %s: error %d%s",
 		 function, err, remedy);
 	pr_warn("%s is not served: %s\n", type->name, type->why_failed);
-	/* The text why_failed is complete before the flag is set; pairs with tmem_fs_report(). */
+	/* Complete the text why_failed before setting the flag; pairs with tmem_fs_report(). */
 	smp_store_release(&type->failed, true);
 	tmem_fs_report();
 }
 
-/* Functions of file systems, below the page cache, that are in no operations table. */
+/*
+ * Functions of file systems that are below the page cache and in no table of operations. The driver
+ * hooks them by their names.
+ */
 static const struct fs_symbol {
 	const char *type;
 	const char *name;
@@ -188,6 +196,7 @@ static void tmem_fs_type_activate(struct tmem_fs_type *type,
 		  tmem_wrap_read_folio },
 	};
 	const struct fs_symbol *symbol;
+	struct tmem_target target;
 	unsigned int i;
 	char its[32];
 	int err;
@@ -195,7 +204,8 @@ static void tmem_fs_type_activate(struct tmem_fs_type *type,
 	for (symbol = symbols; symbol < symbols + ARRAY_SIZE(symbols); symbol++) {
 		if (strcmp(symbol->type, type->name))
 			continue;
-		err = tmem_target_add_name(symbol->name, symbol->hook, symbol->entry);
+		target = (struct tmem_target){ .hook = symbol->hook, .entry = symbol->entry };
+		err = tmem_target_add_name(symbol->name, &target);
 		if (err) {
 			tmem_fs_type_failed(type, symbol->name, err);
 			return;
@@ -215,7 +225,8 @@ static void tmem_fs_type_activate(struct tmem_fs_type *type,
 }
 
 /*
- * Creates the mount of a super block. A mount that is refused stays refused until it is unmounted.
+ * Creates the mount of a super block. If the driver refuses the mount, the refusal lasts until it
+ * is unmounted.
  */
 static struct tmem_mount *mount_new(struct super_block *sb, struct tmem_fs_type *type)
 {
@@ -230,12 +241,13 @@ static struct tmem_mount *mount_new(struct super_block *sb, struct tmem_fs_type 
 }
 
 /*
- * Registers a file system in three steps. First, it can be found, and invalidations reach the pool.
- * Second, the driver marks the inodes that may have changed before, when no hook knew the file
- * system: a task may have made a direct write, swapped to a file, or exchanged its blocks. Third,
- * puts are allowed.
+ * Registers a file system in three steps. First, it enters the file system into the table, so that
+ * invalidations reach the pool. Second, it marks the inodes that may have changed while no hook
+ * knew the file system: a task may have made a direct write, swapped to a file, or exchanged its
+ * blocks. Third, it allows puts.
  *
- * A file system that is to be flushed is replaced. Marks and policies stay: both pools share them.
+ * To flush a file system, the driver replaces its pool by a new one. Marks and policies stay,
+ * because both pools share them.
  */
 static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 {
@@ -273,7 +285,7 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	spin_unlock_irq(&tmem_fs_lock);
 	found++;
 
-	/* Wait for tasks that have looked the file system up and did not find it yet. */
+	/* Wait for tasks that looked the file system up before it was in the table. */
 	synchronize_rcu_expedited();
 
 	if (old) {
@@ -288,8 +300,8 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	mutex_lock(&tmem_fs_switch_lock);
 	if (!type->off && !fs->mount->off && !*fs->mount->refused)
 		/*
-		 * The marks above are set before "live". read_begin() and put_folio() read "live"
-		 * before the marks, so they see the marks if they see "live".
+		 * The marks are set before "live". read_begin() and put_folio() read "live" first,
+		 * so they see the marks if they see "live".
 		 */
 		smp_store_release(&fs->live, true);
 	mutex_unlock(&tmem_fs_switch_lock);
@@ -303,7 +315,10 @@ nomem:
 	kfree(fs);
 }
 
-/* Serves a mounted file system. s_umount is held and @sb is alive. */
+/*
+ * Registers a mounted file system, so that its pages are put and got. The caller holds s_umount,
+ * and @sb is alive.
+ */
 static void tmem_fs_seen(struct super_block *sb, void *arg)
 {
 	const struct address_space_operations *aops;
@@ -343,7 +358,7 @@ void tmem_fs_mounted(struct super_block *sb)
 	}
 }
 
-/* Sweeps a file system if that was requested. s_umount is held and @sb is alive. */
+/* Sweeps a file system if a sweep was requested. The caller holds s_umount, and @sb is alive. */
 static void tmem_fs_sweep_seen(struct super_block *sb, void *arg)
 {
 	struct tmem_fs *fs;
@@ -355,8 +370,8 @@ static void tmem_fs_sweep_seen(struct super_block *sb, void *arg)
 	rcu_read_unlock();
 	if (fs && READ_ONCE(fs->mount->sweep) && !tmem_fs_stopped) {
 		/*
-		 * The request is cleared before the sweep, so that another sweep is requested if
-		 * the memory for marks runs short from now on, or a mark is lost.
+		 * Clear the request before the sweep. If memory for marks runs short or a mark is
+		 * lost during the sweep, another sweep is then requested.
 		 */
 		WRITE_ONCE(fs->mount->next_sweep, jiffies + TMEM_SWEEP_SECONDS * HZ);
 		WRITE_ONCE(fs->mount->sweep, false);
@@ -390,13 +405,12 @@ static void discover_fn(struct work_struct *work)
 		struct tmem_fs_type *type = &tmem_fs_types[i];
 
 		/*
-		 * The bit is cleared before the search. If a hook sees an unknown mount from now
-		 * on, it sets the bit and starts another search.
+		 * Clear the bit before the search. If a hook sees an unknown mount during the
+		 * search, it sets the bit and starts another search.
 		 */
 		if (test_and_clear_bit(i, &tmem_fs_types_noted)) {
 			/*
-			 * The reference keeps the module of the file system loaded until this
-			 * module is unloaded.
+			 * Keep the module of the file system loaded until this module is unloaded.
 			 */
 			if (!type->fst)
 				WRITE_ONCE(type->fst, get_fs_type(type->name));
@@ -410,8 +424,8 @@ static void discover_fn(struct work_struct *work)
 	else if (tmem_fs_fruitless < TMEM_FRUITLESS_MAX)
 		WRITE_ONCE(tmem_fs_fruitless, tmem_fs_fruitless + 1);
 	/*
-	 * Once all types are hooked, their functions report new mounts. Until then, the tracepoint
-	 * of added pages does.
+	 * When all types are hooked, the tracepoint of added pages is not needed: the hooked
+	 * functions report new mounts.
 	 */
 	tmem_probe_new_mounts(!all_active);
 }
@@ -428,7 +442,7 @@ void tmem_fs_setup(void)
 /**
  * tmem_fs_init() - look for mounted file systems
  *
- * Return: 0. If a file system cannot be served, the state in sysfs names it.
+ * Return: 0. The state in sysfs names file systems that cannot be served.
  */
 int tmem_fs_init(void)
 {

@@ -2,16 +2,17 @@
 /*
  * Errors of ext4 after which a clean page differs from the disk.
  *
- * Written data goes to blocks that count as unwritten, and the blocks are converted when the data
- * is on the disk. If that conversion fails, ext4 only logs it: the page has the data, is clean, and
- * leaves writeback, while the disk reads as zeroes. mapping->wb_err is not set. Each cause is
- * reported, before the page leaves writeback, by one of these:
+ * ext4 writes data to blocks that count as unwritten, and converts the blocks when the data is on
+ * the disk. If the conversion fails, ext4 only logs the failure: the page has the data, is clean,
+ * and leaves writeback, but a read from the disk returns zeroes. mapping->wb_err is not set. Before
+ * the page leaves writeback, one of the following hooks reports the cause:
  *
  * - a failed conversion: __ext4_warning(), whose fifth argument is the inode number. The inode is
  *   marked (marks.c), and is cached again after the page has left the page cache;
  * - an aborted journal: jbd2_journal_abort(). After it, every conversion fails without a message.
  *   Changed metadata is dropped, so an inode that was evicted can come back in an older state. The
- *   file system takes no puts and gets until it is unmounted, and its pool is emptied;
+ *   driver empties the pool of the file system, and makes no puts and gets for it until it is
+ *   unmounted;
  * - a forced shutdown, or any error of a file system without a journal: the tracepoints
  *   ext4_shutdown and ext4_error. The driver acts as after an aborted journal.
  *
@@ -26,7 +27,10 @@
 #include "../compat.h"
 #include "hooks.h"
 
-/* Function of fs/ext4/extents.c, the only one whose warning is about a conversion. */
+/*
+ * Function of fs/ext4/extents.c that converts unwritten blocks. Its only warning is about a failed
+ * conversion.
+ */
 #define CONVERSION "ext4_convert_unwritten_extents"
 
 static void fs_failed(const struct super_block *sb)
@@ -37,7 +41,7 @@ static void fs_failed(const struct super_block *sb)
 	fs = tmem_fs_find(sb);
 	if (fs) {
 		tmem_bypass_all(fs->pool);
-		/* The sweep empties the pool. */
+		/* Request a sweep, which empties the pool. */
 		tmem_fs_sweep_soon(fs);
 	}
 	rcu_read_unlock();

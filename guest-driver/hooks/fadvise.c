@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * POSIX_FADV_DONTNEED: pages that such a call evicts are not put, and the entries of its range are
- * erased. Coherence does not depend on this, because the advice is only a hint. If more calls run
- * at once than there are slots, the driver puts the pages that calls without a slot evict, and
- * erases their entries when the call ends.
+ * POSIX_FADV_DONTNEED: the driver does not put pages that such a call evicts, and erases the
+ * entries of the call's range. Coherence does not depend on this, because the advice is only a
+ * hint. There is a fixed number of slots for running calls. The driver puts the pages that a call
+ * without a slot evicts, and erases their entries when the call ends.
  */
 #include <linux/fadvise.h>
 #include <linux/fs.h>
@@ -12,7 +12,7 @@
 #include "../compat.h"
 #include "hooks.h"
 
-/* Ranges of running calls. */
+/* Maximum number of running POSIX_FADV_DONTNEED calls whose ranges the driver records. */
 #define TMEM_FADVISE_MAX 8
 
 static struct fadvise_range {
@@ -26,7 +26,7 @@ static unsigned long fadvise_used;
  * @mapping: mapping of the page
  * @index: index of the page
  *
- * Context: any. The answer may be wrong while the call begins or ends.
+ * Context: any. The answer may be wrong while a call of POSIX_FADV_DONTNEED begins or ends.
  */
 bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index)
 {
@@ -61,7 +61,10 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 		if (!test_and_set_bit(slot, &fadvise_used)) {
 			fadvise_ranges[slot].first = first;
 			fadvise_ranges[slot].last = nr - 1;
-			/* Set last, so that a reader that finds the mapping sees its range. */
+			/*
+			 * Set the mapping last, so that a reader that finds it sees the range of
+			 * the call.
+			 */
 			smp_store_release(&fadvise_ranges[slot].mapping, mapping);
 			break;
 		}
@@ -89,7 +92,7 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
  * @len: length of the range in bytes, or 0 up to the end of the file
  * @advice: POSIX_FADV_...
  *
- * Return: result of the original.
+ * Return: result of the original generic_fadvise().
  */
 int tmem_wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice)
 {
@@ -106,7 +109,7 @@ int tmem_wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice)
 }
 
 /**
- * tmem_wants_fadvise() - check whether a call of generic_fadvise() is replaced
+ * tmem_wants_fadvise() - check whether to replace a call of generic_fadvise()
  * @args: arguments of the call; the first is the file
  *
  * Return: true if the file is on a file system that is served.

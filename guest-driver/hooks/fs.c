@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * File systems: which types are served, which of their mounts are known, and of which inodes pages
- * may be put and got. discover.c finds the mounts. The hooks call this file to look mounts up, and
- * to request a discovery or a sweep.
+ * File systems: the types that the driver serves, the table of their known mounts, and the check
+ * whether pages of an inode may be put and got. discover.c finds the mounts. The hooks call this
+ * file to look mounts up, and to request a discovery or a sweep.
  *
  * A mount gets a pool when it is made, or when a page of one of its files is seen. Hooks look a
  * mount up by the address of its super block, in atomic context, under RCU. The mount leaves the
@@ -23,8 +23,8 @@
 #include "fs.h"
 
 /*
- * Returns false with data=journal (by mount or by file): a clean page may then have its newest
- * content in the journal only. Inodes with data=journal have another migrate_folio operation.
+ * Returns false with data=journal (by mount or by file): the newest content of a clean page may
+ * then be in the journal only. Inodes with data=journal have another migrate_folio operation.
  */
 static bool ext4_mapping_ok(const struct address_space *mapping)
 {
@@ -32,9 +32,9 @@ static bool ext4_mapping_ok(const struct address_space *mapping)
 }
 
 /*
- * Returns true for all regular files, those of a realtime volume included. Operations that exchange
- * blocks below the page cache (clone, exchange-range, swapext) lock out readers and first empty the
- * range by truncation.
+ * Returns true for all regular files, including files on a realtime volume. Operations that
+ * exchange blocks below the page cache (clone, exchange-range, swapext) lock out readers and first
+ * empty the range by truncation.
  */
 static bool xfs_mapping_ok(const struct address_space *mapping)
 {
@@ -63,12 +63,13 @@ DEFINE_SPINLOCK(tmem_fs_lock);
 unsigned long tmem_fs_types_noted;
 bool tmem_fs_stopped;
 unsigned int tmem_fs_fruitless;
-DEFINE_MUTEX(tmem_fs_switch_lock);	/* fs.h lists what it guards */
+DEFINE_MUTEX(tmem_fs_switch_lock);	/* fs.h lists what this lock guards */
 struct delayed_work tmem_fs_discovery, tmem_fs_sweeping;
 
 /*
- * A file system may have millions of inodes, and tasks that make or evict one spin during the walk.
- * The walk releases s_inode_list_lock after this many inodes. Each may cost a few cache misses.
+ * A walk over inodes releases s_inode_list_lock after this many inodes. A file system may have
+ * millions of inodes, each may cost a few cache misses, and tasks that make or evict an inode spin
+ * for the lock.
  */
 #define TMEM_WALK_INODES 256
 
@@ -122,7 +123,7 @@ void tmem_fs_put(struct tmem_fs *fs)
  * @fs: its file system
  * @inode: the inode
  *
- * Context: any. On false the caller erases the inode's entries.
+ * Context: any. If the answer is false, the caller erases the inode's entries.
  */
 bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode)
 {
@@ -188,8 +189,9 @@ bool tmem_fs_note(const struct super_block *sb)
  * @visit: called under s_inode_list_lock; returns true to end the walk
  * @arg: argument for @visit
  *
- * The lock is released now and then, while a reference to the current inode keeps its place in the
- * list. Unmounting never finds such a reference, because the caller holds s_umount.
+ * The walk releases the lock from time to time. A reference to the current inode then keeps the
+ * inode's place in the list. Unmounting never finds such a reference, because the caller holds
+ * s_umount.
  *
  * The walk takes no reference to an inode without a name. If it were the last reference, the walk
  * would delete the inode. A deletion waits while the file system is frozen, and the task that thaws
@@ -223,10 +225,10 @@ void tmem_fs_walk(struct super_block *sb, bool (*visit)(struct inode *inode, voi
 }
 
 /**
- * tmem_fs_flush_all() - forget the held pages of all file systems
+ * tmem_fs_flush_all() - drop the held pages of all file systems
  *
- * When this returns, nothing is put or got any more, except by gets that began before. The
- * discovery work then gives each file system an empty pool.
+ * When the function returns, no page is put or got any more, except by gets that have already
+ * begun. The discovery work then gives each file system an empty pool.
  *
  * Context: any but NMI.
  */
@@ -255,8 +257,9 @@ void tmem_fs_flush_all(void)
  * @mount: if @type is NULL, this mount
  * @on: on or off; a mount is served if neither it nor its type is off
  *
- * Off: when this returns, nothing is held, put or got, except by gets whose request is on its way,
- * which end by their deadline. The hooks still mark inodes that are written directly.
+ * Off: when the function returns, the pools are empty and no page is put or got, except by gets
+ * whose request is in flight, which end by their deadline. The hooks still mark inodes that are
+ * written directly.
  *
  * On: the discovery work gives each file system an empty pool.
  *
@@ -274,7 +277,7 @@ void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on
 		return;
 	}
 	WRITE_ONCE(*off, !on);
-	/* The table has at most TMEM_FS_MAX file systems, and none that is being replaced. */
+	/* chosen[] has space for all entries of the table, which are at most TMEM_FS_MAX. */
 	spin_lock_irq(&tmem_fs_lock);
 	hash_for_each(tmem_fs_hash, i, fs, node) {
 		if (mount ? fs->mount != mount : fs->type != type)
@@ -330,7 +333,7 @@ const char *tmem_fs_state(const struct tmem_mount *mount)
 }
 
 /**
- * tmem_fs_pages() - count the pages that are held of a mount
+ * tmem_fs_pages() - count the held pages of a mount
  * @mount: the mount
  *
  * Context: process, may sleep; walks through the index.

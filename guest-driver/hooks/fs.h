@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Internal interface of the table of file systems, for fs.c, where hooks look them up, and
- * discover.c, which adds and removes them.
+ * Internal interface of the table of file systems, for fs.c, which looks file systems up for hooks,
+ * and discover.c, which adds and removes them.
  */
 #ifndef _TMEM_FS_H
 #define _TMEM_FS_H
@@ -26,12 +26,10 @@
 
 extern DECLARE_HASHTABLE(tmem_fs_hash, TMEM_FS_HASH_BITS);
 extern spinlock_t tmem_fs_lock;			/* guards writers of tmem_fs_hash */
-/*
- * Guards tmem_fs_type.off and tmem_mount.off, and tmem_fs.live where it is set according to them.
- */
+/* Guards tmem_fs_type.off, tmem_mount.off, and the code that sets tmem_fs.live from them. */
 extern struct mutex tmem_fs_switch_lock;
 
-extern unsigned long tmem_fs_types_noted;	/* a bit for each of tmem_fs_types[] */
+extern unsigned long tmem_fs_types_noted;	/* bit i: discovery of tmem_fs_types[i] is due */
 extern bool tmem_fs_stopped;			/* true: neither work item below may be queued */
 extern unsigned int tmem_fs_fruitless;		/* discoveries in a row that found nothing */
 /* Work items of discover.c, which gives them their functions. */

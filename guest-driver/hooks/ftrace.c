@@ -7,9 +7,10 @@
  * the hooks on which their coherence depends. The ftrace_ops must never have
  * FTRACE_OPS_FL_RECURSION, which may skip a call.
  *
- * A replacement calls the original by its address or name, and that call comes to
- * tmem_ftrace_func() again. The return address shows that this module is the caller. So a call of
- * an original must never become a jump (-fno-optimize-sibling-calls, tmem_leave()).
+ * A replacement calls the original by its address or name, and ftrace redirects this call to
+ * tmem_ftrace_func(), too. tmem_ftrace_func() sees from the return address that this module is the
+ * caller, and lets the call through. So a call of an original must never become a jump
+ * (-fno-optimize-sibling-calls, tmem_leave()).
  */
 #include <linux/ftrace.h>
 #include <linux/kprobes.h>
@@ -19,8 +20,8 @@
 #include "../compat.h"
 #include "hooks.h"
 
-/* Number of targets: mm and VFS 6, self-test 1, ext4 7 and xfs 4. */
-#define TMEM_TARGETS_MAX 18
+/* Number of targets: mm and VFS 7, self-test 1, ext4 7 and xfs 4. */
+#define TMEM_TARGETS_MAX 19
 
 /*
  * Largest distance in bytes from a function's address to its traced instruction. That instruction
@@ -37,7 +38,10 @@ DEFINE_PER_CPU(long, tmem_nr_inside);
 
 static const struct tmem_target *find_target(unsigned long ip)
 {
-	/* Pairs with tmem_target_add(): entries below nr are complete. */
+	/*
+	 * Read the number before the entries, so that all entries below nr are complete. Pairs with
+	 * tmem_target_add().
+	 */
 	unsigned int i, nr = smp_load_acquire(&nr_targets);
 
 	for (i = 0; i < nr; i++)
@@ -74,7 +78,10 @@ static struct ftrace_ops tmem_ftrace_ops;
 void tmem_targets_reset(void)
 {
 	nr_targets = 0;
-	/* ftrace_free_filter() leaves pointers to freed memory in the structure. */
+	/*
+	 * Set all fields again, because ftrace_free_filter() leaves pointers to freed memory in the
+	 * structure.
+	 */
 	tmem_ftrace_ops = (struct ftrace_ops) {
 		.func = tmem_ftrace_func,
 		.flags = FTRACE_OPS_FL_IPMODIFY | FTRACE_OPS_FL_PERMANENT |
@@ -85,12 +92,13 @@ void tmem_targets_reset(void)
 
 /**
  * tmem_target_add() - watch a function
- * @target: function and actions; copied. To add the same target again is no error.
+ * @target: function and actions; copied. Adding an equal target again is no error.
  *
  * Context: process, one call at a time, before tmem_targets_start() or after it.
  *
  * Return: 0; -EBUSY if a live patch or the like redirects the function already; -EINVAL if it
- * cannot be traced; -ENOSPC; -EEXIST if the address has another target.
+ * cannot be traced; -ENOSPC if there are TMEM_TARGETS_MAX targets; -EEXIST if the address has
+ * another target.
  */
 int tmem_target_add(const struct tmem_target *target)
 {
@@ -103,11 +111,11 @@ int tmem_target_add(const struct tmem_target *target)
 		return -ENOSPC;
 
 	/*
-	 * Enter the function into the table before it is traced; otherwise a call in between
-	 * would be missed.
+	 * Enter the function into the table before ftrace traces it; otherwise its first calls
+	 * could find no target.
 	 */
 	targets[nr_targets] = *target;
-	/* Pairs with find_target(). */
+	/* Complete the entry before counting it; pairs with find_target(). */
 	smp_store_release(&nr_targets, nr_targets + 1);
 	filtered = true;
 	err = ftrace_set_filter_ip(&tmem_ftrace_ops, target->addr, 0, 0);
@@ -119,30 +127,29 @@ int tmem_target_add(const struct tmem_target *target)
 }
 
 /**
- * tmem_target_add_name() - watch the entry of a function whose address is not known
+ * tmem_target_add_name() - watch a function whose address is not known
  * @symbol: its name
- * @hook: which hook it is
- * @entry: called at its entry
+ * @target: the other fields of the target; copied
  *
- * Only the entry can be watched. The kernel never takes the address of such a function, so with
- * indirect branch tracking the function may have lost the mark that allows a call by address.
+ * A replacement of such a function cannot call the original function. The kernel never takes the
+ * address of the function, so with indirect branch tracking the function may have lost the mark
+ * that allows a call by address.
  *
- * Return: as tmem_target_add(), or -ENOENT.
+ * Return: as tmem_target_add(), or -ENOENT if the kernel has no such function.
  */
-int tmem_target_add_name(const char *symbol, enum tmem_hook hook,
-			 void (*entry)(struct tmem_args *args))
+int tmem_target_add_name(const char *symbol, const struct tmem_target *target)
 {
 	/* A disabled kprobe is registered only to find the address of the function by its name. */
 	struct kprobe probe = { .symbol_name = symbol, .flags = KPROBE_FLAG_DISABLED };
-	struct tmem_target target = { .hook = hook, .entry = entry };
+	struct tmem_target found = *target;
 	int err;
 
 	err = register_kprobe(&probe);
 	if (err)
 		return err;
-	target.addr = (unsigned long)probe.addr;
+	found.addr = (unsigned long)probe.addr;
 	unregister_kprobe(&probe);
-	return tmem_target_add(&target);
+	return tmem_target_add(&found);
 }
 
 /**
@@ -167,16 +174,20 @@ int tmem_targets_start(void)
 /**
  * tmem_targets_stop() - stop watching all functions; tmem_targets_drain() then waits
  *
- * A kernel that gave up on ftrace (ftrace_kill()) leaves all call sites as they are.
+ * After ftrace_kill(), the kernel no longer changes call sites, so functions stay redirected.
  *
- * Return: true, or false if functions still lead into this module, which then is permanent.
+ * Return: true, or false if functions are still redirected to this module, which then must never be
+ * freed.
  */
 bool tmem_targets_stop(void)
 {
 	if (registered && unregister_ftrace_function(&tmem_ftrace_ops))
 		return false;
 	registered = false;
-	/* A second free, after a start that failed, would corrupt the kernel's lists. */
+	/*
+	 * Do not free the filter twice: after a start that failed, a second free would corrupt the
+	 * kernel's lists.
+	 */
 	if (filtered)
 		ftrace_free_filter(&tmem_ftrace_ops);
 	filtered = false;

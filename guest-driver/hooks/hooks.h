@@ -2,16 +2,16 @@
 /*
  * Declarations that the files of hooks/ share.
  *
- * Three rules hold in all of these files. An inode is eligible if its pages may be put:
+ * Three rules apply to all of these files. An inode is eligible if its pages may be put:
  * - An invalidation erases entries even if the inode is not eligible now, because it may have been
  *   eligible earlier.
  * - Code that finds an inode ineligible erases its entries, because the inode may become eligible
  *   again with other contents.
- * - A hook that cannot do its work leaves nothing in the index under its key.
+ * - A hook that fails leaves no index entry for the pages that it was called for.
  *
  * Lock order, outermost first: hooks_mutex of init.c, s_umount, discovery_lock of discover.c,
  * tmem_fs_switch_lock, a folio's lock, the i_pages lock, the list lock of verify.c, the locks of
- * the core. An access to a file of mounts.c counts as a lock below s_umount and discovery_lock.
+ * the core. Access to a sysfs file of mounts.c counts as a lock below s_umount and discovery_lock.
  */
 #ifndef _TMEM_HOOKS_H
 #define _TMEM_HOOKS_H
@@ -36,6 +36,7 @@ enum tmem_hook {
 	TMEM_HOOK_UNMOUNT,	/* generic_shutdown_super() */
 	TMEM_HOOK_FADVISE,	/* generic_fadvise() */
 	TMEM_HOOK_DROP_SLAB,	/* drop_slab(): second half of drop_caches=3 */
+	TMEM_HOOK_RECLAIM,	/* try_to_unmap_flush(): after some evictions of reclaim */
 	TMEM_HOOK_MOVE_EXT,	/* ext4_move_extents() */
 	TMEM_HOOK_SWAPON,	/* the file system's ->swap_activate */
 	TMEM_HOOK_BMAP,		/* the file system's ->bmap */
@@ -65,10 +66,10 @@ void tmem_hooks_report(void);
 /* --- users.c ------------------------------------------------------------------------------- */
 
 /*
- * Sections that may sleep, counted per CPU: no cache line is shared by all tasks that begin and end
- * one. A task may end its section on another CPU, so only the sum has a meaning, and only when no
- * section can begin any more. A percpu_ref would add a grace period to each unmount that cannot be
- * expedited.
+ * Begins a section that may sleep. Each CPU counts its sections, so that tasks on different CPUs
+ * share no cache line. A task may end its section on another CPU. So only the sum of the counts has
+ * a meaning, and only when no section can begin any more. A percpu_ref would add to each unmount a
+ * grace period that cannot be expedited.
  */
 static inline void tmem_users_begin(long __percpu *users)
 {
@@ -77,7 +78,10 @@ static inline void tmem_users_begin(long __percpu *users)
 
 static inline void tmem_users_end(long __percpu *users)
 {
-	/* The section comes before its end; pairs with tmem_users_wait(). */
+	/*
+	 * Complete the accesses of the section before counting its end; pairs with
+	 * tmem_users_wait().
+	 */
 	smp_mb();
 	this_cpu_dec(*users);
 }
@@ -87,9 +91,9 @@ void tmem_users_wait(const long __percpu *users);
 /* --- seen.c -------------------------------------------------------------------------------- */
 
 /*
- * Number of pages of the self-test's file. The kernel keeps new folios in a per-CPU batch of 31,
- * with a reference each, and reclaim can take a folio only after it has left the batch. Of this
- * many pages, most have left it.
+ * Number of pages of the self-test's file. The kernel keeps up to 31 new folios in a per-CPU batch,
+ * with a reference to each. Reclaim can take a folio only after it has left the batch, as most
+ * folios of this file have.
  */
 #define TMEM_SELFTEST_PAGES 128
 
@@ -102,7 +106,10 @@ struct tmem_seen {
 
 extern struct tmem_seen tmem_seen;
 
-/* The mapping under test, or NULL. For this mapping the hooks only report what they see. */
+/*
+ * Mapping of the file that the self-test uses, or NULL. For this mapping the hooks only report what
+ * they see.
+ */
 extern struct address_space *tmem_selftest_mapping;
 void tmem_selftest_saw_removed(const struct folio *folio);
 void tmem_selftest_saw_dirty(const struct folio *folio);
@@ -110,13 +117,13 @@ void tmem_selftest_saw_call(enum tmem_hook hook);
 
 /* --- fs.c ---------------------------------------------------------------------------------- */
 
-/* Size of a reason, which is one line, in bytes. */
+/* Size in bytes of the reason why the driver refuses a file system, which is one line. */
 #define TMEM_REFUSED_BYTES 128
 
 /* A type of file system that is served. tmem_fs_types[] ends with an entry without a name. */
 struct tmem_fs_type {
 	const char *name;
-	/* Returns true if clean pages of a mapping equal the disk, as the hooks expect. */
+	/* Returns true if clean pages of a mapping equal the disk, as coherence requires. */
 	bool (*mapping_ok)(const struct address_space *mapping);
 	/*
 	 * True if the module searches for mounts of this type when it is loaded, because the type
@@ -131,7 +138,8 @@ struct tmem_fs_type {
 	bool failed;
 	char why_failed[TMEM_REFUSED_BYTES];
 
-	bool off;			/* by the operator; guarded by tmem_fs_switch_lock */
+	/* switched off by the operator; guarded by tmem_fs_switch_lock */
+	bool off;
 	struct kobject *kobj;		/* directory in sysfs, made by mounts.c */
 };
 
@@ -151,30 +159,33 @@ struct tmem_mount {
 	const struct super_block *sb;	/* only compared, never dereferenced */
 	struct tmem_fs_type *type;
 	struct tmem_mount_counts __percpu *counts;
-	bool off;			/* by the operator; guarded by tmem_fs_switch_lock */
-	char refused[TMEM_REFUSED_BYTES];	/* why it is not served, or empty */
-	bool sweep;			/* its marks have to be swept */
-	unsigned long next_sweep;	/* in jiffies; written under discovery_lock */
+	/* switched off by the operator; guarded by tmem_fs_switch_lock */
+	bool off;
+	char refused[TMEM_REFUSED_BYTES];	/* why the driver refuses the mount, or empty */
+	bool sweep;			/* a sweep of the marks is requested */
+	/* earliest time of the next sweep, in jiffies; written under discovery_lock */
+	unsigned long next_sweep;
 };
 
 /* State of a file system that exists once for each CPU, so that CPUs share no cache line. */
 struct tmem_fs_cpu {
 	long users;			/* sections between tmem_fs_get() and tmem_fs_put() */
-	unsigned long hits;		/* counted by verify.c, to find each n-th hit */
+	unsigned long hits;		/* hits that verify.c has counted, to select every n-th */
 };
 
 /* A mounted file system. */
 struct tmem_fs {
-	struct hlist_node node;		/* RCU; writers hold tmem_fs_lock */
+	struct hlist_node node;		/* read under RCU; writers hold tmem_fs_lock */
 	const struct super_block *sb;	/* only compared, never dereferenced */
 	const struct tmem_fs_type *type;
-	struct tmem_mount *mount;	/* freed after this struct tmem_fs */
+	struct tmem_mount *mount;	/* outlives this structure */
 	struct tmem_pool *pool;
 	bool live;			/* puts and gets are allowed */
-	bool flush;			/* the discovery replaces this by an empty pool */
+	bool flush;			/* the discovery will replace the pool by an empty one */
 	struct tmem_fs_cpu __percpu *cpu;
 	struct rcu_head rcu;
-	atomic_t first_hits;		/* counted by verify.c, to find the first hits only */
+	/* hits that verify.c has counted, up to TMEM_VERIFY_FIRST_HITS */
+	atomic_t first_hits;
 };
 
 struct tmem_fs *tmem_fs_find(const struct super_block *sb);
@@ -242,8 +253,8 @@ bool tmem_refuse(struct super_block *sb, char *why, size_t why_bytes);
  * Maximum number of pages of a folio that are put; the entries of its other pages are erased.
  * Reclaim removes a folio with interrupts off, and the puts of one folio may take 20 us of this
  * time. A put of a page that is not in the processor's cache takes up to 0.6 us there
- * (docs/benchmarks/native.md). The number is a power of two like the sizes of folios, because a
- * folio is got with all its pages or not at all. 32 pages are the default readahead window.
+ * (docs/benchmarks/native.md). The number is a power of two like the sizes of folios, because a get
+ * fills all pages of a folio or none. 32 pages are the default readahead window.
  */
 #define TMEM_FOLIO_MAX_PAGES 32
 
@@ -260,37 +271,38 @@ void tmem_probe_new_mounts(bool on);
 
 /* --- ftrace.c, or intree.c ----------------------------------------------------------------- */
 
-/* A function that is watched. An address occurs at most once. */
+/*
+ * Function of the kernel that the driver watches or replaces. Each address has at most one target.
+ */
 struct tmem_target {
 	unsigned long addr;
 	enum tmem_hook hook;
-	/* Called at the function's entry, in any context, with its arguments. */
+	/* Called with the function's arguments when it is entered, in any context. */
 	void (*entry)(struct tmem_args *args);
 	/* Called instead of the function, unless this module is the caller. */
 	void *wrap;
 	/*
-	 * Returns whether a call with these arguments is replaced, in any context. If it is NULL,
-	 * all calls are replaced. A task inside a replacement keeps the module loaded, so calls
-	 * that may wait for a server must not be replaced.
+	 * Returns whether the replacement handles a call with these arguments. Runs in any context.
+	 * If it is NULL, the replacement handles all calls. A task inside a replacement keeps the
+	 * module loaded, so calls that may wait for a server must not be replaced.
 	 */
 	bool (*wanted)(struct tmem_args *args);
 };
 
 int tmem_target_add(const struct tmem_target *target);
-int tmem_target_add_name(const char *symbol, enum tmem_hook hook,
-			 void (*entry)(struct tmem_args *args));
+int tmem_target_add_name(const char *symbol, const struct tmem_target *target);
 int tmem_targets_start(void);
 bool tmem_targets_stop(void);
 void tmem_targets_reset(void);
 void tmem_targets_drain(void);
 
-/* Tasks that run a replacement function of this module. */
+/* Number of tasks that run a replacement function of this module. */
 DECLARE_PER_CPU(long, tmem_nr_inside);
 
 /*
- * Each replacement calls tmem_enter() first and tmem_leave() last. A task that was redirected and
- * has not called tmem_enter() yet has not slept since, and neither has a task that is past
- * tmem_leave(). synchronize_rcu_tasks() waits for both.
+ * Each replacement calls tmem_enter() first and tmem_leave() last. A task does not sleep between
+ * its redirection and tmem_enter(), nor between tmem_leave() and its return, so
+ * synchronize_rcu_tasks() waits for tasks in these parts.
  */
 static inline void tmem_enter(void)
 {
@@ -300,13 +312,20 @@ static inline void tmem_enter(void)
 static inline void tmem_leave(void)
 {
 	tmem_users_end(&tmem_nr_inside);
-	/* The call of the original before this function must not become a jump. */
+	/*
+	 * Keeps the compiler from turning the call of the original function, which precedes
+	 * tmem_leave(), into a jump.
+	 */
 	barrier();
 }
 
 /* --- coherence.c --------------------------------------------------------------------------- */
 
 int tmem_coherence_add(void);
+
+/* --- reclaim.c ----------------------------------------------------------------------------- */
+
+void tmem_reclaim_add(void);
 
 /* --- fadvise.c ----------------------------------------------------------------------------- */
 
@@ -323,7 +342,7 @@ void tmem_entry_bmap(struct tmem_args *args);
 
 /* --- read.c -------------------------------------------------------------------------------- */
 
-/* Maximum number of pages of one tmem_get(), and so of a folio that is got. */
+/* Maximum number of pages of one tmem_get(), and therefore of a folio that a get fills. */
 #define TMEM_RUN_PAGES 64
 
 void tmem_wrap_readahead(struct readahead_control *rac);

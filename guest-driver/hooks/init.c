@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Takes and releases the hooks. When they are taken, nothing can be cached before all hooks on
- * which coherence depends are live. When the module is freed, no task runs its code. If a step
- * fails, the cache stays off, with the reason in the log and in sysfs; loading the module succeeds
- * even then.
+ * Takes and releases the hooks. No page is cached before all hooks on which coherence depends are
+ * live. When the module is freed, no task runs its code. If a step fails, the cache stays off,
+ * with the reason in the log and in sysfs; loading the module still succeeds.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
@@ -34,7 +33,8 @@ static const struct tested_kernel {
 };
 
 static bool probes_on, ftrace_on;
-static DEFINE_MUTEX(hooks_mutex);	/* guards hooks_taken, and taking and releasing */
+/* held while hooks are taken or released; guards hooks_taken */
+static DEFINE_MUTEX(hooks_mutex);
 static bool hooks_taken;
 
 /* Returns the row of the running kernel's series and vendor, or NULL. */
@@ -58,7 +58,7 @@ static const struct tested_kernel *find_tested_kernel(void)
 
 /*
  * Makes the driver compare more hits with the disk if the point release of the running kernel was
- * not tested. The self-test cannot prove that a point release left the file systems as they were.
+ * not tested. The self-test cannot prove that a point release did not change the file systems.
  */
 static void check_point_release(const struct tested_kernel *kernel)
 {
@@ -90,8 +90,8 @@ static void check_point_release(const struct tested_kernel *kernel)
 }
 
 /*
- * Unregisters all hooks, also after an incomplete hooks_up(). Returns whether no code of hooks/
- * runs any more; if not, the module must never be freed.
+ * Unregisters all hooks, also after an incomplete hooks_up(). Returns true when no code of hooks/
+ * runs any more. After false, the module must never be freed.
  */
 static bool hooks_down(void)
 {
@@ -125,6 +125,7 @@ static int hooks_up(void)
 	err = tmem_coherence_add();
 	if (err)
 		return err;
+	tmem_reclaim_add();
 	why = tmem_selftest_add();
 	if (why) {
 		tmem_hooks_off("self-test: %s", why);
@@ -193,7 +194,10 @@ static int release_hooks(void)
 	lockdep_assert_held(&hooks_mutex);
 	if (!hooks_down()) {
 		tmem_hooks_off(DEAD_FTRACE);
-		/* The kernel calls this module from now on, so it must never be freed. */
+		/*
+		 * Functions of the kernel stay redirected to this module, so it must never be
+		 * freed.
+		 */
 		__module_get(THIS_MODULE);
 		return -EIO;
 	}
@@ -251,9 +255,9 @@ int tmem_hooks_init(void)
 }
 
 /*
- * Never returns, because functions of the kernel call this module and the driver cannot undo that.
- * It is too late to refuse unloading, so rmmod does not return. The replacement functions only call
- * the originals, and no page is put or got.
+ * Never returns, because functions of the kernel stay redirected to this module. It is too late to
+ * refuse unloading, so rmmod does not return. The replacement functions only call the originals,
+ * and no page is put or got.
  */
 static void never_return(void)
 {
@@ -264,20 +268,23 @@ static void never_return(void)
 }
 
 /**
- * tmem_hooks_exit() - take the hooks down and forget all file systems
+ * tmem_hooks_exit() - release the hooks and remove all file systems
  */
 void tmem_hooks_exit(void)
 {
-	/* Waits for a task that is taking or releasing the hooks. */
+	/* The removal of the file waits for a task that is taking or releasing the hooks. */
 	sysfs_remove_file(tmem_kobj, &hooks_enabled_attribute.attr);
 	tmem_device_exit();
-	/* Remove the switches of types. Those of mounts are removed together with the mounts. */
+	/*
+	 * Remove the switches of types. The switches of mounts are removed together with the
+	 * mounts.
+	 */
 	tmem_mounts_stop();
 	if (!hooks_down())
 		never_return();
 	/*
-	 * Finish the comparisons with the disk before their file systems are forgotten. They access
-	 * folios only, and store the address of the super block to tell file systems apart.
+	 * Finish the comparisons with the disk before their file systems are freed. Comparisons
+	 * access folios only, and use the address of the super block to tell file systems apart.
 	 */
 	tmem_verify_exit();
 	tmem_fs_exit();

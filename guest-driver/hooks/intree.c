@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * Hooks that a kernel with the patches of intree/ calls itself. This file takes the place of
- * ftrace.c and tracepoints.c, and follows their rules: a function is watched from tmem_target_add()
- * on, an entry is called in any context, and a replacement calls the original by tmem_original().
+ * ftrace.c and tracepoints.c and has the same rules: tmem_target_add() adds a function, entry
+ * functions run in any context, and a replacement calls the original by tmem_original().
  *
- * The kernel calls tmem_hook_...() while tmem_hooks_key is on. The code is never unloaded, so
- * nothing depends on the key alone: each hook checks under RCU whether it is wanted.
+ * The kernel calls tmem_hook_...() while tmem_hooks_key is on. The key only saves time: each hook
+ * checks under RCU whether it is registered. The code is never unloaded.
  */
 #include <linux/export.h>
 #include <linux/jbd2.h>
@@ -14,8 +14,8 @@
 
 #include "hooks.h"
 
-/* Number of targets: mm and VFS 6, self-test 1, ext4 7 and xfs 4. */
-#define TMEM_TARGETS_MAX 18
+/* Number of targets: mm and VFS 7, self-test 1, ext4 7 and xfs 4. */
+#define TMEM_TARGETS_MAX 19
 
 DEFINE_STATIC_KEY_FALSE(tmem_hooks_key);
 EXPORT_SYMBOL_GPL(tmem_hooks_key);
@@ -28,12 +28,15 @@ static bool targets_on, probes_on, added_on;
 DEFINE_PER_CPU(long, tmem_nr_inside);
 
 /*
- * Returns the target of a function, or of a hook if @function is 0. File systems have different
- * functions for the hooks of their operations; all other hooks have one function.
+ * Returns the target of a function, or of a hook if @function is 0. Hooks of file system operations
+ * have a function for each file system; all other hooks have one function.
  */
 static const struct tmem_target *find_target(enum tmem_hook hook, unsigned long function)
 {
-	/* Pairs with tmem_target_add(): entries below nr are complete. */
+	/*
+	 * Read the number before the entries, so that all entries below nr are complete. Pairs with
+	 * tmem_target_add().
+	 */
 	unsigned int i, nr = smp_load_acquire(&nr_targets);
 
 	for (i = 0; i < nr; i++)
@@ -44,7 +47,8 @@ static const struct tmem_target *find_target(enum tmem_hook hook, unsigned long 
 
 /*
  * Calls the entry function of a hook, and returns the replacement of the kernel's function, or
- * NULL. With a replacement, the task counts as running it until the caller calls tmem_leave().
+ * NULL. If there is a replacement, the task counts as a task inside the replacement until the
+ * caller calls tmem_leave().
  */
 static void *hook_enter(enum tmem_hook hook, const void *function, struct tmem_args args)
 {
@@ -103,7 +107,7 @@ void tmem_hook_removed(struct folio *folio)
 }
 
 /**
- * tmem_hook_reclaimed() - send the pages that were put when reclaim removed a folio
+ * tmem_hook_reclaimed() - send full batches of puts after reclaim has removed a folio
  *
  * Context: process, without the i_pages lock.
  */
@@ -255,14 +259,30 @@ void tmem_hook_drop_slab(void)
 }
 
 /**
+ * tmem_hook_reclaim() - handle a task that is about to evict up to some dozen folios
+ *
+ * Context: process, may sleep.
+ */
+void tmem_hook_reclaim(void)
+{
+	void (*wrap)(void);
+
+	wrap = hook_enter(TMEM_HOOK_RECLAIM, NULL, ARGS(0));
+	if (!wrap)
+		return;
+	wrap();
+	tmem_leave();
+}
+
+/**
  * tmem_hook_mounted() - handle a file system that was just mounted
  * @sb: its super block, s_umount held for writing
  */
 void tmem_hook_mounted(struct super_block *sb)
 {
 	/*
-	 * hook_enter() returns a replacement of security_sb_set_mnt_opts() if the mount hook is on.
-	 * The replacement is not called here, because the kernel has called the function already.
+	 * Do not call the replacement of security_sb_set_mnt_opts() that hook_enter() returns if
+	 * the mount hook is on: the kernel has already called the function itself.
 	 */
 	if (!hook_enter(TMEM_HOOK_MOUNT, NULL, ARGS(ARG(sb))))
 		return;
@@ -343,11 +363,12 @@ void tmem_targets_reset(void)
 
 /**
  * tmem_target_add() - watch a function
- * @target: function and actions; copied. To add the same target again is no error.
+ * @target: function and actions; copied. Adding an equal target again is no error.
  *
  * Context: process, one call at a time, before tmem_targets_start() or after it.
  *
- * Return: 0; -ENOSPC; -EEXIST if the function has another target.
+ * Return: 0; -ENOSPC if there are TMEM_TARGETS_MAX targets; -EEXIST if the function has another
+ * target.
  */
 int tmem_target_add(const struct tmem_target *target)
 {
@@ -358,7 +379,7 @@ int tmem_target_add(const struct tmem_target *target)
 	if (nr_targets == TMEM_TARGETS_MAX)
 		return -ENOSPC;
 	targets[nr_targets] = *target;
-	/* Pairs with find_target(). */
+	/* Complete the entry before counting it; pairs with find_target(). */
 	smp_store_release(&nr_targets, nr_targets + 1);
 	if (targets_on)
 		tmem_hooks_set(target->hook);
@@ -367,18 +388,14 @@ int tmem_target_add(const struct tmem_target *target)
 
 /**
  * tmem_target_add_name() - watch a function that has a hook of its own
- * @symbol: its name
- * @hook: the hook
- * @entry: called at its entry
+ * @symbol: name of the function; unused, because the hook identifies the function
+ * @target: the target; copied
  *
  * Return: as tmem_target_add().
  */
-int tmem_target_add_name(const char *symbol, enum tmem_hook hook,
-			 void (*entry)(struct tmem_args *args))
+int tmem_target_add_name(const char *symbol, const struct tmem_target *target)
 {
-	const struct tmem_target target = { .hook = hook, .entry = entry };
-
-	return tmem_target_add(&target);
+	return tmem_target_add(target);
 }
 
 /**
@@ -413,8 +430,8 @@ bool tmem_targets_stop(void)
 /**
  * tmem_targets_drain() - wait until no task is inside a hook
  *
- * Called after tmem_targets_stop(). A task that found the hooks on counts itself in the same RCU
- * section, so the count is complete when the grace period ends.
+ * Called after tmem_targets_stop(). A task checks whether the hooks are on and counts itself in one
+ * RCU section. So after a grace period, the count includes all tasks that found the hooks on.
  */
 void tmem_targets_drain(void)
 {
@@ -423,7 +440,7 @@ void tmem_targets_drain(void)
 }
 
 /**
- * tmem_probes_register() - begin to call the probes
+ * tmem_probes_register() - begin to call the driver's probe functions (put.c, errors.c)
  *
  * Return: 0.
  */
@@ -454,7 +471,7 @@ void tmem_probe_new_mounts(bool on)
 }
 
 /**
- * tmem_probes_unregister() - stop calling the probes and wait until none runs
+ * tmem_probes_unregister() - stop calling the driver's probe functions and wait until none runs
  */
 void tmem_probes_unregister(void)
 {

@@ -4,9 +4,9 @@
  * them.
  *
  * A page that is read in during a write below the page cache is clean and may be old. It can stay
- * old for as long as it is cached: the kernel leaves out its own invalidation after a direct write
- * that failed midway, and there is none after swapoff or EXT4_IOC_MOVE_EXT. So a mark is cleared
- * only where no such page can be left:
+ * old for as long as it is cached, because the kernel does not invalidate it after a direct write
+ * that failed midway, after swapoff or after EXT4_IOC_MOVE_EXT. So the driver clears a mark only
+ * when no such page can be left:
  *
  * - at the eviction of the inode, or
  * - under the i_pages lock, on two conditions: no task has the inode open for writing, and no page
@@ -17,8 +17,7 @@
  * keeps it open until the write has ended, asynchronous writes included. A put never clears a mark.
  *
  * Marks that cannot be stored are lost. The mount then takes no puts until a sweep has marked each
- * inode again that may need it. Changes from before the mount was known are handled in the same
- * way.
+ * inode again that may need it. A sweep also handles changes from before the driver knew the mount.
  *
  * core/bypass.c stores the marks. Out of scope: which operations set a mark (coherence.c).
  */
@@ -65,7 +64,7 @@ void tmem_fs_emptied(struct tmem_fs *fs, const struct inode *inode)
 }
 
 /**
- * tmem_fs_clear_mark() - clear the mark of an inode if no old page of it can be cached
+ * tmem_fs_clear_mark() - clear the mark of an inode if none of its cached pages can be old
  * @fs: its file system
  * @inode: the inode
  * @own: number of pages that the caller has added, holds locked, and is about to read
@@ -90,8 +89,8 @@ void tmem_fs_clear_mark(struct tmem_fs *fs, struct inode *inode, unsigned long o
  * @fs: its file system
  * @inode: the inode
  *
- * The mark is cleared, because no task has the inode open. The entries of an inode that still has a
- * name stay, which is the purpose of the cache. The entries of a deleted inode are erased.
+ * The mark is cleared, because no task has the inode open. If the inode still has a name, its
+ * entries stay: they serve the next reader. The entries of a deleted inode are erased.
  */
 void tmem_fs_inode_gone(struct tmem_fs *fs, const struct inode *inode)
 {
@@ -112,8 +111,8 @@ static bool clear_idle(struct inode *inode, void *fs)
 }
 
 /*
- * Marks an inode that may have changed unseen. It erases nothing: each entry was put while its
- * inode had no mark, and operations that changed the inode since then have erased it.
+ * Marks an inode that may have changed without a hook. Its entries can stay: each was made while
+ * the inode had no mark, and operations that changed the inode since then have erased it.
  */
 static bool mark_suspect(struct inode *inode, void *arg)
 {
@@ -126,13 +125,13 @@ static bool mark_suspect(struct inode *inode, void *arg)
 }
 
 /**
- * tmem_fs_mark_suspects() - mark each inode that may have changed unseen
+ * tmem_fs_mark_suspects() - mark each inode that may have changed without a hook
  * @fs: a file system that the hooks have not known until now, or whose marks were lost
  * @sb: its super block, s_umount held
  *
  * The function marks inodes that are open for writing and inodes that have cached pages. No other
- * inode has pages that could differ from the disk. The inodes need not be visited atomically: a
- * task that begins to write, or makes an inode, during the walk passes the hooks.
+ * inode has pages that could differ from the disk. The inodes need not be visited atomically: if a
+ * task begins to write or makes an inode during the walk, the hooks see it.
  *
  * Context: process, may sleep.
  * Return: true if all marks were stored.
@@ -147,12 +146,12 @@ bool tmem_fs_mark_suspects(struct tmem_fs *fs, struct super_block *sb)
 
 /**
  * tmem_fs_sweep() - clear the marks that are no longer needed
- * @fs: the file system, for which memory for marks runs short, marks were lost, or ext4 had an
- * error
+ * @fs: the file system. Its memory for marks runs short, it has lost marks, or ext4 has found an
+ * error.
  * @sb: its super block, s_umount held
  *
  * Context: process, may sleep.
- * Return: true if the file system has all of its marks, or needs none any more.
+ * Return: true if no mark of the file system is missing.
  */
 bool tmem_fs_sweep(struct tmem_fs *fs, struct super_block *sb)
 {

@@ -133,8 +133,8 @@ struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_t
 {
 	struct tmem_mount *mount = kzalloc(sizeof(*mount), GFP_KERNEL);
 	/*
-	 * If a test switches the unmount hook off, directories of earlier mounts of the device are
-	 * left. A serial number then keeps the names distinct.
+	 * A serial number keeps the names distinct. If a test switches the unmount hook off,
+	 * directories of earlier mounts of the device are left.
 	 */
 	const char *format = tmem_hook_off(TMEM_HOOK_UNMOUNT) ? "%u:%u-%u" : "%u:%u";
 	static unsigned int serial;	/* guarded by discovery_lock */
@@ -166,7 +166,10 @@ struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_t
  */
 void tmem_mount_free(struct tmem_mount *mount)
 {
-	/* The directory is missing if there was no memory for it, or its name was in use. */
+	/*
+	 * tmem_mount_new() may have failed to make the directory, because memory was short or the
+	 * name was in use.
+	 */
 	if (mount->kobj.state_in_sysfs)
 		kobject_del(&mount->kobj);
 	kobject_put(&mount->kobj);

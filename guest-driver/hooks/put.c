@@ -1,21 +1,23 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Probes of the page cache. A page that reclaim takes is put. If a page leaves the page cache in
- * another way, or is made dirty, its entry is erased.
+ * Probes of the page cache. The driver puts a page that reclaim removes. If a page leaves the page
+ * cache in another way, or is made dirty, the driver erases its entry.
  *
  * Both probes run under the i_pages lock with interrupts off, while mapping, index and
  * contents are valid. So nothing here may wait.
  *
- * A put and concurrent operations: the folio is locked and still in i_pages. A reader that misses
- * in the page cache adds its folio under the i_pages lock, and so after the put. Truncation and
- * direct writes of this page wait for it to leave i_pages, and then erase (coherence.c). Eviction
- * sets AS_EXITING and passes through the i_pages lock before it erases.
+ * A put and concurrent operations: during a put, the folio is locked and still in i_pages. A reader
+ * that misses in the page cache adds its folio under the i_pages lock, and so after the put.
+ * Truncation and direct writes of this page wait for it to leave i_pages, and then erase
+ * (coherence.c). The eviction of an inode sets AS_EXITING and takes the i_pages lock before it
+ * erases entries.
  *
- * Why both events erase: a copy is searched only if a folio is not uptodate. As a rule that is a
- * folio just added, after the one with newer content was removed. But a folio that was written in
- * part and is clean again can lose its record of uptodate blocks and stay cached, as when it is
- * split. It is then read again, and only the fact that it became dirty shows that a copy is old. So
- * coherence depends on the dirty event, and the removal is a second line of defence.
+ * Why both events erase entries: a get happens only for a folio that is not uptodate. As a rule
+ * such a folio was just added, after the folio with newer content was removed. But a folio that was
+ * written in part and is clean again can lose its record of uptodate blocks and stay cached, for
+ * example when it is split. It is then read again without having been removed, and only the dirty
+ * event has erased its old entry. So coherence depends on the dirty event, and the removal is a
+ * second line of defence.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
@@ -28,8 +30,8 @@
 #include "hooks.h"
 
 /*
- * Files up to this size may live in their inode (ext4 inline_data). The hooks do not see how such
- * data reaches the disk.
+ * Files up to this size may live in their inode (ext4 inline_data). No hook sees writes of such
+ * data to the disk.
  */
 #define TMEM_PUT_MIN_BYTES 4096
 
@@ -45,7 +47,7 @@ static bool folio_ok(struct folio *folio)
 
 /*
  * Puts pages of a folio. Returns how many pages, from the first one on, need no invalidation any
- * more. At most TMEM_FOLIO_MAX_PAGES are copied, because interrupts are off.
+ * more. It copies TMEM_FOLIO_MAX_PAGES at most, because interrupts are off.
  */
 static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 			       struct folio *folio)
@@ -76,7 +78,7 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 		tmem_count_n(TMEM_STAT_puts_skipped_folio, all);
 		return 0;
 	}
-	/* Pairs with tmem_fs_register(): if live is set, the marks are set. */
+	/* If live is set, the marks of the file system are set; pairs with tmem_fs_register(). */
 	if (!smp_load_acquire(&fs->live)) {
 		tmem_count_n(TMEM_STAT_puts_skipped_off, all);
 		return 0;
@@ -92,7 +94,7 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 	nr = min(nr, end);
 	workingset = tmem_folio_used_again(folio);
 	tmem_fs_key(fs, inode, &key);
-	/* After these checks, a page inside the file needs no copy if the host has retained it. */
+	/* The checks above also apply to a page that the host has retained, which needs no copy. */
 	taken = tmem_put_pages(&key, folio->index, folio_page(folio, 0), nr, workingset,
 			       isize >> PAGE_SHIFT);
 	this_cpu_add(fs->mount->counts->puts, taken);
@@ -117,7 +119,7 @@ void tmem_probe_removed(void *data, struct folio *folio)
 		tmem_selftest_saw_removed(folio);
 		return;
 	}
-	/* Only regular files are cached. This check saves the look-up of the file system. */
+	/* The driver caches regular files only. This check saves the look-up of the file system. */
 	if (!inode || !S_ISREG(inode->i_mode))
 		return;
 
@@ -129,15 +131,18 @@ void tmem_probe_removed(void *data, struct folio *folio)
 	}
 	tmem_verify_void(fs, inode->i_ino, folio->index, folio->index + nr - 1);
 	/*
-	 * Only reclaim freezes the reference count first; other code that removes a folio holds a
-	 * reference.
+	 * Only reclaim sets the reference count to 0 before it removes a folio. Other code that
+	 * removes a folio holds a reference.
 	 */
 	if (!folio_ref_count(folio) && !tmem_fadvise_covers(mapping, folio->index))
 		done = put_folio(fs, inode, folio);
 	if (done < nr && !tmem_hook_off(TMEM_HOOK_REMOVED))
 		tmem_invalidate(fs->pool, inode->i_ino, folio->index + done,
 				folio->index + nr - 1, TMEM_INVAL_REMOVED);
-	/* nrpages still counts this folio until the probe has returned. */
+	/*
+	 * Check whether this folio is the last one: nrpages includes it until the probe has
+	 * returned.
+	 */
 	if (mapping->nrpages == nr)
 		tmem_fs_emptied(fs, inode);
 out:
@@ -175,7 +180,7 @@ void tmem_probe_dirty(void *data, struct folio *folio, struct address_space *map
 }
 
 /**
- * tmem_probe_added() - note the file system of a folio, in case its functions are not hooked yet
+ * tmem_probe_added() - request a discovery if the file system of a folio is not known yet
  * @data: unused
  * @folio: the folio, which was added to the page cache
  *

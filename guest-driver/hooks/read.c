@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Replacements of a file system's ->readahead and ->read_folio. Held pages come from the cache, and
- * the original reads the rest.
+ * Replacements of a file system's ->readahead and ->read_folio. Pages that the host holds come from
+ * the host, and the original function reads the other pages from the disk.
  *
  * The caller has locked the folios, which are in the page cache and not uptodate. It holds the file
- * system's invalidate_lock, as for a read from the disk. A task that changes the file's blocks
- * either came before and has erased the entries, or waits for these folios and then removes them.
- * So the index has now what the disk would return now.
+ * system's invalidate_lock, as for a read from the disk. A task that changes the file's blocks has
+ * either erased the entries before, or waits for these folios and then removes them. So held pages
+ * equal what the disk would return now.
  *
- * If nothing is held, the original is called with the unchanged request. Every failure on the way
- * is a miss.
+ * If no page is held, the original is called with the unchanged request. Every failure of a get is
+ * a miss.
  */
 #include <linux/bitmap.h>
 #include <linux/blkdev.h>
@@ -23,12 +23,15 @@
 #include "../core/stats.h"
 #include "hooks.h"
 
-/* Readahead is handled in windows of this size. The kernel's own largest step is 2 MiB. */
+/*
+ * Number of pages of a readahead that are handled at a time. The largest readahead of the kernel
+ * itself is 2 MiB.
+ */
 #define TMEM_WINDOW_PAGES 512
 
 /*
- * A run of pages that one tmem_get() gets. It is allocated from the heap, because a page fault
- * leaves little room on the stack.
+ * Pages that one tmem_get() requests. The structure is on the heap, because a page fault leaves
+ * little space on the stack.
  */
 struct tmem_run {
 	struct page *pages[TMEM_RUN_PAGES];
@@ -37,22 +40,23 @@ struct tmem_run {
 	DECLARE_BITMAP(sampled, TMEM_RUN_PAGES);
 };
 
-/* State of one call, for both replacements. */
+/* State of one call of a replacement, for ->readahead and ->read_folio. */
 struct tmem_read {
 	struct tmem_fs *fs;
 	struct address_space *mapping;
 	struct tmem_key key;
 	loff_t isize_bytes;
-	pgoff_t end;		/* first page wholly beyond the end of the file */
-	u64 deadline_ns;	/* deadline of all gets together */
-	bool submitted;		/* reads from the disk may still be in the block plug */
+	/* number of the first page that lies wholly beyond the end of the file */
+	pgoff_t end;
+	u64 deadline_ns;	/* common deadline of all gets of the call */
+	bool submitted;		/* the block plug may still hold reads from the disk */
 };
 
 /*
  * Returns whether the reader must not sleep, as with RWF_NOWAIT or in io_uring's first attempt. The
- * flags of its request do not reach this function, but from 6.12 on the page cache forbids such a
- * task I/O for memory while it asks for readahead. Kernel threads that permanently have this flag,
- * such as that of a loop device, are excluded: they wait for the disk as well.
+ * flags of its request do not reach ->readahead, but since 6.12 the page cache sets
+ * PF_MEMALLOC_NOIO for such a reader during readahead. Kernel threads that always have this flag,
+ * such as the thread of a loop device, do not count: they wait for the disk as well.
  */
 static bool must_not_wait(void)
 {
@@ -70,7 +74,7 @@ static bool read_begin(struct tmem_read *rd, struct address_space *mapping)
 		tmem_fs_note(inode->i_sb);
 		return false;
 	}
-	/* Pairs with tmem_fs_register(). */
+	/* If live is set, the marks of the file system are set; pairs with tmem_fs_register(). */
 	if (!smp_load_acquire(&rd->fs->live) || !tmem_online() || tmem_bypass_is_all(rd->fs->pool))
 		goto put;
 	if (must_not_wait()) {
@@ -93,8 +97,9 @@ put:
 }
 
 /*
- * Returns whether the whole folio can be filled from held pages. @first is the bit of @held of the
- * folio's first page. A folio with buffers or the like may have some content already.
+ * Returns whether the whole folio can be filled from held pages. @first is the number of the bit in
+ * @held for the folio's first page. A folio with private data, such as buffers, may already have
+ * content.
  */
 static bool folio_wanted(const struct tmem_read *rd, struct folio *folio,
 			 const unsigned long *held, unsigned int first)
@@ -124,7 +129,8 @@ static void zero_beyond_eof(const struct tmem_read *rd, struct folio *folio)
  * sleeps or ->readahead returns. A get spins before it sleeps, and a sleeping task leaves the
  * dispatch to a kernel thread. So the disk would be idle while the task waits for the host.
  *
- * The new plug has the same place as the one that ends, which may be that of an outer caller.
+ * The new plug uses the structure of the plug that it replaces, which may belong to an outer
+ * caller.
  */
 static void dispatch_reads(struct tmem_read *rd)
 {
@@ -137,7 +143,10 @@ static void dispatch_reads(struct tmem_read *rd)
 	rd->submitted = false;
 }
 
-/* Gets @nr pages of the run, starting at @index. */
+/*
+ * Gets the wanted pages of the run (the pages of one tmem_get()). The run has @nr pages and starts
+ * at page @index.
+ */
 static void run_get(struct tmem_run *run, struct tmem_read *rd, pgoff_t index, unsigned int nr)
 {
 	struct tmem_mount_counts __percpu *counts = rd->fs->mount->counts;
@@ -150,7 +159,10 @@ static void run_get(struct tmem_run *run, struct tmem_read *rd, pgoff_t index, u
 	this_cpu_add(counts->hits, hits);
 }
 
-/* Adds a folio to be filled, whose first page is page @at of the run. */
+/*
+ * Adds a folio to the run (the pages of one tmem_get()). The folio's first page is page @at of the
+ * run.
+ */
 static void run_add(struct tmem_run *run, const struct tmem_read *rd, struct folio *folio,
 		    unsigned int at)
 {
@@ -161,7 +173,7 @@ static void run_add(struct tmem_run *run, const struct tmem_read *rd, struct fol
 	for (i = 0; i < nr; i++) {
 		struct tmem_verify *v = NULL;
 
-		/* Pages of a sampled folio for which there is no copy are not compared. */
+		/* If there is no memory for a copy, a page of a sampled folio is not compared. */
 		if (sample)
 			v = tmem_verify_new(rd->fs, folio, folio->index + i, rd->isize_bytes);
 		run->verify[at + i] = v;
@@ -173,8 +185,8 @@ static void run_add(struct tmem_run *run, const struct tmem_read *rd, struct fol
 }
 
 /*
- * Finishes a folio after the get. Returns whether it is complete: uptodate and still locked. The
- * original reads a folio that was sampled or missed.
+ * Finishes a folio after tmem_get(). Returns whether the folio is complete: uptodate and still
+ * locked. The original function reads a folio that was sampled or missed.
  */
 static bool run_done(struct tmem_run *run, const struct tmem_read *rd, struct folio *folio,
 		     unsigned int at)
@@ -197,7 +209,10 @@ static bool run_done(struct tmem_run *run, const struct tmem_read *rd, struct fo
 	return true;
 }
 
-/* Submits or cancels the verifications, after the original was called for incomplete folios. */
+/*
+ * Submits the comparisons of hits with the disk, and cancels those of misses. The original function
+ * has read the incomplete folios before.
+ */
 static void run_verify(struct tmem_run *run, unsigned int nr)
 {
 	unsigned int i;
@@ -213,7 +228,8 @@ static void run_verify(struct tmem_run *run, unsigned int nr)
 }
 
 /*
- * Lets the original read a part of a request. read_folio is called later for folios that it leaves.
+ * Lets the file system's original ->readahead read a part of a request. The kernel later calls
+ * ->read_folio for folios that it leaves unread.
  */
 static void read_part(struct tmem_read *rd, const struct readahead_control *rac, pgoff_t index,
 		      unsigned int nr)
@@ -229,15 +245,16 @@ static void read_part(struct tmem_read *rd, const struct readahead_control *rac,
 		folio_unlock(folio);
 }
 
-/* Returns the folio of a page. It is in the page cache, and the caller has locked it. */
+/* Returns the folio of a page that is in the page cache and locked by the caller. */
 static struct folio *folio_at(const struct tmem_read *rd, pgoff_t index)
 {
 	return xa_load(&rd->mapping->i_pages, index);
 }
 
 /*
- * Gets one run and lets the original read its misses. @base is the index of bit 0 of @held; the run
- * is bits @first to @end - 1, of whole folios.
+ * Gets the pages of one run with one tmem_get(), and lets the original function read the misses.
+ * Bit i of @held is for page @base + i. The run has the pages of bits @first to @end - 1, which are
+ * whole folios.
  */
 static void read_run(struct tmem_read *rd, const struct readahead_control *rac,
 		     struct tmem_run *run, const unsigned long *held, pgoff_t base,
@@ -260,7 +277,10 @@ static void read_run(struct tmem_read *rd, const struct readahead_control *rac,
 		folio_pages = folio_nr_pages(folio);
 		if (run_done(run, rd, folio, i - first)) {
 			folio_unlock(folio);
-			/* This drops the reference of the readahead; the page cache has its own. */
+			/*
+			 * Drop the reference of the readahead; the page cache has a reference of
+			 * its own.
+			 */
 			folio_put(folio);
 			read_part(rd, rac, base + miss, i - miss);
 			miss = i + folio_pages;
@@ -272,8 +292,8 @@ static void read_run(struct tmem_read *rd, const struct readahead_control *rac,
 }
 
 /*
- * Clears the bits of folios that cannot be filled as a whole. Returns the length of the window in
- * whole folios.
+ * Clears the bits in @held of folios that cannot be filled as a whole. Returns the length in pages
+ * of the window (the part of the readahead that is handled now), which has whole folios only.
  */
 static unsigned int trim_window(const struct tmem_read *rd, pgoff_t base, unsigned int nr,
 				unsigned long *held)
@@ -286,8 +306,8 @@ static unsigned int trim_window(const struct tmem_read *rd, pgoff_t base, unsign
 
 		if (i + folio_pages > nr) {
 			/*
-			 * The folio crosses the end of the window. If it is the first one, it is
-			 * too large to be held.
+			 * The folio crosses the end of the window. If it is also the first folio of
+			 * the window, it is larger than any folio that is held.
 			 */
 			if (!i) {
 				bitmap_clear(held, 0, nr);
@@ -318,7 +338,7 @@ static void read_window(struct tmem_read *rd, const struct readahead_control *ra
 	for (i = find_first_bit(held, nr); i < nr; i = find_next_bit(held, nr, end)) {
 		unsigned int stop = find_next_zero_bit(held, nr, i);
 
-		/* Take as many whole folios as one request can have; each single folio fits. */
+		/* Take as many whole folios as one request can have. Any single folio fits. */
 		for (end = i; end < stop;) {
 			unsigned int next = end + folio_nr_pages(folio_at(rd, base + end));
 
@@ -350,8 +370,9 @@ void tmem_wrap_readahead(struct readahead_control *rac)
 	}
 	tmem_fs_clear_mark(rd.fs, mapping->host, left);
 	/*
-	 * A folio is never got if some of its pages cannot be put. Readahead of 8 MiB, which 7.2
-	 * uses on virtio-blk, would make nearly all folios of a stream that large.
+	 * Limit the size of folios: a get cannot fill a folio if some of its pages are never put.
+	 * With the readahead of 8 MiB that 7.2 uses on virtio-blk, nearly all folios of a stream
+	 * would be too large.
 	 */
 	tmem_rac_limit_order(rac, ilog2(TMEM_FOLIO_MAX_PAGES));
 	nr = min(left, TMEM_WINDOW_PAGES);
@@ -391,7 +412,7 @@ leave:
  * @file: the file; may be NULL
  * @folio: the folio, locked; it is unlocked when its read ends
  *
- * Return: 0, or the error of the original.
+ * Return: 0, or the error of the original ->read_folio.
  */
 int tmem_wrap_read_folio(struct file *file, struct folio *folio)
 {

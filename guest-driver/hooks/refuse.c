@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Checks mounts of the types that are served: tmem_refuse() finds the mounts that the driver
- * refuses.
+ * Finds mounts that the driver must not serve, although it serves their type (tmem_refuse()).
  *
  * The page cache has the clear text of data that dm-crypt keeps secret, and pages of dm-verity and
  * dm-integrity after their check. The host must not see the data of dm-crypt, and could change the
- * data of dm-verity and dm-integrity. So each block device below a file system must be one that
- * passes data on unchanged.
+ * data of dm-verity and dm-integrity. So each block device below a file system must pass data on
+ * unchanged.
  *
  * Only the table of a device-mapper device shows what the device does. No exported function leads
  * to a table, and names and UUIDs are free text. So the driver looks up, by name, the functions
  * that find a table's targets, and calls them directly: with indirect branch tracking, they may
- * have lost the mark that allows a call by address. sysfs shows the devices below. A device that
- * cannot be examined is refused.
+ * have lost the mark that allows a call by address. The driver finds the lower devices of a device
+ * through sysfs. It refuses a device that it cannot examine.
  *
  * Out of scope: a table that is exchanged below a mounted file system.
  */
@@ -27,7 +26,10 @@
 
 #include "hooks.h"
 
-/* A file system on more devices than this, on all levels together, is refused. */
+/*
+ * The driver refuses a file system that is on more block devices than this, counted over all
+ * layers.
+ */
 #define STACK_MAX 64
 /* Size of the buffer for mount options. Options of an xfs take a few hundred bytes. */
 #define OPTIONS_BYTES 4096
@@ -36,14 +38,14 @@ static bool allow_encrypted;
 module_param(allow_encrypted, bool, 0444);
 MODULE_PARM_DESC(allow_encrypted, "serve file systems on encrypted or verified block devices");
 
-/* device-mapper targets that pass data on unchanged, to devices that sysfs shows below them. */
+/* device-mapper targets that pass data on unchanged to lower devices that sysfs shows. */
 static const char *const plain_targets[] = {
 	"cache", "delay", "error", "flakey", "linear", "mirror", "multipath", "raid", "snapshot",
 	"snapshot-merge", "snapshot-origin", "striped", "thin", "thin-pool", "zero",
 };
 
 struct stack {
-	struct gendisk *disk[STACK_MAX];	/* the driver holds a reference to each */
+	struct gendisk *disk[STACK_MAX];	/* the driver holds a reference to each disk */
 	unsigned int nr;
 	unsigned int checked;		/* index in disk[] of the next disk for disk_ok() */
 	const struct gendisk *above;	/* disk whose lower devices are being added */
@@ -93,8 +95,8 @@ DEFINE_STATIC_CALL(tmem_dm_put_table, no_put_table);
 DEFINE_STATIC_CALL(tmem_dm_find_target, no_target);
 
 /*
- * Looks up the functions. The caller holds dm-mod, which may have been reloaded since the last
- * call.
+ * Looks up the addresses of the functions of dm-mod. The caller holds a reference to the module
+ * dm-mod, which may have been reloaded since the last call.
  */
 static bool find_dm_functions(void)
 {
@@ -166,7 +168,10 @@ static bool is_dm(const struct gendisk *disk)
 	return strstarts(disk->disk_name, "dm-");
 }
 
-/* Returns true for drivers that stack devices but show this in no data that is safe to read. */
+/*
+ * Returns whether a disk belongs to a stacking driver whose lower devices this driver cannot read
+ * safely.
+ */
 static bool is_opaque(const struct gendisk *disk)
 {
 	return strstarts(disk->disk_name, "bcache") || strstarts(disk->disk_name, "drbd");
@@ -177,7 +182,7 @@ static bool is_below(const struct gendisk *above, const struct device *dev)
 	const struct gendisk *disk = dev_to_bdev(dev)->bd_disk;
 	struct kernfs_node *link;
 
-	/* The driver cannot see where the file of a loop device is; it may be on any disk. */
+	/* The backing file of a loop device may be on any disk, which the driver cannot see. */
 	if (above->major == LOOP_MAJOR)
 		return is_dm(disk) || is_opaque(disk);
 	link = sysfs_get_dirent(above->slave_dir->sd, dev_name(dev));
@@ -284,8 +289,8 @@ static bool has_realtime(struct super_block *sb)
 	if (options.buf && !sb->s_op->show_options(&options, sb->s_root) &&
 	    options.count < OPTIONS_BYTES)
 		/*
-		 * Any zoned xfs has the second option, even if its realtime volume is on the data
-		 * device.
+		 * A zoned xfs always has the second option, even if its realtime volume is on the
+		 * data device.
 		 */
 		has = strstr(options.buf, ",rtdev=") || strstr(options.buf, ",max_open_zones=");
 	kfree(options.buf);

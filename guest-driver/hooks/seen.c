@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Record of the calls and folios that the hooks saw for the mapping of the self-test. The hooks
- * call the functions of this file. selftest.c compares the record with the operations of the test.
+ * Records the calls and folios that the hooks see for the mapping of the self-test. The hooks call
+ * the functions of this file. selftest.c compares the record with the operations of the test.
  */
 #include <linux/fs.h>
 #include <linux/mm.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Self-test of the hooks of mm, before anything is cached. On an inode that belongs to this module
- * it proves that the hooks are called with the right folio, and that redirection works.
+ * Self-test of the hooks of mm, before anything is cached. It works on an inode of this module, and
+ * proves that the kernel calls the hooks with the right folio and that redirection works.
  *
  * The test reaches the functions through exported callers in the kernel, because calls from this
  * module are not redirected.
@@ -40,7 +40,7 @@ static void wrap_selftest_readahead(struct readahead_control *rac)
 {
 	tmem_enter();
 	atomic_inc(&redirected);
-	/* Call the redirected function from its replacement: the call must reach the original. */
+	/* Call the redirected function from its replacement. The call must reach the original. */
 	selftest_readahead(rac);
 	selftest_fill(rac);
 	tmem_leave();

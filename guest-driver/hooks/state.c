@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * State of the hooks: which ones are live, and why the cache is off. All files of hooks/ may change
- * it; only init.c decides when hooks are taken and released.
+ * State of the hooks: which hooks are live, and why the cache is off. All files of hooks/ may
+ * change it; only init.c decides when hooks are taken and released.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
@@ -12,7 +12,7 @@
 
 bool tmem_allow_untested;
 module_param_named(allow_untested, tmem_allow_untested, bool, 0444);
-MODULE_PARM_DESC(allow_untested, "use kernels that are not on the list of tested ones, and file systems with other blocks");
+MODULE_PARM_DESC(allow_untested, "use kernels that are not on the list of tested ones, and file systems whose block size is not tested");
 
 const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_REMOVED] = "removed",
@@ -23,6 +23,7 @@ const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_UNMOUNT] = "unmount",
 	[TMEM_HOOK_FADVISE] = "fadvise",
 	[TMEM_HOOK_DROP_SLAB] = "drop_slab",
+	[TMEM_HOOK_RECLAIM] = "reclaim",
 	[TMEM_HOOK_MOVE_EXT] = "move_ext",
 	[TMEM_HOOK_SWAPON] = "swapon",
 	[TMEM_HOOK_BMAP] = "bmap",
@@ -37,7 +38,7 @@ const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 bool tmem_hooks_on;
 
 static u64 live;		/* bits of enum tmem_hook */
-static char off_reason[256];	/* first reason since the hooks were last taken */
+static char off_reason[256];	/* first reason since the hooks were last taken; empty if none */
 
 /**
  * tmem_hooks_report() - pass the state of the hooks on to the core
@@ -79,7 +80,7 @@ void tmem_hooks_off(const char *fmt, ...)
 }
 
 /**
- * tmem_hooks_none() - record that no hook is live; the reason stays
+ * tmem_hooks_none() - record that no hook is live, and keep the reason why the cache is off
  */
 void tmem_hooks_none(void)
 {
@@ -87,7 +88,8 @@ void tmem_hooks_none(void)
 }
 
 /**
- * tmem_hooks_retry() - forget the reason, because the hooks are about to be taken
+ * tmem_hooks_retry() - clear the reason why the cache is off, because the hooks are about to be
+ * taken
  */
 void tmem_hooks_retry(void)
 {

@@ -28,7 +28,10 @@ static struct tmem_probe {
 	{ "mm_filemap_add_to_page_cache", tmem_probe_added },
 };
 
-/* All probes but the last, which is on only while there may be an unknown file system. */
+/*
+ * Number of probes (of put.c and errors.c) that are always registered: all but the last one. The
+ * last one is registered only while there may be an unknown file system.
+ */
 #define NR_STEADY_PROBES (ARRAY_SIZE(probes) - 1)
 
 static void probe_match(struct tracepoint *tp, void *data)
@@ -105,7 +108,7 @@ bool tmem_probes_see_errors(void)
  */
 void tmem_probe_new_mounts(bool on)
 {
-	/* If this fails, a mount is found later, at its first eviction. */
+	/* If the registration fails, the driver finds a mount at the mount's first eviction. */
 	if (probe_set(&probes[NR_STEADY_PROBES], on))
 		pr_debug("cannot register or unregister the probe of tracepoint %s\n",
 			 probes[NR_STEADY_PROBES].name);

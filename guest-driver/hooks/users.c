@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Waiting for tasks that are in a section which may sleep: a replacement function of this module,
- * or a read that uses a file system. hooks.h has the functions that begin and end a section.
+ * Waits for tasks in sections that may sleep: replacement functions of this module, and reads that
+ * use a file system. hooks.h has the functions that begin and end a section.
  */
 #include <linux/percpu.h>
 #include <linux/sched.h>
@@ -20,13 +20,14 @@ static long sum(const long __percpu *users)
 
 /**
  * tmem_users_wait() - wait until all sections have ended
- * @users: the counts; no section can begin any more, and the caller sees all that began
+ * @users: the counts. No section can begin any more, and the caller sees the counts of all sections
+ *   that have begun.
  *
  * From then on the counts only become smaller. So a sum of 0 means that all sections have ended,
  * although the CPUs are read one after the other.
  *
- * The function reads the counts once per tick. To be woken instead, the tasks that end a section
- * would have to share a cache line. There is rarely a task to wait for.
+ * The function reads the counts once per tick. Waking it would need a cache line that all tasks
+ * share when they end a section. The function rarely has to wait.
  *
  * Context: process, may sleep.
  */
@@ -34,6 +35,6 @@ void tmem_users_wait(const long __percpu *users)
 {
 	while (sum(users))
 		schedule_timeout_idle(1);
-	/* Pairs with tmem_users_end(). */
+	/* See all accesses of the sections that have ended; pairs with tmem_users_end(). */
 	smp_mb();
 }

@@ -6,10 +6,11 @@
  * miss, so the sample can do no harm. A worker locks the folio, which waits for the read, and
  * compares.
  *
- * An invalidation of the page before the comparison makes the comparison void, because both may
- * then rightly differ. The content of a folio changes either after its hook has fired (a page is
- * made dirty before a mapping becomes writable), or under the folio's lock. In the second case the
- * dirty bit is set before the lock is released. The worker, which holds the lock, sees both.
+ * An invalidation of the page before the comparison makes the comparison void, because copy and
+ * disk may then differ without a fault. The content of a folio changes either after its hook has
+ * fired (a page is made dirty before a mapping becomes writable), or under the folio's lock. In
+ * the second case the dirty bit is set before the lock is released. The worker holds the lock, so
+ * it sees the invalidation or the dirty bit.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
@@ -26,7 +27,10 @@
 #include "../core/stats.h"
 #include "hooks.h"
 
-/* Maximum number of comparisons at a time, with 1 MiB of copies. Further hits are not compared. */
+/*
+ * Maximum number of pending comparisons, which have 1 MiB of copies. While there are this many,
+ * further hits are not compared.
+ */
 #define TMEM_VERIFY_MAX 256
 
 /*
@@ -41,35 +45,38 @@
  */
 #define TMEM_VERIFY_UNTESTED_HITS 64
 
-/* Counters of pending comparisons, as a power of two: more than files that are read at once. */
+/*
+ * Number of counters of pending comparisons, as a power of two: more than the files that are
+ * usually read at a time.
+ */
 #define TMEM_VERIFY_BITS 6
 
 struct tmem_verify {
-	struct list_head list;		/* in pending; guarded by pending_lock */
-	struct list_head queue;		/* in queued, once the read was started; same lock */
+	struct list_head list;		/* link in pending; guarded by pending_lock */
+	/* link in queued after the read has started; guarded by pending_lock */
+	struct list_head queue;
 	/*
-	 * Only compared, never dereferenced. struct tmem_fs is not stored, as it may be replaced.
+	 * Only compared, never dereferenced. There is no pointer to struct tmem_fs, because a flush
+	 * replaces it.
 	 */
 	const struct super_block *sb;
-	const struct address_space *mapping;	/* only compared */
-	struct folio *folio;		/* with a reference */
+	const struct address_space *mapping;	/* only compared, never dereferenced */
+	struct folio *folio;		/* the comparison holds a reference */
 	struct page *copy;
 	u64 ino;
 	pgoff_t index;
-	loff_t isize_bytes;		/* size of the file at the get */
+	loff_t isize_bytes;		/* size of the file at the time of the get */
 	bool voided;
 };
 
 static int verify_every = -1;
 
-/*
- * The kernel release if it was not tested, otherwise empty. Guarded by the lock of the parameters.
- */
+/* Kernel release if it was not tested, otherwise empty. Guarded by kernel_param_lock(). */
 static char untested_release[__NEW_UTS_LEN + 1];
-/* Value that verify_every=-1 stands for. It is written before there are hits. */
+/* Value that verify_every=-1 stands for. It is set before the first hit. */
 static unsigned int default_every = TMEM_VERIFY_EVERY_HITS;
 
-/* Shows in "state" how many hits are compared. The caller holds the lock of the parameters. */
+/* Shows in "state" how many hits are compared. The caller holds kernel_param_lock(). */
 static void show_untested(void)
 {
 	char note[128];
@@ -111,18 +118,20 @@ static LIST_HEAD(pending);
 static LIST_HEAD(queued);
 static unsigned int nr_pending;
 /*
- * Number of pending comparisons by inode. Puts read it without the lock, so that a comparison of
- * one file costs the puts of other files no lock.
+ * Number of pending comparisons, by a hash of the inode. Puts read it without the lock. So while
+ * one file has comparisons, puts of other files take no lock.
  */
 static unsigned int pending_of[1 << TMEM_VERIFY_BITS];
-/* Guards the lists, nr_pending, pending_of and voided; innermost. */
+/* Leaf lock. Guards the lists, nr_pending, pending_of and voided. */
 static DEFINE_SPINLOCK(pending_lock);
 
 static void verify_work(struct work_struct *work);
 static DECLARE_WORK(work, verify_work);
 static struct workqueue_struct *verify_wq;
 
-/* Returns the counter of an inode, which other inodes may share. */
+/*
+ * Returns the number of comparisons that wait for an inode. Other inodes may have the same counter.
+ */
 static unsigned int *pending_at(const struct super_block *sb, u64 ino)
 {
 	return &pending_of[hash_64(ino ^ (unsigned long)sb, TMEM_VERIFY_BITS)];
@@ -151,14 +160,17 @@ bool tmem_verify_due(struct tmem_fs *fs)
 	if (!every)
 		return false;
 	if (every < 0) {
-		/* All CPUs write to this counter until it has reached the limit. */
+		/* Count with an atomic, which all CPUs write, only until the limit is reached. */
 		if (atomic_read(&fs->first_hits) < TMEM_VERIFY_FIRST_HITS) {
 			atomic_inc(&fs->first_hits);
 			return true;
 		}
 		every = default_every;
 	}
-	/* Each CPU counts its own hits and selects one in @every, so one in @every of all. */
+	/*
+	 * Each CPU selects one in @every of its own hits, so about one in @every of all hits is
+	 * compared.
+	 */
 	return !(this_cpu_inc_return(fs->cpu->hits) % every);
 }
 
@@ -169,7 +181,7 @@ bool tmem_verify_due(struct tmem_fs *fs)
  * @index: index of the page
  * @isize_bytes: size of the file; bytes beyond it are not compared
  *
- * Return: the comparison, or NULL if there are TMEM_VERIFY_MAX or no memory.
+ * Return: the comparison, or NULL if TMEM_VERIFY_MAX comparisons are pending or memory is short.
  */
 struct tmem_verify *tmem_verify_new(struct tmem_fs *fs, struct folio *folio, pgoff_t index,
 				    loff_t isize_bytes)
@@ -234,8 +246,8 @@ void tmem_verify_cancel(struct tmem_verify *v)
 }
 
 /**
- * tmem_verify_submit() - queue a comparison: the copy is filled and the read from the disk was
- * started
+ * tmem_verify_submit() - queue a comparison, after the get has filled the copy and the read from
+ * the disk has started
  * @v: from tmem_verify_new()
  */
 void tmem_verify_submit(struct tmem_verify *v)
@@ -247,7 +259,7 @@ void tmem_verify_submit(struct tmem_verify *v)
 }
 
 /**
- * tmem_verify_void() - make the comparisons of pages void that are about to change
+ * tmem_verify_void() - void the comparisons of pages that are about to change
  * @fs: their file system
  * @ino: their inode
  * @first: first page
@@ -262,8 +274,8 @@ void tmem_verify_void(const struct tmem_fs *fs, u64 ino, pgoff_t first, pgoff_t 
 
 	/*
 	 * A comparison that is being added belongs to a locked folio, and its get comes later.
-	 * Either this check sees the comparison, or the get finds the entry that the caller erases
-	 * next already erased.
+	 * Either this check sees the comparison, or the caller erases the page's entry before the
+	 * get, which is then a miss.
 	 */
 	if (likely(!READ_ONCE(*pending_at(fs->sb, ino))))
 		return;
@@ -275,8 +287,8 @@ void tmem_verify_void(const struct tmem_fs *fs, u64 ino, pgoff_t first, pgoff_t 
 }
 
 /**
- * tmem_verify_void_fs() - make all comparisons of a file system void, before its address is used
- * again
+ * tmem_verify_void_fs() - void all comparisons of a file system, before another file system can get
+ * the address of its super block
  * @fs: the file system, for which no task can begin another comparison
  */
 void tmem_verify_void_fs(const struct tmem_fs *fs)
@@ -300,7 +312,7 @@ static void verify_one(struct tmem_verify *v)
 
 	TMEM_HOLD(verify);
 	folio_lock(folio);
-	/* If the mapping is the same, its inode is alive while the folio is locked. */
+	/* If the folio still has the mapping, the inode is alive while the folio is locked. */
 	if (READ_ONCE(v->voided) || folio->mapping != v->mapping ||
 	    !folio_contains(folio, v->index) || folio_test_dirty(folio) ||
 	    folio_test_writeback(folio)) {
@@ -374,7 +386,7 @@ void tmem_verify_untested(const char *release)
  */
 int tmem_verify_init(void)
 {
-	/* A separate queue, because the worker waits for disk reads. */
+	/* Use a workqueue of its own, because the worker waits for disk reads. */
 	verify_wq = alloc_workqueue("virtio_tmem_verify", WQ_UNBOUND, 1);
 	return verify_wq ? 0 : -ENOMEM;
 }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * Micro-benchmarks for tests/bench_guest.py and tests/bench_native.py. Writing the path of a file
- * whose pages are in the page cache to the parameter test_bench runs them. Reading the parameter
- * returns the medians.
+ * to the parameter test_bench runs them. The pages of the file must be in the page cache. Reading
+ * the parameter returns the medians.
  *
- * The clock is the TSC. It shows time on hardware and under plain emulation; under QEMU's -icount
- * it counts the instructions that the guest executed. The operations that are compared take turns,
- * with interrupts off.
+ * The clock is the TSC. It measures time on hardware and under plain emulation; under QEMU's
+ * -icount it counts the instructions that the guest executed. Operations that are compared run
+ * alternately, with interrupts off.
  */
 #include <linux/delay.h>
 #include <linux/err.h>
@@ -22,28 +22,32 @@
 
 #include "../core/core.h"
 
-/* Samples of each kind. The median is reported. */
+/* Number of samples of each kind, of which the median is reported. */
 #define BENCH_SAMPLES		1024
 /*
  * Number of look-ups in a sample. They take much longer than the two readings of the clock, and
  * much less time than a timer tick.
  */
 #define BENCH_LOOKUPS		64
-/* Puts in a sample: a quarter of a full batch. */
+/* Number of puts in a sample: a quarter of a full batch. */
 #define BENCH_PUTS		16
 /*
- * Samples of the puts of a folio. They are fewer, because the host has to take all pages of a folio
- * before the next one.
+ * Number of samples of the puts of a folio. It is smaller, because the host has to take all pages
+ * of a folio before the next sample.
  */
 #define BENCH_FOLIO_SAMPLES	256
 /*
- * Number of pages that the puts of folios take in turn, in blocks of the largest folio. They exceed
- * the processor's second-level cache, because reclaim takes pages that were not used lately.
+ * Number of pages that the puts of folios take in turn, in blocks of the largest folio. The pages
+ * exceed the processor's second-level cache, as pages that reclaim evicts are usually not in the
+ * cache.
  */
 #define BENCH_COLD_PAGES	1024
 #define BENCH_FOLIO_ORDER_MAX	6
 #define BENCH_COLD_BLOCKS	(BENCH_COLD_PAGES >> BENCH_FOLIO_ORDER_MAX)
-/* Attempts at a put while the ring is full or the host has no pool yet, 1 ms apart. */
+/*
+ * Maximum number of attempts at a put, 1 ms apart, while the ring is full or the host has no pool
+ * yet.
+ */
 #define BENCH_RETRIES		10000
 /* The inode whose pages are held, an inode without held pages, and the inode of folios. */
 #define BENCH_INO		12
@@ -53,15 +57,17 @@
 #define BENCH_HELD_END		4096
 
 enum bench_kind {
-	BENCH_EMPTY,		/* nothing: the cost of the loop and the clock */
-	BENCH_XA_LOAD,		/* page cache look-up, the reference for a miss */
-	BENCH_MISS_INODE,	/* no page of the inode is held */
+	BENCH_EMPTY,		/* empty operation: the cost of the loop and the clock */
+	/* look-up in the page cache (xa_load()), the reference for a miss */
+	BENCH_XA_LOAD,
+	BENCH_MISS_INODE,	/* look-up in the index; no page of the inode is held */
 	BENCH_MISS_FAR,		/* pages of the inode are held, but none near the page */
-	BENCH_MISS_NEAR,	/* neighbours of the page are held */
+	BENCH_MISS_NEAR,	/* pages of the inode next to the page are held */
 	BENCH_COPY,		/* copy_page() */
 	BENCH_COPY_CHECK,	/* copy of a put, which computes the content check */
 	BENCH_PUT,
-	BENCH_FOLIO_1,		/* puts of all pages of a folio, with interrupts off throughout */
+	/* puts of all pages of a folio, without enabling interrupts in between */
+	BENCH_FOLIO_1,
 	BENCH_FOLIO_4,
 	BENCH_FOLIO_16,
 	BENCH_FOLIO_32,
@@ -74,7 +80,7 @@ static const char *const bench_name[NR_BENCH] = {
 	"folio_1", "folio_4", "folio_16", "folio_32", "folio_64",
 };
 
-/* Operations in a sample. */
+/* Number of operations in one sample of each kind. */
 static const unsigned int bench_operations[NR_BENCH] = {
 	BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, BENCH_LOOKUPS, 1, 1, 1,
 	1, 4, 16, 32, 64,
@@ -141,7 +147,7 @@ static void bench_lookups(struct bench *bench, enum bench_kind kind, unsigned in
 	}
 	bench->sample[kind][at] = bench_ticks() - begin;
 	local_irq_restore(flags);
-	/* Counts look-ups with the wrong outcome, which would spoil the comparison. */
+	/* Count look-ups with the wrong outcome. A result with any of them is invalid. */
 	bench->found += kind == BENCH_XA_LOAD ? BENCH_LOOKUPS - found : found;
 }
 
@@ -159,7 +165,7 @@ static int bench_puts(struct bench *bench, unsigned int at)
 		t[0] = bench_ticks();
 		copy_page(to, from);
 		t[1] = bench_ticks();
-		/* The sum is used; otherwise the compiler would leave the check out. */
+		/* Use the check; otherwise the compiler would not compute it. */
 		bench->check += tmem_check_copy(&tmem_keys, to, from);
 		t[2] = bench_ticks();
 		put = tmem_put(&bench->key, bench->next_put * 2 % BENCH_HELD_END, bench->from,
@@ -288,7 +294,7 @@ static int bench_run(const char *path)
 	}
 	bench->mapping = file->f_mapping;
 	bench->nr_pages = i_size_read(bench->mapping->host) >> PAGE_SHIFT;
-	/* The seed is fixed, because no result depends on the random numbers. */
+	/* Use a fixed seed, because no result depends on the random numbers. */
 	prandom_seed_state(&bench->rnd, BENCH_INO);
 	prandom_bytes_state(&bench->rnd, page_address(bench->from), PAGE_SIZE);
 	for (i = 0; i < BENCH_COLD_BLOCKS; i++)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Faults that the driver commits when a test requests one. They show that the checkers of a debug
- * kernel (lockdep, KASAN, kmemleak, KCSAN) report these kinds of faults.
+ * Deliberate faults, which the driver commits when a test requests one. They show that the checkers
+ * of a debug kernel (lockdep, KASAN, kmemleak, KCSAN) report such faults.
  */
 #include <linux/delay.h>
 #include <linux/jiffies.h>
@@ -13,9 +13,15 @@
 /* Duration of the data race, long enough for KCSAN, which checks samples of the accesses only. */
 #define RACE_TIME	(5 * HZ)
 #define LEAKS		8
-/* Size of the leaked objects. Few other allocations have it, so a report can be recognized. */
+/*
+ * Size of the leaked objects. Few other allocations have this size, so a test recognizes the report
+ * of the leak.
+ */
 #define LEAK_BYTES	4321
-/* Smaller than the allocator's rounded size, so that a red zone follows the object. */
+/*
+ * Size of the object that is overrun. It is smaller than the allocator's rounded size, so that a
+ * red zone follows the object.
+ */
 #define SHORT_BYTES	24
 
 static void bug_sleep(void)
@@ -115,4 +121,4 @@ static int run_bug(const char *val, const struct kernel_param *kp)
 static const struct kernel_param_ops bug_ops = { .set = run_bug };
 
 module_param_cb(test_bug, &bug_ops, NULL, 0200);
-MODULE_PARM_DESC(test_bug, "commits a fault of this kind: sleep, order, overflow, leak or race");
+MODULE_PARM_DESC(test_bug, "TEST: commits a fault of this kind: sleep, order, overflow, leak or race");

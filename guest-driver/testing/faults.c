@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Parameters with which tests inject faults, hold tasks, switch hooks off and read measurements.
+ * Parameters with which tests inject faults, stop tasks, switch hooks off and read measurements.
  * testing.h is the interface that the driver calls.
  */
 #include <linux/delay.h>
@@ -13,7 +13,7 @@
 #include "../hooks/hooks.h"
 #include "../testing.h"
 
-/* Interval at which a task that a test holds checks whether it may go on. */
+/* Interval in ms at which a stopped task checks whether the test has released it. */
 #define TMEM_HOLD_MS		10
 
 /* Parameters for faults. With the value n, a fault occurs at every n'th call; with 0, never. */
@@ -27,11 +27,19 @@ MODULE_PARM_DESC(inject_nomem, "TEST: every n'th put finds no memory for the ind
 
 unsigned int tmem_inject_corrupt;
 module_param_named(inject_corrupt, tmem_inject_corrupt, uint, 0644);
-MODULE_PARM_DESC(inject_corrupt, "TEST: every n'th page got has a bit flipped before its check");
+MODULE_PARM_DESC(inject_corrupt, "TEST: a bit of every n'th page that the host returns is flipped before the content check");
 
 unsigned int tmem_inject_retained_changed;
 module_param_named(inject_retained_changed, tmem_inject_retained_changed, uint, 0644);
 MODULE_PARM_DESC(inject_retained_changed, "TEST: every n'th retained page looks changed when it is evicted");
+
+unsigned int tmem_inject_mark_late;
+module_param_named(inject_mark_late, tmem_inject_mark_late, uint, 0644);
+MODULE_PARM_DESC(inject_mark_late, "TEST: the inode of every n'th retained page is marked after its eviction began");
+
+unsigned int tmem_inject_policy_late;
+module_param_named(inject_policy_late, tmem_inject_policy_late, uint, 0644);
+MODULE_PARM_DESC(inject_policy_late, "TEST: the inode of every n'th retained page gets the policy 'never' after its eviction began");
 
 unsigned long tmem_test_index_bytes;
 module_param_named(test_index_bytes, tmem_test_index_bytes, ulong, 0644);
@@ -69,7 +77,7 @@ module_param_named(test_hold_truncate, tmem_hold_truncate, uint, 0644);
 MODULE_PARM_DESC(test_hold_truncate, "TEST: 1: stop the next task that removed a range of a file from the page cache, before it erases the range; reads 2 while it waits; 0: let it continue");
 
 /**
- * tmem_hold() - wait here if a test requests that
+ * tmem_hold() - stop the calling task if a test requests it
  * @place: parameter
  *
  * Context: process, sleeps.
@@ -85,8 +93,9 @@ void tmem_hold(unsigned int *place)
 unsigned long tmem_test_hooks_off, tmem_test_selftest_blind;
 
 /*
- * Parses names from tmem_hook_names[], separated by commas; empty for none. The command line of a
- * kernel with a built-in driver is parsed when nothing can be allocated yet.
+ * Parses names from tmem_hook_names[], separated by commas; an empty list means no hook. The
+ * function allocates nothing, because a kernel with a built-in driver parses its command line
+ * before it can allocate memory.
  */
 static int set_hooks_off(const char *val, const struct kernel_param *kp)
 {
@@ -122,22 +131,22 @@ static const struct kernel_param_ops hooks_off_ops = {
 	.get = get_hooks_off,
 };
 module_param_cb(test_hooks_off, &hooks_off_ops, &tmem_test_hooks_off, 0644);
-MODULE_PARM_DESC(test_hooks_off, "names of hooks that shall do nothing; the cache is wrong then");
+MODULE_PARM_DESC(test_hooks_off, "TEST: names of hooks that do nothing; the cache may then return old data");
 module_param_cb(test_selftest_blind, &hooks_off_ops, &tmem_test_selftest_blind, 0444);
-MODULE_PARM_DESC(test_selftest_blind, "names of hooks that the self-test shall not see called");
+MODULE_PARM_DESC(test_selftest_blind, "TEST: names of hooks whose calls the self-test ignores");
 
 bool tmem_test_untested;
 module_param_named(test_untested_release, tmem_test_untested, bool, 0444);
-MODULE_PARM_DESC(test_untested_release, "treat the point release as one that was not tested");
+MODULE_PARM_DESC(test_untested_release, "TEST: treat the kernel's point release as untested");
 
 static unsigned int test_walk_run, test_walk_most;
 module_param(test_walk_run, uint, 0644);
-MODULE_PARM_DESC(test_walk_run, "most inodes that were visited under a lock without a break");
+MODULE_PARM_DESC(test_walk_run, "TEST: largest number of inodes that a walk visited without releasing the lock");
 module_param(test_walk_most, uint, 0644);
-MODULE_PARM_DESC(test_walk_most, "most inodes that were visited in search of a file");
+MODULE_PARM_DESC(test_walk_most, "TEST: largest number of inodes that a search for a regular file visited");
 
 /**
- * tmem_test_walk() - record how far a walk over inodes went
+ * tmem_test_walk() - record the length of a walk over inodes
  * @run: inodes visited without releasing the lock
  * @searched: inodes visited in search of a file
  */

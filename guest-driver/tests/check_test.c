@@ -15,6 +15,7 @@ typedef uint32_t u32;
 typedef uint8_t u8;
 
 #define READ_ONCE(x) (*(const volatile __typeof__(x) *)&(x))
+#define OPTIMIZER_HIDE_VAR(var) __asm__("" : "=r" (var) : "0" (var))
 
 #include "../core/check.h"
 
@@ -97,7 +98,7 @@ static void test_check(void)
 
 		fill(&keys, sizeof(keys));
 		fill(page, sizeof(page));
-		if (round % 4 == 0)	/* mostly zero, as pages of many files are */
+		if (round % 4 == 0)	/* mostly zeroes, like pages of many files */
 			memset(page, 0, PAGE_BYTES - 8 * (rng() % 8));
 		copy[0] = copy[PAGE_BYTES / 8 + 1] = guard;
 		check = tmem_check_copy(&keys, copy + 1, page);
@@ -127,8 +128,8 @@ static void test_check(void)
 			     tmem_check_page(&keys, other) == check;
 	}
 	/*
-	 * Equal checks of two different pages have a probability of 2^-24 in a round. Two of one
-	 * kind are expected in one of 10^8 runs.
+	 * In a round, two different pages have equal checks with probability 2^-24. In one of 10^8
+	 * runs, one of the counters reaches 2 by chance.
 	 */
 	expect(same_flip < 2, "one flipped bit changes the check");
 	expect(same_swap < 2, "swapped words change the check");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * tmem-guest: shows the state of this guest's virtio-tmem driver, and gives it requests about
+ * tmem-guest: shows the state of this guest's virtio-tmem driver, and sends it requests about
  * files.
  *
  * The program walks a tree with openat(), follows no symbolic link, and holds one directory open
@@ -31,14 +31,17 @@
 /* Exit statuses, as in --help. The first failure determines the status. */
 enum {
 	EXIT_OK = 0,
-	EXIT_SOME = 1,		/* a failure without a status of its own */
+	EXIT_SOME = 1,		/* any failure that has no status of its own */
 	EXIT_USAGE = 2,
 	EXIT_NO_DRIVER = 3,
 	EXIT_NOT_SERVED = 4,
 	EXIT_NOT_OWNER = 5,
 };
 
-/* Deepest nesting of directories. Each level holds one of 1,024 file descriptors. */
+/*
+ * Deepest nesting of directories. A walk keeps one directory of each level open, and a process may
+ * have 1,024 open files.
+ */
 #define DEPTH_MAX	256
 /* Messages cut a path off after this number of bytes. The program walks longer paths, too. */
 #define PATH_BYTES	16384
@@ -424,7 +427,7 @@ static void do_stats(double every_s)
 static struct {
 	int device;			/* descriptor of the driver's device */
 	char path[PATH_BYTES];		/* current path, for messages */
-	struct statx top;		/* path from the command line */
+	struct statx top;		/* statx() of the path from the command line */
 	bool (*visit)(int fd);		/* returns false to end the walk */
 	unsigned long long files;
 	unsigned long long errors;

@@ -22,6 +22,8 @@
  * - special drain: empties the kernel's per-CPU lists of pages and buffers, so that no page has a
  *   reference from such a list
  * - special block FILE PAGE: prints the file system's block of a page, counted in pages
+ * - special damage FILE PAGE: simulates a memory error in a page of the page cache, while the
+ *   program has a reference to its folio
  * - special cached FILE PAGE: ends with status 0 if the page is in the page cache, otherwise with 1
  */
 #define _GNU_SOURCE
@@ -41,6 +43,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #define PAGE		4096UL
@@ -136,8 +139,8 @@ static int quota(const char *dir, int command, char *path)
 
 	if (fd < 0 || syscall(SYS_quotactl_fd, fd, QCMD(command, USRQUOTA), QFMT_VFS_V0, path)) {
 		/*
-		 * The older call names the device. In the tests, the file system's device has this
-		 * name.
+		 * quotactl() names the device instead of the directory. In the tests, the file
+		 * system with quotas is always on /dev/vda.
 		 */
 		if (quotactl(QCMD(command, USRQUOTA), "/dev/vda", QFMT_VFS_V0, path))
 			return fail("quotactl");
@@ -346,6 +349,23 @@ static int cached(const char *path, unsigned long page)
 	return !(state & 1);
 }
 
+static int damage(const char *path, unsigned long page)
+{
+	int fd = open(path, O_RDONLY), ends[2];
+	struct iovec one = { .iov_len = PAGE };
+
+	if (fd < 0 || pipe(ends))
+		return fail(path);
+	one.iov_base = mmap(NULL, PAGE, PROT_READ, MAP_SHARED, fd, page * PAGE);
+	if (one.iov_base == MAP_FAILED)
+		return fail("mmap");
+	if (vmsplice(ends[1], &one, 1, 0) != (ssize_t)PAGE)
+		return fail("vmsplice");
+	if (madvise(one.iov_base, PAGE, MADV_HWPOISON))
+		return fail("MADV_HWPOISON");
+	return 0;
+}
+
 int main(int argc, char **argv)
 {
 	if (argc == 3 && !strcmp(argv[1], "encrypt"))
@@ -386,6 +406,8 @@ int main(int argc, char **argv)
 		return drain();
 	if (argc == 4 && !strcmp(argv[1], "block"))
 		return block(argv[2], atoi(argv[3]));
+	if (argc == 4 && !strcmp(argv[1], "damage"))
+		return damage(argv[2], strtoul(argv[3], NULL, 0));
 	if (argc == 4 && !strcmp(argv[1], "cached"))
 		return cached(argv[2], strtoul(argv[3], NULL, 0));
 	fputs("usage: see the top of special.c\n", stderr);

@@ -178,7 +178,7 @@ static volatile uint8_t *map_bar(int number)
 	fd = open(path, O_RDWR | O_SYNC);
 	if (fd < 0)
 		die("%s: %s", path, strerror(errno));
-	/* Get the size of the region. lseek() of Linux 6.1 would use another inode of size 0. */
+	/* fstat() gives the region's size. lseek() on Linux 6.1 uses another inode, of size 0. */
 	if (fstat(fd, &status))
 		die("%s: %s", path, strerror(errno));
 	mapped[number] = mmap(NULL, status.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

@@ -46,7 +46,7 @@ struct file {
 	uint8_t *model;		/* `limit` bytes, which are zero from `size` on */
 	size_t size;
 	int fd;
-	int direct_fd;		/* -1 until needed */
+	int direct_fd;		/* file descriptor; -1 until needed */
 	uint8_t *map;		/* mapping of `limit` bytes, kept until reopened; or NULL */
 	struct op_record history[HISTORY];
 	unsigned int nr_history;
@@ -54,7 +54,7 @@ struct file {
 
 /* Shared by all processes of a run. */
 struct shared {
-	uint32_t report_lock;		/* the first process with a failure takes it and reports */
+	uint32_t report_lock;		/* taken by the first failed process, which reports */
 	uint32_t pressure_lock;
 	uint32_t evictor_pause, evictor_paused;
 	uint64_t ops[JOBS_MAX];
@@ -77,7 +77,7 @@ struct options {
 	bool replay;
 	unsigned int replay_worker, replay_file;
 	unsigned int readers, writers;
-	unsigned int direct_readers;	/* number of the readers that read from the disk only */
+	unsigned int direct_readers;	/* number of readers that read from the disk only */
 	bool mixed;
 	bool disabled[OPS_MAX];
 	bool zero_is_wrong;		/* result of zero_range_is_wrong() for this kernel */
@@ -92,7 +92,7 @@ struct worker {
 	struct file *files;
 	uint64_t op;			/* number of the operation and version of its stamps */
 	const char *op_name;
-	uint8_t *buffer, *buffer2;	/* size_max and 2 pages each, page-aligned */
+	uint8_t *buffer, *buffer2;	/* buffers of size_max and 2 pages each, page-aligned */
 	bool swap_on, swap_checked;
 };
 

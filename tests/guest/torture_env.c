@@ -20,7 +20,7 @@
 
 #include "torture.h"
 
-#define SWAP_BYTES		(512UL << 10)	/* this part fits into the driver's put ring */
+#define SWAP_BYTES		(512UL << 10)	/* swap file; its pages fit into the put ring */
 #define PRESSURE_SPARE_KIB	(40UL << 10)	/* memory that stays free, to avoid OOM kills */
 #define MEMCG			"/sys/fs/cgroup/torture"
 

@@ -79,7 +79,7 @@ static bool op_read(struct worker *w, struct file *f)
 {
 	struct range r = draw_range(w, f->size);
 
-	if (rng_chance(&w->rng, 10))	/* beyond the end of the file */
+	if (rng_chance(&w->rng, 10))	/* read beyond the end of the file */
 		r.length += PAGE;
 	record(w, f, r.offset, r.length, NULL);
 	file_read(w, f, r.offset, r.length);
@@ -226,11 +226,11 @@ static bool op_truncate(struct worker *w, struct file *f)
 	case 0:
 		size = 0;
 		break;
-	case 1 ... 3:	/* around the current size */
+	case 1 ... 3:	/* a new size near the current size */
 		size = f->size + rng_below(&w->rng, 2 * PAGE);
 		size = size > PAGE ? size - PAGE : 1;
 		break;
-	case 4:		/* just below or above a page boundary, or on it */
+	case 4:		/* a new size just below or above a page boundary, or on it */
 		size = (f->size & -PAGE) + rng_below(&w->rng, 3);
 		size = size ? size - 1 : 0;
 		break;

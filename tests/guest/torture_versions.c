@@ -26,7 +26,7 @@
 #define BLOCKS		192U	/* blocks of a file; few, so that reads and writes overlap */
 #define RUN_MAX		8U	/* blocks of one write */
 #define READ_MAX	32U
-#define VERSION_FILES	3U	/* one is written buffered, one directly, and one in both ways */
+#define VERSION_FILES	3U	/* files: one written buffered, one directly, one in both ways */
 
 struct cell {
 	uint32_t block, version;
@@ -35,7 +35,7 @@ struct cell {
 
 struct version_state {
 	uint32_t stop;
-	uint32_t lock[VERSION_FILES][BLOCKS];	/* guards a block, issued and done */
+	uint32_t lock[VERSION_FILES][BLOCKS];	/* each guards a block, and its issued and done */
 	uint32_t issued[VERSION_FILES][BLOCKS], done[VERSION_FILES][BLOCKS];
 	uint64_t reads[JOBS_MAX], writes, longest_read_ns[JOBS_MAX];
 };

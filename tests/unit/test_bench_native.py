@@ -63,7 +63,7 @@ def samples() -> dict[str, list[int]]:
     }
 
 
-def test_empty_system_call_is_subtracted_from_pages_and_not_from_windows() -> None:
+def test_empty_system_call_time_is_subtracted_from_page_times_only() -> None:
     page, window = (values(latency_rows(size, samples(), 10.0)) for size in ("4k", "128k"))
     assert page["get_4k_p50_us"] == 20 and window["get_128k_p50_us"] == 30
     assert page["get_4k_p99_us"] == 20 and page["get_4k_p999_us"] == 80

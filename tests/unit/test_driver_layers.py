@@ -33,7 +33,7 @@ hooks/marks hooks/fadvise hooks/selftest
 hooks/direct hooks/read hooks/put
 hooks/tracepoints
 hooks/discover
-hooks/coherence
+hooks/coherence hooks/reclaim
 hooks/init
 main
 """
@@ -118,7 +118,7 @@ def test_each_file_has_a_layer() -> None:
 def test_files_use_lower_layers_only() -> None:
     layer = layers()
     graph = driver()
-    assert sum(len(files) for files in graph.values()) > 100, "uses are not found"
+    assert sum(len(files) for files in graph.values()) > 100, "the parser found too few uses"
     wrong = [
         f"{file} uses {other}: {', '.join(sorted(names))}"
         for file, others in graph.items()
@@ -134,7 +134,7 @@ def test_core_uses_no_hook() -> None:
             assert not [other for other in others if not other.startswith("core/")], file
 
 
-def test_test_code_is_behind_one_header() -> None:
+def test_only_one_header_depends_on_test_builds() -> None:
     """Only testing.h depends on TMEM_TEST. In a normal build its functions are empty."""
     for directory in ("", "core/", "hooks/"):
         for path in DRIVER.glob(f"{directory}*.[ch]"):

@@ -27,7 +27,7 @@ def vm_tests() -> set[tuple[str, str]]:
     }
 
 
-def test_each_row_names_existing_tests() -> None:
+def test_each_row_of_guest_tests_md_names_existing_tests() -> None:
     there = vm_tests()
     rows = table(PAGE, "tests")
     assert len(rows) > 30
@@ -63,3 +63,15 @@ def test_each_test_named_on_the_page_exists() -> None:
     named = set(re.findall(NAME, PAGE.read_text()))
     assert len(named) > 30
     assert named <= vm_tests()
+
+
+def test_each_race_of_retained_pages_has_a_test_and_names_existing_rules() -> None:
+    there = vm_tests()
+    source = (ROOT / "host-daemon/tmem-world/src/mutation.rs").read_text()
+    rules = set(re.findall(r"^    (\w+),$", source, re.MULTILINE))
+    rows = table(PAGE, "races")
+    assert len(rows) > 10
+    for race, tests, broken in rows:
+        named = re.findall(NAME, tests)
+        assert named and set(named) <= there, f"{race}: some of these tests do not exist: {named}"
+        assert set(re.findall(r"`(\w+)`", broken)) <= rules, f"{race}: unknown rule in {broken}"

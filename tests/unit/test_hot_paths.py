@@ -33,6 +33,8 @@ RARE = {
     "tmem_invalidate_inode": "the inode is gone or must not be cached",
     "drop_stale": "the number of the inode has another owner",
     "tmem_unbypass": "the inode has a mark",
+    "tmem_bypass": "tests set a mark during an eviction",
+    "tmem_policy_forbid": "tests set a policy during an eviction",
     "tmem_dev_resync": "the generation is over, or the cookies are used up",
     "tmem_dev_resync_any": "the cookies are used up",
     "tmem_dev_report": "the breaker opened",
@@ -269,6 +271,6 @@ def test_shared_write_in_a_called_function_is_found(statement: str, write: str) 
         "nr = atomic_read(&tmem_total);",
     ],
 )
-def test_writes_of_one_processor_are_allowed(statement: str) -> None:
+def test_checker_of_hot_paths_allows_per_cpu_writes(statement: str) -> None:
     source = f"static unsigned long total;\nvoid tmem_root(int nr)\n{{\n\t{statement}\n}}\n"
     assert shared_writes([source], ("tmem_root",)) == set()

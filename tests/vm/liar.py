@@ -73,6 +73,8 @@ LIES_OF_POOLS = (
 # - "forget": the device retains no page, although gets allow it.
 # - "late": gets are answered only after the test has set another lie, and long after the driver's
 #   deadline. The answers are then wrong.
+# - "ref-late": REF requests, and requests behind them in their queue, are answered only after the
+#   test has set another lie.
 # - "older": the device does not know the latency request.
 # - "token": a used element has the number of a descriptor that no request uses.
 # - "token-beyond": a used element has a number beyond the size of the queue.
@@ -124,6 +126,7 @@ class Liar:
         self.puts = 0  # number of pages put
         self.puts_workingset = 0  # number of pages put with the hint WORKINGSET
         self.retainable = 0  # number of pages that gets allowed to retain
+        self.outdated = 0  # number of pages of REFs whose key has a page with another cookie
         self.delay_seconds = 0.0  # delay of each answer, even if it is right
         self.quick_probes = False  # True: gets with cookie 0, which are probes, are not delayed
         self._pages: dict[Key, tuple[int, bytes]] = {}
@@ -297,7 +300,7 @@ class Liar:
             place = available + 4 + ring.next % ring.size * 2
             chain = self._chain(descriptors, self._u16(place)[0])
             kind = REQUEST.unpack_from(chain.readable)[1]
-            if kind == T_GET and self.lie == "late":
+            if (kind, self.lie) in ((T_GET, "late"), (T_REF, "ref-late")):
                 break
             late = ring.held > 0 and kind == T_GET
             delay = scaled(LATE_SECONDS) if late else self._delay(chain, kind)
@@ -456,7 +459,9 @@ class Liar:
             key = (pool, object_, index)
             if lie in LIES_OF_REFS:
                 self._pages.pop(key, None)
-            held = self._pages.get(key, (0, b""))[0] == cookie
+            stored = self._pages.get(key, (0, b""))[0]
+            held = stored == cookie
+            self.outdated += stored not in (0, cookie)
             results.append(HELD if held else GONE)
         length = 8 + count
         if lie in LIES_OF_REFS:

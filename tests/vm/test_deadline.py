@@ -56,7 +56,9 @@ def hold(guest: Guest, path: str, size_mib: int, *, create: bool = True) -> dict
 
 
 @pytest.mark.smoke
-def test_one_deadline_per_readahead(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_requests_of_a_readahead_share_one_deadline(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """All gets of one readahead share one deadline.
 
     The host has every second page of the file, so that one readahead needs many requests.

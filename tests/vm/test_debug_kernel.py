@@ -103,7 +103,8 @@ class Machine:
             session,
             kernel,
             module,
-            Tmem(self.daemon.socket("vm1")),
+            # Pages that are evicted for the first time are copied, others are referred to.
+            Tmem(self.daemon.socket("vm1"), properties={"retain": "on"}),
             cpus=2,
             memory_bytes=MEMORY_BYTES,
             disks=[disk.Disk("data", image)],
@@ -164,6 +165,7 @@ def test_torture_triggers_no_kernel_report(
     machine.random_operations(LARGE_OPERATIONS, LARGE).finish()
     print(counters := stats(machine.guest))
     assert counters["hits"] - counters["ring_hits"] > LARGE_OPERATIONS // 4
+    assert counters["refs_held"] > 0 and counters["retained_changed"] == 0
     Torture(
         machine.guest, f"--seed={seed()} --mode=versions --ops={VERSIONS} --mixed", 900
     ).finish()

@@ -19,6 +19,7 @@ from driver import (
     WHERE,
     driver_guest,
     evict,
+    kept,
     programs,
     set_parameter,
     settle,
@@ -167,7 +168,7 @@ def fail_conversion(below: Below) -> None:
     writing = below.write_back()
     # The task that writes holds a reference to the block with the extents for a moment, so retry.
     until(lambda: extents_dropped(below, extents), WRITEBACK_SECONDS, "the extents leave the cache")
-    # The delay ends when its device is suspended.
+    # Suspending the device of the target "delay" ends the delay.
     below.go_on(below.except_blocks(unreadable), writing)
     print(guest.sh("dmesg | tail -n 4"))
     assert "map_blocks returned -5" in guest.sh("dmesg"), "the conversion did not fail"
@@ -222,9 +223,9 @@ def shut_down(below: Below) -> int:
     below.go_on(below.whole(), writing)
     assert shutting.wait().status == 0
     settle(guest)
-    before = stats(guest)["puts"]
+    before = kept(stats(guest))
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
-    return settle(guest)["puts"] - before
+    return kept(settle(guest)) - before
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_status_and_stats_report_the_driver(session: Session, kernel: Kernel, mo
 
 
 @pytest.mark.smoke
-def test_policy_never_flushes_and_default_allows_puts(
+def test_never_policy_drops_pages_and_default_policy_allows_puts(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     guest, sums = start(session, kernel, module)

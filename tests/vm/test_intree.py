@@ -110,7 +110,7 @@ def served(
     return guest
 
 
-def test_hooks_without_ftrace(session: Session, kernel: Kernel) -> None:
+def test_all_ext4_hooks_are_live_without_ftrace(session: Session, kernel: Kernel) -> None:
     """The self-test passes on a kernel without tracing, and all hooks of ext4 are live."""
     guest = served(session, kernel)
     config = set(guest.sh("zcat /proc/config.gz").splitlines())
@@ -123,7 +123,7 @@ def test_hooks_without_ftrace(session: Session, kernel: Kernel) -> None:
     assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, hex(live)
 
 
-def test_pages_come_from_the_pool(session: Session, kernel: Kernel) -> None:
+def test_evicted_files_come_back_without_the_disk(session: Session, kernel: Kernel) -> None:
     """Evicted files are read back with right bytes, and mostly not from the disk."""
     guest = served(session, kernel)
     files = [f"{WHERE}/f{number}" for number in range(16)]

@@ -97,7 +97,7 @@ def test_folios_of_a_stream_are_put_completely(
     guest.sh(f"dd if=/dev/urandom of={path} bs=16M count=1 2>/dev/null && sync", 60)
     guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
     settle(guest)
-    # A readahead of 8 MiB allows folios of 2 MiB. Linux 7.2 sets it for virtio-blk by itself.
+    # A readahead of 8 MiB allows folios of 2 MiB. For virtio-blk, it is the default of Linux 7.2.
     guest.sh("echo 8192 >/sys/block/vda/queue/read_ahead_kb")
     guest.sh(f"mkdir -p {CGROUPS} && mount -t cgroup2 none {CGROUPS} && mkdir {GROUP}")
     guest.sh(f"echo +memory >{CGROUPS}/cgroup.subtree_control")

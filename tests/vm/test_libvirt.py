@@ -72,7 +72,7 @@ def machine(
 
 
 def define(libvirt: Libvirt, machine: Machine) -> str:
-    """Defines the domain twice, because libvirt sorts devices that it added at the second time."""
+    """Defines the domain twice: only the second time, libvirt sorts the devices that it added."""
     xml = machine.directory / "domain.xml"
     xml.write_text(machine.xml())
     libvirt.virsh("define", xml)
@@ -170,7 +170,7 @@ def test_attach_offers_retained_pages_that_qemu_and_daemon_know(
     assert retain(libvirt, machine) == "off"
     assert "nothing to change" in attach(), "attach without options changed the setting"
 
-    # This emulator is a QEMU from before the property.
+    # This script stands for an older QEMU, whose device does not have the property `retain`.
     old = machine.directory / "old"
     old.write_text(
         f"""#!/bin/sh
@@ -369,7 +369,7 @@ def test_attached_domain_gets_hits_until_detach(
     finally:
         guest.close()
     done = libvirt.tmemctl("detach", machine.name)
-    assert "It runs: this applies at its next start" in done
+    assert "The domain runs: the change applies at its next start" in done
     assert daemon.stats()["vms"][0]["connected"], "detach disconnected the device of the running VM"
     libvirt.virsh("destroy", machine.name)
     assert daemon.list()["vms"] == [], (
@@ -440,7 +440,7 @@ def test_hook_stops_a_start_only_if_the_cache_is_required(
     daemon.start()
     libvirt.tmemctl(*attach, "--reserve", "1TiB")
     words = libvirt.virsh_refused("start", name)
-    assert "refuses its quota" in words and "1099511627776" in words
+    assert "refuses the VM's quota" in words and "1099511627776" in words
     libvirt.tmemctl(*attach, "--reserve", "0", "--trust-domain", "team")
     words = libvirt.virsh_refused("start", name)
     assert "in trust domain none" in words and "as the daemon's --vm or [[vm]] says" in words
@@ -510,7 +510,7 @@ def shows(daemon: Daemon, part: str) -> None:
 def test_bridge_applies_quotas_after_any_service_restarts(
     session: Session, libvirt: Libvirt, machine: Machine
 ) -> None:
-    """Quotas go from virsh to the daemon, whichever of the services was not running meanwhile."""
+    """A quota set with virsh reaches the daemon, even if a service does not run at that time."""
     daemon = session.daemon(pool_size="128MiB")
     define(libvirt, machine)
     attach = ("attach", machine.name, "--run-directory", daemon.directory)
@@ -535,13 +535,13 @@ def test_bridge_applies_quotas_after_any_service_restarts(
         ("<cache><limit unit='XiB'>1</limit></cache>", '"XiB"'),
         ("<cache><limit>1</limit><reserve>2</reserve></cache>", "below the reserve of 2 KiB"),
         ("<cache><reserve unit='TiB'>1</reserve></cache>", "1099511627776"),
-        ("<cache><trust_domain>team</trust_domain></cache>", "it is connected"),
+        ("<cache><trust_domain>team</trust_domain></cache>", "the VM is connected"),
     ]:
         live(libvirt, wrong)
         shows(daemon, part)
         assert vm_of(daemon)["quota"]["limit_bytes"] == 7 << 20
         shown = run([host_binary("tmemctl"), "--socket", daemon.control, "list"]).stdout
-        assert f"{LABEL}: not as requested: " in shown and part in shown
+        assert f"{LABEL}: the requested settings are not in effect: " in shown and part in shown
         assert part in libvirt.bridge_log.read_text()
     live(libvirt, limit(8))
     follows(daemon, 8, "the corrected limit applies")
@@ -552,7 +552,7 @@ def test_bridge_applies_quotas_after_any_service_restarts(
     assert "same host" in words
 
 
-def test_bridge_survives_restarts_of_daemon_libvirtd_and_vm(
+def test_vm_keeps_its_settings_after_restarts_of_all_services(
     session: Session, libvirt: Libvirt, machine: Machine
 ) -> None:
     """The VM has its settings again after the daemon, libvirtd and the VM are restarted in turn."""

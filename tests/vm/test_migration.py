@@ -248,8 +248,7 @@ def test_page_written_by_a_lost_daemon_is_migrated(
         until(lambda: serves(vm), 20, "QEMU has connected to the next daemon")
     else:
         # When the VM is paused and resumed, QEMU sends messages to the daemon. The daemon hangs, so
-        # QEMU
-        # disconnects it.
+        # QEMU disconnects it.
         vm.pause()
         vm.resume()
         until(lambda: not serves(vm), 20, "QEMU has lost its daemon")

@@ -137,7 +137,7 @@ def test_evicted_files_come_back_without_the_disk(session: Session) -> None:
 
 
 def test_full_batches_and_their_answers_need_no_feeder_or_tick(session: Session) -> None:
-    """A kernel whose irq_work waits for the tick sends a full batch after the i_pages section."""
+    """If irq_work waits for the tick, a full batch is sent when the i_pages lock is released."""
     guest = native_guest(session, f"verify_every=0 {PATIENT} retain=N")
     check_full_batches_without_feeder(guest, WAITING_PAGES)
 

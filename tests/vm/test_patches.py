@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs"
 PATCH = "/patch.ko"
 LIVE_PATCH = "/live.ko"
 XFS = "/xfs"
-# VIRTIO_TMEM_H_EXT4 and VIRTIO_TMEM_H_XFS, and the first bit of file systems.
+# VIRTIO_TMEM_H_EXT4, VIRTIO_TMEM_H_XFS, and the lowest bit that stands for a file system type.
 H_EXT4, H_XFS = 1 << 56, 1 << 57
 H_FIRST = 56
 

@@ -170,7 +170,7 @@ def test_disk_requests_are_dispatched_before_the_driver_waits(
         if {*found} == {"block_rq_issue", "tmem_get"}:
             mixed += 1
             assert found[0] == "block_rq_issue", f"the disk had to wait for the host:{part}"
-    assert mixed > windows // 2, f"too few of these windows were held in part:{text}"
+    assert mixed > windows // 2, f"too few windows were only partly in the pool:{text}"
     assert checksums(guest, [FILE]) == sums
 
 

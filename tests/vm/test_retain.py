@@ -8,11 +8,14 @@ to the disk.
 from __future__ import annotations
 
 import hashlib
+import random
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from driver import (
+    ONLINE_SECONDS,
     PATIENT,
     SETTLE_SECONDS,
     WHERE,
@@ -33,11 +36,12 @@ from driver import (
 )
 from liar import LIES_OF_REFS, Liar
 from test_driver import FILE_BYTES, overwrite, tree_disk
+from test_filesystems import mounted
 from test_guest_command import COMMAND, command
 from test_ring import hold_feeder
-from test_torture import MOUNT, SMALL
+from test_torture import SMALL
 
-from harness.disk import FileSystem
+from harness.disk import FILE_SYSTEMS, FileSystem, left_out
 from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
@@ -50,7 +54,11 @@ PAGE = 4096
 PAGES = FILE_BYTES // PAGE
 # Number of files of a test. Their pages do not fit into the put ring, so gets reach the host.
 FILES = 8
+# Number of pages of a file in large folios.
+FOLIOS_PAGES = 64
 SPECIAL = "/bin/special"
+TRACING = "/sys/kernel/tracing"
+ADDED = f"{TRACING}/events/filemap/mm_filemap_add_to_page_cache"
 DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
 # The driver is in fallback above this number of GONE answers in the last 1,024.
 GONE_MAX = 1024 // 16
@@ -88,7 +96,7 @@ def boot(
 
 
 def evict_one(guest: Guest, path: str) -> dict[str, int]:
-    """Evicts the pages of one file while the hook of the advice is off. Returns the counters."""
+    """Evicts the pages of one file by fadvise, whose hook is off. Returns the counters."""
     guest.sh(f"{SPECIAL} dontneed {path}", 60)
     settle(guest)
     return settle_refs(guest)
@@ -151,7 +159,8 @@ def test_unchanged_pages_need_no_copy_when_they_are_evicted_again(
     for _ in range(2):
         after = drop(guest)
         grown = growth(before, after)
-        # The last page of a file contains its end and is copied. So is a page that was missed.
+        # The last page of a file contains its end and is copied. A page that was missed is copied,
+        # too.
         retained = before["index_retained_pages"]
         assert grown["refs"] == retained
         assert grown["puts"] <= PAGES * FILES - retained + FILES
@@ -247,7 +256,7 @@ def test_files_that_may_differ_from_the_disk_are_not_referred_to(
     guest, sums = boot(session, kernel, module)
     before = retain(guest, sums)
     direct, advised, never, *_ = list(sums)
-    # A direct write, of the bytes that the file has.
+    # Write directly the bytes that the file already has.
     guest.sh(f"dd if={direct} of=/tmp/b bs={PAGE} count=1 2>/dev/null")
     guest.sh(f"dd if=/tmp/b of={direct} bs={PAGE} count=1 oflag=direct conv=notrunc 2>/dev/null")
     after = stats(guest)
@@ -289,7 +298,8 @@ def test_wrong_answers_to_references_cause_no_wrong_byte(
             assert checksums(guest, list(sums)) == sums
             assert guest.disk_stat("data").read_sectors - sectors >= grown[counter] * 8
             assert stats(guest)["misses_host"] == before["misses_host"]
-            # The driver forgets these answers with the generation, and retains pages again.
+            # With a new generation the driver forgets these answers, and the host retains pages
+            # again.
             guest.sh(
                 f"cd {DRIVER} && name=$(ls -d virtio*) && echo $name >unbind && echo $name >bind",
                 60,
@@ -310,7 +320,7 @@ def test_page_that_the_host_does_not_retain_is_copied(
         after = stats(guest)
         grown = growth(before, after)
         assert grown["hits"] > PAGES and liar.retainable > PAGES
-        # Pages of the put ring stay retained, because no get reached the host.
+        # Pages that were in the put ring stay retained, because no get of them reached the host.
         assert after["index_retained_pages"] <= grown["ring_hits"]
         check_right(guest, sums)
 
@@ -322,8 +332,8 @@ def test_driver_puts_copies_while_references_find_no_page(
     with Liar(session.directory / "liar", retain=True) as liar:
         guest, sums = boot(session, kernel, test_module, device(liar.path), files=12)
         retain(guest, sums)
-        # Without its hook, the advice evicts the pages of one file, and they are put or referred
-        # to.
+        # While the hook for fadvise is off, POSIX_FADV_DONTNEED evicts the pages of one file, and
+        # the driver puts them or sends references to them.
         set_parameter(guest, "test_hooks_off", "fadvise")
         liar.lie = "ref-gone"
         path = next(iter(sums))
@@ -331,8 +341,8 @@ def test_driver_puts_copies_while_references_find_no_page(
         assert GONE_MAX < before["refs_gone"] <= PAGES
         liar.lie = ""
 
-        # A file of 128 pages is read in at least 4 parts, so 20 reads have one or more that is the
-        # 64th.
+        # A read of the file's 128 pages has at least 4 parts. So 20 reads have at least 80 parts,
+        # of which at least one is the 64th, and the host may retain the pages of that part.
         reads = 20
         for _ in range(reads):
             assert checksums(guest, [path]) == {path: sums[path]}
@@ -341,7 +351,8 @@ def test_driver_puts_copies_while_references_find_no_page(
         assert grown["puts"] >= PAGES * reads * 3 // 4
         assert 0 < grown["retained_hits"] <= PAGES * reads // 8
 
-        # More than 1,024 pages were retained before, and are HELD. This ends the fallback.
+        # More than 1,024 pages were retained before. Their references are answered with HELD, which
+        # ends the fallback.
         for other in sums:
             after = evict_one(guest, other)
         assert after["refs_held"] >= 1024
@@ -403,21 +414,33 @@ def test_full_index_erases_retained_entries_first(
 def test_changed_retained_page_switches_the_cache_off(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    guest, sums = boot(session, kernel, test_module)
+    """The cache stays off, as after a failed comparison with the disk, and the host reports it."""
+    daemon = start_daemon(session)
+    guest, sums = boot(session, kernel, test_module, device(daemon.socket("vm1")))
+    session.expect_trouble()
     retain(guest, sums)
     set_parameter(guest, "inject_retained_changed", "100")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
     assert "a clean page changed" in wait_state(guest, "poisoned")
-    assert 1 <= stats(guest)["retained_changed"] <= PAGES * FILES // 100 + 1
+    after = stats(guest)
+    assert 1 <= after["retained_changed"] <= PAGES * FILES // 100 + 1
+    assert after["mismatches"] == after["retained_changed"]
+
+    def reported() -> bool:
+        driver = daemon.stats()["vms"][0]["driver"]
+        return bool(driver["state"] == "poisoned" and driver["mismatches"] > 0)
+
+    until(reported, SETTLE_SECONDS, "tmemd reports the mismatch")
     assert checksums(guest, list(sums)) == sums
 
 
 @pytest.mark.smoke
-def test_lost_hooks_that_retained_pages_reveal(
+def test_retained_page_reveals_a_lost_dirty_hook(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Without the hook for dirty pages, a changed page is found when it is evicted."""
+    """Without the hook for dirty pages, the driver finds a changed page at its eviction."""
     guest, sums = boot(session, kernel, test_module)
+    session.expect_trouble()
     retain(guest, sums)
     set_parameter(guest, "test_hooks_off", "dirty")
     path = next(iter(sums))
@@ -436,6 +459,7 @@ def test_retained_page_is_not_got_twice(
     Hooks are off, so that a truncation leaves the retained entries of the pages that it removes.
     """
     guest, sums = boot(session, kernel, test_module)
+    session.expect_trouble()
     path = next(iter(sums))
     retain(guest, {path: sums[path]})
     set_parameter(guest, "test_hooks_off", "truncate,removed,dirty")
@@ -450,7 +474,7 @@ def test_retained_page_is_not_got_twice(
 
 
 @pytest.mark.smoke
-def test_page_that_a_punch_zeroes_is_not_taken_for_a_changed_one(
+def test_punch_of_a_retained_page_keeps_the_cache_on(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """A punch with blocks smaller than a page zeroes a part of a clean page.
@@ -487,6 +511,259 @@ def test_page_that_a_punch_zeroes_is_not_taken_for_a_changed_one(
     assert guest.get(path) == bytes(content)
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("fault", "counter"),
+    [("mark_late", "puts_dropped_bypass"), ("policy_late", "puts_dropped_policy")],
+)
+def test_file_that_is_marked_during_an_eviction_is_not_referred_to(
+    session: Session, kernel: Kernel, test_module: Path, fault: str, counter: str
+) -> None:
+    """A mark or a policy that is set after the driver checked for them erases the entry.
+
+    The driver checks again with the lock that protects the entry.
+    """
+    guest, sums = boot(session, kernel, test_module)
+    set_parameter(guest, "test_hooks_off", "fadvise")
+    path = next(iter(sums))
+    before = retain(guest, {path: sums[path]})
+    set_parameter(guest, f"inject_{fault}", "1")
+    guest.sh(f"{SPECIAL} dontneed {path}", 60)
+    grown = growth(before, stats(guest))
+    assert grown[counter] > 0 and grown["refs"] == grown["puts"] == 0, grown
+    assert grown["index_retained_pages"] == grown["index_pages"] == -before["index_retained_pages"]
+    set_parameter(guest, f"inject_{fault}", "0")
+    assert checksums(guest, [path]) == {path: sums[path]}
+
+
+@pytest.mark.smoke
+def test_late_answers_to_references_do_not_erase_newer_puts(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """References are answered with GONE after their pages were written and put again."""
+    with Liar(session.directory / "liar", retain=True) as liar:
+        guest, sums = boot(session, kernel, test_module, device(liar.path))
+        set_parameter(guest, "test_hooks_off", "fadvise")
+        path = next(iter(sums))
+        retain(guest, {path: sums[path]})
+        # The last page is not written, because a file whose last entry is erased gets a new object.
+        new = random.Random(path).randbytes((PAGES - 1) * PAGE)
+        sums[path] = hashlib.sha256(new + guest.get(path)[len(new) :]).hexdigest()
+        guest.put("/tmp/new", new)
+        liar.lie = "ref-late"
+        before = stats(guest)
+        guest.sh(f"{SPECIAL} dontneed {path}", 60)
+        guest.sh(f"dd if=/tmp/new of={path} bs={PAGE} conv=notrunc,fsync 2>/dev/null", 60)
+        guest.sh(f"{SPECIAL} dontneed {path}", 60)
+        grown = growth(before, stats(guest))
+        assert grown["refs"] >= PAGES * 3 // 4 and grown["puts"] >= PAGES * 3 // 4
+        assert grown["puts_stored"] == 0
+        liar.lie = "ref-gone"
+        settle(guest)
+        grown = growth(before, settle_refs(guest))
+        liar.lie = ""
+        # The written pages were invalidated before the answer, so GONE does not count for them.
+        assert grown["refs_unneeded"] >= grown["refs"] - 1 and grown["refs_gone"] <= 1
+        before = stats(guest)
+        assert checksums(guest, [path]) == {path: sums[path]}
+        assert growth(before, stats(guest))["hits"] >= PAGES * 3 // 4
+        check_right(guest, sums)
+
+
+@pytest.mark.smoke
+def test_reference_behind_a_newer_put_changes_nothing(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """References that wait for the feeder are sent after newer puts of their pages."""
+    with Liar(session.directory / "liar", retain=True) as liar:
+        guest, sums = boot(session, kernel, test_module, device(liar.path))
+        path, other, pages = f"{WHERE}/few", next(iter(sums)), 40
+        # All pages but the last are written, because a file whose last entry is erased gets a new
+        # object.
+        written = pages - 1
+        guest.sh(f"dd if=/dev/urandom of={path} bs={PAGE} count={pages} 2>/dev/null; sync")
+        evict(guest, [path])
+        guest.sh(f"cat {path} >/dev/null")
+        assert stats(guest)["index_retained_pages"] == pages
+        hold = hold_feeder(guest)  # evicts all clean pages
+        before = stats(guest)
+        assert before["refs"] == pages and before["requests_ref"] == 0
+        new = f"conv=notrunc,fsync of={path} bs={PAGE} count={written}"
+        guest.sh(f"dd if=/dev/urandom {new} 2>/dev/null")
+        digest = checksums(guest, [path])
+        # The pages of the second file fill the batch with the new pages of the first one, and the
+        # batch is sent without the feeder.
+        set_parameter(guest, "test_hooks_off", "fadvise")
+        guest.sh(f"{SPECIAL} dontneed {path}; cat {other} >/dev/null; {SPECIAL} dontneed {other}")
+        hold.release()
+        settle(guest)
+        after = settle_refs(guest)
+        assert liar.outdated == after["refs_unneeded"] == written
+        assert after["refs_gone"] == 0
+        assert checksums(guest, [path]) == digest
+        assert growth(after, stats(guest))["hits"] == pages
+        check_right(guest, sums)
+
+
+@pytest.mark.smoke
+def test_late_answer_to_a_get_leaves_no_entry(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """The entries of a get that is not answered in time are erased, and the answer adds none."""
+    with Liar(session.directory / "liar", retain=True) as liar:
+        guest, sums = boot(session, kernel, module, device(liar.path))
+        before = evict(guest, list(sums))
+        liar.lie = "late"
+        # The breaker opens after some late gets. Their pages come from the disk.
+        assert checksums(guest, list(sums)) == sums
+        after = stats(guest)
+        grown = growth(before, after)
+        assert grown["misses_late"] > 0
+        # Pages of the put ring stay retained, because no get reached the host.
+        assert after["index_retained_pages"] <= grown["ring_hits"]
+        path = next(iter(sums))
+        sums[path] = overwrite(guest, path)
+        gets, liar.lie = liar.gets, ""
+        until(lambda: liar.gets > gets, SETTLE_SECONDS, "the host answers the gets")
+        wait_state(guest, "on")
+        assert stats(guest)["index_retained_pages"] <= after["index_retained_pages"]
+        check_right(guest, sums)
+
+
+@pytest.mark.smoke
+def test_pages_of_lost_references_are_still_returned(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """The driver drops references that the host does not take in time, and keeps the entries."""
+    with Liar(session.directory / "liar", retain=True) as liar:
+        guest, sums = boot(session, kernel, module, device(liar.path), files=14)
+        before = retain(guest, sums)
+        liar.lie = "ref-late"
+        guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
+        dropped = growth(before, stats(guest))["refs_dropped"]
+        liar.lie = ""
+        settle(guest)
+        after = settle_refs(guest)
+        assert dropped > 0 and growth(before, after)["refs_gone"] == 0
+        assert checksums(guest, list(sums)) == sums
+        hits = growth(after, stats(guest))["hits"]
+        assert hits >= before["index_retained_pages"]
+        check_right(guest, sums)
+
+
+@pytest.mark.smoke
+def test_new_daemon_gets_no_reference_of_the_last_one(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A new generation erases retained entries, and drops references that wait to be sent."""
+    daemon = start_daemon(session)
+    guest, sums = boot(session, kernel, test_module, device(daemon.socket("vm1")))
+
+    def replace_daemon() -> None:
+        changes = stats(guest)["generation_changes"]
+        daemon.kill()
+        daemon.start()
+        # One change ends the generation of the last daemon, the other begins that of the new one.
+        until(
+            lambda: stats(guest)["generation_changes"] >= changes + 2,
+            ONLINE_SECONDS,
+            "the driver uses the new daemon",
+        )
+        wait_state(guest, "on")
+
+    before = retain(guest, sums)
+    replace_daemon()
+    after = drop(guest)
+    assert growth(before, after)["refs"] == 0
+    # Not all of these pages fit into the put ring at once.
+    assert growth(before, after)["puts"] >= PAGES
+    assert checksums(guest, list(sums)) == sums
+
+    # The last page of this file contains its end, so one batch of its references is not full.
+    path = list(sums)[1]
+    retain(guest, {path: sums[path]})
+    hold = hold_feeder(guest)
+    before = stats(guest)
+    waiting = before["refs"] - before["refs_held"] - before["refs_unneeded"]
+    assert 0 < waiting < 64
+    replace_daemon()
+    hold.release()
+    grown = growth(before, settle_refs(guest))
+    assert grown["refs_dropped"] == waiting and grown["requests_ref"] == 0, grown
+    check_right(guest, sums)
+
+
+def retained_folios(
+    session: Session, kernel: Kernel, module: Path
+) -> tuple[Guest, str, bytearray, dict[int, int]]:
+    """Boots a guest with an xfs, and makes the host retain the pages of a file in large folios.
+
+    Returns the guest, path and content of the file, and the number of pages of each folio by its
+    first page.
+    """
+    guest = driver_guest(
+        session,
+        kernel,
+        module,
+        device(start_daemon(session).socket("vm1")),
+        fs=FILE_SYSTEMS["xfs"],
+        parameters=f"verify_every=0 {PATIENT}",
+        files=programs(SPECIAL),
+    )
+    path = f"{WHERE}/f"
+    content = random.Random(path).randbytes(FOLIOS_PAGES * PAGE)
+    guest.put(path, content)
+    guest.sh("sync")
+    evict(guest, [path])
+    # The kernel makes large folios for the second readahead and later ones.
+    guest.sh(f"echo 128 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
+    guest.sh(f"echo >{TRACING}/trace && echo 1 >{ADDED}/enable")
+    assert guest.get(path) == content
+    guest.sh(f"echo 0 >{ADDED}/enable")
+    assert stats(guest)["index_retained_pages"] == FOLIOS_PAGES
+    found = re.findall(r" ofs=(\d+) order=(\d+)", guest.get(f"{TRACING}/trace").decode())
+    return guest, path, bytearray(content), {int(at) // PAGE: 1 << int(n) for at, n in found}
+
+
+@pytest.mark.smoke
+def test_pages_of_a_split_folio_are_referred_to_or_erased(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """A hole splits a large folio with retained pages. Only the page of the hole is erased."""
+    guest, path, content, folios = retained_folios(session, kernel, module)
+    hole = next(first + 1 for first, pages in folios.items() if pages >= 4)
+    before = stats(guest)
+    guest.sh(f"{SPECIAL} punch {path} {hole * PAGE} {PAGE}")
+    content[hole * PAGE : (hole + 1) * PAGE] = bytes(PAGE)
+    grown = growth(before, drop(guest))
+    assert grown["refs"] == FOLIOS_PAGES - 1 and grown["retained_changed"] == 0, grown
+    assert guest.get(path) == content
+    wait_state(guest, "on")
+
+
+@pytest.mark.smoke
+def test_folio_with_a_damaged_page_is_not_referred_to(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """The driver does not read a page with a memory error (hwpoison) when its folio is evicted.
+
+    The program has a reference to the folio, so that the kernel cannot split it and leaves it in
+    the page cache.
+    """
+    guest, path, content, folios = retained_folios(session, kernel, module)
+    first, pages = next(item for item in folios.items() if item[1] >= 4)
+    before = stats(guest)
+    done = guest.run(f"{SPECIAL} damage {path} {first + 1}")  # the kernel may end the program
+    if b"MADV_HWPOISON" in done.stderr:
+        pytest.skip(f"Linux {kernel.series} is built without CONFIG_MEMORY_FAILURE")
+    guest.sh(f"{SPECIAL} cached {path} {first}")
+    grown = growth(before, drop(guest))
+    assert grown["refs"] == FOLIOS_PAGES - pages, grown
+    assert grown["puts_skipped_folio"] >= pages and grown["puts"] == 0, grown
+    assert guest.get(path) == content
+    wait_state(guest, "on")
+
+
 def test_driver_without_the_parameter_does_not_use_the_feature(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
@@ -501,13 +778,21 @@ def test_driver_without_the_parameter_does_not_use_the_feature(
         assert counters["refs"] == counters["retained_hits"] == liar.retainable == 0
 
 
+@pytest.mark.parametrize("name", ["ext4", "xfs", "xfs-1k"])
 def test_random_operations_with_retained_pages_find_no_wrong_byte(
-    session: Session, kernel: Kernel, module: Path
+    session: Session, kernel: Kernel, module: Path, name: str
 ) -> None:
     guest = driver_guest(
-        session, kernel, module, device(start_daemon(session).socket("vm1")), cpus=2
+        session,
+        kernel,
+        module,
+        device(start_daemon(session).socket("vm1")),
+        fs=FILE_SYSTEMS[name],
+        cpus=2,
+        memory_bytes=320 * MIB,
     )
-    arguments = f"--seed={seed()} --ops=8000 {SMALL} --jobs=2 --rounds=2 {MOUNT}"
+    more = f"{left_out(name)} {mounted(name)}"
+    arguments = f"--seed={seed()} --ops=8000 {SMALL} --jobs=2 --rounds=2 {more}"
     Torture(guest, arguments, 900).finish()
     counters = settle_refs(guest)
     print(counters)

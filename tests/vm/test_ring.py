@@ -58,7 +58,7 @@ MANY_AT_ONCE = 50  # number of files of two pages that fit the ring together
 def test_one_queue_may_use_more_than_its_share_of_slots(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """One queue may use more than its share of the slots while nothing is answered."""
+    """One queue may use more than its share of the slots while the host answers no put."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=QUEUES)
     vm = driver_vm(session, kernel, module, tmem, memory_bytes=256 * MIB)
@@ -126,7 +126,7 @@ def check_full_batches_without_feeder(guest: Guest, partial_pages: int = BATCH_P
         after = wait_for_full_batches(guest, partial_pages)
     grown = growth(before, after)
     assert grown["puts"] >= BURSTS * CHUNK_PAGES
-    # Without slots that the answers freed, the ring would have been full.
+    # The ring would have been full if answers had not freed slots.
     assert grown["puts_dropped_ring_full"] == 0
     hold.release()
     settle(guest)

@@ -151,7 +151,7 @@ def undo(vm: Vm, operation: Callable[[Vm], None]) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_host_operations_wait_for_one_answer_at_most(
+def test_operation_waits_at_most_one_timeout_for_a_hung_daemon(
     session: Session, kernel: Kernel, module: Path, operation: Callable[[Vm], None]
 ) -> None:
     """An operation on a VM whose daemon has just hung waits for one time-out at most."""
