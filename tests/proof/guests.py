@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Boots the guests of the workloads, native ones or QEMU's, and reads their counters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench_guest import BENCH, DATA, SECTOR_BYTES, UNHOOKED_KIND, Machine
+from harness import fio, kernel, kvm, module, native, toolchain
+from harness.daemon import Daemon, Tenant
+from harness.disk import Disk
+from harness.guest import Job
+from harness.host_use import processor_seconds
+from harness.native import NativeConfig, NativeVm
+from harness.paths import TESTS, HarnessError, cache_dir, guest_program, qemu_binary
+from harness.session import Session
+from harness.vm import MIB, Config, Tmem, Vm
+from proof.results import Measured
+
+FIO, SQLITE = "/bin/fio", "/usr/bin/sqlite3"
+SECONDS = 600  # longest time of one step in a guest
+LOADS = "/loads"  # directory in the guest with the requests of all repetitions
+TOTALS = ("puts_eligible", "puts_lost", "hits", "misses_late", "misses_tripped")
+# Prefixes of counters that tell why pages are not in the pool.
+REASONS = ("puts_dropped_", "puts_skipped_", "puts_refused", "puts_unanswered", "refs_gone",
+           "refs_dropped", "refs_unanswered", "trips")  # fmt: skip
+SQLITE_SUITE = "bookworm"
+SQLITE_PACKAGES = ("sqlite3", "libsqlite3-0", "libreadline8", "libtinfo6", "zlib1g", "libc6")
+
+
+def sqlite_files() -> dict[str, Path]:
+    """Returns Debian's sqlite3 and its libraries, by their paths in the guest."""
+    root = cache_dir() / "sqlite" / SQLITE_SUITE
+    if not root.is_dir():
+        scratch = root.with_name("scratch")
+        toolchain.fetch(SQLITE_SUITE, SQLITE_PACKAGES, root.with_name("debs"), scratch)
+        scratch.rename(root)
+    out = {SQLITE: root / "usr/bin/sqlite3"}
+    names = ("libsqlite3.so.0", "libreadline.so.8", "libtinfo.so.6", "libz.so.1", "libm.so.6",
+             "libc.so.6", "ld-linux-x86-64.so.2")  # fmt: skip
+    for name in names:
+        # The dynamic loader is in two places of the package.
+        found = next(path for path in sorted(root.rglob(name)) if path.is_file())
+        place = "lib64" if name.startswith("ld-") else "lib/x86_64-linux-gnu"
+        out[f"/{place}/{name}"] = found.resolve()
+    return out
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Description of a guest. Without a `daemon`, the guest has no device."""
+
+    name: str
+    ram_bytes: int
+    disks: tuple[Disk, ...]
+    daemon: Daemon | None = None
+    parameters: str = ""  # module parameters of the driver
+    direct: bool = True  # False: the disks go through the host's page cache
+    sqlite: bool = False
+
+
+class Host(Protocol):
+    """A way to run guests: user-mode Linux or QEMU."""
+
+    what: str
+
+    def create(self, session: Session, spec: Spec) -> Vm | NativeVm:
+        """Returns a guest that is not started yet."""
+
+    def start(self, vm: Vm | NativeVm, spec: Spec) -> None:
+        """Boots the guest, with the driver if it has the device."""
+
+
+def _files(spec: Spec) -> dict[str, Path]:
+    bench = guest_program(TESTS / "guest/bench.c")
+    return {BENCH: bench, FIO: fio.program(), **(sqlite_files() if spec.sqlite else {})}
+
+
+def check_on(vm: Vm | NativeVm) -> None:
+    """Raises if the guest's driver does not serve."""
+    state = vm.guest.read("/sys/kernel/virtio_tmem/state")
+    if state.split(":")[0] != "on":
+        raise HarnessError(f"{vm.name}: the driver is '{state}', not on")
+
+
+class Native:
+    """User-mode Linux, at the machine's own speed."""
+
+    what = "user-mode Linux"
+
+    def __init__(self) -> None:
+        native.build()
+
+    def create(self, session: Session, spec: Spec) -> NativeVm:
+        return session.native_vm(
+            NativeConfig(
+                name=spec.name,
+                memory_bytes=spec.ram_bytes,
+                disks=spec.disks,
+                tmem=spec.daemon.socket(spec.name) if spec.daemon else None,
+                files=_files(spec),
+                parameters=spec.parameters if spec.daemon else "",
+                direct=spec.direct,
+            )
+        )
+
+    def start(self, vm: Vm | NativeVm, spec: Spec) -> None:
+        vm.start()
+        if spec.daemon:
+            check_on(vm)
+
+
+class Qemu:
+    """QEMU with KVM, or with TCG where no guest boots on KVM."""
+
+    def __init__(self, series: str = "6.12") -> None:
+        qemu_binary()
+        self._kernel = kernel.prepare(series)
+        self._driver = module.build(self._kernel)
+        self.why_not = kvm.why_not(self._kernel)
+        self._accelerator = "tcg" if self.why_not else "kvm"
+        self.what = "QEMU with KVM" if not self.why_not else "QEMU with TCG, emulated processors"
+
+    def create(self, session: Session, spec: Spec) -> Vm:
+        return session.vm(
+            Config(
+                kernel=self._kernel,
+                name=spec.name,
+                memory_bytes=spec.ram_bytes,
+                disks=spec.disks,
+                tmem=Tmem(spec.daemon.socket(spec.name)) if spec.daemon else None,
+                files={"/virtio_tmem.ko": self._driver, **_files(spec)},
+                accelerator=self._accelerator,
+            )
+        )
+
+    def start(self, vm: Vm | NativeVm, spec: Spec) -> None:
+        vm.start()
+        if spec.daemon:
+            # Emulated processors are ten times slower, so the deadline is longer there.
+            slower = "deadline_ms=200" if self.why_not else ""
+            vm.guest.insmod("/virtio_tmem.ko", f"{slower} {spec.parameters}".strip())
+            check_on(vm)
+
+
+class Box(Machine):
+    """A running guest of a workload."""
+
+    def __init__(self, vm: Vm | NativeVm, spec: Spec) -> None:
+        super().__init__(vm, spec.daemon is not None)
+        self.spec = spec
+
+    def mount_set(self, name: str = "data", options: str = "ro") -> None:
+        """Mounts the disk, and waits until the driver serves it."""
+        self.guest.mount(name, DATA, options=options)
+        self.serve()
+
+    def mount_loads(self) -> None:
+        """Mounts the disk with the requests of all repetitions."""
+        self.guest.mount("loads", LOADS, UNHOOKED_KIND, "ro")
+
+    def sh(self, command: str) -> str:
+        return self.guest.sh(command, SECONDS)
+
+    def job(self, command: str) -> Job:
+        return self.guest.start(command, SECONDS)
+
+    def fio(self, arguments: str) -> dict[str, Any]:
+        """Runs one fio job and returns its report."""
+        return fio_report(self.sh(fio_command(arguments)))
+
+    def end(self) -> None:
+        self.vm.check_console()
+        self.vm.stop()
+
+
+def fio_command(arguments: str) -> str:
+    """Returns a command line for one job, which never drops the page cache by itself."""
+    return f"{FIO} --name=job --invalidate=0 --thread --output-format=json {arguments}"
+
+
+def fio_report(text: str) -> dict[str, Any]:
+    """Returns the report of the only job in fio's output."""
+    # fio prints warnings before the object.
+    job: dict[str, Any] = json.loads(text[text.index("{") :])["jobs"][0]
+    if job["error"]:
+        raise HarnessError(f"fio: error {job['error']}")
+    return job
+
+
+class Use:
+    """Measures the growth of a guest's counters and of the processor time of guest and daemon."""
+
+    def __init__(self, box: Box) -> None:
+        self._box = box
+        self._before = self._now()
+
+    def _now(self) -> dict[str, float]:
+        box = self._box
+        stat = box.guest.disk_stat("data")
+        out: dict[str, float] = {
+            "disk_reads": stat.reads,
+            "disk_read_bytes": stat.read_sectors * SECTOR_BYTES,
+            "disk_writes": stat.writes,
+            "disk_write_bytes": stat.write_sectors * SECTOR_BYTES,
+            "guest_cpu_s": processor_seconds(box.vm.process.pid),
+        }
+        if box.cached:
+            counters = box.all_counters()
+            out |= {name: counters[name] for name in TOTALS}
+            out |= {name: value for name, value in counters.items() if name.startswith(REASONS)}
+        if box.spec.daemon:
+            out["tmemd_cpu_s"] = processor_seconds(box.spec.daemon.process.pid)
+        return out
+
+    def grown(self) -> Measured:
+        """Returns the growth. Reasons for lost pages are left out if they did not grow."""
+        grown = {name: value - self._before[name] for name, value in self._now().items()}
+        return {
+            name: value for name, value in grown.items() if value or not name.startswith(REASONS)
+        }
+
+
+class Lab:
+    """Starts and ends the guests and daemons of one part of the benchmark."""
+
+    def __init__(self, host: Host, session: Session, images: Path) -> None:
+        self.host = host
+        self.session = session
+        self._images = images
+        self._boxes: list[Box] = []
+        self._daemons: list[Daemon] = []
+
+    @property
+    def directory(self) -> Path:
+        return self.session.directory
+
+    def image(self, name: str, make: Callable[[Path], object]) -> Path:
+        """Returns an image that no guest changes; `make` creates it for all parts of a run."""
+        path = self._images / f"{name}.img"
+        if not path.exists():
+            make(path)
+        return path
+
+    def daemon(self, *names: str, pool_bytes: int, domain: str | None = None) -> Daemon:
+        tenants = [Tenant(name, trust_domain=domain) for name in names]
+        daemon = self.session.daemon(*tenants, pool_size=f"{pool_bytes // MIB}MiB")
+        daemon.start()
+        self._daemons.append(daemon)
+        return daemon
+
+    def create(self, spec: Spec) -> Box:
+        """Returns a guest that is not started."""
+        box = Box(self.host.create(self.session, spec), spec)
+        self._boxes.append(box)
+        return box
+
+    def boot(self, box: Box) -> None:
+        self.host.start(box.vm, box.spec)
+
+    def guest(self, spec: Spec) -> Box:
+        """Returns a guest that has booted."""
+        box = self.create(spec)
+        self.boot(box)
+        return box
+
+    def end(self, boxes: Iterable[Box] = ()) -> None:
+        """Ends the guests `boxes`. Without `boxes`, ends all guests and the daemons."""
+        some = list(boxes)
+        for box in some or self._boxes:
+            box.end()
+        if some:
+            self._boxes = [box for box in self._boxes if box not in some]
+        else:
+            self._boxes = []
+            for daemon in self._daemons:
+                daemon.stop()
+            self._daemons = []

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Counts the host's memory of processes, and limits the host's page cache with a control group.
+
+Both versions of cgroups work. The program needs the right to create them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from harness.disk import Throttle
+from harness.host_use import mapped_bytes, page_table_bytes
+from harness.paths import HarnessError
+from harness.wait import until
+
+ROOT = Path("/sys/fs/cgroup")
+
+
+def family(pids: Iterable[int]) -> set[int]:
+    """Returns these processes and their descendants: processes of a native guest are processes of
+    the host, which map its memory."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(path.name))
+    out, todo = set(), list(pids)
+    while todo:
+        pid = todo.pop()
+        out.add(pid)
+        todo += children.get(pid, [])
+    return out
+
+
+SYS_KCMP, KCMP_VM = 312, 1  # of x86-64, see kcmp(2)
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def same_memory(one: int, other: int) -> bool:
+    """Returns whether two processes share their address space, as helpers of a native guest do."""
+    found = LIBC.syscall(SYS_KCMP, one, other, KCMP_VM, 0, 0)
+    if found < 0 and ctypes.get_errno() != errno.ESRCH:
+        raise HarnessError(f"kcmp: {os.strerror(ctypes.get_errno())}")
+    return bool(found == 0)
+
+
+def used_bytes(pids: Iterable[int]) -> int:
+    """Returns the memory and page tables of processes, with their descendants.
+
+    A page that several processes map counts in parts (PSS). An address space counts once. Processes
+    that end meanwhile count 0.
+    """
+    out = 0
+    counted: list[int] = []
+    for pid in sorted(family(pids)):
+        if not any(same_memory(pid, other) for other in counted):
+            counted.append(pid)
+            with contextlib.suppress(OSError):
+                out += mapped_bytes([pid]) + page_table_bytes([pid])
+    return out
+
+
+def disk_read_bytes(pid: int) -> int:
+    """Returns the bytes that a process has read from block devices."""
+    lines = dict(
+        line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines()
+    )  # proc(5)
+    return int(lines["read_bytes"])
+
+
+def whole_disk(path: Path) -> str:
+    """Returns the numbers of the disk that holds a file, such as "254:0"."""
+    device = path.stat().st_dev
+    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    if not block.exists():
+        raise HarnessError(f"{path} is not on a block device, whose reads can be limited")
+    block = block.resolve()
+    if (block / "partition").exists():
+        block = block.parent
+    return (block / "dev").read_text().strip()
+
+
+class MemoryGroup:
+    """A control group that limits all memory of its processes, and their disk reads.
+
+    The memory includes the host's page cache of the files that they read, and guest memory, which
+    the process of a disk may touch first. Only reads that miss the page cache reach the limit of
+    the disk.
+    """
+
+    def __init__(self, name: str) -> None:
+        own = f"{name}-{os.getpid()}"
+        self._v2 = (ROOT / "cgroup.controllers").exists()
+        if self._v2:
+            (ROOT / "cgroup.subtree_control").write_text("+memory +io")
+        self._memory = (ROOT if self._v2 else ROOT / "memory") / own
+        self._disk = self._memory if self._v2 else ROOT / "blkio" / own
+        for path in self._paths():
+            path.mkdir()
+
+    def _paths(self) -> set[Path]:
+        return {self._memory, self._disk}
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Moves this process into the group for a while, so that its new children stay there."""
+        before = self._own()
+        for path in self._paths():
+            (path / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            yield
+        finally:
+            for path in before:
+                (path / "cgroup.procs").write_text(str(os.getpid()))
+
+    def _own(self) -> list[Path]:
+        """Returns the groups of this process."""
+        out = []
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if self._v2 and not controllers:
+                out.append(ROOT / path.lstrip("/"))
+            elif not self._v2 and controllers in ("memory", "blkio"):
+                out.append(ROOT / controllers / path.lstrip("/"))
+        return out
+
+    def limit(self, count_bytes: int) -> None:
+        """Limits the memory. Guest memory must not be swapped out instead of page cache."""
+        if self._v2:
+            (self._memory / "memory.swap.max").write_text("0")
+            (self._memory / "memory.max").write_text(str(count_bytes))
+        else:
+            (self._memory / "memory.swappiness").write_text("0")
+            (self._memory / "memory.limit_in_bytes").write_text(str(count_bytes))
+
+    def limit_reads(self, path: Path, limits: Throttle) -> None:
+        """Limits reads from the disk that holds this file."""
+        device = whole_disk(path)
+        iops, bps = limits.iops, limits.bytes_per_second
+        if self._v2:
+            (self._disk / "io.max").write_text(f"{device} riops={iops} rbps={bps}")
+        else:
+            (self._disk / "blkio.throttle.read_iops_device").write_text(f"{device} {iops}")
+            (self._disk / "blkio.throttle.read_bps_device").write_text(f"{device} {bps}")
+
+    def cached_bytes(self) -> int:
+        """Returns the page cache of the group's files, without guest memory."""
+        lines = (self._memory / "memory.stat").read_text().splitlines()
+        stat = {name: int(value) for name, value in (line.split() for line in lines)}
+        return stat["file" if self._v2 else "cache"] - stat["shmem"]
+
+    def remove(self) -> None:
+        """Removes the group, whose processes must have ended."""
+
+        def gone() -> bool:
+            for path in self._paths():
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+            return not any(path.exists() for path in self._paths())
+
+        until(gone, 20, f"{self._memory} has no process left")

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Keeps all measurements in one JSON file, which is written after each repetition.
+
+A run that was interrupted continues with the repetitions that the file does not have. The file
+names the settings that it was measured with; a run with other settings does not continue it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from harness.paths import HarnessError
+
+Measured = dict[str, float]  # the figures of one measurement
+Repetition = dict[str, Measured]  # measurements of one repetition, by arm
+
+
+class Results:
+    """The measurements of all workloads so far."""
+
+    def __init__(self, path: Path, settings: dict[str, Any], *, fresh: bool = False) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {"settings": settings, "machine": {}, "parts": {}}
+        if path.exists() and not fresh:
+            self.data = json.loads(path.read_text())
+            found = self.data["settings"]
+            if found != settings:
+                other = [key for key in settings if found.get(key) != settings[key]]
+                raise HarnessError(
+                    f"{path} was measured with other settings ({', '.join(other)}): "
+                    "use --fresh to measure all again, or another --json FILE"
+                )
+
+    def repetitions(self, key: str) -> list[Repetition]:
+        """Returns the repetitions of a part that are complete."""
+        found: list[Repetition] = self.data["parts"].get(key, {}).get("repetitions", [])
+        return found
+
+    def add(self, key: str, about: dict[str, Any], repetition: Repetition) -> None:
+        """Appends a repetition of a part and saves the file."""
+        part = self.data["parts"].setdefault(key, {"repetitions": []})
+        part.update(about)
+        part["repetitions"].append(repetition)
+        self.save()
+
+    def note(self, key: str, value: Any) -> None:
+        """Sets a value of the file that is no repetition, and saves the file."""
+        self.data[key] = value
+        self.save()
+
+    def save(self) -> None:
+        """Replaces the file in one step, so that an interruption leaves a whole file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        scratch.write_text(json.dumps(self.data, indent=1, ensure_ascii=False) + "\n")
+        scratch.replace(self.path)

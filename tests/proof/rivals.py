@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Compares ways to use equally many bytes of a host for the files of several guests.
+
+The guests are clones: overlays on one base image. All arms run at the same time and are measured in
+turns. The pool's guests boot first. Then each rival gets at least as many bytes as these guests,
+their disks' processes and tmemd use together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench_guest import DATA
+from harness import disk, storage
+from harness.daemon import Daemon
+from harness.disk import Disk, Throttle
+from harness.native import NativeVm
+from harness.paths import HarnessError
+from harness.vm import MIB
+from proof import disks
+from proof.guests import LOADS, REASONS, TOTALS, Box, Lab, Spec, fio_command, fio_report
+from proof.host_bytes import MemoryGroup, disk_read_bytes, used_bytes
+from proof.results import Measured
+from proof.workloads import WARM_UPS, Workload
+
+OVERLAPS = (0.0, 0.5, 0.9)
+GUESTS = 4
+RAM_BYTES = 128 * MIB
+SET_BYTES = 192 * MIB
+POOL_BYTES = 160 * MIB
+COLD_MIB = 32  # anonymous memory of each guest that it never uses again
+BLOCK_BYTES = 16 << 10
+COUNT = 5000  # requests of each guest in each phase
+THETA = 0.6
+WRITE_SHARE = 0.2
+PHASES = (0.0, WRITE_SHARE)
+SPARE_BYTES = 2 * MIB  # a rival gets this much more for each guest
+
+POOL, COPY, RAM, ZRAM, CACHE = "pool", "pool_copy", "ram", "zram", "host_cache"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to use the host's memory."""
+
+    key: str
+    what: str
+
+
+ARMS = (
+    Arm(POOL, "this project"),
+    Arm(COPY, "this project, without retained pages"),
+    Arm(RAM, "more RAM for the guests"),
+    Arm(ZRAM, "more RAM, and swap in zram"),
+    Arm(CACHE, "the host's page cache (cache=writeback)"),
+)
+
+
+@dataclass
+class Fleet:
+    """The running guests of an arm (a way to use the host's memory)."""
+
+    boxes: list[Box]
+    daemon: Daemon | None = None
+    group: MemoryGroup | None = None
+
+    def fronts(self) -> list[int]:
+        """Returns the processes that serve the guests' disks."""
+        out = []
+        for box in self.boxes:
+            assert isinstance(box.vm, NativeVm)
+            out += [export.process.pid for export in box.vm.exports]
+        return out
+
+    def host_bytes(self) -> int:
+        pids = [box.vm.process.pid for box in self.boxes] + self.fronts()
+        if self.daemon:
+            pids.append(self.daemon.process.pid)
+        return used_bytes(pids) + (self.group.cached_bytes() if self.group else 0)
+
+    def read_bytes(self) -> int:
+        return sum(map(disk_read_bytes, self.fronts()))
+
+    def counters(self) -> dict[str, int]:
+        if not self.daemon:
+            return {}
+        found = [box.all_counters() for box in self.boxes]
+        names = [name for name in found[0] if name in TOTALS or name.startswith(REASONS)]
+        return {name: sum(one[name] for one in found) for name in names}
+
+
+def _load(guest: int, repetition: int, write_share: float) -> str:
+    """Returns the name of the file with a guest's requests."""
+    return f"guest{guest}-{repetition}-{write_share:g}"
+
+
+class Rivals(Workload):
+    """Workload that compares all arms, for guests whose files have a given part in common."""
+
+    arms = tuple(arm.key for arm in ARMS)
+    figure = "disk_mib"
+    repetitions = 5
+    seconds = 240
+
+    def __init__(self, overlap: float) -> None:
+        self.overlap = overlap
+        self.key = f"rivals_{round(overlap * 100)}"
+        self.title = f"equal host bytes, {overlap:.0%} of the files common"
+        self.parameters: dict[str, Any] = {
+            "guests": GUESTS,
+            "RAM with the pool": f"{RAM_BYTES // MIB} MiB each",
+            "pool": f"{POOL_BYTES // MIB} MiB, one trust domain",
+            "file": f"{SET_BYTES // MIB} MiB each, real contents of /usr; {overlap:.0%} common",
+            "cold memory": f"{COLD_MIB} MiB of a tmpfs in each guest, never used again",
+            "disk": "ext4 on a qcow2 overlay over one base image; 3,000 IOPS and 125 MB/s for each "
+            "guest, and four times as much for all together with the host's page cache",
+            "load": f"fio, {COUNT:,} requests of 16 KiB by each guest, psync, all at the same time",
+            "distribution": f"Zipf, exponent {THETA}, equal in all guests",
+        }
+        self._zipf = disks.Zipf(SET_BYTES // BLOCK_BYTES, THETA)
+        self.fleets: dict[str, Fleet] = {}
+        self._ends: list[Callable[[], None]] = []
+
+    def prepare(self, lab: Lab) -> None:
+        self._lab = lab
+        self._base, self._overlays = disks.clones(
+            lab.directory / "images", GUESTS, SET_BYTES, self.overlap
+        )
+        storage.forget_cached(self._base)
+        self._loads = disks.loads_image(lab.directory / "loads.img", self._requests())
+        pool = self._boot(POOL, RAM_BYTES)
+        ours = pool.host_bytes()
+        # A guest uses all of its RAM for its page cache, so its RAM is about what it takes from the
+        # host, with the processes of its disks.
+        more = -(-ours // GUESTS // MIB) * MIB + SPARE_BYTES
+        whole = ours + GUESTS * SPARE_BYTES
+        self._boot(COPY, RAM_BYTES)
+        self._boot(RAM, more)
+        self._boot(ZRAM, more)
+        self._boot(CACHE, RAM_BYTES, whole)
+        self.parameters["RAM without the pool"] = f"{more // MIB} MiB each"
+        self.parameters["with the host's page cache"] = (
+            f"RAM of {RAM_BYTES // MIB} MiB each; a control group limits guests, the processes "
+            f"of their disks and the page cache of the images together to {whole // MIB} MiB"
+        )
+
+    def _requests(self) -> dict[str, str]:
+        out = {}
+        for number in range(GUESTS):
+            for repetition in (*WARM_UPS, *range(self.repetitions)):
+                for share in PHASES:
+                    name = _load(number, repetition, share)
+                    blocks = self._zipf.draw(COUNT, name)
+                    out[name] = disks.trace(
+                        f"{DATA}/{disks.SET}", BLOCK_BYTES, blocks, name, write_share=share
+                    )
+        return out
+
+    def _boot(self, arm: str, ram_bytes: int, memory_bytes: int = 0) -> Fleet:
+        lab = self._lab
+        directory = lab.directory / arm
+        directory.mkdir()
+        files = [directory / self._base.name]
+        os.link(self._base, files[0])
+        for overlay in self._overlays:
+            files.append(Path(shutil.copyfile(overlay, directory / overlay.name)))
+        fleet = self.fleets[arm] = Fleet([])
+        throttle: Throttle | None = disk.CLOUD_VOLUME
+        if arm == CACHE:
+            if cached := storage.cached_bytes(self._base):
+                raise HarnessError(f"another arm left {cached} bytes in the host's page cache")
+            # All guests together have the limits of all disks, because they share the base image.
+            one = disk.CLOUD_VOLUME
+            fleet.group = MemoryGroup("tmem-proof")
+            fleet.group.limit(memory_bytes)
+            fleet.group.limit_reads(
+                files[0], Throttle(one.iops * GUESTS, one.bytes_per_second * GUESTS)
+            )
+            self._ends.append(fleet.group.remove)
+            throttle = None
+        names = [f"{arm}{number}" for number in range(GUESTS)]
+        if arm in (POOL, COPY):
+            fleet.daemon = lab.daemon(*names, pool_bytes=POOL_BYTES, domain="clones")
+        specs = [
+            Spec(
+                name,
+                ram_bytes,
+                (
+                    Disk("data", path, format="qcow2", throttle=throttle),
+                    Disk("loads", self._loads, read_only=True),
+                ),
+                fleet.daemon,
+                parameters="retain=0" if arm == COPY else "",
+                direct=arm != CACHE,
+            )
+            for name, path in zip(names, files[1:], strict=True)
+        ]
+        # Guests and the processes of their disks start inside the group.
+        inside = fleet.group.inside() if fleet.group else contextlib.nullcontext()
+        with inside:
+            fleet.boxes += [lab.guest(spec) for spec in specs]
+        self._warm(arm, fleet)
+        return fleet
+
+    def _warm(self, arm: str, fleet: Fleet) -> None:
+        cold = f"mount -t tmpfs tmpfs /mnt && head -c {COLD_MIB}m {DATA}/{disks.SET} >/mnt/cold"
+        swap = (
+            "echo lz4 >/sys/block/zram0/comp_algorithm && echo 128M >/sys/block/zram0/disksize && "
+            "mkswap /dev/zram0 >/dev/null && swapon /dev/zram0 && echo 100 >/proc/sys/vm/swappiness"
+        )
+        for box in fleet.boxes:
+            box.guest.mount("data", DATA)
+            box.mount_loads()
+            if arm == ZRAM:
+                box.sh(swap)
+            box.sh(cold)
+        jobs = [box.job(f"cat {DATA}/{disks.SET} >/dev/null") for box in fleet.boxes]
+        for job in jobs:
+            job.wait().check()
+        for number in WARM_UPS:
+            for share in PHASES:
+                self._phase(fleet, number, share)
+
+    def _phase(self, fleet: Fleet, repetition: int, write_share: float) -> float:
+        """Runs the requests of all guests. Returns the seconds until all have ended."""
+        commands = [
+            fio_command(
+                f"--read_iolog={LOADS}/{_load(number, repetition, write_share)} "
+                "--replay_no_stall=1 --ioengine=psync --gtod_reduce=1 --end_fsync=1 "
+                "--refill_buffers --buffer_compress_percentage=50"
+            )
+            for number in range(GUESTS)
+        ]
+        began = time.monotonic()
+        jobs = [box.job(command) for box, command in zip(fleet.boxes, commands, strict=True)]
+        reports = [fio_report(job.wait().check().text) for job in jobs]
+        seconds = time.monotonic() - began
+        done = sum(report[kind]["total_ios"] for report in reports for kind in ("read", "write"))
+        if done != COUNT * GUESTS:
+            raise HarnessError(f"fio made {done} requests, not {COUNT * GUESTS}")
+        return seconds
+
+    def measure(self, arm: str, repetition: int) -> Measured:
+        fleet = self.fleets[arm]
+        before = fleet.counters()
+        out: Measured = {}
+        for share, suffix in ((0.0, ""), (WRITE_SHARE, "_writes")):
+            read = fleet.read_bytes()
+            out[f"seconds{suffix}"] = self._phase(fleet, repetition, share)
+            out[f"disk_mib{suffix}"] = (fleet.read_bytes() - read) / MIB
+        out["host_mib"] = fleet.host_bytes() / MIB
+        grown = {name: value - before[name] for name, value in fleet.counters().items()}
+        return out | {name: value for name, value in grown.items() if value or name in TOTALS}
+
+    def check(self) -> None:
+        """Raises if RAM or pool of a guest has other bytes than its disk."""
+        sums = f"sha256sum {DATA}/{disks.SET}"
+        for arm in (POOL, COPY):
+            boxes = self.fleets[arm].boxes
+            jobs = [box.job(f"sync; {sums}") for box in boxes]
+            cached = [job.wait().check().text for job in jobs]
+            for box in boxes:
+                # A new mount has nothing in the pool.
+                box.sh(f"umount {DATA}")
+                box.guest.mount("data", DATA, options="ro")
+            jobs = [box.job(sums) for box in boxes]
+            if cached != [job.wait().check().text for job in jobs]:
+                raise HarnessError(f"{self.key}, {arm}: RAM or pool had wrong bytes")
+
+    def finish(self) -> None:
+        for end in self._ends:
+            end()

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Runs the parts of the benchmark one after the other and saves each repetition."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from demo import Progress
+from harness.machine import observed, processor_model
+from harness.paths import ROOT, HarnessError, host_binary
+from harness.session import Session
+from proof import model, report
+from proof.build import Build
+from proof.fleet_loads import Boot, Neighbour
+from proof.guests import Host, Lab, Native, Qemu
+from proof.results import Measured, Repetition, Results
+from proof.rivals import OVERLAPS, Rivals
+from proof.workloads import (
+    POSIX,
+    URING,
+    Oltp,
+    RandomReread,
+    SequentialReread,
+    Stream,
+    Workload,
+    Write,
+)
+
+RESULTS, RESULTS_KVM = ROOT / "build/proof.json", ROOT / "build/proof-kvm.json"
+QUICK_REPETITIONS = 1
+MAKE: dict[str, Callable[[], Workload]] = {
+    "seq_reread_1": lambda: SequentialReread(1),
+    "seq_reread_8": lambda: SequentialReread(8),
+    "rand_reread_1": lambda: RandomReread(1),
+    "rand_reread_8": lambda: RandomReread(8, POSIX),
+    "rand_reread_io_uring": lambda: RandomReread(8, URING),
+    "oltp_ro": lambda: Oltp(writes=False),
+    "oltp_rw": lambda: Oltp(writes=True),
+    "build": Build,
+    "stream": Stream,
+    "stream_fast": lambda: Stream(fast=True),
+    "write": Write,
+    "boot": Boot,
+    "victim": Neighbour,
+    model.ALL_IN_RAM: model.AllInRam,
+    model.HALF: model.half_ram,
+    model.MORE: model.more_ram,
+    model.TWO: model.TwoGuests,
+    **{f"rivals_{round(overlap * 100)}": partial(Rivals, overlap) for overlap in OVERLAPS},
+}
+# Parts that need guests which the harness can only run natively.
+NATIVE_ONLY = tuple(name for name in MAKE if name.startswith("rivals"))
+
+
+def settings(quick: bool, host: Host) -> dict[str, Any]:
+    """Returns the settings that all repetitions in a file of results must have in common."""
+    binary = host_binary("tmemd").read_bytes()
+    return {
+        "quick": quick,
+        "guests": host.what,
+        "tmemd": hashlib.sha256(binary).hexdigest()[:16],
+        "processor": processor_model(),
+    }
+
+
+class Run:
+    """One run over all parts."""
+
+    def __init__(self, host: Host, results: Results, quick: bool) -> None:
+        self._host = host
+        self._results = results
+        self._quick = quick
+        self._progress = Progress()
+
+    def wanted(self, workload: Workload) -> int:
+        """Returns how many repetitions of a workload are missing."""
+        count = QUICK_REPETITIONS if self._quick else workload.repetitions
+        return max(0, count - len(self._results.repetitions(workload.key)))
+
+    def all(self, names: list[str]) -> None:
+        parts = [part for name in names if self.wanted(part := MAKE[name]())]
+        left = sum(map(self._estimate, parts))
+        try:
+            with tempfile.TemporaryDirectory(prefix="tmem-proof-") as images, observed() as facts:
+                for part in parts:
+                    self._progress.step(f"{part.title}; about {left / 60:.0f} min left")
+                    self._part(part, Path(images))
+                    left -= self._estimate(part)
+        finally:
+            # A run that fails keeps its repetitions, to which the facts belong.
+            self._results.note("machine", facts)
+
+    def _estimate(self, part: Workload) -> float:
+        return part.seconds / (part.repetitions if self._quick else 1)
+
+    def _part(self, part: Workload, images: Path) -> None:
+        if part.key in model.HOLDOUTS and not self._results.repetitions(part.key):
+            # Save the prediction before the measurement, to show that it does not depend on it.
+            self._results.note("predictions", model.predict(self._results))
+        began = time.monotonic()
+        with Session() as session:
+            lab = Lab(self._host, session, images)
+            try:
+                self._measure(part, lab, began)
+            finally:
+                lab.end()
+                part.finish()
+        self._progress.step(f"  took {time.monotonic() - began:.0f} s")
+
+    def _measure(self, part: Workload, lab: Lab, began: float) -> None:
+        part.prepare(lab)
+        self._progress.step(f"  ready after {time.monotonic() - began:.0f} s")
+        done = len(self._results.repetitions(part.key))
+        for number in range(done, done + self.wanted(part)):
+            # The arms run in turns, and each repetition begins with another arm.
+            turn = number % len(part.arms)
+            found: Repetition = {}
+            for arm in part.arms[turn:] + part.arms[:turn]:
+                self._progress.show(f"repetition {number + 1}, {arm}")
+                found[arm] = part.measure(arm, number)
+            self._say(part, found)
+            about = {"title": part.title, "parameters": part.parameters, "figure": part.figure}
+            self._results.add(part.key, about, found)
+        part.check()
+
+    def _say(self, part: Workload, found: Repetition) -> None:
+        def text(measured: Measured) -> str:
+            out = f"{measured[part.figure]:,.3f}"
+            if late := measured.get("misses_late", 0) + measured.get("misses_tripped", 0):
+                out += f" ({late:.0f} late)"
+            if measured.get("puts_lost"):
+                out += f" (lost {measured['puts_lost'] / measured['puts_eligible']:.1%})"
+            return out
+
+        words = ", ".join(f"{arm} {text(found[arm])}" for arm in part.arms)
+        self._progress.step(f"  {part.figure}: {words}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="bench-proof", description="Measures what the pool gains, against every rival."
+    )
+    parser.add_argument("--only", nargs="*", choices=[*MAKE], default=[], metavar="WORKLOAD",
+                        help=f"run only these workloads: {', '.join(MAKE)}")  # fmt: skip
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one repetition of each workload, to try the benchmark",
+    )
+    parser.add_argument("--fresh", action="store_true", help="measure all repetitions again")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help=f"results file; default: the environment variable JSON, or {RESULTS}",
+    )
+    parser.add_argument("--kvm", action="store_true",
+                        help="run the guests in QEMU with KVM, as make bench-kvm does")  # fmt: skip
+    parser.add_argument(
+        "--page",
+        type=Path,
+        help="write the report to this file, its plots to ../images, and the results beside it",
+    )
+    parser.add_argument("--report", action="store_true", help="measure nothing, only report")
+    arguments = parser.parse_args()
+    default = RESULTS_KVM if arguments.kvm else RESULTS
+    path = arguments.json or Path(os.environ.get("JSON") or default)
+    try:
+        if not arguments.report:
+            host_binary("tmemctl")
+            host: Host = Qemu() if arguments.kvm else Native()
+            results = Results(path, settings(arguments.quick, host), fresh=arguments.fresh)
+            names = arguments.only or [
+                name for name in MAKE if not (arguments.kvm and name in NATIVE_ONLY)
+            ]
+            Run(host, results, arguments.quick).all(names)
+            if predictions := results.data.get("predictions"):
+                results.note("prediction_errors", model.errors(predictions, results))
+                results.note("kvm_speedups", model.kvm_speedups(results))
+        found = report.load(path)
+        print(report.text(found))
+        if arguments.kvm and RESULTS.exists():
+            print(f"\n{report.beside(found, report.load(RESULTS))}")
+        if arguments.page:
+            report.write_page(found, arguments.page)
+    except HarnessError as error:
+        print(f"\nbench-proof: {error}", file=sys.stderr)
+        return 1
+    return 0

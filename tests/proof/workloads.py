@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Loads of one guest, measured in turns in a guest with the pool and in one without it.
+
+Both guests have the same RAM and equal, throttled disks. Each class states its parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+from bench_guest import DATA, PAGE_BYTES
+from harness import disk
+from harness.disk import Disk
+from harness.paths import HarnessError
+from harness.vm import MIB
+from proof import disks
+from proof.guests import LOADS, SQLITE, Box, Lab, Spec, Use
+from proof.results import Measured
+
+RAM_BYTES = 192 * MIB
+SET_BYTES = 288 * MIB  # 1.5 times the RAM; it fits RAM and pool
+POOL_BYTES = 512 * MIB
+STREAM_BYTES = 448 * MIB
+WITH, WITHOUT = "with", "without"
+DISK = "ext4 on a disk of 3,000 IOPS and 125 MB/s"
+CONTENTS = "pages are all different, and lz4 halves them"
+
+
+class Workload:
+    """A load that several arms run in turns. A subclass measures one arm after the other."""
+
+    key: str
+    title: str
+    arms: ClassVar[tuple[str, ...]] = (WITHOUT, WITH)
+    repetitions = 7
+    seconds = 60.0  # estimate for all repetitions, on 2 processors
+    parameters: dict[str, Any]
+    # The figure that is compared; "seconds" (less is better) or a rate.
+    figure = "seconds"
+
+    def prepare(self, lab: Lab) -> None:
+        """Makes images and boots guests."""
+        raise NotImplementedError
+
+    def measure(self, arm: str, repetition: int) -> Measured:
+        """Measures one arm once."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises if a guest has read a wrong byte."""
+
+    def finish(self) -> None:
+        """Ends what is neither a guest nor a daemon, after all guests and daemons have ended."""
+
+
+class Paired(Workload):
+    """A load in two guests, one with the pool and one without."""
+
+    set_bytes = SET_BYTES
+    ram_bytes = RAM_BYTES
+    writable = False
+    sqlite = False
+    throttle: disk.Throttle | None = disk.CLOUD_VOLUME
+    sum_of: str | None = disks.SET  # file whose checksum is compared at the end
+    guests = 1  # number of guests of each arm
+
+    def __init__(self) -> None:
+        self.all_boxes: dict[str, list[Box]] = {}
+        self.parameters = {
+            "RAM": f"{self.ram_bytes // MIB} MiB",
+            "pool": f"{POOL_BYTES // MIB} MiB",
+            "disk": DISK if self.throttle else "ext4, in the host's page cache",
+            **self.details(),
+        }
+
+    def ram_of(self, arm: str) -> int:
+        """Returns the RAM of an arm's guests."""
+        return self.ram_bytes
+
+    def details(self) -> dict[str, Any]:
+        return {"file": f"{self.set_bytes // MIB} MiB; {CONTENTS}"}
+
+    def image(self, lab: Lab) -> Path:
+        name = f"set{self.set_bytes // MIB}"
+        return lab.image(name, lambda path: disks.image(path, self.set_bytes))
+
+    def prepare(self, lab: Lab) -> None:
+        path = self.image(lab)
+        if self.sum_of:
+            self._sum = _sum(path)
+        loads = self.loads()
+        if loads:
+            requests = disks.loads_image(lab.directory / "loads.img", loads)
+        numbers = range(self.guests)
+        daemon = lab.daemon(
+            *(f"{WITH}{number}" for number in numbers), pool_bytes=POOL_BYTES * self.guests
+        )
+        for arm in self.arms:
+            self.all_boxes[arm] = []
+            for number in numbers:
+                name = f"{arm}{number}"
+                own = path
+                if self.writable:
+                    own = lab.directory / f"{name}.img"
+                    shutil.copyfile(path, own)
+                images = [Disk("data", own, read_only=not self.writable, throttle=self.throttle)]
+                if loads:
+                    images.append(Disk("loads", requests, read_only=True))
+                spec = Spec(
+                    name=name,
+                    ram_bytes=self.ram_of(arm),
+                    disks=tuple(images),
+                    daemon=daemon if arm == WITH else None,
+                    direct=self.throttle is not None,
+                    sqlite=self.sqlite,
+                )
+                box = lab.guest(spec)
+                box.mount_set(options="rw" if self.writable else "ro")
+                if loads:
+                    box.mount_loads()
+                self.all_boxes[arm].append(box)
+                self.warm(box)
+                box.settle()
+
+    def loads(self) -> dict[str, str]:
+        """Returns the requests of each repetition by their name, with those of the warm-up."""
+        return {}
+
+    def warm(self, box: Box) -> None:
+        """Brings the guest into the state that all repetitions start from."""
+        for _ in range(2):
+            box.sh(f"cat {DATA}/{disks.SET} >/dev/null")
+
+    def measure(self, arm: str, repetition: int) -> Measured:
+        (box,) = self.all_boxes[arm]
+        self.before(box, repetition)
+        box.settle()
+        use = Use(box)
+        out = self.act(box, repetition)
+        return out | use.grown()
+
+    def before(self, box: Box, repetition: int) -> None:
+        """Prepares a repetition, outside of the measurement."""
+
+    def act(self, box: Box, repetition: int) -> Measured:
+        """Runs the load once and returns its figure."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        if not self.sum_of:
+            return
+        for box in self.all_boxes.get(WITH, []):
+            found = box.sh(f"sha256sum {DATA}/{self.sum_of}").split()[0]
+            if found != self._sum:
+                raise HarnessError(f"{self.key}, {box.vm.name}: the file's SHA-256 is wrong")
+
+
+def _sum(path: Path) -> str:
+    """Returns the SHA-256 of the file that the guests read (the set), from its ext4 image."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in disks.blocks(path):
+            file.seek(block * PAGE_BYTES)
+            digest.update(file.read(PAGE_BYTES))
+    return digest.hexdigest()
+
+
+PSYNC, URING, POSIX = "psync", "io_uring", "posixaio"
+
+
+class SequentialReread(Paired):
+    """fio reads the file from beginning to end, again and again."""
+
+    block_bytes = 128 << 10
+
+    def __init__(self, depth: int = 1) -> None:
+        self.depth = depth
+        self.engine = PSYNC if depth == 1 else URING
+        self.key = f"seq_reread_{depth}"
+        self.title = f"sequential re-read, depth {depth}"
+        self.seconds = 45
+        super().__init__()
+
+    def details(self) -> dict[str, Any]:
+        return super().details() | {
+            "load": f"fio, read, 128 KiB, {self.engine}, depth {self.depth}",
+        }
+
+    def act(self, box: Box, repetition: int) -> Measured:
+        report = box.fio(
+            f"--rw=read --bs={self.block_bytes} --filename={DATA}/{disks.SET} --gtod_reduce=1 "
+            f"--ioengine={self.engine} --iodepth={self.depth}"
+        )
+        return {"seconds": report["read"]["runtime"] / 1000}
+
+
+WARM_UPS = (-2, -1)
+
+
+def load_name(repetition: int) -> str:
+    """Returns the name of the file with the requests of a repetition."""
+    return f"load{repetition}"
+
+
+def fio_trace(engine: str, depth: int, name: str) -> str:
+    """Returns fio's arguments to run the requests of a file."""
+    return (
+        f"--read_iolog={LOADS}/{name} --replay_no_stall=1 --gtod_reduce=1 "
+        f"--ioengine={engine} --iodepth={depth}"
+    )
+
+
+class RandomReread(Paired):
+    """fio reads blocks of 4 KiB in a Zipf distribution."""
+
+    theta = 0.6
+    reads = 20_000
+    write_share = 0.0
+
+    def __init__(self, depth: int = 1, engine: str = PSYNC) -> None:
+        self.depth = depth
+        self.engine = engine
+        self.key = f"rand_reread_{engine}" if engine == URING else f"rand_reread_{depth}"
+        self.title = f"Zipf random re-read, {engine}, depth {depth}"
+        self.seconds = 65
+        self.zipf = disks.Zipf(self.set_bytes // PAGE_BYTES, self.theta)
+        super().__init__()
+
+    def details(self) -> dict[str, Any]:
+        return super().details() | {
+            "load": f"fio, {self.reads:,} reads of 4 KiB in each repetition, {self.engine}, "
+            f"depth {self.depth}",
+            "distribution": f"Zipf, exponent {self.theta}, popular pages spread over the file",
+        }
+
+    def warm(self, box: Box) -> None:
+        box.sh(f"cat {DATA}/{disks.SET} >/dev/null")
+        for number in WARM_UPS:
+            self.act(box, number)
+
+    def loads(self) -> dict[str, str]:
+        path = f"{DATA}/{disks.SET}"
+        out = {}
+        for number in (*WARM_UPS, *range(self.repetitions)):
+            blocks = self.zipf.draw(self.reads, str(number))
+            out[load_name(number)] = disks.trace(
+                path, PAGE_BYTES, blocks, str(number), write_share=self.write_share
+            )
+        return out
+
+    def act(self, box: Box, repetition: int) -> Measured:
+        report = box.fio(fio_trace(self.engine, self.depth, load_name(repetition)))
+        read = report["read"]
+        if read["total_ios"] != self.reads:
+            raise HarnessError(f"fio made {read['total_ios']} reads, not {self.reads}")
+        cached = box.sh("awk '/^Cached:/ { print $2 }' /proc/meminfo")
+        return {"seconds": read["runtime"] / 1000, "cached_mib": int(cached) / 1024}
+
+
+class Oltp(Paired):
+    """SQLite runs the transactions of sysbench's OLTP workloads on a table of 2 times the RAM."""
+
+    figure = "tps"
+    sqlite = True
+    writable = True
+    set_bytes = 2 * RAM_BYTES
+    sum_of = None
+    count = 400  # transactions of a repetition
+
+    def __init__(self, *, writes: bool) -> None:
+        self.writes = writes
+        self.key = "oltp_rw" if writes else "oltp_ro"
+        self.title = "SQLite OLTP, read-write" if writes else "SQLite OLTP, read-only"
+        self.seconds = 90
+        super().__init__()
+
+    def details(self) -> dict[str, Any]:
+        mix = "10 point and 4 range reads of 100 rows"
+        if self.writes:
+            mix += ", 2 updates, a delete and an insert; WAL, synchronous=FULL"
+        return {
+            "database": f"SQLite of Debian 12, {self.set_bytes // MIB} MiB, sysbench's sbtest1",
+            "load": f"{self.count} transactions in each repetition, one connection, cache of 8 MiB",
+            "transaction": mix,
+            "distribution": "uniform",
+        }
+
+    def image(self, lab: Lab) -> Path:
+        return lab.image("database", lambda path: disks.database(path, self.set_bytes))
+
+    def warm(self, box: Box) -> None:
+        for _ in range(2):
+            box.sh(f"cat {DATA}/db >/dev/null")
+        self.act(box, -1)
+
+    def loads(self) -> dict[str, str]:
+        return {
+            load_name(number): disks.transactions(
+                self.set_bytes // disks.ROW_BYTES, self.count, number, writes=self.writes
+            )
+            for number in range(-1, self.repetitions)
+        }
+
+    def act(self, box: Box, repetition: int) -> Measured:
+        began = time.monotonic()
+        box.sh(f"{SQLITE} -bail {DATA}/db <{LOADS}/{load_name(repetition)} >/dev/null")
+        return {"tps": self.count / (time.monotonic() - began)}
+
+    def check(self) -> None:
+        for box in self.all_boxes[WITH]:
+            found = box.sh(f"echo 'PRAGMA quick_check;' | {SQLITE} {DATA}/db").strip()
+            if found != "ok":
+                raise HarnessError(f"{self.key}, {box.vm.name}: the database is damaged: {found}")
+
+
+class Stream(Paired):
+    """fio reads a file once, whose pages are neither in RAM nor in the pool."""
+
+    set_bytes = STREAM_BYTES
+    repetitions = 5
+
+    def __init__(self, *, fast: bool = False) -> None:
+        self.fast = fast
+        self.key = "stream_fast" if fast else "stream"
+        self.title = "stream, disk without a limit" if fast else "stream that is never read again"
+        self.throttle = None if fast else disk.CLOUD_VOLUME
+        self.seconds = 35 if fast else 65
+        super().__init__()
+
+    def details(self) -> dict[str, Any]:
+        return super().details() | {"load": "fio, read, 128 KiB, psync, depth 1"}
+
+    def warm(self, box: Box) -> None:
+        self.act(box, -1)
+
+    def before(self, box: Box, repetition: int) -> None:
+        # Without a mount, the driver drops the file system's pages from the pool.
+        box.sh(f"umount {DATA}")
+        box.mount_set()
+
+    def act(self, box: Box, repetition: int) -> Measured:
+        report = box.fio(
+            f"--rw=read --bs=128k --filename={DATA}/{disks.SET} --gtod_reduce=1 --ioengine=psync"
+        )
+        return {"seconds": report["read"]["runtime"] / 1000}
+
+
+class Write(Paired):
+    """fio overwrites random blocks of a file whose pages are in RAM and pool."""
+
+    writable = True
+    writes = 6000
+    block_bytes = 16 << 10
+    sum_of = None
+
+    def __init__(self) -> None:
+        self.key = "write"
+        self.title = "random overwrites"
+        self.seconds = 60
+        super().__init__()
+
+    def details(self) -> dict[str, Any]:
+        return super().details() | {
+            "load": f"fio, randwrite, {self.writes} blocks of 16 KiB, psync, fsync at the end"
+        }
+
+    def act(self, box: Box, repetition: int) -> Measured:
+        report = box.fio(
+            f"--rw=randwrite --bs={self.block_bytes} --filename={DATA}/{disks.SET} --ioengine=psync"
+            f" --number_ios={self.writes} --norandommap --randrepeat=0 --randseed={repetition + 10}"
+            " --end_fsync=1 --gtod_reduce=1"
+            " --refill_buffers --buffer_compress_percentage=50"
+        )
+        return {"seconds": report["write"]["runtime"] / 1000}
+
+    def check(self) -> None:
+        """Raises if the bytes in RAM and pool are not those on the disk."""
+        for box in self.all_boxes[WITH]:
+            cached = box.sh(f"sync; sha256sum {DATA}/{disks.SET}")
+            # A new mount has nothing in the pool.
+            box.sh(f"umount {DATA}")
+            box.guest.mount("data", DATA, options="ro")
+            if box.sh(f"sha256sum {DATA}/{disks.SET}") != cached:
+                raise HarnessError(f"write, {box.vm.name}: RAM or pool had other bytes")
