@@ -36,8 +36,8 @@
 #define VIRTIO_TMEM_BATCH_MAX			64	/* pages or ranges in a request */
 #define VIRTIO_TMEM_REQUEST_QUEUES_MAX		16	/* without the control queue */
 #define VIRTIO_TMEM_QUEUE_SIZE_MAX		1024	/* descriptors in a queue */
-#define VIRTIO_TMEM_CHUNK_SHIFT			8	/* log2 of the pages of a chunk: 1 MiB */
-#define VIRTIO_TMEM_INDEX_BITS			51	/* bits of a page index; file: 2^63 bytes */
+#define VIRTIO_TMEM_CHUNK_SHIFT			8	/* log2 of pages in a chunk (1 MiB) */
+#define VIRTIO_TMEM_INDEX_BITS			51	/* bits of a page index (file: 2^63 B) */
 #define VIRTIO_TMEM_POOLS_MAX			256	/* pools that exist at the same time */
 
 /* Queue 0 is the control queue, 1 .. num_request_queues are request queues. */
@@ -56,10 +56,10 @@
 /*
  * Status of a request. Zero is not a status, so a zeroed buffer is not an
  * answer. The driver writes UNANSWERED before it sends a request, and the device
- * never sends that value.
+ * never answers with UNANSWERED.
  */
 #define VIRTIO_TMEM_S_OK			1	/* executed; each page has a result */
-#define VIRTIO_TMEM_S_STALE			2	/* another generation; nothing changed */
+#define VIRTIO_TMEM_S_STALE			2	/* wrong generation; nothing changed */
 #define VIRTIO_TMEM_S_BAD			3	/* wrong lengths, or a value out of range */
 #define VIRTIO_TMEM_S_UNSUPPORTED		4	/* unknown type or flag */
 #define VIRTIO_TMEM_S_NO_POOL			5	/* the driver has no such pool */
@@ -81,7 +81,7 @@
 #define VIRTIO_TMEM_PUT_WORKINGSET		1	/* the page was active in the guest */
 
 /* Values of virtio_tmem_get_page.flags. */
-#define VIRTIO_TMEM_GET_RETAINED		1	/* a hit that stays in the pool */
+#define VIRTIO_TMEM_GET_RETAINED		1	/* the device retains the page */
 
 /* Value of virtio_tmem_range.nr_pages: from index to the end of the object. */
 #define VIRTIO_TMEM_TO_END			0
@@ -163,24 +163,24 @@ struct virtio_tmem_ref_page {
 };
 
 /*
- * A POOL_CREATE is req and pool_create, a POOL_DESTROY only req. The answer to
- * both is resp.
+ * A POOL_CREATE is req and pool_create. A POOL_DESTROY is only req. The answer to
+ * each of these requests is resp.
  */
 struct virtio_tmem_pool_create {
-	__le32 flags;			/* 0; the device answers others UNSUPPORTED */
+	__le32 flags;			/* 0; any other value is UNSUPPORTED */
 	__le32 reserved;		/* 0 */
 };
 
 /* Values of virtio_tmem_report.state. */
-#define VIRTIO_TMEM_R_OFF			0	/* loaded and off */
-#define VIRTIO_TMEM_R_ON			1
+#define VIRTIO_TMEM_R_OFF			0	/* the driver is loaded and off */
+#define VIRTIO_TMEM_R_ON			1	/* the driver caches pages */
 #define VIRTIO_TMEM_R_OFFLINE			2	/* on, but there is no back end */
 #define VIRTIO_TMEM_R_TRIPPED			3	/* breaker open: answers were late */
-#define VIRTIO_TMEM_R_POISONED			4	/* a page was wrong: off until reload */
+#define VIRTIO_TMEM_R_POISONED			4	/* a check failed: off until reload */
 
 /*
- * Bits of virtio_tmem_report.hooks for types of file systems that are served.
- * The driver defines the other bits.
+ * Bits of virtio_tmem_report.hooks for the types of file systems that the driver
+ * serves. The driver defines the other bits.
  */
 #define VIRTIO_TMEM_H_EXT4			56
 #define VIRTIO_TMEM_H_XFS			57
@@ -192,17 +192,17 @@ struct virtio_tmem_pool_create {
 struct virtio_tmem_report {
 	__le32 version;			/* major << 16 | minor << 8 | patch */
 	__le32 state;			/* VIRTIO_TMEM_R_... */
-	__le64 hooks;			/* live hooks, and VIRTIO_TMEM_H_... */
+	__le64 hooks;			/* live hooks of the driver, VIRTIO_TMEM_H_... */
 	__le64 memory_bytes;		/* guest memory that the driver uses */
 	__le64 index_pages;		/* pages in the driver's index */
 	__le64 puts;			/* pages accepted into the put ring */
 	__le64 puts_dropped;		/* eligible pages that were not accepted */
 	__le64 gets;			/* pages that readers requested */
-	__le64 hits;			/* pages that came back and were used */
+	__le64 hits;			/* requested pages that were found and used */
 	__le64 late;			/* GET requests without answer by the deadline */
 	__le64 mismatches;		/* pages that failed a check; must be 0 */
 	__le64 invalidations;		/* index entries erased because a file changed */
-	__u8 kernel[64];		/* release: any bytes, padded with NUL */
+	__u8 kernel[64];		/* kernel release, any bytes, NUL-padded */
 };
 
 /*
@@ -213,8 +213,8 @@ struct virtio_tmem_report {
  * know the request answers UNSUPPORTED.
  */
 struct virtio_tmem_latencies {
-	__le64 get_ns;			/* sum of all these waits in ns */
-	__le64 get[16];
+	__le64 get_ns;			/* sum of the readers' waits in ns */
+	__le64 get[16];			/* GET requests, by waiting time */
 };
 
 #endif /* VIRTIO_TMEM_H */

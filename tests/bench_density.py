@@ -190,7 +190,7 @@ class Bench:
         shutil.rmtree(directory)
 
     def run(self, variant: Variant, warm: int = WARM_ROUNDS, rounds: int = ROUNDS) -> Run:
-        """Boots all VMs of a variant, makes them read, and ends them."""
+        """Boots all VMs of a variant, makes them read their trees, and ends them."""
         assert variant.ram_bytes
         out = Run(variant.ram_bytes)
         with contextlib.ExitStack() as stack:
@@ -270,9 +270,10 @@ class Bench:
                 raise HarnessError(f"{name}: a file's SHA-256 differs from the host's")
 
     def calibrate(self, variant: Variant, wanted_bytes: int, first_bytes: int) -> Variant:
-        """Returns the variant with the RAM with which its VMs use `wanted_bytes` of the host.
+        """Returns the variant with RAM for which its VMs use `wanted_bytes` of the host at their
+        peak.
 
-        The peak of the use counts. `first_bytes` is the RAM of the first attempt.
+        `first_bytes` is the RAM of the first attempt.
         """
         ram = first_bytes
         for _ in range(CALIBRATIONS):
@@ -454,7 +455,11 @@ def write_json(path: Path, runs: dict[str, list[Run]], release: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures to this file; also JSON=PATH")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="write the figures to this file; default: the environment variable JSON",
+    )
     parser.add_argument(
         "--repeat", type=int, default=REPEAT, help="runs of each variant; default: %(default)s"
     )

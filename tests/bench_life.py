@@ -78,8 +78,8 @@ class Bench:
     def kills(self, reconnect_ms: int) -> None:
         """Kills the daemon and starts another one.
 
-        Measures the times until it serves, until QEMU has connected, and until it has answered a
-        put and a hit.
+        Measures the times until the new daemon serves, until QEMU has connected to it, and until it
+        has answered a put and a hit.
         """
         daemon = self.daemon()
         vm = self.vm(Tmem(daemon.socket("vm1"), reconnect_ms=reconnect_ms))
@@ -162,7 +162,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--only", nargs="*", default=["kills", "migrations"])
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=Path, help="write all figures to this file as JSON")
     arguments = parser.parse_args()
     try:
         qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")

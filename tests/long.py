@@ -76,7 +76,7 @@ def duration(text: str) -> float:
 
 
 def arguments_of_a_turn(name: str, generator: random.Random) -> Iterator[str]:
-    """Yields the arguments of each run of the torture program in a turn, with a new seed."""
+    """Yields the arguments of each run of the torture program in one VM, with a new seed."""
     yield (
         f"--seed={generator.getrandbits(32)} --ops={RANDOM_OPERATIONS} {SMALL} --jobs=2 "
         f"--rounds=3 {disk.left_out(name)} {mounted(name)}"
@@ -108,7 +108,7 @@ def turn(
     progress: Progress,
     generator: random.Random,
 ) -> None:
-    """Boots a VM and tortures it. Raises HarnessError or AssertionError at the first fault."""
+    """Runs the torture program in a new VM. Raises HarnessError or AssertionError at a fault."""
     where = f"kernel {kernel.release}, {name}, {parameters}"
     ko = module.build(kernel, test=HOOKS_OFF in parameters)
     with Session() as session:
@@ -185,7 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, (name, kernel) in enumerate(itertools.cycle(turns)):
         if progress.over():
             break
-        # Every other turn verifies all hits. In the next pass through the list, the other turns do.
+        # In every other VM, the driver compares all hits with the disk. In the next pass through
+        # the list, it does so in the remaining VMs.
         parameters = f"verify_every={(number + number // len(turns)) % 2}"
         if options.hooks_off:
             parameters = f"verify_every=0 {HOOKS_OFF}{options.hooks_off}"

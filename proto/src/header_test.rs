@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Compares this crate with `virtio_tmem.h`, in both directions.
+//! Compares this crate with the C header `virtio_tmem.h`, in both directions.
 //!
 //! The test reads all names from the header, so that the crate cannot lack one. The sizes, offsets
 //! and values come from the C compiler, so that the test does not depend on its own reading of C.
@@ -11,14 +11,14 @@ use std::process::Command;
 use std::string::{String, ToString};
 use std::vec::Vec;
 
-/// Layout of a struct of the crate.
+/// Name, size and fields of a wire struct of this crate, to be compared with the C header.
 pub(crate) struct Struct {
     pub c_name: &'static str,
     pub size: usize,
     pub fields: &'static [Field],
 }
 
-/// Layout of a field of the crate.
+/// Name, place, size and type of a field of a wire struct of this crate.
 pub(crate) struct Field {
     pub name: &'static str,
     pub offset: usize,
@@ -28,16 +28,16 @@ pub(crate) struct Field {
 
 const HEADER: &str = include_str!("../virtio_tmem.h");
 
-/// Names in the header: defines, and structs with their fields. A field has its C type, including
-/// an array length, and its name.
+/// Names that the C header defines: constants, and structs with their fields. A field has its C
+/// type, including an array length, and its name.
 #[derive(Debug, Default, PartialEq)]
 struct Names {
     defines: Vec<String>,
     structs: Vec<(String, Vec<(String, String)>)>,
 }
 
-/// Reads the names of a header. A construct that this function does not know is an error, so that
-/// it overlooks none.
+/// Reads the names that a C header defines. A construct that this function does not know is an
+/// error, so that it overlooks no name.
 fn names(header: &str) -> Result<Names, String> {
     let mut text = String::new();
     let mut rest = header;
@@ -73,17 +73,17 @@ fn names(header: &str) -> Result<Names, String> {
                 found
                     .structs
                     .last_mut()
-                    .expect("a field is inside a struct")
-                    .1 = fields.take().expect("a struct's fields are closed once");
+                    .expect("a struct ends before any struct begins")
+                    .1 = fields.take().expect("a struct has no list of fields");
             }
-            _ => return Err(format!("header line not understood: {line}")),
+            _ => return Err(format!("unknown declaration in the header: {line}")),
         }
     }
     Ok(found)
 }
 
-/// Compiles and runs a C program that prints the measures. Each line of its output is `what
-/// value...`.
+/// Compiles and runs a C program that prints the sizes, offsets and values of the header. Each line
+/// of its output is `name value...`. Returns the values by name.
 fn measure(names: &Names, purpose: &str) -> BTreeMap<String, Vec<u64>> {
     let mut program = String::from(
         "#include <stddef.h>\n#include <stdio.h>\n#include \"virtio_tmem.h\"\nint main(void)\n{\n",
@@ -164,12 +164,15 @@ fn c_type(rust_type: &str) -> String {
     .to_string()
 }
 
-/// Returns all differences between the crate and a header's names and measures, as sentences.
+/// Returns all differences between this crate and a C header, in names, sizes, offsets and values.
+/// Each is a sentence.
 fn differences(names: &Names, measures: &BTreeMap<String, Vec<u64>>) -> Vec<String> {
     let mut found = Vec::new();
     let mut compare = |what: String, header: Option<&Vec<u64>>, rust: Option<Vec<u64>>| {
         if header != rust.as_ref() {
-            found.push(format!("{what}: header {header:?}, crate {rust:?}"));
+            found.push(format!(
+                "{what}: the header has {header:?}, the crate has {rust:?}"
+            ));
         }
     };
 
@@ -239,7 +242,7 @@ fn differences(names: &Names, measures: &BTreeMap<String, Vec<u64>>) -> Vec<Stri
             if let Some(rust) = rust.filter(|rust| c_type(rust.rust_type) != *header_type) {
                 let rust = rust.rust_type;
                 found.push(format!(
-                    "{name}.{field}: header {header_type}, crate {rust}"
+                    "{name}.{field}: the header has type {header_type}, the crate has {rust}"
                 ));
             }
         }
@@ -249,7 +252,7 @@ fn differences(names: &Names, measures: &BTreeMap<String, Vec<u64>>) -> Vec<Stri
 
 #[test]
 fn crate_matches_the_c_header() {
-    let names = names(HEADER).expect("the header has only known declarations");
+    let names = names(HEADER).expect("the header has an unknown declaration");
     let found = differences(&names, &measure(&names, "equals"));
     assert!(
         found.is_empty(),
@@ -261,14 +264,14 @@ fn crate_matches_the_c_header() {
     );
 }
 
-/// The comparison detects each kind of change to the header.
+/// The comparison of the crate with the header detects each kind of change to the header.
 #[test]
 fn each_deviation_from_the_c_header_is_detected() {
-    let good = names(HEADER).expect("the header has only known declarations");
+    let good = names(HEADER).expect("the header has an unknown declaration");
     let measures = measure(&good, "differences");
     let changed = |from: &str, to: &str| {
         assert!(HEADER.contains(from), "the header has no {from:?}");
-        names(&HEADER.replace(from, to)).expect("the changed header has only known declarations")
+        names(&HEADER.replace(from, to)).expect("the changed header has an unknown declaration")
     };
 
     let mut more = measures.clone();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The wire between a virtio-tmem driver and device: layouts, values and limits.
+//! Wire format between a virtio-tmem driver and device: layouts, values and limits.
 //!
-//! `virtio_tmem.h` is the source. This crate repeats it for Rust, and a test compares every size,
-//! offset and value of both files, in both directions. SPEC.md has the rules for requests. All
-//! integers are little-endian. No struct has padding or an alignment above 1, so a request can be
-//! read in place from any byte buffer.
+//! `virtio_tmem.h` defines the format. This crate repeats it for Rust, and a test compares every
+//! size, offset and value of both files, in both directions. SPEC.md has the rules for requests.
+//! All integers are little-endian. No struct has padding or an alignment above 1, so a request can
+//! be read in place from any byte buffer.
 //!
 //! Out of scope: code that executes a request. This crate only describes the bytes.
 #![no_std]
@@ -22,7 +22,7 @@ pub use zerocopy::little_endian::{U16, U32, U64};
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Defines the constants and, for the test, a table of them with their C names.
+/// Defines the constants and, for `header_test`, a table of them with their C names.
 macro_rules! constants {
     ($($(#[$meta:meta])* $c_name:literal $name:ident: $type:ty = $value:expr;)*) => {
         $(
@@ -35,7 +35,7 @@ macro_rules! constants {
     };
 }
 
-/// Defines the wire structs and, for the test, a table of their layouts with their C names.
+/// Defines the wire structs and, for `header_test`, a table of their layouts with their C names.
 macro_rules! structs {
     ($(
         $(#[$meta:meta])*
@@ -92,7 +92,7 @@ constants! {
 
     /// log2 of [`PAGE_SIZE`].
     "VIRTIO_TMEM_PAGE_SHIFT" PAGE_SHIFT: u32 = 12;
-    /// Size of a page in bytes, the only one of this implementation.
+    /// Page size in bytes, the only page size of this implementation.
     "VIRTIO_TMEM_PAGE_SIZE" PAGE_SIZE: usize = 4096;
     /// Maximum number of pages or ranges in a request.
     "VIRTIO_TMEM_BATCH_MAX" BATCH_MAX: usize = 64;
@@ -102,7 +102,7 @@ constants! {
     "VIRTIO_TMEM_QUEUE_SIZE_MAX" QUEUE_SIZE_MAX: u16 = 1024;
     /// log2 of the number of pages in a chunk (1 MiB). All requests for a chunk use one queue.
     "VIRTIO_TMEM_CHUNK_SHIFT" CHUNK_SHIFT: u32 = 8;
-    /// Number of bits of a page index, because the largest file has 2^63 bytes.
+    /// Number of bits of a page index. The largest file has 2^63 bytes, which are 2^51 pages.
     "VIRTIO_TMEM_INDEX_BITS" INDEX_BITS: u32 = 51;
     /// Maximum number of pools that exist at the same time on a device.
     "VIRTIO_TMEM_POOLS_MAX" POOLS_MAX: usize = 256;
@@ -112,9 +112,9 @@ constants! {
 
     /// Request type (request queue): put a batch of pages.
     "VIRTIO_TMEM_T_PUT" T_PUT: u16 = 1;
-    /// Request type (request queue): get a run of pages of one object.
+    /// Request type (request queue): get a run of adjacent pages of one object.
     "VIRTIO_TMEM_T_GET" T_GET: u16 = 2;
-    /// Request type (request queue): drop the pages of ranges.
+    /// Request type (request queue): drop the pages of ranges of objects.
     "VIRTIO_TMEM_T_FLUSH" T_FLUSH: u16 = 3;
     /// Request type (request queue): the guest has evicted retained pages, and they are unchanged.
     "VIRTIO_TMEM_T_REF" T_REF: u16 = 4;
@@ -129,7 +129,8 @@ constants! {
 
     /// Status: the request was executed. Each page has its own result.
     "VIRTIO_TMEM_S_OK" S_OK: u8 = 1;
-    /// Status: the request carries another generation. The device changed nothing.
+    /// Status: the request carries a generation that is not the present one. The device changed
+    /// nothing.
     "VIRTIO_TMEM_S_STALE" S_STALE: u8 = 2;
     /// Status: the lengths of the request are wrong, or a value is out of range.
     "VIRTIO_TMEM_S_BAD" S_BAD: u8 = 3;
@@ -143,16 +144,17 @@ constants! {
     /// device never sends this value.
     "VIRTIO_TMEM_S_UNANSWERED" S_UNANSWERED: u8 = 255;
 
-    /// Result for a page of a PUT: the device holds the page now.
+    /// Result for a page of a PUT: the device has stored the page.
     "VIRTIO_TMEM_P_STORED" P_STORED: u8 = 65;
-    /// Result for a page of a PUT: the device holds no page with this key.
+    /// Result for a page of a PUT: the device did not store the page. It has no page with this key
+    /// now.
     "VIRTIO_TMEM_P_REFUSED" P_REFUSED: u8 = 66;
     /// Result for a page of a GET: the page is returned. The device no longer has it, unless the
     /// answer has the flag [`GET_RETAINED`].
     "VIRTIO_TMEM_P_HIT" P_HIT: u8 = 67;
     /// Result for a page of a GET: the page is not returned.
     "VIRTIO_TMEM_P_MISS" P_MISS: u8 = 68;
-    /// Result for a page of a REF: the device holds the page.
+    /// Result for a page of a REF: the device has the page and keeps it.
     "VIRTIO_TMEM_P_HELD" P_HELD: u8 = 69;
     /// Result for a page of a REF: the device has no page with this key and cookie.
     "VIRTIO_TMEM_P_GONE" P_GONE: u8 = 70;
@@ -163,23 +165,25 @@ constants! {
     /// Flag of [`GetPage`]: the device retains the page that it returned.
     "VIRTIO_TMEM_GET_RETAINED" GET_RETAINED: u8 = 1;
 
-    /// Value of [`Range::nr_pages`] for all pages from the index to the end of the object.
+    /// Value of [`Range::nr_pages`] that stands for all pages from the index to the end of the
+    /// object.
     "VIRTIO_TMEM_TO_END" TO_END: u64 = 0;
 
     /// [`Report::state`]: the driver is loaded and stays off.
     "VIRTIO_TMEM_R_OFF" R_OFF: u32 = 0;
-    /// [`Report::state`]: the driver caches pages.
+    /// [`Report::state`]: the driver is on and caches pages.
     "VIRTIO_TMEM_R_ON" R_ON: u32 = 1;
     /// [`Report::state`]: the driver is on, but the device has no back end.
     "VIRTIO_TMEM_R_OFFLINE" R_OFFLINE: u32 = 2;
-    /// [`Report::state`]: answers were late, so the breaker of the driver is open.
+    /// [`Report::state`]: answers were late, so the driver's circuit breaker is open and stops
+    /// gets.
     "VIRTIO_TMEM_R_TRIPPED" R_TRIPPED: u32 = 3;
     /// [`Report::state`]: a page failed a check, so the driver is off until it is loaded again.
     "VIRTIO_TMEM_R_POISONED" R_POISONED: u32 = 4;
 
-    /// Bit of [`Report::hooks`]: the driver serves ext4.
+    /// Bit of [`Report::hooks`]: the driver caches pages of ext4 file systems.
     "VIRTIO_TMEM_H_EXT4" H_EXT4: u32 = 56;
-    /// Bit of [`Report::hooks`]: the driver serves xfs.
+    /// Bit of [`Report::hooks`]: the driver caches pages of xfs file systems.
     "VIRTIO_TMEM_H_XFS" H_XFS: u32 = 57;
 }
 
@@ -203,16 +207,17 @@ structs! {
 
     /// Header of every request, readable by the device.
     "virtio_tmem_req" Req {
-        /// Generation that the driver has read from the configuration.
+        /// Generation that the driver has read from the device configuration.
         generation: U64,
         /// Type of the request: one of the `T_...` constants.
         r#type: U16,
-        /// Number of pages or ranges; 0 for requests on the control queue.
+        /// Number of pages or ranges in the request; 0 for requests on the control queue.
         count: U16,
-        /// Id of the pool, which the driver has chosen; 0 if the request concerns no pool.
+        /// Id of the request's pool, which the driver has chosen; 0 if the request concerns no
+        /// pool.
         pool: U32,
-        /// GET with [`F_RETAIN`]: bit n allows the device to retain the page index + n. All other
-        /// bits are 0, and the field is 0 in all other requests.
+        /// In a GET with [`F_RETAIN`], bit n allows the device to retain the page index + n. All
+        /// other bits are 0, and the field is 0 in all other requests.
         retain: U64,
     }
 
@@ -233,19 +238,19 @@ structs! {
         index: U64,
         /// Cookie, which is stored with the page; never 0.
         cookie: U64,
-        /// `PUT_...` flags.
+        /// Flags of the page: the `PUT_...` constants.
         flags: U32,
         /// Reserved; 0.
         reserved: U32,
     }
 
-    /// Body of a GET of the pages index to index + count - 1 of one object. The request is [`Req`],
-    /// [`Get`] and `cookie: [U64; count]`. The answer is [`Resp`], `[GetPage; count]` and room for
-    /// the data of `count` pages.
+    /// Body of a GET, which requests the pages index to index + count - 1 of one object. The
+    /// request is [`Req`], [`Get`] and `cookie: [U64; count]`. The answer is [`Resp`],
+    /// `[GetPage; count]` and space for the data of `count` pages.
     "virtio_tmem_get" Get {
         /// Number of the object, which the driver has chosen; never 0.
         object: U64,
-        /// First page index.
+        /// Page index of the first requested page.
         index: U64,
     }
 
@@ -253,9 +258,9 @@ structs! {
     "virtio_tmem_get_page" GetPage {
         /// Cookie of the page that is returned; 0 for a miss.
         cookie: U64,
-        /// Result: one of the `P_...` constants.
+        /// Result for the page: one of the `P_...` constants.
         result: u8,
-        /// `GET_...` flags.
+        /// Flags of the page: the `GET_...` constants.
         flags: u8,
         /// Reserved; 0.
         reserved: [u8; 6],
@@ -265,68 +270,69 @@ structs! {
     "virtio_tmem_range" Range {
         /// Number of the object, which the driver has chosen; never 0.
         object: U64,
-        /// First page index.
+        /// Page index of the first page in the range.
         index: U64,
-        /// Number of pages, or [`TO_END`].
+        /// Number of pages in the range, or [`TO_END`].
         nr_pages: U64,
     }
 
-    /// Page of a REF. The request is [`Req`] and `[RefPage; count]`. The answer is [`Resp`] and, for
-    /// each page, a byte with a `P_...` constant. A driver sends it only with [`F_RETAIN`].
+    /// Page of a REF. The request is [`Req`] and `[RefPage; count]`. The answer is [`Resp`] and,
+    /// for each page, a byte with a `P_...` constant. A driver sends a REF only with [`F_RETAIN`].
     "virtio_tmem_ref_page" RefPage {
         /// Number of the object, which the driver has chosen; never 0.
         object: U64,
         /// Page index within the object, below 2^[`INDEX_BITS`].
         index: U64,
-        /// Cookie of the put; never 0.
+        /// Cookie with which the page was put; never 0.
         cookie: U64,
     }
 
     /// Body of a POOL_CREATE. The request is [`Req`] and [`PoolCreate`], the answer [`Resp`]. A
     /// POOL_DESTROY has no body: its request is [`Req`].
     "virtio_tmem_pool_create" PoolCreate {
-        /// Flags; 0. The device answers any other value with [`S_UNSUPPORTED`].
+        /// Flags of the pool; 0. The device answers any other value with [`S_UNSUPPORTED`].
         flags: U32,
         /// Reserved; 0.
         reserved: U32,
     }
 
-    /// Body of a REPORT, which is used for the host's statistics only. The request is [`Req`] and
-    /// [`Report`], the answer [`Resp`].
+    /// Body of a REPORT, the driver's statistics. The host uses it for statistics only. The request
+    /// is [`Req`] and [`Report`], the answer [`Resp`].
     "virtio_tmem_report" Report {
         /// Version of the driver: major << 16 | minor << 8 | patch.
         version: U32,
         /// State of the driver: one of the `R_...` constants.
         state: U32,
-        /// A bit for each hook that is live, and the `H_...` bits.
+        /// A bit for each of the driver's kernel hooks that is live, and the `H_...` bits.
         hooks: U64,
         /// Bytes of guest memory that the driver uses.
         memory_bytes: U64,
-        /// Pages in the driver's index, which the device may hold.
+        /// Number of entries in the driver's index: pages that the device may hold.
         index_pages: U64,
-        /// Pages that the driver accepted into its put ring.
+        /// Number of pages that the driver accepted into its put ring.
         puts: U64,
-        /// Pages that the driver could have put but did not accept.
+        /// Number of pages that the driver could have put but did not accept.
         puts_dropped: U64,
-        /// Pages that readers requested from the driver.
+        /// Number of pages that readers requested from the driver.
         gets: U64,
-        /// Pages that came from the driver's ring or the device and were used.
+        /// Number of requested pages that the driver found in its put ring or got from the device,
+        /// and used.
         hits: U64,
-        /// GET requests that were not answered by their deadline.
+        /// Number of GET requests that were not answered by their deadline.
         late: U64,
-        /// Pages that failed a check; must be 0.
+        /// Number of pages that failed a check; must be 0.
         mismatches: U64,
-        /// Index entries that the driver erased because the file changed.
+        /// Number of index entries that the driver erased because the file changed.
         invalidations: U64,
-        /// Kernel release: any bytes, padded with NUL.
+        /// Release of the guest's kernel: any bytes, padded with NUL.
         kernel: [u8; 64],
     }
 
-    /// Body of a LATENCIES, which is used for the host's statistics only. The request is [`Req`]
-    /// and [`Latencies`], the answer [`Resp`]. A driver sends it only if the device offers
-    /// [`F_LATENCIES`].
+    /// Body of a LATENCIES: how long readers in the guest waited. The host uses it for statistics
+    /// only. The request is [`Req`] and [`Latencies`], the answer [`Resp`]. A driver sends a
+    /// LATENCIES only if the device offers [`F_LATENCIES`].
     "virtio_tmem_latencies" Latencies {
-        /// Sum of all waits for GET requests in nanoseconds.
+        /// Sum of the times that readers waited for GET requests, in nanoseconds.
         get_ns: U64,
         /// Numbers of GET requests by the time that their readers waited: less than 1 µs, less than
         /// 2, 4, … 16,384 µs, and longer.

@@ -6,21 +6,21 @@ use crate::*;
 /// Sizes in bytes of the two parts of a request's descriptor chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Size of the part that the device reads.
+    /// Size in bytes of the part that the device reads.
     pub readable_bytes: usize,
-    /// Size of the part that the device writes.
+    /// Size in bytes of the part that the device writes.
     pub writable_bytes: usize,
 }
 
-/// Size of the largest readable part: a PUT of [`BATCH_MAX`] pages.
+/// Size in bytes of the largest readable part, which is that of a PUT of [`BATCH_MAX`] pages.
 pub const READABLE_BYTES_MAX: usize =
     size_of::<Req>() + BATCH_MAX * (size_of::<PutPage>() + PAGE_SIZE);
 
-/// Size of the largest writable part: the answer to a GET of [`BATCH_MAX`] pages.
+/// Size in bytes of the largest writable part, which is the answer to a GET of [`BATCH_MAX`] pages.
 pub const WRITABLE_BYTES_MAX: usize =
     size_of::<Resp>() + BATCH_MAX * (size_of::<GetPage>() + PAGE_SIZE);
 
-/// Returns the bits of [`Req::retain`] that a GET of `count` pages may have.
+/// Returns the bits that may be set in the field [`Req::retain`] of a GET of `count` pages.
 pub const fn retain_bits(count: u16) -> u64 {
     match count {
         0 => 0,
@@ -28,10 +28,11 @@ pub const fn retain_bits(count: u16) -> u64 {
     }
 }
 
-// Each page of a batch has a bit.
+// Check that [`Req::retain`] has a bit for each page of the largest batch.
 const _: () = assert!(BATCH_MAX == u64::BITS as usize);
 
-/// Returns the sizes of a request, or None if the type is unknown or does not allow this count.
+/// Returns the sizes of a request with this type and count. Returns None if the type is unknown or
+/// does not allow this count.
 pub const fn shape(request_type: u16, count: u16) -> Option<Shape> {
     let count = count as usize;
     let batch = matches!(request_type, T_PUT | T_GET | T_FLUSH | T_REF);
@@ -90,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn each_page_of_a_get_has_a_bit_of_retain() {
+    fn retain_has_a_bit_for_each_page_of_a_get() {
         let bits = [0, 1, 2, 63, 64].map(retain_bits);
         assert_eq!(bits, [0, 1, 3, u64::MAX >> 1, u64::MAX]);
     }

@@ -68,7 +68,7 @@ F_RESET_DEVICE = 1 << 13
 
 
 class Backend:
-    """State of the process, which serves one connection after another."""
+    """State of the backend process, which serves one connection at a time."""
 
     def __init__(self, args):
         self.args = args
@@ -130,7 +130,7 @@ class Backend:
         print(json.dumps(what), flush=True)
 
     def misbehave(self):
-        """Misbehaves at this message if the command line says so. True: close the connection."""
+        """Misbehaves if the command line requests it. Returns whether to close the connection."""
         if self.messages == self.args.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.messages == self.args.hang_at:
@@ -148,7 +148,7 @@ class Backend:
         )
 
     def answer(self, request, payload):
-        """Returns the payload of the reply, or None if a reply is due only with REPLY_ACK."""
+        """Returns the payload of the reply, or None if only REPLY_ACK requires a reply."""
         numbers = {
             1: self.args.features,
             6: 0,  # SET_LOG_BASE has a reply, also without REPLY_ACK
@@ -210,19 +210,22 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", required=True)
     parser.add_argument(
-        "--die-at", type=int, default=0, help="number of the message at which it kills itself"
+        "--die-at",
+        type=int,
+        default=0,
+        help="number of the message at which the backend kills itself",
     )
     parser.add_argument(
         "--hang-at",
         type=int,
         default=0,
-        help="number of the message at which it stops itself (SIGSTOP)",
+        help="number of the message at which the backend stops itself (SIGSTOP)",
     )
     parser.add_argument(
         "--close-at",
         type=int,
         default=0,
-        help="number of the message at which it closes the connection",
+        help="number of the message at which the backend closes the connection",
     )
     parser.add_argument(
         "--delay-ms", type=int, default=0, help="delay before each answer while it is slow"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Fixtures: the QEMU under test, and machines and backends that never outlive a test."""
+"""Fixtures: the QEMU under test, and machines and backends that end with their test."""
 
 import os
 import subprocess

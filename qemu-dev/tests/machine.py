@@ -22,12 +22,13 @@ HERE = Path(__file__).resolve().parent
 
 # Factor of all time-outs; slow machines set TMEM_TIMEOUT_SCALE above 1.
 SCALE = float(os.environ.get("TMEM_TIMEOUT_SCALE", "1"))
-# Longest time of a command. A command that takes longer means that QEMU waits for a backend.
+# Time-out of a QEMU command. If a command takes longer, QEMU is waiting for a backend, which is an
+# error.
 COMMAND_TIMEOUT_S = 20 * SCALE
 # backend-timeout-ms for a backend that answers: long enough for answers on a loaded machine.
 PATIENT_TIMEOUT_MS = int(5000 * SCALE)
-# backend-timeout-ms in tests of backends that hang. After such a time-out, QEMU waits 20 times as
-# long before it connects again, and the tests wait for that as well.
+# backend-timeout-ms in tests of backends that hang. After such a time-out, QEMU pauses for 20 times
+# this time before it connects again, and the tests wait for the end of the pause.
 BACKEND_TIMEOUT_MS = int(300 * SCALE)
 IMPATIENT = f",backend-timeout-ms={BACKEND_TIMEOUT_MS}"
 
@@ -38,11 +39,11 @@ CONFIG = struct.Struct("<QIHHI12x")
 
 
 class Timeout(AssertionError):
-    """QEMU did not answer."""
+    """Raised when QEMU does not answer in time."""
 
 
 class Line:
-    """A socket that is read line by line. A line must arrive within COMMAND_TIMEOUT_S."""
+    """Socket that is read line by line. Each line must arrive within COMMAND_TIMEOUT_S."""
 
     def __init__(self, sock):
         self.sock = sock
@@ -88,7 +89,7 @@ class Backend:
         self.wait("listening", lambda event: event.get("event") == "listening")
 
     def read(self):
-        """Returns the events so far, without waiting for more."""
+        """Returns the events that the backend has printed so far, without waiting for more."""
         while select.select([self.process.stdout], [], [], 0)[0]:
             data = os.read(self.process.stdout.fileno(), 65536)
             if not data:
@@ -144,7 +145,7 @@ class Machine:
     ):
         self.folder = Path(folder)
         self.folder.mkdir(exist_ok=True)
-        # The PCI device that the driver drives.
+        # Slot of the PCI device that the test's driver uses.
         self.slot = 5
         self.device_id = device_id
         self.events = []
@@ -278,7 +279,7 @@ class Machine:
         self.command(f"outl 0xcfc {value:#x}")
 
     def map(self):
-        """Maps the modern registers of the device in the slot, as firmware and PCI core do."""
+        """Maps the modern virtio registers of the device, as firmware and PCI core do."""
         assert self.pci_read(0) == 0x10401AF4 + (self.device_id << 16)
         self.pci_write(0x20, BAR_ADDRESS)
         self.pci_write(0x24, 0)
@@ -370,7 +371,7 @@ class Machine:
         return bool(self.read(self.isr, 1) & 2)
 
     def wait_generation(self, expected):
-        """Waits until the guest sees this generation; None stands for any except 0."""
+        """Waits until the guest sees this generation, or with None, any generation except 0."""
         return wait_for(
             f"generation {expected}",
             lambda: (

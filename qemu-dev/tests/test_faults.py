@@ -50,7 +50,7 @@ def connections(daemon):
 @pytest.mark.parametrize("arguments", [(), ("--bytewise",)])
 @pytest.mark.parametrize("operation", ["start", "stop", "reset", "plug"])
 def test_one_deadline_covers_all_messages_of_an_operation(machine, backend, operation, arguments):
-    """The backend sends each answer, or each byte, in time, but all of them exceed the deadline."""
+    """Each answer, or each byte, comes in time, but all of them take longer than the deadline."""
     delay_ms = ANSWER_MS if not arguments else OPERATION_MS // 10
     features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
     daemon = backend("--delay-ms", str(delay_ms), "--protocol-features", hex(features), *arguments)
@@ -157,7 +157,7 @@ def test_memory_of_the_command_line_must_be_shared(machine, device, first):
 
 
 def test_memory_slots_are_limited_without_a_backend(machine, backend):
-    """QEMU refuses memory that exceeds the backend's slots, also while the backend is away."""
+    """QEMU refuses memory that exceeds the backend's slots, also while no backend is connected."""
     features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
     daemon = backend("--protocol-features", hex(features))
     vm = machine(more=HOTPLUG)
@@ -194,7 +194,7 @@ def test_rings_outside_of_memory_set_needs_reset_and_keep_the_backend(machine, b
 
 
 def test_ring_outside_of_memory_after_a_pause_clears_the_generation(machine, backend):
-    """A pause keeps the generation; a ring that is outside of memory on resume clears it."""
+    """A pause keeps the generation, unless a ring is outside of memory when the VM resumes."""
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -210,7 +210,7 @@ def test_ring_outside_of_memory_after_a_pause_clears_the_generation(machine, bac
 
 
 def test_queue_size_set_after_the_addresses_does_not_abort_qemu(machine):
-    """The caches of a ring have its size; QEMU aborts if it reads beyond their end."""
+    """QEMU caches as much memory as the ring's size needs, and aborts at a read beyond that."""
     vm = machine()
     vm.driver_up()
     vm.reset()
@@ -226,7 +226,7 @@ def test_queue_size_set_after_the_addresses_does_not_abort_qemu(machine):
 
 
 def test_configuration_generation_changes_with_the_content(machine, backend):
-    """The configuration generation changes at once; a paused VM gets its interrupt later."""
+    """The configuration generation changes at once, also while a paused VM gets no interrupt."""
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -275,7 +275,7 @@ def test_a_queue_that_stops_sets_needs_reset(machine, backend):
 
 
 def test_start_clears_the_error_of_a_stopped_queue(machine, backend):
-    """When the VM resumes, QEMU sets up the queue again."""
+    """When the VM resumes, QEMU starts a queue again that stopped during the pause."""
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -283,7 +283,7 @@ def test_start_clears_the_error_of_a_stopped_queue(machine, backend):
     vm.qmp("stop")
     stop_queue(daemon)
     daemon.wait("the error", lambda event: event.get("event") == "error")
-    # When QEMU answers this query, it has read the error descriptor.
+    # QEMU reads the error descriptor before it answers this query.
     vm.status()
     vm.qmp("cont")
     assert vm.status()["vhost-started"] is True
@@ -354,7 +354,7 @@ def arrived(vm):
 def test_unused_postcopy_delays_the_backend_until_migration_ends(machine, backend, folder):
     """With the capability postcopy-ram, the destination uses its backend after the migration.
 
-    It does so also if the migration did not use post-copy.
+    This also holds if the migration did not use post-copy.
     """
     vm = machine()
     vm.driver_up()
@@ -376,7 +376,7 @@ def test_incoming_vm_sends_its_backend_no_message(machine, backend, folder):
     target = machine(more=["-incoming", "defer"])
     capability = {"capability": "postcopy-ram", "state": True}
     daemon.wait("a connection", lambda event: event.get("event") == "connected")
-    # QEMU must not have asked the backend for its features before: QEMU would then refuse the
+    # QEMU must not have requested the backend's features yet; otherwise it would refuse the
     # capability.
     target.qmp("migrate-set-capabilities", capabilities=[capability])
     assert daemon.requests() == []
@@ -399,7 +399,7 @@ def test_migration_stream_omits_the_generation(machine, backend, folder):
 
 @RETAIN_AND_ACCEPTED
 def test_retain_survives_migration(machine, backend, folder, retain, accepted):
-    """The state of a VM fits a destination with the same retain, whatever the driver accepted."""
+    """A destination with the same retain loads the state, whatever features the driver accepted."""
     vm = machine(device=f",retain={retain}")
     vm.driver_up(accepted=accepted)
     target = machine(
@@ -417,9 +417,9 @@ def test_retain_survives_migration(machine, backend, folder, retain, accepted):
 
 @RETAIN_AND_ACCEPTED
 def test_destination_with_another_retain_refuses_the_state(machine, folder, retain, accepted):
-    """A mismatch is refused also if the driver did not accept the feature.
+    """QEMU refuses a different value of retain even if the driver did not accept the feature.
 
-    The guest must not see other features after its next reset."""
+    Otherwise the guest would see other features after its next reset."""
     there = "off" if retain == "on" else "on"
     vm = machine(device=f",retain={retain}")
     vm.driver_up(accepted=accepted)
@@ -439,7 +439,7 @@ def test_destination_with_another_retain_refuses_the_state(machine, folder, reta
 
 
 def job(vm, command, **arguments):
-    """Runs a command that is a job of QEMU to its end, and returns its error or None."""
+    """Runs a QMP command that starts a job. Returns the error of the job, or None."""
     vm.qmp(command, **{"job-id": "job", **arguments})
 
     def ended():
@@ -452,7 +452,7 @@ def job(vm, command, **arguments):
 
 
 def test_loaded_snapshot_must_have_the_same_retain(machine, folder):
-    """A snapshot that the device saved before does not count as the one that it loads."""
+    """QEMU compares retain with the loaded snapshot, not with a snapshot that it saved before."""
     image = str(folder / "image")
     vm = machine()
     assert not job(vm, "blockdev-create", options={"driver": "file", "filename": image, "size": 0})
@@ -473,7 +473,7 @@ def test_loaded_snapshot_must_have_the_same_retain(machine, folder):
         assert not job(vm, "snapshot-load", tag=retain, **disk)
         assert bool(job(vm, "snapshot-load", tag="off", **disk)) == bool(error)
         assert not error or error in vm.errors()
-    # A refused snapshot has no effect on the next one.
+    # After the refused snapshot, a snapshot with the same retain can be loaded.
     assert not job(vm, "snapshot-load", tag="on", **disk)
 
 

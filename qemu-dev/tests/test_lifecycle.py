@@ -19,7 +19,7 @@ OFFERED = VERSION_1 | EVENT_IDX | INDIRECT_DESC | LATENCIES
 
 
 def exercise(vm):
-    """Performs operations of a guest and of a host. All must complete, also without a backend."""
+    """Performs actions of a guest and of a host. All must complete, also without a backend."""
     vm.driver_up()
     vm.config()
     vm.status()
@@ -52,7 +52,7 @@ def test_features_are_the_same_with_and_without_backend(machine, backend):
     vm.driver_up()
     alone = vm.features()
     assert alone == OFFERED
-    # This backend offers every feature, including VHOST_F_LOG_ALL and packed rings.
+    # This backend offers all feature bits but bit 33, among them VHOST_F_LOG_ALL and packed rings.
     backend("--features", hex((1 << 64) - 1 - (1 << 33)))
     vm.wait_generation(None)
     assert vm.features() == alone
@@ -73,14 +73,14 @@ def test_feature_property_removes_the_feature(machine, backend, option, bit):
 
 
 def accepted(daemon):
-    """Returns the features that QEMU acknowledged last, without those of vhost-user."""
+    """Returns the features that QEMU acknowledged last, without those of vhost-user itself."""
     [*_, event] = daemon.wait("features", lambda event: event.get("request") == "SET_FEATURES")
     return event["value"] & ~PROTOCOL_FEATURES
 
 
 @pytest.mark.parametrize("features", [OFFERED | IN_ORDER, (OFFERED | IN_ORDER) & ~LATENCIES])
 def test_backend_without_latencies_is_accepted(machine, backend, features):
-    """The device offers the feature of the latency request, and accepts a backend without it."""
+    """The device offers LATENCIES, and accepts a backend with or without this feature."""
     daemon = backend("--features", hex(features | PROTOCOL_FEATURES))
     vm = machine()
     vm.driver_up()
@@ -106,7 +106,7 @@ def test_backend_without_in_order_is_refused(machine, backend):
 
 
 @pytest.mark.parametrize("retain", ["off", "on"])
-def test_retain_property_decides_on_the_feature(machine, backend, retain):
+def test_retain_is_offered_only_with_the_property(machine, backend, retain):
     """The device offers RETAIN with retain=on only, with and without a backend."""
     expected = OFFERED | (RETAIN if retain == "on" else 0)
     vm = machine(device=f",retain={retain}")
@@ -176,7 +176,7 @@ def test_generation_is_valid_at_driver_ok(machine, backend):
     assert vm.status()["vhost-started"] is True
 
 
-def test_late_backend_sets_the_generation_and_interrupts(machine, backend):
+def test_late_backend_sets_the_generation_and_raises_an_interrupt(machine, backend):
     vm = machine()
     vm.driver_up()
     wait_for("the interrupt of the start", vm.config_interrupt)
@@ -300,7 +300,7 @@ def test_loaded_vm_gets_a_new_generation(machine, backend, folder):
 
 
 def test_device_survives_a_backend_that_dies_at_each_message(machine, backend):
-    """QEMU survives a backend that dies at its first message, one at its fourth, and so on."""
+    """QEMU survives backends that die at their first message, at their fourth, and so on."""
     vm = machine()
     for message in range(1, 200, 3):
         daemon = backend("--die-at", str(message))
@@ -321,7 +321,7 @@ def test_device_survives_a_backend_that_dies_at_each_message(machine, backend):
 def test_device_survives_a_backend_that_closes_at_each_message(machine, backend):
     """QEMU survives a backend that closes the connection at every third message.
 
-    The backend accepts again at once.
+    The backend accepts the next connection at once.
     """
     vm = machine()
     for message in range(1, 80, 3):
@@ -337,7 +337,7 @@ def test_migration_survives_a_backend_that_closes_at_each_message(machine, backe
     QEMU allocates, reads and frees the dirty log between these messages.
     """
     vm = machine()
-    # The pages are not zero, so that the migration takes a while.
+    # Fill memory with pages that are not zero, so that the migration takes some time.
     vm.command(f"memset {32 << 20:#x} {16 << 20:#x} 0x5a")
     # Read the stream slowly, so that the migration lasts as long as the test. max-bandwidth alone
     # allows 1 MiB/s, with which the migration ends before the test on a loaded machine.
@@ -393,7 +393,7 @@ def test_reset_with_a_stopped_backend_ends_at_the_timeout(machine, backend):
     vm.driver_up()
     assert vm.wait_generation(daemon.generation())
     daemon.process.send_signal(signal.SIGSTOP)
-    # Reads and queries do not ask the backend.
+    # QEMU answers configuration reads and QMP queries without the backend.
     assert vm.generation() == daemon.generation()
     vm.status()
     vm.reset()
@@ -422,7 +422,7 @@ def test_reset_with_a_stopped_backend_ends_at_the_timeout(machine, backend):
 def test_refusal_of_an_unfit_backend_is_reported_once(machine, backend, arguments, message):
     vm = machine()
     daemon = backend(*arguments)
-    # The handshake is tried again, and its failure is not reported again.
+    # QEMU tries the handshake again, and does not report its failure again.
     wait_for(
         "a second attempt",
         lambda: len([e for e in daemon.read() if e.get("event") == "connected"]) > 2,

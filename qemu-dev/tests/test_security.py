@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Attacks of guests on QEMU: faults of QEMU's virtio and vhost code that have been fixed.
+"""Attacks of guests on QEMU, through faults of QEMU's virtio and vhost code that have been fixed.
 
-QEMU 10.0.13 has these fixes. For another version they are patches of qemu-dev/patches-X.Y.
+QEMU 10.0.13 has these fixes. For other versions the fixes are in qemu-dev/patches-X.Y.
 """
 
 import pytest
@@ -19,7 +19,7 @@ SELECT_SLOT, SLOT_FLAGS, EJECT = 0xA00, 0xA14, 1 << 3
 
 
 def other_device(machine, slot, device_id, *options):
-    """Creates a machine with another device than vhost-user-tmem, which the test drives."""
+    """Creates a machine in which the test drives a virtio device other than vhost-user-tmem."""
     vm = machine(more=options)
     vm.slot, vm.device_id = slot, device_id
     vm.driver_up(rings=RING)

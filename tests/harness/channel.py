@@ -161,7 +161,7 @@ class Channel:
             return self._next_id, inbox
 
     def forget(self, number: int) -> None:
-        """Drops all further answers to this id."""
+        """Drops all further answers to the request with this id."""
         with self._inbox_lock:
             self._inboxes.pop(number, None)
 

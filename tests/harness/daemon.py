@@ -82,7 +82,7 @@ class Daemon:
         until(serving, 20, "tmemd answers at its control socket")
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
+        """Sends SIGKILL to the daemon."""
         self.process.kill()
 
     def pause(self) -> None:
@@ -90,7 +90,7 @@ class Daemon:
         self.process.pause()
 
     def resume(self) -> None:
-        """Sends SIGCONT."""
+        """Sends SIGCONT, after which the daemon continues."""
         self.process.resume()
 
     def terminate(self) -> None:

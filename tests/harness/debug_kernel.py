@@ -26,7 +26,8 @@ SOURCE = ("bookworm-security", r"linux-source-6\.12")
 
 FRAGMENTS = TESTS / "debug-kernel"
 CHECKING = ("debug", "kcsan")
-# Fedora follows the newest series; RHEL 10 has 6.12.
+# Source of the kernel with Fedora's configuration, which follows the newest series. RHEL 10 has
+# 6.12.
 NEWER_SOURCE = ("trixie-backports", r"linux-source-7\.3")
 VENDORS = {
     "fedora": NEWER_SOURCE,
@@ -101,7 +102,7 @@ def build(kind: str, root: Path) -> str:
     work = cache_dir() / "kernel" / f"{kind}.work"
     source, out, ready = work / "source", work / "out", work / "ready"
     shutil.rmtree(root, ignore_errors=True)
-    # A change of the driver's sources compiles the driver again, and no other file.
+    # After a change of the driver's sources, only the driver is compiled again.
     state = digest_of(_base(kind))
     if not ready.is_file() or ready.read_text() != state:
         shutil.rmtree(work, ignore_errors=True)

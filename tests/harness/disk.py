@@ -97,8 +97,8 @@ def xfs(path: Path, size_bytes: int, *options: str) -> Path:
     return path
 
 
-# Packages of mkfs.xfs and its libraries from a Debian release whose mkfs.xfs can make zoned file
-# systems. It can since version 6.15.
+# Packages of mkfs.xfs and its libraries, from a Debian release with version 6.15 or newer of
+# mkfs.xfs, which can make zoned file systems.
 ZONED_SUITE = "forky"
 ZONED_PACKAGES = ("xfsprogs", "libblkid1", "libc6", "libinih1", "liburcu8(t64)?", "libuuid1")
 ZONED_ZONE_BYTES = 16 << 20
@@ -189,7 +189,7 @@ FILE_SYSTEMS = {
 
 
 def left_out(name: str) -> str:
-    """Returns torture's arguments that omit the operations that stock kernels get wrong."""
+    """Returns the torture program's arguments that omit what stock kernels get wrong."""
     return " ".join(f"--no-{operation}" for operation in FILE_SYSTEMS[name].left_out)
 
 

@@ -23,7 +23,7 @@ SETTLED_FRACTION = 0.01
 
 
 class Ksm:
-    """Switches KSM on in a `with` statement; it scans `pages_to_scan` pages every `sleep_ms`."""
+    """Switches KSM on in a `with` statement. KSM scans `pages_to_scan` pages every `sleep_ms`."""
 
     def __init__(self, pages_to_scan: int, sleep_ms: int) -> None:
         self._settings = {"pages_to_scan": pages_to_scan, "sleep_millisecs": sleep_ms}

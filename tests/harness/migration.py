@@ -73,7 +73,7 @@ def progress(vm: Vm) -> Mapping[str, Any]:
 
 
 def wait(vm: Vm, wanted: str, seconds: float = SECONDS) -> Mapping[str, Any]:
-    """Waits until the migration is in that state; raises if it ends in another state."""
+    """Waits until the migration is in the state `wanted`; raises if it ends in another state."""
     found: Mapping[str, Any] = {}
 
     def reached() -> bool:

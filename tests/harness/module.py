@@ -21,7 +21,10 @@ BUILDS_KEPT = 16  # newest builds to keep for each kernel
 
 
 def build(kernel: Kernel, *, test: bool = False) -> Path:
-    """Returns the module for a kernel; `test` adds test-only parameters. TMEM_KO overrides it."""
+    """Returns the driver's module for a kernel, or the file that the variable TMEM_KO names.
+
+    With `test`, the module has test-only parameters.
+    """
     if named := os.environ.get("TMEM_KO"):
         if not Path(named).is_file():
             raise HarnessError(f"TMEM_KO={named}: no such file")
@@ -30,9 +33,9 @@ def build(kernel: Kernel, *, test: bool = False) -> Path:
 
 
 def build_patch(kernel: Kernel) -> Path:
-    """Builds the modules of tests/guest/patch, which use ftrace as well, and returns patch.ko.
+    """Builds the two modules of tests/guest/patch, which redirect functions as the driver does.
 
-    The other module, live.ko, is in the same directory.
+    Returns the path of patch.ko. The other module, live.ko, is in the same directory.
     """
     sources = sorted((ROOT / PATCH).iterdir())
     return _build(kernel, sources, PATCH, "patch.ko")

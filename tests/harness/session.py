@@ -46,6 +46,12 @@ class Session:
         self._members.append(vm)
         return vm
 
+    def expect_trouble(self) -> None:
+        """Ignores oopses, warnings and wrong pages on the consoles of all present guests."""
+        for member in self._members:
+            if isinstance(member, Vm | NativeVm):
+                member.expect_trouble()
+
     def check_consoles(self) -> None:
         """Raises if the kernel of any guest reported a fault."""
         for member in self._members:

@@ -15,7 +15,7 @@ UNKNOWN_SECONDS = 15.0
 
 
 def read(path: Path = DURATIONS) -> dict[str, float]:
-    """Returns the duration of each test in seconds, by name. A line of the file has both values."""
+    """Returns the duration of each test in seconds, by name; each line of the file has one test."""
     found = {}
     for line in path.read_text().splitlines():
         if line and not line.startswith("#"):

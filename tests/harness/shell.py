@@ -38,28 +38,33 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--native",
         action="store_true",
-        help="user-mode Linux, built once; options of QEMU and the module do not apply",
+        help="run the guest as user-mode Linux instead of in QEMU; options for QEMU and for the "
+        "module then have no effect",
     )
     add("--kernel", default="6.12", choices=sorted(kernel.NAMES), help="kernel series of the guest")
     add("--memory", default=256, type=int, metavar="MIB", help="guest memory in MiB")
     add("--cpus", default=1, type=int)
     add("--disk-size", default=512, type=int, metavar="MIB", help="size of the disk at /mnt")
-    add("--tree", type=Path, help="directory whose contents the disk at /mnt gets")
+    add("--tree", type=Path, help="copy this directory to the disk at /mnt")
     add("--no-disk", action="store_true")
-    add("--throttle", action="store_true", help="the disk is as slow as a cloud volume")
-    add("--ko", type=Path, help="module to load, or 'build' to build guest-driver/")
+    add("--throttle", action="store_true", help="make the disk as slow as a cloud volume")
+    add("--ko", type=Path, help="module file to load; 'build' builds guest-driver/")
     add(
         "--test-module",
         action="store_true",
-        help="with --ko build: build the test-only parameters (TEST=1)",
+        help="with --ko build: include the module parameters for tests (TEST=1)",
     )
-    add("--params", default="deadline_ms=200", help="parameters of the driver")
-    add("--no-load", action="store_true", help=f"do not load the module; it is at {MODULE_PATH}")
+    add("--params", default="deadline_ms=200", help="module parameters of the driver")
+    add(
+        "--no-load",
+        action="store_true",
+        help=f"do not load the module, which is in the guest at {MODULE_PATH}",
+    )
     add("--daemon", action="store_true", help="start tmemd and attach the device")
     add("--socket", type=Path, help="attach the device to the daemon at this socket")
     add("--pool-size", default="256MiB")
     add("--num-queues", type=int)
-    add("--retain", action="store_true", help="the device offers retained pages (retain=on)")
+    add("--retain", action="store_true", help="let the device offer retained pages (retain=on)")
     add(
         "--file",
         action="append",
@@ -68,16 +73,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="copy a file into the guest",
     )
     add("--modules", default="", help="further kernel modules to load, e.g. xfs")
-    add("--cmdline", default="", help="added to the kernel's command line")
+    add("--cmdline", default="", help="parameters to add to the kernel's command line")
     add(
         "--tcg-threads",
         choices=("multi", "single"),
-        help="threads of TCG; default: as the kernel supports",
+        help="thread mode of QEMU's TCG; default: the mode that the guest's kernel supports",
     )
-    add("--cmd", action="append", default=[], help="run this command and exit with its status")
+    add(
+        "--cmd",
+        action="append",
+        default=[],
+        help="run this command in the guest and exit with its status",
+    )
     add("--seconds", type=float, default=300, help="time-out of each command in seconds")
     add("--keep", action="store_true", help="keep the directory with images and logs")
-    add("--verbose", action="store_true", help="print QEMU's command line and the console")
+    add("--verbose", action="store_true", help="print QEMU's command line and the guest's console")
     return parser.parse_args(arguments)
 
 

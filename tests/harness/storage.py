@@ -88,7 +88,9 @@ class Export:
         command = [
             str(program()),
             "--blockdev", f"driver=file,node-name=file,filename={disk.path},read-only={only},{how}",
-            "--blockdev", f"driver={disk.format},node-name=image,file=file,read-only={only}",
+            # A backing image inherits cache.direct from this node.
+            "--blockdev", f"driver={disk.format},node-name=image,file=file,read-only={only},"
+            f"cache.direct={'on' if self._direct else 'off'}",
         ]  # fmt: skip
         top = "image"
         if disk.throttle:
@@ -116,6 +118,12 @@ class Export:
             return self.socket.exists()
 
         until(listening, 20, f"{self.disk.name}: the storage daemon opens its socket")
+
+    @property
+    def process(self) -> Process:
+        if not self._process:
+            raise HarnessError(f"the storage daemon of {self.disk.name} was not started")
+        return self._process
 
     def check_cache(self) -> None:
         """Raises if the host's page cache has pages of the disk, which would hide its throttle."""

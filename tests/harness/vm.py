@@ -31,6 +31,8 @@ TROUBLE = re.compile(
     r"Kernel panic|BUG: (?!KCSAN)|Oops|general protection|WARNING: |rcu_\w+ detected stalls"
     r"|blocked for more than|soft lockup|Bad page state|Internal error|EXT4-fs error"
     r"|XFS .*[Cc]orruption|INFO: trying to register non-static key"
+    # The driver found that a page changed although its retained entry was still there.
+    r"|a page was wrong \(a clean page changed"
 )
 
 
@@ -83,6 +85,7 @@ class Config:
     memory_backend: str = "memory-backend-memfd,share=on"
     incoming: bool = False  # True: wait for the state of another QEMU instead of booting
     arguments: Sequence[str] = ()
+    qemu: Path | None = None  # QEMU to run instead of the one under test
 
 
 class Vm:
@@ -124,8 +127,9 @@ class Vm:
         fixed = "console=ttyS0 loglevel=6 oops=panic panic=0 tsc=reliable no_timer_check"
         cmdline = f"{fixed} {config.cmdline}"
         size = config.memory_bytes
+        qemu = config.qemu or qemu_binary()
         command = [
-            str(qemu_binary()), "-name", config.name, "-nodefaults", "-no-user-config",
+            str(qemu), "-name", config.name, "-nodefaults", "-no-user-config",
             "-display", "none", "-machine", f"{config.machine},memory-backend=ram", *processor,
             "-smp", str(config.cpus), "-m", f"{size // MIB}M",
             "-object", f"{config.memory_backend},id=ram,size={size}",
@@ -288,7 +292,7 @@ class Vm:
         self.qmp.execute("stop")
 
     def resume(self) -> None:
-        """Runs QMP's cont."""
+        """Resumes the VM with QMP's command cont."""
         self.qmp.execute("cont")
 
     def status(self) -> str:

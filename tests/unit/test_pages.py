@@ -35,7 +35,7 @@ def test_links_of_each_page_exist(page: Path) -> None:
     check_links(page)
 
 
-def test_index_lists_every_page() -> None:
+def test_docs_index_links_every_page_of_docs() -> None:
     docs = ROOT / "docs"
     index = (docs / "README.md").read_text()
     pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} - {"README.md"}

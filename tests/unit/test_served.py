@@ -33,12 +33,12 @@ def test_missing_series_is_named() -> None:
     assert len(lines) == len(served.SUITES)
 
 
-def test_series_of_another_vendor_is_missing() -> None:
+def test_series_of_another_vendor_counts_as_missing() -> None:
     others = rows("7.4", vendor="Ubuntu")
     assert served.compare(rows("6.1", "6.12") + others, newest)[1] == ["7.4"]
 
 
-def test_all_series_are_served() -> None:
+def test_no_kernel_series_is_missing_if_the_list_has_all() -> None:
     assert served.compare(rows("6.1", "6.12", "7.4"), newest)[1] == []
 
 

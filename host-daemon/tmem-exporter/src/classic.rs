@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Converts OpenMetrics to Prometheus' older text format (0.0.4), for clients that do not ask for
+//! Converts OpenMetrics to Prometheus' older text format (0.0.4), for clients that do not request
 //! OpenMetrics: promtool, old servers, and curl. In the exporter's output the two formats differ in
 //! the names of counters and in two kinds of comments.
 
-/// Returns the metrics in the text format 0.0.4.
+/// Converts metrics from OpenMetrics to Prometheus' older text format 0.0.4.
 pub fn classic(open_metrics: &str) -> String {
     let mut text = String::with_capacity(open_metrics.len());
     let counters: std::collections::HashSet<&str> = open_metrics
@@ -17,8 +17,8 @@ pub fn classic(open_metrics: &str) -> String {
         });
         match comment {
             Some(("UNIT" | "EOF", ..)) => continue,
-            // In OpenMetrics, the comments of a counter have its name without _total. In the older
-            // format they have the name of the sample, which ends with _total.
+            // In OpenMetrics, the comment lines of a counter name it without the suffix _total. In
+            // the older format, they name it as its samples do, with _total.
             Some((what, Some(name), Some(rest))) if counters.contains(name) => {
                 text += &format!("# {what} {name}_total {rest}\n");
                 continue;

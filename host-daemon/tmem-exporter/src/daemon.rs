@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Asks the daemon for its figures (statistics), with a bound on time and size: a daemon that hangs
-//! must not hang the exporter. The varlink library's client is not used, because it waits for an
-//! answer without a time limit.
+//! Requests the daemon's figures (statistics) with a limit on time and size, so that a daemon that
+//! hangs does not hang the exporter. The exporter does not use the varlink library's client,
+//! because that client waits for an answer without a time limit.
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use std::io::{Error, Read, Result, Write};
@@ -10,16 +10,17 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use tmem_control::GetStats_Reply;
 
-/// Longest time of a request. The daemon needs less for 1,024 VMs under load, and Prometheus
-/// usually waits 10 s.
+/// Longest time that the exporter waits for the daemon's figures. The daemon needs less for 1,024
+/// VMs under load, and Prometheus usually waits 10 s.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum number of bytes of an answer. The figures of 1,024 VMs take about 2 MiB.
+/// Maximum number of bytes of the daemon's answer. The figures of 1,024 VMs take about 2 MiB.
 const ANSWER_BYTES_MAX: usize = 16 << 20;
 
 fn connect(socket: &Path) -> Result<UnixStream> {
     let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
     let stream = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
-    // The time-out also bounds connect(), which blocks if a hanging daemon does not accept.
+    // The time limit for sending also bounds connect(), which blocks if a daemon that hangs accepts
+    // no connections.
     sockopt::set_socket_timeout(&stream, sockopt::Timeout::Send, Some(TIMEOUT))?;
     rustix::net::connect(&stream, &SocketAddrUnix::new(socket)?)?;
     Ok(stream.into())
@@ -28,8 +29,8 @@ fn connect(socket: &Path) -> Result<UnixStream> {
 /// Requests all figures from the daemon and returns them.
 ///
 /// # Errors
-/// Returns an error if no process listens on the socket, if the answer is late, or if it is not a
-/// valid answer of tmemd.
+/// Returns an error if no process listens on the socket, or if the answer is late or too long. An
+/// answer that is not a valid answer of tmemd is an error, too.
 pub fn stats(socket: &Path) -> Result<GetStats_Reply> {
     let deadline = Instant::now() + TIMEOUT;
     let mut stream = connect(socket)?;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A minimal HTTP server for scrapes, with or without TLS. Each connection carries one request and
-//! is closed after the answer.
+//! A minimal HTTP server for scrapes, with or without TLS. Each connection carries one request, and
+//! the server closes it after the answer.
 //!
-//! A guest may be able to reach the port, so everything that a client sends is bounded in size,
-//! time and number. Out of scope: request bodies and files.
+//! A guest may be able to reach the port, so the server bounds the size, time and number of
+//! everything that a client sends. Out of scope: request bodies and files.
 
 use crate::web_config::Tls;
 use std::io::{ErrorKind, Read, Write};
@@ -13,28 +13,29 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use subtle::ConstantTimeEq;
 
-/// Maximum number of connections at once: twice the number that two Prometheus servers and a few
+/// Maximum number of connections at a time: twice the number that two Prometheus servers and a few
 /// people with browsers need.
 const CLIENTS_MAX: usize = 8;
-/// Maximum number of bytes of a request. A scraper's request has a few hundred.
+/// Maximum number of bytes of a request. A request of Prometheus has a few hundred.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 /// Maximum number of header lines of a request.
 const HEADERS_MAX: usize = 64;
-/// Longest time in which a request must arrive completely, including the handshake of TLS.
+/// Longest time from the start of a connection until its request has arrived completely. It
+/// includes the TLS handshake.
 const READ_MAX: Duration = Duration::from_secs(5);
-/// Longest time in which the client must read the answer.
+/// Longest time that the server takes to send an answer, because a client may read slowly.
 const WRITE_MAX: Duration = Duration::from_secs(10);
 /// Shortest time between two log messages about certificates that cannot be read.
 const LOG_PERIOD: Duration = Duration::from_secs(60);
-/// Pause after a connection could not be accepted.
+/// Pause of the server after it could not accept a connection or start a thread.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Text format that a client accepts.
+/// Text format of the metrics that a client accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// The text format of OpenMetrics 1.0.
+    /// The client accepts the text format of OpenMetrics 1.0.
     OpenMetrics,
-    /// Prometheus' text format 0.0.4.
+    /// The client accepts only Prometheus' older text format 0.0.4.
     Classic,
 }
 
@@ -47,14 +48,14 @@ impl Format {
     }
 }
 
-/// The resource that a request asks for.
+/// Page that a client requests.
 #[derive(Debug, PartialEq, Eq)]
 enum Asked {
     Metrics(Format),
-    /// The root page: a line of text for people that says where the metrics are.
+    /// The request is for the root page: a line of text for people that says where the metrics are.
     Root,
-    /// The request gets no metrics. The values are the status of the answer, and its body of one
-    /// line.
+    /// The server refuses the request. The values are the HTTP status of the answer, and the line
+    /// of text that is its body.
     No(&'static str, &'static str),
 }
 
@@ -66,7 +67,8 @@ fn understand(request: &httparse::Request<'_, '_>, token: Option<&str>) -> Asked
     };
     if let Some(token) = token {
         let wanted = format!("Bearer {token}");
-        // The comparison takes constant time except for the length, which is not secret.
+        // The time of this comparison must not reveal the token, so it is constant. It depends only
+        // on the length of the token, which is not secret.
         if !bool::from(header("authorization").ct_eq(wanted.as_bytes())) {
             return Asked::No("401 Unauthorized", "a bearer token is required\n");
         }
@@ -88,14 +90,15 @@ fn understand(request: &httparse::Request<'_, '_>, token: Option<&str>) -> Asked
     }
 }
 
-/// A connection whose reads and writes end at a deadline.
+/// A client's connection, whose reads and writes fail after a deadline.
 struct Client {
     stream: TcpStream,
     deadline: Instant,
 }
 
 impl Client {
-    /// Waits until `act` does not block or the deadline has passed.
+    /// Repeats `act` while it would block or is interrupted, and returns its result. Returns the
+    /// error `TimedOut` if the deadline passes.
     fn until_deadline<T>(
         &mut self,
         mut act: impl FnMut(&TcpStream, Duration) -> std::io::Result<T>,
@@ -136,7 +139,7 @@ impl Write for Client {
     }
 }
 
-/// Reads a request and returns what it asks for; None if no request arrives.
+/// Reads a client's request and returns what it asks for; None if no request arrives.
 fn read(stream: &mut dyn Read, token: Option<&str>) -> Option<Asked> {
     let (mut bytes, mut part) = (Vec::new(), [0; 1024]);
     loop {
@@ -172,7 +175,7 @@ fn read(stream: &mut dyn Read, token: Option<&str>) -> Option<Asked> {
     }
 }
 
-/// Returns the answer to a request: its head and its body.
+/// Returns the head and the body of the answer to a request.
 fn compose(asked: Asked, metrics: &dyn Fn(Format) -> String) -> (String, String) {
     let (status, content_type, more, body) = match asked {
         Asked::Metrics(format) => ("200 OK", format.content_type(), "", metrics(format)),
@@ -196,18 +199,19 @@ fn compose(asked: Asked, metrics: &dyn Fn(Format) -> String) -> (String, String)
     (head, body)
 }
 
-/// Requirements for clients, and the TLS settings.
+/// Requirements that a client must meet, and the exporter's TLS settings.
 #[derive(Debug)]
 pub struct Access {
     /// The token that clients must send; None if they need none.
     pub token: Option<String>,
-    /// TLS of the exporter; None for plain HTTP.
+    /// TLS settings of the exporter; None if it serves plain HTTP.
     pub tls: Option<Tls>,
-    /// Time at which a fault of certificates was last logged.
+    /// Time of the last log message about certificates that cannot be read.
     pub logged: Mutex<Option<Instant>>,
 }
 
-/// Answers one connection. An I/O error means that the client has disconnected.
+/// Reads the request of one connection and answers it. An I/O error means that the client has
+/// disconnected.
 fn answer(
     stream: TcpStream,
     access: &Access,
@@ -236,7 +240,7 @@ fn answer(
             let mut logged = access.logged.lock().unwrap_or_else(|e| e.into_inner());
             if logged.is_none_or(|at| at.elapsed() >= LOG_PERIOD) {
                 *logged = Some(Instant::now());
-                tracing::error!("clients are not served: {error}");
+                tracing::error!("cannot serve clients over TLS: {error}");
             }
             return Ok(());
         }
@@ -265,14 +269,14 @@ pub fn serve(
         let stream = match listener.accept() {
             Ok((stream, _)) => stream,
             Err(error) => {
-                tracing::warn!("a connection cannot be accepted: {error}");
+                tracing::warn!("cannot accept a connection: {error}");
                 std::thread::sleep(PAUSE);
                 continue;
             }
         };
         if clients.fetch_add(1, SeqCst) >= CLIENTS_MAX {
-            // There are too many clients. The connection is closed without an answer, in favour of
-            // the clients being served.
+            // Too many clients are connected. The new connection is closed without an answer, so
+            // that the server can serve the earlier ones.
             clients.fetch_sub(1, SeqCst);
             continue;
         }
@@ -283,13 +287,15 @@ pub fn serve(
                 let (access, metrics) = &*shared;
                 let answer = || answer(stream, access, metrics);
                 if std::panic::catch_unwind(std::panic::AssertUnwindSafe(answer)).is_err() {
-                    tracing::error!("a bug: a scrape panicked");
+                    tracing::error!(
+                        "the thread for a scrape panicked, which is a bug of tmem-exporter"
+                    );
                 }
                 clients_of_thread.fetch_sub(1, SeqCst);
             });
         if let Err(error) = spawned {
             clients.fetch_sub(1, SeqCst);
-            tracing::warn!("a client cannot be served: {error}");
+            tracing::warn!("cannot start a thread for a client: {error}");
             std::thread::sleep(PAUSE);
         }
     }

@@ -28,7 +28,7 @@ pub struct Arguments {
     pub vms_max: usize,
 }
 
-/// Parses an address. As in other exporters, an empty host means all addresses.
+/// Parses the address to listen on. As in other exporters, an empty host means all addresses.
 fn parse_address(text: &str) -> Result<SocketAddr, String> {
     let text = match text.strip_prefix(':') {
         Some(port) => format!("[::]:{port}"),

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! tmem-exporter: serves the daemon's figures as metrics for Prometheus.
+//! tmem-exporter: serves the daemon's figures (statistics) as metrics for Prometheus.
 //!
-//! It is a separate process, so that the process that maps all guests' memory opens no port. It
-//! uses only the daemon's read-only socket; docs/metrics.md says how to run it.
+//! The exporter is a process of its own. The daemon, which maps the memory of all guests, therefore
+//! opens no port. The exporter uses only the daemon's read-only socket; docs/metrics.md says how to
+//! run it.
 
 mod classic;
 mod daemon;
@@ -19,9 +20,9 @@ use std::time::{Duration, Instant};
 use tmem_exporter::Arguments;
 use web_config::Tls;
 
-/// Shortest time between two log messages about an unreachable daemon.
+/// Shortest time between two log messages of the exporter about a daemon that does not answer.
 const LOG_PERIOD: Duration = Duration::from_secs(60);
-/// Minimum number of bytes of a token; a shorter one could be guessed.
+/// Minimum number of bytes of a token. An attacker could guess a shorter one.
 const TOKEN_BYTES_MIN: usize = 16;
 
 fn main() -> ExitCode {
@@ -36,7 +37,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Reads the token file and the TLS configuration that the command line names.
+/// Reads the token file and the TLS settings that the command line names.
 fn access(arguments: &Arguments) -> Result<Access, String> {
     let tls = arguments.web_config.as_deref().map(Tls::read);
     let tls = tls.transpose()?.flatten();
@@ -82,7 +83,10 @@ fn run(arguments: Arguments) -> Result<std::convert::Infallible, String> {
     let listener = TcpListener::bind(arguments.listen)
         .map_err(|error| format!("cannot listen on {}: {error}", arguments.listen))?;
     let address = listener.local_addr().map_err(|error| error.to_string())?;
-    tracing::info!(socket = %arguments.socket.display(), "metrics at {scheme}://{address}/metrics");
+    tracing::info!(
+        socket = %arguments.socket.display(),
+        "serving metrics at {scheme}://{address}/metrics"
+    );
     let logged: Mutex<Option<Instant>> = Mutex::new(None);
     let metrics = move |format| {
         let begun = Instant::now();
@@ -98,7 +102,7 @@ fn run(arguments: Arguments) -> Result<std::convert::Infallible, String> {
             }
         }
         let scrape = metrics::Scrape::new(reply.as_ref().ok(), begun.elapsed(), arguments.vms_max);
-        // Formatting into a string does not fail.
+        // The error is ignored, because formatting into a string cannot fail.
         let text = scrape.text().unwrap_or_default();
         match format {
             Format::OpenMetrics => text,

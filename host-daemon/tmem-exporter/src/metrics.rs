@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Converts the daemon's figures to metrics, following the table in tmem-control's statistics.rs.
+//! Converts the daemon's figures to metrics, as the table in tmem-control's statistics.rs says.
 //!
 //! Figures that depend on pages that VMs have in common are rounded to large steps. A reader of
-//! metrics who can also put pages must not learn from them which pages other VMs hold. Out of
+//! metrics who can also put pages must not learn from them which pages other VMs have. Out of
 //! scope: a label whose values a guest chooses.
 
 use prometheus_client::collector::Collector;
@@ -17,14 +17,15 @@ use std::time::Duration;
 use tmem_control::GetStats_Reply;
 use tmem_control::statistics::{Export, Kind, STATISTICS, Scope, Statistic};
 
-/// A step is the pool's size divided by this number, but at least [`STEP_BYTES_MIN`].
+/// Divisor for the step to which figures are rounded. The step is the size of the pool divided by
+/// this number, but at least [`STEP_BYTES_MIN`].
 const STEP_PART: i64 = 64;
-/// Smallest step in bytes: the size of 256 pages, which no guest puts by chance.
+/// Smallest rounding step in bytes: the size of 256 pages, which no guest puts by chance.
 const STEP_BYTES_MIN: i64 = 1 << 20;
 
 const PAGE_BYTES: i64 = 4096;
 
-/// States of a driver; "none" stands for a driver that has not reported.
+/// States of a guest's driver. "none" means that the driver has not reported its state.
 const DRIVER_STATES: [&str; 7] = [
     "none", "off", "on", "offline", "tripped", "poisoned", "unknown",
 ];
@@ -35,19 +36,20 @@ type NoExemplar = Option<&'static Exemplar<Labels, u64>>;
 enum Sample {
     Gauge(f64),
     Counter(f64),
-    /// A histogram: the sum in seconds, and the buckets by their upper bound in seconds.
+    /// A histogram: the sum of all durations in seconds, and the number of durations in each
+    /// bucket, with the bucket's upper bound in seconds.
     Histogram(f64, Vec<(f64, u64)>),
 }
 
 struct Family {
     help: String,
-    /// The base unit with which the metric's name ends.
+    /// The base unit with which the metric's name ends, or an empty string.
     unit: &'static str,
     kind: Kind,
     samples: Vec<(Labels, Sample)>,
 }
 
-/// The metrics of one scrape.
+/// The metrics that one answer of the exporter contains, by their names.
 pub struct Scrape {
     families: BTreeMap<&'static str, Family>,
 }
@@ -56,11 +58,12 @@ fn rounded(value: i64, step: i64) -> i64 {
     value.div_euclid(step) * step
 }
 
-/// Returns the number that the metric of a figure shows. `step` is in bytes.
+/// Returns the number that the metric of a figure shows. `step` is the rounding step in bytes.
 fn number(row: &Statistic, figures: &Value, step: i64) -> i64 {
     let value = match &figures[row.field] {
         Value::Bool(value) => i64::from(*value),
-        // In a list of values, the last one includes all others, so it is the metric.
+        // In a list, each value includes the value before it. So the last value stands for the
+        // list.
         Value::Array(values) => values.last().and_then(Value::as_i64).unwrap_or(0),
         value => value.as_i64().unwrap_or(0),
     };
@@ -84,10 +87,12 @@ fn number(row: &Statistic, figures: &Value, step: i64) -> i64 {
             .sum::<i64>()
 }
 
-/// Converts the daemon's bucket counts, whose upper bounds are 1, 2, 4, … µs.
+/// Converts the bucket counts of the daemon's histograms. The upper bounds are 1, 2, 4, … µs in
+/// the daemon's figures, and in seconds in the result.
 fn buckets(counts: &[Value]) -> Vec<(f64, u64)> {
     let bound = |nth: usize| match nth + 1 == counts.len() {
-        // The last bucket has no upper bound. The encoder writes the largest number as +Inf.
+        // The daemon's last bucket has no upper bound. The encoder writes the largest number as
+        // +Inf.
         true => f64::MAX,
         false => (1u64 << nth) as f64 / 1e6,
     };
@@ -99,8 +104,8 @@ fn buckets(counts: &[Value]) -> Vec<(f64, u64)> {
 }
 
 impl Scrape {
-    /// Collects the metrics from the daemon's reply; None stands for a daemon that did not answer.
-    /// VMs beyond `vms_max` are left out.
+    /// Converts the daemon's reply to metrics. `reply` is None if the daemon did not answer. Only
+    /// the first `vms_max` VMs get metrics.
     pub fn new(reply: Option<&GetStats_Reply>, took: Duration, vms_max: usize) -> Scrape {
         let mut scrape = Scrape {
             families: BTreeMap::new(),
@@ -155,7 +160,7 @@ impl Scrape {
         scrape
     }
 
-    /// Adds a gauge of the exporter itself.
+    /// Adds a gauge that describes the exporter itself, not the daemon.
     fn gauge(&mut self, name: &'static str, help: &str, unit: &'static str, value: f64) {
         let family = Family {
             help: help.into(),
@@ -166,7 +171,7 @@ impl Scrape {
         self.families.insert(name, family);
     }
 
-    /// Adds a series with the value 1, whose labels are the information.
+    /// Adds a series to an info metric. Its value is always 1; the labels contain the information.
     fn info(&mut self, name: &'static str, help: &str, labels: Vec<(&str, &str)>) {
         let family = self.families.entry(name).or_insert_with(|| Family {
             help: help.into(),
@@ -212,8 +217,8 @@ impl Scrape {
                 }
             };
             match (value, &label) {
-                // The driver has not reported this figure, or the VM has no limit. So the metric
-                // gets no sample.
+                // A null value means that the driver has not reported this figure, or that the VM
+                // has no limit. The metric then gets no sample.
                 (Value::Null, _) => {}
                 (Value::Array(values), Some((key, of))) => {
                     let mut before = 0;
@@ -249,13 +254,13 @@ impl Scrape {
     }
 }
 
-/// Creates a metric family without samples. Several figures that form one metric share its help
-/// text.
+/// Creates a metric family without samples. If several figures form one metric, they get a common
+/// help text.
 fn family(name: &str, row: &Statistic) -> Family {
     let figures = STATISTICS.iter().filter(|other| other.metric().0 == name);
     let help = match (row.metric().1, figures.count()) {
         (Some((key, _)), 2..) => {
-            format!("by {key}; docs/statistics.md explains each value")
+            format!("figures by {key}; docs/statistics.md explains each value of the label {key}")
         }
         _ => row.meaning.into(),
     };
@@ -264,7 +269,7 @@ fn family(name: &str, row: &Statistic) -> Family {
         name if name.ends_with("_seconds") => "seconds",
         _ => "",
     };
-    // A figure whose value is the name of a state becomes a gauge for each state.
+    // A figure whose value is the name of a state, such as "on", becomes one gauge for each state.
     let kind = if row.kind == Kind::Text {
         Kind::Gauge
     } else {
@@ -303,7 +308,7 @@ impl Collector for Scrape {
                 "seconds" => Some(Unit::Seconds),
                 _ => None,
             };
-            // The encoder appends the unit to the name, so the name is passed without its unit.
+            // The encoder appends the unit to the name, so it gets the name without the unit.
             let suffix = unit
                 .as_ref()
                 .map_or(String::new(), |unit| format!("_{}", unit.as_str()));
@@ -331,7 +336,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_rounded_towards_zero_to_whole_steps() {
+    fn values_are_rounded_down_to_whole_steps() {
         let step = STEP_BYTES_MIN;
         assert_eq!(rounded(0, step), 0);
         assert_eq!(rounded(step - 1, step), 0);
@@ -371,10 +376,10 @@ mod tests {
         );
     }
 
-    /// Exact totals beside rounded parts must not reveal more about the parts than their rounded
-    /// values do.
+    /// Some figures are exact totals, and other figures, which are parts of them, are rounded. The
+    /// difference must not reveal more about a part than its rounded value does.
     #[test]
-    fn remainders_do_not_reveal_exact_shared_pages() {
+    fn metrics_do_not_reveal_the_exact_number_of_shared_pages() {
         let figures = |shared: i64| {
             serde_json::json!({
                 "pages": 1000, "nursery_pages": 100, "same_filled_pages": 10, "shared_pages": shared,

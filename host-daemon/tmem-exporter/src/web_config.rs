@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! TLS, configured by a file in the format of Prometheus' exporters (`--web.config.file`).
+//! TLS settings of the exporter, in a file with the format of Prometheus' exporters
+//! (`--web.config.file`).
 //!
-//! The file itself is read once, so a change of it cannot switch TLS off while the exporter runs.
-//! The certificates and private keys that it names are read for each connection, so a renewed
-//! certificate applies at once. Out of scope: other functions of the format. If the file configures
-//! one, the exporter refuses the file and names the key.
+//! The exporter reads the file once, so a change of it cannot switch TLS off while the exporter
+//! runs. It reads the certificates and private keys that the file names for each connection, so a
+//! renewed certificate applies at once. Out of scope: other functions of the format. If the file
+//! configures one, the exporter refuses the file and names the key.
 
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -17,12 +18,13 @@ use yaml_rust2::{Yaml, YamlLoader};
 /// Maximum number of bytes of the web configuration file.
 const FILE_BYTES_MAX: usize = 64 << 10;
 
-/// Versions of TLS that the exporter speaks.
+/// Versions of TLS that the exporter supports, newest first.
 const VERSIONS: [&SupportedProtocolVersion; 2] = [&version::TLS13, &version::TLS12];
 
 /// Top-level keys of the web configuration file that this exporter supports.
 const KEYS: [&str; 1] = ["tls_server_config"];
-/// Top-level keys that this exporter does not support, and what to use instead.
+/// Top-level keys of the web configuration file that this exporter does not support. The second
+/// text of each pair tells the user what to do instead.
 const OTHER_KEYS: [(&str, &str); 3] = [
     ("basic_auth_users", "use --token-file"),
     ("http_server_config", "the exporter speaks HTTP/1.1 only"),
@@ -36,8 +38,8 @@ const TLS_KEYS: [&str; 5] = [
     "client_ca_file",
     "min_version",
 ];
-/// Keys of the format's `tls_server_config` that this exporter does not support, and the reason or
-/// an alternative.
+/// Keys of `tls_server_config` that this exporter does not support, although other exporters do.
+/// The second text of each pair tells the user what to do instead.
 const OTHER_TLS_KEYS: [(&str, &str); 8] = [
     ("cert", "use cert_file"),
     ("key", "use key_file"),
@@ -57,10 +59,10 @@ const OTHER_TLS_KEYS: [(&str, &str); 8] = [
 pub struct Tls {
     certificate: PathBuf,
     key: PathBuf,
-    /// File of the CA certificates, one of which must have signed a client's certificate; None if
-    /// clients need no certificate.
+    /// File of the CA certificates. A client must have a certificate that one of them has signed.
+    /// None if clients need no certificate.
     client_ca: Option<PathBuf>,
-    /// Number of allowed versions, counted from the beginning of [`VERSIONS`].
+    /// Number of TLS versions that clients may use, counted from the beginning of [`VERSIONS`].
     versions: usize,
 }
 
@@ -68,14 +70,15 @@ impl Tls {
     /// Reads the web configuration file. Returns None if it does not configure TLS.
     ///
     /// # Errors
-    /// The file cannot be read or is invalid. The error names the path and the key.
+    /// Returns an error if the file cannot be read or is invalid. The error names the path and the
+    /// key.
     pub fn read(path: &Path) -> Result<Option<Tls>, String> {
         let fault = |what: String| format!("--web.config.file {}: {what}", path.display());
         let text = std::fs::read_to_string(path).map_err(|error| fault(error.to_string()))?;
         if text.len() > FILE_BYTES_MAX {
             return Err(fault("it is too large".into()));
         }
-        // Paths in the file are relative to its directory.
+        // Relative paths in the web configuration file start at the directory of that file.
         let directory = path.parent().unwrap_or(Path::new(""));
         let tls = Tls::parse(&text, directory).map_err(fault)?;
         if let Some(tls) = &tls {
@@ -101,7 +104,7 @@ impl Tls {
         let word = |key: &str| match &tls[key] {
             Yaml::BadValue => Ok(None),
             Yaml::String(word) if !word.is_empty() => Ok(Some(word.as_str())),
-            _ => Err(format!("tls_server_config.{key}: write a text")),
+            _ => Err(format!("tls_server_config.{key}: write a string")),
         };
         let file = |key: &str| word(key).map(|name| name.map(|name| directory.join(name)));
         let needed = |key: &str| {
@@ -143,7 +146,7 @@ impl Tls {
         }))
     }
 
-    /// Returns true if only clients with a certificate are served.
+    /// Returns true if the exporter serves only clients with a valid certificate.
     pub fn verifies_clients(&self) -> bool {
         self.client_ca.is_some()
     }
@@ -151,7 +154,7 @@ impl Tls {
     /// Reads the certificate and key files, and returns the TLS configuration for a connection.
     ///
     /// # Errors
-    /// A file cannot be read or is invalid. The error names its path.
+    /// Returns an error if a file cannot be read or is invalid. The error names the file's path.
     pub fn server_config(&self) -> Result<Arc<ServerConfig>, String> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let builder = ServerConfig::builder_with_provider(provider.clone())
@@ -187,7 +190,7 @@ impl Tls {
     }
 }
 
-/// Reads a PEM file with at least one certificate.
+/// Reads the certificates in a PEM file. A file without a certificate is an error.
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     let at = path.display();
     let all = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
@@ -198,11 +201,11 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     }
 }
 
-/// Checks that a map has only keys that this exporter supports.
+/// Checks that a map of the web configuration file has only keys that this exporter supports.
 fn check_keys(map: &Yaml, of: &str, keys: &[&str], others: &[(&str, &str)]) -> Result<(), String> {
     let Yaml::Hash(map) = map else {
         return match map {
-            // An empty document has no keys.
+            // The map is empty in the file, so it has no keys.
             Yaml::Null => Ok(()),
             _ => Err(format!(
                 "{of}: write a map with these keys: {}",
@@ -299,7 +302,7 @@ mod tests {
             ),
             (
                 "tls_server_config: {cert_file: 3, key_file: b}",
-                &["cert_file: write a text"],
+                &["cert_file: write a string"],
             ),
         ] {
             let Err(error) = parse(text) else {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Measures the cost of one scrape per second for the daemon: at most 1 % of one processor.
+//! Measures what scrapes cost the daemon: one scrape per second may take at most 1 % of a
+//! processor.
 //!
-//! The measure is the processor time of the daemon alone. How much a scraper slows down the
-//! daemon's guests depends on how many processors the daemon shares with the exporter and
-//! Prometheus; on one shared processor, most of the time of a scrape is the exporter's. Requests of
-//! guests never wait for a scrape, because another thread answers it.
+//! The measured time is the processor time of the daemon alone. A scrape slows the daemon's guests
+//! down more if the daemon shares its processors with the exporter and Prometheus. On one shared
+//! processor, the exporter uses most of the time of a scrape. Requests of guests never wait for a
+//! scrape, because another thread answers the scrape.
 //!
 //! This test needs a build with --release, so only `make check-ops` runs it.
 
@@ -20,8 +21,8 @@ const SCRAPES: u32 = 25;
 const ROUNDS: usize = 9;
 const COST_MAX: f64 = 0.01;
 
-/// Returns the processor time of this process, which contains the daemon, without that of this
-/// thread.
+/// Returns the processor time that all other threads of this process have used. The daemon runs in
+/// these threads.
 fn used() -> Duration {
     let read = |clock| Duration::try_from(clock_gettime(clock)).expect("the number is negative");
     read(ClockId::ProcessCPUTime) - read(ClockId::ThreadCPUTime)
@@ -44,11 +45,11 @@ fn a_scrape_each_second_costs_at_most_1_percent_cpu() {
         .collect();
     costs.sort_by(f64::total_cmp);
     println!(
-        "{VMS} VMs: a scrape each second takes {:.3} % of a processor of the daemon",
+        "{VMS} VMs: with a scrape each second, the daemon spends {:.3} % of a processor on scrapes",
         costs[ROUNDS / 2] * 100.0
     );
-    // The smallest of the measured costs counts, because disturbances of the caches and the clock
-    // only add to a cost.
+    // The smallest measured cost is compared with the limit, because disturbances, for example of
+    // the caches, only add to a cost.
     let least = costs[0];
     assert!(least > 0.0, "the scrapes used no processor time");
     assert!(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests with a real Prometheus: promtool checks the metrics and rules, and each query of the
-//! dashboard and the rules must have an answer. Debian's package `prometheus` has both programs.
+//! Tests with a real Prometheus: promtool checks the metrics and alert rules, and each query of the
+//! dashboard and the rules must have a result. Debian's package `prometheus` has both programs.
 //! `make check-ops` runs these tests.
 
 mod common;
@@ -26,7 +26,7 @@ fn promtool(arguments: &[&str], input: &str) -> (bool, String) {
         .spawn()
         .expect("cannot run promtool (Debian package prometheus)");
     let mut stdin = child.stdin.take().expect("the process has no pipe");
-    // Writing fails if the program ends without reading its input.
+    // Writing fails if promtool ends without reading its input.
     let _ = stdin.write_all(input.as_bytes());
     drop(stdin);
     let output = child
@@ -59,7 +59,7 @@ fn promtool_reports_no_problem() {
     }
 }
 
-/// Each alert has a test of its rule, and a section of the runbook to which its link leads.
+/// Each alert has a test of its rule, and its link leads to a section of the runbook.
 #[test]
 fn each_alert_has_a_test_and_a_runbook() {
     let of = |text: &str, key: &str| -> Vec<String> {
@@ -95,15 +95,15 @@ struct Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // An error means that Prometheus has already ended.
+        // Killing fails if Prometheus has already ended, so the error is ignored.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
 impl Server {
-    /// Starts Prometheus, which scrapes the exporter each second over TLS, as docs/metrics.md says,
-    /// with the alert rules.
+    /// Starts Prometheus with the alert rules. It scrapes the exporter each second over TLS,
+    /// configured as docs/metrics.md describes.
     fn start(exporter: &Exporter, token: &Path, certificate: &Path) -> Server {
         let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let config = directory.path().join("prometheus.yml");
@@ -128,8 +128,8 @@ impl Server {
             "",
         );
         assert!(good, "promtool found faults in the configuration: {output}");
-        // The port was free a moment ago. If another process takes it meanwhile, the test fails; it
-        // cannot pass by mistake.
+        // The port is free now. If another process takes it before Prometheus does, the test fails;
+        // it cannot pass by mistake.
         let port = TcpListener::bind("127.0.0.1:0").expect("cannot bind a TCP port");
         let address = port
             .local_addr()
@@ -159,7 +159,7 @@ impl Server {
         serde_json::from_str(&body).unwrap_or_default()
     }
 
-    /// Returns the current answer to a query.
+    /// Returns Prometheus' current answer to a query.
     fn query(&self, query: &str) -> Value {
         let encoded: String = query.bytes().map(|byte| format!("%{byte:02X}")).collect();
         self.api(&format!("/api/v1/query?query={encoded}"))
@@ -177,7 +177,7 @@ impl Server {
     }
 }
 
-/// Replaces the dashboard's variables as Grafana does.
+/// Replaces the dashboard's variables in a query, as Grafana does.
 fn filled(query: &str) -> String {
     let query = query.replace("$__rate_interval", "1m");
     query.replace("$instance", ".*").replace("$vm", ".*")
@@ -209,7 +209,7 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
         targets["data"]["activeTargets"][0]["health"], "up",
         "Prometheus could not scrape the exporter: {targets}"
     );
-    // Rates need several scrapes with work between them.
+    // Prometheus computes rates from several scrapes, between which the guest must send requests.
     for _ in 0..5 {
         host.work(100);
         std::thread::sleep(Duration::from_millis(1100));
@@ -258,7 +258,7 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
             "the rule's query failed: {answer}"
         );
     }
-    // The value in Prometheus equals the daemon's.
+    // Prometheus gets the daemon's number of hits with its next scrape.
     let hits = host.stats("a").hits as f64;
     server.until("Prometheus has the daemon's number of hits", || {
         let answer = server.query("tmem_vm_hit_pages_total{vm=\"a\"}");

@@ -9,7 +9,7 @@ use std::net::TcpStream;
 use std::process::Command;
 use tmem_control::statistics::{Export, Kind, STATISTICS, Statistic};
 
-/// Returns the samples of a metric.
+/// Returns the lines of `text` that are samples of the metric `name`.
 fn samples<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
     let of_name = |line: &&str| {
         let rest = line.strip_prefix(name);
@@ -31,8 +31,8 @@ fn every_exported_statistic_has_a_metric() {
             Kind::Gauge | Kind::Text => "",
         };
         let name = format!("{}{suffix}", row.metric().0);
-        // Metrics of the guest driver may be missing, because the simulated driver sends no report,
-        // or an empty one.
+        // Metrics of the guest's driver may be missing, because the simulated driver sends no
+        // report, or an empty one.
         if !name.starts_with("tmem_vm_driver_") {
             assert!(
                 !samples(&text, &name).is_empty(),
@@ -49,7 +49,7 @@ fn every_exported_statistic_has_a_metric() {
     );
 }
 
-/// The daemon, its command line and the metrics show the same numbers.
+/// The metrics show the same numbers as the figures that the daemon returns on its control socket.
 #[test]
 fn metrics_equal_the_statistics_of_the_daemon() {
     let mut host = ServedDaemon::new();
@@ -71,7 +71,7 @@ fn metrics_equal_the_statistics_of_the_daemon() {
     assert_eq!(value("tmem_vm_hit_pages_total"), stats.hits as f64);
     assert_eq!(value("tmem_vm_get_pages_total"), stats.gets as f64);
     assert_eq!(value("tmem_vm_put_pages_total"), stats.puts as f64);
-    // The series of one metric can be added without counting a page twice.
+    // The sum over all series of a metric counts each page once.
     let sum = |name: &str| -> f64 {
         let of_vm = samples(&text, name);
         let of_vm = of_vm.iter().filter(|line| line.contains("vm=\"a\""));
@@ -108,7 +108,7 @@ fn metrics_equal_the_statistics_of_the_daemon() {
     assert_eq!(count("request=\"get\""), Some(gets));
 }
 
-/// Figures by which a guest could observe another guest are rounded to steps, or not exported.
+/// A metric by which a guest could observe another guest's pages is rounded to steps, or missing.
 #[test]
 fn shared_page_metrics_are_rounded_to_steps() {
     let mut host = ServedDaemon::new();
@@ -137,8 +137,8 @@ fn shared_page_metrics_are_rounded_to_steps() {
     }
 }
 
-/// A query can join libvirt's metrics, which have the UUID of a domain, with those of tmem-exporter
-/// through the info metric of the VM.
+/// The metric tmem_vm_info has the UUID of a VM's libvirt domain. A query can use it to join
+/// libvirt's metrics with those of tmem-exporter.
 #[test]
 fn info_metrics_describe_vms_and_versions() {
     let host = ServedDaemon::new();
@@ -154,7 +154,7 @@ fn info_metrics_describe_vms_and_versions() {
         let is = format!("{name}{{vm=\"a\"}} {value}");
         assert_eq!(samples(&text, name)[0], is);
     }
-    // VM `b` has no limit, so this metric has no series for it.
+    // VM `b` has no limit, so the metric tmem_vm_limit_bytes has a sample for VM `a` only.
     assert_eq!(samples(&text, "tmem_vm_limit_bytes").len(), 1);
     let version = env!("CARGO_PKG_VERSION");
     for program in ["daemon", "exporter"] {
@@ -282,7 +282,7 @@ fn a_stopped_or_hung_daemon_sets_tmem_up_to_0() {
     assert!(exporter.metrics("").contains("tmem_up 1.0"));
     host.stop();
     assert!(exporter.metrics("").contains("tmem_up 0.0"));
-    // This socket accepts connections and never answers.
+    // Connections to this socket succeed, but no process answers, as with a daemon that hangs.
     let _hangs = std::os::unix::net::UnixListener::bind(host.path("read-only"))
         .expect("cannot bind the socket");
     let text = exporter.metrics("");
@@ -316,8 +316,8 @@ fn misbehaving_clients_do_not_block_others() {
             "the exporter does not serve other clients"
         );
     }
-    // These connections use up the exporter's maximum number of connections and then send nothing
-    // more. The exporter closes them at its time limit.
+    // The test opens as many connections as the exporter allows, and sends only the beginning of a
+    // request on each. The exporter closes them at its time limit.
     let slow: Vec<TcpStream> = (0..8)
         .map(|_| {
             let mut stream =
@@ -344,7 +344,7 @@ fn misbehaving_clients_do_not_block_others() {
             .set_read_timeout(Some(TIMEOUT))
             .expect("cannot set the socket's time-out");
         let mut answer = String::new();
-        // The exporter may reset a connection above its limit, so errors are ignored.
+        // The exporter may reset a connection above its maximum number, so errors are ignored.
         let _ = stream.read_to_string(&mut answer);
         assert!(
             answer.is_empty() || answer.contains(" 408 "),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the exporter's TLS: with and without certificates of clients, and with wrong files.
+//! Tests of the exporter's TLS: with and without certificates of clients, and with unusable files.
 
 mod common;
 
@@ -13,8 +13,8 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Requests the metrics over TLS from a server that has the certificate `server`. If `client` is
-/// given, the client sends that certificate.
+/// Requests the metrics over TLS. The client trusts only a server with the certificate `server`,
+/// and sends the certificate `client` if there is one.
 fn https(
     address: &str,
     server: &Certificate,
@@ -77,10 +77,10 @@ fn metrics_are_served_over_tls_only() {
     https(exporter.address(), &other, None)
         .expect_err("the client accepted a certificate that it does not trust");
 
-    // A renewed certificate applies to the next connection.
+    // The exporter uses a renewed certificate for the next connection.
     tls.renew();
     https(exporter.address(), &tls, None).expect("the exporter does not use the new certificate");
-    // If a certificate or key file cannot be read, the exporter continues to run and serves no
+    // If the exporter cannot read its certificate or key file, it continues to run and serves no
     // metrics, neither with TLS nor without.
     std::fs::remove_file(tls.key()).expect("cannot remove the file");
     https(exporter.address(), &tls, None)
@@ -109,7 +109,7 @@ fn clients_need_a_certificate_if_it_is_required() {
         "  client_auth_type: RequireAndVerifyClientCert\n  client_ca_file: {}\n",
         client.certificate().display()
     );
-    // Other hosts may be served without a token, because clients are verified.
+    // The exporter may listen on all addresses without a token, because clients need a certificate.
     let exporter = start(&host, &tls, &ca, &["--web.listen-address", ":0"]);
     let (_, port) = exporter
         .address()
@@ -127,8 +127,8 @@ fn clients_need_a_certificate_if_it_is_required() {
         .expect_err("the exporter served a client with a certificate of another issuer");
 }
 
-/// Connections that never finish the TLS handshake use up the exporter's maximum number of
-/// connections. The exporter closes them at its time limit.
+/// Clients that never finish the TLS handshake use up the exporter's maximum number of connections.
+/// The exporter closes these connections at its time limit.
 #[test]
 fn slow_tls_handshakes_time_out() {
     let host = ServedDaemon::new();
@@ -138,7 +138,7 @@ fn slow_tls_handshakes_time_out() {
         .map(|_| {
             let mut stream =
                 TcpStream::connect(exporter.address()).expect("cannot connect to the TCP port");
-            // These bytes are the head of a TLS record of 512 bytes.
+            // These bytes are the head of a TLS record of 512 bytes, whose content does not follow.
             stream
                 .write_all(b"\x16\x03\x01\x02\x00")
                 .expect("cannot send the bytes");
@@ -153,8 +153,8 @@ fn slow_tls_handshakes_time_out() {
             begun.elapsed() < TIMEOUT,
             "the exporter serves no client any more"
         );
-        // Send a byte twice a second, so that the exporter never waits long for the next byte. Only
-        // a limit on the whole handshake ends these connections.
+        // Each slow client sends a byte twice a second, so that the exporter never waits long for
+        // the next byte. Only a limit on the whole handshake ends such connections.
         for stream in &mut slow {
             let _ = stream.write_all(b"\x01");
         }
@@ -189,7 +189,7 @@ fn unusable_tls_files_are_named_at_the_start() {
         error.contains("/no/such"),
         "the error does not name the missing file: {error}"
     );
-    // TLS that does not verify client certificates does not replace the token.
+    // A TLS configuration without client certificates does not replace the token.
     let config = tls.web_config("");
     let config = config.to_str().expect("the text is not UTF-8");
     let error = run(&[

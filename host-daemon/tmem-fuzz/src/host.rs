@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon without its threads, and a neighbour whose pages must stay unchanged.
+//! The daemon without its threads, and a neighbour (another VM) whose pages must stay unchanged.
 //!
 //! A worker checks that the front end is connected each time before it touches guest memory.
 //! [`Watch`] answers this check instead of a socket. In this check, [`Watch`] can change the
-//! guest's memory or hang up, as another thread could. So such a change happens at the same point
-//! in each run of an input.
+//! guest's memory or close the connection, as another thread could. So such a change happens at the
+//! same point in each run of an input.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -26,53 +26,57 @@ use tmemd::parts::{
 /// Size of the pool in bytes: enough for all pages that an input can put.
 const POOL_BYTES: u64 = 32 << 20;
 
-/// Virtual time between two checks of the front end, in nanoseconds. Any positive value will do,
-/// because time only has to pass.
+/// Virtual time in nanoseconds that passes at each check that the front end is connected. Any
+/// positive value is suitable, because time only has to pass.
 const CHECK_NS: u64 = 1_000;
 
-/// Time in nanoseconds that is longer than a drain waits before it cuts off the remaining work.
+/// Time in nanoseconds by which a drain makes the daemon's clock jump. It is longer than a drain
+/// waits before it cuts off the remaining work.
 const DRAIN_NS: u64 = 6_000_000;
 
-/// Number of pages of the neighbour, another VM of the daemon.
+/// Number of pages of the neighbour, which is another VM of the daemon.
 const NEIGHBOURS: u64 = 4;
 
-/// Pool and object of the neighbour's pages. The guest may use the same numbers.
+/// Pool id of the neighbour's pages. The guest may use the same pool and object numbers.
 const POOL: u32 = 1;
 const OBJECT: u64 = 1;
 
-/// Maximum number of checks in one scheduling slice of a worker that the front end is still
-/// connected: one for each descriptor chain, one for each answer, and one for each piece of an
-/// answer's data. A slice processes 64 pages, and the last page may begin another batch.
+/// Maximum number of checks, in one scheduling slice of a worker, that the front end is still
+/// connected. There is one for each descriptor chain, one for each answer, and one for each piece
+/// of an answer's data. A slice processes 64 pages, and the last page may begin another batch.
 const CHECKS_PER_SLICE_MAX: u64 = 1000;
 
-/// Maximum work of a scheduling slice, in nanoseconds by [`work_ns`]: the 200 µs of a slice, and a
-/// first step that begins however little time is left.
+/// Maximum work of a scheduling slice, in nanoseconds as [`work_ns`] estimates them. It covers the
+/// 200 µs of a slice, and a first step that begins however little time is left.
 const WORK_PER_SLICE_MAX_NS: u64 = 260_000;
 
-/// Maximum number of rounds until no work is left. An input has less work than that.
+/// Maximum number of worker rounds, or of background steps, until no work is left. No input causes
+/// more work than that.
 const ROUNDS_MAX: usize = 2000;
 
-/// Action of the guest or its front end that happens when a worker checks the front end.
+/// Action of the guest or its front end that happens when a worker checks the connection.
 pub enum Act {
-    /// The guest writes these bytes at an offset of the file of its memory.
+    /// The guest writes these bytes to its memory. The fields are the file of the memory, the
+    /// offset in the file, and the bytes.
     Write(Arc<File>, u64, Vec<u8>),
-    /// The front end hangs up, and the guest's memory must not change any more. The values are the
-    /// file of that memory and its length in bytes.
+    /// The front end closes the connection. From then on the daemon must not change the guest's
+    /// memory. The fields are the file of that memory and its length in bytes.
     HangUp(Arc<File>, usize),
-    /// A drain of the device's queues begins.
+    /// A drain of this device's queues begins.
     Drain(Weak<Mutex<Device>>),
 }
 
-/// Scheduled actions at a worker's checks of the front end.
+/// Simulated connection of the front end. It counts the worker's checks of the connection, and
+/// executes scheduled actions at these checks.
 #[derive(Default)]
 pub struct Watch {
     checks: AtomicU64,
-    /// Pending actions, each with the number of checks after which it happens.
+    /// Pending actions, each with the number of connection checks after which it happens.
     acts: Mutex<Vec<(u64, Act)>>,
     /// Whether a scheduled action has happened since the last call of [`Watch::take_acted`].
     acted: AtomicBool,
     hung_up: AtomicBool,
-    /// Contents of the memory at the moment of the hang-up.
+    /// Contents of the guest's memory at the moment when the front end closed the connection.
     left: Mutex<Option<Vec<u8>>>,
     now_ns: AtomicU64,
     generation: AtomicU64,
@@ -88,8 +92,8 @@ impl Watch {
         *acts = rest;
         drop(acts);
         for (_, act) in due {
-            // Actions after a hang-up are not done, because the memory may then belong to another
-            // process.
+            // Do not execute actions after the front end has closed the connection, because the
+            // memory may then belong to another process.
             if self.hung_up.load(SeqCst) {
                 break;
             }
@@ -119,18 +123,21 @@ impl Watch {
         }
     }
 
-    /// Schedules an action for one of the next checks; `checks` is 1 for the next one.
+    /// Schedules an action for a later check of the connection. It happens at the next check if
+    /// `checks` is 1.
     pub fn at(&self, checks: u64, act: Act) {
         lock(&self.acts).push((checks.max(1), act));
     }
 
-    /// Returns whether an action has happened since the last call. Cancels the pending actions.
+    /// Returns whether a scheduled action has happened since the last call. Cancels the pending
+    /// actions.
     pub fn take_acted(&self) -> bool {
         lock(&self.acts).clear();
         self.acted.swap(false, SeqCst)
     }
 
-    /// Returns the memory as it was when the front end hung up; None if it has not hung up.
+    /// Returns the guest's memory as it was when the front end closed the connection, or None if it
+    /// has not done so.
     pub fn left(&self) -> Option<Vec<u8>> {
         lock(&self.left).clone()
     }
@@ -147,14 +154,14 @@ impl SimulatedClock for Watch {
     }
 }
 
-/// Estimates from the pool's counters the least cost of a slice's work. It uses none of the figures
-/// by which the daemon itself ends a slice.
+/// Estimates a lower bound of the time that a slice's work takes, from the pool's counters before
+/// and after it. Uses none of the figures by which the daemon itself ends a slice.
 fn work_ns(before: &TenantStats, after: &TenantStats) -> u64 {
     let since = |of: fn(&TenantStats) -> u64| of(after) - of(before);
     let (puts, refused) = (since(|s| s.puts), since(|s| s.puts_refused));
     let (gets, hits) = (since(|s| s.gets), since(|s| s.hits));
-    // A large object is detached in one step and its pages are freed later, so dropping them costs
-    // nothing in this slice.
+    // Do not count the pages of large objects. A flush detaches such an object in one step, and
+    // background work frees its pages later.
     let detached = after.detached_pages.saturating_sub(before.detached_pages);
     let dropped = since(|s| s.flushed_pages).saturating_sub(detached);
     1_000 * (puts - refused)
@@ -166,14 +173,13 @@ fn work_ns(before: &TenantStats, after: &TenantStats) -> u64 {
         + since(|s| s.gain_steps)
 }
 
-/// Locks a mutex. No panic of the daemon can have left its contents half changed, because a panic
-/// ends the run.
+/// Locks a mutex. A poisoned lock cannot occur, because a panic of the daemon ends the run.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect("the lock is poisoned")
 }
 
-/// The parts of a daemon that are created once for all inputs, because reserving address space for
-/// a pool takes milliseconds. The pool is empty between two inputs.
+/// Parts of a daemon that are created once for all inputs, because reserving address space for a
+/// pool takes milliseconds. The pool is empty between two inputs.
 struct Base {
     daemon: HeadlessDaemon,
     vm: Arc<Vm>,
@@ -187,12 +193,13 @@ thread_local! {
     static BASE: Rc<Base> = Rc::new(Base::new());
 }
 
-/// A daemon without threads, a neighbour, and the connection of the guest that the fuzzer controls.
+/// A daemon without threads, a neighbour (another VM), and the connection of the guest that the
+/// fuzzer controls.
 pub struct FuzzedDaemon {
     base: Rc<Base>,
-    /// Actions that are scheduled for checks of the front end.
+    /// Actions that are scheduled for the worker's checks of the connection.
     pub watch: Arc<Watch>,
-    /// The connection of the guest.
+    /// The connection of the guest that the fuzzer controls.
     pub session: Session,
     _front_end: UnixStream,
 }
@@ -230,7 +237,7 @@ impl Base {
         }
     }
 
-    /// Does all background work: finds equal pages, compresses others, frees dropped pages.
+    /// Does all background work: finds equal pages, compresses other pages, frees dropped pages.
     fn maintain_all(&self, now_ns: u64) {
         let mut steps = 0;
         while self.daemon.maintain(now_ns, 16) {
@@ -266,7 +273,7 @@ impl Base {
             let (pages, results) = (&mut page, &mut result);
             let tenant = &self.neighbour;
             let got = tenant.get(POOL, OBJECT, index, &[cookie], pages, results);
-            drop(got.expect("the neighbour has lost its pool"));
+            drop(got.expect("the neighbour VM has lost its pool"));
             assert_eq!(
                 result,
                 [GetResult::Hit { cookie }],
@@ -281,8 +288,8 @@ impl Base {
 }
 
 impl FuzzedDaemon {
-    /// Creates a daemon, a neighbour with pages, and a guest that is connected and has not shared
-    /// memory yet.
+    /// Creates a daemon, a neighbour with pages, and a guest. The guest is connected and has not
+    /// shared its memory yet.
     pub fn new() -> FuzzedDaemon {
         let base = BASE.with(Rc::clone);
         base.give_the_neighbour_its_pages();
@@ -304,7 +311,8 @@ impl FuzzedDaemon {
         }
     }
 
-    /// Runs the worker until no work is left, in bounded steps.
+    /// Runs the daemon's worker until no work is left. Asserts that each scheduling slice is
+    /// bounded.
     pub fn work(&mut self) {
         let Base {
             daemon,
@@ -338,12 +346,13 @@ impl FuzzedDaemon {
         panic!("the worker did not become idle");
     }
 
-    /// Does all background work.
+    /// Does all background work of the daemon.
     pub fn maintain_all(&self) {
         self.base.maintain_all(self.watch.now_ns());
     }
 
-    /// Stores pages of one repeated value for the guest, without a request.
+    /// Stores `pages` same-filled pages for the guest by calling the pool directly, without a
+    /// request.
     #[cfg(test)]
     pub fn store_same(&self, pages: u64) {
         let tenant = &self.base.vm.tenant;
@@ -367,13 +376,13 @@ impl FuzzedDaemon {
         }
     }
 
-    /// Returns the number of the guest's pages.
+    /// Returns the number of pages that the pool has of the guest.
     #[cfg(test)]
     pub fn held(&self) -> u64 {
         self.base.vm.tenant.stats().pages
     }
 
-    /// Asserts that the daemon logged no bug of its own.
+    /// Asserts that the daemon's log reports no bug of the daemon.
     pub fn check(&self) {
         for event in self.base.subscription.take() {
             assert!(
@@ -384,7 +393,7 @@ impl FuzzedDaemon {
         }
     }
 
-    /// Ends the connection, and asserts that the neighbour has all its pages.
+    /// Ends the guest's connection, and asserts that the neighbour still has all its pages.
     pub fn end(self) {
         self.check();
         let FuzzedDaemon { base, session, .. } = self;

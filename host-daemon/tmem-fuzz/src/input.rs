@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Converts the fuzzer's bytes to choices, such as what the guest does next.
 //!
-//! Bytes are read from the front, so that seeds can be written by hand and a change at the end
-//! leaves the beginning as it was. After the last byte, zeros are read. (The crate `arbitrary`
-//! reads lengths from the end.)
+//! [`Input`] reads bytes from the front, so that people can write seeds by hand. A change of the
+//! last bytes does not affect the choices before. After the last byte, `Input` returns zeros. (The
+//! crate `arbitrary` reads lengths from the end.)
 
 /// The fuzzer's bytes that no choice has used yet.
 pub struct Input<'a>(&'a [u8]);
 
-/// Values at boundaries: of signed and unsigned integers, of indices, of pages.
+/// Numbers at boundaries: of signed and unsigned integers, of page indices, of page sizes.
 const BORDERS: [u64; 16] = [
     0,
     1,
@@ -29,7 +29,7 @@ const BORDERS: [u64; 16] = [
 ];
 
 impl<'a> Input<'a> {
-    /// Creates an input of all bytes.
+    /// Creates an input from the fuzzer's bytes.
     pub fn new(bytes: &'a [u8]) -> Self {
         Input(bytes)
     }
@@ -68,7 +68,7 @@ impl<'a> Input<'a> {
         u32::from_le_bytes(self.array())
     }
 
-    /// Returns a number below `count`, which must be at most 256.
+    /// Returns a number below `count`, from the next byte. `count` must be at most 256.
     pub fn below(&mut self, count: usize) -> usize {
         usize::from(self.u8()) % count
     }

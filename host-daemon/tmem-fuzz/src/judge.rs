@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Computes the reaction to a chain that the specification requires. This code reads the chain from
-//! the guest's memory, without the daemon's parser and without the library that walks its chains.
+//! Computes the reaction that the specification requires to a descriptor chain. This code reads the
+//! chain from the guest's memory, without the daemon's parser and without the library with which
+//! the daemon walks chains.
 //!
-//! Out of scope: running the daemon, and reading what it wrote, see `machine.rs`.
+//! Out of scope: running the daemon, and reading what it wrote (see `machine.rs`).
 
 use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;
@@ -24,20 +25,21 @@ const REF_PAGE_BYTES: usize = 24;
 /// Piece of guest memory: its address and length in bytes.
 pub type Piece = (u64, u64);
 
-/// Buffers of a descriptor chain that the device can follow.
+/// Buffers of a valid descriptor chain.
 #[derive(Default)]
 pub struct Chain {
-    /// Pieces that the device reads.
+    /// Pieces of guest memory that the device reads.
     pub readable: Vec<Piece>,
-    /// Pieces that the device may write.
+    /// Pieces of guest memory that the device may write.
     pub writable: Vec<Piece>,
-    /// The chain's indirect table; None if the chain has none.
+    /// Indirect descriptor table of the chain, or None if the chain has none.
     pub table: Option<Piece>,
     /// Whether a readable descriptor follows a writable one.
     pub out_of_order: bool,
 }
 
-/// Follows a chain. Returns None if the chain cannot be followed.
+/// Walks the descriptor chain that begins at the descriptor `head` of a table with `size`
+/// descriptors. Returns None if the device cannot follow the chain, for example because it loops.
 pub fn walk(image: &[u8], table: u64, size: u16, head: u16) -> Option<Chain> {
     let mut chain = Chain::default();
     let (mut table, mut length, mut at) = (table, u64::from(size), u64::from(head));
@@ -82,12 +84,13 @@ pub fn walk(image: &[u8], table: u64, size: u16, head: u16) -> Option<Chain> {
 }
 
 impl Chain {
-    /// Returns the number of bytes of the writable part.
+    /// Returns the number of bytes that the device may write to the chain.
     pub fn room(&self) -> u64 {
         self.writable.iter().map(|piece| piece.1).sum()
     }
 
-    /// Returns the readable part, without bytes beyond the longest request.
+    /// Returns the bytes that the device reads. Leaves out bytes beyond the longest possible
+    /// request.
     pub fn request(&self, image: &[u8]) -> Vec<u8> {
         let mut out = Vec::new();
         for (address, bytes) in &self.readable {
@@ -100,7 +103,8 @@ impl Chain {
         out
     }
 
-    /// Returns the first `bytes` bytes of the writable part.
+    /// Returns the pieces of guest memory that contain the first `bytes` bytes of the writable
+    /// part.
     pub fn answer(&self, bytes: u64) -> Vec<Piece> {
         let mut left = bytes;
         let mut pieces = Vec::new();
@@ -117,13 +121,13 @@ impl Chain {
 
 /// Key of a page: pool, object and index.
 type Key = (u32, u64, u64);
-/// Contents of a page.
+/// Contents of a page, shared by reference count.
 type Page = Rc<[u8]>;
 
-/// Content of a well-formed request, by type.
+/// Contents of a well-formed request, by its type.
 enum Asked {
     Put(Vec<(u64, u64, u64, Page)>),
-    /// Object, index, cookies, and the bits of pages that may be retained.
+    /// A GET: object, first index, cookies, and the bits of pages that the device may retain.
     Get(u64, u64, Vec<u64>, u64),
     Ref(Vec<(u64, u64, u64)>),
     Flush(Vec<(u64, u64, u64)>),
@@ -132,17 +136,17 @@ enum Asked {
     Told,
 }
 
-/// Reaction to a chain that the specification requires.
+/// Reaction to a descriptor chain that the specification requires.
 pub enum Due {
-    /// The queue stops.
+    /// The device gives no answer and stops the queue.
     Stop,
-    /// The device answers with one of these statuses and nothing else.
+    /// The device answers with one of these statuses and does not execute the request.
     Refused(&'static [u8]),
-    /// The device carries the request out.
+    /// The device executes the request.
     Run(Carry),
 }
 
-/// Request that the device must execute.
+/// A well-formed request, which the device must execute.
 pub struct Carry {
     generation: u64,
     pool: u32,
@@ -171,8 +175,8 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     )
 }
 
-/// Returns whether a request may name `pages` pages from `index` on: the object is not 0, and no
-/// page number exceeds INDEX_BITS bits.
+/// Returns whether a request may name `pages` pages from `index` on. The object must not be 0, and
+/// no page number may have more than INDEX_BITS bits.
 fn exist(object: u64, index: u64, pages: u64) -> bool {
     let end = u128::from(index) + u128::from(pages);
     object != 0 && index < 1 << wire::INDEX_BITS && end <= 1 << wire::INDEX_BITS
@@ -197,8 +201,9 @@ pub fn sizes(kind: u16, count: u16) -> Option<(usize, usize)> {
     good.then_some((REQ_BYTES + readable, RESP_BYTES + writable))
 }
 
-/// Returns the required reaction to a request on a queue. `retain` says whether the driver has
-/// accepted the feature bit of retained pages.
+/// Returns the reaction that the specification requires to a request. `control` says whether the
+/// queue is the control queue, and `room` is the size of the writable part. `retain` says whether
+/// the driver has accepted the feature bit of retained pages.
 pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: bool) -> Due {
     if room < RESP_BYTES as u64 {
         return Due::Stop;
@@ -277,28 +282,27 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
     })
 }
 
-/// Page that the device has stored.
+/// A page that the device has stored.
 struct Held {
     cookie: u64,
     page: Page,
-    /// True until a request names the page with another cookie. At such a request, a device may
-    /// drop the page.
+    /// Whether the device must still have the page. False after a request that named the page with
+    /// another cookie, because a device may drop the page then.
     certain: bool,
 }
 
-/// Pages of the guest that the device may hold.
+/// Model of the guest's pools and of the pages that the device may hold.
 #[derive(Default)]
 pub struct Model {
     generation: u64,
     pools: BTreeSet<u32>,
     held: HashMap<Key, Held>,
-    /// Whether a drain has begun. From then on, the device may answer a get of a page that it holds
-    /// with a miss.
+    /// Whether a drain has begun. From then on, the device may miss or lose pages that it holds.
     pub drained: bool,
 }
 
 impl Model {
-    /// Begins a generation, in which the device holds no pages yet.
+    /// Begins a generation, in which the device has no pool and no page yet.
     pub fn begin(&mut self, generation: u64) {
         assert!(generation != 0 && generation != self.generation);
         *self = Model {
@@ -307,7 +311,7 @@ impl Model {
         };
     }
 
-    /// Returns the generation that requests must carry.
+    /// Returns the generation that requests must carry now.
     pub fn generation(&self) -> u64 {
         self.generation
     }
@@ -324,7 +328,8 @@ impl Model {
         }
     }
 
-    /// Judges the bytes that the device wrote as the answer to a request, and updates the model.
+    /// Asserts that the bytes that the device wrote are a correct answer to a request. Updates the
+    /// model.
     pub fn judge(&mut self, carry: &Carry, answer: &[u8]) {
         let status = self.status(carry);
         assert_eq!(answer[0], status, "the request got the wrong status");
@@ -442,7 +447,7 @@ impl Model {
                 );
             }
             asked => {
-                assert!(results.is_empty(), "the answer has more than a status");
+                assert!(results.is_empty(), "the answer has bytes after the status");
                 match asked {
                     _ if !ok => {}
                     Asked::Flush(ranges) => self.held.retain(|key, _| {

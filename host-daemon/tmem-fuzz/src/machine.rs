@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A guest with a control queue and a request queue, and its front end. The daemon executes the
-//! chains that the guest offers, and the machine compares the result with the required one.
+//! descriptor chains that the guest offers. The machine compares the result with the required one.
 //!
 //! While all offered chains are disjoint in memory and nothing changes during the daemon's work,
-//! each byte that the daemon may write is known ([`Machine::judged`]). Otherwise the machine
-//! continues, but judges no answers and checks the properties that hold in any case: nothing
-//! outside of the guest's memory is written, work ends, no bug is logged, the neighbour has its
-//! pages.
+//! the machine knows each byte that the daemon may write ([`Machine::judged`]). Otherwise the
+//! machine continues, but judges no answers. It then checks only the properties that hold in any
+//! case: the daemon writes nothing outside of the guest's memory, its work ends, it logs no bug,
+//! and the neighbour (another VM) has its pages.
 
 use std::os::fd::OwnedFd;
 use std::sync::MutexGuard;
@@ -27,31 +27,32 @@ const F_VERSION_1: u64 = 1 << 32;
 const F_INDIRECT_DESC: u64 = 1 << 28;
 const F_EVENT_IDX: u64 = 1 << 29;
 
-/// Number of queues: the control queue, and one for requests.
+/// Number of queues: the control queue, and one request queue.
 pub const QUEUES: usize = 2;
 /// Maximum number of descriptors of a queue.
 pub const SIZE_MAX: u16 = 64;
-/// Bytes of guest memory for the three parts of a ring.
+/// Bytes of guest memory for the three parts of a virtqueue.
 const RING_BYTES: u64 = 0x1000;
 const AVAIL_AT: u64 = 0x400;
 const USED_AT: u64 = 0x600;
-/// First address for buffers and tables: after the rings, up to the end of the first region.
+/// First guest address for buffers and descriptor tables. It follows the rings, in the first memory
+/// region.
 pub const ARENA: u64 = BASE + QUEUES as u64 * RING_BYTES;
 
-/// Virtqueue as its driver sees it.
+/// A virtqueue, as its driver sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct Ring {
-    /// Number of descriptors of the queue.
+    /// Number of descriptors of the virtqueue.
     pub size: u16,
     /// Guest address of the descriptor table. The available ring and the used ring follow the
     /// table.
     pub table: u64,
-    /// Number of chains that the driver has put into the available ring. The ring's index in guest
-    /// memory is smaller until the chains are published.
+    /// Number of chains that the driver has put into the available ring. The index in guest memory
+    /// is smaller until the driver publishes them.
     pub offered: u16,
-    /// Number of chains that the daemon has answered.
+    /// Number of chains of this virtqueue that the daemon has answered.
     pub answered: u16,
-    /// Whether the queue has stopped, so that it does nothing until it is set up again.
+    /// Whether a faulty chain has stopped the queue. It does nothing until it is set up again.
     stopped: bool,
     running: bool,
 }
@@ -71,7 +72,7 @@ impl Ring {
     }
 }
 
-/// Descriptor chain that the daemon must answer.
+/// A descriptor chain that the daemon must answer, with the required reaction.
 struct Planned {
     queue: usize,
     head: u16,
@@ -79,22 +80,22 @@ struct Planned {
     due: Due,
 }
 
-/// Expected actions of the daemon for the published chains.
+/// Actions that the specification requires of the daemon for the published chains.
 struct Plan {
     chains: Vec<Planned>,
-    /// For each queue, whether it stops after the published chains.
+    /// For each queue, whether the daemon must stop it after the listed chains.
     stops: [bool; QUEUES],
 }
 
-/// A guest, its front end, and the daemon.
+/// A guest that the fuzzer controls, its front end, and the daemon.
 pub struct Machine {
-    /// The daemon.
+    /// The daemon, with the guest's connection.
     pub host: FuzzedDaemon,
-    /// Memory of the guest.
+    /// The guest's memory.
     pub ram: Ram,
-    /// Rings of the guest.
+    /// The guest's control queue and request queue.
     pub rings: [Ring; QUEUES],
-    /// Pages that the device may hold.
+    /// Model of the pages that the device may hold.
     pub model: Model,
     kicks: Vec<OwnedFd>,
     calls: Vec<OwnedFd>,
@@ -110,8 +111,8 @@ fn device(host: &FuzzedDaemon) -> MutexGuard<'_, Device> {
 }
 
 impl Machine {
-    /// Creates a machine with running rings of `size` descriptors. `retain` says whether the driver
-    /// accepts the feature bit of retained pages.
+    /// Creates a machine whose virtqueues have `size` descriptors and run. `retain` says whether
+    /// the driver accepts the feature bit of retained pages.
     pub fn new(size: u16, event_idx: bool, retain: bool) -> Machine {
         assert!(size.is_power_of_two() && size <= SIZE_MAX);
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
@@ -151,7 +152,8 @@ impl Machine {
         machine
     }
 
-    /// Reads the generation, and records that the device holds no pages of it yet.
+    /// Reads the generation from the device. Records that the device has no page of this generation
+    /// yet.
     fn begin(&mut self) {
         let config = device(&self.host).get_config(0, 8, VhostUserConfigFlags::empty());
         let bytes = config
@@ -162,7 +164,7 @@ impl Machine {
         ));
     }
 
-    /// Sets up a ring that continues after the last answered chain.
+    /// Sets up and enables a virtqueue, which continues after the last answered chain.
     fn start(&mut self, queue: usize) {
         let ring = &mut self.rings[queue];
         (ring.stopped, ring.running) = (false, true);
@@ -194,8 +196,8 @@ impl Machine {
         );
     }
 
-    /// Stops a ring and sets it up again, as around a pause or after a lost daemon. The daemon then
-    /// works off the chains that were published and not answered.
+    /// Stops a virtqueue and sets it up again, as around a pause or after a lost daemon. The daemon
+    /// then executes the chains that were published and not answered.
     pub fn restart(&mut self, queue: usize) {
         if self.is_over() {
             return;
@@ -220,7 +222,7 @@ impl Machine {
         self.work();
     }
 
-    /// Sends RESET_DEVICE, which begins another generation without pages and with empty rings.
+    /// Sends RESET_DEVICE, which begins another generation without pages. Empties the rings.
     pub fn reset(&mut self) {
         for queue in 0..QUEUES {
             let state = device(&self.host).get_vring_base(queue as u32);
@@ -245,15 +247,15 @@ impl Machine {
         self.work();
     }
 
-    /// Sends a memory table. It has all memory if `whole` is true, and otherwise lacks the region
-    /// near 2^64.
+    /// Sends a memory table to the daemon. It has all memory if `whole` is true, and otherwise
+    /// lacks the region near 2^64.
     pub fn remap(&mut self, whole: bool) {
         let (mut regions, mut files) = self.ram.table();
         if !whole {
             regions.pop();
             files.pop();
-            // From here on the machine still treats the removed addresses as memory, but the daemon
-            // does not.
+            // Stop judging answers, because the machine still treats the removed addresses as
+            // memory, but the daemon does not.
             self.judged = false;
         }
         let done = device(&self.host).set_mem_table(&regions, files, None);
@@ -261,12 +263,14 @@ impl Machine {
         self.work();
     }
 
-    /// Returns whether the front end has hung up, so that no chain may be offered any more.
+    /// Returns whether the front end has closed the connection, so that the guest must not offer
+    /// any more chains.
     pub fn is_over(&self) -> bool {
         self.host.watch.left().is_some()
     }
 
-    /// Writes a descriptor into a descriptor table.
+    /// Writes a descriptor into a descriptor table. `flags` are its flags and the number of the
+    /// next descriptor.
     pub fn describe(
         &mut self,
         table: u64,
@@ -291,7 +295,7 @@ impl Machine {
         self.rings[queue].offered = ring.offered.wrapping_add(1);
     }
 
-    /// Publishes the offered chains, kicks, and lets the daemon work them off.
+    /// Publishes the offered chains, kicks the queue, and lets the daemon execute the chains.
     pub fn kick(&mut self, queue: usize) {
         let ring = self.rings[queue];
         let index = ring.avail() + 2;
@@ -301,7 +305,7 @@ impl Machine {
         self.work();
     }
 
-    /// Lets the daemon do all its work, and judges what it did.
+    /// Lets the daemon do all its work, and checks what it wrote.
     pub fn work(&mut self) {
         self.watched(|machine| machine.host.work());
     }
@@ -328,7 +332,7 @@ impl Machine {
     }
 
     /// Returns the actions that the specification requires for the published chains, in order.
-    /// Returns None if they are unknown, because an answer overwrites another chain or because both
+    /// Returns None if the actions are unknown. This is so if buffers of chains overlap or if both
     /// queues have work.
     fn plan(&self) -> Option<Plan> {
         let image = &self.ram.image;
@@ -395,8 +399,8 @@ impl Machine {
             }
         };
         for ring in &self.rings {
-            // The device may write the fields by which it requests kicks: the flags and the avail
-            // event index.
+            // Let the device write the fields by which it requests kicks: the flags of the used
+            // ring and the avail event index.
             accept(&(ring.used(), 2));
             accept(&(ring.used() + 4 + 8 * u64::from(ring.size), 2));
         }
@@ -452,7 +456,10 @@ impl Machine {
                         "status {} is none of those expected",
                         answer[0]
                     );
-                    assert_eq!(length, 8, "the refused request has more than a status");
+                    assert_eq!(
+                        length, 8,
+                        "the answer to a refused request has bytes after the status"
+                    );
                 }
                 Due::Run(carry) => self.model.judge(carry, &answer),
                 Due::Stop => {
@@ -477,7 +484,7 @@ impl Machine {
         self.ram.drop_copy(expected);
     }
 
-    /// Ends the connection, and asserts that this changes no guest memory.
+    /// Ends the guest's connection, and asserts that this changes no guest memory.
     pub fn end(mut self) {
         self.work();
         self.host.end();
@@ -492,17 +499,17 @@ impl Machine {
 }
 
 fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
-    // The whole memory is compared first, which is faster than comparing byte by byte.
+    // Compare the whole memory first, which is faster than comparing byte by byte.
     (one != other).then(|| one.iter().zip(other).position(|(a, b)| a != b))?
 }
 
-/// Returns whether no written piece overlaps another written or a read piece.
+/// Returns whether no written piece of memory overlaps another written or a read piece.
 fn apart(reads: &[Piece], writes: Vec<Piece>) -> bool {
     let end = |piece: &Piece| u128::from(piece.0) + u128::from(piece.1);
     let mut all: Vec<(Piece, bool)> = writes.into_iter().map(|piece| (piece, true)).collect();
     all.extend(reads.iter().map(|piece| (*piece, false)));
     all.sort_unstable();
-    // Largest end address so far: of the written pieces, and of all pieces.
+    // Largest end address among the written pieces, and among all pieces, that the loop has seen.
     let (mut written, mut any) = (0, 0);
     for (piece, write) in all {
         let start = u128::from(piece.0);
@@ -526,14 +533,14 @@ mod tests {
     const WRITE: u16 = 2;
     const INDIRECT: u16 = 4;
 
-    /// Each chain drops about as many pages as one slice may drop, so all chains together take many
-    /// slices. [`FuzzedDaemon::work`] checks the work of each slice.
+    /// Flushes about as many pages with each chain as one scheduling slice may drop, so all chains
+    /// together take many slices. [`FuzzedDaemon::work`] checks the work of each slice.
     #[test]
     fn flush_work_is_bounded_per_slice() {
         const PAGES: u64 = 511;
         let mut machine = Machine::new(SIZE_MAX, false, false);
-        // The test stores the pages without requests of the guest. So the model does not know them,
-        // and the answers are not judged.
+        // Do not judge answers. The test stores the pages without requests of the guest, so the
+        // model does not know them.
         machine.judged = false;
         machine.host.store_same(u64::from(SIZE_MAX) * PAGES);
         for chain in 0..SIZE_MAX {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Vhost-user messages with any bytes and descriptors through the socket of a complete daemon.
-//! Rings run at the same time, and a neighbour is served throughout.
+//! Fuzz target: vhost-user messages with any bytes and descriptors, sent through the socket of a
+//! complete daemon. Rings run at the same time, and the daemon serves a neighbour (another VM)
+//! throughout.
 //!
 //! In this target the daemon runs its threads, so the order of events varies between two runs of an
 //! input. These properties must hold: no thread panics, the daemon closes its end of a connection
@@ -26,18 +27,18 @@ use tmem_testing::TestDaemon;
 use crate::input::Input;
 use crate::ram::{BASE, Ram, TOP};
 
-/// Maximum number of steps of an input.
+/// Maximum number of steps that an input executes.
 const STEPS_MAX: usize = 40;
-/// Time limit of every wait, long enough for a busy machine.
+/// Time limit of every wait for the daemon, long enough for a busy machine.
 const WAIT: Duration = Duration::from_secs(20);
-/// Bytes of guest memory for the parts of a ring. The ring of each queue has memory of its own; the
-/// queues from number RINGS - 1 on share one ring's memory.
+/// Bytes of guest memory for the parts of a virtqueue. The first queues have memory of their own.
+/// The queues from number RINGS - 1 on share the memory of one virtqueue.
 const RING_BYTES: u64 = 0x1000;
 const RINGS: u64 = 4;
 const SIZE: u16 = 16;
-/// First address for requests and their answers.
+/// First guest address for requests and their answers.
 const ARENA: u64 = BASE + RINGS * RING_BYTES;
-/// Maximum number of descriptors of a message; the library accepts 32.
+/// Maximum number of file descriptors in a message. The daemon's vhost library accepts 32.
 const FILES_MAX: usize = 33;
 
 const NEED_REPLY: u32 = 1 << 3;
@@ -73,7 +74,7 @@ const PROTOCOL: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 9 | 1 << 13 | 1 << 15;
 /// continues after a panic.
 static PANICKED: AtomicBool = AtomicBool::new(false);
 
-/// The daemon, which is created once for all inputs, and the neighbour, its other VM.
+/// The daemon, which is created once for all inputs, and the neighbour, another VM of the daemon.
 struct World {
     daemon: TestDaemon,
     neighbour: Driver,
@@ -107,24 +108,24 @@ impl World {
         }
     }
 
-    /// Asserts that the daemon serves the neighbour, whatever the hostile front end does.
+    /// Asserts that the daemon still serves the neighbour correctly.
     fn serve_the_neighbour(&mut self) {
         self.inputs += 1;
         for _ in 0..2 {
             self.neighbour
                 .step()
-                .expect("the device did not answer the neighbour's requests correctly");
+                .expect("the daemon did not answer the neighbour VM's requests correctly");
         }
         if self.inputs.is_multiple_of(16) {
             self.neighbour
                 .get_all()
-                .expect("the device did not answer the neighbour's requests correctly");
+                .expect("the daemon did not answer the neighbour VM's requests correctly");
         }
-        assert!(!PANICKED.load(SeqCst), "a thread panicked");
+        assert!(!PANICKED.load(SeqCst), "a thread of the daemon panicked");
     }
 }
 
-/// Runs the target with an input.
+/// Runs the fuzz target with an input: executes its steps, and then checks the neighbour.
 pub fn run(bytes: &[u8]) {
     WORLD.with_borrow_mut(|world| {
         let mut input = Input::new(bytes);
@@ -144,7 +145,7 @@ pub fn run(bytes: &[u8]) {
     });
 }
 
-/// Hostile VMM and its guest.
+/// Hostile front end (VMM) with its guest, which the fuzzer controls.
 struct FrontEnd {
     stream: UnixStream,
     ram: Ram,
@@ -186,8 +187,8 @@ impl FrontEnd {
                 offered: [0; RINGS as usize],
                 ended: false,
             };
-            // The daemon may not have ended the previous connection yet. In that case it closes
-            // this one.
+            // Find out whether this connection is usable. The daemon closes it if it has not ended
+            // the previous connection yet.
             front_end.send(SET_PROTOCOL_FEATURES, 0, &PROTOCOL.to_le_bytes(), &[]);
             front_end.read_generation();
             if !front_end.ended {
@@ -217,15 +218,13 @@ impl FrontEnd {
             assert!(control.push(SendAncillaryMessage::ScmRights(files)));
         }
         let bytes = [IoSlice::new(bytes)];
-        // An error means that the daemon may have ended the connection, which the next read
-        // detects.
+        // Record an error, which means that the daemon has ended the connection.
         let flags = SendFlags::NOSIGNAL;
         let sent = retry_on_intr(|| sendmsg(&self.stream, &bytes, &mut control, flags));
         self.ended |= sent.is_err();
     }
 
-    /// Reads the generation: sends GET_CONFIG, and reads the answers to earlier messages and to
-    /// this one.
+    /// Reads the generation: sends GET_CONFIG, and reads answers until that to GET_CONFIG.
     fn read_generation(&mut self) {
         let body = [0u32, 8, 0].map(u32::to_le_bytes).concat();
         self.send(GET_CONFIG, 0, &[body, vec![0; 8]].concat(), &[]);
@@ -252,7 +251,7 @@ impl FrontEnd {
         }
     }
 
-    /// Shuts the connection down, and waits until the daemon has closed it.
+    /// Closes the connection, and waits until the daemon has closed its end.
     fn hang_up(mut self) {
         let _ = self.stream.shutdown(Shutdown::Write);
         let mut sink = [0; 1024];
@@ -260,7 +259,7 @@ impl FrontEnd {
             match self.stream.read(&mut sink) {
                 Ok(0) => break,
                 Ok(_) => {}
-                // The alarm signal of libFuzzer may interrupt the read.
+                // Read again, because the alarm signal of libFuzzer may interrupt the read.
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::ConnectionReset => break,
                 Err(error) => panic!("the daemon did not end the connection: {error}"),
@@ -269,7 +268,7 @@ impl FrontEnd {
         self.ram.keep();
     }
 
-    /// Sets up a valid ring: memory table, ring addresses, descriptors, and enabling.
+    /// Sets up a valid virtqueue: memory table, ring addresses, descriptors, and enabling.
     fn set_up(&mut self, queue: u64) {
         self.send(SET_FEATURES, 0, &FEATURES.to_le_bytes(), &[]);
         self.memory(false);
@@ -366,13 +365,14 @@ impl FrontEnd {
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
 
-    /// Executes one step. Returns false if the front end must hang up and connect again.
+    /// Executes one step of the input. Returns false if the front end must close the connection and
+    /// connect again.
     fn step(&mut self, input: &mut Input<'_>) -> bool {
         match input.below(12) {
             0 => self.set_up(u64::from(input.u8()) % 20),
             1..=3 => self.request(input),
             4 => {
-                // Overwrite memory in which rings or requests may be.
+                // Overwrite guest memory in which rings or requests may be.
                 let at = BASE + u64::from(input.u16()) % 0x8000;
                 self.ram.write(at, &input.u32().to_le_bytes());
                 self.kick();
@@ -401,7 +401,8 @@ impl FrontEnd {
         true
     }
 
-    /// Sends a message whose body has the right form, with arbitrary numbers and descriptors.
+    /// Sends a vhost-user message whose body has the right form, with numbers and descriptors from
+    /// the input.
     fn message(&mut self, input: &mut Input<'_>) {
         const CODES: [u32; 17] = [
             SET_FEATURES,

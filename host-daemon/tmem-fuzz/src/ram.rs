@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The guest's memory: three regions in one file. Two of them are adjacent, and one ends near 2^64.
-//! Between them are guard pages that do not belong to the guest and that the daemon must not write.
+//! The guest's memory: three regions in one file. At their guest addresses, two regions are adjacent,
+//! and one ends near 2^64. In the file, guard pages separate the regions. They do not belong to the
+//! guest, and the daemon must not write them.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -12,7 +13,8 @@ use vhost::vhost_user::message::VhostUserMemoryRegion;
 
 const PAGE: u64 = 4096;
 
-/// Memory region: guest address, address in the front end, offset in the file, and length in bytes.
+/// Region of guest memory: guest address, address in the front end, offset in the file, and length
+/// in bytes.
 struct Region {
     guest: u64,
     user: u64,
@@ -22,15 +24,15 @@ struct Region {
 
 /// Guest address of the first region.
 pub const BASE: u64 = 0x10000;
-/// Number of pages of the first region, for rings, tables and the largest requests.
+/// Number of pages in the first region, for rings, tables and the largest requests.
 const PAGES: u64 = 80;
 /// Guest address at which the first region ends and the second begins.
 pub const SEAM: u64 = BASE + PAGES * PAGE;
 /// Guest address of the region that ends near 2^64.
 pub const TOP: u64 = 0xffff_ffff_ffff_0000;
 
-/// Memory regions. Regions that are adjacent in the guest's address space are not adjacent in the
-/// file or in the front end's address space.
+/// Regions of guest memory. Regions that are adjacent in the guest's address space are not adjacent
+/// in the file or in the front end's address space.
 const REGIONS: [Region; 3] = [
     Region {
         guest: BASE,
@@ -52,30 +54,31 @@ const REGIONS: [Region; 3] = [
     },
 ];
 
-/// Length of the file in bytes. It has a guard page before, between and after the regions.
+/// Length of the memory's file in bytes. It has guard pages before, between and after the regions.
 const FILE_BYTES: u64 = (PAGES + 8) * PAGE;
 
 /// Byte that fills the guard pages.
 const GUARD_BYTE: u8 = 0xa5;
 
-/// Guest memory and its expected contents.
+/// Guest memory in a file, and the contents that it is expected to have.
 pub struct Ram {
     /// File of the memory, shared with the daemon.
     pub file: Arc<File>,
-    /// Contents of the file after the last action of the daemon.
+    /// Expected contents of the file: those after the last action of the daemon, and the guest's
+    /// own writes.
     pub image: Vec<u8>,
-    /// Buffers for two more copies of the memory. They are kept because allocating them takes
-    /// longer than the run of an input.
+    /// Unused buffers for copies of the memory. They are kept because allocating them takes longer
+    /// than the run of an input.
     spare: Vec<Vec<u8>>,
 }
 
 thread_local! {
-    /// Memory of the last input, which the next input uses again.
+    /// Guest memory of the last input, which the next input uses again.
     static LAST: RefCell<Option<Ram>> = const { RefCell::new(None) };
 }
 
 impl Ram {
-    /// Returns zeroed memory.
+    /// Returns guest memory that is zeroed, except for the guard pages in the file.
     pub fn new() -> Ram {
         let mut ram = LAST.take().unwrap_or_else(Ram::create);
         let mut image = ram.copy();
@@ -84,7 +87,7 @@ impl Ram {
             let all = region.offset as usize..(region.offset + region.bytes) as usize;
             for page in all.step_by(PAGE as usize) {
                 let bytes = &mut image[page..page + PAGE as usize];
-                // Whole pages are compared at once, because a fuzzer counts each comparison.
+                // Compare whole pages at once, because a fuzzer counts each comparison.
                 if *bytes != [0; PAGE as usize] {
                     bytes.fill(0);
                     ram.file
@@ -110,17 +113,18 @@ impl Ram {
         Ram { file, image, spare }
     }
 
-    /// Keeps this memory in LAST for the next input, which uses it instead of creating a memfd.
+    /// Keeps this memory for the next input, which then creates no memfd.
     pub fn keep(self) {
         LAST.set(Some(self));
     }
 
-    /// Returns a copy of the expected contents of the memory.
+    /// Returns a copy of the expected contents of the memory. The caller gives it back with
+    /// [`Self::accept`] or [`Self::drop_copy`].
     pub fn copy(&mut self) -> Vec<u8> {
         let mut copy = self
             .spare
             .pop()
-            .expect("more than two spare images are in use");
+            .expect("both buffers for copies of the guest's memory are in use");
         copy.copy_from_slice(&self.image);
         copy
     }
@@ -136,7 +140,7 @@ impl Ram {
             .expect("the range is outside of the file");
     }
 
-    /// Returns the memory table.
+    /// Returns the memory table that the front end sends: the regions, and their files.
     pub fn table(&self) -> (Vec<VhostUserMemoryRegion>, Vec<File>) {
         let spec = |r: &Region| VhostUserMemoryRegion::new(r.guest, r.bytes, r.user, r.offset);
         let file = |_| {
@@ -153,8 +157,8 @@ impl Ram {
         address - REGIONS[0].guest + REGIONS[0].user
     }
 
-    /// Returns the places in the file, each as offset and length, of `bytes` bytes at a guest
-    /// address; None if not all of them are memory.
+    /// Returns the parts of the file that contain `bytes` bytes at a guest address, each as offset
+    /// and length. Returns None if not all of the bytes are guest memory.
     pub fn places(address: u64, bytes: u64) -> Option<Vec<(usize, usize)>> {
         let mut places = Vec::new();
         let (mut at, mut left) = (address, bytes);
@@ -165,28 +169,29 @@ impl Ram {
             let now = left.min(region.bytes - (at - region.guest));
             places.push(((region.offset + (at - region.guest)) as usize, now as usize));
             left -= now;
-            // An address above 2^64 - 1 is not memory, unless no bytes are left.
+            // Stop at 2^64: higher addresses are not memory, unless no bytes are left.
             at = at.checked_add(now).or((left == 0).then_some(0))?;
         }
         Some(places)
     }
 
-    /// Returns bytes at a guest address as they are in an image.
+    /// Returns `bytes` bytes at a guest address from a copy of the file. Returns None if not all of
+    /// them are guest memory.
     pub fn read(image: &[u8], address: u64, bytes: u64) -> Option<Vec<u8>> {
         let places = Ram::places(address, bytes)?;
         let part = |(from, count): &(usize, usize)| &image[*from..from + count];
         Some(places.iter().map(part).collect::<Vec<_>>().concat())
     }
 
-    /// Returns the number in two bytes at a guest address, which must be memory.
+    /// Returns the 16-bit number at a guest address, which must be memory, from a copy of the file.
     pub fn u16_of(image: &[u8], address: u64) -> u16 {
         let bytes =
             Ram::read(image, address, 2).expect("the range is outside of the guest's memory");
         u16::from_le_bytes([bytes[0], bytes[1]])
     }
 
-    /// Writes bytes to the guest's memory. Returns false and writes nothing if not all of them are
-    /// memory.
+    /// Writes bytes to the guest's memory. Returns false and writes nothing if not all of the
+    /// addresses are memory.
     pub fn write(&mut self, address: u64, bytes: &[u8]) -> bool {
         let Some(places) = Ram::places(address, bytes.len() as u64) else {
             return false;
@@ -209,13 +214,13 @@ impl Ram {
         let mut image = self
             .spare
             .pop()
-            .expect("more than two spare images are in use");
+            .expect("both buffers for copies of the guest's memory are in use");
         self.read_into(&mut image);
         image
     }
 
-    /// Takes an image as the expected contents of the memory from now on, after a check that the
-    /// guard pages are unchanged.
+    /// Asserts that a copy of the file has unchanged guard pages. Makes the copy the expected
+    /// contents of the memory.
     pub fn accept(&mut self, image: Vec<u8>) {
         let mut at = 0;
         for region in &REGIONS {
@@ -228,11 +233,14 @@ impl Ram {
     }
 }
 
-/// Asserts that guard pages are unchanged.
+/// Asserts that all these bytes of the file are unchanged guard pages.
 fn assert_guard_pages(bytes: &[u8]) {
     for page in bytes.chunks(PAGE as usize) {
         let same = *page == [GUARD_BYTE; PAGE as usize];
-        assert!(same, "memory next to the guest's was written");
+        assert!(
+            same,
+            "the daemon wrote to a guard page next to guest memory"
+        );
     }
 }
 

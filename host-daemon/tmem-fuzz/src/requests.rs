@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Requests with any bytes in well-formed chains, which test parsing, execution and answers.
+//! Fuzz target: requests with any bytes in well-formed chains. It tests parsing, execution and
+//! answers.
 
 use crate::input::Input;
 use crate::judge::sizes;
 use crate::machine::{ARENA, Machine, QUEUES};
 
-/// Maximum number of requests of an input.
+/// Maximum number of requests that an input sends.
 const REQUESTS_MAX: usize = 24;
-/// Address of the bytes of a request. The pages and the answer follow them.
+/// Guest address of the bytes of a request. The pages and the answer follow them.
 const META: u64 = ARENA;
 const META_MAX: usize = 0x1000;
 const DATA: u64 = META + META_MAX as u64;
-/// Number of different page contents. A request with more pages than this has several descriptors
-/// that name the same page.
+/// Number of different page contents. If a request has more pages, several descriptors name the
+/// same page.
 const CONTENTS: u64 = 8;
 const ANSWER: u64 = DATA + CONTENTS * 4096;
 /// Length of the longest answer in bytes: 64 pages with their results, and some bytes more.
@@ -22,15 +23,15 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 
-/// Sends requests. For each, the input has a byte of flags, the number of pages, and the bytes of
-/// the request with their length in front.
+/// Runs the fuzz target with an input, which sends requests. For each request, the input has a byte
+/// of flags, the number of pages, the length of the request, and its bytes.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let setup = input.u8();
     let mut machine = Machine::new(4, setup & 1 != 0, setup & 2 != 0);
     for number in 0..CONTENTS {
         let mut page = [number as u8; 4096];
-        // The pages have each kind of content that the engine distinguishes: one repeated word,
+        // Give the pages each kind of content that the engine distinguishes: one repeated word,
         // text, noise.
         for (at, byte) in page.iter_mut().enumerate() {
             match number % 3 {
@@ -72,7 +73,7 @@ fn request(machine: &mut Machine, input: &mut Input<'_>) {
         _ => u64::from(input.u32()) % ROOM_MAX,
     };
     assert!(machine.ram.write(META, &meta));
-    // The indirect descriptor table is behind the space of the longest answer.
+    // Place the indirect descriptor table behind the space of the longest answer.
     let table = ANSWER + ROOM_MAX;
     let mut buffers = vec![(META, meta.len() as u64, 0)];
     let turn = u64::from(flags >> 4);

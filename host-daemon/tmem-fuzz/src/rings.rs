@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Rings and chains of any shape: chained, indirect, looping, crossing regions, changed while the
-//! daemon works on them. Drains, resets and hang-ups happen in the middle.
+//! Fuzz target: rings and descriptor chains of any shape. They are chained, indirect, looping,
+//! cross regions, or change while the daemon works on them. Drains, resets and hang-ups happen in
+//! the middle.
 
 use std::sync::Arc;
 
@@ -12,16 +13,16 @@ use crate::input::Input;
 use crate::machine::{ARENA, Machine, QUEUES};
 use crate::ram::{BASE, Ram, SEAM, TOP};
 
-/// Maximum number of steps of an input.
+/// Maximum number of steps that an input executes.
 const STEPS_MAX: usize = 64;
 /// Maximum number of pages of a well-formed request, so that several requests fit into memory.
 const BATCH: usize = 6;
-/// Pages of the slot of a request in the arena. Requests take the slots in turn. The pages after
-/// the slots are for descriptor tables of chains that the input builds by hand.
+/// Pages of a slot, the guest memory for one request. Requests use the slots one after the other.
+/// The pages after the slots are for descriptor tables of chains that the input builds by hand.
 const SLOT_PAGES: u64 = 2 * BATCH as u64 + 4;
 const SLOTS: u64 = 4;
 
-/// Runs the target with an input.
+/// Runs the fuzz target with an input: executes its steps, and checks the daemon after each.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let shape = input.u8();
@@ -37,13 +38,14 @@ pub fn run(bytes: &[u8]) {
 }
 
 struct Player {
-    /// Number of the next slot of the arena.
+    /// Number of the slot (memory for a request) that the next request uses.
     slot: u64,
-    /// Number of the ring's descriptor at which the next chain begins.
+    /// Number of the descriptor in the ring's table at which the next chain begins.
     head: u16,
 }
 
-/// Returns an address: mostly in the arena, sometimes in the rings, at a boundary or anywhere.
+/// Returns a guest address: mostly in the memory for requests, sometimes in the rings, at a
+/// boundary or anywhere.
 fn address(input: &mut Input<'_>) -> u64 {
     let near = |at: u64, input: &mut Input<'_>| at.wrapping_add(input.u8().into());
     match input.below(8) {
@@ -89,7 +91,8 @@ impl Player {
                 machine.offer(queue, head);
             }
             9 => {
-                // Publish a wrong available index. A later step may publish a correct one again.
+                // Publish an available index that the input has changed. A later step may publish a
+                // correct one again.
                 let queue = input.below(QUEUES);
                 let ring = &mut machine.rings[queue];
                 ring.offered = ring.offered.wrapping_add(input.number() as u16);
@@ -116,7 +119,7 @@ impl Player {
                 let device = Arc::downgrade(machine.host.session.device());
                 machine.host.watch.at(checks, Act::Drain(device));
                 machine.kick(input.below(QUEUES));
-                // The restart of both queues completes the drain.
+                // Restart both queues, which completes the drain.
                 machine.restart(0);
                 machine.restart(1);
             }
@@ -146,8 +149,8 @@ impl Player {
         machine.describe(table, number, address, bytes, (flags, next));
     }
 
-    /// Offers a well-formed request in a well-formed chain, unless the input modifies a byte of
-    /// either.
+    /// Offers a well-formed request in a well-formed chain. The input may modify a byte of the
+    /// request, the size of the answer, or the order of the buffers.
     fn request(&mut self, machine: &mut Machine, input: &mut Input<'_>) {
         let kind = input.below(16);
         let pool = 1 + input.u8() as u32 % 3;
@@ -210,7 +213,7 @@ impl Player {
             encoded.answer_meta_bytes = input.below(64);
         }
         let queue = usize::from(!request.is_control()) ^ usize::from(bend & 4 != 0);
-        // The request comes first, then the answer. The pages of each begin at a page boundary.
+        // Place the request first, then the answer. The pages of each begin at a page boundary.
         let slot = ARENA + self.slot * SLOT_PAGES * 4096;
         self.slot = (self.slot + 1) % SLOTS;
         let readable = slot + 4096 - encoded.meta.len() as u64;
@@ -235,15 +238,15 @@ impl Player {
         };
         let mut buffers = cut(&stretches, how);
         if bend & 8 != 0 && buffers.len() > 1 {
-            // Two adjacent buffers are swapped, so that the chain is no longer well-formed.
+            // Swap two adjacent buffers, so that the chain is no longer well-formed.
             let at = input.below(buffers.len() - 1);
             buffers.swap(at, at + 1);
         }
         let ring = machine.rings[queue];
         let fits = buffers.len() <= usize::from(ring.size);
         let indirect = bend & 16 != 0 || !fits;
-        // An indirect table is at the beginning of the slot's first page. The end of this page has
-        // the request without its data pages.
+        // Place an indirect table at the beginning of the slot's first page. The end of this page
+        // has the request without its data pages.
         let (table, first, modulo) = match indirect {
             true => (slot, 0, u16::MAX),
             false => (ring.table, self.head, ring.size),

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Runs the fuzz targets with the inputs that were kept in the corpus.
+//! Runs the fuzz targets with all inputs of the corpus, without libFuzzer.
 
 use std::path::Path;
 use std::process::Command;
 
-/// Runs a target with each input of its corpus: those in the archive, and those with a descriptive
-/// name.
+/// Runs a fuzz target with each input of its corpus: the inputs in the archive, and the inputs
+/// whose files have descriptive names.
 fn play(target: &str) {
     let (_, run) = tmem_fuzz::TARGETS
         .iter()
@@ -39,16 +39,16 @@ fn play(target: &str) {
 }
 
 #[test]
-fn kept_request_inputs_break_no_promise() {
+fn request_corpus_causes_no_violation() {
     play("requests");
 }
 
 #[test]
-fn kept_ring_inputs_break_no_promise() {
+fn ring_corpus_causes_no_violation() {
     play("rings");
 }
 
 #[test]
-fn kept_message_inputs_break_no_promise() {
+fn message_corpus_causes_no_violation() {
     play("messages");
 }

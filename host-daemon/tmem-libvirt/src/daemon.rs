@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Brings the VMs of the daemon in line with libvirt's domains. Each pass compares the daemon's VMs
-//! with the domains and sends the differences to the daemon. It therefore does not matter whether
-//! the daemon or libvirt was unreachable, or for how long.
+//! Makes the daemon's VMs correspond to libvirt's domains. Each pass compares the daemon's VMs with
+//! the domains and sends the differences to the daemon. It therefore does not matter whether the
+//! daemon or libvirt was unreachable, or for how long.
 //!
 //! Out of scope: calls to libvirt. The caller passes functions that return a domain's request and
 //! state.
@@ -14,37 +14,38 @@ use std::time::{Duration, Instant};
 use tmem_control as api;
 use tmem_control::{VarlinkClientInterface, VmSpec};
 
-/// Time after which a VM is removed if it has no connection and its domain does not run. Such a VM
-/// remains if its end could not be reported to the daemon. A start that is under way takes less
-/// time.
+/// Time after which the bridge removes a VM from the daemon if the VM has no connection and its
+/// domain does not run. Such a VM remains if the hook could not reach the daemon when the VM ended.
+/// The time is longer than the start of a VM takes.
 const STRAY: Duration = Duration::from_secs(60);
 
-/// The daemon, and the VMs that it should serve.
+/// The bridge's view of the daemon, and what libvirt's domains request of it.
 pub struct Daemon {
     socket: PathBuf,
-    /// The request of each running domain, by UUID.
+    /// Request of each running domain that has the device, by the domain's UUID.
     requests: HashMap<String, Request>,
-    /// VM description that the daemon accepted last, by UUID.
+    /// Description of each VM that the daemon accepted last, by the domain's UUID.
     accepted: HashMap<String, VmSpec>,
-    /// Problem that was logged last, by UUID, so that each problem is logged once.
+    /// Problem of each domain that was logged last, by UUID. A problem is logged once.
     complaints: HashMap<String, String>,
-    /// Time at which a VM whose domain does not run was first seen, by socket.
+    /// Time at which the bridge first found that a VM's domain does not run, by the VM's socket.
     strays: HashMap<String, Instant>,
-    /// UUID and socket of each VM in the daemon whose domain this process has seen running. These
-    /// VMs belong to libvirt, even if libvirt no longer knows them. The set is no larger than the
-    /// daemon's list of VMs.
+    /// UUID and socket of each VM in the daemon whose domain this process has seen running. Such a
+    /// VM belongs to libvirt, even if libvirt no longer knows its domain. The set is no larger than
+    /// the daemon's list of VMs.
     ran: HashSet<(String, String)>,
     away: bool,
 }
 
-/// Reason why a pass of [`Daemon::reconcile`] failed.
+/// Reason why a pass of [`Daemon::reconcile`] failed, with the service that failed.
 enum Trouble {
     Daemon(String),
     Libvirt(String),
 }
 
 impl Daemon {
-    /// Creates the state for the daemon with that control socket, whether the daemon runs or not.
+    /// Creates the bridge's view of the daemon with the control socket `socket`. The daemon need
+    /// not run.
     pub fn new(socket: &Path) -> Daemon {
         Daemon {
             socket: socket.into(),
@@ -57,8 +58,8 @@ impl Daemon {
         }
     }
 
-    /// Sets the request of a domain. None means that the domain does not run or does not have the
-    /// device.
+    /// Sets what a domain requests of the daemon. None means that the domain does not run or has no
+    /// virtio-tmem device.
     pub fn set_request(&mut self, uuid: &str, request: Option<Request>) {
         match request {
             Some(request) => {
@@ -72,16 +73,17 @@ impl Daemon {
         }
     }
 
-    /// Forgets the requests of all domains that are not in `running`.
+    /// Forgets the requests of all domains that are not in `running`, the UUIDs of the running
+    /// domains.
     pub fn forget_others(&mut self, running: &[String]) {
         self.requests.retain(|uuid, _| running.contains(uuid));
         self.accepted.retain(|uuid, _| running.contains(uuid));
         self.complaints.retain(|uuid, _| running.contains(uuid));
     }
 
-    /// Sends the daemon all differences. `read` asks libvirt for a domain's current request, and
-    /// `state` for a domain's state. An unreachable daemon is not an error, because a later pass
-    /// tries again.
+    /// Sends the daemon all differences between its VMs and the domains' requests. `read` asks
+    /// libvirt for a domain's request, and `state` for its state. An unreachable daemon is not an
+    /// error, because a later pass tries again.
     ///
     /// # Errors
     /// Returns the errors of `read` and `state`.
@@ -126,8 +128,8 @@ impl Daemon {
         let mut uuids: Vec<String> = self.requests.keys().cloned().collect();
         uuids.sort();
         for uuid in uuids {
-            // During a migration on one host, two VMs have the same UUID, so the socket is
-            // compared, too.
+            // The sockets are compared, too, because two VMs have the same UUID during a migration
+            // on one host.
             let socket = self.socket(&uuid).map(str::to_string);
             let is_it = |vm: &&api::Vm| {
                 vm.uuid.as_ref() == Some(&uuid)
@@ -138,8 +140,8 @@ impl Daemon {
                 continue;
             }
             if there.is_none() {
-                // The daemon may have lost the VM, or the domain may have just stopped. Only
-                // libvirt knows.
+                // The daemon does not have the VM. Either it lost the VM, or the domain has just
+                // stopped and the hook removed the VM. libvirt tells which.
                 let request = read(&uuid).map_err(Trouble::Libvirt)?;
                 self.set_request(&uuid, request);
             }
@@ -152,7 +154,7 @@ impl Daemon {
         self.socket(uuid).is_some()
     }
 
-    /// Returns the path of the socket of the domain's device.
+    /// Returns the path of the socket that the domain's device uses; None without a valid request.
     fn socket(&self, uuid: &str) -> Option<&str> {
         match self.requests.get(uuid)? {
             Request::Settings(spec) | Request::KeepQuota(spec) => Some(&spec.socket),
@@ -160,7 +162,8 @@ impl Daemon {
         }
     }
 
-    /// Updates `ran`. VMs that the daemon no longer has are removed from that set.
+    /// Adds to `ran` those VMs of the daemon whose domains run. Removes from `ran` the VMs that the
+    /// daemon no longer has.
     fn see_who_ran(&mut self, listed: &[api::Vm]) {
         let ran = listed.iter().filter_map(|vm| {
             let it = (vm.uuid.clone()?, vm.socket.clone());
@@ -170,7 +173,7 @@ impl Daemon {
         self.ran = ran.collect();
     }
 
-    /// Changes one VM in the daemon so that it corresponds to its domain.
+    /// Adds one VM to the daemon, or changes it, so that it corresponds to its domain's request.
     fn one(
         &mut self,
         client: &mut api::VarlinkClient,
@@ -196,8 +199,8 @@ impl Daemon {
                 Ok(api::AddVm_Reply { added }) => {
                     let socket = spec.socket.clone();
                     self.ran.insert((uuid.into(), socket.clone()));
-                    // The domain may have stopped since libvirt was asked. The hook then removed
-                    // the VM before it was added again here.
+                    // The domain may have stopped after `read` returned its request. In that case,
+                    // the hook removed the VM, and the call of add_vm has added it again.
                     if added && read(uuid).map_err(Trouble::Libvirt)?.is_none() {
                         let removed = client.remove_vm(uuid.into(), socket).call();
                         removed.map_err(|e| self.trouble(&e))?;
@@ -239,7 +242,7 @@ impl Daemon {
             let socket = vm.socket.clone();
             match client.set_problem(uuid.into(), socket, problem).call() {
                 Ok(_) => {}
-                // The VM was removed after the daemon listed it, so it has no problem to report.
+                // The VM was removed after the daemon listed it, so its problem need not be stored.
                 Err(error) if matches!(error.kind(), api::ErrorKind::NoSuchVm(_)) => {}
                 Err(error) => return Err(self.trouble(&error)),
             }
@@ -247,7 +250,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Removes VMs from the daemon that are not connected and whose domain has ended.
+    /// Removes VMs from the daemon that have had no connection and no running domain for [`STRAY`].
     fn remove_strays(
         &mut self,
         client: &mut api::VarlinkClient,
@@ -270,8 +273,8 @@ impl Daemon {
             }
             match state(uuid).map_err(Trouble::Libvirt)? {
                 State::Stopped => {}
-                // A VM that libvirt does not know and that never ran here may belong to a manager
-                // other than libvirt.
+                // libvirt does not know the VM. If this process has never seen its domain running,
+                // the VM may belong to a manager other than libvirt.
                 State::Unknown if self.ran.contains(&it) => {}
                 State::Runs | State::Unknown => continue,
             }
@@ -279,8 +282,8 @@ impl Daemon {
             if removed.map_err(|e| self.trouble(&e))?.removed {
                 tracing::info!(uuid, "VM {uuid}: removed because its domain does not run");
             }
-            // A VM from the daemon's configuration cannot be removed. The next attempt follows
-            // after [`STRAY`].
+            // The delay begins again. The daemon does not remove a VM of its configuration, so the
+            // next attempt follows only after [`STRAY`].
             self.strays.insert(socket.clone(), now);
         }
         Ok(())
@@ -299,9 +302,10 @@ mod tests {
     struct BridgeTest {
         tmemd: TestDaemon,
         bridge: Daemon,
-        /// The only domain as libvirt reports it; None means that it does not run.
+        /// Request of the only domain of the simulated libvirt. None means that the domain does not
+        /// run.
         running: RefCell<Option<Request>>,
-        /// State that libvirt reports while the domain does not run.
+        /// State of the domain that the simulated libvirt reports while the domain does not run.
         otherwise: State,
         now: Instant,
     }
@@ -333,7 +337,8 @@ mod tests {
             }
         }
 
-        /// Changes the domain, and reports the change to the bridge.
+        /// Changes the request of the simulated libvirt's domain, and reports the change to the
+        /// bridge.
         fn set_request(&mut self, request: Option<Request>) {
             *self.running.borrow_mut() = request.clone();
             self.bridge.set_request(UUID, request);
@@ -391,7 +396,8 @@ mod tests {
         };
         host.set_request(Some(Request::Settings(renamed.clone())));
         assert_eq!(host.vms()[0].name, "shop");
-        // A client changes the quota. The bridge sets it back to that of the domain's metadata.
+        // A client of the daemon changes the VM's quota. The bridge then restores the quota of the
+        // domain's metadata.
         let quota = host.spec(9).quota;
         host.client()
             .set_quota("shop".into(), quota)
@@ -399,7 +405,8 @@ mod tests {
             .expect("the daemon did not change the quota");
         host.reconcile();
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
-        // If the domain's metadata has no cache element, the quota stays unchanged.
+        // KeepQuota means that the domain's metadata has no quota, so the bridge keeps the daemon's
+        // quota.
         host.set_request(Some(Request::KeepQuota(host.spec(1))));
         assert_eq!(
             (host.vms()[0].quota.limit_bytes, &*host.vms()[0].name),
@@ -432,7 +439,7 @@ mod tests {
         );
         host.set_request(Some(Request::Settings(host.spec(5))));
         assert_eq!(host.vms()[0].problem, None);
-        // From here on the daemon does not have the VM, so it cannot store the VM's problem.
+        // The VM is removed from the daemon, so that the daemon cannot store a problem of the VM.
         host.client()
             .remove_vm(UUID.into(), host.spec(5).socket)
             .call()
@@ -461,8 +468,8 @@ mod tests {
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
     }
 
-    /// During a migration within this host, a bridge changes only the VM of the end that its own
-    /// libvirt runs.
+    /// During a migration within one host, the daemon has two VMs with one UUID. A bridge changes
+    /// only the VM at the socket that the domain of its own libvirt uses.
     #[test]
     fn a_bridge_changes_only_its_own_end_of_a_migration() {
         let mut host = BridgeTest::new();
@@ -492,7 +499,8 @@ mod tests {
         assert_eq!(limits(&host), [("web".into(), Some(7))]);
     }
 
-    /// The hook removes a VM before libvirt reports its end. The bridge must not add it again.
+    /// The hook removes a stopped VM from the daemon before libvirt reports the stop. The bridge
+    /// must not add the VM again.
     #[test]
     fn a_stopped_vm_is_not_added_again() {
         let mut host = BridgeTest::new();
@@ -506,7 +514,8 @@ mod tests {
         assert!(host.vms().is_empty());
     }
 
-    /// The VM stops after the bridge has asked libvirt and before it asks the daemon.
+    /// The VM stops after the bridge has read its request from libvirt, and before the bridge asks
+    /// the daemon to add the VM.
     #[test]
     fn a_vm_that_stops_while_it_is_added_is_removed_at_once() {
         let mut host = BridgeTest::new();
@@ -519,7 +528,8 @@ mod tests {
             assert_eq!((done, host.vms().len()), (Ok(()), 0));
             assert!(host.bridge.requests.is_empty());
         }
-        // A VM that the hook has added may be about to start, so the bridge does not remove it.
+        // If the hook has added the VM, the VM may be about to start. The bridge then does not
+        // remove it.
         host.client()
             .add_vm(host.spec(6))
             .call()
@@ -530,8 +540,8 @@ mod tests {
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
     }
 
-    /// The VM stops after the bridge has asked libvirt and before it asks the daemon; then libvirt
-    /// stops, too.
+    /// The VM stops after the bridge has read its request from libvirt, and before the bridge adds
+    /// it to the daemon. Then libvirt stops, too, so the bridge cannot find out.
     #[test]
     fn a_vm_that_stops_during_reconcile_is_removed_later() {
         let mut host = BridgeTest::new();
@@ -563,7 +573,7 @@ mod tests {
             1,
             "a VM was removed whose start may be under way"
         );
-        // If the VM starts and stops again, the delay begins again.
+        // After each start and stop of the VM, the delay before its removal begins again.
         host.set_request(Some(Request::Settings(host.spec(5))));
         host.set_request(None);
         host.now += STRAY / 2;
@@ -583,7 +593,8 @@ mod tests {
     }
 
     /// A transient domain stops, or a domain migrates to another host, while the daemon does not
-    /// run. Then neither the hook nor libvirt can tell the daemon to remove the VM.
+    /// run. The hook then cannot tell the daemon to remove the VM, and libvirt no longer knows the
+    /// domain.
     #[test]
     fn a_vm_that_ran_is_removed_when_libvirt_no_longer_knows_its_domain() {
         let mut host = BridgeTest::new();
@@ -607,14 +618,16 @@ mod tests {
         assert_eq!(are_left(&mut host), 0);
         host.reconcile();
         assert!(host.bridge.ran.is_empty());
-        // A VM that never ran here may have been added without libvirt.
+        // The bridge has never seen the domain of this VM running, so the VM may belong to a
+        // manager other than libvirt.
         host.client()
             .add_vm(host.spec(5))
             .call()
             .expect("the daemon did not add the VM");
         assert_eq!(are_left(&mut host), 1);
-        // The domain has migrated to another libvirt on this host, with another socket. Its new VM
-        // never ran here, so the bridge does not remove it.
+        // The domain migrates to another libvirt on this host, which gives it another socket. The
+        // bridge has never seen the domain running with the new socket, so it does not remove the
+        // VM of that socket.
         host.set_request(Some(Request::Settings(host.spec(5))));
         let _qemu = host.connect();
         let mut other = host.spec(5);

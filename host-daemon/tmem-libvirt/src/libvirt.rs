@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A read-only connection to libvirt: which domains run, their XML, and events about them.
 //!
-//! An event only names the domain that changed. Its state must be read afterwards, because the
-//! state may have changed again. Out of scope: the meaning of a domain's XML.
+//! An event only names the domain that changed. The bridge reads the domain's state afterwards,
+//! because the state may have changed again. Out of scope: the meaning of a domain's XML.
 
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
@@ -12,39 +12,39 @@ use virt::domain::Domain;
 use virt::error::{Error, ErrorNumber};
 use virt_sys as sys;
 
-/// Event of libvirt.
+/// Event that a callback of libvirt reports to the bridge's main thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The domain with this UUID has changed.
+    /// The state or the metadata of the domain with this UUID has changed.
     Domain(String),
-    /// The connection with this number has ended.
+    /// The connection to libvirt with this number has ended.
     Closed(usize),
 }
 
 /// State of a domain as libvirt reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// The domain runs.
+    /// The domain is running.
     Runs,
-    /// libvirt knows the domain, and it does not run.
+    /// libvirt knows the domain, but the domain is not running.
     Stopped,
-    /// libvirt does not know the domain: it was transient, has been undefined, or was never
-    /// libvirt's.
+    /// libvirt does not know the domain. The domain was transient and stopped, has been undefined,
+    /// or never belonged to libvirt.
     Unknown,
 }
 
-/// Seconds between keepalive messages to a silent server, and the number of unanswered messages
-/// after which the connection is closed. So the bridge notices a server that hangs, as it notices
-/// one that ends.
+/// Seconds between two keepalive messages to a silent libvirt, and the number of unanswered
+/// messages after which the library closes the connection. The bridge thus notices a libvirt that
+/// hangs.
 const KEEPALIVE: (c_int, u32) = (5, 3);
 
-/// Channel to which libvirt's callbacks send events. It is static because a callback's opaque value
-/// would have to outlive all connections.
+/// Channel to which libvirt's callbacks send events. It is static, because libvirt may call back
+/// after the end of a connection.
 static EVENTS: OnceLock<Sender<Event>> = OnceLock::new();
 
 fn send(event: Event) {
     if let Some(events) = EVENTS.get() {
-        // An error means that the process ends, so that no thread receives events any more.
+        // Sending fails only when the process ends, because no thread receives events then.
         let _ = events.send(event);
     }
 }
@@ -53,10 +53,11 @@ fn last_error() -> String {
     Error::last_error().message().into()
 }
 
-/// Starts libvirt's event loop in a thread of its own. Call it before opening a connection.
+/// Starts libvirt's event loop in a thread of its own. The caller must do so before it opens a
+/// connection.
 ///
 /// # Errors
-/// Returns an error if libvirt's library refuses, or if no thread can be created.
+/// Returns an error if libvirt's library refuses the event loop, or if no thread can be created.
 pub fn start_events() -> Result<Receiver<Event>, String> {
     let (sender, receiver) = channel();
     if EVENTS.set(sender).is_err() {
@@ -67,13 +68,16 @@ pub fn start_events() -> Result<Receiver<Event>, String> {
     // SAFETY: virEventRegisterDefaultImpl must be called before a connection is opened, and none
     // has been.
     if unsafe { sys::virEventRegisterDefaultImpl() } < 0 {
-        return Err(format!("libvirt's event loop: {}", last_error()));
+        return Err(format!(
+            "cannot register libvirt's event loop: {}",
+            last_error()
+        ));
     }
     let run = || {
         loop {
             // SAFETY: the event loop is registered, and only this thread runs it.
             if unsafe { sys::virEventRunDefaultImpl() } < 0 {
-                tracing::error!("libvirt's event loop: {}", last_error());
+                tracing::error!("libvirt's event loop failed: {}", last_error());
                 std::thread::sleep(std::time::Duration::from_secs(1));
             }
         }
@@ -83,7 +87,7 @@ pub fn start_events() -> Result<Receiver<Event>, String> {
     Ok(receiver)
 }
 
-/// Sends an event for the domain.
+/// Sends an event for `domain` to the bridge's main thread.
 ///
 /// # Safety
 /// `domain` must be a valid domain of libvirt, which it is in a callback.
@@ -102,7 +106,7 @@ unsafe fn happened(domain: sys::virDomainPtr) {
     send(Event::Domain(String::from_utf8_lossy(&bytes).into_owned()));
 }
 
-/// Implements libvirt's virConnectDomainEventCallback.
+/// Callback for a changed state of a domain: libvirt's virConnectDomainEventCallback.
 unsafe extern "C" fn lifecycle(
     _connection: sys::virConnectPtr,
     domain: sys::virDomainPtr,
@@ -115,7 +119,8 @@ unsafe extern "C" fn lifecycle(
     0
 }
 
-/// Implements libvirt's virConnectDomainEventMetadataChangeCallback.
+/// Callback for changed metadata of a domain: libvirt's
+/// virConnectDomainEventMetadataChangeCallback.
 unsafe extern "C" fn metadata(
     _connection: sys::virConnectPtr,
     domain: sys::virDomainPtr,
@@ -127,21 +132,21 @@ unsafe extern "C" fn metadata(
     unsafe { happened(domain) };
 }
 
-/// Implements libvirt's virConnectCloseFunc. `opaque` is the connection's number and is never
-/// dereferenced.
+/// Callback for a closed connection: libvirt's virConnectCloseFunc. `opaque` is the connection's
+/// number, and is never dereferenced.
 unsafe extern "C" fn closed(_connection: sys::virConnectPtr, _reason: c_int, opaque: *mut c_void) {
     send(Event::Closed(opaque as usize));
 }
 
-/// A connection to libvirt.
+/// A connection to libvirt with subscriptions to events.
 pub struct Connection {
     connect: Connect,
     callbacks: Vec<c_int>,
 }
 
 impl Connection {
-    /// Connects, and subscribes to events. `number` is reported in the event that ends this
-    /// connection.
+    /// Connects to libvirt at `uri`, and subscribes to events. The event [`Event::Closed`] of this
+    /// connection has the number `number`.
     ///
     /// # Errors
     /// Returns an error if libvirt cannot be reached, or does not support events.
@@ -160,7 +165,8 @@ impl Connection {
         if watched < 0 {
             return Err(last_error());
         }
-        // Some transports do not support keepalive. With them, only a closed connection is noticed.
+        // Some transports do not support keepalive messages. The bridge then notices a connection
+        // that is closed, but not one that hangs.
         // SAFETY: the connection is open.
         if unsafe { sys::virConnectSetKeepAlive(raw, KEEPALIVE.0, KEEPALIVE.1) } < 0 {
             tracing::warn!(
@@ -229,7 +235,7 @@ impl Connection {
         }
     }
 
-    /// Returns the XML of a domain, or None if it does not run.
+    /// Returns the XML of a domain, or None if the domain does not run or does not exist.
     ///
     /// # Errors
     /// Returns an error if libvirt cannot be reached.
@@ -244,7 +250,7 @@ impl Connection {
         xml.or_else(|error| gone(&error))
     }
 
-    /// Returns the state of a domain.
+    /// Returns the state of the domain with the UUID `uuid`.
     ///
     /// # Errors
     /// Returns an error if libvirt cannot be reached.
@@ -260,7 +266,8 @@ impl Connection {
     }
 }
 
-/// Returns None if the domain does not exist, and any other failure as an error.
+/// Returns None if `error` means that the domain does not exist. Returns any other failure as an
+/// error.
 fn gone<T>(error: &Error) -> Result<Option<T>, String> {
     match error.code() {
         ErrorNumber::NoDomain => Ok(None),
@@ -278,7 +285,7 @@ impl Drop for Connection {
         }
         // SAFETY: the connection is still open. Without a registered callback the call only fails.
         unsafe { sys::virConnectUnregisterCloseCallback(raw, Some(closed)) };
-        // Nothing can be done if closing fails.
+        // An error of closing is ignored, because there is no remedy for it.
         let _ = self.connect.close();
     }
 }

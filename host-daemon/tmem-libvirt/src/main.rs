@@ -9,8 +9,8 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `libvirt.rs` | lists running domains, and receives events about them |
-//! | `request.rs` | reads what a domain's XML asks for |
-//! | `daemon.rs` | brings the daemon's VMs in line with the domains |
+//! | `request.rs` | reads what a domain's XML requests of the daemon |
+//! | `daemon.rs` | makes the daemon's VMs correspond to the domains |
 
 mod daemon;
 mod libvirt;
@@ -25,15 +25,17 @@ use std::time::{Duration, Instant};
 use tmem_hook::Owner;
 use tmem_libvirt::Arguments;
 
-/// Longest time between two comparisons of the daemon's VMs with libvirt's domains, needed because
-/// the daemon may have restarted. Operators hardly notice a delay of this length, and a comparison
-/// costs only a message over a socket.
+/// Longest time between two comparisons of the daemon's VMs with libvirt's domains. They are
+/// repeated because the daemon may have restarted. Operators hardly notice a delay of 1 s, and a
+/// comparison costs only a message over a socket.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Time between two complete queries of libvirt's domains, in case an event was lost.
+/// Time between two complete queries of libvirt's domains. They are repeated because an event may
+/// have been lost.
 const QUERY_PERIOD: Duration = Duration::from_secs(60);
 
-/// Shortest and longest pause before libvirt is tried again; each pause is twice the one before.
+/// Shortest and longest pause before the bridge connects to libvirt again. After each failure, the
+/// pause is twice as long as the one before.
 const PAUSES: [Duration; 2] = [Duration::from_millis(250), Duration::from_secs(5)];
 
 fn main() -> ExitCode {
@@ -55,7 +57,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Follows libvirt and reconnects whenever the connection ends. Never returns.
+/// Follows libvirt's domains, and reconnects whenever the connection ends. Never returns.
 fn follow(arguments: &Arguments, owner: Owner, events: &Receiver<Event>) {
     let mut daemon = Daemon::new(&arguments.socket);
     let mut pause = PAUSES[0];
@@ -85,7 +87,7 @@ fn follow(arguments: &Arguments, owner: Owner, events: &Receiver<Event>) {
     }
 }
 
-/// Follows libvirt until the connection ends, and returns the reason.
+/// Follows libvirt's domains until the connection ends, and returns the reason for its end.
 fn session(
     connection: &Connection,
     daemon: &mut Daemon,
@@ -100,14 +102,14 @@ fn session(
         let wait = next.saturating_duration_since(Instant::now());
         match events.recv_timeout(wait) {
             Ok(event) => {
-                // All waiting events are taken together, because the start of a domain causes
+                // The loop takes all waiting events together, because the start of a domain causes
                 // several events.
                 for event in std::iter::once(event).chain(events.try_iter()) {
                     match event {
                         Event::Closed(which) if which == number => {
                             return "it closed the connection".into();
                         }
-                        // This event belongs to an earlier connection, so it is ignored.
+                        // The end of an earlier connection to libvirt is ignored.
                         Event::Closed(_) => {}
                         Event::Domain(uuid) if changed.contains(&uuid) => {}
                         Event::Domain(uuid) => changed.push(uuid),

@@ -1,27 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Reads what a running domain asks of the daemon.
+//! Reads what the XML of a running domain requests of the daemon.
 
 use tmem_control::VmSpec;
 use tmem_domain::Domain;
 use tmem_hook::Owner;
 
-/// Request of a domain to the daemon, see [`read`].
+/// Service that a domain's metadata requests of the daemon, see [`read`].
 #[derive(Clone, Debug, PartialEq)]
 pub enum Request {
-    /// Serve the VM with these settings.
+    /// The daemon is to serve the VM with these settings, including the quota.
     Settings(VmSpec),
-    /// Serve the VM, and leave its quota unchanged, because the domain names none.
+    /// The daemon is to serve the VM and keep its present quota, because the domain's metadata has
+    /// no quota. If the daemon does not have the VM, it adds the VM with this description.
     KeepQuota(VmSpec),
-    /// The request is not valid, for the reason in this sentence. The VM's settings stay unchanged.
+    /// The request is not valid; the text is a sentence with the reason. The VM's settings stay
+    /// unchanged.
     Invalid(String),
 }
 
-/// Reads the request of a domain; None if the domain has no virtio-tmem device.
+/// Reads what a domain requests of the daemon; None if the domain has no virtio-tmem device.
 pub fn read(uuid: &str, xml: &str, owner: Owner) -> Option<Request> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => domain,
         Err(error) => {
-            // libvirt wrote this XML, so this is not an error of the operator's.
+            // libvirt wrote this XML, so the error is no mistake of the operator. It is only
+            // logged.
             tracing::error!(uuid, reason = %error, "domain {uuid}: {error}");
             return None;
         }

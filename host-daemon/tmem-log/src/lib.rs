@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Sets up the logs of all long-running programs. If stderr is systemd's journal, messages go to
-//! the journal with their fields. Otherwise they are lines on stderr. Out of scope: which messages
-//! are logged.
+//! Sets up the log of each long-running program, such as tmemd. If stderr is systemd's journal,
+//! messages go to the journal with their fields. Otherwise, they are lines on stderr. Out of scope:
+//! which messages the programs log.
 
 use std::io::{IsTerminal, stderr};
 use tracing::level_filters::LevelFilter;
@@ -10,10 +10,10 @@ use tracing_subscriber::reload::{Handle, Layer};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Registry, fmt};
 
-/// Prefix of a message's field names in the journal, as in `TMEM_VM=web1`.
+/// Prefix of the names of a message's fields in systemd's journal, as in `TMEM_VM=web1`.
 const FIELD_PREFIX: &str = "TMEM";
 
-/// Handle to the log of this program, by which the program can change the log filter.
+/// Handle to the log of this program. With it, the program can change the log filter.
 pub struct Log {
     handle: Handle<EnvFilter, Registry>,
     /// True if an environment variable sets the filter. The program then cannot change the filter.
@@ -24,8 +24,8 @@ fn parse(filter: &str) -> Result<EnvFilter, String> {
     let what = |error| {
         format!("{filter:?} is not a log filter ({error}): write a level, such as info or debug")
     };
-    // EnvFilter would take a single word that is not a level as the name of a module, and log all
-    // messages of that module.
+    // A single word that is not a level is refused. EnvFilter would take it as the name of a
+    // module, and log all messages of that module.
     if let [word] = filter.split([',', '=']).collect::<Vec<_>>()[..]
         && word.parse::<LevelFilter>().is_err()
     {
@@ -39,10 +39,10 @@ fn parse(filter: &str) -> Result<EnvFilter, String> {
         .map_err(|error| what(error.to_string()))
 }
 
-/// Checks a log filter.
+/// Checks that `filter` is a valid log filter.
 ///
 /// # Errors
-/// Returns the reason why it is not valid.
+/// Returns the reason why the filter is not valid.
 pub fn check(filter: &str) -> Result<(), String> {
     parse(filter).map(|_| ())
 }
@@ -57,7 +57,7 @@ fn is_journal(journal: Option<&str>, stderr: (u64, u64)) -> bool {
 }
 
 /// Starts logging at INFO and above, unless the environment variable `variable` sets another filter
-/// (`debug`, `tmemd=trace`). Call it once, at the program's start.
+/// (`debug`, `tmemd=trace`). A program calls this function once, at its start.
 pub fn start(variable: &str) -> Log {
     let filter = EnvFilter::builder()
         .with_env_var(variable)
@@ -65,7 +65,7 @@ pub fn start(variable: &str) -> Log {
     let (filter, handle) = Layer::new(filter.from_env_lossy());
     let journal = std::env::var("JOURNAL_STREAM").ok();
     let stat = rustix::fs::fstat(stderr()).map_or((0, 0), |stat| (stat.st_dev, stat.st_ino));
-    // If the journal cannot be opened, messages go to stderr.
+    // If the journal cannot be opened, messages are written to stderr as lines.
     let journal = is_journal(journal.as_deref(), stat)
         .then(|| tracing_journald::layer().ok())
         .flatten()
@@ -88,7 +88,7 @@ pub fn start(variable: &str) -> Log {
 }
 
 impl Log {
-    /// Replaces the filter, unless an environment variable has set it.
+    /// Replaces the log filter, unless an environment variable has set it.
     ///
     /// # Errors
     /// Returns the reason why the filter is not valid.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! tmem-manual: writes the man pages and shell completions of all programs, for packages.
 //!
-//! The definitions of the command lines and the pages in `docs/` are the only sources.
+//! It generates them from the definitions of the command lines and from the pages in `docs/` only.
 //!
 //! | file | contents |
 //! | --- | --- |
@@ -31,7 +31,7 @@ struct Arguments {
     output: PathBuf,
 }
 
-/// Directories of the shell completions, each with its shell.
+/// Names of the directories for shell completions, each with its shell.
 const SHELLS: [(&str, Shell); 3] = [
     ("bash", Shell::Bash),
     ("zsh", Shell::Zsh),
@@ -49,7 +49,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Writes all man pages and completions.
+/// Writes all man pages and shell completions below the directory `output`.
 fn write(docs: &Path, output: &Path) -> Result<(), Box<dyn Error>> {
     let man = output.join("man");
     fs::create_dir_all(&man)?;
@@ -99,8 +99,8 @@ fn write(docs: &Path, output: &Path) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Writes the pages of a command and of its subcommands. `more` has further sections for the page
-/// of the command itself.
+/// Writes the man pages of a command and of its subcommands. `more` has further sections for the
+/// page of the command itself, in roff.
 fn write_command(
     command: &Command,
     folder: &Path,
@@ -135,8 +135,9 @@ fn write_command(
     Ok(())
 }
 
-/// Converts the text that follows a command's help. A first line that ends with a colon becomes the
-/// heading of a section; the other lines become its text.
+/// Converts the text that follows the help of a command to a section in roff. If the first line
+/// ends with a colon, it becomes the heading of the section. The other lines become the section's
+/// text.
 fn after_help(text: &str) -> String {
     let (heading, text) = text.split_once(":\n").unwrap_or(("Notes", text));
     let mut page = Roff::new();
@@ -150,7 +151,7 @@ fn after_help(text: &str) -> String {
     page.render()
 }
 
-/// Returns the section SEE ALSO with the names of other man pages.
+/// Returns the section SEE ALSO in roff, which names other man pages.
 fn see_also(pages: &[&str]) -> String {
     let mut text = Roff::new();
     if !pages.is_empty() {
@@ -164,7 +165,7 @@ fn see_also(pages: &[&str]) -> String {
 mod tests {
     use super::*;
 
-    /// Calls `check` with each command and subcommand, by its full name.
+    /// Calls `check` with each command and subcommand and its full name.
     fn visit(command: &Command, check: &mut dyn FnMut(&str, &Command)) {
         let name = command.get_bin_name().unwrap_or(command.get_name());
         check(name, command);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Converts the Markdown of `docs/` to roff: headings, paragraphs, lists, tables and code.
 //!
-//! A row of a table becomes an entry of a list. The first cell is the term and the last cell its
-//! text. A cell between them is written after the heading of its column. Out of scope: pictures,
-//! HTML, quotations.
+//! A row of a table becomes an entry of a list. The first cell is the term of the entry, and the
+//! last cell is its text. A cell between them is written after the heading of its column. Out of
+//! scope: pictures, HTML, quotations.
 
 use pulldown_cmark::{Event, HeadingLevel, Options, Parser, Tag, TagEnd};
 use roff::{Inline, Roff, bold, italic, roman};
@@ -13,10 +13,10 @@ use std::path::Path;
 /// Indentation of code in columns.
 const CODE_INDENT: &str = "4";
 
-/// Converts a page, without its title.
+/// Converts a Markdown page to roff, without its title.
 ///
 /// # Errors
-/// The file cannot be read, or has a construct that this module does not know.
+/// The file cannot be read, or has a construct that this module cannot convert.
 pub fn page(path: &Path) -> Result<Roff, Box<dyn Error>> {
     let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
     Converter::new(HeadingLevel::H1)
@@ -24,10 +24,11 @@ pub fn page(path: &Path) -> Result<Roff, Box<dyn Error>> {
         .map_err(|what| format!("{}: {what}", path.display()).into())
 }
 
-/// Converts the section of a page that begins with a heading, without this heading.
+/// Converts one section of a Markdown page to roff, without its heading `heading`.
 ///
 /// # Errors
-/// The file cannot be read, has no such heading, or has a construct that this module does not know.
+/// The file cannot be read, has no such heading, or has a construct that this module cannot
+/// convert.
 pub fn section(path: &Path, heading: &str) -> Result<Roff, Box<dyn Error>> {
     let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
     let begin = format!("\n## {heading}\n");
@@ -43,22 +44,23 @@ pub fn section(path: &Path, heading: &str) -> Result<Roff, Box<dyn Error>> {
 /// State of the conversion of one Markdown page.
 struct Converter {
     page: Roff,
-    /// Level of the heading above the converted text.
+    /// Level of the Markdown heading to which the converted text belongs.
     base: HeadingLevel,
     /// Text of the current paragraph, cell or heading.
     line: Vec<Inline>,
-    /// Level of emphasis: 0 none, 1 italic, 2 bold.
+    /// Emphasis of the text: 0 none, 1 italic, 2 bold.
     emphasis: u8,
-    /// The open lists, each with the number of its next item; None for a list with bullets.
+    /// Lists that are open, outermost first. Each has the number of its next item, or None if it
+    /// has bullets.
     lists: Vec<Option<u64>>,
     /// Whether the next paragraph is the first one of a list item, which needs no roff request of
     /// its own.
     begins_item: bool,
-    /// Text of a code block, if one is open.
+    /// Text of the code block that is open, if any.
     code: Option<String>,
-    /// Cells of the current table row.
+    /// Cells of the current table row, as far as they are converted.
     row: Vec<Vec<Inline>>,
-    /// Headings of the current table, as text.
+    /// Column headings of the current table, as text.
     headings: Vec<String>,
 }
 
@@ -98,7 +100,7 @@ impl Converter {
             },
             Event::Code(text) => self.line.push(bold(&*text)),
             Event::SoftBreak | Event::HardBreak => self.line.push(roman(" ")),
-            // HTML comments are left out. Any other HTML is an error.
+            // Leave out HTML comments. Any other HTML is an error.
             Event::Html(text) if text.starts_with("<!--") => {}
             other => return Err(format!("cannot convert {other:?}")),
         }
@@ -108,7 +110,8 @@ impl Converter {
     fn start(&mut self, tag: Tag) -> Result<(), String> {
         match tag {
             Tag::Paragraph if self.begins_item => self.begins_item = false,
-            // The roff request IP without a tag keeps the indentation of the list item.
+            // Outside of lists, begin a paragraph with the roff request PP. In lists, use IP
+            // without a tag, which keeps the indentation of the list item.
             Tag::Paragraph if self.lists.is_empty() => self.request("PP", &[]),
             Tag::Paragraph => self.request("IP", &[]),
             Tag::Heading { .. } | Tag::TableRow | Tag::TableCell | Tag::Link { .. } => {}
@@ -190,7 +193,7 @@ impl Converter {
         }
     }
 
-    /// Writes a row of a table as an entry of a list.
+    /// Writes the current table row as an entry of a list.
     fn end_row(&mut self) {
         let mut cells = std::mem::take(&mut self.row).into_iter();
         self.request("TP", &[]);
@@ -216,7 +219,7 @@ impl Converter {
         self.page.control(name, arguments.iter().copied());
     }
 
-    /// Writes the text of the current paragraph, cell or heading.
+    /// Writes the text of the current paragraph, cell or heading to the page, and clears it.
     fn flush(&mut self) {
         if !self.line.is_empty() {
             self.page.text(std::mem::take(&mut self.line));
@@ -224,7 +227,7 @@ impl Converter {
     }
 }
 
-/// Returns the text without its changes of fonts.
+/// Returns the text of a line without its changes of fonts.
 fn plain(line: &[Inline]) -> String {
     line.iter()
         .map(|part| match part {

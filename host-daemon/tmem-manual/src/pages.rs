@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The man pages: of programs, from the definitions of their command lines, and of file formats,
-//! from pages in `docs/`.
+//! The man pages of all programs and file formats. The pages of programs come from the definitions
+//! of their command lines, and other pages come from Markdown pages in `docs/`.
 
 use clap::{Command, CommandFactory};
 
-/// Section of the pages of commands: they are for administrators.
+/// Manual section for the man pages of commands: 8, the section for administrators.
 pub const OF_COMMANDS: &str = "8";
-/// Section of the pages of file formats.
+/// Manual section for the man pages of file formats.
 const OF_FORMATS: &str = "5";
-/// Name of the manual, in the header of each page.
+/// Name of the manual, which roff prints in the header of each page.
 pub const MANUAL: &str = "virtio-tmem";
-/// Name and version of the project, in the footer of each page.
+/// Name and version of the project, which roff prints in the footer of each page.
 pub const SOURCE: &str = concat!("virtio-tmem ", env!("CARGO_PKG_VERSION"));
 
 /// A program whose command line is defined with clap.
 pub struct Program {
-    /// Definition of the command line.
+    /// Definition of the program's command line.
     pub command: Command,
-    /// Further sections of the program's page: for each, a file in `docs/` and the heading of a
-    /// section in it.
+    /// Further sections of the program's man page. Each is a file in `docs/` and the heading of a
+    /// section in that file.
     pub sections: &'static [(&'static str, &'static str)],
-    /// Names of the man pages in the section SEE ALSO.
+    /// Names of the man pages that the section SEE ALSO lists.
     pub see_also: &'static [&'static str],
 }
 
@@ -28,17 +28,17 @@ pub struct Program {
 pub struct Document {
     /// Name of the man page.
     pub name: &'static str,
-    /// Number of the manual's section that the page belongs to.
+    /// Number of the manual section to which the page belongs.
     pub section: &'static str,
-    /// Subject of the man page, in a few words.
+    /// Description of the subject in a few words, for the section NAME.
     pub about: &'static str,
-    /// Arguments of the program; empty for a file format.
+    /// Arguments of the program, for the section SYNOPSIS; empty for a file format.
     pub synopsis: &'static str,
-    /// File in `docs/`.
+    /// File in `docs/` from which the man page is made.
     pub source: &'static str,
-    /// Section of the file; None for the complete file.
+    /// Heading of the section of the file that the man page contains; None for the complete file.
     pub heading: Option<&'static str>,
-    /// Names of the man pages in the section SEE ALSO.
+    /// Names of the man pages that the section SEE ALSO lists.
     pub see_also: &'static [&'static str],
 }
 
@@ -68,7 +68,7 @@ pub fn programs() -> [Program; 4] {
     ]
 }
 
-/// Returns the pages that are made of pages in `docs/`.
+/// Returns the man pages that are made of Markdown pages in `docs/`.
 pub fn documents() -> [Document; 4] {
     [
         Document {

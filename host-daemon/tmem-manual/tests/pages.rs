@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The man pages and completions, as the program writes them, are valid for man and for the shells.
+//! Tests that man, groff and the shells accept the man pages and completions that tmem-manual
+//! writes.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// Programs with pages and completions.
+/// Programs for which tmem-manual writes man pages and completions.
 const PROGRAMS: [&str; 4] = ["tmemd", "tmemctl", "tmem-libvirt", "tmem-exporter"];
 
-/// Writes all pages and completions.
+/// Writes all man pages and completions to a temporary directory.
 fn written() -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("cannot create a directory");
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
@@ -19,7 +20,7 @@ fn written() -> tempfile::TempDir {
     folder
 }
 
-/// Runs a program that `scripts/deps test` installs.
+/// Runs a program (man, groff or a shell) that `scripts/deps test` installs.
 fn run(command: &mut Command) -> Output {
     command.output().unwrap_or_else(|error| {
         panic!("cannot run {command:?}: {error}; scripts/deps test installs it")
@@ -33,7 +34,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Returns the warnings that man and groff print for a page.
+/// Returns the warnings that man and groff print for a man page.
 fn warnings(page: &Path) -> String {
     let mut command = Command::new("man");
     command
@@ -52,7 +53,7 @@ fn warnings(page: &Path) -> String {
     failed.to_owned() + &String::from_utf8_lossy(&done.stderr)
 }
 
-/// Returns the text of a page as a terminal of 80 columns shows it.
+/// Returns the text of a man page as a terminal of 80 columns shows it.
 fn shown(page: &Path) -> String {
     let mut command = Command::new("man");
     command.arg("-l").arg(page);
@@ -107,8 +108,8 @@ fn pages_of_all_commands_and_formats_exist() {
     for name in wanted {
         assert!(names.contains(&name), "there is no page {name}: {names:?}");
     }
-    // The page of a command has its subcommands, further sections, options and references to other
-    // pages.
+    // Check that the page of a command has its subcommands, further sections, options and
+    // references to other pages.
     let page = folder.path().join("man/tmemctl.8");
     let text = shown(&page);
     for name in ["tmemctl-attach(8)", "EXIT CODES", "--timeout", "tmemd(8)"] {
@@ -168,7 +169,7 @@ fn shells_accept_the_completions() {
     }
 }
 
-/// Returns the completions of bash and of fish for `tmemctl st`.
+/// Returns the words that bash and fish offer as completions of `tmemctl st`.
 fn offered(folder: &Path) -> [String; 2] {
     let bash = "source \"$0/bash/tmemctl.bash\"; COMP_WORDS=(tmemctl st); COMP_CWORD=1; \
                 _tmemctl tmemctl st tmemctl; echo \"${COMPREPLY[@]}\"";

@@ -4,24 +4,24 @@
 //!
 //! There is a kind of content for each form in which the engine stores pages: one repeated word,
 //! text that compresses, and noise that does not. Equal values give equal pages, in one guest or in
-//! several. So values from a small set make pages that the engine shares, and values that contain a
-//! cookie do not.
+//! several guests. If values come from a small set, the engine shares the pages. If a value
+//! contains a cookie, its page is unique.
 
 use crate::requests::{PAGE, Page};
 
-/// Content of a page.
+/// Content of a page: the kind, and the value from which the bytes are generated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Content {
-    /// One 64-bit word that is repeated.
+    /// One 64-bit word that fills the page.
     SameFilled(u64),
     /// Words of a small dictionary in random order: the page compresses to about a third.
     Text(u64),
-    /// Random bytes: does not compress.
+    /// Random bytes, which do not compress.
     Noise(u64),
 }
 
 impl Content {
-    /// Returns the bytes of the page.
+    /// Returns the bytes of a page with this content.
     #[must_use]
     pub fn page(self) -> Box<Page> {
         let mut page = Box::new([0; PAGE]);

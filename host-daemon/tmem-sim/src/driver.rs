@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A guest that follows the specification. Like the kernel module, it has an index with cookies and
-//! a generation, and uses one queue for each chunk of pages. It sends random requests from a seed,
-//! and checks every answer.
+//! a generation, and uses one queue for each chunk (256 adjacent pages of an object). It sends
+//! random requests from a seed, and checks every answer.
 //!
 //! The driver also requests pages that it must not get: pages by old cookies, pages that were
 //! already returned, and pages that it never put. At most `window` requests are in flight.
 //!
 //! If the guest has accepted `VIRTIO_TMEM_F_RETAIN`, gets allow the device to retain some of their
-//! pages. The driver refers to retained pages, and also to pages that it must not find: pages by
-//! old cookies, and pages that were never put.
+//! pages. The driver then sends references (REF) to retained pages. It also sends references that
+//! the device must answer with GONE: to pages by old cookies, and to pages that it never put.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
@@ -21,24 +21,25 @@ use crate::frontend::{Done, F_RETAIN, FakeGuest, GuestConfig, GuestError};
 use crate::model::{Asked, Key, Model, Violation};
 use crate::requests::{LATENCIES_BYTES, PutPage, REPORT_BYTES, Range, RefPage, Request};
 
-/// Time after which an answer counts as lost. It is long because tests may run on a busy machine.
+/// Time after which a missing answer counts as lost. It is long because tests may run on a busy
+/// machine.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Parameters of the random requests.
+/// Parameters of the random requests of a driver.
 #[derive(Clone, Debug)]
 pub struct DriverConfig {
     /// Seed of all random choices.
     pub seed: u64,
-    /// Largest number of requests in flight.
+    /// Largest number of requests that the driver has in flight.
     pub window: usize,
-    /// Largest number of pages of a batch, up to 64.
+    /// Largest number of pages that a request names, up to 64.
     pub batch_max: usize,
-    /// Number of objects of a pool.
+    /// Number of objects in the pool from which requests choose.
     pub objects: u64,
-    /// Number of pages of an object. With more than 256 pages, an object has several chunks and so
+    /// Number of pages in each object. An object with more than 256 pages has several chunks and so
     /// uses several queues.
     pub object_pages: u64,
-    /// Number of page contents that all guests have in common.
+    /// Number of page contents from which all guests choose, so that guests have equal pages.
     pub shared_contents: u64,
 }
 
@@ -55,30 +56,31 @@ impl Default for DriverConfig {
     }
 }
 
-/// Reason why a driver's step failed.
+/// Reason why a step of the driver failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {
-    /// The transport failed.
+    /// The connection, a vhost-user message or a ring failed, or an answer was late.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// The oracle found a forbidden answer.
+    /// The device gave an answer that the oracle (the model of the device) forbids.
     #[error("VIOLATION: {0}")]
     Violation(#[from] Violation),
 }
 
-/// A guest with its oracle and its random requests.
+/// A guest that sends random requests, with the oracle that checks the answers.
 pub struct Driver {
-    /// The transport.
+    /// The fake guest with its rings and its connection to the daemon.
     pub guest: FakeGuest,
-    /// The oracle.
+    /// The oracle, which decides which answers the device may give.
     pub model: Model,
     config: DriverConfig,
     rng: fastrand::Rng,
     asked: HashMap<u64, Asked>,
     index: HashMap<Key, u64>,
-    /// Pages that the device retains, with their cookies. A real driver has them in its page cache.
+    /// Cookies of the pages that the device retains. A real driver has these pages in its page
+    /// cache.
     retained: BTreeMap<Key, u64>,
-    /// Cookies that are no longer valid, for gets that must miss.
+    /// Cookies that are no longer valid. The driver uses them for gets that must miss.
     old: Vec<(Key, u64)>,
     cookie_next: u64,
     pool: u32,
@@ -90,7 +92,7 @@ impl Driver {
     /// Creates a driver that is not connected to a device.
     ///
     /// # Errors
-    /// When the kernel refuses memory or descriptors.
+    /// When the kernel refuses memory or file descriptors.
     pub fn new(guest: GuestConfig, config: DriverConfig) -> std::io::Result<Self> {
         let mut rng = fastrand::Rng::with_seed(config.seed);
         Ok(Self {
@@ -109,7 +111,7 @@ impl Driver {
         })
     }
 
-    /// Returns the number of requests sent so far.
+    /// Returns the number of requests that the driver has sent.
     #[must_use]
     pub fn requests(&self) -> u64 {
         self.requests
@@ -121,19 +123,19 @@ impl Driver {
         self.pool
     }
 
-    /// Returns the pages that the driver believes to be held, with their cookies.
+    /// Returns the cookies of the pages that the driver would get, by key.
     #[must_use]
     pub fn index(&self) -> &HashMap<Key, u64> {
         &self.index
     }
 
-    /// Returns the queue for a key: all requests of a chunk use one queue.
+    /// Returns the queue for a page. All requests for pages of one chunk use the same queue.
     #[must_use]
     pub fn queue_of(&self, object: u64, index: u64) -> usize {
         queue_of(self.guest.num_queues(), object, index)
     }
 
-    /// Connects, starts and creates the pool.
+    /// Connects to the daemon, starts the device and creates the pool.
     ///
     /// # Errors
     /// Errors of [`FakeGuest::connect`] and [`FakeGuest::start`].
@@ -145,10 +147,11 @@ impl Driver {
         self.create_pool()
     }
 
-    /// Reads the generation from the configuration, and forgets all pages if it is a new one.
+    /// Reads the generation from the configuration. If it is a new one, the driver forgets all
+    /// pages.
     ///
     /// # Errors
-    /// The generation is 0 or is not allowed by the specification.
+    /// The generation is 0, or the specification does not allow it.
     pub fn new_generation(&mut self) -> Result<(), DriverError> {
         let generation = self.guest.generation();
         if generation == self.model.generation() && generation != 0 {
@@ -161,7 +164,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Creates the next pool and uses it from now on.
+    /// Creates a pool with a new id, which all later requests use.
     ///
     /// # Errors
     /// Errors of [`Self::settle`].
@@ -195,8 +198,7 @@ impl Driver {
     }
 
     /// Handles the loss of the daemon: takes the answers that the daemon has written, and drops the
-    /// connection. Requests in flight stay in the rings and are sent again after the next
-    /// connection.
+    /// connection. Requests in flight stay in the rings. The next connection sends them again.
     ///
     /// # Errors
     /// Errors of [`Self::collect`].
@@ -206,8 +208,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Hangs up with requests in flight. These stay in the rings and are sent again after the next
-    /// connection.
+    /// Closes the connection while requests are in flight. They stay in the rings. The next
+    /// connection sends them again.
     ///
     /// # Errors
     /// Errors of [`FakeGuest::hang_up`] and [`Self::collect`].
@@ -218,8 +220,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Sends one request and stores what is needed to check its answer. Returns false if the ring
-    /// is full or no slot is free.
+    /// Sends one request and records what is needed to check its answer. Returns false if the ring
+    /// is full or no slot (memory for a request) is free.
     pub fn send(&mut self, queue: usize, request: Request, contents: Vec<Content>) -> bool {
         match self.guest.submit(queue, request) {
             Some(token) => {
@@ -232,10 +234,10 @@ impl Driver {
         }
     }
 
-    /// Takes the answers that have arrived and checks them. Returns true if there were any.
+    /// Takes the answers that have arrived and checks them. Returns whether there was an answer.
     ///
     /// # Errors
-    /// A violation, or a broken ring.
+    /// The oracle forbids an answer, or a ring is broken.
     pub fn collect(&mut self) -> Result<bool, DriverError> {
         let done = self.guest.poll_all()?;
         self.judge(&done)?;
@@ -245,7 +247,7 @@ impl Driver {
     /// Waits for the answers to all requests in flight, and checks them.
     ///
     /// # Errors
-    /// A violation, a broken ring, or no answer in time.
+    /// The oracle forbids an answer, a ring is broken, or an answer is late.
     pub fn settle(&mut self) -> Result<(), DriverError> {
         while self.guest.in_flight() > 0 {
             let done = self.guest.wait(ANSWER_TIMEOUT)?;
@@ -260,7 +262,7 @@ impl Driver {
             let asked = self
                 .asked
                 .remove(&d.token)
-                .expect("an answered request is not in `asked`");
+                .expect("an answered request is not in the list of sent requests");
             self.model
                 .judge(&asked, d, |k| queue_of(queues, k.object, k.index))?;
             if let Request::Put { pool, pages } = &d.request {
@@ -285,7 +287,9 @@ impl Driver {
         Ok(())
     }
 
-    /// Records which pages the device retains, and which of them it has answered with HELD.
+    /// Updates the list of retained pages and the index after an answer. Adds the pages that the
+    /// device retained at a get. Adds a page to the index if its REF was answered HELD, and removes
+    /// it otherwise.
     fn note_retained(&mut self, done: &Done) {
         let key = |pool, object, index| Key {
             pool,
@@ -302,7 +306,8 @@ impl Driver {
             } => {
                 for (i, (cookie, answer)) in cookies.iter().zip(&done.answer.pages).enumerate() {
                     let key = key(*pool, *object, index + i as u64);
-                    // A newer put was sent, or the page was flushed meanwhile.
+                    // Do not record the page as retained if the driver has put it again since the
+                    // get.
                     let newer = self.index.contains_key(&key);
                     if answer.flags & wire::GET_RETAINED != 0 && !newer {
                         self.retained.insert(key, *cookie);
@@ -341,10 +346,11 @@ impl Driver {
         }
     }
 
-    /// Does one random step: sends a request, or takes answers if the window is full.
+    /// Does one random step: sends a request. If `window` requests are in flight, takes answers
+    /// first.
     ///
     /// # Errors
-    /// A violation, a broken ring, or no answer in time.
+    /// The oracle forbids an answer, a ring is broken, or an answer is late.
     pub fn step(&mut self) -> Result<(), DriverError> {
         while self.guest.in_flight() >= self.config.window {
             let done = self.guest.wait(ANSWER_TIMEOUT)?;
@@ -401,7 +407,7 @@ impl Driver {
     }
 
     /// Puts the pages `start..end` of an object with new contents. Returns false if the ring is
-    /// full or no slot is free.
+    /// full or no slot (memory for a request) is free.
     pub fn put(&mut self, object: u64, start: u64, end: u64) -> bool {
         let mut pages = Vec::new();
         let mut contents = Vec::new();
@@ -457,7 +463,8 @@ impl Driver {
         self.guest.accepted_features() & F_RETAIN != 0
     }
 
-    /// Returns the bits of a get's pages that the device may retain: all, none, or random ones.
+    /// Returns a random value for the field `retain` of a get of `pages` pages: no bit, some bits
+    /// or all bits.
     fn retain_bits(&mut self, pages: u64) -> u64 {
         if !self.retains() {
             return 0;
@@ -470,8 +477,9 @@ impl Driver {
         bits & u64::MAX >> (64 - pages)
     }
 
-    /// Refers to retained pages of a chunk, to a page that was replaced or removed, and to a page
-    /// that was never put. Returns false if the ring is full or no slot is free.
+    /// Sends a REF to retained pages of a chunk, to a page that was replaced or removed, and to a
+    /// page that was never put. Returns false if the ring is full or no slot (memory for a request)
+    /// is free.
     fn refer(&mut self, object: u64, start: u64) -> bool {
         let pool = self.pool;
         let chunk = |key: &Key| (key.pool, key.object, key.index >> wire::CHUNK_SHIFT);
@@ -507,7 +515,7 @@ impl Driver {
         if !self.send(queue, Request::Ref { pool, pages }, vec![]) {
             return false;
         }
-        // A reference may be repeated.
+        // In one of four cases, leave the pages in the list, so that a later REF names them again.
         if self.rng.u8(..4) > 0 {
             for (key, cookie) in named {
                 if self.retained.get(&key) == Some(&cookie) {
@@ -518,9 +526,9 @@ impl Driver {
         true
     }
 
-    /// Gets the pages `start..end` of an object. Pages in the index are requested by their cookies,
-    /// and the others by a cookie that was never used. Returns false if the ring is full or no slot
-    /// is free.
+    /// Gets the pages `start..end` of an object. Requests pages in the index by their cookies, and
+    /// other pages by a cookie that was never used. Returns false if the ring is full or no slot
+    /// (memory for a request) is free.
     pub fn get(&mut self, object: u64, start: u64, end: u64) -> bool {
         let key = |index| Key {
             pool: self.pool,
@@ -555,7 +563,7 @@ impl Driver {
         true
     }
 
-    /// Gets a page by a cookie that is no longer valid for it.
+    /// Gets a page by a cookie that is no longer valid for the page. The get must miss.
     fn get_old(&mut self) -> bool {
         if self.old.is_empty() {
             return true;
@@ -591,7 +599,8 @@ impl Driver {
         }
     }
 
-    /// Flushes a range of pages of one chunk. Returns false if the ring is full or no slot is free.
+    /// Flushes a range of pages of one chunk. Returns false if the ring is full or no slot (memory
+    /// for a request) is free.
     pub fn flush(&mut self, object: u64, start: u64, end: u64) -> bool {
         let range = Range {
             object,
@@ -602,7 +611,7 @@ impl Driver {
     }
 
     /// Flushes a whole object, whose pages may use all queues. Returns false if the ring is full or
-    /// no slot is free.
+    /// no slot (memory for a request) is free.
     pub fn flush_object(&mut self, object: u64) -> bool {
         let range = Range {
             object,
@@ -673,7 +682,7 @@ impl Driver {
 }
 
 /// Returns the queue for a page. `queues` is the number of queues, including the control queue. All
-/// pages of a chunk use one queue, which the specification allows drivers to choose.
+/// pages of a chunk use one queue; the specification lets the driver choose which one.
 #[must_use]
 pub fn queue_of(queues: usize, object: u64, index: u64) -> usize {
     let chunk = index >> wire::CHUNK_SHIFT;

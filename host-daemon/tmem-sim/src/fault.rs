@@ -2,8 +2,9 @@
 //! All kinds of faults that a guest's request can have, and the reaction of the device that
 //! SPEC.md, "Requests", requires.
 //!
-//! A fault is sent to a device that holds the page of its [`Target`]. If the device does not carry
-//! out the faulty request, it must still hold that page, whatever it answers. No correct driver
+//! A test sends each fault to a device that has the page of the fault's [`Target`]. If the device
+//! does not execute the faulty request, it must still have that page, whatever it answers. No
+//! correct driver sends any of these requests.
 //! sends any of these requests.
 
 mod chains;
@@ -25,7 +26,7 @@ use crate::ring::{Buffer, DESC_BYTES, Desc, F_INDIRECT, F_NEXT, F_WRITE};
 /// Required reaction to a faulty request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expect {
-    /// The device answers with one of these statuses, and the queue goes on.
+    /// The device answers with one of these statuses, and continues to serve the queue.
     Status(&'static [u8]),
     /// The device gives no answer, and stops the queue.
     Stopped,
@@ -34,34 +35,34 @@ pub enum Expect {
     Either(&'static [u8]),
 }
 
-/// A page that the device holds while the fault is sent.
+/// A page that the device has when a faulty request is sent. The request names this page.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
-    /// Live pool of the page.
+    /// Id of the pool that contains the page.
     pub pool: u32,
-    /// Object of the page.
+    /// Id of the object that contains the page.
     pub object: u64,
     /// Index of the page in its object.
     pub index: u64,
-    /// Cookie under which the page is held.
+    /// Cookie with which the page was put.
     pub cookie: u64,
-    /// Request queue of the page.
+    /// Request queue that requests for the page use.
     pub queue: usize,
 }
 
 type Send = Box<dyn Fn(&mut FakeGuest, Target) -> usize>;
 
-/// A faulty request.
+/// A faulty request, with the reaction that the specification requires of the device.
 pub struct Fault {
-    /// Description of the fault.
+    /// Description of the fault, for test messages.
     pub name: String,
-    /// Required reaction of the device.
+    /// Reaction that the specification requires of the device.
     pub expect: Expect,
     send: Send,
 }
 
 impl Fault {
-    /// Sends the request. Returns its queue.
+    /// Sends the faulty request. Returns the number of the queue that it uses.
     pub fn send(&self, guest: &mut FakeGuest, target: Target) -> usize {
         (self.send)(guest, target)
     }
@@ -76,7 +77,7 @@ const STALE: Expect = Expect::Status(&[wire::S_STALE]);
 const BAD_OR_STOPPED: Expect = Expect::Either(&[wire::S_BAD, wire::S_UNSUPPORTED]);
 const ANYTHING: Expect = Expect::Either(&[wire::S_BAD, wire::S_UNSUPPORTED, wire::S_OK]);
 
-/// Offsets of fields in `meta`.
+/// Offsets of fields in the metadata of a request, where tests write wrong values.
 const GENERATION: usize = 0;
 const TYPE: usize = 8;
 const COUNT: usize = 10;
@@ -84,7 +85,7 @@ const POOL: usize = 12;
 const RETAIN: usize = 16;
 const BODY: usize = REQ_BYTES;
 
-/// Returns a put of two pages, the target first.
+/// Returns a put of two pages. The first one is the target.
 fn put(t: Target) -> Request {
     let page = |i: u64| PutPage {
         object: t.object,
@@ -99,7 +100,7 @@ fn put(t: Target) -> Request {
     }
 }
 
-/// Returns a get of two pages, the target first.
+/// Returns a get of two pages. The first one is the target.
 fn get(t: Target) -> Request {
     let cookies = vec![t.cookie, t.cookie + 1];
     Request::Get {
@@ -111,7 +112,7 @@ fn get(t: Target) -> Request {
     }
 }
 
-/// Returns a flush of two ranges, the target first.
+/// Returns a flush of two ranges of one page each. The first range is the target.
 fn flush(t: Target) -> Request {
     let range = |i: u64| Range {
         object: t.object,
@@ -124,7 +125,7 @@ fn flush(t: Target) -> Request {
     }
 }
 
-/// Returns a reference to two pages, the target first.
+/// Returns a reference (REF) to two pages. The first one is the target.
 fn refer(t: Target) -> Request {
     let page = |i: u64| RefPage {
         object: t.object,
@@ -166,11 +167,11 @@ fn queue_for(request: &Request, t: Target) -> usize {
     }
 }
 
-/// Sends a request with modified bytes in a well-formed chain. Returns the queue.
+/// Sends the bytes `encoded` in a well-formed chain, as the request `request`. Returns the queue.
 fn send_encoded(g: &mut FakeGuest, queue: usize, request: Request, encoded: &Encoded) -> usize {
     let generation = g.generation();
     g.add_encoded(queue, request, generation, encoded)
-        .expect("the ring has no room for a fault");
+        .expect("the virtqueue has no space for a faulty request");
     g.publish(queue);
     queue
 }
@@ -195,7 +196,7 @@ fn bent(
 }
 
 /// Returns a fault that sends a request as a chain of buffers. `build` makes the buffers from the
-/// place of the request in guest memory.
+/// addresses of the request's parts in guest memory.
 fn rebuilt(
     name: impl Into<String>,
     expect: Expect,
@@ -218,8 +219,8 @@ fn rebuilt(
     })
 }
 
-/// Links descriptors in order. The field `next` is the position in `descs`. It is replaced by the
-/// number of the descriptor in the ring later.
+/// Links the descriptors in their order. Sets the field `next` to the position in `descs`, which
+/// [`raw`] later replaces by the number of the descriptor in the ring.
 fn link(descs: &mut [Desc]) {
     for i in 1..descs.len() {
         descs[i - 1].flags |= F_NEXT;
@@ -227,9 +228,9 @@ fn link(descs: &mut [Desc]) {
     }
 }
 
-/// Returns a fault that sends a request as the ring descriptors that `build` returns. A field
-/// `next` that is a position among these descriptors is replaced by that descriptor's number in the
-/// ring. Any other value is used unchanged.
+/// Returns a fault that sends a request as the ring descriptors that `build` returns. If the field
+/// `next` of a descriptor is a position among these descriptors, the fault replaces the position by
+/// that descriptor's number in the ring. It leaves any other value of `next` unchanged.
 fn raw(
     name: impl Into<String>,
     expect: Expect,
@@ -240,10 +241,12 @@ fn raw(
         let request = make(t);
         let queue = queue_for(&request, t);
         let encoded = request.encode(g.generation());
-        let mut placed = g.place(&encoded).expect("the ring has no room for a fault");
+        let mut placed = g
+            .place(&encoded)
+            .expect("the virtqueue has no space for a faulty request");
         let descs = build(g, queue, &placed.1);
-        // Find the first writable byte, to which the device writes `resp`. The fault may have moved
-        // it.
+        // Find the first writable byte, to which the device writes the status. `build` may have
+        // moved it.
         let first = descs
             .iter()
             .find(|d| d.flags & F_WRITE != 0 && d.flags & F_INDIRECT == 0);
@@ -257,7 +260,10 @@ fn raw(
         let ring = g.ring_mut(queue);
         let slots: Vec<u16> = descs
             .iter()
-            .map(|_| ring.take_desc().expect("the ring has no room for a fault"))
+            .map(|_| {
+                ring.take_desc()
+                    .expect("the virtqueue has no space for a faulty request")
+            })
             .collect();
         for (slot, mut desc) in slots.iter().zip(descs) {
             if desc.flags & F_NEXT != 0 {
@@ -296,10 +302,10 @@ fn whole(p: &Placed) -> Vec<Buffer> {
     out
 }
 
-/// Guest-physical address without memory, between the regions of the default machine.
+/// Guest-physical address without memory, between the regions of the default [`FakeGuest`].
 pub const HOLE: u64 = 2 << 30;
 
-/// Returns all faults of a driver that has not accepted `VIRTIO_TMEM_F_RETAIN`.
+/// Returns all faults that can be sent by a driver that has not accepted `VIRTIO_TMEM_F_RETAIN`.
 #[must_use]
 pub fn all() -> Vec<Fault> {
     let mut out = values::all();
@@ -308,7 +314,7 @@ pub fn all() -> Vec<Fault> {
     out
 }
 
-/// Returns all faults that concern retained pages, of a driver that has accepted
+/// Returns all faults that concern retained pages. The driver that sends them has accepted
 /// `VIRTIO_TMEM_F_RETAIN`.
 #[must_use]
 pub fn of_retained_pages() -> Vec<Fault> {
@@ -318,7 +324,7 @@ pub fn of_retained_pages() -> Vec<Fault> {
 }
 
 impl Fault {
-    /// Returns the fault with another required reaction.
+    /// Returns the fault with `expect` as the required reaction.
     fn or(mut self, expect: Expect) -> Self {
         self.expect = expect;
         self

@@ -3,7 +3,7 @@
 //!
 //! Memory and rings stay when a connection ends, as a guest outlives its daemon. After the loss of
 //! a back end, the rings start again from the last used element. The fake guest has the buffers and
-//! rings of a driver, but no index of pages. [`crate::Model`] decides which answers are right.
+//! rings of a driver, but no index of pages. [`crate::Model`] decides which answers are allowed.
 //! Every wait has a time limit.
 
 mod requests_in_flight;
@@ -31,59 +31,59 @@ use crate::memory::{DirtyLog, GuestRam, PAGE_BYTES, RamRegion};
 use crate::requests::{Answer, Cut, Encoded, PAGE, Request, cut, decode};
 use crate::ring::{DriverRing, RingError, RingFull, RingLayout};
 
-/// Feature bit VIRTIO_F_INDIRECT_DESC.
+/// Feature bit VIRTIO_F_INDIRECT_DESC: a descriptor may refer to a table of descriptors.
 pub const F_INDIRECT_DESC: u64 = 1 << 28;
-/// Feature bit VIRTIO_F_EVENT_IDX.
+/// Feature bit VIRTIO_F_EVENT_IDX: kicks and interrupts are requested by ring index.
 pub const F_EVENT_IDX: u64 = 1 << 29;
-/// Feature bit VHOST_USER_F_PROTOCOL_FEATURES.
+/// Feature bit VHOST_USER_F_PROTOCOL_FEATURES: the daemon has vhost-user protocol features.
 pub const F_PROTOCOL_FEATURES: u64 = 1 << 30;
-/// Feature bit VIRTIO_F_VERSION_1.
+/// Feature bit VIRTIO_F_VERSION_1: the device follows virtio 1.
 pub const F_VERSION_1: u64 = 1 << 32;
-/// Feature bit VIRTIO_TMEM_F_RETAIN.
+/// Feature bit VIRTIO_TMEM_F_RETAIN: the device may retain pages that it returns.
 pub const F_RETAIN: u64 = 1 << wire::F_RETAIN;
-/// Feature bit VHOST_F_LOG_ALL.
+/// Feature bit VHOST_F_LOG_ALL: the daemon marks pages that it writes in the dirty log.
 pub const F_LOG_ALL: u64 = 1 << 26;
 /// Bytes of `struct virtio_tmem_config`.
 pub const CONFIG_BYTES: usize = 32;
 
-/// Pages of a slot, the guest memory of one request. A request has a readable and a writable part,
-/// only one of which contains page data. The metadata of that part is at the end of the slot's
-/// first page, and its 64 data pages follow. Another page has the other part, and the last page has
-/// the indirect table.
+/// Number of pages of a slot, which is the guest memory for one request. A request has a readable
+/// and a writable part, and only one of them contains page data. The metadata of that part is at
+/// the end of the slot's first page, and the 64 data pages follow. The next page has the part
+/// without page data, and the last page has the indirect descriptor table.
 const SLOT_PAGES: u64 = 67;
 /// Largest number of descriptors in a slot's indirect table.
 const INDIRECT_MAX: usize = (PAGE_BYTES / 16) as usize;
 
-/// Configuration of a fake machine.
+/// Configuration of a [`FakeGuest`] and of the QEMU that it simulates.
 #[derive(Clone, Debug)]
 pub struct GuestConfig {
     /// Name of the guest, for error messages.
     pub name: String,
-    /// Regions of RAM, ascending.
+    /// Regions of the guest's RAM, in ascending order of their addresses.
     pub ram: Vec<RamRegion>,
-    /// Whether the memfds have the seal F_SEAL_SHRINK.
+    /// Whether the memory files (memfds) of the RAM have the seal F_SEAL_SHRINK.
     pub sealed: bool,
-    /// Whether the memfds consist of huge pages. They are then sealed, and the host must have
-    /// enough free huge pages.
+    /// Whether the memory files (memfds) of the RAM consist of huge pages. They are then sealed,
+    /// and the host must have enough free huge pages.
     pub huge: bool,
-    /// Whether all regions map the same memory. All regions then have the same size. So the machine
-    /// can have more RAM than its host.
+    /// Whether all RAM regions map the same memory, so that the guest can have more RAM than its
+    /// host. All regions then have the same size.
     pub one_file: bool,
     /// Number of request queues, without the control queue.
     pub request_queues: u16,
     /// Number of descriptors of each queue.
     pub queue_size: u16,
-    /// Feature bits that the driver accepts. Bits that the device does not offer are not
-    /// negotiated.
+    /// Feature bits that the driver accepts, if the device offers them.
     pub features: u64,
-    /// Most requests in flight, over all queues.
+    /// Maximum number of requests in flight, over all queues.
     pub slots: usize,
-    /// How chains are divided into descriptors, unless the caller specifies it.
+    /// How the guest divides the chains of requests into descriptors.
     pub cut: Cut,
-    /// Whether to use ADD_MEM_REG instead of SET_MEM_TABLE, if the daemon offers it.
+    /// Whether the guest sends its memory regions one by one (ADD_MEM_REG) instead of in a table
+    /// (SET_MEM_TABLE), if the daemon offers that.
     pub mem_slots: bool,
-    /// Whether to ask for an acknowledgement of every message, so that the caller notices every
-    /// refusal. QEMU requests only the acknowledgement of the memory table.
+    /// Whether the guest requests an acknowledgement of every vhost-user message, so that the
+    /// caller notices every refusal. QEMU requests only the acknowledgement of the memory table.
     pub acknowledged: bool,
     /// Longest time that the daemon may take to answer a vhost-user message.
     pub reply_timeout: Duration,
@@ -93,7 +93,7 @@ impl Default for GuestConfig {
     fn default() -> Self {
         Self {
             name: "guest".into(),
-            // The RAM has a hole below 4 GiB, as that of a PC has.
+            // Leave a hole in the RAM below 4 GiB, as a PC does.
             ram: vec![
                 RamRegion {
                     start: 0,
@@ -125,38 +125,38 @@ pub enum GuestError {
     /// The daemon refused or dropped a vhost-user message.
     #[error("{guest}: {message}: {error}")]
     Message {
-        /// Name of the guest.
+        /// Name of the guest that sent the message.
         guest: String,
-        /// Name of the message.
+        /// Name of the vhost-user message.
         message: &'static str,
-        /// Error of the front end.
+        /// Error that the vhost library returned.
         error: vhost::Error,
     },
-    /// The socket could not be used.
+    /// An operation on the daemon's socket, or on another file descriptor, failed.
     #[error("socket: {0}")]
     Socket(io::Error),
-    /// The device broke the rules of a ring.
+    /// The device broke the rules of a virtqueue.
     #[error("{guest}: queue {queue}: {error}")]
     Ring {
-        /// Name of the guest.
+        /// Name of the guest that owns the queue.
         guest: String,
         /// Number of the queue.
         queue: usize,
-        /// The broken rule.
+        /// Rule of the virtqueue that the device broke.
         error: RingError,
     },
-    /// The device offers or reports a value that no driver accepts.
+    /// The device offers a feature or reports a value that no driver accepts.
     #[error("{0}")]
     Device(String),
     /// No answer arrived in time.
     #[error("{guest}: {in_flight} requests were not answered in time")]
     Late {
-        /// Name of the guest.
+        /// Name of the guest that waited.
         guest: String,
-        /// Number of requests without an answer.
+        /// Number of requests that the device has not answered.
         in_flight: usize,
     },
-    /// The guest is not connected.
+    /// The guest has no connection to a daemon.
     #[error("the guest is not connected to a daemon")]
     NoBackend,
 }
@@ -166,15 +166,15 @@ pub enum GuestError {
 pub struct DeviceConfig {
     /// Generation that every request must carry.
     pub generation: u64,
-    /// Bytes of a page.
+    /// Page size in bytes that the device uses.
     pub page_size: u32,
-    /// Number of request queues.
+    /// Number of request queues that the device has, without the control queue.
     pub num_request_queues: u16,
-    /// Most pages or ranges of a request.
+    /// Maximum number of pages or ranges in a request.
     pub batch_max: u16,
-    /// Most live pools.
+    /// Maximum number of pools that exist at the same time.
     pub pools_max: u32,
-    /// Reserved fields, which must be 0.
+    /// Reserved fields of the configuration, which must be 0.
     pub reserved: [u32; 3],
 }
 
@@ -209,14 +209,14 @@ impl DeviceConfig {
     }
 }
 
-/// Places of the two parts of a request in guest memory.
+/// Addresses of the readable and the writable part of a request in guest memory.
 #[derive(Clone, Debug)]
 pub struct Placed {
-    /// Readable pieces: address and number of bytes.
+    /// Pieces of the part that the device reads, each with its address and number of bytes.
     pub readable: Vec<(u64, usize)>,
-    /// Writable pieces: address and number of bytes.
+    /// Pieces of the part that the device writes, each with its address and number of bytes.
     pub writable: Vec<(u64, usize)>,
-    /// Address of the page for an indirect table.
+    /// Address of the page for the chain's indirect descriptor table.
     pub table: u64,
 }
 
@@ -229,18 +229,18 @@ struct Pending {
     placed: Placed,
 }
 
-/// An answered request.
+/// A request that the device has answered, with its answer.
 #[derive(Clone, Debug)]
 pub struct Done {
-    /// Token that [`FakeGuest::submit`] returned.
+    /// Token of the request, as [`FakeGuest::submit`] returned it.
     pub token: u64,
-    /// Number of the queue.
+    /// Number of the queue on which the request was sent.
     pub queue: usize,
-    /// The request.
+    /// The request that the guest sent.
     pub request: Request,
-    /// Generation of the request.
+    /// Generation that the request carried.
     pub generation: u64,
-    /// The answer.
+    /// The answer that the device wrote.
     pub answer: Answer,
 }
 
@@ -249,22 +249,22 @@ struct Queue {
     kick: EventFd,
     call: EventFd,
     err: EventFd,
-    /// Ring index at which the device continues, as SET_VRING_BASE passes it.
+    /// Ring index at which the device starts or continues, as SET_VRING_BASE passes it.
     base: u16,
 }
 
 struct Link {
     frontend: Frontend,
-    /// Socket of the front end. It is kept so that the guest can hang up.
+    /// Socket of the front end (QEMU's side), which [`FakeGuest::hang_up`] shuts down.
     stream: UnixStream,
     offered: u64,
     protocol: VhostUserProtocolFeatures,
-    /// Number of memory regions that the daemon knows, if they are added one by one.
+    /// Number of memory regions that the guest has sent to the daemon one by one (ADD_MEM_REG).
     slots_known: usize,
     started: bool,
 }
 
-/// A guest and its QEMU without a VM.
+/// A simulated guest and its QEMU, without a VM.
 pub struct FakeGuest {
     config: GuestConfig,
     ram: Arc<GuestRam>,
@@ -317,7 +317,7 @@ impl FakeGuest {
         })
     }
 
-    /// Returns the guest's name, for messages.
+    /// Returns the guest's name, for test messages.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.config.name
@@ -347,18 +347,19 @@ impl FakeGuest {
         &self.queues[queue].call
     }
 
-    /// Returns the ring of a queue for changes, such as faults.
+    /// Returns the ring of a queue. The caller may change it, for example to inject a fault.
     pub fn ring_mut(&mut self, queue: usize) -> &mut DriverRing {
         &mut self.queues[queue].ring
     }
 
-    /// Returns the configuration as last read; None before the first connection.
+    /// Returns the device configuration that the guest last read, or None before the first
+    /// connection.
     #[must_use]
     pub fn device(&self) -> Option<DeviceConfig> {
         self.device
     }
 
-    /// Returns the generation as last read; 0 without a back end.
+    /// Returns the generation that the guest last read, or 0 if no back end is connected.
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.link
@@ -367,13 +368,14 @@ impl FakeGuest {
             .map_or(0, |d| d.generation)
     }
 
-    /// Returns the feature bits that the device offered at the last connection.
+    /// Returns the feature bits that the device offered at this connection, or 0 without a
+    /// connection.
     #[must_use]
     pub fn offered_features(&self) -> u64 {
         self.link.as_ref().map_or(0, |l| l.offered)
     }
 
-    /// Returns the feature bits that were negotiated at the last start.
+    /// Returns the feature bits that the guest accepted when it last sent the features.
     #[must_use]
     pub fn accepted_features(&self) -> u64 {
         self.features
@@ -385,7 +387,7 @@ impl FakeGuest {
         self.pending.len()
     }
 
-    /// Returns the front end, for sending messages that QEMU would not send.
+    /// Returns the vhost-user front end, with which a test sends messages that QEMU would not send.
     pub fn frontend(&mut self) -> Option<&mut Frontend> {
         self.link.as_mut().map(|l| &mut l.frontend)
     }
@@ -399,7 +401,7 @@ impl FakeGuest {
     }
 
     /// Connects and negotiates as QEMU does when a character device opens: features, protocol
-    /// features, owner, queue number, call descriptors, configuration. No ring runs yet.
+    /// features, owner, queue number, call descriptors, configuration. Does not start the rings.
     ///
     /// # Errors
     /// Returns each error on which QEMU drops the connection. The connection is then dropped.
@@ -426,7 +428,7 @@ impl FakeGuest {
         let offered = self.message("GET_FEATURES", fe.get_features())?;
         if offered & F_PROTOCOL_FEATURES == 0 || offered & F_VERSION_1 == 0 {
             return Err(GuestError::Device(format!(
-                "device offers features {offered:#x} without VERSION_1 or PROTOCOL_FEATURES"
+                "the device offers features {offered:#x} without VERSION_1 or PROTOCOL_FEATURES"
             )));
         }
         let r = fe.get_protocol_features();
@@ -446,7 +448,7 @@ impl FakeGuest {
         let queues = self.message("GET_QUEUE_NUM", r)?;
         if queues < self.queues.len() as u64 {
             return Err(GuestError::Device(format!(
-                "device has {queues} queues, the machine needs {}",
+                "the device has {queues} queues, but the simulated machine needs {}",
                 self.queues.len()
             )));
         }
@@ -469,7 +471,7 @@ impl FakeGuest {
         Ok(())
     }
 
-    /// Reads the configuration, as QEMU does to fill its cache.
+    /// Reads the device configuration, as QEMU does to fill its cache.
     ///
     /// # Errors
     /// When the daemon does not answer.
@@ -487,8 +489,9 @@ impl FakeGuest {
         Ok(config)
     }
 
-    /// Starts the device as `vhost_dev_start` does: features, memory, rings from their base, and
-    /// enabling them last. Then it reads the configuration again and kicks queues with work.
+    /// Starts the device as QEMU's `vhost_dev_start` does: sends the features, the memory table and
+    /// each ring with its base index, and enables the rings last. Then reads the configuration
+    /// again and kicks queues that have requests in flight.
     ///
     /// # Errors
     /// When the daemon refuses one of the messages.
@@ -531,20 +534,20 @@ impl FakeGuest {
         Ok(())
     }
 
-    /// Sends the memory table. It may be sent again: QEMU does so at each change of the memory map,
-    /// while rings are running.
+    /// Sends the memory table. The caller may send it again while rings are running, as QEMU does
+    /// at each change of the memory map.
     ///
     /// # Errors
-    /// When the daemon refuses it.
+    /// When the daemon refuses the memory table.
     pub fn set_mem_table(&mut self) -> Result<(), GuestError> {
         self.set_mem_table_of(self.config.ram.len())
     }
 
-    /// Sends a memory map that consists of the first `count` regions. It is one message, or, with
-    /// memory slots, a message for each region to add or remove.
+    /// Sends a memory map that consists of the first `count` regions. With memory slots, sends a
+    /// message for each region to add or remove; otherwise sends one message.
     ///
     /// # Errors
-    /// When the daemon refuses it.
+    /// When the daemon refuses the memory map.
     pub fn set_mem_table_of(&mut self, count: usize) -> Result<(), GuestError> {
         let acknowledged = self.config.acknowledged;
         let link = self.link()?;
@@ -611,8 +614,9 @@ impl FakeGuest {
         self.message("SET_VRING_ERR", link.frontend.set_vring_err(i, &q.err))
     }
 
-    /// Stops the rings as `vhost_dev_stop` does (pause, migration): it disables each ring, and
-    /// GET_VRING_BASE then waits until the ring is drained. Returns the bases.
+    /// Stops the rings as QEMU's `vhost_dev_stop` does at a pause or a migration. Disables each
+    /// ring first. GET_VRING_BASE then waits until the ring is drained. Returns the base index of
+    /// each ring.
     ///
     /// # Errors
     /// When the daemon does not answer.
@@ -624,7 +628,8 @@ impl FakeGuest {
         self.get_vring_bases()
     }
 
-    /// Sends GET_VRING_BASE for every queue, without disabling the queues first. Returns the bases.
+    /// Sends GET_VRING_BASE for every queue, without disabling the queues first. Returns the base
+    /// index of each ring.
     ///
     /// # Errors
     /// When the daemon does not answer.
@@ -639,7 +644,7 @@ impl FakeGuest {
         Ok(self.queues.iter().map(|q| q.base).collect())
     }
 
-    /// Resets the device as a reboot does: it stops the rings, sends RESET_DEVICE, forgets all
+    /// Resets the device as a reboot does: stops the rings, sends RESET_DEVICE, forgets all
     /// requests in flight and empties the rings. The next [`Self::start`] finds another generation.
     ///
     /// # Errors
@@ -660,7 +665,7 @@ impl FakeGuest {
     }
 
     /// Drops the connection, because the daemon has ended or to simulate a guest that has ended.
-    /// The rings will start again from the last used element, as with QEMU.
+    /// The next start of the rings continues after the last used element, as with QEMU.
     pub fn disconnect(&mut self) {
         self.link = None;
         for q in &mut self.queues {
@@ -668,8 +673,8 @@ impl FakeGuest {
         }
     }
 
-    /// Ends the connection and waits until the daemon has closed its end, too. From then on the
-    /// daemon must not hold the guest's memory.
+    /// Closes the connection and waits until the daemon has closed its end, too. From then on the
+    /// daemon must not have the guest's memory mapped.
     ///
     /// # Errors
     /// When the daemon does not close its end in time.
@@ -685,10 +690,11 @@ impl FakeGuest {
         Ok(())
     }
 
-    /// Switches on a new dirty log while rings are running, as migration does. Returns the log.
+    /// Switches on a new dirty log while rings are running, as QEMU does for a migration. Returns
+    /// the log.
     ///
     /// # Errors
-    /// When the daemon refuses it.
+    /// When the daemon refuses the log.
     pub fn start_log(&mut self) -> Result<&DirtyLog, GuestError> {
         let log = DirtyLog::new(&self.ram).map_err(GuestError::Socket)?;
         self.start_this_log(log)
@@ -697,7 +703,7 @@ impl FakeGuest {
     /// Switches on the given dirty log, which may have any size. Returns the log.
     ///
     /// # Errors
-    /// When the daemon refuses it.
+    /// When the daemon refuses the log.
     pub fn start_this_log(&mut self, log: DirtyLog) -> Result<&DirtyLog, GuestError> {
         let region = log.region();
         let r = self.link()?.frontend.set_log_base(0, Some(region));
@@ -710,7 +716,7 @@ impl FakeGuest {
         Ok(self.log.as_ref().expect("no dirty log is set"))
     }
 
-    /// Returns the dirty log, or None if it is off.
+    /// Returns the dirty log, or None if no dirty log is switched on.
     #[must_use]
     pub fn log(&self) -> Option<&DirtyLog> {
         self.log.as_ref()

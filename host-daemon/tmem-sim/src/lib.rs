@@ -5,7 +5,7 @@
 //! [`FakeGuest`] does the work of QEMU and of the transport part of a driver: shared memory,
 //! virtqueues, and messages in QEMU's order. [`Model`] decides which answers are allowed.
 //! [`Driver`] uses both and is a guest that follows the specification. [`fault`] contains the ways
-//! in which a guest can violate it.
+//! in which a guest can violate the specification.
 //!
 //! Out of scope: code of the daemon or the engine. All rules in this crate come from
 //! `proto/SPEC.md` alone.
@@ -29,7 +29,7 @@ pub use requests::{Answer, Cut, Encoded, Page, PageAnswer, PutPage, Range, RefPa
 pub use ring::{Buffer, Desc, DriverRing, RingError};
 pub use skip::{Missing, skipped};
 
-/// Compiles the example of the README.
+/// Makes `cargo test` compile the example of the README.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

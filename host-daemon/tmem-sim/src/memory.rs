@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! RAM of the fake guest. It is shared memory in sealed memfds, like that of QEMU's
+//! RAM of the fake guest. It is shared memory in sealed memfds, as with QEMU's
 //! `memory-backend-memfd`.
 //!
 //! There are gaps between the regions in guest-physical space, so that addresses without memory
 //! exist. All accesses are volatile, because a daemon may read and write the same pages at any
-//! time. For the same reason, no function returns a Rust reference to guest memory.
+//! time. For this reason, no function returns a Rust reference to guest memory.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -22,9 +22,9 @@ pub const PAGE_BYTES: u64 = virtio_tmem::PAGE_SIZE as u64;
 /// One contiguous piece of guest-physical memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RamRegion {
-    /// First guest-physical address, page-aligned.
+    /// First guest-physical address of the region, page-aligned.
     pub start: u64,
-    /// Length, a multiple of the page size.
+    /// Length of the region in bytes, a multiple of the page size.
     pub size_bytes: u64,
 }
 
@@ -43,16 +43,17 @@ fn memfd(bytes: u64, sealed: bool, flags: MemfdFlags) -> io::Result<File> {
 pub struct GuestRam {
     map: GuestMemoryMmap,
     regions: Vec<RamRegion>,
-    /// Number of the region with the next free address, and that address. A thread that holds this
-    /// lock takes no other lock.
+    /// Next free address of the allocator, with the number of the region that contains it. A thread
+    /// that holds this lock takes no other lock.
     next: Mutex<(usize, u64)>,
-    /// Numbers of the pages that the guest itself has written, while a VMM tracks them for a
-    /// migration. A thread that holds this lock takes no other lock.
+    /// Numbers of the pages that the guest itself has written, or None while no VMM tracks them for
+    /// a migration. A thread that holds this lock takes no other lock.
     written: Mutex<Option<BTreeSet<u64>>>,
 }
 
 impl GuestRam {
-    /// Maps new zeroed memory. `sealed` adds F_SEAL_SHRINK and F_SEAL_GROW, as QEMU does.
+    /// Maps new zeroed memory. If `sealed` is true, adds F_SEAL_SHRINK and F_SEAL_GROW, as QEMU
+    /// does.
     ///
     /// # Errors
     /// When the kernel refuses a memfd, a seal or a mapping.
@@ -108,16 +109,18 @@ impl GuestRam {
         }))
     }
 
-    /// Returns the mapping, for a device in the same process.
+    /// Returns the guest's memory as rust-vmm's type, for a device in the same process.
     #[must_use]
     pub fn map(&self) -> &GuestMemoryMmap {
         &self.map
     }
 
-    /// Allocates `pages` contiguous pages and returns their address. They are never freed.
+    /// Allocates `pages` contiguous pages and returns their guest address. The pages are never
+    /// freed.
     ///
     /// # Panics
     /// When the guest has fewer free pages. The test that creates the guest chooses the size of its
+    /// memory.
     /// memory.
     #[must_use]
     pub fn alloc(&self, pages: u64) -> u64 {
@@ -150,13 +153,13 @@ impl GuestRam {
         self.map.write_slice(buf, GuestAddress(addr)).unwrap();
     }
 
-    /// Loads a ring index or flag atomically. It is little-endian.
+    /// Loads a ring index or flag atomically from guest memory, where it is little-endian.
     #[must_use]
     pub fn load_u16(&self, addr: u64, order: Ordering) -> u16 {
         u16::from_le(self.map.load(GuestAddress(addr), order).unwrap())
     }
 
-    /// Stores a ring index or flag atomically. It is little-endian.
+    /// Stores a ring index or flag atomically in guest memory, where it is little-endian.
     pub fn store_u16(&self, addr: u64, value: u16, order: Ordering) {
         self.note_written(addr, 2);
         self.map
@@ -164,15 +167,15 @@ impl GuestRam {
             .unwrap();
     }
 
-    /// Returns the address in this process of a guest-physical address. vhost-user messages give
-    /// the places of rings in this way.
+    /// Returns the address in this process for a guest-physical address. vhost-user messages give
+    /// the addresses of rings in this form.
     #[must_use]
     pub fn host_addr(&self, addr: u64) -> u64 {
         self.map.get_host_address(GuestAddress(addr)).unwrap() as u64
     }
 
-    /// Returns the regions as SET_MEM_TABLE needs them. The file descriptors remain the property of
-    /// this object.
+    /// Returns the regions as SET_MEM_TABLE needs them. This object still owns the file descriptors
+    /// and closes them.
     #[must_use]
     pub fn vhost_regions(&self) -> Vec<VhostUserMemoryRegionInfo> {
         self.map
@@ -181,10 +184,11 @@ impl GuestRam {
             .collect()
     }
 
-    /// Returns each region with its address in this process and its file, for a back end that maps
-    /// the regions.
+    /// Returns each region with its address in this process and a descriptor of its file, for a
+    /// back end that maps the regions.
     ///
     /// # Errors
+    /// When the process has no free file descriptor.
     /// When no descriptor is left.
     pub fn shared_regions(&self) -> io::Result<Vec<(RamRegion, u64, File)>> {
         let mut out = Vec::new();
@@ -204,21 +208,21 @@ impl GuestRam {
         }
     }
 
-    /// Starts or stops tracking the pages that the guest writes. Returns the numbers of the pages
-    /// written since the last call.
+    /// Starts or stops recording the pages that the guest writes. Returns the page numbers recorded
+    /// since the last call.
     pub fn track_written(&self, on: bool) -> BTreeSet<u64> {
         let fresh = on.then(BTreeSet::new);
         std::mem::replace(&mut *self.written.lock().unwrap(), fresh).unwrap_or_default()
     }
 
-    /// Restores all memory from a snapshot.
+    /// Overwrites all guest memory with the contents of a snapshot.
     pub fn restore(&self, snapshot: &[Vec<u8>]) {
         for (region, old) in self.regions.iter().zip(snapshot) {
             self.write(region.start, old);
         }
     }
 
-    /// Restores one page from a snapshot.
+    /// Overwrites the guest page number `page` with its contents in a snapshot.
     pub fn restore_page(&self, snapshot: &[Vec<u8>], page: u64) {
         let addr = page * PAGE_BYTES;
         let inside = |r: &RamRegion| addr >= r.start && addr < r.start + r.size_bytes;
@@ -238,7 +242,7 @@ impl GuestRam {
             .unwrap_or(0)
     }
 
-    /// Returns a copy of all memory, for a later comparison.
+    /// Returns a copy of all guest memory, to compare or restore it later.
     #[must_use]
     pub fn snapshot(&self) -> Vec<Vec<u8>> {
         self.regions
@@ -251,7 +255,8 @@ impl GuestRam {
             .collect()
     }
 
-    /// Returns the guest page numbers (address / 4096) that differ from `before`, ascending.
+    /// Returns the numbers (address / 4096) of the guest pages that differ from the snapshot
+    /// `before`, in ascending order.
     #[must_use]
     pub fn changed_pages(&self, before: &[Vec<u8>]) -> Vec<u64> {
         let mut changed = Vec::new();
@@ -277,7 +282,7 @@ pub struct DirtyLog {
 }
 
 impl DirtyLog {
-    /// Creates a clear log that covers all of `ram`.
+    /// Creates a dirty log without marks that covers all of `ram`.
     ///
     /// # Errors
     /// When the kernel refuses the memory.
@@ -286,7 +291,7 @@ impl DirtyLog {
         Self::sized(bits.div_ceil(8).next_multiple_of(PAGE_BYTES))
     }
 
-    /// Creates a clear log of `size_bytes` bytes, which must be whole pages.
+    /// Creates a dirty log of `size_bytes` bytes without marks. The size must be whole pages.
     ///
     /// # Errors
     /// When the kernel refuses the memory.
@@ -302,10 +307,10 @@ impl DirtyLog {
         })
     }
 
-    /// Returns the file of the log, as SET_LOG_BASE passes it.
+    /// Returns a descriptor of the log's file, as SET_LOG_BASE passes it.
     ///
     /// # Errors
-    /// When no descriptor is left.
+    /// When the process has no free file descriptor.
     pub fn file(&self) -> io::Result<File> {
         let region = self.map.iter().next().expect("the dirty log has no region");
         region
@@ -315,13 +320,13 @@ impl DirtyLog {
             .try_clone()
     }
 
-    /// Returns the size of the bitmap in bytes.
+    /// Returns the size of the log's bitmap in bytes.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
 
-    /// Returns the region that SET_LOG_BASE passes.
+    /// Returns the description of the log that SET_LOG_BASE passes: size, offset and file.
     #[must_use]
     pub fn region(&self) -> vhost::VhostUserDirtyLogRegion {
         let info =
@@ -333,7 +338,7 @@ impl DirtyLog {
         }
     }
 
-    /// Returns whether the page with this number is marked.
+    /// Returns whether the log marks the page with this number as dirty.
     #[must_use]
     pub fn is_dirty(&self, page: u64) -> bool {
         let mut byte = [0u8];
@@ -343,7 +348,7 @@ impl DirtyLog {
         byte[0] & (1 << (page % 8)) != 0
     }
 
-    /// Returns the number of marked pages.
+    /// Returns the number of pages that the log marks as dirty.
     #[must_use]
     pub fn dirty_pages(&self) -> u64 {
         let mut bytes = vec![0; self.size_bytes as usize];

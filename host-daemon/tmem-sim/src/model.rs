@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The test oracle, which decides which answers a device may give to one guest.
 //!
-//! The oracle records the pages that the device may hold: for each key at most the last put's
-//! cookie and contents. A get returns those, or a miss, and nothing else. A page that a get leaves
-//! in the device as a retained page is recorded until a later answer excludes it. The order in which
-//! answers arrive on a queue is the order in which the device acted on it (SPEC.md, "Order"), so
-//! the model changes at answers. For a flush that spans queues, the model also uses the time at
-//! which the flush was sent. The oracle never asks the device for its state.
+//! For each key, the oracle records the cookie and contents of the last put, as long as the device
+//! may hold the page. A get may return that page or a miss, and nothing else. If a get leaves its
+//! page in the device as a retained page, the record stays until a later answer excludes it. The
+//! model changes at answers, because the device answers the requests of a queue in the order in
+//! which it executes them (SPEC.md, "Order"). For a flush that spans queues, the model also uses
+//! the time at which the flush was sent. The oracle never asks the device for its state.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -19,11 +19,11 @@ use crate::requests::{Answer, RefPage, Request};
 /// Key of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key {
-    /// Pool id.
+    /// Id of the pool that contains the page.
     pub pool: u32,
-    /// Object id.
+    /// Id of the object that contains the page.
     pub object: u64,
-    /// Page index.
+    /// Index of the page in its object.
     pub index: u64,
 }
 
@@ -36,44 +36,47 @@ pub struct Violation(pub String);
 struct Held {
     cookie: u64,
     content: Content,
-    /// Tick at which the put was answered.
+    /// Tick at which the put was answered. The model counts a tick for each request and each
+    /// answer.
     since: u64,
-    /// Tick of the answer to a flush on another queue that dropped the page. Before it executed the
-    /// flush, the device may have executed a get that was sent before that tick.
+    /// Tick at which the device answered a flush on another queue that drops the page, if any. A
+    /// get sent before that tick may still hit, because the device may have executed it before the
+    /// flush.
     dropped: Option<u64>,
 }
 
-/// Data of a request that the model needs to check the answer.
+/// Data of a request that the model needs to check the device's answer.
 #[derive(Clone, Debug)]
 pub struct Asked {
-    /// Tick at which the request was sent.
+    /// Tick at which the request was sent. The model counts a tick for each request and each
+    /// answer.
     sent: u64,
-    /// Contents of a put's pages.
+    /// Contents of the pages of a put, in their order; empty for other requests.
     contents: Vec<Content>,
 }
 
-/// Counters of answers, in pages.
+/// Counters of the device's answers, mostly by page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Pages stored.
+    /// Pages of puts that the device answered with STORED.
     pub stored: u64,
-    /// Pages refused.
+    /// Pages of puts that the device answered with REFUSED.
     pub refused: u64,
-    /// Gets answered with the page.
+    /// Pages of gets that the device returned.
     pub hits: u64,
-    /// Gets that were answered with a miss although the device had answered that it stored the
-    /// page.
+    /// Pages of gets that were answered with a miss, although the device had answered that it
+    /// stored the page.
     pub lost: u64,
-    /// Gets of pages that the device cannot hold. They were answered with a miss.
+    /// Pages of gets that the device cannot hold and answered with a miss.
     pub misses: u64,
-    /// Requests answered STALE.
+    /// Requests that the device answered with STALE.
     pub stale: u64,
-    /// Hits that left the page in the device.
+    /// Pages that gets returned and that the device retained.
     pub retained: u64,
-    /// Pages of references that the device has.
+    /// Pages of references (REF) that the device answered with HELD.
     pub refs_held: u64,
-    /// Pages of references that the device has lost, although it had answered that it stored or
-    /// retained them.
+    /// Pages of references (REF) that the device answered with GONE, although it had answered that
+    /// it stored or retained them.
     pub refs_gone: u64,
 }
 
@@ -89,7 +92,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// Creates a model of a device that holds nothing, without a generation.
+    /// Creates a model of a device that holds no page and has no generation.
     #[must_use]
     pub fn new(name: &str) -> Self {
         Self {
@@ -98,15 +101,16 @@ impl Model {
         }
     }
 
-    /// Begins a generation. From now on the device holds no page, and every request of another
-    /// generation is stale.
+    /// Begins a generation. From now on the device holds no page of an earlier generation, and must
+    /// answer requests of other generations with STALE.
     ///
     /// # Errors
     /// When the generation is 0 or equal to the last one.
     pub fn begin(&mut self, generation: u64) -> Result<(), Violation> {
         if generation == 0 || generation == self.generation {
             return Err(self.wrong(format!(
-                "the device has generation {generation:#x} after {:#x}: it must be another one and not 0",
+                "the device reports generation {generation:#x} after generation {:#x}: \
+                 a new generation must differ from the last one and from 0",
                 self.generation
             )));
         }
@@ -116,13 +120,13 @@ impl Model {
         Ok(())
     }
 
-    /// Returns the present generation.
+    /// Returns the generation that requests must carry now.
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// Returns the counters so far.
+    /// Returns the counters of all answers so far.
     #[must_use]
     pub fn counts(&self) -> Counts {
         self.counts
@@ -134,19 +138,20 @@ impl Model {
         self.held.values().filter(|h| h.dropped.is_none()).count()
     }
 
-    /// Returns the cookie that the device may hold under a key.
+    /// Returns the cookie of the page that the device may hold under a key.
     #[must_use]
     pub fn cookie(&self, key: Key) -> Option<u64> {
         self.held.get(&key).map(|h| h.cookie)
     }
 
-    /// Returns the live pools.
+    /// Returns the ids of the pools that exist.
     #[must_use]
     pub fn pools(&self) -> &BTreeSet<u32> {
         &self.pools
     }
 
-    /// Records that a request is sent. `contents` are the contents of a put's pages in their order.
+    /// Records that the guest sends a request. `contents` are the contents of a put's pages in
+    /// their order.
     pub fn ask(&mut self, contents: Vec<Content>) -> Asked {
         self.tick += 1;
         Asked {
@@ -159,8 +164,8 @@ impl Model {
         Violation(format!("{}: {what}", self.name))
     }
 
-    /// Checks an answer and updates the model. `queue_of` returns the queue that the requests for a
-    /// key use.
+    /// Checks the answer to a request and updates the model. `queue_of` returns the queue that
+    /// requests for a key use.
     ///
     /// # Errors
     /// When the specification forbids the answer.
@@ -187,7 +192,7 @@ impl Model {
         let room = done.request.encode(0).answer_bytes();
         if answer.used_bytes as usize > room {
             return Err(self.wrong(format!(
-                "the device says that it wrote {} bytes into an answer of {room} bytes",
+                "the device reports {} written bytes for an answer of at most {room} bytes",
                 answer.used_bytes
             )));
         }
@@ -241,8 +246,8 @@ impl Model {
                                 && key.index >= r.index
                                 && (r.nr_pages == wire::TO_END || key.index - r.index < r.nr_pages)
                         });
-                    // A request on another queue is not ordered with the flush while both are in
-                    // flight.
+                    // The flush drops pages that use its own queue. Requests for other pages have
+                    // no order with the flush while both are in flight.
                     let same_queue = queue_of(*key) == queue;
                     if inside && !same_queue && held.since < sent {
                         held.dropped.get_or_insert(now);
@@ -320,7 +325,8 @@ impl Model {
                 }
                 (wire::P_HELD, None) => {
                     return Err(self.wrong(format!(
-                        "the reference to {key:?} with cookie {:#x} found a page that the device cannot have (it may have {:?})",
+                        "the reference to {key:?} with cookie {:#x} found a page that the device \
+                         cannot have; for this key, the device may have {:?}",
                         page.cookie,
                         self.held.get(&key)
                     )));
@@ -335,8 +341,8 @@ impl Model {
         Ok(())
     }
 
-    /// Returns the page with this key and cookie that the device may have had when it executed a
-    /// request.
+    /// Returns the page with this key and cookie, if the device may have had it when it executed
+    /// the request `asked`.
     fn with_cookie(&self, asked: &Asked, key: Key, cookie: u64) -> Option<Held> {
         let held = self.held.get(&key).copied();
         held.filter(|h| h.cookie == cookie && h.dropped.is_none_or(|at| asked.sent < at))
@@ -415,7 +421,8 @@ impl Model {
                 }
                 (wire::P_HIT, None) => {
                     return Err(self.wrong(format!(
-                        "the get of {key:?} with cookie {cookie:#x} was a hit, although the device cannot hold that page (it may hold {:?})",
+                        "the get of {key:?} with cookie {cookie:#x} was a hit, although the device \
+                         cannot have that page; for this key, the device may have {:?}",
                         self.held.get(&key)
                     )));
                 }
@@ -581,7 +588,8 @@ mod tests {
         assert_eq!(m.held_pages(), 0);
     }
 
-    /// Gives the oracle, for each rule of retained pages, an answer that violates the rule.
+    /// Gives the oracle, for each rule of retained pages, an answer that violates the rule. The
+    /// oracle must report each violation.
     #[test]
     fn the_oracle_reports_each_wrong_answer_about_retained_pages() {
         const RETAINED: u8 = wire::GET_RETAINED;
@@ -602,7 +610,7 @@ mod tests {
             .expect_err("the oracle accepts a hit with wrong bytes on a retained page");
         refer(&mut m, 11, wire::P_GONE).unwrap();
         get_flagged(&mut m, 10, 1, Some(A), RETAINED).unwrap();
-        // A page that the device does not retain has left it.
+        // Return the page in a hit without the flag RETAINED. The page has then left the device.
         get_flagged(&mut m, 10, 1, Some(A), 0).unwrap();
         refer(&mut m, 10, wire::P_HELD)
             .expect_err("the oracle accepts that a removed page is held");
@@ -622,7 +630,7 @@ mod tests {
         assert_eq!(counts.refs_gone, 1);
     }
 
-    /// Returns an answered flush of all pages of the object under test.
+    /// Returns an answered flush of all pages of object 2, which contains the tests' page.
     fn flush_object() -> Done {
         let range = Range {
             object: 2,
@@ -645,19 +653,20 @@ mod tests {
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         let flush = flush_object();
         let asked = m.ask(vec![]);
-        // This page is stored through another queue after the flush was sent. The two requests have
-        // no order, so the page may be held or not.
+        // Put the page after the flush was sent, on another queue. The two requests have no order,
+        // so the device may hold the page or not.
         put(&mut m, 11, B, wire::P_STORED).unwrap();
         m.judge(&asked, &flush, |_| 2).unwrap();
         assert_eq!(m.cookie(KEY), Some(11));
-        // A flush is ordered with the other requests on its own queue.
+        // Send a flush on the queue of the page. The device executes it after earlier requests on
+        // that queue.
         let asked = m.ask(vec![]);
         m.judge(&asked, &flush, |_| 1).unwrap();
         get(&mut m, 11, Some(B)).expect_err("the oracle accepts a hit on a flushed page");
     }
 
-    /// A get and a flush are in flight on two queues. The device may execute either first,
-    /// whichever answer the guest sees first.
+    /// Sends a get and a flush on two queues, so that both are in flight. The device may execute
+    /// either first, in whichever order the guest sees the answers.
     #[test]
     fn a_flush_is_unordered_with_a_get_on_another_queue() {
         let mut m = model();

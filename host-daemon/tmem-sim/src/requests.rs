@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Requests to the device and its answers as bytes, and their division into the buffers of a chain.
 //!
-//! The layout is written by hand from SPEC.md. It does not use the structs of the wire crate, with
-//! which the daemon decodes requests. Otherwise no test would notice a field that is at a wrong
-//! offset in these structs. Only constants are shared.
+//! This module writes and reads the bytes according to SPEC.md. It does not use the structs of the
+//! wire crate, with which the daemon decodes requests. Otherwise no test would notice a field that
+//! is at a wrong offset in these structs. This module and the daemon share only constants.
 
 use virtio_tmem as wire;
 
@@ -27,17 +27,17 @@ pub const LATENCIES_BYTES: usize = 136;
 /// Bytes of a page.
 pub const PAGE: usize = PAGE_BYTES as usize;
 
-/// Contents of a page.
+/// Contents of a page: 4,096 bytes.
 pub type Page = [u8; PAGE];
 
 /// One page of a PUT.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PutPage {
-    /// Object id, from the driver's own counter.
+    /// Id of the object, which the driver takes from a counter of its own.
     pub object: u64,
     /// Page index in the object.
     pub index: u64,
-    /// Cookie of the page. A correct driver never uses 0.
+    /// Cookie that the driver gives to this put. A correct driver never uses 0.
     pub cookie: u64,
     /// Flags of the page, `VIRTIO_TMEM_PUT_*`.
     pub flags: u32,
@@ -45,80 +45,81 @@ pub struct PutPage {
     pub page: Box<Page>,
 }
 
-/// One page of a REF.
+/// One page of a REF, which refers to a retained page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RefPage {
-    /// Object id.
+    /// Id of the object that contains the page.
     pub object: u64,
     /// Page index in the object.
     pub index: u64,
-    /// Cookie of the put of the page. A correct driver never uses 0.
+    /// Cookie with which the page was put. A correct driver never uses 0.
     pub cookie: u64,
 }
 
 /// One range of a FLUSH.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
-    /// Object id.
+    /// Id of the object whose pages are flushed.
     pub object: u64,
-    /// Index of the first page.
+    /// Index of the first page of the range.
     pub index: u64,
-    /// Number of pages, or `VIRTIO_TMEM_TO_END`.
+    /// Number of pages of the range, or `VIRTIO_TMEM_TO_END`.
     pub nr_pages: u64,
 }
 
 /// Request of a driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Copies pages to the device.
+    /// PUT: copies pages to the device.
     Put {
-        /// Pool id.
+        /// Id of the pool that gets the pages.
         pool: u32,
-        /// Pages; a correct driver sends 1 to 64.
+        /// Pages to store. A correct driver sends 1 to 64.
         pages: Vec<PutPage>,
     },
-    /// Gets adjacent pages of one object back.
+    /// GET: gets adjacent pages of one object back.
     Get {
-        /// Pool id.
+        /// Id of the pool that contains the pages.
         pool: u32,
-        /// Object id.
+        /// Id of the object that contains the pages.
         object: u64,
-        /// Index of the first page.
+        /// Index of the first requested page.
         index: u64,
         /// Requested cookies, one for each page from `index` on.
         cookies: Vec<u64>,
         /// Bit n allows the device to retain the page `index` + n.
         retain: u64,
     },
-    /// Names ranges that the device can forget.
+    /// FLUSH: names ranges whose pages the device drops.
     Flush {
-        /// Pool id.
+        /// Id of the pool that contains the ranges.
         pool: u32,
-        /// Ranges; a correct driver sends 1 to 64.
+        /// Ranges to drop. A correct driver sends 1 to 64.
         ranges: Vec<Range>,
     },
-    /// Names retained pages that the driver has evicted unchanged.
+    /// REF: names retained pages that the driver has evicted unchanged.
     Ref {
-        /// Pool id.
+        /// Id of the pool that contains the pages.
         pool: u32,
-        /// Pages; a correct driver sends 1 to 64.
+        /// Pages to which the driver refers. A correct driver sends 1 to 64.
         pages: Vec<RefPage>,
     },
-    /// Creates a pool.
+    /// POOL_CREATE: creates a pool.
     PoolCreate {
-        /// Pool id.
+        /// Id of the new pool, which the driver chooses.
         pool: u32,
-        /// Flags; a correct driver sends 0.
+        /// Flags of the pool. A correct driver sends 0.
         flags: u32,
     },
-    /// Ends a pool and its pages.
+    /// POOL_DESTROY: destroys a pool and its pages.
     PoolDestroy {
-        /// Pool id.
+        /// Id of the pool to destroy.
         pool: u32,
     },
-    /// The driver's statistics: `struct virtio_tmem_report` as bytes.
+    /// REPORT: the driver's statistics, as the bytes of `struct virtio_tmem_report`.
     Report(Box<[u8; REPORT_BYTES]>),
-    /// Latencies of the driver's readers: `struct virtio_tmem_latencies` as bytes.
+    /// LATENCIES: waiting times of readers in the guest, as the bytes of
+    /// `struct virtio_tmem_latencies`.
     Latencies(Box<[u8; LATENCIES_BYTES]>),
 }
 
@@ -150,7 +151,7 @@ impl Request {
         )
     }
 
-    /// Returns the field `count`.
+    /// Returns the request's field `count`: its number of pages or ranges, 0 for control requests.
     #[must_use]
     pub fn count(&self) -> u16 {
         let n = match self {
@@ -163,7 +164,7 @@ impl Request {
         u16::try_from(n).expect("the request has 65,536 pages or more")
     }
 
-    /// Returns the field `pool`.
+    /// Returns the request's field `pool`: the id of its pool, or 0 if it concerns no pool.
     #[must_use]
     pub fn pool(&self) -> u32 {
         match *self {
@@ -177,7 +178,7 @@ impl Request {
         }
     }
 
-    /// Returns the field `retain`.
+    /// Returns the request's field `retain`: the pages that the device may retain, as bits.
     #[must_use]
     pub fn retain(&self) -> u64 {
         match *self {
@@ -186,7 +187,7 @@ impl Request {
         }
     }
 
-    /// Returns the bytes of the chain with this generation.
+    /// Returns the request as bytes, with this generation in its header.
     #[must_use]
     pub fn encode(&self, generation: u64) -> Encoded {
         let mut meta = Vec::with_capacity(REQ_BYTES);
@@ -254,40 +255,41 @@ impl Request {
     }
 }
 
-/// A request as bytes, before it is written to guest memory. The readable part is `meta` followed
-/// by `data`. The writable part has room for the answer's metadata and page data. A test may modify
-/// each field.
+/// A request as bytes, before the guest writes it to its memory. The readable part is `meta`
+/// followed by `data`. The writable part has space for the answer's metadata and page data. A test
+/// may modify each field.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Encoded {
-    /// `struct virtio_tmem_req` and the fields that follow it, without page data.
+    /// Metadata of the request: `struct virtio_tmem_req` and the fields that follow it.
     pub meta: Vec<u8>,
-    /// Page data of a PUT.
+    /// Page data of a PUT; empty for other requests.
     pub data: Vec<u8>,
-    /// Number of bytes for `resp` and the results of the pages.
+    /// Bytes of the answer for `struct virtio_tmem_resp` and the results of the pages.
     pub answer_meta_bytes: usize,
-    /// Number of bytes for page data of a GET.
+    /// Bytes of the answer for the page data of a GET; 0 for other requests.
     pub answer_data_bytes: usize,
 }
 
 impl Encoded {
-    /// Overwrites bytes of `meta`.
+    /// Overwrites bytes of the request's metadata, from `offset` on.
     #[must_use]
     pub fn patch(mut self, offset: usize, bytes: &[u8]) -> Self {
         self.meta[offset..offset + bytes.len()].copy_from_slice(bytes);
         self
     }
 
-    /// Returns the bytes of the writable part.
+    /// Returns the size of the writable part in bytes.
     #[must_use]
     pub fn answer_bytes(&self) -> usize {
         self.answer_meta_bytes + self.answer_data_bytes
     }
 }
 
-/// Way of dividing a chain into descriptors. The device must accept every division.
+/// Way of dividing a request and its answer into descriptors. The device must accept every
+/// division.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
-    /// Division as in the driver: the small parts, then one descriptor for each page.
+    /// Division as in the guest driver: a descriptor for each small part and for each page of data.
     Natural,
     /// One descriptor for each contiguous piece of memory.
     Whole,
@@ -295,13 +297,13 @@ pub enum Cut {
     Random {
         /// Seed of the random places.
         seed: u64,
-        /// Largest number of descriptors. It must be at least 4.
+        /// Largest number of descriptors, at least 4.
         max: usize,
     },
 }
 
-/// Divides the pieces `(address, bytes, writable)` of a chain into buffers. A piece that is longer
-/// than a page and begins at a page boundary is page data.
+/// Divides the pieces `(address, bytes, writable)` of a chain into buffers. A piece of whole pages
+/// that begins at a page boundary is page data.
 #[must_use]
 pub fn cut(stretches: &[(u64, usize, bool)], how: Cut) -> Vec<Buffer> {
     let mut out = Vec::new();
@@ -346,34 +348,34 @@ pub fn cut(stretches: &[(u64, usize, bool)], how: Cut) -> Vec<Buffer> {
     out
 }
 
-/// Answer for one page.
+/// Device's answer for one page of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageAnswer {
     /// Result of the page, `VIRTIO_TMEM_P_*`, or UNANSWERED if the device wrote none.
     pub result: u8,
-    /// Cookie of a GET's page; 0 for a PUT or REF.
+    /// Cookie of the page that a GET returns; 0 for a PUT or REF.
     pub cookie: u64,
-    /// Flags of a GET's page, `VIRTIO_TMEM_GET_*`; 0 for a PUT or REF.
+    /// Flags for the page of a GET, `VIRTIO_TMEM_GET_*`; 0 for a PUT or REF.
     pub flags: u8,
-    /// Contents of the page of a HIT, if the used length covers them.
+    /// Contents of the page if the result is HIT and the device reports that it wrote them.
     pub page: Option<Box<Page>>,
 }
 
-/// A decoded answer.
+/// The device's answer to a request, decoded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     /// Status of the request, `VIRTIO_TMEM_S_*`.
     pub status: u8,
-    /// Reserved bytes of `resp`.
+    /// Reserved bytes of `struct virtio_tmem_resp`, which a correct device sets to 0.
     pub reserved: [u8; 7],
-    /// Length of the used element.
+    /// Number of bytes that the device wrote, as the used element of the ring says.
     pub used_bytes: u32,
-    /// One answer for each page of a PUT, GET or REF.
+    /// Answer for each page of a PUT, GET or REF.
     pub pages: Vec<PageAnswer>,
 }
 
-/// Decodes an answer from the writable part. `meta` is the metadata as it is in memory, and
-/// `page(i)` returns the page number i.
+/// Decodes the device's answer to a request. `meta` is the answer's metadata in guest memory, and
+/// `page(i)` returns the data of the i-th page.
 ///
 /// A result that the used length does not cover counts as UNANSWERED.
 #[must_use]
@@ -469,10 +471,10 @@ mod tests {
         assert_eq!(LATENCIES_BYTES, size_of::<wire::Latencies>());
     }
 
-    /// Divides a chain in all ways. Each division must have the same bytes in the same order,
-    /// readable ones first.
+    /// Divides a chain in all ways. The buffers of each division must have the same bytes in the
+    /// same order, with the readable bytes first.
     #[test]
-    fn each_cut_of_a_chain_has_the_same_bytes() {
+    fn each_division_of_a_chain_has_the_same_bytes() {
         let stretches = [(4000, 96, false), (4096, 8192, false), (16384, 9, true)];
         let flat = |buffers: &[Buffer]| -> Vec<(u64, bool)> {
             buffers

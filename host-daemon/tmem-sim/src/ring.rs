@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Driver side of a split virtqueue, with indirect tables and EVENT_IDX.
 //!
-//! The ring checks that the device follows the rules: used elements come in avail order, each for a
-//! chain that is in flight. For the fault tests it can also publish data that no correct driver
-//! publishes.
+//! The ring checks that the device follows the rules: used elements come in the order of the avail
+//! ring, each for a chain that is in flight. For the fault tests the ring can also publish data
+//! that no correct driver publishes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,30 +15,30 @@ use virtio_bindings::virtio_ring::{
 
 use crate::memory::{GuestRam, PAGE_BYTES};
 
-/// Flag: another descriptor follows.
+/// Descriptor flag VIRTQ_DESC_F_NEXT: another descriptor of the chain follows.
 pub const F_NEXT: u16 = VRING_DESC_F_NEXT as u16;
-/// Flag: the device writes the buffer.
+/// Descriptor flag VIRTQ_DESC_F_WRITE: the device writes the buffer.
 pub const F_WRITE: u16 = VRING_DESC_F_WRITE as u16;
-/// Flag: the buffer is a table of descriptors.
+/// Descriptor flag VIRTQ_DESC_F_INDIRECT: the buffer is a table of descriptors.
 pub const F_INDIRECT: u16 = VRING_DESC_F_INDIRECT as u16;
-/// Bytes of a descriptor.
+/// Size of a descriptor in bytes.
 pub const DESC_BYTES: u64 = 16;
 
-/// A descriptor as it is in memory.
+/// A descriptor of a virtqueue, as the virtio specification defines it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Desc {
-    /// Guest-physical address.
+    /// Guest-physical address of the buffer.
     pub addr: u64,
-    /// Length in bytes.
+    /// Length of the buffer in bytes.
     pub len: u32,
-    /// Flags: F_NEXT, F_WRITE, F_INDIRECT.
+    /// Flags of the descriptor: F_NEXT, F_WRITE, F_INDIRECT.
     pub flags: u16,
-    /// Number of the next descriptor, valid with F_NEXT.
+    /// Number of the next descriptor of the chain, valid only with F_NEXT.
     pub next: u16,
 }
 
 impl Desc {
-    /// Returns the descriptor in wire form.
+    /// Returns the descriptor as bytes, as it is in guest memory.
     #[must_use]
     pub fn to_bytes(self) -> [u8; DESC_BYTES as usize] {
         let mut out = [0; DESC_BYTES as usize];
@@ -50,33 +50,33 @@ impl Desc {
     }
 }
 
-/// A buffer of a well-formed chain.
+/// A buffer of a well-formed descriptor chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Buffer {
-    /// Guest-physical address.
+    /// Guest-physical address of the buffer.
     pub addr: u64,
-    /// Length in bytes, not 0.
+    /// Length of the buffer in bytes, not 0.
     pub len: u32,
     /// Whether the device writes the buffer.
     pub writable: bool,
 }
 
-/// Guest-physical addresses of the three parts of a ring.
+/// Guest-physical addresses of the three parts of a virtqueue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingLayout {
-    /// Number of descriptors, a power of two.
+    /// Number of descriptors of the virtqueue, a power of two.
     pub size: u16,
-    /// Descriptor table.
+    /// Address of the descriptor table.
     pub desc: u64,
-    /// Avail ring.
+    /// Address of the avail ring.
     pub avail: u64,
-    /// Used ring.
+    /// Address of the used ring.
     pub used: u64,
 }
 
 impl RingLayout {
-    /// Allocates the three parts of a ring in separate pages, so that the dirty log distinguishes
-    /// the parts.
+    /// Allocates the three parts of a virtqueue in separate pages, so that the dirty log
+    /// distinguishes the parts.
     #[must_use]
     pub fn alloc(ram: &GuestRam, size: u16) -> Self {
         let pages = |bytes: u64| bytes.div_ceil(PAGE_BYTES);
@@ -98,37 +98,40 @@ impl RingLayout {
     }
 }
 
-/// Error: the device broke the rules of the ring.
+/// Error: the device broke the rules of the virtqueue.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
-    /// The used element names another chain than the oldest one in flight.
-    #[error("used element for head {got}, but the oldest in flight is {expected}")]
+    /// A used element names a chain that is not the oldest one in flight.
+    #[error("the device used the chain {got}, but the oldest chain in flight is {expected}")]
     OutOfOrder {
-        /// Head of the oldest chain in flight.
+        /// Head descriptor of the oldest chain in flight.
         expected: u16,
-        /// Head in the used element.
+        /// Head descriptor that the used element names.
         got: u32,
     },
-    /// There are more used elements than chains in flight.
-    #[error("used index {used_idx} with only {in_flight} chains in flight")]
+    /// The device has published more used elements than chains are in flight.
+    #[error(
+        "the device published more used elements than the {in_flight} chains in flight: its used \
+         index is {used_idx}"
+    )]
     Unasked {
-        /// Used index in memory.
+        /// Index of the used ring in guest memory.
         used_idx: u16,
-        /// Chains in flight.
+        /// Number of chains in flight.
         in_flight: usize,
     },
 }
 
-/// Error: the ring has no free descriptor for the chain.
+/// Error: the virtqueue has too few free descriptors for the chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingFull;
 
-/// An answered chain.
+/// A chain that the device has answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Used {
     /// Token with which the chain was added.
     pub token: u64,
-    /// Number of bytes that the device wrote, by its used element.
+    /// Number of bytes that the device wrote, as the used element says.
     pub len: u32,
 }
 
@@ -139,16 +142,16 @@ struct Chain {
     token: u64,
 }
 
-/// One queue as its driver sees it. It can be cloned, so that a snapshot of a guest can include it.
+/// Driver's side of one virtqueue. It can be cloned, so that a snapshot of a guest can include it.
 #[derive(Clone, Debug)]
 pub struct DriverRing {
     ram: Arc<GuestRam>,
     layout: RingLayout,
     event_idx: bool,
-    /// Avail index after the last added chain. The index in memory is smaller until the chains are
-    /// published.
+    /// Index of the avail ring after the last added chain. The index in guest memory is smaller
+    /// until the chains are published.
     avail_idx: u16,
-    /// Avail index at the time when the ring last decided whether to kick.
+    /// Index of the avail ring when the driver last decided whether to kick the device.
     kicked_idx: u16,
     used_idx: u16,
     free: Vec<u16>,
@@ -156,7 +159,7 @@ pub struct DriverRing {
 }
 
 impl DriverRing {
-    /// Creates an empty ring in zeroed memory of its own.
+    /// Creates an empty virtqueue at the addresses `layout`, which are zeroed memory.
     #[must_use]
     pub fn new(ram: Arc<GuestRam>, layout: RingLayout) -> Self {
         assert!(layout.size.is_power_of_two());
@@ -174,13 +177,14 @@ impl DriverRing {
         ring
     }
 
-    /// Returns the addresses of the parts.
+    /// Returns the addresses of the virtqueue's three parts.
     #[must_use]
     pub fn layout(&self) -> RingLayout {
         self.layout
     }
 
-    /// Resets both indices to 0 and forgets all chains in flight, as after a device reset.
+    /// Resets the avail and used indices to 0 and forgets all chains in flight, as after a device
+    /// reset.
     pub fn reset(&mut self) {
         let n = usize::from(self.layout.size);
         self.ram.write(self.layout.avail, &vec![0; 6 + 2 * n]);
@@ -192,18 +196,18 @@ impl DriverRing {
         self.in_flight.clear();
     }
 
-    /// Sets whether VIRTIO_F_EVENT_IDX was negotiated.
+    /// Sets whether the feature VIRTIO_F_EVENT_IDX was negotiated.
     pub fn set_event_idx(&mut self, on: bool) {
         self.event_idx = on;
     }
 
-    /// Returns the number of used elements taken so far, as the 16-bit index in memory counts them.
+    /// Returns the number of answers that the driver has taken, as a 16-bit index of the used ring.
     #[must_use]
     pub fn used_idx(&self) -> u16 {
         self.used_idx
     }
 
-    /// Returns the number of chains that wait for an answer.
+    /// Returns the number of chains that the device has not answered yet.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.in_flight.len()
@@ -215,23 +219,24 @@ impl DriverRing {
         self.free.len()
     }
 
-    /// Returns the used index in memory, from which QEMU replays after a lost back end.
+    /// Returns the used index in guest memory. After a lost back end, QEMU lets the next one
+    /// continue from this index.
     #[must_use]
     pub fn used_idx_in_memory(&self) -> u16 {
         self.ram.load_u16(self.layout.used + 2, Ordering::Acquire)
     }
 
-    /// Returns the avail index in memory.
+    /// Returns the avail index in guest memory, up to which chains are published.
     #[must_use]
     pub fn avail_idx_in_memory(&self) -> u16 {
         self.ram.load_u16(self.layout.avail + 2, Ordering::Acquire)
     }
 
-    /// Writes a chain into free descriptors without publishing it. With `indirect`, the chain goes
-    /// into a table at that address and takes one descriptor of the ring.
+    /// Writes a chain into free descriptors without publishing it. If `indirect` is an address, the
+    /// chain goes into an indirect table there and takes one descriptor of the virtqueue.
     ///
     /// # Errors
-    /// [`RingFull`]; then nothing is done.
+    /// [`RingFull`]. Nothing is written then.
     pub fn add(
         &mut self,
         buffers: &[Buffer],
@@ -281,8 +286,9 @@ impl DriverRing {
         Ok(())
     }
 
-    /// Puts the head of a chain into the avail ring. The caller has written the descriptors, which
-    /// may be invalid. The descriptors in `descs` become free when the chain is answered.
+    /// Adds the head of a chain to the avail ring without publishing it. The caller has written the
+    /// descriptors, which may be invalid. The descriptors in `descs` become free when the chain is
+    /// answered.
     pub fn add_raw(&mut self, head: u16, descs: Vec<u16>, token: u64) {
         self.push(head, descs, token);
     }
@@ -293,7 +299,7 @@ impl DriverRing {
         self.free.pop()
     }
 
-    /// Writes a descriptor of the ring's table.
+    /// Writes descriptor number `slot` of the virtqueue's descriptor table.
     pub fn write_desc(&self, slot: u16, desc: Desc) {
         let addr = self.layout.desc + u64::from(slot % self.layout.size) * DESC_BYTES;
         self.ram.write(addr, &desc.to_bytes());
@@ -312,8 +318,8 @@ impl DriverRing {
     pub fn publish(&mut self) -> bool {
         let addr = self.layout.avail + 2;
         self.ram.store_u16(addr, self.avail_idx, Ordering::Release);
-        // Make the new avail index visible before the device's flag is read, because the device may
-        // be about to sleep.
+        // Make the new avail index visible before reading whether the device wants a kick, because
+        // the device may be about to sleep.
         fence(Ordering::SeqCst);
         let old = std::mem::replace(&mut self.kicked_idx, self.avail_idx);
         if self.event_idx {
@@ -334,7 +340,7 @@ impl DriverRing {
             .store_u16(self.layout.avail + 2, idx, Ordering::Release);
     }
 
-    /// Takes the next answer, if there is one.
+    /// Takes the next answer from the used ring. Returns None if the device has published none.
     ///
     /// # Errors
     /// When the device answered out of order, or answered a chain that is not in flight.
@@ -367,7 +373,8 @@ impl DriverRing {
         if self.event_idx {
             let addr = self.layout.used_event();
             self.ram.store_u16(addr, self.used_idx, Ordering::Release);
-            // Make the event index visible before the caller polls once more and then sleeps.
+            // Make the event index visible before the caller polls the used ring once more and then
+            // sleeps.
             fence(Ordering::SeqCst);
         }
         Ok(Some(Used {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Skipped tests. A test that cannot run on a machine prints the reason. It fails instead if the
-//! machine is known to have what the test needs.
+//! Skipped tests. A test that cannot run on a machine prints the reason. The test fails instead if
+//! the environment says that the machine has what the test needs.
 //!
 //! The printed line is visible although cargo hides the output of tests that pass.
 //! `scripts/no-skips` finds out which requirements a machine meets, without running the tests.
@@ -10,28 +10,28 @@ use std::fmt::Display;
 use std::io::Write;
 
 /// Environment variable with the names of requirements ([`Missing`]) that the machine meets,
-/// separated by commas. No test may be skipped because of these.
+/// separated by commas. A test must not be skipped because of these requirements.
 pub const NO_SKIPS: &str = "TMEM_NO_SKIPS";
 
 /// Requirement of a test that a machine may lack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Missing {
-    /// The user root, who can change to other users.
+    /// The test needs the user root, which can change to other users.
     Root,
-    /// io_uring, as workers use it.
+    /// The test needs a kernel that allows io_uring, as workers use it.
     IoUring,
-    /// Huge pages that are free.
+    /// The test needs free huge pages.
     HugePages,
-    /// Landlock with rules for sockets.
+    /// The test needs a kernel whose Landlock has rules for sockets.
     LandlockSockets,
-    /// A second processor, so that two threads can run at the same time.
+    /// The test needs a second processor, so that two threads can run at the same time.
     Processors,
-    /// Low load, so that times can be measured.
+    /// The test needs a machine with low load, so that it can measure times.
     Quiet,
 }
 
 impl Missing {
-    /// Returns the name in [`NO_SKIPS`].
+    /// Returns the name of the requirement in the variable [`NO_SKIPS`].
     pub fn name(self) -> &'static str {
         match self {
             Missing::Root => "root",
@@ -44,10 +44,10 @@ impl Missing {
     }
 }
 
-/// Prints that the calling test ends here, and why.
+/// Prints that the calling test is skipped, with the missing requirement and the reason.
 ///
 /// # Panics
-/// When [`NO_SKIPS`] names the requirement, or contains an unknown name.
+/// When [`NO_SKIPS`] names the requirement, so that the test must run.
 pub fn skipped(missing: Missing, why: impl Display) {
     let there = std::env::var(NO_SKIPS).unwrap_or_default();
     let line = judge(missing, &why, &there);

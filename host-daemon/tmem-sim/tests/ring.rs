@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the driver's ring against an independent device side: rust-vmm's virtio-queue, in
-//! process.
+//! Tests of the driver's side of a virtqueue ([`tmem_sim::DriverRing`]) against an independent
+//! device side in the same process: rust-vmm's virtio-queue.
 
 use std::io::Read;
 use std::sync::Arc;
@@ -48,8 +48,8 @@ fn pair(size: u16, event_idx: bool) -> Pair {
     }
 }
 
-/// Sends random chains, direct and indirect, through many rounds of the ring. They must arrive
-/// unchanged and be returned in order.
+/// Sends random chains, direct and indirect, through many rounds of the ring. The device must get
+/// each chain unchanged, and its answers must arrive in order.
 #[test]
 fn chains_arrive_complete_and_in_order() {
     for event_idx in [false, true] {
@@ -67,8 +67,8 @@ fn chains_arrive_complete_and_in_order() {
                 let bytes = rng.usize(1..=300);
                 let at = area + rng.u64(..PAGE_BYTES);
                 let data: Vec<u8> = (0..bytes).map(|_| sent as u8).collect();
-                // All chains in flight use the same memory, because each is read as soon as it is
-                // published.
+                // Use the same memory for all chains in flight, because the test reads each chain
+                // as soon as it is published.
                 ram.write(at, &data);
                 let how = Cut::Random { seed: sent, max: 6 };
                 let buffers = cut(&[(at, bytes, false), (area + 8192, 8, true)], how);
@@ -105,8 +105,8 @@ fn chains_arrive_complete_and_in_order() {
     }
 }
 
-/// A device that sleeps must be kicked, and one that polls must not. The same rule holds for
-/// interrupts of the driver.
+/// The driver must kick a device that sleeps and must not kick one that polls. Interrupts from the
+/// device to the driver follow the same rule.
 #[test]
 fn kicks_and_interrupts_are_sent_only_while_enabled() {
     for event_idx in [false, true] {
@@ -149,7 +149,7 @@ fn kicks_and_interrupts_are_sent_only_while_enabled() {
 }
 
 /// Makes the device answer out of order, and answer a chain that is not in flight. The ring must
-/// report both.
+/// report each of these errors.
 #[test]
 fn a_device_that_answers_out_of_order_is_detected() {
     let Pair {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A daemon without sockets and background threads.
+//! A daemon without sockets and background threads, for the simulator, the fuzzer and benchmarks.
 
 use std::sync::Arc;
 use tmem_pool::{Engine, EngineConfig, Quota, Tenant, TenantSpec, Time};
@@ -7,23 +7,23 @@ use tmemd::VmConfig;
 use tmemd::events::bus::Events;
 use tmemd::parts::{BackgroundWorkers, ClockAndEntropy, ConnectionContext, Vm, Workers};
 
-/// Weight of a VM for which the caller gives no quota.
+/// Weight of a tenant for which the caller of [`HeadlessDaemon`] gives no quota.
 const WEIGHT: u32 = 100;
 
-/// A daemon with the real engine and the real data path. The code that uses the daemon calls the
-/// background work, and provides workers with or without threads.
+/// A daemon with the real engine and the real data path, but without sockets and threads. The code
+/// that uses it calls the background work, and provides workers with or without threads.
 pub struct HeadlessDaemon {
-    /// The storage engine.
+    /// The engine, which stores the pages of all VMs.
     pub engine: Arc<Engine>,
-    /// Background workers without threads.
+    /// Background workers, which have no threads: [`HeadlessDaemon::maintain`] does their work.
     pub background: Arc<BackgroundWorkers>,
-    /// Clock and entropy source.
+    /// Source of times and random numbers, which the simulator can replace.
     pub clock: ClockAndEntropy,
 }
 
 impl HeadlessDaemon {
-    /// Creates a daemon with an empty pool of this size in bytes. `seed` is the seed of the
-    /// engine's content hash.
+    /// Creates a daemon with an empty pool of `size_bytes` bytes. `seed` is the seed of the
+    /// engine's hashes.
     pub fn new(size_bytes: u64, seed: u64, clock: ClockAndEntropy) -> HeadlessDaemon {
         let engine = Engine::new(EngineConfig::new(size_bytes, seed))
             .expect("cannot reserve address space for the pool");
@@ -35,7 +35,7 @@ impl HeadlessDaemon {
         }
     }
 
-    /// Adds a tenant without a limit to the pool.
+    /// Adds a tenant (the record of a VM in the pool) with a reserve and without a limit.
     pub fn tenant(&self, name: &str, trust_domain: Option<&str>, reserve_bytes: u64) -> Tenant {
         let quota = Quota {
             reserve_bytes,
@@ -45,7 +45,7 @@ impl HeadlessDaemon {
         self.tenant_with(name, trust_domain, quota)
     }
 
-    /// Adds a tenant to the pool.
+    /// Adds a tenant (the record of a VM in the pool) with the given quota.
     pub fn tenant_with(&self, name: &str, trust_domain: Option<&str>, quota: Quota) -> Tenant {
         let mut spec = TenantSpec::new(name, quota);
         spec.trust_domain = trust_domain.map(Into::into);
@@ -54,7 +54,7 @@ impl HeadlessDaemon {
             .expect("the reserve does not fit into the pool")
     }
 
-    /// Creates a VM that stores its pages as `tenant`.
+    /// Creates a VM whose pages are stored as those of `tenant`.
     pub fn vm(&self, name: &str, tenant: Tenant, events: Arc<Events>) -> Arc<Vm> {
         let config: VmConfig = format!("name={name},socket=none")
             .parse()
@@ -62,8 +62,8 @@ impl HeadlessDaemon {
         Arc::new(Vm::new(config, tenant, None, events))
     }
 
-    /// Returns the context that connections need. It consists of these workers, the background
-    /// workers and the clock.
+    /// Returns the context that a connection of a VM needs: `workers`, the background workers and
+    /// the clock.
     pub fn context(&self, workers: Workers) -> ConnectionContext {
         ConnectionContext {
             workers: Arc::new(workers),
@@ -72,8 +72,8 @@ impl HeadlessDaemon {
         }
     }
 
-    /// Does background work for at most `pages` pages at the time `now_ns`. Returns true if more is
-    /// left.
+    /// Does the background workers' work for at most `pages` pages, with `now_ns` as the current
+    /// time. Returns true if more work is left.
     pub fn maintain(&self, now_ns: u64, pages: usize) -> bool {
         self.engine.maintain(Time(now_ns), pages)
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Daemons for tests, the simulator, the fuzzer and the benchmarks.
 //!
-//! [`TestDaemon`] is a complete daemon in this process, with its files in a directory of its own.
-//! [`HeadlessDaemon`] is a daemon without sockets and background threads. The code that uses it
-//! calls the background work. Out of scope: guests, which are in `tmem-sim`.
+//! [`TestDaemon`] is a complete daemon in the test's process, with its files in a directory of its
+//! own. [`HeadlessDaemon`] is a daemon without sockets and background threads. The code that uses
+//! it calls the background work. Out of scope: guests, which are in `tmem-sim`.
 
 mod daemon;
 mod headless;

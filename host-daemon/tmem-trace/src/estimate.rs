@@ -6,8 +6,8 @@
 //! keys whose hash has a given number of zero bits. This number of bits grows, so that the
 //! estimator follows at most `SAMPLES_MAX` keys. The estimator keeps the followed keys in the order
 //! of their puts until the guest gets or flushes them, even if their pages were evicted. When the
-//! guest asks for a followed key, the number of keys put after it is the size that a first-in,
-//! first-out cache would have needed for a hit.
+//! guest asks for a followed key, the estimator counts the keys put after it. This number is the
+//! size that a first-in, first-out cache would have needed for a hit.
 //!
 //! For most operations, the estimator only checks a hash. It counts the followed keys that its
 //! calls walk over or remove, so that a caller can bound its work.
@@ -15,7 +15,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, DefaultHasher};
 
-/// Largest number of keys that an estimator follows. Each takes 100 B.
+/// Largest number of keys that an estimator follows. Each key takes 100 B.
 pub const SAMPLES_MAX: usize = 1024;
 
 /// Amounts of additional memory for which the estimator estimates the additional hits, in percent.
@@ -26,66 +26,69 @@ pub const GAIN_PERCENT: [u64; 3] = [25, 50, 100];
 pub const LOSS_PERCENT: [u64; 3] = [25, 50, 75];
 
 /// Overestimate of the gain from more memory that 99 of 100 estimates do not exceed, in percent of
-/// all gets. tmem-bench's replay_test.rs checks this bound, and the following bounds, with several
-/// seeds on recorded and generated traces.
+/// all gets. tmem-bench's replay_test.rs checks this bound and the other bounds of this file. It
+/// uses several seeds, and recorded and generated traces.
 pub const GAIN_OVER_USUAL: f64 = 6.0;
 /// Largest overestimate of the gain from more memory, in percent of all gets.
 pub const GAIN_OVER_MAX: f64 = 18.0;
 /// Largest underestimate of the gain from more memory, in percent of all gets. The estimator
 /// assumes that pages are evicted in the order of their puts, and the default policy is better than
-/// that. So the estimate is too low where few pages are used often. At the size where a loop just
-/// begins to fit, which the test leaves out, the estimate was once too low by 39 % of all gets.
+/// that. So the estimate is too low where few pages are used often. The test leaves out the size
+/// where a loop just begins to fit. At that size, the estimate was once too low by 39 % of all
+/// gets.
 pub const GAIN_UNDER_MAX: f64 = 18.0;
 /// Underestimate of the loss with less memory that 99 of 100 estimates do not exceed, in percent of
-/// all gets. Overestimates have no bound, for two reasons. The estimator assumes that pages are
-/// evicted in the order of their puts. And while the pool fills, it compares a hit with the few
-/// pages that the tenant holds at that time.
+/// all gets. Overestimates of the loss have no bound, for two reasons. The estimator assumes that
+/// pages are evicted in the order of their puts. And while the pool fills, the estimator compares a
+/// hit with the few pages that the tenant has in the pool at that time.
 pub const LOSS_UNDER_USUAL: f64 = 5.0;
 /// Largest underestimate of the loss with less memory, in percent of all gets.
 pub const LOSS_UNDER_MAX: f64 = 13.0;
 /// Smallest number of gets on which an estimate may be based. With fewer gets, measured errors
 /// exceeded the bounds.
 pub const ESTIMATE_GETS_MIN: u64 = 1_000;
-/// Number of gets for each held page from which on the usual bounds hold even if the estimator
-/// follows only one key in many.
+/// Number of gets, per page of the tenant in the pool, from which on GAIN_OVER_USUAL and
+/// LOSS_UNDER_USUAL hold. They then hold even if the estimator follows only one key in many.
 pub const ESTIMATE_GETS_PER_PAGE: u64 = 10;
 
-/// Limit for lost hits, in percent of all hits: a part of a tenant's memory counts as not needed if
+/// Limit for lost hits, in percent of all hits. A part of a tenant's memory counts as not needed if
 /// the tenant would lose at most this share of its hits without that part.
 pub const LOSS_BEARABLE: f64 = 1.0;
-/// Largest measured cost of giving up memory that counts as not needed: lost hits in percent of all
-/// gets.
+/// Largest measured cost of giving up memory that the estimates count as not needed: lost hits in
+/// percent of all gets.
 pub const GIVE_UP_COST_MAX: f64 = 2.0;
 
-/// The estimator examines one in this many hits of followed keys. Most gets are hits, and each
-/// examination walks over up to `SAMPLES_MAX` other keys.
+/// Interval between the hits that the estimator examines, counted in hits of followed keys. The
+/// estimator does not examine all hits, because most gets are hits, and each examination walks over
+/// up to `SAMPLES_MAX` other keys.
 const HITS_PER_SAMPLE: u64 = 8;
 
-/// Position of the lowest of the bits of a key's hash that decide whether the key is followed. The
-/// ghost table of the eviction policy uses other bits.
+/// Position of the lowest bit of a key's hash that decides whether the estimator follows the key.
+/// The ghost table (recently evicted keys) of the eviction policy uses other bits.
 const HASH_SHIFT: u32 = 16;
 
-/// Estimates for one tenant, as counters of pages.
+/// Estimates for one tenant, in numbers of pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Estimates {
-    /// Misses that would have been hits, for each of [`GAIN_PERCENT`].
+    /// Misses that would have been hits with more memory, for each percentage of [`GAIN_PERCENT`].
     pub gain_hits: [u64; GAIN_PERCENT.len()],
-    /// Hits that would have been misses, for each of [`LOSS_PERCENT`].
+    /// Hits that would have been misses with less memory, for each percentage of [`LOSS_PERCENT`].
     pub loss_hits: [u64; LOSS_PERCENT.len()],
-    /// Hits from which `loss_hits` is estimated.
+    /// Number of hits among which `loss_hits` is estimated.
     pub loss_hits_seen: u64,
 }
 
 /// Estimator for one tenant, whose pages have keys of the type `K`.
 #[derive(Debug)]
 pub struct Estimator<K> {
-    /// One key in 2^shift is followed.
+    /// Sampling rate: the estimator follows one key in 2^shift.
     shift: u32,
     next_put: u64,
-    /// Number of hits of followed keys so far. It decides which of these hits are examined.
+    /// Number of hits of followed keys so far. The estimator examines every [`HITS_PER_SAMPLE`]th
+    /// of them.
     turn: u64,
-    /// Followed keys with the hash of each, in the order of their puts.
+    /// Followed keys, each with its hash, by the numbers of their puts.
     puts: BTreeMap<u64, (K, u64)>,
     /// Number of the put of each followed key, by the hash of the key. The map has a fixed hash
     /// function, because its memory is charged and has to be equal after equal requests.
@@ -115,12 +118,12 @@ impl<K: Copy> Estimator<K> {
         key_hash >> HASH_SHIFT & ((1 << self.shift) - 1) == 0
     }
 
-    /// Returns the estimates as of now.
+    /// Returns the estimates for all gets so far.
     pub fn estimates(&self) -> Estimates {
         self.estimates
     }
 
-    /// Returns the number of followed keys: at most [`SAMPLES_MAX`].
+    /// Returns the number of keys that the estimator follows: at most [`SAMPLES_MAX`].
     pub fn followed(&self) -> u64 {
         self.puts.len() as u64
     }
@@ -135,7 +138,7 @@ impl<K: Copy> Estimator<K> {
         self.forgotten
     }
 
-    /// Returns the memory that the estimator holds, in bytes.
+    /// Returns the memory that the estimator uses, in bytes.
     pub fn bytes(&self) -> u64 {
         const {
             assert!(
@@ -147,7 +150,7 @@ impl<K: Copy> Estimator<K> {
     }
 
     /// Records the put of a page, whether the pool stored the page or refused it. `room_pages` is
-    /// the number of pages for which the tenant has room.
+    /// the number of pages that fit into the tenant's memory.
     pub fn put(&mut self, key: K, key_hash: u64, room_pages: u64) {
         if !self.is_sampled(key_hash) {
             return;
@@ -158,7 +161,7 @@ impl<K: Copy> Estimator<K> {
             self.puts.remove(&before);
         }
         self.puts.insert(put, (key, key_hash));
-        // Stop following keys that even a cache of twice the size would have evicted.
+        // Stop following keys that even a cache of twice the tenant's memory would have evicted.
         while (self.puts.len() as u64) << self.shift > room_pages.saturating_mul(2)
             && let Some((_, (_, hash))) = self.puts.pop_first()
         {
@@ -183,8 +186,8 @@ impl<K: Copy> Estimator<K> {
         }
     }
 
-    /// Records a get. `room_pages` is the number of pages for which the tenant has room, and
-    /// `used_pages` is the number of pages that it held before the get.
+    /// Records a get. `room_pages` is the number of pages that fit into the tenant's memory.
+    /// `used_pages` is the number of pages that the tenant had before the get.
     pub fn get(&mut self, key_hash: u64, hit: bool, room_pages: u64, used_pages: u64) {
         if !self.is_sampled(key_hash) {
             return;
@@ -197,8 +200,8 @@ impl<K: Copy> Estimator<K> {
             self.hit(put, used_pages);
             return;
         }
-        // A page that would fit into the present memory was missed for another reason, such as a
-        // refused put. More memory would not have turned that miss into a hit.
+        // Count only misses of pages that do not fit into the present memory. A page that fits was
+        // missed for another reason, such as a refused put, so more memory would not have helped.
         let after = self.put_after(put);
         for (hits, percent) in self.estimates.gain_hits.iter_mut().zip(GAIN_PERCENT) {
             if (room_pages..room_pages.saturating_mul(100 + percent) / 100).contains(&after) {
@@ -207,8 +210,8 @@ impl<K: Copy> Estimator<K> {
         }
     }
 
-    /// Estimates the number of pages that were put from the put number `put` on. It is the number
-    /// of followed keys among these puts, divided by the sampling rate.
+    /// Estimates the number of pages that were put since the put with the number `put`. It is the
+    /// number of followed keys among these puts, divided by the sampling rate.
     fn put_after(&mut self, put: u64) -> u64 {
         let followed = self.puts.range(put..).count() as u64;
         self.passed += followed;
@@ -230,7 +233,7 @@ impl<K: Copy> Estimator<K> {
         }
     }
 
-    /// Stops following a page that the guest dropped.
+    /// Stops following the key of a page that the guest dropped.
     pub fn drop_page(&mut self, key_hash: u64) {
         if self.is_sampled(key_hash)
             && let Some(put) = self.by_hash.remove(&key_hash)
@@ -262,8 +265,7 @@ mod tests {
     use crate::rng::{Rng, for_each_seed};
     use std::collections::{BTreeMap, HashMap};
 
-    /// A first-in, first-out cache with room for a number of pages, from which a hit removes the
-    /// page. It counts hits.
+    /// A first-in, first-out cache for `room` pages, which counts hits. A hit removes the page.
     #[derive(Default)]
     struct Cache {
         room: usize,
@@ -287,15 +289,15 @@ mod tests {
                 let (_, oldest) = self
                     .puts
                     .pop_first()
-                    .expect("a cache above its size is empty");
+                    .expect("the cache has no oldest page, although it has too many pages");
                 self.by_key.remove(&oldest);
             }
         }
     }
 
-    /// Simulates the gets of a guest whose tenant has room for `room` pages. Returns the estimator,
-    /// and caches of seven sizes: with that room, with 25, 50 and 100 % more, and with 25, 50 and
-    /// 75 % less.
+    /// Simulates the gets of a guest whose tenant has memory for `room` pages. Returns the
+    /// estimator, and caches of seven sizes: for `room` pages, with 25, 50 and 100 % more, and with
+    /// 25, 50 and 75 % less.
     fn run(room: usize, gets: u64, seed: u64) -> (Estimator<u64>, [Cache; 7]) {
         let mut rng = Rng::new(seed);
         let rooms = [100, 125, 150, 200, 75, 50, 25].map(|percent| room * percent / 100);
@@ -306,11 +308,12 @@ mod tests {
         let mut estimator = Estimator::default();
         let room = room as u64;
         for now in 0..gets {
-            // The guest reads some pages again much sooner than others.
+            // Model a guest that reads some pages again much sooner than others.
             let span = [room / 2, room * 3, room * 10][rng.below(3) as usize];
             let nr = rng.below(span);
             let hash = Rng::new(seed << 32 ^ nr).next();
-            // The guest reads the pages that it misses, and evicts them some time later.
+            // Let the guest read the page and evict it again, so that it gets and then puts the
+            // page.
             let hits = caches.each_mut().map(|cache| cache.get(nr));
             estimator.get(hash, hits[0], room, room);
             for cache in &mut caches {
@@ -337,7 +340,7 @@ mod tests {
                 let less = caches[0].hits - caches[4 + i].hits;
                 let error = estimate.abs_diff(less) as f64 / less as f64;
                 let percent = LOSS_PERCENT[i];
-                println!("-{percent} %: {less} fewer hits, estimated {estimate}");
+                println!("{percent} % less memory: {less} fewer hits, {estimate} estimated");
                 assert!(
                     error < 0.2,
                     "with {percent} % less memory, {less} hits are lost, but the estimate is {estimate}"
@@ -347,7 +350,7 @@ mod tests {
                 let more = caches[i + 1].hits - caches[0].hits;
                 let error = estimate.abs_diff(more) as f64 / more as f64;
                 println!(
-                    "+{} %: {more} more hits, estimated {estimate}",
+                    "{} % more memory: {more} more hits, {estimate} estimated",
                     GAIN_PERCENT[i]
                 );
                 assert!(
@@ -379,7 +382,7 @@ mod tests {
                     / estimator.estimates.loss_hits_seen as f64;
                 let (estimate, less) = (hits * part, hits - caches[4 + i].hits as f64);
                 println!(
-                    "less: {:.1}, estimated {:.1}",
+                    "hits lost with less memory, in % of gets: {:.1} measured, {:.1} estimated",
                     of_gets(less),
                     of_gets(estimate)
                 );
@@ -389,7 +392,7 @@ mod tests {
                     caches[1 + i].hits as f64 - hits,
                 );
                 println!(
-                    "more: {:.1}, estimated {:.1}",
+                    "hits gained with more memory, in % of gets: {:.1} measured, {:.1} estimated",
                     of_gets(more),
                     of_gets(estimate)
                 );
@@ -408,7 +411,7 @@ mod tests {
         for key in 0..10 {
             estimator.get(key << HASH_SHIFT, false, 0, 0);
         }
-        // These gets removed the remaining keys from the estimator. They add nothing to the
+        // The gets have removed the keys that were not dropped before. They add nothing to the
         // estimated gain, because `room_pages` is 0.
         assert_eq!(
             (estimator.estimates.gain_hits, estimator.puts.len()),

@@ -2,38 +2,38 @@
 //! Format of traces of guests' requests to a pool. docs/traces.md describes it.
 //!
 //! A trace contains the time and the page of each put, get and flush, and the stored size of each
-//! put page. It contains neither contents nor names. Objects are recorded as keyed hashes. A
-//! distance that depends on the key and the object's number is added to page numbers. The key is a
-//! random number of the system and is not stored in any file.
+//! put page. It contains neither contents nor names. The recorder replaces the numbers of objects
+//! by keyed hashes. It adds to each page number a distance that depends on the object and on the
+//! key of the hashes. This key is a random number of the system and is not stored in any file.
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 
-/// First bytes of a trace: name and version of the format.
+/// First bytes of a trace: name of the format and its version.
 const MAGIC: [u8; 8] = *b"tmemtr\x00\x01";
 
-/// Bytes of a page. The device knows no other size.
+/// Bytes of a page. The device supports no other size.
 const PAGE_SIZE: usize = 4096;
 
-/// Granularity of stored sizes in bytes. Finer sizes would reveal more of the contents, and no
-/// policy uses them.
+/// Granularity of stored sizes in a trace, in bytes. Finer sizes would reveal more of the contents,
+/// and no policy uses them.
 pub const SIZE_CLASS_BYTES: usize = 256;
 
-/// Bits of an object's hash. With 100,000 objects, one in 200 traces has two objects with the same
-/// hash.
+/// Bits of an object's hash in a trace. With 100,000 objects, one in 200 traces has two objects
+/// with the same hash.
 const OBJECT_BITS: u32 = 40;
 const OBJECT_BYTES: usize = OBJECT_BITS as usize / 8;
 
-/// Pages with this number or a larger one are not recorded. No file has such pages, and with this
-/// bound no sum of page number and distance overflows.
+/// Smallest page number that a trace does not record. No file has so many pages. With this bound,
+/// no sum of page number and distance overflows.
 const INDEX_MAX: u64 = 1 << 62;
 
 /// Upper bound of the length of an event in bytes. The longest event consists of a first byte,
 /// three variable-length numbers, the pool, the object, and one more number.
 const EVENT_BYTES_MAX: usize = 64;
 
-/// Class of a stored size: 0 for a page that repeats four bytes, otherwise the size in units of
-/// [`SIZE_CLASS_BYTES`], rounded up.
+/// Class of a stored size: 0 for a same-filled page (a page that repeats four bytes), otherwise the
+/// size in units of [`SIZE_CLASS_BYTES`], rounded up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SizeClass(u8);
 
@@ -51,96 +51,98 @@ impl SizeClass {
     }
 }
 
-/// Name of an object in a trace.
+/// Name of an object in a trace: hashes instead of the guest's numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ObjectKey {
-    /// Hash of the pool's number.
+    /// Hash of the number of the object's pool.
     pub pool: u16,
     /// Hash of the object's number.
     pub object: u64,
 }
 
-/// Request in a trace. Its page numbers are those of the guest plus the [`Distance`] of the object.
+/// A request in a trace. Its page numbers are those of the guest plus the [`Distance`] of the
+/// object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
-    /// A page was put and stored.
+    /// A PUT of a page, which the pool stored.
     Put {
-        /// Object of the page.
+        /// Object that contains the page.
         object: ObjectKey,
         /// Number of the page in the trace: see [`Distance::page`].
         page: u64,
-        /// The guest's hint that the page was active.
+        /// Whether the guest reported the page as active.
         workingset: bool,
-        /// Class of the stored size.
+        /// Class of the size in which the pool stored the page.
         size: SizeClass,
     },
-    /// A page was requested.
+    /// A GET of a page, which the pool must not retain.
     Get {
-        /// Object of the page.
+        /// Object that contains the page.
         object: ObjectKey,
         /// Number of the page in the trace: see [`Distance::page`].
         page: u64,
-        /// The page was returned.
+        /// Whether the pool returned the page.
         hit: bool,
     },
-    /// A page was requested, and the guest allowed the pool to retain it.
+    /// A GET of a page, which the guest allowed the pool to retain.
     GetRetaining {
-        /// Object of the page.
+        /// Object that contains the page.
         object: ObjectKey,
         /// Number of the page in the trace: see [`Distance::page`].
         page: u64,
-        /// The page was returned.
+        /// Whether the pool returned the page.
         hit: bool,
     },
-    /// The guest evicted a retained page and sent a reference (REF) instead of a copy.
+    /// A REF: the guest evicted a retained page and sent a reference instead of a copy.
     Ref {
-        /// Object of the page.
+        /// Object that contains the page.
         object: ObjectKey,
         /// Number of the page in the trace: see [`Distance::page`].
         page: u64,
-        /// The pool still had the page.
+        /// Whether the pool still had the page.
         held: bool,
     },
-    /// Pages were flushed, or a put of a page was refused, which has the same effect.
+    /// A FLUSH of a range of pages, or a refused PUT, which drops the page as a flush does.
     Flush {
-        /// Object of the pages.
+        /// Object that contains the pages.
         object: ObjectKey,
         /// Number of the first page in the trace: see [`Distance::page`].
         page: u64,
-        /// Number of pages. With None, all pages from the first one to the end of the object.
+        /// Number of pages. None stands for all pages from the first one to the end of the object.
         nr_pages: Option<u64>,
     },
-    /// All pages of an object were flushed.
+    /// A FLUSH of all pages of an object.
     FlushObject(ObjectKey),
-    /// The pool whose number has this hash was destroyed.
+    /// The guest destroyed a pool. The field is the hash of the pool's number.
     DestroyPool(u16),
-    /// All of the tenant's pools were destroyed.
+    /// All pools of the tenant were destroyed, for example by a device reset.
     Clear,
 }
 
-/// A request with its tenant and time.
+/// A request in a trace, with its tenant and time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
     /// Time since the trace began, in microseconds.
     pub time_us: u64,
     /// Number that stands for the tenant, because a trace contains no names.
     pub tenant: u32,
-    /// The request.
+    /// The request and its page or object.
     pub op: Op,
 }
 
-/// Converts a guest's numbers to those of a trace. Each instance has a random key of its own, which
-/// it never reveals.
+/// Converts a guest's numbers of pools, objects and pages to those of a trace. Each instance has a
+/// random key for its hashes, which it never reveals.
 #[derive(Debug, Default)]
 pub struct Blind(RandomState);
 
 impl Blind {
-    /// Returns the hash of a pool's number.
+    /// Returns the number that stands for a pool in a trace: a hash of the pool's number.
     pub fn pool(&self, tenant: u32, pool: u32) -> u16 {
         self.0.hash_one((0u8, tenant, pool)) as u16
     }
 
-    /// Returns the key of an object, and the distance that is added to its page numbers.
+    /// Returns the key that stands for an object in a trace, and the distance that is added to the
+    /// numbers of its pages.
     pub fn object(&self, tenant: u32, pool: u32, object: u64) -> (ObjectKey, Distance) {
         let hash = self.0.hash_one((1u8, tenant, pool, object));
         let key = ObjectKey {
@@ -152,19 +154,19 @@ impl Blind {
     }
 }
 
-/// Distance that is added to the page numbers of an object.
+/// Distance that a trace adds to the page numbers of an object.
 #[derive(Clone, Copy, Debug)]
 pub struct Distance(u64);
 
 impl Distance {
-    /// Returns the page's number in the trace, or None if the page is not recorded.
+    /// Returns the number in the trace of the page `index`, or None if the page is not recorded.
     pub fn page(self, index: u64) -> Option<u64> {
         (index < INDEX_MAX).then(|| index + self.0)
     }
 }
 
-// Bits of an event's first byte, from the lowest: the kind of request, its flag, and one bit for
-// each field that follows because it differs from the event before.
+// Bits of an event's first byte, from the lowest: three bits for the kind of request, a flag, and a
+// bit for each field that follows because it differs from that of the previous event.
 const OP: u8 = 7;
 const OP_PUT: u8 = 0;
 const OP_GET: u8 = 1;
@@ -174,15 +176,16 @@ const OP_DESTROY_POOL: u8 = 4;
 const OP_CLEAR: u8 = 5;
 const OP_GET_RETAINING: u8 = 6;
 const OP_REF: u8 = 7;
-/// Flag of the request. For a put: the page was active in the guest (workingset). For a get: it was
-/// a hit. For a reference: the page was held. For a flush: it reaches to the object's end.
+/// Flag in an event's first byte. For a put: the guest reported the page as active (workingset).
+/// For a get: it was a hit. For a reference: the pool still had the page. For a flush: it reaches
+/// to the end of the object.
 const FLAG: u8 = 1 << 3;
 const HAS_TIME: u8 = 1 << 4;
 const HAS_TENANT: u8 = 1 << 5;
 const HAS_OBJECT: u8 = 1 << 6;
 const HAS_PAGE: u8 = 1 << 7;
 
-/// Fields that an event leaves out if they are equal to those of the event before.
+/// Fields of the previous event. The next event leaves out fields that are equal to them.
 #[derive(Clone, Debug, Default)]
 struct Last {
     time_us: u64,
@@ -200,7 +203,7 @@ fn write_number(out: &mut Vec<u8>, mut number: u64) {
     out.push(number as u8);
 }
 
-/// Maps a signed number near 0 to a small unsigned number, whatever its sign.
+/// Maps a signed number near 0 to a small unsigned number, even if it is negative.
 fn zigzag(number: i64) -> u64 {
     ((number << 1) ^ (number >> 63)) as u64
 }
@@ -209,7 +212,7 @@ fn unzigzag(number: u64) -> i64 {
     (number >> 1) as i64 ^ -((number & 1) as i64)
 }
 
-/// Writer of a trace.
+/// Writer of a trace, which converts events to bytes.
 #[derive(Debug, Default)]
 pub struct Writer {
     last: Last,
@@ -221,7 +224,7 @@ impl Writer {
     /// writes the header.
     pub const EVENT_BYTES_MAX: usize = EVENT_BYTES_MAX;
 
-    /// Appends an event, and before the first event the header. Times must not decrease.
+    /// Appends an event to `out`, and before the first event the header. Times must not decrease.
     pub fn write(&mut self, event: &Event, out: &mut Vec<u8>) {
         if !self.begun {
             out.extend(MAGIC);
@@ -295,7 +298,7 @@ impl Writer {
 pub enum TraceError {
     /// The bytes do not begin with the name of the trace format and this version of it.
     NoTrace,
-    /// The trace ends within an event: the recorder was killed, or the file was truncated.
+    /// The trace ends within an event, because the recorder was killed or the file was truncated.
     Cut,
     /// The bytes at this offset are not a valid event.
     Broken(usize),
@@ -319,7 +322,7 @@ impl fmt::Display for TraceError {
 
 impl std::error::Error for TraceError {}
 
-/// Reader of a trace. After an error it returns no more events.
+/// Reader of a trace, an iterator over its events. After an error it returns no more events.
 #[derive(Debug)]
 pub struct Reader<'a> {
     bytes: &'a [u8],
@@ -434,7 +437,7 @@ impl<'a> Reader<'a> {
                 page,
                 hit: has(FLAG),
             },
-            // OP_REF is the only kind left, because the mask OP leaves eight values.
+            // The kind is OP_REF, because all other values of these three bits are handled above.
             _ => Op::Ref {
                 object,
                 page,
@@ -533,8 +536,8 @@ mod tests {
             }
             let read: Result<Vec<Event>, TraceError> = Reader::new(&bytes).unwrap().collect();
             assert_eq!(read.unwrap(), events);
-            // From a trace that was truncated at any place, the reader returns all events before
-            // that place.
+            // Truncate the trace at random places. The reader must return all events before the
+            // place.
             for _ in 0..50 {
                 let len = MAGIC.len() + rng.below((bytes.len() - MAGIC.len()) as u64) as usize;
                 let read: Vec<_> = Reader::new(&bytes[..len]).unwrap().collect();

@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Clock and entropy source of the simulated daemons.
+//! Clock and entropy source of the simulated daemons, which tmemd uses instead of the host's.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use tmemd::parts::SimulatedClock;
 
-/// Clock and entropy source of one daemon. All clocks follow the time of one world.
+/// Clock and entropy source of one simulated daemon. All clocks follow the time of the simulated
+/// world.
 pub struct Clock {
     now_ns: std::sync::Arc<AtomicU64>,
     /// Time in ns by which this clock is ahead of the world's time, because its daemon was slow
     /// while the world's time stood still.
     ahead_ns: AtomicU64,
-    /// Last random number, or the last count if the clock counts generations.
+    /// State of the random number generator, or the last generation if `counted` is true.
     drawn: AtomicU64,
     counted: bool,
 }
 
 impl Clock {
-    /// Creates the clock of a daemon that draws its random numbers from this seed.
+    /// Creates the clock of a daemon, which also draws the daemon's random numbers from `seed`.
     pub fn new(now_ns: std::sync::Arc<AtomicU64>, seed: u64, counted: bool) -> Clock {
         let drawn = AtomicU64::new(if counted { 0 } else { seed });
         Clock {
@@ -30,7 +31,7 @@ impl Clock {
 }
 
 impl Clock {
-    /// Lets time pass for this daemon alone.
+    /// Advances the clock of this daemon only, by `ns` nanoseconds.
     pub fn linger(&self, ns: u64) {
         self.ahead_ns.fetch_add(ns, Relaxed);
     }

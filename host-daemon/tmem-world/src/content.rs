@@ -1,23 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Contents of pages of files, computed from the version of a page.
+//! Contents of pages of files, computed from the version of a page (the number of the write).
 //!
-//! Each write in a run has a version of its own, which is never used again, not even by a guest
-//! that was restored from a snapshot. So pages with equal bytes come from the same write. Some
-//! versions use contents that all guests share, to test deduplication. The other versions contain a
-//! mark of their guest, so that the oracle recognizes such a page in the memory of another guest.
+//! Each write in a run has a version of its own. No later write uses that version again, not even
+//! in a guest that was restored from a snapshot. So pages with equal bytes come from the same
+//! write. Some versions use contents that all guests share, to test deduplication. The other
+//! versions contain a mark of their guest, so that the oracle recognizes such a page in the memory
+//! of another guest.
 
 use tmem_sim::Content;
 
-/// Number of the write that a page contains; 0 if the page was never written and is zero.
+/// Number of the write that gave a page its contents. Version 0 is a page that was never written,
+/// which is zero.
 pub type Version = u32;
 
-/// Number of different contents that guests share.
+/// Number of page contents of each kind that guests share.
 const SHARED: u64 = 12;
 
-/// Maximum number of guests of a world.
+/// Maximum number of guests in a simulated world.
 const GUESTS_MAX: u64 = 4;
 
-/// Mark in the upper bits of a private page's first word.
+/// Value in the upper 16 bits of the first word of a private page of guest 0. The mark of guest n
+/// is higher by n.
 const MARK: u64 = 0x5ec0;
 
 fn mix(x: u64) -> u64 {
@@ -26,7 +29,7 @@ fn mix(x: u64) -> u64 {
     x ^ (x >> 32)
 }
 
-/// Returns the content of a guest's version.
+/// Returns the content of a page that this guest wrote with this version.
 #[must_use]
 pub fn of(guest: usize, version: Version) -> Content {
     if version == 0 {
@@ -43,27 +46,28 @@ pub fn of(guest: usize, version: Version) -> Content {
     }
 }
 
-/// Bit of a version in the contents of a page whose bytes behind the end of the file are not zero.
+/// Bit that is set in the version to get the content of a page whose bytes behind the end of the
+/// file are not zero.
 const BEHIND_END: Version = 1 << 31;
 
-/// Returns the content of a guest's version whose bytes behind the end of the file are not zero. A
-/// content has no parts, so all of its bytes differ from those of [`of`].
+/// Returns the content of a guest's version if the bytes behind the end of the file are not zero. A
+/// content cannot be changed in part, so all bytes of the page differ from those of [`of`].
 #[must_use]
 pub fn with_bytes_behind_end(guest: usize, version: Version) -> Content {
     Content::Noise((MARK + guest as u64) << 48 | u64::from(version | BEHIND_END))
 }
 
-/// Returns the guest whose private page begins with this word.
+/// Returns the guest whose private page begins with this word, if any.
 #[must_use]
 pub fn owner(first_word: u64) -> Option<usize> {
     let (mark, version) = (first_word >> 48, first_word & 0xffff_ffff_ffff);
-    // The condition is strict, because a generation may be any number and must not be taken for the
+    // Check all 64 bits, so that a generation, which may be any number, is not taken for the
     // beginning of a page.
     let is_page = (MARK..MARK + GUESTS_MAX).contains(&mark) && version <= u64::from(Version::MAX);
     is_page.then(|| (mark - MARK) as usize)
 }
 
-/// Returns a word with which a private page of a guest may begin.
+/// Returns a word with which a private page of this guest could begin.
 #[must_use]
 pub fn mark(guest: usize) -> u64 {
     (MARK + guest as u64) << 48 | 1

@@ -2,9 +2,9 @@
 //! Model of the guest driver: index, cookies, generation, put ring, gets with a deadline, breaker,
 //! control requests. The model does what `guest-driver/core/` does, in the same order.
 //!
-//! The index is the authority: the driver never requests a page that is not in the index, and
-//! erasing an entry cannot fail. All state of the driver is in the guest's memory, so a rollback of
-//! the guest to a snapshot restores it, too. Out of scope: files and their contents.
+//! The index decides: the driver never requests a page that is not in the index, and erasing an
+//! entry cannot fail. All state of the driver is in the guest's memory, so a rollback of the guest
+//! to a snapshot also restores the driver. Out of scope: files and their contents.
 
 mod control;
 mod gets;
@@ -26,45 +26,46 @@ use crate::mutation::Mutation;
 use crate::oracle::Oracle;
 use crate::transport::{BOUNCE, CONTROLS, Flight, GETS, PLACES, PUTS, Tag, Transport};
 
-/// Longest time that a reader waits, in nanoseconds.
+/// Longest time in nanoseconds that a reader waits for the device.
 pub const DEADLINE_NS: u64 = 20_000_000;
-/// Interval in nanoseconds at which the driver reads the generation without a notification.
+/// Interval in nanoseconds at which the driver reads the generation even without a notification.
 const REPORT_NS: u64 = 1_000_000_000;
-/// Number of late calls in a row after which gets stop.
+/// Number of late reads in a row after which the driver's breaker stops gets.
 const LATE_ROW_MAX: u32 = 3;
-/// Time in nanoseconds after which the driver gives up a control request.
+/// Time in nanoseconds after which the driver gives up a control request that is not answered.
 const CONTROL_NS: u64 = 1_000_000_000;
 
-/// Inode number and page index of a page of a file.
+/// Inode number of a file and index of a page in the file.
 pub type FilePage = (u32, u64);
 
-/// Entry of the index.
+/// Entry of the driver's index: a page that the device may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Entry {
     cookie: u64,
-    /// Bytes of the page, in place of the check that the kernel module stores.
+    /// Contents of the page. The kernel module stores a checksum here instead.
     content: Content,
-    /// Whether the guest has the page in its page cache, and the device may have it, too.
+    /// Whether the guest has the page in its page cache and the device may have retained it.
+    /// Otherwise the entry is "held": only the device may have the page.
     retained: bool,
 }
 
-/// The parts of the machine that the driver sees during a call.
+/// Parts of the machine that the model of the driver uses during a call.
 pub struct Port<'a> {
-    /// The guest's clock.
+    /// Time of the guest's clock in nanoseconds.
     pub now_ns: u64,
     /// Generation in the device's configuration, as the VMM reports it.
     pub generation: u64,
-    /// Oracle that checks the driver's requests.
+    /// Oracle that checks the requests of this guest's driver.
     pub oracle: &'a mut Oracle,
-    /// Kick descriptors of the queues.
+    /// Kick descriptors of the queues, through which the driver notifies the device.
     pub kicks: &'a [OwnedFd],
 }
 
-/// Driver of a simulated guest.
+/// Model of the driver in a simulated guest.
 #[derive(Clone)]
 pub struct Driver {
     mutation: Option<Mutation>,
-    /// Rings and buffers.
+    /// The driver's virtqueues and buffers in guest memory.
     pub transport: Transport,
     generation: u64,
     epoch: u32,
@@ -72,7 +73,7 @@ pub struct Driver {
     /// Id of the driver's pool at the device; 0 while the driver has no pool.
     pool: u32,
     pool_last: u32,
-    /// Ids of pools that may exist at the device and that the driver no longer uses.
+    /// Ids of pools that the driver no longer uses and must still destroy at the device.
     dead_pools: Vec<u32>,
     controls: [control::Control; CONTROLS],
     report_at_ns: u64,
@@ -80,19 +81,21 @@ pub struct Driver {
     objects: BTreeMap<u32, u64>,
     object_last: u64,
     index: BTreeMap<FilePage, Entry>,
-    /// Whether `VIRTIO_TMEM_F_RETAIN` is negotiated.
+    /// Whether the driver uses retained pages, because `VIRTIO_TMEM_F_RETAIN` is negotiated.
     retain: bool,
-    /// REF requests of each queue that wait to be sent.
+    /// References (REF) to retained pages that wait to be sent, for each queue.
     refs: Vec<Vec<Ref>>,
-    /// REF request of each queue that the device owns.
+    /// References (REF) that the driver has sent and the device has not answered, for each queue.
     referring: Vec<Vec<Ref>>,
-    /// The last results of REF requests, true for GONE.
+    /// Latest results of references (REF), newest first. True means GONE.
     gone: VecDeque<bool>,
-    /// A page that changed although its entry was still retained.
+    /// Page that an eviction found changed although its index entry was retained. This is a
+    /// failure.
     changed: Option<FilePage>,
-    /// Marked inodes, whose pages are not put.
+    /// Inodes of marked files, whose cached pages may differ from the disk. The driver puts none of
+    /// their pages.
     bypass: BTreeSet<u32>,
-    /// Whether the hooks know the file system.
+    /// Whether the mounted file system is registered with the driver's hooks.
     known: bool,
     places_free: Vec<u64>,
     slots: Vec<Vec<Slot>>,
@@ -109,7 +112,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Creates a driver that was just loaded.
+    /// Creates a driver that the guest has just loaded. `cookie` is its last used cookie.
     pub fn new(
         transport: Transport,
         cookie: u64,
@@ -160,37 +163,38 @@ impl Driver {
         self.mutation == Some(mutation)
     }
 
-    /// Returns the generation that the driver uses, or None while it cannot put pages.
+    /// Returns the generation that the driver uses, or None while it has no generation or no pool.
     pub fn online(&self) -> Option<u64> {
         (self.generation != 0 && self.pool != 0).then_some(self.generation)
     }
 
-    /// Returns the number of pages in the index.
+    /// Returns the number of entries in the driver's index.
     pub fn held(&self) -> usize {
         self.index.len()
     }
 
-    /// Returns whether requests wait to be sent or to be answered.
+    /// Returns whether a request is in flight, a put waits to be sent, or a reader waits.
     pub fn busy(&self) -> bool {
         self.transport.in_flight() > 0
             || self.slots.iter().any(|slots| !slots.is_empty())
             || !self.readers.is_empty()
     }
 
-    /// Returns whether the page is in the index as a page that the guest has not cached.
+    /// Returns whether the index has the page as held, which means that only the device may have
+    /// it.
     pub fn holds(&self, page: FilePage) -> bool {
         self.index.get(&page).is_some_and(|entry| !entry.retained)
     }
 
-    /// Erases an entry if it has this cookie.
+    /// Erases the index entry of a page if the entry has this cookie.
     fn erase_cookie(&mut self, page: FilePage, cookie: u64) {
         if self.index.get(&page).is_some_and(|e| e.cookie == cookie) {
             self.index.remove(&page);
         }
     }
 
-    /// Returns a number for a choice that may be made either way. It depends on the state of the
-    /// driver only.
+    /// Returns a pseudo-random number for choices that the specification leaves to the driver. The
+    /// number depends only on the state of the driver and on `salt`.
     fn draw(&self, salt: u64) -> u64 {
         (self.cookie_last ^ salt).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 48
     }
@@ -222,8 +226,8 @@ impl Driver {
         }
     }
 
-    /// Simulates a device that does not compare cookies: the get is changed to name the cookies
-    /// that the device holds.
+    /// Simulates a device that does not compare cookies: replaces the cookies in the driver's get
+    /// by the cookies that the device holds.
     fn request_held_cookies(&self, port: &Port<'_>, flight: &Flight) {
         let Request::Get {
             pool,
@@ -242,7 +246,7 @@ impl Driver {
                 index: index + i,
             };
             if let Some(cookie) = port.oracle.model.cookie(key) {
-                // Offset after `req` and `get`: SPEC.md, "GET".
+                // Offset of the cookie in a get, after `req` and `get`: SPEC.md, "GET".
                 let at = flight.page + 24 + 16 + 8 * i;
                 self.transport.ram().write(at, &cookie.to_le_bytes());
             }
@@ -267,7 +271,7 @@ impl Driver {
         }
     }
 
-    /// Takes the answers of a queue.
+    /// Takes the answers that have arrived on a queue, and handles them.
     pub fn collect(&mut self, port: &mut Port<'_>, queue: usize) {
         loop {
             match self.transport.take(queue) {
@@ -291,25 +295,26 @@ impl Driver {
         self.resync |= status == wire::S_STALE;
     }
 
-    /// Erases the index entries of pages that changed or are no longer wanted, so that the driver
-    /// does not request these pages. The driver sends a flush of the pages later, or never.
+    /// Erases the index entries of the pages `from..=to` of a file, so that the driver does not
+    /// request these pages. The driver sends a flush of the pages later, or never.
     pub fn invalidate(&mut self, inode: u32, from: u64, to: u64) {
         self.invalidate_except(inode, from, to, &[]);
     }
 
-    /// Records that a page was overwritten in the page cache.
+    /// Invalidates a page, because it was overwritten in the page cache.
     pub fn written(&mut self, inode: u32, page: u64) {
         let kept = [Mutation::RetainedKeptAtWrite, Mutation::RetainedUnchecked];
         self.invalidate_except(inode, page, page, &kept);
     }
 
-    /// Records that a file was truncated.
+    /// Invalidates the pages from `from` on, because the file was truncated.
     pub fn truncated(&mut self, inode: u32, from: u64) {
         let kept = [Mutation::RetainedKeptAtTruncate];
         self.invalidate_except(inode, from, u64::MAX, &kept);
     }
 
-    /// Invalidates pages. The mutations in `kept` keep retained entries.
+    /// Erases the index entries of the pages `from..=to`. Keeps retained entries if the simulated
+    /// driver breaks one of the rules in `kept`.
     fn invalidate_except(&mut self, inode: u32, from: u64, to: u64, kept: &[Mutation]) {
         let keeps = self.mutation.is_some_and(|m| kept.contains(&m));
         let gone: Vec<FilePage> = self
@@ -326,15 +331,16 @@ impl Driver {
         }
     }
 
-    /// Forgets a file that was deleted or replaced: its inode number stands for another object from
-    /// now on.
+    /// Forgets a file that was deleted or replaced. From now on its inode number stands for another
+    /// object.
     pub fn forget_inode(&mut self, inode: u32) {
         self.invalidate(inode, 0, u64::MAX);
         self.objects.remove(&inode);
         self.bypass.remove(&inode);
     }
 
-    /// Marks a file: its pages are erased from the index and not put any more.
+    /// Marks a file: erases its index entries. The driver puts no page of the file while it is
+    /// marked.
     pub fn bypass(&mut self, inode: u32) {
         if !self.known {
             return;
@@ -349,17 +355,18 @@ impl Driver {
         self.bypass.insert(inode);
     }
 
-    /// Clears the mark of a file.
+    /// Clears the mark of a file, so that the driver puts its pages again.
     pub fn unbypass(&mut self, inode: u32) {
         self.bypass.remove(&inode);
     }
 
-    /// Mounts the file system without notifying the hooks.
+    /// Mounts the file system without registering it with the hooks.
     pub fn hide(&mut self) {
         self.known = false;
     }
 
-    /// Registers the file system with the hooks: files that may have changed before are marked.
+    /// Registers the file system with the hooks. Marks the files `suspects`, which may have changed
+    /// before the registration.
     pub fn register(&mut self, suspects: impl IntoIterator<Item = u32>) {
         if !self.known && !self.is(Mutation::LateMountUnmarked) {
             self.bypass.extend(suspects);
@@ -368,7 +375,7 @@ impl Driver {
     }
 }
 
-/// Adds 1 to an eventfd, as a kick of the guest does.
+/// Adds 1 to an eventfd, as a kick of a queue does.
 pub fn kick(fd: &OwnedFd) {
     rustix::io::write(fd, &1u64.to_ne_bytes()).expect("cannot write to the eventfd");
 }

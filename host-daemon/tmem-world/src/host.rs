@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A host: the real daemon and the real pool, without threads. The simulated world calls the work
-//! of the threads, one round of a worker or one step of a background worker at a time.
+//! A simulated host: the real daemon and the real pool, without threads. The simulated world does
+//! the work of the daemon's threads, one round of a worker or one step of background work at a
+//! time.
 //!
-//! Dropping a host kills its daemon: nothing is drained and no peer is notified.
+//! Dropping a host kills its daemon: the daemon drains nothing and notifies no front end.
 
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -19,23 +20,24 @@ use tmemd::parts::{
 use crate::clock::Clock;
 use crate::mutation::Mutation;
 
-/// A fault that happens between two checks of a front end. A daemon checks that a front end is
-/// connected before it uses guest memory. The fuse counts these checks, of one front end or of all,
-/// and triggers the fault when the count is reached.
+/// Trigger of a fault in the middle of a daemon's work. A daemon checks that the front end (VMM) is
+/// connected each time before it uses guest memory. The fuse counts these checks, for one front end
+/// or for all of them, and triggers the fault at a given count.
 pub struct Fuse {
     left: AtomicU64,
     triggered: AtomicBool,
     drain: Mutex<Option<Drain>>,
 }
 
-/// Drain that begins in the middle of a scheduling slice.
+/// Drain of a device that begins in the middle of a scheduling slice, after `checks` checks.
 struct Drain {
     checks: u64,
     device: Weak<Mutex<Device>>,
     clock: Arc<Clock>,
 }
 
-/// Time in nanoseconds that is longer than a drain waits before it cuts off the remaining work.
+/// Time in nanoseconds by which a drain makes the daemon's clock jump. It is longer than a drain
+/// waits before it cuts off the remaining work.
 const DRAIN_NS: u64 = 6_000_000;
 
 impl Fuse {
@@ -48,12 +50,12 @@ impl Fuse {
         })
     }
 
-    /// Sets the number of checks after which the fuse triggers the fault.
+    /// Sets the number of connection checks after which the fuse triggers its fault.
     pub fn trigger_after(&self, checks: u64) {
         self.left.store(checks, SeqCst);
     }
 
-    /// Triggers the fault now.
+    /// Triggers the fault of the fuse now.
     pub fn trigger(&self) {
         self.triggered.store(true, SeqCst);
     }
@@ -63,13 +65,13 @@ impl Fuse {
         self.triggered.load(SeqCst)
     }
 
-    /// Returns whether a drain that this fuse triggers has begun.
+    /// Returns whether the drain that this fuse triggers has begun.
     pub fn is_draining(&self) -> bool {
         let drain = self.drain.lock().expect("the lock is poisoned");
         drain.as_ref().is_some_and(|drain| drain.checks == 0)
     }
 
-    /// Removes the drain, because it is done or must not happen.
+    /// Removes the drain from the fuse, because the drain is done or must not happen.
     pub fn end_drain(&self) {
         *self.drain.lock().expect("the lock is poisoned") = None;
     }
@@ -93,42 +95,42 @@ impl Fuse {
     }
 }
 
-/// Configuration of a host.
+/// Configuration of a simulated host and its daemon.
 #[derive(Clone, Debug)]
 pub struct SimulatedDaemonConfig {
-    /// Seed of the pool's hash and of the generations.
+    /// Seed of the pool's hash and of the random generations.
     pub seed: u64,
     /// Size of the pool in bytes.
     pub pool_bytes: u64,
-    /// Number of workers.
+    /// Number of workers (threads that answer guests) that the daemon would have.
     pub workers: usize,
-    /// Longest time that a worker polls an empty virtqueue.
+    /// Longest time that a worker polls an empty virtqueue before it waits for a kick.
     pub poll_max: Duration,
-    /// Trust domain of each VM.
+    /// Trust domain of each VM; with None, the VM has a domain of its own.
     pub domains: Vec<Option<String>>,
-    /// Rule that is broken on purpose.
+    /// Rule that the host breaks on purpose, if any.
     pub mutation: Option<Mutation>,
 }
 
-/// Running daemon of a simulated host.
+/// The running daemon of a simulated host.
 pub struct SimulatedDaemon {
     daemon: HeadlessDaemon,
     vms: Vec<Arc<Vm>>,
     shared: ConnectionContext,
     contexts: Vec<WorkerContext>,
     clock: Arc<Clock>,
-    /// Fuse that kills the daemon.
+    /// Fuse that kills the daemon at a given number of connection checks.
     pub death: Arc<Fuse>,
-    /// Whether the daemon is stopped, as by SIGSTOP.
+    /// Whether the daemon is stopped, as by the signal SIGSTOP.
     pub frozen: bool,
     mutation: Option<Mutation>,
 }
 
-/// Pages of background work in one step.
+/// Maximum number of pages that one step of background work handles.
 const MAINTAIN_PAGES: usize = 16;
 
 impl SimulatedDaemon {
-    /// Starts a daemon.
+    /// Starts the daemon of a host, with all its VMs.
     pub fn boot(config: &SimulatedDaemonConfig, now_ns: Arc<AtomicU64>) -> SimulatedDaemon {
         let counted = config.mutation == Some(Mutation::GenerationCounted);
         let clock = Arc::new(Clock::new(now_ns, config.seed, counted));
@@ -161,12 +163,12 @@ impl SimulatedDaemon {
         }
     }
 
-    /// Returns the number of workers.
+    /// Returns the number of the daemon's workers.
     pub fn workers(&self) -> usize {
         self.contexts.len()
     }
 
-    /// Runs one round of a worker: a slice for each VM that has work.
+    /// Runs one round of a worker: a scheduling slice for each VM that has work.
     pub fn round(&mut self, worker: usize) {
         if !self.frozen {
             let context = &mut self.contexts[worker];
@@ -177,7 +179,7 @@ impl SimulatedDaemon {
         }
     }
 
-    /// Does some background work. Returns true if more is left.
+    /// Does one step of the daemon's background work. Returns whether work is left.
     pub fn maintain(&mut self) -> bool {
         if self.frozen {
             return false;
@@ -186,19 +188,20 @@ impl SimulatedDaemon {
         self.daemon.maintain(self.clock.now_ns(), MAINTAIN_PAGES)
     }
 
-    /// Changes the size of the pool in bytes, as for a host that is short of memory or no longer
-    /// is.
+    /// Changes the size of the pool in bytes. tmemd makes its pool smaller when the host runs short
+    /// of memory, and larger when the host has memory again.
     pub fn resize(&self, bytes: u64) {
         self.daemon.engine.resize(bytes);
     }
 
-    /// Changes a VM's quota.
+    /// Changes the quota of a VM (its reserve, limit and weight).
     pub fn set_quota(&self, guest: usize, quota: Quota) {
-        // A reserve that does not fit is refused, and nothing changes.
+        // Ignore an error: the pool refuses a reserve that does not fit and keeps the old quota.
         let _ = self.vms[guest].tenant.set_quota(quota);
     }
 
-    /// Freezes or thaws a VM's cache, as an operator does: a frozen cache stores nothing.
+    /// Freezes or thaws a VM's cache, as an operator does. While it is frozen, the daemon refuses
+    /// puts.
     pub fn freeze_vm(&self, guest: usize, frozen: bool) {
         self.vms[guest].frozen.store(frozen, SeqCst);
     }
@@ -208,8 +211,8 @@ impl SimulatedDaemon {
         &self.vms[guest]
     }
 
-    /// Begins a drain of this connection after the worker has checked `checks` times that the front
-    /// end is connected. The drain does not wait for the remaining work.
+    /// Begins a drain of this connection after the daemon has checked `checks` more times that the
+    /// front end is connected. The drain does not wait for the remaining work.
     pub fn drain_after(&self, checks: u64, session: &Session, fuse: &Fuse) {
         let drain = Drain {
             checks: checks + 1,
@@ -219,8 +222,8 @@ impl SimulatedDaemon {
         *fuse.drain.lock().expect("the lock is poisoned") = Some(drain);
     }
 
-    /// Connects a front end. Returns None if the daemon refuses the connection. The fuse `hang_up`
-    /// makes the front end hang up.
+    /// Connects a front end (VMM) to the daemon. Returns None if the daemon refuses the connection.
+    /// The fuse `hang_up` makes the front end close the connection.
     pub fn connect(&self, guest: usize, hang_up: &Arc<Fuse>) -> Option<(Session, UnixStream)> {
         let (own, other) = UnixStream::pair().expect("cannot create a socket pair");
         let (death, hang_up) = (self.death.clone(), hang_up.clone());

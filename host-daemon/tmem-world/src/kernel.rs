@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Files of a guest: page cache, disk, and the last written contents.
+//! Model of a guest's files: page cache, disk, and the last written contents.
 //!
-//! Where the kernel module has hooks, this model calls the model of the driver: when a page is made
-//! dirty, truncated, written past the page cache or evicted. The result of each read is compared
-//! with the last written contents, byte by byte. A snapshot of the guest's memory restores page
-//! cache and driver, and a snapshot of the disk restores the disk.
+//! Where the kernel module has hooks, this model calls the model of the driver: when a page is
+//! overwritten, truncated, written past the page cache or evicted. The model compares the result of
+//! each read with the last written contents, byte by byte. A snapshot of the guest's memory
+//! restores page cache and driver, and a snapshot of the disk restores the disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,26 +16,27 @@ use crate::mutation::Mutation;
 
 /// Number of files of a guest.
 pub const FILES: u32 = 3;
-/// Number of pages of a file.
+/// Number of pages of each file.
 pub const PAGES: u64 = 18;
-/// Number of adjacent pages in a group. Each group is in a chunk of its own.
+/// Number of adjacent pages in a group. Each group of a file is in a chunk (256 pages) of its own.
 const GROUP: u64 = 6;
 
-/// Page that contains the end of each file. A file that is truncated gets its old length back at
-/// once, so this page is always the same one.
+/// Number of the page that contains the end of each file. The model restores the length of a
+/// truncated file at once, so this page is always the same one.
 const END: u64 = PAGES - 1;
 
-/// Returns the index of the page that contains the end of a file.
+/// Returns the page index of the page that contains the end of a file.
 pub fn index_of_end() -> u64 {
     index_of(END)
 }
 
-/// Returns the index of a file's page: groups of adjacent pages, each in its own chunk.
+/// Returns the page index of a file's page by its number, 0 to [`PAGES`] - 1. It places groups of
+/// adjacent pages in different chunks.
 pub fn index_of(page: u64) -> u64 {
     page % GROUP + ((page / GROUP) << virtio_tmem::CHUNK_SHIFT)
 }
 
-/// Versions of pages; a page without an entry is zero.
+/// Version (number of the last write) of each page. A page without an entry is zero.
 pub type Pages = BTreeMap<FilePage, Version>;
 
 #[derive(Clone, Debug)]
@@ -43,11 +44,12 @@ struct Cached {
     version: Version,
     dirty: bool,
     used_again: bool,
-    /// Whether the page is clean and older than the disk, because it was read concurrently with a
-    /// direct write that failed.
+    /// Whether the cached page is clean but older than the page on the disk. A reader has cached it
+    /// during a direct write that failed.
     old: bool,
-    /// Whether the page contains the end of the file, and its bytes behind the end are not zero,
-    /// because a store through a mapping changed them. When the page is read again, they are zero.
+    /// Whether the page's bytes behind the end of the file are not zero, because a store through a
+    /// mapping changed them. This matters only for the page with the end of the file. When the page
+    /// is read again, these bytes are zero.
     behind_end: bool,
 }
 
@@ -63,27 +65,27 @@ impl Cached {
     }
 }
 
-/// State in the guest's memory.
+/// State in the guest's memory: page cache, driver, open files and reads.
 #[derive(Clone)]
 pub struct Kernel {
     guest: usize,
     mutation: Option<Mutation>,
-    /// The model of the driver.
+    /// The model of the guest driver.
     pub driver: Driver,
     cache: BTreeMap<FilePage, Cached>,
-    /// Files that are open for direct writes.
+    /// Inodes of the files that are open for direct writes.
     writers: BTreeSet<u32>,
-    /// Reads in progress, by number. Each has the inode of the file, and the pages that were not in
-    /// the page cache.
+    /// Reads in progress, by their numbers. Each has the inode of the file, and the pages that were
+    /// not in the page cache.
     reads: BTreeMap<u64, (u32, Vec<u64>)>,
 }
 
 /// State outside of the guest's memory: the disk, and the contents that a reader must see.
 #[derive(Clone, Default)]
 pub struct Storage {
-    /// Versions on the disk.
+    /// Versions of the pages on the disk.
     pub disk: Pages,
-    /// Versions last written.
+    /// Versions that were last written to the pages, which a reader must see.
     pub truth: Pages,
 }
 
@@ -94,8 +96,8 @@ impl Storage {
 }
 
 impl Kernel {
-    /// Fills the page cache with files that were written long ago: version 1 and so on. Returns the
-    /// last version.
+    /// Fills the disk and the page cache with files. Each page gets a version of its own, from 1
+    /// on. Returns the last version.
     pub fn fill(&mut self, storage: &mut Storage) -> Version {
         let mut version = 0;
         for inode in 0..FILES {
@@ -110,7 +112,7 @@ impl Kernel {
         version
     }
 
-    /// Creates a kernel that has just booted.
+    /// Creates a kernel that has just booted, with an empty page cache.
     pub fn new(guest: usize, driver: Driver, mutation: Option<Mutation>) -> Kernel {
         Kernel {
             guest,
@@ -122,12 +124,13 @@ impl Kernel {
         }
     }
 
-    /// Returns whether a read of the file is in progress, during which the file does not change.
+    /// Returns whether a read of the file is in progress. The model does not change a file during a
+    /// read.
     fn is_read(&self, inode: u32) -> bool {
         self.reads.values().any(|(file, _)| *file == inode)
     }
 
-    /// Returns the bytes of a cached page.
+    /// Returns the contents of a cached page.
     fn content(&self, page: FilePage, cached: &Cached) -> Content {
         match cached.behind_end && page.1 == index_of_end() {
             true => content::with_bytes_behind_end(self.guest, cached.version),
@@ -135,9 +138,9 @@ impl Kernel {
         }
     }
 
-    /// Begins to reclaim a page while another task changes the file. If the page has a retained
-    /// entry and is unchanged, returns the cookie with which
-    /// [`end_eviction`](Self::end_eviction) makes the entry held.
+    /// Begins to reclaim a page while another task changes the file. If the page's index entry is
+    /// retained and the page is unchanged, returns its cookie. [`end_eviction`](Self::end_eviction)
+    /// then makes the entry held (only the device may have the page).
     fn begin_eviction(&mut self, page: FilePage) -> Option<(FilePage, u64)> {
         let cached = self.cache.get(&page).filter(|cached| !cached.dirty)?;
         let content = self.content(page, cached);
@@ -145,14 +148,16 @@ impl Kernel {
         Some((page, cookie))
     }
 
-    /// Continues evictions after another task has changed the file.
+    /// Ends the evictions that [`begin_eviction`](Self::begin_eviction) began, after another task
+    /// has changed the file.
     fn end_eviction(&mut self, evicted: impl IntoIterator<Item = (FilePage, u64)>) {
         for (page, cookie) in evicted {
             self.driver.hold(page, cookie);
         }
     }
 
-    /// Reads some pages.
+    /// Reads `count` pages of a file. Checks cached pages, and requests other pages from the
+    /// driver.
     pub fn read(
         &mut self,
         port: &mut Port<'_>,
@@ -174,7 +179,10 @@ impl Kernel {
             cached.used_again = true;
             let (is, must) = (cached.version, Storage::of(&storage.truth, (inode, page)));
             if is != must && !cached.old {
-                let what = format!("{inode}:{page:#x}: version {is} cached, {must} was written");
+                let what = format!(
+                    "inode {inode}, page {page:#x}: the page cache has version {is}, but version \
+                     {must} was written last"
+                );
                 port.oracle.fail("bytes", what);
             }
         }
@@ -185,7 +193,8 @@ impl Kernel {
         self.finish(port, storage);
     }
 
-    /// Ends the reads that are complete or whose deadline has passed.
+    /// Ends the reads that are complete or whose deadline has passed. Checks the bytes that they
+    /// got.
     pub fn finish(&mut self, port: &mut Port<'_>, storage: &Storage) {
         while let Some(mut got) = self.driver.finished(port.now_ns) {
             if got.waited_ns > DEADLINE_NS {
@@ -200,21 +209,30 @@ impl Kernel {
                 let version = Storage::of(&storage.truth, page);
                 if let Some(bytes) = got.pages.remove(&page) {
                     if self.driver.holds(page) {
-                        let what = format!("{page:x?} came back and is still in the index");
+                        let what = format!(
+                            "page {page:x?} was returned to the guest, but is still in the \
+                             driver's index"
+                        );
                         port.oracle.fail("exclusive", what);
                     }
                     let must = content::of(self.guest, version).page();
-                    // Bytes behind the end of the file do not belong to the file.
+                    // Accept different bytes behind the end of the file, because they do not belong
+                    // to the file.
                     let same = bytes == must
                         || page.1 == index_of_end()
                             && bytes == content::with_bytes_behind_end(self.guest, version).page();
                     if !same {
                         let at = bytes.iter().zip(&*must).position(|(is, must)| is != must);
-                        let what = format!("{page:x?}: wrong bytes, first at {at:?}");
+                        let what = format!(
+                            "the reader of page {page:x?} got wrong bytes, first at offset {at:?}"
+                        );
                         port.oracle.fail("bytes", what);
                     }
                 } else if Storage::of(&storage.disk, page) != version {
-                    let what = format!("{page:x?}: the disk has another version than {version}");
+                    let what = format!(
+                        "the host did not return page {page:x?}, and the disk does not have its \
+                         newest version {version}"
+                    );
                     port.oracle.fail("world", what);
                 }
                 self.cache.insert(page, Cached::new(version, false));
@@ -222,7 +240,7 @@ impl Kernel {
         }
     }
 
-    /// Overwrites a page in the page cache.
+    /// Overwrites a page in the page cache, which makes the page dirty.
     pub fn write(&mut self, storage: &mut Storage, inode: u32, page: u64, version: Version) {
         if self.is_read(inode) {
             return;
@@ -237,7 +255,7 @@ impl Kernel {
         self.driver.written(inode, page);
     }
 
-    /// Writes dirty pages to the disk.
+    /// Writes the dirty pages of a file to the disk.
     pub fn write_back(&mut self, storage: &mut Storage, inode: u32) {
         let pages = self
             .cache
@@ -249,7 +267,7 @@ impl Kernel {
         }
     }
 
-    /// Reclaims clean pages, and puts each of them.
+    /// Evicts clean pages of a file from the page cache, and passes each to the driver.
     pub fn evict(&mut self, inode: u32, first: u64, count: u64) {
         for page in first..(first + count).min(PAGES) {
             let page = index_of(page);
@@ -267,7 +285,7 @@ impl Kernel {
         }
     }
 
-    /// Clears the mark of a file if the file has no writer and none of its pages is cached.
+    /// Clears the driver's mark of a file if the file has no direct writer and no cached page.
     fn clear_mark(&mut self, inode: u32) {
         let mut cached = self.cache.range((inode, 0)..=(inode, u64::MAX));
         if cached.next().is_none() && !self.writers.contains(&inode) {
@@ -275,7 +293,7 @@ impl Kernel {
         }
     }
 
-    /// Truncates a file.
+    /// Truncates a file: its pages from number `from` on become zero.
     pub fn truncate(&mut self, storage: &mut Storage, inode: u32, from: u64) {
         if self.is_read(inode) {
             return;
@@ -283,7 +301,7 @@ impl Kernel {
         let from = index_of(from);
         let gone = |page: &FilePage| page.0 == inode && page.1 >= from;
         let pages: Vec<FilePage> = self.cache.keys().copied().filter(gone).collect();
-        // Reclaim evicts truncated pages on another processor.
+        // Begin the eviction of truncated pages, as reclaim on another processor may do.
         let evicted: Vec<_> = pages
             .into_iter()
             .filter_map(|page| self.begin_eviction(page))
@@ -298,7 +316,7 @@ impl Kernel {
         self.clear_mark(inode);
     }
 
-    /// Deletes a file. A new file gets its inode number at once.
+    /// Deletes a file. A new file gets the inode number of the deleted one at once.
     pub fn delete(&mut self, storage: &mut Storage, inode: u32) {
         if !self.is_read(inode) {
             self.truncate(storage, inode, 0);
@@ -307,14 +325,14 @@ impl Kernel {
         }
     }
 
-    /// Writes a page past the page cache.
+    /// Writes a page directly to the disk, past the page cache.
     pub fn write_direct(&mut self, storage: &mut Storage, inode: u32, page: u64, version: Version) {
         if self.is_read(inode) {
             return;
         }
         let page = index_of(page);
         self.writers.insert(inode);
-        // Reclaim evicts the page on another processor.
+        // Begin the eviction of the page, as reclaim on another processor may do.
         let evicted = self.begin_eviction((inode, page));
         self.driver.bypass(inode);
         self.end_eviction(evicted);
@@ -323,9 +341,9 @@ impl Kernel {
         storage.truth.insert((inode, page), version);
     }
 
-    /// Does a direct write as [`write_direct`](Self::write_direct), which fails after a concurrent
-    /// reader has cached the same page. The disk has the new page; the page cache has the old one,
-    /// and it is clean.
+    /// Does a direct write, as [`write_direct`](Self::write_direct), that fails after a concurrent
+    /// reader has cached the same page. Then the disk has the new page. The page cache has the old
+    /// page, which counts as clean.
     pub fn fail_direct(&mut self, storage: &mut Storage, inode: u32, page: u64, version: Version) {
         if self.is_read(inode) {
             return;
@@ -340,13 +358,13 @@ impl Kernel {
         self.cache.insert((inode, index_of(page)), old);
     }
 
-    /// Closes the file, so that it has no writer any more.
+    /// Closes a file, so that it has no direct writer any more.
     pub fn close(&mut self, inode: u32) {
         self.writers.remove(&inode);
     }
 
-    /// Unmounts the file system and mounts it again. If `known` is true, the hooks are notified of
-    /// the new mount at once.
+    /// Unmounts the file system and mounts it again. If `known` is true, registers the new mount
+    /// with the driver's hooks at once.
     pub fn remount(&mut self, storage: &mut Storage, known: bool) {
         if self.reads.is_empty() {
             (0..FILES).for_each(|inode| self.write_back(storage, inode));
@@ -360,7 +378,7 @@ impl Kernel {
         }
     }
 
-    /// Registers the file system with the hooks.
+    /// Registers the file system with the driver's hooks, after a mount that they did not see.
     pub fn register(&mut self) {
         let cached = self.cache.keys().map(|(inode, _)| *inode);
         let suspects: BTreeSet<u32> = cached.chain(self.writers.iter().copied()).collect();

@@ -3,8 +3,8 @@
 //!
 //! The daemon and the pool are the real ones: connections, messages, rings, workers, requests,
 //! storage. Their environment is modelled: the driver and the files of a guest, the VMM, and time.
-//! A seed draws a script of steps; the same seed gives the same run, step for step. Three oracles
-//! check the answers of the device, the requests of the driver, and the contents of files.
+//! A seed determines a script of steps, and the same seed gives the same run, step for step. Three
+//! oracles check the answers of the device, the requests of the driver, and the contents of files.
 //!
 //! | file | contents |
 //! | --- | --- |

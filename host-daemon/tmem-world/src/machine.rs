@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A virtual machine and its VMM: memory, interrupts, and QEMU's messages in QEMU's order, passed
-//! to the daemon's real message handler.
+//! A virtual machine and its VMM: memory, interrupts, and QEMU's messages in QEMU's order. The VMM
+//! passes its messages to the daemon's real message handler.
 //!
 //! The VMM caches the part of the configuration that the guest may read. It notifies the guest when
-//! a back end starts or is lost, and starts the next back end where the last one stopped. Out of
-//! scope: when a VMM connects, starts or stops a device.
+//! a back end starts or is lost. It starts the rings of the next back end where the last one
+//! stopped. Out of scope: when a VMM connects, starts or stops a device.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -36,39 +36,41 @@ pub struct Link {
     pub host: usize,
     /// The daemon's side of the connection.
     pub session: Session,
-    /// Fuse that makes the VMM hang up.
+    /// Fuse that makes the VMM close the connection after a number of the daemon's checks.
     pub hang_up: Arc<Fuse>,
-    /// The VMM's side of the socket.
+    /// The VMM's end of the socket.
     _stream: UnixStream,
-    /// Whether the rings run.
+    /// Whether the VMM has started the rings on this connection.
     pub started: bool,
 }
 
-/// State of a migration at the source.
+/// State of a migration at the source host.
 pub struct Migration {
-    /// One dirty log for each start of the rings. The VMM reads the last log when the rings are
-    /// stopped or lost.
+    /// Dirty logs of the migration, a new one for each start of the rings. The VMM reads a log when
+    /// the rings are stopped or lost.
     logs: Vec<DirtyLog>,
-    /// Contents of the memory that was sent at the beginning of the migration.
+    /// Guest memory that the VMM sent at the beginning of the migration.
     base: Vec<Vec<u8>>,
 }
 
 /// Hardware and VMM of one guest.
 pub struct Machine {
-    /// Guest memory.
+    /// The guest's memory.
     pub ram: Arc<GuestRam>,
     /// Addresses of the driver's rings and buffers.
     pub layout: Arc<Layout>,
     /// Kick descriptors, through which the guest notifies the device.
     pub kicks: Vec<OwnedFd>,
     calls: Vec<OwnedFd>,
-    /// Generation in the configuration, as the VMM reports it.
+    /// Generation in the device's configuration, as the VMM reports it to the guest; 0 without a
+    /// back end.
     pub generation: u64,
-    /// Whether the configuration has changed since the guest was last notified.
+    /// Whether the VMM has an interrupt for the guest because the configuration has changed.
     pub config_irq: bool,
-    /// Connection to the daemon.
+    /// Connection of the VMM to the daemon, if there is one.
     pub link: Option<Link>,
-    /// Ring indices at which the device continues; None to continue after the last used element.
+    /// Ring indices at which the next start of the rings continues. With None, each ring continues
+    /// after its last used element.
     pub bases: Option<Vec<u16>>,
     migration: Option<Migration>,
     event_idx: bool,
@@ -77,7 +79,7 @@ pub struct Machine {
     mutation: Option<Mutation>,
 }
 
-/// Reason for which the daemon refused a message, as a sentence.
+/// Text of the error with which the daemon refused a message.
 pub type Refused = String;
 
 type Done = Result<(), Refused>;
@@ -90,7 +92,7 @@ fn device(session: &Session) -> MutexGuard<'_, Device> {
     session.device().lock().expect("the lock is poisoned")
 }
 
-/// Creates an eventfd for each queue.
+/// Creates an eventfd for each queue, for kicks or interrupts.
 fn notifiers(queues: usize) -> Vec<OwnedFd> {
     let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
     let fd = |_| eventfd(0, flags).expect("cannot create an eventfd");
@@ -102,7 +104,7 @@ fn consume(fd: &OwnedFd) -> bool {
 }
 
 impl Machine {
-    /// Creates a machine without a daemon.
+    /// Creates a machine that is not connected to a daemon.
     pub fn new(
         queues: usize,
         (event_idx, indirect, retain): (bool, bool, bool),
@@ -127,22 +129,23 @@ impl Machine {
         }
     }
 
-    /// Returns empty rings.
+    /// Returns the machine's virtqueues in their empty state.
     pub fn transport(&self) -> Transport {
         Transport::new(&self.ram, &self.layout, self.event_idx, self.indirect)
     }
 
-    /// Takes the interrupts of a queue. Returns whether there were any.
+    /// Takes the interrupts of a queue. Returns whether there was any.
     pub fn interrupted(&self, queue: usize) -> bool {
         consume(&self.calls[queue])
     }
 
-    /// Returns whether the rings run.
+    /// Returns whether the VMM has started the rings.
     pub fn started(&self) -> bool {
         self.link.as_ref().is_some_and(|link| link.started)
     }
 
-    /// Returns whether a migration is in progress, during which dirty pages are logged.
+    /// Returns whether a migration is in progress, during which the daemon logs the pages that it
+    /// writes.
     pub fn migrates(&self) -> bool {
         self.migration.is_some()
     }
@@ -151,8 +154,8 @@ impl Machine {
         self.link.as_mut().ok_or_else(|| "no backend".into())
     }
 
-    /// Connects to a daemon, and returns the generation. Returns None if the daemon refuses,
-    /// because the VM already has a connection.
+    /// Connects to the daemon of a host, and returns the generation of the device. Returns None if
+    /// the daemon refuses, because the VM already has a connection.
     pub fn connect(&mut self, guest: usize, number: usize, host: &SimulatedDaemon) -> Option<u64> {
         let hang_up = Fuse::new();
         let (session, stream) = host.connect(guest, &hang_up)?;
@@ -180,8 +183,8 @@ impl Machine {
             )
     }
 
-    /// Sends the memory table. It has all memory if `whole` is true, and otherwise the first region
-    /// only.
+    /// Sends the memory table to the daemon. It contains all memory if `whole` is true, and
+    /// otherwise only the first region.
     pub fn set_mem_table(&mut self, whole: bool) -> Done {
         let regions = self
             .ram
@@ -201,7 +204,8 @@ impl Machine {
         refused("SET_MEM_TABLE", r).map(drop)
     }
 
-    /// Sends a memory table with memory that could be truncated. The daemon must refuse it.
+    /// Sends a memory table with an unsealed file, which could be truncated. The daemon must refuse
+    /// it.
     pub fn set_unsealed_memory(&mut self) -> Done {
         let ram = GuestRam::new(&ram(), false).expect("cannot create the guest's memory");
         let mut regions = ram
@@ -215,7 +219,7 @@ impl Machine {
     }
 
     /// Starts the rings at the indices at which they stopped, as QEMU's `vhost_dev_start` does.
-    /// `transport` has the driver's rings.
+    /// `transport` contains the driver's rings.
     pub fn start(&mut self, transport: &Transport) -> Done {
         let features = self.features();
         let r = device(&self.link()?.session).set_features(features);
@@ -279,7 +283,7 @@ impl Machine {
         refused("CALL", device.set_vring_call(queue as u8, call))
     }
 
-    /// Stops the rings: when this returns, the daemon no longer uses them.
+    /// Stops the rings. When this function returns, the daemon no longer uses them.
     pub fn stop(&mut self) -> Done {
         let queues = self.kicks.len();
         let link = self.link()?;
@@ -290,7 +294,8 @@ impl Machine {
         }
         for queue in 0..queues as u32 {
             let state = refused("GET_VRING_BASE", device.get_vring_base(queue))?;
-            // The field `num` is the base; the library has no function that returns it.
+            // Read the ring's base index from the field `num`, because the library has no function
+            // for it.
             bases.push({ state.num } as u16);
         }
         drop(device);
@@ -299,7 +304,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Sends RESET_DEVICE. Returns the new generation.
+    /// Sends RESET_DEVICE to the daemon. Returns the new generation.
     pub fn reset(&mut self) -> Result<u64, Refused> {
         let kept = self.mutation == Some(Mutation::GenerationKept);
         let link = self.link()?;
@@ -310,8 +315,8 @@ impl Machine {
         Ok(generation(&mut device))
     }
 
-    /// Drops the connection and notifies the guest. A migration continues, and the next back end
-    /// gets a dirty log of its own when it starts.
+    /// Drops the connection to the daemon and notifies the guest. A migration continues, and the
+    /// next back end gets a dirty log of its own when it starts.
     pub fn unlink(&mut self) -> Option<Link> {
         let link = self.link.take()?;
         if link.started {
@@ -327,7 +332,7 @@ impl Machine {
         Some(link)
     }
 
-    /// Sends a new dirty log without marks, if a migration is in progress.
+    /// Sends a new dirty log without marks to the daemon, if a migration is in progress.
     fn set_log_base(&mut self) -> Done {
         let Some(migration) = &mut self.migration else {
             return Ok(());
@@ -340,12 +345,14 @@ impl Machine {
         refused("SET_LOG_BASE", r)
     }
 
-    /// Begins a migration: all memory is sent, and from now on written pages are logged.
+    /// Begins a migration: the VMM sends all guest memory, and from now on the daemon logs pages
+    /// that it writes.
     pub fn begin_migration(&mut self) -> Done {
         self.ram.track_written(true);
         let (logs, base) = (Vec::new(), self.ram.snapshot());
         self.migration = Some(Migration { logs, base });
-        // If the rings do not run, the VMM sends the log when it starts them.
+        // Do not send a log while the rings are stopped, because the VMM sends one when it starts
+        // them.
         if !self.started() {
             return Ok(());
         }
@@ -355,9 +362,9 @@ impl Machine {
         refused("SET_FEATURES", r)
     }
 
-    /// Ends the migration with the memory of the destination. Pages that were not logged have the
-    /// contents that were sent at the beginning of the migration. Rings must be stopped. The VMM
-    /// itself logs the used rings.
+    /// Ends the migration: changes the guest's memory to what the destination has. A page that was
+    /// not logged as written has the contents that were sent at the beginning of the migration. The
+    /// rings must be stopped. The VMM itself logs the pages of the used rings.
     pub fn arrive(&mut self) {
         let Some(Migration { logs, base }) = self.migration.take() else {
             return;
@@ -371,13 +378,13 @@ impl Machine {
                 self.ram.restore_page(&base, page);
             }
         }
-        // The destination has another VMM with other notifiers, so that a daemon that hangs at the
-        // source gets none of its kicks.
+        // Use other notifiers, because the destination has another VMM. So a daemon that hangs at
+        // the source gets none of the guest's kicks.
         self.kicks = notifiers(self.kicks.len());
         self.calls = notifiers(self.calls.len());
     }
 
-    /// Cancels the migration.
+    /// Cancels the migration. The VM stays at the source.
     pub fn cancel_migration(&mut self) -> Done {
         if self.migration.take().is_none() {
             return Ok(());
@@ -392,7 +399,7 @@ impl Machine {
     }
 }
 
-/// Returns the generation in the device's configuration.
+/// Returns the generation in the device's configuration, which the daemon reports.
 fn generation(device: &mut Device) -> u64 {
     let bytes = device.get_config(0, 8, VhostUserConfigFlags::empty());
     let bytes = bytes.expect("the configuration does not contain the generation");

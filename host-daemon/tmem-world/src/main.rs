@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tmem-world [--seeds N] [--first N] [--mutation NAME] [--threads N] [--trace]`: runs seeds, or
-//! replays the seed in TMEM_SEED, and shrinks the first failure.
+//! `tmem-world [--seeds N] [--first N] [--mutation NAME] [--threads N] [--trace]`: runs the
+//! simulator with many seeds, or with the seed in TMEM_SEED, and shrinks the first failure.
 //!
-//! Exits with 1 if a rule was broken.
+//! Exits with 1 if a run broke a rule.
 
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use tmem_world::{Mutation, Script, run_seeds, run_traced, shrink};
 
-/// Default number of seeds.
+/// Default number of seeds to run.
 const SEEDS: u64 = 4_000;
-/// Time between two lines of progress.
+/// Time between two lines that report the progress.
 const PROGRESS: Duration = Duration::from_secs(10);
 
 struct Arguments {
@@ -40,7 +40,7 @@ fn arguments() -> Result<Arguments, String> {
         let value = words.next().ok_or(format!("{word} needs a value"))?;
         let number = || {
             let number = value.parse::<u64>();
-            number.map_err(|_| format!("{word} {value}: not a number"))
+            number.map_err(|_| format!("the value of {word} is not a number: {value}"))
         };
         match word.as_str() {
             "--first" => out.first = number()?,
@@ -51,18 +51,18 @@ fn arguments() -> Result<Arguments, String> {
                 let named = Mutation::named(&value);
                 out.mutation = Some(named.ok_or(format!("{value} is none of {known}"))?);
             }
-            _ => return Err(format!("unknown: {word}")),
+            _ => return Err(format!("unknown option: {word}")),
         }
     }
     if let Ok(seed) = std::env::var("TMEM_SEED") {
         let number = seed.parse::<u64>();
-        out.first = number.map_err(|_| format!("TMEM_SEED={seed}: not a number"))?;
+        out.first = number.map_err(|_| format!("TMEM_SEED={seed} is not a number"))?;
         out.seeds = 1;
     }
     Ok(out)
 }
 
-/// Shortens the script of a failing seed as far as it still fails, and prints the remaining steps
+/// Removes steps from the script of a failing seed while it still fails. Prints the remaining steps
 /// and the failure. If `whole` is true, prints the run of the full script first.
 fn explain(seed: u64, mutation: Option<Mutation>, whole: bool) {
     let script = Script::draw(seed, mutation);
@@ -73,7 +73,7 @@ fn explain(seed: u64, mutation: Option<Mutation>, whole: bool) {
         return;
     };
     let (from, to) = (script.steps.len(), short.steps.len());
-    println!("\nshrunk from {from} steps to {to}:");
+    println!("\nthe failing script, shortened from {from} steps to {to} steps:");
     run_traced(&short, |line| println!("{line}"));
     println!("{}: {}", failure.rule, failure.what);
 }
@@ -100,15 +100,16 @@ fn main() -> ExitCode {
         if last_report.elapsed() >= PROGRESS {
             *last_report = Instant::now();
             let per_second = done as f64 / begun.elapsed().as_secs_f64();
-            eprintln!("{done} of {seeds} seeds, {per_second:.0} a second");
+            eprintln!("{done} of {seeds} seeds are simulated, {per_second:.0} per second");
         }
     };
     let totals = run_seeds((first, seeds), mutation, threads, progress);
     let [stored, hits, refused, lost, stale, retained, held, gone] = totals.counts;
     println!(
         "{} seeds in {:.1} s, {:.0} s of virtual time: {stored} pages stored, {hits} hits, \
-         {refused} refused, {lost} lost by the device, {stale} requests stale, \
-         {retained} pages retained, {held} REFs held, {gone} gone",
+         {refused} puts refused, {lost} pages lost by the device, \
+         {stale} requests answered with STALE, {retained} pages retained, \
+         {held} REFs answered with HELD, {gone} with GONE",
         totals.seeds,
         begun.elapsed().as_secs_f64(),
         totals.now_ns as f64 / 1e9,

@@ -1,111 +1,115 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The rules of SPEC.md that can be broken on purpose, to check that the simulator detects each
-//! broken rule.
+//! Rules of SPEC.md that can be broken on purpose, to check that the simulator detects each broken
+//! rule.
 //!
-//! A rule of the driver is broken in the model of the driver. A rule of the device is broken around
-//! the real daemon, by changing its answers or its requests. The daemon itself is never changed.
+//! If it is a rule of the driver, the model of the driver breaks it. If it is a rule of the device,
+//! the simulator changes the answers or the requests of the real daemon. The daemon itself is never
+//! changed.
 
-/// Rule that is broken on purpose.
+/// Rule that the simulator breaks on purpose. Its check must then fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mutation {
     /// A reset does not reach the device, which keeps its generation and its pages.
     GenerationKept,
-    /// The device counts its generations instead of drawing random ones.
+    /// The device numbers its generations 1, 2, 3 instead of drawing random ones.
     GenerationCounted,
     /// The device ignores the generation of a request.
     GenerationUnchecked,
     /// The driver keeps its index when the generation changes.
     IndexKept,
-    /// The driver sends pages that were put before it last emptied its index.
+    /// The driver sends pages that it put before it last emptied its index.
     EpochIgnored,
-    /// The driver never reads the configuration again.
+    /// The driver never reads a new generation from the configuration once it has one.
     ConfigIgnored,
-    /// The device returns a page whatever cookie the get names.
+    /// The device returns the page of a key even if the get names another cookie.
     CookieUnchecked,
-    /// The driver gives two puts one cookie.
+    /// The driver gives several puts the same cookie.
     CookieRepeated,
     /// The driver sends the requests of one chunk to several queues instead of one.
     QueueAny,
-    /// The device publishes two answers in the wrong order.
+    /// The device publishes two answers of a queue in the wrong order.
     AnswersSwapped,
-    /// A back end writes data of an answer after it has answered the message that stops the ring.
+    /// A back end writes page data of an answer after it has answered the message that stops the
+    /// ring.
     DrainSkipped,
     /// A back end continues to serve a connection after the front end has hung up.
     HangUpIgnored,
-    /// The VMM does not make the next back end replay the requests that the last one left
-    /// unanswered.
+    /// The VMM starts the next back end behind the requests that the last one left unanswered,
+    /// instead of replaying them.
     ReplaySkipped,
-    /// The VMM loses the pages that the device marked in the dirty log.
+    /// At a migration, the VMM loses the pages that the device marked in the dirty log.
     DirtyLogLost,
-    /// The VMM does not read the dirty log of a lost back end.
+    /// At a migration, the VMM does not read the dirty log of a lost back end.
     LastLogUnread,
-    /// A refused put leaves the page that was held before it.
+    /// When the device refuses a put, it keeps the page that it had under the key before.
     RefusedLeavesOld,
-    /// A flush drops nothing.
+    /// The device answers a FLUSH without dropping the pages.
     FlushIgnored,
-    /// A hit leaves the page in the device.
+    /// The device keeps a page that it has returned to a get.
     HitKeepsPage,
-    /// The driver keeps the entry of a page that it requested.
+    /// The driver keeps the index entry of a page that it requested.
     EntryKeptAtGet,
-    /// The driver keeps the entry of a put that was dropped or refused.
+    /// The driver keeps the index entry of a put that was dropped or refused.
     EntryKeptAtDrop,
-    /// The driver keeps the entries of pages that a direct write changed.
+    /// The driver keeps the index entries of pages that a direct write changed.
     EntryKeptAtDirectWrite,
-    /// A put clears the mark of a file that has no writer any more.
+    /// A put clears the mark of a file that has no direct writer, although pages are still cached.
     MarkClearedAtPut,
-    /// A file system that is registered late has no marks.
+    /// The driver marks no file when a file system is registered some time after its mount.
     LateMountUnmarked,
-    /// The driver keeps the entries of truncated pages.
+    /// The driver keeps the index entries of truncated pages.
     EntryKeptAtTruncate,
-    /// The driver uses pages that the device answered as missing.
+    /// The driver uses the contents of pages that the device answered with MISS.
     MissTaken,
     /// The driver uses bounce pages again before the device has returned them.
     BounceReused,
-    /// The driver's readers wait without a deadline.
+    /// Readers in the guest wait without a deadline for the device's answer.
     DeadlineMissing,
-    /// The driver uses a pool's id again.
+    /// The driver uses the id of a destroyed pool for a new pool.
     PoolIdReused,
     /// The daemon treats all VMs as one tenant.
     TenantsMixed,
-    /// The device writes the beginning of another guest's page into the buffer of a get.
+    /// The device writes the beginning of another guest's page into the buffer of a missed get.
     NeighbourShown,
     /// The driver sets bits of `retain` and sends REFs although the feature is not negotiated.
     RetainUnnegotiated,
-    /// The driver keeps the retained entry of a page that is overwritten.
+    /// The driver keeps the retained index entry of a page that is overwritten.
     RetainedKeptAtWrite,
-    /// The driver keeps the retained entries of truncated pages.
+    /// The driver keeps the retained index entries of truncated pages.
     RetainedKeptAtTruncate,
-    /// The driver keeps the retained entries of pages that a direct write changed.
+    /// The driver keeps the retained index entries of pages that a direct write changed.
     RetainedKeptAtDirectWrite,
-    /// The driver keeps retained entries when the file system is unmounted.
+    /// The driver keeps retained index entries when the file system is unmounted.
     RetainedKeptAtUnmount,
-    /// The driver keeps the retained entries of a get that was not answered in time.
+    /// The driver keeps the retained index entries of a get that was not answered in time.
     RetainedKeptAtDeadline,
-    /// The driver neither erases the retained entry of a page that is overwritten, nor compares its
-    /// content when it is evicted.
+    /// The driver does not erase the retained index entry of a page that is overwritten. It does
+    /// not compare the contents either when the page is evicted.
     RetainedUnchecked,
-    /// A mark neither erases retained entries, nor keeps the driver from making them held.
+    /// Marking a file does not erase its retained index entries. Evictions still make these entries
+    /// held (only the device may have the page).
     MarkIgnoredByRetained,
-    /// An eviction makes an entry held that was erased after the eviction began.
+    /// An eviction inserts a held entry for a page whose index entry was erased after the eviction
+    /// began.
     HeldAfterErase,
-    /// The answer to a get adds an entry for each page that the device retains.
+    /// When the driver takes the answer to a get, it adds an index entry for each retained page.
     EntryAddedAtAnswer,
     /// The driver lets the device retain the page that contains the end of a file.
     EndRetained,
-    /// The driver sends REFs of an earlier generation.
+    /// The driver sends references (REF) of an earlier generation.
     StaleRefSent,
-    /// The driver keeps the entry of a page whose REF was answered with GONE.
+    /// The driver keeps the index entry of a page whose REF was answered with GONE.
     GoneIgnored,
-    /// The device executes a REF whatever cookie it names.
+    /// The device executes a REF (reference to a retained page) even if it names another cookie.
     RefCookieUnchecked,
     /// The device keeps a page whose REF it answers with GONE.
     GoneKeepsPage,
-    /// The device says of each hit that it retains the page.
+    /// The device answers each hit with the flag RETAINED, even if it does not retain the page.
     RetainedFlagAlways,
 }
 
 impl Mutation {
-    /// All mutations.
+    /// All rules that can be broken on purpose.
     pub const ALL: [Mutation; 46] = [
         Mutation::GenerationKept,
         Mutation::GenerationCounted,
@@ -155,7 +159,7 @@ impl Mutation {
         Mutation::RetainedFlagAlways,
     ];
 
-    /// Returns the mutation with this name.
+    /// Returns the mutation (broken rule) with this name, if there is one.
     #[must_use]
     pub fn named(name: &str) -> Option<Mutation> {
         Mutation::ALL.into_iter().find(|m| format!("{m:?}") == name)

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The oracle of one guest: it checks the answers of the guest's device and the requests of the
+//! The oracle of one guest. It checks the answers of the guest's device and the requests of the
 //! model of its driver.
 //!
-//! Answers are judged by [`tmem_sim::Model`] when the device publishes them, whatever the guest
-//! does with the answers later. The oracle knows the whole history and is not part of the guest, so
-//! that a rollback does not affect it. It never passes information to the guest.
+//! [`tmem_sim::Model`] judges the answers when the device publishes them, even if the guest never
+//! takes them. The oracle knows the whole history and is not part of the guest, so that a rollback
+//! of the guest does not affect it. It never passes information to the guest.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 
@@ -15,67 +15,68 @@ use crate::content;
 use crate::mutation::Mutation;
 use crate::transport::{Flight, Transport};
 
-/// A broken rule, which the oracle found.
+/// A failure that an oracle found: a rule was broken.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// Name of the rule.
+    /// Name of the broken rule.
     pub rule: &'static str,
-    /// Description of the failure.
+    /// Description of the failure, with the guest and the page or request.
     pub what: String,
 }
 
-/// Number of puts that the oracle remembers after the device had to drop them.
+/// Number of dropped pages (puts that the device had to drop) that the oracle remembers.
 const ENDED: usize = 12;
 
-/// State of a put, as a correct driver knows it.
+/// State of a put page, as far as a correct driver knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
-    /// The put was sent, and is stored or not answered yet.
+    /// The driver has sent the put. It is stored or not answered yet.
     Sent,
-    /// The device answered that it does not hold the page.
+    /// The device answered the put with REFUSED, so it does not hold the page.
     Refused,
-    /// A get has requested the page.
+    /// The driver has sent a get for the page.
     Asked,
-    /// The driver has taken the answer that the device retains the page.
+    /// The driver has taken the answer to a get that says that the device retains the page.
     Retained,
-    /// The driver has taken the answer that the device does not have the page.
+    /// The driver has taken the answer GONE to a REF, so the device does not have the page.
     Gone,
 }
 
-/// A page that a broken device holds although it must not.
+/// A page that a device with a broken rule keeps although it must not.
 pub struct Kept {
-    /// Key of the page.
+    /// Key (pool, object and index) of the page.
     pub key: Key,
-    /// Cookie of the page.
+    /// Cookie with which the page was put.
     pub cookie: u64,
-    /// Contents of the page.
+    /// Contents that were put.
     pub content: Content,
 }
 
-/// The oracle of one guest.
+/// The oracle of one guest, which checks its device and its driver.
 pub struct Oracle {
     guest: usize,
     mutation: Option<Mutation>,
     /// Whether `VIRTIO_TMEM_F_RETAIN` is negotiated.
     retain: bool,
-    /// Answers that the device may give.
+    /// Model of the device, which decides which answers the device may give.
     pub model: Model,
     generations: HashSet<u64>,
-    /// Generation that requests must carry now; 0 without a back end.
+    /// Generation that requests must carry now; 0 while no back end is connected.
     current: u64,
-    /// Used index of each queue up to which answers were judged.
+    /// Index of each queue's used ring up to which the oracle has judged answers.
     seen: Vec<u16>,
-    /// Ids of the pools of this generation.
+    /// Ids of all pools that the driver created in this generation.
     pools: BTreeSet<u32>,
-    /// Puts of this generation, by key and cookie.
+    /// Puts of this generation with their states and contents, by key and cookie.
     puts: BTreeMap<(Key, u64), (Fate, Content)>,
-    /// Cookies of this generation.
+    /// Cookies that the driver has used in this generation.
     cookies: HashSet<u64>,
-    /// The last puts that the device had to drop.
+    /// Pages that the device had to drop most recently, by key and cookie.
     ended: VecDeque<(Key, u64)>,
-    /// Queue of each chunk of pages in this generation.
+    /// Queue that requests for each chunk (pool, object and group of 256 pages) use in this
+    /// generation.
     chunks: BTreeMap<(u32, u64, u64), usize>,
-    /// The first rule that was broken.
+    /// The first failure that the oracle found.
     pub failure: Option<Failure>,
 }
 
@@ -99,13 +100,13 @@ impl Oracle {
         }
     }
 
-    /// Records a failure, unless an earlier one is recorded.
+    /// Records a broken rule, unless the oracle has recorded one before.
     pub fn fail(&mut self, rule: &'static str, what: String) {
         let what = format!("g{}: {what}", self.guest);
         self.failure.get_or_insert(Failure { rule, what });
     }
 
-    /// Records the generation that the device reports, at the start of a connection and after a
+    /// Records a new generation. The device reports it at the start of a connection and after a
     /// reset.
     pub fn begin(&mut self, generation: u64) {
         self.current = generation;
@@ -116,7 +117,7 @@ impl Oracle {
         if !self.generations.insert(generation) {
             self.fail(
                 "generation",
-                format!("generation {generation:#x} was used before"),
+                format!("the device reports generation {generation:#x} again"),
             );
         }
         if let Err(violation) = self.model.begin(generation) {
@@ -129,7 +130,8 @@ impl Oracle {
         self.chunks.clear();
     }
 
-    /// Records that the back end is lost. Until the next back end starts, there is no generation.
+    /// Records that the connection to the back end is lost. Until the next back end starts, there
+    /// is no generation.
     pub fn lost(&mut self) {
         self.current = 0;
     }
@@ -139,29 +141,31 @@ impl Oracle {
         generation == self.current
     }
 
-    /// Records that the rings were emptied, or were restored from a snapshot.
+    /// Records that the driver's rings were emptied, or were restored from a snapshot.
     pub fn rings_changed(&mut self, transport: &Transport) {
         let used = transport.rings.iter().map(|r| r.used_idx_in_memory());
         self.seen = used.collect();
     }
 
-    /// Returns the used index of a queue up to which answers were judged.
+    /// Returns the index of a queue's used ring up to which the oracle has judged answers.
     pub fn seen(&self, queue: usize) -> u16 {
         self.seen[queue]
     }
 
-    /// Checks that no answer was published, because there is no back end.
+    /// Checks that no answer was published since the rings were stopped or the back end was lost.
     pub fn nothing_new(&mut self, transport: &Transport) {
         for (queue, ring) in transport.rings.iter().enumerate() {
             if ring.used_idx_in_memory() != self.seen[queue] {
-                let what = format!("queue {queue}: an answer after the end of the connection");
+                let what = format!(
+                    "queue {queue}: the device published an answer after the connection had ended"
+                );
                 self.fail("hang-up", what);
             }
         }
     }
 
-    /// Returns the key and cookie of a page that was put in this generation, often of one that the
-    /// device has just had to drop.
+    /// Returns the key and cookie of a page that was put in this generation. In three of four
+    /// cases, it is one that the device has just had to drop.
     pub fn any_put(&self, pick: u64) -> Option<(Key, u64)> {
         let (ended, pick) = (!pick.is_multiple_of(4), pick / 4);
         if ended && !self.ended.is_empty() {
@@ -178,25 +182,38 @@ impl Oracle {
         let busy = transport.flight.iter().flatten();
         let busy: BTreeSet<u64> = busy.flat_map(Flight::pages).collect();
         if let Some(page) = flight.pages().find(|page| busy.contains(page)) {
-            let what = format!("{:?} uses the device's page {page:#x}", flight.tag);
+            let what = format!(
+                "the request {:?} uses the buffer page {page:#x} of a request in flight",
+                flight.tag
+            );
             self.fail("buffers", what);
         }
         let refers = matches!(&*flight.request, Request::Ref { .. });
         if !self.retain && (refers || flight.request.retain() != 0) {
-            let what = format!("{:?} needs a feature that is not negotiated", flight.tag);
+            let what = format!(
+                "the request {:?} uses retained pages, a feature that was not negotiated",
+                flight.tag
+            );
             self.fail("feature", what);
         }
         let current = self.is_current(flight.generation);
         if flight.generation == 0 {
-            self.fail("generation", "a request without a generation".into());
+            self.fail(
+                "generation",
+                "the driver sent a request without a generation".into(),
+            );
         }
         if !current || probe {
-            // The device must answer STALE, or the request is a deliberate probe.
+            // Skip the other checks for a deliberate probe, and for a request of another
+            // generation, which the device must answer with STALE.
             return;
         }
         if let Request::PoolCreate { pool, .. } = &*flight.request {
             if !self.pools.insert(*pool) {
-                self.fail("ids", format!("pool {pool} was used before"));
+                self.fail(
+                    "ids",
+                    format!("the driver created pool {pool} twice in one generation"),
+                );
             }
             return;
         }
@@ -204,18 +221,22 @@ impl Oracle {
         if pool != 0 && !self.pools.contains(&pool) {
             self.fail(
                 "generation",
-                format!("pool {pool} is of another generation"),
+                format!("a request names pool {pool}, which was not created in this generation"),
             );
         }
         match &*flight.request {
             Request::Put { pages, .. } => {
                 for page in pages {
                     self.chunk(queue, pool, page.object, page.index);
-                    // Only the repetition of a cookie is a failure. Cookies grow in the order of
-                    // puts, but the feeder sends the puts of each queue separately, so not in that
+                    // Check only that no cookie is repeated. The driver draws cookies in ascending
+                    // order, but the feeder sends the puts of each queue separately, so in another
                     // order.
                     if !self.cookies.insert(page.cookie) {
-                        self.fail("cookie", format!("{:#x} was used before", page.cookie));
+                        let what = format!(
+                            "the driver used cookie {:#x} twice in one generation",
+                            page.cookie
+                        );
+                        self.fail("cookie", what);
                     }
                 }
             }
@@ -244,7 +265,8 @@ impl Oracle {
                     };
                     self.chunk(queue, pool, page.object, page.index);
                     if !self.puts.contains_key(&(key, page.cookie)) {
-                        let what = format!("{key:?} was not put in this one, but referred to");
+                        let what =
+                            format!("a REF names {key:?}, which was not put in this generation");
                         self.fail("generation", what);
                     }
                 }
@@ -253,7 +275,7 @@ impl Oracle {
         }
     }
 
-    /// Records that the driver has taken the answer to a get or REF of its own.
+    /// Records that the driver has taken the answer to a get for a reader, or to a REF.
     pub fn taken(&mut self, flight: &Flight, answer: &Answer) {
         if !self.is_current(flight.generation) {
             return;
@@ -294,12 +316,12 @@ impl Oracle {
         }
     }
 
-    /// Returns the contents of a page that was put in this generation.
+    /// Returns the contents of a put of this generation, by key and cookie.
     pub fn content(&self, key: Key, cookie: u64) -> Option<Content> {
         self.puts.get(&(key, cookie)).map(|(_, content)| *content)
     }
 
-    /// Records the contents of a put that is sent.
+    /// Records that the driver sends a put with these contents.
     pub fn putting(&mut self, key: Key, cookie: u64, content: Content) {
         self.puts.insert((key, cookie), (Fate::Sent, content));
     }
@@ -312,10 +334,22 @@ impl Oracle {
         let fate = self.puts.get_mut(&(key, cookie));
         match fate.map(|(fate, _)| std::mem::replace(fate, Fate::Asked)) {
             Some(Fate::Sent | Fate::Retained) => {}
-            Some(Fate::Gone) => self.fail("gone", format!("{key:?} is asked for")),
-            Some(Fate::Refused) => self.fail("refused", format!("{key:?} is asked for")),
-            Some(Fate::Asked) => self.fail("exclusive", format!("{key:?} is asked for twice")),
-            None => self.fail("generation", format!("{key:?} was not put in this one")),
+            Some(Fate::Gone) => self.fail(
+                "gone",
+                format!("the driver requested {key:?} after the device had answered GONE"),
+            ),
+            Some(Fate::Refused) => self.fail(
+                "refused",
+                format!("the driver requested {key:?}, whose put was refused"),
+            ),
+            Some(Fate::Asked) => self.fail(
+                "exclusive",
+                format!("the driver requested {key:?} twice after one put"),
+            ),
+            None => self.fail(
+                "generation",
+                format!("the driver requested {key:?}, which was not put in this generation"),
+            ),
         }
     }
 
@@ -323,13 +357,16 @@ impl Oracle {
         let chunk = (pool, object, index >> wire::CHUNK_SHIFT);
         let first = *self.chunks.entry(chunk).or_insert(queue);
         if first != queue {
-            let what = format!("{chunk:?} goes to queue {first} and to {queue}");
+            let what = format!(
+                "requests for one chunk (pool, object, group of pages) {chunk:?} went to the \
+                 queues {first} and {queue}"
+            );
             self.fail("order", what);
         }
     }
 
     /// Judges the answers that the device has published since the last call. Returns the pages that
-    /// a broken device keeps.
+    /// a device with a broken rule keeps.
     pub fn observe(&mut self, transport: &Transport, queue_of: impl Fn(Key) -> usize) -> Vec<Kept> {
         let mut kept = Vec::new();
         for queue in 0..transport.queues() {
@@ -340,7 +377,9 @@ impl Oracle {
                 let used = transport.used(queue, place);
                 let flight = transport.flight[queue].get(place);
                 let (Some((_, used_bytes)), Some(flight)) = (used, flight) else {
-                    self.fail("order", format!("queue {queue}: an answer to nothing"));
+                    let what =
+                        format!("queue {queue}: the device published an answer without a request");
+                    self.fail("order", what);
                     self.seen[queue] = ring.used_idx_in_memory();
                     break;
                 };
@@ -400,7 +439,7 @@ impl Oracle {
             }
             self.ended.push_front(put);
             self.ended.truncate(ENDED);
-            // A newer put for the key would replace the page.
+            // Do not let the device keep the page if it holds a newer put for the key.
             if keeps && self.model.cookie(put.0).is_none() {
                 let (key, cookie) = put;
                 let Some(&(_, content)) = self.puts.get(&put) else {
@@ -415,7 +454,7 @@ impl Oracle {
         }
     }
 
-    /// Returns the pages that the device holds and must drop with this request.
+    /// Returns the pages that the device holds and that this request may make it drop.
     fn held_of(&self, request: &Request) -> Vec<(Key, u64)> {
         let with_cookie = |key: Key| Some((key, self.model.cookie(key)?));
         match request {
@@ -458,13 +497,15 @@ impl Oracle {
         }
     }
 
-    /// Searches the memory of this guest for pages of other guests.
+    /// Searches the memory of this guest for private pages of other guests.
     pub fn search_for_foreign_pages(&mut self, transport: &Transport) {
         for (addr, word) in transport.first_words() {
             if let Some(owner) = content::owner(word)
                 && owner != self.guest
             {
-                self.fail("isolation", format!("a page of g{owner} lies at {addr:#x}"));
+                let what =
+                    format!("a private page of guest g{owner} is at guest address {addr:#x}");
+                self.fail("isolation", what);
             }
         }
     }

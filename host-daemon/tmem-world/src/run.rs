@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Runs one script, or the scripts of many seeds on several threads.
+//! Runs one script of the simulator, or the scripts of many seeds on several threads.
 //!
-//! A panic in the code of the daemon or the pool is a failure like any other.
+//! A panic in the code of the daemon or the pool counts as a failure.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
@@ -12,24 +12,24 @@ use crate::oracle::Failure;
 use crate::script::Script;
 use crate::world::World;
 
-/// Number of the counts of a run.
+/// Number of counters of a run.
 pub const COUNTS: usize = 8;
-/// Numbers of pages stored, hit, refused and lost, of stale requests, of pages retained, and of
-/// REFs answered with HELD and with GONE although the device had the page before.
+/// Counters of a run: pages stored, hit, refused and lost, stale requests, pages retained, REFs
+/// answered with HELD, and REFs answered with GONE although the device had the page before.
 pub type Counts = [u64; COUNTS];
 
-/// Result of a run.
+/// Result of the run of a script.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The first rule that was broken, and the step at which the oracle saw it.
+    /// The first broken rule, with the number of the step at which an oracle saw it.
     pub failure: Option<(usize, Failure)>,
-    /// Counts of pages and requests.
+    /// Counters of the run's pages and requests.
     pub counts: Counts,
-    /// Virtual time at the end, in nanoseconds.
+    /// Virtual time at the end of the run, in nanoseconds.
     pub now_ns: u64,
 }
 
-/// Runs a script.
+/// Runs a script and returns its result.
 #[must_use]
 pub fn run(script: &Script) -> Outcome {
     caught(script, &mut |_| {})
@@ -79,32 +79,32 @@ fn play(script: &Script, tell: Tell<'_>) -> Outcome {
     }
 }
 
-/// A seed that failed.
+/// A seed whose run failed.
 #[derive(Clone, Debug)]
 pub struct Found {
     /// Number of the seed.
     pub seed: u64,
     /// Number of the step at which the run failed.
     pub at: usize,
-    /// The failure.
+    /// The failure that an oracle found.
     pub failure: Failure,
 }
 
-/// Results of many seeds.
+/// Results of the runs of many seeds.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
-    /// Seeds that were run to their end.
+    /// Number of seeds whose runs ended.
     pub seeds: u64,
-    /// Sums of the counts in [`Outcome`].
+    /// Sums of the counters over all runs, as in [`Outcome`].
     pub counts: Counts,
-    /// Virtual time in nanoseconds.
+    /// Virtual time of all runs together, in nanoseconds.
     pub now_ns: u64,
     /// The smallest seed that failed.
     pub found: Option<Found>,
 }
 
 /// Runs `count` seeds from `first` on until one fails. With several threads the result is still the
-/// smallest seed that fails. `progress` is called with the number of completed seeds.
+/// smallest seed that fails. Calls `progress` with the number of completed seeds.
 pub fn run_seeds(
     (first, count): (u64, u64),
     mutation: Option<Mutation>,
@@ -128,7 +128,8 @@ pub fn run_seeds(
         if let Some((at, failure)) = outcome.failure
             && totals.found.as_ref().is_none_or(|found| seed < found.seed)
         {
-            // Other threads finish the smaller seeds that they have begun.
+            // Let no thread begin a larger seed. Other threads still finish smaller seeds that they
+            // have begun.
             end.fetch_min(seed, Relaxed);
             totals.found = Some(Found { seed, at, failure });
         }

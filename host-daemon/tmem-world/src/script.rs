@@ -1,126 +1,132 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Scripts: lists of steps that the simulator executes, drawn from a seed.
 //!
-//! A step names the guests, hosts or files that it affects by small numbers. Each step has a
-//! meaning in any state of the world, or does nothing. So a script from which steps are removed is
-//! still a valid script, which shrinking needs. The seed also selects which kinds of faults occur
-//! in the script, because some combinations of faults occur only if others are absent.
+//! A step names the guests, hosts or files that it affects by small numbers. In any state of the
+//! simulated world, a step has a meaning or does nothing. So a script from which steps are removed
+//! is still a valid script, which shrinking needs. The seed also selects which kinds of faults
+//! occur in the script, because some combinations of faults occur only if others are absent.
 
 use crate::kernel::{FILES, PAGES};
 use crate::mutation::Mutation;
 
-/// One step of a script. Each `u8` is a number of a guest, host or file, modulo their count.
+/// One step of a script. A `u8` that numbers a guest, host or file is taken modulo their count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(
     missing_docs,
     reason = "their fields are guests, hosts, files and pages"
 )]
 pub enum Step {
-    /// All hosts and guests work once, in an order drawn from the number.
+    /// Each host and each guest works once, in an order drawn from the number.
     Serve(u16),
-    /// A worker of a host runs a round.
+    /// A worker of a host's daemon does one round. The fields are the host and the worker.
     Round(u8, u8),
-    /// The background workers of a host run.
+    /// The background workers of a host's daemon do one step of work.
     Maintain(u8),
-    /// The guest takes interrupts and does pending work.
+    /// The guest takes its interrupts and answers, and does pending work.
     Run(u8),
-    /// The feeder serves a guest's queue.
+    /// The driver's feeder thread sends the requests of a guest's queue. The fields are guest and
+    /// queue.
     Feed(u8, u8),
-    /// Pages are read; the reader spins for the given number of rounds.
+    /// A guest reads pages of a file. The fields are guest, file, first page, number of pages, and
+    /// the number of worker rounds for which the reader spins.
     Read(u8, u8, u8, u8, u8),
-    /// Pages are overwritten.
+    /// A guest overwrites pages. The fields are guest, file, first page and number of pages.
     Write(u8, u8, u8, u8),
-    /// A file is written back.
+    /// A guest writes the dirty pages of a file to the disk. The fields are guest and file.
     WriteBack(u8, u8),
-    /// Pages are reclaimed.
+    /// A guest reclaims clean pages. The fields are guest, file, first page and number of pages.
     Evict(u8, u8, u8, u8),
-    /// A file is truncated.
+    /// A guest truncates a file. The fields are guest, file and first truncated page.
     Truncate(u8, u8, u8),
-    /// A file is deleted.
+    /// A guest deletes a file. The fields are guest and file.
     Delete(u8, u8),
-    /// A page is written past the page cache.
+    /// A guest writes a page past the page cache. The fields are guest, file and page.
     WriteDirect(u8, u8, u8),
-    /// A page is written past the page cache concurrently with a reader, and the write fails in the
-    /// end.
+    /// A guest writes a page past the page cache concurrently with a reader, and the write fails in
+    /// the end. The fields are guest, file and page.
     FailDirect(u8, u8, u8),
-    /// The last writer closes the file.
+    /// The last direct writer of a file closes it. The fields are guest and file.
     Close(u8, u8),
-    /// The file system is unmounted and mounted again.
+    /// A guest unmounts the file system and mounts it again.
     Remount(u8),
-    /// The file system is unmounted and mounted again, and is registered with the hooks later.
+    /// A guest unmounts the file system and mounts it again. `See` registers it with the hooks
+    /// later.
     RemountUnseen(u8),
     See(u8),
     /// The guest requests a page that it put earlier and that the device must not return any more.
     AskOld(u8, u16),
-    /// The given time passes, in µs.
+    /// The given number of µs passes.
     Time(u32),
-    /// The daemon of a host is killed after the given number of checks of front ends.
+    /// The daemon of a host is killed after it has checked the given number of times that a front
+    /// end is connected.
     Kill(u8, u8),
-    /// A daemon starts.
+    /// The daemon of a host starts, if it is not running.
     Boot(u8),
     /// The daemon of a host is stopped, as by SIGSTOP. `Thaw` continues it.
     Freeze(u8),
     Thaw(u8),
-    /// A VMM hangs up after the given number of checks of its front end.
+    /// The VMM of a guest closes its connection after the daemon has checked it the given number of
+    /// times.
     HangUp(u8, u8),
-    /// The daemon notices ended connections.
+    /// The daemon notices that a guest's VMM has closed its connections, and ends them.
     Notice(u8),
-    /// A VMM connects.
+    /// The VMM of a guest connects to the daemon and starts the device.
     Connect(u8),
-    /// A VMM connects with memory that the daemon must not take.
+    /// The VMM of a guest connects with unsealed memory, which the daemon must refuse.
     Refuse(u8),
     /// The VM is paused. `Continue` ends the pause.
     Pause(u8),
-    /// The VM is paused in the middle of a worker's slice, after the given number of checks of its
-    /// front end. The drain does not wait for the end of the slice.
+    /// The VM is paused in the middle of a worker's scheduling slice, after the daemon has checked
+    /// its connection the given number of times. The drain does not wait for the end of the slice.
     PauseLate(u8, u8),
     Continue(u8),
-    /// The VM is reset.
+    /// The VM is reset, and its memory is lost.
     Reset(u8),
-    /// A snapshot of memory and disk is taken. `Rollback` restores it.
+    /// The VMM takes a snapshot of the VM's memory and disk. `Rollback` restores it.
     Snapshot(u8),
     Rollback(u8),
-    /// The disk is restored from the snapshot while the VM is off.
+    /// The VM's disk is restored from the snapshot while the VM is off, and the VM boots.
     Revert(u8),
-    /// The VM's memory is sent to another host. With `Arrive` the VM moves there, and with `Cancel`
-    /// it stays.
+    /// The VMM begins a migration and sends the VM's memory to another host. With `Arrive` the VM
+    /// moves there, and with `Cancel` it stays.
     Migrate(u8),
     Arrive(u8),
     Cancel(u8),
-    /// The VMM changes the guest's memory table.
+    /// The VMM removes a region from the guest's memory table and adds it again.
     MemTable(u8),
-    /// The pool of a host gets the given size in KiB.
+    /// The pool of a host gets the given size in KiB. The fields are the host and the size.
     Resize(u8, u16),
-    /// A VM's cache on a host is frozen. `ThawVm` ends that.
+    /// The daemon freezes a VM's cache, so that it refuses puts. `ThawVm` ends that. The fields are
+    /// the host and the guest.
     FreezeVm(u8, u8),
     ThawVm(u8, u8),
-    /// A VM's limit on a host is changed, in KiB.
+    /// A VM's limit on a host is changed. The fields are the host, the guest and the limit in KiB.
     Limit(u8, u8, u16),
 }
 
-/// Parameters of a world.
+/// Parameters of a simulated world.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setup {
-    /// Seed of everything random in the world.
+    /// Seed of all random numbers in the simulated world.
     pub seed: u64,
-    /// Number of guests.
+    /// Number of guests, each with its VMM.
     pub guests: usize,
-    /// Number of hosts.
+    /// Number of hosts, each with its daemon.
     pub hosts: usize,
-    /// Number of workers of a daemon.
+    /// Number of workers of each daemon.
     pub workers: usize,
-    /// Longest time that a worker polls an empty virtqueue, in µs.
+    /// Longest time in µs that a worker polls an empty virtqueue.
     pub poll_us: u64,
     /// Number of queues of each guest, the control queue included.
     pub queues: usize,
-    /// Whether the device offers VIRTIO_F_EVENT_IDX.
+    /// Whether the guests negotiate the feature VIRTIO_F_EVENT_IDX.
     pub event_idx: bool,
-    /// Whether the device offers VIRTIO_F_INDIRECT_DESC.
+    /// Whether the guests negotiate the feature VIRTIO_F_INDIRECT_DESC.
     pub indirect: bool,
-    /// Whether each guest negotiates `VIRTIO_TMEM_F_RETAIN`. Its driver, its device or its host's
-    /// daemon may lack the feature.
+    /// Whether each guest negotiates `VIRTIO_TMEM_F_RETAIN`. A real guest may lack the feature
+    /// because of its driver, its device or its host's daemon.
     pub retain: Vec<bool>,
-    /// Size of each pool in KiB.
+    /// Size of each host's pool in KiB.
     pub pool_kib: u16,
     /// Whether all guests are in one trust domain.
     pub one_domain: bool,
@@ -128,25 +134,25 @@ pub struct Setup {
     pub mutation: Option<Mutation>,
 }
 
-/// Parameters of a world and the steps that it executes.
+/// Parameters of a simulated world and the steps that it executes.
 #[derive(Clone, Debug)]
 pub struct Script {
-    /// Parameters of the world.
+    /// Parameters of the simulated world.
     pub setup: Setup,
-    /// Steps in their order.
+    /// Steps in the order in which they are executed.
     pub steps: Vec<Step>,
 }
 
 /// Smallest and largest number of steps of a script.
 const STEPS: std::ops::RangeInclusive<usize> = 60..=240;
 
-/// Maximum number of steps between a fault and its repair.
+/// Maximum number of steps that a script places between a fault and its repair.
 const REMEDY_WITHIN: usize = 14;
 
-/// Maximum number of times that a script lets the guests with retained pages read a file again.
+/// Maximum number of places in a script where a guest with retained pages reads a file again.
 const REREADS_MAX: usize = 2;
 
-/// Number of kinds of faults.
+/// Number of kinds of faults that a seed enables or disables.
 const FAULTS: usize = 13;
 
 struct Draw {
@@ -206,8 +212,9 @@ impl Draw {
         }
     }
 
-    /// Returns steps for a VM that is about to migrate. After them, its rings often contain answers
-    /// that its driver has not taken yet, and its daemon at the source is lost.
+    /// Returns steps to execute before a VM arrives at the destination of its migration. After
+    /// them, its rings often contain answers that its driver has not taken yet, and the daemon at
+    /// the source is lost.
     fn before_arrival(&mut self, guest: u8) -> Vec<Step> {
         let (file, page) = (self.file(), self.page());
         let steps = [
@@ -218,8 +225,9 @@ impl Draw {
         steps[..self.rng.usize(..=steps.len())].to_vec()
     }
 
-    /// Returns steps in which a guest reads, evicts and reads a file again, so that the device retains
-    /// pages and gets REFs. Between these steps the pages may change, or the reader may give up.
+    /// Returns steps in which a guest reads, evicts and reads a file again, so that the device
+    /// retains pages and gets references (REF). Between these steps the pages may change, or the
+    /// reader may give up.
     fn reread(&mut self, guest: u8) -> Vec<Step> {
         let (file, page, all) = (self.file(), self.page(), PAGES as u8);
         let read = |spin| Step::Read(guest, file, 0, all, spin);
@@ -263,7 +271,8 @@ impl Draw {
         steps
     }
 
-    /// Returns a fault and its repair. The repair is None if the fault ends without one.
+    /// Returns a random fault and its repair. The repair is None if the fault ends without one.
+    /// Returns None if the seed has disabled this kind of fault.
     fn fault(&mut self) -> Option<(Step, Option<Step>)> {
         let kind = self.rng.usize(..FAULTS);
         if !self.enabled[kind] {
@@ -304,12 +313,13 @@ impl Draw {
 }
 
 impl Script {
-    /// Draws the script of a seed.
+    /// Draws the script of a seed. `mutation` is the rule that is broken on purpose.
     #[must_use]
     pub fn draw(seed: u64, mutation: Option<Mutation>) -> Script {
         let mut rng = fastrand::Rng::with_seed(seed);
         let (setup_seed, guests) = (rng.u64(..), rng.usize(1..=3));
-        // A source of its own, so that seeds have the scripts that they had before.
+        // Draw features from a generator of their own, so that a new feature does not change the
+        // scripts of existing seeds.
         let mut features = fastrand::Rng::with_seed(setup_seed);
         let setup = Setup {
             seed: setup_seed,
@@ -317,7 +327,7 @@ impl Script {
             retain: (0..guests).map(|_| features.bool()).collect(),
             hosts: rng.usize(1..=2),
             workers: rng.usize(1..=2),
-            // The worker never polls, polls for a few steps, or polls for many steps.
+            // Choose a polling time: none, enough for a few steps, or enough for many steps.
             poll_us: [0, 50, 1000][(seed % 3) as usize],
             queues: rng.usize(2..=4),
             event_idx: rng.u8(..4) > 0,
@@ -333,9 +343,10 @@ impl Script {
             rng,
         };
         let count = draw.rng.usize(STEPS);
-        // On average one step in `every` is a fault, unless the kind of the fault is disabled.
+        // Choose how rare faults are: one in `every` steps is a fault, unless its kind is disabled.
         let every = draw.rng.usize(6..=30);
-        // These steps bring the guests online first, so that most faults hit a connection in use.
+        // Begin with steps that bring the guests online, so that most faults hit a connection in
+        // use.
         let mut steps: Vec<Step> = (0..4).map(Step::Serve).collect();
         let mut remedies: Vec<(usize, Step)> = Vec::new();
         while steps.len() < count {

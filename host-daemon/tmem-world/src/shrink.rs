@@ -2,19 +2,19 @@
 //! Shrinks a script: fewer steps for the same failure, by delta debugging (Zeller and Hildebrandt,
 //! 2002).
 //!
-//! It leaves out sequences of steps, long sequences first, as long as the run still breaks the same
-//! rule. The remaining steps can be replayed, because the meaning of a step does not depend on its
-//! position.
+//! The algorithm leaves out sequences of steps, long sequences first, as long as the run still
+//! breaks the same rule. The remaining steps can be replayed, because the meaning of a step does
+//! not depend on its position.
 
 use crate::oracle::Failure;
 use crate::run::run;
 use crate::script::{Script, Step};
 
-/// Maximum number of runs, so that shrinking ends within a minute.
+/// Maximum number of runs for shrinking a script, so that it ends within a minute.
 const RUNS_MAX: usize = 4_000;
 
-/// Returns the shortest script found that breaks the same rule, and its failure; None if the script
-/// does not fail.
+/// Returns the shortest script found that breaks the same rule as `script`, and its failure.
+/// Returns None if `script` does not fail.
 #[must_use]
 pub fn shrink(script: &Script) -> Option<(Script, Failure)> {
     let (_, first) = run(script).failure?;

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The driver's rings and buffers in guest memory: addresses of requests, and requests in flight.
+//! The driver's virtqueues and buffers in guest memory: addresses of requests, and requests in
+//! flight.
 //!
-//! Every buffer has a fixed place that is used again and again, as in the kernel module: a late
-//! write to a buffer overwrites other data. A snapshot of the guest keeps a clone of the transport
-//! beside its memory. Out of scope: the choice of requests, and the meaning of answers.
+//! Every buffer has a fixed address and is used again and again, as in the kernel module. So a late
+//! write to a buffer overwrites the data of another request. A snapshot of the guest contains a
+//! clone of this state and the guest's memory. Out of scope: the choice of requests, and the
+//! meaning of answers.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,32 +17,33 @@ use tmem_sim::ring::RingLayout;
 use tmem_sim::{Answer, Buffer, DriverRing, GuestRam, RamRegion, Request, RingError};
 use virtio_tmem as wire;
 
-/// Maximum number of pages or ranges of a request. Batches are large enough to be realistic, and
-/// small enough for fast runs.
+/// Maximum number of pages or ranges in a request. Batches of this size are large enough to be
+/// realistic, and small enough for fast runs.
 pub const BATCH: usize = 8;
-/// Number of put batches in flight on a queue.
+/// Maximum number of put batches in flight on a queue.
 pub const PUTS: usize = 2;
 /// Number of slots of the put ring, in which pages wait to be sent.
 pub const PLACES: usize = 20;
-/// Number of gets in flight.
+/// Maximum number of gets in flight.
 pub const GETS: usize = 5;
-/// Number of bounce pages.
+/// Number of bounce pages, into which the device writes the answers to gets.
 pub const BOUNCE: usize = 24;
-/// Number of control requests in flight.
+/// Maximum number of control requests in flight.
 pub const CONTROLS: usize = 3;
-/// Number of descriptors of a ring.
+/// Number of descriptors of a virtqueue.
 const RING: u16 = 64;
 
-/// Offsets within the page of a request: its answer, and its indirect table.
+/// Offset of the answer within the page of a request. `TABLE_AT` is the offset of the request's
+/// indirect descriptor table.
 pub const ANSWER_AT: u64 = 2048;
 const TABLE_AT: u64 = 3072;
 
-/// Addresses of rings and buffers in guest memory.
+/// Addresses of virtqueues and buffers in guest memory.
 #[derive(Debug)]
 pub struct Layout {
-    /// Layout of the rings: the control queue, then the request queues.
+    /// Addresses of the virtqueues: the control queue first, then the request queues.
     pub rings: Vec<RingLayout>,
-    /// Addresses of the put batches of each queue.
+    /// Addresses of the put requests of each queue.
     pub puts: Vec<[u64; PUTS]>,
     /// Address of the flush request of each queue.
     pub flush: Vec<u64>,
@@ -48,22 +51,22 @@ pub struct Layout {
     pub refs: Vec<u64>,
     /// Addresses of the get requests.
     pub gets: Vec<u64>,
-    /// Addresses of the bounce pages.
+    /// Addresses of the bounce pages, into which the device writes the answers to gets.
     pub bounce: Vec<u64>,
-    /// Addresses of the pages that wait to be put.
+    /// Addresses of the put ring's pages, which contain copies of evicted pages.
     pub places: Vec<u64>,
     /// Addresses of the control requests.
     pub controls: Vec<u64>,
 }
 
-/// Returns the regions of a guest's RAM, with a hole, as a PC has below 4 GiB.
+/// Returns the regions of a guest's RAM, with a hole between them, as a PC has below 4 GiB.
 pub fn ram() -> Vec<RamRegion> {
     let region = |start, size_bytes| RamRegion { start, size_bytes };
     vec![region(0, 256 << 10), region(1 << 20, 384 << 10)]
 }
 
 impl Layout {
-    /// Allocates the pages for `queues` queues.
+    /// Allocates the memory for the virtqueues and buffers of `queues` queues.
     pub fn new(ram: &GuestRam, queues: usize) -> Layout {
         let page = || ram.alloc(1);
         let pages = |count: usize| (0..count).map(|_| page()).collect::<Vec<u64>>();
@@ -80,45 +83,46 @@ impl Layout {
     }
 }
 
-/// Kind and number of a request's buffer.
+/// Buffer that a request uses: its kind and number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tag {
-    /// The put batch with this number of the queue.
+    /// The put request with this number, of [`PUTS`] for each queue.
     Put(usize),
-    /// The flush request of the queue.
+    /// The only flush request of a queue.
     Flush,
-    /// The REF request of the queue.
+    /// The only REF request of a queue.
     Ref,
-    /// The get request with this number.
+    /// The get request with this number, of [`GETS`] for all queues.
     Get(usize),
-    /// The control request with this number.
+    /// The control request with this number, of [`CONTROLS`].
     Control(usize),
 }
 
-/// A request that the device owns, or that it has answered and the driver has not taken yet.
+/// A request in flight: the device owns it, or has answered it and the driver has not taken the
+/// answer.
 #[derive(Clone, Debug)]
 pub struct Flight {
-    /// Buffer of the request.
+    /// Buffer that the request uses.
     pub tag: Tag,
-    /// The request, without page data.
+    /// Contents of the request, without page data.
     pub request: Arc<Request>,
-    /// Generation of the request.
+    /// Generation that the request carries.
     pub generation: u64,
-    /// Data from which the model of the device judges the answer.
+    /// Data that [`tmem_sim::Model`] needs to judge the answer.
     pub asked: Asked,
-    /// Address of the page of the request.
+    /// Address of the page with the request's metadata and answer.
     pub page: u64,
-    /// Addresses of the pages with data, which the device reads or writes.
+    /// Addresses of the pages of data that the device reads (put) or writes (get).
     pub data: Vec<u64>,
 }
 
 impl Flight {
-    /// Returns the addresses of all pages of the request.
+    /// Returns the addresses of all guest pages that the request uses.
     pub fn pages(&self) -> impl Iterator<Item = u64> {
         std::iter::once(self.page).chain(self.data.iter().copied())
     }
 
-    /// Returns the answer that is in guest memory.
+    /// Returns the answer to this request, as it is in guest memory.
     pub fn answer(&self, ram: &GuestRam, used_bytes: u32) -> Answer {
         let mut meta = vec![wire::S_UNANSWERED; self.request.encode(0).answer_meta_bytes];
         ram.read(self.page + ANSWER_AT, &mut meta);
@@ -130,13 +134,13 @@ impl Flight {
     }
 }
 
-/// Rings and requests in flight.
+/// The driver's virtqueues with the requests in flight.
 #[derive(Clone, Debug)]
 pub struct Transport {
     ram: Arc<GuestRam>,
-    /// Addresses of rings and buffers.
+    /// Addresses of the virtqueues and buffers.
     pub layout: Arc<Layout>,
-    /// The driver's side of each ring.
+    /// Driver's side of each virtqueue.
     pub rings: Vec<DriverRing>,
     /// Requests in flight, by queue, the oldest first.
     pub flight: Vec<VecDeque<Flight>>,
@@ -145,7 +149,7 @@ pub struct Transport {
 }
 
 impl Transport {
-    /// Creates empty rings.
+    /// Creates virtqueues without requests.
     pub fn new(
         ram: &Arc<GuestRam>,
         layout: &Arc<Layout>,
@@ -177,18 +181,19 @@ impl Transport {
         self.rings.len()
     }
 
-    /// Returns the number of requests in flight.
+    /// Returns the number of requests in flight on all queues.
     pub fn in_flight(&self) -> usize {
         self.flight.iter().map(VecDeque::len).sum()
     }
 
-    /// Returns whether a request may be sent: it takes a descriptor for each of its pages, and at
-    /// most three more.
+    /// Returns whether a queue has enough free descriptors for any request. A request takes a
+    /// descriptor for each of its pages, and at most three more.
     pub fn has_room(&self, queue: usize) -> bool {
         self.rings[queue].free_descs() >= BATCH + 3
     }
 
-    /// Writes a request and publishes it to the device. Returns true if the device wants a kick.
+    /// Writes a request to guest memory and publishes it to the device. Returns whether the device
+    /// wants a kick.
     pub fn send(&mut self, queue: usize, flight: Flight) -> bool {
         let encoded = flight.request.encode(flight.generation);
         let ram = &self.ram;
@@ -215,13 +220,14 @@ impl Transport {
         self.token += 1;
         let ring = &mut self.rings[queue];
         ring.add(&buffers, table, self.token)
-            .expect("there is no room, although the caller checked has_room");
+            .expect("the virtqueue has no space, although the caller checked has_room");
         self.flight[queue].push_back(flight);
         ring.publish()
     }
 
-    /// Returns the head and the length of the used element that answers the request number `place`
-    /// of the queue's requests in flight. Returns None if the request is not answered.
+    /// Returns the used element for a request in flight: its head and its length. `place` is the
+    /// position of the request among those in flight on the queue. Returns None if the request is
+    /// not answered.
     pub fn used(&self, queue: usize, place: usize) -> Option<(u32, u32)> {
         let ring = &self.rings[queue];
         let answered = ring.used_idx_in_memory().wrapping_sub(ring.used_idx());
@@ -241,28 +247,28 @@ impl Transport {
         Some((word(0), word(4)))
     }
 
-    /// Returns the address of a used element.
+    /// Returns the address of an element of a queue's used ring.
     pub fn used_at(&self, queue: usize, number: u16) -> u64 {
         let layout = self.rings[queue].layout();
         layout.used + 4 + 8 * u64::from(number % layout.size)
     }
 
-    /// Takes the next answer of a queue.
+    /// Takes the next answer of a queue, with its request. Returns None if no answer has arrived.
     ///
     /// # Errors
-    /// The device broke the rules of the ring.
+    /// The device broke the rules of the virtqueue.
     pub fn take(&mut self, queue: usize) -> Result<Option<(Flight, Answer)>, RingError> {
         let Some(used) = self.rings[queue].pop_used()? else {
             return Ok(None);
         };
         let flight = self.flight[queue]
             .pop_front()
-            .expect("a chain in flight has no entry");
+            .expect("the list of requests in flight lacks an answered request");
         let answer = flight.answer(&self.ram, used.len);
         Ok(Some((flight, answer)))
     }
 
-    /// Returns the first words of all pages of the guest's memory, with their addresses.
+    /// Returns the address and the first word of each page of the guest's memory.
     pub fn first_words(&self) -> Vec<(u64, u64)> {
         let mut out = Vec::new();
         for region in ram() {

@@ -2,10 +2,9 @@
 //! The simulated world: hosts, guests and their time. It executes the steps of a script, one after
 //! the other.
 //!
-//! Time passes only in steps. When it reaches a reader's deadline during a step, the reader gives
-//! up at that time. Every random number is drawn from the setup's seed and the step's own numbers.
-//! If the steps shared one stream of random numbers, leaving out a step would change all later
-//! steps.
+//! Time passes only in steps. If a reader's deadline falls into a step, the reader gives up at the
+//! deadline. Every random number is drawn from the setup's seed and the step's own numbers. If the
+//! steps shared one stream of random numbers, leaving out a step would change all later steps.
 
 mod end;
 mod faults;
@@ -30,10 +29,10 @@ use crate::run::{COUNTS, Counts};
 use crate::script::{Setup, Step};
 use crate::transport::{ANSWER_AT, Tag};
 
-/// Time in nanoseconds that passes in a step.
+/// Time in nanoseconds that passes before each step.
 const STEP_NS: u64 = 5_000;
 
-/// Saved memory, disk and clock of a guest.
+/// Snapshot of a guest: its memory, disk and clock.
 struct Snapshot {
     kernel: Kernel,
     storage: Storage,
@@ -42,21 +41,21 @@ struct Snapshot {
     now_ns: u64,
 }
 
-/// A guest with its machine.
+/// A guest with its machine, its oracle and its snapshot.
 struct Guest {
     kernel: Kernel,
     storage: Storage,
     machine: Machine,
     oracle: Oracle,
     snapshot: Option<Snapshot>,
-    /// Last version that was written; it never decreases.
+    /// Version (number) of the guest's last write. It never decreases, not even at a rollback.
     version: Version,
-    /// Number of boots.
+    /// Number of times that the guest has rebooted.
     boots: u64,
     /// Number of the host on which the guest runs.
     home: usize,
-    /// Nanoseconds by which the guest's clock is behind the world's. While the guest is paused, its
-    /// clock stands still.
+    /// Nanoseconds by which the guest's clock is behind the world's time, because the guest's clock
+    /// stood still during pauses.
     behind_ns: u64,
     paused_at_ns: Option<u64>,
 }
@@ -91,13 +90,13 @@ impl Guest {
     }
 }
 
-/// Connection that the front end has closed, while the daemon has not noticed that yet.
+/// A connection that the front end (VMM) has closed, but whose end the daemon has not noticed yet.
 struct Ghost {
     guest: usize,
     link: Link,
 }
 
-/// An answer that a broken back end writes too late.
+/// Bytes of an answer that a back end with a broken rule writes too late, at the step `due`.
 struct Late {
     due: usize,
     guest: usize,
@@ -113,11 +112,11 @@ pub struct World {
     guests: Vec<Guest>,
     ghosts: Vec<Ghost>,
     late: Vec<Late>,
-    /// Pages that a mutated device holds although it must not, each with its guest and generation.
-    /// A page stays in this list until the device has room for it.
+    /// Pages that a device with a broken rule must keep, each with its guest and generation. A page
+    /// stays in this list until the device has memory for it.
     kept: Vec<(usize, u64, Kept)>,
     boots: u64,
-    /// Number of the current step.
+    /// Number of the step that the world executes.
     pub at: usize,
 }
 
@@ -192,24 +191,25 @@ impl World {
         self.setup.mutation == Some(mutation)
     }
 
-    /// Returns the world's time in nanoseconds.
+    /// Returns the time of the simulated world in nanoseconds.
     pub fn now_ns(&self) -> u64 {
         self.now_ns.load(Relaxed)
     }
 
-    /// Returns the first rule that was broken.
+    /// Returns the first failure that an oracle of any guest found.
     pub fn failure(&self) -> Option<Failure> {
         self.guests.iter().find_map(|g| g.oracle.failure.clone())
     }
 
-    /// Returns the state of the world in one line.
+    /// Returns a summary of the world's state in one line.
     pub fn digest(&self) -> String {
         let guests = self.guests.iter().map(|g| {
             let driver = &g.kernel.driver;
             let used = driver.transport.rings.iter();
             let used: Vec<u16> = used.map(|ring| ring.used_idx_in_memory()).collect();
             format!(
-                "[{} {} held {} in flight {} used {used:?} {:?}]",
+                "[VM {}, driver {}, {} pages in the driver's index, {} requests in flight, \
+                 used indexes {used:?}, {:?}]",
                 if g.machine.started() { "up" } else { "down" },
                 if driver.online().is_some() {
                     "on"
@@ -225,7 +225,7 @@ impl World {
         format!("{} µs {}", self.now_ns() / 1_000, guests.join(" "))
     }
 
-    /// Returns the sums over all guests.
+    /// Returns the counters of answers, summed over all guests.
     pub fn counts(&self) -> Counts {
         let mut sum = [0; COUNTS];
         for guest in &self.guests {
@@ -245,7 +245,8 @@ impl World {
         sum
     }
 
-    /// Lets time pass; readers give up at their deadlines.
+    /// Lets `ns` nanoseconds pass. Readers whose deadline falls into this time give up at their
+    /// deadline.
     fn advance(&mut self, ns: u64) {
         let until = self.now_ns() + ns;
         loop {
@@ -261,7 +262,8 @@ impl World {
                 kernel.finish(&mut port, storage);
                 let waited_ns = kernel.driver.longest_wait_ns(port.now_ns);
                 if waited_ns > DEADLINE_NS {
-                    let what = format!("a reader waits for {waited_ns} ns already");
+                    let what =
+                        format!("a reader has waited for {waited_ns} ns, longer than its deadline");
                     port.oracle.fail("deadline", what);
                 }
             }
@@ -271,7 +273,7 @@ impl World {
         }
     }
 
-    /// Does a step. A step that is impossible does nothing.
+    /// Executes a step. A step that is impossible in the present state does nothing.
     pub fn step(&mut self, step: Step) {
         self.at += 1;
         self.advance(STEP_NS);
@@ -368,14 +370,16 @@ impl World {
         }
     }
 
-    // ---- guests -------------------------------------------------------------------------------
+    // ---- steps of guests ----------------------------------------------------------------------
 
     fn files(&mut self, g: usize, change: impl FnOnce(&mut Kernel, &mut Storage)) {
         let guest = &mut self.guests[g];
         if guest.runs() {
             change(&mut guest.kernel, &mut guest.storage);
             if let Some(page) = guest.kernel.driver.take_changed() {
-                let what = format!("{page:x?} changed, and its entry was not erased");
+                let what = format!(
+                    "the page {page:x?} changed, but the driver did not erase its index entry"
+                );
                 guest.oracle.fail("retained_changed", what);
             }
         }
@@ -401,7 +405,7 @@ impl World {
         }
     }
 
-    /// Lets the guest take its interrupts and do pending work.
+    /// Lets a guest take its interrupts and answers, and do pending work.
     fn run(&mut self, g: usize) {
         let now = self.now_ns();
         let guest = &mut self.guests[g];
@@ -463,8 +467,8 @@ impl World {
         }
     }
 
-    /// Simulates a device that ignores generations: requests are changed to carry the generation
-    /// that it expects.
+    /// Simulates a device that ignores generations: writes the generation that the device expects
+    /// into the guest's requests.
     fn forge_generations(&mut self, g: usize) {
         let machine = &self.guests[g].machine;
         if self.is(Mutation::GenerationUnchecked) && machine.generation != 0 {
@@ -476,7 +480,7 @@ impl World {
         }
     }
 
-    // ---- hosts --------------------------------------------------------------------------------
+    // ---- work of hosts ------------------------------------------------------------------------
 
     fn round(&mut self, h: usize, worker: usize) {
         if let Some(host) = &mut self.hosts[h] {
@@ -491,8 +495,8 @@ impl World {
         }
     }
 
-    /// Judges the answers that a host's daemon has published, and ends daemons and connections
-    /// whose fuse has triggered.
+    /// Judges the answers that a host's daemon has published. Then executes the faults that the
+    /// daemon's work has triggered: kills the daemon, closes connections, or pauses VMs.
     fn observe_host(&mut self, h: usize) {
         for g in 0..self.guests.len() {
             self.swap_answers(g);
@@ -534,8 +538,9 @@ impl World {
         }
     }
 
-    /// Stores, in the device of a mutated daemon, pages that it must not hold. A page is stored as
-    /// soon as there is room for it, unless the device has a newer page under its key.
+    /// Stores pages in the device of a guest that must not hold them, to simulate a device with a
+    /// broken rule. Stores each page as soon as there is memory for it, unless the device has a
+    /// newer page under its key.
     fn put_back(&mut self, g: usize, generation: u64) {
         let guest = &self.guests[g];
         let h = guest.machine.link.as_ref().map(|link| link.host);
@@ -566,8 +571,8 @@ impl World {
         }
     }
 
-    /// Simulates a device that answers HELD with GONE and keeps the page, or that says of each hit
-    /// that it retains the page.
+    /// Changes answers, to simulate a device with a broken rule: it answers GONE instead of HELD
+    /// and keeps the page, or it answers every hit with the flag RETAINED.
     fn forge_results(&mut self, g: usize) {
         let (denies, retains) = (
             self.is(Mutation::GoneKeepsPage),
@@ -636,7 +641,7 @@ impl World {
     }
 }
 
-/// Stores a page in the device of a guest. Returns false if there is no room or no pool.
+/// Stores a page in the pool for a guest. Returns false if the pool refuses it or does not exist.
 fn put(host: &SimulatedDaemon, guest: usize, kept: &Kept) -> bool {
     let page = kept.content.page();
     let put = Put {

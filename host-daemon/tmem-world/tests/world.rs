@@ -8,8 +8,8 @@ use std::io::Write;
 
 use tmem_world::{Mutation, Script, Step, run, run_seeds, run_traced, shrink};
 
-/// Number of seeds within which each broken rule must be detected. `make check` runs the same
-/// number of seeds without a broken rule.
+/// Number of seeds within which the simulator must detect each broken rule. `make check` runs as
+/// many seeds without a broken rule.
 const SEEDS: u64 = 4_000;
 
 fn trace(script: &Script) -> Vec<String> {
@@ -35,8 +35,8 @@ fn equal_seeds_give_identical_runs() {
     }
 }
 
-/// Without a mutation no seed fails, and the runs have pages that are stored, hit, refused, lost or
-/// retained, requests that are stale, and REFs that find their page and REFs that do not.
+/// Runs all seeds without a mutation (broken rule); no seed may fail. Together, the runs must have
+/// stored, hit, refused, lost and retained pages, stale requests, and REFs answered HELD and GONE.
 #[test]
 fn no_seed_fails_without_a_mutation() {
     let totals = run_seeds((1, 150), None, 2, |_| {});
@@ -55,11 +55,11 @@ fn no_seed_fails_without_a_mutation() {
         "refs_gone",
     ];
     for (name, count) in names.iter().zip(totals.counts) {
-        assert!(count > 0, "no run counts {name}");
+        assert!(count > 0, "the counter {name} is 0 in all runs");
     }
 }
 
-/// Scripts contain each kind of step.
+/// The scripts of 200 seeds together contain each kind of step.
 #[test]
 fn random_scripts_contain_each_kind_of_step() {
     let mut seen: BTreeMap<String, u32> = BTreeMap::new();
@@ -77,8 +77,8 @@ fn random_scripts_contain_each_kind_of_step() {
     );
 }
 
-/// Returns the table of docs/simulator.md: for each broken rule, the failure and the seed that
-/// finds it.
+/// Reads the table of docs/simulator.md. Returns the rule that fails and the seed that finds it,
+/// for each mutation.
 fn table() -> BTreeMap<String, (String, String)> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/simulator.md");
     let text = std::fs::read_to_string(path).expect("cannot read docs/simulator.md");
@@ -102,9 +102,10 @@ fn table() -> BTreeMap<String, (String, String)> {
     rows.map(row).collect()
 }
 
-/// docs/simulator.md lists each mutation, and no mutation that does not exist.
+/// docs/simulator.md lists each mutation (rule that can be broken), and no mutation that does not
+/// exist.
 #[test]
-fn simulator_page_lists_exactly_the_mutations() {
+fn simulator_documentation_lists_exactly_the_mutations() {
     let mut known = Mutation::ALL.map(|m| format!("{m:?}"));
     known.sort();
     assert!(
@@ -122,7 +123,7 @@ fn each_mutation_is_detected() {
     let table = table();
     for mutation in Mutation::ALL {
         let totals = run_seeds((1, SEEDS), Some(mutation), threads, |_| {});
-        // The table is written to stdout directly, because the test harness captures the output of
+        // Write the table directly to stdout, because the test harness captures the output of
         // println.
         let mut out = std::io::stdout();
         let _ = match &totals.found {
@@ -152,7 +153,7 @@ fn each_mutation_is_detected() {
     );
 }
 
-/// The output of a failing run contains a complete command that replays the run.
+/// The output of a failing simulator run contains a complete command that replays the run.
 #[test]
 fn a_failure_prints_its_replay_command() {
     let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_tmem-world"));
@@ -187,7 +188,7 @@ fn a_failing_script_shrinks_to_necessary_steps() {
         "the shortened run still has these steps: {:?}",
         short.steps
     );
-    // The shrunk script fails by itself, and each of its steps is needed.
+    // Check that the shrunk script fails by itself, and that each of its steps is needed.
     assert_eq!(run(&short).failure.map(|(_, f)| f), Some(failure.clone()));
     for leave_out in 0..short.steps.len() {
         let mut steps: Vec<Step> = short.steps.clone();

@@ -11,13 +11,14 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use tmem_sim::{Content, Driver, DriverConfig, GuestConfig, PutPage, Request};
 
-/// Number of pages of a request.
+/// Number of pages in a PUT request.
 const BATCH: u64 = 64;
 
 /// Time between two lines of output.
 const PERIOD: Duration = Duration::from_millis(200);
 
-/// Time after which a pool that is not full counts as unable to fill.
+/// Time limit for filling the pool. If the pool is not full by then, the program ends with an
+/// error.
 const FILL_MAX: Duration = Duration::from_secs(300);
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -49,8 +50,8 @@ fn main() -> Result<()> {
     driver.settle().map_err(|e| format!("{e:?}"))?;
     driver.create_pool().map_err(|e| format!("{e:?}"))?;
     let begun = Instant::now();
-    // Pages are put until the pool has enough of them, because the daemon refuses puts while too
-    // many pages wait to be finalized.
+    // The loop ends when the pool holds enough pages. The number of puts is not known before,
+    // because the daemon refuses puts while too many pages wait to be finalized.
     for start in (0..).step_by(BATCH as usize) {
         let contents: Vec<Content> = (start..start + BATCH).map(Content::Noise).collect();
         let pages = contents

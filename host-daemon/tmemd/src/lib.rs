@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! tmemd: the host daemon of virtio-tmem, as a library and a small binary.
+//! tmemd: the host daemon of virtio-tmem. Almost all its code is in this library; the binary in
+//! `main.rs` is small.
 //!
-//! One process serves all VMs of a host: a vhost-user connection for each VM, and one pool for all.
+//! One process serves all VMs of a host. It has one vhost-user connection for each VM, and one pool
+//! that stores the pages of all VMs.
 //!
 //! | directory | contents |
 //! | --- | --- |
@@ -22,21 +24,23 @@
 //!
 //! # Lock order
 //!
-//! A thread that holds a lock of this list takes only locks that are further down in it:
+//! A thread that holds a lock of this list takes only locks that are further down in the list:
 //!
-//! 1. The configuration of a reload.
-//! 2. The registry of VMs. Only the acceptor and control clients take it, so no guest or VMM waits
-//!    for it.
-//! 3. The size of the pool (`host/pressure.rs`).
-//! 4. The vrings of a connection. Its control thread may hold all of them, in the order of their
-//!    numbers; a worker tries to lock one.
-//! 5. Leaf locks, of which a thread holds one at a time: a worker's kicks or inbox, the dirty log's
-//!    map, a VM's report, a trace, and the pool's own locks. Only a poller's ring is held while the
-//!    poller's list of changes is taken.
+//! 1. The lock of the configuration. A reload holds it.
+//! 2. The lock of the registry of VMs. Only the acceptor and control clients take it, so no guest
+//!    or VMM waits for it.
+//! 3. The lock of the pool's size (`host/pressure.rs`).
+//! 4. The locks of a connection's vrings. The connection's control thread may hold the locks of all
+//!    its vrings, and takes them in the order of the vrings' numbers. A worker only tries to lock
+//!    one vring.
+//! 5. Leaf locks, of which a thread holds one at a time: the lock of a worker's kicks or inbox, of
+//!    the dirty log's map, of a VM's report, of a trace, and the pool's own locks. There is one
+//!    exception: a thread that holds the lock of a poller's ring may take the lock of the poller's
+//!    list of changes.
 //!
-//! A thread that sends an event takes three locks in this order: the VM's waiting events, the list
-//! of subscribers, and the queue of one subscriber. While it holds them, it takes no other lock
-//! except that of the VM's name.
+//! A thread that sends an event takes three locks in this order: the lock of the VM's waiting
+//! events, that of the list of subscribers, and that of one subscriber's queue. While it holds
+//! them, it takes no other lock except that of the VM's name.
 
 pub mod config;
 mod control;

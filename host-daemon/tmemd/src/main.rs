@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! tmemd: reads command line and configuration, starts the daemon, waits for signals.
+//! tmemd's main program: reads the command line and the configuration file, starts the daemon, and
+//! waits for signals.
 
 use clap::Parser;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -14,14 +15,17 @@ use tmemd::host::sandbox;
 use tmemd::host::watchdog::{self, NotifyState, Watchdog};
 use tmemd::{Config, ConfigError, Daemon};
 
-/// Returns the default path of the read-only socket.
+/// Returns the default path of the read-only control socket: the path of the control socket with
+/// `-ro` appended.
 fn read_only_default(control: &Path) -> PathBuf {
     let mut path = control.as_os_str().to_owned();
     path.push("-ro");
     path.into()
 }
 
-/// Returns the configuration: options, file and defaults, in this order of precedence.
+/// Combines the command line's options, the configuration file and the defaults into the daemon's
+/// configuration. Options take precedence over the file, and the file takes precedence over
+/// defaults.
 fn configure(arguments: &Arguments, file: Settings) -> Result<Config, ConfigError> {
     let settings = arguments.settings.clone().or(file);
     let pool_size_bytes = settings.pool_size.ok_or_else(|| {
@@ -84,8 +88,8 @@ fn configure(arguments: &Arguments, file: Settings) -> Result<Config, ConfigErro
     Ok(config)
 }
 
-/// Reads the configuration file and combines it with the options. Returns the configuration and the
-/// log filter of the file.
+/// Reads the configuration file and combines it with the command line's options. Returns the
+/// configuration, and the log filter that the file sets, if any.
 fn read(arguments: &Arguments) -> Result<(Config, Option<String>), ConfigError> {
     let file = Settings::read(&arguments.config)?;
     let filter = file.log.clone();
@@ -118,10 +122,12 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::error::Error>> {
-    // Signals are handled before the daemon starts, so that a signal during the start is not lost.
+    // Signal handlers are installed before the daemon starts. A signal that arrives during the
+    // start is therefore not lost.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     let (mut config, filter) = read(arguments)?;
-    // Users and groups are looked up while the process may still read their files.
+    // Users and groups are looked up before the sandbox is entered, because the sandboxed process
+    // cannot read /etc/passwd and /etc/group.
     config.find_accounts()?;
     if let Some(filter) = &filter {
         log.set(filter)?;
@@ -137,7 +143,8 @@ fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::er
         false => sandbox::enter(&config, &arguments.config)?,
     }
     let daemon = Daemon::start(config)?;
-    // The watchdog runs until the process ends, because the daemon could also hang while it stops.
+    // The watchdog is dropped when `run` returns, after the daemon has stopped, because the daemon
+    // could also hang while it stops.
     let _watchdog = Watchdog::start(daemon.heartbeats().clone())?;
     watchdog::notify(NotifyState::Ready);
     tracing::info!(pool_size_bytes, workers, vms, "serving");
@@ -154,7 +161,8 @@ fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::er
     Ok(())
 }
 
-/// Reads the configuration again and applies it. An invalid configuration changes nothing.
+/// Reads the configuration file again and applies it to the running daemon. If the file is invalid,
+/// nothing changes.
 fn reload(arguments: &Arguments, log: &tmem_log::Log, daemon: &Daemon) {
     let done = read(arguments).and_then(|(config, filter)| {
         let later = daemon.reload(config)?;
@@ -177,7 +185,8 @@ mod tests {
     use super::*;
     use clap::CommandFactory;
 
-    /// Each option has the name of a key of the configuration file, with `-` in place of `_`.
+    /// Each command-line option has the name of its key in the configuration file, with `-` in
+    /// place of `_`.
     #[test]
     fn command_line_options_have_the_names_of_configuration_keys() {
         let only_options = ["config", "check_config", "trace", "trace_max", "no_sandbox"];
@@ -204,7 +213,7 @@ mod tests {
                 configure(&arguments, Settings::default()).expect("the arguments were refused");
             config.control_read_only
         };
-        // The exporter uses this path by default.
+        // The Prometheus exporter connects to this default path, too.
         let default = tmem_control::DEFAULT_READ_ONLY_SOCKET;
         assert_eq!(socket(&[]), Some(default.into()));
         assert_eq!(socket(&["--control", "/x/c"]), Some("/x/c-ro".into()));

@@ -9,7 +9,7 @@ use std::path::Path;
 
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
-/// Returns the names of the files and directories in `directory`, without the suffix `.rs`.
+/// Returns the names of the files and subdirectories of `directory`, without the suffix `.rs`.
 fn names(directory: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(directory).expect("cannot list the source directory");
     let name = |entry: std::io::Result<std::fs::DirEntry>| {
@@ -19,7 +19,8 @@ fn names(directory: &Path) -> Vec<String> {
     entries.map(name).collect()
 }
 
-/// Returns the paths that follow `crate::` in a source's code, without comments and test modules.
+/// Returns each path that follows `crate::` in the text of a source file, split into its
+/// identifiers. Comments and test modules of the file are ignored.
 fn imports(source: &str) -> Vec<Vec<&str>> {
     let code = source.split("#[cfg(test)]\nmod ").next().unwrap_or("");
     let lines = code.lines().filter(|line| !line.trim().starts_with("//"));
@@ -29,13 +30,13 @@ fn imports(source: &str) -> Vec<Vec<&str>> {
         .collect()
 }
 
-/// Returns the identifier at the start of a text.
+/// Returns the Rust identifier with which a text starts.
 fn identifier(text: &str) -> &str {
     let is_part = |c: char| c.is_alphanumeric() || c == '_';
     text.split(|c| !is_part(c)).next().unwrap_or("")
 }
 
-/// Returns a cycle of the graph, if it has one.
+/// Returns a cycle of the import graph as a list of its nodes, or None if the graph has no cycle.
 fn cycle(graph: &Graph) -> Option<Vec<String>> {
     fn walk(graph: &Graph, path: &mut Vec<String>, done: &mut BTreeSet<String>) -> bool {
         let node = path.last().expect("the path has no node").clone();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Runs the real daemon in its sandbox: as its systemd unit starts it (with an unprivileged user
-//! and two capabilities), and as root starts it from a shell.
+//! Tests of the real daemon in its sandbox. It is started as its systemd unit starts it, with an
+//! unprivileged user and two capabilities, or as root starts it from a shell.
 
 mod common;
 
@@ -17,24 +17,24 @@ use tmem_control::{Quota, VarlinkClient, VarlinkClientInterface, VmSpec};
 use tmem_sim::fault::{self, Expect, Target};
 use tmem_sim::{Driver, DriverConfig, Missing, skipped};
 
-/// Id of the user nobody, who owns no files.
+/// User id of nobody. The daemon runs as this user, who owns no files on the host.
 const USER: u32 = 65534;
-/// Id of the user that libvirt's QEMUs run as on Debian.
+/// User id of the user that runs QEMU for libvirt on Debian.
 const QEMU: u32 = 64055;
-/// Id of a group that may use the control socket. The user of the daemon in these tests, `USER`, is
-/// not a member.
+/// Id of a group that may use the control socket. `USER`, the user of the daemon in these tests, is
+/// not a member of the group.
 const ADMINS: u32 = 64058;
-/// Capabilities that the unit grants: CAP_CHOWN and CAP_FOWNER.
+/// The capabilities that the systemd unit grants the daemon: CAP_CHOWN and CAP_FOWNER.
 const CAPABILITIES: u64 = 1 << 0 | 1 << 3;
-/// Capability CAP_IPC_LOCK, which root has outside containers.
+/// The capability CAP_IPC_LOCK, as a bit. Root has it on a host, but not in a container.
 const IPC_LOCK: u64 = 1 << 14;
 
-/// Number of seccomp filters that every thread of the daemon has.
+/// Number of seccomp filters that every thread of the daemon has. Each kind of thread has more.
 const FILTERS: u32 = 3;
 
 struct Running(Child);
 
-/// Restricts the command as the systemd unit does: user, groups and capabilities.
+/// Restricts the user, groups and capabilities of a command, as the systemd unit does.
 fn confine(command: &mut Command) {
     let capabilities = "-all,+chown,+fowner";
     command
@@ -45,7 +45,7 @@ fn confine(command: &mut Command) {
         .arg(format!("--bounding-set={capabilities}"));
 }
 
-/// Starts the daemon as the systemd unit does.
+/// Starts the daemon with the user and the capabilities of its systemd unit.
 fn start(directory: &Path, control: &str) -> Running {
     let mut command = Command::new("setpriv");
     confine(&mut command);
@@ -88,11 +88,11 @@ fn status_of(task: &str) -> HashMap<String, String> {
         .collect()
 }
 
-/// Returns the number of seccomp filters for each kind of thread.
+/// Returns the number of seccomp filters that each kind of thread has, by the name of the kind.
 fn filters(pid: u32) -> HashMap<String, u32> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("cannot list the directory");
     let of_task = |task: PathBuf| {
-        // A thread of a connection may end after it was listed and before its files are read.
+        // The thread of a connection may end after it was listed and before its files are read.
         let name = fs::read_to_string(task.join("comm")).ok()?;
         let text = fs::read_to_string(task.join("status")).ok()?;
         let mut lines = text.lines();
@@ -112,14 +112,16 @@ fn client(control: &Path) -> VarlinkClient {
     tmem_control::connect(control).expect("cannot connect to the control socket")
 }
 
-/// Creates the daemon's program and directories, owned by the given user.
+/// Copies the daemon's program into a temporary directory, and creates its other directories there.
+/// They belong to `user`.
 fn directories(user: u32) -> TempDir {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let at = |name: &str| directory.path().join(name);
     fs::set_permissions(directory.path(), Permissions::from_mode(0o755))
         .expect("cannot change the file's mode");
-    // Another process copies the program. If this process wrote it, a process that another test
-    // starts meanwhile would inherit the file open for writing, and the copy could not be executed.
+    // cp(1) copies the program. If the test wrote the copy itself, a process that another test
+    // starts meanwhile could inherit the file descriptor. The kernel does not execute a file that
+    // is open for writing.
     let mut copy = Command::new("cp");
     let copied = copy
         .arg(env!("CARGO_BIN_EXE_tmemd"))
@@ -187,20 +189,20 @@ fn the_daemon_serves_a_qemu_of_another_user() {
             .unwrap_or_else(|error| panic!("{key} of the process is not a number: {error}"))
     };
     assert_eq!(number("NoNewPrivs", 10), 1);
-    // The value 2 of the field Seccomp means filter mode, see proc_pid_status(5).
+    // The value 2 of the field Seccomp means that seccomp filters apply, see proc_pid_status(5).
     assert_eq!(number("Seccomp", 10), 2);
     assert_eq!(number("CapEff", 16), CAPABILITIES);
     assert_eq!(number("CapBnd", 16), CAPABILITIES);
-    // Other processes of the daemon's user cannot inspect it, because its files in /proc belong to
-    // root.
+    // The daemon's files in /proc belong to root. Other processes of the daemon's user therefore
+    // cannot inspect the daemon.
     let own = fs::metadata(format!("/proc/{}/mem", daemon.0.id())).expect("tmemd does not run");
     assert_eq!(
         own.uid(),
         0,
         "the files of tmemd in /proc do not belong to root, so its user can trace it"
     );
-    // A thread of a connection (`vm`) has two filters beside those that every thread has. The other
-    // kinds of threads have one.
+    // Each thread of a connection (named `vm`) has two filters in addition to the common ones. Each
+    // thread of another kind has one.
     until("each kind of thread has its filters", || {
         let filters = filters(daemon.0.id());
         let has = |kind, more| filters.get(kind) == Some(&(FILTERS + more));
@@ -212,8 +214,8 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     });
     drop(vm);
 
-    // A killed daemon leaves its VM's socket, which belongs to another user. The next daemon
-    // replaces it.
+    // A daemon that is killed leaves the socket of its VM behind, which belongs to another user.
+    // The next daemon replaces that socket.
     drop(daemon);
     fs::remove_file(at("traces/control")).expect("cannot remove the file");
     let _next = start(directory.path(), "control");
@@ -226,9 +228,10 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     });
     let is = told();
     assert_eq!(is.1, QEMU);
-    // A second daemon does not replace the socket of a running one.
+    // A second daemon does not replace the socket of a daemon that still runs.
     let _other = start(directory.path(), "other");
-    // When the second daemon answers, it has already tried to bind the VM's socket.
+    // The second daemon tries to bind the VM's socket before it answers a call. So it has tried
+    // when it answers this one.
     let vms = client(&at("run/other"))
         .list_vms()
         .call()
@@ -238,7 +241,7 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     assert_eq!(told(), is);
 }
 
-/// A daemon started by root drops all rights that it does not need, in every thread.
+/// If root starts the daemon, each of its threads drops all capabilities that it does not need.
 #[test]
 fn as_root_the_daemon_keeps_only_needed_capabilities() {
     if !geteuid().is_root() {
@@ -247,7 +250,8 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
     let directory = directories(0);
     let at = |name: &str| directory.path().join(name);
     let run = |control| {
-        // CAP_IPC_LOCK lets root lock more memory than this limit permits.
+        // The limit on locked memory is too low for the pool. With CAP_IPC_LOCK, root may lock more
+        // memory than the limit.
         let mut command = Command::new("prlimit");
         command.arg("--memlock=65536:65536");
         start_by(command, directory.path(), control)
@@ -263,7 +267,7 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
             .uid(),
         QEMU
     );
-    // The connection exists so that the daemon has a connection thread.
+    // The test connects to the VM's socket, so that the daemon has a thread for a connection.
     let _vm = UnixStream::connect(&socket).expect("root cannot connect to a socket");
 
     let pid = daemon.0.id();
@@ -287,7 +291,11 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
             u64::from_str_radix(&status[key], 16).expect("the text is not a hexadecimal number")
         };
         for key in ["CapEff", "CapPrm", "CapBnd"] {
-            assert_eq!(set(key), keeps, "thread {name} has the wrong set {key}");
+            assert_eq!(
+                set(key),
+                keeps,
+                "thread {name} has the wrong capabilities in {key}"
+            );
         }
         assert_eq!(
             set("CapInh") | set("CapAmb"),
@@ -313,7 +321,7 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
         may_lock != 0,
         "memory_locked does not tell whether tmemd has CAP_IPC_LOCK"
     );
-    // The daemon recognizes sockets that it gave to other users as its own.
+    // The next daemon replaces the sockets that the first daemon gave to other users.
     drop(daemon);
     fs::remove_file(at("traces/control")).expect("cannot remove the file");
     let _next = run("control");
@@ -322,8 +330,8 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
     });
 }
 
-/// A daemon that the kernel does not allow to lock memory reports that in its statistics, which
-/// `tmemctl doctor` reads.
+/// If the kernel does not let the daemon lock its memory, the daemon reports that in its
+/// statistics. `tmemctl doctor` reads the report.
 #[test]
 fn unlocked_memory_is_reported_in_statistics() {
     if !geteuid().is_root() {
@@ -348,8 +356,9 @@ fn unlocked_memory_is_reported_in_statistics() {
     );
 }
 
-/// Shell script that starts the daemon with the directory `$2` in place of the journal's directory.
-/// The variable JOURNAL_STREAM tells the daemon that its stderr is the journal.
+/// Shell script that starts the daemon. In the daemon's mount namespace, the directory `$2`
+/// replaces the journal's directory. The variable JOURNAL_STREAM tells the daemon that its stderr
+/// is the journal.
 const BESIDE_A_JOURNAL: &str = r#"
 set -e
 mount -t tmpfs none /run
@@ -360,8 +369,8 @@ export JOURNAL_STREAM="$(stat -Lc %d:%i "$2/stderr")"
 exec "$1" --pool-size 64MiB --config /dev/null --control "$2/control" --vm "socket=$2/web1.sock,name=web1"
 "#;
 
-/// The system call filters let every kind of thread send datagrams to the journal, but let no
-/// thread make the call that could pass descriptors.
+/// The seccomp filters let each kind of thread send log lines to the journal, as datagrams. They
+/// let no thread call sendmsg(2), which could pass file descriptors.
 #[test]
 fn threads_of_all_kinds_log_to_the_journal() {
     let mounts = Command::new("unshare")

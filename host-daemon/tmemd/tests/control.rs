@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the daemon without a VM: the control interface, the files of its sockets, and an
+//! Tests of the daemon without guests: the control interface, the files of its sockets, and an
 //! orderly stop.
 
 mod common;
@@ -114,13 +114,14 @@ fn vm_connections_and_refusals_are_counted() {
     until("the VM is disconnected", || !web().connected);
 }
 
-/// A front end that sends half a message delays neither other connections nor the stop.
+/// A front end that sends half a message delays neither other connections nor the stop of the
+/// daemon.
 #[test]
 fn an_incomplete_message_blocks_only_its_connection() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     let daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
-    // The message is GET_FEATURES of version 1 without a payload.
+    // The message is GET_FEATURES of the vhost-user protocol, version 1, without a payload.
     let message = [1u32, 1, 0].map(u32::to_ne_bytes).concat();
     let half = UnixStream::connect(&config.vms[0].socket).expect("cannot connect to the socket");
     (&half)
@@ -205,7 +206,8 @@ fn only_the_full_socket_changes_quotas() {
             limit_bytes: Some(1),
             ..good.clone()
         },
-        // This reserve does not fit beside the 4 MiB of the other VM.
+        // A reserve of 64 MiB does not fit into the pool of 64 MiB, of which another VM has
+        // reserved 4 MiB.
         Quota {
             reserve_bytes: 64 << 20,
             ..good.clone()
@@ -224,7 +226,8 @@ fn only_the_full_socket_changes_quotas() {
     assert_eq!(quota_of(&mut full, 1), good);
 }
 
-/// A client that sends too much, invalid bytes or half a message affects no other client.
+/// A client of the control socket that sends too much, invalid bytes or half a message affects no
+/// other client.
 #[test]
 fn misbehaving_clients_are_disconnected() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
@@ -241,8 +244,8 @@ fn misbehaving_clients_are_disconnected() {
         b"nonsense\0".to_vec(),
         b"{}\0".to_vec(),
         b"\0".to_vec(),
-        // This JSON message is nested as deeply as its length permits. A parser that calls itself
-        // for each level would overflow its stack.
+        // This JSON message has as many nested arrays as fit into its maximum length. A recursive
+        // parser would overflow its stack.
         [&[b'['; 60 << 10][..], b"\0"].concat(),
         [
             &br#"{"method":"io.virtiotmem.Control.ListVms","parameters":"#[..],
@@ -256,7 +259,8 @@ fn misbehaving_clients_are_disconnected() {
         stream
             .set_read_timeout(Some(TIMEOUT))
             .expect("cannot set the socket's time-out");
-        // The daemon may close the connection before everything is sent.
+        // Sending fails if the daemon closes the connection before it has received the whole
+        // message.
         let _ = stream.write_all(&message);
         let end = stream.read_to_end(&mut Vec::new());
         let waits = end.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock);
@@ -266,8 +270,8 @@ fn misbehaving_clients_are_disconnected() {
             .call()
             .expect("the daemon does not serve other clients");
     }
-    // This client sends a message together with the first bytes of a second one, and then the rest
-    // of the second.
+    // The client sends a complete message together with the first bytes of a second message, and
+    // then the rest of the second message. The daemon answers both messages.
     let mut stream = UnixStream::connect(&config.control).expect("cannot connect to the socket");
     stream
         .set_read_timeout(Some(TIMEOUT))
@@ -304,8 +308,8 @@ fn the_number_of_clients_is_limited() {
     assert!(clients.iter().all(served));
     let refused = UnixStream::connect(&config.control).expect("cannot connect to the socket");
     assert!(!served(&refused));
-    // Each control socket has a limit of clients of its own: clients of one socket cannot use up
-    // the slots of the other.
+    // Each control socket has its own limit of clients. So clients of one socket cannot keep
+    // clients of the other socket out.
     let other = config
         .control_read_only
         .as_ref()
@@ -341,8 +345,8 @@ fn sockets_have_their_modes_and_are_removed_at_the_stop() {
     let vm = UnixStream::connect(&config.vms[0].socket).expect("cannot connect to the socket");
     daemon.stop();
     for mut stream in [control, vm] {
-        // If the daemon has not accepted the connection yet, the connection may be reset, so an
-        // error counts as its end.
+        // A connection that the daemon has not accepted yet may be reset. The resulting error means
+        // that the connection has ended, like a read of 0 bytes.
         assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
     }
     for socket in sockets(&config) {
@@ -409,8 +413,8 @@ fn a_socket_of_another_daemon_is_not_removed() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     let daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
-    // The file is created elsewhere first, because the file system may give a freed inode to the
-    // next file.
+    // A socket of another daemon takes the place of the daemon's control socket. It is created
+    // while the daemon's file exists, so that the file system gives it another inode.
     let other = directory.path().join("other");
     let _other = UnixListener::bind(&other).expect("cannot bind the socket");
     fs::rename(&other, &config.control).expect("cannot rename the file");
@@ -437,12 +441,12 @@ fn reserves_that_do_not_fit_are_refused() {
     assert!(sockets(&config).iter().all(|socket| !socket.exists()));
 }
 
-/// A daemon that is killed at the end of its test, also if the test fails.
+/// A daemon process that is killed when the test ends, even if the test fails.
 struct Running(Child);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Both calls fail if the daemon has already ended, which is no error here.
+        // Killing fails if the daemon has already ended, so the error is ignored.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -530,7 +534,8 @@ fn log_lines_of_clients_are_rate_limited() {
     let too_much = vec![b'x'; (64 << 10) + 1];
     for _ in 0..50 {
         let mut stream = connect().expect("cannot connect to the VM's socket");
-        // The daemon may close the connection before everything is sent.
+        // Sending fails if the daemon closes the connection before it has received the whole
+        // message.
         let _ = stream.write_all(&too_much);
         let _ = stream.read(&mut [0]);
     }
@@ -548,7 +553,8 @@ fn log_lines_of_clients_are_rate_limited() {
     assert_eq!(served.len(), 16, "not exactly 16 clients were served");
     let log = log_of(daemon);
     let lines = log.matches("control socket: a client").count();
-    // The limit admits a burst of ten lines and one every five seconds.
+    // The daemon logs a burst of ten lines, and then one line every five seconds. The bound is a
+    // little higher.
     let bound = 11 + 2 * begun.elapsed().as_secs() as usize / 5;
     assert!(
         (1..=bound).contains(&lines),
@@ -594,8 +600,8 @@ fn an_answer_may_be_longer_than_a_call() {
     assert_eq!(vms, Some(64));
 }
 
-/// The daemon warns if other users can create sockets in its directory, because a VMM gives its
-/// memory to the process that listens on its socket.
+/// The daemon warns if other users can create sockets in its run directory. Such a user could
+/// replace a VM's socket, and the VMM would share its guest's memory with that user's process.
 #[test]
 fn a_world_writable_directory_is_logged() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
@@ -618,7 +624,7 @@ fn a_world_writable_directory_is_logged() {
 }
 
 #[test]
-fn invalid_arguments_are_named() {
+fn errors_name_the_invalid_argument() {
     for (arguments, part) in [
         (&["--pool-size", "12XB"][..], "XB"),
         (
@@ -644,13 +650,13 @@ fn invalid_arguments_are_named() {
     }
 }
 
-/// Files in the test's directory replace the files of the host, because the test cannot make a
-/// machine short of memory.
+/// A test cannot make the host short of memory. So the daemon reads files in the test's directory
+/// in place of /proc/meminfo and the PSI file.
 #[test]
 fn the_pool_shrinks_for_the_host_and_grows_back() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let path = |name: &str| directory.path().join(name);
-    // The files are replaced atomically, as the kernel's files change.
+    // The test replaces the files by renaming others, so that the daemon never reads half a file.
     let host = |available: u64, stall_us: u64| {
         let meminfo = format!("MemAvailable:   {} kB\n", available >> 10);
         let pressure = format!("some avg10=0.00 avg60=0.00 avg300=0.00 total={stall_us}\n");
@@ -691,7 +697,7 @@ fn the_pool_shrinks_for_the_host_and_grows_back() {
     host(1 << 30, 0);
     until("the pool begins to grow", || pool().host_grows > 0);
     let size_bytes = pool().size_bytes;
-    // Tasks wait for memory during a quarter of the time.
+    // From here on, the PSI file reports that tasks wait for memory during a quarter of the time.
     let begun = Instant::now();
     until("the pool shrinks because tasks wait for memory", || {
         host(1 << 30, begun.elapsed().as_micros() as u64 / 4);

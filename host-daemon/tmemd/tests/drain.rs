@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Draining queues and releasing memory (SPEC.md, "Drain"). When the daemon has answered
-//! GET_VRING_BASE, SET_MEM_TABLE or RESET_DEVICE, all requests that it took are answered, logged
-//! and published, and it never touches that memory again.
+//! Tests of drains, in which the daemon stops using a guest's memory (SPEC.md, "Drain"). When the
+//! daemon has answered GET_VRING_BASE, SET_MEM_TABLE or RESET_DEVICE, all requests that it took are
+//! answered, and their answers are logged and published. It never accesses the released memory
+//! again.
 
 mod common;
 
@@ -15,7 +16,7 @@ use tmem_sim::{
 use vhost::vhost_user::VhostUserFrontend;
 use virtio_tmem as wire;
 
-/// Submits requests of every size on every queue without waiting.
+/// Submits requests of various types and sizes without waiting for answers.
 fn burst(driver: &mut Driver, rng: &mut fastrand::Rng) {
     for _ in 0..rng.usize(8..24) {
         let (object, start) = (rng.u64(1..6), rng.u64(..8) * 64);
@@ -28,8 +29,8 @@ fn burst(driver: &mut Driver, rng: &mut fastrand::Rng) {
     }
 }
 
-/// Lets another VM send requests for a while, so that a thread of the daemon that still holds a
-/// guest address of the first VM has time to use it.
+/// Lets a second VM send requests for a while. If a thread of the daemon still has a guest address
+/// of the first VM, the thread can use that address in this time.
 fn time_passes(neighbour: &mut Driver) {
     work(neighbour, 60);
 }
@@ -51,7 +52,7 @@ fn slots() -> GuestConfig {
     }
 }
 
-/// A VM is paused and continued while batches of requests are in flight.
+/// The VMM pauses a VM and lets it continue while requests are in flight.
 #[test]
 fn a_pause_releases_memory_and_keeps_the_cache() {
     let seed = seed("a_pause_releases_memory_and_keeps_the_cache");
@@ -89,11 +90,11 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
         driver.settle().unwrap();
     }
     println!(
-        "requests in flight at the pauses: {met}; {:?}",
+        "sum of the requests in flight at all pauses: {met}; answers: {:?}",
         driver.model.counts()
     );
     assert!(met > 0, "no pause met a request in flight");
-    // A page put before a pause is returned after it.
+    // The pool keeps pages during a pause of the VM, and returns them afterwards.
     driver.put(9, 0, 64);
     driver.settle().unwrap();
     let kept = driver.index().keys().filter(|k| k.object == 9).count();
@@ -105,7 +106,7 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
     assert_eq!(driver.model.counts().hits - hits, kept as u64);
 }
 
-/// The VMM sends RESET_DEVICE, or closes the connection, while batches of requests are in flight.
+/// While requests are in flight, the VMM sends RESET_DEVICE or closes the connection.
 #[test]
 fn a_reset_releases_memory_and_empties_the_cache() {
     let seed = seed("a_reset_releases_memory_and_empties_the_cache");
@@ -134,14 +135,15 @@ fn a_reset_releases_memory_and_empties_the_cache() {
     work(&mut driver, 100);
 }
 
-/// The memory map changes under load, as at a hotplug. No request is lost or late.
+/// The VMM changes the memory table while requests are in flight, as it does for a memory hotplug.
+/// The daemon answers all requests.
 #[test]
 fn changing_the_memory_table_under_load_loses_no_request() {
     let seed = seed("changing_the_memory_table_under_load_loses_no_request");
     for mem_slots in [false, true] {
         let mut daemon = Daemon::start(&[("a", None)]);
         let mut ram = guest("a").ram;
-        // This region is added and removed, and contains nothing.
+        // The test adds and removes this memory region. No request refers to it.
         ram.push(RamRegion {
             start: 2 << 32,
             size_bytes: 1 << 20,
@@ -172,12 +174,12 @@ fn changing_the_memory_table_under_load_loses_no_request() {
     }
 }
 
-/// A drain refuses pages for which it has no time. Neither a refused page nor an older version of
-/// it may remain in the pool. The daemon is stopped in the middle of a batch that a drain waits
-/// for, until the time limit of the drain has expired.
+/// A drain refuses pages for which it has no time. Afterwards, the pool must contain neither a
+/// refused page nor an older version of it. The test stops the daemon while a drain waits for a
+/// batch, until the time limit of the drain has expired.
 #[test]
-fn a_refused_put_leaves_nothing() {
-    let seed = seed("a_refused_put_leaves_nothing");
+fn a_put_that_a_drain_refuses_leaves_nothing_in_the_pool() {
+    let seed = seed("a_put_that_a_drain_refuses_leaves_nothing_in_the_pool");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None)]);
     let config = GuestConfig {
@@ -201,7 +203,7 @@ fn a_refused_put_leaves_nothing() {
             driver.put(object, 0, 64);
         }
         driver.settle().unwrap();
-        // This list contains the cookies of the older versions, followed by those of the refused
+        // List of cookies: first those of the older versions of the pages, then those of the later
         // puts.
         let mut cookies: Vec<(Key, u64)> = Vec::new();
         cookies.extend(driver.index().iter().map(|(k, c)| (*k, *c)));
@@ -224,7 +226,8 @@ fn a_refused_put_leaves_nothing() {
         if new == 0 {
             continue;
         }
-        // The oracle allows a hit only for the cookie of the last stored put.
+        // The driver's model accepts a hit only if the cookie is that of the last put that was
+        // stored.
         for (key, cookie) in cookies {
             let Key {
                 pool,
@@ -248,10 +251,11 @@ fn a_refused_put_leaves_nothing() {
             break;
         }
     }
-    println!("{refused} pages refused");
+    println!("pages that drains refused: {refused}");
 }
 
-/// A removed region that contains requests is never written again.
+/// The daemon never writes to a memory region that the VMM has removed, even if the region contains
+/// requests.
 #[test]
 fn a_removed_region_is_unmapped() {
     let seed = seed("a_removed_region_is_unmapped");
@@ -259,7 +263,7 @@ fn a_removed_region_is_unmapped() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut neighbour = daemon.driver("b", seed);
     for round in 0..12 {
-        // The rings are in the first region, the buffers in the second.
+        // The rings are in the first memory region, and the buffers in the second.
         let ram = vec![
             RamRegion {
                 start: 0,
@@ -277,8 +281,8 @@ fn a_removed_region_is_unmapped() {
         };
         let machine = GuestConfig {
             ram,
-            // In even rounds REM_MEM_REG removes the region; in odd rounds a memory table without
-            // it does.
+            // In even rounds, the VMM removes the region with REM_MEM_REG. In odd rounds, it sends
+            // a SET_MEM_TABLE without the region.
             mem_slots: round % 2 == 0,
             ..slots()
         };
@@ -293,15 +297,15 @@ fn a_removed_region_is_unmapped() {
             gone.is_empty(),
             "the daemon wrote to pages {gone:x?} of a region that was removed"
         );
-        // Check the answers to all requests that the daemon took.
+        // The driver's model checks the answers to all requests that the daemon took.
         driver.collect().unwrap();
         driver.guest.hang_up().unwrap();
     }
     daemon.expect_alive();
 }
 
-/// Adds three gets, a put and a report to the rings without publishing them. The daemon must log
-/// all pages that it writes when it answers them.
+/// Adds three GETs, a PUT and a REPORT to the rings without publishing them. When the daemon
+/// answers these requests, it must mark all pages that it writes in the dirty log.
 fn staged(driver: &mut Driver, object: u64) {
     let pool = driver.pool();
     let generation = driver.guest.generation();
@@ -345,16 +349,16 @@ fn staged(driver: &mut Driver, object: u64) {
     driver.guest.add(0, report, generation).unwrap();
 }
 
-/// A migration ends with GET_VRING_BASE or with the end of the connection. Before that, the daemon
-/// must report marks that did not fit into the dirty log.
+/// A migration ends with GET_VRING_BASE, or when the front end closes the connection. Before that,
+/// the daemon must report that it wrote pages that are beyond the end of the dirty log.
 #[test]
 fn a_short_dirty_log_is_reported_before_the_migration_ends() {
     let region = |start, size_bytes| RamRegion { start, size_bytes };
     for stops in [true, false] {
         let mut daemon = Daemon::start(&[("a", None)]);
         let config = GuestConfig {
-            // The rings are in the first region, which the log covers, and the buffers in the
-            // second.
+            // The rings are in the first memory region, and the buffers in the second. The dirty
+            // log covers only the first region.
             ram: vec![region(0, 128 << 10), region(1 << 32, 8 << 20)],
             request_queues: 1,
             ..guest("a")
@@ -373,27 +377,27 @@ fn a_short_dirty_log_is_reported_before_the_migration_ends() {
         assert_eq!(
             reports(&daemon),
             0,
-            "the lost marks were reported before a request caused them"
+            "missed pages of the dirty log were reported before a request wrote them"
         );
         if stops {
             driver.guest.stop().unwrap();
             assert_eq!(
                 reports(&daemon),
                 1,
-                "the lost marks were not reported before the answer to GET_VRING_BASE"
+                "missed pages of the dirty log were not reported before the answer to GET_VRING_BASE"
             );
         }
         driver.guest.hang_up().unwrap();
         assert_eq!(
             reports(&daemon),
             1,
-            "the lost marks were not reported exactly once (VM stopped before: {stops})"
+            "missed pages of the dirty log were not reported exactly once (VM stopped before: {stops})"
         );
     }
 }
 
-/// Every page that the daemon changes is in the dirty log: while it runs, at a pause, and after a
-/// new memory table.
+/// The daemon marks each page of guest memory that it writes in the dirty log: while the VM runs,
+/// when it is paused, and after a new memory table.
 #[test]
 fn the_dirty_log_covers_all_written_pages() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -438,8 +442,8 @@ fn the_dirty_log_covers_all_written_pages() {
                         .collect::<Vec<_>>()
             };
             daemon.until("all requests are answered", || used(&driver));
-            // The mark of a published answer may be set after the used index changes, but not after
-            // the stop.
+            // The daemon may mark a page after it has changed the used index, but not after it has
+            // stopped the vring.
             driver.guest.stop().unwrap();
         }
         let changed = driver.guest.ram().changed_pages(&before);
@@ -460,8 +464,8 @@ fn the_dirty_log_covers_all_written_pages() {
                 device.len()
             );
         }
-        // The log contains only pages that were written: those of 5 answers with 136 pages, and of
-        // two used rings.
+        // The daemon has written 136 pages for 5 answers, and two used rings. The dirty log must
+        // not contain many other pages.
         assert!(
             log.dirty_pages() < 200,
             "{} pages are in the dirty log, more than were written",

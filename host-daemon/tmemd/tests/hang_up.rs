@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A daemon that is stopped while its front end hangs up. When the daemon continues, it still maps
-//! the guest's memory, which has other data by then. The daemon must not change a byte of that
-//! memory.
+//! Test of a daemon that is stopped by a signal while its front end closes the connection. When the
+//! daemon continues, it still maps the guest's memory, which the guest uses for other data by then.
+//! The daemon must not change a byte of that memory.
 //!
-//! QEMU gives up on a daemon that does not answer, and the guest continues without it. The guest
-//! may reset the device or reboot, and use the memory of rings and buffers for other data.
+//! This happens if QEMU disconnects from a daemon that does not answer, and the guest continues
+//! without it. The guest may then reset the device or reboot, and use the memory of rings and
+//! buffers for other data.
 
 mod common;
 
@@ -14,22 +15,24 @@ use tmem_sim::requests::PAGE;
 use tmem_sim::ring::{F_NEXT, F_WRITE};
 use tmem_sim::{Desc, Driver, FakeGuest, Request};
 
-/// Number of rounds. In each round the daemon's workers race with its control thread, which detects
-/// the hang-up. Without their check of the front end, workers write to guest memory in some of the
-/// rounds before the control thread acts.
+/// Number of rounds. In each round, the daemon's workers race with its control thread, which
+/// detects that the front end has closed the connection. If workers did not check the connection
+/// themselves, they would write to guest memory in some of the rounds, before the control thread
+/// acts.
 const ROUNDS: u64 = 60;
 
-/// Number of chains that the overwritten ring of each queue appears to contain.
+/// Number of descriptor chains that each overwritten ring seems to contain.
 const CHAINS: u16 = 16;
 
-/// Number of pages that each chain of the overwritten ring requests.
+/// Number of pages that each chain in an overwritten ring requests.
 const CHAIN_PAGES: u64 = 2;
 
-/// Byte that fills all guest memory except rings and requests.
+/// Byte with which the test fills all guest memory except rings and requests.
 const CANARY: u8 = 0xa5;
 
 /// Fills all guest memory with canary bytes, and writes requests into the ring of each request
-/// queue. The requests ask for pages that the daemon holds; their buffers contain canary bytes.
+/// queue. The requests are GETs of pages that are in the pool. The buffers for their answers
+/// contain canary bytes.
 fn overwrite(driver: &Driver) {
     let (guest, ram) = (&driver.guest, driver.guest.ram());
     let index = |queue| guest.ring(queue).used_idx_in_memory();
@@ -40,7 +43,7 @@ fn overwrite(driver: &Driver) {
             ram.write(region.start + at, &[CANARY; PAGE]);
         }
     }
-    // The rings are in the first region.
+    // The rings are in the first memory region, so the requests are written to the second.
     let mut free = regions[1].start;
     let mut take = |bytes: usize| {
         free += bytes as u64;
@@ -76,7 +79,7 @@ fn overwrite(driver: &Driver) {
     }
 }
 
-/// Creates a request for pages that the daemon holds.
+/// Creates a GET of CHAIN_PAGES pages that are in the pool.
 fn get(driver: &Driver, object: u64, first: u64) -> Request {
     let cookie = |(key, cookie): (&tmem_sim::Key, &u64)| {
         let asked = key.object == object && (first..first + CHAIN_PAGES).contains(&key.index);
@@ -99,7 +102,7 @@ fn get(driver: &Driver, object: u64, first: u64) -> Request {
 }
 
 #[test]
-fn a_daemon_stopped_during_a_hang_up_writes_nothing() {
+fn a_daemon_stopped_during_a_hang_up_writes_no_guest_memory() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let socket = daemon.socket("a");
     let mut probe = FakeGuest::new(common::guest("a")).unwrap();
@@ -128,8 +131,8 @@ fn a_daemon_stopped_during_a_hang_up_writes_nothing() {
         let before = driver.guest.ram().snapshot();
         daemon.resume();
 
-        // A VM has one connection. The daemon accepts another one after it has released the memory
-        // of the first.
+        // A VM can have one connection at a time. So a daemon that accepts another connection has
+        // released the guest memory of the first one.
         daemon.until("the daemon accepts another connection", || {
             probe.connect(&socket).is_ok()
         });
@@ -145,7 +148,7 @@ fn a_daemon_stopped_during_a_hang_up_writes_nothing() {
          {changed:x?}",
         changed.len()
     );
-    // The daemon serves a later connection.
+    // After all rounds, the daemon serves a new connection of the VM.
     let mut driver = daemon.driver("a", ROUNDS);
     common::work(&mut driver, 100);
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Measures how long VMs wait for a worker that touches a page of a hole while the hole is being
-//! punched.
+//! Measures how long VMs wait for answers if a worker of the daemon is blocked. The worker accesses
+//! a page in the memory of another VM while that VM's VMM punches a hole that contains the page.
 //!
-//! The kernel blocks the worker until the whole hole is punched, and no signal ends that.
+//! The kernel blocks the worker until the whole hole is punched, and no signal ends that wait.
 //! docs/threat-model.md lists this wait as a remaining risk, with the measurements of this test.
 
 mod common;
@@ -14,18 +14,19 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tmem_sim::{Driver, DriverConfig, GuestConfig, PutPage, RamRegion, Request};
 
-/// Size of the file that is punched, a VM's memory, in bytes.
+/// Size in bytes of the file that is a VM's memory, and in which the test punches a hole.
 const FILE_BYTES: u64 = 4 << 30;
-/// Number of times that the file is filled and punched.
+/// Number of times that the test fills the file and punches a hole in it.
 const ROUNDS: usize = 5;
-/// Longest time for which a guest's driver lets a reader wait for an answer.
+/// Longest time for which a guest's driver lets a reader wait for the daemon, before it reads the
+/// disk.
 const DEADLINE: Duration = Duration::from_millis(20);
 
-/// Interval at which a reader requests a page.
+/// Time between the gets of the VM whose waits are measured.
 const PACE: Duration = Duration::from_millis(1);
 
-/// Requests pages on both queues in turn while `busy` is set. Returns the time until each page
-/// arrived.
+/// Puts a page and gets it again, in a loop until `busy` is false. Returns how long after its
+/// intended time each get was answered.
 fn gets(driver: &mut Driver, busy: &AtomicBool) -> Vec<Duration> {
     let mut times = Vec::new();
     let (mut objects, mut wanted) = ((1..=8).cycle(), Instant::now());
@@ -47,7 +48,7 @@ fn print(what: &str, mut times: Vec<Duration>) {
     let at = |percent| times[(times.len() - 1) * percent / 100];
     let late = times.iter().filter(|time| **time > DEADLINE).count();
     println!(
-        "{what}: {} gets, p50 {:?}, p99 {:?}, max {:?}; {late} after {DEADLINE:?}",
+        "{what}: {} gets, p50 {:?}, p99 {:?}, max {:?}; {late} gets took more than {DEADLINE:?}",
         times.len(),
         at(50),
         at(99),
@@ -62,9 +63,10 @@ fn punching_a_hole_delays_other_vms() {
     let mut neighbour = daemon.driver("b", 1);
     let region = |start, size_bytes| RamRegion { start, size_bytes };
     let config = GuestConfig {
-        // The rings are in the first region, everything else is in the second.
+        // The rings are in the first memory region. Everything else, such as buffers, is in the
+        // second.
         ram: vec![region(0, 256 << 10), region(1 << 32, FILE_BYTES)],
-        // Each round has two queues of its own, because a queue whose requests are lost may stop.
+        // Each round uses two queues of its own, because a queue whose requests are lost may stop.
         request_queues: 2 * ROUNDS as u16,
         ..guest("a")
     };
@@ -112,8 +114,8 @@ fn punching_a_hole_delays_other_vms() {
             }
             punched.store(false, Ordering::SeqCst);
             let punch = scope.spawn(punch);
-            // After 20 ms the kernel is punching the hole. The requests, which name its pages, are
-            // published only then, so that the workers access the hole while it is being punched.
+            // The requests name pages of the hole. They are published 20 ms after the kernel began
+            // to punch the hole, so that workers access the hole meanwhile.
             thread::sleep(Duration::from_millis(20));
             let in_time = !punched.load(Ordering::SeqCst);
             queues.for_each(|queue| driver.guest.publish(queue));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon's log in a real systemd-journald, in a namespace where `/run` is empty.
+//! Test of the daemon's log with a real systemd-journald, in a namespace where `/run` is empty.
 //!
 //! The test does not run by default, because it needs systemd and user namespaces. `make check-ops`
 //! runs it.
@@ -13,8 +13,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use tmem_sim::fault::{self, Expect, Target};
 use tmem_sim::{Driver, DriverConfig};
 
-/// Shell script that starts a journal, and a daemon whose environment names its stderr as the
-/// journal's. The script reads queries from stdin and prints the matching entries.
+/// Shell script that starts systemd-journald and the daemon, and tells the daemon that its stderr
+/// is the journal. The script reads queries from stdin and prints the journal's matching entries.
 const SCRIPT: &str = r#"
 set -e
 mount -t tmpfs none /run
@@ -58,7 +58,7 @@ impl JournalTest {
         }
     }
 
-    /// Returns the matching entries of the journal, one per line.
+    /// Returns the entries of the journal that match `query`, one per line.
     fn entries(&mut self, query: &str) -> Vec<String> {
         let ask = self.ask.as_mut().expect("the script ended");
         writeln!(ask, "{query}").expect("the script does not read its input");
@@ -72,7 +72,8 @@ impl JournalTest {
 
 impl Drop for JournalTest {
     fn drop(&mut self) {
-        // The script ends when its input is closed, and then ends the journal and the daemon.
+        // When the script's stdin is closed, the script ends the journal and the daemon, and then
+        // itself.
         drop(self.ask.take());
         let _ = self.child.wait();
     }
@@ -80,7 +81,7 @@ impl Drop for JournalTest {
 
 #[test]
 #[ignore = "wants systemd-journald and user namespaces: make check-ops"]
-fn messages_have_fields_in_the_journal() {
+fn log_messages_have_fields_in_the_journal() {
     let directory = tempfile::tempdir().unwrap();
     let mut host = JournalTest::start(directory.path());
     let mut driver = Driver::new(common::guest("web1"), DriverConfig::default()).unwrap();
@@ -92,7 +93,7 @@ fn messages_have_fields_in_the_journal() {
     driver.new_generation().unwrap();
     driver.settle().unwrap();
     driver.create_pool().unwrap();
-    // Selects a fault of the guest that stops a queue.
+    // The test sends the first malformed request of the list that makes the daemon stop the queue.
     let stops = |fault: &fault::Fault| matches!(fault.expect, Expect::Stopped);
     let fault = fault::all()
         .into_iter()
@@ -126,7 +127,7 @@ fn messages_have_fields_in_the_journal() {
         );
     }
     assert!(host.entries("TMEM_VM=web2").is_empty());
-    // The daemon did not also write the lines to stderr.
+    // The daemon writes its log lines only to the journal. They must not be on stderr, too.
     let lines = std::fs::read_to_string(directory.path().join("stderr")).unwrap();
     assert!(
         !lines.contains("virtqueue"),

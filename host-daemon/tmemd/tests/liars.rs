@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Guests that send malformed requests. Each request has the specified answer or stops its queue,
-//! has no other effect, and affects neither other queues nor other VMs.
+//! Tests with guests that send malformed requests. The daemon gives each request the specified
+//! answer or stops its queue. The request has no other effect, and affects neither other queues nor
+//! other VMs.
 
 mod common;
 
@@ -21,8 +22,8 @@ use virtio_tmem as wire;
 
 const VICTIM: u64 = 900;
 
-/// Puts the page that faulty requests name. After a faulty request that the daemon does not carry
-/// out, the daemon must still hold the page.
+/// Puts the page to which malformed requests refer. After each malformed request that the daemon
+/// does not execute, the page must still be in the pool.
 fn put_victim(driver: &mut Driver) -> Target {
     assert!(driver.put(VICTIM, 1, 2));
     driver.settle().unwrap();
@@ -54,8 +55,8 @@ fn victim_is_there(driver: &mut Driver, fault: &str) {
     );
 }
 
-/// Waits for the result of a fault. Returns the status of its answer, or None if the queue stopped
-/// and the error eventfd reported it to the VMM.
+/// Waits until the daemon has handled a malformed request. Returns the status of the answer, or
+/// None if the daemon stopped the queue and signalled the error eventfd.
 fn outcome(daemon: &mut Daemon, driver: &mut Driver, queue: usize, used: u16) -> Option<u8> {
     let guest = &driver.guest;
     let mut stopped = false;
@@ -72,7 +73,7 @@ fn outcome(daemon: &mut Daemon, driver: &mut Driver, queue: usize, used: u16) ->
     done.map(|d| d.answer.status)
 }
 
-/// Checks that every queue answers except the stopped one.
+/// Checks that every queue except `stopped` still answers a request.
 fn others_answer(daemon: &mut Daemon, driver: &mut Driver, stopped: usize) {
     let silent = driver.guest.ring(stopped).used_idx_in_memory();
     let pool = driver.pool();
@@ -112,7 +113,8 @@ fn every_malformed_request_about_retained_pages_gets_the_specified_status() {
     send_each(fault::of_retained_pages(), F_RETAIN);
 }
 
-/// Returns the connected driver of the VM `liar`, which has also accepted `features`.
+/// Returns the connected driver of the VM `liar`. The driver has accepted `features` in addition to
+/// the default features.
 fn liar(daemon: &mut Daemon, seed: u64, features: u64) -> Driver {
     let mut config = guest("liar");
     config.features |= features;
@@ -123,7 +125,8 @@ fn liar(daemon: &mut Daemon, seed: u64, features: u64) -> Driver {
     daemon.driver_with(config, random)
 }
 
-/// Sends each fault alone, as a driver that has also accepted `features`.
+/// Sends each of the malformed requests while no other request is in flight. The driver has
+/// accepted `features` in addition to the default features.
 fn send_each(faults: Vec<Fault>, features: u64) {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
     let mut driver = liar(&mut daemon, 1, features);
@@ -159,7 +162,8 @@ fn send_each(faults: Vec<Fault>, features: u64) {
             }
             every_queue_answers(&mut driver);
         }
-        // A reset makes a stopped queue work again.
+        // The guest reboots if the queue is stopped, because it works again only after a reset. The
+        // guest also reboots if the daemon has executed the request.
         if status.is_none() || status == Some(wire::S_OK) {
             driver.reboot().unwrap();
         }
@@ -175,8 +179,8 @@ fn send_each(faults: Vec<Fault>, features: u64) {
     work(&mut neighbour, 100);
 }
 
-/// Guest memory changes while the daemon reads it. The daemon survives, other VMs are not affected,
-/// and a hit is always the page of the cookie in the answer.
+/// The guest changes requests in its memory while the daemon reads them. The daemon survives, and
+/// other VMs are not affected. A hit always returns the page whose cookie is in the answer.
 #[test]
 fn requests_changed_by_the_guest_during_a_read_are_harmless() {
     let seed = seed("requests_changed_by_the_guest_during_a_read_are_harmless");
@@ -184,7 +188,7 @@ fn requests_changed_by_the_guest_during_a_read_are_harmless() {
     let mut liar = liar(&mut daemon, seed, F_RETAIN);
     let mut neighbour = daemon.driver("neighbour", seed + 1);
     let pool = liar.pool();
-    // The content of each page depends on its cookie.
+    // The content of each page follows from its cookie, so that the test can check a returned page.
     let content = |cookie: u64| Content::Noise(cookie);
     let cookie = |index: u64| 1000 + index;
     let refill = |liar: &mut Driver| {
@@ -221,8 +225,8 @@ fn requests_changed_by_the_guest_during_a_read_are_harmless() {
             let mut rng = fastrand::Rng::with_seed(seed + round);
             std::thread::spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
-                    // The test overwrites index and cookies of the request. Most of the new values
-                    // name pages in the pool.
+                    // This thread overwrites the index and the cookies of the request. Most of the
+                    // new values name pages in the pool.
                     ram.write(addr + REQ_BYTES as u64 + 8, &rng.u64(..256).to_le_bytes());
                     let at = rng.u64(..64);
                     let value = cookie(rng.u64(..256)).to_le_bytes();
@@ -252,7 +256,8 @@ fn requests_changed_by_the_guest_during_a_read_are_harmless() {
     neighbour.get_all().unwrap();
 }
 
-/// Writes random bytes over rings, descriptors and requests.
+/// A guest overwrites its rings, descriptors and requests with random bytes while the daemon reads
+/// them.
 #[test]
 fn random_guest_memory_is_harmless() {
     let seed = seed("random_guest_memory_is_harmless");
@@ -291,7 +296,8 @@ fn random_guest_memory_is_harmless() {
             } else {
                 liar.get(object, start, start + 30);
             }
-            // The answers are not judged, because this guest overwrote its requests.
+            // The test does not check the answers' content, because the guest has overwritten its
+            // requests.
             while let Ok(Some(_)) = liar.guest.poll(rng.usize(..3)) {}
             neighbour.step().unwrap();
         }
@@ -304,9 +310,10 @@ fn random_guest_memory_is_harmless() {
     neighbour.get_all().unwrap();
 }
 
-/// A guest kicks, fills its rings continuously and never takes an answer.
+/// A guest fills a ring again and again, kicks its queues, and never takes an answer. The daemon
+/// still serves other VMs.
 #[test]
-fn a_guest_that_takes_no_answers_blocks_no_other() {
+fn a_guest_that_takes_no_answers_blocks_no_other_vm() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
     let mut liar = daemon.driver("liar", 1);
     let mut neighbour = daemon.driver("neighbour", 2);
@@ -324,8 +331,8 @@ fn a_guest_that_takes_no_answers_blocks_no_other() {
     };
     let encoded = put.encode(liar.guest.generation());
     let placed = liar.guest.place(&encoded).unwrap();
-    // The test builds one chain and makes it available repeatedly, each time as often as the ring
-    // has entries.
+    // The guest makes one chain available again and again. It publishes as many entries at a time
+    // as the ring has.
     let parts: Vec<(u64, usize, bool)> = placed
         .1
         .readable
@@ -366,7 +373,8 @@ fn a_guest_that_takes_no_answers_blocks_no_other() {
             guest.ring(1).used_idx_in_memory() == guest.ring(1).avail_idx_in_memory()
         });
     }
-    // The guest's other queue is served meanwhile and returns its pages.
+    // Another queue of the guest that takes no answers is still served, and returns the guest's
+    // pages.
     let get = Request::Get {
         pool,
         object: 1,
@@ -389,8 +397,9 @@ fn a_guest_that_takes_no_answers_blocks_no_other() {
     work(&mut neighbour, 100);
 }
 
-/// The front end clears O_NONBLOCK of the eventfds that it shares, and keeps their counters full.
-/// Its own guest may miss interrupts. Other VMs are not affected, and the daemon can stop.
+/// A front end clears O_NONBLOCK of the eventfds that it shares with the daemon, and keeps their
+/// counters full. The guest of this front end may miss interrupts. Other VMs are not affected, and
+/// the daemon can stop.
 #[test]
 fn blocking_call_eventfds_block_no_other_vm() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
@@ -399,10 +408,11 @@ fn blocking_call_eventfds_block_no_other_vm() {
     let queues = liar.guest.num_queues();
     for queue in 0..queues {
         let call = liar.guest.call_fd(queue);
-        // SAFETY: the descriptor is open as long as `call`.
+        // SAFETY: the descriptor stays open as long as `call` exists.
         let fd = unsafe { BorrowedFd::borrow_raw(call.as_raw_fd()) };
         fcntl_setfl(fd, OFlags::empty()).unwrap();
-        // The counter of the eventfd is read first, so that it is 0.
+        // Reading the eventfd resets its counter to 0. The following write sets the counter to its
+        // maximum.
         let _ = rustix::io::preadv2(
             fd,
             &mut [IoSliceMut::new(&mut [0; 8])],
@@ -411,7 +421,8 @@ fn blocking_call_eventfds_block_no_other_vm() {
         );
         call.write(u64::MAX - 1).unwrap();
     }
-    // These requests cause an interrupt on each eventfd. There are more eventfds than workers.
+    // These requests cause an interrupt on each eventfd. If a full eventfd blocked the worker that
+    // writes to it, all workers would be blocked, because there are more eventfds than workers.
     for object in 1..=64 {
         liar.put(object, 0, 1);
         liar.collect().unwrap();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Bounds on log lines, and on the memory, threads and descriptors of a connection.
+//! Tests of limits: the number of log lines, and the memory, threads and descriptors of a
+//! connection.
 
 mod common;
 
@@ -13,35 +14,39 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{DriverConfig, GuestConfig, RamRegion};
 use vhost::VhostBackend;
 
-/// Number of log lines in a burst: of all VMs together, and of each other source, such as a control
-/// socket.
+/// BURST_ALL is the number of lines that the daemon logs in a burst about all VMs together. BURST
+/// is the number of lines in a burst about each other source, such as a control socket.
 const BURST_ALL: usize = 512;
 const BURST: usize = 10;
 
-/// Resources of a connection according to docs/operating.md.
+/// Largest numbers of queues, memory regions, threads and descriptors that docs/operating.md states
+/// for a connection.
 const QUEUES: usize = 17;
 const REGIONS: usize = 64;
 const THREADS_MAX: usize = 1;
 const DESCRIPTORS_MAX: usize = 5 + 3 * QUEUES + REGIONS;
-/// Maximum number of memory regions in one SET_MEM_TABLE. While the front end changes its memory
-/// map, the daemon holds the descriptors of one such message and of the tables that it has yet to
-/// unmap.
+/// Maximum number of memory regions in one SET_MEM_TABLE message. While the front end changes its
+/// memory table in a loop, the daemon has open descriptors for one such message. It also has those
+/// of the tables that wait to be unmapped.
 const MESSAGE_REGIONS: usize = 32;
 const TABLES_WAITING: usize = 4;
 const DESCRIPTORS_CHANGING_MAX: usize =
     DESCRIPTORS_MAX + TABLES_WAITING * REGIONS + MESSAGE_REGIONS;
 const MEMORY_MAX_BYTES: usize = 1 << 20;
 
-/// Number of changes of the memory map in a loop. The daemon unmaps some hundred tables per second.
+/// Number of times that the front end changes its memory table in a loop. The daemon can unmap some
+/// hundred tables per second.
 const CHANGES: usize = 2000;
 
-/// Starts a daemon without the sandbox, because other processes cannot inspect a sandboxed daemon.
+/// Starts a daemon without the sandbox, because the test cannot inspect a sandboxed daemon in
+/// /proc.
 fn visible() -> Daemon {
     let seen = |_: &std::path::Path| vec!["--no-sandbox".into()];
     Daemon::with_arguments(&[("a", None)], "64MiB", seen)
 }
 
-/// Returns the daemon's resources after the probe connections of its start have ended.
+/// Returns the daemon's resources while no VM is connected. `Daemon::spawn` connects to each
+/// socket, so the function waits until these connections have ended.
 fn at_rest(daemon: &mut Daemon) -> Taken {
     let pid = daemon.pid() as i32;
     let mut last = taken_by(pid);
@@ -70,8 +75,8 @@ fn log_lines_of_all_vms_are_bounded() {
         .expect("cannot connect to the control socket");
     for _ in 0..6 {
         for name in &names {
-            // The daemon refuses a connection, and logs that, while the VM's previous connection
-            // has not ended.
+            // If the VM's previous connection has not ended yet, the daemon refuses this connection
+            // and logs that.
             drop(UnixStream::connect(daemon.socket(name)).expect("cannot connect to the socket"));
         }
         until("no VM is connected", || {
@@ -116,8 +121,8 @@ fn log_lines_of_failed_accepts_are_bounded() {
             .matches("a connection cannot be accepted")
             .count()
     };
-    // The limit of open files is set to the lowest free descriptor number, so that the daemon
-    // cannot open another one.
+    // The test sets the daemon's limit of open files to the lowest free descriptor number. The
+    // daemon then cannot open another file.
     let descriptors =
         fs::read_dir(format!("/proc/{}/fd", daemon.pid())).expect("cannot list the directory");
     let number = |entry: fs::DirEntry| entry.file_name().to_str()?.parse::<u64>().ok();
@@ -125,7 +130,7 @@ fn log_lines_of_failed_accepts_are_bounded() {
         .filter_map(|entry| number(entry.ok()?))
         .collect();
     let free = (0..).find(|number| !numbers.contains(number));
-    // Later the test raises the limit again to this hard limit, as the daemon itself does at its
+    // Later, the test raises the limit of open files to the hard limit, as the daemon does at its
     // start.
     let maximum = getrlimit(Resource::Nofile).maximum;
     let limit = |current| {
@@ -156,7 +161,8 @@ fn log_lines_of_failed_accepts_are_bounded() {
         .expect("the daemon does not serve after it has descriptors again");
 }
 
-/// The front end uses the maximum number of queues and regions, and the largest rings.
+/// The simulated front end uses the maximum number of queues and memory regions, and the largest
+/// rings.
 #[test]
 fn resources_of_a_connection_are_bounded() {
     let mut daemon = visible();
@@ -191,7 +197,7 @@ fn resources_of_a_connection_are_bounded() {
         memory_bytes,
         ..
     } = most;
-    println!("before {before:?}, most {most:?}");
+    println!("the daemon's resources before the connection: {before:?}, maximum: {most:?}");
     assert!(
         threads <= before.threads + THREADS_MAX,
         "a connection used more than {THREADS_MAX} threads: {before:?} became {most:?}"
@@ -207,13 +213,14 @@ fn resources_of_a_connection_are_bounded() {
     );
     let pool = daemon_pool_bytes(&daemon);
     let own = memory_bytes.saturating_sub(before.memory_bytes + pool);
-    println!("{own} bytes beside {pool} of the pool");
+    println!("memory of the connection: {own} bytes, plus {pool} bytes in the pool");
     assert!(
         own <= MEMORY_MAX_BYTES,
         "{own} bytes beside the pool are more than {MEMORY_MAX_BYTES}"
     );
 
-    // Each message passes new descriptors, which stay open as long as their table.
+    // Each SET_MEM_TABLE message passes new descriptors. The daemon closes them when it unmaps the
+    // memory table.
     let regions = driver.guest.ram().vhost_regions();
     let changed = AtomicBool::new(false);
     let most = std::thread::scope(|scope| {
@@ -235,7 +242,7 @@ fn resources_of_a_connection_are_bounded() {
         changed.store(true, Ordering::SeqCst);
         counter.join().expect("the thread panicked")
     });
-    println!("{most} descriptors while its memory changes");
+    println!("the daemon has at most {most} descriptors while the VM's memory table changes");
     let bound = before.descriptors + DESCRIPTORS_CHANGING_MAX;
     assert!(
         most <= bound,
@@ -252,7 +259,7 @@ fn resources_of_a_connection_are_bounded() {
     });
 }
 
-/// Returns the bytes that the pool holds.
+/// Returns the number of bytes of memory that the pool takes.
 fn daemon_pool_bytes(daemon: &Daemon) -> usize {
     let mut client = tmem_control::connect(&daemon.path("control"))
         .expect("cannot connect to the control socket");

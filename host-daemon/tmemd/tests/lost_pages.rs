@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Loss of a page of guest memory: its VM is disconnected, and other VMs are not affected.
+//! Tests of a VM that loses a page of its memory: the daemon disconnects this VM, and other VMs are
+//! not affected.
 //!
-//! One test has a daemon in this process whose mapping loses the page, which needs no privilege.
-//! Another test punches a hole into huge pages when the host has no free ones. It needs root and
-//! unused huge pages, and is skipped with a reason otherwise.
+//! Some tests run the daemon in the process of the test and remove a page from its mapping, which
+//! needs no privilege. Another test punches a hole into huge pages when the host has no free huge
+//! pages. That test needs root and unused huge pages. Without them, it is skipped and prints the
+//! reason.
 
 mod common;
 
@@ -25,8 +27,8 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 const HUGE_BYTES: u64 = 2 << 20;
 const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
 
-/// Returns start and end of all mappings in this process that map the same file as the mapping at
-/// `address`.
+/// Returns the start and the end of each mapping in this process that maps the file that is mapped
+/// at `address`.
 fn mappings_like(address: u64) -> Vec<(u64, u64)> {
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let parse = |line: &str| {
@@ -42,7 +44,7 @@ fn mappings_like(address: u64) -> Vec<(u64, u64)> {
     same.map(|m| (m.0, m.1)).collect()
 }
 
-/// Removes pages from a mapping by mapping an empty file in their place.
+/// Removes pages from a mapping: an empty file is mapped in their place.
 fn take_away(start: u64, bytes: u64) {
     let empty = memfd_create("gone", MemfdFlags::CLOEXEC).unwrap();
     let at = std::ptr::with_exposed_provenance_mut(start as usize);
@@ -63,15 +65,16 @@ fn connect(driver: &mut Driver, socket: &Path) {
     driver.create_pool().unwrap();
 }
 
-/// Returns a guest with the rings in the first region and nearly all buffers in the second.
+/// Returns the configuration of a guest whose rings are in the first memory region, and nearly all
+/// of whose buffers are in the second.
 fn two_regions(name: &str) -> GuestConfig {
     let mut config = guest(name);
     config.ram[0].size_bytes = 512 << 10;
     config
 }
 
-/// Guard that sets the flag when it is dropped, also during a panic. The flag stops another thread
-/// of the test.
+/// Guard that sets a flag when it is dropped, even if the test panics. Another thread of the test
+/// ends when the flag is set.
 struct End<'a>(&'a AtomicBool);
 
 impl Drop for End<'_> {
@@ -80,7 +83,8 @@ impl Drop for End<'_> {
     }
 }
 
-/// Removes a region's pages from the mapping of a daemon in this process.
+/// Removes all pages of a region from the daemon's mappings of guest memory. The daemon runs in the
+/// process of the test.
 fn take_away_region(driver: &Driver, region: RamRegion) {
     let own = driver.guest.ram().host_addr(region.start);
     let mappings = mappings_like(own);
@@ -92,8 +96,8 @@ fn take_away_region(driver: &Driver, region: RamRegion) {
 }
 
 #[test]
-fn only_the_vm_whose_page_has_gone_is_disconnected() {
-    let seed = seed("only_the_vm_whose_page_has_gone_is_disconnected");
+fn only_the_vm_that_loses_a_page_is_disconnected() {
+    let seed = seed("only_the_vm_that_loses_a_page_is_disconnected");
     let mut daemon = TestDaemon::start(&["a", "b"]);
     let directory = daemon.folder().to_path_buf();
     let socket = |name: &str| directory.join(format!("{name}.sock"));
@@ -125,7 +129,8 @@ fn only_the_vm_whose_page_has_gone_is_disconnected() {
         for region in [0, 1, 0] {
             work(&mut driver, 50);
             take_away_region(&driver, two_regions("a").ram[region]);
-            // The guest sends requests until the daemon has touched the region.
+            // The guest sends requests until the daemon has accessed the removed pages of the
+            // region.
             until(&format!("region {region}: the VM is disconnected"), || {
                 for object in 1..4 {
                     driver.put(object, 0, 64);
@@ -143,8 +148,8 @@ fn only_the_vm_whose_page_has_gone_is_disconnected() {
     daemon.stop();
 }
 
-/// The control thread, which reads a ring when it is started, may be the first to touch a lost
-/// page.
+/// The control thread reads a ring when the VMM starts that ring. It may thus be the first thread
+/// that accesses a page that is lost.
 #[test]
 fn a_lost_page_that_the_control_thread_reads_ends_the_connection() {
     let mut daemon = TestDaemon::start(&["a"]);
@@ -154,7 +159,7 @@ fn a_lost_page_that_the_control_thread_reads_ends_the_connection() {
     driver.guest.stop().unwrap();
     take_away_region(&driver, two_regions("a").ram[0]);
     let kick = EventFd::new(EFD_NONBLOCK).unwrap();
-    // An error means that the connection ended before the answer.
+    // The daemon may end the connection before it answers this message, so an error is ignored.
     let _ = driver.guest.frontend().unwrap().set_vring_kick(1, &kick);
     until("the VM is disconnected", || {
         driver.guest.read_config().is_err()
@@ -165,10 +170,10 @@ fn a_lost_page_that_the_control_thread_reads_ends_the_connection() {
     daemon.stop();
 }
 
-/// Returns true if the daemon has ended the connection.
+/// Returns true if the daemon has closed the VM's connection.
 fn has_ended(driver: &mut Driver) -> bool {
     let frontend = driver.guest.frontend().unwrap();
-    // SAFETY: the front end keeps the socket open while it is borrowed.
+    // SAFETY: the front end keeps the socket open as long as the descriptor is borrowed.
     let socket = unsafe { BorrowedFd::borrow_raw(frontend.as_raw_fd()) };
     let mut fds = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
     let no_wait = Timespec {
@@ -178,8 +183,8 @@ fn has_ended(driver: &mut Driver) -> bool {
     poll(&mut fds, Some(&no_wait)).unwrap() > 0
 }
 
-/// Number of the host's huge pages. Dropping the value restores the number that the host had
-/// before. Tests that change the number run one after the other.
+/// A temporary change of the host's number of huge pages. Dropping this value restores the earlier
+/// number. A lock makes tests that change the number run one after the other.
 struct HugePages {
     before: u64,
     _turn: File,
@@ -202,7 +207,7 @@ impl HugePages {
         text.trim().parse().ok()
     }
 
-    /// Adds `count` huge pages to those of the host.
+    /// Increases the host's number of huge pages by `count`.
     fn more(count: u64) -> Result<HugePages, String> {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let size = format!("Hugepagesize: {:>10} kB", HUGE_BYTES >> 10);
@@ -220,7 +225,7 @@ impl HugePages {
         Ok(kept)
     }
 
-    /// Takes all free huge pages from the host.
+    /// Removes all free huge pages from the host, so that no process can get one.
     fn take_free(&self) {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap();
         let field = |name: &str| {
@@ -241,8 +246,8 @@ impl Drop for HugePages {
 }
 
 #[test]
-fn a_hole_in_huge_pages_ends_only_its_connection() {
-    // The test needs huge pages for two regions, and some that stay free.
+fn a_hole_in_huge_pages_ends_only_the_connection_of_its_vm() {
+    // The guest's two memory regions have 4 huge pages. The other 2 remain free.
     let kept = match HugePages::more(6) {
         Ok(kept) => kept,
         Err(why) => return skipped(Missing::HugePages, why),
@@ -266,7 +271,8 @@ fn a_hole_in_huge_pages_ends_only_its_connection() {
     let mut driver = daemon.driver_with(config, DriverConfig::default());
     work(&mut driver, 200);
     let (pool, generation) = (driver.pool(), driver.guest.generation());
-    // The first region contains the rings and some of the requests, the second one the others.
+    // The rings and some of these requests are in the first memory region. The other requests are
+    // in the second region, in which the test punches a hole.
     for number in 0..20 {
         let put = Request::Put {
             pool,
@@ -288,18 +294,19 @@ fn a_hole_in_huge_pages_ends_only_its_connection() {
     fallocate(&files[1].2, flags, 0, files[1].0.size_bytes).unwrap();
     kept.take_free();
     driver.guest.publish(1);
-    // While the test waits, it sends no message, because a message would make the control thread
-    // check the memory.
+    // While the test waits, it sends no message, because the control thread would check the memory
+    // when it receives one.
     daemon.until("the VM is disconnected", || has_ended(&mut driver));
     let answered = driver.guest.ring(1).used_idx_in_memory();
     let asked = driver.guest.ring(1).avail_idx_in_memory();
     let left = asked.wrapping_sub(answered);
-    // Requests in the second region and all later ones stay unanswered.
+    // The first request in the second memory region, and all requests after it, are never answered.
     assert!(
         (1..=20).contains(&left),
         "{left} of 20 requests are not answered"
     );
-    // Other VMs are not affected, and this VM is served again with new memory.
+    // Other VMs are not affected. The daemon serves the disconnected VM again after it connects
+    // with new memory.
     work(&mut neighbour, 200);
     drop((driver, files));
     let mut driver = daemon.driver("a", 2);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests operations on a running daemon (flush, freeze, resize, events) and its statistics.
+//! Tests of an operator's commands to a running daemon (flush, freeze, resize, events) and of its
+//! statistics.
 
 mod common;
 
@@ -68,8 +69,8 @@ fn requests_are_timed_and_counted() {
         sum(&vm.wait_latency) > 0,
         "no time of waiting for a worker was recorded"
     );
-    // The guest sends only few requests of other types, which create pools and send reports. These
-    // have no latency.
+    // The daemon has no latency histogram for requests that create pools or send reports. The guest
+    // sends only few such requests.
     let timed: i64 = latencies.into_iter().map(sum).sum();
     assert!(
         timed < vm.requests && timed > vm.requests - 10,
@@ -82,13 +83,13 @@ fn requests_are_timed_and_counted() {
     assert!(of_daemon.resident_bytes > 0 && of_daemon.cpu_ms >= of_daemon.cpu_requests_ms);
 }
 
-/// Processor time grows with work, and does not grow for an idle VM. No assertion depends on how
-/// fast the machine is or how busy it is with other processes.
+/// The reported processor time grows with work, and does not grow for an idle VM. The test depends
+/// neither on the speed of the machine nor on other processes.
 #[test]
 fn processor_time_is_reported_by_work_and_by_vm() {
     const BACKGROUND_THREADS: i64 = 2;
     let vms = [("a", None), ("b", None)];
-    // The pool is so small that pages must be evicted.
+    // The pool is so small that the daemon must evict pages.
     let mut daemon = Daemon::with_arguments(&vms, "4MiB", |_| {
         let threads = BACKGROUND_THREADS.to_string();
         ["--background-threads", &threads]
@@ -99,7 +100,8 @@ fn processor_time_is_reported_by_work_and_by_vm() {
     let mut client = client(&daemon.path("control"));
     let mut indexes = 0..;
     let (mut settling_ms, mut room_ms, mut requests_ms) = (0, 0, 0);
-    // Each of the processor times is reported and grows with work.
+    // The daemon reports the processor time of each kind of work. Each time grows with further
+    // work.
     for _ in 0..2 {
         until("processor time of each kind of work is counted", || {
             (0..64).for_each(|_| put(&mut driver, indexes.next().unwrap()));
@@ -112,8 +114,9 @@ fn processor_time_is_reported_by_work_and_by_vm() {
         settling_ms = stats.daemon.cpu_finalize_ms;
         room_ms = stats.daemon.cpu_reclaim_ms;
         requests_ms = stats.vms[0].cpu_requests_ms;
-        // The kernel reports user and system time of a thread, each rounded down to a tick. Timed
-        // work reads the same clock without rounding. Waking up and unmapping are not timed.
+        // The kernel reports a thread's user time and system time, each rounded down to a tick. The
+        // daemon measures each kind of background work without rounding. It does not measure
+        // wake-ups and unmapping.
         let tick_ms = 1000 / i64::try_from(rustix::param::clock_ticks_per_second()).unwrap();
         let sum = settling_ms + stats.daemon.cpu_recompress_ms + room_ms;
         let most = stats.daemon.cpu_background_ms + BACKGROUND_THREADS * 2 * tick_ms;
@@ -129,16 +132,16 @@ fn processor_time_is_reported_by_work_and_by_vm() {
         (false, 0),
         "VM b, which did nothing, has a connection or processor time: {b:?}"
     );
-    // Each request is executed in a slice whose time counts as processor time of the VM. The last
-    // slice is counted a little after its last answer.
+    // A VM's processor time contains the time of its scheduling slices. The daemon counts the last
+    // slice shortly after it has sent the slice's last answer, so the test waits.
     let sum_ns = a.put_latency.sum_ns + a.get_latency.sum_ns + a.flush_latency.sum_ns;
     until("the last slice is counted", || {
         stats(&mut client, "a").cpu_requests_ms >= sum_ns / 1_000_000
     });
 }
 
-/// The statistics have the latencies that a driver has sent, and none for a driver that sends only
-/// reports.
+/// The statistics of a VM contain the latencies that its driver has sent. They contain no latencies
+/// if the driver sends only REPORT requests.
 #[test]
 fn latencies_of_readers_are_reported() {
     let mut daemon = daemon();
@@ -188,7 +191,8 @@ fn a_flushed_vm_is_empty_and_continues() {
     assert_eq!(stats(&mut client, "a").hash_mismatches, 0);
 }
 
-/// A frozen VM must not get an older version of a page that it put again.
+/// If a frozen VM puts a page again, the daemon must not return the older version of the page
+/// later.
 #[test]
 fn a_frozen_vm_puts_nothing_and_still_gets() {
     let mut daemon = daemon();
@@ -208,7 +212,7 @@ fn a_frozen_vm_puts_nothing_and_still_gets() {
     assert_eq!(frozen.refused_frozen, 50);
     assert_eq!(frozen.puts_refused, before.puts_refused + 50);
     assert_eq!(frozen.puts, before.puts + 50);
-    // The driver's model judges each answer.
+    // The driver's model checks each answer of the daemon.
     work(&mut driver, 200);
     driver.get_all().unwrap();
     assert!(client.thaw_vm("a".into()).call().unwrap().changed);
@@ -289,11 +293,11 @@ fn the_read_only_socket_changes_nothing() {
     client
         .get_freeable()
         .call()
-        .expect("the read-only socket does not return freeable memory");
+        .expect("GetFreeable fails on the read-only socket");
     let features = client
         .get_features()
         .call()
-        .expect("the read-only socket does not return features")
+        .expect("GetFeatures fails on the read-only socket")
         .features;
     assert_eq!(
         features,
@@ -336,7 +340,8 @@ fn events_are_sent_as_they_happen() {
     };
     assert_eq!(next().kind, "subscribed");
     let mut driver = daemon.driver("b", 5);
-    // The connection with which `Daemon::spawn` tested the socket may still cause events.
+    // Events of VM a are ignored. `Daemon::spawn` has connected to its socket to test it, and that
+    // connection may still cause events.
     let until = |kind: &str| {
         let of_kind = std::iter::repeat_with(next)
             .find(|event| event.kind == kind && event.vm.as_deref() != Some("a"));
@@ -355,15 +360,15 @@ fn events_are_sent_as_they_happen() {
     assert!(until("driver").text.contains("off"));
     driver.hang_up().unwrap();
     assert_eq!(until("disconnected").vm.as_deref(), Some("b"));
-    // A subscription does not delay the stop.
+    // A client that waits for events does not delay the stop of the daemon.
     daemon.terminate();
     listener.join().unwrap();
 }
 
 /// If connections begin and end in a loop, the daemon does not send an event for each of them. It
-/// does send the event of the last state, even if nothing more happens.
+/// sends the event about the last state later, even if nothing more happens.
 #[test]
-fn left_out_events_are_sent_later() {
+fn the_last_event_of_a_loop_of_connections_is_sent_later() {
     let daemon = daemon();
     let mut listener = subscribe(&daemon.path("read-only")).unwrap();
     let mut client = client(&daemon.path("control"));
@@ -371,7 +376,7 @@ fn left_out_events_are_sent_later() {
         drop(UnixStream::connect(daemon.socket("b")).unwrap());
         stats(&mut client, "b").connections > 40
     });
-    // A read may return a part of an event.
+    // One read may return only a part of an event.
     let (mut text, mut part) = (String::new(), [0; 4096]);
     let is_complete = |text: &str| {
         let last = text
@@ -385,7 +390,7 @@ fn left_out_events_are_sent_later() {
     }
 }
 
-/// Subscribes to events. Returns when the subscription has begun.
+/// Subscribes to the daemon's events. Returns when the subscription has begun.
 fn subscribe(control: &Path) -> io::Result<UnixStream> {
     let call = b"{\"method\":\"io.virtiotmem.Control.SubscribeEvents\",\"more\":true}\0";
     let mut stream = UnixStream::connect(control)?;
@@ -396,7 +401,7 @@ fn subscribe(control: &Path) -> io::Result<UnixStream> {
 }
 
 #[test]
-fn a_subscription_requires_more_and_ends_with_the_client() {
+fn a_subscription_requires_the_flag_more_and_ends_with_its_client() {
     let daemon = daemon();
     let error = client(&daemon.path("control")).subscribe_events().call();
     let error = error.expect_err("the daemon accepted a subscription without \"more\"");
@@ -404,9 +409,10 @@ fn a_subscription_requires_more_and_ends_with_the_client() {
         matches!(error.kind(), ErrorKind::MoreExpected(Some(args)) if args.method == "SubscribeEvents"),
         "the daemon answered with the wrong error: {error}"
     );
-    // The maximum number of clients connects, and all of them disconnect.
+    // In each round, the maximum number of clients subscribe to events, and then all of them
+    // disconnect.
     for _ in 0..3 {
-        // The slots of the clients of the last round become free one by one.
+        // The daemon notices one by one that the clients of the previous round have disconnected.
         let streams: Vec<UnixStream> = (0..16)
             .map(|_| {
                 let mut stream = None;
@@ -431,7 +437,7 @@ fn a_subscription_requires_more_and_ends_with_the_client() {
     }
 }
 
-/// Reads all statistics `calls` times. Returns the time that it took.
+/// Makes three read-only calls, `calls` times in a row. Returns the time that all calls took.
 fn read_in_a_loop(socket: &Path, calls: u32) -> Duration {
     let (mut client, begun) = (client(socket), Instant::now());
     for _ in 0..calls {
@@ -446,13 +452,14 @@ fn read_in_a_loop(socket: &Path, calls: u32) -> Duration {
 fn calls_of_read_only_clients_are_rate_limited() {
     let daemon = daemon();
     let read_only = daemon.path("read-only");
-    // The loop makes 150 calls. 50 of them are answered at once, and 50 in each further second.
+    // The loop makes 150 calls. The daemon answers 50 of them at once, and the other 100 at a rate
+    // of 50 per second.
     let took = read_in_a_loop(&read_only, 50);
     assert!(
         took >= Duration::from_millis(1900),
         "50 calls above the rate took only {took:?}"
     );
-    // The calls of the first client do not delay those of another one.
+    // The rate limit of one client does not delay the calls of another client.
     let took = read_in_a_loop(&read_only, 10);
     assert!(
         took < Duration::from_millis(1900),

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Several random guests at once, each with an oracle: no wrong byte, no page of a neighbour, and
-//! no page of an older generation, while QEMU pauses and resets the VMs and connects again.
+//! Tests with several random guests at the same time, while QEMU pauses, resets and reconnects the
+//! VMs. The model of each guest detects a wrong byte, a page of another guest, and a page of an
+//! older generation.
 
 mod common;
 
@@ -9,12 +10,13 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::frontend::{F_EVENT_IDX, F_INDIRECT_DESC, F_RETAIN};
 use tmem_sim::{Cut, Driver, DriverConfig, GuestConfig, RamRegion};
 
-/// Does one of several things, chosen by `rng`: pauses the VM, resets it, reconnects it, sends its
-/// memory table again, creates another pool, or gets all pages.
+/// Performs a random action: pauses the VM, resets it, reconnects it, sends its memory table again,
+/// creates another pool, or gets all pages.
 fn event(daemon: &mut Daemon, driver: &mut Driver, rng: &mut fastrand::Rng) {
     match rng.u8(..6) {
         0 => {
-            // The VM is paused with requests in flight and continues. It keeps its cache.
+            // The VM is paused while requests are in flight, and then continues. Its pages stay in
+            // the pool.
             driver.guest.stop().unwrap();
             driver.collect().unwrap();
             driver.guest.start().unwrap();
@@ -40,12 +42,13 @@ fn event(daemon: &mut Daemon, driver: &mut Driver, rng: &mut fastrand::Rng) {
     }
 }
 
-/// Numbers of the guests that let the device retain pages. Other guests of their trust domains do
-/// not.
+/// Numbers of the guests that use retained pages (pages that a get leaves in the pool). The other
+/// guests of their trust domains do not use retained pages.
 const RETAINING: [usize; 2] = [1, 2];
 
-/// Runs several guests with random requests. Returns each guest with the number of its pages that a
-/// drain cut off according to the daemon.
+/// Runs four guests with random requests. Returns the driver of each guest, with the number of its
+/// pages that the daemon refused or missed because of a drain. The number is from the daemon's
+/// statistics.
 fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<(Driver, u64)> {
     let vms = [
         ("a", Some("team")),
@@ -119,7 +122,7 @@ fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<(Driver, u64)> {
         .collect()
 }
 
-/// Four guests send thousands of requests. Pages that fit into the pool are returned.
+/// Four guests send thousands of requests to a pool that has space for all of their pages.
 #[test]
 fn random_guests_in_a_large_pool_read_their_own_pages() {
     let drivers = crowd(
@@ -130,13 +133,13 @@ fn random_guests_in_a_large_pool_read_their_own_pages() {
     for (driver, cut) in drivers {
         let counts = driver.model.counts();
         println!(
-            "{}: {} requests, {cut} pages cut off, {counts:?}",
+            "{}: {} requests, {cut} pages refused or missed because of drains, {counts:?}",
             driver.guest.name(),
             driver.requests()
         );
-        // The test requires hits, because a cache that always misses would never be wrong. A page
-        // may be lost if a flush overtakes a put on another queue, or if a drain cuts off its
-        // request on a busy machine. The daemon counts the latter.
+        // The test requires hits, because a cache that always misses would never be wrong. Some
+        // pages may be lost: a flush may overtake a put on another queue, or a drain may exceed its
+        // time limit on a busy machine. The daemon counts the pages that drains refuse or miss.
         assert!(counts.hits > 300, "the guest had too few hits: {counts:?}");
         let retains = driver.guest.accepted_features() & F_RETAIN != 0;
         assert_eq!(
@@ -147,12 +150,12 @@ fn random_guests_in_a_large_pool_read_their_own_pages() {
         let lost = counts.lost.saturating_sub(cut);
         assert!(
             lost * 20 < counts.hits,
-            "too many pages were lost, not counting {cut} pages that a drain cut off: {counts:?}"
+            "too many pages were lost, not counting {cut} pages refused or missed because of drains: {counts:?}"
         );
     }
 }
 
-/// The pool is so small that pages are evicted all the time.
+/// Four guests send requests to a pool that is so small that pages are evicted all the time.
 #[test]
 fn random_guests_in_a_small_pool_read_their_own_pages() {
     let drivers = crowd(
@@ -172,7 +175,7 @@ fn random_guests_in_a_small_pool_read_their_own_pages() {
     assert!(hits > 0);
 }
 
-/// Full batches pass through the largest and the smallest rings.
+/// The guest sends full batches through rings of the largest, the smallest and other sizes.
 #[test]
 fn batches_and_rings_of_every_size_work() {
     let seed = seed("batches_and_rings_of_every_size_work");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The configuration file: check and reload while VMs are served. A reload is applied completely or
-//! not at all.
+//! Tests of the configuration file: its check, and its reload while the daemon serves VMs. The
+//! daemon applies a reload completely or not at all.
 
 mod common;
 
@@ -22,8 +22,8 @@ fn file(directory: &Path, text: &str) -> PathBuf {
     path
 }
 
-/// Returns the text of a configuration file: the part that all configuration files of these tests
-/// have in common, followed by `rest`.
+/// Returns the text of a configuration file: the settings that all tests in this file use, followed
+/// by `rest`.
 fn toml(directory: &Path, rest: &str) -> String {
     let at = directory.display();
     format!(
@@ -71,8 +71,8 @@ impl Running {
         fs::read_to_string(self.path().join("log")).expect("cannot read the log")
     }
 
-    /// Writes a new configuration file and lets tmemd reload it. Returns the log lines of the
-    /// reload.
+    /// Writes a new configuration file and makes tmemd reload it. Returns the lines that tmemd logs
+    /// meanwhile.
     fn reload(&self, rest: &str) -> String {
         file(self.path(), &toml(self.path(), rest));
         let before = self.log().len();
@@ -95,7 +95,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // An error means that the daemon has already ended.
+        // Killing fails if the daemon has already ended, so the error is ignored.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -169,7 +169,7 @@ fn a_reload_applies_reloadable_settings_and_keeps_all_vms() {
         "the VM was removed before the next start"
     );
 
-    // An invalid file changes nothing.
+    // A reload of an invalid configuration file changes nothing.
     for (wrong, part) in [
         (
             "pool_size = \"1MiB\"\npolsize = 1\n",
@@ -200,9 +200,9 @@ fn a_reload_applies_reloadable_settings_and_keeps_all_vms() {
     drop(front_end);
 }
 
-/// Checks that tmemd starts the configured number of background threads. The option takes
-/// precedence over the file, and the file over the default. An operator increases the number if
-/// puts are refused because too many pages wait to be compressed.
+/// tmemd starts the configured number of background threads. The option takes precedence over the
+/// file, and the file over the default. An operator increases the number if the daemon refuses puts
+/// because too many pages wait to be compressed.
 #[test]
 fn the_configured_number_of_background_threads_starts() {
     let background_threads = |daemon: &Running| {
@@ -214,14 +214,14 @@ fn the_configured_number_of_background_threads_starts() {
                     .expect("cannot read a directory entry")
                     .path()
                     .join("comm");
-                // The thread may have ended since it was listed.
+                // A thread that ended after it was listed has no name any more.
                 fs::read_to_string(comm).unwrap_or_default()
             });
         names.filter(|name| name.trim() == "background").count()
     };
     let text = "pool_size = \"64MiB\"\nbackground_threads = 3\n";
     let of_file = Running::start(|_| text.into());
-    // Threads get their names when they first run.
+    // A thread gets its name only when it first runs, so the test waits for the names.
     until("tmemd has three background threads", || {
         background_threads(&of_file) == 3
     });
@@ -250,10 +250,10 @@ fn the_configured_number_of_background_threads_starts() {
     }
 }
 
-/// Reserves must fit into the pool size of the last file that was read, because the next start uses
-/// that size.
+/// All reserves must fit into the pool size of the last configuration file that tmemd read, because
+/// the next start uses that size.
 #[test]
-fn reserves_must_fit_a_reloaded_size() {
+fn reserves_must_fit_into_a_reloaded_pool_size() {
     let running = Running::start(|at| format!("pool_size = \"128MiB\"\n{}", vm(at, "greedy", "")));
     let at = running.path();
     let read = |size: &str, reserve: &str| {
@@ -277,8 +277,8 @@ fn reserves_must_fit_a_reloaded_size() {
         said.contains("was reloaded"),
         "the log reports no reload: {said}"
     );
-    // Reserves that a control client sets must fit into the configured size, too, and into a pool
-    // size that a control client has set.
+    // A reserve that a control client sets must fit into the configured pool size, too. If a
+    // control client has changed the pool size, the reserve must also fit into the changed size.
     let set = |mib: u64| {
         let quota = tmem_control::quota(Some(mib << 20), None, None);
         running.client().set_quota("greedy".into(), quota).call()
@@ -293,10 +293,10 @@ fn reserves_must_fit_a_reloaded_size() {
     set(101).expect_err("a reserve was accepted that exceeds the pool");
 }
 
-/// Reserves and the size of the pool depend on each other. They are applied together or not at all,
-/// in whatever order the file has them.
+/// The reserves must fit into the pool. So a reload applies the pool size and all reserves together
+/// or none of them. The order of the VMs in the file does not matter.
 #[test]
-fn a_file_is_applied_completely_or_not_at_all() {
+fn a_reload_is_applied_completely_or_not_at_all() {
     let reserves = |at: &Path, a: &str, b: &str| {
         let reserve = |mib: &str| format!("reserve = \"{mib}\"\n");
         vm(at, "a", &reserve(a)) + &vm(at, "b", &reserve(b))
@@ -339,8 +339,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
         good(small(text), (64, a, b));
     }
 
-    // From here on VM b has a larger reserve than the configuration file gives it, because a
-    // control client has set the reserve.
+    // A control client increases the reserve of VM b to 24 MiB, while the file's reserve is 20 MiB.
     let quota = tmem_control::quota(Some(24 << 20), None, None);
     let set = running.client().set_quota("b".into(), quota).call();
     set.expect("a reserve that fits into the pool was refused");
@@ -351,7 +350,8 @@ fn a_file_is_applied_completely_or_not_at_all() {
         .connect(&at.join("a.sock"))
         .expect("cannot connect to the VM's socket");
     for (size, a, part) in [
-        // The reserve is larger than the pool, or does not fit beside the present reserve of VM b.
+        // In each case, a reserve does not fit: it is larger than the pool, or too large beside the
+        // present reserve of VM b.
         ("128MiB", "1GiB", "VM \"a\": a reserve of 1073741824 bytes"),
         ("128MiB", "105MiB", "VM \"a\": a reserve of 110100480 bytes"),
         ("60MiB", "39MiB", "VM \"b\": a reserve of 25165824 bytes"),
@@ -359,7 +359,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
         let rest = reserves(at, a, "20MiB");
         let rate = "vm_pages_per_second = 1\n";
         let said = running.reload(&format!("pool_size = \"{size}\"\n{rate}{rest}"));
-        // The log contains the name of the VM with or without additional quotes.
+        // The log may contain the VM's name with escaped quotes, so the test removes backslashes.
         let said = said.replace('\\', "");
         assert!(
             said.contains("configuration is unchanged") && said.contains(part),
@@ -376,7 +376,8 @@ fn a_file_is_applied_completely_or_not_at_all() {
             0
         );
     }
-    // The pool and its reserves become smaller, then larger.
+    // One reload makes the pool smaller, and the next one makes it larger. The reserves change,
+    // too.
     good(
         format!("pool_size = \"40MiB\"\n{}", reserves(at, "10MiB", "30MiB")),
         (40, 10, 30),
@@ -390,8 +391,8 @@ fn a_file_is_applied_completely_or_not_at_all() {
     );
 }
 
-/// A reload compares the written names of users and groups, because nothing can be looked up in the
-/// sandbox.
+/// A reload compares the names of users and groups, because the sandboxed daemon cannot look up
+/// their numbers.
 #[test]
 fn users_and_groups_are_looked_up_only_at_the_start() {
     let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
@@ -419,7 +420,8 @@ fn users_and_groups_are_looked_up_only_at_the_start() {
     ] {
         assert!(said.contains(part), "the log has no {part:?}: {said}");
     }
-    // The next start reports the fault and ends, so no daemon runs with sockets of unknown owners.
+    // At the next start, tmemd reports the unknown names and ends. So it never runs with sockets
+    // whose owner is wrong.
     let next = Command::new(env!("CARGO_BIN_EXE_tmemd"))
         .arg("--config")
         .arg(at.join("tmemd.toml"))
@@ -451,7 +453,7 @@ fn check(directory: &Path, more: &[&str]) -> Output {
 }
 
 #[test]
-fn a_file_is_checked_without_a_daemon() {
+fn the_option_check_config_checks_a_file_without_a_daemon() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let at = directory.path();
     let fails = |more: &[&str], part: &str| {
@@ -478,7 +480,7 @@ fn a_file_is_checked_without_a_daemon() {
     );
     file(at, &toml(at, "pool_size = \"64MiB\"\nworkrs = 2\n"));
     fails(&[], "tmemd.toml: line 6: workrs = 2: unknown field");
-    // Options take precedence and must be valid together with the file.
+    // Options take precedence over the file. tmemd checks the file and the options together.
     file(at, &toml(at, &vm(at, "a", "")));
     fails(&[], "pool_size");
     assert!(check(at, &["--pool-size", "64MiB"]).status.success());
@@ -487,7 +489,7 @@ fn a_file_is_checked_without_a_daemon() {
     file(at, &toml(at, &vm(at, "a", "owner = \"no-such-user\"\n")));
     fails(
         &["--pool-size", "64MiB"],
-        "VM \"a\": owner=no-such-user: it is neither in /etc/passwd",
+        "VM \"a\": owner=no-such-user: the account is neither in /etc/passwd",
     );
     for (option, value) in [
         ("--control-group", "no-such"),
@@ -508,8 +510,8 @@ fn a_file_is_checked_without_a_daemon() {
     );
 }
 
-/// Beyond the configured rate, pages are refused and missed at once. The rate can change while
-/// guests send requests.
+/// If a VM exceeds the configured rate, the daemon refuses its puts and answers its gets with
+/// misses at once. A reload can change the rate while guests send requests.
 #[test]
 fn a_reload_changes_the_rate_limit() {
     let limited = "pool_size = \"64MiB\"\nvm_pages_per_second = 100\n";
@@ -543,15 +545,15 @@ fn a_reload_changes_the_rate_limit() {
             .remove(0);
         (vm.limited_pages, vm.requests)
     };
-    // The guest sends requests as fast as it can. Each is answered at once; most puts are refused
-    // and most gets miss.
+    // The guest sends requests as fast as it can. The daemon answers each request at once, refuses
+    // most puts, and answers most gets with misses.
     common::work(&mut guests[0], 300);
     let (pages, requests) = figures("web");
     assert!(
         pages > 500 && requests >= 300,
         "{pages} pages of {requests} requests were limited, too few"
     );
-    // The rate of each VM is counted separately.
+    // The daemon limits the rate of each VM separately, so VM db is not affected.
     for index in 0..4 {
         assert!(guests[1].put(1, index, index + 1) && guests[1].get(1, index, index + 1));
         guests[1]

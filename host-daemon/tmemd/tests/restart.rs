@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon is killed at any moment and another takes its place. Requests in flight are replayed
-//! from the last used element and answered STALE, and no old page is returned.
+//! Tests that kill the daemon at a random moment and start another one in its place. The VMM
+//! replays the requests in flight: all requests after the last one that the used ring reports. The
+//! new daemon answers them with STALE, and returns no page of the old daemon.
 
 mod common;
 
@@ -10,7 +11,7 @@ use vhost::VhostBackend;
 use virtio_tmem as wire;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// The daemon is killed repeatedly, with kill -9, while requests are in flight.
+/// The test kills the daemon with SIGKILL while requests are in flight, in 12 rounds.
 #[test]
 fn requests_in_flight_at_a_kill_are_replayed() {
     let seed = seed("requests_in_flight_at_a_kill_are_replayed");
@@ -23,8 +24,8 @@ fn requests_in_flight_at_a_kill_are_replayed() {
             drivers[rng.usize(..2)].step().unwrap();
         }
         for driver in &mut drivers {
-            // These requests are in the rings when the daemon is killed, whether it has taken them
-            // or not.
+            // When the daemon is killed, these requests are in the rings. The daemon may have taken
+            // some of them.
             driver.put(round + 1, 0, 64);
             driver.get(round + 1, 0, 64);
             driver.put(round + 1, 256, 300);
@@ -55,7 +56,8 @@ fn requests_in_flight_at_a_kill_are_replayed() {
     }
 }
 
-/// Requests pages that an earlier daemon or connection held. The oracle allows only misses.
+/// Requests pages that an earlier daemon had in its pool. The driver's model fails the test if the
+/// present daemon returns one of them.
 fn ask_for_old(driver: &mut Driver, old: &[(Key, u64)]) {
     let pool = driver.pool();
     for (key, cookie) in old.iter().take(50) {
@@ -74,8 +76,8 @@ fn ask_for_old(driver: &mut Driver, old: &[(Key, u64)]) {
     driver.settle().unwrap();
 }
 
-/// One connection ends and another begins. The daemon keeps no page, and the new generation is
-/// random instead of the next number.
+/// A VM's connection ends or the VM reboots, so that another generation begins. The daemon keeps no
+/// page of earlier generations. The number of each generation is random.
 #[test]
 fn a_new_connection_starts_with_an_empty_cache() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -92,7 +94,8 @@ fn a_new_connection_starts_with_an_empty_cache() {
         } else {
             driver.reboot().unwrap();
         }
-        // The pool id is that of the earlier pool, so that only the pages can be missing.
+        // The new pool gets the id of the old pool. A get then misses only because the page is
+        // gone, not because its pool does not exist.
         let pool = old[0].0.pool;
         let misses = driver.model.counts().misses;
         driver.send(0, Request::PoolCreate { pool, flags: 0 }, vec![]);
@@ -128,7 +131,8 @@ fn a_new_connection_starts_with_an_empty_cache() {
     }
 }
 
-/// A request of any type with a wrong generation is answered STALE and changes nothing.
+/// The daemon answers each request whose generation number is wrong with STALE. Such a request
+/// changes nothing, whatever its type is.
 #[test]
 fn a_stale_request_changes_nothing() {
     let seed = seed("a_stale_request_changes_nothing");
@@ -204,9 +208,9 @@ fn a_stale_request_changes_nothing() {
             assert!(answer.pages.is_empty());
         }
     }
-    // All sixteen pages are still in the pool that the stale PoolDestroy names.
+    // A stale PoolDestroy named the pool `pool`, but all of its sixteen pages are still there.
     assert_eq!(driver.get_all().unwrap(), 16);
-    // The pool that the stale PoolCreate names does not exist.
+    // A stale PoolCreate named the pool with the id `pool + 1`, which therefore does not exist.
     let get = Request::Get {
         pool: pool + 1,
         object: 1,
@@ -217,10 +221,11 @@ fn a_stale_request_changes_nothing() {
     assert_eq!(driver.guest.call(1, get).unwrap().status, wire::S_NO_POOL);
 }
 
-/// A daemon may die between an answer and its interrupt, so that the driver waits for the
-/// interrupt. The next daemon interrupts the guest as soon as it receives a call descriptor.
+/// A daemon may die after it has written an answer and before it interrupts the guest. The driver
+/// then waits for the interrupt. So the next daemon interrupts the guest as soon as it receives a
+/// call descriptor.
 #[test]
-fn a_new_daemon_interrupts_for_answers_of_the_old_one() {
+fn a_new_daemon_interrupts_the_guest_for_answers_of_the_old_daemon() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut driver = daemon.driver("a", 1);
     let call = EventFd::new(EFD_NONBLOCK).unwrap();

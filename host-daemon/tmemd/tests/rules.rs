@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The rules of SPEC.md one by one, each in a test that fails without it.
+//! Tests of single rules of SPEC.md. A test fails if the daemon violates the rule.
 
 mod common;
 
@@ -37,7 +37,8 @@ fn put_one(driver: &mut Driver, object: u64, index: u64, cookie: u64, content: C
     );
 }
 
-/// Requests one page by cookie. Returns true for a hit; the oracle has then compared the content.
+/// Requests one page by its cookie. Returns true for a hit. The driver's model checks the content
+/// of a returned page.
 fn get_one(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> bool {
     let hits = driver.model.counts().hits;
     let queue = driver.queue_of(object, index);
@@ -53,7 +54,8 @@ fn get_one(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64)
     driver.model.counts().hits > hits
 }
 
-/// The configuration is within the limits, and no reserved feature is offered.
+/// The device's configuration has only values that SPEC.md allows, and the device offers no
+/// reserved feature.
 #[test]
 fn configuration_and_features_match_the_specification() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -74,7 +76,7 @@ fn configuration_and_features_match_the_specification() {
     }
 }
 
-/// A cookie is stored and compared in all of its 64 bits.
+/// The daemon stores all 64 bits of a page's cookie, and compares all of them at a get.
 #[test]
 fn every_bit_of_a_cookie_counts() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -109,7 +111,7 @@ fn every_bit_of_a_cookie_counts() {
     }
 }
 
-/// Every bit of pool, object and index identifies another page.
+/// Keys that differ in one bit of the pool, the object or the index name different pages.
 #[test]
 fn every_bit_of_a_key_counts() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -137,14 +139,14 @@ fn every_bit_of_a_key_counts() {
     driver.create_pool().unwrap();
     assert!(!get_one(&mut driver, pool + 1, 1 << 20, 1 << 20, 9));
     assert!(get_one(&mut driver, pool, 1 << 20, 1 << 20, 9));
-    // The page has the last valid index, and the largest object number and cookie.
+    // The page has the largest valid index, object number and cookie.
     let last = (1 << wire::INDEX_BITS) - 1;
     let pool = driver.pool();
     put_one(&mut driver, u64::MAX, last, u64::MAX, Content::Noise(2));
     assert!(get_one(&mut driver, pool, u64::MAX, last, u64::MAX));
 }
 
-/// If a key occurs twice in a put, the later page wins.
+/// If a PUT contains a key twice, the daemon stores the later page.
 #[test]
 fn the_last_put_of_a_key_wins() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -178,10 +180,10 @@ fn the_last_put_of_a_key_wins() {
     }
 }
 
-/// Slow and fast requests of one queue are answered in their order; the ring of the fake guest
-/// reports any other order as an error.
+/// The daemon answers the requests of one queue in their order, whether they are slow or fast. The
+/// simulated guest reports any other order as an error.
 #[test]
-fn answers_come_in_order() {
+fn answers_are_published_in_the_order_of_requests() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let config = GuestConfig {
         request_queues: 1,
@@ -233,14 +235,15 @@ fn answers_come_in_order() {
         driver.guest.publish(1);
         let done = driver.guest.drain(TIMEOUT).unwrap();
         assert_eq!(done.iter().map(|d| d.token).collect::<Vec<_>>(), tokens);
-        // The requests are also executed in that order: each get follows a put of the same pages.
+        // The daemon also executes the requests in their order. Each GET of 64 pages follows a PUT
+        // of these pages, so all of its pages must be hits.
         for d in done.iter().skip(2).step_by(4) {
             assert!(d.answer.pages.iter().all(|a| a.result == wire::P_HIT));
         }
     }
 }
 
-/// Flushes drop the pages in their ranges and no other.
+/// A FLUSH request drops the pages in its ranges and no other page.
 #[test]
 fn flushes_drop_exactly_their_ranges() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -293,8 +296,8 @@ fn flushes_drop_exactly_their_ranges() {
     assert!(!get_one(&mut driver, pool, 3, end - 1, 5));
 }
 
-/// A VM can have 256 pools and not one more. The driver chooses their ids, and a destroyed pool is
-/// empty.
+/// A VM can have 256 pools, but not more. The guest's driver chooses their ids. If the driver
+/// destroys a pool and creates it again, the pool is empty.
 #[test]
 fn the_number_of_pools_is_limited() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
@@ -305,7 +308,7 @@ fn the_number_of_pools_is_limited() {
         driver.settle().unwrap();
         driver.model.pools().contains(&pool)
     };
-    // The oracle knows the correct status of each step.
+    // The driver's model checks the status of each answer.
     assert!(create(&mut driver, u32::MAX));
     for i in 0..254 {
         assert!(create(&mut driver, 1000 + i * 7919));
@@ -342,10 +345,10 @@ fn the_number_of_pools_is_limited() {
     every_queue_answers(&mut driver);
 }
 
-/// Two VMs of one trust domain with equal ids, cookies and contents cannot reach each other's
-/// pages.
+/// Two VMs of one trust domain use equal pool ids, object numbers, cookies and contents. Still,
+/// neither VM gets a page of the other.
 #[test]
-fn a_vm_gets_no_page_of_another() {
+fn a_vm_gets_no_page_of_another_vm() {
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
     let mut a = daemon.driver("a", 1);
     let mut b = daemon.driver("b", 1);
@@ -359,7 +362,7 @@ fn a_vm_gets_no_page_of_another() {
         );
         put_one(&mut b, 1, i, 50 + i, Content::Text(i));
     }
-    // A request with the generation of another VM is answered STALE.
+    // The daemon answers a request that has the generation number of another VM with STALE.
     let get = Request::Get {
         pool,
         object: 1,
@@ -375,7 +378,7 @@ fn a_vm_gets_no_page_of_another() {
         b.guest.drain(TIMEOUT).unwrap()[0].answer.status,
         wire::S_STALE
     );
-    // Each VM drops, destroys and resets only its own pages.
+    // A flush, the destruction of a pool and a reset drop only pages of the VM itself.
     let ranges = vec![Range {
         object: 1,
         index: 0,
@@ -393,7 +396,7 @@ fn a_vm_gets_no_page_of_another() {
             "page {i} was dropped with a pool of another VM"
         );
     }
-    // For a VM, a pool that only its neighbour has created does not exist.
+    // A VM cannot use a pool that only another VM has.
     for _ in 0..2 {
         a.create_pool().unwrap();
     }
@@ -406,7 +409,7 @@ fn a_vm_gets_no_page_of_another() {
     );
 }
 
-/// The daemon serves one connection at a time on each socket.
+/// The daemon serves one connection at a time on each VM's socket.
 #[test]
 fn a_second_connection_is_refused() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -426,7 +429,7 @@ fn a_second_connection_is_refused() {
     work(&mut next, 30);
 }
 
-/// Memory that another process could truncate is refused.
+/// The daemon refuses guest memory that another process could truncate, because it is not sealed.
 #[test]
 fn unsealed_memory_is_refused() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);

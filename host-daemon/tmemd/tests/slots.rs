@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory slots: a VM can use as many slots at once as the daemon announces, and can add and remove
-//! them in any order with requests in flight. One slot more is refused without an effect on other
-//! VMs.
+//! Tests of memory slots. A VM can use as many slots at a time as the daemon announces. Its VMM can
+//! add and remove memory in any order while requests are in flight. The daemon refuses a further
+//! slot, and other VMs are not affected.
 
 mod common;
 
@@ -9,13 +9,13 @@ use common::{Daemon, guest, seed, work};
 use tmem_sim::{Driver, DriverConfig, GuestConfig, GuestRam, RamRegion};
 use vhost::vhost_user::VhostUserFrontend;
 
-/// Number of slots that the daemon announces, which docs/operating.md states.
+/// Number of memory slots that the daemon announces to a VMM. docs/operating.md states this number.
 const SLOTS: usize = 64;
 
 const ROUNDS: usize = 600;
 
-/// Returns a guest with all slots in use. One region contains rings and buffers. No request refers
-/// to the other regions.
+/// Returns the configuration of a guest that uses all memory slots. One region contains the rings
+/// and buffers. No request refers to the other regions.
 fn full() -> GuestConfig {
     let region = |number: u64| RamRegion {
         start: number << 32,
@@ -28,7 +28,7 @@ fn full() -> GuestConfig {
     }
 }
 
-/// Submits puts and gets on every queue, without waiting.
+/// Submits puts and gets on the request queues without waiting for answers.
 fn burst(driver: &mut Driver, rng: &mut fastrand::Rng) {
     for _ in 0..rng.usize(2..12) {
         let (object, start) = (rng.u64(1..6), rng.u64(..8) * 64);
@@ -54,14 +54,14 @@ fn memory_slot_changes_under_load_lose_no_request() {
     let regions = driver.guest.ram().vhost_regions();
     let announced = driver.guest.frontend().unwrap().get_max_mem_slots();
     assert_eq!(announced.unwrap(), SLOTS as u64);
-    // At the start every region occupies a slot.
+    // At the start, each memory slot has a region.
     let mut plugged = [true; SLOTS];
     let (mut met, mut changes) = (0, 0);
     for round in 0..ROUNDS {
         burst(&mut driver, &mut rng);
         met += usize::from(driver.guest.in_flight() > 0);
-        // Each round adds or removes one slot. Every 50th round adds all missing slots, so that all
-        // are in use again.
+        // In most rounds, the VMM adds or removes the region of one slot. In every 50th round, it
+        // adds all missing regions, so that all slots are in use again.
         let all = round % 50 == 49;
         let one = rng.usize(1..SLOTS);
         for (number, region) in regions.iter().enumerate() {
@@ -90,21 +90,24 @@ fn memory_slot_changes_under_load_lose_no_request() {
     driver.settle().unwrap();
     driver.get_all().unwrap();
     let counts = driver.model.counts();
-    println!("{met} of {ROUNDS} rounds had requests in flight, {changes} changes; {counts:?}");
+    println!(
+        "{met} of {ROUNDS} rounds had requests in flight; {changes} memory regions were added or \
+         removed; answers: {counts:?}"
+    );
     assert!(
         met > ROUNDS / 2,
         "only {met} of {ROUNDS} rounds had requests in flight"
     );
     assert!(counts.hits > 100, "the guest had too few hits: {counts:?}");
-    // Removing a region that is not mapped fails and changes nothing.
+    // The daemon refuses to remove a region that has already been removed, and changes nothing.
     let front_end = driver.guest.frontend().unwrap();
     front_end.remove_mem_region(&regions[5]).unwrap();
     front_end.remove_mem_region(&regions[5]).unwrap_err();
 }
 
 #[test]
-fn one_slot_too_many_is_refused_without_effect_on_others() {
-    let seed = seed("one_slot_too_many_is_refused_without_effect_on_others");
+fn one_slot_too_many_is_refused_without_effect_on_other_vms() {
+    let seed = seed("one_slot_too_many_is_refused_without_effect_on_other_vms");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let config = |seed| DriverConfig {
@@ -133,7 +136,7 @@ fn one_slot_too_many_is_refused_without_effect_on_others() {
             said > 0,
             "round {round}: the log does not report too many regions: {log}"
         );
-        // The other VM keeps its cache, and each answer is correct.
+        // The other VM keeps its pages in the pool and gets correct answers.
         let before = neighbour.model.counts().hits;
         neighbour.settle().unwrap();
         neighbour.get_all().unwrap();
@@ -141,7 +144,8 @@ fn one_slot_too_many_is_refused_without_effect_on_others() {
             neighbour.model.counts().hits > before,
             "round {round}: the neighbour lost its cache"
         );
-        // The VM is served again when it connects with the permitted number of regions.
+        // The VM with too many regions is served again after it connects with a permitted number of
+        // regions.
         driver.hang_up().unwrap();
         daemon.connect(&mut driver, "a");
         work(&mut driver, 20);

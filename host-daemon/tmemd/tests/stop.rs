@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A stopped daemon releases threads, descriptors, mappings, memory and files.
+//! Test of a daemon's stop, which must release its threads, descriptors, mappings, memory and
+//! files.
 //!
-//! This is one test in a process of its own, because it counts the resources of the whole process.
+//! The file has only one test, because the test counts the resources of its whole process.
 
 mod common;
 
@@ -11,11 +12,11 @@ use std::fs;
 use tmem_sim::{Driver, DriverConfig};
 use tmemd::{Config, Daemon};
 
-/// Number of bytes that allocators may keep for later.
+/// Maximum number of bytes that the allocator may keep after the daemon has stopped.
 const MEMORY_LEFT_BYTES: usize = 4 << 20;
 const MAPPINGS_LEFT: usize = 16;
 
-/// Starts a daemon, connects VMs, and stops it while they are connected.
+/// Starts a daemon, connects two VMs, and stops the daemon while the VMs are connected.
 fn live(round: u64) {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = Config::for_test(directory.path(), &["a", "b"]);
@@ -61,10 +62,11 @@ fn live(round: u64) {
 #[test]
 fn a_clean_stop_releases_all_resources() {
     let own = std::process::id() as i32;
-    // Huge pages are disabled, because with them the kernel would decide in steps of 2 MiB how much
-    // memory remains.
+    // The test disables transparent huge pages. With them, the remaining memory would depend on the
+    // kernel's decisions in units of 2 MiB.
     disable_transparent_huge_pages(true).expect("the kernel is older than 3.15");
-    // The first run creates resources that a process creates only once, such as the SIGBUS handler.
+    // In the first run, the process creates resources that it creates only once, such as the SIGBUS
+    // handler. So the test counts the resources after this run.
     live(0);
     let settled = |before: Option<&Taken>| {
         let mut now = taken_by(own);
@@ -81,7 +83,9 @@ fn a_clean_stop_releases_all_resources() {
         live(round);
     }
     let after = settled(Some(&before));
-    println!("{before:?}, {after:?}");
+    println!(
+        "the process's resources before the daemon's start: {before:?}, after its stop: {after:?}"
+    );
     assert_eq!(after.descriptors, before.descriptors);
     assert!(
         after.mappings <= before.mappings + MAPPINGS_LEFT,

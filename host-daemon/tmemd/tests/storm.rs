@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! 256 VMs, the number that the daemon is designed for, connect, work and disconnect at once,
-//! repeatedly.
+//! Test in which 256 VMs connect, send requests and disconnect at the same time, in several rounds.
+//! The daemon is designed for this number of VMs.
 //!
-//! The model checks every answer, and every message has a time limit. The daemon's resources stay
-//! within the bounds of docs/operating.md, and return to their first values after the VMs have
-//! disconnected.
+//! The drivers' models check every answer, and every message has a time limit. The daemon's
+//! resources stay within the bounds of docs/operating.md. They return to their first values after
+//! the VMs have disconnected.
 
 mod common;
 
@@ -13,37 +13,38 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use tmem_sim::{Driver, DriverConfig, GuestConfig, RamRegion};
 
-/// Design target of VMs for one daemon.
+/// Number of VMs for which one daemon is designed.
 const VMS: usize = 256;
 
 const ROUNDS: usize = 4;
 
-/// Steps of random work of each VM in a round.
+/// Number of random requests that each VM sends in a round.
 const STEPS: usize = 12;
 
-/// Number of request queues and memory regions of a VM. The VMM adds and removes the last region,
-/// which contains no requests.
+/// QUEUES is the number of request queues of a VM, REGIONS the number of its memory regions. The
+/// VMM adds and removes the last region, which contains no requests.
 const QUEUES: u16 = 2;
 const REGIONS: usize = 3;
 
-/// Time limit of an answer, longer than any answer takes on a busy machine; `tmem-bench vms`
-/// measures the times.
+/// Longest time that a VMM waits for each reply to a vhost-user message. It is longer than any
+/// reply takes on a busy machine; `tmem-bench vms` measures the times.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Resources of a connected VM according to docs/operating.md. Threads: one. Descriptors: a socket
-/// with four duplicates; kick, call and error of each queue; the file of each region. Mappings: the
-/// regions, and the thread's stack and signal stack, each with a guard page. Memory: mostly the
-/// used part of the thread's stack.
+/// Resources that the daemon uses for each connected VM, as docs/operating.md states. Threads: one.
+/// Descriptors: a socket with four duplicates; kick, call and error of each queue; the file of each
+/// region. Mappings: the regions, and the thread's stack and signal stack, each with a guard page.
+/// Memory: mostly the used part of the thread's stack.
 const THREADS_PER_VM: usize = 1;
 const DESCRIPTORS_PER_VM: usize = 5 + 3 * (1 + QUEUES as usize) + REGIONS;
 const MAPPINGS_PER_VM: usize = REGIONS + 4;
 const MEMORY_PER_VM_BYTES: usize = 256 << 10;
 
-/// Number of bytes that allocators may keep for later after all VMs have disconnected.
+/// Maximum number of bytes that the allocator may keep after all VMs have disconnected.
 const MEMORY_LEFT_BYTES: usize = 32 << 20;
 const MAPPINGS_LEFT: usize = 64;
 
-/// Creates a machine with space for few requests, because there are many machines.
+/// Returns the configuration of a guest with little memory and few slots for requests, because the
+/// test runs 256 guests.
 fn small(name: &str, number: usize) -> GuestConfig {
     let region = |start, size_bytes| RamRegion { start, size_bytes };
     GuestConfig {
@@ -62,8 +63,8 @@ fn small(name: &str, number: usize) -> GuestConfig {
     }
 }
 
-/// Barrier at which all VMs wait for each other. If one of them fails, the others do not wait for
-/// ever.
+/// Barrier at which the threads of all VMs wait for each other. If one of the threads fails, the
+/// other threads fail after a time limit.
 #[derive(Default)]
 struct Meeting(AtomicUsize);
 
@@ -82,7 +83,7 @@ impl Meeting {
     }
 }
 
-/// Waits until `stated` returns true for the resources of the daemon, and returns these resources.
+/// Polls the resources of the daemon until `stated` returns true for them, and returns them.
 fn settled(pid: i32, stated: impl Fn(&common::Taken) -> bool) -> common::Taken {
     let deadline = Instant::now() + common::scaled(common::TIMEOUT);
     loop {
@@ -98,7 +99,8 @@ fn settled(pid: i32, stated: impl Fn(&common::Taken) -> bool) -> common::Taken {
     }
 }
 
-/// Connects repeatedly until the previous connection is over.
+/// Connects a guest to its VM's socket. Tries again while the VM's previous connection has not
+/// ended.
 fn connect(driver: &mut Driver, socket: &std::path::Path) {
     common::until("the VM's socket is free", || {
         driver.guest.connect(socket).is_ok()
@@ -109,8 +111,8 @@ fn connect(driver: &mut Driver, socket: &std::path::Path) {
     driver.create_pool().unwrap();
 }
 
-/// Runs one VM's part of a round: it connects, sends requests and disconnects, in one of several
-/// ways.
+/// Runs one VM's part of a round: it connects, sends requests, and changes its memory table. In
+/// some rounds, it also reboots or connects again.
 fn visit(driver: &mut Driver, socket: &std::path::Path, rng: &mut fastrand::Rng) {
     connect(driver, socket);
     for _ in 0..STEPS {
@@ -134,11 +136,13 @@ fn vms_connect_and_disconnect_concurrently() {
     let seed = seed("vms_connect_and_disconnect_concurrently");
     let names: Vec<String> = (0..VMS).map(|number| format!("vm{number}")).collect();
     let vms: Vec<(&str, Option<&str>)> = names.iter().map(|name| (name.as_str(), None)).collect();
-    // The daemon has no sandbox, because other processes cannot inspect a sandboxed daemon.
+    // The daemon runs without the sandbox, because the test cannot inspect a sandboxed daemon in
+    // /proc.
     let seen = |_: &std::path::Path| vec!["--no-sandbox".into()];
     let mut daemon = Daemon::with_arguments(&vms, "128MiB", seen);
     let sockets: Vec<_> = names.iter().map(|name| daemon.socket(name)).collect();
-    // The resources are counted after the probe connections of the daemon's start have ended.
+    // The test counts the daemon's resources while no VM is connected. `Daemon::spawn` connects to
+    // each socket, so the test waits until these connections have ended.
     let mut before = daemon.taken();
     let mut same = 0;
     daemon.until("no VM is connected", || {
@@ -171,15 +175,16 @@ fn vms_connect_and_disconnect_concurrently() {
                     meeting.all(VMS + 1);
                     visit(&mut driver, socket, &mut rng);
                     meeting.all(VMS + 1);
-                    // While the threads wait at this barrier, all VMs are connected, and the main
-                    // thread counts the resources.
+                    // All threads wait here while their VMs are connected, so that the main thread
+                    // can count the daemon's resources.
                     meeting.all(VMS + 1);
                     if rng.bool() {
                         driver.put(1, 0, 8);
                         in_flight.fetch_add(driver.guest.in_flight(), Ordering::SeqCst);
                         driver.hang_up().unwrap();
                     } else {
-                        // The VM disconnects without waiting until the daemon notices that.
+                        // The VM closes the connection, and does not wait until the daemon has
+                        // noticed that.
                         driver.settle().unwrap();
                         driver.lose_backend().unwrap();
                     }
@@ -189,13 +194,14 @@ fn vms_connect_and_disconnect_concurrently() {
         for _ in 0..ROUNDS {
             meeting.all(VMS + 1);
             meeting.all(VMS + 1);
-            // Memory tables of ended connections are unmapped a little later.
+            // The daemon unmaps the memory tables of a connection shortly after the connection has
+            // ended. So the test waits for the expected numbers.
             let now = settled(before.pid, |now| {
                 now.threads == before.threads + VMS * THREADS_PER_VM
                     && now.descriptors == before.descriptors + VMS * DESCRIPTORS_PER_VM
                     && now.mappings <= before.mappings + VMS * MAPPINGS_PER_VM
             });
-            println!("all connected: {now:?}");
+            println!("the daemon's resources while all VMs are connected: {now:?}");
             most = most.most(&now);
             meeting.all(VMS + 1);
         }
@@ -217,7 +223,7 @@ fn vms_connect_and_disconnect_concurrently() {
             && now.memory_bytes <= before.memory_bytes + MEMORY_LEFT_BYTES
     });
     println!("after: {after:?}");
-    // After all rounds, the daemon still serves a new connection.
+    // After all rounds, the daemon serves a new connection.
     let mut driver = daemon.driver("vm0", seed);
     common::work(&mut driver, 100);
 }

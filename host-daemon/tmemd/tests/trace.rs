@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of the trace recorder: its file contains the requests of guests in their order, and
-//! nothing else.
+//! Tests of the daemon's trace recorder. Its file contains the requests of guests in their order,
+//! and nothing else.
 
 mod common;
 
@@ -10,7 +10,7 @@ use std::os::unix::fs::PermissionsExt;
 use tmem_sim::{Content, Driver, PutPage, Range, Request};
 use tmem_trace::format::{Event, ObjectKey, Op, Reader};
 
-/// Object number that does not occur by chance in a file.
+/// Object number of the test's requests. It is unlikely to occur in a file by chance.
 const OBJECT: u64 = 0x1357_9bdf_0246_8ace;
 const INDEX: u64 = 0x0011_2233_4455;
 
@@ -73,7 +73,7 @@ fn read(bytes: &[u8]) -> Vec<Event> {
 }
 
 #[test]
-fn a_trace_contains_the_requests() {
+fn a_trace_contains_the_requests_of_guests() {
     let mut daemon = recording("1MiB");
     let mut driver = daemon.driver("b", 1);
     let contents = [Content::Noise(1), Content::Noise(2), Content::SameFilled(0)];
@@ -93,8 +93,9 @@ fn a_trace_contains_the_requests() {
     let bytes = fs::read(&path).unwrap();
     let events = read(&bytes);
     assert!(events.is_sorted_by_key(|event| event.time_us));
-    // Each connection empties the tenant when it begins and when it ends. So does the connection
-    // with which `Daemon::spawn` tests the socket.
+    // Each connection empties the tenant when it begins and when it ends, and the trace records
+    // that as Clear events. Such events come first, because `Daemon::spawn` connects to the socket
+    // to test it.
     let mut ops = events.iter().filter(|event| event.tenant == 1);
     let mut ops = ops
         .by_ref()
@@ -140,7 +141,8 @@ fn a_trace_contains_the_requests() {
         "the trace does not end with Clear operations only: {rest:?}"
     );
 
-    // The trace contains neither object numbers nor contents.
+    // The trace must contain neither object numbers and page numbers of the guest nor contents of
+    // pages.
     assert_ne!(object, ObjectKey::default());
     for secret in [
         &OBJECT.to_le_bytes()[..5],
@@ -175,7 +177,7 @@ fn a_trace_ends_at_its_maximum_size() {
 }
 
 #[test]
-fn an_existing_file_is_not_overwritten() {
+fn an_existing_file_is_not_overwritten_by_a_trace() {
     let directory = tempfile::tempdir().unwrap();
     let trace = directory.path().join("trace");
     fs::write(&trace, "mine").unwrap();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A peer is refused if the mode of a socket's file admits it but the configured permissions do
-//! not.
+//! Tests that the daemon refuses a peer that the mode of a socket's file admits, but the configured
+//! permissions do not.
 //!
 //! The tests need root, because only root can connect as another user.
 
@@ -21,10 +21,11 @@ use tmem_sim::{Missing, skipped};
 const QEMU: u32 = 64055;
 const READERS: u32 = 64056;
 const OTHER: u32 = 64057;
-/// Name of a user and a group that each host has.
+/// Name of a user account and of a group that exist on every host.
 const NAMED: &str = "daemon";
 
-/// Runs `what` in a thread with another user and other groups. The other threads still run as root.
+/// Runs `what` in a thread with the given user and groups. All other threads of the process still
+/// run as root.
 fn as_user<R: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> R + Send) -> R {
     let groups: Vec<Gid> = groups.iter().map(|group| Gid::from_raw(*group)).collect();
     let (uid, gid) = (Uid::from_raw(user), Gid::from_raw(user));
@@ -41,14 +42,15 @@ fn as_user<R: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> R + Send) 
     })
 }
 
-/// Sends a message. Returns true if the connection answers it.
+/// Connects to a socket and sends a message. Returns true if the daemon answers the message.
 fn is_served(socket: &Path, message: &[u8]) -> bool {
     let mut stream =
         UnixStream::connect(socket).expect("a user cannot connect to a socket of this mode");
     stream
         .set_read_timeout(Some(TIMEOUT))
         .expect("cannot set the socket's time-out");
-    // An error means that the daemon has already closed the connection.
+    // Sending fails if the daemon has already closed the connection, because the peer is not
+    // authorized.
     let sent = stream.write_all(message);
     let answer = stream.read(&mut [0; 12]);
     let waits = matches!(&answer, Err(e) if e.kind() == std::io::ErrorKind::WouldBlock);
@@ -56,10 +58,11 @@ fn is_served(socket: &Path, message: &[u8]) -> bool {
     sent.is_ok() && answer.is_ok_and(|read| read > 0)
 }
 
-/// Connects as the given user and groups. Returns true if the socket answers.
+/// Connects to a socket with the given user and groups, and sends a request. Returns true if the
+/// daemon answers the request.
 fn served(user: u32, groups: &[u32], socket: &Path) -> bool {
     let message = match socket.extension() {
-        // The message is GET_FEATURES of version 1 without a payload.
+        // The message is GET_FEATURES of the vhost-user protocol, version 1, without a payload.
         Some(_) => [1u32, 1, 0].map(u32::to_ne_bytes).concat(),
         None => b"{\"method\":\"io.virtiotmem.Control.ListVms\"}\0".to_vec(),
     };
@@ -70,8 +73,8 @@ fn log(daemon: &Daemon) -> String {
     fs::read_to_string(daemon.path("log")).expect("cannot read the log")
 }
 
-/// Sets a mode with which every user can connect to the socket, a mistake that an operator may
-/// make.
+/// Sets a file mode with which every user can connect to the socket, as an operator may do by
+/// mistake.
 fn let_everybody_in(socket: &Path) {
     fs::set_permissions(socket, Permissions::from_mode(0o666))
         .expect("cannot change the file's mode");
@@ -112,8 +115,8 @@ fn unauthorized_peers_are_refused() {
     for socket in [&socket, &given, &control, &read_only] {
         let_everybody_in(socket);
     }
-    // Each accepted connection uses a VM of its own, because the daemon may not have noticed the
-    // end of the previous connection.
+    // The test connects to a VM's socket at most once as an authorized peer. The daemon may not
+    // have noticed the end of an earlier connection, and would then refuse another one.
     assert!(
         served(QEMU, &[], &socket),
         "the VM's socket refused its owner"
@@ -172,7 +175,7 @@ fn unauthorized_peers_are_refused() {
     assert_eq!(stats.vms[0].connections_refused, 1);
 }
 
-/// At each start, the daemon itself gives the sockets to the configured users and groups, so that no
+/// At each start, the daemon itself gives its sockets to the configured users and groups. So no
 /// administrator has to run chown or chgrp.
 #[test]
 fn sockets_belong_to_the_configured_users() {
@@ -204,7 +207,8 @@ fn sockets_belong_to_the_configured_users() {
         .expect("cannot change the file's mode");
     let (control, read_only) = (daemon.path("control"), daemon.path("read-only"));
     let (own, given) = (daemon.socket("own"), daemon.socket("given"));
-    // At its second start the daemon replaces sockets that belong to other users.
+    // In the second round, the daemon replaces the socket files of its first start, which belong to
+    // other users.
     for _ in 0..2 {
         until("tmemd serves the last VM's socket", || {
             UnixStream::connect(&own).is_ok()

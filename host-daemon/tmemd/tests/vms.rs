@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! VMs that are added and removed while the daemon runs, and that are restored after its restart.
+//! Tests of VMs that an operator adds and removes while the daemon runs, and that the daemon
+//! restores after a restart.
 
 mod common;
 
@@ -64,7 +65,8 @@ impl RegistryTest {
         reply.expect("the daemon did not add the VM").added
     }
 
-    /// Adds a VM that the daemon must refuse. Returns the VM's name in the error, and the reason.
+    /// Tries to add a VM that the daemon must refuse. Returns the VM's name and the reason that the
+    /// daemon's error contains.
     fn refused(&self, spec: &VmSpec) -> (String, String) {
         let error = self.client().add_vm(spec.clone()).call();
         match error.expect_err("the daemon accepted an invalid VM").kind() {
@@ -114,7 +116,7 @@ impl RegistryTest {
     }
 }
 
-/// Returns true if the other end has closed, or never accepted the connection.
+/// Returns true if the daemon has closed this connection or never accepted it.
 fn ended(mut stream: UnixStream) -> bool {
     stream
         .set_read_timeout(Some(TIMEOUT))
@@ -168,8 +170,8 @@ fn a_vm_is_added_and_removed() {
         "the second call removed the VM again"
     );
     assert!(!host.remove("nonsense", "/"));
-    // The reserve of the removed VM is free for another VM. A test of registry.rs checks that it is
-    // free at once.
+    // The reserve of the removed VM is available to another VM. A test in registry.rs checks that
+    // it is available at once.
     spec.quota.reserve_bytes = 60 << 20;
     assert!(host.add(&spec));
     host.connect("web");
@@ -199,8 +201,8 @@ fn an_added_vm_is_changed_in_place() {
     let metadata = fs::metadata(host.path("web.sock")).expect("cannot read the file's attributes");
     assert_eq!(metadata.permissions().mode() & 0o777, 0o666);
 
-    // The trust domain of a connected VM cannot change, because its pages in the pool may be shared
-    // with VMs of its trust domain.
+    // The trust domain of a connected VM cannot change, because the VM may share stored pages with
+    // other VMs of its trust domain.
     let other_domain = VmSpec {
         trust_domain: Some("team".into()),
         ..changed.clone()
@@ -327,7 +329,7 @@ fn a_refused_change_has_no_effect() {
         UnixStream::connect(host.path(&format!("{name}.sock")))
             .expect("cannot connect to the socket");
     }
-    // The daemon refuses a new VM and keeps neither a socket nor a file of it.
+    // The daemon refuses a new VM, and leaves neither a socket nor a stored file of that VM.
     let mut new = host.spec("5ca1ab1e-0000-4000-8000-000000000003", "new");
     new.quota.reserve_bytes = 65 << 20;
     host.refused(&new);
@@ -377,18 +379,18 @@ fn a_problem_stays_until_it_is_fixed() {
     };
     assert_eq!(problem(), None);
     let ways_to_fix: [&dyn Fn(); 4] = [
-        &|| set(UUID, None).expect("the daemon did not set the problem"),
+        &|| set(UUID, None).expect("the daemon refused the VM's problem"),
         &|| assert!(!host.add(&spec)),
         &|| assert!(!host.add(&changed)),
         &|| assert!(quota().call().is_ok()),
     ];
     for fix in ways_to_fix {
-        set(&UUID.to_uppercase(), Some("a unit XiB")).expect("the daemon did not set the problem");
+        set(&UUID.to_uppercase(), Some("a unit XiB")).expect("the daemon refused the VM's problem");
         assert_eq!(problem().as_deref(), Some("a unit XiB"));
         fix();
         assert_eq!(problem(), None);
     }
-    set(GIVEN, Some("x")).expect("the daemon refused to note a problem of a configured VM");
+    set(GIVEN, Some("x")).expect("the daemon refused the problem of a configured VM");
     let error = set(OTHER, Some("x")).expect_err("the daemon set a problem of an unknown VM");
     assert!(
         matches!(error.kind(), ErrorKind::NoSuchVm(_)),
@@ -481,14 +483,16 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
         );
     }
     host.connect("web");
-    // The VM's manager reports no problem. The daemon itself reports that the reserve is reduced.
+    // The VM's manager tells the daemon that the VM has no problem. The daemon still reports that
+    // the VM's reserve is reduced.
     let mut client = host.client();
     let told = client
         .set_problem(OTHER.into(), second.socket.clone(), None)
         .call();
-    told.expect("the daemon did not set the problem");
+    told.expect("the daemon refused the VM's problem");
     assert_eq!(host.vm("web").problem.as_ref(), Some(&problem));
-    // A request for the same reserve still does not fit; a request for a smaller one does.
+    // Another request for the full reserve is refused, because that reserve still does not fit into
+    // the pool. A request for a smaller reserve is granted.
     let (_, reason) = host.refused(&second);
     assert!(
         reason.contains("a reserve of 31457280 bytes"),
@@ -498,7 +502,8 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     assert!(!host.add(&less));
     assert_eq!((reserve(&host, "web"), host.vm("web").problem), (11, None));
 
-    // The daemon keeps the requested reserve, and grants it when it fits.
+    // The daemon stores the reserve that was requested, and grants it as soon as it fits into the
+    // pool.
     let mut host = self::host();
     host.add(&VmSpec {
         socket: host.path("db.sock").to_string_lossy().into(),
@@ -527,9 +532,10 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     assert_eq!((reserve(&host, "web"), host.vm("web").problem), (30, None));
 }
 
-/// The two ends of a migration on this host: one VM, with a socket and pages for each end.
+/// During a migration within one host, the daemon has two VMs for one domain, each with a socket
+/// and pages of its own.
 #[test]
-fn two_ends_of_a_migration_are_two_vms() {
+fn source_and_target_of_a_migration_on_one_host_are_two_vms() {
     let mut host = host();
     let end = |host: &RegistryTest, socket: &str| {
         let mut spec = host.spec(UUID, "web");
@@ -557,7 +563,8 @@ fn two_ends_of_a_migration_are_two_vms() {
         24 << 20,
         "the target's reserve is not what the source leaves of the pool"
     );
-    // The target is not connected yet, so a target with another socket replaces it.
+    // The target of the migration is not connected yet. Another target with a new socket replaces
+    // it.
     for (socket, old) in [("c", "b"), ("b", "c")] {
         let socket = format!("{socket}.sock");
         assert!(!host.add(&end(&host, &socket)));
@@ -575,12 +582,12 @@ fn two_ends_of_a_migration_are_two_vms() {
         "adding the target disconnected the source"
     );
 
-    // The migration fails: the target is removed, and the source stays connected.
+    // The migration fails: libvirt removes the target, and the source stays connected.
     assert!(host.remove(UUID, "b") && ended(second));
     assert_eq!(host.names(), ["given", "web"]);
     assert!(host.vm("web").connected);
 
-    // The migration succeeds, also if the daemon restarts before it ends.
+    // The migration succeeds, even if the daemon restarts before the source is removed.
     assert!(host.add(&target));
     host.restart();
     assert_eq!(host.names(), ["given", "web", "web+incoming"]);
@@ -597,7 +604,8 @@ fn two_ends_of_a_migration_are_two_vms() {
     drop(first);
 }
 
-/// Stored files that are broken or belong to the wrong VM affect no other VM.
+/// A file of the VM store may be unreadable, or its VM may conflict with another VM. The daemon
+/// skips and keeps such a file, and restores all other VMs.
 #[test]
 fn an_invalid_stored_vm_is_skipped_and_kept() {
     let mut host = host();
@@ -620,8 +628,8 @@ fn an_invalid_stored_vm_is_skipped_and_kept() {
             "the file of stored VM {name} was removed"
         );
     }
-    // Adding the VM again, as libvirt does at its start, repairs its file. A call that removes a VM
-    // also removes its file if the VM was not restored.
+    // libvirt adds the VM again when the VM starts, which writes a valid file. RemoveVm removes a
+    // stored file even if the daemon did not restore its VM.
     assert!(host.add(&host.spec(OTHER, "db")));
     assert!(!host.remove(third, "third"));
     assert!(!host.stored("third").exists());
@@ -639,7 +647,7 @@ fn the_number_of_vms_is_limited() {
             &format!("vm{number}"),
         )
     };
-    // One of the VMS_MAX VMs is in the configuration.
+    // The configuration contains one VM, so VMS_MAX - 1 further VMs can be added.
     for number in 1..VMS_MAX {
         client
             .add_vm(spec(number))
@@ -651,8 +659,8 @@ fn the_number_of_vms_is_limited() {
     host.add(&spec(VMS_MAX));
 }
 
-/// Threads add and remove VMs at the same time. No socket of a VM is missing, and no socket of a
-/// removed VM is left.
+/// Several threads add and remove VMs at the same time. At the end, no file of a removed VM is
+/// left.
 #[test]
 fn vms_are_added_and_removed_concurrently() {
     let host = host();

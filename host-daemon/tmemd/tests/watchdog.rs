@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests the messages of the daemon to the service manager: that it serves, is alive, stops, or
-//! hangs. The daemon counts as hung if at least one of its threads hangs. Each test takes the place
-//! of the service manager and listens on the socket that NOTIFY_SOCKET names.
+//! Tests of the messages that the daemon sends to the service manager: that it serves, is alive,
+//! stops, or hangs. The daemon hangs if at least one of its threads hangs. Each test takes the
+//! place of the service manager, and listens on the socket that NOTIFY_SOCKET names.
 
 mod common;
 
@@ -10,15 +10,16 @@ use std::io::Write;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::time::{Duration, Instant};
 
-/// Watchdog period. It is short to keep the tests short, but long compared with the delays of a
-/// thread on a busy machine.
+/// Watchdog period: the daemon must report more often that it is alive. The period is short, so
+/// that the tests are short. It is long compared with the time for which a busy machine delays a
+/// thread.
 const PERIOD: Duration = Duration::from_secs(2);
 
 const LIVES: &str = "WATCHDOG=1";
 const HANGS: &str = "WATCHDOG=trigger";
 
-/// Starts a daemon that reports to a service manager. Returns the daemon and the socket of the
-/// manager.
+/// Starts a daemon that reports to a service manager. Returns the daemon, and the socket on which
+/// the test receives the reports.
 fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
     let mut manager = None;
     let daemon = Daemon::with_environment(vms, |directory| {
@@ -39,7 +40,7 @@ fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
     )
 }
 
-/// Returns the next message of the daemon.
+/// Receives the daemon's next message to the service manager.
 fn hear(manager: &UnixDatagram) -> String {
     let mut word = [0; 256];
     let length = manager
@@ -51,7 +52,7 @@ fn hear(manager: &UnixDatagram) -> String {
         .into()
 }
 
-/// Checks that, for the given time, every message of the daemon says that the daemon is alive.
+/// Checks for the time `time` that the daemon sends only messages that say that it is alive.
 fn lives_for(manager: &UnixDatagram, time: Duration) {
     let end = Instant::now() + time;
     while Instant::now() < end {
@@ -82,12 +83,13 @@ fn the_service_manager_is_notified_of_start_progress_and_stop() {
     assert_eq!(last, "STOPPING=1");
 }
 
-/// A thread that waits does not count as hung. The workers of an idle daemon wait for requests, and
-/// the thread of a front end that sends half a message, or none, waits for the rest.
+/// A thread that waits for a request or a message does not count as hung. The workers of an idle
+/// daemon wait for requests. If a front end sends half a message, or none, the thread of its
+/// connection waits for the rest.
 #[test]
 fn a_thread_that_waits_does_not_count_as_hung() {
     let (mut daemon, manager) = watched(&[("idle", None), ("half", None), ("silent", None)]);
-    // This VM's workers worked before and are idle now.
+    // The workers have served requests of this VM, and are idle from here on.
     let mut driver = daemon.driver("idle", 1);
     common::work(&mut driver, 50);
     let mut half =
@@ -100,14 +102,14 @@ fn a_thread_that_waits_does_not_count_as_hung() {
     lives_for(&manager, 2 * PERIOD);
 }
 
-/// A thread that ptrace stops, as a debugger would, until this value is dropped. This is the only
-/// known way to hang a thread without a bug.
+/// A thread that the test stops with ptrace(2), as a debugger does, until this value is dropped.
+/// Without a bug in the daemon, no other way is known to make one of its threads hang.
 struct Stopped(libc::pid_t);
 
 impl Stopped {
     fn new(thread: libc::pid_t) -> Stopped {
         let nothing = std::ptr::null_mut::<libc::c_void>();
-        // SAFETY: the call refers to no memory except the status, which outlives it.
+        // SAFETY: the only memory that the calls refer to is the status, which outlives them.
         unsafe {
             assert_eq!(
                 libc::ptrace(libc::PTRACE_SEIZE, thread, nothing, nothing),
@@ -127,7 +129,7 @@ impl Stopped {
 impl Drop for Stopped {
     fn drop(&mut self) {
         let nothing = std::ptr::null_mut::<libc::c_void>();
-        // SAFETY: the call refers to no memory.
+        // SAFETY: the call refers to no memory of this process.
         unsafe { libc::ptrace(libc::PTRACE_DETACH, self.0, nothing, nothing) };
     }
 }
@@ -156,8 +158,8 @@ fn a_hung_worker_is_reported() {
             begun.elapsed() < 4 * common::TIMEOUT,
             "the daemon did not report the hang in time"
         );
-        // These requests keep the workers busy for some milliseconds, in which the test can stop
-        // one of them.
+        // These requests keep the workers busy for some milliseconds. The test must stop a worker
+        // in that time, because an idle worker does not count as hung.
         for object in 1..=20 {
             driver.put(object, 0, 64);
         }
@@ -172,16 +174,16 @@ fn a_hung_worker_is_reported() {
     };
     assert_eq!(hear(&manager), HANGS, "the daemon did not report the hang");
     let log = std::fs::read_to_string(daemon.path("log")).expect("cannot read the log");
-    // A background worker that waits for a lock of a stopped thread hangs, too, and is listed
-    // first.
+    // The log line may name other threads before the worker: a background worker that waits for a
+    // lock of the stopped worker hangs, too.
     let names_worker =
         |line: &str| line.contains("threads of the daemon hang: ") && line.contains("worker-");
     assert!(
         log.lines().any(names_worker),
         "the log does not name the hanging worker: {log}"
     );
-    // The daemon continues as soon as the thread runs again, unless the service manager has ended
-    // it.
+    // The service manager may leave the daemon running. The daemon then continues as soon as the
+    // stopped thread runs again.
     drop(stopped);
     driver
         .settle()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests that workers sleep without work and are fair to all guests under load, with both event
-//! loops.
+//! Tests that the daemon's workers sleep without requests and share their time fairly among guests.
+//! Both event loops are tested: io_uring and epoll.
 
 mod common;
 
@@ -26,8 +26,7 @@ fn daemon(vms: &[(&str, Option<&str>)], event_loop: &str, workers: usize) -> Dae
     Daemon::with_arguments(vms, "512MiB", arguments)
 }
 
-/// Returns, for each worker of a process, the number of times that it slept and its processor time
-/// in ns.
+/// Returns how often each worker of a process has slept, and its processor time in ns.
 fn slept(pid: u32) -> BTreeMap<String, (String, u64)> {
     let mut all = BTreeMap::new();
     for thread in std::fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
@@ -50,10 +49,10 @@ fn slept(pid: u32) -> BTreeMap<String, (String, u64)> {
     all
 }
 
-/// Number of consecutive checks without a change after which a worker counts as idle.
+/// Number of consecutive checks that must find no activity before the workers count as idle.
 const CHECKS: u32 = 3;
 
-/// No worker wakes up without work, however busy it was before.
+/// A worker without requests does not wake up, even if it was busy before.
 #[test]
 fn idle_workers_sleep() {
     for event_loop in ["epoll", "auto"] {
@@ -62,7 +61,8 @@ fn idle_workers_sleep() {
         work(&mut driver, 300);
         driver.settle().unwrap();
         let mut before = slept(daemon.pid());
-        // Workers poll their empty rings for at most a millisecond, or longer if the host is busy.
+        // A worker polls an empty ring for at most a millisecond, or for longer if the host is
+        // busy. So the test waits until all workers sleep.
         let mut same = 0;
         until("the workers are idle", || {
             std::thread::sleep(Duration::from_millis(100));
@@ -77,12 +77,12 @@ fn idle_workers_sleep() {
             before,
             "{event_loop}: an idle worker woke up"
         );
-        // A sleeping worker serves new requests.
+        // Workers that sleep wake up for new requests.
         work(&mut driver, 100);
     }
 }
 
-/// Puts a batch of `pages` pages on a queue, if the queue has room. Returns whether it had.
+/// Sends a PUT of `pages` pages on the queue `queue`. Returns false if the queue is full.
 fn put(guest: &mut FakeGuest, queue: usize, pages: usize) -> bool {
     let page = |index| PutPage {
         object: queue as u64,
@@ -97,9 +97,9 @@ fn put(guest: &mut FakeGuest, queue: usize, pages: usize) -> bool {
         .is_some()
 }
 
-/// One guest keeps eight queues full of the largest batches; another guest has one small request at
-/// a time. In each round of the worker, both guests get a slice. So for each small request, the
-/// worker serves one or two batches of the busy guest, however many batches wait.
+/// One guest keeps eight queues full of the largest batches. Another guest has one small request at
+/// a time. A worker serves each guest in turn for one scheduling slice. For each small request, it
+/// therefore serves only one or two batches of the busy guest, however many batches wait.
 #[test]
 fn a_flood_of_requests_takes_only_the_fair_share_of_its_vm() {
     if std::thread::available_parallelism().is_ok_and(|number| number.get() == 1) {
@@ -142,8 +142,8 @@ fn a_flood_of_requests_takes_only_the_fair_share_of_its_vm() {
             shares.push(answered(&flood) - before);
         }
         shares.sort_unstable();
-        // The bound allows for the worker's current slice and a measuring error. If the worker gave
-        // slices to queues in turn instead of VMs, the median would be eight.
+        // The bound of 4 includes the worker's current scheduling slice and a measuring error. If
+        // the worker served queues in turn instead of VMs, the median would be eight.
         let median = shares[shares.len() / 2];
         assert!(
             median <= 4,

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The classes of faults of Xen's XSA-15, by which a guest of its transcendent memory took over the
-//! host. Each class has a test here, through the socket. Single faults are in `liars.rs`, single
-//! rules in `rules.rs`.
+//! Tests of the classes of faults in Xen's XSA-15, by which a guest of Xen's transcendent memory
+//! could take over the host. For each class, a test in this file sends faulty requests and messages
+//! through a VM's socket. `liars.rs` tests single malformed requests, and `rules.rs` tests single
+//! rules of the specification.
 
 mod common;
 
@@ -20,7 +21,7 @@ use virtio_tmem as wire;
 
 const BAD: &[u8] = &[wire::S_BAD, wire::S_UNSUPPORTED];
 
-/// Sends one request alone and waits for its answer.
+/// Waits until no request is in flight, sends one request, and returns its answer.
 fn ask(driver: &mut Driver, request: Request) -> Answer {
     let queue = usize::from(!request.is_control());
     driver.settle().unwrap();
@@ -65,15 +66,15 @@ fn flush(pool: u32, object: u64, index: u64, nr_pages: u64) -> Request {
     }
 }
 
-/// Puts a page, which must be stored.
+/// Puts one page into the pool. Panics if the daemon does not store the page.
 fn store(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) {
     let answer = ask(driver, put(pool, object, index, cookie));
     assert_eq!(answer.status, wire::S_OK);
     assert_eq!(answer.pages[0].result, wire::P_STORED);
 }
 
-/// Requests a page by cookie. Returns true for a hit, after a check that the page is that of the
-/// cookie.
+/// Requests a page by its cookie. Returns true for a hit, and panics if the page does not have the
+/// content that was put with the cookie.
 fn hit(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> bool {
     let answer = ask(driver, get(pool, object, index, cookie));
     let Some(page) = answer.pages.first().and_then(|page| page.page.as_ref()) else {
@@ -86,8 +87,8 @@ fn hit(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> 
     true
 }
 
-/// Sends all requests that a pool can receive. Checks that each request is answered with a status
-/// of the list `status` and has no effect.
+/// Sends a request of each type that names a pool. Each must get a status in `status`, and the
+/// daemon must return no page.
 fn all_are(driver: &mut Driver, pool: u32, status: &[u8]) {
     let destroy = Request::PoolDestroy { pool };
     for request in [
@@ -107,9 +108,9 @@ fn all_are(driver: &mut Driver, pool: u32, status: &[u8]) {
     }
 }
 
-/// XSA-15: a guest could call operations of the toolstack. In this daemon, quotas, sizes and other
-/// VMs belong to the control socket. A guest or its VMM can send no message for them, to its own
-/// socket or to the control socket.
+/// XSA-15: a guest could call operations of the toolstack. In this daemon, only the control socket
+/// gives access to quotas, sizes and other VMs. Neither a guest nor its VMM can send a message that
+/// changes them.
 #[test]
 fn a_guest_cannot_perform_control_operations() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
@@ -155,7 +156,8 @@ fn a_guest_cannot_perform_control_operations() {
             );
         }
     }
-    // A guest cannot create other kinds of pools, such as shared ones.
+    // A guest can create only the usual kind of pool. The flags of other kinds, such as shared
+    // pools, are refused.
     for bit in 0..32 {
         let flags = 1 << bit;
         let answer = ask(&mut driver, Request::PoolCreate { pool: 78, flags });
@@ -164,7 +166,8 @@ fn a_guest_cannot_perform_control_operations() {
             "a pool with flag {bit} was created"
         );
     }
-    // Control requests on a request queue, and other requests on the control queue, have no effect.
+    // A control request on a request queue has no effect. A request for pages on the control queue
+    // has no effect, either.
     let generation = driver.guest.generation();
     for (queue, request) in [
         (0, flush(1, 1, 0, 0)),
@@ -178,14 +181,15 @@ fn a_guest_cannot_perform_control_operations() {
             "queue {queue} executed a request of the other kind of queue"
         );
     }
-    // The VMM cannot write the configuration. QEMU's device would otherwise let a guest write it.
+    // The daemon refuses a VMM that writes the device's configuration. Otherwise, QEMU would pass
+    // on such writes of a guest.
     let frontend = driver.guest.frontend().unwrap();
     let flags = VhostUserConfigFlags::WRITABLE;
     let written = frontend.set_config(0, flags, &[0xff; 32]);
     written.expect_err("the VMM wrote to the configuration");
     assert_eq!(driver.guest.read_config().unwrap().generation, generation);
     work(&mut driver, 30);
-    // A VM's socket does not offer the control interface.
+    // A call of the control interface gets no answer on a VM's socket.
     driver.guest.hang_up().unwrap();
     let socket = daemon.socket("liar");
     let mut stream = UnixStream::connect(socket).unwrap();
@@ -194,7 +198,8 @@ fn a_guest_cannot_perform_control_operations() {
         b"{\"method\":\"io.virtiotmem.Control.SetPoolSize\",\"parameters\":{\"size_bytes\":1048576}}\0";
     stream.write_all(call).unwrap();
     let mut answer = Vec::new();
-    // The daemon closes the connection, whether it has read the whole message or not.
+    // The daemon may close the connection before it has read the whole message, so an error is
+    // ignored.
     let _ = stream.read_to_end(&mut answer);
     assert_eq!(answer, b"");
     assert_eq!(figures(), before);
@@ -203,7 +208,7 @@ fn a_guest_cannot_perform_control_operations() {
 }
 
 /// XSA-15: a negative id passed the check of its upper bound. In this daemon, ids are unsigned, and
-/// each of their bits counts.
+/// all of their bits are compared.
 #[test]
 fn pool_ids_are_unsigned() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -226,7 +231,7 @@ fn pool_ids_are_unsigned() {
         );
         store(&mut driver, pool, u64::MAX, 1, 100 + number as u64);
     }
-    // Clearing the sign bit never identifies another pool.
+    // A pool whose id has the sign bit is not found by the id without that bit.
     for pool in negative.map(|pool| pool & 0x7fff_ffff) {
         if pool > 1 {
             all_are(&mut driver, pool, &[wire::S_NO_POOL]);
@@ -249,7 +254,7 @@ fn pool_ids_are_unsigned() {
             "pool {pool:#x} lost its page"
         );
     }
-    // The range of indices ends far below the sign bit.
+    // The largest valid page index is far smaller than an index with the sign bit.
     let end = 1 << wire::INDEX_BITS;
     for index in [end, 1 << 62, 1 << 63, (1 << 63) + 1, u64::MAX - 1, u64::MAX] {
         for request in [
@@ -280,12 +285,12 @@ fn foreign_or_stale_pool_ids_are_refused() {
     let none = &[wire::S_NO_POOL];
     all_are(&mut driver, 0, BAD);
     let create = ask(&mut driver, Request::PoolCreate { pool: 0, flags: 0 });
-    assert!(BAD.contains(&create.status), "pool 0 was created");
+    assert!(BAD.contains(&create.status), "the daemon created pool 0");
     let borders = [2, 255, 256, 257, 0xffff, 0x1_0000, 0x1_0001, u32::MAX];
     for pool in borders {
         all_are(&mut driver, pool, none);
     }
-    // Destroy each pool and create a pool with the same id.
+    // For each id, the test creates a pool, destroys it, and creates another pool with that id.
     for pool in borders {
         let create = || Request::PoolCreate { pool, flags: 0 };
         assert_eq!(ask(&mut driver, create()).status, wire::S_OK);
@@ -301,7 +306,7 @@ fn foreign_or_stale_pool_ids_are_refused() {
             "a new pool with the id of a destroyed one returned a page"
         );
     }
-    // These pools belong to the first VM.
+    // The second VM cannot use the ids of pools that belong to the first VM.
     for pool in borders {
         store(&mut driver, pool, 1, 1, 8);
         all_are(&mut other, pool, none);
@@ -329,7 +334,8 @@ fn requests_before_or_after_a_connection_reach_no_pool() {
     let socket = daemon.socket("a");
     let first = &mut driver.guest;
     daemon.until("the VM's socket is free", || first.connect(&socket).is_ok());
-    // Queues are kicked before the guest has memory or a ring.
+    // The front end signals the queues (kick) before it has passed guest memory or rings to the
+    // daemon.
     (0..driver.guest.num_queues()).for_each(|queue| driver.guest.kick(queue));
     driver.guest.start().unwrap();
     driver.new_generation().unwrap();
@@ -338,7 +344,8 @@ fn requests_before_or_after_a_connection_reach_no_pool() {
     driver.create_pool().unwrap();
     let pool = driver.pool();
     store(&mut driver, pool, 1, 1, 7);
-    // After a reset there is neither pool nor page, for requests of the old and the new generation.
+    // After a device reset, the pool and its page are gone, for requests with the old generation
+    // number and with the new one.
     let before = driver.guest.generation();
     driver.guest.reset().unwrap();
     driver.guest.start().unwrap();
@@ -356,8 +363,8 @@ fn requests_before_or_after_a_connection_reach_no_pool() {
         !hit(&mut driver, pool, 1, 1, 7),
         "a new pool returned a page of an earlier generation"
     );
-    // A VM is removed while it sends requests. Its connection ends, and no request is answered any
-    // more.
+    // An operator removes a VM that sends requests. The VM's connection ends, and the daemon
+    // answers none of its requests any more.
     let mut control = tmem_control::connect(&daemon.path("control")).unwrap();
     let (uuid, socket) = (
         "89abcdef-0123-4567-89ab-cdef01234567",
@@ -385,7 +392,7 @@ fn requests_before_or_after_a_connection_reach_no_pool() {
         }
         let path = socket.to_str().unwrap().to_string();
         assert!(control.remove_vm(uuid.into(), path).call().unwrap().removed);
-        // Answers that still arrive belong to earlier requests.
+        // The daemon may still answer requests that it took before the VM was removed.
         let guest = &mut removed.guest;
         until("the VM's connection ends", || guest.read_config().is_err());
         let used = |guest: &tmem_sim::FakeGuest| -> Vec<u16> {
@@ -408,8 +415,8 @@ fn requests_before_or_after_a_connection_reach_no_pool() {
     work(&mut driver, 30);
 }
 
-/// Adds a chain on queue 1, with the descriptors that `bend` makes from those of a valid chain. The
-/// chain is not published yet.
+/// Adds a descriptor chain to queue 1 without publishing it. `bend` gets the descriptors of a valid
+/// chain and may make them invalid.
 fn add_chain(driver: &mut Driver, request: Request, bend: impl FnOnce(&mut Vec<Desc>)) {
     let generation = driver.guest.generation();
     let placed = driver.guest.place(&request.encode(generation)).unwrap();
@@ -440,8 +447,9 @@ fn add_chain(driver: &mut Driver, request: Request, bend: impl FnOnce(&mut Vec<D
         .add_by_hand(1, request, placed, slots[0], slots);
 }
 
-/// Checks that the added chain is never answered: its queue stops, only event indices are written
-/// to guest memory, no page is stored or dropped, and both VMs continue to be served.
+/// Adds a faulty descriptor chain, which the daemon must never answer. The queue stops, and the
+/// daemon writes only event indices to guest memory. The daemon stores and drops no page, and
+/// continues to serve both VMs.
 fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnce(&mut Driver)) {
     let [driver, neighbour] = vms;
     let pool = driver.pool();
@@ -460,7 +468,8 @@ fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnc
         );
         guest.take_queue_error(1)
     });
-    // A worker may request kicks again after the guest has seen its last answer.
+    // Changes of the pages with the rings are ignored. A worker may request kicks again after the
+    // guest has seen its last answer.
     let queues = 0..driver.guest.num_queues();
     let mut rings: Vec<u64> = queues
         .map(|queue| driver.guest.ring(queue).layout().used / PAGE_BYTES)
@@ -495,16 +504,17 @@ fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnc
     work(neighbour, 5);
 }
 
-/// XSA-15: addresses of a guest were used unchecked. In this daemon, each byte must be in the
-/// memory that the VMM shares. Otherwise the queue stops before anything is read or written.
+/// XSA-15: addresses that a guest passed were used without a check. In this daemon, each byte of a
+/// buffer must be in the memory that the VMM shares. Otherwise, the queue stops before the daemon
+/// reads or writes anything.
 #[test]
 fn buffers_outside_of_guest_memory_are_never_accessed() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut vms = [daemon.driver("a", 1), daemon.driver("b", 2)];
     let log = vms[0].guest.start_log().unwrap().region();
-    // The addresses are beside, between and around the regions; addresses at which the VMM has its
-    // memory and the dirty log; addresses of the daemon; and addresses of the kernel. The last ones
-    // are buffers that begin inside a region and end outside.
+    // Most of these addresses are beside, between and around the regions of guest memory. Others
+    // belong to the VMM's mapping, the dirty log, the daemon or the kernel. Buffers at the last two
+    // addresses begin inside a region and end outside.
     let end = (1 << 32) + (8 << 20);
     let addresses = [
         8 << 20,
@@ -527,8 +537,7 @@ fn buffers_outside_of_guest_memory_are_never_accessed() {
                 descs[number].addr = address;
             }
         };
-        // The faulty address replaces each part of a put (the request, its page, its answer), and a
-        // part of a get (its page).
+        // Each faulty address replaces the address of a PUT's request, page or answer.
         for number in 0..3 {
             let what = format!("a put's descriptor {number} at {address:#x}");
             stops(&mut daemon, &mut vms, &what, |driver| {
@@ -554,13 +563,13 @@ fn buffers_outside_of_guest_memory_are_never_accessed() {
     daemon.expect_alive();
 }
 
-/// XSA-15: offset and length were added before they were compared. In this daemon, a sum is
-/// computed with more bits than its terms have.
+/// XSA-15: the sum of an offset and a length could overflow before it was compared. This daemon
+/// computes sums with more bits than their terms have.
 #[test]
 fn overflowing_sums_in_requests_are_refused() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
-    // The guest has a large address space, of which almost nothing is touched, so that lengths of 4
-    // GiB lie inside.
+    // The guest has 6 GiB of memory, so that buffers of 4 GiB are inside of it. Almost all of the
+    // memory is untouched and takes no memory of the host.
     let large = GuestConfig {
         ram: vec![RamRegion {
             start: 0,
@@ -575,7 +584,7 @@ fn overflowing_sums_in_requests_are_refused() {
     store(&mut driver, pool, 1, 0, 5);
     store(&mut driver, pool, 1, 1, 6);
     let end = 1u64 << wire::INDEX_BITS;
-    // For these flushes, the sum of index and length is small if the addition wraps.
+    // If the daemon computed the sum of index and length with 64 bits, the sum would overflow to 2.
     let beyond = |index: u64| flush(pool, 1, index, 0u64.wrapping_sub(index - 2));
     let run = Request::Get {
         pool,
@@ -603,7 +612,7 @@ fn overflowing_sums_in_requests_are_refused() {
         );
     }
     assert!(hit(&mut driver, pool, 1, 0, 5) && hit(&mut driver, pool, 1, 1, 6));
-    // Lengths are 4 GiB more than the correct one, in either part of the chain.
+    // The chain's readable or writable part is 4 GiB longer than the request needs.
     for writable in [false, true] {
         let request = flush(driver.pool(), 1, 0, 0);
         add_chain(&mut driver, request, |descs| {
@@ -624,7 +633,8 @@ fn overflowing_sums_in_requests_are_refused() {
         assert_eq!(driver.guest.ring(1).used_idx_in_memory(), used);
         driver.reboot().unwrap();
     }
-    // A queue whose ring address overflows does not run. The other queue continues to run.
+    // A queue does not run if the end of one of its rings exceeds the address range. Another queue
+    // continues to run.
     let layout = driver.guest.ring(1).layout();
     let [desc, avail, used] = [layout.desc, layout.avail, layout.used]
         .map(|address| driver.guest.ram().host_addr(address));
@@ -660,7 +670,8 @@ fn overflowing_sums_in_requests_are_refused() {
         }
     }
     let file = driver.guest.ram().shared_regions().unwrap().remove(0).2;
-    // The VMM has its memory at address 0, so that only the end of a ring overflows.
+    // The region begins at VMM address 0. The address at which the ring begins is then valid, but
+    // the ring's end overflows.
     let region = VhostUserMemoryRegionInfo {
         guest_phys_addr: 1 << 40,
         memory_size: 8192,
@@ -690,7 +701,7 @@ fn overflowing_sums_in_requests_are_refused() {
     );
     driver.guest.disconnect();
     daemon.connect(&mut driver, "a");
-    // A faulty region ends the connection, and the next connection is served.
+    // A faulty memory region ends the connection. The VM can then connect again.
     let odd = [
         (u64::MAX - 4095, 0x10_0000, 8192, 0),
         (1 << 40, u64::MAX - 4095, 8192, 0),
@@ -715,8 +726,9 @@ fn overflowing_sums_in_requests_are_refused() {
     }
 }
 
-/// XSA-15: a lock was kept when an error was found. In this daemon, the same VM, another VM and an
-/// operator, who take the same locks, continue at once after any refusal.
+/// XSA-15: after an error, a lock was not released. This daemon keeps no lock after it has refused
+/// a request or message. The test lets the refused VM, another VM and an operator use the same
+/// locks after each refusal.
 #[test]
 fn error_paths_leave_no_lock_held() {
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
@@ -735,7 +747,7 @@ fn error_paths_leave_no_lock_held() {
             control.flush_vm(name.into()).call().unwrap();
         }
     };
-    // These requests are refused, for objects that exist and for objects that do not.
+    // The daemon refuses most of these requests, which name existing and missing pools and objects.
     for _ in 0..3 {
         let pool = driver.pool();
         let create = |pool| Request::PoolCreate { pool, flags: 0 };
@@ -775,7 +787,7 @@ fn error_paths_leave_no_lock_held() {
         work(&mut other, 20);
         driver.reboot().unwrap();
     }
-    // A faulty message ends the connection, unless it is harmless.
+    // A faulty message ends the connection, unless the daemon can refuse the message without harm.
     type Odd = fn(&mut tmem_sim::FakeGuest) -> bool;
     let messages: [(&str, Odd); 6] = [
         ("features", |guest| {
@@ -821,7 +833,7 @@ fn error_paths_leave_no_lock_held() {
         }),
     ];
     for (what, odd) in messages {
-        // Messages arrive while workers need the same locks for their work.
+        // The faulty messages arrive while workers serve requests that need the same locks.
         for object in 1..6 {
             driver.put(object, 0, 12);
         }
@@ -841,8 +853,8 @@ fn error_paths_leave_no_lock_held() {
     }
 }
 
-/// Sends one request on each queue and checks its status. The driver's model is not used, because
-/// the test has created pools that the model does not know.
+/// Sends one request on each queue and checks its status. It bypasses the driver's model, because
+/// the model does not know the pools that the test has created.
 fn every_queue_answers_by_hand(driver: &mut Driver) {
     let pool = driver.pool();
     for queue in 1..driver.guest.num_queues() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A daemon with simulated guests, and an exporter that serves the daemon's figures.
+//! A daemon with simulated guests, and an exporter that serves the daemon's figures, for tests.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -11,23 +11,23 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Driver, DriverConfig, GuestConfig};
 use tmem_testing::TestDaemon;
 
-/// Time limit of each wait. It is long enough for a loaded machine, because no test measures a
-/// time.
+/// Longest time that a test waits for a result. It is long, so that no wait fails on a loaded
+/// machine.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A daemon with the VMs `a` and `b`; only `a` is connected.
+/// A daemon with the VMs `a` and `b`. Only a guest of VM `a` is connected.
 pub struct ServedDaemon {
     daemon: TestDaemon,
     driver: Driver,
 }
 
 impl ServedDaemon {
-    /// Starts the daemon, and connects a simulated guest as VM `a`.
+    /// Starts a daemon with the VMs `a` and `b`, and connects a simulated guest as VM `a`.
     pub fn new() -> ServedDaemon {
         ServedDaemon::with_more(0)
     }
 
-    /// Starts the daemon with `more` VMs besides `a` and `b`. The further VMs are not connected.
+    /// Starts a daemon with `more` VMs besides `a` and `b`. The further VMs have no guest.
     pub fn with_more(more: usize) -> ServedDaemon {
         let more = (0..more).map(|nr| format!("more{nr}"));
         let vms: Vec<String> = [
@@ -65,12 +65,12 @@ impl ServedDaemon {
         ServedDaemon { daemon, driver }
     }
 
-    /// Returns the path of a file in the daemon's directory.
+    /// Returns the path of the file `name` in the daemon's directory.
     pub fn path(&self, name: &str) -> PathBuf {
         self.daemon.path(name)
     }
 
-    /// Sends random requests and checks their answers.
+    /// Sends `steps` random requests of the guest to the daemon, and checks the answers.
     pub fn work(&mut self, steps: usize) {
         for _ in 0..steps {
             self.driver
@@ -82,7 +82,7 @@ impl ServedDaemon {
             .expect("the device did not answer each request correctly");
     }
 
-    /// Returns the daemon's figures of a VM.
+    /// Returns the figures that the daemon counts for a VM.
     pub fn stats(&self, vm: &str) -> tmem_control::VmStats {
         let mut client = tmem_control::connect(&self.path("control"))
             .expect("cannot connect to the control socket");
@@ -97,20 +97,20 @@ impl ServedDaemon {
             .expect("the daemon does not list the VM")
     }
 
-    /// Stops the daemon.
+    /// Stops the daemon. The simulated guest loses its connection.
     pub fn stop(&mut self) {
         self.daemon.stop();
     }
 }
 
-/// A running exporter, which is stopped when dropped.
+/// A process of tmem-exporter. Dropping this value stops the process.
 pub struct Exporter {
     child: Child,
     address: String,
 }
 
 impl Exporter {
-    /// Starts the exporter on a free port.
+    /// Starts tmem-exporter on a free port, with the options `more`.
     pub fn start(host: &ServedDaemon, more: &[&str]) -> Exporter {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tmem-exporter"));
         if !more.contains(&"--web.listen-address") {
@@ -138,17 +138,18 @@ impl Exporter {
             }
             log += &line;
         };
-        // A thread reads the other log lines, so that the exporter does not block on a full pipe.
+        // A thread reads the other lines of the exporter's log, so that the exporter does not block
+        // on a full pipe.
         std::thread::spawn(move || lines.for_each(drop));
         Exporter { child, address }
     }
 
-    /// Returns the address that the exporter listens on.
+    /// Returns the address and port on which the exporter listens.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// Requests `path` and returns the head and the body of the answer.
+    /// Requests `path` from the exporter, and returns the head and the body of the answer.
     pub fn get(&self, path: &str, headers: &str) -> (String, String) {
         http(
             &self.address,
@@ -156,7 +157,7 @@ impl Exporter {
         )
     }
 
-    /// Requests the metrics from the exporter and returns them.
+    /// Returns the metrics of the exporter. Any HTTP status but 200 fails the test.
     pub fn metrics(&self, headers: &str) -> String {
         let (head, body) = self.get("/metrics", headers);
         assert!(
@@ -166,7 +167,7 @@ impl Exporter {
         body
     }
 
-    /// Returns the metrics, or None if the exporter does not return them now.
+    /// Returns the metrics of the exporter, or None if the exporter has no free connection now.
     pub fn try_metrics(&self) -> Option<String> {
         let (head, body) = self.get("/metrics", "");
         head.starts_with("HTTP/1.1 200 ").then_some(body)
@@ -175,13 +176,14 @@ impl Exporter {
 
 impl Drop for Exporter {
     fn drop(&mut self) {
-        // An error means that the exporter has already ended.
+        // Killing fails if the exporter has already ended, so the error is ignored.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Sends a request. Returns the head and the body of the answer, or as much of them as arrived.
+/// Sends an HTTP request without TLS. Returns the head and the body of the answer, or as much of
+/// them as arrived.
 pub fn http(address: &str, request: &str) -> (String, String) {
     let begun = Instant::now();
     let mut stream = loop {
@@ -197,7 +199,7 @@ pub fn http(address: &str, request: &str) -> (String, String) {
     stream
         .set_read_timeout(Some(TIMEOUT))
         .expect("cannot set the socket's time-out");
-    // Writing fails if the exporter closes the connection before all is sent.
+    // Writing fails if the exporter closes the connection before it has read the whole request.
     let _ = stream.write_all(request.as_bytes());
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
@@ -206,20 +208,20 @@ pub fn http(address: &str, request: &str) -> (String, String) {
     (head.into(), body.into())
 }
 
-/// A self-signed certificate for 127.0.0.1 and its key, in a directory of their own.
+/// A self-signed certificate for 127.0.0.1 and its private key, in a directory of their own.
 pub struct Certificate {
     directory: PathBuf,
 }
 
 impl Certificate {
-    /// Creates a certificate and its key, as files in `directory`.
+    /// Creates a certificate and its private key, as files in `directory`.
     pub fn new(directory: PathBuf) -> Certificate {
         let certificate = Certificate { directory };
         certificate.renew();
         certificate
     }
 
-    /// Replaces the certificate and the key by new ones.
+    /// Replaces the certificate and its private key by new ones.
     pub fn renew(&self) {
         let own = rcgen::generate_simple_self_signed(["127.0.0.1".to_string()])
             .expect("cannot create a certificate");
@@ -234,12 +236,12 @@ impl Certificate {
         self.directory.join("certificate.pem")
     }
 
-    /// Returns the path of the key's file.
+    /// Returns the path of the private key's file.
     pub fn key(&self) -> PathBuf {
         self.directory.join("key.pem")
     }
 
-    /// Writes a file for --web.config.file, with `more` lines, and returns its path.
+    /// Writes a file for --web.config.file, with `more` as further lines, and returns its path.
     pub fn web_config(&self, more: &str) -> PathBuf {
         let path = self.directory.join("web.yml");
         let text = format!(

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Faults in chains: chains that cannot be followed, and chains with buffers outside of guest
-//! memory.
+//! Faults in descriptor chains: the device cannot follow the descriptors, or a buffer is outside of
+//! guest memory.
 
 use super::*;
 
-/// Returns the faults whose chains cannot be followed or have buffers outside of guest memory.
+/// Returns the faults in which the device cannot follow the descriptors of the chain, or in which a
+/// buffer is outside of guest memory.
 pub(super) fn all() -> Vec<Fault> {
     let stopped = Expect::Stopped;
     let descs = |p: &Placed| -> Vec<Desc> {
@@ -162,8 +163,8 @@ pub(super) fn all() -> Vec<Fault> {
             ANYTHING,
             put,
             move |g, _, p| {
-                // The table has 256 descriptors, more than the ring: each is one byte, and the last
-                // is the answer.
+                // Build an indirect table of 256 descriptors, which are more than the ring has.
+                // Each readable descriptor has one byte, and the last descriptor is for the answer.
                 let (addr, n) = p.readable[0];
                 let mut inner: Vec<Desc> = (0..255)
                     .map(|i| Desc {
@@ -305,7 +306,7 @@ pub(super) fn all() -> Vec<Fault> {
             g.kick(t.queue);
             t.queue
         };
-        let name = format!("avail index ahead by {ahead} of 128");
+        let name = format!("avail index ahead by {ahead} in a ring of 128 entries");
         out.push(Fault {
             name,
             expect: stopped,

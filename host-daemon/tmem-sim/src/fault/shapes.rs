@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Faults in sizes: chains that can be followed and have parts of wrong sizes.
+//! Faults in sizes: the device can follow the descriptor chain, but parts of it have wrong sizes.
 
 use super::*;
 
-/// Returns the faults whose chains can be followed and have wrong sizes.
+/// Returns the faults whose descriptor chains are valid but have parts of wrong sizes.
 pub(super) fn all() -> Vec<Fault> {
     let mut out = Vec::new();
     let requests: [(&str, Make); 7] = [
@@ -48,7 +48,7 @@ pub(super) fn all() -> Vec<Fault> {
             buffers
         },
     ));
-    // Batches of 65 pages, in chains that would have the right sizes if 65 pages were allowed.
+    // Send batches of 65 pages, in chains that would have the right sizes if 65 pages were allowed.
     out.push(batch_of_65("put of 65 pages", put, |g, p, pages| {
         let head = Buffer {
             addr: p.table,
@@ -121,7 +121,8 @@ pub(super) fn all() -> Vec<Fault> {
     out
 }
 
-/// Returns the faults in the sizes of a request whose answer may have no results.
+/// Returns the faults in sizes that any request can have, even if its answer has no results of
+/// pages.
 fn sizes(name: &str, make: Make) -> Vec<Fault> {
     let mut out = Vec::new();
     out.push(rebuilt(
@@ -242,7 +243,7 @@ fn sizes(name: &str, make: Make) -> Vec<Fault> {
     out
 }
 
-/// Returns the faults in the size of an answer with results.
+/// Returns the faults in the size of an answer that has a result for each page.
 fn result_sizes(name: &str, make: Make) -> Vec<Fault> {
     let mut out = Vec::new();
     out.push(rebuilt(
@@ -276,7 +277,7 @@ fn result_sizes(name: &str, make: Make) -> Vec<Fault> {
     out
 }
 
-/// Returns the faults in the sizes of a REF.
+/// Returns the faults in the sizes of a REF (reference to retained pages).
 pub(super) fn of_references() -> Vec<Fault> {
     let mut out = sizes("ref", refer);
     out.extend(result_sizes("ref", refer));
@@ -302,7 +303,8 @@ pub(super) fn of_references() -> Vec<Fault> {
     out
 }
 
-/// Returns a request whose count is 65 and whose chain agrees with that.
+/// Returns a fault whose request has the count 65. `build` makes a chain with the sizes for 65
+/// pages.
 fn batch_of_65(
     name: &str,
     make: Make,

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Faults in fields: well-formed chains with a wrong value in a field of the request.
+//! Faults in values: well-formed chains with a wrong value in a field of the request.
 
 use super::*;
 
-/// Returns the faults whose chains are well-formed and have a wrong value in a field.
+/// Returns the faults whose chains are well-formed and have a wrong value in a field. The driver
+/// has not accepted `VIRTIO_TMEM_F_RETAIN`.
 pub(super) fn all() -> Vec<Fault> {
     let mut out = Vec::new();
     let requests: [(&str, Make); 7] = [
@@ -26,7 +27,7 @@ pub(super) fn all() -> Vec<Fault> {
         }
         for bit in [0u64, 1, 63] {
             out.push(bent(
-                format!("{name} with bit {bit} of req.retain"),
+                format!("{name} with bit {bit} of req.retain set"),
                 BAD,
                 make,
                 move |e| e.patch(RETAIN, &(1u64 << bit).to_le_bytes()),
@@ -34,7 +35,7 @@ pub(super) fn all() -> Vec<Fault> {
         }
         for generation in [0, 1, u64::MAX] {
             out.push(bent(
-                format!("{name} of generation {generation}"),
+                format!("{name} with wrong generation {generation}"),
                 STALE,
                 make,
                 move |e| e.patch(GENERATION, &generation.to_le_bytes()),
@@ -58,7 +59,7 @@ pub(super) fn all() -> Vec<Fault> {
             .filter(|&w| w != count)
         {
             out.push(bent(
-                format!("{name}: count {wrong}, not {count}"),
+                format!("{name}: count is {wrong} instead of {count}"),
                 BAD,
                 make,
                 move |e| e.patch(COUNT, &wrong.to_le_bytes()),
@@ -102,8 +103,8 @@ pub(super) fn all() -> Vec<Fault> {
     let second = BODY + PUT_PAGE_BYTES;
     let index_end = (1u64 << wire::INDEX_BITS).to_le_bytes();
     let max = u64::MAX.to_le_bytes();
-    // The fault is in the second page or range. The first one is correct, and must not be carried
-    // out either.
+    // Write a wrong value into the second page or range of a request. The device must not carry out
+    // the correct first one either.
     out.push(bent("put of object 0", BAD, put, move |e| {
         e.patch(second, &[0; 8])
     }));
@@ -156,15 +157,16 @@ pub(super) fn all() -> Vec<Fault> {
     out
 }
 
-/// Returns the faults of retained pages whose chains are well-formed and have a wrong value in a
+/// Returns the faults with retained pages whose chains are well-formed and have a wrong value in a
 /// field.
 pub(super) fn of_retained_pages() -> Vec<Fault> {
     let mut out = Vec::new();
-    // A get of two pages may set bits 0 and 1.
+    // Set bits of `retain` beyond the pages of the request: a get of two pages may set only bits 0
+    // and 1.
     for bit in [2, 31, 32, 63] {
         let bits = 0b11 | 1u64 << bit;
         out.push(bent(
-            format!("get of 2 pages with bit {bit} of req.retain"),
+            format!("get of 2 pages with bit {bit} of req.retain set"),
             BAD,
             get,
             move |e| e.patch(RETAIN, &bits.to_le_bytes()),
@@ -181,7 +183,7 @@ pub(super) fn of_retained_pages() -> Vec<Fault> {
     ];
     for (name, make) in others {
         out.push(bent(
-            format!("{name} with bit 0 of req.retain"),
+            format!("{name} with bit 0 of req.retain set"),
             BAD,
             make,
             |e| e.patch(RETAIN, &[1]),
@@ -194,7 +196,7 @@ pub(super) fn of_retained_pages() -> Vec<Fault> {
     }
     for wrong in [0, 1, 3, 64, 65, u16::MAX] {
         out.push(bent(
-            format!("ref: count {wrong}, not 2"),
+            format!("ref: count is {wrong} instead of 2"),
             BAD,
             refer,
             move |e| e.patch(COUNT, &wrong.to_le_bytes()),
@@ -202,7 +204,7 @@ pub(super) fn of_retained_pages() -> Vec<Fault> {
     }
     for generation in [0, 1, u64::MAX] {
         out.push(bent(
-            format!("ref of generation {generation}"),
+            format!("ref with wrong generation {generation}"),
             STALE,
             refer,
             move |e| e.patch(GENERATION, &generation.to_le_bytes()),

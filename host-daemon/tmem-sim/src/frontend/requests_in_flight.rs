@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Requests in flight of the fake guest: it writes them into slots of guest memory, adds chains,
-//! takes answers and waits for them.
+//! Requests in flight of the fake guest. The guest writes them into slots of guest memory, adds
+//! their descriptor chains to rings, waits for answers and takes them.
 
 use super::*;
 
 impl FakeGuest {
-    /// Writes a request into a free slot, and adds no chain yet. Returns None if no slot is free.
+    /// Writes a request into a free slot (guest memory for one request). Adds no descriptor chain
+    /// yet. Returns None if no slot is free.
     #[must_use]
     pub fn place(&mut self, encoded: &Encoded) -> Option<(usize, Placed)> {
         let slot = self.slots_free.pop()?;
         let base = self.slots[slot];
         let (first, tail) = (base + PAGE_BYTES, base + 65 * PAGE_BYTES);
-        // One part of the request has page data. In that part, the metadata ends where the pages
-        // begin.
+        // Only one part of the request, readable or writable, has page data. In that part, the
+        // metadata ends where the pages begin.
         let readable_big = !encoded.data.is_empty() || encoded.answer_data_bytes == 0;
         let place = |meta: usize, data: usize, big: bool| {
             if big {
@@ -44,15 +45,15 @@ impl FakeGuest {
         ))
     }
 
-    /// Adds a request to a queue, and does not publish it to the device. Returns None if the ring
-    /// is full or no slot is free.
+    /// Adds a request to a queue without publishing it to the device. Returns the request's token,
+    /// or None if the ring is full or no slot is free.
     pub fn add(&mut self, queue: usize, request: Request, generation: u64) -> Option<u64> {
         let encoded = request.encode(generation);
         self.add_encoded(queue, request, generation, &encoded)
     }
 
-    /// Adds a request as [`Self::add`] does, with bytes that the caller has modified. Returns None
-    /// if the ring is full or no slot is free.
+    /// Adds a request as [`Self::add`] does, but with the bytes `encoded`, which the caller has
+    /// modified. Returns None if the ring is full or no slot is free.
     pub fn add_encoded(
         &mut self,
         queue: usize,
@@ -80,7 +81,7 @@ impl FakeGuest {
     ) -> Option<u64> {
         let token = self.token_next;
         let how = match self.config.cut {
-            // Use another seed for each request, so that each is cut at other places.
+            // Use another seed for each request, so that chains are divided at different places.
             Cut::Random { seed, max } => Cut::Random {
                 seed: seed ^ (token << 20),
                 max,
@@ -106,9 +107,9 @@ impl FakeGuest {
         Some(token)
     }
 
-    /// Adds a PUT whose pages stay at their place in the guest's memory and are not copied to a
-    /// slot. The page contents of `request` are ignored. Returns None if the ring is full or no
-    /// slot is free.
+    /// Adds a PUT whose page data is already in the guest's memory, at the addresses `pages`, so
+    /// that nothing is copied to a slot. Ignores the page contents in `request`. Returns None if
+    /// the ring is full or no slot is free.
     pub fn add_put_of(
         &mut self,
         queue: usize,
@@ -126,9 +127,9 @@ impl FakeGuest {
         self.add_cut(queue, request, generation, (slot, placed), &stretches)
     }
 
-    /// Adds a chain whose descriptors the caller wrote, for a request that [`Self::place`] wrote.
-    /// `head` is put into the avail ring unchanged. The answer is later read from the place of that
-    /// request.
+    /// Adds a chain whose descriptors the caller wrote, for a request that [`Self::place`] wrote to
+    /// the addresses `placed`. Writes `head` to the avail ring unchanged. The answer is later read
+    /// from the writable part of `placed`.
     pub fn add_by_hand(
         &mut self,
         queue: usize,
@@ -154,7 +155,7 @@ impl FakeGuest {
     /// Publishes the added requests to the device. Kicks the device unless it has disabled kicks.
     ///
     /// # Panics
-    /// When the kick descriptor fails, which an eventfd of this process cannot.
+    /// When the kick fails, which cannot happen with an eventfd of this process.
     pub fn publish(&mut self, queue: usize) {
         let q = &mut self.queues[queue];
         if q.ring.publish() {
@@ -167,7 +168,7 @@ impl FakeGuest {
     /// Kicks the device even if it has disabled kicks.
     ///
     /// # Panics
-    /// When the kick descriptor fails, which an eventfd of this process cannot.
+    /// When the kick fails, which cannot happen with an eventfd of this process.
     pub fn kick(&self, queue: usize) {
         self.queues[queue]
             .kick
@@ -175,8 +176,8 @@ impl FakeGuest {
             .expect("writing to an eventfd of this process failed");
     }
 
-    /// Adds a request, publishes it and kicks the device. Returns None if the ring is full or no
-    /// slot is free.
+    /// Adds a request to a queue, publishes it, and kicks the device if it wants that. Returns the
+    /// request's token, or None if the ring is full or no slot is free.
     pub fn submit(&mut self, queue: usize, request: Request) -> Option<u64> {
         let generation = self.generation();
         let token = self.add(queue, request, generation)?;
@@ -184,7 +185,7 @@ impl FakeGuest {
         Some(token)
     }
 
-    /// Takes the next answer of a queue.
+    /// Takes the next answer of a queue. Returns None if no answer has arrived.
     ///
     /// # Errors
     /// When the device broke the rules of the ring.
@@ -227,7 +228,7 @@ impl FakeGuest {
         }))
     }
 
-    /// Takes all answers that have arrived.
+    /// Takes all answers that have arrived on all queues.
     ///
     /// # Errors
     /// Errors of [`Self::poll`].
@@ -241,11 +242,11 @@ impl FakeGuest {
         Ok(out)
     }
 
-    /// Waits for at least one answer. The call sleeps on the call descriptors, so that a missing
-    /// interrupt results in an error.
+    /// Waits for at least one answer. The call sleeps until an interrupt (call descriptor) arrives,
+    /// so that a missing interrupt results in an error.
     ///
     /// # Errors
-    /// [`GuestError::Late`] at the deadline, and those of [`Self::poll`].
+    /// [`GuestError::Late`] at the deadline, and errors of [`Self::poll`].
     pub fn wait(&mut self, timeout: Duration) -> Result<Vec<Done>, GuestError> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -279,10 +280,10 @@ impl FakeGuest {
             .collect();
         let timeout =
             Timespec::try_from(timeout).expect("the timeout does not fit into a timespec");
-        // An interrupted sleep does not matter, because the caller polls again.
+        // Ignore the result of the sleep, even if a signal ended it, because the loop polls again.
         let _ = poll(&mut set, Some(&timeout));
         for q in &self.queues {
-            // An error means that no interrupt came on this queue.
+            // Ignore an error, which means that this queue had no interrupt.
             let _ = q.call.read();
         }
     }
@@ -320,15 +321,15 @@ impl FakeGuest {
         Ok(done.remove(0).answer)
     }
 
-    /// Returns whether the device has signalled an error on a queue since this method was last
-    /// called.
+    /// Returns whether the device has signalled an error on a queue since the last call of this
+    /// function.
     #[must_use]
     pub fn take_queue_error(&self, queue: usize) -> bool {
         self.queues[queue].err.read().is_ok()
     }
 
-    /// Returns the address and length of the readable part of a request, for callers that overwrite
-    /// it.
+    /// Returns the address and length of the metadata of a request in flight. Tests use it to
+    /// overwrite the request.
     #[must_use]
     pub fn readable_of(&self, token: u64) -> Option<(u64, usize)> {
         self.pending.get(&token).map(|p| p.placed.readable[0])

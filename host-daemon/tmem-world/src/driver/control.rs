@@ -10,14 +10,14 @@ use super::{CONTROL_NS, Driver, Port, REPORT_NS};
 use crate::mutation::Mutation;
 use crate::transport::{CONTROLS, Flight, Tag};
 
-/// State of a control request's buffer.
+/// State of a buffer for a control request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Control {
-    /// The driver owns the buffer.
+    /// The driver may use the buffer for a new request.
     Free,
-    /// The device owns the buffer. The driver gives up the request at this time.
+    /// The device owns the buffer. At this time in nanoseconds, the driver gives up the request.
     Sent(u64),
-    /// The device owns the buffer, and the driver has given the request up.
+    /// The device still owns the buffer, but the driver no longer waits for the answer.
     Abandoned,
 }
 
@@ -27,7 +27,7 @@ impl Driver {
         self.resync = true;
     }
 
-    /// Does the work of the driver's work queue.
+    /// Does the work of the driver's work queue: reports, time limits and a changed generation.
     pub fn work(&mut self, port: &mut Port<'_>) {
         if port.now_ns >= self.report_at_ns {
             self.report_at_ns = port.now_ns + REPORT_NS;
@@ -54,7 +54,7 @@ impl Driver {
             self.generation = port.generation;
             (self.late_row, self.tripped) = (0, false);
         }
-        // The driver sends one control request at a time. Its answer triggers the next one.
+        // The driver sends one control request at a time. The answer makes it send the next one.
         let waiting = |c: &Control| matches!(c, Control::Sent(_));
         if self.generation == 0 || self.controls.iter().any(waiting) {
             self.resync = self.generation != 0;
@@ -74,7 +74,8 @@ impl Driver {
 
     fn forget(&mut self) {
         if self.is(Mutation::IndexKept) && self.pool != 0 {
-            // The mutated driver also believes that its pool still exists.
+            // Keep the index. The driver with this broken rule also believes that its pool still
+            // exists.
             return;
         }
         if !self.is(Mutation::EpochIgnored) {
@@ -87,7 +88,7 @@ impl Driver {
         self.pool = 0;
     }
 
-    /// Unmounts the file system and mounts it again, so that it gets another pool.
+    /// Unmounts the file system and mounts it again. The driver then creates another pool for it.
     pub fn remount(&mut self) {
         let keeps = self.is(Mutation::RetainedKeptAtUnmount);
         self.index.retain(|_, entry| entry.retained && keeps);
@@ -120,13 +121,14 @@ impl Driver {
         let waited = matches!(self.controls[nr], Control::Sent(_));
         self.controls[nr] = Control::Free;
         self.stale(status);
-        // Answers of another generation do not count. A request that was given up is started again.
+        // Ignore the answer to a request that the driver had given up, and start that request
+        // again. Answers of another generation do not count either.
         self.resync |= !waited;
         let current = flight.generation == self.generation;
         if let (false, true, Request::PoolCreate { pool, .. }) = (waited, current, &*flight.request)
         {
-            // The driver had given up this request to create a pool, so the device now has a pool
-            // that the driver does not use.
+            // The driver had given up this POOL_CREATE, so the device now has a pool that the
+            // driver does not use.
             self.dead_pools.push(*pool);
         }
         if !waited || !current {

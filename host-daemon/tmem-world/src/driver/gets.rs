@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Gets: a get takes entries out of the index. Bounce pages belong to the device until it answers,
-//! and a reader waits until its deadline and no longer.
+//! Gets of the model of the guest driver. A get takes entries out of the index. Bounce pages (for
+//! the answer) belong to the device until it answers. A reader waits until its deadline and no
+//! longer.
 
 use std::collections::BTreeMap;
 
@@ -12,44 +13,44 @@ use super::{DEADLINE_NS, Driver, FilePage, LATE_ROW_MAX, Port};
 use crate::mutation::Mutation;
 use crate::transport::{BATCH, Flight, GETS, Tag};
 
-/// State of a get request's buffer.
+/// State of a buffer for a get request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Get {
-    /// The driver owns the buffer.
+    /// The driver may use the buffer for a new request.
     Free,
-    /// The request is in flight for the reader with this number. Its pages begin at the given page.
+    /// The request is in flight. The fields are the number of its reader and its first page.
     Sent(u64, FilePage),
-    /// The request is in flight, and no reader waits for it. Its pages begin at the given page.
+    /// The request is in flight, but its reader has given up. The field is its first page.
     Abandoned(FilePage),
-    /// The request is the breaker's probe, sent at this time.
+    /// The request is a probe of the circuit breaker. The field is the time at which it was sent.
     Probe(u64),
-    /// The request names a page that the device must not return.
+    /// The request names a page that the device must not return. No reader waits for it.
     Vain,
 }
 
-/// Read of pages that are not in the page cache.
+/// A read of pages that are not in the page cache, while it waits for the device.
 #[derive(Clone, Debug)]
 pub struct Reader {
     waiting: usize,
     got: BTreeMap<FilePage, Box<Page>>,
-    /// Start of the read by the guest's clock.
+    /// Time at which the read began, by the guest's clock, in nanoseconds.
     begun_ns: u64,
     late: bool,
 }
 
-/// Result of a read; the guest reads missing pages from its disk.
+/// Result of a read through the driver. The guest reads the missing pages from its disk.
 pub struct Got {
-    /// Number of the read.
+    /// Number of the read, as [`Driver::get`] returned it.
     pub reader: u64,
-    /// Pages that came from the device.
+    /// Pages that came from the device or from the driver's put ring.
     pub pages: BTreeMap<FilePage, Box<Page>>,
     /// Time that the reader waited, in nanoseconds.
     pub waited_ns: u64,
 }
 
 impl Driver {
-    /// Requests pages of a file; [`finished`](Self::finished) returns them later. Returns the
-    /// number of the read.
+    /// Requests pages of a file from the device. [`finished`](Self::finished) returns them later.
+    /// Returns the number of the read.
     pub fn get(&mut self, port: &mut Port<'_>, inode: u32, pages: &[u64]) -> u64 {
         self.reader_last += 1;
         let id = self.reader_last;
@@ -63,7 +64,8 @@ impl Driver {
             let mut run: Vec<(u64, u64, bool)> = Vec::new();
             for &page in pages {
                 let entry = self.index.get(&(inode, page)).copied();
-                // A page with a retained entry is in the page cache, so that nobody requests it.
+                // Skip pages without an entry, or with a retained entry. A page with a retained
+                // entry is in the page cache, so no reader requests it.
                 let Some(entry) = entry.filter(|entry| !entry.retained) else {
                     continue;
                 };
@@ -102,8 +104,9 @@ impl Driver {
         id
     }
 
-    /// Requests adjacent pages, each with its cookie, and whether the device may retain it. Returns
-    /// false if the driver has no buffers for the request.
+    /// Requests adjacent pages of a file for a reader. Each item of `run` is a page, its cookie,
+    /// and whether the device may retain it. Returns false if the driver has no buffers for the
+    /// request.
     fn ask(
         &mut self,
         port: &mut Port<'_>,
@@ -128,7 +131,8 @@ impl Driver {
         sent
     }
 
-    /// Sends a get if a request buffer and enough bounce pages are free.
+    /// Sends a get if a request buffer and enough bounce pages are free. Returns whether it was
+    /// sent.
     fn request(
         &mut self,
         port: &mut Port<'_>,
@@ -212,8 +216,8 @@ impl Driver {
         }
     }
 
-    /// Erases the entries of pages that the device does not retain. No answer adds an entry: the
-    /// page may have changed since the get.
+    /// Erases the index entries of pages that the answer does not report as retained. An answer
+    /// never adds an entry, because the page may have changed since the get.
     fn end_gets(
         &mut self,
         port: &Port<'_>,
@@ -251,18 +255,19 @@ impl Driver {
         }
     }
 
-    /// Requests a page that the device must not return. No reader gets the answer.
+    /// Requests a page that the device must not return, to test the device. No reader gets the
+    /// answer.
     pub fn ask_in_vain(&mut self, port: &mut Port<'_>, key: Key, cookie: u64) {
         if self.generation != 0 {
             let key = (key.pool, key.object, key.index);
-            // The device may retain what it returns: no REF follows.
+            // The device may retain the page, although the driver will not send a REF for it.
             let retain = u64::from(self.retain) & cookie & 1;
             self.request(port, Get::Vain, key, (vec![cookie], retain), true);
         }
     }
 
-    /// Probes whether a host that answered late is fast again. The probe requests object 1 with
-    /// cookie 0, which no page has.
+    /// Probes whether a host that answered late is fast again, while the breaker is open. The probe
+    /// requests object 1 with cookie 0, which no page has.
     pub(super) fn probe(&mut self, port: &mut Port<'_>) {
         if self.tripped && !self.probing && self.generation != 0 {
             let get = Get::Probe(port.now_ns);
@@ -270,7 +275,8 @@ impl Driver {
         }
     }
 
-    /// Returns the time at which the next reader gives up.
+    /// Returns the time of the guest's clock at which the next reader gives up, if any reader
+    /// waits.
     pub fn next_deadline_ns(&self) -> Option<u64> {
         if self.is(Mutation::DeadlineMissing) {
             return None;
@@ -279,7 +285,7 @@ impl Driver {
         readers.map(|reader| reader.begun_ns + DEADLINE_NS).min()
     }
 
-    /// Returns and removes a read that is complete, or whose deadline has passed.
+    /// Removes a read that is complete, or whose deadline has passed, and returns its result.
     pub fn finished(&mut self, now_ns: u64) -> Option<Got> {
         let late = |reader: &Reader| now_ns >= reader.begun_ns + DEADLINE_NS;
         let patient = self.is(Mutation::DeadlineMissing);
@@ -300,7 +306,7 @@ impl Driver {
         })
     }
 
-    /// Returns the longest time in nanoseconds for which any reader has been waiting.
+    /// Returns the longest time in nanoseconds for which any reader has been waiting at `now_ns`.
     pub fn longest_wait_ns(&self, now_ns: u64) -> u64 {
         let readers = self.readers.values();
         let waits = readers.map(|reader| now_ns - reader.begun_ns);
@@ -316,7 +322,8 @@ impl Driver {
             self.gets[nr] = Get::Abandoned(first);
             let mine = |flight: &&Flight| flight.tag == Tag::Get(nr);
             let flight = self.transport.flight.iter().flatten().find(mine);
-            // The answer may say that the device has lost the page, or that it never had it.
+            // Erase the entries of the requested pages, because the device may have lost the pages
+            // or never had them.
             let named = flight.map(|flight| flight.request.clone());
             if let Some(Request::Get { cookies, .. }) = named.as_deref()
                 && !self.is(Mutation::RetainedKeptAtDeadline)

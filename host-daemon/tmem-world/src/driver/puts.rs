@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Puts and flushes: a put copies the page into a slot of the put ring (a "place") and adds it to
-//! the index; the feeder sends it later.
+//! Puts and flushes of the model of the guest driver. A put copies the page into a slot of the put
+//! ring (a "place") and adds it to the index. The feeder thread sends it later.
 //!
-//! A put never waits. A put that is dropped or refused leaves no entry.
+//! A put never waits. If a put is dropped or refused, the index has no entry for its page.
 
 use tmem_sim::{Answer, Content, Key, PutPage, Range as Ranged, Request};
 use virtio_tmem as wire;
@@ -11,10 +11,10 @@ use super::{Driver, Entry, Port};
 use crate::mutation::Mutation;
 use crate::transport::{BATCH, PUTS, Tag};
 
-/// Maximum number of ranges that the driver remembers to flush; it drops further ones.
+/// Maximum number of ranges that a queue remembers to flush. The driver drops further ranges.
 const RANGES_MAX: usize = 4;
 
-/// Page in the put ring, which waits to be sent.
+/// A page in the put ring, which waits to be sent to the device.
 #[derive(Clone, Debug)]
 pub struct Slot {
     inode: u32,
@@ -29,13 +29,13 @@ pub struct Slot {
     content: Content,
 }
 
-/// Batch of puts that the device owns.
+/// Batch of puts that is in flight, so that the device owns its pages.
 #[derive(Clone, Debug)]
 pub struct PutBatch {
     pub(super) slots: Vec<Slot>,
 }
 
-/// Range of pages that the host can drop.
+/// Range of invalidated pages that waits to be sent in a FLUSH.
 #[derive(Clone, Debug)]
 pub struct Range {
     object: u64,
@@ -46,7 +46,8 @@ pub struct Range {
 }
 
 impl Driver {
-    /// Puts a clean page that leaves the page cache.
+    /// Puts a clean page that the guest evicts from its page cache. Drops the page's entry if the
+    /// put is not possible.
     pub fn put(&mut self, inode: u32, page: u64, content: Content, workingset: bool) {
         if !self.take_put(inode, page, content, workingset) && !self.is(Mutation::EntryKeptAtDrop) {
             self.invalidate(inode, page, page);
@@ -57,7 +58,8 @@ impl Driver {
         if let Some(cookie) = self.check_retained((inode, page), content) {
             return self.hold((inode, page), cookie);
         }
-        // A page that changed unnoticed is not put: the kernel module switches the cache off.
+        // Do not put a retained page that changed without an invalidation. In this case, the kernel
+        // module switches the cache off.
         if self.refuses(inode) || self.changed.is_some() {
             return false;
         }
@@ -91,7 +93,8 @@ impl Driver {
         true
     }
 
-    /// Returns whether the driver puts no page of the file.
+    /// Returns whether the driver puts no page of this file, for example because the file is
+    /// marked.
     pub(super) fn refuses(&self, inode: u32) -> bool {
         self.online().is_none() || !self.known || self.bypass.contains(&inode)
     }
@@ -109,8 +112,8 @@ impl Driver {
             return;
         };
         let queue = self.queue(object, from);
-        // The model forgets half of the ranges and never flushes them, because a driver may drop
-        // any range.
+        // Forget half of the ranges and never flush them, because the specification lets a driver
+        // drop any range.
         let draw = (self.cookie_last ^ object << 8 ^ from).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         if draw >> 63 == 0 {
             return;
@@ -130,10 +133,11 @@ impl Driver {
         }
     }
 
-    /// Does the work of the feeder thread for a queue, except for taking answers.
+    /// Does the work of the driver's feeder thread for a queue, except for taking answers.
     pub fn feed(&mut self, port: &mut Port<'_>, queue: usize) {
         self.feed_flushes(port, queue);
-        // Puts may overtake a REF of the same page, as the driver need not send a REF in time.
+        // Send references (REF) before the puts, after them, or not at all. A put may overtake a
+        // REF of the same page, as the driver need not send a REF in time.
         let draw = self.draw(port.now_ns ^ queue as u64);
         if draw.is_multiple_of(4) {
             self.feed_refs(port, queue);
@@ -171,7 +175,7 @@ impl Driver {
         self.send(port, queue, flight, false);
     }
 
-    /// Sends one batch. Returns whether there may be more to send.
+    /// Sends one batch of puts. Returns whether there may be more puts to send.
     fn feed_puts(&mut self, port: &mut Port<'_>, queue: usize) -> bool {
         let free = (0..PUTS).find(|nr| self.batches[queue][*nr].is_none());
         let (Some(nr), true) = (free, self.transport.has_room(queue)) else {
@@ -196,8 +200,7 @@ impl Driver {
             index: slot.page,
             cookie: slot.cookie,
             flags: u32::from(slot.workingset) * wire::PUT_WORKINGSET,
-            // The request contains an empty page, because the page data is already in the slots of
-            // the put ring.
+            // Leave the page data out, because it is already in the slots of the put ring.
             page: Box::new([0; wire::PAGE_SIZE]),
         });
         let request = Request::Put {
@@ -208,8 +211,8 @@ impl Driver {
         let contents = slots.iter().map(|slot| slot.content).collect();
         let page = self.transport.layout.puts[queue][nr];
         let flight = self.flight(port, Tag::Put(nr), request, (page, places), contents);
-        // A mutation may send the batch to another queue. The batch stays in the list of this
-        // queue.
+        // A driver with a broken rule may send the batch to another queue. `batches` still lists it
+        // under `queue`.
         let to = if self.is(Mutation::QueueAny) {
             1 + (self.cookie_last as usize / 3) % (self.transport.queues() - 1)
         } else {
@@ -238,8 +241,8 @@ impl Driver {
 
     pub(super) fn put_answered(&mut self, queue: usize, batch: usize, answer: &Answer) {
         self.stale(answer.status);
-        // If a mutation sent the batch to another queue, the batch is in the list of the queue that
-        // it belongs to.
+        // Find the batch in the list of the queue that it belongs to. A driver with a broken rule
+        // may have sent it to another queue.
         let owner = (0..self.batches.len())
             .map(|i| (queue + i) % self.batches.len())
             .find(|q| self.batches[*q][batch].is_some());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Retained pages: when reclaim evicts an unchanged page that the device may have retained, the
-//! driver makes its entry held and sends a REF later, or never.
+//! Retained pages in the model of the guest driver. When reclaim evicts an unchanged page that the
+//! device may have retained, the driver makes its index entry "held": only the device may have the
+//! page. It sends a REF (reference to the page) later, or never.
 //!
 //! Out of scope: the marking of entries as retained, which gets do.
 
@@ -12,18 +13,19 @@ use crate::kernel::index_of_end;
 use crate::mutation::Mutation;
 use crate::transport::{BATCH, Flight, Tag};
 
-/// Maximum number of REFs of a queue that wait to be sent; the driver drops further ones.
+/// Maximum number of REFs that wait to be sent on a queue. The driver drops further REFs.
 const REFS_MAX: usize = 6;
-/// Number of results of REFs from which the driver computes the share of GONE: 1,024 in the
-/// specification, and few enough here that a run has as many.
+/// Number of the latest REF results from which the driver computes the share of GONE. The
+/// specification says 1,024. The model uses few enough that a run has as many.
 const RESULTS: usize = 64;
-/// The driver puts copies while more than one in this many results is GONE.
+/// Reciprocal of the largest share of GONE results. Above this share, the driver puts evicted pages
+/// (copies) instead of sending REFs.
 const GONE_PART: usize = 16;
-/// While the driver puts copies, it lets the device retain one in this many pages, to find out
-/// whether fewer REFs are answered with GONE.
+/// While the driver puts evicted pages instead of sending REFs, it lets the device retain one in
+/// this many pages. The results of their REFs show whether fewer retained pages are GONE.
 const SAMPLE: u64 = 4;
 
-/// Page of a REF.
+/// A page in a REF that waits to be sent or to be answered.
 #[derive(Clone, Debug)]
 pub struct Ref {
     page: FilePage,
@@ -31,12 +33,12 @@ pub struct Ref {
     pool: u32,
     cookie: u64,
     epoch: u32,
-    /// Whether this is the repetition of a REF.
+    /// Whether the driver has already sent a REF for the page and repeats it.
     again: bool,
 }
 
 impl Driver {
-    /// Returns whether a get allows the device to retain a page.
+    /// Returns whether the driver's get allows the device to retain a page.
     pub(super) fn may_retain(&self, page: u64, cookie: u64) -> bool {
         let end = page == index_of_end() && !self.is(Mutation::EndRetained);
         let gone = self.gone.iter().filter(|gone| **gone).count();
@@ -44,8 +46,8 @@ impl Driver {
         self.retain && !end && !copies
     }
 
-    /// Returns the cookie of a page that reclaim evicts, if its entry is retained, the page is
-    /// unchanged, and the driver would put it.
+    /// Returns the cookie of a page that reclaim evicts if the driver can send a REF for it. The
+    /// entry must be retained, the page unchanged, and the file not marked.
     pub fn check_retained(&mut self, page: FilePage, content: Content) -> Option<u64> {
         let entry = *self.index.get(&page).filter(|entry| entry.retained)?;
         if self.refuses_retained(page.0) {
@@ -58,14 +60,16 @@ impl Driver {
         Some(entry.cookie)
     }
 
-    /// Returns whether no retained entry of the file becomes held.
+    /// Returns whether the driver must not make retained entries of the file held, for example
+    /// because the file is marked.
     fn refuses_retained(&self, inode: u32) -> bool {
         let marked = self.refuses(inode) && !self.is(Mutation::MarkIgnoredByRetained);
         self.online().is_none() || marked
     }
 
-    /// Makes a retained entry held, and remembers to send a REF, unless the entry was erased or the
-    /// file was marked meanwhile. Returns whether the entry is held.
+    /// Makes a retained index entry held (only the device may have the page), and remembers to send
+    /// a REF. Does neither if the entry was erased or the file was marked meanwhile. Returns
+    /// whether the entry is held.
     pub fn hold(&mut self, page: FilePage, cookie: u64) -> bool {
         let unbound = self.is(Mutation::HeldAfterErase);
         let refused = self.refuses_retained(page.0);
@@ -78,10 +82,10 @@ impl Driver {
         }
         let object = self.object(page.0);
         let queue = self.queue(object, page.1);
-        // If a get found the page in the put ring and its put was not sent yet, the put makes the
-        // page held. A REF could overtake the put.
+        // If the put of the page is still in the put ring, send no REF. The put makes the device
+        // hold the page, and a REF could overtake it.
         let unneeded = self.slots[queue].iter().any(|slot| slot.cookie == cookie);
-        // The model never sends one in four REFs, because a driver may drop any REF.
+        // Never send one in four REFs, because the specification lets a driver drop any REF.
         let lost = self.draw(cookie ^ self.reader_last).is_multiple_of(4);
         if !unneeded && !lost && self.refs[queue].len() < REFS_MAX {
             self.refs[queue].push(Ref {
@@ -96,12 +100,12 @@ impl Driver {
         true
     }
 
-    /// Returns and clears the page that changed although its entry was still retained.
+    /// Returns and clears the page that changed although its index entry was still retained.
     pub fn take_changed(&mut self) -> Option<FilePage> {
         self.changed.take()
     }
 
-    /// Sends a batch of REFs.
+    /// Sends a batch of REFs (references to retained pages that the guest evicted).
     pub(super) fn feed_refs(&mut self, port: &mut Port<'_>, queue: usize) {
         if !self.referring[queue].is_empty() || !self.transport.has_room(queue) {
             return;
@@ -166,7 +170,8 @@ impl Driver {
         self.gone.truncate(RESULTS);
     }
 
-    /// Inserts the entry that a page had before it was erased, as a driver with a broken rule does.
+    /// Inserts the index entry that a page had before it was erased. Only a driver with a broken
+    /// rule does this.
     pub(super) fn insert_again(
         &mut self,
         port: &Port<'_>,
@@ -186,15 +191,15 @@ impl Driver {
     fn insert_erased(&mut self, page: FilePage, cookie: u64) {
         let entry = super::Entry {
             cookie,
-            // The mutated driver does not look at the content of a held entry again.
+            // Use any content, because the driver compares only the contents of retained entries.
             content: Content::SameFilled(0),
             retained: false,
         };
         self.index.insert(page, entry);
     }
 
-    /// Simulates a device that does not compare the cookies of a REF: the REF is changed to name
-    /// the cookies that the device has.
+    /// Simulates a device that does not compare the cookies of a REF: replaces the cookies in the
+    /// driver's REF by the cookies that the device has.
     pub(super) fn refer_to_held_cookies(&self, port: &Port<'_>, flight: &Flight) {
         let Request::Ref { pool, pages } = &*flight.request else {
             return;
@@ -219,7 +224,7 @@ mod tests {
     use super::*;
     use crate::machine::Machine;
 
-    /// The share of GONE decides between REFs and copies.
+    /// The share of GONE results decides whether the driver sends REFs or puts copies.
     #[test]
     fn the_driver_puts_copies_while_many_results_are_gone() {
         let machine = Machine::new(2, (true, true, true), None);

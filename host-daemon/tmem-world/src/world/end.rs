@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The end of a script: all faults are repaired, and then the whole system must recover.
+//! The end of a script: the world repairs all faults, and then the whole system must recover.
 //!
 //! Recovery means that each request is answered, that each driver knows its device's generation and
 //! has a pool, and that reads through the cache return what was last written to each file.
@@ -7,18 +7,18 @@
 use super::World;
 use crate::kernel::{FILES, PAGES};
 
-/// Maximum number of checks whether all guests are idle and online.
+/// Maximum number of times that the world checks whether all guests are idle and online.
 const CHECKS_MAX: usize = 260;
-/// Time in nanoseconds between the first `SHORT_CHECKS` checks, long enough for answers.
+/// Time in nanoseconds before each of the first `SHORT_CHECKS` checks, long enough for answers.
 const SHORT_NS: u64 = 500_000;
-/// Number of checks with the short interval. The longer interval of the other checks leaves time
-/// for reports and control requests.
+/// Number of checks with the short interval. All later checks use the longer interval, which leaves
+/// time for reports and control requests.
 const SHORT_CHECKS: usize = 60;
-/// Time in nanoseconds between the checks after the first `SHORT_CHECKS`.
+/// Time in nanoseconds before each check after the first `SHORT_CHECKS` checks.
 const LONG_NS: u64 = 50_000_000;
 
 impl World {
-    /// Ends the script and checks the recovery.
+    /// Repairs all faults of the script and checks that the system recovers.
     pub fn end(&mut self) {
         for h in 0..self.hosts.len() {
             self.start_host(h);
@@ -71,7 +71,7 @@ impl World {
             for (g, guest) in self.guests.iter_mut().enumerate() {
                 let mismatches = host.vm(g).tenant.stats().hash_mismatches;
                 if mismatches > 0 {
-                    let what = format!("{mismatches} stored pages failed their check");
+                    let what = format!("{mismatches} stored pages failed the pool's checksum");
                     guest.oracle.fail("pool", what);
                 }
             }
@@ -100,7 +100,8 @@ impl World {
                 let guest = &mut self.guests[g];
                 let driver = &guest.kernel.driver;
                 let what = format!(
-                    "generation of the driver {:#x?}, of the device {:#x}; requests in flight: {}",
+                    "the guest did not become idle: the driver's generation is {:#x?}, the \
+                     device's {:#x}; requests in flight: {}",
                     driver.online(),
                     guest.machine.generation,
                     driver.transport.in_flight()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Faults: daemons, connections, machines and memory stop, are restored from a snapshot, or
-//! migrate.
+//! Faults of a simulated world: daemons, connections and machines stop, memory is restored from a
+//! snapshot, and VMs migrate.
 //!
 //! A VMM sends its messages in the order in which QEMU sends them. It closes the connection to a
 //! daemon that does not answer a message.
@@ -10,12 +10,12 @@ use crate::driver::Driver;
 use crate::kernel::Kernel;
 use crate::mutation::Mutation;
 
-/// Number of steps after which a mutated back end writes an answer that it should have written
-/// earlier.
+/// Number of steps after which a back end with a broken rule writes data that it should have
+/// written before.
 const LATE_STEPS: usize = 30;
 
 impl World {
-    // ---- daemons ------------------------------------------------------------------------------
+    // ---- faults of daemons --------------------------------------------------------------------
 
     pub(super) fn kill_after(&mut self, h: usize, checks: u8) {
         if let Some(host) = &self.hosts[h] {
@@ -26,7 +26,7 @@ impl World {
         }
     }
 
-    /// Kills a daemon, as kill -9 does.
+    /// Kills the daemon of a host, as kill -9 does.
     pub(super) fn kill(&mut self, h: usize) {
         for guest in &mut self.guests {
             if guest.machine.link.as_ref().is_some_and(|l| l.host == h) {
@@ -73,7 +73,7 @@ impl World {
         self.hosts[h].as_ref().is_some_and(|host| !host.frozen)
     }
 
-    // ---- connections --------------------------------------------------------------------------
+    // ---- faults of connections ----------------------------------------------------------------
 
     pub(super) fn hang_up_after(&mut self, g: usize, checks: u8) {
         if let Some(link) = &self.guests[g].machine.link {
@@ -84,7 +84,7 @@ impl World {
         }
     }
 
-    /// Closes the connection from the VMM's side. The daemon notices that in a later step.
+    /// Closes a guest's connection from the VMM's side. The daemon notices that in a later step.
     pub(super) fn hang_up(&mut self, g: usize) {
         if let Some(link) = self.guests[g].unlink() {
             link.hang_up.trigger();
@@ -92,7 +92,8 @@ impl World {
         }
     }
 
-    /// Lets the daemon's control threads end the connections of a VM that the VMM has closed.
+    /// Lets the daemon end the connections that a guest's VMM has closed, as its control threads
+    /// do.
     pub(super) fn notice(&mut self, g: usize) {
         let ghosts = std::mem::take(&mut self.ghosts);
         for ghost in ghosts {
@@ -104,15 +105,15 @@ impl World {
         }
     }
 
-    /// Connects the VMM, and starts the device if the VM runs.
+    /// Connects a guest's VMM to the daemon, and starts the device if the VM runs.
     pub(super) fn connect(&mut self, g: usize) {
         if self.link(g) {
             self.start(g);
         }
     }
 
-    /// Connects and reads the generation. Returns false if no daemon answers, or if the old
-    /// connection still exists. The VMM tries again later.
+    /// Connects a guest's VMM to the daemon and reads the generation. Returns false if no daemon
+    /// answers, or if the old connection still exists. The VMM tries again later.
     fn link(&mut self, g: usize) -> bool {
         let h = self.guests[g].home;
         if self.guests[g].machine.link.is_some() || !self.answers(h) {
@@ -129,7 +130,8 @@ impl World {
         true
     }
 
-    /// Connects with memory that another process could truncate, which the daemon must refuse.
+    /// Connects a guest's VMM with unsealed memory, which another process could truncate. The
+    /// daemon must refuse that memory.
     pub(super) fn refuse(&mut self, g: usize) {
         if !self.link(g) {
             return;
@@ -139,7 +141,7 @@ impl World {
             let what = "memory that could be truncated was taken".into();
             guest.oracle.fail("memory", what);
         }
-        // End the connection, as the control thread of the daemon does after it has refused a
+        // End the connection, as the daemon's control thread does after the daemon has refused a
         // message.
         if let Some(link) = guest.unlink() {
             link.session.end();
@@ -169,7 +171,7 @@ impl World {
         answers
     }
 
-    /// Stops the rings, if they run and the daemon answers.
+    /// Stops a guest's rings, if they run and the daemon answers.
     fn stop(&mut self, g: usize) {
         if !self.guests[g].machine.started() || !self.can_talk(g) {
             return;
@@ -186,8 +188,8 @@ impl World {
         }
     }
 
-    /// Simulates a back end that publishes answers before it writes their pages: takes these pages
-    /// away and writes them some steps later.
+    /// Simulates a back end that publishes answers before it writes their page data: overwrites the
+    /// data now, and writes the right data some steps later.
     fn hold_back(&mut self, g: usize) {
         let transport = &self.guests[g].kernel.driver.transport;
         for (queue, flights) in transport.flight.iter().enumerate() {
@@ -210,7 +212,7 @@ impl World {
         }
     }
 
-    /// Changes the memory table while the rings run: a region is removed and added again.
+    /// Changes the memory table while the rings run: removes a region and adds it again.
     pub(super) fn change_memory(&mut self, g: usize) {
         if self.guests[g].machine.started() && self.can_talk(g) {
             let guest = &mut self.guests[g];
@@ -222,7 +224,7 @@ impl World {
         }
     }
 
-    // ---- machines -----------------------------------------------------------------------------
+    // ---- faults of machines -------------------------------------------------------------------
 
     pub(super) fn pause(&mut self, g: usize) {
         if self.guests[g].runs() {
@@ -233,7 +235,8 @@ impl World {
         }
     }
 
-    /// Pauses the VM in the middle of a worker's slice, while the daemon is slow.
+    /// Arms a pause of the VM in the middle of a worker's scheduling slice, while the daemon is
+    /// slow.
     pub(super) fn pause_late(&mut self, g: usize, checks: u8) {
         let machine = &self.guests[g].machine;
         if let (true, Some(link)) = (machine.started(), &machine.link)
@@ -252,14 +255,14 @@ impl World {
         }
     }
 
-    /// Starts the rings if they should run.
+    /// Starts a guest's rings if the VM runs and a daemon answers.
     fn restart(&mut self, g: usize) {
         if self.guests[g].runs() && !self.guests[g].machine.started() && self.can_talk(g) {
             self.start(g);
         }
     }
 
-    /// Sends RESET_DEVICE, which stops the rings, empties the tenant and begins another generation.
+    /// Sends RESET_DEVICE. The daemon then drops the VM's pages and begins another generation.
     fn reset_device(&mut self, g: usize) {
         self.stop(g);
         if self.can_talk(g) {
@@ -295,7 +298,8 @@ impl World {
         self.restart(g);
     }
 
-    /// Takes a snapshot as savevm does: the VM is stopped for it, and continues.
+    /// Takes a snapshot of a VM, as QEMU's savevm does: stops the rings for it, and starts them
+    /// again.
     pub(super) fn snapshot(&mut self, g: usize) {
         self.stop(g);
         let now = self.now_ns();
@@ -312,7 +316,7 @@ impl World {
         self.restart(g);
     }
 
-    /// Restores a snapshot as loadvm does: memory, disk and clock are those of the snapshot.
+    /// Restores memory, disk and clock of a VM from its snapshot, as QEMU's loadvm does.
     pub(super) fn rollback(&mut self, g: usize) {
         if self.guests[g].snapshot.is_none() {
             return;
@@ -337,7 +341,7 @@ impl World {
         self.restart(g);
     }
 
-    /// Restores the disk while the VM is off.
+    /// Restores a VM's disk from its snapshot while the VM is off. Then boots the VM.
     pub(super) fn revert(&mut self, g: usize) {
         if let Some(snapshot) = &self.guests[g].snapshot {
             self.guests[g].storage.disk = snapshot.storage.disk.clone();
@@ -345,14 +349,14 @@ impl World {
         }
     }
 
-    // ---- migration ----------------------------------------------------------------------------
+    // ---- migration of VMs ---------------------------------------------------------------------
 
     pub(super) fn migrate(&mut self, g: usize) {
         if self.hosts.len() < 2 || self.guests[g].machine.migrates() {
             return;
         }
-        // The VMM closes the connection to a daemon that does not answer, and the migration
-        // continues.
+        // Close the connection to a daemon that does not answer. The migration continues without a
+        // daemon.
         self.can_talk(g);
         let guest = &mut self.guests[g];
         if let Err(error) = guest.machine.begin_migration() {
@@ -360,8 +364,8 @@ impl World {
         }
     }
 
-    /// Stops the VM here and continues it at the other host, or cancels the migration if that host
-    /// has no daemon.
+    /// Ends a migration: stops the VM here and continues it at the other host. Cancels the
+    /// migration if the daemon of the other host does not answer.
     pub(super) fn arrive(&mut self, g: usize) {
         let to = (self.guests[g].home + 1) % self.hosts.len();
         if !self.guests[g].machine.migrates() {

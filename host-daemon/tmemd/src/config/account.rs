@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A user or group that the configuration names, and its number.
+//! User or group that the daemon's configuration names, with its numeric id.
 //!
-//! The daemon looks the number up once, before it enters the sandbox, in which it cannot read
-//! /etc/passwd. At a reload it therefore compares names as they are written, not numbers. Out of
-//! scope: the users of processes that connect to a socket, see `socket/credentials.rs`.
+//! The daemon looks the id up once, before it enters the sandbox, in which it cannot read
+//! /etc/passwd. At a reload, the daemon therefore compares names as they are written, not ids. Out
+//! of scope: the users of processes that connect to a socket, see `socket/credentials.rs`.
 
 use std::str::FromStr;
 use tmem_control::accounts;
@@ -13,14 +13,14 @@ pub const USERS: &str = "/etc/passwd";
 /// Path of the file that lists the host's groups.
 pub const GROUPS: &str = "/etc/group";
 
-/// User or group of the configuration. Two values are equal if their names are; the numbers are not
-/// compared.
+/// User or group in the configuration. Two accounts are equal if their names are equal; their ids
+/// are not compared.
 #[derive(Clone, Debug, Eq, serde::Deserialize)]
 #[serde(try_from = "String")]
 pub struct Account {
-    /// Name or number as the configuration writes it.
+    /// Name or numeric id, as the configuration writes it.
     pub name: String,
-    /// Number of the user or group; None until it is looked up.
+    /// Numeric id of the user or group; None until [`find`](Self::find) has looked it up.
     number: Option<u32>,
 }
 
@@ -33,7 +33,7 @@ impl PartialEq for Account {
 impl FromStr for Account {
     type Err = String;
 
-    /// Parses a name or number without looking it up in a file.
+    /// Parses the name or numeric id of an account. Does not look the name up in a file.
     fn from_str(name: &str) -> Result<Account, String> {
         match name {
             "" => Err("is empty: write a name or a number".into()),
@@ -54,32 +54,36 @@ impl TryFrom<String> for Account {
 }
 
 impl Account {
-    /// Returns the number; None before [`find`](Self::find) has looked it up.
+    /// Returns the numeric id of the user or group; None before [`find`](Self::find) has looked it
+    /// up.
     pub fn number(&self) -> Option<u32> {
         self.number
     }
 
-    /// Looks the name up in a file of users or groups, unless the number is already known.
+    /// Looks the name up in `file`, which lists users or groups, unless the numeric id is already
+    /// known.
     ///
     /// # Errors
-    /// The file cannot be read or does not list the name; the text says what to do.
+    /// The file cannot be read or does not list the name. The error text says what to do.
     pub fn find(&mut self, file: &str) -> Result<(), String> {
         if self.number.is_some() {
             return Ok(());
         }
         let rows = std::fs::read(file);
-        // The bytes are converted lossily, because fields other than name and number may have any
-        // encoding.
+        // Invalid UTF-8 in the file is replaced, because fields such as a user's full name may have
+        // any encoding.
         let text = String::from_utf8_lossy(rows.as_deref().unwrap_or_default());
         self.number = accounts::number(&text, &self.name);
         match (self.number, &rows) {
             (Some(_), _) => Ok(()),
             (None, Ok(_)) => Err(format!(
-                "it is neither in {file} nor a number from 0 to {}: create the account, or name another",
+                "the account is neither in {file} nor a number from 0 to {}: create the account, \
+                 or name another",
                 u32::MAX - 1
             )),
             (None, Err(error)) => Err(format!(
-                "{file} cannot be read ({error}): fix that, or give the number of the user or group"
+                "{file} cannot be read ({error}): make the file readable, or give the number of \
+                 the user or group"
             )),
         }
     }
@@ -90,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_account_is_looked_up_once() {
+    fn a_user_or_group_is_looked_up_once() {
         let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let path = directory.path().join("group");
         let file = path.to_str().expect("the text is not UTF-8");
@@ -120,8 +124,8 @@ mod tests {
             );
         }
 
-        // From here on the test has no file of users, as in the sandbox, which does not permit
-        // reading it.
+        // From here on, the file that lists the accounts does not exist. In the sandbox, the daemon
+        // cannot read that file either.
         std::fs::remove_file(file).expect("cannot remove the file");
         found.find(file).expect("the account's number is not known");
         assert_eq!(found, account("metrics"));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Command line of tmemd, for the program and for its man page and completions. The options that are
-//! also keys of the configuration file are in [`Settings`].
+//! Command line of tmemd. The program, its man page and its shell completions use this definition.
+//! Options that are also keys of the configuration file are in [`Settings`].
 
 use crate::config::file::{self, Settings};
 use crate::config::settings::TRACE_BYTES_DEFAULT;
@@ -18,14 +18,15 @@ pub struct Arguments {
     /// Check file and options, and exit
     #[arg(long)]
     pub check_config: bool,
-    // This field has no doc comment, because clap would use it as the help of the complete command.
+    // The field `settings` has no doc comment, because clap would print the comment as the help of
+    // the complete command.
     #[allow(missing_docs)]
     #[command(flatten)]
     pub settings: Settings,
     /// Record the requests of guests, without contents and names, to a new file
     #[arg(long, value_name = "PATH")]
     pub trace: Option<PathBuf>,
-    /// Size at which the trace ends
+    /// Size of the trace's file at which the recording ends
     #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "trace",
           default_value = TRACE_BYTES_DEFAULT)]
     pub trace_max: u64,

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The settings of the configuration file, `/etc/virtio-tmem/tmemd.toml`, and of the command line.
 //!
-//! [`Settings`] is the source of both: serde derives the keys, clap derives the options. Tests
-//! compare docs/configuration.md and tmemd.toml with it. Out of scope: relations between settings,
-//! see [`Config::check`](crate::Config::check).
+//! [`Settings`] defines the settings for the configuration file and the command line: serde derives
+//! the keys of the file from it, and clap the options. Tests compare docs/configuration.md and
+//! tmemd.toml with it. Out of scope: relations between settings, see
+//! [`Config::check`](crate::Config::check).
 
 use crate::config::account::Account;
 use crate::config::settings::{
@@ -16,13 +17,14 @@ use tmem_control::size;
 use tmem_pool::Quota;
 use toml::{Table, Value};
 
-/// Default path of the file.
+/// Default path of the configuration file.
 pub const DEFAULT_PATH: &str = "/etc/virtio-tmem/tmemd.toml";
 
-/// Maximum size of the file in bytes. A file with 1,024 VMs, the maximum, has about 200 KiB.
+/// Maximum size of the configuration file in bytes. A file with 1,024 VMs, the maximum, has about
+/// 200 KiB.
 const FILE_BYTES_MAX: u64 = 4 << 20;
 
-/// Settings as they are written. A setting that is not given is None.
+/// Settings as a file or the command line gives them. A setting that is not given is None.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Deserialize, clap::Args)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
@@ -139,8 +141,8 @@ impl<'de> Deserialize<'de> for VmConfig {
 impl std::str::FromStr for VmConfig {
     type Err = ConfigError;
 
-    /// Parses the keys of a `[[vm]]` table in the form of the command line, `key=value,...`. A
-    /// value in this form cannot contain a comma.
+    /// Parses the keys of a `[[vm]]` table as they are written on the command line:
+    /// `key=value,...`. A value in this form cannot contain a comma.
     fn from_str(text: &str) -> Result<VmConfig, ConfigError> {
         let fault = |what: String| ConfigError(format!("VM {text:?}: {what}"));
         let mut table = Table::new();
@@ -161,7 +163,7 @@ impl std::str::FromStr for VmConfig {
     }
 }
 
-/// Deserializes a string and converts it with a function.
+/// Deserializes a string and converts it with the function `parse`.
 fn text<'de, T, D: Deserializer<'de>>(
     value: D,
     parse: impl FnOnce(&str) -> Result<T, String>,
@@ -198,7 +200,7 @@ fn some_path<'de, D: Deserializer<'de>>(value: D) -> Result<Option<PathBuf>, D::
     path(value).map(Some)
 }
 
-/// Deserializes a size with a unit, or a number of bytes.
+/// Deserializes a size: either text with a unit, such as "1GiB", or a number of bytes.
 fn bytes<'de, D: Deserializer<'de>>(value: D) -> Result<Option<u64>, D::Error> {
     let bytes = match Value::deserialize(value)? {
         Value::Integer(bytes) => u64::try_from(bytes).map_err(|_| "is negative".into()),
@@ -208,7 +210,7 @@ fn bytes<'de, D: Deserializer<'de>>(value: D) -> Result<Option<u64>, D::Error> {
     bytes.map(Some).map_err(D::Error::custom)
 }
 
-/// Deserializes a number from MIN to MAX.
+/// Deserializes a number and checks that it is from MIN to MAX.
 fn within<'de, const MIN: u64, const MAX: u64, T: TryFrom<u64>, D: Deserializer<'de>>(
     value: D,
 ) -> Result<Option<T>, D::Error> {
@@ -234,8 +236,8 @@ impl Settings {
         })
     }
 
-    /// Reads a configuration file. If the file at the default path does not exist, no setting is
-    /// given.
+    /// Reads the configuration file at the path `at`. If the path is the default and no file exists
+    /// there, returns empty settings.
     ///
     /// # Errors
     /// The file cannot be read or parsed. The error begins with the file's path.
@@ -256,8 +258,8 @@ impl Settings {
         Settings::parse(&text).map_err(|ConfigError(what)| fault(what))
     }
 
-    /// Returns these settings, completed with settings of `other` that are not given here. The
-    /// result has the VMs of both.
+    /// Combines two sets of settings. A setting that is None here is taken from `other`. The result
+    /// contains the VMs of both sets.
     #[must_use]
     pub fn or(self, other: Settings) -> Settings {
         Settings {
@@ -288,7 +290,8 @@ mod tests {
 
     const EXAMPLE: &str = include_str!("../../tmemd.toml");
 
-    /// Returns the setting of a template line that is commented out; None for any other line.
+    /// Returns the setting in a line of the template `tmemd.toml` that is commented out; None for
+    /// any other line.
     fn example(line: &str) -> Option<&str> {
         let setting = line.strip_prefix('#')?;
         setting
@@ -307,11 +310,14 @@ mod tests {
             let mut changed = lines.clone();
             changed[number] = setting;
             let parsed = Settings::parse(&changed.join("\n"));
-            assert!(parsed.is_ok(), "{setting}: {parsed:?}");
+            assert!(
+                parsed.is_ok(),
+                "the template's line {setting} was refused: {parsed:?}"
+            );
             found += 1;
         }
-        // Each key has one line, except the keys of a VM. Two of these lines are not commented out,
-        // because the template sets their keys.
+        // The template `tmemd.toml` has a line for each key except the keys of a VM. Two of the
+        // lines are not commented out: the template sets these keys.
         assert_eq!(found + 2, keys("x = 1").len());
     }
 
@@ -440,8 +446,8 @@ mod tests {
         }
     }
 
-    /// Returns the rows of the documentation's tables: key, unit, default, reload or start,
-    /// meaning.
+    /// Returns the rows of the tables in docs/configuration.md: key, unit, default, reload or
+    /// start, meaning.
     fn documented() -> Vec<[&'static str; 5]> {
         let document = include_str!("../../../../docs/configuration.md");
         let rows = document.lines().filter_map(|line| {
@@ -454,7 +460,7 @@ mod tests {
         rows.collect()
     }
 
-    /// Returns the valid keys, from the error that an unknown key causes.
+    /// Returns the valid keys of a configuration. The error that an unknown key causes lists them.
     fn keys(toml: &str) -> Vec<String> {
         let ConfigError(error) = Settings::parse(toml).expect_err("an unknown key was accepted");
         let (_, keys) = error
@@ -463,8 +469,8 @@ mod tests {
         keys.replace('`', "").split(", ").map(Into::into).collect()
     }
 
-    /// The documentation, the help of the options and the template describe each key with the same
-    /// text.
+    /// The documentation, the help of the command-line options and the template `tmemd.toml`
+    /// describe each key with the same text.
     #[test]
     fn the_documentation_and_the_template_contain_every_key() {
         let documented = documented();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory of the host, as `/proc/meminfo` reports it. Defaults of settings depend on it.
+//! Memory of the host, as `/proc/meminfo` reports it. Defaults of some settings depend on it.
 
-/// Returns a field of `/proc/meminfo` in bytes; None if the text does not contain it.
+/// Returns the value of the field `name` of `/proc/meminfo` in bytes; None if the text does not
+/// contain the field.
 pub fn meminfo_bytes(meminfo: &str, name: &str) -> Option<u64> {
     let line = meminfo
         .lines()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The settings of the daemon: pool, sockets, VMs. They are parsed and validated here. Errors name
-//! the VM, the key and the value, so that no later code has to check a setting again.
+//! The settings of the daemon, such as pool, sockets and VMs. This file parses and validates them,
+//! so no later code has to check a setting again. Errors name the VM, the key and the value.
 
 use crate::config::account::{Account, GROUPS, USERS};
 use crate::config::meminfo::host_memory_bytes;
@@ -8,32 +8,35 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tmem_pool::Quota;
 
-/// Maximum number of VMs: four times the design target. Each VM may need a thread and some hundred
-/// file descriptors and mappings.
+/// Maximum number of VMs: four times the number for which the daemon is designed. Each VM may need
+/// a thread and some hundred file descriptors and mappings.
 pub const VMS_MAX: usize = 1024;
-/// Maximum number of data workers. Fewer workers already use the complete memory bandwidth of a
-/// host.
+/// Maximum number of data workers (threads that answer guests' requests). Fewer workers already use
+/// the complete memory bandwidth of a host.
 pub const WORKERS_MAX: usize = 64;
 /// Maximum number of background threads. Fewer threads already use the complete memory bandwidth of
 /// a host.
 pub const BACKGROUND_THREADS_MAX: usize = 64;
-/// Largest default number of background threads. Eight threads compress pages faster than guests
-/// put them.
+/// Largest number of background threads that is chosen by default. Eight threads compress pages
+/// faster than guests put them.
 const BACKGROUND_THREADS_DEFAULT_MAX: usize = 8;
 /// Default weight of a VM.
 pub const WEIGHT_DEFAULT: u32 = 100;
-/// Maximum weight. Weight 0 means no share of the unreserved memory.
+/// Maximum weight of a VM. A VM with weight 0 has no share of the memory that no VM has reserved.
 pub const WEIGHT_MAX: u32 = 10_000;
-/// Smallest pool in bytes. A smaller pool has space for little more than the metadata of a few VMs.
+/// Smallest permitted pool in bytes. A smaller pool would have space for little more than the
+/// metadata of a few VMs.
 pub const POOL_BYTES_MIN: u64 = 1 << 20;
-/// Default size at which a trace ends: some ten million events.
+/// Default size at which the recording of a trace ends. A trace of this size has some ten million
+/// events.
 pub const TRACE_BYTES_DEFAULT: &str = "64MiB";
 /// Default time for which a worker polls an empty virtqueue: twice the time from a kick to the
 /// wake-up of a worker on another processor.
 pub const POLL_MAX_DEFAULT: Duration = Duration::from_micros(50);
-/// Longest polling time in µs; a longer pause is not worth a processor.
+/// Longest permitted time of polling a virtqueue, in µs. Polling for longer is not worth the
+/// processor time.
 pub const POLL_US_MAX: u64 = 1000;
-/// Maximum rate limit of a VM in pages per second: more than a host can copy.
+/// Maximum of the rate limit of a VM, in pages per second. It is more than a host can copy.
 pub const VM_PAGES_PER_SECOND_MAX: u64 = 1_000_000_000;
 /// Longest name of a VM or trust domain, in bytes.
 pub const NAME_BYTES_MAX: usize = 64;
@@ -47,35 +50,37 @@ pub struct Config {
     pub workers: usize,
     /// Number of threads that deduplicate, compress and evict pages.
     pub background_threads: usize,
-    /// How the data workers wait for work.
+    /// How the data workers wait for work: the kernel interface and the polling time.
     pub waiting: Waiting,
-    /// Pages per second that each VM may use; 0 for no limit.
+    /// Pages per second that each VM may put, get and flush; 0 for no limit.
     pub vm_pages_per_second: u64,
-    /// Socket of the control interface.
+    /// Path of the control interface's socket.
     pub control: PathBuf,
     /// Group that may use the control socket; None for the daemon's group.
     pub control_group: Option<Account>,
-    /// Read-only socket of the control interface.
+    /// Path of the control interface's read-only socket; None if there is no such socket.
     pub control_read_only: Option<PathBuf>,
     /// Group that may use the read-only socket; None for the daemon's group.
     pub control_read_only_group: Option<Account>,
-    /// Run directory: directory of the sockets of added VMs. Its directory `vms/` stores the added
-    /// VMs.
+    /// Run directory: it contains the sockets of VMs that are added while the daemon runs. Its
+    /// subdirectory `vms/` is the VM store.
     pub run_directory: PathBuf,
-    /// The VMs that are served from the start.
+    /// The VMs that the daemon serves from its start.
     pub vms: Vec<VmConfig>,
-    /// Settings for shrinking the pool when the host is short of memory; None if it never shrinks.
+    /// Settings for shrinking the pool when the host is short of memory; None if the pool never
+    /// shrinks for the host.
     pub pressure: Option<PressureConfig>,
-    /// The trace to record, if any.
+    /// File and size of the trace of requests to record; None if no trace is recorded.
     pub trace: Option<TraceConfig>,
 }
 
-/// How a worker waits for work.
+/// How a data worker waits for work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Waiting {
-    /// The kernel interface in which a worker sleeps.
+    /// Kernel interface through which a worker waits for events.
     pub event_loop: EventLoop,
-    /// Longest time for which a worker polls an empty virtqueue.
+    /// Longest time for which a worker polls an empty virtqueue before it requests a kick
+    /// (notification by the guest).
     pub poll_max: Duration,
 }
 
@@ -102,45 +107,47 @@ pub enum EventLoop {
     IoUring,
 }
 
-/// Settings for shrinking the pool when other processes of the host need memory.
+/// Settings for shrinking the pool when the host is short of memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PressureConfig {
-    /// Memory in bytes that should stay available on the host.
+    /// Memory in bytes that the pool leaves available on the host; 0 for none.
     pub host_free_min_bytes: u64,
-    /// The file that reports the available memory.
+    /// Path of the file that reports the host's available memory: `/proc/meminfo`, except in tests.
     pub meminfo: PathBuf,
-    /// The PSI file of the host or of a control group.
+    /// Path of the pressure (PSI) file of the host or of a control group; None if stalls are not
+    /// watched.
     pub stalls: Option<PathBuf>,
 }
 
-/// Settings of a trace that the daemon records.
+/// Settings of a trace of guests' requests that the daemon records.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TraceConfig {
-    /// The trace's file, which must not exist.
+    /// Path of the trace's file. The daemon creates the file; it must not exist before.
     pub path: PathBuf,
-    /// Size in bytes at which the trace ends.
+    /// Size of the trace in bytes at which the recording ends.
     pub bytes_max: u64,
 }
 
 /// Settings of a VM that the daemon serves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmConfig {
-    /// Unique name for people and statistics.
+    /// Name of the VM in messages and statistics. No other VM has the same name.
     pub name: String,
-    /// Unique path of the vhost-user socket.
+    /// Path of the VM's vhost-user socket. No other VM has the same path.
     pub socket: PathBuf,
-    /// User that the VM's QEMU runs as; None for the daemon's user. For an added VM, the varlink
-    /// call AddVm names the user.
+    /// User that the VM's QEMU runs as; None for the daemon's user. For a VM that is added while
+    /// the daemon runs, the varlink call AddVm names this user.
     pub owner: Option<Account>,
-    /// Unique UUID in lower case, as libvirt knows it.
+    /// UUID of the VM in lower case, as libvirt knows it. No other VM has the same UUID.
     pub uuid: Option<String>,
-    /// VMs of the same trust domain share equal pages; without one, a VM shares with no other.
+    /// Trust domain of the VM. The pool stores equal pages of VMs of one trust domain once. If
+    /// None, the VM shares pages with no other VM.
     pub trust_domain: Option<String>,
-    /// The VM's quota.
+    /// Reserve, limit and weight of the VM.
     pub quota: Quota,
 }
 
-/// Reason why a configuration is invalid, as a sentence.
+/// Reason why a configuration is invalid, as text for the operator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct ConfigError(pub String);
@@ -149,28 +156,30 @@ fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Returns the default number of workers: half the processors, so that the other half is left to
-/// the guests. At least 2, because workers copy and decompress pages while a guest waits; at most
-/// 8.
+/// Returns the default number of data workers: half the processors, so that the other half is left
+/// to the guests. The number is at least 2, because guests wait while workers copy and decompress
+/// pages, and at most 8.
 pub fn workers_default() -> usize {
     (processors() / 2).clamp(2, 8)
 }
 
 /// Returns the default number of background threads: a quarter of the processors, at most
-/// [`BACKGROUND_THREADS_DEFAULT_MAX`]. No guest waits for these threads; with too few of them, puts
-/// are refused.
+/// [`BACKGROUND_THREADS_DEFAULT_MAX`]. No guest waits for these threads, but if there are too few
+/// of them, the daemon refuses puts.
 pub fn background_threads_default() -> usize {
     processors().div_ceil(4).min(BACKGROUND_THREADS_DEFAULT_MAX)
 }
 
-/// Returns the default of `host_free_min`, the memory to leave available on the host, in bytes: a
-/// 32nd of the host's memory, with which the kernel does not have to reclaim urgently, but at most
-/// 1 GiB. The host seldom uses 1 GiB within the second between two readings of its memory.
+/// Returns the default of `host_free_min`, the memory that the pool leaves available on the host,
+/// in bytes. The default is a 32nd of the host's memory, at most 1 GiB. With a 32nd available, the
+/// kernel does not have to reclaim urgently. The host seldom uses 1 GiB within the second between
+/// two readings of its memory.
 pub fn host_free_min_default() -> u64 {
     (host_memory_bytes() / 32).min(1 << 30)
 }
 
-/// Parses a name that can be used in a log line, a table and a metric.
+/// Parses the name of a VM or trust domain, which must be usable in a log line, a table and a
+/// metric.
 ///
 /// # Errors
 /// The name is invalid; the text says why.
@@ -200,7 +209,7 @@ pub fn parse_uuid(text: &str) -> Result<String, String> {
     Ok(text.to_ascii_lowercase())
 }
 
-/// Checks the values of a quota, without regard to other VMs.
+/// Checks the values of one VM's quota, without regard to other VMs.
 ///
 /// # Errors
 /// A value is invalid. The error names the key and the value.
@@ -217,7 +226,8 @@ pub fn check_quota(quota: &Quota) -> Result<(), String> {
     }
 }
 
-/// Describes a reserve that does not fit into the pool beside the reserves of other VMs.
+/// Returns the error text for a reserve of `reserve_bytes` of which only `available_bytes` fit into
+/// the pool, because other VMs reserve the rest.
 pub fn reserve_text(reserve_bytes: u64, available_bytes: u64) -> String {
     format!(
         "a reserve of {reserve_bytes} bytes does not fit: the other VMs' reserves leave {available_bytes} \
@@ -226,9 +236,9 @@ pub fn reserve_text(reserve_bytes: u64, available_bytes: u64) -> String {
 }
 
 impl Config {
-    /// Returns the configuration of a test's daemon: a small pool that does not depend on the
-    /// host's memory, and all files in `directory`. A VM is given as `NAME[,KEY=VALUE...]`; its
-    /// socket is `NAME.sock`.
+    /// Returns the configuration of a daemon for tests. Its pool is small and does not depend on
+    /// the host's memory, and all its files are in `directory`. Each VM is written as
+    /// `NAME[,KEY=VALUE...]`; its socket is `NAME.sock`.
     #[doc(hidden)]
     pub fn for_test(directory: &Path, vms: &[&str]) -> Config {
         let vm = |vm: &&str| {
@@ -254,21 +264,21 @@ impl Config {
         }
     }
 
-    /// Checks the relations between settings.
+    /// Checks settings that depend on each other, such as the pool size and the reserves of VMs.
     ///
     /// # Errors
-    /// The text names the setting and the value.
+    /// A setting contradicts another one. The error names the setting and the value.
     pub fn check(&self) -> Result<(), ConfigError> {
         let fault = |what: String| Err(ConfigError(what));
         if self.pool_size_bytes < POOL_BYTES_MIN {
             return fault(format!(
-                "a pool of {} bytes is too small: it must have at least {POOL_BYTES_MIN}",
+                "a pool of {} bytes is too small: the minimum is {POOL_BYTES_MIN} bytes",
                 self.pool_size_bytes
             ));
         }
         if self.workers == 0 || self.workers > WORKERS_MAX {
             return fault(format!(
-                "{} workers: there must be 1 to {WORKERS_MAX}",
+                "{} workers are configured: there must be 1 to {WORKERS_MAX}",
                 self.workers
             ));
         }
@@ -281,18 +291,18 @@ impl Config {
         let poll_us = self.waiting.poll_max.as_micros();
         if poll_us > u128::from(POLL_US_MAX) {
             return fault(format!(
-                "poll_max_us = {poll_us}: it can be 0 to {POLL_US_MAX}"
+                "poll_max_us = {poll_us}: the value must be 0 to {POLL_US_MAX}"
             ));
         }
         if self.vm_pages_per_second > VM_PAGES_PER_SECOND_MAX {
             return fault(format!(
-                "vm_pages_per_second = {}: it can be 0 to {VM_PAGES_PER_SECOND_MAX}",
+                "vm_pages_per_second = {}: the value must be 0 to {VM_PAGES_PER_SECOND_MAX}",
                 self.vm_pages_per_second
             ));
         }
         if self.vms.len() > VMS_MAX {
             return fault(format!(
-                "{} VMs: at most {VMS_MAX} are supported",
+                "{} VMs are configured: at most {VMS_MAX} are supported",
                 self.vms.len()
             ));
         }
@@ -319,7 +329,7 @@ impl Config {
         }
         let mut available_bytes = self.pool_size_bytes;
         for vm in &self.vms {
-            // A reserve must be usable completely, so no limit may be below it.
+            // The sum of the reserves of all VMs must not exceed the pool.
             let reserve_bytes = vm.quota.reserve_bytes;
             let Some(left_bytes) = available_bytes.checked_sub(reserve_bytes) else {
                 let what = reserve_text(reserve_bytes, available_bytes);
@@ -338,10 +348,8 @@ impl Config {
         Ok(())
     }
 
-    /// Looks up the users and groups of the configuration that are not looked up yet.
-    ///
-    /// # Errors
-    /// A user or group does not exist.
+    /// Looks up the numeric ids of the configuration's users and groups, except of those that are
+    /// known already.
     pub fn find_accounts(&mut self) -> Result<(), ConfigError> {
         for (key, group) in [
             ("control_group", &mut self.control_group),
@@ -572,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_accounts_are_named() {
+    fn unknown_users_and_groups_are_named_in_errors() {
         let some = |name: &str| Some(name.parse().expect("the account name is empty"));
         let mut good = Config {
             control_group: some("root"),

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Statistics that all read-only clients share for a short time.
+//! Snapshot of the statistics that all read-only clients share for a short time.
 //!
-//! Reading the statistics of a VM takes the lock that its requests take. A read-only client must
-//! not be able to take the locks of all VMs in a loop, so it receives statistics that are up to
-//! [`AGE_MAX`] old. Clients of the full socket are operators and receive current ones.
+//! Reading the statistics of a VM takes a lock that the VM's requests take, too. A read-only client
+//! must not be able to take the locks of all VMs in a loop. It therefore receives statistics that
+//! are up to [`AGE_MAX`] old. Clients of the full control socket are operators and receive current
+//! statistics.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Maximum age of the statistics for read-only clients. For these clients, the locks of the VMs are
-/// taken at most ten times a second.
+/// Maximum age of the statistics that read-only clients receive. For these clients, the daemon
+/// takes the locks of the VMs at most ten times a second.
 pub(crate) const AGE_MAX: Duration = Duration::from_millis(100);
 
-/// The latest snapshot of the statistics and the time at which it was made.
+/// The latest snapshot of the statistics with the time at which it was made; None before the first.
 #[derive(Debug)]
 pub(crate) struct Snapshot<T>(Mutex<Option<(Instant, Arc<T>)>>);
 
@@ -23,8 +24,8 @@ impl<T> Default for Snapshot<T> {
 }
 
 impl<T> Snapshot<T> {
-    /// Returns the latest snapshot, or makes a new one if it is too old. Concurrent callers wait
-    /// for the new one.
+    /// Returns the latest snapshot. If the snapshot is older than [`AGE_MAX`], calls `make` for a
+    /// new one. Concurrent callers wait for the new snapshot.
     pub(crate) fn get(&self, now: Instant, make: impl FnOnce() -> T) -> Arc<T> {
         let mut latest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((made, snapshot)) = &*latest

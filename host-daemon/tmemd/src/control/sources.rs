@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The parts of the daemon that the control interface works on, and the statistics that it caches.
+//! The parts of the daemon that the control interface reads and changes, and the snapshot of its
+//! statistics.
 
 use crate::control::snapshot::Snapshot;
 use crate::events::bus::Events;
@@ -13,10 +14,10 @@ use std::sync::atomic::AtomicI64;
 use tmem_control as api;
 use tmem_pool::Engine;
 
-/// The statistics that the interface returns, all taken at about the same time.
+/// Statistics that the control interface returns, all read at about the same time.
 #[derive(Debug)]
 pub struct Figures {
-    /// The VMs and their quotas.
+    /// Identity and quota of each VM.
     pub list: Vec<api::Vm>,
     /// Statistics of the daemon.
     pub daemon: api::DaemonStats,
@@ -24,8 +25,8 @@ pub struct Figures {
     pub pool: api::PoolStats,
     /// Statistics of each VM.
     pub vms: Vec<api::VmStats>,
-    /// Bytes that the pool holds, bytes that it could free, bytes that it could free without going
-    /// below a reserve, and unused bytes in the pool's page frames.
+    /// Four numbers of bytes in the pool: held by the pool; that it could free; that it could free
+    /// without going below the VMs' reserves; unused in its page frames.
     pub freeable: [i64; 4],
 }
 
@@ -39,15 +40,16 @@ pub struct Sources {
     pub workers: Arc<Workers>,
     /// The background workers, which compress and evict pages.
     pub background: Arc<BackgroundWorkers>,
-    /// The configured and the current size of the pool.
+    /// The configured size and the current size of the pool.
     pub size: Arc<PoolSize>,
-    /// The subscribers to events.
+    /// The subscribers to events, to which events are sent.
     pub events: Arc<Events>,
     /// Unix time of the daemon's start, in seconds.
     pub start_time_seconds: i64,
-    /// Largest value of `cpu_other_ms` that was returned.
+    /// Largest value of the counter `cpu_other_ms` that was returned so far. A counter must not
+    /// decrease, so no smaller value is returned.
     pub cpu_other_ms: AtomicI64,
-    /// The daemon's clock, from which the uptime is read.
+    /// The daemon's clock. The control interface reads the uptime from it.
     pub clock: ClockAndEntropy,
     /// Snapshot of the statistics that all read-only clients share.
     pub snapshot: Snapshot<Figures>,

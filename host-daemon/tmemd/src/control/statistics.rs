@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The statistics that the control interface returns; docs/statistics.md describes each value.
 //!
-//! This file only copies and adds values. Events are counted where they occur.
+//! The functions here only copy and add values. Events are counted in the code in which they occur.
 
 use crate::control::sources::Sources;
 use crate::host::usage;
@@ -13,7 +13,7 @@ use tmem_control as api;
 use tmem_pool::{PAGE_SIZE, Work};
 use virtio_tmem as wire;
 
-/// Converts an unsigned number, because varlink integers are signed.
+/// Converts an unsigned number to the signed type that varlink uses for integers.
 pub fn int(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
@@ -45,8 +45,8 @@ pub fn vm(vm: &Vm) -> api::Vm {
 pub fn of_vm(vm: &Vm) -> api::VmStats {
     let stats = vm.tenant.stats();
     let counters = &vm.counters;
-    // The engine does not see puts that are refused because the VM is frozen, so they are added
-    // here.
+    // Puts that are refused because the VM is frozen never reach the engine. They are added to the
+    // engine's count of refused puts.
     let refused_frozen = counters.refused_frozen.load(Ordering::Relaxed);
     let kept_elsewhere = stats.raw_pages + stats.same_filled_pages + stats.shared_pages;
     let own_evictions = stats.evictions_limit + stats.evictions_shrink;
@@ -131,12 +131,13 @@ fn file_systems(hooks: u64) -> String {
     names.join(", ")
 }
 
-/// Maximum count in a bucket of a histogram that a guest reports. With this maximum, the sum and
-/// the percentages of sixteen buckets cannot overflow. A guest with a million requests a second
-/// reaches it after nine years.
+/// Maximum count in a bucket of a latency histogram that a guest reports. With this maximum, the
+/// sum and the percentages of sixteen buckets cannot overflow. A guest with a million requests a
+/// second reaches the maximum after nine years.
 const GUEST_COUNT_MAX: u64 = 1 << 48;
 
-/// Converts latencies that the guest wrote. Counts above [`GUEST_COUNT_MAX`] are reduced to it.
+/// Converts a latency histogram that a guest wrote. Counts above [`GUEST_COUNT_MAX`] are reduced to
+/// that maximum.
 fn of_latencies(latencies: &wire::Latencies) -> api::Histogram {
     let bounded = |count: &wire::U64| int(count.get().min(GUEST_COUNT_MAX));
     api::Histogram {
@@ -145,8 +146,8 @@ fn of_latencies(latencies: &wire::Latencies) -> api::Histogram {
     }
 }
 
-/// Converts a report that the guest wrote. Characters that terminals or logs could interpret are
-/// replaced.
+/// Converts a driver's report, which the guest wrote. Replaces characters that terminals or logs
+/// could interpret.
 fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api::DriverReport {
     let version = report.version.get();
     let printable = |byte: &u8| {
@@ -185,20 +186,20 @@ fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api:
     }
 }
 
-/// Returns the bytes that deduplication saves. A page counts with the size to which it was
-/// compressed first, as in `compressed_bytes`, because what a later compression saves is no effect
+/// Returns the bytes that deduplication saves. Each page counts with the size to which it was first
+/// compressed, as in `compressed_bytes`. Later compression saves more bytes, but they are no effect
 /// of deduplication.
 fn dedup_saved_bytes(stats: &tmem_pool::EngineStats) -> u64 {
     let first_bytes = stats.payload_bytes + stats.dense_gain_bytes;
     stats.compressed_bytes.saturating_sub(first_bytes)
 }
 
-/// Returns the current statistics of the pool.
+/// Reads the engine's statistics of the pool and returns them for the control interface.
 pub fn of_pool(control: &Sources) -> api::PoolStats {
     pool(control, &control.engine.stats())
 }
 
-/// Converts statistics of the pool.
+/// Converts the engine's statistics of the pool to the form of the control interface.
 pub fn pool(control: &Sources, stats: &tmem_pool::EngineStats) -> api::PoolStats {
     let size = &control.size;
     api::PoolStats {
@@ -247,20 +248,21 @@ pub fn pool(control: &Sources, stats: &tmem_pool::EngineStats) -> api::PoolStats
     }
 }
 
-/// Returns the statistics of the daemon.
+/// Returns the statistics of the daemon, which include counts of the given VMs.
 pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
     let count = |what: fn(&Vm) -> bool| vms.iter().filter(|vm| what(vm)).count() as i64;
-    // The processor times of the kinds of work are read before the time of the whole process, so
-    // that their sum never exceeds it.
+    // The processor times of each kind of work are read before the time of the whole process.
+    // Therefore their sum never exceeds the process's time.
     let background = |work| int(control.background.cpu_time.cpu_ms(work));
     let [finalize, recompress, reclaim] =
         [Work::Finalize, Work::Recompress, Work::MakeRoom].map(background);
     let requests = int(control.workers.stage().cpu_ms());
     let all_background = int(control.background.stage.cpu_ms());
     let all = int(usage::process_cpu_ms());
-    // The processor times are read at different moments, and background work adds its time after
-    // each step. So the time of other work, the remainder, could be smaller than in an earlier
-    // call. A counter must not decrease, so the largest value is returned.
+    // The time of other work is the remainder of the process's time. The times are read at
+    // different moments, and background work adds its time after each step. The remainder could
+    // therefore be smaller than in an earlier call. A counter must not decrease, so the largest
+    // remainder so far is returned.
     let other = all - requests - finalize - recompress - reclaim;
     let other = control
         .cpu_other_ms
@@ -293,8 +295,8 @@ mod tests {
     use super::*;
     use zerocopy::FromZeros;
 
-    /// The counts that a guest reports must not overflow when readers of the statistics add and
-    /// multiply them.
+    /// Counts in a guest's latency report are limited, so that no overflow occurs when readers of
+    /// the statistics add and multiply them.
     #[test]
     fn counts_of_a_guest_are_bounded() {
         let latencies = wire::Latencies {
@@ -313,8 +315,8 @@ mod tests {
         assert_eq!(file_systems(u64::MAX), "ext4, xfs");
     }
 
-    /// Pages that deduplication did not merge must not count as saved: an operator who merges trust
-    /// domains because of this value would gain nothing.
+    /// Bytes that zstd saves must not count as saved by deduplication. Otherwise an operator might
+    /// merge trust domains because of a large value, and gain nothing.
     #[test]
     fn zstd_gain_does_not_count_as_deduplication() {
         let mut stats = tmem_pool::EngineStats::default();
@@ -324,13 +326,14 @@ mod tests {
         assert_eq!(dedup_saved_bytes(&stats), 0);
         stats.payload_bytes = 30;
         assert_eq!(dedup_saved_bytes(&stats), 40);
-        // Pages that are dropped and not yet freed count in the stored bytes (payload), and in no
+        // Dropped pages whose storage is not freed yet still count in `payload_bytes`, but in no
         // other value.
         stats.payload_bytes = 90;
         assert_eq!(dedup_saved_bytes(&stats), 0);
     }
 
-    /// A kernel name that a guest reports is safe on a terminal, in a log and in a metric.
+    /// A kernel name that a guest reports must be safe to print on a terminal, in a log and in a
+    /// metric.
     #[test]
     fn the_kernel_name_of_a_guest_is_sanitized() {
         let mut report = wire::Report::new_zeroed();

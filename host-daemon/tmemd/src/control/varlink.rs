@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The control sockets, with the varlink interface `io.virtiotmem.Control`, which is defined in
-//! `tmem-control`.
+//! The control sockets of the daemon. They offer the varlink interface `io.virtiotmem.Control`,
+//! which is defined in `tmem-control`.
 //!
-//! Each client has a thread, with limits on clients, message size and idle time. A read-only socket
-//! answers only methods that read. No code here touches a page.
+//! Each client has a thread. The number of clients, the size of a message and the idle time are
+//! limited. A read-only socket answers only methods that change nothing. No code in this file
+//! accesses the contents of a page.
 
 use crate::config::settings::POOL_BYTES_MIN;
 use crate::control::sources::{Figures, Sources};
@@ -23,29 +24,31 @@ use std::time::{Duration, Instant};
 use tmem_control as api;
 use varlink::{ConnectionHandler, VarlinkService};
 
-/// Maximum number of clients of a control socket: twice the number that operators, an exporter and
-/// a bridge need together.
+/// Maximum number of clients of one control socket. It is twice the number of clients that
+/// operators, an exporter and a bridge need together.
 pub const CLIENTS_MAX: usize = 16;
 /// Longest message of a client in bytes. The longest valid call has some hundred bytes.
 const MESSAGE_BYTES_MAX: usize = 64 << 10;
-/// Idle time after which a client is disconnected. It also bounds the time that a client may take
-/// to read its answer.
+/// Idle time after which a client is disconnected. A client that takes longer than this time to
+/// read its answer is disconnected, too.
 const IDLE: Duration = Duration::from_secs(60);
 
-/// Period in which the daemon sends events that it delayed because a VM caused too many.
+/// Interval at which the daemon sends events that it delayed because a VM caused too many.
 const CATCH_UP: Timespec = Timespec {
     tv_sec: 1,
     tv_nsec: 0,
 };
 
-/// Maximum number of calls per second on the read-only socket, and of calls in a burst. The thread
-/// of a client delays further calls. An exporter and tmemctl make only a few calls a second.
+/// Maximum number of calls per second of each client of the read-only socket, and of calls in a
+/// burst. The thread of the client delays further calls. An exporter and tmemctl make only a few
+/// calls a second.
 const READ_ONLY_CALLS_PER_SECOND: u64 = 50;
 
-/// Time after which a delayed call is checked against the rate limit again.
+/// Pause after which a delayed call is checked against the rate limit again.
 const CALL_WAIT: Duration = Duration::from_millis(5);
 
-/// Varlink interface as one socket offers it: with all methods, or with those that only read.
+/// Varlink interface of one control socket. It offers all methods, or only those that change
+/// nothing.
 struct SocketInterface {
     control: Arc<Sources>,
     read_only: bool,
@@ -60,7 +63,8 @@ pub struct Service {
 }
 
 impl Service {
-    /// Creates the service of a socket.
+    /// Creates the service of a control socket. With `read_only`, methods that change something are
+    /// refused.
     pub fn new(control: Arc<Sources>, read_only: bool) -> Service {
         let interface = SocketInterface {
             control: control.clone(),
@@ -81,7 +85,8 @@ impl Service {
         }
     }
 
-    /// Logs an action of a client at a bounded rate, because the client may repeat it in a loop.
+    /// Logs a warning about a client. The rate is limited, because the client may repeat its action
+    /// in a loop.
     pub fn warn(&self, message: std::fmt::Arguments<'_>) {
         match self.log_limit.admit(Instant::now()) {
             None => {}
@@ -93,23 +98,25 @@ impl Service {
     }
 }
 
-/// Returns true if a message subscribes to events. The varlink library cannot write events as they
-/// occur, so this file handles subscriptions itself.
+/// Returns true if a client's message subscribes to events. The varlink library cannot write events
+/// as they occur, so this file handles subscriptions itself.
 fn is_subscription(message: &[u8]) -> bool {
     let message = message.strip_suffix(&[0]).unwrap_or(message);
     let call: serde_json::Value = serde_json::from_slice(message).unwrap_or_default();
     call["method"] == format!("{}.SubscribeEvents", api::INTERFACE) && call["more"] == true
 }
 
-/// Writes events until the client disconnects, sends another message, or does not read them.
+/// Sends events to a subscriber until it disconnects, sends another message, or stops reading.
 fn monitor(control: &Sources, mut stream: &UnixStream) -> std::io::Result<()> {
-    // Each subscriber's thread sends the delayed events. Without a subscriber, they are not needed.
+    // The threads of subscribers send events that a VM's rate limit delayed. Without a subscriber,
+    // no program needs these events.
     let catch_up = || {
         for vm in control.registry.vms() {
             vm.catch_up(Instant::now());
         }
     };
-    // Events that were delayed before the subscription are not sent to the new subscriber.
+    // Delayed events are sent before the client subscribes. The client therefore receives no event
+    // from the time before its subscription.
     catch_up();
     let subscription = control.events.subscribe()?;
     loop {
@@ -135,7 +142,7 @@ fn monitor(control: &Sources, mut stream: &UnixStream) -> std::io::Result<()> {
     }
 }
 
-/// Serves a client until its connection ends.
+/// Answers the calls of a control client until its connection ends.
 pub fn serve(service: &Service, mut stream: &UnixStream) {
     if stream
         .set_read_timeout(Some(IDLE))
@@ -156,8 +163,8 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
             Ok(0) | Err(_) => return,
             Ok(read) => read,
         };
-        // A client may send several messages at once. They are handled one by one, so that the
-        // limits on size and rate apply to each.
+        // A client may send several messages at once. The loop handles them one by one, so that the
+        // limits on size and rate apply to each message.
         for piece in part[..read].split_inclusive(|byte| *byte == 0) {
             message.extend_from_slice(piece);
             if message.len() > MESSAGE_BYTES_MAX {
@@ -171,7 +178,8 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
                     std::thread::sleep(CALL_WAIT);
                 }
                 if is_subscription(&message) {
-                    // An error means that the client has disconnected.
+                    // If monitor() fails, the client has disconnected or the system lacks a
+                    // descriptor. The connection ends in both cases.
                     let _ = monitor(&service.control, stream);
                     return;
                 }
@@ -179,7 +187,8 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
                 let result = service
                     .varlink
                     .handle(&mut message.as_slice(), &mut answer, None);
-                // The answer may contain an error message, so it is written even after an error.
+                // The answer may be an error reply even if `handle` failed. Therefore the answer is
+                // always written before the result is checked.
                 if stream.write_all(&answer).is_err() || result.is_err() {
                     return;
                 }
@@ -385,8 +394,8 @@ impl api::VarlinkInterface for SocketInterface {
     }
 }
 
-/// Returns four numbers of bytes: held by the pool, freeable, freeable above the reserves, and
-/// unused in the pool's page frames.
+/// Returns four numbers of bytes in the pool: held by the pool; that it could free; that it could
+/// free without going below the VMs' reserves; unused in its page frames.
 fn freeable(stats: &tmem_pool::EngineStats) -> [i64; 4] {
     let least_bytes = POOL_BYTES_MIN.max(stats.tables_bytes);
     let floor_bytes = least_bytes.max(stats.reserved_bytes);
@@ -400,7 +409,7 @@ fn freeable(stats: &tmem_pool::EngineStats) -> [i64; 4] {
 }
 
 impl SocketInterface {
-    /// Returns the statistics for read-only clients.
+    /// Returns the snapshot of the statistics, which all read-only clients share.
     fn figures(&self) -> Arc<Figures> {
         let control = &self.control;
         control.snapshot.get(Instant::now(), || {
@@ -421,7 +430,8 @@ impl SocketInterface {
         vms.into_iter().find(|vm| *vm.name() == *name)
     }
 
-    /// Freezes or thaws a VM. Returns whether this changed its state; None if no VM has that name.
+    /// Freezes or thaws a VM. A frozen VM's puts are refused. Returns true if the VM's state has
+    /// changed, and None if no VM has that name.
     fn set_frozen(&self, name: &str, frozen: bool) -> Option<bool> {
         let vm = self.vm(name)?;
         let changed = vm.frozen.swap(frozen, Ordering::Relaxed) != frozen;

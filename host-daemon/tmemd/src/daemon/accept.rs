@@ -22,29 +22,30 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
-/// Pause after a failure to accept a connection for lack of descriptors or memory.
+/// Pause after a failed accept(2) or poll(2), for example because the system lacks descriptors or
+/// memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Stack size in bytes of a connection's thread. It is small, because there may be a thousand such
-/// threads, and each does little.
+/// Stack size in bytes of a thread that serves one connection. The stack is small, because there
+/// may be a thousand such threads, and each does little.
 const CONNECTION_STACK_BYTES: usize = 512 << 10;
 
-/// A connection: its socket, through which the daemon can end it, and its thread.
+/// Socket and thread of a connection. The daemon ends the connection by shutting the socket down.
 pub type Connection = (UnixStream, JoinHandle<()>);
 
 /// The service that a listening socket offers.
 #[derive(Clone)]
 pub enum Purpose {
-    /// Serves a vhost-user connection of this VM.
+    /// vhost-user service for the front end (QEMU) of this VM.
     Vm(Arc<Vm>),
-    /// Serves the control interface. The number counts the connected clients. Each socket counts
-    /// its own clients, so clients of the read-only socket cannot use up the slots of the other
-    /// socket.
+    /// Control interface, with the number of clients that are connected to this socket. Each socket
+    /// counts its own clients, so clients of the read-only socket cannot use up the slots of the
+    /// full socket.
     Control(Arc<Service>, Arc<Mutex<usize>>),
 }
 
 impl Purpose {
-    /// Reports a peer that the socket does not admit.
+    /// Logs and counts a peer that connected to the socket without permission.
     fn refuse(&self, peer: &UnauthorizedPeer) {
         match self {
             Purpose::Vm(vm) => vm.refuse(peer),
@@ -55,12 +56,12 @@ impl Purpose {
     }
 }
 
-/// Joins connection threads as soon as they end, so that no resource of an ended thread is kept
-/// until the next connection.
+/// Threads of connections that have ended and must be joined. The acceptor thread joins them at
+/// once. Otherwise it would keep their resources until the next connection arrives.
 pub struct EndedThreads {
     /// Eventfd that is signalled when a connection's thread ends.
     ended: OwnedFd,
-    /// Guards the threads that have ended and are not joined. Leaf lock.
+    /// Guards the ids of connection threads that have ended and are not joined yet. Leaf lock.
     threads: Mutex<Vec<ThreadId>>,
 }
 
@@ -77,7 +78,8 @@ impl EndedThreads {
         })
     }
 
-    /// Joins the threads that have ended and removes their connections from the list.
+    /// Joins the connection threads that have ended, and removes their connections from
+    /// `connections`.
     fn join(&self, connections: &mut Vec<Connection>) {
         consume(&self.ended);
         let ended = std::mem::take(&mut *self.lock());
@@ -96,7 +98,8 @@ impl EndedThreads {
     }
 }
 
-/// Guard that reports the end of its thread when the thread drops it.
+/// Guard that a connection's thread drops when it ends. The drop reports the thread in
+/// [`EndedThreads`].
 struct EndGuard(Arc<EndedThreads>);
 
 impl Drop for EndGuard {
@@ -106,33 +109,34 @@ impl Drop for EndGuard {
     }
 }
 
-/// The acceptor thread's data.
+/// Data that the acceptor thread uses.
 pub struct Acceptor {
-    /// Sockets of the control interface.
+    /// Listening sockets of the control interface.
     pub control: Vec<(Arc<Listener>, Purpose)>,
-    /// The VMs, whose sockets change while the daemon runs.
+    /// Registry of all VMs. VMs and their sockets come and go while the daemon runs.
     pub registry: Arc<Registry>,
-    /// Parts of the daemon that each VM connection uses.
+    /// Parts of the daemon that each VM connection uses, such as the workers.
     pub shared: ConnectionContext,
-    /// List of connection threads that have ended.
+    /// List of connection threads that have ended and must be joined.
     pub ended: Arc<EndedThreads>,
-    /// Eventfd that is signalled when the daemon stops.
+    /// Eventfd that the daemon signals to stop the acceptor thread.
     pub stop: Arc<OwnedFd>,
     /// Heartbeat of the acceptor thread.
     pub heartbeat: Heartbeat,
 }
 
 impl Acceptor {
-    /// Accepts connections until `stop` is signalled. Then removes the sockets and returns the
+    /// Accepts connections until `stop` is signalled. Then removes the socket files and returns the
     /// connections that are still open.
     pub fn accept_all(self) -> Vec<Connection> {
         let mut connections: Vec<Connection> = Vec::new();
-        // Limits log lines, because the acceptor retries and can fail many times a second.
+        // This limit bounds the log lines, because the acceptor retries and can fail many times a
+        // second.
         let log_limit = LogLimit::default();
         loop {
             self.heartbeat.work();
-            // The signal is consumed before the list of VMs is read, so that a later change signals
-            // the descriptor again.
+            // The eventfd is reset before the list of VMs is read. A change of the list after the
+            // read therefore signals the eventfd again.
             consume(self.registry.changed());
             let listeners = self.listeners();
             let ready = match self.wait(&listeners) {
@@ -163,16 +167,17 @@ impl Acceptor {
         }
     }
 
-    /// Returns all listening sockets: those of the control interface, then those of the VMs.
+    /// Returns all listening sockets with their services: first those of the control interface,
+    /// then those of the VMs.
     fn listeners(&self) -> Vec<(Arc<Listener>, Purpose)> {
         let vms = self.registry.listeners().into_iter();
         let vms = vms.map(|(listener, vm)| (listener, Purpose::Vm(vm)));
         self.control.iter().cloned().chain(vms).collect()
     }
 
-    /// Waits until a connection comes, a thread ends, the list of VMs changes or the daemon stops.
-    /// Returns for each listener whether a connection waits; the last element tells whether the
-    /// daemon stops.
+    /// Waits until a connection arrives, a connection's thread ends, the list of VMs changes or the
+    /// daemon stops. The first elements of the result tell for each listener whether a connection
+    /// waits. The last element tells whether the daemon stops.
     ///
     /// # Errors
     /// The system call that waits fails.
@@ -212,20 +217,20 @@ impl Acceptor {
     }
 }
 
-/// Logs a failure of the acceptor, at a bounded rate.
+/// Logs a failure of the acceptor thread, unless the rate of such lines exceeds the limit.
 fn log_failure(log_limit: &LogLimit, what: &str, error: io::Error) {
     if let Some(left_out) = log_limit.admit(Instant::now()) {
-        // The log line omits the number of left-out lines if it is 0.
+        // The log line contains the number of left-out lines only if lines were left out.
         let left_out = (left_out > 0).then_some(left_out);
         tracing::error!(left_out, "{what}: {error}");
     }
 }
 
-/// Slot of one client at a control socket. Dropping the value frees the slot.
+/// Slot of one client at a control socket. Dropping the value frees the slot for another client.
 struct ClientSlot(Arc<Mutex<usize>>);
 
 impl ClientSlot {
-    /// Takes a slot at the socket; None if all slots are taken.
+    /// Takes a slot for a client of the control socket; returns None if all slots are taken.
     fn claim(clients: &Arc<Mutex<usize>>) -> Option<ClientSlot> {
         let mut count = clients.lock().unwrap_or_else(PoisonError::into_inner);
         if *count >= varlink::CLIENTS_MAX {
@@ -274,11 +279,11 @@ fn spawn(
     Ok((handle, thread))
 }
 
-/// Serves a VM's connection until it ends.
+/// Serves the connection of a VM's front end until the connection ends.
 fn serve_vm(vm: &Arc<Vm>, stream: UnixStream, shared: &ConnectionContext) {
     sandbox::narrow(ThreadKind::Connection);
-    // The acceptor holds another handle of the socket. Shutting the socket down shows the peer the
-    // end of the connection before that handle is closed.
+    // The acceptor thread has a duplicate of the socket's descriptor, so dropping `stream` does not
+    // end the connection. Therefore the socket is shut down: the peer sees the end at once.
     let end = stream.try_clone();
     connection::serve(vm, stream, shared);
     if let Ok(end) = end {
@@ -286,7 +291,7 @@ fn serve_vm(vm: &Arc<Vm>, stream: UnixStream, shared: &ConnectionContext) {
     }
 }
 
-/// Serves a control client until its connection ends, if a slot is free.
+/// Serves a control client until its connection ends. Refuses the client if no slot is free.
 fn serve_control(service: &Service, clients: &Arc<Mutex<usize>>, stream: &UnixStream) {
     if let Some(_slot) = ClientSlot::claim(clients) {
         let serve = AssertUnwindSafe(|| varlink::serve(service, stream));

@@ -41,13 +41,13 @@ use tmem_pool::{Engine, EngineConfig};
 pub enum StartError {
     /// The configuration is invalid.
     Config(#[from] ConfigError),
-    /// A VM's reserve does not fit into the pool.
+    /// The sum of the VMs' reserves does not fit into the pool.
     Admission(#[from] tmem_pool::AdmissionError),
-    /// An operation of the system failed; the text names it.
+    /// A system call or another operation of the system failed. The error text names the operation.
     System(#[from] io::Error),
 }
 
-/// A running daemon; dropping it stops it.
+/// A running daemon. Dropping the value stops the daemon.
 pub struct Daemon {
     acceptor: Option<JoinHandle<Vec<Connection>>>,
     stop: Arc<OwnedFd>,
@@ -57,15 +57,17 @@ pub struct Daemon {
     pressure_watcher: Option<PressureWatcher>,
     pub(super) control: Option<Arc<Sources>>,
     heartbeats: Arc<Heartbeats>,
-    /// Guards the configuration that is in effect. The registry's lock may be taken under it.
+    /// Guards the configuration that is in effect. A thread that holds this lock may take the
+    /// registry's lock.
     pub(super) config: Mutex<Config>,
 }
 
 impl Daemon {
-    /// Starts a daemon. When this returns, all sockets exist and the daemon serves them.
+    /// Starts a daemon. When the function returns, all sockets exist and the daemon serves them.
     ///
     /// # Errors
-    /// The configuration is invalid, a reserve does not fit, or the system lacks a resource.
+    /// The configuration is invalid, a VM's reserve does not fit into the pool, or the system lacks
+    /// a resource.
     pub fn start(mut config: Config) -> Result<Daemon, StartError> {
         config.check()?;
         config.find_accounts()?;
@@ -81,8 +83,8 @@ impl Daemon {
         let registry = create_registry(&config, &engine, &recorder, &events)?;
         let heartbeats: Arc<Heartbeats> = Arc::default();
         let (background, workers) = start_workers(&config, &engine, &clock, &heartbeats)?;
-        // The workers have created their io_uring contexts. The calling thread, and all threads
-        // that it starts from here on, cannot create others.
+        // The workers have created their io_uring contexts. From here on, the calling thread and
+        // all threads that it starts cannot create further io_uring contexts.
         sandbox::narrow(ThreadKind::Serving);
         let size = Arc::new(PoolSize::new(
             config.pressure.as_ref(),
@@ -106,7 +108,8 @@ impl Daemon {
         Daemon::serve(config, control, recorder, heartbeats)
     }
 
-    /// Starts the remaining threads, binds the sockets and begins to accept connections.
+    /// Starts the threads that are not running yet, binds the sockets and begins to accept
+    /// connections.
     fn serve(
         config: Config,
         control: Arc<Sources>,
@@ -115,7 +118,8 @@ impl Daemon {
     ) -> Result<Daemon, StartError> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = rustix::event::eventfd(0, flags).map_err(io::Error::from)?;
-        // If a later step fails, dropping this value ends all threads that were started.
+        // The daemon value exists before the last steps of the start. If one of these steps fails,
+        // dropping the value ends all threads that were started.
         let mut daemon = Daemon {
             acceptor: None,
             stop: Arc::new(stop),
@@ -153,12 +157,14 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Returns the heartbeats of the daemon's threads.
+    /// Returns the heartbeats with which the daemon's threads show the watchdog that they make
+    /// progress.
     pub fn heartbeats(&self) -> &Arc<Heartbeats> {
         &self.heartbeats
     }
 
-    /// Stops the daemon: drains the queues, empties the pool of every VM and removes the sockets.
+    /// Stops the daemon: answers the requests that workers have taken, empties the pool of every VM
+    /// and removes the sockets.
     pub fn stop(self) {}
 
     fn end(&mut self) {
@@ -172,7 +178,7 @@ impl Daemon {
             None => Vec::new(),
         };
         for (stream, _) in &connections {
-            // An error means that the connection has already ended.
+            // If the shutdown fails, the front end or client has already closed the connection.
             let _ = stream.shutdown(Shutdown::Both);
         }
         for (_, thread) in connections {
@@ -197,14 +203,15 @@ impl Drop for Daemon {
     }
 }
 
-/// Creates the pool. Logs a warning if the system does not let the process lock memory.
+/// Creates the pool. Logs a warning if the system does not let the process lock its memory.
 ///
 /// # Errors
 /// The system lacks address space or entropy.
 fn create_engine(config: &Config) -> io::Result<Arc<Engine>> {
     let seed = getrandom::u64().map_err(io::Error::other)?;
     let mut engine_config = EngineConfig::new(config.pool_size_bytes, seed);
-    // The pool can never get more memory than the host has.
+    // The pool's address space is as large as the host's memory, so that a reload can enlarge the
+    // pool up to this size. The host cannot provide more memory than it has.
     engine_config.size_max_bytes = host_memory_bytes();
     let engine = Engine::new(engine_config)?;
     if !engine.is_locked() {
@@ -216,7 +223,8 @@ fn create_engine(config: &Config) -> io::Result<Arc<Engine>> {
     Ok(engine)
 }
 
-/// Creates the registry with the VMs of the configuration. Their sockets are bound later.
+/// Creates the registry with the VMs of the configuration. The VMs' sockets are bound later in the
+/// start.
 ///
 /// # Errors
 /// A reserve does not fit into the pool, or the system has no descriptor left.
@@ -238,7 +246,8 @@ fn create_registry(
 /// Starts the background workers and the data workers.
 ///
 /// # Errors
-/// The system lacks a thread, a descriptor or an io_uring. No thread is left running.
+/// The system lacks a thread, a descriptor or an io_uring. After an error, no worker is left
+/// running.
 fn start_workers(
     config: &Config,
     engine: &Arc<Engine>,
@@ -280,16 +289,17 @@ fn bind_control(
     Ok(listeners)
 }
 
-/// Returns the seconds since 1970; 0 if the host's clock is before that.
+/// Returns the host's time in seconds since 1970; 0 if the host's clock is set to an earlier time.
 fn unix_time_seconds() -> i64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     since.map_or(0, |since| since.as_secs() as i64)
 }
 
-/// Warns if any user can create files in the run directory. A VMM shares its guest's memory with
-/// the process that listens on its socket, so another user could create that socket first.
+/// Logs a warning if any user can create files in the run directory. A VMM shares its guest's
+/// memory with the process that listens on the VM's socket. Another user could create that socket
+/// before the daemon does.
 fn warn_of_writable_directory(run_directory: &Path) {
-    // If the directory is missing, binding a socket in it reports that.
+    // If the run directory is missing, the daemon reports it later, when it binds a socket there.
     let Ok(metadata) = std::fs::metadata(run_directory) else {
         return;
     };
@@ -302,8 +312,8 @@ fn warn_of_writable_directory(run_directory: &Path) {
     }
 }
 
-/// Raises the soft limit of open files to the hard limit. docs/operating.md gives the number of
-/// descriptors that VMs need.
+/// Raises the soft limit of open files to the hard limit. docs/operating.md says how many
+/// descriptors VMs need.
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);

@@ -13,18 +13,19 @@ use std::sync::PoisonError;
 impl Daemon {
     /// Applies the settings that can change while the daemon runs: the size of the pool, the memory
     /// to leave available on the host, the rate limit and the quotas of configured VMs. No VM is
-    /// interrupted. Returns the names of changed settings that take effect at the next start only.
+    /// interrupted. Returns the names of changed settings that take effect only at the daemon's
+    /// next start.
     ///
     /// # Errors
-    /// The configuration is invalid; then nothing changes.
+    /// The configuration is invalid. In this case, nothing changes.
     pub fn reload(&self, new: Config) -> Result<Vec<String>, ConfigError> {
         new.check()?;
         let Some(control) = &self.control else {
             return Ok(Vec::new());
         };
         let mut config = self.config.lock().unwrap_or_else(PoisonError::into_inner);
-        // No step after set_size_and_quotas() can fail. So the reload takes effect completely or
-        // not at all.
+        // Only the step set_size_and_quotas() of a reload can fail, and a failure changes nothing.
+        // The reload therefore takes effect completely or not at all.
         set_size_and_quotas(control, &config, &new)?;
         config.pool_size_bytes = new.pool_size_bytes;
         control
@@ -34,8 +35,8 @@ impl Daemon {
         let mut later = vm_changes(&mut config, &new);
         match config.pressure.is_some() {
             true => control.size.set_free_min(free_min_bytes(&new)),
-            // Only the start of the daemon creates the thread that watches the host's memory.
-            // Without that thread, the setting takes effect at the next start.
+            // No thread watches the host's memory, because the old configuration needs none. Only
+            // the start creates that thread, so the new setting takes effect at the next start.
             false if new.pressure.is_some() => later.push("host_free_min".into()),
             false => {}
         }
@@ -46,8 +47,8 @@ impl Daemon {
     }
 }
 
-/// Sets the size of the pool and the quotas of configured VMs. Size and quotas depend on each
-/// other, so either all of them change or none.
+/// Sets the size of the pool and the quotas of configured VMs. All reserves must fit into the pool;
+/// otherwise neither the size nor any quota changes.
 ///
 /// # Errors
 /// The size exceeds the memory that the host had when the daemon started, or a reserve does not
@@ -81,7 +82,8 @@ fn set_size_and_quotas(
     })
 }
 
-/// Records the new quotas of the VMs in `config`. Returns the changes of VMs that need a restart.
+/// Copies the new quotas of VMs into `config`. Returns texts that name VMs whose other settings
+/// have changed; these changes take effect only at the next start.
 fn vm_changes(config: &mut Config, new: &Config) -> Vec<String> {
     let mut later = Vec::new();
     for vm in &new.vms {
@@ -115,7 +117,7 @@ fn stalls(config: &Config) -> Option<&Path> {
     config.pressure.as_ref()?.stalls.as_deref()
 }
 
-/// Returns the names of settings that differ and take effect at the next start only.
+/// Returns the names of changed settings that take effect only at the daemon's next start.
 fn settings_for_next_start(old: &Config, new: &Config) -> Vec<String> {
     let changes = [
         ("memory_pressure", stalls(old) != stalls(new)),

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Events and their subscribers. Events report that VMs come and go, that operators act, or that
-//! the host runs short of memory.
+//! Events and their subscribers. An event reports, for example, that a VM comes or goes, that an
+//! operator acts, or that the host is short of memory.
 //!
 //! Each subscriber has a bounded queue. A subscriber that does not read its events loses the oldest
-//! ones and receives their number. Out of scope: events for single requests of a guest, and the
-//! bound on the events of a VM, see `limit.rs`.
+//! ones, and receives the number of lost events. Out of scope: events for single requests of a
+//! guest, and the bound on the events of a VM, see `limit.rs`.
 
 use crate::util::event_fd::{consume, signal};
 use rustix::event::EventfdFlags;
@@ -15,52 +15,52 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::SystemTime;
 use tmem_control::Event;
 
-/// Maximum number of events that wait for a subscriber. Each of many VMs can cause several when it
-/// reconnects.
+/// Maximum number of events in one subscriber's queue. The queue is long, because each of many VMs
+/// can cause several events when it reconnects.
 const QUEUE_MAX: usize = 1024;
 
 /// Kinds of events. Their names are part of the control interface (docs/control.md).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventKind {
-    /// The subscription begins.
+    /// First event of each subscription: it reports that the subscription has begun.
     Subscribed,
-    /// The daemon serves the VM from now on.
+    /// A VM was added: the daemon serves it from now on.
     Added,
-    /// The daemon no longer serves the VM.
+    /// A VM was removed: the daemon no longer serves it.
     Removed,
-    /// A VMM has connected to the VM's socket.
+    /// A VMM, such as QEMU, has connected to the VM's vhost-user socket.
     Connected,
     /// The connection of the VM's VMM has ended.
     Disconnected,
-    /// A connection to the VM's socket was refused.
+    /// The daemon refused a connection to the VM's vhost-user socket.
     ConnectionRefused,
-    /// A virtqueue was stopped because of a fault.
+    /// The daemon stopped one of the VM's virtqueues because of a fault in it.
     QueueStopped,
-    /// The guest's driver reports another state.
+    /// The driver in the guest reports that its state has changed.
     Driver,
-    /// The VM's quota was changed.
+    /// The VM's quota (reserve, limit and weight) was changed.
     Quota,
-    /// The VM's manager (such as the libvirt bridge) reports a problem, or that the problem is
-    /// solved.
+    /// The VM's manager (such as the libvirt bridge) reports a problem with the VM, or reports that
+    /// the problem is solved.
     Problem,
-    /// An operator dropped the VM's pages.
+    /// An operator dropped all pages of the VM from the pool.
     Flushed,
-    /// The VM was frozen, see the method FreezeVm.
+    /// An operator froze the VM with the method FreezeVm: its puts are refused from now on.
     Frozen,
-    /// The VM was thawed, see the method ThawVm.
+    /// An operator thawed the VM with the method ThawVm: its puts are accepted again.
     Thawed,
-    /// The pool's configured size was changed.
+    /// The configured size of the pool was changed.
     Resized,
-    /// The host is short of memory, and the pool begins to shrink.
+    /// The host needs memory, so the pool begins to shrink below its configured size.
     HostShort,
-    /// The pool has its configured size again.
+    /// The host no longer needs the memory, and the pool has its configured size again.
     HostWell,
-    /// The configuration was read again.
+    /// The daemon read its configuration file again and applied it.
     Reloaded,
 }
 
 impl EventKind {
-    /// All kinds of events. A test compares them with the documentation.
+    /// All kinds of events. A test compares their names with docs/control.md.
     pub const ALL: [EventKind; 17] = [
         EventKind::Subscribed,
         EventKind::Added,
@@ -81,9 +81,10 @@ impl EventKind {
         EventKind::Reloaded,
     ];
 
-    /// Returns the sort of an event that a guest, its VMM or a peer of its socket can cause in a
-    /// loop; None for other events. Among waiting events of the same sort, only the last one is
-    /// kept, because it describes the current state.
+    /// Returns the sort of an event: a group of kinds that describe the same state, such as the
+    /// connection. None for kinds that no guest, VMM or peer of the VM's socket can cause in a
+    /// loop. If several events of one sort wait to be sent, only the last one is kept, because it
+    /// describes the current state.
     pub fn sort(self) -> Option<EventKind> {
         match self {
             EventKind::Connected | EventKind::Disconnected => Some(EventKind::Connected),
@@ -100,7 +101,7 @@ impl EventKind {
         }
     }
 
-    /// Returns the kind's name in the control interface.
+    /// Returns the name of this kind of event in the control interface.
     pub fn name(self) -> &'static str {
         match self {
             EventKind::Subscribed => "subscribed",
@@ -124,20 +125,21 @@ impl EventKind {
     }
 }
 
-/// The subscribers to events.
+/// The subscribers to events, to which the daemon sends each event.
 #[derive(Debug, Default)]
 pub struct Events {
-    /// Guards the subscribers and the number of events so far. A subscriber's queue is locked under
-    /// it.
+    /// Guards the list of subscribers and the number of events so far. A thread that holds this
+    /// lock may take the lock of a subscriber's queue.
     state: Mutex<(Vec<Weak<Subscription>>, i64)>,
 }
 
-/// Subscription to events, which lasts until it is dropped.
+/// Subscription of a client to events. It lasts until the client's thread drops it.
 #[derive(Debug)]
 pub struct Subscription {
-    /// Guards the waiting events, and the number of events lost since the last one was taken.
+    /// Guards the events that wait in this subscriber's queue, and the number of events that were
+    /// lost since the client last took events.
     queue: Mutex<(VecDeque<Event>, i64)>,
-    /// Descriptor that is readable while events wait.
+    /// Eventfd that is readable while events wait in the queue.
     ready: OwnedFd,
 }
 
@@ -158,7 +160,8 @@ impl Events {
         }
     }
 
-    /// Sends an event to all subscribers. It is cheap without subscribers and never waits for one.
+    /// Sends an event to all subscribers without waiting for them to read it. The call is cheap if
+    /// there are no subscribers.
     pub fn emit(&self, kind: EventKind, vm: Option<&str>, text: std::fmt::Arguments<'_>) {
         let mut state = lock(&self.state);
         state.1 += 1;
@@ -175,7 +178,8 @@ impl Events {
         });
     }
 
-    /// Creates a subscription to all events from now on. Its first event reports that it begins.
+    /// Creates a subscription to all events from now on. Its first event reports that the
+    /// subscription begins.
     ///
     /// # Errors
     /// The system has no descriptor left.
@@ -204,12 +208,12 @@ impl Subscription {
         signal(&self.ready);
     }
 
-    /// Returns a descriptor that is readable while events wait.
+    /// Returns an eventfd that is readable while events wait in this subscription's queue.
     pub fn ready(&self) -> &OwnedFd {
         &self.ready
     }
 
-    /// Takes the waiting events, oldest first.
+    /// Takes all events that wait in this subscription's queue, oldest first.
     pub fn take(&self) -> Vec<Event> {
         consume(&self.ready);
         let mut queue = lock(&self.queue);

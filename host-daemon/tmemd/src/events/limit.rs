@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Bound on the events that one VM can cause: a burst, and after it one event per period.
+//! Rate limit on the events that one VM can cause: a burst, and after it one event per period.
 //!
 //! A guest that changes its state in a loop must not displace events of other VMs from a
-//! subscriber's queue. An event beyond the bound waits, and replaces a waiting event of the same
-//! sort (such as an older state of the driver). It is sent when the bound permits, so the last
-//! event of a VM describes its current state. Out of scope: events that an operator causes.
+//! subscriber's queue. An event beyond the limit waits, and replaces a waiting event of the same
+//! sort (such as an older state of the driver). The waiting event is sent as soon as the limit
+//! permits, so the last event of a VM describes its current state. Out of scope: events that an
+//! operator causes.
 
 use crate::events::bus::EventKind;
 use crate::util::rate_limit::{RateLimit, since_start_ns};
@@ -13,18 +14,18 @@ use std::fmt::Arguments;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Number of events that a VM may cause at once. All its queues may stop at once, and it may
-/// reconnect a few times. A subscriber's queue holds 32 times as many.
+/// Number of events that a VM may cause at once. All virtqueues of a VM may stop at once, and the
+/// VM may reconnect a few times. A subscriber's queue has space for 32 times as many events.
 pub(crate) const BURST: u32 = 32;
-/// Time after which a VM that used up its burst may cause one more event.
+/// Time after which a VM that used up its burst of events may cause one more event.
 pub(crate) const PERIOD: Duration = Duration::from_secs(5);
 
-/// Bound on the events of one VM, and its waiting events.
+/// Rate limit on the events of one VM, with the events that wait to be sent.
 #[derive(Debug, Default)]
 pub(crate) struct EventLimit {
     rate: RateLimit,
-    /// Guards the waiting events, oldest first and at most one of each sort. Events are sent under
-    /// it, in this order.
+    /// Guards the waiting events, oldest first and at most one of each sort. A thread holds this
+    /// lock while it sends events, so that they are sent in their order.
     pending: Mutex<VecDeque<PendingEvent>>,
 }
 
@@ -32,13 +33,13 @@ pub(crate) struct EventLimit {
 struct PendingEvent {
     kind: EventKind,
     text: String,
-    /// Number of earlier events of the same sort that this event has replaced and that are never
-    /// sent.
+    /// Number of earlier events of the same sort that this event has replaced. They are never sent.
     left_out: u64,
 }
 
 impl EventLimit {
-    /// Adds an event. It is sent at once if the bound permits, and otherwise later.
+    /// Adds an event of the VM. Sends it at once if the rate limit permits, and otherwise keeps it
+    /// for `catch_up`.
     pub(crate) fn add(&self, now: Instant, kind: EventKind, text: Arguments<'_>, emit: impl Emit) {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         let before = pending
@@ -54,7 +55,7 @@ impl EventLimit {
         self.emit_some(&mut pending, now, emit);
     }
 
-    /// Sends waiting events until none is left or the bound is reached.
+    /// Sends the VM's waiting events until none is left or the rate limit is reached.
     pub(crate) fn catch_up(&self, now: Instant, emit: impl Emit) {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         self.emit_some(&mut pending, now, emit);
@@ -78,7 +79,7 @@ impl EventLimit {
     }
 }
 
-/// A function that sends an event.
+/// Function that sends an event of the given kind and text to all subscribers.
 pub(crate) trait Emit: Fn(EventKind, Arguments<'_>) {}
 impl<F: Fn(EventKind, Arguments<'_>)> Emit for F {}
 
@@ -117,7 +118,7 @@ mod tests {
             [stopped],
             "not exactly one event was reported when the limit admits one"
         );
-        // An event that occurs later is sent after the waiting ones.
+        // This event occurs while other events wait, so it is sent after them.
         limit.add(start + PERIOD, EventKind::Driver, format_args!("on"), emit);
         limit.catch_up(start + 10 * PERIOD, emit);
         let gone = (EventKind::Disconnected, "9 (19 left out before)".into());

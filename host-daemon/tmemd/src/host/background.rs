@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Background worker threads: the pool's background work and unmapping memory.
+//! Background worker threads. They do the pool's background work (compressing, deduplicating and
+//! evicting pages) and unmap memory.
 //!
-//! Unmapping has a thread of its own. It takes longer the more memory a VM has, up to seconds, and
-//! must not delay the pool's work. Because a single call can take that long, the thread has no
-//! heartbeat.
+//! A separate thread unmaps memory, because unmapping a VM's memory can take seconds and must not
+//! delay the pool's work. As a single call can take that long, this thread has no heartbeat.
 
 use crate::host::clock::ClockAndEntropy;
 use crate::host::heartbeat::{Heartbeat, Heartbeats};
@@ -17,44 +17,46 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use tmem_pool::{Engine, Time};
 
-/// Pages of background work between two checks whether the daemon stops.
+/// Number of pages that background work processes between two checks whether the daemon stops.
 const MAINTAIN_PAGES: usize = 1024;
 
-/// Longest pause between two runs of background work, which is needed because some of the pool's
-/// work depends on time.
+/// Longest pause between two runs of background work. Some of the pool's work depends on time, so
+/// the threads must also run when no other thread wakes them.
 const PERIOD: Duration = Duration::from_millis(500);
 
-/// Shortest pause after a run that left no work. No put is refused because of this pause: a VM may
-/// have some hundred raw pages in the pool, and needs longer than the pause to put them.
+/// Shortest pause of a background thread after a run that left no work. No put is refused because
+/// of this pause: a VM may have some hundred raw pages in the pool, and needs longer than the pause
+/// to put them.
 const PERIOD_MIN: Duration = Duration::from_millis(1);
 
-/// Maximum number of memory tables of a VM that wait to be unmapped. A front end that changes its
-/// table faster is slowed down: its own connection thread unmaps further tables. Tables count
-/// against limits that all VMs share.
+/// Maximum number of memory tables of a VM that wait to be unmapped. If a front end changes its
+/// table faster, its own connection thread unmaps further tables, which slows the front end down.
+/// The tables' mappings count against limits that all VMs share.
 pub const DISCARDED_MAX: usize = 4;
 
-/// Number of memory tables of a VM that wait to be unmapped or are being unmapped. Each of these
-/// tables holds a clone of the reference.
+/// Counts the memory tables of a VM that wait to be unmapped or are being unmapped. Each of these
+/// tables holds a clone of the `Arc`, so the reference count gives their number.
 #[derive(Debug, Default)]
 pub struct Discarded(Arc<()>);
 
-/// A memory table that waits to be unmapped and is counted until then.
+/// A memory table that waits to be unmapped. Until then it counts against `DISCARDED_MAX`.
 struct DiscardedMemory {
     _memory: Arc<dyn Any + Send + Sync>,
-    /// This field is declared after the memory, so that Rust drops it after the memory.
+    /// Clone of the VM's [`Discarded`] reference, which counts this table. Rust drops fields in the
+    /// order of their declaration, so the table is unmapped before it stops being counted.
     _counted: Arc<()>,
 }
 
-/// The background worker threads.
+/// The background worker threads of the daemon.
 pub struct BackgroundWorkers {
-    /// Flag that is set when new work may exist since a thread last checked.
+    /// Set when there may be background work that no background thread has seen yet.
     work: AtomicBool,
     stop: AtomicBool,
-    /// Guards the list of memory that waits to be unmapped. Leaf lock.
+    /// Guards the list of memory tables that wait to be unmapped. Leaf lock.
     discarded: Mutex<Vec<DiscardedMemory>>,
     /// Guards the handles of the threads that do the pool's background work.
     threads: Mutex<Vec<JoinHandle<()>>>,
-    /// Guards the handle of the thread that unmaps. Leaf lock.
+    /// Guards the handle of the thread that unmaps memory. Leaf lock.
     unmapper: Mutex<Option<JoinHandle<()>>>,
     /// Processor time of all background threads.
     pub stage: Stage,
@@ -64,10 +66,11 @@ pub struct BackgroundWorkers {
 
 impl BackgroundWorkers {
     /// Starts `threads` threads for the pool's background work and one thread that unmaps memory.
-    /// If `threads` is 0, no thread is started, and the caller does all work.
+    /// If `threads` is 0, no thread is started, and the caller of this function does all background
+    /// work.
     ///
     /// # Errors
-    /// The system cannot start a thread; the threads that were started have ended.
+    /// The system cannot start a thread. The threads that were already started have ended.
     pub fn start(
         engine: Arc<Engine>,
         clock: &ClockAndEntropy,
@@ -83,7 +86,8 @@ impl BackgroundWorkers {
         })
     }
 
-    /// Starts threads that call `maintain`, which does some work and returns true if more is left.
+    /// Starts `threads` threads that call `maintain` in a loop. `maintain` does some work and
+    /// returns true if more is left.
     fn start_with(
         threads: usize,
         heartbeats: &Heartbeats,
@@ -137,8 +141,7 @@ impl BackgroundWorkers {
         self.stage.join();
         while !self.stop.load(Ordering::SeqCst) {
             self.unmap();
-            // park() returns at once if another thread has discarded memory since unmap() looked
-            // for it.
+            // park() returns at once if another thread has queued memory since unmap() returned.
             std::thread::park();
         }
     }
@@ -152,8 +155,9 @@ impl BackgroundWorkers {
             let done = catch_unwind(AssertUnwindSafe(maintain));
             heartbeat.rest();
             let Ok(more) = done else {
-                // The thread continues after a panic, because VMs soon run out of space without
-                // background work. The pause keeps a repeated panic from filling the log.
+                // The thread continues after a panic, because without background work the VMs soon
+                // have no space left for puts. The pause keeps a repeated panic from filling the
+                // log.
                 tracing::error!(
                     "a bug in the engine: background work panicked; the worker continues"
                 );
@@ -169,7 +173,7 @@ impl BackgroundWorkers {
         }
     }
 
-    /// Unmaps all memory that was discarded until now.
+    /// Unmaps all memory tables that were discarded until now.
     pub fn unmap(&self) {
         let discarded = std::mem::take(
             &mut *self
@@ -180,10 +184,11 @@ impl BackgroundWorkers {
         drop(discarded);
     }
 
-    /// Wakes the threads. Callers use this function after each action that may cause background
-    /// work. It is cheap.
+    /// Wakes the background threads. The call is cheap, so the daemon makes it after each action
+    /// that may cause background work.
     pub fn wake(&self) {
-        // Only the first call since a thread last looked for work wakes the threads.
+        // If the flag is set already, another call has woken the threads and they have not looked
+        // for work since. They need no second wake-up.
         if !self.work.swap(true, Ordering::SeqCst) {
             for thread in &*self.handles() {
                 thread.thread().unpark();
@@ -191,12 +196,13 @@ impl BackgroundWorkers {
         }
     }
 
-    /// Queues memory to be unmapped when nothing else uses it. If [`DISCARDED_MAX`] tables of the
-    /// VM wait already, the caller's thread unmaps the memory.
+    /// Queues a memory table, which is unmapped when no thread uses it any more. If
+    /// [`DISCARDED_MAX`] tables of the VM are waiting already, the calling thread unmaps the table
+    /// itself.
     pub fn discard(&self, memory: Arc<dyn Any + Send + Sync>, of_vm: &Discarded) {
         let counted = of_vm.0.clone();
-        // Each table that waits has a reference. Two more references belong to the VM and to this
-        // call.
+        // The reference count includes two references that are not waiting tables: the VM's own
+        // reference, and `counted`.
         if Arc::strong_count(&of_vm.0) - 2 >= DISCARDED_MAX {
             return;
         }
@@ -213,7 +219,7 @@ impl BackgroundWorkers {
         }
     }
 
-    /// Ends the background threads and waits until they have ended.
+    /// Tells the background threads to end, and waits until they have ended.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::SeqCst);
         let threads = std::mem::take(&mut *self.handles());
@@ -241,7 +247,7 @@ mod tests {
             let call = calls.fetch_add(1, Ordering::SeqCst);
             assert!(call > 0, "a simulated bug in the first call");
             let sender = sender.lock().unwrap_or_else(PoisonError::into_inner);
-            // An error means that the test has ended.
+            // If sending fails, the test has ended and no longer receives.
             let _ = sender.send(call);
             false
         };
@@ -253,8 +259,9 @@ mod tests {
         background.stop();
     }
 
-    /// The watchdog ignores the time that unmapping takes, because the thread that unmaps has no
-    /// heartbeat.
+    /// Memory is unmapped even if a thread of the pool's background work never returns, because a
+    /// separate thread unmaps memory. That thread has no heartbeat, so the watchdog ignores the
+    /// time that unmapping takes.
     #[test]
     fn memory_is_unmapped_during_endless_pool_work() {
         let (go, gone) = mpsc::channel::<()>();

@@ -1,31 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Clock and entropy source of the daemon.
 //!
-//! One handle provides both, so that a simulator can replace them and repeat a run. Out of scope:
-//! waiting. Only threads wait, and a simulator has none.
+//! The type [`ClockAndEntropy`] provides both, so that a simulator can replace them and repeat a
+//! run. Out of scope: waiting. Only threads wait, and a simulator has none.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Clock and entropy source that a simulator provides.
 pub trait SimulatedClock: Send + Sync {
-    /// Returns the nanoseconds since the daemon's start; the value never decreases.
+    /// Returns the nanoseconds since the daemon's start. The value never decreases.
     fn now_ns(&self) -> u64;
-    /// Returns a number that no guest can have seen before, never 0.
+    /// Returns a generation number that no guest can have seen before; it is never 0.
     fn generation(&self) -> u64;
 }
 
-/// The clock and entropy source. Clones refer to the same source.
+/// Clock and entropy source of the daemon. All clones use the same source.
 #[derive(Clone)]
 pub enum ClockAndEntropy {
     /// The host's clock and entropy. The value is the time of the daemon's start.
     Host(Instant),
-    /// The clock and entropy of a simulator.
+    /// The clock and entropy that a simulator provides.
     Simulated(Arc<dyn SimulatedClock>),
 }
 
 impl ClockAndEntropy {
-    /// Creates the source for the host's clock and entropy. The clock starts at 0.
+    /// Creates a source that uses the host's clock and entropy. The clock starts at 0.
     pub fn host() -> ClockAndEntropy {
         ClockAndEntropy::Host(Instant::now())
     }
@@ -43,7 +43,7 @@ impl ClockAndEntropy {
         Duration::from_nanos(self.now_ns())
     }
 
-    /// Returns a number that no guest can have seen before: random and never 0.
+    /// Returns a generation number that no guest can have seen before: random and never 0.
     ///
     /// # Errors
     /// The host has no entropy.

@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Heartbeats: whether each thread that VMs need makes progress.
+//! Heartbeats, which show whether the threads that VMs need make progress.
 //!
-//! A thread that works increments the counter of its heartbeat at every bounded piece of work. A
-//! thread that waits for another thread or process, or does work without a bound (such as unmapping
-//! a terabyte), is marked as resting and is not checked. So an idle daemon does not count as hung,
-//! and neither does a thread that waits for the rest of a front end's message. Incrementing the
-//! counter is only a write to a word of memory that no other thread writes. Out of scope: the
-//! reaction to a thread that hangs, see `watchdog.rs`.
+//! A thread increments the counter of its heartbeat at the begin of every bounded piece of work. It
+//! marks itself as resting before it waits for another thread or process, or does work without a
+//! bound (such as unmapping a terabyte). A resting thread is not checked. So an idle daemon does
+//! not count as hung, and neither does a thread that waits for the rest of a front end's message.
+//! Incrementing the counter is cheap: it writes a word of memory that no other thread writes. Out
+//! of scope: the reaction to a thread that hangs, see `watchdog.rs`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Number of consecutive checks that must find a thread at the same piece of work before it counts
-/// as hung. Checks are counted instead of time, because time also passes while the daemon is
-/// stopped and not checked.
+/// Number of consecutive checks that must find a thread at the same piece of work before the thread
+/// counts as hung. The limit is a number of checks instead of a time. While the complete daemon is
+/// stopped, time passes, but no check is made.
 pub const MISSED_CHECKS_MAX: u32 = 4;
 
-/// Value of the counter after the thread has ended normally.
+/// Value of a heartbeat's counter after its thread has ended normally.
 const ENDED: u64 = u64::MAX;
 
 /// The heartbeats of a daemon's threads.
 #[derive(Default)]
 pub struct Heartbeats {
-    /// Guards the heartbeats and the results of earlier checks. Leaf lock.
+    /// Guards the list of heartbeats with the results of earlier checks. Leaf lock.
     watched: Mutex<Vec<Watched>>,
 }
 
@@ -31,19 +31,19 @@ struct Watched {
     beats: Arc<AtomicU64>,
     /// Value of the heartbeat's counter at the last check.
     seen: u64,
-    /// Consecutive checks that found the thread at the same piece of work.
+    /// Number of consecutive checks that found the thread at the same piece of work.
     missed_checks: u32,
 }
 
-/// The heartbeat of one thread.
+/// Heartbeat of one thread, with which the thread shows that it makes progress.
 pub struct Heartbeat {
-    /// Counter of the thread's beats. It is odd while the thread works, with another value for each
-    /// piece of work, and even while the thread rests.
+    /// Counter of the thread's progress. It is odd while the thread works, with another value for
+    /// each piece of work, and even while the thread rests.
     beats: Arc<AtomicU64>,
 }
 
 impl Heartbeats {
-    /// Registers a thread, which rests at first.
+    /// Registers the heartbeat of a thread for the checks. The thread rests at first.
     pub fn register(&self, name: &str) -> Heartbeat {
         let beats = Arc::new(AtomicU64::new(0));
         self.lock().push(Watched {
@@ -55,7 +55,7 @@ impl Heartbeats {
         Heartbeat { beats }
     }
 
-    /// Checks all threads. Returns the names of those that hang.
+    /// Checks the heartbeats of all threads. Returns the names of the threads that hang.
     pub fn check(&self) -> Vec<String> {
         let mut watched = self.lock();
         watched.retain(|one| one.beats.load(Ordering::Relaxed) != ENDED);
@@ -80,21 +80,22 @@ impl Heartbeats {
 }
 
 impl Heartbeat {
-    /// Marks the thread as working: it begins a bounded piece of work.
+    /// Marks the thread as working. The thread calls this at the begin of each bounded piece of
+    /// work.
     pub fn work(&self) {
         let beats = self.beats.load(Ordering::Relaxed);
         self.beats.store((beats | 1) + 2, Ordering::Relaxed);
     }
 
-    /// Marks the thread as resting: it begins to wait for another thread or process, or work
-    /// without a bound.
+    /// Marks the thread as resting. The thread calls this before it waits for another thread or
+    /// process, or begins work without a bound.
     pub fn rest(&self) {
         let beats = self.beats.load(Ordering::Relaxed);
         self.beats.store((beats + 1) & !1, Ordering::Relaxed);
     }
 
-    /// Makes the thread count as hung for ever. A thread without which VMs are not served calls
-    /// this function when it has to end.
+    /// Makes the thread count as hung for ever. A thread that VMs need calls this function when it
+    /// must end because of an error.
     pub fn lose(self) {
         self.work();
         std::mem::forget(self);
@@ -102,8 +103,8 @@ impl Heartbeat {
 }
 
 impl Drop for Heartbeat {
-    /// Ends the heartbeat. A thread that panics counts as hung. Any other thread that drops its
-    /// heartbeat has ended normally.
+    /// Ends the heartbeat when its thread drops it. A thread that panics counts as hung. Any other
+    /// thread that drops its heartbeat has ended normally.
     fn drop(&mut self) {
         match std::thread::panicking() {
             true => self.work(),
@@ -168,7 +169,8 @@ mod tests {
             heartbeat.work();
             assert!(checks(&heartbeats, MISSED_CHECKS_MAX).is_empty());
         }
-        // Work that begins after a rest counts as another piece of work.
+        // After a rest, the thread works on another piece of work. The missed checks are therefore
+        // counted from 0 again.
         heartbeat.rest();
         heartbeat.work();
         assert!(checks(&heartbeats, MISSED_CHECKS_MAX).is_empty());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon and its host: clock and entropy, heartbeats and the watchdog, the sandbox, resource
-//! usage, memory pressure, and the background worker threads.
+//! Code for the daemon's host: clock and entropy, heartbeats and the watchdog, the sandbox,
+//! resource usage, memory pressure, and the background worker threads.
 //!
 //! Belongs here: code that talks to the host kernel or the service manager and knows no VM. Out of
 //! scope: guest memory, see `memory/`.

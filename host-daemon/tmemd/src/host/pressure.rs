@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Returns memory of the pool when the host runs short of it.
+//! Shrinks the pool when the host is short of memory, and lets it grow again later.
 //!
-//! A thread reads the available memory of the host and how long tasks waited for memory (PSI): at
-//! least once a second, and at once when the kernel reports such waits. The pool shrinks in steps
-//! by the amount that is missing. After a quiet period it grows back slowly, because a pool that
-//! grew as fast as it shrank would oscillate. A pool contains only copies, so shrinking it costs
-//! time and never data.
+//! A thread reads the available memory of the host and how long tasks waited for memory (PSI). It
+//! does so at least once a second, and at once when the kernel reports such waits. The pool shrinks
+//! in steps by the amount that is missing. After a quiet period the pool grows back slowly: if it
+//! grew as fast as it shrank, its size would oscillate. A pool contains only copies of pages, so
+//! shrinking it costs time and never data.
 
 use crate::config::meminfo::meminfo_bytes;
 use crate::config::settings::{POOL_BYTES_MIN, PressureConfig};
@@ -24,76 +24,80 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tmem_pool::{AdmissionError, Engine, Quota, Tenant};
 
-/// Time between two readings of the host's memory if the kernel reports no waits. Guests of a host
-/// may use some GiB in this time, so `host_free_min_bytes` must suffice for it.
+/// Time between two readings of the host's memory if the kernel reports no waits for memory. Guests
+/// of a host may use some GiB in this time, so `host_free_min_bytes` must suffice for it.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Shortest time between two readings after a report of the kernel. Freeing memory takes a part of
-/// this time, and the host's available memory changes only afterwards.
+/// Shortest time between two readings of the host's memory after the kernel has reported waits.
+/// Freeing memory takes a part of this time, and the host's available memory changes only
+/// afterwards.
 const PERIOD_MIN: Duration = Duration::from_millis(100);
 
-/// Divisor of [`STALL_WINDOW`]: the host counts as short of memory if some task waited for memory
+/// Divisor of [`STALL_WINDOW`]. The host counts as short of memory if some task waited for memory
 /// during a tenth of the window.
 const STALL_PART: u32 = 10;
 
-/// Window in which waits for memory are summed. A multiple of two seconds needs no privilege
-/// (Documentation/accounting/psi.rst).
+/// Time window in which waits for memory are summed. A PSI window that is a multiple of two seconds
+/// needs no privilege (Documentation/accounting/psi.rst).
 const STALL_WINDOW: Duration = Duration::from_secs(2);
 
-/// Divisor of the held memory: one step frees at most an eighth of it when memory is missing. A
-/// reading may be out of date, as after a burst, and must not empty the pool. After eight steps a
-/// third is left.
+/// Divisor of the memory that the pool holds: one step frees at most an eighth of that memory when
+/// host memory is missing. The limit keeps a reading that is out of date, for example after a
+/// burst, from emptying the pool. After eight steps, a third of the memory is left.
 const SHRINK_PART: u64 = 8;
 
-/// Divisor of the held memory: one step frees a 16th of it when tasks wait although enough memory
-/// is available. These tasks may wait because of a limit of their own, which a smaller pool does
-/// not change.
+/// Divisor of the memory that the pool holds: one step frees a 16th of that memory when tasks wait
+/// although enough host memory is available. These tasks may wait because of a limit of their own,
+/// which a smaller pool does not change.
 const STALL_SHRINK_PART: u64 = 16;
 
-/// Smallest step in bytes, so that shrinking ends in bounded time.
+/// Smallest amount in bytes by which one step shrinks the pool, so that shrinking ends in bounded
+/// time.
 const SHRINK_BYTES_MIN: u64 = 4 << 20;
 
-/// Divisor of `host_free_min`: the pool grows only while a quarter more than the minimum is
-/// available. Otherwise the host would be short again after the growth.
+/// Divisor of `host_free_min`: the pool grows only while the host has a quarter more than this
+/// minimum available. Otherwise the host would be short of memory again after the growth.
 const MARGIN_PART: u64 = 4;
 
-/// Time without a shortage after which the pool may grow. It is longer than the window for waits,
-/// than a sweep of the kernel through its page lists, and than most bursts of memory use.
+/// Time without a shortage of memory after which the pool may grow. It is longer than the window in
+/// which waits are summed. It is also longer than a sweep of the kernel through its page lists, and
+/// than most bursts of memory use.
 const CALM: Duration = Duration::from_secs(15);
 
-/// Divisor of the configured size: a growth step is a 64th of it, so that the pool grows from
-/// nothing to its full size within two minutes.
+/// Divisor of the pool's configured size: one step grows the pool by a 64th of that size. The pool
+/// therefore grows from nothing to its full size within two minutes.
 const GROW_PART: u64 = 64;
 
-/// Time between two growth steps of the pool.
+/// Time between two steps in which the pool grows.
 const GROW_PERIOD: Duration = Duration::from_secs(2);
 
-/// Longest time for which a caller that requested host memory waits. The pool frees some GiB in
-/// this time, and the wait must not delay the start of a VM much.
+/// Longest time that [`PoolSize::make_room`] waits for memory that its caller requested. The pool
+/// frees some GiB in this time, and the wait must not delay the start of a VM much.
 pub const ROOM_WAIT: Duration = Duration::from_secs(1);
 
-/// Time between two checks whether the requested memory is available.
+/// Time between two checks whether the pool has freed the requested memory.
 const ROOM_POLL: Duration = Duration::from_millis(5);
 
-/// Values that the host reports about its memory.
+/// Readings of the host's memory, on which the size of the pool depends.
 #[derive(Clone, Copy, Debug)]
 struct Readings {
     /// Memory that the host can allocate without harmful reclaim, in bytes; None if the host does
     /// not report it.
     available_bytes: Option<u64>,
-    /// Whether tasks wait for memory.
+    /// Whether tasks of the host wait long for memory, see [`STALL_PART`].
     stalled: bool,
 }
 
-/// Decides the size of the pool. The clock and the host's readings are arguments, so that tests can
-/// choose them.
+/// Decides the size of the pool. The caller passes the time and the readings of the host, so that
+/// tests can simulate them.
 #[derive(Debug)]
 struct Governor {
     free_min_bytes: u64,
     /// The configured size of the pool in bytes.
     full_bytes: u64,
     size_bytes: u64,
-    /// Time since which the host was not short of memory; None while it is short.
+    /// Time at which the current period without a shortage of memory began; None while the host is
+    /// short of memory.
     calm_since: Option<Instant>,
     grown: Option<Instant>,
 }
@@ -109,11 +113,11 @@ impl Governor {
         }
     }
 
-    /// Sets another configured size of the pool in bytes. Returns the size that the pool should
-    /// have now.
+    /// Sets another configured size of the pool in bytes. Returns the size in bytes that the pool
+    /// should have now.
     fn set_full(&mut self, full_bytes: u64) -> u64 {
-        // A pool that shrank for the host grows to the new size in steps. Only a pool of full size
-        // takes the new size at once.
+        // If a shortage on the host has made the pool smaller, the pool grows to the new size in
+        // steps. A pool that has its configured size takes the new size at once.
         let is_full = self.size_bytes == self.full_bytes;
         self.full_bytes = full_bytes;
         if is_full || self.size_bytes > full_bytes {
@@ -122,8 +126,8 @@ impl Governor {
         self.size_bytes
     }
 
-    /// Returns the pool's new size in bytes; None if it should not change. `held_bytes` is the
-    /// memory that the pool holds.
+    /// Decides about one step. Returns the pool's new size in bytes; None if the size should not
+    /// change. `held_bytes` is the memory that the pool holds now.
     fn step(&mut self, now: Instant, readings: Readings, held_bytes: u64) -> Option<u64> {
         let available_bytes = readings.available_bytes.unwrap_or(u64::MAX);
         let missing_bytes = self.free_min_bytes.saturating_sub(available_bytes);
@@ -134,9 +138,9 @@ impl Governor {
             } else {
                 (u64::MAX, STALL_SHRINK_PART)
             };
-            // The step is subtracted from the memory that the pool holds, not from its size: memory
-            // that the pool does not hold cannot help the host. The new size also keeps the pool
-            // from taking more memory now.
+            // The step is subtracted from the memory that the pool holds, not from the pool's size.
+            // Memory that the pool does not hold cannot help the host. The new size also keeps the
+            // pool from taking more memory now.
             let held_bytes = held_bytes.min(self.size_bytes);
             let step_bytes = wanted.min((held_bytes / part).max(SHRINK_BYTES_MIN));
             held_bytes
@@ -152,12 +156,12 @@ impl Governor {
         })
     }
 
-    /// Returns the pool's new size in bytes if it must shrink to leave `room_bytes` to another
-    /// process; otherwise None. The pool shrinks in one step, because `available_bytes` is up to
-    /// date.
+    /// Returns the pool's new size in bytes if the pool must shrink to leave `room_bytes` to
+    /// another process; otherwise None. The pool shrinks by all missing bytes in one step, because
+    /// `available_bytes` is up to date.
     fn make_room(&mut self, room_bytes: u64, available_bytes: u64, held_bytes: u64) -> Option<u64> {
-        // The quiet period begins again, so that the pool does not grow before the other process
-        // takes the memory.
+        // The quiet period is restarted. The pool therefore does not grow again before the other
+        // process has taken the memory.
         self.calm_since = None;
         let wanted_bytes = self.free_min_bytes.saturating_add(room_bytes);
         let missing_bytes = wanted_bytes.saturating_sub(available_bytes);
@@ -186,7 +190,8 @@ impl Governor {
     }
 }
 
-/// Returns the total time in µs for which some task waited, from the text of a PSI file.
+/// Returns the total time in µs for which some task waited for memory. `pressure` is the text of a
+/// PSI file.
 fn stall_us(pressure: &str) -> Option<u64> {
     let some = pressure
         .lines()
@@ -197,8 +202,8 @@ fn stall_us(pressure: &str) -> Option<u64> {
     total.parse().ok()
 }
 
-/// Registers a PSI trigger. Returns None if the kernel does not support it; the periodic reading
-/// must suffice then.
+/// Registers a PSI trigger, through which the kernel reports waits for memory. Returns None if the
+/// kernel does not support triggers; the caller then only reads the host's memory periodically.
 fn trigger(path: &Path) -> Option<File> {
     let mut file = OpenOptions::new().read(true).write(true).open(path).ok()?;
     let window_us = STALL_WINDOW.as_micros();
@@ -215,15 +220,15 @@ fn trigger(path: &Path) -> Option<File> {
     }
 }
 
-/// Sums waits for memory over a window, from the totals of a PSI file.
+/// Compares how long tasks waited for memory with a limit, from the totals of a PSI file.
 #[derive(Debug, Default)]
 struct Stalls {
-    /// The PSI file's total in µs and the time, both at the begin of the window.
+    /// Total in µs that the PSI file had at the begin of the window, and the time of that begin.
     begin: Option<(u64, Instant)>,
 }
 
 impl Stalls {
-    /// Returns true if some task waited for a tenth of the window or more.
+    /// Returns true if some task waited for memory during a tenth of the window or more.
     fn has_stalled(&mut self, total_us: Option<u64>, now: Instant) -> bool {
         let Some(total_us) = total_us else {
             return false;
@@ -238,20 +243,22 @@ impl Stalls {
     }
 }
 
-/// The size of the pool: the configured size, or less if the host needs memory. All changes of the
-/// size go through this value.
+/// Size of the pool: the configured size, or less if the host needs memory. All changes of the size
+/// are made through this type.
 pub struct PoolSize {
-    /// Guards the decided size, and is held until the pool has that size. A thread may hold the
-    /// lock of the VM list when it takes this lock; the pool's registry is locked under it.
+    /// Guards the decided size. A thread holds the lock until the pool has that size. A thread that
+    /// holds the lock of the VM list may take this lock. A thread that holds this lock may take the
+    /// lock of the pool's registry.
     governor: Mutex<Governor>,
     engine: Arc<Engine>,
     background: Arc<BackgroundWorkers>,
     events: Arc<Events>,
-    /// The file that reports the host's memory; None if the pool never shrinks for the host.
+    /// Path of the file that reports the host's memory; None if the pool never shrinks for the
+    /// host.
     meminfo: Option<PathBuf>,
-    /// Number of steps that made the pool smaller.
+    /// Number of steps so far that made the pool smaller.
     pub shrinks: AtomicU64,
-    /// Number of steps that made the pool larger again.
+    /// Number of steps so far that made the pool larger again.
     pub grows: AtomicU64,
 }
 
@@ -292,11 +299,11 @@ impl PoolSize {
         self.follow_full(governor, full_bytes);
     }
 
-    /// Sets the pool's configured size, if one is given, and the given quotas of tenants, in one
-    /// step.
+    /// Sets the pool's configured size, if one is given, together with the given quotas of tenants,
+    /// in one step.
     ///
     /// # Errors
-    /// A reserve does not fit into the pool; then nothing changes.
+    /// A reserve does not fit into the pool. In this case, nothing changes.
     pub fn configure(
         &self,
         full_bytes: Option<u64>,
@@ -310,8 +317,8 @@ impl PoolSize {
         Ok(())
     }
 
-    /// Changes the pool's size after the configured size has changed. The engine has already
-    /// checked the reserves against the new configured size.
+    /// Gives the pool a new configured size. The engine has already checked that all reserves fit
+    /// into it.
     fn follow_full(&self, mut governor: MutexGuard<'_, Governor>, full_bytes: u64) {
         let size_bytes = governor.set_full(full_bytes);
         self.engine.resize(size_bytes);
@@ -321,12 +328,12 @@ impl PoolSize {
         self.events.emit(EventKind::Resized, None, text);
     }
 
-    /// Sets the memory in bytes that should stay available on the host.
+    /// Sets the memory in bytes that the pool leaves available on the host.
     pub fn set_free_min(&self, free_min_bytes: u64) {
         self.lock().free_min_bytes = free_min_bytes;
     }
 
-    /// Changes the pool's size as new readings of the host require.
+    /// Resizes the pool if the new readings of the host require it.
     fn follow(&self, now: Instant, readings: Readings) {
         let mut governor = self.lock();
         let before_bytes = governor.size_bytes;
@@ -339,8 +346,9 @@ impl PoolSize {
         }
     }
 
-    /// Frees memory for another process and waits for it, at most for [`ROOM_WAIT`]. Returns true
-    /// if the host has the memory or does not report it, or if the pool never shrinks for the host.
+    /// Shrinks the pool to free memory for another process. Waits for at most [`ROOM_WAIT`] until
+    /// the pool has freed the memory. Returns true if the host now has the memory available or does
+    /// not report it, or if the pool never shrinks for the host.
     pub fn make_room(&self, room_bytes: u64) -> bool {
         let deadline = Instant::now() + ROOM_WAIT;
         let mut governor = self.lock();
@@ -370,8 +378,7 @@ impl PoolSize {
         meminfo_bytes(&meminfo, "MemAvailable")
     }
 
-    /// Changes the pool's size to the one that the governor has decided, logs the change and counts
-    /// it.
+    /// Resizes the pool to the size that the governor has decided. Logs and counts the change.
     fn resized(
         &self,
         governor: MutexGuard<'_, Governor>,
@@ -387,7 +394,8 @@ impl PoolSize {
             false => &self.grows,
         };
         counter.fetch_add(1, Relaxed);
-        // Only the first and the last step of shrinking and growing are sent as events.
+        // Events are sent only for the first step in which the pool shrinks, and for the last step
+        // in which it grows.
         if before_bytes == full_bytes {
             let text = format_args!("the pool shrinks from {before_bytes} bytes: {why}");
             self.events.emit(EventKind::HostShort, None, text);
@@ -402,10 +410,10 @@ impl PoolSize {
     }
 }
 
-/// The thread that watches the host's memory.
+/// The thread that watches the host's memory and resizes the pool.
 pub struct PressureWatcher {
     stop: Arc<OwnedFd>,
-    /// Guards the handle of the thread. Leaf lock.
+    /// Guards the handle of the watcher thread. Leaf lock.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -446,8 +454,8 @@ impl PressureWatcher {
     }
 }
 
-/// Waits until the kernel reports waiting tasks, or for `time`. Returns false if the thread must
-/// stop.
+/// Waits until the kernel reports that tasks wait for memory, at most for `time`. Returns false if
+/// the thread must stop.
 fn wait(trigger: Option<&File>, stop: &OwnedFd, time: Duration) -> bool {
     let timeout = Timespec {
         tv_sec: time.as_secs() as i64,
@@ -457,7 +465,8 @@ fn wait(trigger: Option<&File>, stop: &OwnedFd, time: Duration) -> bool {
     if let Some(trigger) = trigger {
         fds.push(PollFd::new(trigger, PollFlags::PRI));
     }
-    // An error counts as a report of the kernel. The caller checks `stop` first.
+    // If poll(2) fails, the caller acts as after a report of the kernel: it checks `stop` and then
+    // reads the host's memory.
     let _ = rustix::event::poll(&mut fds, Some(&timeout));
     fds[0].revents().is_empty()
 }
@@ -477,8 +486,8 @@ fn watch(config: &PressureConfig, size: &PoolSize, stop: &OwnedFd, heartbeat: &H
         };
         size.follow(now, readings);
         heartbeat.rest();
-        // A trigger that has fired does not fire again within the window, but the shortage may
-        // continue. So the thread also reads the host's memory when [`PERIOD`] has passed without a
+        // A PSI trigger that has fired does not fire again within its window, even if the shortage
+        // continues. The thread therefore also reads the host's memory after [`PERIOD`] without a
         // report.
         let begun = Instant::now();
         if !wait(trigger.as_ref(), stop, PERIOD) {
@@ -499,11 +508,11 @@ mod tests {
     const FULL: u64 = 8 * GIB;
     const FREE_MIN: u64 = GIB;
 
-    /// Simulated host. Its pool takes all memory that it may take, and frees memory at once.
+    /// Simulated host. Its pool uses all memory that it may use, and releases memory at once.
     struct TestHost {
         governor: Governor,
         now: Instant,
-        /// Memory in bytes that is available if the pool has none.
+        /// Memory in bytes that would be available on the host if the pool used none.
         others: u64,
         size: u64,
     }
@@ -541,7 +550,7 @@ mod tests {
     #[test]
     fn requested_host_memory_is_released_at_once_and_stays_free() {
         let mut host = TestHost::new(12 * GIB);
-        // 4 GiB are available, of which 1 GiB must stay.
+        // The host has 4 GiB of available memory, of which 1 GiB must stay available.
         assert_eq!(host.governor.make_room(3 * GIB, 4 * GIB, FULL), None);
         let made = host.governor.make_room(5 * GIB, 4 * GIB, FULL);
         assert_eq!(
@@ -559,10 +568,11 @@ mod tests {
             );
         }
         assert!(host.now - since >= CALM);
-        // This request exceeds the host's memory.
+        // Here, more memory is requested than the host has, so the pool shrinks to its minimum.
         let made = host.governor.make_room(1 << 60, 0, 6 * GIB);
         assert_eq!(made, Some(POOL_BYTES_MIN));
-        // Lowering the pool's size to the memory that it holds frees nothing.
+        // The pool may use 8 GiB, but uses only 3 GiB. To free the missing 2 GiB, its size must
+        // become 1 GiB.
         let mut host = TestHost::new(12 * GIB);
         let made = host.governor.make_room(5 * GIB, 4 * GIB, 3 * GIB);
         assert_eq!(made, Some(GIB));
@@ -590,15 +600,15 @@ mod tests {
             5 * GIB,
             "the pool did not shrink by exactly the missing memory"
         );
-        // The pool's size stays the same, because the available memory is less than a quarter above
-        // the minimum.
+        // The pool does not grow, because the host has less than a quarter more than the minimum
+        // available.
         for _ in 0..100 {
             assert_eq!(host.step(false), 5 * GIB);
         }
     }
 
     #[test]
-    fn the_pool_grows_back_late_and_slowly() {
+    fn the_pool_grows_back_slowly_after_a_quiet_period() {
         let mut host = TestHost::new(4 * GIB);
         while host.available() < FREE_MIN {
             host.step(false);
@@ -609,7 +619,7 @@ mod tests {
         for _ in 0..calm_steps {
             assert_eq!(host.step(false), small);
         }
-        // A single wait for memory starts the quiet period again and shrinks the pool.
+        // If tasks wait for memory once, the quiet period begins again and the pool shrinks.
         assert!(host.step(true) < small);
         let small = host.size;
         for _ in 0..calm_steps {
@@ -625,8 +635,8 @@ mod tests {
     }
 
     #[test]
-    fn the_size_does_not_oscillate() {
-        // The host has memory for a pool of 4 GiB and for the minimum.
+    fn the_pool_size_does_not_oscillate() {
+        // The host has 5 GiB, which suffices for a pool of 4 GiB and the minimum of 1 GiB.
         let mut host = TestHost::new(5 * GIB);
         let mut changes = 0;
         for nth in 0..2000 {

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Resources that the daemon uses: processor time by stage, and memory, as the kernel counts them.
+//! Resources that the daemon uses, as the kernel counts them: memory, and processor time by kind of
+//! thread.
 //!
-//! Counting costs nothing until the values are read. The kernel knows neither the kind of
-//! background work nor the VM that a worker serves. Background threads therefore count their time
-//! by kind in this file, and workers count their time by VM in `queue/vring.rs`.
+//! Counting costs almost nothing until the values are read. The kernel knows neither the kind of
+//! background work nor the VM that a worker serves. Therefore background threads count their time
+//! by kind of work with the types of this file, and workers count their time by VM in
+//! `queue/vring.rs`.
 
 use rustix::thread::Pid;
 use rustix::time::{ClockId, clock_gettime};
@@ -11,18 +13,19 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use tmem_pool::Work;
 
-/// The threads of one stage, such as the data workers. Each thread adds itself when it starts.
+/// The threads that do one stage of the daemon's work, such as the data workers. Each thread adds
+/// itself with [`join`](Self::join) when it starts.
 #[derive(Debug, Default)]
 pub struct Stage(Mutex<Vec<Pid>>);
 
 impl Stage {
-    /// Adds the calling thread to this stage, until the daemon ends.
+    /// Adds the calling thread to this stage, for the rest of the daemon's life.
     pub fn join(&self) {
         let mut threads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         threads.push(rustix::thread::gettid());
     }
 
-    /// Returns the processor time of the threads in ms.
+    /// Returns the sum of the processor times of all threads of this stage, in ms.
     pub fn cpu_ms(&self) -> u64 {
         let threads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let one = |thread: &Pid| {
@@ -33,12 +36,12 @@ impl Stage {
     }
 }
 
-/// Processor time of background work by kind.
+/// Processor time of background work, in ns, by kind of work.
 #[derive(Debug, Default)]
 pub struct BackgroundTime([AtomicU64; Work::ALL.len()]);
 
 impl BackgroundTime {
-    /// Begins to measure the processor time of background work of the calling thread.
+    /// Begins to measure the processor time of the calling thread's background work.
     pub fn begin(&self) -> TimedWork<'_> {
         TimedWork {
             sums: self,
@@ -49,20 +52,21 @@ impl BackgroundTime {
         }
     }
 
-    /// Returns the processor time of finished work of that kind, in ms.
+    /// Returns the processor time of finished background work of the given kind, in ms.
     pub fn cpu_ms(&self, work: Work) -> u64 {
         self.0[work as usize].load(Relaxed) / 1_000_000
     }
 }
 
-/// Timed background work of a thread. Dropping the value adds its time to the sums.
+/// Measures the background work of a thread. Dropping the value adds the measured time to the sums
+/// of [`BackgroundTime`].
 ///
 /// The kind of work changes after about 30 pages, that is, every 100 µs. Reading the thread's CPU
-/// clock needs a system call of half a microsecond, so that clock is read only when the timed work
-/// begins and ends. The difference of both readings is divided among the kinds of work, in
-/// proportion to the time that each kind took by the monotonic clock, which needs no system call.
-/// The sum over all kinds therefore equals the kernel's count, also if the thread waited for a
-/// processor; the kind to which such a wait is added is random.
+/// clock needs a system call of half a microsecond, so that clock is read only when the measured
+/// work begins and ends. The difference of both readings is divided among the kinds of work, in
+/// proportion to the time that each kind took by the monotonic clock. Reading that clock needs no
+/// system call. The sum over all kinds therefore equals the kernel's count, even if the thread
+/// waited for a processor. The kind to which such a wait is added is random.
 #[derive(Debug)]
 pub struct TimedWork<'a> {
     sums: &'a BackgroundTime,
@@ -73,7 +77,7 @@ pub struct TimedWork<'a> {
 }
 
 impl TimedWork<'_> {
-    /// Records that the thread now does another kind of background work.
+    /// Records that the thread begins to do the given kind of background work.
     pub fn switch_to(&mut self, work: Work) {
         if work != self.at {
             let now_ns = clock_ns(ClockId::Monotonic);
@@ -85,8 +89,8 @@ impl TimedWork<'_> {
 
 impl Drop for TimedWork<'_> {
     fn drop(&mut self) {
-        // Neither clock runs backwards. If one did, the saturating subtraction would keep the
-        // daemon from a panic.
+        // The monotonic clock does not run backwards. If it did nevertheless, the saturating
+        // subtraction would avoid a panic.
         let last_ns = clock_ns(ClockId::Monotonic).saturating_sub(self.since_ns);
         self.passed_ns[self.at as usize] += last_ns;
         let cpu_ns = clock_ns(ClockId::ThreadCPUTime).saturating_sub(self.begun_cpu_ns);
@@ -97,7 +101,7 @@ impl Drop for TimedWork<'_> {
     }
 }
 
-/// Divides a sum in proportion to weights. The parts never exceed the sum.
+/// Divides `sum` in proportion to `weights`. The sum of the parts never exceeds `sum`.
 fn divide<const N: usize>(sum: u64, weights: [u64; N]) -> [u64; N] {
     let all: u128 = weights.iter().map(|weight| u128::from(*weight)).sum();
     let part = |weight| u128::from(sum) * u128::from(weight) / all.max(1);
@@ -124,10 +128,11 @@ pub fn resident_bytes() -> u64 {
     kib.unwrap_or(0) << 10
 }
 
-/// Returns the sum of fields 14 and 15 of a stat file, user and system time, in ms; see
-/// proc_pid_stat(5).
+/// Returns the user time and the system time in a stat file of the kernel, added, in ms. They are
+/// fields 14 and 15; see proc_pid_stat(5).
 fn cpu_ms(stat: &str) -> u64 {
-    // The second field is a name in parentheses, which may contain blanks and parentheses.
+    // The second field of the file is a name in parentheses, which may contain blanks and
+    // parentheses.
     let after_name = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
     let mut fields = after_name.split_whitespace().skip(11);
     let mut ticks = || fields.next()?.parse::<u64>().ok();
@@ -163,17 +168,17 @@ mod tests {
         while clock_ns(ClockId::ThreadCPUTime) < begun_ns + ms * 1_000_000 {}
     }
 
-    /// The expected times are read from the same thread's CPU clock, because a busy machine may
-    /// delay the thread arbitrarily.
+    /// The test reads the expected times from the CPU clock of the thread that does the work,
+    /// because other processes may delay the thread arbitrarily.
     #[test]
-    fn work_counts_by_kind_and_waiting_does_not_count() {
+    fn cpu_time_is_counted_by_kind_of_work_and_excludes_waiting() {
         let background = BackgroundTime::default();
         let sums = || Work::ALL.map(|work| background.0[work as usize].load(Relaxed));
         let begun_ns = clock_ns(ClockId::ThreadCPUTime);
         let mut work_time = background.begin();
         work_time.switch_to(Work::Recompress);
         burn(20);
-        // Switching to the same kind changes nothing.
+        // This call changes nothing, because the value already measures this kind of work.
         work_time.switch_to(Work::Recompress);
         burn(20);
         assert_eq!(sums(), [0; 3], "time was added before the work ended");
@@ -197,7 +202,7 @@ mod tests {
             sums()[Work::MakeRoom as usize] > 0 && sums()[Work::Recompress as usize] == recompress
         );
 
-        // A waiting thread uses no processor time.
+        // While a thread waits, no processor time is counted for it.
         let work_time = background.begin();
         std::thread::sleep(Duration::from_millis(50));
         drop(work_time);
@@ -207,8 +212,8 @@ mod tests {
             sum_ns <= cpu_ns,
             "the sum of all kinds is {sum_ns} ns, more than the thread's {cpu_ns} ns"
         );
-        // Dividing the time of a piece of work among the kinds loses less than a nanosecond for
-        // each kind.
+        // Dividing the time of a piece of work among the kinds of work loses less than a nanosecond
+        // for each kind.
         assert!(
             sum_ns >= 60_000_000 - 9,
             "the sum of all kinds is {sum_ns} ns, less than the 60 ms of work"

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Reports to the service manager that the daemon is alive.
+//! Watchdog thread, which reports to the service manager (systemd) that the daemon is alive.
 //!
-//! The service manager restarts a daemon that sends it no message for the watchdog period
+//! The service manager restarts the daemon if it sends no message for the watchdog period
 //! (WatchdogSec=, WATCHDOG_USEC). This covers the case that all threads are stopped or get no
-//! processor. If a single thread hangs, the daemon reports that to the service manager at once. A
-//! restart costs guests their cache and no data, and QEMU reconnects by itself, so a false alarm
-//! costs time only. Out of scope: detecting a hung thread, see `heartbeat.rs`.
+//! processor time. If a single thread hangs, the daemon reports that to the service manager at
+//! once. A restart costs guests their cache and no data, and QEMU reconnects by itself, so a false
+//! alarm costs time only. Out of scope: detecting a hung thread, see `heartbeat.rs`.
 
 use crate::host::heartbeat::{Heartbeats, MISSED_CHECKS_MAX};
 pub use sd_notify::NotifyState;
@@ -15,7 +15,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Watchdog period if no service manager sets one. A hung thread is then only logged.
+/// Watchdog period if no service manager sets one. A thread that hangs is then only logged.
 const PERIOD_DEFAULT: Duration = Duration::from_secs(10);
 
 /// Number of heartbeat checks in one watchdog period (`WatchdogSec=`). A hung thread is reported
@@ -23,14 +23,15 @@ const PERIOD_DEFAULT: Duration = Duration::from_secs(10);
 const CHECKS_PER_PERIOD: u32 = 8;
 const _: () = assert!(MISSED_CHECKS_MAX + 1 < CHECKS_PER_PERIOD);
 
-/// The thread that checks the heartbeats; dropping the value ends it.
+/// The thread that checks the heartbeats. Dropping the value ends the thread.
 pub struct Watchdog {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Watchdog {
-    /// Starts the thread with the period that the service manager asks for.
+    /// Starts the watchdog thread. The service manager sets its period; without a service manager,
+    /// the period is 10 s.
     ///
     /// # Errors
     /// The system lacks a thread.
@@ -64,7 +65,8 @@ impl Drop for Watchdog {
     }
 }
 
-/// Checks the heartbeats once. `hung` contains the threads that were reported before.
+/// Checks all heartbeats once. `hung` contains the names of the threads that earlier checks
+/// reported as hung.
 fn check(heartbeats: &Heartbeats, hung: &mut Vec<String>) {
     let found = heartbeats.check();
     if found.is_empty() {
@@ -82,8 +84,8 @@ fn check(heartbeats: &Heartbeats, hung: &mut Vec<String>) {
     *hung = found;
 }
 
-/// Sends a state to the service manager, if there is one. A failure is logged and has no effect on
-/// guests.
+/// Sends a state of the daemon to the service manager, if there is one. A failure is logged and has
+/// no effect on guests.
 pub fn notify(state: NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(&[state]) {
         tracing::debug!("the service manager cannot be notified: {error}");

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The dirty log of a live migration, in which every guest page that the daemon writes is marked.
+//! The dirty log of a live migration. The daemon marks every guest page that it writes in the log.
 //!
-//! There is one log for each connection. All memory regions refer to this log, each with its own
-//! base address. The log therefore survives a change of the memory table, and disabling it affects
-//! every region. Guest memory is only written through vm-memory, which marks a page after the
-//! write.
+//! Each connection has one log. All memory regions of the connection refer to this log, each with
+//! its own base address. The log therefore survives a change of the memory table, and disabling it
+//! affects every region. The daemon writes guest memory only through vm-memory, which marks a page
+//! after the write.
 
 use crate::memory::mapping::Mapping;
 use crate::memory::sigbus::Lost;
@@ -13,26 +13,28 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use vm_memory::bitmap::{Bitmap, BitmapSlice, WithBitmapSlice};
 
-/// Size in bytes of the pages that the log marks: VHOST_LOG_PAGE of the vhost-user specification.
+/// Size in bytes of a page that one bit of the log stands for: VHOST_LOG_PAGE of the vhost-user
+/// specification.
 const LOG_PAGE_BYTES: u64 = 4096;
 
-/// Maximum size of a log in bytes, which covers 64 TiB of guest memory.
+/// Maximum size of a dirty log in bytes. A log of this size covers 64 TiB of guest memory.
 const LOG_BYTES_MAX: u64 = 1 << 31;
 
 /// Dirty log of one connection.
 #[derive(Debug, Default)]
 pub struct DirtyLog {
-    /// Whether VHOST_F_LOG_ALL is set.
+    /// Whether logging is enabled: the VMM has set VHOST_F_LOG_ALL.
     enabled: AtomicBool,
-    /// Guards the mapping against replacement while a page is marked.
+    /// The mapping of the log; None before the VMM sends one. A thread that marks a page holds the
+    /// lock for reading, so that no other thread replaces the mapping meanwhile.
     map: RwLock<Option<LogMap>>,
-    /// Number of pages that could not be marked, because they are beyond the end of the log or were
-    /// written while logging was enabled without a log.
+    /// Number of written pages that could not be marked. They are beyond the end of the log, or
+    /// were written while logging was enabled and no log was mapped.
     missed: AtomicU64,
 }
 
 impl DirtyLog {
-    /// Enables or disables logging (VHOST_F_LOG_ALL).
+    /// Enables or disables logging, as the VMM requests with VHOST_F_LOG_ALL.
     pub fn set_enabled(&self, enabled: bool) {
         self.enabled.store(enabled, Ordering::SeqCst);
         if !enabled {
@@ -40,12 +42,12 @@ impl DirtyLog {
         }
     }
 
-    /// Replaces the log's memory (SET_LOG_BASE).
+    /// Replaces the memory of the log, as the VMM requests with SET_LOG_BASE.
     pub fn set_map(&self, map: LogMap) {
         *self.map.write().unwrap_or_else(PoisonError::into_inner) = Some(map);
     }
 
-    /// Returns the number of written pages that could not be marked.
+    /// Returns the number of written pages that could not be marked in the log.
     pub fn missed_pages(&self) -> u64 {
         self.missed.load(Ordering::Relaxed)
     }
@@ -78,13 +80,14 @@ impl DirtyLog {
     }
 }
 
-/// Memory of the log, which the VMM shares. It is only accessed by atomic operations.
+/// Memory of the dirty log, which the VMM shares with the daemon. The daemon accesses it only by
+/// atomic operations.
 #[derive(Debug)]
 pub struct LogMap(Mapping);
 
 impl LogMap {
-    /// Maps `length` bytes of a file that [`crate::memory::table::check_file`] accepted. `lost` is
-    /// set when a page of the mapping is lost.
+    /// Maps `length` bytes of a file that [`crate::memory::table::check_file`] accepted. The SIGBUS
+    /// handler sets `lost` when a page of the mapping is lost.
     ///
     /// # Errors
     /// The length is out of range, or the system cannot map the file.
@@ -102,7 +105,7 @@ impl LogMap {
             return None;
         }
         // SAFETY: the byte is inside the mapping, which lives as long as self. Other processes also
-        // change it by atomic operations only, and AtomicU8 needs no alignment.
+        // change the log only by atomic operations, and AtomicU8 needs no alignment.
         Some(unsafe { &*self.0.start().add(number as usize).cast::<AtomicU8>() })
     }
 }
@@ -110,7 +113,7 @@ impl LogMap {
 /// The part of the dirty log that belongs to one memory region.
 #[derive(Debug)]
 pub struct RegionLog {
-    /// The log of the connection, shared by its regions.
+    /// The dirty log of the connection. All memory regions of the connection use it.
     pub log: Arc<DirtyLog>,
     /// Guest physical address of the region.
     pub base: u64,

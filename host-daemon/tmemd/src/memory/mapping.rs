@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A mapping of memory that a front end shares. It survives the loss of a page and is unmapped in
-//! steps.
+//! Mapping of memory that a VM's front end shares. The daemon survives the loss of a page of the
+//! mapping, and unmaps it in steps.
 //!
-//! Unmapping 64 GiB of touched memory takes the kernel seconds, during which it holds the mmap
-//! lock. All threads need that lock to map memory and, before Linux 6.4, to fault in a page. Drop
-//! therefore releases the pages in small steps, each of which holds the lock for less than a
-//! millisecond, and then unmaps address ranges that contain no pages. Out of scope: whether a file
-//! may be mapped, see `table.rs`.
+//! Unmapping 64 GiB of touched memory takes the kernel seconds, during which it holds the process's
+//! mmap lock. All threads need that lock to map memory and, before Linux 6.4, to fault in a page.
+//! Drop therefore first releases the pages in small steps, each of which holds the lock for less
+//! than a millisecond. It then unmaps address ranges that contain no pages. Out of scope: whether a
+//! file may be mapped, see `table.rs`.
 
 use crate::memory::sigbus::{Lost, Watch, page_bytes};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -15,13 +15,13 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes of pages that one step releases. A step takes 0.3 ms for 4 KiB pages on the machine of
-/// docs/benchmarks. With steps of this size, the largest mapping, 8 TiB without pages, is unmapped
-/// after two seconds.
+/// Number of bytes whose pages one step of unmapping releases. A step takes 0.3 ms for 4 KiB pages
+/// on the machine of docs/benchmarks. With steps of this size, unmapping the largest possible
+/// mapping, 8 TiB without pages, takes two seconds.
 const GIVE_BACK_BYTES: usize = 4 << 20;
 
-/// Bytes of address space without pages that one step unmaps. A step takes 0.1 ms, because of the
-/// page tables.
+/// Number of bytes of address space, without pages, that one step unmaps. A step takes 0.1 ms,
+/// because of the page tables.
 const UNMAP_BYTES: usize = 1 << 30;
 
 /// Shared, readable and writable mapping of a part of a file.
@@ -30,40 +30,41 @@ pub struct Mapping {
     start: *mut u8,
     bytes: usize,
     page_bytes: usize,
-    /// Registration with the SIGBUS handler. None during unmapping, because the kernel may reuse
-    /// the address range at once.
+    /// Registration of the mapping with the SIGBUS handler. None during unmapping, because the
+    /// kernel may reuse the address range at once.
     watch: Option<Watch>,
 }
 
-// SAFETY: the value owns the mapping and never accesses it. Users of its address are responsible
-// for their accesses.
+// SAFETY: the value owns the mapping and never accesses its memory. Code that gets the mapping's
+// address is responsible for its own accesses.
 unsafe impl Send for Mapping {}
-// SAFETY: the value owns the mapping and never accesses it, so no method that takes `&self` can
-// race.
+// SAFETY: the value owns the mapping and never accesses its memory, so methods that take `&self`
+// cannot race.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps a part of a file that [`crate::memory::table::check_file`] accepted. `lost` is set when
-    /// a page of the mapping is lost.
+    /// Maps a part of a file that [`crate::memory::table::check_file`] accepted. The SIGBUS handler
+    /// sets `lost` when a page of the mapping is lost.
     ///
     /// # Errors
     /// The system cannot map the file, or the mapping cannot be registered with the SIGBUS handler.
     pub fn new(file: &File, offset: u64, bytes: usize, lost: &Arc<Lost>) -> io::Result<Mapping> {
         let file_page_bytes = page_bytes(file)?;
-        // MAP_NORESERVE is not set. With it, an access to a huge page could end the daemon if no
-        // page is free. For other pages it makes no difference.
+        // MAP_NORESERVE must not be set: if no huge page were free, an access to a huge page of the
+        // mapping could then end the daemon. For files of other pages the flag makes no difference.
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         let anywhere = std::ptr::null_mut();
-        // SAFETY: a new shared mapping at an address of the kernel's choice overlaps nothing.
+        // SAFETY: the kernel chooses the address of the new mapping, so it overlaps no other
+        // mapping.
         let start = unsafe { rustix::mm::mmap(anywhere, bytes, prot, flags, file, offset) }?;
-        // From here on, dropping the value unmaps the range if a later step fails.
+        // From here on, dropping `mapping` unmaps the range if a later step fails.
         let mut mapping = Mapping {
             start: start.cast(),
             bytes,
             page_bytes: file_page_bytes as usize,
             watch: None,
         };
-        // A core dump of the daemon must not contain guest memory. SAFETY: the range belongs to the
+        // Core dumps of the daemon must not contain guest memory. SAFETY: the range belongs to the
         // mapping, and the advice changes none of its bytes.
         unsafe { rustix::mm::madvise(start, bytes, Advice::LinuxDontDump) }?;
         let watch = Watch::new(mapping.start, bytes, file_page_bytes, lost)?;
@@ -71,12 +72,12 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Returns the address of the first byte, valid as long as the value lives.
+    /// Returns the address of the mapping's first byte. It is valid as long as the value lives.
     pub fn start(&self) -> *mut u8 {
         self.start
     }
 
-    /// Returns the length in bytes.
+    /// Returns the length of the mapping in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -89,9 +90,9 @@ impl Drop for Mapping {
             let (Step::GiveBack(range) | Step::Unmap(range)) = &step;
             let at = self.start.wrapping_add(range.start).cast();
             // SAFETY: the range belongs to this mapping, which nothing uses any more, and ranges
-            // that were unmapped are not touched again. The file keeps its pages. Errors are
-            // ignored: before 5.18 the kernel does not release single huge pages, of which there
-            // are few; a range that the kernel does not unmap stays mapped.
+            // that were unmapped are not accessed again. Releasing a page does not change the file.
+            // Errors are ignored: Linux before 5.18 cannot release single huge pages, of which
+            // there are few, and a range that the kernel cannot unmap stays mapped.
             let _ = unsafe {
                 match step {
                     Step::GiveBack(_) => {
@@ -104,16 +105,17 @@ impl Drop for Mapping {
     }
 }
 
-/// One step of unmapping a mapping.
+/// One step of unmapping a mapping: releases pages, or unmaps a part of the address range.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
     GiveBack(Range<usize>),
     Unmap(Range<usize>),
 }
 
-/// Returns the steps that unmap `bytes` of pages of a given size.
+/// Returns the steps that unmap a mapping of `bytes` bytes whose pages have `page_bytes` bytes.
 fn steps(bytes: usize, page_bytes: usize) -> impl Iterator<Item = Step> {
-    // A part of a huge page can be neither released nor unmapped.
+    // The kernel can neither release nor unmap a part of a huge page. Each step therefore covers a
+    // multiple of the page size.
     let step = move |most: usize| most.next_multiple_of(page_bytes.max(1));
     let pieces = move |range: Range<usize>, most: usize| {
         let end = range.end;
@@ -135,9 +137,9 @@ mod tests {
 
     const PAGE: usize = 4096;
 
-    /// Returns true if the file of that name is mapped, or if a mapping consists of exactly the
-    /// page at address `page`. Other mappings do not count, because other threads may map memory at
-    /// a released address at any time.
+    /// Returns true if a file with the given name is mapped, or if a mapping consists of exactly
+    /// the page at address `page`. Other mappings at that address do not count, because other
+    /// threads may map memory there after the page was unmapped.
     fn is_mapped(name: &str, page: usize) -> bool {
         let maps = std::fs::read_to_string("/proc/self/maps").expect("cannot read /proc/self/maps");
         let own = format!("{page:x}-{:x} ", page + PAGE);
@@ -147,7 +149,7 @@ mod tests {
 
     #[test]
     fn dropping_a_mapping_unmaps_it_and_keeps_the_content_of_its_file() {
-        // The mapping is unmapped in two full steps and one of a single page.
+        // The mapping has the length of two full steps of unmapping and one page.
         let bytes = 2 * UNMAP_BYTES + PAGE;
         let file = memfd_create("all-of-it", MemfdFlags::CLOEXEC).expect("cannot create a memfd");
         ftruncate(&file, bytes as u64).expect("cannot set the length of the memfd");
@@ -162,7 +164,7 @@ mod tests {
             // operations.
             unsafe { at(&mapping, byte).write_volatile(7) };
         }
-        // One page is lost and replaced by a page of the daemon.
+        // The test takes one page away; the SIGBUS handler replaces it with a page of the daemon.
         take_away(at(&mapping, 2 * GIVE_BACK_BYTES), PAGE);
         // SAFETY: the address is inside the mapping, which is only accessed by volatile operations.
         let gone = unsafe { at(&mapping, 2 * GIVE_BACK_BYTES).read_volatile() };
@@ -183,7 +185,7 @@ mod tests {
         }
     }
 
-    /// Each page is released once, and unmapped once after that.
+    /// Unmapping releases each page once, and unmaps it once after that.
     #[test]
     fn pages_are_released_before_they_are_unmapped() {
         const GIB: usize = 1 << 30;

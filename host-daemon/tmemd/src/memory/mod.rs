@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Guest memory: the memory table that a front end sets, its mappings, the dirty log, and the cases
-//! in which that memory may no longer be touched.
+//! Guest memory: the memory table that a front end (VMM) sets, its mappings and the dirty log. Also
+//! the cases in which the daemon must not access the memory any more.
 //!
 //! Belongs here: every access of the daemon to memory that a front end shares. Out of scope: the
 //! vhost-user messages that pass the memory, see `vhost/`.

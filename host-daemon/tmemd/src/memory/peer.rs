@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Check that the front end is still connected, which a worker makes before it touches guest
-//! memory.
+//! Check that the front end (VMM) of a connection is still connected. A worker makes this check
+//! before it accesses guest memory.
 //!
 //! A VMM gives up on a daemon that is stopped or starved, and closes the connection. The guest may
-//! then be reset and use the memory of rings and buffers for other data, while the daemon still
-//! maps it. When the daemon continues, a worker may run before the control thread notices the end
-//! of the connection. A VMM that has sent a message waits for the answer and does not reuse the
-//! memory meanwhile, so the check ignores unread messages.
+//! then be reset and use the memory of rings and buffers for other data, while the daemon still has
+//! that memory mapped. When the daemon continues, a worker may run before the control thread
+//! notices the end of the connection. A VMM that has sent a message waits for the answer and does
+//! not reuse the memory meanwhile, so the check ignores unread messages.
 //!
-//! The time between a check and the access that follows remains unprotected. A daemon that is
-//! stopped exactly there, for as long as the VMM waits, still completes that access: it writes at
-//! most one slice of an answer. Only a VMM that waits for the end of the daemon could prevent that.
-//! In addition, a check is not repeated within [`GOOD_FOR`]. Out of scope: the reaction to a
-//! hang-up.
+//! The time between a check and the access after it remains unprotected. A daemon that is stopped
+//! exactly there, for as long as the VMM waits, still completes that access. The access writes at
+//! most 64 KiB of an answer. Only a VMM that waits for the end of the daemon could prevent that. In
+//! addition, a check is not repeated within [`GOOD_FOR`]. Out of scope: the reaction to a front end
+//! that hung up.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -21,24 +21,25 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Time for which a check stays valid. A small request takes not much longer than a system call, so
-/// a check before each access would be expensive. In 5 µs no VMM can close a connection, run its
-/// guest again, and have the guest reuse the memory. If the daemon is stopped after a check, the
-/// next check finds that this time has passed, and asks the kernel again.
+/// Time after a check of the front end during which it is not checked again. A small request takes
+/// not much longer than a system call, so a check before each access would be expensive. A VMM
+/// needs more than 5 µs to close a connection, run its guest again, and have the guest reuse the
+/// memory. If the daemon is stopped after a check, the next check finds that this time has passed,
+/// and asks the kernel again.
 const GOOD_FOR: Duration = Duration::from_micros(5);
 
-/// Error: the front end closed its end of the connection.
+/// Error: the front end (VMM) has closed its end of the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HungUp;
 
-/// The front end of a connection.
+/// The front end (VMM) of a connection, as far as the daemon checks that it is connected.
 ///
-/// The value holds one of several descriptors of the connection's socket. A thread that ends a
+/// The value owns one of several descriptors of the connection's socket. A thread that ends the
 /// connection shuts the socket down, so that the front end sees the end before the last descriptor
 /// is closed.
 pub struct Peer(Source);
 
-/// Function that checks a simulated front end.
+/// Function that replaces the check of the socket if the front end is simulated.
 pub type Check = Box<dyn Fn() -> Result<(), HungUp> + Send + Sync>;
 
 enum Source {
@@ -49,15 +50,17 @@ enum Source {
 struct Socket {
     socket: OwnedFd,
     epoch: Instant,
-    /// Time in ns of `now_ns` at which the last successful check began, by any worker.
+    /// Time, by `now_ns`, at which the last successful check of any worker began, in ns.
     seen_at_ns: AtomicU64,
-    /// Number of further checks that succeed; the next one finds that the front end hung up.
+    /// Number of further checks that succeed in a test. The check after them finds that the front
+    /// end hung up.
     #[cfg(test)]
     checks: AtomicU64,
 }
 
 impl Peer {
-    /// Creates the handle of the front end at the other end of a socket.
+    /// Creates a `Peer` for the front end at the other end of a socket. Its checks ask the kernel
+    /// whether the front end is connected.
     pub fn new(stream: UnixStream) -> Peer {
         Peer(Source::Socket(Socket {
             socket: stream.into(),
@@ -68,7 +71,7 @@ impl Peer {
         }))
     }
 
-    /// Creates a simulated front end; each check calls `check`.
+    /// Creates a simulated front end, each check of which calls the function `check`.
     pub fn simulated(check: Check) -> Peer {
         Peer(Source::Simulated(check))
     }
@@ -76,7 +79,7 @@ impl Peer {
     /// Checks whether the front end is connected, without waiting.
     ///
     /// # Errors
-    /// The front end is not connected; every later check fails, too.
+    /// The front end is not connected. Every later check returns this error, too.
     pub fn check(&self) -> Result<(), HungUp> {
         match &self.0 {
             Source::Socket(socket) => socket.check(),
@@ -84,7 +87,7 @@ impl Peer {
         }
     }
 
-    /// Simulates a front end that hangs up after `checks` further checks.
+    /// Makes the front end appear to hang up after `checks` further checks.
     #[cfg(test)]
     pub fn hang_up_after(&self, checks: u64) {
         match &self.0 {
@@ -95,8 +98,8 @@ impl Peer {
 }
 
 impl Socket {
-    /// Returns the time in ns. The value starts at `GOOD_FOR`, so that a check recorded at time 0
-    /// has already expired.
+    /// Returns the time in ns since the connection began, plus `GOOD_FOR`. The addition makes the
+    /// initial value 0 of `seen_at_ns` count as an expired check.
     fn now_ns(&self) -> u64 {
         (self.epoch.elapsed() + GOOD_FOR).as_nanos() as u64
     }
@@ -108,13 +111,14 @@ impl Socket {
             self.checks
                 .store(left.checked_sub(1).ok_or(HungUp)?, Ordering::SeqCst);
         }
-        // The time is read before the check, because the daemon may be stopped after the check.
+        // The time is read before poll(2). If the daemon is stopped between both calls, the check
+        // expires too early instead of too late.
         let now_ns = self.now_ns();
         let seen_ago_ns = now_ns.saturating_sub(self.seen_at_ns.load(Ordering::Relaxed));
         if seen_ago_ns < GOOD_FOR.as_nanos() as u64 {
             return Ok(());
         }
-        // poll(2) always reports HUP and ERR, without a request.
+        // poll(2) reports HUP and ERR always, even if they are not requested.
         let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
         let no_wait = Timespec {
             tv_sec: 0,
@@ -127,7 +131,8 @@ impl Socket {
                     return Ok(());
                 }
                 Err(Errno::INTR) => {}
-                // If poll(2) fails, memory must not be touched either.
+                // If poll(2) fails, the front end counts as not connected, because its memory must
+                // not be accessed then.
                 Ok(_) | Err(_) => return Err(HungUp),
             }
         }
@@ -146,7 +151,7 @@ mod tests {
         (Peer::new(own), same, other)
     }
 
-    /// Waits until the previous check has expired, and checks again.
+    /// Waits until the previous check of the front end has expired, and checks again.
     fn check(peer: &Peer) -> Result<(), HungUp> {
         std::thread::sleep(2 * GOOD_FOR);
         peer.check()

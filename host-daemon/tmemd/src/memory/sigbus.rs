@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Handling of SIGBUS: shared memory that loses a page while the daemon has it mapped.
+//! SIGBUS handler, for shared memory that loses a page while the daemon has it mapped.
 //!
 //! No seal prevents a file of huge pages from losing a page. The process that shares the file can
-//! punch a hole, and at the next access no huge page may be free. A memory error of the host
-//! removes any page. The access raises SIGBUS, which by default ends the daemon and thereby every
-//! VM's cache. The handler here finds the mapping, marks its memory as lost, and only then puts an
-//! empty page of the daemon in that place, so that the access can continue. A thread that reads
-//! shared memory and checks the mark afterwards therefore has the guest's bytes or learns of the
-//! loss.
+//! punch a hole into it, and at the next access no huge page may be free. A memory error of the
+//! host can remove any page. The access to a lost page raises SIGBUS, which by default ends the
+//! daemon and thereby every VM's cache. The handler in this file finds the mapping and marks its
+//! memory as lost. Only then does it map an empty page of the daemon in place of the lost page, so
+//! that the access can continue. If a thread reads shared memory and checks the mark afterwards, it
+//! therefore has the guest's bytes or learns of the loss.
 //!
-//! The handler may interrupt any code. It uses atomic operations and system calls, and nothing that
-//! allocates, locks or can panic. Out of scope: what happens to the VM.
+//! The handler may interrupt any code. It uses only atomic operations and system calls, and nothing
+//! that allocates, locks or can panic. Out of scope: what happens to the VM whose memory is lost.
 
 use rustix::fs::FsWord;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -24,23 +24,26 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 pub use mark::Lost;
 
-/// Only this module can create a `Marked`, so that no code can replace a page without marking it
-/// as lost.
+/// Only the module `mark` can create a `Marked`, the proof that memory is marked as lost. So no
+/// other code can replace a page without marking the memory as lost.
 mod mark {
     use super::*;
 
-    /// Flag of the memory that a front end shares: set once a page is lost, and never cleared.
+    /// Flag of memory that a front end shares. The SIGBUS handler sets the flag when a page of the
+    /// memory is lost. No code clears it.
     #[derive(Debug, Default)]
     pub struct Lost(AtomicBool);
 
-    /// Proof that memory is marked as lost, so that every later check reports the loss.
+    /// Proof that memory is marked as lost: every later check of the mark reports the loss.
     pub struct Marked(());
 
     impl Lost {
-        /// Returns true if a page of the memory was lost. Data that was read before may then be
-        /// zeros from the daemon's replacement page, and data that was written may be missing.
+        /// Returns true if a page of the memory was lost. In this case, data that the daemon read
+        /// from the memory may be zeros from the replacement page, and data that it wrote may be
+        /// missing.
         pub fn is_lost(&self) -> bool {
-            // The fence orders this check after the reads that it covers.
+            // The fence orders the load of the mark after the reads of shared memory that the
+            // caller made before.
             fence(Ordering::SeqCst);
             self.0.load(Ordering::SeqCst)
         }
@@ -52,7 +55,8 @@ mod mark {
     }
 }
 
-/// Returns the size of a file's pages in bytes: the unit in which its mapping can be replaced.
+/// Returns the size in bytes of the pages of a file. Its mapping can only be replaced in units of
+/// this size.
 pub fn page_bytes(file: &File) -> io::Result<u64> {
     let stat = rustix::fs::fstatfs(file)?;
     Ok(match stat.f_type {
@@ -61,19 +65,21 @@ pub fn page_bytes(file: &File) -> io::Result<u64> {
     })
 }
 
-/// Magic number of hugetlbfs, see statfs(2).
+/// Magic number by which statfs(2) identifies hugetlbfs, the file system of huge pages.
 const HUGETLBFS_MAGIC: FsWord = 0x958458f6;
 
-/// Registration of a mapping with the handler. It must be dropped before the mapping is unmapped.
+/// Registration of a mapping with the SIGBUS handler. The owner must drop it before the mapping is
+/// unmapped.
 #[derive(Debug)]
 pub struct Watch {
     slot: &'static Slot,
-    /// Keeps the flag alive, because the slot of the handler's table has a pointer to it.
+    /// Reference that keeps the flag alive, because the slot in the handler's table has a pointer
+    /// to the flag.
     _lost: Arc<Lost>,
 }
 
 impl Watch {
-    /// Watches a whole mapping of a file with pages of `page_bytes`.
+    /// Registers a complete mapping of a file whose pages have `page_bytes` bytes.
     ///
     /// # Errors
     /// The system cannot install the handler.
@@ -90,7 +96,7 @@ impl Watch {
         let lost_ptr = Arc::as_ptr(lost).cast_mut();
         slot.lost.store(lost_ptr, Ordering::SeqCst);
         slot.start.store(start, Ordering::SeqCst);
-        // The end is stored last, because it makes the slot valid for the handler.
+        // The end address is stored last, because the handler ignores a slot whose end is 0.
         slot.end.store(start + bytes, Ordering::SeqCst);
         Ok(Watch {
             slot,
@@ -106,7 +112,7 @@ impl Drop for Watch {
     }
 }
 
-/// Entry of the handler's table: one watched mapping.
+/// Slot of the SIGBUS handler's table, which describes one registered mapping.
 #[derive(Debug)]
 struct Slot {
     start: AtomicUsize,
@@ -116,10 +122,12 @@ struct Slot {
     lost: AtomicPtr<Lost>,
 }
 
-/// Number of slots in a chunk. It is more than one VM needs, and takes little memory.
+/// Number of slots in a chunk of the handler's table. They suffice for the mappings of one VM and
+/// take little memory.
 const CHUNK_SLOTS: usize = 64;
 
-/// A chunk of slots. Chunks are never freed, so the handler can read all slots at any time.
+/// A chunk of the handler's table, which is a linked list of chunks. Chunks are never freed, so the
+/// handler can read all slots at any time.
 struct Chunk {
     slots: [Slot; CHUNK_SLOTS],
     next: AtomicPtr<Chunk>,
@@ -143,7 +151,7 @@ impl Chunk {
 
 static FIRST: Chunk = Chunk::new();
 
-/// Guards the list of free slots. Leaf lock.
+/// Guards the list of free slots of the handler's table. Leaf lock.
 static FREE: Mutex<Free> = Mutex::new(Free {
     slots: Vec::new(),
     last: None,
@@ -151,7 +159,7 @@ static FREE: Mutex<Free> = Mutex::new(Free {
 
 struct Free {
     slots: Vec<&'static Slot>,
-    /// The last chunk of the list; None before the first chunk is used.
+    /// The last chunk of the handler's table; None before the first chunk is used.
     last: Option<&'static Chunk>,
 }
 
@@ -168,8 +176,8 @@ impl Free {
             let chunk: &'static Chunk = match self.last {
                 None => &FIRST,
                 Some(last) => {
-                    // Freed slots are used again, so the table grows only up to the largest number
-                    // of mappings that existed at one time.
+                    // The table grows only up to the largest number of mappings that exist at one
+                    // time, because free slots are used again.
                     let chunk = Box::leak(Box::new(Chunk::new()));
                     last.next.store(chunk, Ordering::SeqCst);
                     chunk
@@ -181,12 +189,12 @@ impl Free {
     }
 }
 
-/// The action of SIGBUS before the handler was installed.
+/// Signal action of SIGBUS that the process had before this file installed its handler.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// Installs the SIGBUS handler, unless it is already installed in this process.
 fn install() -> io::Result<()> {
-    /// Guards against two threads that install the handler at the same time.
+    /// Guards the installation, so that two threads cannot install the handler at the same time.
     static INSTALL: Mutex<()> = Mutex::new(());
     let _guard = INSTALL.lock().unwrap_or_else(PoisonError::into_inner);
     if BEFORE.get().is_some() {
@@ -200,11 +208,13 @@ fn install() -> io::Result<()> {
         }
         before.assume_init()
     };
-    // The previous action is stored before the handler is installed, because the handler reads it.
+    // The previous action is stored before the handler is installed, because the handler may read
+    // it at once.
     let _ = BEFORE.set(before);
     let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) = on_sigbus;
-    // SAFETY: a zeroed sigaction is valid and blocks no signal. The handler only does what a signal
-    // handler may do. Like the action before, it runs on the alternative stack if there is one.
+    // SAFETY: a zeroed sigaction is valid and blocks no signal. The handler uses only functions
+    // that are allowed in signal handlers. Like the previous handler, it runs on the alternative
+    // signal stack if there is one.
     let done = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = handler as usize;
@@ -220,15 +230,15 @@ fn install() -> io::Result<()> {
 extern "C" fn on_sigbus(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
     // SAFETY: the kernel passes a valid siginfo.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
-    // Other codes belong to no memory access: a process sent the signal, or the kernel reports an
-    // error early.
+    // SIGBUS with another si_code does not come from an access to memory: a process sent the
+    // signal, or the kernel reports a memory error before an access.
     let is_fault = (libc::BUS_ADRALN..=libc::BUS_MCEERR_AR).contains(&code);
     if is_fault && replace(address) {
         return;
     }
-    // SAFETY: async-signal-safe functions with valid arguments. The effect is the same as without
-    // this handler: an access is repeated and meets the previous action, and any other SIGBUS ends
-    // the process.
+    // SAFETY: the functions are async-signal-safe, and their arguments are valid. The previous
+    // behaviour is restored. The CPU repeats the access, whose SIGBUS then has the previous action.
+    // Any other SIGBUS ends the process.
     unsafe {
         match BEFORE.get() {
             Some(before) if is_fault => {
@@ -242,23 +252,23 @@ extern "C" fn on_sigbus(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
     }
 }
 
-/// Marks the memory of an address as lost and then maps an empty page there. Returns false if the
-/// address is in no watched mapping, or no page can be mapped.
+/// Marks the memory that contains an address as lost, and then maps an empty page at the address.
+/// Returns false if no registered mapping contains the address, or if no page can be mapped.
 fn replace(address: usize) -> bool {
     let mut chunk = &FIRST;
     loop {
         for slot in &chunk.slots {
-            // The mapping that contains the address stays registered as long as this thread uses
-            // it. Other mappings may be registered and removed meanwhile, but never at the same
-            // address.
+            // The mapping that contains the address stays registered, because the interrupted
+            // thread uses it. Other threads may register and remove other mappings meanwhile, but
+            // not at the same address.
             let end = slot.end.load(Ordering::SeqCst);
             let start = slot.start.load(Ordering::SeqCst);
             let page_bytes = slot.page_bytes.load(Ordering::SeqCst);
             let lost = slot.lost.load(Ordering::SeqCst);
             let same = slot.end.load(Ordering::SeqCst) == end;
             if same && start <= address && address < end {
-                // SAFETY: the mapping is registered, so its watch exists, which keeps the flag
-                // alive.
+                // SAFETY: the mapping is registered, so its `Watch` exists and keeps the flag
+                // `lost` alive.
                 let marked = unsafe { (*lost).mark() };
                 let page = address & !page_bytes.wrapping_sub(1);
                 return put_empty_page(page, page_bytes, marked);
@@ -273,18 +283,19 @@ fn replace(address: usize) -> bool {
     }
 }
 
-/// Maps an empty page in place of a lost one. The argument proves that the memory is marked: a
-/// thread that reads the empty page and checks afterwards must see the mark.
+/// Maps an empty page in place of a lost page. The argument of type `Marked` proves that the memory
+/// is already marked as lost. A thread that reads the empty page and then checks the mark therefore
+/// learns of the loss.
 fn put_empty_page(page: usize, page_bytes: usize, _: mark::Marked) -> bool {
     let at = std::ptr::with_exposed_provenance_mut::<c_void>(page);
-    // SAFETY: the call replaces a page that is lost, in a mapping that is only accessed as memory
-    // that may change at any time. The page is unmapped with the rest of the mapping.
+    // SAFETY: the call replaces a page that is lost. All accesses to the mapping allow for memory
+    // that may change at any time. The empty page is unmapped together with the mapping.
     unsafe {
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let mapped = rustix::mm::mmap_anonymous(at, page_bytes, prot, flags);
-        // The page is excluded from core dumps, as the lost page was. If that fails, a core dump
-        // may contain bytes of an answer.
+        // Core dumps must not contain the empty page, as they did not contain the lost page. If
+        // madvise(2) fails, a core dump may contain bytes of an answer to a guest.
         mapped.is_ok() && {
             let _ = rustix::mm::madvise(at, page_bytes, Advice::LinuxDontDump);
             true
@@ -292,14 +303,14 @@ fn put_empty_page(page: usize, page_bytes: usize, _: mark::Marked) -> bool {
     }
 }
 
-/// Removes a page from a mapping, in tests and without privileges: it maps a truncated file in its
-/// place.
+/// Removes pages from a mapping, for tests and without privileges: maps a truncated file in place
+/// of the pages, so that an access to them raises SIGBUS.
 #[cfg(test)]
 pub fn take_away(start: *mut u8, bytes: usize) {
     let file = rustix::fs::memfd_create("gone", rustix::fs::MemfdFlags::CLOEXEC)
         .expect("cannot create a memfd");
-    // SAFETY: the call replaces pages of a mapping that is only accessed as memory that may change
-    // at any time.
+    // SAFETY: the call replaces pages of a mapping. All accesses to the mapping allow for memory
+    // that may change at any time.
     let mapped = unsafe {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
@@ -327,7 +338,8 @@ mod tests {
             let file = memfd_create("lost", MemfdFlags::CLOEXEC).expect("cannot create a memfd");
             let bytes = pages * PAGE;
             ftruncate(&file, bytes as u64).expect("cannot set the length of the memfd");
-            // SAFETY: a fresh mapping at an address of the kernel's choice.
+            // SAFETY: the kernel chooses the address of the new mapping, so it overlaps no other
+            // mapping.
             let start = unsafe {
                 let prot = ProtFlags::READ | ProtFlags::WRITE;
                 rustix::mm::mmap(null_mut(), bytes, prot, MapFlags::SHARED, &file, 0)
@@ -362,7 +374,7 @@ mod tests {
 
     impl Drop for Mapping {
         fn drop(&mut self) {
-            // SAFETY: nothing uses the mapping any more.
+            // SAFETY: no code uses the mapping any more.
             let _ = unsafe { rustix::mm::munmap(self.start.cast(), self.bytes) };
         }
     }
@@ -385,7 +397,8 @@ mod tests {
         );
         assert_eq!(one.read(2), 0);
         assert!(lost.is_lost());
-        // The mapping can still be read and written, and its other pages keep their content.
+        // After the loss, the test can still read and write the mapping, and its other pages keep
+        // their content.
         one.write(2, 9);
         one.write(3, 9);
         assert_eq!((one.read(1), one.read(2), one.read(3)), (7, 9, 9));
@@ -396,12 +409,13 @@ mod tests {
         );
     }
 
-    /// A thread that reads a page while another thread replaces it must see the mark, too. The test
-    /// tries many points in time; with the wrong order of marking and replacing, some of them fail.
+    /// If a thread reads a page that another thread has replaced, the reading thread must see the
+    /// mark of the loss, too. The test reads at many different points in time. If a page were
+    /// replaced before the memory is marked, some of the reads would not see the mark.
     #[test]
     fn each_reader_of_a_replaced_page_sees_that_it_was_lost() {
         const ROUNDS: u32 = 1500;
-        /// Number of iterations of an empty loop that take longer than the replacement of a page.
+        /// Number of iterations of an empty loop that together take longer than replacing a page.
         const SPINS: u32 = 2000;
         for round in 0..ROUNDS {
             let mapping = Mapping::new(1);
@@ -416,7 +430,7 @@ mod tests {
                     while !gone.load(Ordering::SeqCst) {
                         std::hint::spin_loop();
                     }
-                    // The thread reads at a different point in time in each round.
+                    // The thread waits for a different time in each round before it reads.
                     for _ in 0..round.wrapping_mul(7919) % SPINS {
                         std::hint::spin_loop();
                     }
@@ -438,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_reused_and_unlimited() {
+    fn slots_of_the_handlers_table_are_reused_and_unlimited() {
         let mappings: Vec<Mapping> = (0..3 * CHUNK_SLOTS).map(|_| Mapping::new(2)).collect();
         for round in 0..3 {
             let lost: Vec<Arc<Lost>> = mappings.iter().map(|_| Arc::default()).collect();
@@ -457,7 +471,8 @@ mod tests {
         }
     }
 
-    /// Runs a test of this file in a process of its own, because the test ends its process.
+    /// Runs a test of this file in a process of its own, because the test ends its process. Returns
+    /// the exit status of that process.
     fn ends_with(name: &str) -> std::process::ExitStatus {
         let program = std::env::current_exe().expect("cannot find the program of this test");
         let name = format!("memory::sigbus::tests::{name}");
@@ -475,8 +490,8 @@ mod tests {
     #[test]
     fn a_fault_outside_watched_memory_ends_the_process() {
         for name in [
-            "reads_memory_that_is_no_longer_watched",
-            "sends_sigbus_to_its_own_process",
+            "child_process_reads_memory_that_is_no_longer_watched",
+            "child_process_sends_sigbus_to_itself",
         ] {
             assert_eq!(
                 ends_with(name).signal(),
@@ -488,7 +503,7 @@ mod tests {
 
     #[test]
     #[ignore = "ends its process: for a_fault_outside_watched_memory_ends_the_process"]
-    fn reads_memory_that_is_no_longer_watched() {
+    fn child_process_reads_memory_that_is_no_longer_watched() {
         let mapping = Mapping::new(2);
         let lost = Arc::default();
         drop(mapping.watch(&lost));
@@ -498,14 +513,15 @@ mod tests {
 
     #[test]
     #[ignore = "ends its process: for a_fault_outside_watched_memory_ends_the_process"]
-    fn sends_sigbus_to_its_own_process() {
+    fn child_process_sends_sigbus_to_itself() {
         let mapping = Mapping::new(2);
         let lost = Arc::default();
         let _watch = mapping.watch(&lost);
         let own = rustix::process::getpid();
         rustix::process::kill_process(own, rustix::process::Signal::BUS)
             .expect("cannot send the signal");
-        // The thread waits here, because any thread of the process may receive the signal.
+        // The thread that sent the signal waits here, because the kernel may deliver the signal to
+        // any thread of the process.
         std::thread::sleep(std::time::Duration::from_secs(60));
     }
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory table: the regions of guest memory that the VMM shares, checked and mapped.
+//! Memory table: the regions of guest memory that the VMM shares. The daemon checks and maps each
+//! region.
 //!
-//! A table never changes. Adding or removing a region creates a new table, so a thread that holds a
-//! vring sees a consistent table. A region whose file could be truncated is refused. If a page of a
-//! mapped region is lost anyway, the connection ends ([`crate::memory::sigbus`]).
+//! A table never changes. Adding or removing a region creates a new table, so a thread that has
+//! locked a vring sees a consistent table. A region whose file could be truncated is refused. If a
+//! page of a mapped region is lost nevertheless, the connection ends ([`crate::memory::sigbus`]).
 
 use crate::memory::dirty_log::{DirtyLog, RegionLog};
 use crate::memory::mapping::Mapping;
@@ -15,26 +16,27 @@ use virtio_tmem as wire;
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
-/// The guest's physical memory with its dirty log.
+/// The guest's physical memory, together with its dirty log.
 pub type GuestMemory = GuestMemoryMmap<RegionLog>;
 
-/// Maximum number of regions of a VM. With it, 256 VMs stay below the kernel's limit of 65,530
-/// mappings per process. A front end without the protocol feature CONFIGURE_MEM_SLOTS has at most
-/// 8.
+/// Maximum number of memory regions of a VM. With this maximum, 256 VMs stay below the kernel's
+/// limit of 65,530 mappings per process. A front end without the protocol feature
+/// CONFIGURE_MEM_SLOTS has at most 8 regions.
 pub const REGIONS_MAX: usize = 64;
 
-/// Maximum size of all regions of a VM in bytes. A sparse file may have any size, and the address
-/// space of the daemon has 128 TiB for all VMs. A VM may have six tables mapped: the current one, a
-/// new one and [`crate::host::background::DISCARDED_MAX`] that wait to be unmapped.
+/// Maximum total size of a VM's memory regions in bytes. A sparse file may have any size, and the
+/// address space of the daemon has 128 TiB for all VMs. A VM may have six tables mapped: the
+/// current one, a new one and [`crate::host::background::DISCARDED_MAX`] tables that wait to be
+/// unmapped.
 pub const MEMORY_BYTES_MAX: u64 = 8 << 40;
 
-/// Memory region as the VMM describes it.
+/// Memory region as the VMM describes it in a vhost-user message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionSpec {
     /// Guest physical address of the region.
     pub guest_address: u64,
-    /// Address of the region in the VMM's address space, in which the VMM also gives ring
-    /// addresses.
+    /// Address of the region in the VMM's address space. The VMM gives ring addresses in that
+    /// address space, too.
     pub user_address: u64,
     /// Length of the region in bytes.
     pub bytes: u64,
@@ -42,32 +44,33 @@ pub struct RegionSpec {
     pub file_offset: u64,
 }
 
-/// Reason why a region is refused. The text says what to do.
+/// Reason why the daemon refuses a memory region. The text says what to do.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct MemoryError(String);
 
-/// Memory region of a table.
+/// Memory region of a memory table.
 #[derive(Clone)]
 struct Region {
     spec: RegionSpec,
-    /// The mapping, shared by all tables with this region. The last table unmaps it.
+    /// The mapping of the region. All tables with this region share it, and dropping the last of
+    /// these tables unmaps it.
     _mapping: Arc<Mapping>,
 }
 
-/// Memory table of a VM.
+/// Memory table of a VM. It never changes.
 pub struct Memory {
     regions: Vec<Region>,
-    /// Access by guest physical address. It points into the mappings of `regions`, so it must be
-    /// borrowed and never cloned.
+    /// Access to the guest's memory by guest physical address. The value contains pointers into the
+    /// mappings of `regions`, so it must be borrowed and never cloned.
     pub guest: GuestMemory,
-    /// Set if a page of the memory was lost.
+    /// Flag that is set when a page of the guest's memory is lost.
     pub lost: Arc<Lost>,
 }
 
 impl Memory {
-    /// Creates a table without regions. Regions that are added later set `lost` when a page is
-    /// lost.
+    /// Creates a table without regions. If a page of a region that is added later is lost, the
+    /// SIGBUS handler sets `lost`.
     pub fn empty(lost: &Arc<Lost>) -> Memory {
         Memory {
             regions: Vec::new(),
@@ -76,10 +79,11 @@ impl Memory {
         }
     }
 
-    /// Returns this table with one more region.
+    /// Returns a copy of this table with one more region.
     ///
     /// # Errors
-    /// The region is invalid, exceeds the number of regions, or cannot be mapped.
+    /// The region is invalid or cannot be mapped, or the table already has the maximum number of
+    /// regions.
     pub fn with_region(
         &self,
         spec: RegionSpec,
@@ -107,8 +111,8 @@ impl Memory {
         if spec.user_address.checked_add(spec.bytes).is_none() {
             return Err(odd("its address in the VMM overflows".into()));
         }
-        // VMM addresses of regions may overlap, because the VMM may show the same memory at two
-        // guest addresses. Only guest addresses must be unambiguous.
+        // Regions may overlap in VMM addresses, because a VMM may map the same memory at two guest
+        // addresses. Guest addresses must not overlap.
         let region_log = RegionLog {
             log: log.clone(),
             base: at,
@@ -119,7 +123,8 @@ impl Memory {
             .with_file_offset(FileOffset::new(file, spec.file_offset))
             .with_mmap_prot(PROT_READ_WRITE)
             .with_mmap_flags(MAP_SHARED);
-        // SAFETY: the mapping has that many bytes, and this table keeps it as long as the region.
+        // SAFETY: the mapping is `bytes` long, and the table keeps the mapping as long as the
+        // region.
         let builder = unsafe { builder.with_raw_mmap_pointer(mapping.start()) };
         let region = builder.build().map_err(|e| odd(e.to_string()))?;
         let region = GuestRegionMmap::new(region, GuestAddress(at))
@@ -136,8 +141,8 @@ impl Memory {
         Ok(self.changed(regions, guest))
     }
 
-    /// Returns this table without the region that has the given guest address, VMM address and
-    /// length.
+    /// Returns a copy of this table without the region that has the given guest address, VMM
+    /// address and length.
     ///
     /// # Errors
     /// The table has no such region.
@@ -171,8 +176,8 @@ impl Memory {
         }
     }
 
-    /// Converts a VMM address to a guest address. Returns None if the `bytes` from there on are not
-    /// in one region.
+    /// Converts an address in the VMM's address space to a guest address. Returns None if the
+    /// `bytes` bytes from that address on are not inside one region.
     pub fn guest_address(&self, user_address: u64, bytes: u64) -> Option<u64> {
         self.regions.iter().find_map(|Region { spec: region, .. }| {
             let offset = user_address.checked_sub(region.user_address)?;
@@ -186,11 +191,11 @@ const PROT_READ_WRITE: i32 =
     (rustix::mm::ProtFlags::READ.bits() | rustix::mm::ProtFlags::WRITE.bits()) as i32;
 const MAP_SHARED: i32 = rustix::mm::MapFlags::SHARED.bits() as i32;
 
-/// Checks that a part of a file can be mapped and cannot be truncated: the file is sealed against
-/// shrinking and long enough.
+/// Checks that a part of a file can be mapped and cannot be truncated. The file must be sealed
+/// against shrinking and long enough.
 ///
 /// # Errors
-/// The file does not meet these conditions; the text says what to do.
+/// The file does not meet these conditions. The error text says what to do.
 pub fn check_file(file: &File, offset: u64, bytes: u64) -> Result<(), MemoryError> {
     let seals = rustix::fs::fcntl_get_seals(file).unwrap_or(SealFlags::empty());
     if !seals.contains(SealFlags::SHRINK) {
@@ -207,16 +212,16 @@ pub fn check_file(file: &File, offset: u64, bytes: u64) -> Result<(), MemoryErro
         .unwrap_or(0);
     if bytes == 0 || end.is_none_or(|end| end > length) {
         return Err(MemoryError(format!(
-            "has {bytes} bytes at offset {offset} of a file of {length}: it must lie in it"
+            "has {bytes} bytes at offset {offset}, but its file has only {length} bytes: it must be inside the file"
         )));
     }
     let page_bytes = page_bytes(file).map_err(|error| MemoryError(error.to_string()))?;
-    // A part of a huge page can be mapped, but it can be neither unmapped nor replaced.
+    // The kernel can map a part of a huge page, but can neither unmap nor replace only a part.
     let whole = |number: u64| number.is_multiple_of(page_bytes);
     if page_bytes > wire::PAGE_SIZE as u64 && !(whole(bytes) && whole(offset)) {
         return Err(MemoryError(format!(
-            "has {bytes} bytes at offset {offset} of a file with pages of {page_bytes}: it must be \
-             whole pages"
+            "has {bytes} bytes at offset {offset} of a file with pages of {page_bytes}: the region \
+             must consist of whole pages"
         )));
     }
     Ok(())
@@ -286,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn files_must_contain_the_region() {
+    fn a_file_that_does_not_contain_the_region_is_refused() {
         let file = || memfd(MIB, SealFlags::SHRINK);
         let empty = Memory::empty(&Arc::default());
         let with = |offset, bytes| {
@@ -329,10 +334,10 @@ mod tests {
         );
     }
 
-    /// A file can be longer than all huge pages of the host. Mapping it must fail, because an
-    /// access to a page that the host does not have raises SIGBUS.
+    /// A file can be longer than the huge pages of the host. mmap(2) of such a file must fail,
+    /// because an access to a page that the host does not have would raise SIGBUS.
     #[test]
-    fn missing_huge_pages_are_not_mapped() {
+    fn a_file_with_more_huge_pages_than_the_host_is_refused() {
         let more_than_any_host_has = 1 << 42;
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
         let file = memfd_create("test", flags).expect("cannot create a memfd");
@@ -349,10 +354,10 @@ mod tests {
         );
     }
 
-    /// A region must not end inside a huge page, because a part of a huge page could be neither
-    /// unmapped nor replaced after a loss.
+    /// A region must not end inside a huge page, because the daemon can neither unmap a part of a
+    /// huge page nor replace it after a loss.
     #[test]
-    fn parts_of_huge_pages_are_not_mapped() {
+    fn a_region_with_a_part_of_a_huge_page_is_refused() {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
         let file = memfd_create("test", flags).expect("cannot create a memfd");
         let page_bytes = page_bytes(
@@ -470,7 +475,7 @@ mod tests {
         );
     }
 
-    /// Returns the numbers of the pages that are marked in a log.
+    /// Returns the numbers of the pages that are marked in a dirty log.
     fn dirty_pages(file: &File) -> Vec<u64> {
         let mut bytes = [0u8; 64];
         file.read_exact_at(&mut bytes, 0)
@@ -502,8 +507,8 @@ mod tests {
             "a page was logged while logging was off"
         );
         log.set_enabled(true);
-        // The writes test page boundaries: 8 bytes across a boundary, a whole page, an atomic
-        // store.
+        // The test writes guest memory in three ways: 8 bytes across a page boundary, a whole page,
+        // and an atomic store.
         guest
             .write_slice(&[1; 8], GuestAddress(257 * 4096 - 4))
             .expect("the address is outside of the guest's memory");
@@ -527,7 +532,7 @@ mod tests {
             "reading memory changed the log"
         );
 
-        // A new table keeps the log of the old table.
+        // A new table with other regions uses the dirty log of the table that it replaces.
         let memory = memory
             .without_region(spec(MIB, 0, MIB))
             .expect("the region is not in the table");
@@ -541,7 +546,7 @@ mod tests {
         assert_eq!(dirty_pages(&log_file), [0, 256, 257, 300, 511]);
         assert_eq!(log.missed_pages(), 0);
 
-        // Writes beyond the end of the log are counted.
+        // Written pages beyond the end of the dirty log are counted as missed.
         let memory = memory
             .with_region(
                 spec(2 * MIB, 2 * MIB, MIB),

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Descriptor chain: all descriptors are validated first, the readable part is read once, and the
-//! writable part is written at offsets.
+//! Descriptor chain of a request. All descriptors are validated first. The readable part is then
+//! read once, and the answer is written to the writable part at offsets.
 //!
-//! virtio-queue's iterator ends a malformed chain as if it were complete. This module detects such
-//! a chain and reports an error, as it does for a buffer outside guest memory. Guest addresses are
-//! used only while the vring is locked.
+//! virtio-queue's iterator ends a malformed chain as if the chain were complete. This module
+//! detects a malformed chain, or a buffer outside guest memory, and reports an error. Guest
+//! addresses are used only while the vring is locked.
 
 use crate::memory::peer::{HungUp, Peer};
 use crate::memory::table::GuestMemory;
@@ -13,17 +13,17 @@ use virtio_queue::DescriptorChain;
 use virtio_tmem::{PAGE_SIZE, QUEUE_SIZE_MAX, READABLE_BYTES_MAX};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemory as _, GuestMemoryError, Permissions};
 
-/// Bytes of an answer that are written after one check that the front end is connected. The copy
-/// takes some µs.
+/// Number of bytes of an answer that are written between two checks that the front end (VMM) is
+/// still connected. Copying that many bytes takes some µs.
 const SLICE_BYTES: usize = 16 * PAGE_SIZE;
 
-/// Reason why a chain cannot be followed.
+/// Reason why a descriptor chain is malformed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChainError {
-    /// The chain cannot be followed: a bad index, a loop, a nested or unreadable indirect table, or
-    /// more than 4 GiB.
+    /// The chain cannot be followed: it has a bad index, a loop, a nested or unreadable indirect
+    /// table, or more than 4 GiB.
     Broken,
-    /// The chain has more descriptors than a queue may have.
+    /// The chain has more descriptors than the maximum size of a queue.
     TooLong,
     /// A buffer is partly or completely outside the guest's memory.
     Outside {
@@ -53,12 +53,12 @@ impl std::fmt::Display for ChainError {
     }
 }
 
-/// Reason why an answer was not written completely.
+/// Reason why an answer was not written completely into guest memory.
 #[derive(Debug)]
 pub enum WriteError {
-    /// The front end hung up, and the memory may have another use by now.
+    /// The front end (VMM) hung up, so guest memory may contain other data by now.
     HungUp,
-    /// Guest memory cannot be accessed.
+    /// The chain's buffers in guest memory cannot be accessed.
     Memory(GuestMemoryError),
 }
 
@@ -80,7 +80,8 @@ struct Buffer {
     length: u32,
 }
 
-/// Buffers of one descriptor chain. A worker keeps the value and fills it again for each chain.
+/// Buffers of one descriptor chain. A worker allocates the value once and fills it with each chain
+/// that it processes.
 #[derive(Default)]
 pub struct Chain {
     readable: Vec<Buffer>,
@@ -89,14 +90,16 @@ pub struct Chain {
     writable_bytes: u64,
     descriptors: u32,
     readable_after_writable: bool,
-    /// Writable buffer that was written last, and the offset in the answer at which it begins. An
-    /// answer is written from front to back in up to a hundred pieces. Without this value, each
-    /// piece would be searched for from the first of up to a thousand buffers.
+    /// Index of the writable buffer that was written last, and the offset in the answer at which
+    /// this buffer begins. An answer is written from front to back in up to a hundred pieces.
+    /// Without this value, the search for the buffer of each piece would begin at the first of up
+    /// to a thousand buffers.
     written_last: Cell<(usize, u64)>,
 }
 
 impl Chain {
-    /// Allocates space for the longest chain, so that filling it allocates nothing.
+    /// Creates an empty value with space for the longest chain, so that reading a chain allocates
+    /// nothing.
     pub fn new() -> Self {
         Chain {
             readable: Vec::with_capacity(usize::from(QUEUE_SIZE_MAX)),
@@ -105,7 +108,8 @@ impl Chain {
         }
     }
 
-    /// Reads the descriptors of a chain.
+    /// Reads the descriptors of a chain and validates them. Replaces the previous content of the
+    /// value.
     ///
     /// # Errors
     /// The chain is malformed, see [`ChainError`].
@@ -154,8 +158,9 @@ impl Chain {
             list.push(Buffer { address, length });
             *bytes += u64::from(length);
         }
-        // The iterator ends at the last descriptor, or at one that it cannot read. If the last one
-        // that it returned has a successor, the chain is malformed.
+        // The iterator ends at the last descriptor of the chain, or at a descriptor that it cannot
+        // read. If the last descriptor that the iterator returned names a next descriptor, the
+        // chain is malformed.
         if more {
             Err(ChainError::Broken)
         } else {
@@ -168,17 +173,18 @@ impl Chain {
         self.descriptors
     }
 
-    /// Returns the number of pages that the larger of the readable and the writable part can hold.
+    /// Returns the number of pages that fit into the readable or the writable part, whichever is
+    /// larger.
     pub fn pages(&self) -> u64 {
         self.readable_bytes.max(self.writable_bytes) / PAGE_SIZE as u64
     }
 
-    /// Returns the length of the readable part in bytes.
+    /// Returns the length of the chain's readable part in bytes.
     pub fn readable_bytes(&self) -> u64 {
         self.readable_bytes
     }
 
-    /// Returns the length of the writable part in bytes.
+    /// Returns the length of the chain's writable part in bytes.
     pub fn writable_bytes(&self) -> u64 {
         self.writable_bytes
     }
@@ -188,9 +194,9 @@ impl Chain {
         self.readable_after_writable
     }
 
-    /// Copies the readable part out of guest memory, each byte once. It copies at most one byte
-    /// more than the largest request has, which is enough to reject a longer one. `into` has space
-    /// for that many bytes.
+    /// Copies the chain's readable part out of guest memory, each byte once. Copies at most as many
+    /// bytes as `into` has: one more than the largest request has. The parser can therefore reject
+    /// a longer request.
     ///
     /// # Errors
     /// Guest memory cannot be accessed.
@@ -208,8 +214,8 @@ impl Chain {
         Ok(&into[..filled])
     }
 
-    /// Copies bytes to an offset of the writable part, if the front end is connected. Returns false
-    /// if they do not fit.
+    /// Copies bytes to an offset of the chain's writable part. First checks that the front end is
+    /// connected. Returns false if the bytes do not fit into the writable part.
     ///
     /// # Errors
     /// The front end hung up, or guest memory cannot be accessed.
@@ -267,7 +273,7 @@ impl Chain {
     }
 }
 
-/// Size of the buffer for [`Chain::read`] in bytes.
+/// Size in bytes of the buffer that [`Chain::read`] fills.
 pub const READ_BUFFER_BYTES: usize = READABLE_BYTES_MAX + 1;
 
 #[cfg(test)]
@@ -283,8 +289,8 @@ mod tests {
     const INDIRECT: u16 = 4;
     const MEMORY_BYTES: u64 = 1 << 20;
     const SIZE: u16 = 16;
-    /// Addresses in guest memory of the descriptor table, available ring, used ring and an indirect
-    /// table.
+    /// Addresses in the test's guest memory of the descriptor table, available ring, used ring and
+    /// an indirect table.
     const TABLE: u64 = 0;
     const AVAIL: u64 = 0x1000;
     const USED: u64 = 0x2000;
@@ -320,7 +326,7 @@ mod tests {
         }
     }
 
-    /// Reads the chain that begins at the descriptor table's first descriptor.
+    /// Fills a `Chain` from the descriptors of `table`, beginning at the first descriptor.
     fn fill(
         memory: &GuestMemory,
         table: &[Descriptor],
@@ -426,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn chains_without_an_end_are_broken() {
+    fn loops_bad_indexes_and_bad_tables_in_chains_are_refused() {
         let memory = memory();
         let good = (DATA, 8, NEXT, 1);
         let broken: [(&str, &[Descriptor], &[Descriptor]); 9] = [
@@ -475,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn chains_over_4_gib_are_broken_and_those_with_too_many_descriptors_too_long() {
+    fn chains_of_4_gib_and_chains_with_too_many_descriptors_are_refused() {
         let memory = memory();
         let large = u32::MAX;
         let error = fill(&memory.guest, &[(DATA, 0, NEXT, 1), (0, large, 0, 0)], &[]).err();
@@ -499,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_outside_of_memory_are_named() {
+    fn errors_name_buffers_outside_of_guest_memory() {
         let memory = memory();
         for (address, length) in [
             (MEMORY_BYTES, 1),

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Poller that uses epoll, where io_uring is missing or forbidden. It is level-triggered: a kick
-//! that is not consumed is reported again.
+//! Poller that uses epoll. Workers use it where io_uring is missing or forbidden. It is
+//! level-triggered: it reports a kick (eventfd signalled by the guest) again until the worker
+//! consumes the kick.
 //!
 //! System calls: epoll_create1, epoll_ctl, epoll_wait, eventfd2.
 
@@ -13,17 +14,18 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Maximum number of events that one call returns; the next call returns the others.
+/// Maximum number of events that one epoll_wait(2) returns. The next call returns the remaining
+/// events.
 const EVENTS_MAX: usize = 256;
 
-/// Poller with an epoll instance, and an eventfd to wake its worker.
+/// Poller with an epoll instance, and with an eventfd through which other threads wake the worker.
 pub struct Epoll {
     epoll: OwnedFd,
     wake: OwnedFd,
 }
 
 impl Epoll {
-    /// Creates a poller that watches nothing.
+    /// Creates a poller that watches only its own wake-up eventfd.
     ///
     /// # Errors
     /// The system has no descriptor left.

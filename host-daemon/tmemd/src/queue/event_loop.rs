@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Choice of the implementation with which workers wait for kicks: io_uring (`uring.rs`), or epoll
+//! Choice of the poller with which workers wait for kicks: io_uring (`uring.rs`), or epoll
 //! (`epoll.rs`) where io_uring is missing or forbidden.
 
 use crate::config::settings::EventLoop;
@@ -8,11 +8,11 @@ use crate::queue::poller::Poller;
 use crate::queue::uring::Uring;
 use std::io;
 
-/// Creates one poller for each of `count` workers: of the wanted kind, or with `Auto` of the best
-/// kind that the kernel provides.
+/// Creates a poller of the wanted kind for each of `count` workers. `Auto` means io_uring if the
+/// kernel provides io_uring, and otherwise epoll.
 ///
 /// # Errors
-/// The kernel does not provide the wanted kind.
+/// The kernel does not provide the wanted kind of poller.
 pub fn create(wanted: EventLoop, count: usize) -> io::Result<Vec<Box<dyn Poller>>> {
     let urings = || -> io::Result<Vec<Box<dyn Poller>>> {
         (0..count)
@@ -68,7 +68,8 @@ mod tests {
         )
     }
 
-    /// Polls without blocking until a token is reported or the time is over. Returns the tokens.
+    /// Calls the poller repeatedly without blocking, until it reports a token or `time` has passed.
+    /// Returns the reported tokens.
     fn poll_for(poller: &dyn Poller, time: Duration) -> Vec<u64> {
         let begun = std::time::Instant::now();
         let mut ready = Vec::new();
@@ -87,7 +88,8 @@ mod tests {
     fn a_signal_is_reported_until_its_eventfd_is_removed() {
         for (kind, poller) in pollers() {
             let (a, b) = (descriptor(), descriptor());
-            // The eventfd is signalled before the poller watches it.
+            // This eventfd is signalled before the poller watches it. The poller must report it
+            // nevertheless.
             signal(&a);
             poller.add(&a, 7).expect("cannot watch the eventfd");
             poller.add(&b, 8).expect("cannot watch the eventfd");
@@ -159,7 +161,7 @@ mod tests {
                     .send(())
                     .expect("the test no longer waits for the message");
             });
-            // A wake that comes before the wait ends the wait, too.
+            // If wake() is called while no thread waits, it ends the next wait.
             for _ in 0..2 {
                 poller.wake();
                 assert_eq!(
@@ -178,8 +180,8 @@ mod tests {
         }
     }
 
-    /// A wake must end the next wait, also if the poller finds the wake while it removes an
-    /// eventfd.
+    /// A call of wake() must end the next wait. This holds even if the poller takes the completion
+    /// for the wake-up eventfd while it removes another eventfd.
     #[test]
     fn a_wake_during_a_removal_ends_a_wait() {
         for (kind, poller) in pollers() {
@@ -209,9 +211,10 @@ mod tests {
         }
     }
 
-    /// A file that is removed from the poller is released, no matter when it was signalled.
-    /// Otherwise the file would stay in kernel memory, and a front end that replaces its kicks in a
-    /// loop could use up that memory.
+    /// A poller releases an eventfd that is removed. It does so whether the eventfd was signalled
+    /// before it was added, while it was watched, or after its signal was reported. Otherwise the
+    /// eventfd would stay in kernel memory, and a front end that replaces its kicks in a loop could
+    /// use up that memory.
     #[test]
     fn a_removed_file_is_released() {
         const BEFORE: usize = 1;
@@ -219,7 +222,8 @@ mod tests {
         const REPORTED: usize = 4;
         for (kind, poller) in pollers() {
             for signals in 0..8 {
-                // A write to a pipe shows whether its other end is still open.
+                // The test adds one end of a pipe to the poller, instead of an eventfd. A write to
+                // the other end fails once the poller has released the first end.
                 let (end, other) = std::io::pipe().expect("cannot create a pipe");
                 let end: Arc<OwnedFd> = Arc::new(end.into());
                 let signal = |when| {
@@ -262,7 +266,8 @@ mod tests {
         }
     }
 
-    /// The number of signals, 1,000, is more than either poller reports in one call.
+    /// The number of simultaneous signals, 1,000, is more than epoll or io_uring reports in one
+    /// call.
     #[test]
     fn a_thousand_simultaneous_signals_are_all_reported() {
         for (kind, poller) in pollers() {

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Executes a request on the tenant of its VM and writes the answer into guest memory.
+//! Executes a request on the tenant of its VM (the VM's pages in the pool) and writes the answer
+//! into guest memory.
 //!
 //! Page contents pass through buffers of the worker in both directions. The guest can change its
 //! memory at any time, and the pool must never observe such a change. The pages of a PUT are
-//! processed in groups of up to [`PUT_GROUP_PAGES`]. The pages of a GET are one group, as far as the
-//! slice allows. When the time limit of a drain expires, the remaining pages of a PUT are refused
-//! and the remaining pages of a GET are missed.
+//! processed in groups of up to [`PUT_GROUP_PAGES`]. The pages of a GET are one group, as far as
+//! the scheduling slice allows. When the time limit of a drain expires, the remaining pages of a
+//! PUT are refused, and those of a GET are answered with MISS.
 //!
-//! A request that costs more than a scheduling slice is interrupted between two groups. The
-//! finished part is then in the pool or in guest memory, results included. So the daemon stores
+//! A request that costs more than a scheduling slice is interrupted between two groups. The results
+//! and contents of the finished pages are then in the pool or in guest memory. So the daemon stores
 //! only two numbers for an interrupted request ([`Progress`]), and no page of a guest stays in a
 //! buffer of the worker. The next slice reads the request again and continues after the finished
 //! pages. If the guest changes the request meanwhile, which no correct driver does, it gets results
@@ -33,61 +34,64 @@ use virtio_tmem as wire;
 use virtio_tmem::{GetPage, PutPage, RefPage, Resp, U64};
 use zerocopy::IntoBytes;
 
-/// Number of pages of a PUT between two reads of the clock. They take some tens of µs, a small part
-/// of the 10 ms that a drain may take.
+/// Maximum number of pages of a PUT that are stored between two reads of the clock. Storing them
+/// takes some tens of µs, a small part of the 10 ms that a drain may take.
 const PUT_GROUP_PAGES: usize = 16;
 
-/// Number of pages of a REF between two reads of the clock. They take some µs.
+/// Maximum number of pages of a REF that are processed between two reads of the clock. Processing
+/// them takes some µs.
 const REF_GROUP_PAGES: usize = 16;
 
 const _: () = assert!(wire::BATCH_MAX <= GET_PAGES_MAX);
 
-/// Least time in ns that the slice must have left before the flush of a range begins, even if the
+/// Least time in ns that a slice must have left before the flush of a range begins, even if the
 /// range has few pages.
 const RANGE_NS_LEAST: u64 = 5_000;
 
 const RESP_BYTES: usize = size_of::<Resp>();
 const GET_PAGE_BYTES: usize = size_of::<GetPage>();
 
-/// Circumstances in which a request is executed.
+/// Data about VM, connection and slice that the execution of a request uses.
 pub struct Context<'vm, 'a> {
     /// The VM that sent the request.
     pub vm: &'vm Vm,
-    /// The connection's generation.
+    /// Current generation of the connection. Requests of another generation are answered with
+    /// STALE.
     pub generation: u64,
-    /// Whether the request exceeds the VM's rate, so that all its pages are refused or missed.
+    /// Whether the request exceeds the VM's rate limit. If so, all its pages are refused or missed.
     pub limited: bool,
-    /// Returns true when the time limit of a drain has expired: remaining pages are refused or
-    /// missed.
+    /// Function that returns true once the time limit of a drain has expired. The remaining pages
+    /// of a request are then refused, missed or gone.
     pub drain_expired: &'a dyn Fn() -> bool,
-    /// The scheduling slice, which bounds the work.
+    /// The scheduling slice, which limits the work on the request.
     pub slice: &'a Slice<'a>,
 }
 
-/// How far a request was executed.
+/// Progress of a request, whose execution may take several slices.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Progress {
-    /// Number of finished pages of a PUT, GET or REF, or of finished ranges of a FLUSH. Their results
-    /// are written.
+    /// Number of pages of a PUT, GET or REF that are finished and whose results are written. For a
+    /// FLUSH, the number of finished ranges.
     done: usize,
-    /// Length of the answer in bytes, up to the end of the last page that was written.
+    /// Length of the answer in bytes, up to the end of the last page that was written into guest
+    /// memory.
     used_bytes: usize,
 }
 
-/// Values that the execution of a request leaves to its caller at the end of a slice.
+/// Values that outlive a call of [`execute`]: the caller keeps them until the request is answered.
 pub struct Remainder<'vm, 'a> {
-    /// Storage of the pages that a GET took out of the pool. The caller frees it after the guest
-    /// has its answer.
+    /// Storage of the pages that a GET took out of the pool. The caller frees the storage after the
+    /// guest has its answer, so that freeing does not delay the answer.
     pub spent: &'a mut Option<Spent<'vm>>,
-    /// How far the request was executed.
+    /// Progress of the request, which the next slice continues.
     pub progress: &'a mut Progress,
 }
 
-/// Buffers of a worker for the pages of a GET. They are neither swapped nor dumped.
+/// Buffers of a worker for the pages of a GET. The kernel neither swaps nor dumps their memory.
 pub struct PageBuffers(SecretPages);
 
 impl PageBuffers {
-    /// Allocates buffers for the largest batch.
+    /// Allocates page buffers for the largest batch.
     ///
     /// # Errors
     /// The system lacks address space.
@@ -95,7 +99,7 @@ impl PageBuffers {
         SecretPages::new(wire::BATCH_MAX).map(PageBuffers)
     }
 
-    /// Returns the buffers, for tests of the attributes of their memory.
+    /// Returns the page buffers. Tests check the attributes of their memory.
     #[cfg(test)]
     pub fn pages(&mut self) -> &mut [Page] {
         self.0.pages()
@@ -109,14 +113,14 @@ fn resp(status: u8) -> Resp {
     }
 }
 
-/// The writable part of a chain, which receives the answer.
+/// Writable part of a descriptor chain, into which the answer to a request is written.
 #[derive(Clone, Copy)]
 pub struct Answer<'a> {
-    /// The chain of the request.
+    /// The descriptor chain of the request.
     pub chain: &'a Chain,
     /// Guest memory that contains the chain's buffers.
     pub memory: &'a GuestMemory,
-    /// The front end, which must be connected while guest memory is written.
+    /// The front end (VMM), which must be connected while guest memory is written.
     pub peer: &'a Peer,
 }
 
@@ -130,7 +134,7 @@ impl Answer<'_> {
         Ok(RESP_BYTES as u32)
     }
 
-    /// Writes bytes at an offset of the answer.
+    /// Writes bytes at an offset of the answer in guest memory.
     fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), WriteError> {
         let fits = self
             .chain
@@ -139,8 +143,8 @@ impl Answer<'_> {
         Ok(())
     }
 
-    /// Writes a status, and the results of all pages except the first `from`. Each result has
-    /// `result_bytes` bytes.
+    /// Writes the status of a request and the results of its pages, except the first `from` pages.
+    /// Each result has `result_bytes` bytes.
     fn write_results(
         &self,
         from: usize,
@@ -156,9 +160,9 @@ impl Answer<'_> {
     }
 }
 
-/// Executes a request and writes its answer. Returns the bytes to report in the used element, or
-/// None if the slice is over before the request is finished. An unfinished request has no answer
-/// yet; another call with the same `progress` continues it.
+/// Executes a request and writes its answer. Returns the number of bytes to report in the used
+/// element, or None if the slice ends before the request is finished. An unfinished request has no
+/// complete answer yet; the next call with the same `progress` continues the request.
 ///
 /// # Errors
 /// The front end hung up, or guest memory cannot be accessed.
@@ -222,7 +226,8 @@ pub fn execute<'vm>(
         .transpose()
 }
 
-/// Destroys a pool. Returns the status, or None if the slice is over.
+/// Executes a POOL_DESTROY request. Returns its status, or None if the slice has no time left for
+/// it.
 fn destroy_pool(context: &Context<'_, '_>, pool: u32) -> Option<u8> {
     let Context { vm, slice, .. } = context;
     slice.step(DESTROY_NS_MAX)?;
@@ -236,7 +241,8 @@ fn destroy_pool(context: &Context<'_, '_>, pool: u32) -> Option<u8> {
     Some(wire::S_OK)
 }
 
-/// Drops ranges of pages. Returns the status, or None if the slice is over.
+/// Executes a FLUSH, which drops ranges of pages. Returns the status, or None if the slice ends
+/// before the request is finished.
 fn flush(
     context: &Context<'_, '_>,
     pool: u32,
@@ -261,7 +267,8 @@ fn flush(
     Some(wire::S_OK)
 }
 
-/// Drops a range as far as the slice allows. Returns true if the whole range is dropped.
+/// Drops pages of a range until the range is finished or the slice is over. Returns true if the
+/// complete range is dropped.
 fn flush_range(
     context: &Context<'_, '_>,
     pool: u32,
@@ -280,8 +287,8 @@ fn flush_range(
         if done? {
             return Ok(true);
         }
-        // A step shorter than FLUSH_NS_MIN may have dropped no page, and the next step may drop
-        // none either. So the slice ends here.
+        // A step that is shorter than FLUSH_NS_MIN may drop no page. The flush stops after such a
+        // step, because further steps could drop none either.
         if step_ns < FLUSH_NS_MIN {
             break;
         }
@@ -289,15 +296,15 @@ fn flush_range(
     Ok(false)
 }
 
-/// The pages of a PUT. `pages` and `data` have the same length.
+/// The pages of a PUT request. `pages` and `data` have the same length.
 struct PutBatch<'a> {
     pool: u32,
     pages: &'a [PutPage],
     data: &'a [[u8; wire::PAGE_SIZE]],
 }
 
-/// Executes a PUT. Returns the bytes to report in the used element, or None if the slice is over
-/// before the request is finished.
+/// Executes a PUT. Returns the number of bytes to report in the used element, or None if the slice
+/// ends before the request is finished.
 fn put(
     context: &Context<'_, '_>,
     stale: bool,
@@ -308,7 +315,8 @@ fn put(
     let (vm, slice, count) = (context.vm, context.slice, batch.pages.len());
     let mut results = [wire::P_REFUSED; wire::BATCH_MAX];
     let mut status = if stale { wire::S_STALE } else { wire::S_OK };
-    // The results of the pages before `from` are already in guest memory.
+    // The results of the pages before `from` are already in guest memory, written in an earlier
+    // slice.
     let mut from = progress.done.min(count);
     let mut done = from;
     while status == wire::S_OK && done < count {
@@ -316,7 +324,8 @@ fn put(
         let left = count - done;
         let group = match slice.step_pages(PUT_NS_MAX, left.min(PUT_GROUP_PAGES)) {
             Some(pages) => pages,
-            // When the time limit of a drain has expired, all remaining pages are refused at once.
+            // After the time limit of a drain, all remaining pages are refused at once, whatever
+            // the slice allows.
             None if drain_expired => left,
             None => break,
         };
@@ -338,8 +347,9 @@ fn put(
         return Ok(None);
     }
     if status != wire::S_OK {
-        // The pool or the generation ended, perhaps between two groups. All pages of the request
-        // are refused, because the pages that it has already stored no longer exist.
+        // The pool was destroyed or the generation has ended, perhaps between two groups of pages.
+        // The pages that were already stored no longer exist, so all pages of the request are
+        // refused.
         results.fill(wire::P_REFUSED);
         from = 0;
     }
@@ -351,8 +361,8 @@ fn put(
     Ok(Some(end as u32))
 }
 
-/// Refuses a group of pages. A refused page leaves nothing under its key, so an older version that
-/// is in the pool is dropped.
+/// Refuses a group of pages of a PUT. A refused page must leave nothing under its key, so an older
+/// version of the page in the pool is dropped.
 fn refuse_group(
     context: &Context<'_, '_>,
     batch: &PutBatch<'_>,
@@ -381,7 +391,7 @@ fn refuse_group(
     Ok(())
 }
 
-/// Stores a group of pages and sets their results.
+/// Stores a group of pages of a PUT and sets the pages' results.
 fn store_group(
     context: &Context<'_, '_>,
     batch: &PutBatch<'_>,
@@ -416,8 +426,8 @@ fn store_group(
     Ok(())
 }
 
-/// Executes a REF on pages of a pool. Returns the bytes to report in the used element, or None if
-/// the slice is over before the request is finished.
+/// Executes a REF, with which the guest reports evicted retained pages. Returns the number of bytes
+/// to report in the used element, or None if the slice ends before the request is finished.
 fn refer(
     context: &Context<'_, '_>,
     stale: bool,
@@ -428,7 +438,8 @@ fn refer(
     let (vm, slice, count) = (context.vm, context.slice, pages.len());
     let mut results = [wire::P_GONE; wire::BATCH_MAX];
     let mut status = if stale { wire::S_STALE } else { wire::S_OK };
-    // The results of the pages before `from` are already in guest memory.
+    // The results of the pages before `from` are already in guest memory, written in an earlier
+    // slice.
     let mut from = progress.done.min(count);
     let mut done = from;
     while status == wire::S_OK && done < count {
@@ -436,7 +447,8 @@ fn refer(
         let left = count - done;
         let group = match slice.step_pages(REF_NS_MAX, left.min(REF_GROUP_PAGES)) {
             Some(pages) => pages,
-            // When the time limit of a drain has expired, all remaining pages are dropped at once.
+            // After the time limit of a drain, all remaining pages are dropped at once, whatever
+            // the slice allows.
             None if drain_expired => left,
             None => break,
         };
@@ -458,8 +470,8 @@ fn refer(
         return Ok(None);
     }
     if status != wire::S_OK {
-        // The pool or the generation ended, perhaps between two groups. All pages of the request
-        // are answered with GONE.
+        // The pool was destroyed or the generation has ended, perhaps between two groups of pages.
+        // All pages of the request, also those of earlier groups, are answered with GONE.
         results.fill(wire::P_GONE);
         from = 0;
     }
@@ -471,7 +483,7 @@ fn refer(
     Ok(Some(end as u32))
 }
 
-/// Converts the pages of a REF to the type that the engine takes.
+/// Converts the pages of a REF request to the type `Ref` of the pool's engine.
 fn refs(pages: &[RefPage]) -> Vec<Ref> {
     let refs = pages.iter().map(|page| Ref {
         object: page.object.get(),
@@ -481,8 +493,8 @@ fn refs(pages: &[RefPage]) -> Vec<Ref> {
     refs.collect()
 }
 
-/// Drops the pages of a REF that is not executed, and that is answered with GONE. After this answer
-/// the driver never requests the pages again, so the pool must not keep them.
+/// Drops those pages of a REF that are answered with GONE instead of being looked up. The driver
+/// never requests a page again after GONE, so the pool must not keep the page.
 fn drop_refs(
     context: &Context<'_, '_>,
     pool: u32,
@@ -505,7 +517,7 @@ fn drop_refs(
     Ok(())
 }
 
-/// Executes a REF for a group of its pages and sets their results.
+/// Executes a REF for a group of its pages and sets the pages' results.
 fn refer_group(
     context: &Context<'_, '_>,
     pool: u32,
@@ -526,17 +538,17 @@ fn refer_group(
     Ok(())
 }
 
-/// The pages of a GET: consecutive pages of an object from `index` on, one for each cookie.
+/// The pages of a GET request: consecutive pages of an object from `index` on, one for each cookie.
 struct GetBatch<'a> {
     pool: u32,
     object: u64,
     index: u64,
     cookies: &'a [U64],
-    /// Bit n allows the pool to retain the page `index` + n.
+    /// Bit mask: if bit n is set, the pool may retain the page with the index `index` + n.
     retain: u64,
 }
 
-/// Returns the result for a page that a GET does not return.
+/// Returns the result that a GET reports for a page that is missed.
 fn miss() -> GetPage {
     GetPage {
         cookie: 0.into(),
@@ -546,8 +558,8 @@ fn miss() -> GetPage {
     }
 }
 
-/// Executes a GET. Returns the bytes to report in the used element, or None if the slice is over
-/// before the request is finished.
+/// Executes a GET. Returns the number of bytes to report in the used element, or None if the slice
+/// ends before the request is finished.
 fn get<'vm>(
     context: &Context<'vm, '_>,
     stale: bool,
@@ -560,7 +572,8 @@ fn get<'vm>(
     let Remainder { spent, progress } = remainder;
     let mut results = [miss(); wire::BATCH_MAX];
     let mut status = if stale { wire::S_STALE } else { wire::S_OK };
-    // The results and contents of the pages before `from` are already in guest memory.
+    // The results and contents of the pages before `from` are already in guest memory, written in
+    // an earlier slice.
     let mut from = progress.done.min(count);
     let mut done = from;
     if status == wire::S_OK && done < count {
@@ -585,8 +598,8 @@ fn get<'vm>(
         }
     }
     if status != wire::S_OK {
-        // The pool or the generation ended, perhaps between two slices. All pages of the request
-        // are missed.
+        // The pool was destroyed or the generation has ended, perhaps between two slices, so all
+        // pages of the request are missed.
         results.fill(miss());
         (from, done, progress.used_bytes) = (0, count, 0);
     }
@@ -599,9 +612,8 @@ fn get<'vm>(
     Ok((done == count).then_some(used_bytes as u32))
 }
 
-/// Counts the remaining pages of a GET as missed. A rate limit or a drain turns hits into misses,
-/// but does not change the status of a request. If the pool does not exist, the status must
-/// therefore be NO_POOL here, too.
+/// Counts the remaining pages of a GET as missed, because of a rate limit or a drain. A rate limit
+/// or a drain does not change the status of a request, so a missing pool is still an error.
 fn miss_rest(context: &Context<'_, '_>, batch: &GetBatch<'_>, pages: usize) -> Result<(), NoPool> {
     let vm = context.vm;
     let counter = match context.limited {
@@ -609,14 +621,14 @@ fn miss_rest(context: &Context<'_, '_>, batch: &GetBatch<'_>, pages: usize) -> R
         false => &vm.counters.drain_cut_pages,
     };
     counter.fetch_add(pages as u64, Ordering::Relaxed);
-    // A flush of 0 pages drops nothing, but fails if the pool does not exist.
+    // A flush of 0 pages drops nothing, but returns an error if the pool does not exist.
     vm.tenant
         .flush(batch.pool, batch.object, batch.index, Some(0))
         .map(drop)
 }
 
-/// Takes pages out of the pool, from number `start` of the batch on, as far as `step_ns` allows.
-/// Copies their contents to `pages` and sets their results.
+/// Takes pages out of the pool for up to `step_ns`, beginning with page number `start` of the
+/// batch. Copies the contents of the pages to `pages` and sets the pages' results.
 fn take_pages<'vm>(
     context: &Context<'vm, '_>,
     batch: &GetBatch<'_>,
@@ -634,7 +646,7 @@ fn take_pages<'vm>(
     let mut found = [GetResult::Miss; wire::BATCH_MAX];
     let found = &mut found[..pages.len()];
     let first = batch.index + start as u64;
-    // A GET of a frozen VM retains no page, so that the pool's memory becomes free.
+    // A GET of a frozen VM lets the pool retain no page, so that the pool's memory becomes free.
     let retain = match vm.frozen.load(Ordering::Relaxed) {
         true => 0,
         false => batch.retain >> start,
@@ -648,8 +660,8 @@ fn take_pages<'vm>(
         tap.get(pool, object, first, hits, batch.retain >> start);
     }
     for ((result, found), wanted) in results.iter_mut().zip(found).zip(wanted) {
-        // The pool returns no page with another cookie. The comparison is repeated here because a
-        // page of another put must never reach a guest.
+        // The pool returns only pages with the requested cookie. The daemon compares the cookie
+        // once more here, because the page of another put must never reach a guest.
         let (cookie, flags) = match found {
             GetResult::Miss => continue,
             GetResult::Hit { cookie } => (*cookie, 0),
@@ -664,7 +676,8 @@ fn take_pages<'vm>(
     Ok(taken)
 }
 
-/// Writes the results of the pages in `group`, and the status once all pages are done.
+/// Writes the results of the pages in `group` to the answer. When all pages of the request are
+/// done, also writes the status.
 fn write_get_results(
     answer: Answer<'_>,
     status: u8,
@@ -683,9 +696,9 @@ fn write_get_results(
     }
 }
 
-/// Writes the contents of the hits in `group`, adjacent hits in one copy. The data of a miss stays
-/// as the driver left it. Returns the end of the last page in the answer, in bytes; None without a
-/// hit.
+/// Writes the contents of the pages in `group` that the pool had (hits). Adjacent hits are written
+/// in one copy. Where a page is missed, the guest's buffer stays unchanged. Returns the offset in
+/// the answer of the end of the last written page, in bytes; None if no page was a hit.
 fn write_get_pages(
     answer: Answer<'_>,
     results: &[GetPage],

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The data path: worker threads that drain virtqueues and execute requests.
+//! The data path: worker threads that take requests from virtqueues and execute them.
 //!
 //! Belongs here: waiting for kicks, scheduling queues, reading descriptor chains, executing
 //! requests and notifying the guest. Out of scope: setting a queue up, see `vhost/device.rs`.

@@ -1,17 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Signals eventfds of a front end (calls and error descriptors) without blocking.
+//! Signals eventfds of a front end without blocking: call eventfds (interrupts) and error eventfds.
 //!
 //! A write to an eventfd whose counter is full blocks unless O_NONBLOCK is set. That flag belongs
 //! to the open file, which the front end shares and can change at any time. The kernel refuses
-//! RWF_NOWAIT for eventfds. An io_uring write to a full eventfd stays in the ring, so each further
-//! notification would add another. io_uring also reads the flag before the eventfd reads it again,
-//! so the kernel does not guarantee that the write cannot block in between (400,000 writes did not
-//! block while another thread changed the flag). The kernel signals an eventfd without blocking
-//! when an AIO operation (io_submit(2)) that names it completes. A notification is therefore such
-//! an operation: a read of 0 bytes from /dev/null, complete before the system call returns. If the
-//! counter is full, the kernel does not increase it; the eventfd is then already signalled.
+//! RWF_NOWAIT for eventfds.
 //!
-//! System calls: io_submit, sometimes io_getevents; at the start io_setup and open of /dev/null.
+//! io_uring does not help either. An io_uring write to a full eventfd stays in the ring, so each
+//! further notification would add another one. io_uring also reads the flag before the eventfd
+//! reads it again. The kernel therefore does not guarantee that the write cannot block in between.
+//! (400,000 writes did not block while another thread changed the flag.)
+//!
+//! The kernel signals an eventfd without blocking when an AIO operation (io_submit(2)) that names
+//! the eventfd completes. A notification is therefore an AIO operation: a read of 0 bytes from
+//! /dev/null, which completes before the system call returns. If the counter is full, the kernel
+//! does not increase it; the eventfd is then already signalled.
+//!
+//! System calls: io_submit and sometimes io_getevents; at the start also io_setup and open of
+//! /dev/null.
 
 use crate::vm::state::Vm;
 use libc::{c_long, c_ulong};
@@ -21,16 +26,16 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Maximum number of completions that the daemon leaves in the AIO context before it discards them.
-/// Discarding many at once saves system calls. All processes of the host together may have 65,536
-/// (fs.aio-max-nr).
+/// Maximum number of completions that stay in the AIO context before the daemon discards them.
+/// Discarding many completions at once saves system calls. By default, the AIO contexts of all
+/// processes of the host together may have space for 65,536 completions (fs.aio-max-nr).
 const EVENTS_MAX: usize = 128;
 
-/// Maximum number of attempts to send one notification. An attempt fails if other threads use up
-/// the free completions. No thread needs this many attempts.
+/// Maximum number of attempts to send one notification. An attempt fails if other threads have used
+/// up the free completions of the AIO context. In practice no thread needs nearly as many attempts.
 const ATTEMPTS_MAX: usize = 10_000;
 
-/// `struct iocb` of linux/aio_abi.h on a little-endian machine.
+/// AIO operation: `struct iocb` of linux/aio_abi.h on a little-endian machine.
 #[repr(C)]
 #[derive(Default)]
 struct Iocb {
@@ -48,7 +53,7 @@ struct Iocb {
     eventfd: u32,
 }
 
-/// `struct io_event` of linux/aio_abi.h.
+/// AIO completion: `struct io_event` of linux/aio_abi.h.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct IoEvent([u64; 4]);
@@ -59,29 +64,30 @@ const FLAG_EVENTFD: u32 = 1;
 #[cfg(target_endian = "big")]
 compile_error!("on a big-endian machine, struct iocb has rw_flags before key");
 
-/// Context of the kernel's AIO. Any thread may use it.
+/// AIO context of the kernel, through which interrupts are sent. Any thread may use it.
 struct Notifier {
     context: c_ulong,
     null: OwnedFd,
 }
 
-/// AIO context of the process. The kernel destroys it when the process ends.
+/// The process's only AIO context. The kernel destroys it when the process ends.
 static NOTIFIER: OnceLock<Notifier> = OnceLock::new();
 
-/// Creates the context that [`interrupt`] uses. The caller must call it before it serves a queue.
+/// Creates the AIO context that [`interrupt`] uses. The daemon must call this function before it
+/// serves a queue.
 ///
 /// # Errors
-/// The kernel has no AIO, or other processes use all operations.
+/// The kernel has no AIO, or other processes use all AIO operations that the host permits.
 pub fn prepare() -> io::Result<()> {
     if NOTIFIER.get().is_none() {
-        // If another thread has already created a context, the one created here remains unused,
-        // which is harmless.
+        // If another thread has created a context meanwhile, the context that is created here
+        // remains unused, which is harmless.
         let _ = NOTIFIER.set(Notifier::new()?);
     }
     Ok(())
 }
 
-/// Number of interrupts that the kernel did not deliver.
+/// Number of interrupts since the start that the kernel did not deliver.
 static LOST_INTERRUPTS: AtomicU64 = AtomicU64::new(0);
 
 /// Returns the number of interrupts since the start that the kernel did not deliver.
@@ -89,9 +95,9 @@ pub fn lost_interrupts() -> u64 {
     LOST_INTERRUPTS.load(Ordering::Relaxed)
 }
 
-/// Signals an eventfd of a VM's front end. It never blocks, whatever other processes do with the
-/// eventfd. An interrupt that the kernel does not deliver is counted, and logged with the VM's
-/// name. The guest continues at the deadline of its driver.
+/// Signals an eventfd of a VM's front end. The call never blocks, whatever other processes do with
+/// the eventfd. If the kernel does not deliver the interrupt, the function counts it and logs the
+/// VM's name. The guest's driver then waits until its deadline.
 ///
 /// # Panics
 /// [`prepare`] was not called.
@@ -103,7 +109,7 @@ pub fn interrupt(vm: &Vm, fd: &OwnedFd) {
     }
 }
 
-/// Signals an eventfd and counts a failure.
+/// Signals an eventfd. Counts a failure as a lost interrupt.
 ///
 /// # Errors
 /// The kernel did not deliver the interrupt. For an open eventfd the reason is a lack of memory.
@@ -120,7 +126,8 @@ impl Notifier {
     fn new() -> io::Result<Notifier> {
         let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
         let mut context: c_ulong = 0;
-        // SAFETY: the kernel writes a context's number to `context`, which is valid for the write.
+        // SAFETY: the kernel writes the number of the new context to `context`, which is valid for
+        // the write.
         let done = unsafe { libc::syscall(libc::SYS_io_setup, EVENTS_MAX as c_long, &mut context) };
         if done < 0 {
             let error = io::Error::last_os_error();
@@ -143,7 +150,7 @@ impl Notifier {
         let mut last = io::Error::from_raw_os_error(libc::EAGAIN);
         for _ in 0..ATTEMPTS_MAX {
             let mut operations = [&raw mut operation];
-            // SAFETY: the context lives as long as the process. The kernel reads one operation,
+            // SAFETY: the context lives as long as the process. The kernel reads one AIO operation,
             // which reads no data and completes before the call returns.
             let done = unsafe {
                 libc::syscall(
@@ -158,7 +165,7 @@ impl Notifier {
             }
             last = io::Error::last_os_error();
             match last.raw_os_error() {
-                // EAGAIN means that the AIO context has no free completion.
+                // EAGAIN means that the AIO context has no space for another completion.
                 Some(libc::EAGAIN) => self.reap(),
                 Some(libc::EINTR) => {}
                 _ => break,
@@ -167,11 +174,11 @@ impl Notifier {
         Err(last)
     }
 
-    /// Discards completions. Nothing reads their content.
+    /// Discards completions from the AIO context. No code needs their content.
     fn reap(&self) {
         let mut events = [IoEvent::default(); EVENTS_MAX];
-        // SAFETY: the kernel writes at most `EVENTS_MAX` events, for which the array has space.
-        // With a minimum of 0 events and no time-out it does not wait.
+        // SAFETY: the kernel writes at most `EVENTS_MAX` events, for which the array has space. The
+        // call does not wait, because its minimum number of events is 0.
         unsafe {
             libc::syscall(
                 libc::SYS_io_getevents,
@@ -214,8 +221,9 @@ mod tests {
         assert_eq!(count(&fd), 3 * CALLS);
     }
 
-    /// The eventfd's counter is full and its descriptor is blocking, a state that a front end can
-    /// cause at any time. A plain write would block for ever.
+    /// Signalling must not block if the eventfd's counter is full and O_NONBLOCK is not set. A
+    /// front end can cause this state at any time. A plain write to the eventfd would block for
+    /// ever.
     #[test]
     fn notifying_never_blocks() {
         prepare().expect("cannot create the kernel's AIO context");

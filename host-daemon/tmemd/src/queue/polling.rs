@@ -1,31 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Adaptive polling: how long a worker polls an empty vring before it requests a kick.
 //!
-//! A kick and the wake-up that follows take longer than most requests, so polling pays if the
-//! driver sends its next request soon. The last pause predicts the next one. If the pause before
-//! the last request was shorter than the bound, the vring is polled for up to the bound; otherwise
-//! it is not polled. A quiet or slow driver therefore costs polling time only once, and no pause
-//! costs more than the bound. Out of scope: which vrings are polled, see `worker.rs`.
+//! A kick and the wake-up of the worker after it take longer than most requests, so polling pays if
+//! the driver sends its next request soon. The last pause between two requests predicts the next
+//! pause. If the pause before the last request was shorter than the bound (`poll_max`), the vring
+//! is polled for up to the bound; otherwise it is not polled. A quiet or slow driver therefore
+//! costs polling time only once, and no pause costs more than the bound. Out of scope: which vrings
+//! are polled, see `worker.rs`.
 
-/// Decides whether a worker polls one vring.
+/// Decides whether a worker polls one empty vring.
 #[derive(Debug, Default)]
 pub struct Polling {
-    /// Time in ns at which the vring became empty; None while it has work.
+    /// Time in ns at which the vring became empty; None while it contains requests.
     dry_since_ns: Option<u64>,
-    /// Whether the last pause was shorter than the bound, so that polling is worth its cost.
+    /// Whether the last pause between two requests was shorter than the bound. If so, the next
+    /// pause is expected to be short, too, and the worker polls the vring.
     worth_it: bool,
 }
 
 impl Polling {
-    /// Records that the vring is empty. Returns the time in ns until which to poll it, or None to
-    /// request a kick.
+    /// Records that the vring is empty. Returns the time in ns until which the worker shall poll
+    /// the vring; None if the worker shall request a kick instead.
     pub fn dry(&mut self, now_ns: u64, max_ns: u64) -> Option<u64> {
         let since_ns = *self.dry_since_ns.get_or_insert(now_ns);
         let until_ns = since_ns.saturating_add(max_ns);
         (self.worth_it && now_ns < until_ns).then_some(until_ns)
     }
 
-    /// Records that the vring has work.
+    /// Records that the vring contains a request.
     pub fn work(&mut self, now_ns: u64, max_ns: u64) {
         if let Some(since_ns) = self.dry_since_ns.take() {
             self.worth_it = now_ns.saturating_sub(since_ns) < max_ns;
@@ -68,7 +70,7 @@ mod tests {
         );
         polling.work(9000, MAX);
         assert_eq!(polling.dry(9010, MAX), Some(9010 + MAX));
-        // Work that comes without a pause does not change the prediction.
+        // Requests that arrive before the vring is found empty again do not change the prediction.
         polling.work(9020, MAX);
         polling.work(9900, MAX);
         assert_eq!(polling.dry(9900, MAX), Some(9900 + MAX));

@@ -1,88 +1,91 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Parses the bytes of a descriptor chain into a request.
+//! Parses the bytes of a descriptor chain into a request of the guest's driver.
 //!
 //! Parsing is a pure function of bytes that the guest can no longer change, because the caller has
-//! copied them. It never panics and uses nothing but its arguments. Values of the result are in
-//! range. Out of scope: whether the generation is current and the pool exists, see `execute.rs`.
+//! copied them. The parser never panics and uses nothing but its arguments. All values of a parsed
+//! request are in range. Out of scope: whether the generation is current and the pool exists, see
+//! `execute.rs`.
 
 use virtio_tmem as wire;
 use virtio_tmem::{Get, Latencies, PoolCreate, PutPage, Range, RefPage, Report, Req, Resp, U64};
 use zerocopy::FromBytes;
 
-/// Kind of a virtqueue.
+/// Kind of a virtqueue of the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueKind {
-    /// Control queue, number 0.
+    /// Control queue, which has number 0.
     Control,
-    /// Request queue, numbers 1 to `num_request_queues`.
+    /// Request queue. Request queues have the numbers 1 to `num_request_queues`.
     Request,
 }
 
-/// Fields that all requests have.
+/// Fields that requests of all types have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// The generation that the request carries.
+    /// Generation number that the request carries. It may not be the current generation.
     pub generation: u64,
-    /// Pool number, in range; the pool need not exist. 0 for a report.
+    /// Pool number, which is in range, but the pool may not exist. It is 0 in a REPORT or LATENCIES
+    /// request, which names no pool.
     pub pool: u32,
 }
 
-/// A well-formed request whose values are in range.
+/// Fields of a well-formed request that depend on its type. All values are in range.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Body<'a> {
-    /// Stores pages. `pages` and `data` have the same length.
+    /// PUT: stores pages. `pages` and `data` have the same length.
     Put {
-        /// Keys, cookies and flags of the pages.
+        /// Keys, cookies and flags of the pages to store.
         pages: &'a [PutPage],
-        /// Contents of the pages.
+        /// Contents of the pages to store.
         data: &'a [[u8; wire::PAGE_SIZE]],
     },
-    /// Returns consecutive pages from `index` on, one for each cookie.
+    /// GET: returns consecutive pages of an object from `index` on, one for each cookie.
     Get {
-        /// Object number, not 0.
+        /// Number of the object (file) in the pool; not 0.
         object: u64,
-        /// Index of the first page.
+        /// Index in the object of the first page.
         index: u64,
-        /// The wanted cookie of each page.
+        /// The cookie that each page must have to be returned.
         cookies: &'a [U64],
-        /// Bit n allows the pool to retain the page `index` + n.
+        /// Bit mask: if bit n is set, the pool may retain the page `index` + n.
         retain: u64,
     },
-    /// Refers to retained pages that the guest has evicted unchanged.
+    /// REF: reports that the guest has evicted retained pages unchanged.
     Ref {
-        /// Keys and cookies of the pages.
+        /// Keys and cookies of the evicted pages.
         pages: &'a [RefPage],
     },
-    /// Drops ranges of pages.
+    /// FLUSH: drops ranges of pages from the pool.
     Flush {
-        /// The ranges, at least one.
+        /// The ranges of pages to drop, at least one.
         ranges: &'a [Range],
     },
-    /// Creates the pool that the header names.
+    /// POOL_CREATE: creates the pool with the number in the header.
     PoolCreate,
-    /// Destroys the pool that the header names.
+    /// POOL_DESTROY: destroys the pool with the number in the header.
     PoolDestroy,
-    /// Reports counters of the driver.
+    /// REPORT: reports counters of the guest's driver.
     Report(&'a Report),
-    /// Reports latencies that the driver's readers observed.
+    /// LATENCIES: reports the latencies that readers in the guest observed.
     Latencies(&'a Latencies),
 }
 
-/// A well-formed request, which is still to be executed.
+/// A well-formed request that is not executed yet.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Request<'a> {
-    /// Generation and pool of the request.
+    /// Generation number and pool number of the request.
     pub header: Header,
-    /// Remaining content of the request, by type.
+    /// Fields of the request that depend on its type.
     pub body: Body<'a>,
 }
 
-/// Reason why a chain contains no request to execute.
+/// Reason why a descriptor chain contains no request that can be executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rejected {
-    /// The answer is this status alone: `S_BAD` or `S_UNSUPPORTED`.
+    /// The worker must answer the chain with only this status: `S_BAD` or `S_UNSUPPORTED`.
     Status(u8),
-    /// The chain has no space for an answer, so the queue stops.
+    /// The writable part of the chain has no space for an answer, so the worker must stop the
+    /// queue.
     Unanswerable,
 }
 
@@ -93,10 +96,11 @@ const UNSUPPORTED: Rejected = Rejected::Status(wire::S_UNSUPPORTED);
 /// bytes. `retain` says whether the driver has accepted [`wire::F_RETAIN`].
 ///
 /// If a chain has more than [`wire::READABLE_BYTES_MAX`] readable bytes, the caller passes any
-/// `READABLE_BYTES_MAX + 1` of them: no request is that large.
+/// `READABLE_BYTES_MAX + 1` of these bytes. The parser rejects a request of that size whatever its
+/// content is.
 ///
 /// # Errors
-/// The bytes are not a request, see [`Rejected`].
+/// The bytes are not a valid request; [`Rejected`] gives the reason.
 pub fn parse(
     kind: QueueKind,
     readable: &[u8],
@@ -149,7 +153,7 @@ pub fn parse(
     Ok(Request { header, body })
 }
 
-/// Returns the number of pages with which a request counts against the VM's rate: at least 1.
+/// Returns the number of pages, at least 1, that a request counts against the rate limit of its VM.
 pub fn cost_pages(body: &Body<'_>) -> u32 {
     match body {
         Body::Put { pages, .. } => pages.len() as u32,
@@ -160,7 +164,8 @@ pub fn cost_pages(body: &Body<'_>) -> u32 {
     }
 }
 
-/// Returns true if the pages can exist: the object is not 0 and no index reaches the limit.
+/// Returns true if the object number is not 0 and all `nr_pages` page indexes from `index` on are
+/// below the limit.
 fn in_range(object: u64, index: u64, nr_pages: u64) -> bool {
     let limit = 1u64 << wire::INDEX_BITS;
     object != 0 && index < limit && nr_pages <= limit - index
@@ -245,7 +250,7 @@ mod tests {
     use virtio_tmem::{READABLE_BYTES_MAX, shape};
     use zerocopy::IntoBytes;
 
-    /// Parses a request of a driver that has accepted F_RETAIN.
+    /// Parses a request as if the driver had accepted the feature bit F_RETAIN.
     fn parse(kind: QueueKind, readable: &[u8], room: u64) -> Result<Request<'_>, Rejected> {
         parse_with(kind, readable, room, true)
     }
@@ -292,7 +297,7 @@ mod tests {
         }
     }
 
-    /// Returns a valid request of each type: queue, type, count and bytes.
+    /// Returns a valid request of each type, as queue, type, count and readable bytes.
     fn good() -> Vec<(QueueKind, u16, u16, Vec<u8>)> {
         use QueueKind::{Control, Request};
         let page = put_page(1, LAST_INDEX, u64::MAX, wire::PUT_WORKINGSET, 0);
@@ -370,9 +375,10 @@ mod tests {
         }
     }
 
-    /// Each part of a request must have exactly the size that its type and count demand.
+    /// The readable and the writable part of a request must have exactly the size that the
+    /// request's type and count determine.
     #[test]
-    fn requests_of_any_other_size_are_bad() {
+    fn requests_of_a_wrong_size_are_bad() {
         for (queue, t, n, readable) in good() {
             let room = writable(t, n);
             for length in 0..readable.len() {
@@ -449,8 +455,8 @@ mod tests {
     fn headers_out_of_range_are_bad() {
         for (queue, t, n, mut readable) in good() {
             let room = writable(t, n);
-            // The GET requests two pages, to which the two lowest bits of its retain field belong.
-            // All other bits must be 0.
+            // This GET requests two pages, to which the two lowest bits of its retain field belong.
+            // All other bits of the field must be 0.
             for byte in 16..24 {
                 readable[byte] = 4;
                 assert_eq!(
@@ -460,7 +466,8 @@ mod tests {
                 );
                 readable[byte] = 0;
             }
-            // The pool number must not be 0, except for reports and latencies, which have none.
+            // The pool number of a request must not be 0. REPORT and LATENCIES requests are
+            // exceptions, because they name no pool.
             readable[12..16].fill(0);
             assert_eq!(
                 parse(queue, &readable, room).is_ok(),
@@ -468,7 +475,7 @@ mod tests {
                 "type {t}: pool 0 was accepted or refused wrongly"
             );
             readable[12] = 3;
-            // The count must match the length and must not exceed the maximum.
+            // The request's count must match its length and must not exceed the maximum.
             for count in [n + 1, wire::BATCH_MAX as u16 + 1, u16::MAX] {
                 readable[10..12].copy_from_slice(&count.to_le_bytes());
                 assert_eq!(
@@ -483,7 +490,8 @@ mod tests {
     #[test]
     fn put_pages_out_of_range_are_bad() {
         let one = |page: PutPage| {
-            // The invalid page is the second of two, so that not only the first is checked.
+            // The invalid page is the second of two pages, so that the test shows that not only the
+            // first page is checked.
             let pages = [put_page(1, 0, 1, 0, 0), page];
             let head = req(wire::T_PUT, 2);
             let all = bytes(&[head.as_bytes(), pages.as_bytes(), &[0; 2 * wire::PAGE_SIZE]]);
@@ -584,7 +592,7 @@ mod tests {
     }
 
     #[test]
-    fn a_get_has_retain_bits_of_its_own_pages_only() {
+    fn retain_bits_beyond_the_pages_of_a_get_are_bad() {
         let (_, _, _, get) = good().swap_remove(1);
         let room = writable(wire::T_GET, 2);
         let retain_of = |retain: u64, accepted| {
@@ -602,12 +610,20 @@ mod tests {
             assert_eq!(retain_of(retain, true), Ok(retain));
         }
         for bit in 2..64 {
-            assert_eq!(retain_of(1 << bit, true), Err(Some(BAD)), "bit {bit}");
+            assert_eq!(
+                retain_of(1 << bit, true),
+                Err(Some(BAD)),
+                "retain bit {bit} was accepted"
+            );
         }
         // For a driver without F_RETAIN, the retain field is reserved and must be 0.
         assert_eq!(retain_of(0, false), Ok(0));
         for bit in 0..64 {
-            assert_eq!(retain_of(1 << bit, false), Err(Some(BAD)), "bit {bit}");
+            assert_eq!(
+                retain_of(1 << bit, false),
+                Err(Some(BAD)),
+                "retain bit {bit} was accepted"
+            );
         }
     }
 
@@ -624,7 +640,7 @@ mod tests {
     }
 
     #[test]
-    fn without_the_feature_ref_is_an_unknown_type() {
+    fn ref_is_an_unknown_type_without_the_retain_feature() {
         let all = bytes(&[req(wire::T_REF, 1).as_bytes(), ref_page(1, 0, 1).as_bytes()]);
         for kind in [QueueKind::Control, QueueKind::Request] {
             assert_eq!(parse_with(kind, &all, 9, false), Err(UNSUPPORTED));

@@ -1,38 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Scheduling order of a worker: VMs take turns, and within a VM its vrings take turns.
+//! Scheduling order of a worker: the VMs are served in turn, and so are the vrings of each VM.
 //!
-//! A guest that keeps many queues full gets no more of a worker than a guest with one queue. A new
-//! item waits for one slice of each VM that has work. Out of scope: the length of a slice, see
-//! `slice.rs`.
+//! A guest that keeps many queues full gets no more of a worker's time than a guest with one queue.
+//! A VM that gets work waits for at most one slice of each other VM that has work. Out of scope:
+//! the length of a slice, see `slice.rs`.
 
 use std::collections::VecDeque;
 
-/// Queue of items, each of which has an owner.
+/// Queue of items that have owners, such as vrings of VMs. The owners are served in turn.
 pub struct RunQueue<T> {
-    /// Items by owner, in the order of the next slices. No list is empty. A linear search is fast
-    /// enough, because only VMs that have work for this worker are owners.
+    /// Owners in the order in which `pop` serves them, each with its items. The list of items is
+    /// never empty. A linear search for an owner is fast enough, because only VMs that have work
+    /// for this worker are owners.
     owners: VecDeque<(usize, VecDeque<T>)>,
 }
 
 impl<T> RunQueue<T> {
-    /// Creates an empty queue.
+    /// Creates a run queue without items.
     pub fn new() -> Self {
         RunQueue {
             owners: VecDeque::new(),
         }
     }
 
-    /// Returns true if the queue has no items.
+    /// Returns true if no owner has an item in the queue.
     pub fn is_empty(&self) -> bool {
         self.owners.is_empty()
     }
 
-    /// Returns the number of owners that have items. That many calls of `pop` are one round.
+    /// Returns the number of owners that have items. That many calls of `pop` return one item of
+    /// each owner.
     pub fn owners(&self) -> usize {
         self.owners.len()
     }
 
-    /// Appends an item to the list of its owner, and a new owner after the other owners.
+    /// Appends an item to the list of its owner. An owner without items in the queue is placed
+    /// after all other owners.
     pub fn push(&mut self, owner: usize, thing: T) {
         match self.owners.iter_mut().find(|(other, _)| *other == owner) {
             Some((_, things)) => things.push_back(thing),
@@ -40,7 +43,8 @@ impl<T> RunQueue<T> {
         }
     }
 
-    /// Takes the next item. Its owner moves to the end.
+    /// Takes the next item of the first owner. If that owner has further items, it becomes the last
+    /// owner.
     pub fn pop(&mut self) -> Option<T> {
         let (owner, mut things) = self.owners.pop_front()?;
         let thing = things.pop_front();
@@ -71,7 +75,8 @@ mod tests {
         queue.push(2, 20);
         assert_eq!(queue.owners(), 2);
         assert_eq!((queue.pop(), queue.pop()), (Some(10), Some(20)));
-        // The item is pushed again at once, like a vring that has more work.
+        // The loop pushes each item again directly after taking it, like a vring that has more work
+        // after its slice.
         queue.push(1, 10);
         queue.push(2, 20);
         queue.push(3, 30);

@@ -1,42 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The scheduling slice: the work of a worker on one vring before the next VM gets its slice.
 //!
-//! The work of a slice is bounded twice. Each step is charged its cost by the engine's figures
-//! (`tmem-pool/src/cost.rs`), which are the same in each run and which no clock can falsify. The
-//! daemon's clock is the second bound. It covers costs that the figures do not contain: a slow
-//! host, or pages of the guest that must be faulted in. A step begins only if its largest cost
-//! still fits. The first step of a slice always begins, so each slice makes progress on a host of
-//! any speed.
+//! Two bounds limit the work of a slice. The first is a budget of costs: each step is charged its
+//! cost by the engine's figures (`tmem-pool/src/cost.rs`), which are the same in each run and which
+//! no clock can falsify. The second is the daemon's clock. It covers costs that the figures do not
+//! contain: a slow host, or pages of the guest that must be faulted in. A step begins only if its
+//! largest cost still fits. The first step of a slice always begins, so each slice makes progress
+//! on a host of any speed.
 //!
-//! Out of scope: the rest of an interrupted request (`execute.rs`), and the order of slices
-//! (`run_queue.rs`).
+//! Out of scope: the rest of a request that the end of a slice interrupts (`execute.rs`), and the
+//! order of slices (`run_queue.rs`).
 
 use crate::host::clock::ClockAndEntropy;
 use std::cell::Cell;
 use tmem_pool::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX, REF_NS_MAX};
 
-/// Length of a slice in ns. A batch of 64 pages in lz4 form fits into it, or about half a batch in
-/// zstd form. If a worker has 16 busy VMs, a request waits for 3 ms.
+/// Length of a slice in ns. It suffices for a batch of 64 pages in lz4 form, or for about half a
+/// batch in zstd form. If a worker has 16 busy VMs, a request waits for about 3 ms.
 pub const SLICE_NS: u64 = 200_000;
 
-/// Cost in ns of taking a chain from the ring and answering it, including a system call for the
-/// interrupt.
+/// Cost in ns of taking a descriptor chain from the ring and answering it, including a system call
+/// for the interrupt.
 pub const CHAIN_NS: u64 = 3_000;
 
-/// Cost in ns of following one descriptor. A request needs two or three, but a guest may split it
-/// into as many as a queue has.
+/// Cost in ns of following one descriptor of a chain. A request needs two or three descriptors, but
+/// a guest may split it into as many as a queue has.
 pub const DESCRIPTOR_NS: u64 = 50;
 
-/// Cost in ns of copying a page out of guest memory.
+/// Cost in ns of copying one page out of guest memory.
 pub const READ_PAGE_NS: u64 = 400;
 
-/// Expected cost in ns of a page, used before the request is read. A chain that would not fit into
-/// the rest of a slice is left to the next slice, so that few chains are interrupted and read
-/// twice.
+/// Expected cost in ns of each page of a request that is not read yet. If a chain is expected to
+/// exceed the rest of a slice, the chain is left to the next slice. Therefore few chains are
+/// interrupted and read twice.
 pub const PAGE_EXPECTED_NS: u64 = 2_000;
 
-/// Largest cost in ns of the first step of a slice, however late the step begins. Each step that
-/// cannot be divided costs less. A FLUSH reads the clock after each step of this cost.
+/// Largest cost in ns that the first step of a slice may have, even if the slice is already over. A
+/// step that cannot be divided never costs more. A FLUSH reads the clock after each step of this
+/// cost.
 pub const STEP_NS: u64 = 60_000;
 
 const _: () = {
@@ -45,7 +46,7 @@ const _: () = {
     assert!(2 * STEP_NS <= SLICE_NS);
 };
 
-/// Scheduling slice that is running.
+/// A scheduling slice that has begun and has time left or is over.
 pub struct Slice<'a> {
     clock: &'a ClockAndEntropy,
     ends_at_ns: u64,
@@ -54,7 +55,7 @@ pub struct Slice<'a> {
 }
 
 impl Slice<'_> {
-    /// Begins a slice now.
+    /// Begins a slice at the current time.
     pub fn begin(clock: &ClockAndEntropy) -> Slice<'_> {
         Slice {
             clock,
@@ -64,19 +65,19 @@ impl Slice<'_> {
         }
     }
 
-    /// Subtracts the cost of finished work from the work that the slice allows.
+    /// Subtracts the cost of finished work from the rest of the slice.
     pub fn charge(&self, cost_ns: u64) {
         self.left_ns.set(self.left_ns.get().saturating_sub(cost_ns));
     }
 
-    /// Returns true if work of that cost fits into the slice.
+    /// Returns true if work that costs `cost_ns` still fits into the rest of the slice.
     pub fn fits(&self, cost_ns: u64) -> bool {
         let left_ns = self.left_ns.get();
         left_ns >= cost_ns && self.clock.now_ns() + cost_ns <= self.ends_at_ns
     }
 
-    /// Allows a step that costs `least_ns` or more. Returns the cost in ns that the step may have;
-    /// None if the slice is over.
+    /// Begins a step of work that costs at least `least_ns`. Returns the largest cost in ns that
+    /// the step may have; None if too little of the slice is left.
     pub fn step(&self, least_ns: u64) -> Option<u64> {
         let left_ns = self.left_ns.get();
         let time_left_ns = self.ends_at_ns.saturating_sub(self.clock.now_ns());
@@ -89,8 +90,8 @@ impl Slice<'_> {
         }
     }
 
-    /// Allows a step of some pages that cost up to `page_ns_max` each. Returns the number of pages,
-    /// at most `pages_max`; None if the slice is over.
+    /// Begins a step that processes pages, each of which costs up to `page_ns_max`. Returns the
+    /// number of pages that the step may process, at most `pages_max`; None if the slice is over.
     pub fn step_pages(&self, page_ns_max: u64, pages_max: usize) -> Option<usize> {
         let step_ns = self.step(page_ns_max)?;
         Some(((step_ns / page_ns_max) as usize).min(pages_max))

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Poller that uses io_uring. Each kick is a multishot poll that stays in the ring until it is
-//! removed. A worker that has work sees new kicks in memory that it shares with the kernel. It
-//! makes a system call only to sleep, or when the kernel reports pending work.
+//! Poller that uses io_uring. Each kick (eventfd of a guest) has a multishot poll that stays in the
+//! ring until the kick is removed. A worker that has work sees new kicks in memory that it shares
+//! with the kernel. The worker makes a system call only to sleep, or when the kernel reports
+//! pending work.
 //!
-//! The ring can do nothing else: it is restricted to [`OPERATIONS`] before its first use. No
-//! operation refers to memory of the daemon, so nothing must wait for an operation before memory is
-//! freed. Each operation holds its own reference to the file. Out of scope: interrupting guests,
+//! The ring is restricted to [`OPERATIONS`] before its first use and can do nothing else. No
+//! operation refers to memory of the daemon, so the daemon may free memory without waiting for an
+//! operation. Each operation has its own reference to the file. Out of scope: interrupting guests,
 //! see `notifier.rs`.
 //!
 //! System calls: io_uring_setup and io_uring_register at the start, io_uring_enter, eventfd2.
@@ -20,43 +21,46 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The only operations that the ring accepts.
+/// The io_uring operations that the ring accepts: polls and their cancellation.
 pub const OPERATIONS: [u8; 2] = [opcode::PollAdd::CODE, opcode::AsyncCancel::CODE];
 
-/// Maximum number of polls that one system call can begin or end.
+/// Maximum number of polls that one system call can add or cancel.
 const SUBMITTED_MAX: u32 = 128;
 
-/// Maximum number of kicks that are reported at once. With 256 VMs on two workers, a worker has
-/// that many queues. The kernel keeps further kicks and ends their polls, which are then begun
-/// again.
+/// Size of the completion queue: the maximum number of kicks that the ring reports at once. With
+/// 256 VMs on two workers, a worker has that many queues. The kernel keeps the completions of
+/// further kicks and ends the polls of these kicks; the worker then adds the polls again.
 const COMPLETIONS_MAX: u32 = 4096;
 
-/// Token of operations whose completion is ignored. Tokens of kicks are numbered from 0.
+/// Token of operations whose completions are ignored. The tokens of kicks are numbers from 0 on.
 const NOBODY: u64 = u64::MAX - 1;
 
-/// Change to make in the ring: a poll to begin or to end.
+/// Change to make in the ring: a poll to add or to remove.
 enum Change {
     Add(Arc<OwnedFd>, u64),
     Remove(u64),
 }
 
-/// Poller with an io_uring, and an eventfd to wake its worker.
+/// Poller with an io_uring, and with an eventfd through which other threads wake the worker.
 pub struct Uring {
-    /// Guards the ring. Only the thread that waits takes it, alone or with `changes` under it.
+    /// Guards the ring. Only the waiting thread takes this lock. While it holds the lock, it may
+    /// take the lock of `changes`.
     ring: Mutex<Ring>,
-    /// Guards the changes that the ring has yet to receive, in their order.
+    /// Guards the list of changes that other threads have requested and that are not made in the
+    /// ring yet, in their order.
     changes: Mutex<Vec<Change>>,
     wake: Arc<OwnedFd>,
 }
 
 struct Ring {
     io: IoUring,
-    /// Whether the ring accepts operations. It accepts them from the thread that waited first, and
-    /// from no other.
+    /// Whether the ring is enabled. The first call of `wait` enables it, and the ring then accepts
+    /// operations only from the thread of that call.
     enabled: bool,
-    /// Flags of a wait. NO_IOWAIT keeps an idle process from counting as waiting for a disk.
+    /// Flags of the system call that waits for completions. NO_IOWAIT is set if the kernel has it.
+    /// Without this flag, the kernel would account an idle worker as waiting for a disk.
     wait_flags: EnterFlags,
-    /// The descriptors that are polled, by token.
+    /// The watched eventfds, by token. The reference keeps each descriptor open.
     watched: HashMap<u64, Arc<OwnedFd>>,
 }
 
@@ -65,14 +69,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Uring {
-    /// Creates a poller that watches nothing.
+    /// Creates a poller that watches only its own wake-up eventfd.
     ///
     /// # Errors
     /// The kernel is older than 6.1 or does not permit io_uring.
     pub fn new() -> io::Result<Uring> {
         let io: IoUring = IoUring::builder()
-            // The kernel reports kicks when the worker asks for them, without interrupting the
-            // worker.
+            // These flags defer the kernel's work for completions until the worker enters the ring.
+            // A kick therefore does not interrupt the worker.
             .setup_single_issuer()
             .setup_defer_taskrun()
             .setup_taskrun_flag()
@@ -113,8 +117,8 @@ fn poll(fd: RawFd, token: u64) -> squeue::Entry {
 
 impl Ring {
     fn push(&mut self, entry: squeue::Entry) -> io::Result<()> {
-        // SAFETY: polls and cancellations refer to no memory. Their descriptors stay open until the
-        // submission: they are in `watched`, or are the wake descriptor.
+        // SAFETY: polls and cancellations refer to no memory. The descriptor of an entry stays open
+        // until the entry is submitted: it is in `watched`, or it is the wake-up eventfd.
         while unsafe { self.io.submission().push(&entry) }.is_err() {
             self.io.submit()?;
         }
@@ -129,10 +133,10 @@ impl Ring {
                 self.push(entry)
             }
             Change::Remove(token) => {
-                // PollRemove would fail and leave the poll if the eventfd was signalled and the
-                // kernel has yet to report it. AsyncCancel ends the poll in that case, too. It is
-                // submitted before the descriptor is released, because the poll itself may not be
-                // submitted yet.
+                // If the eventfd was signalled and the kernel has not reported the signal yet,
+                // PollRemove would fail and the poll would remain. AsyncCancel ends the poll in
+                // that case, too. The cancellation is submitted before the descriptor is released,
+                // because the poll may itself not be submitted yet.
                 self.push(opcode::AsyncCancel::new(token).build().user_data(NOBODY))?;
                 self.io.submit()?;
                 self.watched.remove(&token);
@@ -141,8 +145,8 @@ impl Ring {
         }
     }
 
-    /// Takes the completions that the kernel has reported. Returns true if there was a wake, which
-    /// is consumed.
+    /// Takes the completions that the kernel has reported, and adds the tokens of kicks to `ready`.
+    /// Returns true if the wake-up eventfd was signalled, and resets that eventfd.
     fn reap(&mut self, wake: &OwnedFd, ready: &mut Vec<u64>) -> io::Result<bool> {
         let mut woken = false;
         loop {
@@ -155,15 +159,15 @@ impl Ring {
                 WAKE => wake.as_raw_fd(),
                 token => match self.watched.get(&token) {
                     Some(fd) => fd.as_raw_fd(),
-                    // The kick was removed after the kernel had reported this completion, so the
-                    // completion is ignored.
+                    // The kick was removed after the kernel had reported a completion for it, so
+                    // the completion is ignored.
                     None => continue,
                 },
             };
             if result < 0 {
-                // The eventfd is open, so the poll can only have ended because memory was short.
+                // The eventfd is open, so only a lack of kernel memory can have ended the poll.
                 let error = io::Error::from_raw_os_error(-result);
-                tracing::error!("a kick could not be watched; the worker tries again: {error}");
+                tracing::error!("a worker cannot poll a kick eventfd, and tries again: {error}");
             }
             match token {
                 WAKE => {
@@ -201,9 +205,9 @@ impl Poller for Uring {
         for change in std::mem::take(&mut *lock(&self.changes)) {
             ring.make(change)?;
         }
-        // The kernel may report completions at every submission, and adding and removing polls may
-        // have submitted operations. If a wake is among the completions, the worker must not sleep:
-        // the reason for the wake arose after the caller looked for work.
+        // Submitting the changes may already have produced completions. If one of them is for the
+        // wake-up eventfd, the worker must not sleep: the caller has not seen the work for which
+        // another thread woke it.
         let woken = ring.reap(&self.wake, ready)?;
         let wait_flags = ring.wait_flags.bits();
         let (submitter, queue, _) = ring.io.split();
@@ -211,7 +215,8 @@ impl Poller for Uring {
         let entries = queue.len() as u32;
         drop(queue);
         let done = if block && ready.is_empty() && !woken {
-            // SAFETY: no argument is passed, and the submitted operations refer to no memory.
+            // SAFETY: the call passes no argument structure, and the submitted operations refer to
+            // no memory.
             unsafe { submitter.enter::<()>(entries, 1, wait_flags, None) }
         } else if pending {
             submitter.submit()
@@ -220,8 +225,8 @@ impl Poller for Uring {
         };
         match done {
             Ok(_) => {}
-            // The call was interrupted by a signal, or memory or space for completions is short for
-            // a moment. The next wait tries again.
+            // A signal interrupted the call, or the kernel has no memory or no space for
+            // completions for a moment. The next call of `wait` tries again.
             Err(error)
                 if matches!(
                     error.raw_os_error(),
@@ -243,8 +248,8 @@ mod tests {
     use super::*;
     use tmem_sim::{Missing, skipped};
 
-    /// The ring must refuse other operations, which an attacker who controls a worker thread could
-    /// submit.
+    /// The ring must refuse operations that workers do not use. An attacker who controls a worker
+    /// thread could submit them.
     #[test]
     fn a_ring_refuses_operations_that_workers_do_not_use() {
         let uring = match Uring::new() {

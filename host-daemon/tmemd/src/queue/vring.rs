@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Virtqueue: its state, the work of a worker in one slice, and how the control thread stops it.
+//! Virtqueue: its state, the work of a worker on it in one slice, and how the control thread stops
+//! the worker.
 //!
-//! Two threads use a vring: the worker that it belongs to and the control thread of its connection.
-//! The lock guards everything that may hold a guest address. The worker only tries the lock, so a
-//! control thread that holds it delays no other VM. Before the control thread takes the lock, it
-//! sets `hold`, and the worker leaves after its current chain. When the control thread has the
-//! lock, the vring is therefore drained: chains are answered one by one, in the order in which they
-//! became available.
+//! Two threads use a vring: the worker that it belongs to, and the control thread of its
+//! connection. The vring's lock guards everything that may contain a guest address. The worker only
+//! tries to take the lock, so a control thread that holds the lock delays no other VM. Before the
+//! control thread takes the lock, it sets the flag `hold`, and the worker leaves the vring after
+//! its current chain. When the control thread has the lock, the vring is therefore drained: chains
+//! are answered one by one, in the order in which they became available.
 //!
 //! A worker processes a vring in scheduling slices (`slice.rs`). The end of a slice may interrupt a
 //! chain. The chain then counts as not taken: the next slice finds it at the head of the available
-//! ring and continues it. If the ring gets another owner first (GET_VRING_BASE, another daemon),
-//! the new owner executes the chain from its beginning, as after a daemon that was killed (DEV-24
-//! in proto/SPEC.md). Puts and flushes are then repeated, and pages that a GET has already taken
-//! are missed.
+//! ring and continues it. The VMM may first give the ring to another daemon (GET_VRING_BASE). That
+//! daemon executes the chain from its beginning, as after a daemon that was killed (DEV-24 in
+//! proto/SPEC.md). Puts and flushes are then repeated, and pages that a GET has already taken are
+//! missed.
 
 use crate::host::clock::ClockAndEntropy;
 use crate::memory::peer::{HungUp, Peer};
@@ -38,87 +39,93 @@ use vm_memory::{Bytes, GuestAddress};
 
 const PAGE_BYTES: u64 = wire::PAGE_SIZE as u64;
 
-/// Time after the begin of a drain at which the worker stops executing its current chain: it
-/// answers the remaining pages with REFUSED, MISS or GONE. The time is half of the 10 ms that a
-/// drain may take. The other half is for the group of pages that the worker has already begun.
+/// Time from the begin of a drain after which the worker stops executing its current chain. It then
+/// answers the chain's remaining pages with REFUSED, MISS or GONE. The time is half of the 10 ms
+/// that a drain may take. The other half is for the group of pages that the worker has already
+/// begun.
 const DRAIN_CUT: Duration = Duration::from_millis(5);
 
-/// Sizes of ring elements in bytes (virtio 1.3, 2.7). Available and used ring also have a header
-/// and an event index, 6 bytes in all.
+/// Sizes of a virtqueue's elements in bytes (virtio 1.3, 2.7). The available ring and the used ring
+/// also have a header and an event index, together 6 bytes.
 const DESCRIPTOR_BYTES: u64 = 16;
 const AVAIL_ELEMENT_BYTES: u64 = 2;
 const USED_ELEMENT_BYTES: u64 = 8;
 const RING_EXTRA_BYTES: u64 = 6;
 
-/// Flag of the available ring with which the driver requests no interrupts.
+/// Flag of the available ring with which the driver suppresses interrupts.
 const AVAIL_F_NO_INTERRUPT: u16 = 1;
 
-/// Data that the vrings of a connection share.
+/// Data that all vrings of a connection share.
 pub struct Link {
     /// The VM of the connection.
     pub vm: Arc<Vm>,
-    /// Front end of the connection.
+    /// Front end (VMM) of the connection.
     pub peer: Peer,
-    /// The generation that requests must carry. It changes only while all vrings are held.
+    /// Number of the generation that requests must carry. It changes only while no worker uses a
+    /// vring of the connection.
     pub generation: AtomicU64,
     /// The daemon's clock and entropy source.
     pub clock: ClockAndEntropy,
 }
 
-/// Ring addresses as the VMM gives them, in its own address space.
+/// Ring addresses as the VMM sends them. They are addresses in the VMM's address space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RingAddresses {
-    /// Address of the descriptor table.
+    /// Address of the descriptor table, in the VMM's address space.
     pub descriptor: u64,
-    /// Address of the available ring.
+    /// Address of the available ring, in the VMM's address space.
     pub available: u64,
-    /// Address of the used ring.
+    /// Address of the used ring, in the VMM's address space.
     pub used: u64,
 }
 
-/// Part of a vring that its lock guards.
+/// State of a vring. The vring's lock guards it.
 pub struct VringState {
-    /// Ring indices and addresses.
+    /// Size, indices and guest addresses of the rings.
     pub queue: Queue,
-    /// The guest's memory; empty before the first memory table.
+    /// The guest's memory; empty before the VMM has sent the first memory table.
     pub memory: Arc<Memory>,
-    /// Ring addresses from SET_VRING_ADDR.
+    /// Ring addresses that the VMM sent in SET_VRING_ADDR; None before that message.
     pub addresses: Option<RingAddresses>,
-    /// Token by which the worker knows the kick. It is set from SET_VRING_KICK to GET_VRING_BASE;
-    /// the ring is started while it is set.
+    /// Token under which the worker watches the vring's kick. SET_VRING_KICK sets it and
+    /// GET_VRING_BASE clears it; the ring counts as started while it is set.
     pub kick: Option<u64>,
-    /// The eventfd that interrupts the guest.
+    /// The eventfd with which the daemon interrupts the guest; None if the VMM sent none.
     pub call: Option<OwnedFd>,
-    /// The eventfd that reports a broken ring to the VMM.
+    /// The eventfd with which the daemon reports a broken ring to the VMM; None if the VMM sent
+    /// none.
     pub error: Option<OwnedFd>,
-    /// State from SET_VRING_ENABLE.
+    /// Whether the VMM has enabled the ring with SET_VRING_ENABLE.
     pub enabled: bool,
-    /// Whether the driver has accepted the feature bit of retained pages.
+    /// Whether the driver has accepted the feature bit `VIRTIO_TMEM_F_RETAIN` (retained pages).
     pub retain: bool,
-    /// Whether the rings are in guest memory and the used index equals the base.
+    /// Whether all parts of the ring are in guest memory and the used index equals the base of
+    /// SET_VRING_BASE.
     ready: bool,
-    /// Whether the used index was compared with the base after the last SET_VRING_BASE.
+    /// Whether the daemon has compared the used index with the base since the last SET_VRING_BASE.
     synced: bool,
-    /// Reason why the ring is stopped until the VMM sets it up again; None while it is not stopped.
+    /// Reason why the daemon stopped the ring until the VMM sets it up again; None if the ring is
+    /// not stopped.
     stopped: Option<String>,
-    /// Decides whether the worker polls an empty ring.
+    /// Decides whether the worker polls the ring when it is empty.
     polling: Polling,
-    /// Chain that the end of a slice interrupted; it is the next available chain. None if no chain
-    /// is interrupted.
+    /// Chain that the end of the last slice interrupted. The ring returns it as the next available
+    /// chain. None if no chain is interrupted.
     unfinished: Option<Unfinished>,
 }
 
 /// Descriptor chain that the end of a slice interrupted.
 #[derive(Clone, Copy)]
 struct Unfinished {
-    /// Index of the chain's first descriptor.
+    /// Index in the descriptor table of the chain's first descriptor.
     head: u16,
-    /// Generation, type, count and pool as the worker read them. If the guest changes them or the
-    /// ring, the request is executed from its beginning.
+    /// Request header (generation, type, count and pool) as the worker read it in the last slice.
+    /// If the guest changes the header or the ring, the worker executes the request from its
+    /// beginning.
     header: [u8; size_of::<wire::Req>()],
     /// Time at which the execution of the chain began, in ns of the daemon's clock.
     begun_ns: u64,
-    /// Whether the chain exceeds the VM's rate. The rate is checked once for each chain.
+    /// Whether the request exceeds the VM's rate limit. The limit is checked once for each chain.
     limited: bool,
     progress: Progress,
 }
@@ -126,55 +133,57 @@ struct Unfinished {
 /// State of a vring at the end of a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SliceEnd {
-    /// The vring needs no worker before the next kick.
+    /// The worker has nothing to do for the vring before the next kick.
     Idle,
-    /// The ring is empty, and no kick is requested. The worker polls the ring and gives it another
-    /// slice at `until_ns`.
+    /// The ring is empty, and the worker has requested no kick. The worker polls the ring until
+    /// `until_ns`, and then gives the vring another slice.
     Poll {
         /// End of the polling, in ns of the daemon's clock.
         until_ns: u64,
     },
-    /// The ring has further available chains.
+    /// The slice is over, and the ring contains further available chains.
     More,
 }
 
-/// Descriptor chain that was taken from the available ring.
+/// Descriptor chain that the worker has taken from the available ring.
 struct TakenChain {
-    /// Index of the chain's first descriptor.
+    /// Index in the descriptor table of the chain's first descriptor.
     head: u16,
-    /// Time at which the chain was taken, in ns of the daemon's clock.
+    /// Time at which the worker took the chain, in ns of the daemon's clock.
     begun_ns: u64,
-    /// State of this chain if the last slice interrupted it.
+    /// State of this chain if the previous slice interrupted it; otherwise None.
     interrupted: Option<Unfinished>,
-    /// Whether the driver has accepted the feature bit of retained pages.
+    /// Whether the driver has accepted the feature bit `VIRTIO_TMEM_F_RETAIN` (retained pages).
     retain: bool,
 }
 
-/// Descriptor chain whose answer is in guest memory.
+/// Descriptor chain whose request is executed and whose answer is in guest memory.
 struct Done<'a> {
-    /// Number of bytes to report in the used element.
+    /// Number of bytes of the answer, to report in the used element.
     used_bytes: u32,
     /// Time at which the execution of the chain began, in ns of the daemon's clock.
     begun_ns: u64,
-    /// Histogram that counts the latency of the request.
+    /// Histogram in which the latency of the request is counted; None for a request without a
+    /// histogram.
     latency: Option<&'a Histogram>,
 }
 
-/// Result of executing a chain in one slice.
+/// Result of executing the request of a chain in one slice.
 enum Answered<'a> {
-    /// The request is executed, and its answer is in guest memory.
+    /// The request is completely executed, and its answer is in guest memory.
     Done(Done<'a>),
-    /// The slice is over before the request is finished.
+    /// The slice ended before the request was finished.
     Unfinished(Unfinished),
 }
 
-/// Reason why a slice ended early.
+/// Reason why a slice ended early and the ring must stop.
 enum Halt {
-    /// The front end hung up, so the memory may no longer be the guest's.
+    /// The front end (VMM) hung up, so guest memory may contain other data by now.
     HungUp,
-    /// A page of guest memory was lost. Data that was read may be the zeros that replaced it.
+    /// A page of guest memory was lost. Data that the worker read may be zeros from the page that
+    /// replaced the lost page.
     Lost,
-    /// A fault of the guest, of the VMM or of the daemon; the text describes it.
+    /// A fault of the guest, the VMM or the daemon. The text describes the fault.
     Fault(String),
 }
 
@@ -201,12 +210,12 @@ impl From<String> for Halt {
     }
 }
 
-/// Converts an error of an access to the used ring.
+/// Converts the error of an access to the used ring into a reason to stop the ring.
 fn used_ring_fault(error: virtio_queue::Error) -> Halt {
     Halt::Fault(format!("the used ring cannot be accessed: {error}"))
 }
 
-/// Takes the next chain from the available ring. Returns None if the ring is empty.
+/// Takes the next chain from the available ring. Returns None if no chain is available.
 fn next_chain<'m>(
     state: &mut VringState,
     memory: &'m GuestMemory,
@@ -215,8 +224,8 @@ fn next_chain<'m>(
     let next = chains
         .map_err(|error| format!("the available ring is broken: {error}"))?
         .next();
-    // A VMM that lost its back end replays requests from the last used element on. If answers were
-    // out of order, a replayed request could write into memory that the driver has reused.
+    // A VMM that lost its back end replays requests from the last used element on, so answers must
+    // be in order. Otherwise a replayed request could write into memory that the driver has reused.
     let answered = state.queue.next_used().wrapping_add(1);
     if next.is_some() && state.queue.next_avail() != answered {
         return Err(Halt::Fault(format!(
@@ -228,8 +237,8 @@ fn next_chain<'m>(
     Ok(next)
 }
 
-/// Returns an error if guest memory has lost a page. If it returns no error, all data that was read
-/// before the call is the guest's.
+/// Returns an error if guest memory has lost a page. If there is no error, all data that the daemon
+/// read from guest memory before the call came from the guest.
 fn intact(memory: &Memory) -> Result<(), Halt> {
     match memory.lost.is_lost() {
         true => Err(Halt::Lost),
@@ -237,7 +246,7 @@ fn intact(memory: &Memory) -> Result<(), Halt> {
     }
 }
 
-/// Buffers of a worker for one chain.
+/// Buffers of a worker for one descriptor chain, its request and its pages.
 pub struct Scratch {
     chain: Chain,
     readable: SecretPages,
@@ -258,26 +267,27 @@ impl Scratch {
     }
 }
 
-/// Virtqueue of a connection.
+/// Virtqueue of a VM's connection.
 pub struct Vring {
-    /// Number of the queue within the device; 0 is the control queue.
+    /// Number of the virtqueue within the device; 0 is the control queue.
     pub index: usize,
     /// Number of the worker to which the vring belongs.
     pub worker: usize,
-    /// Whether the vring is in the worker's run queue.
+    /// Whether the vring is in its worker's run queue.
     queued: AtomicBool,
-    /// Time at which the vring was queued, in ns of the daemon's clock. Only the worker uses it.
+    /// Time at which the vring was put into the run queue, in ns of the daemon's clock. Only the
+    /// worker uses it.
     queued_at_ns: AtomicU64,
     link: Arc<Link>,
     hold: AtomicBool,
-    /// Time at which the remaining pages of a chain are answered with REFUSED, MISS or GONE because
-    /// a drain waits, in ns of the daemon's clock; `u64::MAX` without a drain.
+    /// Time, in ns of the daemon's clock, at which a drain makes the worker answer the remaining
+    /// pages of its chain with REFUSED, MISS or GONE; `u64::MAX` without a drain.
     cut_at_ns: AtomicU64,
     state: Mutex<VringState>,
 }
 
 impl Vring {
-    /// Creates a vring that is not set up.
+    /// Creates a vring that the VMM has not set up yet.
     pub fn new(index: usize, worker: usize, link: Arc<Link>) -> Vring {
         let queue = Queue::new(wire::QUEUE_SIZE_MAX).expect("the maximum is not a power of two");
         Vring {
@@ -306,12 +316,12 @@ impl Vring {
         }
     }
 
-    /// Returns a number that identifies the VM of the vring in the run queue.
+    /// Returns a number that stands for the vring's VM in the worker's run queue.
     pub fn owner(&self) -> usize {
         Arc::as_ptr(&self.link.vm) as usize
     }
 
-    /// Returns the VM's name for log messages.
+    /// Returns the name of the vring's VM for log messages.
     pub fn vm_name(&self) -> Arc<str> {
         self.link.vm.name()
     }
@@ -320,7 +330,8 @@ impl Vring {
         self.link.clock.now_ns()
     }
 
-    /// Marks the vring as queued. Returns true if the caller must put it into the run queue.
+    /// Marks the vring as queued. Returns true if it was not queued before; the caller must then
+    /// put it into the run queue.
     pub fn enqueue(&self) -> bool {
         let comes = !self.queued.swap(true, Ordering::SeqCst);
         if comes {
@@ -329,8 +340,9 @@ impl Vring {
         comes
     }
 
-    /// Marks the vring as taken from the run queue, before its slice begins, so that a kick during
-    /// the slice is not lost. Returns the time in ns for [`charge_time`](Self::charge_time).
+    /// Marks the vring as taken from the run queue. The worker calls this before the vring's slice,
+    /// so that a kick during the slice queues the vring again. Returns the time in ns at which the
+    /// slice begins, which the caller passes to [`charge_time`](Self::charge_time).
     pub fn dequeue(&self) -> u64 {
         let now_ns = self.now_ns();
         let waited_ns = now_ns - self.queued_at_ns.load(Ordering::Relaxed);
@@ -340,17 +352,17 @@ impl Vring {
         now_ns
     }
 
-    /// Adds the time since `begun_ns` to the VM's processor time. The daemon's clock is read
-    /// without a system call: a slice may be a single page in 5 µs, and reading the clock of the
-    /// thread's processor time would take a tenth of that. The two clocks differ only if the worker
-    /// waits for a processor or for a swapped page of the guest.
+    /// Adds the time from `begun_ns` until now to the VM's processor time. The time is taken from
+    /// the daemon's clock, which is read without a system call. A slice that answers a single page
+    /// takes 5 µs, and reading the thread's CPU clock would take a tenth of that. The two clocks
+    /// differ only if the worker waits for a processor or for a swapped page of the guest.
     pub fn charge_time(&self, begun_ns: u64) {
         let took_ns = self.now_ns() - begun_ns;
         let counters = &self.link.vm.counters;
         counters.slices_ns.fetch_add(took_ns, Ordering::Relaxed);
     }
 
-    /// Begins to hold the vring: the worker leaves it at the end of its current chain.
+    /// Begins a drain of the vring: its worker leaves it at the end of the current chain.
     pub fn raise_hold(&self) {
         self.cut_at_ns.store(
             self.now_ns() + DRAIN_CUT.as_nanos() as u64,
@@ -359,23 +371,26 @@ impl Vring {
         self.hold.store(true, Ordering::SeqCst);
     }
 
-    /// Completes the hold of the vring: waits for the worker to leave it. The vring is drained as
-    /// long as the guard lives.
+    /// Waits until the worker has left the vring. The caller must have called
+    /// [`raise_hold`](Self::raise_hold) to make the worker leave. As long as the returned guard
+    /// lives, no worker processes the vring.
     pub fn lock(&self) -> MutexGuard<'_, VringState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the hold of the vring. The caller must have dropped the guard. It must schedule the
-    /// vring after this call, because the worker ignored kicks during the hold.
+    /// Ends the drain of the vring. The caller must first drop the guard that [`lock`](Self::lock)
+    /// returned. Afterwards it must schedule the vring, because the worker ignored kicks during the
+    /// drain.
     pub fn lower_hold(&self) {
         self.cut_at_ns.store(u64::MAX, Ordering::SeqCst);
         self.hold.store(false, Ordering::SeqCst);
     }
 
-    /// Returns true if a polled vring needs a slice: a chain has arrived, the polling time is over,
-    /// or the ring is no longer running.
+    /// Returns true if an empty vring that the worker polls needs a slice: a chain has arrived, the
+    /// polling time is over, or the ring is no longer running.
     pub fn poll_has_ended(&self, until_ns: u64) -> bool {
-        // The control thread holds the lock. It schedules the vring when it releases the lock.
+        // If the lock is taken, the control thread has it. The control thread schedules the vring
+        // when it releases the lock.
         let Some(state) = self.try_lock() else {
             return true;
         };
@@ -388,11 +403,12 @@ impl Vring {
             || self.now_ns() >= until_ns
     }
 
-    /// Answers available chains in order, as far as the slice allows. If the ring is empty, it may
-    /// ask the worker to poll the ring for up to `poll_max_ns` instead of requesting a kick.
+    /// Answers available chains in order, as far as the slice allows. If the ring is empty, either
+    /// requests a kick from the driver, or returns the time until which the worker shall poll the
+    /// ring. That time is at most `poll_max_ns` from now.
     pub fn run_slice(&self, scratch: &mut Scratch, poll_max_ns: u64) -> SliceEnd {
-        // If the lock is taken, the control thread holds it. That thread schedules the vring when
-        // it releases the lock.
+        // If the lock is taken, the control thread has it. The control thread schedules the vring
+        // when it releases the lock.
         let Some(mut state) = self.try_lock() else {
             return SliceEnd::Idle;
         };
@@ -401,14 +417,15 @@ impl Vring {
         }
         let memory = state.memory.clone();
         let result = self.answer_chains(&mut state, &memory, scratch, poll_max_ns);
-        // The loss of a page is checked before any other result, because reading zeros may look
-        // like a fault of the guest.
+        // The worker first finds out whether the host lost a page of the guest's memory (SIGBUS).
+        // The daemon replaces such a page by zeros, which may look like a fault of the guest.
         match intact(&memory).and(result) {
             Ok(end) => end,
             Err(Halt::Lost) => {
-                // The control thread ends the connection and releases the memory.
+                // hang_up() shuts the connection down. The control thread then ends the connection
+                // and releases the guest's memory.
                 state.give_back();
-                state.stopped = Some("a page of the guest's memory has gone".into());
+                state.stopped = Some("a page of the guest's memory was lost".into());
                 self.link.vm.hang_up();
                 SliceEnd::Idle
             }
@@ -417,8 +434,8 @@ impl Vring {
                 SliceEnd::Idle
             }
             Err(Halt::HungUp) => {
-                // The ring stays stopped until the control thread detects the hang-up and releases
-                // the memory.
+                // The ring stays stopped until the control thread detects that the front end hung
+                // up and releases the guest's memory.
                 state.give_back();
                 state.stopped = Some("the front end hung up".into());
                 SliceEnd::Idle
@@ -426,8 +443,8 @@ impl Vring {
         }
     }
 
-    /// Stops the queue after a panic in a slice, which is a bug of the daemon. Other queues
-    /// continue.
+    /// Stops the queue after the worker panicked in a slice of it. A panic is a bug of the daemon;
+    /// other queues continue.
     pub fn stop_after_panic(&self) {
         let mut state = self.lock();
         self.stop(
@@ -444,7 +461,7 @@ impl Vring {
         }
     }
 
-    /// Answers chains until the slice is over, the ring is empty or a drain begins.
+    /// Answers chains until the slice is over, the ring is empty or a drain of the vring begins.
     fn answer_chains(
         &self,
         state: &mut VringState,
@@ -460,7 +477,8 @@ impl Vring {
         let slice = Slice::begin(&self.link.clock);
         let mut unfinished = state.unfinished.take();
         let mut to_interrupt = false;
-        // The first chain of a slice is always taken, whatever it is expected to cost.
+        // The first chain of a slice is always executed, even if it is expected to cost more than a
+        // slice.
         let mut has_begun = false;
         let end = loop {
             if self.hold.load(Ordering::SeqCst) {
@@ -470,15 +488,15 @@ impl Vring {
             if has_begun && !slice.fits(CHAIN_NS) {
                 break SliceEnd::More;
             }
-            // The peer is checked, because the next steps read the available ring or write the
-            // event index.
+            // The daemon checks that the front end is connected before the next steps, which read
+            // the available ring or write the event index.
             peer.check()?;
             let Some(descriptors) = next_chain(state, memory)? else {
                 if let Some(end) = self.ring_is_empty(state, memory, poll_max_ns)? {
                     break end;
                 }
-                // A chain arrived after the ring was found empty. The check of the ring is charged
-                // as work, so that the slice ends even if the guest repeats this.
+                // A chain arrived after the ring was found empty. This pass of the loop is charged
+                // like a chain. A guest that repeats the race therefore cannot extend the slice.
                 slice.charge(CHAIN_NS);
                 has_begun = true;
                 continue;
@@ -511,14 +529,14 @@ impl Vring {
                     break SliceEnd::More;
                 }
             }
-            // With EVENT_IDX the driver names the answer for which it wants an interrupt. Without
-            // it, the guest is interrupted once for all answers of the slice.
+            // With EVENT_IDX, the driver determines after which answer it wants an interrupt.
+            // Without EVENT_IDX, the guest is interrupted once, after all answers of the slice.
             to_interrupt = !state.queue.event_idx_enabled();
             if !to_interrupt {
                 state.interrupt(memory, &self.link.vm)?;
             }
-            // The storage is freed after the guest has its answer, so that this does not delay the
-            // answer.
+            // The storage of the pages that a GET took is freed after the guest has its answer, so
+            // that freeing does not delay the answer.
             drop(spent);
         };
         if to_interrupt {
@@ -527,8 +545,8 @@ impl Vring {
         Ok(end)
     }
 
-    /// Decides what follows when the ring is empty: the worker polls it, or the guest is asked for
-    /// a kick. Returns None if a chain arrived meanwhile.
+    /// Decides how the worker continues after it has found the ring empty: it polls the ring, or
+    /// requests a kick from the driver. Returns None if a chain has arrived meanwhile.
     fn ring_is_empty(
         &self,
         state: &mut VringState,
@@ -547,7 +565,7 @@ impl Vring {
         Ok(None)
     }
 
-    /// Puts an answered chain into the used ring and counts it.
+    /// Puts an answered chain into the used ring and counts its request.
     fn publish(
         &self,
         state: &mut VringState,
@@ -567,7 +585,8 @@ impl Vring {
         Ok(())
     }
 
-    /// Executes the chain in `scratch`, or continues it if the last slice interrupted it.
+    /// Executes the chain in `scratch`: from where the previous slice interrupted it, or from its
+    /// beginning.
     fn answer<'a>(
         &'a self,
         table: &Memory,
@@ -592,8 +611,8 @@ impl Vring {
         let buffer = &mut readable.pages().as_flattened_mut()[..READ_BUFFER_BYTES];
         let readable = chain.read(&table.guest, buffer);
         let readable = readable.map_err(WriteError::from)?;
-        // Lost pages are checked before the request is executed: zeros of the page that replaced a
-        // lost one must not be stored as a page of the guest.
+        // Lost pages are checked before the request is executed. Otherwise zeros from the
+        // replacement of a lost page could be stored as a page of the guest.
         intact(table)?;
         let kind = match self.index {
             wire::CONTROL_QUEUE => QueueKind::Control,
@@ -650,9 +669,9 @@ impl Vring {
         })
     }
 
-    /// Returns the state with which a request is executed. If the last slice interrupted the same
-    /// request, it is the state that this slice left; otherwise it is the state of a request that
-    /// has not begun.
+    /// Returns the state in which the request was before this slice. If the previous slice
+    /// interrupted the same request, that slice left the state. Otherwise no part of the request
+    /// has been executed.
     fn begin_or_continue(
         &self,
         taken: TakenChain,
@@ -680,7 +699,8 @@ impl Vring {
         vm.queue_stopped(self.index, &reason);
         state.give_back();
         state.stopped = Some(reason);
-        // Interrupt the guest, which may wait for answers to chains before the faulty one.
+        // The guest may wait for the answers to chains before the faulty chain, so it is
+        // interrupted.
         if let Some(call) = &state.call {
             notifier::interrupt(vm, call);
         }
@@ -689,8 +709,9 @@ impl Vring {
         }
     }
 
-    /// Applies the settings from the VMM: locates the rings in guest memory and, once they are all
-    /// there, compares the used index with the base. The caller holds the vring.
+    /// Applies the VMM's settings of the ring: locates its parts in guest memory. When all parts
+    /// are in guest memory, compares the used index with the base. The caller must have the vring's
+    /// lock.
     pub fn configure(&self, state: &mut VringState) {
         state.ready = false;
         let Some(addresses) = state.addresses else {
@@ -708,8 +729,8 @@ impl Vring {
             find(addresses.available, AVAIL_ELEMENT_BYTES, RING_EXTRA_BYTES),
             find(addresses.used, USED_ELEMENT_BYTES, RING_EXTRA_BYTES),
         ) else {
-            // The VMM adds regions one by one. The ring becomes ready when all regions with its
-            // parts are present.
+            // A part of the ring is not in guest memory. The VMM may add the missing region later;
+            // the device then calls this function again.
             return;
         };
         let placed = state
@@ -718,7 +739,7 @@ impl Vring {
             .and_then(|()| state.queue.try_set_avail_ring_address(available))
             .and_then(|()| state.queue.try_set_used_ring_address(used));
         if let Err(error) = placed {
-            self.stop(state, format!("its rings are misplaced: {error}"));
+            self.stop(state, format!("the ring addresses are invalid: {error}"));
             return;
         }
         state.queue.set_ready(true);
@@ -733,7 +754,7 @@ impl Vring {
                     self.stop(
                         state,
                         format!(
-                            "the VMM starts it at {base}, but its used index is {}: requests in \
+                            "the VMM starts the ring at {base}, but its used index is {}: requests in \
                              between would never be answered, or be answered twice",
                             used.0
                         ),
@@ -751,18 +772,19 @@ impl Vring {
 }
 
 impl VringState {
-    /// Returns true if a worker may take chains.
+    /// Returns true if a worker may take chains from the ring.
     pub fn is_running(&self) -> bool {
         self.ready && self.enabled && self.kick.is_some() && self.stopped.is_none()
     }
 
-    /// Returns the last chain to the available ring if it is not answered.
+    /// Returns the last taken chain to the available ring if the chain was not answered.
     fn give_back(&mut self) {
         self.queue.set_next_avail(self.queue.next_used());
         self.unfinished = None;
     }
 
-    /// Sets the index of the next chain and clears a fault: the ring is being set up again.
+    /// Sets the index of the next chain to take. Clears the reason for a stop, because the VMM sets
+    /// the ring up again.
     pub fn set_base(&mut self, base: u16) {
         self.unfinished = None;
         self.queue.set_next_avail(base);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of a vring without a connection: the work of a slice, stopping, and the state after a
-//! drain.
+//! Tests of a vring without a connection: the work in a slice, stopping the vring, and its state
+//! after a drain.
 
 use super::*;
 use crate::config::settings::VmConfig;
@@ -23,14 +23,14 @@ use zerocopy::IntoBytes;
 const MEMORY_BYTES: u64 = 4 << 20;
 const SIZE: u16 = 256;
 const GENERATION: u64 = 77;
-/// The VMM's address of the guest's first byte. It differs from the guest address, so that the two
-/// cannot be confused.
+/// Address in the VMM's address space of the guest's first byte. It differs from the byte's guest
+/// address, so that a test fails if the daemon confuses the two.
 const USER: u64 = 0x7000_0000;
 const TABLE: u64 = 0;
 const AVAIL: u64 = 0x2000;
 const USED: u64 = 0x3000;
-/// Guest address of the first request. Its answer follows, then the next request and its answer,
-/// and so on.
+/// Guest address of the first request. Its answer follows it in memory. The next request and its
+/// answer follow that answer, and so on.
 const DATA: u64 = 0x10000;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
@@ -52,7 +52,8 @@ struct Guest {
     clock: Arc<Clock>,
 }
 
-/// Clock that stands still, so that only work ends a slice. A test can advance it with each read.
+/// Clock that stands still, so that only the cost of the work ends a slice. In some tests, each
+/// read advances the clock by `step_ns`.
 #[derive(Default)]
 struct Clock {
     now_ns: AtomicU64,
@@ -70,7 +71,8 @@ impl SimulatedClock for Clock {
     }
 }
 
-/// Creates a ring that the VMM starts at `base` while its used index is `used`.
+/// Creates a guest whose ring the VMM starts with the base `base`, while the used index in guest
+/// memory is `used`.
 fn guest_at(base: u16, used: u16) -> Guest {
     notifier::prepare().expect("cannot create the kernel's AIO context");
     let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("cannot create a memfd");
@@ -165,7 +167,8 @@ impl Guest {
             .expect("the address is outside of the guest's memory");
     }
 
-    /// Makes a request available. Returns the address of its answer.
+    /// Makes a chain available that consists of a request and a buffer for its answer. Returns the
+    /// guest address of the answer.
     fn send(&mut self, readable: &[u8], writable_bytes: usize) -> u64 {
         let (request, answer) = (self.free, self.free + readable.len() as u64);
         self.free = answer + writable_bytes as u64;
@@ -179,7 +182,8 @@ impl Guest {
         answer
     }
 
-    /// Makes a chain in an indirect table available.
+    /// Makes a chain available whose descriptors are in an indirect table at the guest address
+    /// `table`.
     fn send_indirect(&mut self, table: u64, descriptors: usize) {
         self.descriptor(self.heads, table, 16 * descriptors, INDIRECT);
         self.offer(1);
@@ -229,12 +233,14 @@ impl Guest {
         self.send(&bytes, 8 + count * (size_of::<GetPage>() + PAGE_SIZE))
     }
 
-    /// Accepts the feature bit of retained pages for the driver.
+    /// Brings the vring into the state after the driver has accepted the feature bit of retained
+    /// pages.
     fn accept_retain(&self) {
         self.vring.lock().retain = true;
     }
 
-    /// Gets pages as [`get`](Self::get) does. Bit n of `retain` allows the pool to retain page n.
+    /// Sends a GET like [`get`](Self::get). If bit n of `retain` is set, the pool may retain page
+    /// n.
     fn get_retaining(&mut self, index: u64, count: usize, retain: u64) -> u64 {
         let get = Get {
             object: 1.into(),
@@ -249,7 +255,8 @@ impl Guest {
         self.send(&bytes, 8 + count * (size_of::<GetPage>() + PAGE_SIZE))
     }
 
-    /// Sends a REF of pages. The cookie of each is the one of [`put`](Self::put) plus `beyond`.
+    /// Sends a REF of `count` pages. The cookie of each page is the cookie that [`put`](Self::put)
+    /// gave the page, plus `beyond`.
     fn refer(&mut self, index: u64, count: usize, beyond: u64) -> u64 {
         let mut bytes = req(wire::T_REF, count).as_bytes().to_vec();
         for index in index..index + count as u64 {
@@ -263,7 +270,7 @@ impl Guest {
         self.send(&bytes, 8 + count)
     }
 
-    /// Reads the flags of a GET's pages.
+    /// Returns the flags of each page from the answer to a GET.
     fn flags(&self, answer: u64, count: usize) -> Vec<u8> {
         self.bytes(answer + 8, count * 16)
             .chunks(16)
@@ -271,13 +278,13 @@ impl Guest {
             .collect()
     }
 
-    /// Returns the number of pages in the pool, and how many of them are retained.
+    /// Returns two numbers of pages in the pool: all pages, and retained pages.
     fn pages(&self) -> (u64, u64) {
         let stats = self.link.vm.tenant.stats();
         (stats.pages, stats.retained_pages)
     }
 
-    /// Stores a page in the pool, in its final form.
+    /// Stores a page in the pool and makes the pool finalize (deduplicate and compress) it.
     fn store(&self, index: u64, page: &[u8; PAGE_SIZE]) {
         let put = tmem_pool::Put {
             object: 1,
@@ -297,8 +304,8 @@ impl Guest {
         }
     }
 
-    /// Stores pages that zstd compresses better than lz4, and lets time pass until they are
-    /// recompressed.
+    /// Stores pages that zstd compresses better than lz4. Then advances the time until the pool
+    /// recompresses the pages.
     fn store_dense(&self, count: u64) -> Vec<[u8; PAGE_SIZE]> {
         let page = |number: u64| {
             let mut page = [0; PAGE_SIZE];
@@ -345,7 +352,7 @@ impl Guest {
         bytes
     }
 
-    /// Reads the results of a GET's pages.
+    /// Returns the result of each page from the answer to a GET.
     fn results(&self, answer: u64, count: usize) -> Vec<u8> {
         self.bytes(answer + 8, count * 16)
             .chunks(16)
@@ -363,7 +370,7 @@ impl Guest {
     }
 }
 
-/// Creates a FLUSH of `nr_pages` pages from `index` on, of the object that all tests use.
+/// Returns the bytes of a FLUSH of `nr_pages` pages from `index` on. All tests use the same object.
 fn flush(index: u64, nr_pages: u64) -> Vec<u8> {
     let range = wire::Range {
         object: 1.into(),
@@ -422,10 +429,11 @@ fn the_work_of_a_slice_is_bounded() {
     assert_eq!(guest.used(), 70);
 }
 
-/// Dropping a page costs more than 250 ns, so a slice cannot drop more pages than this.
+/// Maximum number of pages that a slice can drop. Dropping a page costs more than 250 ns.
 const DROPPED_PER_SLICE_MAX: u64 = SLICE_NS / 250;
 
-/// Each chain flushes one range of many pages without stored bytes, which are the fastest to drop.
+/// In this test, each chain flushes one range of many pages that have no stored bytes. Such pages
+/// are the fastest to drop.
 #[test]
 fn flush_work_is_bounded_per_slice_over_many_chains() {
     const CHAINS: u64 = 64;
@@ -455,10 +463,10 @@ fn flush_work_is_bounded_per_slice_over_many_chains() {
     assert!(slices >= CHAINS * PAGES / DROPPED_PER_SLICE_MAX);
 }
 
-/// The flush of a large range visits all keys that the pool tracks for gain estimates, even if the
-/// range contains no page.
+/// The flush of a large range visits all keys that the pool tracks to estimate gains. This also
+/// costs time if the range contains no page.
 #[test]
-fn ranges_without_pages_are_bounded_per_slice_too() {
+fn flush_work_on_ranges_without_pages_is_bounded_per_slice() {
     const STEP_NS_MIN: u64 = 1;
     let mut guest = guest();
     for index in 0..1000 {
@@ -498,7 +506,8 @@ fn ranges_without_pages_are_bounded_per_slice_too() {
     );
 }
 
-/// A batch of 64 pages in zstd form takes longer than a slice.
+/// A GET of a batch of 64 pages in zstd form takes two slices, because decompressing them takes
+/// longer than one slice.
 #[test]
 fn a_get_of_64_zstd_pages_takes_two_slices() {
     let mut guest = guest();
@@ -529,17 +538,17 @@ thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
 }
 
-// SAFETY: every call is passed to the system's allocator unchanged; counting allocates nothing,
+// SAFETY: every call is passed unchanged to the system's allocator. Counting allocates nothing,
 // because the counter is initialized at compile time and needs no destructor.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        // SAFETY: the caller keeps the contract of `alloc`.
+        // SAFETY: the caller of `alloc` promises what the system's allocator requires.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: the caller keeps the contract of `dealloc`.
+        // SAFETY: the caller of `dealloc` promises what the system's allocator requires.
         unsafe { System.dealloc(block, layout) }
     }
 }
@@ -554,8 +563,8 @@ fn a_get_of_64_pages_allocates_no_memory() {
     }
 }
 
-/// Gets a window of pages that are raw, same-filled, compressed or missing. Bit n of `retain`
-/// allows the pool to retain page n.
+/// Sends a GET for 64 pages, some of which are raw, same-filled, compressed or missing. Checks that
+/// the worker allocates no memory. If bit n of `retain` is set, the pool may retain page n.
 fn get_64_pages_without_allocation(retain: u64) {
     let mut guest = guest();
     guest.accept_retain();
@@ -583,8 +592,8 @@ fn get_64_pages_without_allocation(retain: u64) {
     assert!(guest.interrupted(), "the guest was not interrupted");
 }
 
-/// A slice also ends when its time is over. It makes progress even if its time is over when it
-/// begins.
+/// A slice also ends when its time is over. Nevertheless, each slice makes progress, even if its
+/// time is over when the slice begins.
 #[test]
 fn requests_of_each_type_resume_after_the_end_of_a_slice() {
     let mut guest = guest();
@@ -606,7 +615,7 @@ fn requests_of_each_type_resume_after_the_end_of_a_slice() {
     assert!(turns(&mut guest, 1) > 5);
     assert_eq!(guest.bytes(put, 1), [wire::S_OK]);
     assert_eq!(guest.bytes(put + 8, 64), [wire::P_STORED; 64]);
-    // The second half of these pages is not in the pool.
+    // Only the first 32 of the 64 pages from index 35 on are in the pool.
     let get = guest.get(35, 64);
     assert!(turns(&mut guest, 2) > 1);
     let results = [[wire::P_HIT; 32], [wire::P_MISS; 32]].concat();
@@ -634,10 +643,10 @@ fn requests_of_each_type_resume_after_the_end_of_a_slice() {
     assert_eq!(guest.link.vm.tenant.stats().pages, 0);
 }
 
-/// An interrupted chain counts as not taken. The next owner of the ring executes it from its
-/// beginning.
+/// A drain returns an interrupted chain to the ring as not taken. The next back end that uses the
+/// ring executes the chain from its beginning.
 #[test]
-fn a_drain_gives_an_interrupted_chain_back() {
+fn a_drain_returns_an_interrupted_chain_to_the_ring() {
     let mut guest = guest();
     guest.store_dense(64);
     let answer = guest.get(0, 64);
@@ -671,8 +680,8 @@ fn a_drain_gives_an_interrupted_chain_back() {
     );
 }
 
-/// A hold that changes nothing for the ring, as for an added memory region, does not restart the
-/// chain.
+/// A drain that does not change the ring, for example because the VMM adds a memory region, does
+/// not restart an interrupted chain.
 #[test]
 fn an_interrupted_chain_continues_after_a_hold() {
     let mut guest = guest();
@@ -691,10 +700,10 @@ fn an_interrupted_chain_continues_after_a_hold() {
     assert_eq!(guest.results(answer, 64), [wire::P_HIT; 64]);
 }
 
-/// If the pool or generation of a request ends between two of its slices, the request returns no
-/// page, as if the pool or generation had ended before it began.
+/// The pool of a request may be destroyed, or its generation may end, between two slices of the
+/// request. The answer then contains no page, as if that had happened before the first slice.
 #[test]
-fn an_interrupted_chain_whose_pool_or_generation_ends_has_no_pages() {
+fn an_interrupted_get_returns_no_page_after_its_pool_or_generation_ends() {
     for (what, status) in [("pool", wire::S_NO_POOL), ("generation", wire::S_STALE)] {
         let mut guest = guest();
         guest.store_dense(64);
@@ -740,7 +749,8 @@ fn an_interrupted_chain_whose_pool_or_generation_ends_has_no_pages() {
     }
 }
 
-/// If a guest replaces an interrupted request, the new request is executed.
+/// If a guest overwrites an interrupted request with another one, the worker executes the new
+/// request from its beginning.
 #[test]
 fn a_request_that_replaces_an_interrupted_one_starts_from_its_beginning() {
     let mut guest = guest();
@@ -748,7 +758,7 @@ fn a_request_that_replaces_an_interrupted_one_starts_from_its_beginning() {
     let get = guest.get(0, 64);
     assert_eq!(guest.run_slice(), SliceEnd::More);
     let taken = guest.link.vm.tenant.stats().hits;
-    // The new request has the same shape and names a pool that does not exist.
+    // The new request has the same size and names a pool that does not exist.
     let mut other = req(wire::T_GET, 64);
     other.pool = 2.into();
     let at = GuestAddress(get - (24 + 16 + 64 * 8));
@@ -765,7 +775,8 @@ fn a_request_that_replaces_an_interrupted_one_starts_from_its_beginning() {
     assert_eq!(guest.link.vm.tenant.stats().hits, taken);
 }
 
-/// A chain counts once against the rate of its VM. A chain that began within the rate is finished.
+/// A chain that is interrupted counts only once against the rate limit of its VM. A chain that
+/// began within the limit is finished.
 #[test]
 fn an_interrupted_chain_counts_once_against_the_rate() {
     let mut guest = guest();
@@ -777,8 +788,8 @@ fn an_interrupted_chain_counts_once_against_the_rate() {
     assert_eq!(guest.results(get, 64), [wire::P_HIT; 64]);
 }
 
-/// A flush drops all pages in its range, possibly the whole pool. Other VMs and a drain wait only
-/// until the current slice of the flush ends.
+/// A flush drops all pages in its range, possibly the complete pool. Other VMs, and a drain of the
+/// queue, wait only until the current slice of the flush ends.
 #[test]
 fn a_large_flush_takes_many_slices() {
     let mut guest = guest();
@@ -818,7 +829,8 @@ fn a_large_flush_takes_many_slices() {
     assert_eq!(guest.results(get, 1), [wire::P_MISS]);
 }
 
-/// Each descriptor is charged, because a guest may split a small request into a thousand of them.
+/// The cost of each descriptor counts against the slice, because a guest may split a small request
+/// into a thousand descriptors.
 #[test]
 fn descriptors_are_charged_to_the_slice() {
     let mut guest = guest();
@@ -855,8 +867,8 @@ fn descriptors_are_charged_to_the_slice() {
     }
     assert_eq!(guest.run_slice(), SliceEnd::More);
     let answered = u32::from(guest.used());
-    // Each request costs 13 µs: 10 µs for its 200 descriptors, and 3 µs for the chain. So a slice
-    // of 200 µs answers at most 16.
+    // A request costs 13 µs: 10 µs for its 200 descriptors and 3 µs for the chain. A slice of 200
+    // µs therefore answers at most 16 requests.
     assert!(
         (1..=16).contains(&answered),
         "one slice answered {answered} of 70 requests, not 1 to 16"
@@ -880,7 +892,7 @@ fn the_driver_can_suppress_interrupts() {
     assert!(!guest.interrupted());
 }
 
-/// Log lines of the calling thread, with their fields.
+/// Collects the log lines of the calling thread, with their fields.
 #[derive(Clone, Default)]
 struct Lines(Arc<Mutex<Vec<String>>>);
 
@@ -920,7 +932,8 @@ impl tracing::Subscriber for Lines {
     fn exit(&self, _: &tracing::span::Id) {}
 }
 
-/// Only this test may lose interrupts, because all tests of the process share the counter.
+/// Interrupts that the kernel does not deliver are counted. No other test may lose interrupts,
+/// because all tests of the process share the counter.
 #[test]
 fn lost_interrupts_are_counted_and_logged_with_their_vm() {
     let lines = Lines::default();
@@ -964,7 +977,7 @@ fn lost_interrupts_are_counted_and_logged_with_their_vm() {
 }
 
 #[test]
-fn no_interrupt_without_an_answer() {
+fn the_guest_is_not_interrupted_without_an_answer() {
     let mut guest = guest();
     assert_eq!(guest.run_slice(), SliceEnd::Idle);
     assert!(!guest.interrupted());
@@ -975,9 +988,10 @@ fn no_interrupt_without_an_answer() {
     assert!(!guest.interrupted());
 }
 
-/// With EVENT_IDX the driver names the answer for which it wants an interrupt.
+/// With EVENT_IDX, the driver determines after which answer it wants an interrupt, and the worker
+/// sends one only then.
 #[test]
-fn event_index_decides_on_interrupts() {
+fn interrupts_are_sent_as_the_event_index_requests() {
     let mut guest = guest();
     guest.vring.lock().queue.set_event_idx(true);
     let wait_for = |guest: &Guest, used: u16| {
@@ -1035,13 +1049,13 @@ fn a_held_vring_takes_no_chain() {
     assert_eq!(guest.used(), 1);
 }
 
-/// Every write of an answer to guest memory is preceded by its own check of the front end.
+/// Before it writes each part of an answer, the worker checks that the front end is connected.
 #[test]
 fn no_guest_memory_is_written_after_a_hang_up() {
     const PAGES: usize = 20;
     let stages = [
-        // Each row has the number of successful checks, and the expected status, written pages,
-        // used index and event index.
+        // Each row begins with the number of checks that succeed before the front end hangs up.
+        // Then come the expected status, number of written pages, used index and event index.
         (0, [0, 0, 1, 1]),
         (1, [0, 0, 1, 1]),
         (2, [0, 0, 1, 1]),
@@ -1093,7 +1107,7 @@ fn no_guest_memory_is_written_after_a_hang_up() {
             .queues_stopped
             .load(Ordering::Relaxed);
         assert_eq!(stopped, 0, "a hang-up is not counted as a stopped queue");
-        // The ring stays stopped, even when the checks of the front end succeed again.
+        // From here on, checks of the front end succeed again, but the ring stays stopped.
         guest.link.peer.hang_up_after(u64::MAX);
         guest.put(50, 1);
         let offered = all(&guest);
@@ -1107,8 +1121,8 @@ fn no_guest_memory_is_written_after_a_hang_up() {
     }
 }
 
-/// Without EVENT_IDX, a slice begins with a write to guest memory (it disables kicks). A hang-up
-/// must prevent this write, too.
+/// Without EVENT_IDX, a slice begins by writing a flag to guest memory to disable kicks. After a
+/// hang-up of the front end, the slice must not write that flag either.
 #[test]
 fn guest_memory_does_not_change_after_a_hang_up() {
     let mut guest = guest();
@@ -1119,15 +1133,15 @@ fn guest_memory_does_not_change_after_a_hang_up() {
     assert!(before == guest.bytes(0, MEMORY_BYTES as usize));
 }
 
-/// After the time limit of a drain, the remaining pages of a get are missed. Those of a put are
-/// refused and leave nothing under their keys.
+/// After the time limit of a drain, the remaining pages of a PUT are refused and leave nothing
+/// under their keys. The remaining pages of a GET are missed.
 #[test]
 fn after_the_drain_deadline_puts_are_refused_and_gets_miss() {
     let mut guest = guest();
     guest.put(0, 2);
     guest.run_slice();
-    // The time limit is in the past, and the vring is not held. So the worker takes the chain and
-    // finds that the limit has expired.
+    // The time limit of a drain has expired, but no thread waits for the vring. The worker
+    // therefore takes the chain and finds that the limit has expired.
     guest.vring.cut_at_ns.store(0, Ordering::SeqCst);
     let (put, missed) = (guest.put(0, 1), guest.get(1, 1));
     guest.run_slice();
@@ -1152,7 +1166,7 @@ fn after_the_drain_deadline_puts_are_refused_and_gets_miss() {
     );
 }
 
-/// A drain changes the results of pages, not the status of a request.
+/// An expired drain changes the results of pages, but not the status of a request.
 #[test]
 fn an_expired_drain_still_reports_missing_pools() {
     let mut guest = guest();
@@ -1170,14 +1184,14 @@ fn an_expired_drain_still_reports_missing_pools() {
     assert_eq!(guest.results(get, 1), [wire::P_MISS]);
 }
 
-/// Requests beyond a VM's rate are answered at once. The pages of a put are refused and leave
-/// nothing under their keys; the pages of a get are missed and stay in the pool.
+/// Requests beyond a VM's rate limit are answered at once. The pages of a put are refused and leave
+/// nothing under their keys. The pages of a get are missed and stay in the pool.
 #[test]
 fn requests_beyond_the_rate_are_answered_at_once() {
     let mut guest = guest();
     guest.put(0, 2);
     guest.run_slice();
-    // With one page per second, a batch of 64 pages uses up the rate of a minute.
+    // At one page per second, a batch of 64 pages uses up the rate of about a minute.
     guest.pages_per_second.store(1, Ordering::SeqCst);
     let first = guest.get(5, 64);
     guest.run_slice();
@@ -1214,7 +1228,8 @@ fn requests_beyond_the_rate_are_answered_at_once() {
     assert_eq!(limited(), 2);
 }
 
-/// A VM beyond its rate can still flush, so that the pool keeps no page that the VM wants to drop.
+/// A VM beyond its rate limit can still flush, so that the pool keeps no page that the VM wants to
+/// drop.
 #[test]
 fn flushes_are_not_rate_limited() {
     let mut guest = guest();
@@ -1255,7 +1270,7 @@ fn a_stale_request_changes_nothing() {
     assert_eq!(guest.results(get, 1), [wire::P_HIT]);
 }
 
-/// A request that is wrong in several ways gets the status of the earliest check (SPEC.md,
+/// A request with several errors gets the status of the check that comes first (SPEC.md,
 /// "Precedence of statuses").
 #[test]
 fn statuses_have_the_precedence_of_the_specification() {
@@ -1274,9 +1289,9 @@ fn statuses_have_the_precedence_of_the_specification() {
     };
     let dead_pool = 9;
     let expected = [
-        // This request has an unknown type and a wrong size.
+        // Bytes of a request that has an unknown type and a wrong size.
         (req(99, 1).as_bytes().to_vec(), wire::S_UNSUPPORTED),
-        // This request belongs to the control queue and names object 0.
+        // Bytes of a request that belongs on the control queue and names object 0.
         (
             req(wire::T_POOL_DESTROY, 0).as_bytes().to_vec(),
             wire::S_BAD,
@@ -1300,7 +1315,8 @@ fn statuses_have_the_precedence_of_the_specification() {
     assert_eq!(guest.bytes(answer, 1), [wire::S_NO_POOL]);
 }
 
-/// Without space for a status the queue stops, reports to the VMM, and returns the chain.
+/// A chain may have no space for a status. The daemon then stops the queue, signals the VMM's error
+/// eventfd, and returns the chain to the ring.
 #[test]
 fn an_unanswerable_request_stops_the_queue() {
     let mut guest = guest();
@@ -1349,7 +1365,7 @@ fn an_unanswerable_request_stops_the_queue() {
 }
 
 #[test]
-fn more_chains_than_the_ring_has_stop_the_queue() {
+fn an_available_index_beyond_the_ring_size_stops_the_queue() {
     let mut guest = guest();
     let index = (SIZE + 1).to_le();
     guest
@@ -1371,7 +1387,7 @@ fn an_answer_out_of_order_is_never_published() {
     let mut guest = guest();
     let answer = guest.send(&flush(0, 1), 8);
     guest.send(&flush(1, 1), 8);
-    // Skipping the first chain simulates a bug of the daemon.
+    // To simulate a bug of the daemon, the test makes the worker skip the first chain.
     guest.vring.lock().queue.set_next_avail(1);
     assert_eq!(guest.run_slice(), SliceEnd::Idle);
     let why = guest.stopped().expect("the queue did not stop");
@@ -1389,7 +1405,7 @@ fn a_base_that_differs_from_the_used_index_is_refused() {
         let guest = guest_at(base, used);
         let reason = guest.stopped().expect("the queue did not stop");
         assert!(
-            reason.contains(&format!("starts it at {base}")),
+            reason.contains(&format!("starts the ring at {base}")),
             "the reason does not give base {base}: {reason}"
         );
     }
@@ -1405,7 +1421,7 @@ fn a_base_that_differs_from_the_used_index_is_refused() {
 }
 
 #[test]
-fn rings_outside_of_memory_do_not_run() {
+fn rings_outside_of_guest_memory_do_not_run() {
     let mut guest = guest();
     {
         let mut state = guest.vring.lock();
@@ -1440,7 +1456,7 @@ fn rings_outside_of_memory_do_not_run() {
         state
             .stopped
             .as_ref()
-            .is_some_and(|reason| reason.contains("misplaced"))
+            .is_some_and(|reason| reason.contains("ring addresses are invalid"))
     );
 }
 
@@ -1478,13 +1494,14 @@ fn a_panic_stops_only_its_queue() {
     consume(&guest.call);
 }
 
-/// Each page that a request needs is lost just before it is accessed. The connection must end
-/// without an answer, and nothing may be stored or dropped because of zeros of the daemon.
+/// In each case of this test, a page that a request needs is lost just before the worker accesses
+/// it. The connection must end without an answer. Nothing may be stored or dropped because of the
+/// zeros that the worker reads.
 #[test]
 fn a_lost_page_of_the_guest_ends_the_connection() {
     const HELD: u64 = 40;
-    // Address of the request, at the beginning of a page that contains no part of the ring. Each
-    // case has the name and the address of the page that is lost.
+    // REQUEST is the guest address of the request. It is the beginning of a page that contains no
+    // part of the ring. Each case has the name and the address of the page that is lost.
     const REQUEST: u64 = DATA + 0x10000;
     let cases = [
         ("table", TABLE),
@@ -1525,7 +1542,7 @@ fn a_lost_page_of_the_guest_ends_the_connection() {
                 .stopped()
                 .unwrap_or_else(|| panic!("{what}: the queue runs on lost memory"));
             assert!(
-                reason.contains("gone"),
+                reason.contains("was lost"),
                 "{what}: the queue stopped for the wrong reason: {reason}"
             );
             if what != "used ring" {
@@ -1554,8 +1571,8 @@ fn a_lost_page_of_the_guest_ends_the_connection() {
     }
 }
 
-/// The run queue gives slices to owners in turn, so all vrings of a VM must have one owner, which
-/// no other VM has.
+/// The run queue serves owners in turn. All vrings of a VM must therefore have the same owner, and
+/// vrings of different VMs must have different owners.
 #[test]
 fn all_vrings_of_a_vm_have_the_same_owner() {
     let (one, other) = (guest(), guest());
@@ -1592,8 +1609,8 @@ fn worker_buffers_are_excluded_from_core_dumps() {
     }
 }
 
-/// While a worker polls a ring, it requests no kicks. It notices new chains without a kick, and
-/// requests kicks again after the polling.
+/// A worker that polls a ring requests no kicks and finds new chains without them. When it stops
+/// polling the ring, it requests kicks again.
 #[test]
 fn a_polled_ring_requests_no_kick() {
     const LONG: u64 = u64::MAX / 2;
@@ -1629,19 +1646,19 @@ fn a_polled_ring_requests_no_kick() {
         SliceEnd::Poll { .. }
     ));
     assert_eq!(guest.used(), 3);
-    // With a polling time of 0 the polling ends.
+    // A slice with a maximum polling time of 0 ends the polling of the ring.
     assert_eq!(guest.vring.run_slice(&mut guest.scratch, 0), SliceEnd::Idle);
     assert!(wanted(&guest));
-    // A worker does not poll a ring that is held.
+    // A worker stops polling a ring while the control thread has its lock.
     let state = guest.vring.lock();
     assert!(guest.vring.poll_has_ended(until_ns));
     drop(state);
 }
 
-/// A page is put, retained by two GETs, held again after a REF, and removed by a GET that does not
-/// allow to retain it.
+/// Two GETs return a page that stays in the pool (retained). After a REF, the pool keeps the page
+/// as after a put. A GET that does not allow the pool to retain the page removes it.
 #[test]
-fn retained_pages_are_returned_and_referred_to() {
+fn retained_pages_are_returned_and_held_again_after_a_ref() {
     let mut guest = guest();
     guest.accept_retain();
     guest.put(5, 3);
@@ -1677,9 +1694,10 @@ fn retained_pages_are_returned_and_referred_to() {
     assert_eq!(guest.pages(), (0, 0));
 }
 
-/// A driver that has not accepted the feature gets the answers of a device that does not know it.
+/// A driver that has not accepted the feature bit of retained pages gets the answers of a device
+/// without the feature.
 #[test]
-fn retained_pages_need_the_feature() {
+fn pages_are_not_retained_without_the_feature() {
     let mut guest = guest();
     guest.put(0, 1);
     let (get, referred) = (guest.get_retaining(0, 1, 1), guest.refer(0, 1, 0));
@@ -1722,7 +1740,7 @@ fn a_stale_reference_changes_nothing() {
 }
 
 #[test]
-fn a_reference_to_a_missing_pool_is_gone() {
+fn references_to_a_missing_pool_are_answered_gone() {
     let mut guest = guest();
     guest.accept_retain();
     let tenant = guest.link.vm.tenant.clone();
@@ -1740,7 +1758,7 @@ fn a_reference_to_a_missing_pool_is_gone() {
     }
 }
 
-/// After GONE the driver forgets a page, so the pool must not keep it.
+/// The driver forgets a page that is answered with GONE, so the pool must drop the page.
 #[test]
 fn references_that_are_not_executed_drop_their_pages() {
     for cause in ["drain", "rate", "frozen"] {
@@ -1765,13 +1783,21 @@ fn references_that_are_not_executed_drop_their_pages() {
             assert_eq!(
                 guest.bytes(answer, 9),
                 [wire::S_OK, 0, 0, 0, 0, 0, 0, 0, wire::P_GONE],
-                "{cause}"
+                "{cause}: the REF was not answered GONE"
             );
         }
-        // Page 0 is dropped. The reference to page 1 names another cookie and changes nothing.
-        assert_eq!(guest.pages(), (2, 1), "{cause}");
+        // Page 0 has been dropped. The REF of page 1 has a wrong cookie and changes nothing.
+        assert_eq!(
+            guest.pages(),
+            (2, 1),
+            "{cause}: the pool does not hold the expected pages"
+        );
         let stats = guest.link.vm.tenant.stats();
-        assert_eq!((stats.refs, stats.refs_held), (2, 0), "{cause}");
+        assert_eq!(
+            (stats.refs, stats.refs_held),
+            (2, 0),
+            "{cause}: REFs were counted wrongly"
+        );
     }
 }
 
@@ -1791,10 +1817,10 @@ fn the_pages_of_a_frozen_vm_are_not_retained() {
     assert_eq!(guest.pages(), (0, 0));
 }
 
-/// In this test the time of a slice is over after each read of the clock, so each slice handles few
+/// Each read of the clock uses up the time of a slice. Each slice therefore processes only a few
 /// pages.
 #[test]
-fn interrupted_references_and_retaining_gets_continue() {
+fn interrupted_refs_and_retaining_gets_continue_in_the_next_slice() {
     let mut guest = guest();
     guest.accept_retain();
     guest.put(0, 64);

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The data workers: a fixed number of threads, each with an event loop over the kicks of its
+//! The data workers: a fixed number of threads, each with an event loop for the kicks of its
 //! vrings. A vring belongs to one worker as long as its connection lives.
 //!
-//! Vrings with work are in a run queue and get slices of bounded work, VM by VM, so that no VM
-//! starves another. A worker blocks only to wait for kicks; it never waits for a vring's lock.
+//! A worker's run queue contains the vrings with work. They get slices of bounded work, VM by VM,
+//! so that no VM starves another. A worker blocks only to wait for kicks; it never waits for a
+//! vring's lock.
 
 use crate::config::settings::{EventLoop, Waiting};
 use crate::host::background::BackgroundWorkers;
@@ -25,19 +26,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Kick eventfd and its vring.
+/// Eventfd through which a driver kicks a vring, and the vring.
 type Registration = (Arc<OwnedFd>, Arc<Vring>);
 
-/// Part of a worker that other threads use.
+/// The part of a worker's data that other threads use, too.
 struct Worker {
     poller: Box<dyn Poller>,
-    /// Guards the kicks and their vrings, by token. Leaf lock.
+    /// Guards the watched kicks with their vrings, by token. Leaf lock.
     registry: Mutex<HashMap<u64, Registration>>,
-    /// Guards the list of vrings that the worker must process although they were not kicked. Leaf
-    /// lock.
+    /// Guards the list of vrings that the worker must process even without a kick. Leaf lock.
     inbox: Mutex<Vec<Arc<Vring>>>,
     stop: AtomicBool,
-    /// Longest polling time in ns, see [`Waiting::poll_max`].
+    /// Longest time in ns for which the worker polls an empty vring, see [`Waiting::poll_max`].
     poll_max_ns: u64,
 }
 
@@ -56,10 +56,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Workers {
-    /// Starts `count` workers.
+    /// Starts `count` data workers, each with its own thread.
     ///
     /// # Errors
-    /// The system lacks a thread, a descriptor or the event loop.
+    /// The system lacks a thread, a descriptor or the wanted event loop.
     pub fn start(
         count: usize,
         waiting: Waiting,
@@ -83,13 +83,14 @@ impl Workers {
         Ok(workers)
     }
 
-    /// Creates `count` workers without threads. They work only in calls of [`round`](Self::round).
+    /// Creates `count` workers without threads, for simulators. They work only when
+    /// [`round`](Self::round) is called.
     ///
     /// # Errors
     /// The system lacks a descriptor.
     pub fn without_threads(count: usize, poll_max: Duration) -> io::Result<Workers> {
-        // A simulator has many workers and calls them from any thread, which an io_uring does not
-        // allow.
+        // Workers without threads use epoll. A simulator calls them from any thread, but an
+        // io_uring accepts operations from one thread only.
         let event_loop = EventLoop::Epoll;
         let waiting = Waiting {
             event_loop,
@@ -120,7 +121,7 @@ impl Workers {
         })
     }
 
-    /// Runs one round of a worker that has no thread.
+    /// Runs one round of work of a worker that has no thread.
     ///
     /// # Errors
     /// The system cannot wait for kicks.
@@ -133,31 +134,34 @@ impl Workers {
         self.workers[worker].round(context, background, None)
     }
 
-    /// Returns the number of workers.
+    /// Returns the number of data workers.
     pub fn count(&self) -> usize {
         self.workers.len()
     }
 
-    /// Returns the processor time of the workers.
+    /// Returns the processor time that the workers have used.
     pub fn stage(&self) -> &Stage {
         &self.stage
     }
 
-    /// Returns the heartbeats of the daemon's threads, at which workers and connections register.
+    /// Returns the heartbeats of the daemon's threads. Workers and connections register theirs
+    /// there.
     pub fn heartbeats(&self) -> &Heartbeats {
         &self.heartbeats
     }
 
-    /// Returns the worker for the first vring of a connection. The other vrings use the following
-    /// workers.
+    /// Chooses the worker for the first vring of a connection. Successive connections begin at
+    /// successive workers. The connection's other vrings belong to the workers after the chosen
+    /// one.
     pub fn assign(&self) -> usize {
         self.next_worker.fetch_add(1, Ordering::Relaxed) % self.workers.len()
     }
 
-    /// Watches a kick. Returns the token that ends the watch.
+    /// Makes the vring's worker watch the vring's kick. Returns a token, with which the caller can
+    /// stop watching the kick.
     ///
     /// # Errors
-    /// The kernel cannot watch the descriptor.
+    /// The kernel cannot watch the eventfd of the kick.
     pub fn register(&self, vring: &Arc<Vring>, kick: Arc<OwnedFd>) -> io::Result<u64> {
         let worker = &self.workers[vring.worker];
         let token = self.next_token.fetch_add(1, Ordering::Relaxed);
@@ -169,7 +173,7 @@ impl Workers {
         Ok(token)
     }
 
-    /// Stops watching a kick.
+    /// Makes the vring's worker stop watching the vring's kick.
     pub fn unregister(&self, vring: &Vring, token: u64) {
         let worker = &self.workers[vring.worker];
         let registration = lock(&worker.registry).remove(&token);
@@ -181,14 +185,14 @@ impl Workers {
         }
     }
 
-    /// Makes the worker process a vring without a kick.
+    /// Makes the vring's worker process the vring without a kick.
     pub fn schedule(&self, vring: &Arc<Vring>) {
         let worker = &self.workers[vring.worker];
         lock(&worker.inbox).push(vring.clone());
         worker.poller.wake();
     }
 
-    /// Ends the workers after their current slices.
+    /// Ends the worker threads after their current slices.
     pub fn stop(&self) {
         for worker in &self.workers {
             worker.stop.store(true, Ordering::SeqCst);
@@ -202,21 +206,22 @@ impl Workers {
     }
 }
 
-/// Maximum number of vrings that a worker polls, since each poll reads guest memory. Further vrings
-/// request a kick as soon as they are empty.
+/// Maximum number of empty vrings that a worker polls at a time. It is limited because each poll
+/// reads guest memory. Further vrings request a kick as soon as they are empty.
 const POLLED_MAX: usize = 16;
 
-/// Data of a worker that only its own thread uses.
+/// Data of a worker that only the worker's own thread uses.
 pub struct WorkerContext {
     scratch: Scratch,
     ready: Vec<u64>,
     run_queue: RunQueue<Arc<Vring>>,
-    /// Empty vrings that request no kick, each with the time in ns at which its polling ends.
+    /// Empty vrings that have requested no kick, each with the time in ns at which the worker stops
+    /// polling it.
     polled: Vec<(Arc<Vring>, u64)>,
 }
 
 impl WorkerContext {
-    /// Creates a context without work.
+    /// Allocates the buffers and lists of a worker.
     ///
     /// # Errors
     /// The system lacks address space.
@@ -239,8 +244,8 @@ impl Worker {
     ) {
         while !self.stop.load(Ordering::SeqCst) {
             if let Err(error) = self.round(&mut context, background, Some(&heartbeat)) {
-                // The wait fails only if a descriptor is closed, which is a bug. A worker that
-                // cannot wait cannot serve.
+                // Waiting fails only if a descriptor was closed, which is a bug of the daemon. A
+                // worker that cannot wait for kicks cannot serve VMs.
                 tracing::error!("a worker cannot wait for kicks and ends: {error}");
                 heartbeat.lose();
                 return;
@@ -248,8 +253,8 @@ impl Worker {
         }
     }
 
-    /// Collects the vrings that have work and gives each VM one slice. A worker with a thread
-    /// passes its heartbeat and waits if there is no work.
+    /// Collects the vrings that have work, and gives one slice to each VM. If no vring has work,
+    /// waits for a kick. `heartbeat` is None for a worker without a thread, which never waits.
     fn round(
         &self,
         context: &mut WorkerContext,
@@ -292,15 +297,15 @@ impl Worker {
         if run_queue.is_empty() {
             std::hint::spin_loop();
         }
-        // Each VM gets one slice; then the kicks are collected again.
+        // Each VM with work gets one slice. After that, the next round collects kicks again.
         for _ in 0..run_queue.owners() {
             let Some(vring) = run_queue.pop() else {
                 break;
             };
             heartbeat.inspect(|heartbeat| heartbeat.work());
             let begun_ns = vring.dequeue();
-            // A kick or the control thread may have queued the vring before its poll ended, so it
-            // may still be in the list of polled vrings.
+            // The worker may still poll this vring, because a kick or the control thread can queue
+            // the vring before its polling time ends.
             polled.retain(|(other, _)| !Arc::ptr_eq(other, &vring));
             let poll_max_ns = match polled.len() {
                 POLLED_MAX.. => 0,

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The credentials of a peer, as the kernel reports them, and whether a socket admits them.
+//! Credentials of the process that connects to a socket, as the kernel reports them, and the check
+//! whether the socket admits it.
 //!
-//! The mode of a socket's file keeps out most users. But the file's owner, or an accidental chmod,
-//! may change the mode. The daemon checks the configured permissions in any case. Out of scope:
-//! what an admitted connection may do.
+//! The mode of a socket's file keeps out most users, but the file's owner may change the mode, for
+//! example by an accidental chmod. Therefore the daemon also checks the configured permissions
+//! itself. Out of scope: what an admitted connection may do.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -12,10 +13,10 @@ use std::os::unix::net::UnixStream;
 /// Maximum number of groups of a process: the kernel's NGROUPS_MAX.
 const GROUPS_MAX: usize = 65536;
 
-/// Write permission, which connect(2) to a socket needs.
+/// Write permission, in the bits of one class of users. connect(2) to a Unix socket needs it.
 const WRITE: u32 = 0o2;
 
-/// Credentials of a peer at the time of its connect(2).
+/// Credentials that a process had when it connected to a socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Credentials {
     /// Process id; 0 if the process is in a PID namespace that the daemon does not see.
@@ -26,24 +27,24 @@ pub struct Credentials {
     pub groups: Vec<u32>,
 }
 
-/// Permissions of a socket.
+/// Permissions that decide which processes may connect to a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Permissions {
     /// User id of the socket's owner.
     pub owner: u32,
     /// Id of the socket's group.
     pub group: u32,
-    /// Configured permission bits.
+    /// Permission bits of the socket, as configured.
     pub mode: u32,
 }
 
 impl Credentials {
-    /// Reads the credentials of a connection's peer.
+    /// Reads the credentials of the process at the other end of a connection.
     ///
     /// # Errors
     /// The system call fails.
     pub fn of(stream: &UnixStream) -> io::Result<Credentials> {
-        // The layout is that of struct ucred: process, user, group.
+        // The kernel's struct ucred consists of three numbers: process, user and group.
         let mut own = [0; 3];
         numbers(stream, libc::SO_PEERCRED, &mut own).1?;
         let [pid, user, group] = own;
@@ -52,8 +53,8 @@ impl Credentials {
         Ok(Credentials { pid, user, groups })
     }
 
-    /// Returns true if the peer may connect: by the kernel's rules for files, except that root and
-    /// `daemon`, the daemon's own user, always may.
+    /// Returns true if the process may connect. The kernel's rules for files apply, with an
+    /// exception: root and `daemon`, the user of the daemon, may always connect.
     pub fn may_connect(&self, permissions: Permissions, daemon: u32) -> bool {
         let Permissions { owner, group, mode } = permissions;
         let bits = match self.user {
@@ -66,15 +67,15 @@ impl Credentials {
     }
 }
 
-/// Reads a socket option that is an array of numbers. Writes as many of its elements as fit into
-/// `room`, and returns the number of all elements.
+/// Reads a socket option whose value is an array of numbers. Fills `room` with as many numbers as
+/// fit, and returns how many numbers the option has.
 ///
-/// rustix cannot be used here: its process ids are never 0, but a process of a foreign PID
-/// namespace has that id.
+/// rustix cannot be used here, because its process ids are never 0. The kernel reports process id 0
+/// for a process in a PID namespace that the daemon does not see.
 fn numbers(stream: &UnixStream, option: libc::c_int, room: &mut [u32]) -> (usize, io::Result<()>) {
     let mut bytes = size_of_val(room) as libc::socklen_t;
-    // SAFETY: `bytes` is the size of `room`, the kernel writes no more than that, and a `u32` may
-    // have any value.
+    // SAFETY: `bytes` is the size of `room`, the kernel writes no more than `bytes` bytes, and a
+    // `u32` may have any value.
     let done = unsafe {
         let room = room.as_mut_ptr().cast();
         libc::getsockopt(
@@ -92,15 +93,16 @@ fn numbers(stream: &UnixStream, option: libc::c_int, room: &mut [u32]) -> (usize
     (bytes as usize / size_of::<u32>(), result)
 }
 
-/// Returns the supplementary groups of a connection's peer.
+/// Returns the supplementary groups of the process at the other end of a connection.
 fn more_groups(stream: &UnixStream) -> io::Result<Vec<u32>> {
     let mut groups = Vec::new();
-    // The kernel never changes the groups of a connection. The buffer that is allocated for their
-    // number therefore fits the list.
+    // The first call reads the number of groups. The groups of a connection's peer never change, so
+    // a buffer of this size has space for all of them.
     let (count, result) = numbers(stream, libc::SO_PEERGROUPS, &mut groups);
     match result {
         Err(error) if error.raw_os_error() == Some(libc::ERANGE) && count <= GROUPS_MAX => {}
-        // The first call has an empty buffer. If it succeeds, the peer has no supplementary groups.
+        // The first call passes an empty buffer. It therefore succeeds only if the peer has no
+        // supplementary groups.
         result => return result.map(|()| groups),
     }
     groups.resize(count, 0);
@@ -144,8 +146,8 @@ mod tests {
                 owner,
                 "mode {mode:o}: wrong access for the owner"
             );
-            // The owner's permission bits apply to the owner, also if the group's bits permit more
-            // or less.
+            // Only the permission bits for the owner apply to the owner, even if the owner is also
+            // a member of the group.
             assert_eq!(
                 may(somebody(107, &[36]), mode),
                 owner,

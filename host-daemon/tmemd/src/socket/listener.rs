@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Listening Unix sockets. A socket of a dead daemon is replaced; a socket of a live one is an
-//! error. Only authorized peers are admitted, whatever the mode of the socket's file is.
+//! Listening Unix sockets of the daemon. If a socket's file already exists, binding replaces it,
+//! but fails if a process listens on it. Only authorized peers are admitted, whatever mode the
+//! socket's file has.
 
 use crate::socket::credentials::{Credentials, Permissions};
 use rustix::fs::{AtFlags, CWD, Gid, Mode, OFlags, Uid, chownat};
@@ -25,7 +26,7 @@ pub struct Access {
 }
 
 impl Default for Access {
-    /// Returns permissions for the daemon's user and group only.
+    /// Returns the permissions of a socket to which only the daemon's user and group may connect.
     fn default() -> Access {
         Access {
             owner: None,
@@ -35,24 +36,26 @@ impl Default for Access {
     }
 }
 
-/// Number of connections that may wait to be accepted.
+/// Maximum number of connections that wait for accept(2) at one socket.
 const BACKLOG: i32 = 64;
 
-/// Listening socket. Dropping it removes its file, unless another file has taken its place.
+/// Listening socket. Dropping the value removes the socket's file, unless another file now has its
+/// path.
 pub struct Listener {
-    /// The socket; accepting never blocks.
+    /// The listening socket. It is nonblocking, so accept(2) never blocks.
     pub socket: UnixListener,
     path: PathBuf,
     device_inode: (u64, u64),
-    /// User and group that the file had when it was created, those of the daemon.
+    /// User id and group id of the socket's file when the daemon created it.
     created_as: (u32, u32),
-    /// The configured permission bits.
+    /// Permission bits of the socket, as configured.
     mode: AtomicU32,
-    /// Whether the file was removed. Another file may then have the same inode number.
+    /// Whether the daemon has removed the socket's file. After the removal, another file may have
+    /// the same inode number, and must not be removed.
     closed: AtomicBool,
 }
 
-/// Peer that a socket does not admit.
+/// Process that connected to a socket without permission.
 #[derive(Debug)]
 pub struct UnauthorizedPeer {
     credentials: Credentials,
@@ -71,9 +74,9 @@ impl std::fmt::Display for UnauthorizedPeer {
     }
 }
 
-/// Connects to find out whether a process listens on a socket. Connecting needs write permission,
-/// and the socket of a VM belongs to another user, so the function takes the file's ownership
-/// first.
+/// Connects to a socket to find out whether a process listens on it. connect(2) needs write
+/// permission. If the socket's file belongs to another user, as for a VM, the function first makes
+/// the daemon the file's owner.
 ///
 /// # Errors
 /// No process listens (`ConnectionRefused`), or the file is no socket or not accessible.
@@ -82,7 +85,8 @@ fn probe(path: &Path) -> io::Result<UnixStream> {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
         connected => return connected,
     }
-    // A handle of the file ensures that the checks and changes refer to the same file.
+    // All further checks and changes of the file use this descriptor. They refer to the same file
+    // even if the path is replaced meanwhile.
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::openat(CWD, path, flags, Mode::empty())?;
     let metadata = std::fs::File::from(file.try_clone()?).metadata()?;
@@ -103,7 +107,7 @@ fn at(path: &Path, what: impl std::fmt::Display) -> io::Error {
 }
 
 impl Listener {
-    /// Binds a socket and listens.
+    /// Creates a socket at `path`, sets its permissions and listens.
     ///
     /// # Errors
     /// The path is in use, or the socket cannot be created; the text says what to do.
@@ -138,7 +142,8 @@ impl Listener {
                 }
             },
         }
-        // listen(2) comes last, so that no peer can connect before all permissions are set.
+        // listen(2) is called last, so that no peer can connect before the socket's permissions are
+        // set.
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let bound = SocketAddrUnix::new(path).and_then(|address| {
             let unix = AddressFamily::UNIX;
@@ -156,7 +161,8 @@ impl Listener {
             ),
             _ => at(path, io::Error::from(errno)),
         })?;
-        // From here on, dropping the listener removes the file if a later step fails.
+        // If a step after the creation of the listener fails, dropping the listener removes the
+        // socket's file.
         let metadata = std::fs::symlink_metadata(path).map_err(|e| at(path, e))?;
         let listener = Listener {
             socket: socket.into(),
@@ -171,7 +177,7 @@ impl Listener {
         Ok(listener)
     }
 
-    /// Sets the permissions of the socket.
+    /// Sets owner, group and mode of the socket.
     ///
     /// # Errors
     /// The system does not permit the change. The error says what to do.
@@ -199,7 +205,8 @@ impl Listener {
         Ok(())
     }
 
-    /// Accepts a connection without waiting. Returns an unauthorized peer as the inner error.
+    /// Accepts a connection without waiting. If the socket does not admit the peer, returns the
+    /// peer as the inner error.
     ///
     /// # Errors
     /// No connection waits (`WouldBlock`), or the system fails.
@@ -208,7 +215,8 @@ impl Listener {
         stream.set_nonblocking(false)?;
         let metadata = std::fs::symlink_metadata(&self.path).ok();
         let Some(metadata) = metadata.filter(|m| (m.dev(), m.ino()) == self.device_inode) else {
-            // The peer connected just before the file was removed.
+            // The peer connected just before the socket's file was removed or replaced, so the
+            // connection is dropped.
             return Err(io::ErrorKind::WouldBlock.into());
         };
         let permissions = Permissions {
@@ -226,8 +234,8 @@ impl Listener {
         }
     }
 
-    /// Removes the socket's file, unless another file has taken its place. The file is removed even
-    /// if other references to the listener exist.
+    /// Removes the socket's file, unless another file now has its path. Other threads may still
+    /// have references to the listener.
     pub fn close(&self) {
         if self.closed.swap(true, Ordering::SeqCst) {
             return;

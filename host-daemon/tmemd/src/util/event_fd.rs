@@ -1,29 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Signalling and resetting eventfds.
 //!
-//! Out of scope: interrupting a guest through an eventfd that its front end owns, see
-//! `queue/notifier.rs`.
+//! Out of scope: the eventfds through which the daemon interrupts a guest, which belong to a VM's
+//! front end. See `queue/notifier.rs`.
 
 use rustix::io::ReadWriteFlags;
 use std::io::IoSliceMut;
 use std::os::fd::OwnedFd;
 
-/// Adds 1 to an eventfd of the daemon's own. An eventfd whose counter is full is signalled already,
-/// so the error is ignored. For an eventfd of a front end use `queue::notifier::notify`: a plain
-/// write to it may block.
+/// Adds 1 to the counter of an eventfd that only the daemon uses. If the counter is full, the write
+/// fails; the error is ignored, because such an eventfd is signalled already. An eventfd of a front
+/// end must be signalled with `queue::notifier::interrupt`, because a plain write to it may block.
 pub fn signal(fd: &OwnedFd) {
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
-/// Resets an eventfd's counter to 0. The call never blocks, even if the peer that shares the file
-/// changes its flags, or reads the eventfd between the caller's poll(2) and this read.
+/// Resets an eventfd's counter to 0. The call never blocks, even if another process shares the
+/// eventfd and changes its file flags, or reads it after the caller's poll(2).
 pub fn consume(fd: &OwnedFd) {
     let mut count = [0u8; 8];
     let mut buffers = [IoSliceMut::new(&mut count)];
     let _ = rustix::io::preadv2(fd, &mut buffers, NO_OFFSET, ReadWriteFlags::NOWAIT);
 }
 
-/// Offset -1 of preadv2(2), which stands for the file's own position. An eventfd has no position.
+/// File offset -1 for preadv2(2), which means the current position of the file. An eventfd ignores
+/// the position.
 const NO_OFFSET: u64 = u64::MAX;
 
 #[cfg(test)]
@@ -34,8 +35,8 @@ mod tests {
 
     #[test]
     fn consume_resets_the_counter_and_never_blocks() {
-        // This eventfd lacks O_NONBLOCK, as if a front end had cleared the flag. A plain read of it
-        // would block while its counter is 0.
+        // This eventfd does not have the flag O_NONBLOCK, as if a VM's front end had cleared the
+        // flag. A plain read of the eventfd would block while its counter is 0.
         let fd = eventfd(3, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
         let (sender, done) = mpsc::channel();
         std::thread::spawn(move || {

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Latency histogram with buckets whose bounds double. It costs two reads of the clock for each
-//! request.
+//! Latency histogram whose bucket bounds double from bucket to bucket. Measuring costs two reads of
+//! the clock for each request.
 //!
-//! Out of scope: an unbounded number of buckets, and buckets that a guest chooses.
+//! Out of scope: an unbounded number of buckets, and bucket bounds that a guest chooses.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Number of buckets. The first counts times below 1 µs, the next ones times up to 2, 4, … 16,384
-/// µs, which is longer than a drain may take. The last one counts all longer times.
+/// Number of buckets. The first bucket counts times below 1 µs. The upper bounds of the next
+/// buckets are 2, 4, … 16,384 µs. The largest bound is longer than a drain (answering a queue's
+/// requests before its memory changes) may take. The last bucket counts all longer times.
 pub const BUCKETS: usize = 16;
 
 /// Latency histogram that any thread may update.
@@ -19,7 +20,7 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// Counts a request that took `time`.
+    /// Counts one request that took `time`.
     pub fn count(&self, time: Duration) {
         let us = time.as_micros() as u64;
         let bucket = (u64::BITS - us.leading_zeros()) as usize;
@@ -27,7 +28,7 @@ impl Histogram {
         self.sum_ns.fetch_add(time.as_nanos() as u64, Relaxed);
     }
 
-    /// Returns the histogram for the control interface.
+    /// Returns the sum and the buckets in the form of the control interface.
     pub fn read(&self) -> tmem_control::Histogram {
         let int = |number: &AtomicU64| i64::try_from(number.load(Relaxed)).unwrap_or(i64::MAX);
         tmem_control::Histogram {

@@ -1,48 +1,51 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Bound on the log lines that VMs and clients can cause: for each VM, for each control socket, and
-//! for all VMs together.
+//! Rate limits for the log lines that VMs and clients can cause: one for each VM, one for each
+//! control socket, and one for all VMs together.
 //!
-//! Neither a guest nor many guests of one customer may fill the host's disk. The next line that is
-//! logged contains the number of lines that were left out before it. Out of scope: the content of
-//! the lines.
+//! Neither one guest nor many guests of one customer may fill the host's disk. Each line that is
+//! logged contains the number of lines that were left out before it. Out of scope: the text of the
+//! lines.
 
 use crate::util::rate_limit::{RateLimit, since_start_ns};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Number of lines that a VM or a socket may log at once.
+/// Number of log lines that a VM or a control socket may cause at once.
 const BURST: u32 = 10;
-/// Time after which a VM or a socket that used up its burst may log one more line.
+/// Time after which a VM or a control socket that used up its burst may cause one more log line.
 const PERIOD: Duration = Duration::from_secs(5);
 
-/// Number of lines that all VMs together may log at once. The maximum number of VMs can reconnect
-/// at once, and half of them can fail.
+/// Number of log lines that all VMs together may cause at once. If 1,024 VMs, the maximum,
+/// reconnect at once, half of them can log a failure.
 const BURST_ALL: u32 = 512;
-/// Time after which all VMs together may log one more line: 86,400 lines a day, some 20 MB.
+/// Time after which all VMs together may cause one more log line: 86,400 lines a day, some 20 MB.
 const PERIOD_ALL: Duration = Duration::from_secs(1);
 
-/// Bound on the lines of all VMs. It belongs to the process, because the process has one log.
+/// Rate limit for the log lines of all VMs together. It is static, because the process has only one
+/// log.
 static ALL: RateLimit = RateLimit::new();
 
-/// Bound on the log lines of one VM or of one socket.
+/// Rate limit for the log lines of one VM or of one control socket.
 #[derive(Debug)]
 pub(crate) struct LogLimit {
     own: RateLimit,
-    /// Bound on the lines of all VMs, which also applies to a VM; None for a socket.
+    /// Rate limit for all VMs together, which each line of a VM must also meet. None for a control
+    /// socket.
     all: Option<&'static RateLimit>,
-    /// Guards the number of lines that were left out since the last line. Leaf lock.
+    /// Guards the number of log lines that were left out since the last logged line. Leaf lock.
     left_out: Mutex<u64>,
 }
 
 impl Default for LogLimit {
-    /// Creates the limit of a socket.
+    /// Creates the rate limit for a control socket.
     fn default() -> LogLimit {
         LogLimit::const_default()
     }
 }
 
 impl LogLimit {
-    /// Creates a limit for a static variable.
+    /// Creates the rate limit for a control socket in a constant expression, for use in a static
+    /// variable.
     pub(crate) const fn const_default() -> LogLimit {
         LogLimit {
             own: RateLimit::new(),
@@ -51,7 +54,8 @@ impl LogLimit {
         }
     }
 
-    /// Creates the limit of a VM, which also counts against the limit of all VMs.
+    /// Creates the rate limit for a VM. Its lines also count against the limit for all VMs
+    /// together.
     pub(crate) fn of_vm() -> LogLimit {
         LogLimit::within(&ALL)
     }
@@ -63,8 +67,8 @@ impl LogLimit {
         }
     }
 
-    /// Admits a line. Returns the number of lines that were left out before it, or None if this
-    /// line must be left out, too.
+    /// Decides whether a line may be logged now. If so, returns the number of lines that were left
+    /// out before it; if not, counts the line as left out and returns None.
     pub(crate) fn admit(&self, now: Instant) -> Option<u64> {
         let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
         let now_ns = since_start_ns(now);
@@ -112,8 +116,8 @@ mod tests {
         };
         let lines: u32 = (0..BURST).map(|_| round(start).0).sum();
         assert_eq!(lines, BURST_ALL);
-        // A line that only the bound on all VMs rejects does not count against the bound of its VM.
-        // Each line that was left out is counted.
+        // A line that is within the limit of its VM, but beyond the limit of all VMs, does not
+        // count against the limit of its VM. The count of left-out lines contains such lines, too.
         let later = start + 1000 * PERIOD_ALL;
         assert_eq!(round(later), (100, u64::from(100 * BURST - BURST_ALL)));
     }

@@ -1,30 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Rate limit of a VM in pages per second, if the operator sets one.
+//! Rate limit on the pages per second that a VM may put, get or flush, if the operator sets one
+//! (`vm_pages_per_second`).
 //!
-//! Slices share the workers fairly among VMs, but a single VM may use all of them if no other VM
-//! needs them. A request beyond the rate is answered at once: its pages are refused or missed,
-//! which costs a tenth of storing them. Out of scope: delaying a request, because a guest would
-//! take a delay for a fault of the device.
+//! Scheduling slices share the workers fairly among VMs, but a single VM may use all workers while
+//! no other VM needs them. The daemon answers a request beyond the rate at once: it refuses or
+//! misses the request's pages, which costs a tenth of storing them. Out of scope: delaying a
+//! request, because a guest would take a delay for a fault of the device.
 
 use crate::util::rate_limit::RateLimit;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Burst of a VM that sent few requests before: the pages of one second, in ns. So a guest that
-/// reads a file now and then reads it at full speed.
+/// Burst that a VM may use after a pause, in ns: as many pages as the rate permits in one second. A
+/// guest that reads a file only now and then can therefore read it at full speed.
 const BURST_NS: u64 = 1_000_000_000;
 
-/// The rate limit of a VM.
+/// Rate limit of one VM's requests.
 #[derive(Debug, Default)]
 pub struct RequestRate {
-    /// Pages per second, the same for all VMs; 0 for no limit.
+    /// Permitted rate in pages per second; 0 for no limit. All VMs share this number.
     per_second: Arc<AtomicU64>,
-    /// Rate limit on the pages of the VM. Its times are those of the daemon's clock.
+    /// Limit that counts the pages of this VM. Its times are those of the daemon's clock.
     limit: RateLimit,
 }
 
 impl RequestRate {
-    /// Creates the rate limit of a VM that sent no request yet.
+    /// Creates the rate limit of a VM that has sent no request yet.
     pub fn new(per_second: &Arc<AtomicU64>) -> RequestRate {
         RequestRate {
             per_second: per_second.clone(),
@@ -32,9 +33,9 @@ impl RequestRate {
         }
     }
 
-    /// Counts the pages of a request. Returns false if the request exceeds the rate. A request that
-    /// begins within the rate is admitted completely. Otherwise a request with more pages than the
-    /// burst would never be admitted.
+    /// Counts the pages of a request. Returns false, and counts nothing, if the request exceeds the
+    /// rate. A request that begins within the rate is admitted completely, because otherwise a
+    /// request with more pages than the burst would never be admitted.
     pub fn admit(&self, now_ns: u64, pages: u32) -> bool {
         let per_second = self.per_second.load(Ordering::Relaxed);
         if per_second == 0 {
@@ -51,8 +52,8 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// Requests 10,000 pages in batches of `batch` at each of the given times. Returns how many of
-    /// them are admitted at each time.
+    /// Tries to admit 10,000 pages, in batches of `batch` pages, at each time of `times`. Returns
+    /// the number of pages that are admitted at each time.
     fn admitted(rate: &RequestRate, batch: u32, times: &[u64]) -> Vec<u32> {
         let at = |now: &u64| {
             let requests = (0..10_000 / batch).filter(|_| rate.admit(*now, batch));
@@ -67,10 +68,11 @@ mod tests {
         let times = [5 * SECOND, 5 * SECOND, 5 * SECOND + SECOND / 2, 9 * SECOND];
         let rate = RequestRate::new(&per_second);
         assert_eq!(admitted(&rate, 1, &times), [1000, 0, 500, 1000]);
-        // The last batch begins within the rate and is admitted completely.
+        // The last batch of a burst begins within the rate and is admitted completely. The burst
+        // therefore has 1,024 instead of 1,000 pages.
         let rate = RequestRate::new(&per_second);
         assert_eq!(admitted(&rate, 64, &times), [1024, 0, 512, 1024]);
-        // With a rate below one batch per second, some batches are admitted.
+        // A batch is admitted even if it has more pages than the rate permits in a second.
         per_second.store(1, Ordering::Relaxed);
         let rate = RequestRate::new(&per_second);
         let times = [SECOND, 2 * SECOND, 63 * SECOND, 65 * SECOND];
@@ -81,7 +83,7 @@ mod tests {
     fn without_a_rate_all_requests_are_admitted() {
         let rate = RequestRate::default();
         assert_eq!(admitted(&rate, 64, &[0, u64::MAX]), [9984, 9984]);
-        // Extreme values do not overflow.
+        // Extreme rates and times cause no arithmetic overflow.
         let per_second = Arc::new(AtomicU64::new(u64::MAX));
         let rate = RequestRate::new(&per_second);
         assert_eq!(admitted(&rate, 64, &[0, u64::MAX]), [9984, 9984]);

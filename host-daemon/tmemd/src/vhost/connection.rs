@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The control thread of a VM's connection, which processes vhost-user messages one by one.
 //!
-//! A front end that sends half a message, or none, blocks only the thread of its own connection.
-//! However the connection ends, the tenant is then emptied and the vrings are stopped.
+//! A front end (VMM) that sends half a message, or none, blocks only the thread of its own
+//! connection. When the connection ends, for whatever reason, the control thread stops the vrings
+//! and empties the VM's tenant, its record in the pool.
 
 use crate::events::bus::EventKind;
 use crate::host::background::BackgroundWorkers;
@@ -17,28 +18,30 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
-/// Parts of the daemon that a connection uses.
+/// Parts of the daemon that each VM connection uses.
 #[derive(Clone)]
 pub struct ConnectionContext {
-    /// The data workers.
+    /// The data workers, which answer requests of guests.
     pub workers: Arc<Workers>,
-    /// The background workers.
+    /// The background workers, which compress pages and unmap old guest memory.
     pub background: Arc<BackgroundWorkers>,
     /// The daemon's clock and entropy source.
     pub clock: ClockAndEntropy,
 }
 
-/// Connection that occupies its VM's slot for a front end, from its first message to its end.
+/// Connection of a VM's front end, from its first message to its end. Each VM has one slot for a
+/// front end, which the session occupies.
 pub struct Session {
     device: Arc<Mutex<Device>>,
     background: Arc<BackgroundWorkers>,
-    /// This is the last field, so that the slot becomes free only after the device has ended.
+    /// The VM's slot for a front end. It is the last field, because Rust drops fields in their
+    /// order: the slot becomes free only after the device has ended.
     _connected: Connected,
 }
 
 impl Session {
-    /// Occupies the VM's slot for a front end and empties the VM's tenant. Returns None, after
-    /// logging the reason, if the slot is taken or the system lacks a resource.
+    /// Occupies the VM's slot for a front end and empties the VM's tenant. If the slot is taken or
+    /// the system lacks a resource, logs the reason and returns None.
     pub fn begin(
         vm: &Arc<Vm>,
         stream: &UnixStream,
@@ -55,7 +58,8 @@ impl Session {
                 ));
                 return None;
             }
-            // The peer connected just before the VM's socket was removed.
+            // The peer connected just before the VM's socket was removed, so the connection is
+            // dropped without a message.
             Err(NoPlace::Removed) => return None,
             Err(NoPlace::NoHandle) => {
                 vm.warn(format_args!("no file descriptor is left for a connection"));
@@ -63,7 +67,7 @@ impl Session {
             }
         };
         vm.counters.connections.fetch_add(1, Ordering::Relaxed);
-        // A connection starts with an empty tenant.
+        // The tenant, the VM's record in the pool, must be empty when a connection starts.
         vm.clear();
         let (workers, background) = (shared.workers.clone(), shared.background.clone());
         let clock = shared.clock.clone();
@@ -80,12 +84,12 @@ impl Session {
         }
     }
 
-    /// Returns the device that processes the messages.
+    /// Returns the device that processes the connection's vhost-user messages.
     pub fn device(&self) -> &Arc<Mutex<Device>> {
         &self.device
     }
 
-    /// Ends the connection: stops the vrings and empties the tenant.
+    /// Ends the connection: stops the vrings and drops all pages of the VM.
     pub fn end(self) {
         let mut device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
         device.end();
@@ -94,7 +98,7 @@ impl Session {
     }
 }
 
-/// Serves a connection until it ends.
+/// Processes the vhost-user messages of a VM's connection until it ends.
 pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &ConnectionContext) {
     let Ok(same) = stream.try_clone() else {
         vm.warn(format_args!("no file descriptor is left for a connection"));
@@ -132,7 +136,7 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &ConnectionContext) {
     };
     match end {
         Ok(_) if lost() => vm.warn(format_args!(
-            "connection ended: a page of the memory that it shares has gone: a hole was punched into \
+            "connection ended: a page of the guest's memory was lost: a hole was punched into \
              a file of huge pages, or the host's memory has an error"
         )),
         Ok(None) => vm.info(format_args!("disconnected")),

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The vhost-user back end of one connection: the effect of each message of the front end.
+//! The vhost-user back end of one connection. It defines what each message of the front end does.
 //!
-//! The device runs on the connection's control thread and does no pool work, so each message is
-//! answered quickly. A message that changes rings or memory holds the vrings in question, and waits
-//! at most for their current chains. Emptying the tenant is O(1).
+//! The device runs on the connection's control thread and stores or returns no pages, so it answers
+//! each message quickly. Before a message changes rings or memory, the device keeps the workers
+//! from using the affected vrings. It waits at most until the workers have finished their current
+//! descriptor chains. Emptying the tenant is O(1).
 
 use crate::host::background::BackgroundWorkers;
 use crate::host::clock::ClockAndEntropy;
@@ -28,7 +29,7 @@ use virtio_queue::QueueT;
 use virtio_tmem as wire;
 use zerocopy::IntoBytes;
 
-/// Number of queues: the control queue and the maximum number of request queues.
+/// Number of virtqueues: the control queue and the maximum number of request queues.
 pub const QUEUES: usize = 1 + wire::REQUEST_QUEUES_MAX;
 
 const VIRTIO_F_VERSION_1: u64 = 1 << 32;
@@ -36,12 +37,12 @@ const VIRTIO_F_INDIRECT_DESC: u64 = 1 << 28;
 const VIRTIO_F_EVENT_IDX: u64 = 1 << 29;
 const VIRTIO_F_IN_ORDER: u64 = 1 << 35;
 
-/// Features that the device offers. It offers no reserved bit, no packed ring and no
-/// ACCESS_PLATFORM (SPEC.md, "Feature bits").
+/// virtio and vhost-user features that the device offers. It offers no reserved bit, no packed ring
+/// and no ACCESS_PLATFORM (SPEC.md, "Feature bits").
 ///
-/// Rings are used in order and LATENCIES is served whether or not the driver accepted the bits: the
-/// replay after a lost back end needs the order, and older drivers send LATENCIES without
-/// negotiation.
+/// The device publishes answers in ring order, and executes LATENCIES requests, even if the driver
+/// has not accepted the feature bits for them. The order is needed because a VMM that has lost its
+/// back end replays requests. Older drivers send LATENCIES requests without negotiation.
 const FEATURES: u64 = VIRTIO_F_VERSION_1
     | VIRTIO_F_INDIRECT_DESC
     | VIRTIO_F_EVENT_IDX
@@ -51,13 +52,13 @@ const FEATURES: u64 = VIRTIO_F_VERSION_1
     | VhostUserVirtioFeatures::LOG_ALL.bits()
     | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
 
-/// Names of the device's own feature bits, for clients of the control interface.
+/// Names under which the control interface reports the feature bits of virtio-tmem.
 const FEATURE_NAMES: [(u32, &str); 2] = [
     (wire::F_RETAIN, api::FEATURE_RETAIN),
     (wire::F_LATENCIES, "VIRTIO_TMEM_F_LATENCIES"),
 ];
 
-/// Returns the names of the device's own feature bits that the daemon offers.
+/// Returns the names of the feature bits of virtio-tmem that the daemon offers.
 pub fn feature_names() -> impl Iterator<Item = &'static str> {
     let offered = |(bit, _): &(u32, &str)| FEATURES & 1 << bit != 0;
     FEATURE_NAMES
@@ -66,9 +67,9 @@ pub fn feature_names() -> impl Iterator<Item = &'static str> {
         .map(|(_, name)| name)
 }
 
-/// Protocol features that the device offers. STATUS is missing because the library does not handle
-/// it. INFLIGHT_SHMFD is missing because a drain leaves nothing in flight, and requests of a killed
-/// daemon are replayed, which is safe because they are idempotent.
+/// vhost-user protocol features that the device offers. STATUS is missing because the vhost crate
+/// does not handle it. INFLIGHT_SHMFD is missing because a drain leaves no request in flight. The
+/// VMM replays requests of a killed daemon, which is safe because requests are idempotent.
 const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
     .union(VhostUserProtocolFeatures::CONFIG)
     .union(VhostUserProtocolFeatures::REPLY_ACK)
@@ -83,13 +84,14 @@ pub struct Device {
     workers: Arc<Workers>,
     background: Arc<BackgroundWorkers>,
     memory: Arc<Memory>,
-    /// Flag that is set if the guest's memory or the dirty log lost a page.
+    /// Flag that is set when the daemon loses a page of the guest's memory or of the dirty log.
     lost: Arc<Lost>,
     log: Arc<DirtyLog>,
     missed_pages: u64,
-    /// Heartbeat of the control thread while it waits for workers.
+    /// Heartbeat of the control thread for the watchdog. The thread counts as working while it
+    /// waits for workers.
     heartbeat: Heartbeat,
-    /// Whether the last message was refused with an error that does not end the connection.
+    /// Whether the device refused the last message with an error that does not end the connection.
     refused: bool,
 }
 
@@ -98,7 +100,7 @@ fn failed(what: impl std::fmt::Display) -> Error {
 }
 
 impl Device {
-    /// Creates a device with a new generation. The tenant must be empty.
+    /// Creates a device with a new generation number. The caller must have emptied the VM's tenant.
     ///
     /// # Errors
     /// The system has no entropy.
@@ -144,13 +146,14 @@ impl Device {
         })
     }
 
-    /// Returns true once after a message that was refused with an error that does not end the
-    /// connection.
+    /// Returns true if the device refused the last message with an error that does not end the
+    /// connection. Resets the flag, so the next call returns false.
     pub fn take_refused(&mut self) -> bool {
         std::mem::take(&mut self.refused)
     }
 
-    /// Returns true if a page of shared memory was lost, so that the connection must end.
+    /// Returns true if a page of the guest's memory or of the dirty log was lost. The connection
+    /// must then end.
     pub fn memory_is_lost(&self) -> bool {
         self.lost.is_lost()
     }
@@ -167,22 +170,24 @@ impl Device {
         })
     }
 
-    /// Begins a drain without waiting for it: each worker leaves its vring at the end of the
-    /// current chain, and soon cuts that chain short. A simulator calls it to interrupt a slice,
-    /// because it has no second thread.
+    /// Begins a drain of all vrings without waiting for it. Each worker leaves its vring at the end
+    /// of the current descriptor chain. After a time limit, it answers the chain's remaining pages
+    /// with REFUSED, MISS or GONE. A simulator, which has no second thread, calls this function to
+    /// interrupt a slice.
     pub fn begin_drain(&self) {
         self.vrings.iter().for_each(|vring| vring.raise_hold());
     }
 
-    /// Drains some vrings, calls `change` on their states, and then lets the workers use the vrings
-    /// again.
+    /// Drains the given vrings and calls `change` with their states, while no worker uses the
+    /// vrings. Then lets the workers use the vrings again.
     fn hold<R>(
         &self,
         vrings: &[Arc<Vring>],
         change: impl FnOnce(&mut [MutexGuard<'_, VringState>]) -> R,
     ) -> R {
         self.heartbeat.work();
-        // All vrings are held before the first is locked, so that the waits overlap.
+        // The device asks the workers to leave all vrings before it waits for the first vring, so
+        // that the waits overlap.
         vrings.iter().for_each(|vring| vring.raise_hold());
         let mut states: Vec<_> = vrings.iter().map(|vring| vring.lock()).collect();
         let result = change(&mut states);
@@ -198,7 +203,7 @@ impl Device {
         result
     }
 
-    /// Drains one vring and changes its state.
+    /// Drains one vring and changes its state while no worker uses the vring.
     fn hold_one<R>(
         &self,
         index: u32,
@@ -216,8 +221,8 @@ impl Device {
         }
     }
 
-    /// Gives a new memory table to all vrings. The old table is unmapped later, by a background
-    /// worker.
+    /// Gives all vrings a new table of the guest's memory. A background thread unmaps the old table
+    /// later.
     fn replace_memory(&mut self, memory: Memory) {
         let memory = Arc::new(memory);
         self.hold(&self.vrings, |states| {
@@ -235,7 +240,7 @@ impl Device {
         failed(error)
     }
 
-    /// Empties the tenant, begins a new generation and disables all rings.
+    /// Resets the device: empties the VM's tenant, begins a new generation and disables all rings.
     fn reset(&mut self) -> Result<()> {
         let clock = &self.link.clock;
         let generation = clock.new_generation().map_err(Error::ReqHandlerError)?;
@@ -248,7 +253,7 @@ impl Device {
         Ok(())
     }
 
-    /// Ends the device: stops all rings, releases the memory and empties the tenant.
+    /// Ends the device: stops all rings, releases the guest's memory and empties the VM's tenant.
     pub fn end(&mut self) {
         self.hold(&self.vrings, |states| {
             for (vring, state) in self.vrings.iter().zip(states) {
@@ -264,7 +269,8 @@ impl Device {
         self.background.discard(old, &self.vm().discarded);
     }
 
-    /// Logs the number of missed pages of the dirty log if it has grown.
+    /// Logs the number of written guest pages that could not be marked in the dirty log, if the
+    /// number has grown since the last call.
     fn report_missed_pages(&mut self) {
         let missed = self.log.missed_pages();
         if missed > self.missed_pages {
@@ -278,9 +284,9 @@ impl Device {
     }
 }
 
-/// Checks that a descriptor from the front end is an eventfd and not, for example, a file of a file
-/// system that the front end serves. For an eventfd, neither `event_fd::consume` nor
-/// `notifier::interrupt` blocks, whatever the front end does with the flags of the shared file.
+/// Checks that a descriptor from the front end is an eventfd. A read of another file could block,
+/// for example if the front end serves the file system. For an eventfd, neither `event_fd::consume`
+/// nor `notifier::interrupt` blocks, whatever the front end does with the flags of the shared file.
 ///
 /// # Errors
 /// The descriptor is not an eventfd.
@@ -315,14 +321,14 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_features(&mut self, features: u64) -> Result<()> {
         if features & !FEATURES != 0 {
             return Err(failed(format!(
-                "feature bits {:#x} were not offered",
+                "the VMM sets feature bits {:#x}, which the device does not offer",
                 features & !FEATURES
             )));
         }
         let enable = features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0;
         self.hold(&self.vrings, |states| {
-            // All vrings are held while the log changes, so that each write to guest memory comes
-            // either before or after the change.
+            // No worker uses a vring while dirty logging is switched on or off. Each write to guest
+            // memory therefore comes either before or after the change.
             self.log
                 .set_enabled(features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0);
             for state in states {
@@ -382,8 +388,9 @@ impl VhostUserBackendReqHandlerMut for Device {
         available: u64,
         _log: u64,
     ) -> Result<()> {
-        // The used ring is logged like all guest memory. The flags and the log address of the
-        // message, which select how it is logged, are not needed.
+        // The dirty log covers writes to the used ring like all writes to guest memory. The flags
+        // and the log address in this message, which could select another place in the log, are
+        // therefore not needed.
         self.hold_one(index, |vring, state| {
             state.addresses = Some(RingAddresses {
                 descriptor,
@@ -396,7 +403,7 @@ impl VhostUserBackendReqHandlerMut for Device {
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
         let base = u16::try_from(base)
-            .map_err(|_| failed(format!("virtqueue {index} cannot start at {base}")))?;
+            .map_err(|_| failed(format!("virtqueue {index} cannot start at index {base}")))?;
         self.hold_one(index, |vring, state| {
             state.set_base(base);
             vring.configure(state);
@@ -411,7 +418,8 @@ impl VhostUserBackendReqHandlerMut for Device {
             state.set_base(base);
             base
         })?;
-        // GET_VRING_BASE is the last message before a migration is completed.
+        // GET_VRING_BASE is the last message before the VMM completes a migration, so lost marks
+        // are reported now.
         self.report_missed_pages();
         Ok(VhostUserVringState::new(index, u32::from(base)))
     }
@@ -419,16 +427,17 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
         let file = file.ok_or_else(|| {
             failed(format!(
-                "virtqueue {index}: rings without a kick (polled) are not supported"
+                "virtqueue {index}: rings without a kick eventfd (polled rings) are not supported"
             ))
         })?;
         let fd = Arc::new(event_fd(file)?);
         self.hold_one(u32::from(index), |vring, state| {
             self.drop_kick(vring, state);
-            let token = self
-                .workers
-                .register(vring, fd)
-                .map_err(|e| failed(format!("virtqueue {index}: bad kick eventfd: {e}")))?;
+            let token = self.workers.register(vring, fd).map_err(|e| {
+                failed(format!(
+                    "virtqueue {index}: cannot poll the kick eventfd: {e}"
+                ))
+            })?;
             state.kick = Some(token);
             vring.configure(state);
             Ok(())
@@ -438,8 +447,9 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
         let fd = file.map(event_fd).transpose()?;
         self.hold_one(u32::from(index), |_, state| {
-            // A killed daemon may have published answers without an interrupt. With EVENT_IDX no
-            // later answer would cause one, and the driver would wait forever.
+            // An interrupt is sent at once, because a daemon that was killed may have published
+            // answers without one. With EVENT_IDX, later answers need not cause an interrupt, and
+            // the driver would wait for ever.
             if let Some(call) = &fd {
                 notifier::interrupt(self.vm(), call);
             }
@@ -460,7 +470,7 @@ impl VhostUserBackendReqHandlerMut for Device {
         match features & !PROTOCOL_FEATURES.bits() {
             0 => Ok(()),
             odd => Err(failed(format!(
-                "protocol feature bits {odd:#x} were not offered"
+                "the VMM sets protocol feature bits {odd:#x}, which the device does not offer"
             ))),
         }
     }
@@ -489,7 +499,8 @@ impl VhostUserBackendReqHandlerMut for Device {
             .map(<[u8]>::to_vec)
             .ok_or_else(|| {
                 failed(format!(
-                    "the configuration has {} bytes; {size} at {offset} were requested",
+                    "the VMM requests {size} bytes at offset {offset} of the device's \
+                     configuration, which has {} bytes",
                     size_of::<wire::Config>()
                 ))
             })
@@ -590,14 +601,14 @@ mod tests {
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-    /// Returns the number of mappings of files with this name in this process.
+    /// Returns the number of mappings of this process whose files have the given name.
     fn mapped(name: &str) -> usize {
         let maps = std::fs::read_to_string("/proc/self/maps").expect("cannot read /proc/self/maps");
         maps.lines().filter(|line| line.contains(name)).count()
     }
 
-    /// Returns a function that creates consecutive connections of one VM. The background workers
-    /// are stopped, so memory tables that wait to be unmapped stay mapped.
+    /// Returns a function that creates a device for a new connection of the same VM at each call.
+    /// The background workers are stopped, so memory tables that wait to be unmapped stay mapped.
     fn devices() -> (
         impl Fn() -> (Device, std::os::unix::net::UnixStream),
         Arc<Workers>,
@@ -639,8 +650,7 @@ mod tests {
         (device, workers, background)
     }
 
-    /// The limits on queues and their sizes bound the work in flight, because chains are answered
-    /// one by one in ring order.
+    /// The device limits the number of queues and their size, and thereby the requests in flight.
     #[test]
     fn queues_and_their_sizes_are_limited() {
         let (device, workers, _background) = devices();
@@ -694,7 +704,8 @@ mod tests {
         ftruncate(&file, 4096).expect("cannot set the length of the memfd");
         fcntl_add_seals(&file, SealFlags::SHRINK).expect("cannot seal the memfd");
         let region = VhostUserMemoryRegion::new(0, 4096, 0, 0);
-        // The limit of DISCARDED_MAX tables applies to the VM, not to each of its connections.
+        // The limit of DISCARDED_MAX tables applies to the VM, not to a single connection, so the
+        // test uses several connections.
         for connection in 0..3 {
             let (mut device, _front_end) = device();
             for _ in 0..50 {
@@ -706,8 +717,8 @@ mod tests {
                     .set_mem_table(&[region], vec![file], None)
                     .expect("the memory table was refused");
             }
-            // DISCARDED_MAX tables wait to be unmapped. The first of them is empty and has no
-            // mapping, and the device's current table has one more mapping.
+            // DISCARDED_MAX tables wait to be unmapped. The first of these tables is empty and has
+            // no mapping. The table that the device uses now has one more mapping.
             assert_eq!(
                 mapped(name),
                 DISCARDED_MAX,
@@ -726,11 +737,11 @@ mod tests {
     }
 
     #[test]
-    fn only_eventfds_are_kicks_and_calls() {
+    fn only_eventfds_are_accepted_as_kicks_and_calls() {
         let fd = eventfd(0, EventfdFlags::empty()).expect("cannot create an eventfd");
         let other = fd.try_clone().expect("cannot duplicate the descriptor");
         let fd = event_fd(fd.into()).expect("an eventfd was refused");
-        // Reading an empty eventfd must not block.
+        // Reading an eventfd whose counter is 0 must not block the reader.
         crate::util::event_fd::consume(&fd);
         crate::util::event_fd::signal(&other);
         let (reader, _writer) = std::io::pipe().expect("cannot create a pipe");
@@ -746,8 +757,8 @@ mod tests {
         }
     }
 
-    /// After a reboot, the guest's driver may accept other features than the driver before the
-    /// reboot.
+    /// After a reboot, the guest's driver may accept other features than before. The device must
+    /// then follow the new choice.
     #[test]
     fn pages_are_retained_only_if_the_driver_accepts_the_feature() {
         let (device, workers, _background) = devices();
@@ -756,7 +767,7 @@ mod tests {
             let features = VIRTIO_F_VERSION_1 | u64::from(accepted) << wire::F_RETAIN;
             device
                 .set_features(features)
-                .expect("the device offers these features");
+                .expect("the device refused features that it offers");
             for vring in &device.vrings {
                 assert_eq!(vring.lock().retain, accepted);
             }
@@ -769,7 +780,7 @@ mod tests {
         for bit in [wire::F_PERSISTENT, wire::F_SHARED, wire::F_EVENTS] {
             assert_eq!(FEATURES & (1 << bit), 0);
         }
-        // These bits are ACCESS_PLATFORM and RING_PACKED.
+        // Bits 33 and 34 are ACCESS_PLATFORM and RING_PACKED, which the device does not support.
         assert_eq!(FEATURES & (1 << 33 | 1 << 34), 0);
     }
 }

@@ -1,26 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Sends the replies to vhost-user messages without sendmsg(2), which could pass file descriptors.
 //!
-//! seccomp sees the arguments of a system call, but not the `struct msghdr` that one of them points
-//! to. A filter that allows sendmsg(2) therefore also allows `SCM_RIGHTS`: a thread that an
-//! attacker has taken over could pass the memory of one VM to the QEMU of another. Allowing the
-//! call to connection threads alone would not help, because all threads share their memory. The
-//! sandbox therefore allows sendmsg(2) to no thread. Only the vhost crate needs it, through
-//! vmm-sys-util, for replies that never carry a descriptor. Neither crate lets its caller choose
-//! the system call. This file defines the C symbol `sendmsg` in the daemon itself, and the linker
-//! prefers it to libc's symbol. A message without control data becomes a sendto(2). Every other
-//! message remains a sendmsg(2), which the sandbox refuses.
+//! seccomp sees the arguments of a system call, but not the `struct msghdr` that an argument of
+//! sendmsg(2) points to. A filter that allows sendmsg(2) therefore also allows `SCM_RIGHTS`. With
+//! it, a thread that an attacker has taken over could pass the memory of one VM to the QEMU of
+//! another. It would not help to allow the call to connection threads only, because all threads
+//! share their memory. The sandbox therefore allows sendmsg(2) to no thread.
 //!
-//! Callers of the symbol are crates of this program: vmm-sys-util, and tracing-journald for log
-//! lines that are too long for a datagram, which it passes in a memfd. The standard library sends
-//! log lines by sendto(2). libc's own code does not use the symbol. The rings of io_uring are
-//! restricted to operations that send nothing (`queue/uring.rs`). POSIX permits sendmsg() in signal
-//! handlers, so this function allocates nothing and takes no lock.
+//! Only the vhost crate needs sendmsg(2): it sends replies through vmm-sys-util, and they never
+//! carry a descriptor. Neither crate lets its caller choose another system call. Therefore this
+//! file defines the C symbol `sendmsg` in the daemon itself, and the linker prefers this definition
+//! to libc's. The function here sends a message without control data with sendto(2). It sends every
+//! other message with sendmsg(2), which the sandbox refuses.
+//!
+//! Two crates of this program call the symbol. vmm-sys-util sends replies. tracing-journald sends
+//! log lines that are too long for a datagram, and passes them in a memfd. The standard library
+//! sends log lines with sendto(2). libc's own code does not use the symbol. The rings of io_uring
+//! are restricted to operations that send nothing (`queue/uring.rs`). POSIX permits sendmsg() in
+//! signal handlers, so the function here allocates nothing and takes no lock.
 
 use libc::{c_int, iovec, msghdr};
 use std::{ptr, slice};
 
-/// Longest message of several parts that becomes a sendto(2): twice the longest vhost-user reply.
+/// Maximum total length in bytes of a message of several parts that is sent with sendto(2): twice
+/// the longest vhost-user reply. A longer message is passed to sendmsg(2).
 const MESSAGE_BYTES_MAX: usize = 8 << 10;
 
 /// Sends a message as sendmsg(2) does, but with sendto(2) if the message carries no control data.
@@ -32,23 +35,23 @@ pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int
     // SAFETY: the caller promises a valid message.
     let (header, parts) = unsafe { (&*message, parts(&*message)) };
     let mut buffer = [0u8; MESSAGE_BYTES_MAX];
-    // SAFETY: each part is readable, because the caller promises a valid message.
+    // SAFETY: each part is readable, because the caller of this function promises a valid message.
     let data = unsafe { join(parts, &mut buffer) };
     let (Some((data, bytes)), true) = (data, header.msg_controllen == 0) else {
         // SAFETY: the caller promises a valid message.
         return unsafe { libc::syscall(libc::SYS_sendmsg, fd, message, flags) as isize };
     };
     let (to, to_bytes) = (header.msg_name.cast_const().cast(), header.msg_namelen);
-    // SAFETY: the data is a part of the message or of the buffer, and the caller promises a valid
-    // address.
+    // SAFETY: the data is in the message or in `buffer`, and the caller promises that the address
+    // is valid.
     unsafe { libc::sendto(fd, data.cast(), bytes, flags, to, to_bytes) }
 }
 
-/// Returns the address and length of the bytes of all parts, one after the other. Several parts are
-/// copied to the buffer. Returns None if they do not fit.
+/// Returns address and length of the joined bytes of all parts. Does not copy a single part. Copies
+/// several parts to `buffer`, and returns None if they do not fit into it.
 ///
 /// # Safety
-/// Each part must name that many readable bytes.
+/// Each part must point to as many readable bytes as its length says.
 unsafe fn join(
     parts: &[iovec],
     buffer: &mut [u8; MESSAGE_BYTES_MAX],
@@ -70,7 +73,7 @@ unsafe fn join(
     }
 }
 
-/// Returns the parts of a message.
+/// Returns the parts of a message as a slice.
 ///
 /// # Safety
 /// The message must be valid as for libc's sendmsg().
@@ -120,8 +123,8 @@ mod tests {
         }
     }
 
-    /// Without a sandbox sendmsg(2) still passes descriptors, because tests that link the daemon
-    /// send descriptors of their own.
+    /// Outside the sandbox, the replaced `sendmsg` still passes descriptors, because tests that
+    /// link the daemon send descriptors themselves.
     #[test]
     fn sent_bytes_and_descriptors_arrive_complete() {
         let (left, mut right) = UnixStream::pair().expect("cannot create a socket pair");
@@ -150,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_peer_is_an_error_and_no_signal() {
+    fn sending_to_a_closed_peer_is_an_error_and_raises_no_signal() {
         let (left, right) = UnixStream::pair().expect("cannot create a socket pair");
         drop(right);
         let error = left

@@ -2,7 +2,7 @@
 //! The VMs that the daemon serves: the state of one VM, the registry of all VMs, and the store from
 //! which the daemon restores added VMs at its next start.
 //!
-//! Belongs here: all that is known of a VM beyond a single connection. Out of scope: its
+//! Belongs here: data about a VM that outlives a single connection. Out of scope: the VM's
 //! connection, see `vhost/`, and its virtqueues, see `queue/`.
 
 pub(crate) mod quota;

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Quotas of VMs: conversion between the control interface and the pool, and text for messages.
+//! Quotas of VMs: conversion between the control interface and the pool, and description in
+//! messages.
 
 use crate::config::settings::check_quota;
 use tmem_pool::Quota;
 
-/// Converts a quota of the control interface to one of the pool.
+/// Converts a quota from the type of the control interface to that of the pool.
 ///
 /// # Errors
-/// A value is out of range; the text names the key and the value.
+/// A value is out of range. The error text names the key and the value.
 pub fn from_api(quota: &tmem_control::Quota) -> Result<Quota, String> {
     let bytes = |key: &str, value: i64| {
         u64::try_from(value).map_err(|_| format!("{key}={value} is negative"))
@@ -25,7 +26,8 @@ pub fn from_api(quota: &tmem_control::Quota) -> Result<Quota, String> {
     Ok(quota)
 }
 
-/// Converts a quota of the pool to one of the control interface, whose integers are signed.
+/// Converts a quota from the type of the pool to that of the control interface, whose integers are
+/// signed.
 pub fn to_api(quota: &Quota) -> tmem_control::Quota {
     let int = |bytes| i64::try_from(bytes).unwrap_or(i64::MAX);
     tmem_control::Quota {
@@ -35,7 +37,7 @@ pub fn to_api(quota: &Quota) -> tmem_control::Quota {
     }
 }
 
-/// Formats a quota for log messages and events.
+/// Describes a quota in the text of log messages and events.
 pub fn describe(quota: &tmem_control::Quota) -> String {
     let limit = quota.limit_bytes.map(|bytes| format!("{bytes} bytes"));
     format!(

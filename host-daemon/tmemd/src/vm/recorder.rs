@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Records the requests of guests to the pool for `tmem-bench replay`; docs/traces.md describes the
-//! format.
+//! Records guests' requests to the pool in a trace file for `tmem-bench replay`. docs/traces.md
+//! describes the format.
 //!
 //! Recording is off by default, and the size of a trace is bounded. A worker appends to a buffer in
-//! memory, and a thread writes full buffers to the file, so no guest waits for the host's disk. A
-//! guest does wait, however, while the recorder compresses each of its pages once more.
+//! memory, and a separate thread writes full buffers to the file, so no guest waits for the host's
+//! disk. But a guest's requests take longer, because the recorder compresses each page that the
+//! guest puts once more.
 
 use crate::host::sandbox::{self, ThreadKind};
 use std::fs::{File, OpenOptions};
@@ -18,26 +19,27 @@ use std::time::Instant;
 use tmem_pool::{Put, PutResult, Ref, stored_bytes};
 use tmem_trace::format::{Blind, Event, Op, SizeClass, Writer};
 
-/// Number of bytes that are written to the file at once: some ten thousand events.
+/// Number of bytes that are collected in memory before they are written to the trace file: some ten
+/// thousand events.
 const BUFFER_BYTES: usize = 64 << 10;
 
 struct TraceState {
     writer: Writer,
     buffer: Vec<u8>,
-    /// Number of bytes that may still be written to the trace.
+    /// Number of bytes that may still be added before the trace reaches its maximum size.
     left_bytes: u64,
-    /// Sends full buffers to the writing thread; None after the trace has ended.
+    /// Channel that passes full buffers to the writing thread; None after the trace has ended.
     full: Option<Sender<Vec<u8>>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Recorder of a trace.
+/// Recorder that writes the requests of all VMs to one trace.
 pub struct Recorder {
     path: PathBuf,
     begun: Instant,
     blind: Blind,
-    /// Guards the data that is not yet written, and thereby the order of events. None of the pool's
-    /// locks is held with it.
+    /// Guards the events that are not written yet. The lock also determines the order of events in
+    /// the trace. A thread that holds it holds no lock of the pool.
     state: Mutex<TraceState>,
 }
 
@@ -51,8 +53,8 @@ fn write_all(mut file: File, path: &Path, buffers: &Receiver<Vec<u8>>) {
 }
 
 impl Recorder {
-    /// Creates a trace in a new file that only its owner can read, because it describes the guests'
-    /// activity.
+    /// Creates a trace in a new file. Only the file's owner can read it, because it describes the
+    /// guests' activity.
     ///
     /// # Errors
     /// The file exists or cannot be created.
@@ -86,12 +88,12 @@ impl Recorder {
         })
     }
 
-    /// Ends the trace. When this returns, the file is complete.
+    /// Ends the trace. When the function returns, the trace file is complete.
     pub fn finish(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let buffer = std::mem::take(&mut state.buffer);
         if let Some(full) = state.full.take() {
-            // An error means that the thread has logged a failure and ended.
+            // If sending fails, the writing thread has logged a failure and ended.
             let _ = full.send(buffer);
         }
         let thread = state.thread.take();
@@ -111,7 +113,7 @@ impl Recorder {
             ..
         } = &mut *state;
         let Some(sender) = full else { return };
-        // The time is read under the lock, so that times never decrease in the trace.
+        // The time is read under the lock, so that the times in the trace never decrease.
         let time_us = self.begun.elapsed().as_micros() as u64;
         let mut is_full = false;
         for op in ops {
@@ -129,14 +131,15 @@ impl Recorder {
         if is_full || buffer.len() >= BUFFER_BYTES {
             *left_bytes -= buffer.len() as u64;
             let buffer = std::mem::replace(buffer, Vec::with_capacity(BUFFER_BYTES));
-            // An error means that the thread has logged a failure and ended.
+            // If sending fails, the writing thread has logged a failure and ended, so the trace
+            // ends, too.
             if sender.send(buffer).is_err() || is_full {
                 *full = None;
             }
         }
         if is_full {
             tracing::info!(
-                "trace {}: it reached its maximum size, and the recording ends",
+                "trace {}: the file reached its maximum size, and the recording ends",
                 self.path.display()
             );
         }
@@ -149,7 +152,7 @@ impl Drop for Recorder {
     }
 }
 
-/// Records the requests of one VM.
+/// Records the requests of one VM in the trace.
 #[derive(Clone)]
 pub struct Tap {
     recorder: Arc<Recorder>,
@@ -157,13 +160,13 @@ pub struct Tap {
 }
 
 impl Tap {
-    /// Creates the recorder of the VM with this number.
+    /// Creates the recorder of one VM. `tenant` is the VM's number in the trace.
     pub fn new(recorder: Arc<Recorder>, tenant: u32) -> Tap {
         Tap { recorder, tenant }
     }
 
-    /// Records pages that were put. A refused page leaves nothing under its key and is recorded as
-    /// a flush.
+    /// Records a PUT of pages. A refused page is recorded as a flush, because it leaves nothing
+    /// under its key.
     pub fn put(&self, pool: u32, puts: &[Put<'_>], results: &[PutResult]) {
         let blind = &self.recorder.blind;
         let ops: Vec<Op> = puts
@@ -190,8 +193,8 @@ impl Tap {
         self.recorder.record(self.tenant, ops.into_iter());
     }
 
-    /// Records a request for the pages of an object from `index` on, and whether each was returned.
-    /// Bit n of `retain` allows the pool to retain page n.
+    /// Records a GET of pages of an object from `index` on, and for each page whether the pool had
+    /// it. If bit n of `retain` is set, the pool may retain page n.
     pub fn get(
         &self,
         pool: u32,
@@ -211,7 +214,7 @@ impl Tap {
         self.recorder.record(self.tenant, ops);
     }
 
-    /// Records references to retained pages, and whether each was held.
+    /// Records a REF of retained pages, and for each page whether the pool still had it (HELD).
     pub fn refer(&self, pool: u32, refs: &[Ref], held: &[bool]) {
         let blind = &self.recorder.blind;
         let ops: Vec<Op> = refs
@@ -226,7 +229,7 @@ impl Tap {
         self.recorder.record(self.tenant, ops.into_iter());
     }
 
-    /// Records a flush. If `nr_pages` is None, the flush reaches to the end of the object.
+    /// Records a flush of pages. If `nr_pages` is None, the flush reaches to the end of the object.
     pub fn flush(&self, pool: u32, object: u64, index: u64, nr_pages: Option<u64>) {
         let (object, distance) = self.recorder.blind.object(self.tenant, pool, object);
         let op = match (index, nr_pages) {
@@ -240,14 +243,14 @@ impl Tap {
         self.recorder.record(self.tenant, op.into_iter());
     }
 
-    /// Records that a guest destroyed a pool.
+    /// Records that a guest destroyed one of its pools.
     pub fn destroy_pool(&self, pool: u32) {
         let pool = self.recorder.blind.pool(self.tenant, pool);
         self.recorder
             .record(self.tenant, std::iter::once(Op::DestroyPool(pool)));
     }
 
-    /// Records that all pools of a VM end.
+    /// Records that the daemon emptied all pools of a VM.
     pub fn clear(&self) {
         self.recorder
             .record(self.tenant, std::iter::once(Op::Clear));

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The VMs that the daemon serves: those of the configuration, which stay, and those that are added
-//! and removed while it runs.
+//! Registry of the VMs that the daemon serves. VMs of the configuration stay as long as the daemon
+//! runs; other VMs are added and removed meanwhile.
 //!
-//! The registry owns the sockets and the tenants of the VMs, and stores added VMs so that they
-//! return after a restart of the daemon. A call that fails has changed nothing. Out of scope:
-//! messages of a connection, and pages.
+//! The registry owns the sockets and the tenants (pages in the pool) of the VMs. It stores added
+//! VMs so that they return after a restart of the daemon. A call that returns an error has changed
+//! nothing. Out of scope: messages of a connection, and contents of pages.
 
 use crate::config::account::Account;
 use crate::config::settings::{
@@ -28,27 +28,29 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tmem_control::VmSpec;
 use tmem_pool::{AdmissionError, Engine, Quota, TenantSpec};
 
-/// Permission bits that the mode of a socket may have. Only write permission matters for a socket;
-/// a mode with other bits is a mistake.
+/// Permission bits that the mode of a VM's socket may contain. connect(2) checks only the write
+/// permission. A mode with other bits is refused as a mistake.
 const MODE_BITS: i64 = 0o666;
 
-/// Suffix of the name of a VM that is migrated within this host, as long as the VM at the source
-/// still exists.
+/// Suffix of a VM's name during a migration within this host. The target VM has the suffix as long
+/// as the source VM exists.
 const INCOMING: &str = "+incoming";
 
-/// Quota of a removed VM. It frees the reserve at once, before the last page is freed.
+/// Quota that a VM gets when it is removed. With this quota, the VM's reserve is free at once, even
+/// before its pages are freed.
 const NOTHING: Quota = Quota {
     reserve_bytes: 0,
     limit_bytes: Some(0),
     weight: 0,
 };
 
-/// Reason why a VM is refused, as a sentence without the VM's name.
+/// Reason why a request to add a VM or change its quota is refused, as a sentence without the VM's
+/// name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// The quota is invalid, or its reserve does not fit into the pool.
+    /// The requested quota is invalid, or its reserve does not fit into the pool.
     Quota(String),
-    /// Another value of the request is invalid or conflicts with another VM.
+    /// A value of the request other than the quota is invalid or conflicts with another VM.
     Vm(String),
 }
 
@@ -61,27 +63,30 @@ impl std::fmt::Display for Refused {
 
 struct Member {
     vm: Arc<Vm>,
-    /// Socket of the VM; None until the daemon can serve it.
+    /// Listening socket of the VM; None before the daemon begins to listen on it.
     listener: Option<Arc<Listener>>,
-    /// The request with which the VM was added, as it is stored; None for a VM of the
-    /// configuration.
+    /// Request with which the VM was added, including later changes; the VM store has a copy. None
+    /// for a VM of the configuration.
     added: Option<VmSpec>,
-    /// Text for operators, if the VM was restored with a smaller reserve.
+    /// Text for operators if the daemon restored the VM with a smaller reserve than the VM
+    /// requested; otherwise None.
     short: Option<String>,
 }
 
-/// The VMs of the daemon.
+/// Registry of the VMs that the daemon serves.
 pub struct Registry {
     engine: Arc<Engine>,
     recorder: Option<Arc<Recorder>>,
     events: Arc<Events>,
-    /// Rate limit of each VM in pages per second, see `RequestRate`.
+    /// Rate limit of each VM in pages per second. The [`RequestRate`] values of all VMs share this
+    /// number.
     pages_per_second: Arc<AtomicU64>,
     run_directory: PathBuf,
     store: VmStore,
-    /// Guards the VMs in the order of their arrival, and the number of VMs that ever arrived.
+    /// Guards the list of VMs, in the order in which they were added, and the number of VMs that
+    /// were ever added.
     members: Mutex<(Vec<Member>, u32)>,
-    /// Descriptor that is signalled when the listening sockets have changed.
+    /// Eventfd that is signalled after the set of listening sockets has changed.
     changed: OwnedFd,
 }
 
@@ -91,14 +96,15 @@ impl Member {
     }
 }
 
-/// Returns the name of the target of a migration within this host, from the name of the source.
+/// Returns the name that the target VM of a migration within this host gets. `name` is the name of
+/// the source VM.
 fn incoming(name: &str) -> String {
-    // Names are ASCII, so every byte is a character boundary.
+    // Names are ASCII, so cutting a name at any byte leaves valid text.
     let room = NAME_BYTES_MAX - INCOMING.len();
     format!("{}{INCOMING}", &name[..name.len().min(room)])
 }
 
-/// Converts the error for a reserve that does not fit into the pool.
+/// Converts the pool's error about a reserve that does not fit into a refusal of the request.
 fn too_much(error: &AdmissionError) -> Refused {
     Refused::Quota(reserve_text(error.reserve_bytes, error.available_bytes))
 }
@@ -131,31 +137,32 @@ impl Registry {
         self.members.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets the pages per second that each VM may use; 0 for no limit.
+    /// Sets the pages per second that each VM may put, get and flush; 0 for no limit.
     pub fn set_pages_per_second(&self, pages: u64) {
         self.pages_per_second.store(pages, Ordering::Relaxed);
     }
 
-    /// Returns a descriptor that is readable after [`listeners`](Self::listeners) has changed.
+    /// Returns an eventfd that is signalled after the result of [`listeners`](Self::listeners) has
+    /// changed.
     pub fn changed(&self) -> &OwnedFd {
         &self.changed
     }
 
-    /// Returns all VMs in the order of their names.
+    /// Returns all VMs, sorted by name.
     pub fn vms(&self) -> Vec<Arc<Vm>> {
         let mut vms: Vec<Arc<Vm>> = self.lock().0.iter().map(|m| m.vm.clone()).collect();
         vms.sort_by_key(|vm| vm.name());
         vms
     }
 
-    /// Returns all sockets with their VMs.
+    /// Returns the listening sockets of all VMs, each with its VM.
     pub fn listeners(&self) -> Vec<(Arc<Listener>, Arc<Vm>)> {
         let members = self.lock();
         let both = |m: &Member| Some((m.listener.clone()?, m.vm.clone()));
         members.0.iter().filter_map(both).collect()
     }
 
-    /// Adds a VM of the configuration. Its socket is bound by [`listen`](Self::listen).
+    /// Adds a VM of the configuration. [`listen`](Self::listen) binds its socket later.
     ///
     /// # Errors
     /// The VM's reserve does not fit into the pool.
@@ -186,7 +193,8 @@ impl Registry {
         Ok(Arc::new(vm))
     }
 
-    /// Binds the sockets of the VMs of the configuration, now that the daemon can serve them.
+    /// Binds the sockets of the configured VMs. The daemon calls this function when it is ready to
+    /// serve the VMs.
     ///
     /// # Errors
     /// A socket cannot be bound.
@@ -204,9 +212,9 @@ impl Registry {
         Ok(())
     }
 
-    /// Restores the VMs of the store, in the order of their sockets. A reserve that no longer fits
-    /// is reduced to what is left of the pool. A VM that cannot be restored is logged and left out,
-    /// and its stored file stays.
+    /// Restores the VMs of the VM store, in the order of their sockets. A reserve that no longer
+    /// fits into the pool is reduced to the unreserved part of the pool. A VM that cannot be
+    /// restored is logged and left out, and its stored file stays.
     pub fn restore(&self) {
         let store = self.store.read().unwrap_or_else(|error| {
             tracing::error!("the stored VMs cannot be restored: {error}");
@@ -214,7 +222,7 @@ impl Registry {
         });
         let mut members = self.lock();
         for StoredVm { path, vm } in store {
-            // The name is None if the stored file cannot be read.
+            // If the stored file cannot be read, the VM's name is not known.
             let name = vm.as_ref().ok().map(|spec| spec.name.clone());
             let name = name.as_deref();
             let added = vm.map_err(Refused::Vm).and_then(|spec| {
@@ -237,7 +245,7 @@ impl Registry {
                 Err(why) => tracing::error!(
                     vm = name,
                     reason = %why,
-                    "the VM stored in {} was not restored: {why}. Fix that and restart the VM, or \
+                    "the VM stored in {} was not restored: {why}. Fix the cause and restart the VM, or \
                      remove the file",
                     path.display()
                 ),
@@ -245,13 +253,14 @@ impl Registry {
         }
     }
 
-    /// Validates a request as far as possible without the other VMs.
+    /// Checks those values of a request to add a VM that do not depend on other VMs.
     fn parse_spec(&self, spec: &VmSpec) -> Result<(VmConfig, Access), Refused> {
         let fault =
             |key: &str, value: &str, what: String| Refused::Vm(format!("{key}={value}: {what}"));
         let id = |key: &str, id: Option<i64>| {
             let number = id.map(u32::try_from).transpose();
-            // u32::MAX is not a valid id, because system calls take it as "unchanged".
+            // u32::MAX is not a valid id of a user or group, because chown(2) takes it as "do not
+            // change".
             let number = number.ok().filter(|number| *number != Some(u32::MAX));
             number.ok_or_else(|| {
                 let value = id.unwrap_or_default().to_string();
@@ -271,7 +280,7 @@ impl Registry {
         let socket = PathBuf::from(&spec.socket);
         if !self.is_ours(&socket) {
             let what = format!(
-                "sockets of VMs lie in {}: give its device one there, or start the daemon with another \
+                "sockets of VMs must be in {}: give the VM's device a socket there, or start the daemon with another \
                  --run-directory",
                 self.run_directory.display()
             );
@@ -288,15 +297,15 @@ impl Registry {
             trust_domain: domain?,
             quota: quota::from_api(&spec.quota).map_err(Refused::Quota)?,
             socket,
-            // The caller gets the owner as part of `access`.
+            // The owner is part of the returned `access` instead.
             owner: None,
         };
         Ok((config, access))
     }
 
-    /// Inserts a new VM, or the target of a migration within this host. A reserve that does not fit
-    /// is an error or, with `any_reserve`, reduced to what is left of the pool. Returns the reason
-    /// for a reduction, if there is one.
+    /// Inserts a new VM, or the target VM of a migration within this host. If its reserve does not
+    /// fit into the pool, the call fails or, with `any_reserve`, reduces the reserve to the
+    /// unreserved part of the pool. Returns the reason if the reserve was reduced.
     fn insert(
         &self,
         members: &mut (Vec<Member>, u32),
@@ -346,7 +355,7 @@ impl Registry {
         let written = self.store.write(&spec);
         written.map_err(|e| {
             Refused::Vm(format!(
-                "it cannot be stored for the next start of the daemon: {e}"
+                "the VM cannot be stored for the next start of the daemon: {e}"
             ))
         })?;
         members.0.push(Member {
@@ -359,8 +368,8 @@ impl Registry {
         Ok(short)
     }
 
-    /// Grants what VMs requested and could not get before: a name that another VM had, or a reserve
-    /// that did not fit.
+    /// Grants requests of VMs that could not be granted before: a name that another VM had, or a
+    /// reserve that did not fit into the pool.
     fn make_good(&self, members: &mut [Member]) {
         for at in 0..members.len() {
             let wanted = members[at].added.as_ref().map(|added| added.name.clone());
@@ -388,12 +397,13 @@ impl Registry {
         }
     }
 
-    /// Grants reserves that did not fit before the pool grew.
+    /// Grants requested reserves that did not fit into the pool before. The caller has enlarged the
+    /// pool.
     pub fn has_grown(&self) {
         self.make_good(&mut self.lock().0);
     }
 
-    /// Adds a VM, or changes the VM of the same UUID. Returns true if the VM is new.
+    /// Adds a VM, or changes the VM that has the same UUID. Returns true if the VM is new.
     ///
     /// # Errors
     /// The request is invalid or conflicts with another VM.
@@ -421,10 +431,11 @@ impl Registry {
         let there = all.iter().position(at_it);
         let there = there.or_else(|| all.iter().position(|m| of_it(m) && is_free(m)));
         let Some(at) = there else {
-            // If the VM has an entry at another socket, that entry is the source of a migration
-            // within this host.
+            // If the VM has an entry with another socket, it is being migrated within this host.
+            // That entry is the source of the migration.
             if ends > 1 {
-                let what = "it is connected at two sockets already, as in a migration on this host";
+                let what =
+                    "the VM is connected at two sockets already, as in a migration on this host";
                 return Err(Refused::Vm(what.into()));
             }
             self.insert(members, config, access, spec, ends == 1)?;
@@ -439,7 +450,7 @@ impl Registry {
         if is.socket != config.socket || is.trust_domain != config.trust_domain {
             let which = |domain: &Option<String>| domain.clone().unwrap_or_else(|| "none".into());
             let differs = format!(
-                "it is served at {} in trust domain {}, not at {} in {}",
+                "the VM is served at {} in trust domain {}, not at {} in trust domain {}",
                 is.socket.display(),
                 which(&is.trust_domain),
                 config.socket.display(),
@@ -451,7 +462,7 @@ impl Registry {
                 return Err(Refused::Vm(format!("{differs}, {what}")));
             };
             if vm.connected.load(Ordering::Acquire) {
-                let what = "it is connected: restart the VM to apply the change";
+                let what = "the VM is connected: restart it to apply the change";
                 return Err(Refused::Vm(format!("{differs}, and {what}")));
             }
             let (old_config, old_access) = self.parse_spec(&old)?;
@@ -477,7 +488,7 @@ impl Registry {
             vm.set_problem(None);
             return Ok(false);
         }
-        // The source of a migration within this host may keep the name until the migration ends.
+        // The source VM of a migration within this host may keep the name until the migration ends.
         let named_so = |m: &Member| m.vm.config.uuid != config.uuid && *m.vm.name() == *config.name;
         if let Some(other) = members.0.iter().find(|m| named_so(m)) {
             return Err(Refused::Vm(format!(
@@ -489,10 +500,11 @@ impl Registry {
         let (_, old_access) = self.parse_spec(&old)?;
         let give = |access| member.listener.as_ref().map_or(Ok(()), |l| l.give(access));
         give(access).map_err(|error| Refused::Vm(error.to_string()))?;
-        // The quota is set after the permissions of the socket. In the other order, a failure to
-        // set the permissions would require restoring the old quota, which may no longer fit.
+        // The socket's permissions are set before the quota. In the other order, a failure to set
+        // the permissions would require restoring the old quota, whose reserve may no longer fit
+        // into the pool.
         if let Err(error) = vm.tenant.set_quota(config.quota) {
-            // Give the socket back to its previous owner.
+            // The change of the permissions is undone: the socket gets its previous owner again.
             let _ = give(old_access);
             return Err(too_much(&error));
         }
@@ -502,7 +514,7 @@ impl Registry {
         Ok(false)
     }
 
-    /// Stores a change of a VM that is already in effect.
+    /// Writes a change of a VM, which is already in effect, to the VM store.
     fn store_change(&self, member: &mut Member, spec: VmSpec) {
         if let Err(error) = self.store.write(&spec) {
             tracing::error!(
@@ -514,7 +526,7 @@ impl Registry {
         member.added = Some(spec);
     }
 
-    /// Changes a quota. Returns None if no VM has that name.
+    /// Changes the quota of the VM with the given name. Returns None if no VM has that name.
     pub fn set_quota(
         &self,
         name: &str,
@@ -536,7 +548,8 @@ impl Registry {
         Some(set)
     }
 
-    /// Records a new quota of a VM in its stored request.
+    /// Finishes a change of a VM's quota: clears the VM's problem, sends an event, and stores the
+    /// quota.
     fn has_quota(&self, member: &mut Member, quota: &tmem_control::Quota) {
         member.vm.set_problem(None);
         member.short = None;
@@ -552,11 +565,11 @@ impl Registry {
         }
     }
 
-    /// Sets the configured size of the pool, if one is given, and the quotas of the named VMs, in
-    /// one step.
+    /// Sets the configured size of the pool, if one is given, together with the quotas of the named
+    /// VMs, in one step.
     ///
     /// # Errors
-    /// A reserve does not fit into the pool; then nothing changes.
+    /// A reserve does not fit into the pool. In this case, nothing changes.
     pub fn configure(
         &self,
         size: &PoolSize,
@@ -583,8 +596,9 @@ impl Registry {
         Ok(())
     }
 
-    /// Sets the problem that a VM's manager reports. If it is None, the problem of a reduced
-    /// reserve remains, if there is one. Returns false if no VM has that UUID and socket.
+    /// Sets the problem that a VM's manager reports; None means that the problem is solved. If the
+    /// VM's reserve was reduced when it was restored, that problem is set instead of None. Returns
+    /// false if no VM has the given UUID and socket.
     pub fn set_problem(&self, uuid: &str, socket: &Path, problem: Option<String>) -> bool {
         let members = self.lock();
         let uuid = uuid.to_ascii_lowercase();
@@ -599,15 +613,15 @@ impl Registry {
         true
     }
 
-    /// Removes an added VM. Returns false if no such VM exists.
+    /// Removes a VM that was added while the daemon ran. Returns false if no such VM exists.
     pub fn remove(&self, uuid: &str, socket: &Path) -> bool {
         let mut members = self.lock();
         let uuid = uuid.to_ascii_lowercase();
         let is_it = |m: &Member| m.added.is_some() && m.is(Some(&uuid), socket);
         let there = members.0.iter().position(is_it);
         let others = |m: &Member| m.vm.config.socket == socket;
-        // A stored file from which no VM could be restored is removed as well, because the VM no
-        // longer exists.
+        // The stored file is removed even if the daemon could not restore a VM from it, because the
+        // VM's manager has removed the VM.
         if there.is_some() || (self.is_ours(socket) && !members.0.iter().any(others)) {
             self.forget(socket);
         }
@@ -620,7 +634,7 @@ impl Registry {
         there.is_some()
     }
 
-    /// Returns true if the socket is directly in the run directory.
+    /// Returns true if the path of the socket is directly in the run directory.
     fn is_ours(&self, socket: &Path) -> bool {
         let name = socket.file_name();
         name.is_some_and(|name| self.run_directory.join(name) == socket)
@@ -638,7 +652,7 @@ impl Registry {
         }
     }
 
-    /// Removes a VM, but not its stored file.
+    /// Removes a VM from the registry. The VM's stored file stays.
     fn take_out(&self, members: &mut (Vec<Member>, u32), at: usize) -> Arc<Vm> {
         let Member { vm, listener, .. } = members.0.remove(at);
         if let Some(listener) = listener {
@@ -654,7 +668,8 @@ impl Registry {
     }
 }
 
-/// Describes name and UUID of a VM for log messages.
+/// Describes a VM by its UUID, or as a VM of the configuration, for messages that also contain its
+/// name.
 fn identity(vm: &Vm) -> String {
     match &vm.config.uuid {
         Some(uuid) => format!("the one with the UUID {uuid}"),
@@ -691,7 +706,8 @@ mod tests {
             mode: None,
         };
         assert_eq!(registry.add(spec(1)), Ok(true));
-        // The thread of a connection holds a reference to the VM until it ends.
+        // This test keeps a reference to the VM after its removal, as the thread of a connection
+        // may do.
         let held = registry.vms();
         registry
             .add(spec(2))

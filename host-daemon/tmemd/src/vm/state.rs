@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The state of a VM: its name, tenant, counters, and what its driver and manager report.
+//! The state of a VM: its name, tenant and counters, and what its driver and its manager report.
 //!
-//! A [`Vm`] exists until the VM is removed. The pages of its tenant exist as long as a connection.
+//! A [`Vm`] exists until the VM is removed. Its pages in the pool exist only as long as a
+//! connection.
 
 use crate::config::settings::VmConfig;
 use crate::events::bus::{EventKind, Events};
@@ -27,87 +28,88 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Counters of a VM since the daemon's start.
 #[derive(Debug, Default)]
 pub struct Counters {
-    /// Number of accepted connections.
+    /// Number of connections of front ends that were accepted.
     pub connections: AtomicU64,
-    /// Number of refused connections: one existed already, or the peer was not authorized.
+    /// Number of connections that were refused, because one existed already or the peer was not
+    /// authorized.
     pub connections_refused: AtomicU64,
     /// Number of virtqueues that were stopped because of a fault of the guest or the VMM.
     pub queues_stopped: AtomicU64,
-    /// Number of answered descriptor chains.
+    /// Number of descriptor chains (requests) that were answered.
     pub requests: AtomicU64,
-    /// Number of requests that were answered STALE, because they carried another generation than
-    /// the current one.
+    /// Number of requests that were answered with STALE, because they carried a generation number
+    /// other than the current one.
     pub requests_stale: AtomicU64,
-    /// Number of requests that were answered BAD or UNSUPPORTED because of their shape.
+    /// Number of malformed or unknown requests, which were answered with BAD or UNSUPPORTED.
     pub requests_bad: AtomicU64,
     /// Number of pages that were answered with REFUSED, MISS or GONE because the time limit of a
-    /// drain expired.
+    /// drain had expired.
     pub drain_cut_pages: AtomicU64,
     /// Number of pages that were answered with REFUSED, MISS or GONE because the VM exceeded its
-    /// rate.
+    /// rate limit.
     pub limited_pages: AtomicU64,
-    /// Number of pages that were refused because the VM is frozen.
+    /// Number of pages whose puts were refused because the VM is frozen.
     pub refused_frozen: AtomicU64,
     /// Time in ns that workers spent on the VM's requests.
     pub slices_ns: AtomicU64,
-    /// Latency of PUT requests.
+    /// Latency of the VM's PUT requests.
     pub put_latency: Histogram,
-    /// Latency of GET requests.
+    /// Latency of the VM's GET requests.
     pub get_latency: Histogram,
-    /// Latency of FLUSH requests, from the first slice to the last.
+    /// Latency of the VM's FLUSH requests, from the first slice of a request to its last.
     pub flush_latency: Histogram,
-    /// Latency of REF requests.
+    /// Latency of the VM's REF requests.
     pub ref_latency: Histogram,
-    /// Time that the VM's queues waited for a slice of their worker.
+    /// Time that the VM's virtqueues waited in a worker's run queue for a slice.
     pub wait_latency: Histogram,
 }
 
 /// State of a VM that the daemon serves.
 pub struct Vm {
-    /// Configuration of the VM when it was added. Name and quota may have changed since.
+    /// Configuration of the VM when it was added. Its name and quota may have changed since.
     pub config: VmConfig,
     /// Guards the VM's name. Leaf lock.
     name: Mutex<Arc<str>>,
-    /// Tenant of the pool that holds the VM's pages.
+    /// Tenant of the VM: its record in the pool, with its pages and its quota.
     pub tenant: Tenant,
     /// Recorder of the VM's requests; None if no trace is recorded.
     pub tap: Option<Tap>,
-    /// The VM's rate limit.
+    /// Rate limit of the VM in pages per second.
     pub rate: RequestRate,
-    /// The VM's counters.
+    /// Counters of the VM, for the statistics.
     pub counters: Counters,
-    /// Whether a front end is connected.
+    /// Whether a front end (VMM) is connected to the VM's socket.
     pub connected: AtomicBool,
-    /// Whether the VM is frozen, so that its puts are refused.
+    /// Whether the VM is frozen. Puts of a frozen VM are refused.
     pub frozen: AtomicBool,
-    /// Receives the VM's events.
+    /// Subscribers that receive the VM's events.
     events: Arc<Events>,
-    /// Bounds the events that the VM can cause.
+    /// Limits the rate of the events that the VM can cause.
     event_limit: EventLimit,
-    /// Guards the last report of the driver. Leaf lock.
+    /// Guards the last report that the guest's driver sent. Leaf lock.
     report: Mutex<Option<Report>>,
-    /// Guards the last latencies of the driver. Leaf lock.
+    /// Guards the last latencies that the guest's driver sent. Leaf lock.
     latencies: Mutex<Option<Latencies>>,
-    /// Guards the problem that a manager reported. Leaf lock.
+    /// Guards the problem that the VM's manager reported. Leaf lock.
     problem: Mutex<Option<String>>,
-    /// Guards the slot of the front end. Leaf lock.
+    /// Guards the slot for the VM's front end. Leaf lock.
     front_end: Mutex<FrontEndSlot>,
     log_limit: LogLimit,
-    /// Counts memory tables of all connections of the VM that are not unmapped yet.
+    /// Counts the memory tables that wait to be unmapped, of all connections of the VM.
     pub discarded: Discarded,
 }
 
-/// Slot for the front end of a VM.
+/// Slot for the front end of a VM. Only one front end can be connected at a time.
 enum FrontEndSlot {
     Free,
-    /// A front end is connected. Shutting the stream down ends its connection.
+    /// A front end is connected. Shutting this stream down ends the connection.
     Connected(UnixStream),
-    /// The VM was removed; no front end can connect.
+    /// The VM was removed, so no front end may connect.
     Removed,
 }
 
 impl Vm {
-    /// Creates a VM without a connection.
+    /// Creates a VM to which no front end is connected.
     pub fn new(config: VmConfig, tenant: Tenant, tap: Option<Tap>, events: Arc<Events>) -> Vm {
         Vm {
             name: Mutex::new(config.name.as_str().into()),
@@ -129,32 +131,32 @@ impl Vm {
         }
     }
 
-    /// Returns the VM's name, for messages.
+    /// Returns the VM's current name, for messages.
     pub fn name(&self) -> Arc<str> {
         lock(&self.name).clone()
     }
 
-    /// Changes the VM's name.
+    /// Changes the VM's name, for example when a migration within this host ends.
     pub fn rename(&self, name: &str) {
         *lock(&self.name) = name.into();
     }
 
-    /// Sets or clears the problem that the VM's manager reports.
+    /// Sets the problem that the VM's manager reports, or clears it.
     pub fn set_problem(&self, problem: Option<String>) {
         *lock(&self.problem) = problem;
     }
 
-    /// Returns the problem that the VM's manager reported last.
+    /// Returns the problem that the VM's manager reported last; None if there is none.
     pub fn problem(&self) -> Option<String> {
         lock(&self.problem).clone()
     }
 
-    /// Marks the VM as removed: ends its connection and admits no other.
+    /// Marks the VM as removed and ends its connection. From then on, no front end can connect.
     pub fn remove(&self) {
         if let FrontEndSlot::Connected(stream) =
             std::mem::replace(&mut *lock(&self.front_end), FrontEndSlot::Removed)
         {
-            // An error means that the connection has already ended.
+            // If the shutdown fails, the connection has already ended.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
@@ -162,13 +164,13 @@ impl Vm {
     /// Ends the VM's connection, if there is one. The front end may reconnect.
     pub fn hang_up(&self) {
         if let FrontEndSlot::Connected(stream) = &*lock(&self.front_end) {
-            // An error means that the connection has already ended.
+            // If the shutdown fails, the connection has already ended.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
 
-    /// Drops all pages of the VM in constant time, and the driver's report. It is called when a
-    /// connection or a generation begins or ends.
+    /// Drops the driver's report and, in constant time, all pages of the VM. The connection's
+    /// control thread calls this function when a connection or a generation begins or ends.
     pub fn clear(&self) {
         self.tenant.clear();
         if let Some(tap) = &self.tap {
@@ -177,35 +179,35 @@ impl Vm {
         self.clear_report();
     }
 
-    /// Stores a report of the driver. Sends an event if its state changed.
+    /// Stores a report of the guest's driver. Sends an event if the driver's state has changed.
     pub fn set_report(&self, report: Report) {
         let before = lock(&self.report).replace(report);
         if before.map(|report| report.state) != Some(report.state) {
             let state = driver_state(report.state.get());
             self.emit(
                 EventKind::Driver,
-                format_args!("the guest's driver says: {state}"),
+                format_args!("the guest's driver reports the state {state}"),
             );
         }
     }
 
-    /// Returns the last report of the driver on this connection.
+    /// Returns the last report that the driver has sent on this connection; None before the first.
     pub fn report(&self) -> Option<Report> {
         *lock(&self.report)
     }
 
-    /// Stores the latencies that the driver reports for its readers.
+    /// Stores the latencies that the driver reports. Readers in the guest observed them.
     pub fn set_latencies(&self, latencies: Latencies) {
         *lock(&self.latencies) = Some(latencies);
     }
 
-    /// Returns the last latencies of the driver on this connection; None for an older driver.
+    /// Returns the last latencies that the driver has sent on this connection; None for an older
+    /// driver.
     pub fn latencies(&self) -> Option<Latencies> {
         *lock(&self.latencies)
     }
 
-    /// Sends an event about the VM. Events that the VM can cause in a loop are sent at a bounded
-    /// rate.
+    /// Sends an event about the VM. The rate of events that the VM can cause in a loop is limited.
     pub fn emit(&self, kind: EventKind, text: std::fmt::Arguments<'_>) {
         match kind.sort() {
             None => self.emit_now(kind, text),
@@ -216,7 +218,7 @@ impl Vm {
         }
     }
 
-    /// Sends events that waited, as far as the bound permits.
+    /// Sends events of the VM that the rate limit has delayed, as far as the limit permits now.
     pub fn catch_up(&self, now: Instant) {
         let emit = |kind, text: std::fmt::Arguments<'_>| self.emit_now(kind, text);
         self.event_limit.catch_up(now, emit);
@@ -234,11 +236,11 @@ impl Vm {
         self.emit(EventKind::ConnectionRefused, why);
     }
 
-    /// Reports a peer that the VM's socket does not admit.
+    /// Logs and counts a peer that connected to the VM's socket without permission.
     pub fn refuse(&self, peer: &UnauthorizedPeer) {
         self.refused(format_args!("{peer}"));
         self.warn(format_args!(
-            "a connection to {} is refused, {peer}; have the VM's QEMU run as that user, or name its user: \
+            "a connection to {} is refused, {peer}; run the VM's QEMU as that user, or name its user: \
              <seclabel model='dac'> of the domain, tmem-hook --owner, or owner of its [[vm]] or --vm",
             self.config.socket.display()
         ));
@@ -249,24 +251,24 @@ impl Vm {
         *lock(&self.latencies) = None;
     }
 
-    /// Logs a warning about the VM at a bounded rate, because a guest must not fill the host's
+    /// Logs a warning about the VM. The rate is limited, because a guest must not fill the host's
     /// disk.
     pub fn warn(&self, message: std::fmt::Arguments<'_>) {
         if let Some(left_out) = self.log_limit.admit(Instant::now()) {
-            // The log line omits the number of left-out lines if it is 0.
+            // The log line contains the number of left-out lines only if lines were left out.
             let left_out = (left_out > 0).then_some(left_out);
             tracing::warn!(vm = %self.name(), left_out, "{message}");
         }
     }
 
-    /// Logs why a virtqueue stopped, and sends an event.
+    /// Logs why one of the VM's virtqueues stopped, and sends an event.
     pub fn queue_stopped(&self, virtqueue: usize, reason: &str) {
         self.emit(
             EventKind::QueueStopped,
             format_args!("virtqueue {virtqueue}: {reason}"),
         );
         if let Some(left_out) = self.log_limit.admit(Instant::now()) {
-            // The log line omits the number of left-out lines if it is 0.
+            // The log line contains the number of left-out lines only if lines were left out.
             let left_out = (left_out > 0).then_some(left_out);
             let vm = self.name();
             tracing::warn!(
@@ -276,17 +278,18 @@ impl Vm {
         }
     }
 
-    /// Logs an action of the VM or its VMM at a bounded rate, because they may repeat it in a loop.
+    /// Logs an action of the VM or its VMM. The rate is limited, because the action may be repeated
+    /// in a loop.
     pub fn info(&self, message: std::fmt::Arguments<'_>) {
         if let Some(left_out) = self.log_limit.admit(Instant::now()) {
-            // The log line omits the number of left-out lines if it is 0.
+            // The log line contains the number of left-out lines only if lines were left out.
             let left_out = (left_out > 0).then_some(left_out);
             tracing::info!(vm = %self.name(), left_out, "{message}");
         }
     }
 }
 
-/// Returns the name of a state that the guest driver reports.
+/// Returns the name of the state whose number the guest's driver has reported.
 pub fn driver_state(state: u32) -> &'static str {
     match state {
         wire::R_OFF => "off",
@@ -298,22 +301,23 @@ pub fn driver_state(state: u32) -> &'static str {
     }
 }
 
-/// Slot that a connection occupies at its VM. Dropping the value frees the slot.
+/// Guard of a connection that occupies the VM's slot for a front end. Dropping the value frees the
+/// slot.
 pub struct Connected(Arc<Vm>);
 
-/// Reason why a connection gets no slot.
+/// Reason why a connection cannot occupy the VM's slot for a front end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NoPlace {
-    /// Another front end is connected.
+    /// Another front end is connected to the VM.
     Taken,
-    /// The VM was removed.
+    /// The VM was removed, so no front end may connect.
     Removed,
-    /// The system has no descriptor left.
+    /// The system has no file descriptor left for a handle of the connection.
     NoHandle,
 }
 
 impl Connected {
-    /// Occupies the VM's slot for a connection.
+    /// Occupies the VM's slot for a front end with a connection.
     ///
     /// # Errors
     /// The slot is taken, the VM was removed, or the system lacks a descriptor: see [`NoPlace`].
@@ -384,8 +388,8 @@ mod tests {
                 .filter(move |event| event.vm.as_deref() == Some(name))
         };
         assert_eq!(of("other").count(), 1);
-        // One or two periods of the limit may have passed during the test, so that more events than
-        // the burst were sent.
+        // More events than one burst may have been sent, because one or two periods of the rate
+        // limit may have passed during the test.
         assert!(of("loud").count() < 2 * BURST as usize);
         loud.catch_up(Instant::now() + 2 * PERIOD);
         let taken = subscription.take();
@@ -397,7 +401,8 @@ mod tests {
             ("driver", Some("loud"))
         );
         assert!(
-            last.text.starts_with("the guest's driver says: off"),
+            last.text
+                .starts_with("the guest's driver reports the state off"),
             "the last event is not the driver's last state: {}",
             last.text
         );

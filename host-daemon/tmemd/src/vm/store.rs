@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The store of added VMs, from which the next start of the daemon restores them. Each VM has a
-//! file in `vms/` of the run directory, named after its socket.
+//! VM store: files that describe the added VMs, from which the next start of the daemon restores
+//! the VMs. Each VM has a file in `vms/` of the run directory, named after its socket.
 //!
-//! A file is written atomically. A file that cannot be parsed is reported and kept. Out of scope:
-//! pages, and data from guests.
+//! Each file is written atomically. A file that cannot be parsed is reported and kept. Out of
+//! scope: pages of VMs, and data from guests.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -11,41 +11,42 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use tmem_control::VmSpec;
 
-/// Maximum size of a file in bytes. A valid file has some hundred bytes.
+/// Maximum size of a VM's file in bytes. A valid file has some hundred bytes.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 
 /// Suffix of the name of a stored VM's file.
 const SUFFIX: &str = ".json";
 
-/// Directory with the stored VMs.
+/// VM store, which is the directory with the files of the stored VMs.
 pub struct VmStore(PathBuf);
 
-/// A file of the store, and the VM that it describes.
+/// A file of the VM store, and the VM that the file describes.
 pub struct StoredVm {
     /// Path of the VM's file.
     pub path: PathBuf,
-    /// The stored VM, or the reason why the file is invalid.
+    /// The stored VM or, if the file is invalid, the reason why it is.
     pub vm: Result<VmSpec, String>,
 }
 
 impl VmStore {
-    /// Creates the store of a run directory. The directory itself is created when a VM is stored.
+    /// Creates the VM store of a run directory. The store's directory is created when a VM is
+    /// stored.
     pub fn new(run_directory: &Path) -> VmStore {
         VmStore(run_directory.join("vms"))
     }
 
-    /// Returns the path of the file that stores the VM of a socket; None if the socket has no file
-    /// name.
+    /// Returns the path of the file for the VM with the given socket; None if the path of the
+    /// socket has no file name.
     fn path(&self, socket: &Path) -> Option<PathBuf> {
         let mut name = socket.file_name()?.to_os_string();
         name.push(SUFFIX);
         Some(self.0.join(name))
     }
 
-    /// Checks that only the daemon can write to the directory. Another user who can write to it
-    /// could choose which VMs exist, the trust domain of each, and which files the daemon
-    /// overwrites. If other users can write to the run directory, one of them may have created the
-    /// store.
+    /// Checks that only the daemon's user can write to the store's directory. Another user with
+    /// write permission could choose which VMs exist, the trust domain of each VM, and which files
+    /// the daemon overwrites. If other users can write to the run directory, one of them may have
+    /// created the store's directory.
     fn check(&self) -> io::Result<()> {
         let is = fs::symlink_metadata(&self.0)?;
         let me = rustix::process::geteuid().as_raw();
@@ -65,7 +66,7 @@ impl VmStore {
     /// Reads all stored VMs in the order of their files' names.
     ///
     /// # Errors
-    /// The directory exists and cannot be read.
+    /// The store's directory exists but cannot be read.
     pub fn read(&self) -> io::Result<Vec<StoredVm>> {
         let directory = match self.check().and_then(|()| fs::read_dir(&self.0)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -87,10 +88,10 @@ impl VmStore {
         Ok(store)
     }
 
-    /// Stores a VM in place of an earlier one with the same socket.
+    /// Stores a VM. Replaces a stored VM that has the same socket.
     ///
     /// # Errors
-    /// The file cannot be written; the earlier file stays.
+    /// The file cannot be written. In this case, the VM's earlier file stays.
     pub fn write(&self, vm: &VmSpec) -> io::Result<()> {
         let made = DirBuilder::new().mode(0o700).create(&self.0);
         match made {
@@ -108,18 +109,18 @@ impl VmStore {
             options.write(true).create(true).truncate(true).mode(0o600);
             let mut file = options.open(&new)?;
             file.write_all(text.as_bytes())?;
-            // The content must reach the disk before the file gets its name. Otherwise an
-            // incomplete file could have that name after a power failure.
+            // The content must be on the disk before the file gets its final name. Otherwise a
+            // power failure could leave an incomplete file with that name.
             file.sync_all()?;
             fs::rename(&new, &path)
         };
         VmStore::at(&path, write())
     }
 
-    /// Removes the stored VM of a socket, if there is one.
+    /// Removes the stored VM that has the given socket, if there is one.
     ///
     /// # Errors
-    /// The file exists and cannot be removed.
+    /// The VM's file exists and cannot be removed.
     pub fn remove(&self, socket: &Path) -> io::Result<()> {
         let Some(path) = self.path(socket) else {
             return Ok(());
@@ -201,7 +202,8 @@ mod tests {
         assert!(store.read().expect("cannot read the store").is_empty());
     }
 
-    /// Files that another user could have created are neither read nor written nor removed.
+    /// The daemon does not read, write or remove files in a directory to which another user can
+    /// write.
     #[test]
     fn a_directory_writable_by_others_is_not_used() {
         let there = tempfile::tempdir().expect("cannot create a temporary directory");

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Runs a real tmemd in a directory of its own, for simulated guests.
 //!
-//! A test that waits polls the condition until a time limit. A test that fails prints the daemon's
-//! log.
+//! Tests wait for a condition by polling it until a time limit. If a test fails, it prints the
+//! daemon's log.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::fs::{self, File};
@@ -17,11 +17,12 @@ use tempfile::TempDir;
 use tmem_sim::{Driver, DriverConfig, GuestConfig, Request};
 use virtio_tmem as wire;
 
-/// Time limit of every wait. It is long enough for a busy machine and a debug build.
+/// Longest time that a test waits for a condition. It is long enough for a busy machine and a debug
+/// build.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Multiplies a time limit by TMEM_TIMEOUT_SCALE, as the tests on VMs do. Slow machines set it
-/// above 1.
+/// Multiplies a time limit by the environment variable TMEM_TIMEOUT_SCALE, as the tests on VMs do.
+/// The variable is greater than 1 on slow machines.
 pub fn scaled(time: Duration) -> Duration {
     let scale = std::env::var("TMEM_TIMEOUT_SCALE");
     time.mul_f64(scale.map_or(1.0, |scale| {
@@ -29,7 +30,8 @@ pub fn scaled(time: Duration) -> Duration {
     }))
 }
 
-/// Polls until `check` returns true. Panics with `what` after [`TIMEOUT`].
+/// Polls `check` until it returns true. Panics with the text `what` after the time limit
+/// [`TIMEOUT`].
 pub fn until(what: &str, mut check: impl FnMut() -> bool) {
     let deadline = Instant::now() + scaled(TIMEOUT);
     while !check() {
@@ -41,15 +43,16 @@ pub fn until(what: &str, mut check: impl FnMut() -> bool) {
     }
 }
 
-/// Number of consecutive checks that must find a daemon idle before it counts as idle.
+/// Number of consecutive checks that must find all of a daemon's threads asleep before the daemon
+/// counts as idle.
 const IDLE_CHECKS: u32 = 5;
 
-/// Arguments that keep the daemon from reading the host's memory statistics. Otherwise the tests
-/// would depend on other processes, and the file that the daemon opens once a second would disturb
-/// tests that count descriptors.
+/// Arguments with which the daemon does not read the host's memory statistics. Otherwise, the
+/// result of a test would depend on other processes. Also, the daemon would open a file once a
+/// second, which would disturb tests that count descriptors.
 pub const HOST_IS_NO_MATTER: [&str; 4] = ["--host-free-min", "0", "--memory-pressure", "none"];
 
-/// A running tmemd and the names of its VMs.
+/// A process of tmemd, and the names of the VMs that it serves.
 pub struct Daemon {
     dir: TempDir,
     vms: Vec<(String, Option<String>)>,
@@ -60,18 +63,19 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts a daemon with a large pool. Each VM is given by its name and its trust domain, if it
-    /// has one.
+    /// Starts a daemon with a pool of 512 MiB. Each of `vms` is the name of a VM and, if the VM has
+    /// one, its trust domain.
     pub fn start(vms: &[(&str, Option<&str>)]) -> Self {
         Self::with_pool(vms, "512MiB")
     }
 
-    /// Starts a daemon with a pool of the given size.
+    /// Starts a daemon with a pool of `pool_size`, for example "64MiB".
     pub fn with_pool(vms: &[(&str, Option<&str>)], pool_size: &str) -> Self {
         Self::with_arguments(vms, pool_size, |_| Vec::new())
     }
 
-    /// Starts a daemon with more arguments, which may name files in its directory.
+    /// Starts a daemon with additional arguments. The function `arguments` gets the daemon's
+    /// directory and may name files in it.
     pub fn with_arguments(
         vms: &[(&str, Option<&str>)],
         pool_size: &str,
@@ -83,7 +87,8 @@ impl Daemon {
         daemon
     }
 
-    /// Starts a daemon with an environment, which may name files in its directory.
+    /// Starts a daemon with additional environment variables. The function `environment` gets the
+    /// daemon's directory and may name files in it.
     pub fn with_environment(
         vms: &[(&str, Option<&str>)],
         environment: impl FnOnce(&Path) -> Vec<(String, String)>,
@@ -133,8 +138,8 @@ impl Daemon {
             }
             command.args(["--vm", &vm]);
         }
-        // Both event loops must pass the same tests, so `make test-rust` sets this variable to
-        // select one of them.
+        // `make test-rust` runs the tests once with io_uring and once with epoll. It selects the
+        // event loop with the variable TMEM_EVENT_LOOP.
         if let Ok(event_loop) = std::env::var("TMEM_EVENT_LOOP") {
             command.args(["--event-loop", &event_loop]);
         }
@@ -153,12 +158,12 @@ impl Daemon {
         }
     }
 
-    /// Returns the socket of a VM.
+    /// Returns the path of a VM's socket.
     pub fn socket(&self, name: &str) -> PathBuf {
         self.dir.path().join(format!("{name}.sock"))
     }
 
-    /// Kills the daemon with SIGKILL and waits until it is dead.
+    /// Kills the daemon with SIGKILL and waits until the process has ended.
     pub fn kill(&mut self) {
         let mut child = self.child.take().expect("tmemd does not run");
         child.kill().unwrap();
@@ -169,7 +174,7 @@ impl Daemon {
         );
     }
 
-    /// Sends SIGTERM and waits until the daemon has ended without an error.
+    /// Sends SIGTERM to the daemon and waits until it has ended without an error.
     pub fn terminate(&mut self) {
         let mut child = self.child.take().expect("tmemd does not run");
         kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
@@ -181,12 +186,12 @@ impl Daemon {
         self.child.as_ref().expect("tmemd does not run").id()
     }
 
-    /// Returns the path of a file in the daemon's directory.
+    /// Returns the path of the file `name` in the daemon's directory.
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    /// Stops the daemon with SIGSTOP for the given time.
+    /// Stops the daemon with SIGSTOP for the given time, and then lets it continue.
     pub fn freeze(&self, time: Duration) {
         let child = self.child.as_ref().expect("tmemd does not run");
         let pid = Pid::from_child(child);
@@ -195,13 +200,13 @@ impl Daemon {
         kill_process(pid, Signal::CONT).unwrap();
     }
 
-    /// Waits until the daemon is idle and stops it until [`Self::resume`]. When this returns, none
-    /// of its threads runs. The daemon must be idle, because an answer that the guest has seen may
-    /// not be the last access of a worker.
+    /// Waits until the daemon is idle, and stops it with SIGSTOP until [`Self::resume`]. After the
+    /// call, no thread of the daemon runs. The daemon must be idle, because a worker may still
+    /// access guest memory after the guest has seen its answer.
     pub fn suspend(&mut self) {
         let pid = Pid::from_child(self.child.as_ref().expect("tmemd does not run"));
         let tasks = format!("/proc/{pid}/task");
-        // In /proc the state follows the name, which is in parentheses.
+        // In /proc/PID/task/TID/stat, the state follows the thread's name, which is in parentheses.
         let all_are = |state: &str| {
             let mut tasks = fs::read_dir(&tasks).unwrap().map(Result::unwrap);
             tasks.all(|task| {
@@ -211,7 +216,8 @@ impl Daemon {
                 })
             })
         };
-        // The state is checked several times, because a thread that waits for a lock also sleeps.
+        // The threads' state is checked several times, because a thread that waits for a lock also
+        // sleeps.
         let mut idle = 0;
         self.until("all threads sleep", || {
             idle = if all_are("S") { idle + 1 } else { 0 };
@@ -221,18 +227,18 @@ impl Daemon {
         self.until("all threads stop", || all_are("T"));
     }
 
-    /// Ends the stop that [`Self::suspend`] began.
+    /// Lets the daemon continue that [`Self::suspend`] has stopped.
     pub fn resume(&self) {
         let pid = Pid::from_child(self.child.as_ref().expect("tmemd does not run"));
         kill_process(pid, Signal::CONT).unwrap();
     }
 
-    /// Returns the resources that the daemon uses.
+    /// Returns the resources that the daemon uses now.
     pub fn taken(&self) -> Taken {
         taken_by(self.child.as_ref().expect("tmemd does not run").id() as i32)
     }
 
-    /// Panics with the log if the daemon has ended.
+    /// Panics if the daemon has ended. The panic makes the test print the daemon's log.
     pub fn expect_alive(&mut self) {
         let status = self
             .child
@@ -243,8 +249,8 @@ impl Daemon {
         assert_eq!(status, None, "tmemd ended by itself");
     }
 
-    /// Polls until `check` returns true. Panics with `what` and the daemon's log if the daemon ends
-    /// or [`TIMEOUT`] has passed.
+    /// Polls `check` until it returns true. Panics with the text `what` if the daemon ends or after
+    /// the time limit [`TIMEOUT`]. The panic makes the test print the daemon's log.
     pub fn until(&mut self, what: &str, mut check: impl FnMut() -> bool) {
         until(what, || {
             check() || {
@@ -254,9 +260,9 @@ impl Daemon {
         });
     }
 
-    /// Connects a driver, and tries again while the VM still has another connection: that of an
-    /// earlier driver, or the one with which [`Self::spawn`] tests the socket. The daemon accepts
-    /// one connection at a time.
+    /// Connects a driver to the socket of its VM. The daemon accepts one connection at a time for
+    /// each VM. So the function tries again while an earlier connection exists, which an earlier
+    /// driver or [`Self::spawn`] made.
     pub fn connect(&mut self, driver: &mut Driver, name: &str) {
         let socket = self.socket(name);
         let guest = &mut driver.guest;
@@ -267,7 +273,7 @@ impl Daemon {
         driver.create_pool().unwrap();
     }
 
-    /// Returns a connected driver with ordinary memory.
+    /// Returns the connected driver of a guest `name` with the default configuration.
     pub fn driver(&mut self, name: &str, seed: u64) -> Driver {
         self.driver_with(
             guest(name),
@@ -278,7 +284,7 @@ impl Daemon {
         )
     }
 
-    /// Returns a connected driver.
+    /// Returns the connected driver of a guest with the configuration `guest`.
     pub fn driver_with(&mut self, guest: GuestConfig, config: DriverConfig) -> Driver {
         let name = guest.name.clone();
         let mut driver = Driver::new(guest, config).unwrap();
@@ -302,23 +308,24 @@ impl Drop for Daemon {
     }
 }
 
-/// Resources that a process uses.
+/// Numbers of resources that a process uses.
 #[derive(Clone, Copy, Debug)]
 pub struct Taken {
-    /// The process id.
+    /// Process id of the process that uses the resources.
     pub pid: i32,
-    /// Number of threads.
+    /// Number of threads of the process.
     pub threads: usize,
-    /// Number of file descriptors.
+    /// Number of open file descriptors of the process.
     pub descriptors: usize,
-    /// Number of mappings of its address space.
+    /// Number of mappings in the address space of the process.
     pub mappings: usize,
-    /// Resident memory of the process in bytes, without guest memory.
+    /// Resident anonymous memory of the process in bytes. Guest memory is shared and does not
+    /// count.
     pub memory_bytes: usize,
 }
 
 impl Taken {
-    /// Returns the maximum of each value.
+    /// Returns the larger number of `self` and `other` for each resource.
     pub fn most(&self, other: &Taken) -> Taken {
         Taken {
             pid: self.pid,
@@ -330,7 +337,7 @@ impl Taken {
     }
 }
 
-/// Returns the resources that a process uses now.
+/// Returns the resources that the process `pid` uses now.
 pub fn taken_by(pid: i32) -> Taken {
     let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap();
     let entries = |name: &str| fs::read_dir(format!("/proc/{pid}/{name}")).unwrap().count();
@@ -348,7 +355,7 @@ pub fn taken_by(pid: i32) -> Taken {
     }
 }
 
-/// Returns the configuration of an ordinary simulated guest with that name.
+/// Returns the default configuration of a simulated guest, with the name `name`.
 pub fn guest(name: &str) -> GuestConfig {
     GuestConfig {
         name: name.into(),
@@ -356,8 +363,8 @@ pub fn guest(name: &str) -> GuestConfig {
     }
 }
 
-/// Returns the seed of a random test and prints it. TMEM_SEED replays a run; otherwise each run has
-/// another seed.
+/// Returns the seed of a random test and prints it. With the environment variable TMEM_SEED, a run
+/// is repeated; otherwise, each run has another seed.
 pub fn seed(test: &str) -> u64 {
     let seed = match std::env::var("TMEM_SEED") {
         Ok(value) => value.parse().expect("TMEM_SEED is not a decimal number"),
@@ -372,7 +379,7 @@ pub fn seed(test: &str) -> u64 {
     seed
 }
 
-/// Checks that the daemon serves a VM: sends random requests and compares the answers with the
+/// Sends `steps` random requests of a guest, and checks the daemon's answers with the driver's
 /// model.
 pub fn work(driver: &mut Driver, steps: usize) {
     for _ in 0..steps {
@@ -381,7 +388,7 @@ pub fn work(driver: &mut Driver, steps: usize) {
     driver.settle().unwrap();
 }
 
-/// Sends one request on each queue, and checks that it is answered.
+/// Sends one request on each queue of a guest, and checks that the daemon answers it.
 pub fn every_queue_answers(driver: &mut Driver) {
     let pool = driver.pool();
     for queue in 1..driver.guest.num_queues() {
