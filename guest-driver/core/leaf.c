@@ -8,7 +8,7 @@
  * pages. A full one moves to the next size. With TMEM_SLAB_LINK, a small object takes 56 bytes and
  * 8 for each place, so 64 to 184. An object with a tree takes 88. A leaf of a tree takes 32 bytes
  * and 8 for each place, so 80 to 544. Every byte is charged before it is allocated, XArray nodes
- * included. Memory that the slab allocator cannot use is not charged.
+ * included. Memory that the slab allocator cannot use, or keeps free in its slabs, is not charged.
  *
  * An entry is held or retained. The page of a held entry is in the pool and not in the page cache.
  * The page of a retained entry is in both: a get brought it, and the host keeps it.
@@ -145,10 +145,13 @@ struct object *tmem_object_new(u64 index)
 
 /**
  * tmem_object_release() - free the memory of an object
- * @object: the object, which can no longer be found and has no leaves in a tree
+ * @object: the object, which can no longer be found and has no leaves in a tree that are in use
  */
 void tmem_object_release(struct object *object)
 {
+	/* After a store that found no memory, a tree without leaves can still have empty nodes. */
+	if (!object_is_small(object))
+		xa_destroy(&object->tree.leaves);
 	class_free(object->small.class, object);
 }
 
@@ -342,7 +345,8 @@ void tmem_leaf_hold(struct object *object, struct leaf *leaf, u64 mask)
 
 /**
  * tmem_leaf_free_all() - free all leaves of an object's tree
- * @object: the object, which can no longer be found
+ * @object: the object, which can no longer be found. Its tree then contains freed leaves, so the
+ *   caller may only release the object.
  */
 void tmem_leaf_free_all(struct object *object)
 {
@@ -358,7 +362,6 @@ void tmem_leaf_free_all(struct object *object)
 		}
 		class_free(leaf->class, leaf);
 	}
-	xa_destroy(&object->tree.leaves);
 }
 
 /**
