@@ -44,12 +44,14 @@
 #include "index.h"
 
 /*
- * Bytes of the module's memory for each bucket. The index may use half of them: an index full of
- * files of one page has eight objects in each bucket.
+ * Bytes of the module's memory for each bucket. The index may use half of them. The number of
+ * buckets is rounded down to a power of two. So an index full of files of one page has 8 to 16
+ * objects in each bucket, up to 1.6 TiB of RAM. Beyond that the table does not grow, because a walk
+ * visits all buckets.
  */
 #define BYTES_PER_BUCKET	1024
 #define BUCKETS_MIN		256
-#define BUCKETS_MAX		1048576
+#define BUCKETS_MAX		(1UL << 24)
 
 struct bucket *tmem_buckets __read_mostly;
 unsigned int tmem_bucket_bits __read_mostly;
