@@ -164,10 +164,6 @@ int tmem_coherence_add(void)
 		{ (unsigned long)generic_fadvise, TMEM_HOOK_FADVISE, NULL, tmem_wrap_fadvise,
 		  tmem_wants_fadvise },
 	};
-	const struct tmem_target drop_slab = {
-		.hook = TMEM_HOOK_DROP_SLAB,
-		.entry = entry_drop_slab,
-	};
 	unsigned int i;
 	int err;
 
@@ -185,10 +181,23 @@ int tmem_coherence_add(void)
 			return err;
 		}
 	}
-	/* Coherence does not depend on this hook. Without it, drop_caches_flush has no effect. */
-	err = tmem_target_add_name("drop_slab", &drop_slab);
+	return 0;
+}
+
+/**
+ * tmem_drop_slab_add() - hook drop_slab()
+ *
+ * Coherence does not depend on this hook. Without it, drop_caches_flush has no effect.
+ */
+void tmem_drop_slab_add(void)
+{
+	const struct tmem_target target = {
+		.hook = TMEM_HOOK_DROP_SLAB,
+		.entry = entry_drop_slab,
+	};
+	int err = tmem_target_add_name("drop_slab", &target);
+
 	if (err)
 		pr_info("cannot hook drop_slab: error %d; drop_caches_flush does nothing\n",
 			err);
-	return 0;
 }

@@ -322,6 +322,7 @@ static inline void tmem_leave(void)
 /* --- coherence.c --------------------------------------------------------------------------- */
 
 int tmem_coherence_add(void);
+void tmem_drop_slab_add(void);
 
 /* --- reclaim.c ----------------------------------------------------------------------------- */
 

@@ -125,7 +125,6 @@ static int hooks_up(void)
 	err = tmem_coherence_add();
 	if (err)
 		return err;
-	tmem_reclaim_add();
 	why = tmem_selftest_add();
 	if (why) {
 		tmem_hooks_off("self-test: %s", why);
@@ -147,6 +146,12 @@ static int hooks_up(void)
 		tmem_hooks_off("self-test: %s", why);
 		return -EINVAL;
 	}
+	/*
+	 * Add the hooks on which coherence does not depend one by one, after the others are live.
+	 * If a live patch redirects one of these functions, only this hook is missing.
+	 */
+	tmem_drop_slab_add();
+	tmem_reclaim_add();
 	tmem_hooks_set(TMEM_HOOK_REMOVED);
 	tmem_hooks_set(TMEM_HOOK_DIRTY);
 	if (tmem_probes_see_errors())

@@ -17,7 +17,7 @@ from harness import disk
 from harness.daemon import Daemon, Tenant
 from harness.guest import Guest, Job
 from harness.kernel import Kernel
-from harness.paths import TESTS, HarnessError, guest_program
+from harness.paths import ROOT, TESTS, HarnessError, guest_program
 from harness.session import Session
 from harness.vm import MIB, Config, Tmem, Vm
 from harness.wait import scaled, until
@@ -28,9 +28,17 @@ DM = "/bin/dm"
 SYSFS = "/sys/kernel/virtio_tmem"
 PARAMETERS = "/sys/module/virtio_tmem/parameters"
 WHERE = "/mnt"
-# Value of the sysfs file "hooks" when all hooks that ext4 needs are installed. Each hook that
-# hooks/hooks.h lists has a bit, except "selftest".
-HOOKS_OF_EXT4 = 0xFFFF
+# Bit of each hook in the sysfs file "hooks", in the order of enum tmem_hook.
+HOOK_BITS = {
+    name.lower(): 1 << number
+    for number, name in enumerate(
+        re.findall(
+            r"^\tTMEM_HOOK_(\w+),", (ROOT / "guest-driver/hooks/hooks.h").read_text(), re.MULTILINE
+        )
+    )
+}
+# Bits that are set when all hooks that ext4 needs are installed.
+HOOKS_OF_EXT4 = sum(HOOK_BITS.values()) - HOOK_BITS["selftest"]
 
 # The driver's deadline in tests, scaled for slow machines. It is long enough for an answer to a
 # guest under TCG. If a page arrives later, the driver reads it from the disk.

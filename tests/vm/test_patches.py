@@ -15,6 +15,7 @@ from driver import (
     DEADLINE_MS,
     DISK_BYTES,
     DM,
+    HOOK_BITS,
     MODULE,
     SYSFS,
     WHERE,
@@ -121,6 +122,25 @@ def test_patched_file_system_is_off_and_the_other_is_served(
     see(guest, f"{WHERE}/seen")
     wait_state(guest, "off: ext4: cannot hook its readahead: error -16")
     until(lambda: reported(daemon) == ("off", 0), 30, "the driver reports that it is off")
+
+
+@pytest.mark.parametrize(
+    "function, missing", [("drop_slab", "drop_slab"), ("try_to_unmap_flush", "reclaim")]
+)
+def test_patched_function_of_an_optional_hook_leaves_the_driver_on(
+    session: Session, kernel: Kernel, test_module: Path, function: str, missing: str
+) -> None:
+    """If a function that the driver does not need is patched, only its hook is missing."""
+    guest, _ = boot(session, kernel, test_module)
+    guest.insmod(PATCH, f"function={function}")
+    load(guest)
+    assert f"cannot hook {function}: error -16" in guest.sh("dmesg")
+    optional = HOOK_BITS["drop_slab"] | HOOK_BITS["reclaim"]
+    hooks = int(guest.read(f"{SYSFS}/hooks"), 0)
+    assert hooks & optional == optional - HOOK_BITS[missing], hex(hooks)
+    check_cached(guest, make(guest, f"{WHERE}/f"))
+    wait_state(guest, "on")
+    guest.sh("rmmod virtio_tmem && rmmod patch", 60)
 
 
 def test_hung_mount_does_not_delay_unload(
