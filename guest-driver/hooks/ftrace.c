@@ -13,6 +13,7 @@
  * (-fno-optimize-sibling-calls, tmem_leave()).
  */
 #include <linux/ftrace.h>
+#include <linux/kallsyms.h>
 #include <linux/kprobes.h>
 #include <linux/module.h>
 #include <linux/rcupdate.h>
@@ -20,8 +21,8 @@
 #include "../compat.h"
 #include "hooks.h"
 
-/* Number of targets: mm and VFS 7, self-test 1, ext4 7 and xfs 4. */
-#define TMEM_TARGETS_MAX 19
+/* Maximum number of targets. Used are 19: mm and VFS 7, self-test 1, ext4 7 and xfs 4. */
+#define TMEM_TARGETS_MAX 24
 
 /*
  * Largest distance in bytes from a function's address to its traced instruction. That instruction
@@ -50,6 +51,20 @@ static const struct tmem_target *find_target(unsigned long ip)
 	return NULL;
 }
 
+/*
+ * Returns whether an address is in the function @name, or in a copy of it that the compiler made
+ * and whose name has a suffix, such as ".constprop.0". It is not inline because of its large stack
+ * frame.
+ */
+static noinline bool is_inside(unsigned long address, const char *name)
+{
+	char symbol[KSYM_SYMBOL_LEN];
+	size_t bytes = strlen(name);
+
+	sprint_symbol_no_offset(symbol, address);
+	return !strncmp(symbol, name, bytes) && (!symbol[bytes] || symbol[bytes] == '.');
+}
+
 static void notrace tmem_ftrace_func(unsigned long ip, unsigned long parent_ip,
 				     struct ftrace_ops *op, struct ftrace_regs *fregs)
 {
@@ -64,7 +79,8 @@ static void notrace tmem_ftrace_func(unsigned long ip, unsigned long parent_ip,
 	if (target->entry)
 		target->entry((struct tmem_args *)fregs);
 	if (target->wrap && !within_module(parent_ip, THIS_MODULE) &&
-	    (!target->wanted || target->wanted((struct tmem_args *)fregs)))
+	    (!target->wanted || target->wanted((struct tmem_args *)fregs)) &&
+	    (!target->caller || is_inside(parent_ip, target->caller)))
 		tmem_set_ip(fregs, (unsigned long)target->wrap);
 }
 

@@ -287,6 +287,11 @@ struct tmem_target {
 	 * module loaded, so calls that may wait for a server must not be replaced.
 	 */
 	bool (*wanted)(struct tmem_args *args);
+	/*
+	 * If it is not NULL, the replacement only handles calls from the function that has this
+	 * name. In a kernel with the patches of intree/, that function alone calls the hook.
+	 */
+	const char *caller;
 };
 
 int tmem_target_add(const struct tmem_target *target);

@@ -2,11 +2,19 @@
 /*
  * Hook of try_to_unmap_flush(), at which kswapd waits for the host (core/pace.c).
  *
- * Reclaim calls try_to_unmap_flush() after each 32 folios that it evicts (each 64 at most on Linux
- * 6.1), holds no lock then, and may sleep. The function does nothing unless pages were unmapped
- * from processes since its last call. Only such a call is replaced, by the wait, so the original
- * need not be called. Calls of all tasks but kswapd, and calls while the put ring has enough space,
- * are not replaced either.
+ * In reclaim, shrink_folio_list() calls try_to_unmap_flush() after each 32 folios that it evicts
+ * (each 64 at most on Linux 6.1). It holds no lock then, and may sleep. The split of a large folio
+ * and the migration to slower memory call try_to_unmap_flush() with locks, and kswapd may run both.
+ * So only calls from shrink_folio_list() are replaced.
+ *
+ * The replacement cannot call the original (tmem_target_add_name()). So a call that has to flush a
+ * TLB is not replaced. In a guest with several processors, this is the first call after
+ * shrink_folio_list() has unmapped a page from a process that may have run on another processor.
+ * So kswapd seldom waits while most of the pages that it evicts are mapped by processes.
+ *
+ * Calls of all tasks but kswapd, and calls while the put ring has enough space, are not replaced
+ * either. In a kernel with the patches of intree/, the hook is a call of its own at the beginning of
+ * shrink_folio_list().
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
@@ -39,6 +47,7 @@ void tmem_reclaim_add(void)
 		.hook = TMEM_HOOK_RECLAIM,
 		.wrap = wrap_reclaim,
 		.wanted = wants_reclaim,
+		.caller = "shrink_folio_list",
 	};
 	int err = tmem_target_add_name("try_to_unmap_flush", &target);
 

@@ -5,6 +5,8 @@
  * - insmod patch.ko function=NAME: redirects the function through ftrace, as a live patch does, but
  *   does not change what it does
  * - insmod patch.ko kill=1: makes the kernel disable ftrace, as after an internal error
+ * - insmod patch.ko flush=1: calls try_to_unmap_flush() with kswapd's task flag, as the split of a
+ *   large folio in kswapd does
  */
 #include <linux/ftrace.h>
 #include <linux/kprobes.h>
@@ -14,6 +16,8 @@ static char *function;
 module_param(function, charp, 0444);
 static bool kill;
 module_param(kill, bool, 0444);
+static bool flush;
+module_param(flush, bool, 0444);
 
 static void patch_func(unsigned long ip, unsigned long parent_ip, struct ftrace_ops *op,
 		       struct ftrace_regs *fregs)
@@ -41,13 +45,18 @@ static unsigned long address_of(const char *name)
 
 static int __init patch_init(void)
 {
-	unsigned long address = address_of(kill ? "ftrace_kill" : function);
+	unsigned long address = address_of(kill ? "ftrace_kill" :
+					   flush ? "try_to_unmap_flush" : function);
 	int err;
 
 	if (!address)
 		return -ENOENT;
-	if (kill) {
+	if (kill || flush) {
+		if (flush)
+			current->flags |= PF_KSWAPD;
 		((void (*)(void))address)();
+		if (flush)
+			current->flags &= ~PF_KSWAPD;
 		return 0;
 	}
 	err = ftrace_set_filter_ip(&ops, address, 0, 0);
@@ -60,7 +69,7 @@ static int __init patch_init(void)
 
 static void __exit patch_exit(void)
 {
-	if (kill)
+	if (kill || flush)
 		return;
 	unregister_ftrace_function(&ops);
 	ftrace_free_filter(&ops);
