@@ -200,7 +200,7 @@ void tmem_poison(const char *why, u64 ino, pgoff_t index);
 
 /*
  * tmem_pace_wanted() returns whether the current task is kswapd and should wait for the host,
- * because the put ring fills up. tmem_pace() waits (core/pace.c).
+ * because the put ring fills up. tmem_pace() waits, for a bounded time (core/pace.c).
  */
 bool tmem_pace_wanted(void);
 void tmem_pace(void);

@@ -310,9 +310,11 @@ struct tmem_dev {
 	unsigned long full;
 	/* kswapd waits here until the host has answered puts (pace.c) */
 	wait_queue_head_t pace_wait;
-	/* length of the next pause between waits of kswapd, in jiffies */
+	/* length of the next pause after a wait in which the host took no put, in jiffies */
 	unsigned long pace_pause;
-	unsigned long pace_again;	/* time from which kswapd may wait again, in jiffies */
+	unsigned long pace_again;	/* time at which the pause ends, in jiffies */
+	/* time of ktime_get_ns() from which the budget allows another wait of kswapd */
+	s64 pace_budget_ns;
 
 	/* State of gets. get_lock guards all fields of this group except get_req and bounce. */
 	spinlock_t get_lock ____cacheline_aligned_in_smp;
@@ -486,9 +488,8 @@ void tmem_bounce_answered(struct tmem_dev *dev, struct tmem_get_req *get);
 void tmem_breaker_probe(struct tmem_dev *dev);
 void tmem_breaker_reset(struct tmem_dev *dev);
 
-/* implemented in transport.c */
-int tmem_transport_init(void);
-void tmem_transport_exit(void);
+/* implemented in pace.c */
+void tmem_pace_init(struct tmem_dev *dev);
 
 /* implemented in control.c */
 int tmem_control_init(struct tmem_dev *dev);

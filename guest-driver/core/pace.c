@@ -7,11 +7,16 @@
  * tmem_pace() after every 32 pages or so that it evicts (hooks/reclaim.c). If a quarter of the ring
  * is used, tmem_pace() sends all puts and waits until the host has taken half of them.
  *
- * No task waits for kswapd: a task that finds no free memory reclaims pages itself, and tmem_pace()
- * does not delay such a task. A wait ends after PACE_US_MAX. If the host took no put during the
- * wait, kswapd does not wait again for a pause. The pauses grow from PACE_PAUSE_MIN to
- * PACE_PAUSE_MAX, each twice as long as the one before, until the host takes puts again. So a host
- * that hangs soon delays kswapd by only 2 ms in a second.
+ * A task that finds no free memory reclaims pages itself, and tmem_pace() does not delay it. But
+ * when memory is almost exhausted, such a task first waits until kswapd has freed some
+ * (throttle_direct_reclaim() of the kernel). So all waits of kswapd are bounded:
+ * - A wait ends after PACE_US_MAX.
+ * - kswapd waits for at most 1 / PACE_SHARE of the time, and PACE_BURST_US more. This is a leaky
+ *   bucket, which all kswapd tasks share.
+ * - If the host took no put before a wait timed out, kswapd does not wait again for a pause. The
+ *   pauses grow from PACE_PAUSE_MIN_MS to PACE_PAUSE_MAX_MS, each twice as long as the one before,
+ *   until the host takes puts again. So a host that hangs soon delays kswapd by only 2 ms in a
+ *   second.
  */
 #include <linux/swap.h>
 
@@ -24,12 +29,18 @@
  */
 #define PACE_US_MAX		2000
 /*
+ * kswapd waits for at most 1 / PACE_SHARE of the time, and PACE_BURST_US more. The burst is as long
+ * as a reader waits for the host by default (deadline_ms).
+ */
+#define PACE_SHARE		4
+#define PACE_BURST_US		20000
+/*
  * Shortest and longest pause after a wait in which the host took no put. On two processors that run
  * two emulated guests, tmemd often takes no put for 2 ms. With a first pause of a second, kswapd
  * then seldom waited, and the driver dropped three times as many pages.
  */
-#define PACE_PAUSE_MIN		msecs_to_jiffies(8)
-#define PACE_PAUSE_MAX		HZ
+#define PACE_PAUSE_MIN_MS	8
+#define PACE_PAUSE_MAX_MS	1000
 /*
  * kswapd waits if at least 1 / PACE_BEGIN of the slots are in use, until at most 1 / PACE_END are.
  */
@@ -67,11 +78,36 @@ static u64 all_slots(struct tmem_dev *dev)
 }
 
 /**
+ * tmem_pace_init() - let kswapd wait at once when the ring fills up
+ * @dev: the device, whose fields are 0
+ */
+void tmem_pace_init(struct tmem_dev *dev)
+{
+	init_waitqueue_head(&dev->pace_wait);
+	dev->pace_pause = msecs_to_jiffies(PACE_PAUSE_MIN_MS);
+	dev->pace_again = jiffies;
+}
+
+/*
+ * Charges a wait that began at @began_ns and ends now to the budget. If several kswapd tasks do so
+ * at the same time, a charge may get lost.
+ */
+static void charge_wait(struct tmem_dev *dev, s64 began_ns)
+{
+	s64 now = ktime_get_ns();
+	s64 earliest = now - (s64)PACE_SHARE * PACE_BURST_US * NSEC_PER_USEC;
+	s64 budget = max(READ_ONCE(dev->pace_budget_ns), earliest);
+
+	WRITE_ONCE(dev->pace_budget_ns, budget + PACE_SHARE * (now - began_ns));
+}
+
+/**
  * tmem_pace_wanted() - return whether the current task should call tmem_pace()
  *
  * Context: process, may be inside a function that must not sleep.
  *
- * Return: true if the task is kswapd, the ring fills up and the host was not silent just now.
+ * Return: true if the task is kswapd, the ring fills up, the host was not silent just now, and the
+ * budget allows a wait.
  */
 bool tmem_pace_wanted(void)
 {
@@ -84,7 +120,8 @@ bool tmem_pace_wanted(void)
 	dev = rcu_dereference(tmem_device);
 	wanted = dev && READ_ONCE(dev->generation) &&
 		 used_slots(dev) >= all_slots(dev) / PACE_BEGIN &&
-		 !time_before(jiffies, READ_ONCE(dev->pace_again));
+		 !time_before(jiffies, READ_ONCE(dev->pace_again)) &&
+		 (s64)ktime_get_ns() >= READ_ONCE(dev->pace_budget_ns);
 	rcu_read_unlock();
 	return wanted;
 }
@@ -98,24 +135,30 @@ void tmem_pace(void)
 {
 	struct tmem_dev *dev = tmem_dev_get();
 	unsigned long pause;
-	unsigned int i;
+	s64 began_ns;
 	u64 before;
+	unsigned int i;
+	bool timed_out;
 
 	if (!dev)
 		return;
+	began_ns = ktime_get_ns();
 	before = answered_slots(dev);
 	for (i = 0; i < dev->nr_queues; i++)
 		tmem_send_all(&dev->queue[i]);
 	tmem_count(TMEM_STAT_pace_waits);
-	if (wait_event_hrtimeout(dev->pace_wait, used_slots(dev) <= all_slots(dev) / PACE_END,
-				 ns_to_ktime((u64)PACE_US_MAX * NSEC_PER_USEC)))
+	timed_out = wait_event_hrtimeout(dev->pace_wait,
+					 used_slots(dev) <= all_slots(dev) / PACE_END,
+					 ns_to_ktime((u64)PACE_US_MAX * NSEC_PER_USEC));
+	if (timed_out)
 		tmem_count(TMEM_STAT_pace_timeouts);
-	if (answered_slots(dev) == before) {
+	if (timed_out && answered_slots(dev) == before) {
 		pause = READ_ONCE(dev->pace_pause);
 		WRITE_ONCE(dev->pace_again, jiffies + pause);
-		WRITE_ONCE(dev->pace_pause, min_t(unsigned long, 2 * pause, PACE_PAUSE_MAX));
+		WRITE_ONCE(dev->pace_pause, min(2 * pause, msecs_to_jiffies(PACE_PAUSE_MAX_MS)));
 	} else {
-		WRITE_ONCE(dev->pace_pause, PACE_PAUSE_MIN);
+		WRITE_ONCE(dev->pace_pause, msecs_to_jiffies(PACE_PAUSE_MIN_MS));
 	}
+	charge_wait(dev, began_ns);
 	tmem_dev_put(dev);
 }

@@ -208,9 +208,7 @@ static int set_up(struct virtio_device *vdev)
 	dev->retain = retain && virtio_has_feature(vdev, VIRTIO_TMEM_F_RETAIN);
 	spin_lock_init(&dev->window_lock);
 	init_waitqueue_head(&dev->feeder_wait);
-	init_waitqueue_head(&dev->pace_wait);
-	dev->pace_pause = 1;	/* in jiffies */
-	dev->pace_again = jiffies;
+	tmem_pace_init(dev);
 	/*
 	 * The random base is below 2^63. A renewal adds 2^TMEM_SEQ_BITS, so no number of renewals
 	 * makes it wrap around. The base is not 0, because no cookie is 0.
