@@ -50,10 +50,12 @@ from test_fs_errors import (
 )
 from test_hooks import READERS, check_read_path, puts_of_an_open_file
 from test_mounts import Mount
+from test_pace import check_waits_for_silent_host
 from test_selftest import BLIND
 from test_torture import BROKEN, BROKEN_RANDOM, MOUNT, SCENARIOS, SMALL
 
 from harness import debug_kernel, disk
+from harness.daemon import Daemon
 from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
@@ -82,6 +84,7 @@ def boot(
     *,
     image: Path | None = None,
     files: Mapping[str, Path] | None = None,
+    daemon: Daemon | None = None,
 ) -> Guest:
     """Boots a VM with the data disk mounted, and the driver's parameters on the command line."""
     fs = disk.FILE_SYSTEMS[name]
@@ -91,7 +94,7 @@ def boot(
         kernel,
         cpus=2,
         disks=[disk.Disk("data", image)],
-        tmem=Tmem(start_daemon(session).socket("vm1")),
+        tmem=Tmem((daemon or start_daemon(session)).socket("vm1")),
         files=files or programs(TORTURE, SPECIAL),
         cmdline=" ".join(f"virtio_tmem.{word}" for word in words),
     )
@@ -101,10 +104,15 @@ def boot(
 
 
 def served(
-    session: Session, kernel: Kernel, parameters: str = "verify_every=0", name: str = "ext4"
+    session: Session,
+    kernel: Kernel,
+    parameters: str = "verify_every=0",
+    name: str = "ext4",
+    daemon: Daemon | None = None,
 ) -> Guest:
     """Boots a VM, and waits until the built-in driver caches files of the data disk."""
-    guest = boot(session, kernel, f"deadline_ms={DEADLINE_MS} {parameters}", name)
+    parameters = f"deadline_ms={DEADLINE_MS} {parameters}"
+    guest = boot(session, kernel, parameters, name, daemon=daemon)
     wait_state(guest, "on")
     wait_served(guest)
     return guest
@@ -139,6 +147,12 @@ def test_evicted_files_come_back_without_the_disk(session: Session, kernel: Kern
     sectors = (guest.disk_stat("data") - read).read_sectors
     assert sectors < pages * 8 // 10  # a page has 8 sectors
     assert change["mismatches"] == 0
+
+
+def test_kswapd_waits_for_a_silent_host(session: Session, kernel: Kernel) -> None:
+    """kswapd waits while the host takes no page, and does not without the hook `reclaim`."""
+    daemon = start_daemon(session)
+    check_waits_for_silent_host(served(session, kernel, daemon=daemon), daemon)
 
 
 @pytest.mark.parametrize("parameter, words", BLIND)

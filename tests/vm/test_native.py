@@ -31,6 +31,7 @@ from driver import (
     wait_served,
     wait_state,
 )
+from test_pace import check_waits_for_silent_host
 from test_ring import check_full_batches_without_feeder
 from test_selftest import BLIND
 from test_torture import BROKEN, BROKEN_RANDOM, SCENARIOS, SMALL
@@ -38,6 +39,7 @@ from test_torture import BROKEN, BROKEN_RANDOM, SCENARIOS, SMALL
 import bench_guest
 import bench_native
 from harness import disk, storage
+from harness.daemon import Daemon
 from harness.guest import Guest
 from harness.native import NativeConfig, NativeVm
 from harness.paths import TESTS, HarnessError, guest_program
@@ -58,12 +60,14 @@ def native_vm(
     session: Session,
     parameters: str = "verify_every=0",
     fs: disk.FileSystem = disk.FILE_SYSTEMS["ext4"],
+    *,
     throttle: disk.Throttle | None = None,
     direct: bool = True,
+    daemon: Daemon | None = None,
 ) -> NativeVm:
-    """Creates a guest with an empty disk "data" and a device that a new daemon serves."""
+    """Creates a guest with an empty disk "data", and a device that `daemon` or a new one serves."""
     image = fs.make(session.directory / "data.img", DISK_BYTES)
-    daemon = start_daemon(session)
+    daemon = daemon or start_daemon(session)
     return session.native_vm(
         NativeConfig(
             disks=[disk.Disk("data", image, throttle=throttle)],
@@ -79,10 +83,11 @@ def native_guest(
     session: Session,
     parameters: str = "verify_every=0",
     fs: disk.FileSystem = disk.FILE_SYSTEMS["ext4"],
-    throttle: disk.Throttle | None = None,
+    *,
+    daemon: Daemon | None = None,
 ) -> Guest:
     """Boots a guest, mounts its disk and waits until the driver caches files."""
-    guest = native_vm(session, parameters, fs, throttle).start()
+    guest = native_vm(session, parameters, fs, daemon=daemon).start()
     guest.mount("data", WHERE, fs.kind, fs.mount_options)
     wait_state(guest, "on")
     wait_served(guest)
@@ -140,6 +145,12 @@ def test_full_batches_and_their_answers_need_no_feeder_or_tick(session: Session)
     """If irq_work waits for the tick, a full batch is sent when the i_pages lock is released."""
     guest = native_guest(session, f"verify_every=0 {PATIENT} retain=N")
     check_full_batches_without_feeder(guest, WAITING_PAGES)
+
+
+def test_kswapd_waits_for_a_silent_host(session: Session) -> None:
+    """kswapd waits while the host takes no page, and does not without the hook `reclaim`."""
+    daemon = start_daemon(session)
+    check_waits_for_silent_host(native_guest(session, daemon=daemon), daemon)
 
 
 def test_released_hooks_are_taken_again(session: Session) -> None:
