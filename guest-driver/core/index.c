@@ -51,7 +51,7 @@
  */
 #define BYTES_PER_BUCKET	1024
 #define BUCKETS_MIN		256
-#define BUCKETS_MAX		(1UL << 24)
+#define BUCKETS_MAX		16777216
 
 struct bucket *tmem_buckets __read_mostly;
 unsigned int tmem_bucket_bits __read_mostly;

@@ -13,8 +13,8 @@
  * So kswapd seldom waits while most of the pages that it evicts are mapped by processes.
  *
  * Calls of all tasks but kswapd, and calls while the put ring has enough space, are not replaced
- * either. In a kernel with the patches of intree/, the hook is a call of its own at the beginning of
- * shrink_folio_list().
+ * either. In a kernel with the patches of intree/, shrink_folio_list() begins with a call of the
+ * hook instead.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
