@@ -174,6 +174,7 @@ impl<X: Zeroed> Heap<X> {
     }
 
     /// Gives the frames of all free spans back to the system.
+    #[cfg(test)]
     pub(crate) fn release_idle(&self) {
         while self.release_some(u64::MAX) > 0 {}
     }
