@@ -47,6 +47,14 @@ impl Rig {
         self.until(NOW);
     }
 
+    /// Does background work in calls of at most `budget` pages until at most `raw_pages` pages are
+    /// raw.
+    pub fn maintain_until(&self, raw_pages: usize, budget: usize) {
+        while self.engine.stats().raw_pages > raw_pages as u64 {
+            self.engine.maintain(NOW, budget);
+        }
+    }
+
     /// Does all background work that is due at `now`, a time of the engine's clock.
     pub fn until(&self, now: Time) {
         while self.engine.maintain(now, 4096) {}

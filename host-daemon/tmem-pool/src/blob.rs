@@ -413,11 +413,7 @@ impl Store {
             }
             let tag = self.tag(raw);
             if let Some(blob) = self.find_equal(domain, tag, page, buffer) {
-                return Some(Prepared::Finalized(Finalized {
-                    content: Content::Blob(blob),
-                    stored_bytes: self.first_bytes(blob),
-                    shared: true,
-                }));
+                return Some(Prepared::Finalized(self.shared(blob)));
             }
             if let Some(len) = codec::encode(page, buffer).map(<[u8]>::len) {
                 let blob = self.heap.reserve(len, frames_bytes_max)?;
@@ -430,7 +426,12 @@ impl Store {
             // sets the field.
             let state = &self.record(raw).state;
             state.fetch_or((PAGE_SIZE as u32) << FIRST_SHIFT, Relaxed);
-            self.list(raw, domain, tag);
+            if let Some(other) = self.list(raw, domain, tag)
+                && let Some(blob) = self.keep_if_equal(other, page, buffer)
+            {
+                self.release(raw);
+                return Some(Prepared::Finalized(self.shared(blob)));
+            }
             Some(Prepared::Finalized(Finalized {
                 content: Content::Blob(raw),
                 stored_bytes: PAGE_SIZE,
@@ -439,8 +440,19 @@ impl Store {
         })
     }
 
+    /// Returns the final form of a page that is equal to a stored blob. The caller owns a reference
+    /// to the blob.
+    fn shared(&self, blob: u32) -> Finalized {
+        Finalized {
+            content: Content::Blob(blob),
+            stored_bytes: self.first_bytes(blob),
+            shared: true,
+        }
+    }
+
     /// Copies a compressed page from `buffer` to the memory that was reserved for it, and lists the
-    /// page in the table of equal pages.
+    /// page in the table of equal pages. If another thread has stored and listed an equal page since
+    /// [`prepare`](Self::prepare), the page shares that blob, and its own memory is freed.
     pub(crate) fn complete(&self, encoded: Encoded, domain: DomainId, buffer: &Page) -> Finalized {
         let Encoded { blob, len, tag } = encoded;
         self.heap.write(blob, &buffer[..len]);
@@ -449,7 +461,16 @@ impl Store {
         let record = self.record(blob);
         record.domain.store(0, Relaxed);
         record.state.store(1 | (len as u32) << FIRST_SHIFT, Release);
-        self.list(blob, domain, tag);
+        if let Some(other) = self.list(blob, domain, tag) {
+            // Equal compressed bytes decode to equal pages, so no page has to be decompressed. The
+            // other blob is not recompressed yet, because that takes a blob at least a sweep.
+            let equal = |bytes: &[u8]| *bytes == buffer[..len];
+            if self.heap.read(Handle(other), equal) {
+                self.release(blob);
+                return self.shared(other);
+            }
+            self.release(other);
+        }
         Finalized {
             content: Content::Blob(blob),
             stored_bytes: len,
@@ -476,8 +497,8 @@ impl Store {
     }
 
     /// Handles one blob in a sweep, a periodic pass over all blobs. A blob is eligible for
-    /// recompression if the table of equal pages lists it and its length at the first compression
-    /// is within [`DENSER_BYTES`]. The first sweep that visits an eligible blob marks it with the
+    /// recompression if its length at the first compression is within [`DENSER_BYTES`]. Raw pages
+    /// that are not finalized yet have no such length. The first sweep that visits an eligible blob marks it with the
     /// flag SEEN. The next sweep compresses the blob with zstd, and stores the result if it is not
     /// longer than before. Returns true if the blob was compressed, whether the result was stored
     /// or not.
@@ -494,9 +515,8 @@ impl Store {
         }
         let record = self.record(blob);
         let state = record.state.load(Relaxed);
-        let listed = record.domain.load(Relaxed) != 0;
         let mut worked = false;
-        if listed && state & DENSE == 0 && DENSER_BYTES.contains(&self.first_bytes(blob)) {
+        if state & DENSE == 0 && DENSER_BYTES.contains(&self.first_bytes(blob)) {
             worked = state & SEEN != 0;
             record
                 .state
@@ -535,6 +555,12 @@ impl Store {
         // here is not freed.
         let blob = found.filter(|&blob| self.share(blob))?;
         drop(chain);
+        self.keep_if_equal(blob, page, other)
+    }
+
+    /// Compares the decompressed bytes of a blob with `page`. Returns the blob if they are equal.
+    /// Otherwise releases the caller's reference to the blob. `other` is scratch memory.
+    fn keep_if_equal(&self, blob: u32, page: &Page, other: &mut Page) -> Option<u32> {
         let decoded = self
             .heap
             .read(Handle(blob), |bytes| codec::decode(bytes, other));
@@ -555,15 +581,20 @@ impl Store {
     }
 
     /// Lists a blob in the table of equal pages, where other pages can find and share it. The table
-    /// lists only one blob for each tag of a domain, so that look-ups are bounded. A blob of a
-    /// different page with the same tag stays unlisted, so that no other page can share it.
-    fn list(&self, blob: u32, domain: DomainId, tag: u64) {
+    /// lists only one blob for each tag of a domain, so that look-ups are bounded. If it already
+    /// lists another blob with the tag, `blob` stays unlisted, so that no other page can share it.
+    /// The call then returns the other blob, to which the caller then owns a reference, unless the
+    /// other blob has its largest number of references.
+    fn list(&self, blob: u32, domain: DomainId, tag: u64) -> Option<u32> {
         let chain = self.dedup.lock(place_bits(tag as u32, domain));
         let found = chain.find(self, |other| self.is_listed_as(other, domain, tag));
         if found.is_none() {
             self.record(blob).domain.store(domain + 1, Relaxed);
             self.dedup.add(self, chain, blob);
+            return None;
         }
+        // Take the reference under the lock of the bucket, as in `find_equal`.
+        found.filter(|&other| self.share(other))
     }
 
     /// Removes a blob from the table of equal pages, if the table lists it. The caller has released

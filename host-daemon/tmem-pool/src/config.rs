@@ -70,7 +70,7 @@ pub(crate) const EVICT_STEP_PAGES: usize = 16;
 pub(crate) const STALE_SKIPS_MAX: usize = 256;
 
 /// Divisor for the watermarks of background eviction. The high watermark is the pool's size divided
-/// by this number, and the low watermark is half of the high one. Background work begins to evict
+/// by this number, at most RECLAIM_BYTES_MAX, and the low watermark is half of the high one. Background work begins to evict
 /// pages when less memory than the low watermark is free, and stops when the high watermark is
 /// free. So a burst of puts finds free memory and does not have to evict pages itself.
 pub(crate) const RECLAIM_PART: u64 = 32;
@@ -78,6 +78,12 @@ pub(crate) const RECLAIM_PART: u64 = 32;
 /// Upper bound in bytes of the high watermark, the free memory up to which background work evicts
 /// pages. It is the memory for the raw pages of 16 busy tenants.
 pub(crate) const RECLAIM_BYTES_MAX: u64 = 16 * RAW_PAGES_MAX as u64 * PAGE_SIZE as u64;
+
+/// Returns the high watermark of a pool of this size: the free memory in bytes up to which
+/// background work evicts pages.
+pub(crate) fn reclaim_high_bytes(size_bytes: u64) -> u64 {
+    (size_bytes / RECLAIM_PART).min(RECLAIM_BYTES_MAX)
+}
 
 /// Bytes of the pool that are reserved for the growth of indexes between two checks of the pool's
 /// size. They suffice for one chunk (32 KiB) for each kind of index record and one for the ghost
@@ -102,7 +108,7 @@ pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
 
 /// Address space that a pool reserves, as a multiple of the pool's largest size. The heap needs a
 /// factor of 12: each frame (4 KiB) could be in a span of its own, and each span has addresses for
-/// 12 frames. Indexes take a factor of 1, and tables a ninth in pools of a few MiB or more.
+/// 12 frames. Indexes take a factor of 1, and tables about an eighth (12.1 %) in pools of a few MiB or more.
 pub const ADDRESS_SPACE_TIMES: u64 = 14;
 
 /// Eviction policies: rules that choose which page of a tenant is evicted next. The directory

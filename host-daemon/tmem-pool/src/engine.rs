@@ -11,20 +11,22 @@ use crate::blob::{DomainId, Prepared, Store};
 use crate::codec::{self, Denser};
 use crate::config::{
     EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, EngineConfig, INDEX_ROOM_BYTES, INDEX_ROOM_PART,
-    KEYS_PER_TENANT_MAX, PAGE_SIZE, Page, PolicyKind, Quota, RECLAIM_BYTES_MAX, RECLAIM_PART,
-    SWEEP_NS, SWEEP_PAGES, SWEEP_STEP, TENANT_METADATA_BYTES, TenantSpec, Time,
+    KEYS_PER_TENANT_MAX, PAGE_SIZE, Page, PolicyKind, Quota, SWEEP_NS, SWEEP_PAGES, SWEEP_STEP,
+    TENANT_METADATA_BYTES, TenantSpec, Time, reclaim_high_bytes,
 };
 use crate::entry::Gauges;
 use crate::error::AdmissionError;
 use crate::hash::{HashFn, PageHash};
-use crate::heap::{self, Handle};
+use crate::heap::{self, FRAME_BYTES, Handle};
 use crate::index::Chunks;
 use crate::membership::Membership;
 use crate::poison;
 use crate::secret::SecretPages;
 use crate::state::{Freed, Reason};
 use crate::stats::EngineStats;
-use crate::sync::{AtomicBool, AtomicUsize, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use crate::sync::{
+    AtomicBool, AtomicU64, AtomicUsize, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard,
+};
 use crate::tenant::{Tenant, TenantShared};
 use crate::totals::{Sum, Totals};
 use crossbeam_utils::CachePadded;
@@ -72,7 +74,7 @@ pub struct Engine {
     /// the list of tenants at which the next finalize step begins, so that the tenants take turns.
     turn: CachePadded<AtomicUsize>,
     /// Number of steps of background work so far. The number decides which steps do other work in
-    /// addition to finalizing new pages.
+    /// addition to finalizing new pages and evicting pages for them.
     chores: CachePadded<AtomicUsize>,
     /// True if a sweep (a pass over all stored pages) has ended since the last full compaction.
     /// Background work then compacts the heap even if little of its memory is unused.
@@ -83,6 +85,9 @@ pub struct Engine {
     /// True while background work evicts pages. It begins when less memory is free than the low
     /// watermark, and ends when as much memory is free as the high watermark.
     reclaims: AtomicBool,
+    /// Number of idle frames that background work still has to return to the system for the last
+    /// sweep that has ended.
+    idle_due: AtomicU64,
     /// Scratch pages for background workers: those that no worker is using, all of them zeroed. The
     /// lock is a leaf lock: its holder takes no other lock.
     buffers: Mutex<Vec<SecretPages>>,
@@ -94,7 +99,8 @@ pub struct Engine {
 }
 
 /// Interval in steps of background work. While there are raw (new, uncompressed) pages, every step
-/// whose number is a multiple of this constant does other work in addition to finalizing pages.
+/// whose number is a multiple of this constant does other work in addition to finalizing pages and
+/// freeing as much memory as they took.
 const CHORES_EVERY: usize = 4;
 
 /// Interval in steps of background work. Every step whose number is a multiple of this constant
@@ -176,11 +182,35 @@ impl Engine {
         self.size_bytes.get().saturating_sub(taken_bytes)
     }
 
-    /// Returns the number of unused frames (of 4 KiB) that the pool keeps for new pages. The number
-    /// follows from the pool's present size. The pool's largest size is unsuitable, because it may
-    /// be the size of the host's memory.
+    /// Returns the number of idle frames (of 4 KiB, unused, but with memory) that the pool keeps
+    /// for new pages now. The number follows from the pool's present size. The pool's largest size
+    /// is unsuitable, because it may be the size of the host's memory. The number is smaller if the
+    /// pool holds more memory than its size, or if frames are left to return after a sweep.
     fn idle_frames(&self) -> u64 {
-        heap::idle_frames(self.size_bytes.get())
+        let size_bytes = self.size_bytes.get();
+        let over_bytes = self.held_bytes().saturating_sub(size_bytes);
+        let over = over_bytes.div_ceil(FRAME_BYTES as u64);
+        let gone = over.max(self.idle_due.load(Relaxed));
+        let stay = self.store.heap.idle_frames().saturating_sub(gone);
+        heap::idle_frames(size_bytes).min(stay)
+    }
+
+    /// Returns some of the idle frames that the pool does not keep to the system, at most one batch.
+    /// Returns the number of these frames.
+    fn trim(&self) -> usize {
+        let released = self.store.heap.trim(self.idle_frames());
+        let due = self.idle_due.load(Relaxed);
+        if due > 0 {
+            // No frame was released if no frame is idle any more. Then nothing is left to do for
+            // the last sweep.
+            let left = if released == 0 {
+                0
+            } else {
+                due.saturating_sub(released)
+            };
+            self.idle_due.store(left, Relaxed);
+        }
+        released as usize
     }
 
     fn index_room_bytes(&self) -> u64 {
@@ -208,7 +238,7 @@ impl Engine {
     /// watermark.
     fn reclaim_bytes(&self) -> Option<u64> {
         let size_bytes = self.size_bytes.get();
-        let high_bytes = (size_bytes / RECLAIM_PART).min(RECLAIM_BYTES_MAX);
+        let high_bytes = reclaim_high_bytes(size_bytes);
         let free_bytes = size_bytes.saturating_sub(self.used_bytes());
         let before = self.reclaims.load(Relaxed);
         let wanted_bytes = if before { high_bytes } else { high_bytes / 2 };
@@ -219,6 +249,14 @@ impl Engine {
         reclaims.then_some(high_bytes)
     }
 
+    /// Returns the memory in bytes that would be used ([`used_bytes`](Self::used_bytes)) if the heap
+    /// were compacted completely. Evictions compare this value with the watermark, so that they do
+    /// not evict more pages than necessary.
+    fn used_compacted_bytes(&self) -> u64 {
+        let spare_bytes = self.store.heap.spare_bytes();
+        self.used_bytes().saturating_sub(spare_bytes)
+    }
+
     /// Does one step of freeing memory for future puts. The step compacts the heap if that frees
     /// enough. Otherwise it evicts pages, but only of tenants above their entitlement, because no
     /// tenant needs the memory yet. Returns the number of steps. 0 means that enough memory is
@@ -227,15 +265,43 @@ impl Engine {
         let Some(high_bytes) = self.reclaim_bytes() else {
             return 0;
         };
-        // Do not count memory that compaction can free as used, so that no more pages are evicted
-        // than necessary.
-        let used_bytes = self
-            .used_bytes()
-            .saturating_sub(self.store.heap.spare_bytes());
+        let used_bytes = self.used_compacted_bytes();
         if used_bytes.saturating_add(high_bytes) <= self.size_bytes.get() {
             return self.compact(pages);
         }
-        self.evict(pages, |tenant| tenant.excess_bytes() > 0)
+        self.evict_excess(pages)
+    }
+
+    /// Frees as much memory for future puts as `finalized` raw pages take, if background work should
+    /// evict pages now. A background worker calls this function after it has finalized that many
+    /// pages. So puts cannot take memory faster than background work frees it, whatever other work
+    /// there is. Evicts only pages of tenants above their entitlement. The number of evicted pages
+    /// is at most as large as if the puts of these pages evicted pages themselves. Returns the
+    /// number of steps done.
+    fn reclaim_for(&self, finalized: usize) -> usize {
+        let Some(high_bytes) = self.reclaim_bytes() else {
+            return 0;
+        };
+        let share_bytes = (finalized * PAGE_SIZE) as u64;
+        let enough_bytes = self.size_bytes.get().saturating_sub(high_bytes);
+        let least_bytes = self.used_compacted_bytes().saturating_sub(share_bytes);
+        let target_bytes = enough_bytes.max(least_bytes);
+        let mut steps = 0;
+        while steps < finalized * EVICTIONS_PER_PUT_PAGE
+            && self.used_compacted_bytes() > target_bytes
+        {
+            let done = self.evict_excess(finalized);
+            if done == 0 {
+                break;
+            }
+            steps += done;
+        }
+        // Evictions leave unused slots between stored pages. Compact the heap as fast as they do,
+        // because puts need whole frames.
+        if self.store.heap.spare_bytes() >= share_bytes {
+            steps += self.compact(2 * finalized);
+        }
+        steps
     }
 
     /// Returns whether the pool has memory for more index entries. If it has none, the caller
@@ -262,7 +328,7 @@ impl Engine {
             done = self.compact(step);
         }
         if done == 0 {
-            done = self.evict(step, |_| true);
+            done = self.evict(step);
         }
         *steps = steps.saturating_sub(done);
         done > 0
@@ -376,34 +442,60 @@ impl Engine {
         }
     }
 
-    /// Evicts up to `pages` pages of one tenant. Candidates are the tenants for which `may_lose` is
-    /// true. If some candidates are above their entitlement and have retained pages, the function
+    /// Returns the tenant that loses the next pages. Candidates are the tenants for which `may_lose`
+    /// is true. If some candidates are above their entitlement and have retained pages, the function
     /// chooses only among these, because their guests still have copies of retained pages. The
     /// victim is the candidate that is most above its entitlement. Retained pages of a tenant below
     /// its entitlement do not count, because such a tenant should not lose pages to another tenant.
-    /// Returns the number of steps done.
-    fn evict(&self, pages: usize, may_lose: impl Fn(&TenantShared) -> bool) -> usize {
-        let victim = {
-            let membership = self.membership();
-            let tenants = membership.members.iter().map(|member| &member.tenant);
-            let holders =
-                tenants.filter(|tenant| tenant.charged_bytes.get() > 0 && may_lose(tenant));
-            let order = |tenant: &&Arc<TenantShared>| {
-                let excess_bytes = tenant.excess_bytes();
-                (excess_bytes > 0 && tenant.has_retained(), excess_bytes)
-            };
-            holders.max_by_key(order).cloned()
+    fn victim(&self, may_lose: impl Fn(&TenantShared) -> bool) -> Option<Arc<TenantShared>> {
+        let membership = self.membership();
+        let tenants = membership.members.iter().map(|member| &member.tenant);
+        let holders = tenants.filter(|tenant| tenant.charged_bytes.get() > 0 && may_lose(tenant));
+        let order = |tenant: &&Arc<TenantShared>| {
+            let excess_bytes = tenant.excess_bytes();
+            (excess_bytes > 0 && tenant.has_retained(), excess_bytes)
         };
-        let reason = match self.shrinks.load(Relaxed) {
+        holders.max_by_key(order).cloned()
+    }
+
+    /// Returns the reason of evictions that free memory of the pool.
+    fn pool_reason(&self) -> Reason {
+        match self.shrinks.load(Relaxed) {
             true => Reason::Shrink,
             false => Reason::Pool,
+        }
+    }
+
+    /// Evicts up to `pages` pages of the tenant that is most above its entitlement
+    /// ([`victim`](Self::victim)). Returns the number of steps done.
+    fn evict(&self, pages: usize) -> usize {
+        let victim = self.victim(|_| true);
+        victim.map_or(0, |victim| {
+            self.evict_from(&victim, pages, self.pool_reason())
+        })
+    }
+
+    /// Evicts up to `pages` pages of the tenant that is most above its entitlement
+    /// ([`victim`](Self::victim)), until the tenant is no longer above its entitlement. Returns the
+    /// number of steps done, which is 0 if no tenant is above its entitlement.
+    pub(crate) fn evict_excess(&self, pages: usize) -> usize {
+        let Some(victim) = self.victim(|tenant| tenant.excess_bytes() > 0) else {
+            return 0;
         };
-        victim.map_or(0, |victim| self.evict_from(&victim, pages, reason))
+        let mut freed = Freed::with_capacity(pages);
+        // Read the entitlement here and compare under the tenant's lock. Several threads may have
+        // seen the same excess, and only the first of them may evict the pages.
+        let entitled_bytes = victim.entitled_bytes.get();
+        let mut state = victim.lock(&self.totals);
+        let steps = state.evict_above(entitled_bytes, pages, self.pool_reason(), &mut freed);
+        drop(state);
+        self.release_all(freed);
+        steps
     }
 
     #[cfg(test)]
     pub(crate) fn evict_one(&self) -> usize {
-        self.evict(1, |_| true)
+        self.evict(1)
     }
 
     pub(crate) fn evict_from(&self, tenant: &TenantShared, pages: usize, reason: Reason) -> usize {
@@ -487,9 +579,10 @@ impl Engine {
         let looked = *next - first;
         if *next >= places {
             (*begun, *next) = (now, 1);
-            // The sweep has ended, so another one begins. Once in each sweep, return all unused
-            // frames to the system. Frames that are in frequent use are soon taken again.
-            self.store.heap.release_idle();
+            // The sweep has ended, so another one begins. Once in each sweep, return all frames that
+            // are idle now to the system, in batches in the next steps. Frames that are in frequent
+            // use are soon taken again.
+            self.idle_due.store(self.store.heap.idle_frames(), Relaxed);
             self.compact_all.store(true, Relaxed);
         }
         looked as usize
@@ -505,12 +598,20 @@ impl Engine {
         // pool finalizes them, so every CHORES_EVERY-th step does other work as well.
         let finalized = self.finalize_step();
         let turn = self.chores.fetch_add(1, Relaxed);
-        if finalized > 0 && !turn.is_multiple_of(CHORES_EVERY) {
+        let chores = finalized == 0 || turn.is_multiple_of(CHORES_EVERY);
+        let reclaims = finalized > 0 && self.reclaim_bytes().is_some();
+        if !chores && !reclaims {
             return finalized;
         }
         begins(Work::MakeRoom);
-        let done =
-            finalized + self.chore(pages) + self.store.heap.trim(self.idle_frames()) as usize;
+        let mut done = finalized;
+        if reclaims {
+            done += self.reclaim_for(finalized);
+        }
+        if !chores {
+            return done;
+        }
+        done += self.chore(pages) + self.trim();
         if done == 0 || turn.is_multiple_of(SWEEP_EVERY) {
             begins(Work::Recompress);
             return done + self.sweep_step(now);
@@ -533,9 +634,6 @@ impl Engine {
         }
         if is_over && self.room_step(&mut steps) {
             return pages - steps;
-        }
-        if self.held_bytes() > self.size_bytes.get() {
-            self.store.heap.release_idle();
         }
         if let Some(tenant) = self.over_limit() {
             // The tenant's limit was lowered below its charge. Evict only one page, so that the
@@ -632,6 +730,7 @@ impl Engine {
             compact_all: AtomicBool::new(false),
             shrinks: AtomicBool::new(false),
             reclaims: AtomicBool::new(false),
+            idle_due: AtomicU64::new(0),
             buffers: Mutex::default(),
             sweep: Mutex::new(Sweep {
                 begun: Time(0),

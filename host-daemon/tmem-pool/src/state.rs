@@ -652,6 +652,25 @@ impl State {
         evicted + skipped
     }
 
+    /// Evicts up to `pages` pages as [`evict`](Self::evict) does, until the tenant owes at most
+    /// `floor_bytes` ([`owed_bytes`](Self::owed_bytes)). Returns the number of steps.
+    pub(crate) fn evict_above(
+        &mut self,
+        floor_bytes: u64,
+        pages: usize,
+        reason: Reason,
+        freed: &mut Freed,
+    ) -> usize {
+        let mut steps = 0;
+        while steps < pages && self.owed_bytes(self.bytes()) > floor_bytes {
+            match self.evict(1, reason, freed) {
+                0 => break,
+                done => steps += done,
+            }
+        }
+        steps
+    }
+
     /// Drops up to `pages_max` pages of a range, or a whole object at once. Returns true if more
     /// pages of the range may be left; the caller then calls again. After a call that returns
     /// false, the caller calls [`forget`](Self::forget).

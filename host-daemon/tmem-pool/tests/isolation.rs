@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Test of the isolation of trust domains. The answers to a tenant's requests and the tenant's
 //! charge must not depend on the pages of a tenant of another trust domain. The answers must be the
-//! same to the bit, also while the pool is full, pages are evicted and puts are refused. The
-//! command `tmem-bench timing` measures whether the times of requests depend on pages of other
-//! trust domains.
+//! same to the bit, also while the pool is full, pages are evicted and puts are refused. The cost
+//! that the engine reports for a request must be the same, too. It includes the evictions of a put
+//! that finds no free memory, so a put into a full pool does as much work whatever pages the other
+//! tenant has. The command `tmem-bench timing` measures whether the times of requests depend on
+//! pages of other trust domains.
 
 use std::sync::Arc;
 use tmem_pool::{
@@ -69,7 +71,8 @@ fn add(engine: &Arc<Engine>, domain: &str, limit_bytes: Option<u64>) -> Tenant {
     tenant
 }
 
-fn put(tenant: &Tenant, first: u64, page: impl Fn(u64) -> Page) -> Vec<PutResult> {
+/// Puts a batch of pages. Returns the answers, and the cost in nanoseconds.
+fn put(tenant: &Tenant, first: u64, page: impl Fn(u64) -> Page) -> (Vec<PutResult>, u64) {
     let pages: Vec<Page> = (first..first + BATCH).map(page).collect();
     let put = |(page, index)| Put {
         object: 1,
@@ -80,32 +83,34 @@ fn put(tenant: &Tenant, first: u64, page: impl Fn(u64) -> Page) -> Vec<PutResult
     };
     let puts: Vec<Put<'_>> = pages.iter().zip(first..).map(put).collect();
     let mut results = vec![PutResult::Refused; puts.len()];
-    tenant.put(1, &puts, &mut results).unwrap();
-    results
+    let cost_ns = tenant.put(1, &puts, &mut results).unwrap();
+    (results, cost_ns)
 }
 
-fn get(tenant: &Tenant, index: u64) -> (GetResult, Page) {
+/// Gets a page. Returns the answer with the page, and the cost in nanoseconds.
+fn get(tenant: &Tenant, index: u64) -> (GetResult, Page, u64) {
     let (mut result, mut out) = ([GetResult::Miss], [[0; PAGE_SIZE]]);
     let cookie = [index + 1];
-    drop(
-        tenant
-            .get(1, 1, index, &cookie, &mut out, &mut result)
-            .unwrap(),
-    );
+    let spent = tenant
+        .get(1, 1, index, &cookie, &mut out, &mut result)
+        .unwrap();
+    let cost_ns = spent.cost_ns();
+    drop(spent);
     // The contents of `out` after a miss are unspecified, so replace them by zeroes.
     let page = if result[0] == GetResult::Miss {
         [0; PAGE_SIZE]
     } else {
         out[0]
     };
-    (result[0], page)
+    (result[0], page, cost_ns)
 }
 
-/// All that the observed tenant can see: the answers to its requests, and its statistics.
+/// All that the observed tenant can see: the answers to its requests with their costs, and its
+/// statistics.
 #[derive(PartialEq)]
 struct Seen {
-    puts: Vec<Vec<PutResult>>,
-    gets: Vec<(GetResult, Page)>,
+    puts: Vec<(Vec<PutResult>, u64)>,
+    gets: Vec<(GetResult, Page, u64)>,
     stats: Vec<TenantStats>,
 }
 
@@ -149,11 +154,11 @@ fn pages_of_another_domain_change_no_answer_and_no_charge() {
         );
         assert!(
             same.puts == others.puts,
-            "the answers to puts depend on the pages of another trust domain"
+            "the answers to puts or their costs depend on the pages of another trust domain"
         );
         assert!(
             same.gets == others.gets,
-            "the answers to gets depend on the pages of another trust domain"
+            "the answers to gets or their costs depend on the pages of another trust domain"
         );
         for (same, others) in same.stats.iter().zip(&others.stats) {
             assert_eq!(same, others);

@@ -29,8 +29,8 @@ mod spans;
 use self::class::{Class, Classes, SLOTS_MAX, SPAN_BYTES};
 use self::region::LINE_BYTES;
 pub(crate) use self::region::{FRAME_BYTES, Region, Table, Zeroed, prefetch, prefetch_lines};
-use self::spans::FreeSpans;
 pub(crate) use self::spans::idle_frames;
+use self::spans::{FreeSpans, RELEASE_FRAMES_MAX};
 use crate::config::{PAGE_SIZE, Page};
 use crate::fail;
 use crate::poison;
@@ -280,7 +280,8 @@ impl<X: Zeroed> Heap<X> {
     pub(crate) fn reserve(&self, len: usize, frames_bytes_max: u64) -> Option<Handle> {
         assert!((1..=PAGE_SIZE).contains(&len));
         let mut state = self.lock(self.classes.for_len(len));
-        let place = self.reserve_in(&mut state, len, frames_bytes_max)?;
+        let mut release_max = RELEASE_FRAMES_MAX;
+        let place = self.reserve_in(&mut state, len, frames_bytes_max, &mut release_max)?;
         let at = self.bytes_at(&state.class, place.1);
         drop(state);
         (0..len)
@@ -290,15 +291,17 @@ impl<X: Zeroed> Heap<X> {
     }
 
     /// Reserves a slot of the class `state` for `len` bytes. Returns None if there is no free
-    /// handle, or if the heap's memory would exceed `frames_bytes_max` bytes.
+    /// handle, or if the heap's memory would exceed `frames_bytes_max` bytes. `release_max`
+    /// is the number of idle frames that the call may return to the system ([`take_span`](Self::take_span)).
     fn reserve_in(
         &self,
         state: &mut ClassState,
         len: usize,
         frames_bytes_max: u64,
+        release_max: &mut i64,
     ) -> Option<(Handle, Place)> {
         let handle = self.take_handle(state)?;
-        let Some((span, slot)) = self.take_slot(state, frames_bytes_max) else {
+        let Some((span, slot)) = self.take_slot(state, frames_bytes_max, release_max) else {
             self.give_handle(state, handle);
             return None;
         };
@@ -347,9 +350,12 @@ impl<X: Zeroed> Heap<X> {
     /// each reserved frame ([`fill`](Self::fill)).
     pub(crate) fn reserve_pages(&self, handles: &mut [Handle], frames_bytes_max: u64) -> usize {
         let mut state = self.lock(self.classes.for_len(PAGE_SIZE));
+        // All pages share this number, because the thread holds the lock for all of them.
+        let mut release_max = RELEASE_FRAMES_MAX;
         for (nr, handle) in handles.iter_mut().enumerate() {
-            let Some((reserved, _)) = self.reserve_in(&mut state, PAGE_SIZE, frames_bytes_max)
-            else {
+            let reserved =
+                self.reserve_in(&mut state, PAGE_SIZE, frames_bytes_max, &mut release_max);
+            let Some((reserved, _)) = reserved else {
                 return nr;
             };
             *handle = reserved;
@@ -435,7 +441,9 @@ impl<X: Zeroed> Heap<X> {
         let Handle(handle) = handle;
         let nr = self.classes.for_len(bytes.len());
         let mut state = self.lock(nr);
-        let Some((span, slot)) = self.take_slot(&mut state, frames_bytes_max) else {
+        let mut release_max = RELEASE_FRAMES_MAX;
+        let Some((span, slot)) = self.take_slot(&mut state, frames_bytes_max, &mut release_max)
+        else {
             return false;
         };
         // For a short time two slots name the handle in their headers, and the handle's word still
@@ -485,7 +493,12 @@ impl<X: Zeroed> Heap<X> {
     /// Returns the memory in bytes of the spans that have used slots.
     pub(crate) fn busy_bytes(&self) -> u64 {
         let frames = self.sums.frames.load(Relaxed);
-        frames.saturating_sub(self.sums.idle_frames.load(Relaxed)) * FRAME_BYTES as u64
+        frames.saturating_sub(self.idle_frames()) * FRAME_BYTES as u64
+    }
+
+    /// Returns the number of frames that occupy memory and belong to spans without used slots.
+    pub(crate) fn idle_frames(&self) -> u64 {
+        self.sums.idle_frames.load(Relaxed)
     }
 
     /// Returns the memory in bytes of the records of handles and spans. It never shrinks.
@@ -676,11 +689,16 @@ impl<X: Zeroed> Heap<X> {
         unsafe { at.cast::<u32>().write(header) };
     }
 
-    fn take_slot(&self, state: &mut ClassState, bytes_max: u64) -> Option<(u32, u16)> {
+    fn take_slot(
+        &self,
+        state: &mut ClassState,
+        bytes_max: u64,
+        release_max: &mut i64,
+    ) -> Option<(u32, u16)> {
         let span = match state.heads.iter().rev().find(|&&span| span != 0) {
             Some(&span) => span,
             None => {
-                let span = self.take_span(state.class.frames, bytes_max)?;
+                let span = self.take_span(state.class.frames, bytes_max, release_max)?;
                 state.spans += 1;
                 self.list(state, span);
                 span

@@ -30,10 +30,10 @@ pub(crate) fn idle_frames(size_bytes: u64) -> u64 {
 /// batch share one system call.
 pub(super) const RELEASE_SPANS_MAX: usize = 64;
 
-/// Largest number of idle frames that a thread returns to the system while it takes a span, in
-/// addition to the frames that it needs. The thread holds the lock of a size class during that
-/// time, so further frames are returned later.
-pub(super) const RELEASE_FRAMES_MAX: u64 = 64;
+/// Largest number of idle frames that a thread returns to the system while it takes spans under one
+/// acquisition of a size class's lock, in addition to the frames that it needs. Further frames are
+/// returned later, without that lock.
+pub(super) const RELEASE_FRAMES_MAX: i64 = 64;
 
 #[derive(Debug, Default)]
 pub(super) struct FreeSpans {
@@ -45,10 +45,18 @@ pub(super) struct FreeSpans {
 }
 
 impl<X: Zeroed> Heap<X> {
-    pub(super) fn take_span(&self, frames: u8, bytes_max: u64) -> Option<u32> {
+    /// Takes a free span with `frames` frames for a size class. First returns idle frames to the
+    /// system if the heap's memory would exceed `bytes_max` bytes: as many frames as it takes from
+    /// the system for the span, and about `release_max` further ones. Lowers `release_max` by the
+    /// number of the further frames. Returns None if the heap has no memory for the span.
+    pub(super) fn take_span(
+        &self,
+        frames: u8,
+        bytes_max: u64,
+        release_max: &mut i64,
+    ) -> Option<u32> {
         let frames_max = bytes_max / FRAME_BYTES as u64;
         let mut free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
-        let (mut released, enough) = (0, u64::from(frames) + RELEASE_FRAMES_MAX);
         let span = loop {
             let now = self.sums.frames.load(Relaxed);
             let busy = now - self.sums.idle_frames.load(Relaxed);
@@ -56,17 +64,19 @@ impl<X: Zeroed> Heap<X> {
                 return None;
             }
             let more = match free.idle[usize::from(frames) - 1] {
-                0 => frames.into(),
+                0 => frames,
                 _ => 0,
             };
             // Release idle spans above the limit of memory even if this thread could use one of
             // them. The limit may have become lower, because other parts of the pool have grown.
-            let over = (now + more).saturating_sub(frames_max);
-            let wanted = over.min(enough - released);
+            let over = (now + u64::from(more)).saturating_sub(frames_max);
+            let allowed = *release_max + i64::from(more);
+            let wanted = over.min(allowed.max(0) as u64);
             if wanted == 0 {
-                break match self.take_idle(&mut free, frames) {
-                    Some(span) => span,
-                    None => self.take_bare(&mut free, frames)?,
+                *release_max = allowed;
+                break match more {
+                    0 => self.take_idle(&mut free, frames)?,
+                    _ => self.take_bare(&mut free, frames)?,
                 };
             }
             let mut batch = Batch::default();
@@ -77,7 +87,9 @@ impl<X: Zeroed> Heap<X> {
                 return None;
             }
             drop(free);
-            released = enough.min(released + self.release(batch));
+            // A batch may have a few more frames than wanted, because spans are not divided. Then
+            // the number becomes negative, and the next spans release less.
+            *release_max -= self.release(batch) as i64;
             free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
         };
         drop(free);
@@ -149,8 +161,7 @@ impl<X: Zeroed> Heap<X> {
 
     /// Returns by how much the number of idle frames (unused, but with memory) exceeds `stay`.
     pub(crate) fn idle_excess(&self, stay: u64) -> u64 {
-        let idle = self.sums.idle_frames.load(Relaxed);
-        idle.saturating_sub(stay)
+        self.idle_frames().saturating_sub(stay)
     }
 
     /// Gives some of the idle frames above `stay` back to the system. Returns the number of frames
@@ -163,6 +174,7 @@ impl<X: Zeroed> Heap<X> {
     }
 
     /// Gives the frames of all free spans back to the system.
+    #[cfg(test)]
     pub(crate) fn release_idle(&self) {
         while self.release_some(u64::MAX) > 0 {}
     }

@@ -392,12 +392,44 @@ fn one_store_releases_a_bounded_number_of_idle_frames() {
         .expect("the heap has no room");
     let left = heap.stats().frames_bytes / FRAME_BYTES as u64;
     assert!(
-        left < nr && left >= nr - RELEASE_FRAMES_MAX - 16,
+        left < nr && left >= nr - RELEASE_FRAMES_MAX as u64 - 16,
         "one store left {left} of {nr} idle frames"
     );
     heap.free(small);
     heap.release_idle();
     heap.check(0);
+}
+
+#[test]
+fn one_reservation_of_pages_releases_a_bounded_number_of_idle_frames() {
+    const NR: u64 = 1000;
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
+    // Try idle spans of one frame, which a page can use, and longer ones, which it cannot use.
+    for len in [PAGE_SIZE, 600] {
+        let bytes = vec![1; len];
+        let frames = || heap.stats().frames_bytes / FRAME_BYTES as u64;
+        let mut live = Vec::new();
+        while frames() < NR {
+            live.push(heap.store(&bytes, BYTES_MAX).expect("the heap has no room"));
+        }
+        live.into_iter().for_each(|handle| heap.free(handle));
+        let before = frames();
+        // Lower the limit of the heap's memory, as if the pool was shrunk.
+        let most = 80 * FRAME_BYTES as u64;
+        let mut pages = [Handle(0); 64];
+        assert_eq!(heap.reserve_pages(&mut pages, most), pages.len());
+        let left = frames();
+        assert!(
+            left < before && left >= before - RELEASE_FRAMES_MAX as u64 - 16,
+            "one reservation of 64 pages left {left} of {before} frames after blobs of {len} B"
+        );
+        for page in pages {
+            heap.write(page, &[1; PAGE_SIZE]);
+            heap.free(page);
+        }
+        heap.release_idle();
+        heap.check(0);
+    }
 }
 
 #[test]

@@ -7,15 +7,18 @@ use super::{
     OPEN, POOL, add, config, get, get_retaining, maintain_all, new_engine, noise, partly_noise,
     put, put_raw,
 };
+use crate::blob::{Finalized, Prepared, Store};
 use crate::codec::{self, Corrupt, ENCODED_BYTES_MAX};
 use crate::config::SWEEP_NS;
 use crate::cost::{GET_NS_MAX, REF_NS};
 use crate::entry::Content;
 use crate::hash::place_bits;
+use crate::heap::Handle;
 use crate::index::Key;
 use crate::tenant::locked_times;
 use crate::{
-    Engine, GET_PAGES_MAX, GetResult, PAGE_SIZE, Page, PutResult, Quota, Tenant, TenantSpec, Time,
+    Engine, GET_PAGES_MAX, GetResult, PAGE_SIZE, Page, PageHash, PutResult, Quota, Tenant,
+    TenantSpec, Time,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -187,6 +190,104 @@ fn a_freed_page_leaves_the_dedup_table() {
         assert_eq!(get(&a, 1, 2, 1), Some(page));
         engine.check_invariants();
     }
+}
+
+const STORE_BYTES: u64 = 4 << 20;
+
+/// Stores a page raw (uncompressed), and returns the number of its blob.
+fn store_raw(store: &Store, page: &Page) -> u32 {
+    let mut reserved = [Handle(0)];
+    assert_eq!(store.reserve_raw(&mut reserved, STORE_BYTES), 1);
+    store.put_raw(reserved[0], page).0
+}
+
+fn prepare(store: &Store, raw: u32, buffer: &mut Page) -> Prepared {
+    store
+        .prepare(raw, 0, STORE_BYTES, buffer)
+        .expect("the store has no memory")
+}
+
+fn complete(store: &Store, prepared: Prepared, buffer: &Page) -> Finalized {
+    match prepared {
+        Prepared::Finalized(finalized) => finalized,
+        Prepared::Encoded(encoded) => store.complete(encoded, 0, buffer),
+    }
+}
+
+/// Finalizes two equal pages as two workers do: both look for an equal page before the other one
+/// stores its page.
+#[test]
+fn equal_pages_that_two_workers_prepare_together_are_stored_once() {
+    let store = Store::new(STORE_BYTES, PageHash::of, 1).unwrap();
+    let mut buffers = [[0; PAGE_SIZE]; 2];
+    let raw = [0, 1].map(|_| store_raw(&store, &partly_noise(1, 4)));
+    let prepared = [0, 1].map(|nth| prepare(&store, raw[nth], &mut buffers[nth]));
+    let finalized = [0, 1].map(|nth| complete(&store, prepared[nth], &buffers[nth]));
+    assert_eq!(finalized[0].content, finalized[1].content);
+    assert_eq!(finalized.map(|page| page.shared), [false, true]);
+    assert_eq!(finalized[0].stored_bytes, finalized[1].stored_bytes);
+    raw.into_iter().for_each(|raw| store.release(raw));
+    let Content::Blob(blob) = finalized[0].content else {
+        panic!("the page has no blob");
+    };
+    store.check(&[(blob, (0, 2))].into());
+    store.release_all(&finalized.map(|page| page.content));
+    store.check(&[].into());
+    store.heap.check(0);
+}
+
+#[test]
+fn release_all_frees_each_content_once() {
+    let store = Store::new(STORE_BYTES, PageHash::of, 1).unwrap();
+    let mut contents = vec![Content::Same(3)];
+    let mut refs = std::collections::HashMap::new();
+    let mut buffer = [0; PAGE_SIZE];
+    // More raw pages than the store frees together, and compressed pages between them. Every third
+    // content occurs three times.
+    for nth in 0..100 {
+        let raw = store_raw(&store, &partly_noise(nth, 1 + nth as usize % 8));
+        let content = match nth % 4 {
+            0 => {
+                let prepared = prepare(&store, raw, &mut buffer);
+                let content = complete(&store, prepared, &buffer).content;
+                store.release(raw);
+                content
+            }
+            _ => Content::Raw(raw),
+        };
+        contents.push(content);
+        if nth % 3 == 0 {
+            assert!(store.share_content(content) && store.share_content(content));
+            contents.extend([content; 2]);
+        }
+    }
+    for &content in &contents {
+        if let Content::Raw(blob) | Content::Blob(blob) = content {
+            refs.entry(blob).or_insert((0, 0)).1 += 1;
+        }
+    }
+    store.check(&refs);
+    let mut rng = Rng::new(5);
+    for at in (1..contents.len()).rev() {
+        contents.swap(at, rng.below(at as u64 + 1) as usize);
+    }
+    // Release half of the references first, so that some contents keep a reference.
+    let (first, second) = contents.split_at(contents.len() / 2);
+    for part in [first, second] {
+        store.release_all(part);
+        for &content in part {
+            if let Content::Raw(blob) | Content::Blob(blob) = content {
+                let left = refs.get_mut(&blob).expect("a blob was released too often");
+                left.1 -= 1;
+                if left.1 == 0 {
+                    refs.remove(&blob);
+                }
+            }
+        }
+        store.check(&refs);
+        store.heap.check(refs.len());
+    }
+    assert!(refs.is_empty());
 }
 
 fn damage(tenant: &Tenant, index: u64, at: usize) {
@@ -725,6 +826,25 @@ fn cold_pages_are_recompressed_smaller() {
     let stats = engine.stats();
     assert_eq!((stats.blobs, stats.dense_gain_bytes), (0, 0));
     assert_eq!(stats.denser_saved_bytes, stats_cold.denser_saved_bytes);
+    engine.check_invariants();
+}
+
+/// Stores pages that all have one hash, so that the table of equal pages lists only one of them. The
+/// sweep must recompress the others nevertheless.
+#[test]
+fn cold_pages_that_are_not_listed_are_recompressed() {
+    let engine = Engine::with(config(4 << 20), |_, _| 42, u32::MAX).unwrap();
+    let tenant = add(&engine, "a", None, OPEN);
+    for index in 0..10 {
+        put(&tenant, 1, index, 1, &text(index));
+    }
+    for half in 1..=4 {
+        while engine.maintain(Time(SWEEP_NS * half / 2), 64) {}
+    }
+    assert_eq!(engine.stats().denser_blobs, 10);
+    for index in 0..10 {
+        assert!(get(&tenant, 1, index, 1) == Some(text(index)));
+    }
     engine.check_invariants();
 }
 

@@ -297,6 +297,38 @@ fn a_raw_page_can_be_stored_while_its_last_copy_is_freed() {
     );
 }
 
+/// Tests two workers that finalize equal pages at the same time. They must share one blob, whatever
+/// the order of their steps.
+fn equal_pages_of_two_workers(name: &str, page: Page) {
+    in_all_orders(name, ORDERS, move || {
+        let store = Arc::new(Store::new(HEAP_BYTES, PageHash::of, SEED).unwrap());
+        let workers = [(); 2].map(|()| {
+            let store = store.clone();
+            thread::spawn(move || finalize(&store, &page, 0))
+        });
+        let finalized = workers.map(|thread| thread.join().unwrap());
+        let contents = finalized.map(|page| page.content);
+        assert_eq!(contents[0], contents[1], "equal pages have two blobs");
+        assert!(finalized[0].shared != finalized[1].shared);
+        store.release_all(&contents);
+        store.check(&HashMap::new());
+        store.heap.check(0);
+    });
+}
+
+#[test]
+fn equal_pages_of_two_workers_share_one_blob() {
+    equal_pages_of_two_workers(
+        "equal_pages_of_two_workers_share_one_blob",
+        partly_noise(1, 4),
+    );
+}
+
+#[test]
+fn equal_raw_pages_of_two_workers_share_one_blob() {
+    equal_pages_of_two_workers("equal_raw_pages_of_two_workers_share_one_blob", noise(1));
+}
+
 #[test]
 fn a_get_completes_as_its_tenant_departs() {
     let page = partly_noise(1, 4);

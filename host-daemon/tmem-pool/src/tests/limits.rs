@@ -5,7 +5,8 @@ use super::{
     OPEN, POOL, add, config, fill, get, maintain_all, new_engine, noise, partly_noise, put, put_raw,
 };
 use crate::config::{
-    EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, RAW_PAGES_MAX, RAW_PAGES_MIN, RECLAIM_PART,
+    EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, RAW_PAGES_MAX, RAW_PAGES_MIN, RECLAIM_PART, SWEEP_NS,
+    reclaim_high_bytes,
 };
 use crate::state::Reason;
 use crate::{
@@ -399,6 +400,120 @@ fn background_work_frees_memory_before_puts_need_it() {
             "puts evicted pages although the pool had free memory for them"
         );
     }
+    engine.check_invariants();
+}
+
+/// Fills a pool with short pages, and then puts incompressible pages while other pages wait to be
+/// finalized. A put frees the memory of several short pages. Another tenant is above its limit, so
+/// that background work has other work as well.
+#[test]
+fn background_work_frees_memory_as_fast_as_puts_take_it() {
+    const SIZE: u64 = 16 << 20;
+    let engine = new_engine(SIZE);
+    let tenant = add(&engine, "a", None, OPEN);
+    let limited_tenant = add(&engine, "b", None, OPEN);
+    for index in 0..2_000 {
+        put(&limited_tenant, 1, index, 1, &[7; PAGE_SIZE]);
+    }
+    for index in 0..16_000 {
+        put(&tenant, 1, index, 1, &partly_noise(index, 2));
+    }
+    maintain_all(&engine);
+    limited_tenant
+        .set_quota(limited(PAGE_METADATA_CHARGE_BYTES))
+        .unwrap();
+    let before = tenant.stats().evictions;
+    for round in 0..100u64 {
+        let evicted = tenant.stats().evictions;
+        for index in round * 16..(round + 1) * 16 {
+            assert_eq!(put_raw(&tenant, 2, index, 1, &noise(index)), Stored);
+        }
+        assert_eq!(
+            tenant.stats().evictions,
+            evicted,
+            "puts of round {round} evicted pages, because background work is behind"
+        );
+        // Each call finalizes up to eight pages.
+        for _ in 0..8 {
+            if tenant.stats().raw_pages > 32 {
+                engine.maintain(Time(0), 8);
+            }
+        }
+    }
+    assert!(
+        tenant.stats().raw_pages > 0 && tenant.stats().evictions > before + 1600,
+        "the test is too weak: {:?}",
+        tenant.stats()
+    );
+    engine.check_invariants();
+}
+
+#[test]
+fn background_work_evicts_no_more_pages_than_a_tenant_is_above_its_entitlement() {
+    const PAGES: u64 = 1200;
+    let engine = new_engine(8 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    fill(&tenant, 1, PAGES);
+    let shared = tenant.shared();
+    let owed_bytes = shared.excess_bytes() + i128::from(shared.entitled_bytes.get());
+    shared
+        .entitled_bytes
+        .set(owed_bytes as u64 - NOISE_CHARGE - 1);
+    // The excess is one byte more than the charge of a page.
+    assert_eq!(engine.evict_excess(16), 2);
+    assert_eq!(tenant.stats().pages, PAGES - 2);
+    // Other threads may have seen the excess before.
+    let entitled_bytes = shared.entitled_bytes.get();
+    let mut freed = Vec::new();
+    let mut state = shared.lock(&engine.totals);
+    assert_eq!(
+        state.evict_above(entitled_bytes, 16, Reason::Pool, &mut freed),
+        0
+    );
+    drop(state);
+    assert_eq!(engine.evict_excess(16), 0);
+}
+
+#[test]
+fn watermarks_of_large_pools_have_a_maximum() {
+    for (size_bytes, high_bytes) in [
+        (64 << 20, 2 << 20),
+        (4 << 30, 128 << 20),
+        (16 << 40, 128 << 20),
+    ] {
+        assert_eq!(reclaim_high_bytes(size_bytes), high_bytes);
+    }
+}
+
+/// Lets a sweep end while many frames are idle. They go back to the system in several steps of
+/// background work, because each batch costs system calls.
+#[test]
+fn the_end_of_a_sweep_releases_idle_frames_in_bounded_steps() {
+    const BATCH_BYTES: u64 = 64 * PAGE_SIZE as u64;
+    let engine = new_engine(64 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    fill(&tenant, 1, 3_000);
+    tenant.drop_pages();
+    maintain_all(&engine);
+    let mut frames_bytes = engine.stats().frames_bytes;
+    assert!(
+        frames_bytes > 40 * BATCH_BYTES,
+        "the test is too weak: only {frames_bytes} B are idle"
+    );
+    for _ in 0..1_000 {
+        let more = engine.maintain(Time(SWEEP_NS), 1);
+        let left_bytes = engine.stats().frames_bytes;
+        assert!(
+            frames_bytes - left_bytes <= BATCH_BYTES,
+            "one step released {} B",
+            frames_bytes - left_bytes
+        );
+        frames_bytes = left_bytes;
+        if !more {
+            break;
+        }
+    }
+    assert_eq!(frames_bytes, 0);
     engine.check_invariants();
 }
 
