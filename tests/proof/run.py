@@ -95,21 +95,29 @@ class Run:
         return max(0, count - len(self._results.repetitions(workload.key)))
 
     def all(self, names: list[str]) -> None:
+        """Measures parts. A part that fails does not prevent the others; raises at the end."""
         parts = [part for name in names if self.wanted(part := MAKE[name]())]
         left = sum(map(self._estimate, parts))
         measured: list[str] = []
+        failures: list[str] = []
         facts: dict[str, Any] = {}
         try:
             with tempfile.TemporaryDirectory(prefix="tmem-proof-") as images, observed() as facts:
                 for part in parts:
                     self._progress.step(f"{part.title}; about {left / 60:.0f} min left")
-                    self._part(part, Path(images))
-                    measured.append(part.key)
+                    try:
+                        self._part(part, Path(images))
+                        measured.append(part.key)
+                    except HarnessError as error:
+                        failures.append(f"{part.key}: {error}")
+                        self._progress.step(f"  failed: {error}")
                     left -= self._estimate(part)
         finally:
             # A run that fails keeps its parts, to which the facts belong.
             if measured:
                 self._results.add_machine({**facts, "parts": measured})
+        if failures:
+            raise HarnessError("\n".join(failures))
 
     def _estimate(self, part: Workload) -> float:
         return part.seconds / (part.repetitions if self._quick else 1)

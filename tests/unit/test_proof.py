@@ -275,6 +275,7 @@ def test_figures_of_a_part_with_wrong_bytes_are_not_saved(
     with pytest.raises(HarnessError, match="wrong byte"):
         measure(results, bad, monkeypatch)
     assert bad.calls[-2:] == ["check", "finish"]
+    assert results.data["machine"] == []
     assert Results(tmp_path / "r.json", {}).repetitions("stream") == []
     # The next run measures and checks the part again.
     calls = measure(results, Part(wrong=False), monkeypatch)
@@ -283,6 +284,20 @@ def test_figures_of_a_part_with_wrong_bytes_are_not_saved(
     assert len(found.repetitions("stream")) == 2
     assert [run["parts"] for run in found.data["machine"]] == [["stream"]]
     assert measure(results, Part(wrong=False), monkeypatch) == []
+
+
+def test_part_that_fails_does_not_prevent_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results(tmp_path / "r.json", {})
+    bad, good = Part(wrong=True), Part(wrong=False)
+    good.key = "write"
+    monkeypatch.setitem(MAKE, "stream", lambda: bad)
+    monkeypatch.setitem(MAKE, "write", lambda: good)
+    with pytest.raises(HarnessError, match="stream: wrong byte"):
+        Run(cast(Host, NoHost()), results, quick=False).all(["stream", "write"])
+    assert list(results.data["parts"]) == ["write"]
+    assert results.data["machine"][0]["parts"] == ["write"]
 
 
 def test_finish_runs_even_if_a_guest_does_not_end(
