@@ -161,16 +161,24 @@ class NativeVm:
         self.console = directory / "console.log"
         self.exports = [Export(disk, directory, direct=config.direct) for disk in config.disks]
         self.boot_seconds = 0.0
+        self._boot_files: tuple[Path, Path] | None = None
         self._process: Process | None = None
         self._guest: NativeGuest | None = None
         self._trouble_expected = False
 
+    def prepare(self) -> tuple[Path, Path]:
+        """Makes the kernel and the initramfs, so that start() need not do it; returns both."""
+        if not self._boot_files:
+            image = initramfs.build(None, self.directory / "initramfs", files=self.config.files)
+            self._boot_files = build(), image
+        return self._boot_files
+
     def command(self, agent: int) -> list[str]:
         """Returns the command line; `agent` is the descriptor that leads to the agent."""
         config = self.config
-        image = initramfs.build(None, self.directory / "initramfs", files=config.files)
+        linux, image = self.prepare()
         command = [
-            str(build()), f"mem={config.memory_bytes // MIB}M", f"initrd={image}", "rdinit=/init",
+            str(linux), f"mem={config.memory_bytes // MIB}M", f"initrd={image}", "rdinit=/init",
             "con=null", "con0=null,fd:1", f"ssl0=fd:{agent}", "TMEM_AGENT=/dev/ttyS0",
             "loglevel=6", "oops=panic", "panic=-1",
         ]  # fmt: skip

@@ -98,12 +98,25 @@ class Vm:
         self.console = directory / "console.log"
         self.log = directory / "qemu.log"
         self.directory = directory
+        self._initramfs: Path | None = None
         self._process: Process | None = None
         self._qmp: Qmp | None = None
         self._guest: Guest | None = None
         self._trouble_expected = False
 
     # Starting and ending
+
+    def prepare(self) -> Path:
+        """Makes the initramfs, so that start() need not do it; returns its path."""
+        config = self.config
+        if not self._initramfs:
+            self._initramfs = initramfs.build(
+                config.kernel,
+                self.directory / "initramfs",
+                modules=config.modules,
+                files=config.files,
+            )
+        return self._initramfs
 
     def command(self) -> list[str]:
         """Returns QEMU's command line."""
@@ -116,12 +129,7 @@ class Vm:
             processor = ["-accel", f"tcg,thread={threads}{buffer}", "-cpu", "max,la57=off"]
         else:
             processor = ["-accel", accelerator, "-cpu", "host"]
-        image = initramfs.build(
-            config.kernel,
-            self.directory / "initramfs",
-            modules=config.modules,
-            files=config.files,
-        )
+        image = self.prepare()
         # no_timer_check: the kernel's check of the timer may fail on a busy machine, because the
         # emulated timer is late.
         fixed = "console=ttyS0 loglevel=6 oops=panic panic=0 tsc=reliable no_timer_check"

@@ -5,6 +5,6 @@
 - `workloads`, `build` and `fleet_loads` are the loads that run with and without the pool.
 - `rivals` compares ways to use equal host bytes, which `host_bytes` counts.
 - `model` predicts times.
-- `run` measures, `results` keeps every repetition in a file.
+- `run` measures, and `results` keeps the checked repetitions in a file.
 - `intervals`, `plot` and `report` make the page.
 """

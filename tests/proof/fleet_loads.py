@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import signal
+import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from bench_guest import DATA, PAGE_BYTES
 from harness import disk
 from harness.disk import Disk
+from harness.guest import Job
+from harness.paths import HarnessError
 from harness.vm import MIB
+from harness.wait import until
 from proof import disks
-from proof.guests import LOADS, Box, Lab, Spec, Use, fio_command, fio_report
+from proof.guests import LOADS, SECONDS, Box, Lab, Spec, Use, fio_command, fio_report
 from proof.results import Measured
-from proof.workloads import DISK, RAM_BYTES, WITH, WITHOUT, Workload, load_name
+from proof.workloads import DISK, RAM_BYTES, WITH, WITHOUT, Workload, load_name, set_sum
 
 CLONES = 4
 BOOT_BYTES = 64 * MIB  # files that a clone reads while it boots; they fit its RAM
@@ -50,6 +55,8 @@ class Boot(Workload):
             daemon = lab.daemon(*names, pool_bytes=256 * MIB, domain="clones")
         data = Disk("data", self._image, read_only=True, throttle=disk.CLOUD_VOLUME)
         boxes = [lab.create(Spec(name, RAM_BYTES, (data,), daemon)) for name in names]
+        for box in boxes:
+            box.vm.prepare()
 
         def boot(box: Box) -> None:
             lab.boot(box)
@@ -64,6 +71,9 @@ class Boot(Workload):
             out = {"seconds": time.monotonic() - began}
             lab.end()
         return out
+
+
+STARTED = "/tmp/started"  # file in the neighbour, which fio creates when its reads begin
 
 
 class Neighbour(Workload):
@@ -81,6 +91,7 @@ class Neighbour(Workload):
     theta = 0.6
     set_bytes = 240 * MIB
     noise_mib_per_s = 60
+    noise_tolerance = 0.05
     _parameters: ClassVar = {
         "RAM": f"{RAM_BYTES // MIB} MiB each",
         "pool": "768 MiB for both",
@@ -89,16 +100,19 @@ class Neighbour(Workload):
         "victim's load": f"fio, {reads} reads of 4 KiB, at most {rate} per second, psync, Zipf "
         f"with exponent {theta} over {set_bytes // MIB} MiB",
         "neighbour": f"fio, sequential re-read of {set_bytes // MIB} MiB, 128 KiB, at most "
-        f"{noise_mib_per_s} MiB/s in both arms",
+        f"{noise_mib_per_s} MiB/s in both arms; it begins before the victim's reads and ends after "
+        "them",
     }
 
     def __init__(self) -> None:
         self.parameters = dict(self._parameters)
+        self._noise: dict[str, list[float]] = {arm: [] for arm in self.arms}
 
     def prepare(self, lab: Lab) -> None:
         path = lab.image(
             f"set{self.set_bytes // MIB}", lambda path: disks.image(path, self.set_bytes)
         )
+        self._sum = set_sum(path)
         data = Disk("data", path, read_only=True, throttle=disk.CLOUD_VOLUME)
         daemon = lab.daemon("victim", WITH, pool_bytes=768 * MIB)
         requests = disks.loads_image(lab.directory / "loads.img", self._loads())
@@ -135,25 +149,64 @@ class Neighbour(Workload):
         for box in (victim, neighbour):
             box.settle()
         uses = Use(victim), Use(neighbour)
-        noise = neighbour.job(
-            fio_command(
-                f"--rw=read --bs=128k --filename={DATA}/{disks.SET} --ioengine=psync --time_based "
-                f"--runtime={self.reads // self.rate + 3} --rate={self.noise_mib_per_s}m"
-            )
-        )
-        time.sleep(1)
+        noise = self._start_noise(neighbour)
         report = victim.fio(
             f"--read_iolog={LOADS}/{self._load(arm, repetition)} --replay_no_stall=1 "
             f"--ioengine=psync --thinktime={1_000_000 // self.rate}"
         )
-        noisy = fio_report(noise.wait().check().text)
+        noisy = self._end_noise(noise)
         read = report["read"]
+        if read["total_ios"] != self.reads:
+            raise HarnessError(f"fio made {read['total_ios']} reads, not {self.reads}")
         own, other = (use.grown() for use in uses)
+        self._noise[arm].append(noisy["read"]["bw"] / 1024)
         return {
             **own,
             "p99_us": read["clat_ns"]["percentile"]["99.000000"] / 1000,
             "p50_us": read["clat_ns"]["percentile"]["50.000000"] / 1000,
             "iops": read["iops"],
             "noise_mib_per_s": noisy["read"]["bw"] / 1024,
+            "noise_s": noisy["read"]["runtime"] / 1000,
             "noise_disk_reads": other["disk_reads"],
         }
+
+    def _start_noise(self, box: Box) -> Job:
+        """Starts the neighbour's reads and returns when they have begun."""
+        box.sh(f"rm -f {STARTED}")
+        # Without "exec", the signal that ends fio would also end its shell, and the report be lost.
+        job = box.job(
+            "exec "
+            + fio_command(
+                f"--rw=read --bs=128k --filename={DATA}/{disks.SET} --ioengine=psync --time_based "
+                f"--runtime={SECONDS} --rate={self.noise_mib_per_s}m "
+                f"--exec_prerun='touch {STARTED}'"
+            )
+        )
+        until(
+            lambda: job.done() or box.guest.run(f"test -e {STARTED}").status == 0,
+            60,
+            "the neighbour's reads begin",
+        )
+        return job
+
+    @staticmethod
+    def _end_noise(job: Job) -> dict[str, Any]:
+        """Ends the neighbour's reads, which must still run, and returns fio's report."""
+        if job.done():
+            raise HarnessError(f"the neighbour's reads ended too early: {job.wait().text}")
+        job.kill(signal.SIGINT)
+        return fio_report(job.wait().text)
+
+    def check(self) -> None:
+        """Raises if a guest has read a wrong byte, or if the noise differs between the arms."""
+        for box in (self._victim, self._neighbours[WITH]):
+            found = box.sh(f"sha256sum {DATA}/{disks.SET}").split()[0]
+            if found != self._sum:
+                raise HarnessError(f"{self.key}, {box.vm.name}: the file's SHA-256 is wrong")
+        with_pool, without = (statistics.median(self._noise[arm]) for arm in (WITH, WITHOUT))
+        if abs(with_pool / without - 1) > self.noise_tolerance:
+            raise HarnessError(
+                f"{self.key}: the neighbour with the pool read {with_pool:.1f} MiB/s, the one "
+                f"without it {without:.1f} MiB/s. The arms are not comparable: the machine is too "
+                "busy for both rates."
+            )

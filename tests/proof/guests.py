@@ -19,15 +19,16 @@ from harness.native import NativeConfig, NativeVm
 from harness.paths import TESTS, HarnessError, cache_dir, guest_program, qemu_binary
 from harness.session import Session
 from harness.vm import MIB, Config, Tmem, Vm
+from proof.host_bytes import family_seconds
 from proof.results import Measured
 
 FIO, SQLITE = "/bin/fio", "/usr/bin/sqlite3"
 SECONDS = 600  # longest time of one step in a guest
 LOADS = "/loads"  # directory in the guest with the requests of all repetitions
 TOTALS = ("puts_eligible", "puts_lost", "hits", "misses_late", "misses_tripped")
-# Prefixes of counters that tell why pages are not in the pool.
+# Prefixes of counters that tell why pages are not in the pool, or are not read from there.
 REASONS = ("puts_dropped_", "puts_skipped_", "puts_refused", "puts_unanswered", "refs_gone",
-           "refs_dropped", "refs_unanswered", "trips")  # fmt: skip
+           "refs_dropped", "refs_unanswered", "reads_nowait", "trips")  # fmt: skip
 SQLITE_SUITE = "bookworm"
 SQLITE_PACKAGES = ("sqlite3", "libsqlite3-0", "libreadline8", "libtinfo6", "zlib1g", "libc6")
 
@@ -74,6 +75,9 @@ class Host(Protocol):
     def start(self, vm: Vm | NativeVm, spec: Spec) -> None:
         """Boots the guest, with the driver if it has the device."""
 
+    def programs(self) -> dict[str, Path]:
+        """Returns the files with the guest's kernel and driver, which the results depend on."""
+
 
 def _files(spec: Spec) -> dict[str, Path]:
     bench = guest_program(TESTS / "guest/bench.c")
@@ -93,7 +97,10 @@ class Native:
     what = "user-mode Linux"
 
     def __init__(self) -> None:
-        native.build()
+        self._kernel = native.build()
+
+    def programs(self) -> dict[str, Path]:
+        return {"kernel with the driver": self._kernel}
 
     def create(self, session: Session, spec: Spec) -> NativeVm:
         return session.native_vm(
@@ -125,14 +132,21 @@ class Qemu:
         self._accelerator = "tcg" if self.why_not else "kvm"
         self.what = "QEMU with KVM" if not self.why_not else "QEMU with TCG, emulated processors"
 
+    def programs(self) -> dict[str, Path]:
+        return {"kernel": self._kernel.vmlinuz, "driver": self._driver, "qemu": qemu_binary()}
+
     def create(self, session: Session, spec: Spec) -> Vm:
+        # The driver of a native guest retains pages unless "retain=0" is among its parameters.
+        tmem = None
+        if spec.daemon:
+            tmem = Tmem(spec.daemon.socket(spec.name), properties={"retain": "on"})
         return session.vm(
             Config(
                 kernel=self._kernel,
                 name=spec.name,
                 memory_bytes=spec.ram_bytes,
                 disks=spec.disks,
-                tmem=Tmem(spec.daemon.socket(spec.name)) if spec.daemon else None,
+                tmem=tmem,
                 files={"/virtio_tmem.ko": self._driver, **_files(spec)},
                 accelerator=self._accelerator,
             )
@@ -186,6 +200,8 @@ def fio_command(arguments: str) -> str:
 def fio_report(text: str) -> dict[str, Any]:
     """Returns the report of the only job in fio's output."""
     # fio prints warnings before the object.
+    if "{" not in text:
+        raise HarnessError(f"fio printed no report: {text}")
     job: dict[str, Any] = json.loads(text[text.index("{") :])["jobs"][0]
     if job["error"]:
         raise HarnessError(f"fio: error {job['error']}")
@@ -207,7 +223,7 @@ class Use:
             "disk_read_bytes": stat.read_sectors * SECTOR_BYTES,
             "disk_writes": stat.writes,
             "disk_write_bytes": stat.write_sectors * SECTOR_BYTES,
-            "guest_cpu_s": processor_seconds(box.vm.process.pid),
+            "guest_cpu_s": family_seconds(box.vm.process.pid),
         }
         if box.cached:
             counters = box.all_counters()

@@ -10,7 +10,9 @@ import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from harness.disk import Throttle
@@ -21,6 +23,11 @@ from harness.wait import until
 ROOT = Path("/sys/fs/cgroup")
 
 
+def _stat(pid: int) -> list[str]:
+    """Returns the fields of /proc/PID/stat from the third one, the state, on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def family(pids: Iterable[int]) -> set[int]:
     """Returns these processes and their descendants: processes of a native guest are processes of
     the host, which map its memory."""
@@ -28,13 +35,27 @@ def family(pids: Iterable[int]) -> set[int]:
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(OSError):
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                parent = int(_stat(int(path.name))[1])
                 children.setdefault(parent, []).append(int(path.name))
     out, todo = set(), list(pids)
     while todo:
         pid = todo.pop()
         out.add(pid)
         todo += children.get(pid, [])
+    return out
+
+
+def family_seconds(pid: int) -> float:
+    """Returns the processor time of a process and of its descendants, also of those that ended.
+
+    The processes of a native guest are processes of the host. The time of a process that has ended
+    is in that of the parent that waited for it.
+    """
+    out = 0.0
+    for member in family([pid]):
+        with contextlib.suppress(OSError):
+            # proc(5): utime, stime, cutime and cstime are fields 14 to 17.
+            out += sum(map(int, _stat(member)[11:15])) / os.sysconf("SC_CLK_TCK")
     return out
 
 
@@ -61,9 +82,55 @@ def used_bytes(pids: Iterable[int]) -> int:
     for pid in sorted(family(pids)):
         if not any(same_memory(pid, other) for other in counted):
             counted.append(pid)
-            with contextlib.suppress(OSError):
+            try:
                 out += mapped_bytes([pid]) + page_table_bytes([pid])
+            except OSError:
+                continue
+            except HarnessError:
+                if not _ended(pid):
+                    raise
     return out
+
+
+def _ended(pid: int) -> bool:
+    """Returns whether a process has ended. A zombie has files in /proc, but no memory."""
+    try:
+        return _stat(pid)[0] in "ZX"
+    except OSError:
+        return True
+
+
+def swapped_bytes() -> int:
+    """Returns the swap space that the host uses."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    found = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+    return (found["SwapTotal"] - found["SwapFree"]) * 1024
+
+
+class Peak:
+    """Context that samples a number of bytes while it is active, and keeps the greatest one."""
+
+    # A sample takes processor time that the guests would use, so there are only two each second.
+    PAUSE_SECONDS = 0.5
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        self.bytes = 0
+        self._now = now
+
+    def __enter__(self) -> None:
+        self._end = threading.Event()
+        self._threads = ThreadPoolExecutor(1)
+        self._sampled = self._threads.submit(self._sample)
+
+    def _sample(self) -> None:
+        while not self._end.wait(self.PAUSE_SECONDS):
+            self.bytes = max(self.bytes, self._now())
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._threads.shutdown()
+        self._sampled.result()
+        self.bytes = max(self.bytes, self._now())
 
 
 def disk_read_bytes(pid: int) -> int:
@@ -101,8 +168,12 @@ class MemoryGroup:
             (ROOT / "cgroup.subtree_control").write_text("+memory +io")
         self._memory = (ROOT if self._v2 else ROOT / "memory") / own
         self._disk = self._memory if self._v2 else ROOT / "blkio" / own
-        for path in self._paths():
-            path.mkdir()
+        try:
+            for path in self._paths():
+                path.mkdir()
+        except OSError:
+            self.remove()
+            raise
 
     def _paths(self) -> set[Path]:
         return {self._memory, self._disk}

@@ -12,6 +12,7 @@ with the pool and without it. The hold-outs are predicted before they are measur
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import statistics
 from collections import OrderedDict
@@ -24,7 +25,7 @@ from harness.paths import HarnessError
 from harness.vm import MIB
 from proof import disks
 from proof.guests import Box, fio_command, fio_report
-from proof.results import Measured, Results
+from proof.results import Measured, Repetition
 from proof.workloads import (
     RAM_BYTES,
     SET_BYTES,
@@ -32,15 +33,13 @@ from proof.workloads import (
     WITH,
     WITHOUT,
     RandomReread,
-    fio_trace,
-    load_name,
 )
 
 CALIBRATION, ALL_IN_RAM = "rand_reread_1", "model_all_in_ram"
 HALF, MORE, TWO = "holdout_half_ram", "holdout_more_ram", "holdout_two_guests"
 HOLDOUTS = (HALF, MORE, TWO)
 WRITE_SHARE = 0.2
-PROCESSORS = 2
+PROCESSORS = os.cpu_count() or 1
 
 
 class AllInRam(RandomReread):
@@ -52,18 +51,21 @@ class AllInRam(RandomReread):
 
     def __init__(self) -> None:
         super().__init__(1)
+        self._disk_us = 0.0  # of the repetitions, not of the warm-up
         self.key = ALL_IN_RAM
         self.title = "model: all in RAM"
         self.seconds = 20
 
-    def act(self, box: Box, repetition: int) -> Measured:
-        out = super().act(box, repetition)
+    def before(self, box: Box, repetition: int) -> None:
         # A slow rate keeps the disk below its limit, so this is the latency of an idle disk.
         report = box.fio(
             f"--rw=randread --bs={PAGE_BYTES} --filename={DATA}/{disks.SET} --direct=1 "
             "--ioengine=psync --rate_iops=400 --number_ios=400"
         )
-        return out | {"disk_us": report["read"]["clat_ns"]["mean"] / 1000}
+        self._disk_us = report["read"]["clat_ns"]["mean"] / 1000
+
+    def act(self, box: Box, repetition: int) -> Measured:
+        return super().act(box, repetition) | {"disk_us": self._disk_us}
 
 
 class OtherRam(RandomReread):
@@ -110,7 +112,7 @@ class TwoGuests(RandomReread):
 
     def command(self, repetition: int) -> str:
         more = "--end_fsync=1 --refill_buffers --buffer_compress_percentage=50"
-        return fio_command(f"{fio_trace(self.engine, self.depth, load_name(repetition))} {more}")
+        return fio_command(f"{self.trace(repetition)} {more}")
 
     def act(self, box: Box, repetition: int) -> Measured:
         box.sh(self.command(repetition))
@@ -122,6 +124,9 @@ class TwoGuests(RandomReread):
             box.settle()
         jobs = [box.job(self.command(repetition)) for box in boxes]
         reports = [fio_report(job.wait().check().text) for job in jobs]
+        for report in reports:
+            if (made := sum(report[kind]["total_ios"] for kind in ("read", "write"))) != self.reads:
+                raise HarnessError(f"fio made {made} requests, not {self.reads}")
         return {
             "seconds": max(
                 max(report[kind]["runtime"] for kind in ("read", "write")) / 1000
@@ -174,32 +179,46 @@ class Calibration:
     work_us: float  # a request whose page is in RAM
     disk_us: float  # a page from the idle disk, in addition
     get_us: float  # a page from the pool, in addition; includes the put of another page
-    cpu_us: float  # processor time of guest and tmemd for a page from the pool
+    cpu_us: float  # processor time of guest and tmemd for a page from the pool, in addition
+    cpu_work_us: float  # processor time of the guest for a request whose page is in RAM
     lost: float  # share of the misses that the pool does not have
     cache_pages: int  # size of the LRU cache that misses as often as the guest
     lru_share: float  # cache_pages / number of pages in the guest's page cache
 
 
-def _median(results: Results, key: str, arm: str, figure: str) -> float:
-    found = results.repetitions(key)
+Data = dict[str, Any]  # the contents of the file of results
+
+
+def _repetitions(results: Data, key: str) -> list[Repetition]:
+    found: list[Repetition] = results["parts"].get(key, {}).get("repetitions", [])
+    return found
+
+
+def _median(results: Data, key: str, arm: str, figure: str) -> float:
+    found = _repetitions(results, key)
     if not found:
         raise HarnessError(f"the model needs the results of {key}: measure it first")
     return statistics.median(repetition[arm][figure] for repetition in found)
 
 
-def calibrate(results: Results) -> Calibration:
+def calibrate(results: Data) -> Calibration:
     """Returns the costs that explain the calibration's measurements."""
     load = RandomReread(1)
-    reads, count = load.reads, len(results.repetitions(CALIBRATION))
+    reads, count = load.reads, len(_repetitions(results, CALIBRATION))
     work = _median(results, ALL_IN_RAM, WITHOUT, "seconds") / reads * 1e6
     # Count disk requests and not bytes, because a request may read more pages than the reader
     # wants.
     missed = _median(results, CALIBRATION, WITHOUT, "disk_reads")
     cached = _median(results, CALIBRATION, WITH, "seconds") * 1e6
     hits = _median(results, CALIBRATION, WITH, "hits")
+    if not hits:
+        raise HarnessError(
+            f"the model cannot be calibrated: {CALIBRATION} read no page of the pool"
+        )
     from_disk = _median(results, CALIBRATION, WITH, "disk_reads")
     disk_us = _median(results, ALL_IN_RAM, WITHOUT, "disk_us")
     get_us = (cached - reads * work - from_disk * disk_us) / hits
+    cpu_work = _median(results, ALL_IN_RAM, WITHOUT, "guest_cpu_s") / reads * 1e6
     cpu = sum(_median(results, CALIBRATION, WITH, name) for name in ("guest_cpu_s", "tmemd_cpu_s"))
     # A smaller cache misses more. Search for the size that misses as often as the guest.
     low, high = 0, load.zipf.blocks
@@ -213,7 +232,8 @@ def calibrate(results: Results) -> Calibration:
         work_us=work,
         disk_us=disk_us,
         get_us=get_us,
-        cpu_us=max(0.0, cpu * 1e6 - reads * work) / hits,
+        cpu_us=max(0.0, cpu * 1e6 - reads * cpu_work) / hits,
+        cpu_work_us=cpu_work,
         lost=from_disk / (hits + from_disk),
         cache_pages=high,
         lru_share=high * PAGE_BYTES / MIB / _median(results, CALIBRATION, WITHOUT, "cached_mib"),
@@ -239,7 +259,7 @@ def _seconds(
     }
 
 
-def predict(results: Results) -> dict[str, Any]:
+def predict(results: Data) -> dict[str, Any]:
     """Returns the predicted seconds of all hold-outs."""
     of = calibrate(results)
     out: dict[str, Any] = {"calibration": asdict(of)}
@@ -252,7 +272,7 @@ def predict(results: Results) -> dict[str, Any]:
     two_misses = misses(of.cache_pages, two.repetitions, two.zipf, two.reads, WRITE_SHARE)
     written = two.reads * WRITE_SHARE
     seconds = _seconds(of, two, two_misses, written)
-    busy = two.guests * (two.reads * of.work_us + two_misses * of.cpu_us) / 1e6 / PROCESSORS
+    busy = two.guests * (two.reads * of.cpu_work_us + two_misses * of.cpu_us) / 1e6 / PROCESSORS
     out[TWO] = {
         "misses": two_misses,
         WITHOUT: seconds[WITHOUT],
@@ -261,12 +281,13 @@ def predict(results: Results) -> dict[str, Any]:
     return out
 
 
-def errors(predictions: dict[str, Any], results: Results) -> dict[str, float]:
+def errors(results: Data) -> dict[str, float]:
     """Returns the relative errors of the predicted times, for the hold-outs that were measured."""
     out = {}
+    predictions = results.get("predictions", {})
     for key in HOLDOUTS:
         for arm in (WITHOUT, WITH):
-            if results.repetitions(key):
+            if key in predictions and _repetitions(results, key):
                 measured = _median(results, key, arm, "seconds")
                 out[f"{key} {arm}"] = predictions[key][arm] / measured - 1
     return out
@@ -279,7 +300,7 @@ THROTTLE_US = 333  # of a disk of 3,000 IOPS
 KVM_DISK_US = (100, THROTTLE_US, 1000)  # local SSD, limited volume, network volume
 
 
-def kvm_speedups(results: Results) -> list[dict[str, float]]:
+def kvm_speedups(results: Data) -> list[dict[str, float]]:
     """Returns the predicted speedups of a Zipf random re-read on hosts with KVM."""
     out = []
     of = calibrate(results)

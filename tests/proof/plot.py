@@ -15,7 +15,7 @@ COLOUR, OURS = "#9aa4ad", "#1a7f5a"
 def bars(title: str, subtitle: str, values: list[tuple[str, Estimate]]) -> str:
     """Returns an image with a bar for each value. Bars of this project are green."""
     height = TOP + ROW * len(values) + 16
-    most = max(value.high for _, value in values) or 1
+    most = max((value.high for _, value in values), default=0) or 1
     scale = (WIDTH - LEFT - RIGHT) / most
     text = "; ".join(f"{name}: {value.text(1)}" for name, value in values)
     out = [

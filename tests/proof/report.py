@@ -13,7 +13,7 @@ from typing import Any
 import demo
 from bench_guest import PAGE_BYTES
 from harness.paths import HarnessError
-from proof import intervals, model, plot
+from proof import build, intervals, model, plot
 from proof.intervals import Estimate, Pair
 from proof.results import Repetition
 from proof.rivals import ARMS, CACHE, OVERLAPS, POOL, RAM, ZRAM
@@ -35,13 +35,26 @@ class Figure:
     target: float | None = None
     at_least: bool = True
 
-    def met(self, value: float) -> bool | None:
-        if self.target is None:
-            return None
-        return value >= self.target if self.at_least else value <= self.target
+    def verdict(self, value: Estimate) -> str:
+        return "" if self.target is None else verdict(value, self.target, at_least=self.at_least)
 
     def target_text(self) -> str:
         return f"{'≥' if self.at_least else '≤'} {self.target:g}" if self.target else "reported"
+
+    def gain(self, value: Estimate) -> str:
+        """Returns "loss", "no gain shown" or "", whichever the whole interval shows."""
+        low, high = (value.low, value.high) if self.at_least else (-value.high, -value.low)
+        even = 1 if self.at_least else -1
+        return "loss" if high < even else "no gain shown" if low <= even else ""
+
+
+MET, MISSED, UNCLEAR = "met", "**missed**", "**unclear**"
+
+
+def verdict(value: Estimate, target: float, *, at_least: bool = True) -> str:
+    """Returns whether the whole interval meets the target. If only a part does, it is unclear."""
+    ends = [end >= target if at_least else end <= target for end in (value.low, value.high)]
+    return MET if all(ends) else UNCLEAR if any(ends) else MISSED
 
 
 IDLE = {"poll": "poll instead of halting", "halt": "halt"}
@@ -51,19 +64,23 @@ TIME = "time with / without"
 FIGURES = (
     Figure("seq_reread_speedup", "seq_reread_1", f"sequential re-read, depth 1: {SPEEDUP}",
            WITHOUT, WITH, 5),
-    Figure("seq_reread_8_speedup", "seq_reread_8", f"depth 8: {SPEEDUP}", WITHOUT, WITH),
+    Figure("seq_reread_8_speedup", "seq_reread_8",
+           f"sequential re-read, io_uring, depth 8: {SPEEDUP}", WITHOUT, WITH),
     Figure("rand_reread_speedup", "rand_reread_1", f"Zipf random re-read, depth 1: {SPEEDUP}",
            WITHOUT, WITH, 8),
-    Figure("rand_reread_8_speedup", "rand_reread_8", f"depth 8: {SPEEDUP}", WITHOUT, WITH),
+    Figure("rand_reread_8_speedup", "rand_reread_8",
+           f"Zipf random re-read, 8 threads: {SPEEDUP}", WITHOUT, WITH),
     Figure("rand_reread_io_uring_speedup", "rand_reread_io_uring",
-           f"depth 8 with io_uring, whose readers must not wait: {SPEEDUP}", WITHOUT, WITH),
-    Figure("oltp_ro_speedup", "oltp_ro", f"SQLite OLTP, read-only: {RATE}", WITH, WITHOUT, 3),
-    Figure("oltp_rw_ratio", "oltp_rw", f"SQLite OLTP, read-write: {RATE}", WITH, WITHOUT, 1),
-    Figure("build_time_ratio", "build", f"compilation: {TIME}", WITH, WITHOUT),
+           f"Zipf random re-read, io_uring, depth 8: {SPEEDUP}", WITHOUT, WITH),
+    Figure("oltp_ro_speedup", "oltp_ro",
+           f"SQLite with sysbench's table and read-only transactions: {RATE}", WITH, WITHOUT, 3),
+    Figure("oltp_rw_ratio", "oltp_rw",
+           f"SQLite with sysbench's table and read-write transactions: {RATE}", WITH, WITHOUT, 1),
+    Figure("build_time_ratio", "build", f"compilation: {TIME}", WITH, WITHOUT, at_least=False),
     Figure("stream_ratio", "stream", f"stream that is never read again: {TIME}",
            WITH, WITHOUT, 1.03, at_least=False),
-    Figure("stream_fast_ratio", "stream_fast", f"the same, disk without a limit: {TIME}",
-           WITH, WITHOUT),
+    Figure("stream_fast_ratio", "stream_fast", f"stream from a disk without a limit: {TIME}",
+           WITH, WITHOUT, at_least=False),
     Figure("write_ratio", "write", f"random overwrites: {TIME}", WITH, WITHOUT, 1.03,
            at_least=False),
     Figure("boot_ratio", "boot", f"boot of four clones: {TIME}", WITH, WITHOUT, 1.03,
@@ -72,6 +89,7 @@ FIGURES = (
            WITH, WITHOUT, 1.1, at_least=False),
 )  # fmt: skip
 RIVAL_TARGETS = {RAM: 4.0, CACHE: 1.5, ZRAM: 3.0}
+KSM_TARGET = 3.0
 RIVALS_AT = 0.9  # overlap whose figures have targets
 ERROR_MAX = 0.25
 
@@ -107,8 +125,34 @@ def rival_estimates(found: dict[str, Any]) -> Iterator[tuple[str, Estimate, floa
             yield arm, intervals.ratio(_pairs(part, arm, POOL, "disk_mib")), target
 
 
-def verdict(met: bool | None) -> str:
-    return {None: "", True: "met", False: "**missed**"}[met]
+def density(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns the comparison with KSM from the results of make bench-density."""
+    variants = found["variants"]
+    if "ksm" not in variants:
+        raise HarnessError("the results of bench-density have no variant 'ksm'")
+    runs = [[run["read_bytes"] for run in variants[key]["runs"]] for key in ("ksm", "device")]
+    return {
+        "equal": variants["ksm"]["host_bytes_equal"],
+        "accelerator": found["accelerator"],
+        "read_bytes": list(zip(*runs, strict=False)),
+    }
+
+
+def ksm_row(found: dict[str, Any]) -> list[str]:
+    """Returns the row of the comparison with KSM, or one that names the commands for it."""
+    head = ["`equal_bytes_vs_ksm`", "disk reads with KSM / ours, in QEMU", f"≥ {KSM_TARGET:g}"]
+    if not (other := found.get("density")):
+        return [*head, "not measured", "`make bench-density JSON=FILE`, then `--density FILE`"]
+    if not other["equal"]:
+        return [*head, "not comparable", "host bytes differ"]
+    value = intervals.ratio([(ksm, ours) for ksm, ours in other["read_bytes"]])
+    return [*head, value.text(), verdict(value, KSM_TARGET)]
+
+
+def victim_late(found: dict[str, Any]) -> int | None:
+    """Returns how many pages came too late for the victim, or None without its measurement."""
+    part = found["parts"].get("victim")
+    return late_pages(part) if part else None
 
 
 def late_pages(part: dict[str, Any]) -> int:
@@ -135,21 +179,32 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
                 figure.meaning,
                 figure.target_text(),
                 value.text(),
-                verdict(figure.met(value.value)),
+                figure.verdict(value),
+            ]
+        )
+    if (late := victim_late(found)) is not None:
+        out.append(
+            [
+                "`victim_late_pages`",
+                "pages that came after the victim's deadline, in all repetitions of both arms",
+                "0",
+                str(late),
+                MISSED if late else MET,
             ]
         )
     for arm, value, target in rival_estimates(found):
-        name = {RAM: "ram", CACHE: "host_cache", ZRAM: "zram"}[arm]
         out.append(
             [
-                f"`equal_bytes_vs_{name}`",
+                f"`equal_bytes_vs_{arm}`",
                 f"disk reads of the arm / ours, overlap {RIVALS_AT:.0%}",
                 f"≥ {target:g}",
                 value.text(),
-                verdict(value.value >= target),
+                verdict(value, target),
             ]
         )
-    if errors := found.get("prediction_errors"):
+    if _rival_part(found, RIVALS_AT):
+        out.append(ksm_row(found))
+    if errors := model.errors(found):
         worst = max(abs(value) for value in errors.values())
         out.append(
             [
@@ -157,7 +212,7 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
                 "largest relative error of the hold-outs",
                 f"≤ {ERROR_MAX}",
                 f"{worst:.2f}",
-                verdict(worst <= ERROR_MAX),
+                MET if worst <= ERROR_MAX else MISSED,
             ]
         )
     return out
@@ -165,13 +220,14 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
 
 def workload_rows(found: dict[str, Any]) -> list[list[str]]:
     """Returns a table with each workload's values without the pool and with it."""
-    out = [["workload", "figure", "without", "with", "repetitions", "lost", "late"]]
+    head = ["workload", "figure", "without", "with", "all in RAM", "repetitions", "lost", "late"]
+    out = [head]
     for part in found["parts"].values():
         if "disk_mib" in part["figure"]:
             continue
         cells = []
         digits = 0 if part["figure"] == "p99_us" else 2
-        for arm in (WITHOUT, WITH):
+        for arm in (WITHOUT, WITH, build.PROBE):
             values = [one[arm][part["figure"]] for one in part["repetitions"] if arm in one]
             cells.append(intervals.middle(values).text(digits) if values else "-")
         lost = lost_share(part, WITH)
@@ -229,6 +285,25 @@ def unequal(found: dict[str, Any]) -> list[str]:
     return out
 
 
+def swap_text(found: dict[str, Any]) -> str:
+    """Returns a sentence about the host's swap space, which the host bytes do not contain."""
+    most = max(
+        (
+            one[arm].get("host_swap_mib", 0)
+            for overlap in OVERLAPS
+            if (part := _rival_part(found, overlap))
+            for one in part["repetitions"]
+            for arm in one
+        ),
+        default=0,
+    )
+    if most < 1:
+        return "The host swapped nothing out meanwhile."
+    return (
+        f"The host swapped up to {most:,.0f} MiB out meanwhile, which these bytes do not contain."
+    )
+
+
 def winners(found: dict[str, Any]) -> list[str]:
     """Returns a sentence for each overlap and phase that names the best arms."""
     names = {arm.key: arm.what for arm in ARMS}
@@ -280,24 +355,39 @@ def _wrapped(paragraph: str, first: str = "") -> str:
     )  # fmt: skip
 
 
+def _bullets(lines: list[str]) -> list[str]:
+    """Returns a list as one block of Markdown, or nothing without lines."""
+    return ["\n".join(_wrapped(line, "- ") for line in lines)] if lines else []
+
+
 def summary(found: dict[str, Any]) -> str:
     """Returns one paragraph with the figures that met or missed their targets."""
-    met: list[str] = []
-    missed: list[str] = []
+    groups: dict[str, list[str]] = {MET: [], MISSED: [], UNCLEAR: []}
+    for key, _, _, value, judged in rows(found)[1:]:
+        if judged in groups:
+            groups[judged].append(f"{key} {value.partition(' ')[0]}")
+    count = sum(map(len, groups.values()))
+    out = f"{len(groups[MET])} of {count} targets are met"
+    if groups[MET]:
+        out += f": {', '.join(groups[MET])}"
+    if groups[MISSED]:
+        out += f". Missed: {', '.join(groups[MISSED])}"
+    if groups[UNCLEAR]:
+        out += f". The interval contains the target: {', '.join(groups[UNCLEAR])}"
+    return out + "."
+
+
+def losses(found: dict[str, Any]) -> list[str]:
+    """Returns a sentence for each workload that the pool makes slower or does not make faster."""
+    out = []
     for figure, value in estimates(found):
-        if figure.target is not None:
-            (met if figure.met(value.value) else missed).append(f"`{figure.key}` {value.value:.2f}")
-    for arm, value, target in rival_estimates(found):
-        (met if value.value >= target else missed).append(
-            f"`equal_bytes_vs_{arm}` {value.value:.1f}"
-        )
-    out = f"{len(met)} of {len(met) + len(missed)} targets are met"
-    if met:
-        out += f": {', '.join(met)}"
-    return out + (f". Missed: {', '.join(missed)}." if missed else ".")
+        if gain := figure.gain(value):
+            out.append(f"{gain}: {figure.meaning}: {value.text()}.")
+    return sorted(out)
 
 
 def _median(found: dict[str, Any], part: str, arm: str, figure: str) -> float:
+    """Returns a median of a part; a figure that a repetition does not have counts 0."""
     return intervals.middle(
         [one[arm].get(figure, 0) for one in found["parts"][part]["repetitions"]]
     ).value
@@ -309,27 +399,55 @@ def explanations(found: dict[str, Any]) -> list[str]:
     parts = found["parts"]
     if "rand_reread_1" in parts and model.ALL_IN_RAM in parts:
         without = _median(found, "rand_reread_1", WITHOUT, "seconds")
+        with_pool = _median(found, "rand_reread_1", WITH, "seconds")
         cached = _median(found, model.ALL_IN_RAM, WITHOUT, "seconds")
         out.append(
             f"`rand_reread_speedup`: a guest whose RAM holds the whole file needs {cached:.2f} s, "
-            "most of it for system calls, which are slow in native guests. So no cache could reach "
-            f"more than {without / cached:.1f} here."
+            f"a guest with less RAM {without:.2f} s without the pool and {with_pool:.2f} s with it."
+            f" The whole file in RAM is {without / cached:.1f} times as fast as no pool."
         )
-    if "oltp_ro" in parts:
-        seconds = Oltp.count / _median(found, "oltp_ro", WITHOUT, "tps")
-        busy = _median(found, "oltp_ro", WITHOUT, "guest_cpu_s")
+    for key in ("seq_reread_8", "rand_reread_io_uring"):
+        if key in parts and (left := _median(found, key, WITH, "reads_nowait")):
+            hits = _median(found, key, WITH, "hits")
+            out.append(
+                f"`{key}_speedup`: io_uring first tries each read without waiting, and the driver "
+                "leaves the readahead of such a read to the disk. It did so "
+                f"{left:,.0f} times in each repetition, in which {hits:,.0f} pages came from the "
+                "pool. So readers with io_uring lose a part of the gain."
+            )
+    for key, name in (("oltp_ro", "oltp_ro_speedup"), ("oltp_rw", "oltp_rw_ratio")):
+        if key in parts:
+            seconds = Oltp.count / _median(found, key, WITHOUT, "tps")
+            busy = _median(found, key, WITHOUT, "guest_cpu_s")
+            out.append(
+                f"`{name}`: the guest without the pool uses its processor for {busy:.2f} s of "
+                f"{seconds:.2f} s. The pool can only shorten the rest."
+            )
+    if "oltp_ro" in parts or "oltp_rw" in parts:
         out.append(
-            f"`oltp_ro_speedup`: the processor of the guest without the pool works for {busy:.2f} "
-            f"s of {seconds:.2f} s. So no cache could reach more than {seconds / busy:.1f} here."
+            "OLTP: the program is SQLite, with the table and the transactions of sysbench. Neither "
+            "sysbench nor a database server runs, and a server with a cache of its own gains less "
+            "or nothing from the pool."
         )
     if "build" in parts:
+        without = _median(found, "build", WITHOUT, "seconds")
+        probe = _median(found, "build", build.PROBE, "seconds")
+        with_pool = _median(found, "build", WITH, "seconds")
         evicted = _median(found, "build", WITH, "puts_eligible")
         read = _median(found, "build", WITHOUT, "disk_read_bytes") / PAGE_BYTES
         out.append(
-            f"`build_time_ratio`: the guest with the pool evicted {evicted:,.0f} pages in each "
-            f"repetition, and the guest without it read {read:,.0f} pages from the disk. The "
-            "working set barely fits the RAM, and the driver uses 1 % of it and 2 MiB. A cheap "
-            "return of these pages does not outweigh that."
+            f"`build_time_ratio`: a guest whose RAM holds the compiler and all files needs "
+            f"{probe:.2f} s, the guest without the pool {without:.2f} s, and the guest with it "
+            f"{with_pool:.2f} s. So {probe / without:.0%} of the time without the pool is not "
+            f"spent on missing pages. The guest without the pool read {read:,.0f} pages from the "
+            f"disk in each repetition, the guest with it evicted {evicted:,.0f} pages."
+        )
+    if "victim" in parts:
+        rates = [_median(found, "victim", arm, "noise_mib_per_s") for arm in (WITH, WITHOUT)]
+        out.append(
+            f"`victim_p99_ratio`: the neighbour read {rates[0]:.1f} MiB/s with the pool and "
+            f"{rates[1]:.1f} MiB/s without it, from before the victim's first read until after its "
+            "last one."
         )
     return out
 
@@ -341,9 +459,10 @@ def model_text(found: dict[str, Any]) -> str:
         return ""
     costs = predictions["calibration"]
     table = [["hold-out", "arm", "predicted", "measured", "error"]]
-    errors = found.get("prediction_errors", {})
+    errors = model.errors(found)
     for key in model.HOLDOUTS:
-        if part := found["parts"].get(key):
+        part = found["parts"].get(key)
+        if part and key in predictions:
             for arm in (WITHOUT, WITH):
                 measured = intervals.middle([one[arm]["seconds"] for one in part["repetitions"]])
                 table.append(
@@ -388,9 +507,27 @@ def model_text(found: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def machine_text(found: dict[str, Any]) -> str:
+    """Returns sentences about the machine, and about its load in each run of the program."""
+    runs = found["machine"]
+    if not runs:
+        return f"Measured with {found['settings']['guests']} guests."
+    last = runs[-1]
+    loads = "; ".join(
+        f"load average {run['load_1min_before']} before and {run['load_1min_after']} after, "
+        f"{run['steal_share']:.1%} of the processor time stolen"
+        for run in runs
+    )
+    times = "one run" if len(runs) == 1 else f"{len(runs)} runs, each of other workloads"
+    return (
+        f"Measured with {found['settings']['guests']} guests on {last['processors']} processors of "
+        f"{last['processor']}, host kernel {last['host_kernel']}, whose idle processors "
+        f"{IDLE[last['idle_processors']]}, in {times}: {loads}."
+    )
+
+
 def page(found: dict[str, Any]) -> str:
     """Returns docs/benchmarks/proof.md."""
-    machine = found["machine"]
     parts = [
         "<!-- SPDX-License-Identifier: Apache-2.0 OR MIT -->\n"
         "<!-- Generated by make bench-proof from its JSON file; edit tests/proof/report.py. -->\n"
@@ -404,19 +541,22 @@ def page(found: dict[str, Any]) -> str:
         "    make bench-proof                          # the report, and build/proof.json\n"
         "    make bench-proof ARGS='--only victim'     # one workload\n"
         "    make bench-proof ARGS=--quick             # one repetition, for a test",
-        "![Time without and with the pool](../images/proof.svg)",
+    ]
+    if speed_bars(found):
+        parts.append("![Speed with the pool / without it](../images/proof.svg)")
+    parts += [
         "## Figures",
         _wrapped(
-            f"Measured with {found['settings']['guests']} guests on "
-            f"{machine['processors']} processors of {machine['processor']}, host kernel "
-            f"{machine['host_kernel']}. Load average {machine['load_1min_before']} before and "
-            f"{machine['load_1min_after']} after the run, {machine['steal_share']:.1%} of the "
-            f"processor time stolen; idle processors {IDLE[machine['idle_processors']]}. "
-            "Values are medians with their 95 % bootstrap intervals. The arms take turns in each "
-            "repetition."
+            f"{machine_text(found)} Values are medians with their 95 % bootstrap intervals. The "
+            "arms take turns in each repetition. A target is met if the whole interval meets it; "
+            "the result is unclear if the interval contains the target."
         ),
         _markdown(rows(found)),
-        "\n".join(_wrapped(line, "- ") for line in explanations(found)),
+        *_bullets(explanations(found)),
+    ]
+    if lost := losses(found):
+        parts += ["## Where the pool loses or gains nothing", *_bullets(lost)]
+    parts += [
         "## Workloads",
         _wrapped(
             "*Lost* is the share of evicted pages that did not reach the pool, *late* the number "
@@ -431,11 +571,13 @@ def page(found: dict[str, Any]) -> str:
                 "Four guests are clones of one image. Each rival gets at least as many bytes of "
                 "the host as the guests with the pool, their disks' processes and tmemd use "
                 "together: PSS, page tables and the host's page cache of the images. Swap in zram "
-                "is part of a guest's RAM. KSM cannot merge shared memory, so "
+                "is part of a guest's RAM. The slack of the rivals is among the parameters. "
+                "Peaks are the greatest of samples during the measured loads, two each second, "
+                f"and one after each load. {swap_text(found)} KSM cannot merge shared memory, so "
                 "[density.md](density.md) compares it, on QEMU."
             ),
             "![Disk reads of each arm](../images/proof-rivals.svg)",
-            "\n".join(_wrapped(line, "- ") for line in winners(found)),
+            *_bullets(winners(found)),
         ]
         if less := unequal(found):
             parts.append(_wrapped(f"These arms had fewer bytes than ours: {', '.join(less)}."))
@@ -468,18 +610,23 @@ LIMITS = "\n".join(
 )
 
 
+def speed_bars(found: dict[str, Any]) -> list[tuple[str, Estimate]]:
+    """Returns the figures of which more is better, each with the title of its workload."""
+    return [
+        (found["parts"][figure.part]["title"], value)
+        for figure, value in estimates(found)
+        if (figure.under == WITH and figure.over == WITHOUT) or figure.part.startswith("oltp")
+    ]
+
+
 def write_page(found: dict[str, Any], path: Path) -> None:
     """Writes the page, its plots and, beside it, a copy of the results."""
     images = path.parent.parent / "images"
     images.mkdir(exist_ok=True)
-    bars = [
-        (figure.meaning.split(":")[0], value)
-        for figure, value in estimates(found)
-        if (figure.under == WITH and figure.over == WITHOUT) or figure.part.startswith("oltp")
-    ]
-    (images / "proof.svg").write_text(
-        plot.bars("Speed with the pool / without it", "more is better; 1 is no gain", bars)
-    )
+    if some := speed_bars(found):
+        (images / "proof.svg").write_text(
+            plot.bars("Speed with the pool / without it", "more is better; 1 is no gain", some)
+        )
     groups = []
     for overlap in OVERLAPS:
         if part := _rival_part(found, overlap):
@@ -496,6 +643,7 @@ def write_page(found: dict[str, Any], path: Path) -> None:
             plot.bars("Disk reads at equal host bytes", "MiB, less is better; only reads", groups)
         )
     path.write_text(page(found))
+    found["prediction_errors"] = model.errors(found)
     path.with_suffix(".json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 

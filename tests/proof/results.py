@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Keeps all measurements in one JSON file, which is written after each repetition.
+"""Keeps all measurements in one JSON file, which is written after each part of the benchmark.
 
-A run that was interrupted continues with the repetitions that the file does not have. The file
-names the settings that it was measured with; a run with other settings does not continue it.
+A part is saved only after its guests' bytes were checked, so the file has no figures of a guest
+that read wrong bytes. A run that was interrupted continues with the parts that the file does not
+have. The file names the settings that it was measured with; a run with other settings does not
+continue it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class Results:
 
     def __init__(self, path: Path, settings: dict[str, Any], *, fresh: bool = False) -> None:
         self.path = path
-        self.data: dict[str, Any] = {"settings": settings, "machine": {}, "parts": {}}
+        self.data: dict[str, Any] = {"settings": settings, "machine": [], "parts": {}}
         if path.exists() and not fresh:
             self.data = json.loads(path.read_text())
             found = self.data["settings"]
@@ -35,15 +37,20 @@ class Results:
                 )
 
     def repetitions(self, key: str) -> list[Repetition]:
-        """Returns the repetitions of a part that are complete."""
+        """Returns the saved repetitions of a part."""
         found: list[Repetition] = self.data["parts"].get(key, {}).get("repetitions", [])
         return found
 
-    def add(self, key: str, about: dict[str, Any], repetition: Repetition) -> None:
-        """Appends a repetition of a part and saves the file."""
+    def add(self, key: str, about: dict[str, Any], *repetitions: Repetition) -> None:
+        """Appends repetitions of a part and saves the file."""
         part = self.data["parts"].setdefault(key, {"repetitions": []})
         part.update(about)
-        part["repetitions"].append(repetition)
+        part["repetitions"] += repetitions
+        self.save()
+
+    def add_machine(self, facts: dict[str, Any]) -> None:
+        """Appends facts about the machine during one run of the program, and saves the file."""
+        self.data["machine"].append(facts)
         self.save()
 
     def note(self, key: str, value: Any) -> None:

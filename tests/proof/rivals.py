@@ -3,7 +3,7 @@
 
 The guests are clones: overlays on one base image. All arms run at the same time and are measured in
 turns. The pool's guests boot first. Then each rival gets at least as many bytes as these guests,
-their disks' processes and tmemd use together.
+their disks' processes and tmemd use together at their peak in the warm-up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.paths import HarnessError
 from harness.vm import MIB
 from proof import disks
 from proof.guests import LOADS, REASONS, TOTALS, Box, Lab, Spec, fio_command, fio_report
-from proof.host_bytes import MemoryGroup, disk_read_bytes, used_bytes
+from proof.host_bytes import MemoryGroup, Peak, disk_read_bytes, swapped_bytes, used_bytes
 from proof.results import Measured
 from proof.workloads import WARM_UPS, Workload
 
@@ -41,7 +41,9 @@ COUNT = 5000  # requests of each guest in each phase
 THETA = 0.6
 WRITE_SHARE = 0.2
 PHASES = (0.0, WRITE_SHARE)
-SPARE_BYTES = 2 * MIB  # a rival gets this much more for each guest
+# A rival gets this much more for each guest, because the use of the guests with the pool may still
+# grow. Its RAM is also rounded up to 1 MiB.
+SPARE_BYTES = 2 * MIB
 
 POOL, COPY, RAM, ZRAM, CACHE = "pool", "pool_copy", "ram", "zram", "host_cache"
 
@@ -70,13 +72,18 @@ class Fleet:
     boxes: list[Box]
     daemon: Daemon | None = None
     group: MemoryGroup | None = None
+    warm_bytes: int = 0  # peak of the host's bytes in the warm-up
 
-    def fronts(self) -> list[int]:
-        """Returns the processes that serve the guests' disks."""
+    def fronts(self, *names: str) -> list[int]:
+        """Returns the processes that serve the guests' disks, or only those with these names."""
         out = []
         for box in self.boxes:
             assert isinstance(box.vm, NativeVm)
-            out += [export.process.pid for export in box.vm.exports]
+            out += [
+                export.process.pid
+                for export in box.vm.exports
+                if not names or export.disk.name in names
+            ]
         return out
 
     def host_bytes(self) -> int:
@@ -86,7 +93,8 @@ class Fleet:
         return used_bytes(pids) + (self.group.cached_bytes() if self.group else 0)
 
     def read_bytes(self) -> int:
-        return sum(map(disk_read_bytes, self.fronts()))
+        """Returns the bytes read from the disks with the files, without the disks with requests."""
+        return sum(disk_read_bytes(pid) for pid in self.fronts("data"))
 
     def counters(self) -> dict[str, int]:
         if not self.daemon:
@@ -118,6 +126,8 @@ class Rivals(Workload):
             "RAM with the pool": f"{RAM_BYTES // MIB} MiB each",
             "pool": f"{POOL_BYTES // MIB} MiB, one trust domain",
             "file": f"{SET_BYTES // MIB} MiB each, real contents of /usr; {overlap:.0%} common",
+            "slack": f"each rival gets {SPARE_BYTES // MIB} MiB more for each guest than the "
+            "guests with the pool use at their peak in the warm-up",
             "cold memory": f"{COLD_MIB} MiB of a tmpfs in each guest, never used again",
             "disk": "ext4 on a qcow2 overlay over one base image; 3,000 IOPS and 125 MB/s for each "
             "guest, and four times as much for all together with the host's page cache",
@@ -136,11 +146,12 @@ class Rivals(Workload):
         storage.forget_cached(self._base)
         self._loads = disks.loads_image(lab.directory / "loads.img", self._requests())
         pool = self._boot(POOL, RAM_BYTES)
-        ours = pool.host_bytes()
+        ours = pool.warm_bytes
         # A guest uses all of its RAM for its page cache, so its RAM is about what it takes from the
         # host, with the processes of its disks.
         more = -(-ours // GUESTS // MIB) * MIB + SPARE_BYTES
         whole = ours + GUESTS * SPARE_BYTES
+        self._swapped = swapped_bytes()
         self._boot(COPY, RAM_BYTES)
         self._boot(RAM, more)
         self._boot(ZRAM, more)
@@ -179,11 +190,11 @@ class Rivals(Workload):
             # All guests together have the limits of all disks, because they share the base image.
             one = disk.CLOUD_VOLUME
             fleet.group = MemoryGroup("tmem-proof")
+            self._ends.append(fleet.group.remove)
             fleet.group.limit(memory_bytes)
             fleet.group.limit_reads(
                 files[0], Throttle(one.iops * GUESTS, one.bytes_per_second * GUESTS)
             )
-            self._ends.append(fleet.group.remove)
             throttle = None
         names = [f"{arm}{number}" for number in range(GUESTS)]
         if arm in (POOL, COPY):
@@ -224,9 +235,12 @@ class Rivals(Workload):
         jobs = [box.job(f"cat {DATA}/{disks.SET} >/dev/null") for box in fleet.boxes]
         for job in jobs:
             job.wait().check()
-        for number in WARM_UPS:
-            for share in PHASES:
-                self._phase(fleet, number, share)
+        peak = Peak(fleet.host_bytes)
+        with peak:
+            for number in WARM_UPS:
+                for share in PHASES:
+                    self._phase(fleet, number, share)
+        fleet.warm_bytes = peak.bytes
 
     def _phase(self, fleet: Fleet, repetition: int, write_share: float) -> float:
         """Runs the requests of all guests. Returns the seconds until all have ended."""
@@ -251,11 +265,14 @@ class Rivals(Workload):
         fleet = self.fleets[arm]
         before = fleet.counters()
         out: Measured = {}
+        peak = Peak(fleet.host_bytes)
         for share, suffix in ((0.0, ""), (WRITE_SHARE, "_writes")):
             read = fleet.read_bytes()
-            out[f"seconds{suffix}"] = self._phase(fleet, repetition, share)
+            with peak:
+                out[f"seconds{suffix}"] = self._phase(fleet, repetition, share)
             out[f"disk_mib{suffix}"] = (fleet.read_bytes() - read) / MIB
-        out["host_mib"] = fleet.host_bytes() / MIB
+        out["host_mib"] = peak.bytes / MIB
+        out["host_swap_mib"] = (swapped_bytes() - self._swapped) / MIB
         grown = {name: value - before[name] for name, value in fleet.counters().items()}
         return out | {name: value for name, value in grown.items() if value or name in TOTALS}
 

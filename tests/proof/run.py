@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Runs the parts of the benchmark one after the other and saves each repetition."""
+"""Runs the parts of the benchmark one after the other and saves each of them."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import sys
 import tempfile
@@ -25,7 +26,6 @@ from proof.guests import Host, Lab, Native, Qemu
 from proof.results import Measured, Repetition, Results
 from proof.rivals import OVERLAPS, Rivals
 from proof.workloads import (
-    POSIX,
     URING,
     Oltp,
     RandomReread,
@@ -36,12 +36,13 @@ from proof.workloads import (
 )
 
 RESULTS, RESULTS_KVM = ROOT / "build/proof.json", ROOT / "build/proof-kvm.json"
+PUBLISHED = ROOT / "docs/benchmarks/proof.json"  # results of native guests, for a comparison
 QUICK_REPETITIONS = 1
 MAKE: dict[str, Callable[[], Workload]] = {
     "seq_reread_1": lambda: SequentialReread(1),
     "seq_reread_8": lambda: SequentialReread(8),
     "rand_reread_1": lambda: RandomReread(1),
-    "rand_reread_8": lambda: RandomReread(8, POSIX),
+    "rand_reread_8": lambda: RandomReread(8),
     "rand_reread_io_uring": lambda: RandomReread(8, URING),
     "oltp_ro": lambda: Oltp(writes=False),
     "oltp_rw": lambda: Oltp(writes=True),
@@ -63,13 +64,20 @@ NATIVE_ONLY = tuple(name for name in MAKE if name.startswith("rivals"))
 
 def settings(quick: bool, host: Host) -> dict[str, Any]:
     """Returns the settings that all repetitions in a file of results must have in common."""
-    binary = host_binary("tmemd").read_bytes()
+    parameters = {name: make().parameters for name, make in MAKE.items()}
     return {
         "quick": quick,
         "guests": host.what,
-        "tmemd": hashlib.sha256(binary).hexdigest()[:16],
+        "tmemd": digest(host_binary("tmemd")),
+        **{name: digest(path) for name, path in host.programs().items()},
+        "parameters": hashlib.sha256(json.dumps(parameters).encode()).hexdigest()[:16],
         "processor": processor_model(),
     }
+
+
+def digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 class Run:
@@ -87,17 +95,29 @@ class Run:
         return max(0, count - len(self._results.repetitions(workload.key)))
 
     def all(self, names: list[str]) -> None:
+        """Measures parts. A part that fails does not prevent the others; raises at the end."""
         parts = [part for name in names if self.wanted(part := MAKE[name]())]
         left = sum(map(self._estimate, parts))
+        measured: list[str] = []
+        failures: list[str] = []
+        facts: dict[str, Any] = {}
         try:
             with tempfile.TemporaryDirectory(prefix="tmem-proof-") as images, observed() as facts:
                 for part in parts:
                     self._progress.step(f"{part.title}; about {left / 60:.0f} min left")
-                    self._part(part, Path(images))
+                    try:
+                        self._part(part, Path(images))
+                        measured.append(part.key)
+                    except HarnessError as error:
+                        failures.append(f"{part.key}: {error}")
+                        self._progress.step(f"  failed: {error}")
                     left -= self._estimate(part)
         finally:
-            # A run that fails keeps its repetitions, to which the facts belong.
-            self._results.note("machine", facts)
+            # A run that fails keeps its parts, to which the facts belong.
+            if measured:
+                self._results.add_machine({**facts, "parts": measured})
+        if failures:
+            raise HarnessError("\n".join(failures))
 
     def _estimate(self, part: Workload) -> float:
         return part.seconds / (part.repetitions if self._quick else 1)
@@ -105,21 +125,26 @@ class Run:
     def _part(self, part: Workload, images: Path) -> None:
         if part.key in model.HOLDOUTS and not self._results.repetitions(part.key):
             # Save the prediction before the measurement, to show that it does not depend on it.
-            self._results.note("predictions", model.predict(self._results))
+            self._results.note("predictions", model.predict(self._results.data))
+            self._results.note("kvm_speedups", model.kvm_speedups(self._results.data))
         began = time.monotonic()
-        with Session() as session:
-            lab = Lab(self._host, session, images)
-            try:
-                self._measure(part, lab, began)
-            finally:
-                lab.end()
-                part.finish()
+        try:
+            with Session() as session:
+                lab = Lab(self._host, session, images)
+                try:
+                    self._measure(part, lab, began)
+                finally:
+                    lab.end()
+        finally:
+            # The session has ended all processes, also if lab.end() failed.
+            part.finish()
         self._progress.step(f"  took {time.monotonic() - began:.0f} s")
 
     def _measure(self, part: Workload, lab: Lab, began: float) -> None:
         part.prepare(lab)
         self._progress.step(f"  ready after {time.monotonic() - began:.0f} s")
         done = len(self._results.repetitions(part.key))
+        all_found: list[Repetition] = []
         for number in range(done, done + self.wanted(part)):
             # The arms run in turns, and each repetition begins with another arm.
             turn = number % len(part.arms)
@@ -128,9 +153,11 @@ class Run:
                 self._progress.show(f"repetition {number + 1}, {arm}")
                 found[arm] = part.measure(arm, number)
             self._say(part, found)
-            about = {"title": part.title, "parameters": part.parameters, "figure": part.figure}
-            self._results.add(part.key, about, found)
+            all_found.append(found)
+        # Figures of a guest that has read a wrong byte are not saved.
         part.check()
+        about = {"title": part.title, "parameters": part.parameters, "figure": part.figure}
+        self._results.add(part.key, about, *all_found)
 
     def _say(self, part: Workload, found: Repetition) -> None:
         def text(measured: Measured) -> str:
@@ -170,6 +197,12 @@ def main() -> int:
         help="write the report to this file, its plots to ../images, and the results beside it",
     )
     parser.add_argument("--report", action="store_true", help="measure nothing, only report")
+    parser.add_argument(
+        "--density",
+        type=Path,
+        metavar="FILE",
+        help="results of make bench-density JSON=FILE, for the comparison with KSM",
+    )
     arguments = parser.parse_args()
     default = RESULTS_KVM if arguments.kvm else RESULTS
     path = arguments.json or Path(os.environ.get("JSON") or default)
@@ -182,13 +215,12 @@ def main() -> int:
                 name for name in MAKE if not (arguments.kvm and name in NATIVE_ONLY)
             ]
             Run(host, results, arguments.quick).all(names)
-            if predictions := results.data.get("predictions"):
-                results.note("prediction_errors", model.errors(predictions, results))
-                results.note("kvm_speedups", model.kvm_speedups(results))
         found = report.load(path)
+        if arguments.density:
+            found["density"] = report.density(report.load(arguments.density))
         print(report.text(found))
-        if arguments.kvm and RESULTS.exists():
-            print(f"\n{report.beside(found, report.load(RESULTS))}")
+        if arguments.kvm and PUBLISHED.exists():
+            print(f"\n{report.beside(found, report.load(PUBLISHED))}")
         if arguments.page:
             report.write_page(found, arguments.page)
     except HarnessError as error:

@@ -91,7 +91,7 @@ class Paired(Workload):
     def prepare(self, lab: Lab) -> None:
         path = self.image(lab)
         if self.sum_of:
-            self._sum = _sum(path)
+            self._sum = set_sum(path)
         loads = self.loads()
         if loads:
             requests = disks.loads_image(lab.directory / "loads.img", loads)
@@ -159,7 +159,7 @@ class Paired(Workload):
                 raise HarnessError(f"{self.key}, {box.vm.name}: the file's SHA-256 is wrong")
 
 
-def _sum(path: Path) -> str:
+def set_sum(path: Path) -> str:
     """Returns the SHA-256 of the file that the guests read (the set), from its ext4 image."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -169,7 +169,7 @@ def _sum(path: Path) -> str:
     return digest.hexdigest()
 
 
-PSYNC, URING, POSIX = "psync", "io_uring", "posixaio"
+PSYNC, URING = "psync", "io_uring"
 
 
 class SequentialReread(Paired):
@@ -181,7 +181,7 @@ class SequentialReread(Paired):
         self.depth = depth
         self.engine = PSYNC if depth == 1 else URING
         self.key = f"seq_reread_{depth}"
-        self.title = f"sequential re-read, depth {depth}"
+        self.title = f"sequential re-read, {self.engine}, depth {depth}"
         self.seconds = 45
         super().__init__()
 
@@ -195,27 +195,40 @@ class SequentialReread(Paired):
             f"--rw=read --bs={self.block_bytes} --filename={DATA}/{disks.SET} --gtod_reduce=1 "
             f"--ioengine={self.engine} --iodepth={self.depth}"
         )
-        return {"seconds": report["read"]["runtime"] / 1000}
+        return {"seconds": _seconds(report, "read", self.set_bytes // self.block_bytes)}
+
+
+def _seconds(report: dict[str, Any], kind: str, requests: int) -> float:
+    """Returns the time of fio's job. Raises if the job did not make all requests."""
+    if (made := report[kind]["total_ios"]) != requests:
+        raise HarnessError(f"fio made {made} {kind}s, not {requests}")
+    return float(report[kind]["runtime"] / 1000)
 
 
 WARM_UPS = (-2, -1)
 
 
-def load_name(repetition: int) -> str:
-    """Returns the name of the file with the requests of a repetition."""
-    return f"load{repetition}"
+def load_name(repetition: int, thread: int = 0) -> str:
+    """Returns the name of the file with the requests of a repetition, for one thread of fio."""
+    return f"load{repetition}-{thread}"
 
 
-def fio_trace(engine: str, depth: int, name: str) -> str:
-    """Returns fio's arguments to run the requests of a file."""
+def fio_trace(engine: str, depth: int, *names: str) -> str:
+    """Returns fio's arguments to run the requests of files, with one thread for each file."""
+    files = ":".join(f"{LOADS}/{name}" for name in names)
+    threads = f" --numjobs={len(names)} --group_reporting" if len(names) > 1 else ""
     return (
-        f"--read_iolog={LOADS}/{name} --replay_no_stall=1 --gtod_reduce=1 "
-        f"--ioengine={engine} --iodepth={depth}"
+        f"--read_iolog={files} --replay_no_stall=1 --gtod_reduce=1 "
+        f"--ioengine={engine} --iodepth={depth}{threads}"
     )
 
 
 class RandomReread(Paired):
-    """fio reads blocks of 4 KiB in a Zipf distribution."""
+    """fio reads blocks of 4 KiB in a Zipf distribution.
+
+    With io_uring, one thread has `depth` requests in flight. With psync, each of `depth` threads
+    has one: glibc's POSIX AIO would run the requests of a file one after the other.
+    """
 
     theta = 0.6
     reads = 20_000
@@ -224,8 +237,11 @@ class RandomReread(Paired):
     def __init__(self, depth: int = 1, engine: str = PSYNC) -> None:
         self.depth = depth
         self.engine = engine
+        self.threads = depth if engine == PSYNC else 1
         self.key = f"rand_reread_{engine}" if engine == URING else f"rand_reread_{depth}"
         self.title = f"Zipf random re-read, {engine}, depth {depth}"
+        if self.reads % self.threads:
+            raise HarnessError(f"{self.threads} threads cannot share {self.reads} reads evenly")
         self.seconds = 65
         self.zipf = disks.Zipf(self.set_bytes // PAGE_BYTES, self.theta)
         super().__init__()
@@ -233,7 +249,7 @@ class RandomReread(Paired):
     def details(self) -> dict[str, Any]:
         return super().details() | {
             "load": f"fio, {self.reads:,} reads of 4 KiB in each repetition, {self.engine}, "
-            f"depth {self.depth}",
+            + (f"{self.threads} threads" if self.threads > 1 else f"depth {self.depth}"),
             "distribution": f"Zipf, exponent {self.theta}, popular pages spread over the file",
         }
 
@@ -247,18 +263,25 @@ class RandomReread(Paired):
         out = {}
         for number in (*WARM_UPS, *range(self.repetitions)):
             blocks = self.zipf.draw(self.reads, str(number))
-            out[load_name(number)] = disks.trace(
-                path, PAGE_BYTES, blocks, str(number), write_share=self.write_share
-            )
+            for thread in range(self.threads):
+                out[load_name(number, thread)] = disks.trace(
+                    path,
+                    PAGE_BYTES,
+                    blocks[thread :: self.threads],
+                    str(number),
+                    write_share=self.write_share,
+                )
         return out
 
+    def trace(self, repetition: int) -> str:
+        """Returns fio's arguments to run the requests of a repetition."""
+        names = [load_name(repetition, thread) for thread in range(self.threads)]
+        return fio_trace(self.engine, self.depth // self.threads, *names)
+
     def act(self, box: Box, repetition: int) -> Measured:
-        report = box.fio(fio_trace(self.engine, self.depth, load_name(repetition)))
-        read = report["read"]
-        if read["total_ios"] != self.reads:
-            raise HarnessError(f"fio made {read['total_ios']} reads, not {self.reads}")
+        seconds = _seconds(box.fio(self.trace(repetition)), "read", self.reads)
         cached = box.sh("awk '/^Cached:/ { print $2 }' /proc/meminfo")
-        return {"seconds": read["runtime"] / 1000, "cached_mib": int(cached) / 1024}
+        return {"seconds": seconds, "cached_mib": int(cached) / 1024}
 
 
 class Oltp(Paired):
@@ -283,7 +306,9 @@ class Oltp(Paired):
         if self.writes:
             mix += ", 2 updates, a delete and an insert; WAL, synchronous=FULL"
         return {
-            "database": f"SQLite of Debian 12, {self.set_bytes // MIB} MiB, sysbench's sbtest1",
+            "database": f"SQLite of Debian 12, {self.set_bytes // MIB} MiB, with the table and "
+            "the transactions of sysbench's OLTP workloads; neither sysbench nor a database server "
+            "runs",
             "load": f"{self.count} transactions in each repetition, one connection, cache of 8 MiB",
             "transaction": mix,
             "distribution": "uniform",
@@ -346,7 +371,7 @@ class Stream(Paired):
         report = box.fio(
             f"--rw=read --bs=128k --filename={DATA}/{disks.SET} --gtod_reduce=1 --ioengine=psync"
         )
-        return {"seconds": report["read"]["runtime"] / 1000}
+        return {"seconds": _seconds(report, "read", self.set_bytes // (128 << 10))}
 
 
 class Write(Paired):
@@ -375,7 +400,7 @@ class Write(Paired):
             " --end_fsync=1 --gtod_reduce=1"
             " --refill_buffers --buffer_compress_percentage=50"
         )
-        return {"seconds": report["write"]["runtime"] / 1000}
+        return {"seconds": _seconds(report, "write", self.writes)}
 
     def check(self) -> None:
         """Raises if the bytes in RAM and pool are not those on the disk."""

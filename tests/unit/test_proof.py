@@ -6,21 +6,31 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
+import threading
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from bench_guest import PAGE_BYTES
+from harness import initramfs, native
+from harness.daemon import Daemon
+from harness.disk import Disk
 from harness.paths import HarnessError
-from harness.vm import MIB
-from proof import disks, host_bytes, intervals, model, report
+from harness.session import Session
+from harness.vm import MIB, Config
+from proof import disks, guests, host_bytes, intervals, model, plot, report, run
+from proof import rivals as rivals_part
+from proof.fleet_loads import Neighbour
+from proof.guests import Host, Lab
 from proof.intervals import Estimate
-from proof.results import Results
-from proof.rivals import ARMS, POOL, RAM
-from proof.run import MAKE
-from proof.workloads import WITH, WITHOUT, RandomReread
+from proof.results import Measured, Results
+from proof.rivals import ARMS, CACHE, POOL, RAM, Fleet, Rivals
+from proof.run import MAKE, Run
+from proof.workloads import WITH, WITHOUT, RandomReread, Workload, Write
 
 pytestmark = pytest.mark.smoke
 
@@ -104,7 +114,7 @@ def test_smaller_cache_misses_more_and_whole_file_misses_nothing() -> None:
     assert model.misses(500, 3, zipf, 1000, write_share=0.5) < found[0]
 
 
-def synthetic(path: Path) -> Results:
+def synthetic(path: Path) -> dict[str, Any]:
     """Returns results whose times follow from known costs."""
     load = RandomReread(1)
     results = Results(path, {"guests": "synthetic"})
@@ -113,8 +123,10 @@ def synthetic(path: Path) -> Results:
     work = load.reads * work_us
     for _ in range(5):
         results.add(
-            model.ALL_IN_RAM, {}, {WITHOUT: {"seconds": work / 1e6, "disk_us": disk_us}}
-        )  # fmt: skip
+            model.ALL_IN_RAM,
+            {},
+            {WITHOUT: {"seconds": work / 1e6, "disk_us": disk_us, "guest_cpu_s": 0.9 * work / 1e6}},
+        )
         of = {
             WITHOUT: {
                 "seconds": (work + missed * disk_us) / 1e6,
@@ -125,12 +137,12 @@ def synthetic(path: Path) -> Results:
                 "seconds": (work + missed * get_us) / 1e6,
                 "disk_reads": 0,
                 "hits": missed,
-                "guest_cpu_s": 0.0,
-                "tmemd_cpu_s": 0.0,
+                "guest_cpu_s": (0.9 * work + missed * 30) / 1e6,
+                "tmemd_cpu_s": missed * 5 / 1e6,
             },
         }
         results.add(model.CALIBRATION, {}, of)
-    return results
+    return results.data
 
 
 def test_calibration_finds_the_costs_that_made_the_times(tmp_path: Path) -> None:
@@ -138,6 +150,8 @@ def test_calibration_finds_the_costs_that_made_the_times(tmp_path: Path) -> None
     assert found.work_us == pytest.approx(20)
     assert found.get_us == pytest.approx(50, rel=0.01)
     assert found.cache_pages == pytest.approx(36_000, rel=0.02)
+    assert found.cpu_work_us == pytest.approx(18)
+    assert found.cpu_us == pytest.approx(35)
     assert found.lost == 0
     assert found.lru_share == pytest.approx(1, rel=0.02)
 
@@ -145,7 +159,7 @@ def test_calibration_finds_the_costs_that_made_the_times(tmp_path: Path) -> None
 def test_less_ram_takes_longer_and_the_limit_of_the_disk_bounds_the_time(tmp_path: Path) -> None:
     results = synthetic(tmp_path / "r.json")
     half = model.predict(results)[model.HALF]
-    before = results.repetitions(model.CALIBRATION)[0]
+    before = results["parts"][model.CALIBRATION]["repetitions"][0]
     for arm in (WITH, WITHOUT):
         assert half[arm] > before[arm]["seconds"]
     assert half[WITHOUT] >= half["misses"] / 3000
@@ -154,7 +168,8 @@ def test_less_ram_takes_longer_and_the_limit_of_the_disk_bounds_the_time(tmp_pat
 def test_error_of_a_holdout_compares_prediction_and_measurement(tmp_path: Path) -> None:
     results = Results(tmp_path / "r.json", {})
     results.add(model.HALF, {}, {WITHOUT: {"seconds": 4.0}, WITH: {"seconds": 2.0}})
-    errors = model.errors({model.HALF: {WITHOUT: 5.0, WITH: 1.0}}, results)
+    results.note("predictions", {model.HALF: {WITHOUT: 5.0, WITH: 1.0}})
+    errors = model.errors(results.data)
     assert errors == {f"{model.HALF} without": 0.25, f"{model.HALF} with": -0.5}
 
 
@@ -196,6 +211,318 @@ def test_figure_that_misses_its_target_is_reported_as_missed() -> None:
         "`seq_reread_speedup`": "**missed**",
         "`stream_ratio`": "**missed**",
     }
+
+
+def test_target_inside_the_interval_is_neither_met_nor_missed() -> None:
+    assert report.verdict(Estimate(6, 5, 7), 5) == report.MET
+    assert report.verdict(Estimate(6, 4, 7), 5) == report.UNCLEAR
+    assert report.verdict(Estimate(4, 3, 4.5), 5) == report.MISSED
+    assert report.verdict(Estimate(1, 0.9, 1.03), 1.03, at_least=False) == report.MET
+    assert report.verdict(Estimate(1, 0.9, 1.1), 1.03, at_least=False) == report.UNCLEAR
+    assert report.verdict(Estimate(1.2, 1.1, 1.3), 1.03, at_least=False) == report.MISSED
+
+
+def test_calibration_without_a_page_from_the_pool_is_refused(tmp_path: Path) -> None:
+    data = synthetic(tmp_path / "r.json")
+    for one in data["parts"][model.CALIBRATION]["repetitions"]:
+        one[WITH]["hits"] = 0
+    with pytest.raises(HarnessError, match="read no page of the pool"):
+        model.calibrate(data)
+
+
+class Part(Workload):
+    """A part without guests, whose check fails if `wrong` is set."""
+
+    key, title, parameters, repetitions = "stream", "t", {"a": 1}, 2
+
+    def __init__(self, *, wrong: bool) -> None:
+        self.wrong = wrong
+        self.calls: list[str] = []
+
+    def prepare(self, lab: Lab) -> None:
+        self.calls.append("prepare")
+
+    def measure(self, arm: str, repetition: int) -> Measured:
+        self.calls.append(f"{arm} {repetition}")
+        return {"seconds": 1.0}
+
+    def check(self) -> None:
+        self.calls.append("check")
+        if self.wrong:
+            raise HarnessError("wrong byte")
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+class NoHost:
+    """A host that starts no guest."""
+
+    what = "none"
+
+
+def measure(results: Results, part: Part, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setitem(MAKE, part.key, lambda: part)
+    Run(cast(Host, NoHost()), results, quick=False).all([part.key])
+    return part.calls
+
+
+def test_figures_of_a_part_with_wrong_bytes_are_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results(tmp_path / "r.json", {})
+    bad = Part(wrong=True)
+    with pytest.raises(HarnessError, match="wrong byte"):
+        measure(results, bad, monkeypatch)
+    assert bad.calls[-2:] == ["check", "finish"]
+    assert results.data["machine"] == []
+    assert Results(tmp_path / "r.json", {}).repetitions("stream") == []
+    # The next run measures and checks the part again.
+    calls = measure(results, Part(wrong=False), monkeypatch)
+    assert calls[0] == "prepare" and calls[-2:] == ["check", "finish"] and len(calls) == 7
+    found = Results(tmp_path / "r.json", {})
+    assert len(found.repetitions("stream")) == 2
+    assert [run["parts"] for run in found.data["machine"]] == [["stream"]]
+    assert measure(results, Part(wrong=False), monkeypatch) == []
+
+
+def test_part_that_fails_does_not_prevent_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results(tmp_path / "r.json", {})
+    bad, good = Part(wrong=True), Part(wrong=False)
+    good.key = "write"
+    monkeypatch.setitem(MAKE, "stream", lambda: bad)
+    monkeypatch.setitem(MAKE, "write", lambda: good)
+    with pytest.raises(HarnessError, match="stream: wrong byte"):
+        Run(cast(Host, NoHost()), results, quick=False).all(["stream", "write"])
+    assert list(results.data["parts"]) == ["write"]
+    assert results.data["machine"][0]["parts"] == ["write"]
+
+
+def test_finish_runs_even_if_a_guest_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(_: Lab) -> None:
+        raise HarnessError("console")
+
+    monkeypatch.setattr(Lab, "end", end)
+    part = Part(wrong=False)
+    with pytest.raises(HarnessError, match="console"):
+        measure(Results(tmp_path / "r.json", {}), part, monkeypatch)
+    assert part.calls[-1] == "finish"
+
+
+def partial(*keys: str) -> dict[str, Any]:
+    """Returns a file of results with some parts, whose measurements all have the same figures."""
+    figures = dict.fromkeys(
+        ("seconds", "tps", "p99_us", "guest_cpu_s", "disk_mib", "disk_mib_writes", "seconds_writes",
+         "host_mib", "noise_mib_per_s"), 2.0,
+    )  # fmt: skip
+    parts = {}
+    for key in keys:
+        part = MAKE[key]()
+        parts[key] = {
+            "title": part.title,
+            "parameters": part.parameters,
+            "figure": part.figure,
+            "repetitions": [{arm: dict(figures) for arm in part.arms}] * 2,
+        }
+    return {"settings": {"guests": "no"}, "machine": [], "parts": parts}
+
+
+@pytest.mark.parametrize("key", [*MAKE, None])
+def test_file_with_one_part_or_none_gives_a_report_and_a_page(
+    key: str | None, tmp_path: Path
+) -> None:
+    found = partial(*([key] if key else []))
+    (tmp_path / "docs/benchmarks").mkdir(parents=True)
+    page = tmp_path / "docs/benchmarks/proof.md"
+    report.write_page(found, page)
+    assert report.text(found)
+    # The page shows each plot that was written, and no other one.
+    images = {path.name for path in (tmp_path / "docs/images").iterdir()}
+    assert images == set(re.findall(r"images/([\w-]+\.svg)", page.read_text()))
+
+
+def test_holdout_that_was_predicted_and_measured_has_its_error_in_the_report() -> None:
+    found = partial(model.HALF)
+    found["predictions"] = {
+        "calibration": dict.fromkeys(model.Calibration.__dataclass_fields__, 1.0),
+        model.HALF: {WITH: 3.0, WITHOUT: 2.0},
+    }
+    assert "+50%" in report.page(found)
+
+
+def test_bars_of_all_workloads_have_different_names() -> None:
+    names = [name for name, _ in report.speed_bars(partial(*MAKE))]
+    assert len(names) == len(set(names)) >= 7
+    assert "</svg>" in plot.bars("no bars", "", [])
+
+
+def test_late_page_of_the_victim_misses_the_target() -> None:
+    found = partial("victim")
+    found["parts"]["victim"]["repetitions"][0][WITH]["misses_late"] = 1.0
+    rows = {row[0]: row for row in report.rows(found)}
+    assert rows["`victim_late_pages`"][4] == report.MISSED
+    assert rows["`victim_p99_ratio`"][4] == report.MET
+
+
+def test_workload_that_the_pool_slows_down_is_named() -> None:
+    found = partial("stream", "rand_reread_io_uring")
+    for one in found["parts"]["stream"]["repetitions"]:
+        one[WITH]["seconds"] = 3.0
+    lines = report.losses(found)
+    assert lines[0].startswith("loss: stream")
+    assert lines[1].startswith("no gain shown: Zipf random re-read, io_uring")
+
+
+def test_comparison_with_ksm_comes_from_bench_density() -> None:
+    found = partial("rivals_90")
+    assert "make bench-density" in report.ksm_row(found)[4]
+    runs = {"ksm": [9.0, 12.0], "device": [3.0, 3.0]}
+    variants = {
+        key: {"host_bytes_equal": True, "runs": [{"read_bytes": value} for value in values]}
+        for key, values in runs.items()
+    }
+    found["density"] = report.density({"accelerator": "tcg", "variants": variants})
+    assert report.ksm_row(found)[3:] == ["3.50 (3.00-4.00)", report.MET]
+    found["density"]["equal"] = False
+    assert report.ksm_row(found)[3] == "not comparable"
+
+
+def test_threads_share_the_requests_of_a_repetition() -> None:
+    part = RandomReread(8)
+    loads = part.loads()
+    assert len(loads) == 8 * (part.repetitions + 2)
+    of = [loads[f"load0-{thread}"].splitlines()[3:-1] for thread in range(8)]
+    assert sum(map(len, of)) == part.reads
+    single = RandomReread(1).loads()["load0-0"].splitlines()[3:-1]
+    assert [line for group in zip(*of, strict=True) for line in group] == single
+    assert "--numjobs=8" in part.trace(0) and "--iodepth=1 " in part.trace(0)
+
+
+def test_peak_is_that_of_the_samples_and_of_the_end() -> None:
+    sampled = threading.Event()
+
+    def now() -> int:
+        if not sampled.is_set():
+            sampled.set()
+            return 7
+        return 3
+
+    peak = host_bytes.Peak(now)
+    peak.PAUSE_SECONDS = 0.001
+    with peak:
+        assert sampled.wait(60)
+    assert peak.bytes == 7
+    peak = host_bytes.Peak(lambda: 5)
+    with peak:
+        pass
+    assert peak.bytes == 5
+
+
+def test_processor_time_includes_ended_children() -> None:
+    burn = "import time\nwhile time.process_time() < 0.2: pass"
+    before = host_bytes.family_seconds(os.getpid())
+    subprocess.run([sys.executable, "-c", burn], check=True)
+    assert host_bytes.family_seconds(os.getpid()) - before >= 0.15
+
+
+def test_qemu_guest_retains_pages_as_a_native_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guests, "_files", lambda _: {})
+    host = object.__new__(guests.Qemu)
+    host.__dict__.update(_kernel=None, _driver=tmp_path, _accelerator="tcg")
+    configs: list[Config] = []
+    session = SimpleNamespace(vm=configs.append)
+    daemon = Daemon(tmp_path, [])
+    for some in (daemon, None):
+        host.create(cast(Session, session), guests.Spec("vm1", 64 * MIB, (), some))
+    assert configs[0].tmem and configs[0].tmem.properties == {"retain": "on"}
+    assert configs[1].tmem is None
+
+
+def test_settings_name_the_driver_and_the_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linux = tmp_path / "linux"
+    linux.write_text("one")
+    monkeypatch.setattr(run, "host_binary", lambda _: linux)
+    host = cast(Host, SimpleNamespace(what="none", programs=lambda: {"kernel": linux}))
+    first = run.settings(False, host)
+    assert first == run.settings(False, host)
+    monkeypatch.setattr(Write, "writes", 7)
+    second = run.settings(False, host)
+    assert [key for key in first if first[key] != second[key]] == ["parameters"]
+    linux.write_text("two")
+    assert run.settings(False, host)["kernel"] != second["kernel"]
+
+
+def test_group_is_removed_if_its_limits_cannot_be_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed: list[bool] = []
+
+    def limit(_: int) -> None:
+        raise OSError("no controller")
+
+    group = SimpleNamespace(limit=limit, remove=lambda: removed.append(True))
+    monkeypatch.setattr(rivals_part, "MemoryGroup", lambda _: group)
+    part = Rivals(0.9)
+    base = tmp_path / "base.img"
+    base.touch()
+    part.__dict__.update(_lab=SimpleNamespace(directory=tmp_path), _base=base, _overlays=[])
+    with pytest.raises(OSError, match="no controller"):
+        part._boot(CACHE, 64 * MIB, 64 * MIB)
+    part.finish()
+    assert removed == [True]
+
+
+def test_only_the_disks_with_the_files_count_as_read(tmp_path: Path) -> None:
+    disks_of = [Disk("data", tmp_path / "a"), Disk("loads", tmp_path / "b")]
+    vm = native.NativeVm(native.NativeConfig(disks=disks_of), tmp_path / "vm")
+    for number, export in enumerate(vm.exports):
+        export.__dict__["_process"] = SimpleNamespace(pid=100 + number)
+    fleet = Fleet([cast(guests.Box, SimpleNamespace(vm=vm))])
+    assert fleet.fronts() == [100, 101]
+    assert fleet.fronts("data") == [100]
+
+
+def test_noise_that_ended_before_the_victim_is_refused() -> None:
+    job = SimpleNamespace(done=lambda: True, wait=lambda: SimpleNamespace(text="{}"))
+    with pytest.raises(HarnessError, match="ended too early"):
+        Neighbour._end_noise(cast(Any, job))
+
+
+def test_unequal_noise_is_refused() -> None:
+    part = Neighbour()
+    box = SimpleNamespace(sh=lambda _: "abc  set", vm=SimpleNamespace(name="n"))
+    part.__dict__.update(_sum="abc", _victim=box, _neighbours={WITH: box})
+    part._noise = {WITH: [60.0, 59.0], WITHOUT: [59.0, 58.0]}
+    part.check()
+    part._noise[WITHOUT] = [50.0, 51.0]
+    with pytest.raises(HarnessError, match="not comparable"):
+        part.check()
+
+
+def test_native_guest_makes_its_boot_files_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def note(name: str) -> Path:
+        made.append(name)
+        return tmp_path / name
+
+    monkeypatch.setattr(native, "build", lambda: note("linux"))
+    monkeypatch.setattr(initramfs, "build", lambda *_, **__: note("initramfs"))
+    vm = native.NativeVm(native.NativeConfig(), tmp_path / "vm")
+    vm.prepare()
+    assert sorted(made) == ["initramfs", "linux"]
+    assert vm.command(3)[0] == str(tmp_path / "linux")
+    assert len(made) == 2
 
 
 def test_descendants_count_and_a_shared_address_space_counts_once(
