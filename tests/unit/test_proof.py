@@ -198,7 +198,7 @@ def test_figure_that_misses_its_target_is_reported_as_missed() -> None:
     }
 
 
-def test_descendants_count_and_a_shared_address_space_counts_once(
+def test_host_bytes_include_descendants_and_count_shared_memory_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = os.getpid()
