@@ -85,10 +85,12 @@ static void show_untested(void)
 	if (!*untested_release)
 		return;
 	if (every)
-		scnprintf(note, sizeof(note), "kernel %s is not tested, one hit in %d is compared",
+		scnprintf(note, sizeof(note),
+			  "kernel %s is not tested; one hit in %d is compared with the disk",
 			  untested_release, every);
 	else
-		scnprintf(note, sizeof(note), "kernel %s is not tested, no hit is compared",
+		scnprintf(note, sizeof(note),
+			  "kernel %s is not tested; no hit is compared with the disk",
 			  untested_release);
 	tmem_core_set_note(note);
 }

@@ -49,7 +49,10 @@
  * yet.
  */
 #define BENCH_RETRIES		10000
-/* The inode whose pages are held, an inode without held pages, and the inode of folios. */
+/*
+ * Inode numbers: an inode of which the host holds pages, an inode of which it holds none, and the
+ * inode to which the folios of the benchmark belong.
+ */
 #define BENCH_INO		12
 #define BENCH_INO_NONE		13
 #define BENCH_INO_FOLIO		14

@@ -24,7 +24,11 @@ fn main() {
     let mut code = fs::read_to_string(&path).expect("cannot read the generated code");
     for name in FIGURES {
         let head = format!("pub struct r#{name} {{");
-        assert_eq!(code.matches(&head).count(), 1, "{head:?} is not there once");
+        assert_eq!(
+            code.matches(&head).count(),
+            1,
+            "the generated code does not contain {head:?} exactly once"
+        );
         let tolerant = format!("# [derive (Default)] # [serde (default)] {head}");
         code = code.replace(&head, &tolerant);
     }

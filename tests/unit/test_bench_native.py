@@ -114,7 +114,7 @@ def test_report_is_a_flat_object() -> None:
     assert all(isinstance(value, str | int | float) for value in out.values())
 
 
-def test_report_refuses_figures_that_are_not_numbers_and_double_keys() -> None:
+def test_report_refuses_nan_and_duplicate_keys() -> None:
     with pytest.raises(HarnessError, match="a is nan"):
         flat([Row("a", "", float("nan"))], {})
     with pytest.raises(HarnessError, match="two figures have the key a"):
@@ -132,11 +132,11 @@ def test_table_has_units_targets_and_the_conditions() -> None:
     "value, unit, text",
     [(0.25, "ratio", "0.2500"), (64.0, "pages", "64"), (1.5, "s", "1.50"), (4864.2, "ns", "4,864")],
 )
-def test_figures_have_digits_by_size_and_unit(value: float, unit: str, text: str) -> None:
+def test_decimal_places_depend_on_magnitude_and_unit(value: float, unit: str, text: str) -> None:
     assert figure_text(value, unit) == text
 
 
-def test_page_has_the_keys_of_the_target_figures() -> None:
+def test_documentation_names_the_results_that_have_targets() -> None:
     text = PAGE.read_text()
     keys = [f"get_4k_{name}_us" for name in PERCENTILES]
     for key in (*keys, "put_ns_guest", "seq_reread_gib_per_s", "boot_s"):

@@ -65,7 +65,7 @@ def test_each_test_named_on_the_page_exists() -> None:
     assert named <= vm_tests()
 
 
-def test_each_race_of_retained_pages_has_a_test_and_names_existing_rules() -> None:
+def test_each_row_of_the_race_table_names_existing_tests_and_mutations() -> None:
     there = vm_tests()
     source = (ROOT / "host-daemon/tmem-world/src/mutation.rs").read_text()
     rules = set(re.findall(r"^    (\w+),$", source, re.MULTILINE))

@@ -525,7 +525,7 @@ def test_native_guest_makes_its_boot_files_once(
     assert len(made) == 2
 
 
-def test_descendants_count_and_a_shared_address_space_counts_once(
+def test_host_bytes_include_descendants_and_count_shared_memory_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = os.getpid()

@@ -24,7 +24,7 @@ def rows(*series: str, vendor: str = "Debian") -> list[served.Served]:
     return [served.Served(f"{name}.", name, vendor, ()) for name in series]
 
 
-def test_missing_series_is_named() -> None:
+def test_kernel_series_that_is_not_served_is_reported() -> None:
     lines, missing = served.compare(rows("6.1", "6.12"), newest)
     assert missing == ["7.4"]
     assert [line for line in lines if "MISSING" in line] == [

@@ -46,7 +46,7 @@ def test_each_chapter_states_what_is_not_promised() -> None:
         assert title == "Gaps" or "**Not promised.**" in chapter, title
 
 
-def test_each_named_test_is_in_a_table() -> None:
+def test_each_test_that_the_page_names_is_in_a_table() -> None:
     """All tests and functions that the page names are in its tables, where they are checked."""
     in_tables = {name for row in promises() for cell in row for name in names(cell)}
     assert set(names(PAGE.read_text())) == in_tables

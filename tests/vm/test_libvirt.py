@@ -685,10 +685,10 @@ def test_restored_and_reverted_vms_read_no_newer_page(
         guest.close()
 
 
-def test_local_migration_uses_two_sockets_and_moves_no_page(
+def test_local_migration_uses_two_sockets_and_moves_no_cached_page(
     session: Session, libvirt: Libvirt, machine: Machine, tree: tuple[Disk, dict[str, str]]
 ) -> None:
-    """A migration between two libvirtds with one daemon uses two sockets, and moves no page."""
+    """Migration between two libvirtds with one daemon uses two sockets and moves no cached page."""
     _, sums = tree
     daemon = session.daemon(pool_size="128MiB")
     daemon.start()

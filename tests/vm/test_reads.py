@@ -218,7 +218,7 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
             hold(guest, FILE, size_mib, create=False)
 
 
-def test_only_the_readahead_that_takes_all_requests_waits(
+def test_no_other_readahead_waits_if_one_uses_up_all_requests(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """If one readahead uses up all requests, no other readahead waits for a silent device."""

@@ -40,7 +40,7 @@ def release(guest: Guest) -> str:
 
 
 def note(guest: Guest, share: str) -> str:
-    return f"on: kernel {release(guest)} is not tested, {share} compared"
+    return f"on: kernel {release(guest)} is not tested; {share} compared with the disk"
 
 
 def write_files(guest: Guest) -> None:

@@ -64,8 +64,8 @@ const GUARD_BYTE: u8 = 0xa5;
 pub struct Ram {
     /// File of the memory, shared with the daemon.
     pub file: Arc<File>,
-    /// Expected contents of the file: those after the last action of the daemon, and the guest's
-    /// own writes.
+    /// Expected contents of the guest's memory: the contents after the daemon's last action,
+    /// updated with the guest's later writes.
     pub image: Vec<u8>,
     /// Unused buffers for copies of the memory. They are kept because allocating them takes longer
     /// than the run of an input.

@@ -55,7 +55,7 @@ pub enum Mutation {
     EntryKeptAtDirectWrite,
     /// A put clears the mark of a file that has no direct writer, although pages are still cached.
     MarkClearedAtPut,
-    /// The driver marks no file when a file system is registered some time after its mount.
+    /// The driver learns of a mount late, and does not mark files that may have changed before.
     LateMountUnmarked,
     /// The driver keeps the index entries of truncated pages.
     EntryKeptAtTruncate,

@@ -64,7 +64,8 @@ pub fn refused(socket: &Path, error: &api::Error) -> Failure {
         _ if api::was_shut(error) => (
             format!(
                 "the daemon at {at} has too many clients, or refuses this user: its log has the reason. \
-                 Try again, or use the daemon's other socket"
+                 Try again, or name the daemon's other control socket with --socket: by default, it has \
+                 the sockets control and control-ro in /run/virtio-tmem"
             ),
             Code::Unreachable,
         ),

@@ -38,7 +38,9 @@ pub fn ask(emulator: &str, limit: Duration) -> Result<Emulator, String> {
         .spawn()
         .map_err(|error| format!("it cannot be run: {error}"))?;
     let Some(answer) = child.stdout.take() else {
-        return Err("a bug: it has no stdout".into());
+        return Err(
+            "tmemctl has no pipe for the program's output; this is a bug in tmemctl".into(),
+        );
     };
     let (sender, receiver) = mpsc::channel();
     // The answer is read on a thread, because a child of the emulator may keep the pipe open after

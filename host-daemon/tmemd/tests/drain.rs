@@ -377,21 +377,21 @@ fn a_short_dirty_log_is_reported_before_the_migration_ends() {
         assert_eq!(
             reports(&daemon),
             0,
-            "missed pages of the dirty log were reported before a request wrote them"
+            "written pages that the dirty log lacks were reported before a request wrote them"
         );
         if stops {
             driver.guest.stop().unwrap();
             assert_eq!(
                 reports(&daemon),
                 1,
-                "missed pages of the dirty log were not reported before the answer to GET_VRING_BASE"
+                "written pages that the dirty log lacks were not reported before the answer to GET_VRING_BASE"
             );
         }
         driver.guest.hang_up().unwrap();
         assert_eq!(
             reports(&daemon),
             1,
-            "missed pages of the dirty log were not reported exactly once (VM stopped before: {stops})"
+            "written pages that the dirty log lacks were not reported exactly once (VM stopped before: {stops})"
         );
     }
 }

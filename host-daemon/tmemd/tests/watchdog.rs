@@ -36,7 +36,7 @@ fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
     });
     (
         daemon,
-        manager.expect("the daemon's arguments were not built"),
+        manager.expect("Daemon::with_environment() did not call its closure"),
     )
 }
 

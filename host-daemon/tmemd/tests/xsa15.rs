@@ -239,7 +239,7 @@ fn pool_ids_are_unsigned() {
     }
     assert!(
         !hit(&mut driver, 1, u64::MAX, 1, 101),
-        "pool 1 returned a page of the pool whose id has the sign bit, too"
+        "pool 1 returned a page of pool 0x80000001, whose id differs only in the sign bit"
     );
     for (number, pool) in negative.into_iter().enumerate() {
         let cookie = 100 + number as u64;

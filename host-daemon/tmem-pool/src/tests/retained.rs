@@ -405,7 +405,7 @@ fn read(
 /// Compares the estimates of hits with more and with less memory with simulations of pools of those
 /// sizes. The estimates must be good with and without retained pages.
 #[test]
-fn estimates_are_as_good_with_retained_pages_as_without() {
+fn hit_estimates_are_accurate_with_and_without_retained_pages() {
     const SET: u64 = 1500;
     const READS: usize = 30_000;
     let run = |retain, pool| {

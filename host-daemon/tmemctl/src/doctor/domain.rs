@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn doctor_finds_retained_pages_that_daemon_or_emulator_do_not_support() {
+    fn doctor_reports_a_retain_property_that_emulator_or_daemon_lacks() {
         let options = |retain| tmem_domain::Options {
             retain,
             ..Default::default()

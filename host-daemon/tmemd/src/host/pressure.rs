@@ -421,7 +421,7 @@ impl PressureWatcher {
     /// Starts the thread that watches the host's memory.
     ///
     /// # Errors
-    /// The system lacks a thread or a descriptor.
+    /// The system cannot create the thread or a descriptor.
     pub fn start(
         config: PressureConfig,
         size: Arc<PoolSize>,

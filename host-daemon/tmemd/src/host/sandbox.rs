@@ -646,7 +646,7 @@ mod tests {
                 // function sendmsg().
                 let sent = left.send_with_fds(&[&b"re"[..], &b"ply"[..]], &[]);
                 assert_eq!(
-                    sent.expect("the thread cannot send a reply without descriptors"),
+                    sent.expect("the thread cannot send a reply that carries no descriptors"),
                     5,
                     "a thread of kind {kind:?} sent a reply of the wrong length"
                 );

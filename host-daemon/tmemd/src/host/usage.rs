@@ -210,13 +210,13 @@ mod tests {
         let sum_ns: u64 = sums().into_iter().sum();
         assert!(
             sum_ns <= cpu_ns,
-            "the sum of all kinds is {sum_ns} ns, more than the thread's {cpu_ns} ns"
+            "all kinds of work together have {sum_ns} ns of CPU time, the thread has only {cpu_ns} ns"
         );
         // Dividing the time of a piece of work among the kinds of work loses less than a nanosecond
         // for each kind.
         assert!(
             sum_ns >= 60_000_000 - 9,
-            "the sum of all kinds is {sum_ns} ns, less than the 60 ms of work"
+            "all kinds of work together have {sum_ns} ns of CPU time, less than the 60 ms of work"
         );
     }
 

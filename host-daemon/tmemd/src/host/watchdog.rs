@@ -34,7 +34,7 @@ impl Watchdog {
     /// the period is 10 s.
     ///
     /// # Errors
-    /// The system lacks a thread.
+    /// The system cannot create the thread.
     pub fn start(heartbeats: Arc<Heartbeats>) -> io::Result<Watchdog> {
         let period = sd_notify::watchdog_enabled().unwrap_or(PERIOD_DEFAULT);
         let (stop, stopped) = channel();

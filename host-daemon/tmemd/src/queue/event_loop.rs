@@ -216,7 +216,7 @@ mod tests {
     /// eventfd would stay in kernel memory, and a front end that replaces its kicks in a loop could
     /// use up that memory.
     #[test]
-    fn a_removed_file_is_released() {
+    fn the_event_loop_releases_a_removed_descriptor() {
         const BEFORE: usize = 1;
         const WATCHED: usize = 2;
         const REPORTED: usize = 4;

@@ -517,7 +517,7 @@ fn a_get_of_64_zstd_pages_takes_two_slices() {
     let hits = guest.link.vm.tenant.stats().hits;
     assert!(
         (20..=33).contains(&hits),
-        "a slice returned {hits} pages of 6 µs each"
+        "a slice returned {hits} pages, not 20 to 33 (the decompression of a page takes 6 µs)"
     );
     assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 1));
     assert_eq!(guest.bytes(answer, 1), [wire::S_OK]);
@@ -1574,7 +1574,7 @@ fn a_lost_page_of_the_guest_ends_the_connection() {
 /// The run queue serves owners in turn. All vrings of a VM must therefore have the same owner, and
 /// vrings of different VMs must have different owners.
 #[test]
-fn all_vrings_of_a_vm_have_the_same_owner() {
+fn the_run_queue_gives_all_vrings_of_a_vm_one_owner() {
     let (one, other) = (guest(), guest());
     let second = Vring::new(2, 0, one.link.clone());
     assert_eq!(one.vring.owner(), second.owner());
@@ -1802,7 +1802,7 @@ fn references_that_are_not_executed_drop_their_pages() {
 }
 
 #[test]
-fn the_pages_of_a_frozen_vm_are_not_retained() {
+fn a_get_of_a_frozen_vm_retains_no_page() {
     let mut guest = guest();
     guest.accept_retain();
     guest.put(0, 2);

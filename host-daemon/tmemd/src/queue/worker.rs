@@ -59,7 +59,7 @@ impl Workers {
     /// Starts `count` data workers, each with its own thread.
     ///
     /// # Errors
-    /// The system lacks a thread, a descriptor or the wanted event loop.
+    /// The system cannot create the thread, a descriptor or the wanted event loop.
     pub fn start(
         count: usize,
         waiting: Waiting,

@@ -620,8 +620,8 @@ impl Registry {
         let is_it = |m: &Member| m.added.is_some() && m.is(Some(&uuid), socket);
         let there = members.0.iter().position(is_it);
         let others = |m: &Member| m.vm.config.socket == socket;
-        // The stored file is removed even if the daemon could not restore a VM from it, because the
-        // VM's manager has removed the VM.
+        // The VM's manager has removed the VM. So remove the stored file, too, even if the daemon
+        // could not restore a VM from it.
         if there.is_some() || (self.is_ours(socket) && !members.0.iter().any(others)) {
             self.forget(socket);
         }
