@@ -77,6 +77,49 @@ def test_a_new_version_is_set_everywhere(tmp_path: Path) -> None:
     assert run(script, "--set", "7.8").returncode == 2
 
 
+SOURCE_TREE = ROOT / "scripts/source-tree"
+
+
+@pytest.mark.smoke
+def test_source_tree_replaces_only_its_own_directories(tmp_path: Path) -> None:
+    """A directory with other files stays as it is, and so does the repository."""
+    target = tmp_path / "tree"
+    passed(SOURCE_TREE, target)
+    assert (target / "Makefile").exists()
+    (target / "stale").touch()
+    passed(SOURCE_TREE, target)
+    assert not (target / "stale").exists()
+
+    copy = tmp_path / "copy"
+    passed("cp", "-a", target, copy)
+    (copy / ".source-tree").unlink()
+    script = copy / "scripts/source-tree"
+    # A marker does not allow the script to delete the tree that contains the script.
+    for directory in (copy, tmp_path):
+        (directory / ".source-tree").touch()
+        done = run(script, directory)
+        assert done.returncode == 1 and "is or contains the source tree" in done.stdout, done.stdout
+        (directory / ".source-tree").unlink()
+    for directory in (tmp_path, copy / "docs"):
+        done = run(SOURCE_TREE, directory)
+        assert done.returncode == 1 and "did not write" in done.stdout, done.stdout
+    assert (copy / "Makefile").exists() and (copy / "docs/install.md").exists()
+
+
+@pytest.mark.smoke
+def test_source_tree_copies_no_untracked_files(tmp_path: Path) -> None:
+    """Neither a checkout behind a link nor one of another user counts as a source archive."""
+    (tmp_path / "link").symlink_to(ROOT)
+    passed(tmp_path / "link/scripts/source-tree", tmp_path / "tree")
+    assert (tmp_path / "tree/Makefile").exists() and not (tmp_path / "tree/.git").exists()
+    done = run(
+        SOURCE_TREE, tmp_path / "other", GIT_TEST_ASSUME_DIFFERENT_OWNER="1",
+        GIT_CONFIG_GLOBAL="/dev/null", GIT_CONFIG_NOSYSTEM="1",
+    )  # fmt: skip
+    assert done.returncode == 1 and "git cannot read the repository" in done.stdout, done.stdout
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("dist")
