@@ -120,6 +120,47 @@ def test_source_tree_copies_no_untracked_files(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
+# Stands in for dpkg-buildpackage: shows where it runs, and makes a package without contents.
+BUILD = """#!/bin/sh
+echo "BUILD $PWD $CARGO_TARGET_DIR"
+touch ../virtio-tmem-guest_1_all.deb ../virtio-tmem_1.changes ../virtio-tmem_1.buildinfo
+"""
+
+
+@pytest.mark.smoke
+def test_builds_of_a_commit_and_of_the_tree_share_no_directory(tmp_path: Path) -> None:
+    """Otherwise cargo would take the commit's programs for those of the tree."""
+    program = tmp_path / "bin/dpkg-buildpackage"
+    program.parent.mkdir()
+    program.write_text(BUILD)
+    program.chmod(0o755)
+    output = tmp_path / "output"
+    output.mkdir()
+    version = passed(ROOT / "scripts/version").strip()
+    versions = ("0.0.1", version)
+    qemu = [output / f"virtio-tmem-qemu_10.0+tmem{name}~deb13_amd64.deb" for name in versions]
+    for file in qemu:
+        file.touch()
+
+    def build(*options: str) -> list[str]:
+        text = passed(
+            ROOT / "scripts/packages", "--guest", *options, output,
+            PATH=f"{program.parent}:{os.environ['PATH']}",
+            TMEM_PACKAGES_WORK=str(tmp_path / "work"), CARGO_TARGET_DIR=str(tmp_path / "target"),
+        )  # fmt: skip
+        found = re.search(r"^BUILD (\S+) (\S+)$", text, re.MULTILINE)
+        assert found, text
+        return list(found.groups())
+
+    tree = build()
+    assert tree[1] == str(tmp_path / "target")
+    # Packages of QEMU that belong to another version are deleted.
+    assert [file.exists() for file in qemu] == [False, True]
+    commit = build("--commit", "HEAD")
+    assert not set(tree) & set(commit)
+    assert build() == tree
+
+
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("dist")
