@@ -260,6 +260,16 @@ def test_apt_accepts_the_repository_and_refuses_a_changed_one(
     ]
     assert "no secret key" in run(*make, "nobody@example", repository, **key).stdout
     passed(*make, "test@virtio-tmem.example", repository, **key)
+    # A second run for equal packages changes nothing. A package with other bytes is refused.
+    passed(*make, "test@virtio-tmem.example", repository, **key)
+    names = sorted(path.name for path in repository.iterdir())
+    assert names == ["dists", "pool", "virtio-tmem.gpg"]
+    package = next((tmp_path / "built").glob("*.deb"))
+    before = {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()}
+    package.write_bytes(package.read_bytes() + b"\n")
+    done = run(*make, "test@virtio-tmem.example", repository, **key)
+    assert done.returncode == 1 and "has other contents" in done.stdout, done.stdout
+    assert before == {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()}
 
     apt = tmp_path / "apt"
     for name in ("cache/archives/partial", "parts"):
