@@ -88,6 +88,7 @@ packages: ## build the Debian packages in build/packages; PACKAGES=DIRECTORY, GU
 
 COMMIT ?= HEAD
 dist: ## make the source archive with all crates, its bill of materials and checksums in build/dist; COMMIT=v0.2.0
+	scripts/deps dist
 	scripts/dist --commit $(COMMIT)
 
 repo: ## make a signed apt repository of build/packages in build/repo; KEY=FINGERPRINT of your key in gpg
@@ -118,9 +119,9 @@ check-ops: deps-test all ## test commands, figures, estimates, metrics with a re
 
 SUITES ?= bookworm
 IN ?= namespaces host guest
-check-packages: packages qemu ## install, run, upgrade and purge the packages in Debian systems and VMs (as root); SUITES="bookworm trixie" IN=host
+check-packages: packages $(if $(filter host guest,$(IN)),qemu) ## install, run, upgrade and purge the packages in Debian systems and VMs (as root); SUITES="bookworm trixie" IN=host
 	for suite in $(SUITES); do for kind in $(IN); do \
-		scripts/check-packages --in $$kind --suite $$suite $(PACKAGES) || exit 1; done; done
+		scripts/check-packages --in $$kind --suite $$suite $(PACKAGES) || [ $$? -eq 77 ] || exit 1; done; done
 
 check-newest: ## fail if Debian 12, 13 or their backports offer a kernel series that the driver does not serve
 	@tests/kernel newest
@@ -199,7 +200,8 @@ shard-ops: check-ops
 # Each shard tests the packages in one way, so that a run of CI has time for one. Building QEMU's packages
 # takes ten minutes: one shard does it, the others use those that are in the cache.
 QEMU_IS_BUILT = $$(qemu-dev/package --print >/dev/null 2>&1 && echo 1 || echo 0)
-$(filter-out shard-packages-qemu,$(addprefix shard-,$(PACKAGE_SHARDS))): shard-packages-%: deps-test qemu
+$(filter shard-packages-host-% shard-packages-guest-%,$(addprefix shard-,$(PACKAGE_SHARDS))): qemu
+$(filter-out shard-packages-qemu,$(addprefix shard-,$(PACKAGE_SHARDS))): shard-packages-%: deps-test
 	$(MAKE) packages QEMU=$(QEMU_IS_BUILT)
 	scripts/check-packages --in $(subst -, --suite ,$*) $(PACKAGES)
 

@@ -77,6 +77,90 @@ def test_a_new_version_is_set_everywhere(tmp_path: Path) -> None:
     assert run(script, "--set", "7.8").returncode == 2
 
 
+SOURCE_TREE = ROOT / "scripts/source-tree"
+
+
+@pytest.mark.smoke
+def test_source_tree_replaces_only_its_own_directories(tmp_path: Path) -> None:
+    """A directory with other files stays as it is, and so does the repository."""
+    target = tmp_path / "tree"
+    passed(SOURCE_TREE, target)
+    assert (target / "Makefile").exists()
+    (target / "stale").touch()
+    passed(SOURCE_TREE, target)
+    assert not (target / "stale").exists()
+
+    copy = tmp_path / "copy"
+    passed("cp", "-a", target, copy)
+    (copy / ".source-tree").unlink()
+    script = copy / "scripts/source-tree"
+    # A marker does not allow the script to delete the tree that contains the script.
+    for directory in (copy, tmp_path):
+        (directory / ".source-tree").touch()
+        done = run(script, directory)
+        assert done.returncode == 1 and "is or contains the source tree" in done.stdout, done.stdout
+        (directory / ".source-tree").unlink()
+    for directory in (tmp_path, copy / "docs"):
+        done = run(SOURCE_TREE, directory)
+        assert done.returncode == 1 and "did not write" in done.stdout, done.stdout
+    assert (copy / "Makefile").exists() and (copy / "docs/install.md").exists()
+
+
+@pytest.mark.smoke
+def test_source_tree_copies_no_untracked_files(tmp_path: Path) -> None:
+    """Neither a checkout behind a link nor one of another user counts as a source archive."""
+    (tmp_path / "link").symlink_to(ROOT)
+    passed(tmp_path / "link/scripts/source-tree", tmp_path / "tree")
+    assert (tmp_path / "tree/Makefile").exists() and not (tmp_path / "tree/.git").exists()
+    done = run(
+        SOURCE_TREE, tmp_path / "other", GIT_TEST_ASSUME_DIFFERENT_OWNER="1",
+        GIT_CONFIG_GLOBAL="/dev/null", GIT_CONFIG_NOSYSTEM="1",
+    )  # fmt: skip
+    assert done.returncode == 1 and "git cannot read the repository" in done.stdout, done.stdout
+    assert not (tmp_path / "other").exists()
+
+
+# Stands in for dpkg-buildpackage: shows where it runs, and makes a package without contents.
+BUILD = """#!/bin/sh
+echo "BUILD $PWD $CARGO_TARGET_DIR"
+touch ../virtio-tmem-guest_1_all.deb ../virtio-tmem_1.changes ../virtio-tmem_1.buildinfo
+"""
+
+
+@pytest.mark.smoke
+def test_builds_of_a_commit_and_of_the_tree_share_no_directory(tmp_path: Path) -> None:
+    """Otherwise cargo would take the commit's programs for those of the tree."""
+    program = tmp_path / "bin/dpkg-buildpackage"
+    program.parent.mkdir()
+    program.write_text(BUILD)
+    program.chmod(0o755)
+    output = tmp_path / "output"
+    output.mkdir()
+    version = passed(ROOT / "scripts/version").strip()
+    versions = ("0.0.1", version)
+    qemu = [output / f"virtio-tmem-qemu_10.0+tmem{name}~deb13_amd64.deb" for name in versions]
+    for file in qemu:
+        file.touch()
+
+    def build(*options: str) -> list[str]:
+        text = passed(
+            ROOT / "scripts/packages", "--guest", *options, output,
+            PATH=f"{program.parent}:{os.environ['PATH']}",
+            TMEM_PACKAGES_WORK=str(tmp_path / "work"), CARGO_TARGET_DIR=str(tmp_path / "target"),
+        )  # fmt: skip
+        found = re.search(r"^BUILD (\S+) (\S+)$", text, re.MULTILINE)
+        assert found, text
+        return list(found.groups())
+
+    tree = build()
+    assert tree[1] == str(tmp_path / "target")
+    # Packages of QEMU that belong to another version are deleted.
+    assert [file.exists() for file in qemu] == [False, True]
+    commit = build("--commit", "HEAD")
+    assert not set(tree) & set(commit)
+    assert build() == tree
+
+
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("dist")
@@ -176,6 +260,16 @@ def test_apt_accepts_the_repository_and_refuses_a_changed_one(
     ]
     assert "no secret key" in run(*make, "nobody@example", repository, **key).stdout
     passed(*make, "test@virtio-tmem.example", repository, **key)
+    # A second run for equal packages changes nothing. A package with other bytes is refused.
+    passed(*make, "test@virtio-tmem.example", repository, **key)
+    names = sorted(path.name for path in repository.iterdir())
+    assert names == ["dists", "pool", "virtio-tmem.gpg"]
+    package = next((tmp_path / "built").glob("*.deb"))
+    before = {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()}
+    package.write_bytes(package.read_bytes() + b"\n")
+    done = run(*make, "test@virtio-tmem.example", repository, **key)
+    assert done.returncode == 1 and "has other contents" in done.stdout, done.stdout
+    assert before == {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()}
 
     apt = tmp_path / "apt"
     for name in ("cache/archives/partial", "parts"):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from driver import checksums, driver_guest, driver_vm, evict, load, stats, wait_state
 from test_driver import tree_disk
+from test_figures import address
 
 from harness.daemon import Daemon
 from harness.kernel import Kernel
@@ -155,17 +156,20 @@ def test_exporter_reads_a_daemon_of_the_other_version(
     session: Session, releases: dict[str, Release], exporter: str, daemon: str
 ) -> None:
     served = daemon_of(session, releases[daemon])
-    address = "127.0.0.1:39753"
     command: list[str | Path] = [
-        str(releases[exporter].program("tmem-exporter")), "--web.listen-address", address,
+        str(releases[exporter].program("tmem-exporter")), "--web.listen-address", "127.0.0.1:0",
         "--socket", str(served.control),
     ]  # fmt: skip
-    process = Process("tmem-exporter", command, session.directory / "exporter.log", {})
+    log = session.directory / "exporter.log"
+    process = Process("tmem-exporter", command, log, {})
 
     def metrics() -> str | None:
         process.expect_alive()
+        url = address(log)
+        if not url:
+            return None
         try:
-            with urllib.request.urlopen(f"http://{address}/metrics", timeout=scaled(5)) as answer:
+            with urllib.request.urlopen(url, timeout=scaled(5)) as answer:
                 return str(answer.read().decode())
         except OSError:
             return None
