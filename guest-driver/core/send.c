@@ -650,16 +650,25 @@ long tmem_send_timeout(struct tmem_queue *queue)
 
 /* --- callers ------------------------------------------------------------------------------- */
 
-/* Calls tmem_send(), and arranges another call if this one reached its limit of batches. */
+/*
+ * Calls tmem_send(), and arranges another call if this one reached its limit of batches. If an
+ * irq_work would wait for the tick, this function makes the other calls itself, as many as handle
+ * an answer and a new batch for each batch at the host. The feeder handles what is left then.
+ */
 static void send_one_turn(struct tmem_queue *queue)
 {
-	if (!tmem_send(queue))
-		return;
-	if (arch_irq_work_has_interrupt()) {
-		irq_work_queue(&queue->send_work);
-	} else {
-		WRITE_ONCE(queue->attention, true);
-		wake_feeder(queue);
+	unsigned int turns = DIV_ROUND_UP(2 * TMEM_PUTS_IN_FLIGHT, TMEM_SEND_BATCHES);
+
+	while (tmem_send(queue)) {
+		if (arch_irq_work_has_interrupt()) {
+			irq_work_queue(&queue->send_work);
+			return;
+		}
+		if (!--turns) {
+			WRITE_ONCE(queue->attention, true);
+			wake_feeder(queue);
+			return;
+		}
 	}
 }
 

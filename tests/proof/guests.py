@@ -184,7 +184,7 @@ class Box(Machine):
         return self.guest.start(command, SECONDS)
 
     def fio(self, arguments: str) -> dict[str, Any]:
-        """Runs one fio job and returns its report."""
+        """Runs fio and returns the report of its job, or of its jobs as one group."""
         return fio_report(self.sh(fio_command(arguments)))
 
     def end(self) -> None:
@@ -193,12 +193,17 @@ class Box(Machine):
 
 
 def fio_command(arguments: str) -> str:
-    """Returns a command line for one job, which never drops the page cache by itself."""
-    return f"{FIO} --name=job --invalidate=0 --thread --output-format=json {arguments}"
+    """Returns fio's command line. fio never drops the page cache by itself.
+
+    `arguments` has the options of all jobs, and then the name and the options of each job. Without
+    a name, all options are those of one job.
+    """
+    job = "" if "--name=" in arguments else "--name=job "
+    return f"{FIO} --invalidate=0 --thread --output-format=json {job}{arguments}"
 
 
 def fio_report(text: str) -> dict[str, Any]:
-    """Returns the report of the only job in fio's output."""
+    """Returns the report of the only job or group in fio's output."""
     # fio prints warnings before the object.
     if "{" not in text:
         raise HarnessError(f"fio printed no report: {text}")

@@ -214,13 +214,13 @@ def load_name(repetition: int, thread: int = 0) -> str:
 
 
 def fio_trace(engine: str, depth: int, *names: str) -> str:
-    """Returns fio's arguments to run the requests of files, with one thread for each file."""
-    files = ":".join(f"{LOADS}/{name}" for name in names)
-    threads = f" --numjobs={len(names)} --group_reporting" if len(names) > 1 else ""
-    return (
-        f"--read_iolog={files} --replay_no_stall=1 --gtod_reduce=1 "
-        f"--ioengine={engine} --iodepth={depth}{threads}"
-    )
+    """Returns fio's arguments to run the requests of files, with one thread for each file.
+
+    Each file has a job of its own: Debian's fio 3.33 crashes if several jobs share a list of files.
+    """
+    options = f"--replay_no_stall=1 --gtod_reduce=1 --ioengine={engine} --iodepth={depth}"
+    jobs = [f"--name={name} --read_iolog={LOADS}/{name}" for name in names]
+    return " ".join([options, "--group_reporting", *jobs])
 
 
 class RandomReread(Paired):

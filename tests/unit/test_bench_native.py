@@ -29,6 +29,7 @@ FACTS = {
     "processors": 2,
     "processor": "a processor",
     "host_kernel": "6.1",
+    "idle_processors": "poll",
     "load_1min_before": 0.5,
     "load_1min_after": 1.5,
     "steal_share": 0.012,

@@ -9,8 +9,8 @@
 //! a round fit into the free memory, so that puts never evict pages.
 //!
 //! One run measures the hard cases and the easy case alternately. In each round, each case stores
-//! the same number of pages, except that `full_pool` stores more. The pages are real pages of files. The benchmark makes each page
-//! unique, so that the engine deduplicates no page.
+//! the same number of pages, except that `full_pool` stores more. The pages are real pages of
+//! files. The benchmark makes each page unique, so that the engine deduplicates no page.
 
 use crate::counters::{self, Counters};
 use crate::machine::Machine;
@@ -119,8 +119,8 @@ struct Case {
     /// Elapsed time of each call that puts a batch, in ns. One list for each round.
     calls: Vec<Vec<f64>>,
     refused: u64,
-    /// Number of pages that puts evicted themselves, because the pool had no free memory. Background
-    /// work evicted the other pages. Counted in the case `full_pool` only.
+    /// Number of pages that puts evicted themselves, because the pool had no free memory.
+    /// Background work evicted the other pages. Counted in the case `full_pool` only.
     evicted_by_puts: u64,
     pages: u64,
     counts: [u64; counters::NR],

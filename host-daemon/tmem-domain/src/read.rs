@@ -40,6 +40,9 @@ pub struct Domain {
     /// Bytes that the guest may take from the host's available memory. The value is 0 if the
     /// guest's memory consists of huge pages, because the host sets these aside in advance.
     pub takes_bytes: u64,
+    /// Maximum size of the guest's memory in bytes, including memory that can be added while the VM
+    /// runs. None if the XML does not give it.
+    pub memory_max_bytes: Option<u64>,
 }
 
 /// The virtio-tmem device, as the arguments describe it that libvirt passes to QEMU.
@@ -85,6 +88,7 @@ impl Domain {
             acpi: find(root, "features/acpi").is_some(),
             memory: memory(root),
             takes_bytes: takes_bytes(root),
+            memory_max_bytes: size(root, "maxMemory").or_else(|| size(root, "memory")),
         })
     }
 }
@@ -193,17 +197,19 @@ fn memory(root: Node<'_, '_>) -> Result<(), Error> {
 /// `currentMemory`. The balloon lets the guest use no more than `currentMemory`. Returns 0 if the
 /// memory consists of huge pages.
 fn takes_bytes(root: Node<'_, '_>) -> u64 {
-    let bytes = |name| {
-        let node = child(root, name)?;
-        let unit = node.attribute("unit").unwrap_or("KiB");
-        scale(node.text()?.trim(), unit).ok()
-    };
     if find(root, "memoryBacking/hugepages").is_some() {
         return 0;
     }
-    bytes("currentMemory")
-        .or_else(|| bytes("memory"))
+    size(root, "currentMemory")
+        .or_else(|| size(root, "memory"))
         .unwrap_or(0)
+}
+
+/// Returns the size in bytes that the domain's element `name` gives; None without a valid size.
+fn size(root: Node<'_, '_>, name: &str) -> Option<u64> {
+    let node = child(root, name)?;
+    let unit = node.attribute("unit").unwrap_or("KiB");
+    scale(node.text()?.trim(), unit).ok()
 }
 
 /// Checks that the domain has no setting that makes the cache impossible and that attach cannot
@@ -240,6 +246,21 @@ pub(crate) fn unchangeable(root: Node<'_, '_>) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn memory_that_can_be_added_counts_for_the_maximum() {
+        let maximum = |inside: &str| {
+            let xml = format!("<domain><name>a</name><uuid>b</uuid>{inside}</domain>");
+            Domain::parse(&xml)
+                .expect("the domain was refused")
+                .memory_max_bytes
+        };
+        let memory = "<memory unit='GiB'>2</memory><currentMemory unit='GiB'>1</currentMemory>";
+        assert_eq!(maximum(memory), Some(2 << 30));
+        let more = "<maxMemory slots='16' unit='GiB'>8</maxMemory>";
+        assert_eq!(maximum(&format!("{more}{memory}")), Some(8 << 30));
+        assert_eq!(maximum(""), None);
+    }
 
     #[test]
     fn host_memory_of_a_domain_excludes_huge_pages() {

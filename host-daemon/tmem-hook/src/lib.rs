@@ -20,6 +20,10 @@ const NAME_BYTES_MAX: usize = 64;
 /// They make the name unique.
 const UUID_DIGITS: usize = 8;
 
+/// Number of bytes by which the memory that QEMU shares with the daemon may exceed the domain's
+/// maximum memory. libvirt rounds sizes up, and QEMU may map parts of the memory at two addresses.
+const MEMORY_EXTRA_BYTES: u64 = 1 << 30;
+
 /// Path of the configuration file of libvirt's QEMU driver.
 const QEMU_CONF: &str = "/etc/libvirt/qemu.conf";
 
@@ -128,6 +132,8 @@ pub fn vm(
     owner: Owner,
 ) -> Result<api::VmSpec, String> {
     let owner = owner.of(domain)?;
+    let memory_max = domain.memory_max_bytes.filter(|bytes| *bytes > 0);
+    let memory_max = memory_max.map(|bytes| bytes.saturating_add(MEMORY_EXTRA_BYTES));
     Ok(api::VmSpec {
         uuid: domain.uuid.clone(),
         name: label(domain),
@@ -137,6 +143,7 @@ pub fn vm(
         mode: None,
         trust_domain: cache.trust_domain.clone(),
         quota: quota(cache),
+        memory_max_bytes: memory_max.map(|bytes| i64::try_from(bytes).unwrap_or(i64::MAX)),
     })
 }
 
@@ -187,6 +194,27 @@ mod tests {
         ] {
             assert_eq!(label(&domain(name)), expected);
         }
+    }
+
+    #[test]
+    fn the_daemon_gets_the_maximum_memory_of_the_domain() {
+        let device = Device {
+            socket: "s".into(),
+            ours: true,
+            retain: None,
+        };
+        let sent = |memory_max_bytes| {
+            let domain = Domain {
+                memory_max_bytes,
+                ..domain("web")
+            };
+            vm(&domain, &device, &Cache::default(), Owner(None))
+                .expect("the domain was refused")
+                .memory_max_bytes
+        };
+        assert_eq!(sent(Some(8 << 30)), Some(9 << 30));
+        assert_eq!(sent(Some(i64::MAX as u64)), Some(i64::MAX));
+        assert_eq!((sent(None), sent(Some(0))), (None, None));
     }
 
     #[test]

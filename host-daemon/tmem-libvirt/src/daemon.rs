@@ -332,6 +332,7 @@ mod tests {
                 owner: None,
                 group: None,
                 mode: None,
+                memory_max_bytes: None,
                 trust_domain: None,
                 quota: api::quota(None, Some(limit as u64), None),
             }

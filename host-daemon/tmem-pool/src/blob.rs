@@ -195,9 +195,9 @@ impl Store {
         self.high_tags.get(blob).0.store(high, Relaxed);
     }
 
-    /// Reserves blobs for uncompressed pages, one for each element of `blobs`. Returns the number of
-    /// reserved blobs, which is smaller if the heap would take more than `frames_bytes_max` bytes of
-    /// memory. The caller stores a page in each reserved blob.
+    /// Reserves blobs for uncompressed pages, one for each element of `blobs`. Returns the number
+    /// of reserved blobs, which is smaller if the heap would take more than `frames_bytes_max`
+    /// bytes of memory. The caller stores a page in each reserved blob.
     pub(crate) fn reserve_raw(&self, blobs: &mut [Handle], frames_bytes_max: u64) -> usize {
         self.heap.reserve_pages(blobs, frames_bytes_max)
     }
@@ -451,8 +451,8 @@ impl Store {
     }
 
     /// Copies a compressed page from `buffer` to the memory that was reserved for it, and lists the
-    /// page in the table of equal pages. If another thread has stored and listed an equal page since
-    /// [`prepare`](Self::prepare), the page shares that blob, and its own memory is freed.
+    /// page in the table of equal pages. If another thread has stored and listed an equal page
+    /// since [`prepare`](Self::prepare), the page shares that blob, and its own memory is freed.
     pub(crate) fn complete(&self, encoded: Encoded, domain: DomainId, buffer: &Page) -> Finalized {
         let Encoded { blob, len, tag } = encoded;
         self.heap.write(blob, &buffer[..len]);
@@ -498,10 +498,10 @@ impl Store {
 
     /// Handles one blob in a sweep, a periodic pass over all blobs. A blob is eligible for
     /// recompression if its length at the first compression is within [`DENSER_BYTES`]. Raw pages
-    /// that are not finalized yet have no such length. The first sweep that visits an eligible blob marks it with the
-    /// flag SEEN. The next sweep compresses the blob with zstd, and stores the result if it is not
-    /// longer than before. Returns true if the blob was compressed, whether the result was stored
-    /// or not.
+    /// that are not finalized yet have no such length. The first sweep that visits an eligible blob
+    /// marks it with the flag SEEN. The next sweep compresses the blob with zstd, and stores the
+    /// result if it is not longer than before. Returns true if the blob was compressed, whether the
+    /// result was stored or not.
     pub(crate) fn sweep(
         &self,
         blob: u32,

@@ -70,9 +70,10 @@ pub(crate) const EVICT_STEP_PAGES: usize = 16;
 pub(crate) const STALE_SKIPS_MAX: usize = 256;
 
 /// Divisor for the watermarks of background eviction. The high watermark is the pool's size divided
-/// by this number, at most RECLAIM_BYTES_MAX, and the low watermark is half of the high one. Background work begins to evict
-/// pages when less memory than the low watermark is free, and stops when the high watermark is
-/// free. So a burst of puts finds free memory and does not have to evict pages itself.
+/// by this number, at most RECLAIM_BYTES_MAX, and the low watermark is half of the high one.
+/// Background work begins to evict pages when less memory than the low watermark is free, and stops
+/// when the high watermark is free. So a burst of puts finds free memory and does not have to evict
+/// pages itself.
 pub(crate) const RECLAIM_PART: u64 = 32;
 
 /// Upper bound in bytes of the high watermark, the free memory up to which background work evicts
@@ -101,14 +102,15 @@ pub(crate) const TENANT_METADATA_BYTES: u64 = 16 << 10;
 /// Bytes that each page is charged for its metadata, in addition to its compressed size. They cover
 /// the worst case, a page that is alone in its object and has a blob of its own. Such a page needs
 /// these parts: an index entry (32 B), two tree nodes (160 B), an object and its place in the hash
-/// table (72 B), a blob record and its place (40 B), and a few bytes more. Most pages cost a quarter
-/// of that. With a smaller charge, a tenant with one-page objects could hold more than its share of
-/// the pool.
+/// table (72 B), a blob record and its place (40 B), and a few bytes more. Most pages cost a
+/// quarter of that. With a smaller charge, a tenant with one-page objects could hold more than its
+/// share of the pool.
 pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
 
 /// Address space that a pool reserves, as a multiple of the pool's largest size. The heap needs a
 /// factor of 12: each frame (4 KiB) could be in a span of its own, and each span has addresses for
-/// 12 frames. Indexes take a factor of 1, and tables about an eighth (12.1 %) in pools of a few MiB or more.
+/// 12 frames. Indexes take a factor of 1, and tables about an eighth (12.1 %) in pools of a few MiB
+/// or more.
 pub const ADDRESS_SPACE_TIMES: u64 = 14;
 
 /// Eviction policies: rules that choose which page of a tenant is evicted next. The directory

@@ -195,8 +195,8 @@ impl Engine {
         heap::idle_frames(size_bytes).min(stay)
     }
 
-    /// Returns some of the idle frames that the pool does not keep to the system, at most one batch.
-    /// Returns the number of these frames.
+    /// Returns some of the idle frames that the pool does not keep to the system, at most one
+    /// batch. Returns the number of these frames.
     fn trim(&self) -> usize {
         let released = self.store.heap.trim(self.idle_frames());
         let due = self.idle_due.load(Relaxed);
@@ -249,9 +249,9 @@ impl Engine {
         reclaims.then_some(high_bytes)
     }
 
-    /// Returns the memory in bytes that would be used ([`used_bytes`](Self::used_bytes)) if the heap
-    /// were compacted completely. Evictions compare this value with the watermark, so that they do
-    /// not evict more pages than necessary.
+    /// Returns the memory in bytes that would be used ([`used_bytes`](Self::used_bytes)) if the
+    /// heap were compacted completely. Evictions compare this value with the watermark, so that
+    /// they do not evict more pages than necessary.
     fn used_compacted_bytes(&self) -> u64 {
         let spare_bytes = self.store.heap.spare_bytes();
         self.used_bytes().saturating_sub(spare_bytes)
@@ -272,12 +272,12 @@ impl Engine {
         self.evict_excess(pages)
     }
 
-    /// Frees as much memory for future puts as `finalized` raw pages take, if background work should
-    /// evict pages now. A background worker calls this function after it has finalized that many
-    /// pages. So puts cannot take memory faster than background work frees it, whatever other work
-    /// there is. Evicts only pages of tenants above their entitlement. The number of evicted pages
-    /// is at most as large as if the puts of these pages evicted pages themselves. Returns the
-    /// number of steps done.
+    /// Frees as much memory for future puts as `finalized` raw pages take, if background work
+    /// should evict pages now. A background worker calls this function after it has finalized that
+    /// many pages. So puts cannot take memory faster than background work frees it, whatever other
+    /// work there is. Evicts only pages of tenants above their entitlement. The number of evicted
+    /// pages is at most as large as if the puts of these pages evicted pages themselves. Returns
+    /// the number of steps done.
     fn reclaim_for(&self, finalized: usize) -> usize {
         let Some(high_bytes) = self.reclaim_bytes() else {
             return 0;
@@ -442,11 +442,12 @@ impl Engine {
         }
     }
 
-    /// Returns the tenant that loses the next pages. Candidates are the tenants for which `may_lose`
-    /// is true. If some candidates are above their entitlement and have retained pages, the function
-    /// chooses only among these, because their guests still have copies of retained pages. The
-    /// victim is the candidate that is most above its entitlement. Retained pages of a tenant below
-    /// its entitlement do not count, because such a tenant should not lose pages to another tenant.
+    /// Returns the tenant that loses the next pages. Candidates are the tenants for which
+    /// `may_lose` is true. If some candidates are above their entitlement and have retained pages,
+    /// the function chooses only among these, because their guests still have copies of retained
+    /// pages. The victim is the candidate that is most above its entitlement. Retained pages of a
+    /// tenant below its entitlement do not count, because such a tenant should not lose pages to
+    /// another tenant.
     fn victim(&self, may_lose: impl Fn(&TenantShared) -> bool) -> Option<Arc<TenantShared>> {
         let membership = self.membership();
         let tenants = membership.members.iter().map(|member| &member.tenant);
@@ -579,9 +580,9 @@ impl Engine {
         let looked = *next - first;
         if *next >= places {
             (*begun, *next) = (now, 1);
-            // The sweep has ended, so another one begins. Once in each sweep, return all frames that
-            // are idle now to the system, in batches in the next steps. Frames that are in frequent
-            // use are soon taken again.
+            // The sweep has ended, so another one begins. Once in each sweep, return all frames
+            // that are idle now to the system, in batches in the next steps. Frames that are in
+            // frequent use are soon taken again.
             self.idle_due.store(self.store.heap.idle_frames(), Relaxed);
             self.compact_all.store(true, Relaxed);
         }

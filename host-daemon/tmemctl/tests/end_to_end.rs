@@ -897,6 +897,7 @@ fn quota_of_a_libvirt_vm_is_not_set_in_the_daemon_alone() {
             owner: None,
             group: None,
             mode: None,
+            memory_max_bytes: None,
             trust_domain: None,
             quota: tmem_control::quota(None, None, None),
         };

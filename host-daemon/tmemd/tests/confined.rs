@@ -143,6 +143,7 @@ fn web1(socket: &Path) -> VmSpec {
         owner: Some(QEMU.into()),
         group: Some(QEMU.into()),
         mode: Some(0o600),
+        memory_max_bytes: None,
         trust_domain: None,
         quota: Quota {
             reserve_bytes: 0,

@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of limits: the number of log lines, and the memory, threads and descriptors of a
-//! connection.
+//! Tests of limits: the number of log lines, the memory, threads and descriptors of a connection,
+//! and the guest memory that the daemon maps.
 
 mod common;
 
-use common::{Daemon, Taken, taken_by, until};
+use common::{Daemon, Taken, guest, taken_by, until, work};
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 use std::fs;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
-use tmem_control::VarlinkClientInterface;
-use tmem_sim::{DriverConfig, GuestConfig, RamRegion};
-use vhost::VhostBackend;
+use tmem_control::{GetStats_Reply, VarlinkClientInterface};
+use tmem_sim::{Driver, DriverConfig, GuestConfig, GuestRam, RamRegion};
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 
 /// BURST_ALL is the number of lines that the daemon logs in a burst about all VMs together. BURST
 /// is the number of lines in a burst about each other source, such as a control socket.
@@ -259,13 +261,169 @@ fn resources_of_a_connection_are_bounded() {
     });
 }
 
-/// Returns the number of bytes of memory that the pool takes.
-fn daemon_pool_bytes(daemon: &Daemon) -> usize {
+/// Returns the statistics of the daemon, the pool and all VMs.
+fn stats(daemon: &Daemon) -> GetStats_Reply {
     let mut client = tmem_control::connect(&daemon.path("control"))
         .expect("cannot connect to the control socket");
-    let stats = client
+    client
         .get_stats(None)
         .call()
-        .expect("the daemon answered the varlink call with an error");
-    usize::try_from(stats.pool.held_bytes).expect("the number is negative")
+        .expect("the daemon answered the varlink call with an error")
+}
+
+/// Returns the number of bytes of memory that the pool takes.
+fn daemon_pool_bytes(daemon: &Daemon) -> usize {
+    usize::try_from(stats(daemon).pool.held_bytes).expect("the number is negative")
+}
+
+const MIB: u64 = 1 << 20;
+const TIB: u64 = 1 << 40;
+
+/// Size of the memory with which each VM of the next two tests connects.
+const FIRST_BYTES: u64 = 8 * MIB;
+
+/// Starts a daemon that serves the VM `neighbour` and VMs with the given names and maximum sizes of
+/// their memory.
+fn with_maxima(vms: &[(&str, &str)]) -> Daemon {
+    Daemon::with_arguments(&[("neighbour", None)], "64MiB", |directory| {
+        let vm = |(name, memory_max): &(&str, &str)| {
+            let socket = directory.join(format!("{name}.sock"));
+            let socket = socket.display();
+            let vm = format!("name={name},socket={socket},memory_max={memory_max}");
+            ["--vm".into(), vm]
+        };
+        vms.iter().flat_map(vm).collect()
+    })
+}
+
+/// Connects a VM with `FIRST_BYTES` of memory and free memory slots.
+fn with_slots(daemon: &mut Daemon, name: &str) -> Driver {
+    let config = GuestConfig {
+        ram: vec![RamRegion {
+            start: 0,
+            size_bytes: FIRST_BYTES,
+        }],
+        mem_slots: true,
+        ..guest(name)
+    };
+    daemon.driver_with(config, DriverConfig::default())
+}
+
+/// Creates memory that a VM can add in a free slot.
+fn more(size_bytes: u64) -> (Arc<GuestRam>, VhostUserMemoryRegionInfo) {
+    let region = RamRegion {
+        start: 1 << 45,
+        size_bytes,
+    };
+    let ram = GuestRam::new(&[region], true).expect("cannot create guest memory");
+    let region = ram.vhost_regions()[0];
+    (ram, region)
+}
+
+fn add(driver: &mut Driver, region: &VhostUserMemoryRegionInfo) -> Result<(), String> {
+    let front_end = driver.guest.frontend();
+    let front_end = front_end.expect("the simulated VMM is not connected");
+    let added = front_end.add_mem_region(region);
+    added.map(drop).map_err(|error| error.to_string())
+}
+
+/// Checks that the daemon's log has a line about the VM `name` with all `parts`.
+fn assert_logged(daemon: &Daemon, name: &str, parts: &[&str]) {
+    let log = log(daemon);
+    let vm = format!("VM {name}: ");
+    let is_it = |line: &&str| line.contains(&vm) && parts.iter().all(|part| line.contains(part));
+    assert!(
+        log.lines().any(|line| is_it(&line)),
+        "no line about {name} has {parts:?}: {log}"
+    );
+}
+
+#[test]
+fn a_vm_above_its_maximum_memory_is_refused_without_effect_on_other_vms() {
+    let mut daemon = with_maxima(&[("big", "66MiB")]);
+    let mut neighbour = daemon.driver("neighbour", 1);
+    let mut driver = with_slots(&mut daemon, "big");
+    let (_too_much, too_much) = more(64 * MIB);
+    let (_enough, enough) = more(58 * MIB);
+    for _ in 0..5 {
+        add(&mut driver, &too_much).expect_err("the VM's maximum was exceeded");
+        work(&mut neighbour, 20);
+        // The VM is served again after it connects with less memory.
+        driver.hang_up().expect("cannot disconnect");
+        daemon.connect(&mut driver, "big");
+        work(&mut driver, 20);
+        add(&mut driver, &enough).expect("memory up to the maximum was refused");
+        work(&mut driver, 20);
+    }
+    assert_logged(
+        &daemon,
+        "big",
+        &[
+            "67108864 bytes",
+            "75497472 bytes",
+            "maximum is 69206016",
+            "memory_max",
+        ],
+    );
+    until("tables of earlier connections are unmapped", || {
+        let stats = stats(&daemon);
+        let mut vms = stats.vms.iter();
+        let big = vms.find(|vm| vm.name == "big").expect("the VM is unknown");
+        assert_eq!(big.memory_max_bytes as u64, 66 * MIB);
+        big.memory_mapped_bytes as u64 == 66 * MIB
+    });
+}
+
+#[test]
+fn all_vms_share_one_budget_of_mapped_memory() {
+    const HOGS: usize = 8;
+    let names: Vec<String> = (0..HOGS).map(|number| format!("hog{number}")).collect();
+    let mut vms: Vec<(&str, &str)> = names.iter().map(|name| (name.as_str(), "8TiB")).collect();
+    vms.push(("late", "8TiB"));
+    let mut daemon = with_maxima(&vms);
+    let mut neighbour = daemon.driver("neighbour", 1);
+    let mut late = with_slots(&mut daemon, "late");
+    // The VMs share one file, which has no pages.
+    let (_ram, region) = more(7 * TIB + TIB / 2);
+    let hogs: Vec<Driver> = names
+        .iter()
+        .map(|name| {
+            let mut hog = with_slots(&mut daemon, name);
+            add(&mut hog, &region).expect("memory within the budget was refused");
+            hog
+        })
+        .collect();
+    let (_too_much, too_much) = more(5 * TIB);
+    add(&mut late, &too_much).expect_err("the budget was exceeded");
+    assert_logged(
+        &daemon,
+        "late",
+        &[
+            "5497558138880 bytes",
+            "maximum is 8796093022208",
+            "of the 70368744177664 bytes",
+        ],
+    );
+    work(&mut neighbour, 100);
+    late.hang_up().expect("cannot disconnect");
+    daemon.connect(&mut late, "late");
+    let (_enough, enough) = more(3 * TIB);
+    add(&mut late, &enough).expect("memory within the budget was refused");
+    work(&mut late, 100);
+    let mapped = |daemon: &Daemon| stats(daemon).daemon.memory_mapped_bytes as u64;
+    assert!(
+        mapped(&daemon) > 63 * TIB,
+        "the memory of a VM is not counted"
+    );
+    let front_end = late.guest.frontend();
+    let front_end = front_end.expect("the simulated VMM is not connected");
+    front_end
+        .remove_mem_region(&enough)
+        .expect("the region was not removed");
+    until("the removed memory is unmapped", || {
+        mapped(&daemon) < 61 * TIB
+    });
+    assert_eq!(stats(&daemon).daemon.memory_budget_bytes as u64, 64 * TIB);
+    work(&mut neighbour, 100);
+    drop(hogs);
 }

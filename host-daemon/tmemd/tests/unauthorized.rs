@@ -102,6 +102,7 @@ fn unauthorized_peers_are_refused() {
         owner: Some(QEMU.into()),
         group: None,
         mode: None,
+        memory_max_bytes: None,
         trust_domain: None,
         quota: tmem_control::quota(None, None, None),
     };

@@ -55,6 +55,7 @@ impl RegistryTest {
             owner: None,
             group: None,
             mode: None,
+            memory_max_bytes: None,
             trust_domain: None,
             quota: tmem_control::quota(None, None, None),
         }
@@ -227,6 +228,39 @@ fn an_added_vm_is_changed_in_place() {
     }));
     assert!(!host.path("web.sock").exists() && host.path("b.sock").exists());
     UnixStream::connect(host.path("b.sock")).expect("cannot connect to the socket");
+}
+
+#[test]
+fn the_maximum_memory_of_an_added_vm_changes_at_once_and_is_stored() {
+    let mut host = host();
+    let spec = |memory_max_bytes| VmSpec {
+        memory_max_bytes,
+        ..host.spec(UUID, "web")
+    };
+    let maximum = |host: &RegistryTest| {
+        let stats = host.client().get_stats(Some("web".into())).call();
+        let stats = stats.expect("the daemon answered the varlink call with an error");
+        stats.vms[0].memory_max_bytes
+    };
+    let specs = [None, Some(8 << 30), Some(i64::MAX), Some(1 << 20)].map(spec);
+    let bad = [0, -1].map(|bytes| spec(Some(bytes)));
+    for (spec, expected) in specs.iter().zip([1 << 40, 8 << 30, 8 << 40, 1 << 20]) {
+        host.add(spec);
+        assert_eq!(maximum(&host), expected);
+    }
+    for spec in &bad {
+        let (_, reason) = host.refused(spec);
+        assert!(
+            reason.contains("memory_max_bytes="),
+            "the reason does not name the field: {reason}"
+        );
+    }
+    host.restart();
+    assert_eq!(
+        maximum(&host),
+        1 << 20,
+        "the daemon did not store the maximum"
+    );
 }
 
 #[test]

@@ -383,6 +383,7 @@ fn requests_before_or_after_a_connection_reach_no_pool() {
         owner: None,
         group: None,
         mode: None,
+        memory_max_bytes: None,
     };
     for _ in 0..5 {
         assert!(control.add_vm(spec.clone()).call().unwrap().added);

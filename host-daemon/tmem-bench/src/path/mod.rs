@@ -546,13 +546,13 @@ fn results(
         (GET, "path_get_ratio", "path_get_cpu_ratio"),
     ] {
         let ratio = times.engine[what].ratio_to(&times.path[what]);
-        add(key, Target::AtLeast(0.75), Ok(ratio));
+        add(key, Target::AtLeast(0.92), Ok(ratio));
         let ratio = times.engine_cpu[what].ratio_to(&times.path_cpu[what]);
         add(cpu_key, Target::None, Ok(ratio));
     }
     add(
         "vms256_ratio",
-        Target::AtLeast(0.9),
+        Target::AtLeast(0.95),
         Ok(times.one.ratio_to(&times.many)),
     );
     add(

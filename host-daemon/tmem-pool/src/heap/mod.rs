@@ -291,8 +291,9 @@ impl<X: Zeroed> Heap<X> {
     }
 
     /// Reserves a slot of the class `state` for `len` bytes. Returns None if there is no free
-    /// handle, or if the heap's memory would exceed `frames_bytes_max` bytes. `release_max`
-    /// is the number of idle frames that the call may return to the system ([`take_span`](Self::take_span)).
+    /// handle, or if the heap's memory would exceed `frames_bytes_max` bytes. `release_max` is the
+    /// number of idle frames that the call may return to the system
+    /// ([`take_span`](Self::take_span)).
     fn reserve_in(
         &self,
         state: &mut ClassState,

@@ -829,8 +829,8 @@ fn cold_pages_are_recompressed_smaller() {
     engine.check_invariants();
 }
 
-/// Stores pages that all have one hash, so that the table of equal pages lists only one of them. The
-/// sweep must recompress the others nevertheless.
+/// Stores pages that all have one hash, so that the table of equal pages lists only one of them.
+/// The sweep must recompress the others nevertheless.
 #[test]
 fn cold_pages_that_are_not_listed_are_recompressed() {
     let engine = Engine::with(config(4 << 20), |_, _| 42, u32::MAX).unwrap();

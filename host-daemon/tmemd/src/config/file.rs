@@ -9,8 +9,9 @@
 use crate::config::account::Account;
 use crate::config::settings::{
     BACKGROUND_THREADS_MAX, ConfigError, EventLoop, POLL_US_MAX, VM_PAGES_PER_SECOND_MAX, VmConfig,
-    WEIGHT_DEFAULT, WEIGHT_MAX, WORKERS_MAX, parse_name, parse_uuid,
+    WEIGHT_DEFAULT, WEIGHT_MAX, WORKERS_MAX, check_memory_max, parse_name, parse_uuid,
 };
+use crate::memory::budget::VM_MEMORY_BYTES_DEFAULT;
 use serde::de::{Deserialize, Deserializer, Error};
 use std::path::{Path, PathBuf};
 use tmem_control::size;
@@ -94,7 +95,7 @@ pub struct Settings {
     #[serde(deserialize_with = "filter")]
     pub log: Option<String>,
     /// VM that is served from the start, once for each VM: socket=PATH,name=NAME[,owner=USER]
-    /// [,uuid=UUID][,trust_domain=NAME][,reserve=SIZE][,limit=SIZE][,weight=N].
+    /// [,uuid=UUID][,trust_domain=NAME][,reserve=SIZE][,limit=SIZE][,weight=N][,memory_max=SIZE].
     #[arg(long, value_name = "KEY=VALUE,...")]
     pub vm: Vec<VmConfig>,
 }
@@ -118,6 +119,8 @@ struct VmTable {
     limit: Option<u64>,
     #[serde(default, deserialize_with = "within::<0, { WEIGHT_MAX as u64 }, _, _>")]
     weight: Option<u32>,
+    #[serde(default, deserialize_with = "memory_max")]
+    memory_max: Option<u64>,
 }
 
 impl<'de> Deserialize<'de> for VmConfig {
@@ -134,6 +137,7 @@ impl<'de> Deserialize<'de> for VmConfig {
                 limit_bytes: vm.limit,
                 weight: vm.weight.unwrap_or(WEIGHT_DEFAULT),
             },
+            memory_max_bytes: vm.memory_max.unwrap_or(VM_MEMORY_BYTES_DEFAULT),
         })
     }
 }
@@ -208,6 +212,11 @@ fn bytes<'de, D: Deserializer<'de>>(value: D) -> Result<Option<u64>, D::Error> {
         _ => Err("write a size, as in \"512MiB\", or a number of bytes".into()),
     };
     bytes.map(Some).map_err(D::Error::custom)
+}
+
+fn memory_max<'de, D: Deserializer<'de>>(value: D) -> Result<Option<u64>, D::Error> {
+    let size = bytes(value)?.map(check_memory_max);
+    size.transpose().map_err(D::Error::custom)
 }
 
 /// Deserializes a number and checks that it is from MIN to MAX.
@@ -327,7 +336,7 @@ mod tests {
             "pool_size = \"8GiB\"\nhost_free_min = 1048576\nmemory_pressure = \"none\"\nworkers = 3\nbackground_threads = 64\nevent_loop = \"epoll\"\npoll_max_us = 7\nvm_pages_per_second = 9\n\
              control = \"/c\"\ncontrol_group = \"g\"\ncontrol_read_only = \"/r\"\ncontrol_read_only_group = \"7\"\nrun_directory = \"/f\"\nlog = \"info,tmemd=debug\"\n\
              [[vm]]\nname = \"a\"\nsocket = \"/a.sock\"\ntrust_domain = \"web\"\nreserve = \"1MiB\"\n\
-             [[vm]]\nname = \"b\"\nsocket = \"/b.sock\"\nowner = \"nobody-such\"\nlimit = 4096\nweight = 7\n",
+             [[vm]]\nname = \"b\"\nsocket = \"/b.sock\"\nowner = \"nobody-such\"\nlimit = 4096\nweight = 7\nmemory_max = \"16GiB\"\n",
         )
         .expect("the configuration was refused");
         assert_eq!(
@@ -352,6 +361,8 @@ mod tests {
         assert_eq!(file.vm[0].quota.reserve_bytes, 1 << 20);
         let quota = file.vm[1].quota;
         assert_eq!((quota.limit_bytes, quota.weight), (Some(4096), 7));
+        let memory_max = [0, 1].map(|vm: usize| file.vm[vm].memory_max_bytes);
+        assert_eq!(memory_max, [VM_MEMORY_BYTES_DEFAULT, 16 << 30]);
         assert_eq!(
             Settings::parse("").expect("an empty configuration was refused"),
             Settings::default()
@@ -427,6 +438,10 @@ mod tests {
             (
                 "[[vm]]\nname = \"a\"\nsocket = \"/a\"\nlimit = \"x\"",
                 &["line 4: limit = \"x\": ", "GiB"],
+            ),
+            (
+                "[[vm]]\nname = \"a\"\nsocket = \"/a\"\nmemory_max = \"9TiB\"",
+                &["line 4: memory_max = \"9TiB\": ", "8TiB"],
             ),
         ] {
             let Err(ConfigError(error)) = Settings::parse(text) else {

@@ -4,6 +4,7 @@
 
 use crate::config::account::{Account, GROUPS, USERS};
 use crate::config::meminfo::host_memory_bytes;
+use crate::memory::budget::VM_MEMORY_BYTES_MAX;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tmem_pool::Quota;
@@ -145,6 +146,9 @@ pub struct VmConfig {
     pub trust_domain: Option<String>,
     /// Reserve, limit and weight of the VM.
     pub quota: Quota,
+    /// Maximum size in bytes of the memory that the VM's QEMU shares with the daemon. For a VM that
+    /// is added while the daemon runs, the varlink call AddVm may change it.
+    pub memory_max_bytes: u64,
 }
 
 /// Reason why a configuration is invalid, as text for the operator.
@@ -207,6 +211,20 @@ pub fn parse_uuid(text: &str) -> Result<String, String> {
         return Err("is not a UUID, as in 01234567-89ab-cdef-0123-456789abcdef".into());
     }
     Ok(text.to_ascii_lowercase())
+}
+
+/// Checks the maximum size of a VM's memory in bytes, and returns it.
+///
+/// # Errors
+/// The size is out of range.
+pub fn check_memory_max(bytes: u64) -> Result<u64, String> {
+    match bytes {
+        1..=VM_MEMORY_BYTES_MAX => Ok(bytes),
+        _ => Err(format!(
+            "must be from 1 to {VM_MEMORY_BYTES_MAX} bytes ({}TiB)",
+            VM_MEMORY_BYTES_MAX >> 40
+        )),
+    }
 }
 
 /// Checks the values of one VM's quota, without regard to other VMs.
@@ -375,12 +393,13 @@ impl Config {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::budget::VM_MEMORY_BYTES_DEFAULT;
 
     #[test]
     fn a_vm_with_all_keys_is_parsed() {
         let vm: VmConfig =
             "socket=/run/a.sock,name=web-1,owner=qemu,uuid=01234567-89AB-cdef-0123-456789abcdef,\
-                            trust_domain=debian,reserve=16MiB,limit=1GiB,weight=7"
+                            trust_domain=debian,reserve=16MiB,limit=1GiB,weight=7,memory_max=2TiB"
                 .parse()
                 .expect("the VM's settings were refused");
         assert_eq!(
@@ -396,6 +415,7 @@ mod tests {
                     limit_bytes: Some(1 << 30),
                     weight: 7
                 },
+                memory_max_bytes: 2 << 40,
             }
         );
         let vm: VmConfig = "name=a,socket=s"
@@ -410,6 +430,7 @@ mod tests {
             }
         );
         assert_eq!((vm.uuid, vm.trust_domain, vm.owner), (None, None, None));
+        assert_eq!(vm.memory_max_bytes, VM_MEMORY_BYTES_DEFAULT);
     }
 
     #[test]
@@ -424,6 +445,11 @@ mod tests {
                 &["name=a", "weight=10001", "0 to 10000", "in `weight`"],
             ),
             ("name=a,socket=s,weight=-1", &["weight=-1"]),
+            (
+                "name=a,socket=s,memory_max=9TiB",
+                &["name=a", "memory_max=9TiB", "8TiB", "in `memory_max`"],
+            ),
+            ("name=a,socket=s,memory_max=0B", &["memory_max=0B", "8TiB"]),
             ("name=a,socket=s,uuid=123", &["name=a", "uuid=123", "UUID"]),
             (
                 "name=a,socket=s,color=red",

@@ -117,6 +117,8 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
         ref_latency: counters.ref_latency.read(),
         wait_latency: counters.wait_latency.read(),
         cpu_requests_ms: load(&counters.slices_ns) / 1_000_000,
+        memory_mapped_bytes: int(vm.memory.mapped_bytes()),
+        memory_max_bytes: int(vm.memory.max_bytes()),
         driver: vm
             .report()
             .map(|report| of_driver(&report, vm.latencies().as_ref())),
@@ -287,6 +289,8 @@ pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
         resident_bytes: int(usage::resident_bytes()),
         memory_locked: control.engine.is_locked(),
         interrupts_lost: int(notifier::lost_interrupts()),
+        memory_mapped_bytes: int(control.registry.memory_budget().mapped_bytes()),
+        memory_budget_bytes: int(control.registry.memory_budget().bytes()),
     }
 }
 

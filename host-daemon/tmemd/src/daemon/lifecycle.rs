@@ -246,8 +246,8 @@ fn create_registry(
 /// Starts the background workers and the data workers.
 ///
 /// # Errors
-/// The system cannot create a thread, a descriptor or an io_uring. After an error, no worker is left
-/// running.
+/// The system cannot create a thread, a descriptor or an io_uring. After an error, no worker is
+/// left running.
 fn start_workers(
     config: &Config,
     engine: &Arc<Engine>,

@@ -6,6 +6,7 @@
 //! locked a vring sees a consistent table. A region whose file could be truncated is refused. If a
 //! page of a mapped region is lost nevertheless, the connection ends ([`crate::memory::sigbus`]).
 
+use crate::memory::budget::{MemoryAccount, MemoryCharge};
 use crate::memory::dirty_log::{DirtyLog, RegionLog};
 use crate::memory::mapping::Mapping;
 use crate::memory::sigbus::{Lost, page_bytes};
@@ -23,12 +24,6 @@ pub type GuestMemory = GuestMemoryMmap<RegionLog>;
 /// limit of 65,530 mappings per process. A front end without the protocol feature
 /// CONFIGURE_MEM_SLOTS has at most 8 regions.
 pub const REGIONS_MAX: usize = 64;
-
-/// Maximum total size of a VM's memory regions in bytes. A sparse file may have any size, and the
-/// address space of the daemon has 128 TiB for all VMs. A VM may have six tables mapped: the
-/// current one, a new one and [`crate::host::background::DISCARDED_MAX`] tables that wait to be
-/// unmapped.
-pub const MEMORY_BYTES_MAX: u64 = 8 << 40;
 
 /// Memory region as the VMM describes it in a vhost-user message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +50,14 @@ struct Region {
     spec: RegionSpec,
     /// The mapping of the region. All tables with this region share it, and dropping the last of
     /// these tables unmaps it.
-    _mapping: Arc<Mapping>,
+    _mapping: Arc<ChargedMapping>,
+}
+
+/// Mapping of a region and its charge. Rust drops fields in the order of their declaration, so the
+/// charge ends after the memory is unmapped.
+struct ChargedMapping {
+    _mapping: Mapping,
+    _charge: MemoryCharge,
 }
 
 /// Memory table of a VM. It never changes.
@@ -66,24 +68,27 @@ pub struct Memory {
     pub guest: GuestMemory,
     /// Flag that is set when a page of the guest's memory is lost.
     pub lost: Arc<Lost>,
+    /// Account of the VM, to which the table's mappings are charged.
+    account: Arc<MemoryAccount>,
 }
 
 impl Memory {
     /// Creates a table without regions. If a page of a region that is added later is lost, the
-    /// SIGBUS handler sets `lost`.
-    pub fn empty(lost: &Arc<Lost>) -> Memory {
+    /// SIGBUS handler sets `lost`. Regions are charged to `account`.
+    pub fn empty(lost: &Arc<Lost>, account: &Arc<MemoryAccount>) -> Memory {
         Memory {
             regions: Vec::new(),
             guest: GuestMemory::new(),
             lost: lost.clone(),
+            account: account.clone(),
         }
     }
 
     /// Returns a copy of this table with one more region.
     ///
     /// # Errors
-    /// The region is invalid or cannot be mapped, or the table already has the maximum number of
-    /// regions.
+    /// The region is invalid or cannot be mapped, the table already has the maximum number of
+    /// regions, or the VM's maximum or the budget of all VMs is exceeded.
     pub fn with_region(
         &self,
         spec: RegionSpec,
@@ -100,13 +105,8 @@ impl Memory {
             .map_err(|e| MemoryError(format!("the memory region at guest address {at:#x} {e}")))?;
         let odd =
             |what: String| MemoryError(format!("memory region at guest address {at:#x}: {what}"));
-        let sum = |sum: u64, region: &Region| sum.saturating_add(region.spec.bytes);
-        let all_bytes = self.regions.iter().fold(spec.bytes, sum);
-        if all_bytes > MEMORY_BYTES_MAX {
-            return Err(odd(format!(
-                "with this region the VM has {all_bytes} bytes of memory, but the maximum is {MEMORY_BYTES_MAX}"
-            )));
-        }
+        let charge = self.account.charge(self.bytes(), spec.bytes);
+        let charge = charge.map_err(|error| odd(error.to_string()))?;
         let bytes = usize::try_from(spec.bytes).map_err(|e| odd(e.to_string()))?;
         if spec.user_address.checked_add(spec.bytes).is_none() {
             return Err(odd("its address in the VMM overflows".into()));
@@ -136,7 +136,10 @@ impl Memory {
         let mut regions = self.regions.clone();
         regions.push(Region {
             spec,
-            _mapping: Arc::new(mapping),
+            _mapping: Arc::new(ChargedMapping {
+                _mapping: mapping,
+                _charge: charge,
+            }),
         });
         Ok(self.changed(regions, guest))
     }
@@ -173,7 +176,14 @@ impl Memory {
             regions,
             guest,
             lost: self.lost.clone(),
+            account: self.account.clone(),
         }
+    }
+
+    /// Returns the size of all regions in bytes.
+    pub fn bytes(&self) -> u64 {
+        // The sum cannot overflow: it is at most the VM's maximum at the time of the last charge.
+        self.regions.iter().map(|region| region.spec.bytes).sum()
     }
 
     /// Converts an address in the VMM's address space to a guest address. Returns None if the
@@ -230,6 +240,7 @@ pub fn check_file(file: &File, offset: u64, bytes: u64) -> Result<(), MemoryErro
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::budget::{MemoryBudget, VM_MEMORY_BYTES_MAX};
     use crate::memory::dirty_log::LogMap;
     use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
     use std::os::unix::fs::FileExt;
@@ -262,7 +273,7 @@ mod tests {
 
     #[test]
     fn only_sealed_files_are_mapped() {
-        let empty = Memory::empty(&Arc::default());
+        let empty = Memory::empty(&Arc::default(), &Arc::default());
         let region = spec(0, 0, MIB);
         add(&empty, region, memfd(MIB, SealFlags::SHRINK))
             .expect("a file that cannot shrink was refused");
@@ -293,7 +304,7 @@ mod tests {
     #[test]
     fn a_file_that_does_not_contain_the_region_is_refused() {
         let file = || memfd(MIB, SealFlags::SHRINK);
-        let empty = Memory::empty(&Arc::default());
+        let empty = Memory::empty(&Arc::default(), &Arc::default());
         let with = |offset, bytes| {
             add(
                 &empty,
@@ -322,7 +333,7 @@ mod tests {
     fn files_must_be_writable() {
         let seals = SealFlags::SHRINK | SealFlags::FUTURE_WRITE;
         let error = add(
-            &Memory::empty(&Arc::default()),
+            &Memory::empty(&Arc::default(), &Arc::default()),
             spec(0, 0, MIB),
             memfd(MIB, seals),
         )
@@ -344,7 +355,12 @@ mod tests {
         ftruncate(&file, more_than_any_host_has).expect("cannot set the length of the memfd");
         fcntl_add_seals(&file, SealFlags::SHRINK).expect("cannot seal the memfd");
         let region = spec(0, 0, more_than_any_host_has);
-        let error = add(&Memory::empty(&Arc::default()), region, file.into());
+        let account = Arc::new(MemoryAccount::new(&Arc::default(), VM_MEMORY_BYTES_MAX));
+        let error = add(
+            &Memory::empty(&Arc::default(), &account),
+            region,
+            file.into(),
+        );
         let error = error
             .err()
             .expect("a region was mapped that exceeds the host's huge pages");
@@ -378,7 +394,11 @@ mod tests {
                 .try_clone()
                 .expect("cannot duplicate the descriptor")
                 .into();
-            let error = add(&Memory::empty(&Arc::default()), region, same);
+            let error = add(
+                &Memory::empty(&Arc::default(), &Arc::default()),
+                region,
+                same,
+            );
             let error = error
                 .err()
                 .expect("a region was accepted that ends inside a huge page");
@@ -393,7 +413,7 @@ mod tests {
     fn regions_do_not_overlap_and_are_found_by_both_addresses() {
         let file = || memfd(MIB, SealFlags::SHRINK);
         let memory = add(
-            &Memory::empty(&Arc::default()),
+            &Memory::empty(&Arc::default(), &Arc::default()),
             spec(0, 0x7000_0000, MIB),
             file(),
         )
@@ -435,7 +455,7 @@ mod tests {
 
     #[test]
     fn the_number_of_regions_is_limited() {
-        let mut memory = Memory::empty(&Arc::default());
+        let mut memory = Memory::empty(&Arc::default(), &Arc::default());
         let region = |number: u64| spec(number * MIB, number * MIB, 4096);
         let file = || memfd(4096, SealFlags::SHRINK);
         for number in 0..REGIONS_MAX as u64 {
@@ -451,28 +471,97 @@ mod tests {
         );
     }
 
-    /// All regions of a VM together must not exceed the maximum size, because a sparse file may
-    /// have any length.
+    /// All regions of a VM together must not exceed its maximum, because a sparse file may have any
+    /// length.
     #[test]
     fn the_size_of_all_regions_is_limited() {
-        let half = MEMORY_BYTES_MAX / 2;
+        let account = Arc::new(MemoryAccount::new(&Arc::default(), VM_MEMORY_BYTES_MAX));
+        let half = VM_MEMORY_BYTES_MAX / 2;
         let file = |bytes| memfd(bytes, SealFlags::SHRINK);
         let memory = add(
-            &Memory::empty(&Arc::default()),
+            &Memory::empty(&Arc::default(), &account),
             spec(0, 0, half),
             file(half),
         )
-        .expect("the first half of MEMORY_BYTES_MAX was refused");
+        .expect("the first half of VM_MEMORY_BYTES_MAX was refused");
         let memory = add(&memory, spec(half, half, half), file(half))
-            .expect("the second half of MEMORY_BYTES_MAX was refused");
+            .expect("the second half of VM_MEMORY_BYTES_MAX was refused");
         let region = spec(2 * half, 2 * half, 4096);
         let error = add(&memory, region, file(4096))
             .err()
-            .expect("the table accepted more than MEMORY_BYTES_MAX");
+            .expect("the table accepted more than VM_MEMORY_BYTES_MAX");
         assert!(
-            error.contains(&MEMORY_BYTES_MAX.to_string()),
-            "the error does not give the limit of {MEMORY_BYTES_MAX} bytes: {error}"
+            error.contains(&VM_MEMORY_BYTES_MAX.to_string()),
+            "the error does not give the limit of {VM_MEMORY_BYTES_MAX} bytes: {error}"
         );
+        assert_eq!(account.mapped_bytes(), VM_MEMORY_BYTES_MAX);
+        let smaller = memory
+            .without_region(spec(half, half, half))
+            .expect("the region is not in the table");
+        drop(memory);
+        assert_eq!((smaller.bytes(), account.mapped_bytes()), (half, half));
+    }
+
+    /// Random operations of two VMs that share the budget: regions that are added, removed or
+    /// refused, for different reasons, and tables that are kept while others replace them. The
+    /// charge is always the size of the mappings that exist.
+    #[test]
+    fn each_mapping_is_charged_until_it_is_unmapped() {
+        let seed = fastrand::u64(..);
+        println!("seed {seed}");
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let budget = Arc::<MemoryBudget>::default();
+        let account = || Arc::new(MemoryAccount::new(&budget, 3 * MIB));
+        let accounts = [account(), account()];
+        let empty = |vm: usize| Arc::new(Memory::empty(&Arc::default(), &accounts[vm]));
+        let file = memfd(MIB, SealFlags::SHRINK);
+        // Tables of each VM that exist; the last one is the current table.
+        let mut tables = [vec![empty(0)], vec![empty(1)]];
+        let mut refused = 0;
+        for _ in 0..2000 {
+            let vm = rng.usize(..2);
+            let current = tables[vm].last().expect("a VM has a table").clone();
+            // Some regions end behind their file, overlap, or exceed the maximum, and are refused.
+            let region = spec(rng.u64(..12) * MIB / 2, 0, MIB / 2 * rng.u64(1..=2));
+            let changed = match rng.usize(..4) {
+                0 => Ok(Memory::empty(&Arc::default(), &accounts[vm])),
+                1 => current.without_region(region),
+                _ => {
+                    let offset = rng.u64(..2) * MIB / 2;
+                    let region = RegionSpec {
+                        file_offset: offset,
+                        ..region
+                    };
+                    let file = file.try_clone().expect("cannot duplicate the descriptor");
+                    current.with_region(region, file, &Arc::default())
+                }
+            };
+            match changed {
+                Ok(table) => tables[vm].push(Arc::new(table)),
+                Err(_) => refused += 1,
+            }
+            drop(current);
+            while tables[vm].len() > rng.usize(1..4) {
+                let at = rng.usize(..tables[vm].len() - 1);
+                tables[vm].remove(at);
+            }
+            let mapped = |vm: usize| {
+                let regions = tables[vm].iter().flat_map(|table| &table.regions);
+                let all = regions.map(|region| (Arc::as_ptr(&region._mapping), region.spec.bytes));
+                let all: std::collections::BTreeMap<_, u64> = all.collect();
+                all.values().sum::<u64>()
+            };
+            for (vm, account) in accounts.iter().enumerate() {
+                assert_eq!(account.mapped_bytes(), mapped(vm), "seed {seed}, VM {vm}");
+            }
+            assert_eq!(budget.mapped_bytes(), mapped(0) + mapped(1), "seed {seed}");
+        }
+        assert!(
+            refused > 100,
+            "seed {seed}: only {refused} changes were refused"
+        );
+        drop(tables);
+        assert_eq!(budget.mapped_bytes(), 0, "seed {seed}: a charge is left");
     }
 
     /// Returns the numbers of the pages that are marked in a dirty log.
@@ -490,7 +579,7 @@ mod tests {
     fn every_written_page_is_logged() {
         let log = Arc::new(DirtyLog::default());
         let log_file = memfd(64, SealFlags::SHRINK);
-        let memory = Memory::empty(&Arc::default())
+        let memory = Memory::empty(&Arc::default(), &Arc::default())
             .with_region(spec(MIB, 0, MIB), memfd(MIB, SealFlags::SHRINK), &log)
             .expect("cannot add the region to the table");
         let guest = &memory.guest;

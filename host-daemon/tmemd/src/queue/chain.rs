@@ -307,7 +307,7 @@ mod tests {
             bytes: MEMORY_BYTES,
             file_offset: 0,
         };
-        Memory::empty(&Default::default())
+        Memory::empty(&Default::default(), &Default::default())
             .with_region(spec, file.into(), &Default::default())
             .expect("cannot add the region to the table")
     }

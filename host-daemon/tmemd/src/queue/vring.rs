@@ -295,12 +295,11 @@ impl Vring {
             worker,
             queued: AtomicBool::new(false),
             queued_at_ns: AtomicU64::new(0),
-            link,
             hold: AtomicBool::new(false),
             cut_at_ns: AtomicU64::new(u64::MAX),
             state: Mutex::new(VringState {
                 queue,
-                memory: Arc::new(Memory::empty(&Arc::default())),
+                memory: Arc::new(Memory::empty(&Arc::default(), &link.vm.memory)),
                 addresses: None,
                 kick: None,
                 call: None,
@@ -313,6 +312,7 @@ impl Vring {
                 polling: Polling::default(),
                 unfinished: None,
             }),
+            link,
         }
     }
 

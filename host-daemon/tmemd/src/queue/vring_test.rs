@@ -84,7 +84,7 @@ fn guest_at(base: u16, used: u16) -> Guest {
         bytes: MEMORY_BYTES,
         file_offset: 0,
     };
-    let memory = Memory::empty(&Default::default())
+    let memory = Memory::empty(&Default::default(), &Default::default())
         .with_region(spec, file.into(), &Default::default())
         .expect("cannot add the region to the table");
     let memory = Arc::new(memory);
@@ -1425,7 +1425,7 @@ fn rings_outside_of_guest_memory_do_not_run() {
     let mut guest = guest();
     {
         let mut state = guest.vring.lock();
-        state.memory = Arc::new(Memory::empty(&Default::default()));
+        state.memory = Arc::new(Memory::empty(&Default::default(), &Default::default()));
         guest.vring.configure(&mut state);
         assert!(!state.is_running(), "a ring runs without guest memory");
     }

@@ -131,7 +131,7 @@ impl Device {
         };
         let vrings = (0..QUEUES).map(vring).collect();
         let lost = Arc::default();
-        let memory = Arc::new(Memory::empty(&lost));
+        let memory = Arc::new(Memory::empty(&lost, &link.vm.memory));
         Ok(Device {
             link,
             vrings,
@@ -231,11 +231,27 @@ impl Device {
                 vring.configure(state);
             }
         });
+        self.set_memory(memory);
+    }
+
+    /// Makes `memory` the current table of the guest's memory. A background thread unmaps the old
+    /// table later. If too much memory of the VM waits to be unmapped, this thread unmaps the
+    /// table, which slows the front end down.
+    fn set_memory(&mut self, memory: Arc<Memory>) {
         let old = std::mem::replace(&mut self.memory, memory);
-        self.background.discard(old, &self.vm().discarded);
+        if self.vm().memory.is_backlogged(self.memory.bytes()) {
+            drop(old);
+        } else {
+            self.background.discard(old, &self.vm().discarded);
+        }
+    }
+
+    fn empty_memory(&self) -> Memory {
+        Memory::empty(&self.lost, &self.vm().memory)
     }
 
     fn refuse_memory(&self, error: impl std::fmt::Display) -> Error {
+        let error = format!("VM {}: {error}", self.vm().name());
         self.vm().warn(format_args!("{error}"));
         failed(error)
     }
@@ -259,14 +275,14 @@ impl Device {
             for (vring, state) in self.vrings.iter().zip(states) {
                 self.drop_kick(vring, state);
                 state.enabled = false;
-                state.memory = Arc::new(Memory::empty(&self.lost));
+                state.memory = Arc::new(self.empty_memory());
                 (state.call, state.error) = (None, None);
             }
             self.vm().clear();
         });
         self.report_missed_pages();
-        let old = std::mem::replace(&mut self.memory, Arc::new(Memory::empty(&self.lost)));
-        self.background.discard(old, &self.vm().discarded);
+        let empty = Arc::new(self.empty_memory());
+        self.set_memory(empty);
     }
 
     /// Logs the number of written guest pages that could not be marked in the dirty log, if the
@@ -349,7 +365,7 @@ impl VhostUserBackendReqHandlerMut for Device {
         files: Vec<File>,
         _postcopy_listening: Option<bool>,
     ) -> Result<Option<Vec<VhostUserMemoryRegionBase>>> {
-        let mut memory = Memory::empty(&self.lost);
+        let mut memory = self.empty_memory();
         for (region, file) in regions.iter().zip(files) {
             let spec = RegionSpec {
                 guest_address: region.guest_phys_addr,
@@ -733,6 +749,122 @@ mod tests {
         }
         background.unmap();
         assert_eq!(mapped(name), 0);
+        workers.stop();
+    }
+
+    /// If a VM changes its memory table or reconnects in a loop, the tables that wait to be
+    /// unmapped have together at most as much memory as the VM may have. The daemon unmaps a
+    /// refused table at once.
+    #[test]
+    fn waiting_tables_have_at_most_the_maximum_memory_of_a_vm() {
+        const MAX_BYTES: u64 = 1 << 20;
+        let (device, workers, background) = devices();
+        let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("cannot create a memfd");
+        ftruncate(&file, 2 * MAX_BYTES).expect("cannot set the length of the memfd");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("cannot seal the memfd");
+        let half = |start| VhostUserMemoryRegion::new(start, MAX_BYTES / 2, start, 0);
+        let set = |device: &mut Device, regions: &[VhostUserMemoryRegion]| {
+            let file = |_| {
+                let file = file.try_clone();
+                file.expect("cannot duplicate the descriptor").into()
+            };
+            let files = (0..regions.len()).map(file).collect();
+            device.set_mem_table(regions, files, None)
+        };
+        for connection in 0..5 {
+            let (mut device, _front_end) = device();
+            let account = device.vm().memory.clone();
+            account.set_max_bytes(MAX_BYTES);
+            for change in 0..10 {
+                set(&mut device, &[half(0), half(MAX_BYTES)]).expect("the table was refused");
+                let mapped_bytes = account.mapped_bytes();
+                assert!(
+                    (MAX_BYTES..=2 * MAX_BYTES).contains(&mapped_bytes),
+                    "connection {connection}, change {change}: {mapped_bytes} bytes are mapped"
+                );
+                // The third region exceeds the maximum. The first two regions are unmapped again.
+                let more = set(
+                    &mut device,
+                    &[half(0), half(MAX_BYTES), half(2 * MAX_BYTES)],
+                );
+                let error = more.expect_err("the VM's maximum was exceeded").to_string();
+                for part in ["VM test", "1572864 bytes", "1048576", "memory_max"] {
+                    assert!(error.contains(part), "the error has no {part:?}: {error}");
+                }
+                assert_eq!(account.mapped_bytes(), mapped_bytes);
+            }
+            device.end();
+            assert!(account.mapped_bytes() <= MAX_BYTES);
+        }
+        let (device, _front_end) = device();
+        background.unmap();
+        assert_eq!(device.vm().memory.mapped_bytes(), 0);
+        workers.stop();
+    }
+
+    /// A VM adds and removes regions, replaces its table and reconnects at random, while no table
+    /// is unmapped in the background. Tables that wait to be unmapped share mappings with each
+    /// other and with the current table.
+    #[test]
+    fn random_memory_changes_stay_within_three_maxima() {
+        const QUARTER: u64 = 1 << 18;
+        const MAX_BYTES: u64 = 4 * QUARTER;
+        let seed = fastrand::u64(..);
+        println!("seed {seed}");
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let (new_device, workers, background) = devices();
+        let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("cannot create a memfd");
+        ftruncate(&file, MAX_BYTES).expect("cannot set the length of the memfd");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("cannot seal the memfd");
+        let file = || {
+            let file = file.try_clone();
+            File::from(file.expect("cannot duplicate the descriptor"))
+        };
+        let (mut device, mut front_end) = new_device();
+        let account = device.vm().memory.clone();
+        account.set_max_bytes(MAX_BYTES);
+        let (mut most, mut refused) = (0, 0);
+        for step in 0..2000 {
+            let (start, bytes) = (rng.u64(..5) * QUARTER, QUARTER * rng.u64(1..=4));
+            let region = VhostUserSingleMemoryRegion::new(start, bytes, start, 0);
+            let result = match rng.usize(..16) {
+                0 => {
+                    device.end();
+                    (device, front_end) = new_device();
+                    Ok(())
+                }
+                1..=3 => {
+                    let table = VhostUserMemoryRegion::new(start, bytes, start, 0);
+                    let set = device.set_mem_table(&[table], vec![file()], None);
+                    set.map(drop)
+                }
+                4..=9 => device.remove_mem_region(&region),
+                _ => device.add_mem_region(&region, file(), None).map(drop),
+            };
+            refused += usize::from(result.is_err());
+            if rng.usize(..50) == 0 {
+                background.unmap();
+                assert_eq!(account.mapped_bytes(), device.memory.bytes(), "seed {seed}");
+            }
+            let mapped_bytes = account.mapped_bytes();
+            assert!(
+                mapped_bytes <= 3 * MAX_BYTES,
+                "seed {seed}, step {step}: {mapped_bytes} bytes are mapped"
+            );
+            most = most.max(mapped_bytes);
+        }
+        assert!(
+            most > MAX_BYTES,
+            "seed {seed}: no table waited to be unmapped"
+        );
+        assert!(
+            refused > 100,
+            "seed {seed}: only {refused} changes were refused"
+        );
+        device.end();
+        background.unmap();
+        assert_eq!(account.mapped_bytes(), 0, "seed {seed}: a charge is left");
+        drop(front_end);
         workers.stop();
     }
 

@@ -12,6 +12,9 @@ use crate::config::settings::{
 };
 use crate::events::bus::{EventKind, Events};
 use crate::host::pressure::PoolSize;
+use crate::memory::budget::{
+    MemoryAccount, MemoryBudget, VM_MEMORY_BYTES_DEFAULT, VM_MEMORY_BYTES_MAX,
+};
 use crate::socket::listener::{Access, Listener};
 use crate::util::event_fd::signal;
 use crate::util::request_rate::RequestRate;
@@ -81,6 +84,8 @@ pub struct Registry {
     /// Rate limit of each VM in pages per second. The [`RequestRate`] values of all VMs share this
     /// number.
     pages_per_second: Arc<AtomicU64>,
+    /// Budget of mapped guest memory, which all VMs share.
+    memory_budget: Arc<MemoryBudget>,
     run_directory: PathBuf,
     store: VmStore,
     /// Guards the list of VMs, in the order in which they were added, and the number of VMs that
@@ -126,6 +131,7 @@ impl Registry {
             recorder,
             events,
             pages_per_second: Arc::default(),
+            memory_budget: Arc::default(),
             run_directory: run_directory.into(),
             store: VmStore::new(run_directory),
             members: Mutex::default(),
@@ -140,6 +146,11 @@ impl Registry {
     /// Sets the pages per second that each VM may put, get and flush; 0 for no limit.
     pub fn set_pages_per_second(&self, pages: u64) {
         self.pages_per_second.store(pages, Ordering::Relaxed);
+    }
+
+    /// Returns the budget of mapped guest memory, which all VMs share.
+    pub fn memory_budget(&self) -> &MemoryBudget {
+        &self.memory_budget
     }
 
     /// Returns an eventfd that is signalled after the result of [`listeners`](Self::listeners) has
@@ -190,6 +201,10 @@ impl Registry {
         let events = self.events.clone();
         let mut vm = Vm::new(config.clone(), tenant, tap, events);
         vm.rate = RequestRate::new(&self.pages_per_second);
+        vm.memory = Arc::new(MemoryAccount::new(
+            &self.memory_budget,
+            config.memory_max_bytes,
+        ));
         Ok(Arc::new(vm))
     }
 
@@ -291,6 +306,14 @@ impl Registry {
             let value = spec.trust_domain.as_deref().unwrap_or_default();
             fault("trust_domain", value, what)
         });
+        let memory_max_bytes = match spec.memory_max_bytes {
+            None => VM_MEMORY_BYTES_DEFAULT,
+            Some(bytes @ 1..) => bytes.unsigned_abs().min(VM_MEMORY_BYTES_MAX),
+            Some(bytes) => {
+                let what = "must be above 0".into();
+                return Err(fault("memory_max_bytes", &bytes.to_string(), what));
+            }
+        };
         let config = VmConfig {
             name: parse_name(&spec.name).map_err(|what| fault("name", &spec.name, what))?,
             uuid: Some(parse_uuid(&spec.uuid).map_err(|what| fault("uuid", &spec.uuid, what))?),
@@ -299,6 +322,7 @@ impl Registry {
             socket,
             // The owner is part of the returned `access` instead.
             owner: None,
+            memory_max_bytes,
         };
         Ok((config, access))
     }
@@ -508,6 +532,7 @@ impl Registry {
             let _ = give(old_access);
             return Err(too_much(&error));
         }
+        vm.memory.set_max_bytes(config.memory_max_bytes);
         vm.set_problem(None);
         members.0[at].short = None;
         self.store_change(&mut members.0[at], spec);
@@ -704,6 +729,7 @@ mod tests {
             owner: None,
             group: None,
             mode: None,
+            memory_max_bytes: None,
         };
         assert_eq!(registry.add(spec(1)), Ok(true));
         // This test keeps a reference to the VM after its removal, as the thread of a connection

@@ -8,6 +8,7 @@ use crate::config::settings::VmConfig;
 use crate::events::bus::{EventKind, Events};
 use crate::events::limit::EventLimit;
 use crate::host::background::Discarded;
+use crate::memory::budget::MemoryAccount;
 use crate::socket::listener::UnauthorizedPeer;
 use crate::util::histogram::Histogram;
 use crate::util::log_limit::LogLimit;
@@ -95,6 +96,9 @@ pub struct Vm {
     /// Guards the slot for the VM's front end. Leaf lock.
     front_end: Mutex<FrontEndSlot>,
     log_limit: LogLimit,
+    /// Mapped guest memory of all connections of the VM, and its maximum. The registry gives all
+    /// VMs one budget.
+    pub memory: Arc<MemoryAccount>,
     /// Counts the memory tables that wait to be unmapped, of all connections of the VM.
     pub discarded: Discarded,
 }
@@ -112,6 +116,7 @@ impl Vm {
     /// Creates a VM to which no front end is connected.
     pub fn new(config: VmConfig, tenant: Tenant, tap: Option<Tap>, events: Arc<Events>) -> Vm {
         Vm {
+            memory: Arc::new(MemoryAccount::new(&Arc::default(), config.memory_max_bytes)),
             name: Mutex::new(config.name.as_str().into()),
             config,
             tenant,

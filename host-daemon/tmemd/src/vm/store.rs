@@ -163,6 +163,7 @@ mod tests {
             owner: Some(107),
             group: None,
             mode: None,
+            memory_max_bytes: None,
             trust_domain: Some("team".into()),
             quota: tmem_control::quota(Some(1), None, None),
         }

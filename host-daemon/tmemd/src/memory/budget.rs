@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Limits on mapped guest memory: one budget of address space for all VMs, and a maximum size of
+//! the memory of each VM.
+//!
+//! A VM's front end passes files that may be sparse and of any size. Without these limits, a single
+//! front end could map files until the daemon has no address space left for other VMs. A mapping is
+//! charged before it is made, and its charge ends after it is unmapped. The charge therefore
+//! includes memory tables that wait to be unmapped. Out of scope: the unmapping, see
+//! `host/background.rs`, and host memory, which mappings do not use.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Maximum number of bytes of guest memory that the daemon maps for all VMs together: half of the
+/// 128 TiB of address space that a process has on x86-64. The other half is for the pool, which
+/// reserves some times the host's memory, for one dirty log of at most 2 GiB for each VM, and for
+/// gaps between mappings.
+pub const BUDGET_BYTES: u64 = 64 << 40;
+
+/// Largest size of a VM's memory in bytes that can be configured. Unmapping a memory table of this
+/// size takes two seconds.
+pub const VM_MEMORY_BYTES_MAX: u64 = 8 << 40;
+
+/// Default maximum size of a VM's memory in bytes. Few hosts have more memory. With this default,
+/// it takes 16 compromised front ends to use up the budget.
+pub const VM_MEMORY_BYTES_DEFAULT: u64 = 1 << 40;
+
+/// The budget of mapped guest memory that all VMs share.
+#[derive(Debug)]
+pub struct MemoryBudget {
+    bytes: u64,
+    mapped_bytes: AtomicU64,
+}
+
+impl Default for MemoryBudget {
+    fn default() -> Self {
+        MemoryBudget {
+            bytes: BUDGET_BYTES,
+            mapped_bytes: AtomicU64::new(0),
+        }
+    }
+}
+
+impl MemoryBudget {
+    /// Returns the size of the budget in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Returns the number of bytes of guest memory that are mapped for all VMs.
+    pub fn mapped_bytes(&self) -> u64 {
+        self.mapped_bytes.load(Ordering::Relaxed)
+    }
+}
+
+/// The mapped guest memory of one VM, of all its connections.
+#[derive(Debug)]
+pub struct MemoryAccount {
+    budget: Arc<MemoryBudget>,
+    /// Maximum size of the VM's memory in bytes. An operator may change it while the VM is
+    /// connected. The memory that is mapped already then stays.
+    max_bytes: AtomicU64,
+    mapped_bytes: AtomicU64,
+}
+
+impl Default for MemoryAccount {
+    fn default() -> Self {
+        MemoryAccount::new(&Arc::default(), VM_MEMORY_BYTES_DEFAULT)
+    }
+}
+
+impl MemoryAccount {
+    /// Creates the account of a VM that has no memory mapped and may have `max_bytes` of memory.
+    pub fn new(budget: &Arc<MemoryBudget>, max_bytes: u64) -> MemoryAccount {
+        MemoryAccount {
+            budget: budget.clone(),
+            max_bytes: AtomicU64::new(max_bytes),
+            mapped_bytes: AtomicU64::new(0),
+        }
+    }
+
+    /// Returns the maximum size of the VM's memory in bytes.
+    pub fn max_bytes(&self) -> u64 {
+        self.max_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Changes the maximum size of the VM's memory.
+    pub fn set_max_bytes(&self, bytes: u64) {
+        self.max_bytes.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Returns the number of bytes that are mapped for the VM, in its current memory table and in
+    /// tables that wait to be unmapped.
+    pub fn mapped_bytes(&self) -> u64 {
+        self.mapped_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Returns true if the memory outside of the VM's current table, which has `table_bytes` bytes,
+    /// is more than the VM's maximum. The old table must then not wait to be unmapped.
+    ///
+    /// The tables that wait thus never have more than twice the maximum: at most the maximum in
+    /// addition to the table that was the current one when the last of them began to wait. With the
+    /// current and the next table, the VM has at most four times its maximum mapped.
+    pub fn is_backlogged(&self, table_bytes: u64) -> bool {
+        self.mapped_bytes().saturating_sub(table_bytes) > self.max_bytes()
+    }
+
+    /// Charges a region of `bytes` bytes, which is about to be mapped and added to a memory table
+    /// of `table_bytes` bytes.
+    ///
+    /// # Errors
+    /// The VM's memory would exceed its maximum, or the mapped memory of all VMs the budget.
+    /// Nothing is charged.
+    pub fn charge(
+        self: &Arc<MemoryAccount>,
+        table_bytes: u64,
+        bytes: u64,
+    ) -> Result<MemoryCharge, OverBudget> {
+        let budget = &self.budget;
+        let refused = |what: &str, remedy: &str| OverBudget {
+            text: format!(
+                "{what}: with this region of {bytes} bytes its memory has {} bytes, and its \
+                 maximum is {}. {} of the {} bytes of address space for the memory of all VMs are \
+                 in use. {remedy}",
+                table_bytes.saturating_add(bytes),
+                self.max_bytes(),
+                budget.mapped_bytes(),
+                budget.bytes,
+            ),
+        };
+        let table = table_bytes.checked_add(bytes);
+        if table.is_none_or(|table| table > self.max_bytes()) {
+            return Err(refused(
+                "the VM has too much memory",
+                "Give the VM less memory, or raise memory_max of its [[vm]] or --vm; for a libvirt \
+                 domain, raise its <maxMemory>",
+            ));
+        }
+        let within = |mapped: u64| {
+            let mapped = mapped.checked_add(bytes)?;
+            (mapped <= budget.bytes).then_some(mapped)
+        };
+        let (order, counter) = (Ordering::Relaxed, &budget.mapped_bytes);
+        if counter.fetch_update(order, order, within).is_err() {
+            return Err(refused(
+                "the memory of all VMs needs too much address space",
+                "Stop a VM, or find the VM with too much memory in memory_mapped_bytes of \
+                 `tmemctl stats`, and lower its memory_max",
+            ));
+        }
+        self.mapped_bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(MemoryCharge {
+            account: self.clone(),
+            bytes,
+        })
+    }
+}
+
+/// Charge of one mapping. Dropping the value ends the charge.
+#[derive(Debug)]
+pub struct MemoryCharge {
+    account: Arc<MemoryAccount>,
+    bytes: u64,
+}
+
+impl Drop for MemoryCharge {
+    fn drop(&mut self) {
+        let MemoryCharge { account, bytes } = self;
+        account.mapped_bytes.fetch_sub(*bytes, Ordering::Relaxed);
+        let all = &account.budget.mapped_bytes;
+        all.fetch_sub(*bytes, Ordering::Relaxed);
+    }
+}
+
+/// Reason why a region is not mapped. The text gives all numbers and says what to do.
+#[derive(Debug, thiserror::Error)]
+#[error("{text}")]
+pub struct OverBudget {
+    text: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the accounts of two VMs that share a budget of `bytes` bytes.
+    fn two_vms(bytes: u64, max_bytes: u64) -> [Arc<MemoryAccount>; 2] {
+        let budget = Arc::new(MemoryBudget {
+            bytes,
+            mapped_bytes: AtomicU64::new(0),
+        });
+        [(); 2].map(|()| Arc::new(MemoryAccount::new(&budget, max_bytes)))
+    }
+
+    #[test]
+    fn a_vm_is_limited_to_its_maximum_and_all_vms_to_the_budget() {
+        let [one, other] = two_vms(100, 60);
+        let held = one
+            .charge(0, 60)
+            .expect("memory up to the maximum was refused");
+        let error = one.charge(60, 1).expect_err("the maximum was exceeded");
+        for part in [
+            "1 bytes",
+            "61 bytes",
+            "maximum is 60",
+            "60 of the 100",
+            "memory_max",
+        ] {
+            let error = error.to_string();
+            assert!(error.contains(part), "the error has no {part:?}: {error}");
+        }
+        let error = other.charge(0, 41).expect_err("the budget was exceeded");
+        for part in [
+            "41 bytes",
+            "maximum is 60",
+            "60 of the 100",
+            "tmemctl stats",
+        ] {
+            let error = error.to_string();
+            assert!(error.contains(part), "the error has no {part:?}: {error}");
+        }
+        assert_eq!(other.mapped_bytes(), 0, "a refused region was charged");
+        let rest = other
+            .charge(0, 40)
+            .expect("the rest of the budget was refused");
+        drop(held);
+        assert_eq!((one.mapped_bytes(), one.budget.mapped_bytes()), (0, 40));
+        drop(rest);
+        assert_eq!(one.budget.mapped_bytes(), 0);
+        for (table_bytes, bytes) in [(u64::MAX, 1), (1, u64::MAX), (0, u64::MAX)] {
+            let charged = one.charge(table_bytes, bytes);
+            charged.expect_err("a sum that overflows was accepted");
+        }
+    }
+
+    #[test]
+    fn a_changed_maximum_applies_to_the_next_region() {
+        let [one, _] = two_vms(100, 10);
+        one.charge(0, 11).expect_err("the maximum was exceeded");
+        one.set_max_bytes(11);
+        let held = one
+            .charge(0, 11)
+            .expect("memory up to the new maximum was refused");
+        one.set_max_bytes(5);
+        assert_eq!(one.mapped_bytes(), 11, "a lower maximum unmapped memory");
+        one.charge(11, 1)
+            .expect_err("the lower maximum was exceeded");
+        drop(held);
+    }
+
+    #[test]
+    fn concurrent_charges_do_not_exceed_the_budget() {
+        let accounts = two_vms(10, 10);
+        let most = std::thread::scope(|scope| {
+            let threads = accounts.each_ref().map(|account| {
+                scope.spawn(move || {
+                    let mut most = 0;
+                    for round in 0..20_000 {
+                        // A refusal is expected: the two VMs compete for the budget.
+                        let _held = account.charge(0, 1 + round % 10);
+                        most = most.max(account.budget.mapped_bytes());
+                    }
+                    most
+                })
+            });
+            threads.map(|thread| thread.join().expect("the thread panicked"))
+        });
+        assert!(
+            most.iter().all(|most| *most <= 10),
+            "{most:?} bytes were mapped"
+        );
+        assert_eq!(accounts[0].budget.mapped_bytes(), 0);
+    }
+}
