@@ -477,15 +477,16 @@ def model_text(found: dict[str, Any]) -> str:
     parts = [
         "## Model",
         _wrapped(
-            "The time of a random re-read is requests * work + misses * cost of a disk read or of "
-            "a page from the pool, bounded by the disk's requests per second and by the host's "
-            "processors. An LRU cache that sees the guest's requests gives the number of misses. "
-            "Calibrated on native guests: work of a request "
-            f"{costs['work_us']:.1f} µs, a disk read {costs['disk_us']:.0f} µs, a page from the "
-            f"pool {costs['get_us']:.1f} µs, {costs['lost']:.1%} of the misses not in the pool, "
-            f"an LRU cache of {costs['cache_pages'] * 4096 / 2**20:.0f} MiB, which is "
-            f"{costs['lru_share']:.0%} of the guest's page cache. The program writes each "
-            "prediction into the JSON file before it measures the hold-out."
+            "The time of a random re-read is requests * work + misses * cost of a miss. A miss "
+            "reads the disk or gets a page from the pool. The disk's requests per second and the "
+            "host's processors bound it. An LRU cache that sees the guest's requests gives the "
+            "number of misses. The model was calibrated on native guests: "
+            f"a request takes {costs['work_us']:.1f} µs of work, a disk read "
+            f"{costs['disk_us']:.0f} µs, and a page from the pool {costs['get_us']:.1f} µs. "
+            f"{costs['lost']:.1%} of the misses are not in the pool. The LRU cache has "
+            f"{costs['cache_pages'] * 4096 / 2**20:.0f} MiB, {costs['lru_share']:.0%} of the "
+            "guest's page cache. The program writes each prediction into the JSON file before it "
+            "measures the hold-out."
         ),
         _markdown(table),
     ]
