@@ -95,7 +95,8 @@ pub struct Settings {
     #[serde(deserialize_with = "filter")]
     pub log: Option<String>,
     /// VM that is served from the start, once for each VM: socket=PATH,name=NAME[,owner=USER]
-    /// [,uuid=UUID][,trust_domain=NAME][,reserve=SIZE][,limit=SIZE][,weight=N][,memory_max=SIZE].
+    /// [,uuid=UUID][,trust_domain=NAME][,reserve=SIZE][,limit=SIZE][,weight=N]
+    /// [,memory_max=SIZE].
     #[arg(long, value_name = "KEY=VALUE,...")]
     pub vm: Vec<VmConfig>,
 }
