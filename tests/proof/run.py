@@ -174,7 +174,7 @@ class Run:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="bench-proof", description="Measures what the pool gains, against every rival."
+        prog="bench-proof", description="Measures gains and losses of the pool and its rivals."
     )
     parser.add_argument("--only", nargs="*", choices=[*MAKE], default=[], metavar="WORKLOAD",
                         help=f"run only these workloads: {', '.join(MAKE)}")  # fmt: skip

@@ -77,7 +77,7 @@ mod tests {
     use xxhash_rust::xxh3::xxh3_128_with_seed;
 
     /// Counts how many of 2^30 pages (4 TiB) cannot be shared, because other pages have equal tags
-    /// (bits of the hash by which equal pages are found). Hashing so many pages takes too long.
+    /// (bits of the hash by which equal pages are found). Hashing 2^30 pages takes too long.
     /// Only pages whose tags begin with the same ten bits can have equal tags, and these are about
     /// 2^20 pages. So the test hashes 2^20 pages and shortens their tags by ten bits. In
     /// proportion, these tags collide as often as the full tags of 2^30 pages.

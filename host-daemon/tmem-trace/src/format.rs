@@ -24,7 +24,7 @@ pub const SIZE_CLASS_BYTES: usize = 256;
 const OBJECT_BITS: u32 = 40;
 const OBJECT_BYTES: usize = OBJECT_BITS as usize / 8;
 
-/// Smallest page number that a trace does not record. No file has so many pages. With this bound,
+/// Smallest page number that a trace does not record. No file is that large. With this bound,
 /// no sum of page number and distance overflows.
 const INDEX_MAX: u64 = 1 << 62;
 

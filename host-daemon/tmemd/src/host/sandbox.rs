@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The sandbox limits an attacker who has taken over the process to what the daemon itself needs.
+//! The sandbox limits an attacker who controls the process to the access that the daemon needs.
 //!
 //! - Landlock permits access to the configured files only. It forbids TCP and signals to other
 //!   processes, and since Linux 7.1 also connections to sockets of other processes. On older
