@@ -49,7 +49,7 @@ pub(crate) struct Class {
     /// Bytes of a slot, header included.
     pub slot_bytes: u16,
     /// Number of slots of a span.
-    pub slots: u16,
+    pub slots: u8,
     /// Number of frames of a span.
     pub frames: u8,
     /// Bytes of the header of a slot; 0 if the slot is a whole frame for a raw page.
@@ -94,7 +94,7 @@ impl Class {
         let slot_bytes = frames * FRAME_BYTES / slots / GRAIN_BYTES * GRAIN_BYTES;
         Class {
             slot_bytes: slot_bytes as u16,
-            slots: slots as u16,
+            slots: slots as u8,
             frames: frames as u8,
             header_bytes: HEADER_BYTES as u8,
         }

@@ -82,7 +82,7 @@ const _: () = assert!(PINS_MAX > 64 * 64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Place {
     span: u32,
-    slot: u16,
+    slot: u8,
     len: usize,
 }
 
@@ -91,7 +91,7 @@ impl Place {
         let word = word >> PINS_BITS;
         Place {
             len: (word & ((1 << LEN_BITS) - 1)) as usize + 1,
-            slot: (word >> LEN_BITS & ((1 << SLOT_BITS) - 1)) as u16,
+            slot: (word >> LEN_BITS & ((1 << SLOT_BITS) - 1)) as u8,
             span: (word >> (LEN_BITS + SLOT_BITS)) as u32,
         }
     }
@@ -124,10 +124,10 @@ struct Span {
     frames: Cell<u8>,
     /// Head of the list of slots that were used and are free again, as a slot number plus 1. 0
     /// means that the list is empty.
-    free: Cell<u16>,
+    free: Cell<u8>,
     /// Lowest number of a slot of the span that was never used.
-    fresh: Cell<u16>,
-    used: Cell<u16>,
+    fresh: Cell<u8>,
+    used: Cell<u8>,
     /// Previous span of the list. If the span's only slot is a whole frame and is used, the field
     /// has another meaning: it is the header of that slot.
     prev: Cell<u32>,
@@ -135,7 +135,7 @@ struct Span {
 }
 
 // The record of a span must be small, because each raw page has a span of its own.
-const _: () = assert!(size_of::<Span>() == 16);
+const _: () = assert!(size_of::<Span>() == 12 && SLOTS_MAX < u8::MAX as usize);
 
 // SAFETY: all zero is a valid span without slots.
 unsafe impl Zeroed for Span {}
@@ -658,7 +658,7 @@ impl<X: Zeroed> Heap<X> {
         self.spans.get(span)
     }
 
-    fn slot_at(&self, class: &Class, span: u32, slot: u16) -> *mut u8 {
+    fn slot_at(&self, class: &Class, span: u32, slot: u8) -> *mut u8 {
         let offset = usize::from(slot) * usize::from(class.slot_bytes);
         self.data.at(span as usize * SPAN_BYTES + offset).as_ptr()
     }
@@ -669,7 +669,7 @@ impl<X: Zeroed> Heap<X> {
         unsafe { at.add(class.header_bytes.into()) }
     }
 
-    fn header(&self, class: &Class, span: u32, slot: u16) -> u32 {
+    fn header(&self, class: &Class, span: u32, slot: u8) -> u32 {
         if class.header_bytes == 0 {
             return self.span(span).prev.get();
         }
@@ -679,7 +679,7 @@ impl<X: Zeroed> Heap<X> {
         unsafe { at.cast::<u32>().read() }
     }
 
-    fn set_header(&self, class: &Class, span: u32, slot: u16, header: u32) {
+    fn set_header(&self, class: &Class, span: u32, slot: u8, header: u32) {
         if class.header_bytes == 0 {
             self.span(span).prev.set(header);
             return;
@@ -695,7 +695,7 @@ impl<X: Zeroed> Heap<X> {
         state: &mut ClassState,
         bytes_max: u64,
         release_max: &mut i64,
-    ) -> Option<(u32, u16)> {
+    ) -> Option<(u32, u8)> {
         let span = match state.heads.iter().rev().find(|&&span| span != 0) {
             Some(&span) => span,
             None => {
@@ -711,12 +711,12 @@ impl<X: Zeroed> Heap<X> {
     }
 
     /// Takes a free slot of a span that is not full, and returns the number of the slot.
-    fn take_slot_of(&self, state: &mut ClassState, span: u32) -> u16 {
+    fn take_slot_of(&self, state: &mut ClassState, span: u32) -> u8 {
         let class = state.class;
         self.unlist(state, span);
         let s = self.span(span);
         let slot = if let Some(slot) = s.free.get().checked_sub(1) {
-            s.free.set(self.header(&class, span, slot) as u16);
+            s.free.set(self.header(&class, span, slot) as u8);
             slot
         } else {
             s.fresh.replace(s.fresh.get() + 1)
@@ -756,7 +756,7 @@ impl<X: Zeroed> Heap<X> {
         self.give_slot(state, place.span, place.slot);
     }
 
-    fn give_slot(&self, state: &mut ClassState, span: u32, slot: u16) {
+    fn give_slot(&self, state: &mut ClassState, span: u32, slot: u8) {
         let class = state.class;
         self.unlist(state, span);
         let s = self.span(span);
@@ -815,7 +815,7 @@ impl<X: Zeroed> Heap<X> {
 }
 
 impl ClassState {
-    fn group(&self, used: u16) -> Option<usize> {
+    fn group(&self, used: u8) -> Option<usize> {
         (used < self.class.slots)
             .then(|| usize::from(used) * GROUPS / usize::from(self.class.slots))
     }
