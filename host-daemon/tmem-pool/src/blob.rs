@@ -10,17 +10,21 @@
 //! shares a blob between two domains, nor between pages whose hashes are equal but whose bytes
 //! differ.
 //!
+//! The table finds a blob by its tag: 48 bits of the page's hash, mixed with the trust domain. The
+//! blob's record has 32 bits of the tag, which are called the place. The slot of the table has the
+//! other 16 bits.
+//!
 //! Locks: this file uses the locks of the table of equal pages (dedup.rs). No thread holds one of
 //! them together with a lock of the heap.
 
 use crate::codec::{self, Corrupt, DENSER_BYTES, Denser};
 use crate::config::{PAGE_SIZE, Page};
 use crate::cost::{GET_DENSE_NS, GET_NS, GET_SAME_NS};
-use crate::dedup::{Dedup, Links};
+use crate::dedup::{Dedup, Records};
 use crate::entry::Content;
-use crate::hash::{HashFn, PageHash, check_bits, place_bits, table_bits};
-use crate::heap::{self, Handle, Heap, Table, Zeroed};
-use crate::sync::{AtomicU16, AtomicU32};
+use crate::hash::{HashFn, PageHash, check_bits, place_bits, slot_tag};
+use crate::heap::{self, Handle, Heap, Zeroed};
+use crate::sync::AtomicU32;
 use crate::totals::Sum;
 use std::io;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -35,22 +39,16 @@ const FREE_TOGETHER: usize = 16;
 /// Number of a trust domain, inside which equal pages are stored once. Numbers are never reused.
 pub(crate) type DomainId = u32;
 
-/// Record of a blob, kept apart from the blob's bytes. The record takes 16 B. The atomic word in
+/// Record of a blob, kept apart from the blob's bytes. The record takes 8 B. The atomic word in
 /// which the heap stores the place of the blob's bytes takes another 8 B.
 #[derive(Debug)]
 pub(crate) struct BlobRecord {
-    /// Lower 32 bits of the blob's tag. The tag consists of those bits of the page's hash by which
-    /// the table of equal pages finds the blob. [`HighTag`] has the other bits.
-    hash: AtomicU32,
-    /// Trust domain of the blob plus 1, if the table of equal pages lists the blob. 0 means that
-    /// the table does not list it.
-    domain: AtomicU32,
-    /// Next blob in the bucket of the table of equal pages that lists this blob.
-    next: AtomicU32,
+    /// Place of the blob in the table of equal pages ([`place_bits`]).
+    place: AtomicU32,
     /// Bit fields. The lower 16 bits count the references to the blob. The next 13 bits are the
     /// number of bytes that the page took when it was first compressed, which is what the tenant is
     /// charged. Bits 29 and 30 are the flags SEEN and DENSE of the sweep, which recompresses cold
-    /// blobs.
+    /// blobs. Bit 31 is the flag LISTED.
     state: AtomicU32,
 }
 
@@ -67,24 +65,17 @@ const SEEN: u32 = 1 << 29;
 /// Flag in the state of a blob: a second sweep has visited the blob and has tried to recompress it
 /// with zstd. Later sweeps skip the blob.
 const DENSE: u32 = 1 << 30;
+/// Flag in the state of a blob: the table of equal pages lists the blob. It changes only under the
+/// lock of the blob's buckets.
+const LISTED: u32 = 1 << 31;
 
 // SAFETY: a record consists of atomics, for which zero is a valid value.
 unsafe impl Zeroed for BlobRecord {}
-
-/// Upper 16 bits of a blob's tag, which consists of the bits of the page's hash that deduplication
-/// compares. These bits have a table of their own, because a look-up reads them only if the lower
-/// bits match.
-#[derive(Debug)]
-struct HighTag(AtomicU16);
-
-// SAFETY: zero is a valid value of an atomic number.
-unsafe impl Zeroed for HighTag {}
 
 /// Store of the contents of all tenants' pages, and the table that finds equal pages.
 #[derive(Debug)]
 pub(crate) struct Store {
     pub heap: Heap<BlobRecord>,
-    high_tags: Table<HighTag>,
     hash: HashFn,
     hasher: PageHash,
     pub dedup: Dedup,
@@ -127,7 +118,15 @@ pub(crate) struct Encoded {
     blob: Handle,
     /// Number of compressed bytes.
     len: usize,
-    tag: u64,
+    tag: Tag,
+}
+
+/// Tag of a blob, by which the table of equal pages finds it. Blobs of different trust domains that
+/// have equal bytes have different places.
+#[derive(Clone, Copy, Debug)]
+struct Tag {
+    place: u32,
+    slot: u16,
 }
 
 /// Access to the stored form of one page while the page is read ([`Store::reader`]).
@@ -156,7 +155,6 @@ impl Store {
             hash,
             hasher: PageHash::new(seed),
             dedup: Dedup::new(heap.handles_max())?,
-            high_tags: Table::reserve(heap.handles_max())?,
             denser_blobs: Sum::default(),
             denser_saved_bytes: Sum::default(),
             dense_gain_bytes: Sum::default(),
@@ -166,33 +164,18 @@ impl Store {
 
     /// Returns whether all memory of the store is locked in RAM, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
-        self.heap.is_locked() && self.dedup.is_locked() && self.high_tags.is_locked()
+        self.heap.is_locked() && self.dedup.is_locked()
     }
 
-    /// Returns the memory, in bytes, of the table of equal pages and of the table with the upper
-    /// bits of the tags.
+    /// Returns the memory of the table of equal pages in bytes.
     pub(crate) fn metadata_bytes(&self) -> u64 {
-        let tags = u64::from(self.heap.places()) * size_of::<HighTag>() as u64;
-        self.dedup.bytes() + tags
+        self.dedup.bytes()
     }
 
     // ---- references ---------------------------------------------------------------------------
 
     fn record(&self, blob: u32) -> &BlobRecord {
         self.heap.extra(Handle(blob))
-    }
-
-    /// Returns the tag of a blob: those bits of the page's hash by which the table of equal pages
-    /// finds the blob.
-    fn tag(&self, blob: u32) -> u64 {
-        let high = self.high_tags.get(blob).0.load(Relaxed);
-        u64::from(high) << u32::BITS | u64::from(self.record(blob).hash.load(Relaxed))
-    }
-
-    fn set_tag(&self, blob: u32, tag: u64) {
-        self.record(blob).hash.store(tag as u32, Relaxed);
-        let high = (tag >> u32::BITS) as u16;
-        self.high_tags.get(blob).0.store(high, Relaxed);
     }
 
     /// Reserves blobs for uncompressed pages, one for each element of `blobs`. Returns the number
@@ -202,18 +185,17 @@ impl Store {
         self.heap.reserve_pages(blobs, frames_bytes_max)
     }
 
-    /// Stores a page uncompressed in a reserved blob. Returns the number of the blob, to which the
-    /// caller then owns one reference, and the check bits of the page's hash.
-    pub(crate) fn put_raw(&self, reserved: Handle, page: &Page) -> (u32, u32) {
+    /// Stores a page of the domain uncompressed in a reserved blob. Returns the number of the blob,
+    /// to which the caller then owns one reference, and the check bits of the page's hash.
+    pub(crate) fn put_raw(&self, reserved: Handle, domain: DomainId, page: &Page) -> (u32, u32) {
         let Handle(blob) = reserved;
         // Hash the copy and not the guest's page, because the guest may change its page in the
         // meantime.
         let hash = self
             .heap
             .fill(reserved, page, |copy| (self.hash)(&self.hasher, copy));
-        self.set_tag(blob, table_bits(hash));
         let record = self.record(blob);
-        record.domain.store(0, Relaxed);
+        record.place.store(place_bits(hash, domain), Relaxed);
         // Release: a thread of the sweep that reads this state, and so sees the reference, also
         // sees the other fields of the record.
         record.state.store(1, Release);
@@ -261,28 +243,17 @@ impl Store {
     }
 
     /// Prefetches the heap's record of a content's blob into the cache.
-    pub(crate) fn prefetch(&self, content: Content) {
+    pub(crate) fn prefetch_content(&self, content: Content) {
         if let Content::Raw(blob) | Content::Blob(blob) = content {
             self.heap.prefetch(Handle(blob));
         }
     }
 
-    /// Prefetches the bucket of the table of equal pages in which a blob equal to `raw` would be
-    /// listed.
-    pub(crate) fn prefetch_place(&self, raw: u32, domain: DomainId) {
-        self.dedup.prefetch(self.place(raw, domain));
-    }
-
-    /// Prefetches the beginning of the bytes of `raw`. Also prefetches the record of the first blob
-    /// in the bucket of the table of equal pages in which a blob equal to `raw` would be listed.
-    pub(crate) fn prefetch_raw(&self, raw: u32, domain: DomainId) {
+    /// Prefetches the buckets of the table of equal pages in which a blob equal to `raw` would be
+    /// listed, and the beginning of the bytes of `raw`.
+    pub(crate) fn prefetch_raw(&self, raw: u32) {
         self.heap.prefetch_bytes(Handle(raw));
-        let first = self.dedup.first(self.place(raw, domain));
-        self.heap.prefetch(Handle(first));
-    }
-
-    fn place(&self, blob: u32, domain: DomainId) -> u64 {
-        place_bits(self.record(blob).hash.load(Relaxed), domain)
+        self.dedup.prefetch(self.place(raw));
     }
 
     /// Releases an index entry's reference to its content.
@@ -296,7 +267,9 @@ impl Store {
     /// Releases the references of index entries to their contents. While it frees one blob, it
     /// prefetches the records and bytes of the next blobs. It frees raw pages in groups.
     pub(crate) fn release_all(&self, contents: &[Content]) {
-        contents.iter().for_each(|&content| self.prefetch(content));
+        contents
+            .iter()
+            .for_each(|&content| self.prefetch_content(content));
         for &content in contents.iter().take(FREE_AHEAD) {
             self.prefetch_freed(content);
         }
@@ -328,13 +301,13 @@ impl Store {
         }
     }
 
-    /// Prefetches what freeing a content changes: the blob's bucket in the table of equal pages and
+    /// Prefetches what freeing a content changes: the blob's buckets in the table of equal pages and
     /// the blob's bytes. Also prefetches the record of the span (group of heap frames) that
     /// contains the bytes.
     fn prefetch_freed(&self, content: Content) {
         if let Content::Raw(blob) | Content::Blob(blob) = content {
-            if self.record(blob).domain.load(Relaxed) != 0 {
-                self.dedup.prefetch(self.hash(blob));
+            if self.is_listed(blob) {
+                self.dedup.prefetch(self.place(blob));
             }
             self.heap.prefetch_bytes(Handle(blob));
         }
@@ -385,8 +358,8 @@ impl Store {
     // ---- final forms --------------------------------------------------------------------------
 
     /// Finds the final form of a raw page, which is still stored as the guest sent it. The form is
-    /// a pattern, an equal blob, a compressed blob, or the raw blob itself. The caller holds a
-    /// reference to the raw blob and keeps it. Returns None if there is no memory for the final
+    /// a pattern, an equal blob, a compressed blob, or the raw blob itself. `check` are the check
+    /// bits of the page's hash. The caller holds a reference to the raw blob and keeps it. Returns None if there is no memory for the final
     /// form now.
     ///
     /// If the result is `Prepared::Encoded`, the compressed page is in `buffer` and is not stored
@@ -396,7 +369,7 @@ impl Store {
     pub(crate) fn prepare(
         &self,
         raw: u32,
-        domain: DomainId,
+        check: u32,
         frames_bytes_max: u64,
         buffer: &mut Page,
     ) -> Option<Prepared> {
@@ -411,8 +384,11 @@ impl Store {
                     shared: false,
                 }));
             }
-            let tag = self.tag(raw);
-            if let Some(blob) = self.find_equal(domain, tag, page, buffer) {
+            let tag = Tag {
+                place: self.place(raw),
+                slot: slot_tag(check),
+            };
+            if let Some(blob) = self.find_equal(tag, page, buffer) {
                 return Some(Prepared::Finalized(self.shared(blob)));
             }
             if let Some(len) = codec::encode(page, buffer).map(<[u8]>::len) {
@@ -426,7 +402,7 @@ impl Store {
             // sets the field.
             let state = &self.record(raw).state;
             state.fetch_or((PAGE_SIZE as u32) << FIRST_SHIFT, Relaxed);
-            if let Some(other) = self.list(raw, domain, tag)
+            if let Some(other) = self.list(raw, tag)
                 && let Some(blob) = self.keep_if_equal(other, page, buffer)
             {
                 self.release(raw);
@@ -453,15 +429,14 @@ impl Store {
     /// Copies a compressed page from `buffer` to the memory that was reserved for it, and lists the
     /// page in the table of equal pages. If another thread has stored and listed an equal page
     /// since [`prepare`](Self::prepare), the page shares that blob, and its own memory is freed.
-    pub(crate) fn complete(&self, encoded: Encoded, domain: DomainId, buffer: &Page) -> Finalized {
+    pub(crate) fn complete(&self, encoded: Encoded, buffer: &Page) -> Finalized {
         let Encoded { blob, len, tag } = encoded;
         self.heap.write(blob, &buffer[..len]);
         let Handle(blob) = blob;
-        self.set_tag(blob, tag);
         let record = self.record(blob);
-        record.domain.store(0, Relaxed);
+        record.place.store(tag.place, Relaxed);
         record.state.store(1 | (len as u32) << FIRST_SHIFT, Release);
-        if let Some(other) = self.list(blob, domain, tag) {
+        if let Some(other) = self.list(blob, tag) {
             // Equal compressed bytes decode to equal pages, so no page has to be decompressed. The
             // other blob is not recompressed yet, because that takes a blob at least a sweep.
             let equal = |bytes: &[u8]| *bytes == buffer[..len];
@@ -481,7 +456,7 @@ impl Store {
     /// Returns whether a raw page may be equal to a compressed page that is not listed in the table
     /// of equal pages yet.
     pub(crate) fn may_equal(&self, raw: u32, encoded: &Encoded) -> bool {
-        self.tag(raw) == encoded.tag
+        self.place(raw) == encoded.tag.place
     }
 
     fn first_bytes(&self, blob: u32) -> usize {
@@ -544,17 +519,16 @@ impl Store {
         worked
     }
 
-    /// Looks in the table of equal pages for a blob of the domain that has the same bytes as
-    /// `page`. Returns the blob, to which the caller then owns a reference. `other` is scratch
-    /// memory.
-    fn find_equal(&self, domain: DomainId, tag: u64, page: &Page, other: &mut Page) -> Option<u32> {
-        let chain = self.dedup.lock(place_bits(tag as u32, domain));
-        let found = chain.find(self, |blob| self.is_listed_as(blob, domain, tag));
-        // Take the reference under the lock of the bucket. A thread that releases a blob's last
+    /// Looks in the table of equal pages for a blob that has this tag and the same bytes as `page`.
+    /// Returns the blob, to which the caller then owns a reference. `other` is scratch memory.
+    fn find_equal(&self, tag: Tag, page: &Page, other: &mut Page) -> Option<u32> {
+        let pair = self.dedup.lock(tag.place);
+        let found = pair.find(tag.slot, |blob| self.place(blob) == tag.place);
+        // Take the reference under the lock of the buckets. A thread that releases a blob's last
         // reference takes the blob out of the table before it frees the blob, so the blob found
         // here is not freed.
         let blob = found.filter(|&blob| self.share(blob))?;
-        drop(chain);
+        drop(pair);
         self.keep_if_equal(blob, page, other)
     }
 
@@ -573,43 +547,48 @@ impl Store {
 
     // ---- table of equal pages -----------------------------------------------------------------
 
-    fn is_listed_as(&self, blob: u32, domain: DomainId, tag: u64) -> bool {
-        let record = self.record(blob);
-        record.hash.load(Relaxed) == tag as u32
-            && record.domain.load(Relaxed) == domain + 1
-            && self.tag(blob) == tag
+    /// Returns whether the table of equal pages lists a blob. Without the lock of the blob's buckets,
+    /// the value true is only a hint: another blob may take the blob's slot.
+    fn is_listed(&self, blob: u32) -> bool {
+        self.record(blob).state.load(Relaxed) & LISTED != 0
     }
 
     /// Lists a blob in the table of equal pages, where other pages can find and share it. The table
-    /// lists only one blob for each tag of a domain, so that look-ups are bounded. If it already
-    /// lists another blob with the tag, `blob` stays unlisted, so that no other page can share it.
-    /// The call then returns the other blob, to which the caller then owns a reference, unless the
-    /// other blob has its largest number of references.
-    fn list(&self, blob: u32, domain: DomainId, tag: u64) -> Option<u32> {
-        let chain = self.dedup.lock(place_bits(tag as u32, domain));
-        let found = chain.find(self, |other| self.is_listed_as(other, domain, tag));
+    /// lists only one blob for each tag. If it already lists another blob with the tag, `blob` stays
+    /// unlisted, so that no other page can share it. The call then returns the other blob, to which
+    /// the caller then owns a reference, unless the other blob has its largest number of
+    /// references.
+    fn list(&self, blob: u32, tag: Tag) -> Option<u32> {
+        let pair = self.dedup.lock(tag.place);
+        let found = pair.find(tag.slot, |other| self.place(other) == tag.place);
         if found.is_none() {
-            self.record(blob).domain.store(domain + 1, Relaxed);
-            self.dedup.add(self, chain, blob);
+            self.record(blob).state.fetch_or(LISTED, Relaxed);
+            self.dedup.add(self, pair, blob, tag.slot);
             return None;
         }
-        // Take the reference under the lock of the bucket, as in `find_equal`.
+        // Take the reference under the lock of the buckets, as in `find_equal`.
         found.filter(|&other| self.share(other))
     }
 
     /// Removes a blob from the table of equal pages, if the table lists it. The caller has released
     /// the last reference to the blob.
     fn unlist(&self, blob: u32) {
-        if self.record(blob).domain.load(Relaxed) != 0 {
-            self.dedup.remove(self, blob);
-            self.record(blob).domain.store(0, Relaxed);
+        if !self.is_listed(blob) {
+            return;
+        }
+        let pair = self.dedup.lock(self.place(blob));
+        // Look again under the lock: another thread may have joined buckets that had no free slot
+        // for this blob.
+        if self.is_listed(blob) {
+            self.set_unlisted(blob);
+            self.dedup.remove(self, pair, blob);
         }
     }
 
     // ---- invariants ---------------------------------------------------------------------------
 
     /// Asserts that `refs` has all blobs with their correct numbers of references. Also asserts
-    /// that the table of equal pages lists only these blobs, each in the bucket of its hash. `refs`
+    /// that the table of equal pages lists only these blobs, each in a bucket of its place. `refs`
     /// has, for each blob, the trust domain and the number of entries that refer to the blob.
     pub(crate) fn check(&self, refs: &std::collections::HashMap<u32, (DomainId, u32)>) {
         assert_eq!(
@@ -639,18 +618,17 @@ impl Store {
         );
         let mut listed = 0;
         self.dedup.check(self, |blob| {
-            let (domain, _) = refs
-                .get(&blob)
-                .expect("a blob that the table of equal pages lists has no reference");
             assert!(
-                self.is_listed_as(blob, *domain, self.tag(blob)),
-                "blob {blob} is listed under another trust domain than that of its entries"
+                refs.contains_key(&blob),
+                "blob {blob} is in the table of equal pages and has no reference"
+            );
+            assert!(
+                self.is_listed(blob),
+                "blob {blob} is in the table of equal pages and is not marked as listed"
             );
             listed += 1;
         });
-        let marked_listed = refs
-            .keys()
-            .filter(|&&blob| self.record(blob).domain.load(Relaxed) != 0);
+        let marked_listed = refs.keys().filter(|&&blob| self.is_listed(blob));
         assert_eq!(
             listed,
             marked_listed.count(),
@@ -667,17 +645,16 @@ impl Store {
     }
 }
 
-impl Links for Store {
-    fn hash(&self, blob: u32) -> u64 {
-        let domain = self.record(blob).domain.load(Relaxed).wrapping_sub(1);
-        self.place(blob, domain)
+impl Records for Store {
+    fn place(&self, blob: u32) -> u32 {
+        self.record(blob).place.load(Relaxed)
     }
 
-    fn next(&self, blob: u32) -> u32 {
-        self.record(blob).next.load(Relaxed)
+    fn prefetch(&self, blob: u32) {
+        self.heap.prefetch(Handle(blob));
     }
 
-    fn set_next(&self, blob: u32, next: u32) {
-        self.record(blob).next.store(next, Relaxed);
+    fn set_unlisted(&self, blob: u32) {
+        self.record(blob).state.fetch_and(!LISTED, Relaxed);
     }
 }

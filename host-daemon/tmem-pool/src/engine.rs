@@ -7,7 +7,7 @@
 //! reading to choose the tenant that loses pages, and for writing to add, remove or change a
 //! tenant. It is the outermost lock.
 
-use crate::blob::{DomainId, Prepared, Store};
+use crate::blob::{Prepared, Store};
 use crate::codec::{self, Denser};
 use crate::config::{
     EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, EngineConfig, INDEX_ROOM_BYTES, INDEX_ROOM_PART,
@@ -370,17 +370,13 @@ impl Engine {
     }
 
     /// Finds the final form of a raw page with [`Store::prepare`], and frees memory of the pool for
-    /// it if necessary. Returns None if that does not free enough.
-    pub(crate) fn prepare(
-        &self,
-        blob: u32,
-        domain: DomainId,
-        buffer: &mut Page,
-    ) -> Option<Prepared> {
+    /// it if necessary. `check` are the check bits of the page's hash. Returns None if that does not
+    /// free enough.
+    pub(crate) fn prepare(&self, blob: u32, check: u32, buffer: &mut Page) -> Option<Prepared> {
         let mut steps = EVICTIONS_PER_PUT_PAGE;
         loop {
             let frames_bytes_max = self.frames_bytes_max();
-            if let Some(prepared) = self.store.prepare(blob, domain, frames_bytes_max, buffer) {
+            if let Some(prepared) = self.store.prepare(blob, check, frames_bytes_max, buffer) {
                 return Some(prepared);
             }
             if !self.room_step(&mut steps) {

@@ -46,27 +46,28 @@ pub(crate) fn check_bits(hash: u128) -> u32 {
     hash as u32
 }
 
-/// Returns the hash that selects a page's bucket in the table of equal pages. `table_bits` are the
-/// lower bits of the page's tag. Equal pages of two trust domains have different values here.
-/// Otherwise the pages of one VM would lengthen the chains that a VM of another domain walks, which
-/// that VM could notice by timing. The function mixes the bits with the finalizer of MurmurHash3
-/// (Appleby).
-pub(crate) fn place_bits(table_bits: u32, domain: u32) -> u64 {
-    let mut x = u64::from(table_bits) ^ u64::from(domain).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    x = (x ^ (x >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
-    x = (x ^ (x >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
-    x ^ (x >> 33)
+/// Returns the place of a page: 32 bits that select its buckets in the table of equal pages. They
+/// are bits of the page's hash that are not check bits, mixed with the trust domain.
+///
+/// Equal pages of two trust domains always have different places, because all steps of this function
+/// are reversible: for one hash, no two domains lead to the same place. So a look-up never finds a
+/// page of another domain that has equal bytes. The copies of a page in many domains also lie in
+/// different buckets, so that they do not fill the buckets of one VM, which that VM could notice.
+/// The function mixes the bits with the finalizer of MurmurHash3 (Appleby).
+pub(crate) fn place_bits(hash: u128, domain: u32) -> u32 {
+    let mut x = (hash >> 64) as u32 ^ domain.wrapping_mul(0x9e37_79b1);
+    x = (x ^ (x >> 16)).wrapping_mul(0x85eb_ca6b);
+    x = (x ^ (x >> 13)).wrapping_mul(0xc2b2_ae35);
+    x ^ (x >> 16)
 }
 
-/// Number of bits of a tag, the part of a page's hash by which the engine looks for equal pages. If
-/// two different pages have equal tags, only one of them can be shared. With 2^30 pages in a trust
-/// domain, that concerns 2 pages in a million. With 32 bits it would concern one page in nine.
-const TAG_BITS: u32 = 48;
-
-/// Returns the tag: the bits of a page's hash by which the engine looks for equal pages. The check
-/// bits are other bits of the hash.
-pub(crate) fn table_bits(hash: u128) -> u64 {
-    (hash >> 64) as u64 & ((1 << TAG_BITS) - 1)
+/// Returns the part of a page's tag that the table of equal pages stores beside the number of the
+/// blob. The tag, by which the engine looks for equal pages, consists of the 32 bits of the place
+/// and these 16 bits. If two different pages have equal tags, only one of them can be shared. With
+/// 2^30 pages in a trust domain, that concerns 2 pages in a million. With 32 bits it would concern
+/// one page in nine.
+pub(crate) fn slot_tag(check: u32) -> u16 {
+    check as u16
 }
 
 #[cfg(test)]
@@ -78,8 +79,8 @@ mod tests {
 
     /// Counts how many of 2^30 pages (4 TiB) cannot be shared, because other pages have equal tags
     /// (bits of the hash by which equal pages are found). Hashing 2^30 pages takes too long.
-    /// Only pages whose tags begin with the same ten bits can have equal tags, and these are about
-    /// 2^20 pages. So the test hashes 2^20 pages and shortens their tags by ten bits. In
+    /// Only pages whose places begin with the same ten bits can have equal tags, and these are
+    /// about 2^20 pages. So the test hashes 2^20 pages and shortens their places by ten bits. In
     /// proportion, these tags collide as often as the full tags of 2^30 pages.
     #[test]
     #[cfg_attr(miri, ignore = "hashes a million pages")]
@@ -88,15 +89,16 @@ mod tests {
         const SLICE_BITS: u32 = 10;
         let hash = PageHash::new(17);
         let mut page = [0x5a; crate::PAGE_SIZE];
-        let [mut tags, mut short_tags] = [HashSet::new(), HashSet::new()];
+        let [mut tags, mut places] = [HashSet::new(), HashSet::new()];
         for nr in 0..PAGES {
             page[..8].copy_from_slice(&nr.to_le_bytes());
-            let tag = table_bits(hash.of(&page));
-            tags.insert(tag & ((1 << (TAG_BITS - SLICE_BITS)) - 1));
-            short_tags.insert(tag & ((1 << (32 - SLICE_BITS)) - 1));
+            let hash = hash.of(&page);
+            let place = place_bits(hash, 5) >> SLICE_BITS;
+            tags.insert(u64::from(place) << 16 | u64::from(slot_tag(check_bits(hash))));
+            places.insert(u64::from(place));
         }
         let lost = |tags: HashSet<u64>| PAGES - tags.len() as u64;
-        let (lost, short_lost) = (lost(tags), lost(short_tags));
+        let (lost, short_lost) = (lost(tags), lost(places));
         assert!(
             lost * 10_000 < PAGES,
             "{lost} of {PAGES} pages cannot be shared"
@@ -105,6 +107,15 @@ mod tests {
             short_lost * 20 > PAGES,
             "the test is too weak: only {short_lost} of {PAGES} pages have equal tags of 32 bits"
         );
+    }
+
+    #[test]
+    fn equal_pages_of_two_domains_have_different_places() {
+        for hash in [0, 1 << 64, u128::MAX, 0x1234_5678 << 64] {
+            let domains = (0..100_000).chain(u32::MAX - 1000..=u32::MAX);
+            let places: HashSet<u32> = domains.map(|domain| place_bits(hash, domain)).collect();
+            assert_eq!(places.len(), 101_001);
+        }
     }
 
     #[test]

@@ -11,11 +11,11 @@
 #[cfg(not(all(test, feature = "shuttle")))]
 pub(crate) use std::sync::{
     Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard,
-    atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize},
+    atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize},
 };
 
 #[cfg(all(test, feature = "shuttle"))]
-pub(crate) use self::turns::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize};
+pub(crate) use self::turns::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
 #[cfg(all(test, feature = "shuttle"))]
 pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -79,7 +79,6 @@ mod turns {
     }
 
     atomic!(AtomicBool, bool, swap);
-    atomic!(AtomicU16, u16);
     atomic!(AtomicU32, u32, fetch_add, fetch_sub, fetch_and, fetch_or);
     atomic!(AtomicU64, u64, fetch_add, fetch_sub);
     atomic!(AtomicUsize, usize, fetch_add);

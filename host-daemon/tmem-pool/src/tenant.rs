@@ -253,10 +253,11 @@ impl TenantShared {
     /// of them.
     pub(crate) fn finalize(&self, engine: &Engine) -> Option<usize> {
         let mut work = [(0, 0); FINALIZE_PAGES];
+        let mut checks = [0; FINALIZE_PAGES];
         let mut nr = 0;
         let mut state = self.lock(&engine.totals);
         state.prefetch_raw(FINALIZE_PAGES, |blob| {
-            engine.store.prefetch(Content::Raw(blob));
+            engine.store.prefetch_content(Content::Raw(blob));
         });
         while nr < FINALIZE_PAGES
             && let Some((id, blob)) = state.next_raw()
@@ -265,6 +266,7 @@ impl TenantShared {
             // removes the page before its final form is stored.
             if engine.store.share(blob) {
                 work[nr] = (id, blob);
+                checks[nr] = state.index.entries[id].check;
                 nr += 1;
             }
         }
@@ -274,10 +276,7 @@ impl TenantShared {
         }
         let work = &work[..nr];
         for &(_, blob) in work {
-            engine.store.prefetch_place(blob, self.domain);
-        }
-        for &(_, blob) in work {
-            engine.store.prefetch_raw(blob, self.domain);
+            engine.store.prefetch_raw(blob);
         }
         let mut finalized = [None; FINALIZE_PAGES];
         let mut buffer = engine.take_buffer();
@@ -289,9 +288,8 @@ impl TenantShared {
             // processor loads the memory that is reserved for the compressed page.
             let (mut empty, mut full) = (one, two);
             let mut encoded: Option<(usize, Encoded)> = None;
-            let complete =
-                |encoded, buffer: &Page| engine.store.complete(encoded, self.domain, buffer);
-            for (nth, &(_, blob)) in work.iter().enumerate() {
+            let complete = |encoded, buffer: &Page| engine.store.complete(encoded, buffer);
+            for (nth, (&(_, blob), check)) in work.iter().zip(checks).enumerate() {
                 // If this page may equal the compressed page that is not stored yet, store that
                 // page first. Only then can this page find and share it.
                 if let Some((before, page)) = encoded
@@ -300,7 +298,7 @@ impl TenantShared {
                     finalized[before] = Some(complete(page, full));
                     encoded = None;
                 }
-                let prepared = engine.prepare(blob, self.domain, empty);
+                let prepared = engine.prepare(blob, check, empty);
                 if let Some((before, page)) = encoded.take() {
                     finalized[before] = Some(complete(page, full));
                 }
@@ -581,7 +579,7 @@ impl Tenant {
         let blobs = &mut blobs[..raw_room.min(pages.len())];
         let copied = engine.reserve_raw(blobs, &mut steps);
         for ((put, raw), &blob) in pages.iter().zip(&mut raw).zip(&blobs[..copied]) {
-            *raw = Some(engine.store.put_raw(blob, put.page));
+            *raw = Some(engine.store.put_raw(blob, self.0.tenant.domain, put.page));
         }
         let has_index_room = engine.has_index_room();
         let mut freed = Freed::new();
@@ -731,7 +729,7 @@ impl Tenant {
         let mut state = self.0.lock();
         let pool = state.pool(pool)?;
         let estimator_before_ns = state.estimator_ns();
-        let prefetch = |content| store.prefetch(content);
+        let prefetch = |content| store.prefetch_content(content);
         let get_ns_max = |content| store.get_ns_max(content);
         let share = |content| store.share_content(content);
         let looked_up = state.take(pool, &wanted, &mut taken[..nr], prefetch, get_ns_max, share);

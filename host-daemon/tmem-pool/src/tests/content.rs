@@ -116,12 +116,12 @@ fn deduplication_is_unaffected_by_copies_in_other_domains() {
     let shared = tenants.iter().map(|tenant| tenant.stats().shared_pages);
     assert_eq!(shared.sum::<u64>(), 100);
     engine.check_invariants();
-    let mut places: Vec<u64> = (0..100).map(|domain| place_bits(1, domain)).collect();
-    places.sort_unstable_by_key(|place| *place as u32 % 4096);
-    places.dedup_by_key(|place| *place as u32 % 4096);
+    let mut places: Vec<u32> = (0..100).map(|domain| place_bits(1, domain)).collect();
+    places.sort_unstable_by_key(|place| place % 4096);
+    places.dedup_by_key(|place| *place % 4096);
     assert!(
         places.len() > 90,
-        "equal pages of 100 domains are in only {} of 4,096 chains",
+        "equal pages of 100 domains are in only {} of 4,096 buckets",
         places.len()
     );
 }
@@ -194,23 +194,23 @@ fn a_freed_page_leaves_the_dedup_table() {
 
 const STORE_BYTES: u64 = 4 << 20;
 
-/// Stores a page raw (uncompressed), and returns the number of its blob.
-fn store_raw(store: &Store, page: &Page) -> u32 {
+/// Stores a page raw (uncompressed), and returns the number of its blob and its check bits.
+fn store_raw(store: &Store, page: &Page) -> (u32, u32) {
     let mut reserved = [Handle(0)];
     assert_eq!(store.reserve_raw(&mut reserved, STORE_BYTES), 1);
-    store.put_raw(reserved[0], page).0
+    store.put_raw(reserved[0], 0, page)
 }
 
-fn prepare(store: &Store, raw: u32, buffer: &mut Page) -> Prepared {
+fn prepare(store: &Store, (raw, check): (u32, u32), buffer: &mut Page) -> Prepared {
     store
-        .prepare(raw, 0, STORE_BYTES, buffer)
+        .prepare(raw, check, STORE_BYTES, buffer)
         .expect("the store has no memory")
 }
 
 fn complete(store: &Store, prepared: Prepared, buffer: &Page) -> Finalized {
     match prepared {
         Prepared::Finalized(finalized) => finalized,
-        Prepared::Encoded(encoded) => store.complete(encoded, 0, buffer),
+        Prepared::Encoded(encoded) => store.complete(encoded, buffer),
     }
 }
 
@@ -226,7 +226,7 @@ fn equal_pages_that_two_workers_prepare_together_are_stored_once() {
     assert_eq!(finalized[0].content, finalized[1].content);
     assert_eq!(finalized.map(|page| page.shared), [false, true]);
     assert_eq!(finalized[0].stored_bytes, finalized[1].stored_bytes);
-    raw.into_iter().for_each(|raw| store.release(raw));
+    raw.into_iter().for_each(|(raw, _)| store.release(raw));
     let Content::Blob(blob) = finalized[0].content else {
         panic!("the page has no blob");
     };
@@ -250,10 +250,10 @@ fn release_all_frees_each_content_once() {
             0 => {
                 let prepared = prepare(&store, raw, &mut buffer);
                 let content = complete(&store, prepared, &buffer).content;
-                store.release(raw);
+                store.release(raw.0);
                 content
             }
-            _ => Content::Raw(raw),
+            _ => Content::Raw(raw.0),
         };
         contents.push(content);
         if nth % 3 == 0 {

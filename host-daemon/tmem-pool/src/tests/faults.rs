@@ -125,8 +125,8 @@ fn panic_under_a_lock_of_all(which: &str) {
         "heap" => engine.store.heap.panic_under_a_lock(),
         "table" => {
             // Take all locks of the table of equal pages, because the put below needs one of them.
-            let _chains: Vec<_> = (0..1024)
-                .map(|hash| engine.store.dedup.lock(hash))
+            let _pairs: Vec<_> = (0..crate::dedup::LOCKS)
+                .map(|place| engine.store.dedup.lock(place))
                 .collect();
             panic!("a bug that the test injects");
         }

@@ -224,11 +224,11 @@ fn slot_replacements_are_correct_during_compaction() {
 fn finalize(store: &Store, page: &Page, domain: DomainId) -> Finalized {
     let mut reserved = [Handle(0)];
     assert_eq!(store.reserve_raw(&mut reserved, HEAP_BYTES), 1);
-    let (raw, _) = store.put_raw(reserved[0], page);
+    let (raw, check) = store.put_raw(reserved[0], domain, page);
     let mut buffer = [0; PAGE_SIZE];
-    let finalized = match store.prepare(raw, domain, HEAP_BYTES, &mut buffer).unwrap() {
+    let finalized = match store.prepare(raw, check, HEAP_BYTES, &mut buffer).unwrap() {
         Prepared::Finalized(finalized) => finalized,
-        Prepared::Encoded(encoded) => store.complete(encoded, domain, &buffer),
+        Prepared::Encoded(encoded) => store.complete(encoded, &buffer),
     };
     store.release(raw);
     finalized
