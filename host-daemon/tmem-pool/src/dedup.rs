@@ -247,6 +247,7 @@ impl Dedup {
     /// Copies a blob of a full bucket to its other bucket, after up to `moves` - 1 blobs have moved
     /// out of that bucket. Returns the slot of the copied blob, which the caller overwrites. Returns
     /// None, and changes nothing, if no blob can move. The caller holds the lock of the bucket.
+    #[inline(never)]
     fn free_slot(&self, records: &impl Records, bucket: &Bucket, moves: usize) -> Option<usize> {
         (0..SLOTS).find(|&slot| {
             let listed = bucket.get(slot);
@@ -305,6 +306,9 @@ impl Dedup {
         listed
     }
 
+    // Not inlined: most blobs are added and removed without a split or a join, and freeing a raw
+    // page needs neither.
+    #[inline(never)]
     fn split(&self, records: &impl Records) {
         let nr = self.nr_buckets.load(Relaxed);
         let old_nr = nr - (nr + 1).next_power_of_two() / 2;
@@ -321,6 +325,7 @@ impl Dedup {
         }
     }
 
+    #[inline(never)]
     fn join(&self, records: &impl Records) {
         let nr = self.nr_buckets.load(Relaxed) - 1;
         if nr < BUCKETS_MIN {
