@@ -283,7 +283,7 @@ check-sim-long: ## run the simulator for SEEDS=100000 seeds from FIRST=1 on; TME
 
 MINUTES ?= 10
 fuzz: ## compare random operations on the pool with a model, for MINUTES=10; TMEM_SEED=N replays one
-	TMEM_SECONDS=$$((60 * $(MINUTES))) $(CARGO) test $(MANIFEST) -p tmem-pool --lib -- --ignored --nocapture model::random_operations_match_the_model
+	TMEM_SECONDS=$$((60 * $(MINUTES))) $(CARGO) test $(MANIFEST) -p tmem-pool --lib -- --ignored --nocapture model::random_engine_operations_match_the_model
 
 fuzz-guests: ## fuzz the daemon as a hostile guest or VMM, each target for MINUTES=10 (installs nightly and cargo-fuzz); TARGETS=rings
 	scripts/deps fuzz

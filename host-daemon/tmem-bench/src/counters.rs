@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn page_faults_of_the_thread_are_counted() {
+    fn page_faults_of_the_calling_thread_are_counted() {
         const PAGES: usize = 300;
         let counters = Counters::open();
         let nr = EVENTS

@@ -276,7 +276,7 @@ impl Sizes<'_> {
 /// pools. Also measures the hits that are lost if a pool gives up memory that the estimates count
 /// as not needed.
 #[test]
-fn estimated_gains_and_losses_are_within_bounds() {
+fn estimates_of_hits_gained_and_lost_are_within_bounds() {
     let recorded = recorded();
     let mut traces = Vec::new();
     for seed in seeds() {

@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn moving_the_socket_changes_only_the_path_in_the_device() {
+    fn moving_the_socket_changes_only_the_socket_path_of_the_device() {
         let plain = "<domain type='kvm'><name>a</name><uuid>b</uuid><!-- /run/virtio-tmem/b.sock -->\
                      <os><type machine='q35'>hvm</type></os><devices/></domain>";
         assert!(move_socket(plain, "/x").is_err());

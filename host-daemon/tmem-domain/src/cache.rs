@@ -202,7 +202,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cache_metadata_round_trips() {
+    fn written_cache_metadata_parses_to_the_same_value() {
         let caches = [
             Cache::default(),
             Cache {

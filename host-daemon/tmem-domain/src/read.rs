@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_that_can_be_added_counts_for_the_maximum() {
+    fn maximum_memory_includes_hot_pluggable_memory() {
         let maximum = |inside: &str| {
             let xml = format!("<domain><name>a</name><uuid>b</uuid>{inside}</domain>");
             Domain::parse(&xml)

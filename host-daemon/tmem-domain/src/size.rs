@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn size_units_match_those_of_libvirt() {
+    fn size_units_have_the_values_that_libvirt_defines() {
         for (unit, bytes) in [
             ("b", 1),
             ("bytes", 1),

@@ -308,7 +308,7 @@ fn check(seed: u64) {
 }
 
 #[test]
-fn detach_restores_random_domains() {
+fn detach_restores_the_xml_of_randomly_generated_domains() {
     let first = match std::env::var("TMEM_SEED") {
         Ok(seed) => return check(seed.parse().expect("TMEM_SEED is not a number")),
         Err(_) => fastrand::u64(..),

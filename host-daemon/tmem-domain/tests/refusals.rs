@@ -118,7 +118,7 @@ fn attach_takes_and_keeps_the_highest_free_pci_slot() {
 }
 
 #[test]
-fn a_clone_gets_a_socket_of_its_own() {
+fn attaching_to_a_cloned_domain_sets_its_own_socket_path() {
     let attached = attach(&domain(DEVICES), &Options::default()).expect("cannot attach the device");
     let uuid = "fedcba98-89ab-cdef-0123-456789abcdef";
     let head = "<uuid>";
@@ -183,7 +183,7 @@ fn attach_replaces_and_detach_removes_a_quota_set_by_virsh() {
 }
 
 #[test]
-fn the_dac_seclabel_of_a_domain_names_its_user() {
+fn the_user_of_a_domain_is_read_from_its_dac_seclabel() {
     let user = |labels: &str| {
         let domain = Domain::parse(&domain(labels));
         domain.expect("the domain was refused").user

@@ -249,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_range_may_span_adjacent_regions_but_no_gap() {
+    fn a_memory_range_may_span_adjacent_regions_but_no_gap() {
         let ram = Ram::new();
         assert_eq!(Ram::places(SEAM - 1, 2).map(|p| p.len()), Some(2));
         for (address, bytes) in [

@@ -319,24 +319,24 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "ends its process: see damaged_dedup_chains_abort_the_process"]
-    fn removing_an_unlisted_blob_aborts() {
+    #[ignore = "ends its process: see damaged_hash_chains_of_the_dedup_table_abort_the_process"]
+    fn removing_an_unlisted_blob_from_the_dedup_table_aborts() {
         let (table, blobs) = one_chain();
         blobs.set_next(5, 0);
         table.remove(&blobs, 1);
     }
 
     #[test]
-    #[ignore = "ends its process: see damaged_dedup_chains_abort_the_process"]
-    fn removing_from_a_circular_chain_aborts() {
+    #[ignore = "ends its process: see damaged_hash_chains_of_the_dedup_table_abort_the_process"]
+    fn removing_a_blob_from_a_circular_hash_chain_aborts() {
         let (table, blobs) = one_chain();
         blobs.set_next(5, 9);
         table.remove(&blobs, 1);
     }
 
     #[test]
-    #[ignore = "ends its process: see damaged_dedup_chains_abort_the_process"]
-    fn splitting_a_circular_chain_aborts() {
+    #[ignore = "ends its process: see damaged_hash_chains_of_the_dedup_table_abort_the_process"]
+    fn splitting_a_circular_hash_chain_aborts() {
         let (table, blobs) = one_chain();
         // Use `Circle`, whose links cannot be changed. A split reverses each link that it passes,
         // so it would turn an ordinary circular chain into one that ends.
@@ -348,8 +348,8 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "ends its process: see damaged_dedup_chains_abort_the_process"]
-    fn joining_a_circular_chain_aborts() {
+    #[ignore = "ends its process: see damaged_hash_chains_of_the_dedup_table_abort_the_process"]
+    fn joining_circular_hash_chains_aborts() {
         let (table, blobs) = one_chain();
         table.split(&blobs);
         table.buckets.get(LOCKS).0.store(1, Relaxed);
@@ -374,65 +374,69 @@ mod tests {
 
     #[test]
     #[cfg(not(miri))]
-    fn damaged_dedup_chains_abort_the_process() {
+    fn damaged_hash_chains_of_the_dedup_table_abort_the_process() {
         for name in [
-            "removing_an_unlisted_blob_aborts",
-            "removing_from_a_circular_chain_aborts",
-            "splitting_a_circular_chain_aborts",
-            "joining_a_circular_chain_aborts",
+            "removing_an_unlisted_blob_from_the_dedup_table_aborts",
+            "removing_a_blob_from_a_circular_hash_chain_aborts",
+            "splitting_a_circular_hash_chain_aborts",
+            "joining_circular_hash_chains_aborts",
         ] {
             crate::tests::aborts(&format!("dedup::tests::{name}"));
         }
     }
 
     #[test]
-    fn dedup_table_matches_a_set_model() {
+    fn dedup_table_lists_the_same_blobs_as_a_set_model() {
         const BLOBS: u32 = 20_000;
-        for_each_seed("dedup_table_matches_a_set_model", 4, |seed| {
-            let mut rng = Rng::new(seed);
-            let hash = |i: u32, rng: &mut Rng| {
-                if i.is_multiple_of(100) {
-                    u64::from(i % 700)
-                } else {
-                    rng.next()
+        for_each_seed(
+            "dedup_table_lists_the_same_blobs_as_a_set_model",
+            4,
+            |seed| {
+                let mut rng = Rng::new(seed);
+                let hash = |i: u32, rng: &mut Rng| {
+                    if i.is_multiple_of(100) {
+                        u64::from(i % 700)
+                    } else {
+                        rng.next()
+                    }
+                };
+                let blobs = (0..BLOBS).map(|i| (AtomicU32::new(0), hash(i, &mut rng)));
+                let blobs = Blobs(blobs.collect());
+                let table = Dedup::new(BLOBS as usize)
+                    .expect("cannot reserve address space for the hash table");
+                let mut listed = BTreeSet::new();
+                for step in 0..60_000 {
+                    let blob = 1 + rng.below(u64::from(BLOBS) - 1) as u32;
+                    let found = table
+                        .lock(blobs.hash(blob))
+                        .find(&blobs, |other| other == blob);
+                    // Every hundredth blob has a hash that other blobs have, too. Their chains are so
+                    // long that a look-up does not find all blobs.
+                    if !blob.is_multiple_of(100) {
+                        assert_eq!(found.is_some(), listed.contains(&blob));
+                    }
+                    // The first steps mostly add blobs, until the table lists nearly all of them. The
+                    // later steps mostly remove blobs.
+                    let add = rng.below(60_000) > step;
+                    if add && listed.insert(blob) {
+                        table.add(&blobs, table.lock(blobs.hash(blob)), blob);
+                    } else if !add && listed.remove(&blob) {
+                        table.remove(&blobs, blob);
+                    }
+                    if step % 4000 == 0 {
+                        let mut found = BTreeSet::new();
+                        table.check(&blobs, |blob| assert!(found.insert(blob)));
+                        assert_eq!(found, listed);
+                    }
                 }
-            };
-            let blobs = (0..BLOBS).map(|i| (AtomicU32::new(0), hash(i, &mut rng)));
-            let blobs = Blobs(blobs.collect());
-            let table = Dedup::new(BLOBS as usize)
-                .expect("cannot reserve address space for the hash table");
-            let mut listed = BTreeSet::new();
-            for step in 0..60_000 {
-                let blob = 1 + rng.below(u64::from(BLOBS) - 1) as u32;
-                let found = table
-                    .lock(blobs.hash(blob))
-                    .find(&blobs, |other| other == blob);
-                // Every hundredth blob has a hash that other blobs have, too. Their chains are so
-                // long that a look-up does not find all blobs.
-                if !blob.is_multiple_of(100) {
-                    assert_eq!(found.is_some(), listed.contains(&blob));
-                }
-                // The first steps mostly add blobs, until the table lists nearly all of them. The
-                // later steps mostly remove blobs.
-                let add = rng.below(60_000) > step;
-                if add && listed.insert(blob) {
-                    table.add(&blobs, table.lock(blobs.hash(blob)), blob);
-                } else if !add && listed.remove(&blob) {
+                for blob in listed {
                     table.remove(&blobs, blob);
                 }
-                if step % 4000 == 0 {
-                    let mut found = BTreeSet::new();
-                    table.check(&blobs, |blob| assert!(found.insert(blob)));
-                    assert_eq!(found, listed);
-                }
-            }
-            for blob in listed {
-                table.remove(&blobs, blob);
-            }
-            table.check(&blobs, |_| {
-                panic!("the table lists a blob after all blobs were removed")
-            });
-            assert_eq!(table.bytes(), u64::from(LOCKS) * 4);
-        });
+                table.check(&blobs, |_| {
+                    panic!("the table lists a blob after all blobs were removed")
+                });
+                assert_eq!(table.bytes(), u64::from(LOCKS) * 4);
+            },
+        );
     }
 }

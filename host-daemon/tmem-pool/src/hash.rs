@@ -83,7 +83,7 @@ mod tests {
     /// proportion, these tags collide as often as the full tags of 2^30 pages.
     #[test]
     #[cfg_attr(miri, ignore = "hashes a million pages")]
-    fn few_pages_of_four_terabytes_have_equal_tags() {
+    fn hash_tags_of_pages_rarely_collide_in_a_4_tib_pool() {
         const PAGES: u64 = 1 << 20;
         const SLICE_BITS: u32 = 10;
         let hash = PageHash::new(17);
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn page_hash_equals_seeded_xxh3_of_another_library() {
+    fn page_hash_matches_another_implementation_of_seeded_xxh3() {
         for_each_seed("hash", 100, |seed| {
             let mut rng = Rng::new(seed);
             let page = std::array::from_fn(|_| rng.next() as u8);

@@ -34,7 +34,7 @@ fn put(tenant: &Tenant, index: u64, page: &Page) -> PutResult {
 }
 
 #[test]
-fn each_finalized_page_is_counted_under_one_form() {
+fn each_finalized_page_is_counted_under_exactly_one_form() {
     let engine = engine(16 * MIB);
     let a = tenant(&engine, "a");
     let mut half = noise(1);

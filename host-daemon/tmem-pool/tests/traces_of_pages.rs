@@ -136,7 +136,7 @@ fn maintain(engine: &Engine) {
 }
 
 #[test]
-fn zstd_leaves_no_copy_of_a_page() {
+fn zstd_leaves_no_copies_of_page_bytes_in_memory() {
     let engine = common::engine(64 << 20);
     let tenant = common::tenant(&engine, "a");
     let mut pages = SecretPages::new(2).expect("cannot allocate two pages");

@@ -559,7 +559,7 @@ mod tests {
     /// Gives the oracle, for each of its rules, an answer that violates the rule. The oracle must
     /// report each violation.
     #[test]
-    fn the_oracle_reports_each_wrong_answer() {
+    fn the_oracle_rejects_each_kind_of_wrong_answer() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         get(&mut m, 10, Some(B)).expect_err("the oracle accepts a hit with wrong bytes");
@@ -591,7 +591,7 @@ mod tests {
     /// Gives the oracle, for each rule of retained pages, an answer that violates the rule. The
     /// oracle must report each violation.
     #[test]
-    fn the_oracle_reports_each_wrong_answer_about_retained_pages() {
+    fn the_oracle_rejects_each_kind_of_wrong_answer_about_retained_pages() {
         const RETAINED: u8 = wire::GET_RETAINED;
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
@@ -648,7 +648,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_drops_pages_put_before_it() {
+    fn the_oracle_rejects_a_hit_on_a_page_flushed_after_its_put() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         let flush = flush_object();
@@ -668,7 +668,7 @@ mod tests {
     /// Sends a get and a flush on two queues, so that both are in flight. The device may execute
     /// either first, in whichever order the guest sees the answers.
     #[test]
-    fn a_flush_is_unordered_with_a_get_on_another_queue() {
+    fn the_oracle_allows_a_hit_during_a_flush_on_another_queue() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         let flush = flush_object();
@@ -699,7 +699,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hit_in_a_destroyed_pool_is_a_violation() {
+    fn the_oracle_rejects_a_hit_in_a_destroyed_pool() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         let asked = m.ask(vec![]);

@@ -51,7 +51,7 @@ fn pair(size: u16, event_idx: bool) -> Pair {
 /// Sends random chains, direct and indirect, through many rounds of the ring. The device must get
 /// each chain unchanged, and its answers must arrive in order.
 #[test]
-fn chains_arrive_complete_and_in_order() {
+fn descriptor_chains_arrive_complete_and_in_order() {
     for event_idx in [false, true] {
         let Pair {
             ram,

@@ -38,7 +38,7 @@ fn equal_seeds_give_identical_runs() {
 /// Runs all seeds without a mutation (broken rule); no seed may fail. Together, the runs must have
 /// stored, hit, refused, lost and retained pages, stale requests, and REFs answered HELD and GONE.
 #[test]
-fn no_seed_fails_without_a_mutation() {
+fn no_simulated_run_fails_without_a_mutation() {
     let totals = run_seeds((1, 150), None, 2, |_| {});
     if let Some(found) = totals.found {
         panic!("TMEM_SEED={} fails: {:?}", found.seed, found.failure);
@@ -117,7 +117,7 @@ fn simulator_documentation_lists_exactly_the_mutations() {
 
 #[test]
 #[cfg_attr(debug_assertions, ignore = "make check-sim runs it, optimised")]
-fn each_mutation_is_detected() {
+fn the_simulator_detects_each_mutation() {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let (mut missed, mut others) = (Vec::new(), Vec::new());
     let table = table();
@@ -155,7 +155,7 @@ fn each_mutation_is_detected() {
 
 /// The output of a failing simulator run contains a complete command that replays the run.
 #[test]
-fn a_failure_prints_its_replay_command() {
+fn a_failed_simulation_prints_its_replay_command() {
     let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_tmem-world"));
     let program = program.args(["--mutation", "MissTaken", "--seeds", "20"]);
     let output = program
@@ -176,7 +176,7 @@ fn a_failure_prints_its_replay_command() {
 }
 
 #[test]
-fn a_failing_script_shrinks_to_necessary_steps() {
+fn a_failing_script_is_shrunk_to_its_necessary_steps() {
     let mutation = Some(Mutation::MissTaken);
     let found = run_seeds((1, 200), mutation, 1, |_| {}).found;
     let found = found.expect("no seed found the mutation");

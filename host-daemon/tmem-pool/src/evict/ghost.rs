@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn each_resize_step_changes_at_most_one_bucket() {
+    fn each_resize_step_of_the_ghost_table_changes_at_most_one_bucket() {
         // In Miri, the test would take hours with 4,000 pages.
         const PAGES: u32 = if cfg!(miri) { 600 } else { 4000 };
         let mut ghost = Ghost::new(Chunks::some());
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
-    fn growing_the_table_forgets_no_key() {
+    fn growing_the_ghost_table_keeps_all_keys() {
         let mut ghost = table(2048);
         let keys = keys(6, 1024);
         keys.iter().for_each(|&key| ghost.add(key, past(key)));
@@ -280,7 +280,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
-    fn shrinking_the_table_keeps_the_newest_keys() {
+    fn shrinking_the_ghost_table_keeps_the_newest_keys() {
         let mut ghost = table(16_384);
         let keys = keys(7, 60_000);
         keys.iter().for_each(|&key| ghost.add(key, past(key)));
@@ -296,7 +296,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
-    fn shrinking_the_table_releases_its_memory() {
+    fn shrinking_the_ghost_table_releases_its_memory() {
         let chunks = Chunks::some();
         let mut ghost = Ghost::new(Arc::clone(&chunks));
         assert_eq!(ghost.bytes(), 0);
@@ -322,7 +322,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
-    fn failed_growth_keeps_the_table_and_its_keys() {
+    fn a_ghost_table_that_cannot_grow_keeps_its_keys() {
         let mut ghost = table(2048);
         ghost.add(8, Past::Main);
         fail::one_in(1, 1);

@@ -190,7 +190,7 @@ impl<X: Zeroed> Heap<X> {
 }
 
 #[test]
-fn stored_bytes_read_back_unchanged() {
+fn heap_blobs_read_back_unchanged() {
     let (seeds, steps) = if cfg!(miri) { (1, 300) } else { (16, 20_000) };
     for_each_seed("heap", seeds, |seed| {
         let mut rng = Rng::new(seed);
@@ -263,7 +263,7 @@ fn stored_bytes_read_back_unchanged() {
 
 #[test]
 #[cfg_attr(miri, ignore = "needs too many handles for miri")]
-fn freed_handles_are_reused_for_other_lengths() {
+fn freed_handles_are_reused_for_blobs_of_other_lengths() {
     const BYTES: u64 = 1 << 20;
     let heap = Heap::<()>::new(BYTES).expect("cannot reserve address space for the heap");
     let bytes = [1; PAGE_SIZE];
@@ -296,7 +296,7 @@ fn freed_handles_are_reused_for_other_lengths() {
 
 #[test]
 #[cfg_attr(miri, ignore = "needs too many handles for miri")]
-fn a_store_without_a_free_handle_is_refused() {
+fn storing_a_blob_fails_if_no_handle_is_free() {
     const BYTES: u64 = 1 << 20;
     let heap = Heap::<()>::new(BYTES).expect("cannot reserve address space for the heap");
     // Store blobs of one byte. The memory suffices for more of them than there are handles.
@@ -319,7 +319,7 @@ fn a_store_without_a_free_handle_is_refused() {
 }
 
 #[test]
-fn reserved_pages_are_filled_and_freed_together() {
+fn reserved_pages_can_be_filled_and_freed_in_batches() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let page_of = |id| -> Page { bytes_of(id, PAGE_SIZE).try_into().expect("not a page") };
     // Allow memory for only 40 of the 64 pages.
@@ -378,7 +378,7 @@ fn compaction_does_not_move_a_slot_before_it_is_written() {
 }
 
 #[test]
-fn one_store_releases_a_bounded_number_of_idle_frames() {
+fn storing_a_blob_releases_a_bounded_number_of_idle_frames() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let page = [1; PAGE_SIZE];
     let nr = if cfg!(miri) { 100 } else { 1000 };
@@ -401,7 +401,7 @@ fn one_store_releases_a_bounded_number_of_idle_frames() {
 }
 
 #[test]
-fn one_reservation_of_pages_releases_a_bounded_number_of_idle_frames() {
+fn reserving_pages_releases_a_bounded_number_of_idle_frames() {
     const NR: u64 = 1000;
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     // Try idle spans of one frame, which a page can use, and longer ones, which it cannot use.
@@ -433,7 +433,7 @@ fn one_reservation_of_pages_releases_a_bounded_number_of_idle_frames() {
 }
 
 #[test]
-fn a_store_releases_idle_frames_above_a_lowered_limit() {
+fn storing_a_blob_releases_idle_frames_above_a_lowered_limit() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let page = [1; PAGE_SIZE];
     let store = |max| heap.store(&page, max).expect("the heap has no room");
@@ -446,7 +446,7 @@ fn a_store_releases_idle_frames_above_a_lowered_limit() {
 }
 
 #[test]
-fn trimming_releases_idle_frames_and_keeps_their_neighbours() {
+fn trimming_releases_idle_frames_and_keeps_adjacent_used_frames() {
     const STAY: u64 = 10;
     let nr = if cfg!(miri) { 60 } else { 3000 };
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
@@ -627,8 +627,8 @@ fn a_blob_can_have_the_maximum_number_of_readers() {
 }
 
 #[test]
-#[ignore = "ends its process: see too_many_readers_abort_the_process"]
-fn a_reader_above_the_maximum_aborts() {
+#[ignore = "ends its process: see too_many_readers_of_a_blob_abort_the_process"]
+fn exceeding_the_maximum_number_of_readers_of_a_blob_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let handle = heap
         .store(b"bytes", BYTES_MAX)
@@ -638,13 +638,13 @@ fn a_reader_above_the_maximum_aborts() {
 
 #[test]
 #[cfg(not(miri))]
-fn too_many_readers_abort_the_process() {
-    crate::tests::aborts("heap::tests::a_reader_above_the_maximum_aborts");
+fn too_many_readers_of_a_blob_abort_the_process() {
+    crate::tests::aborts("heap::tests::exceeding_the_maximum_number_of_readers_of_a_blob_aborts");
 }
 
 #[test]
 #[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
-fn a_circular_list_of_idle_spans_aborts() {
+fn releasing_a_circular_list_of_idle_spans_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let page = [1; PAGE_SIZE];
     let handles = [(); 2].map(|()| heap.store(&page, BYTES_MAX).expect("the heap has no room"));
@@ -656,7 +656,7 @@ fn a_circular_list_of_idle_spans_aborts() {
 
 #[test]
 #[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
-fn a_span_missing_from_its_list_aborts() {
+fn freeing_a_blob_in_a_span_missing_from_its_list_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let handle = heap
         .store(&[1; 2000], BYTES_MAX)
@@ -668,7 +668,7 @@ fn a_span_missing_from_its_list_aborts() {
 
 #[test]
 #[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
-fn a_span_with_a_wrong_back_link_aborts() {
+fn a_span_list_with_a_wrong_back_link_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let nr = heap.classes.for_len(2000);
     // Prepare a list of two spans, each of which has a free slot.
@@ -700,9 +700,9 @@ fn a_span_with_a_wrong_back_link_aborts() {
 #[cfg(not(miri))]
 fn damaged_span_lists_abort_the_process() {
     for name in [
-        "a_circular_list_of_idle_spans_aborts",
-        "a_span_missing_from_its_list_aborts",
-        "a_span_with_a_wrong_back_link_aborts",
+        "releasing_a_circular_list_of_idle_spans_aborts",
+        "freeing_a_blob_in_a_span_missing_from_its_list_aborts",
+        "a_span_list_with_a_wrong_back_link_aborts",
     ] {
         crate::tests::aborts(&format!("heap::tests::{name}"));
     }

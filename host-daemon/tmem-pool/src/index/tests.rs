@@ -167,7 +167,7 @@ fn index_memory_per_page_is_bounded() {
 }
 
 #[test]
-fn the_object_map_shrinks_as_objects_are_removed() {
+fn object_map_shrinks_as_objects_are_removed() {
     const OBJECTS: u64 = 40_000;
     let mut index = Index::new(1, 1 << 22, &Chunks::some());
     index.create_pool(1).unwrap();
@@ -195,7 +195,7 @@ fn the_object_map_shrinks_as_objects_are_removed() {
 /// Tests that a look-up never takes the record of a freed object for that object, although the
 /// index remembers the object that it found last.
 #[test]
-fn a_freed_object_is_not_found_again() {
+fn finding_a_page_of_a_freed_object_fails() {
     let mut rng = Rng::new(3);
     let mut index = Index::new(3, KEYS_MAX, &Chunks::some());
     index.create_pool(1).unwrap();

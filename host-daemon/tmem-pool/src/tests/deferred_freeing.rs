@@ -110,7 +110,7 @@ fn a_departed_tenant_is_detached_at_once_and_freed_later() {
 }
 
 #[test]
-fn a_clear_also_frees_objects_that_were_detached_before() {
+fn clearing_a_tenant_also_frees_objects_detached_by_a_flush() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     fill(&tenant, 1, 40);
@@ -130,7 +130,7 @@ fn a_clear_also_frees_objects_that_were_detached_before() {
 /// Creates and destroys empty pools. They must be freed at once, because a guest can create and
 /// destroy pools faster than background work would free them.
 #[test]
-fn empty_pools_are_freed_at_once() {
+fn destroyed_empty_pools_are_freed_at_once() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     for id in 2..100 {
@@ -167,7 +167,7 @@ fn memory_of_a_destroyed_pool_is_counted_until_freed() {
 /// exactly once over all keys that the estimator follows, whatever the number of the flush's steps.
 /// It must count the cost of that walk.
 #[test]
-fn a_large_flush_walks_once_over_the_keys_that_the_estimator_samples() {
+fn a_large_flush_scans_the_hit_estimator_once() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(fill(&tenant, 1, 500), 500);
@@ -198,7 +198,7 @@ fn a_large_flush_walks_once_over_the_keys_that_the_estimator_samples() {
 }
 
 #[test]
-fn a_flush_in_steps_stays_within_its_time_budget() {
+fn each_step_of_a_flush_stays_within_its_time_budget() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(fill(&tenant, 1, 200), 200);

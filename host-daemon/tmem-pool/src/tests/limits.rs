@@ -71,7 +71,7 @@ fn a_large_page_evicts_several_small_pages() {
 }
 
 #[test]
-fn a_page_above_the_limit_is_refused_without_eviction() {
+fn a_page_larger_than_the_limit_is_refused_without_eviction() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, limited(NOISE_CHARGE - 1));
     assert_eq!(put(&tenant, 1, 2, 1, &noise(1)), Refused);
@@ -93,7 +93,7 @@ fn a_page_above_the_limit_is_refused_without_eviction() {
 }
 
 #[test]
-fn a_refused_put_drops_an_earlier_page_of_its_key_in_the_batch() {
+fn a_refused_put_drops_an_earlier_page_with_the_same_key() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     tenant.shared().lock(&tenant.engine().totals).raw_max = 1;
@@ -115,7 +115,7 @@ fn a_refused_put_drops_an_earlier_page_of_its_key_in_the_batch() {
 }
 
 #[test]
-fn keys_of_same_filled_pages_are_limited() {
+fn the_number_of_keys_of_a_tenant_is_limited() {
     let engine = Engine::with(config(64 << 20), crate::hash::PageHash::of, 100).unwrap();
     let tenant = add(&engine, "a", None, OPEN);
     let stored = (0..150)
@@ -163,7 +163,7 @@ fn an_object_is_freed_with_its_last_page() {
 /// tenant's entitlement, from four full batches to as many pages as one core compresses in some 10
 /// ms.
 #[test]
-fn raw_pages_of_a_tenant_are_limited() {
+fn the_number_of_raw_pages_of_a_tenant_is_limited() {
     for (bytes, expected) in [(4 << 20, RAW_PAGES_MIN), (1 << 30, RAW_PAGES_MAX)] {
         let engine = new_engine(bytes);
         let tenant = add(&engine, "a", None, OPEN);
@@ -449,7 +449,7 @@ fn background_work_frees_memory_as_fast_as_puts_take_it() {
 }
 
 #[test]
-fn background_work_evicts_no_more_pages_than_a_tenant_is_above_its_entitlement() {
+fn background_work_evicts_a_tenant_only_down_to_its_entitlement() {
     const PAGES: u64 = 1200;
     let engine = new_engine(8 << 20);
     let tenant = add(&engine, "a", None, OPEN);
@@ -475,7 +475,7 @@ fn background_work_evicts_no_more_pages_than_a_tenant_is_above_its_entitlement()
 }
 
 #[test]
-fn watermarks_of_large_pools_have_a_maximum() {
+fn the_high_watermark_of_free_memory_has_a_maximum() {
     for (size_bytes, high_bytes) in [
         (64 << 20, 2 << 20),
         (4 << 30, 128 << 20),
@@ -488,7 +488,7 @@ fn watermarks_of_large_pools_have_a_maximum() {
 /// Lets a sweep end while many frames are idle. They go back to the system in several steps of
 /// background work, because each batch costs system calls.
 #[test]
-fn the_end_of_a_sweep_releases_idle_frames_in_bounded_steps() {
+fn idle_frames_are_released_in_bounded_steps_after_a_sweep() {
     const BATCH_BYTES: u64 = 64 * PAGE_SIZE as u64;
     let engine = new_engine(64 << 20);
     let tenant = add(&engine, "a", None, OPEN);
@@ -599,7 +599,7 @@ fn fill_with_keys(tenant: &Tenant) -> u64 {
 }
 
 #[test]
-fn a_tenant_gets_its_entitlement_in_a_pool_full_of_keys() {
+fn a_tenant_gets_its_entitlement_in_a_pool_full_of_index_entries() {
     let engine = new_engine(8 << 20);
     let keys = add(&engine, "keys", None, OPEN);
     fill_with_keys(&keys);
@@ -618,7 +618,7 @@ fn a_tenant_gets_its_entitlement_in_a_pool_full_of_keys() {
 /// remaining pages is far below the memory of the tenant's index. Another tenant must still get its
 /// entitlement.
 #[test]
-fn a_tenant_gets_its_entitlement_in_a_pool_with_a_sparse_index() {
+fn a_tenant_gets_its_entitlement_beside_a_tenant_with_a_sparse_index() {
     let engine = new_engine(8 << 20);
     let keys = add(&engine, "keys", None, OPEN);
     let objects = fill_with_keys(&keys);
@@ -643,7 +643,7 @@ fn a_tenant_gets_its_entitlement_in_a_pool_with_a_sparse_index() {
 /// Lets many tenants fill the pool one after the other. No tenant may keep index memory for the
 /// keys of its evicted pages.
 #[test]
-fn tenants_keep_no_index_memory_of_evicted_pages() {
+fn index_memory_of_evicted_pages_is_released() {
     const TENANTS: u64 = 12;
     let engine = new_engine(8 << 20);
     let tenants: Vec<Tenant> = (0..TENANTS)
@@ -665,7 +665,7 @@ fn tenants_keep_no_index_memory_of_evicted_pages() {
 }
 
 #[test]
-fn a_pool_too_small_for_a_page_refuses_it() {
+fn a_put_into_a_pool_smaller_than_the_page_is_refused() {
     let engine = new_engine(6 << 10);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(put(&tenant, 1, 0, 1, &noise(1)), Refused);
@@ -674,7 +674,7 @@ fn a_pool_too_small_for_a_page_refuses_it() {
 }
 
 #[test]
-fn a_reserve_is_admitted_only_if_it_fits() {
+fn a_reserve_above_the_unreserved_part_of_the_pool_is_refused() {
     let engine = new_engine(1000);
     let quota = |reserve_bytes, limit_bytes| Quota {
         reserve_bytes,
@@ -739,7 +739,7 @@ fn reserve(reserve_bytes: u64) -> Quota {
 }
 
 #[test]
-fn reserves_are_admitted_against_the_full_pool_size() {
+fn reserves_are_limited_by_the_full_size_of_a_shrunk_pool() {
     let engine = new_engine(1000);
     let try_add = |name: &str, reserve_bytes| {
         engine.add_tenant(TenantSpec {
@@ -778,7 +778,7 @@ fn reserves_are_admitted_against_the_full_pool_size() {
 }
 
 #[test]
-fn size_and_quotas_change_atomically() {
+fn pool_size_and_quotas_change_atomically() {
     let engine = new_engine(1000);
     let (a, b) = (
         add(&engine, "a", None, reserve(500)),
@@ -874,7 +874,7 @@ fn entitlements_change_as_tenants_join_and_leave() {
 }
 
 #[test]
-fn shrinking_the_pool_evicts_in_bounded_steps() {
+fn a_shrunk_pool_evicts_pages_in_bounded_steps() {
     let engine = new_engine(400 * NOISE_CHARGE);
     let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
     fill(&a, 1, 120);
@@ -907,7 +907,7 @@ fn shrinking_the_pool_evicts_in_bounded_steps() {
 }
 
 #[test]
-fn a_put_evicts_no_more_than_its_bound() {
+fn a_put_evicts_a_bounded_number_of_pages() {
     let engine = new_engine(2000 * NOISE_CHARGE);
     let tenant = add(&engine, "a", None, OPEN);
     fill(&tenant, 1, 1500);
@@ -941,7 +941,7 @@ fn a_put_evicts_no_more_than_its_bound() {
 /// has only stale entries, whose pages are gone. These entries must not delay the raw pages of
 /// other tenants.
 #[test]
-fn stale_entries_of_a_raw_queue_do_not_delay_other_tenants() {
+fn stale_raw_queue_entries_do_not_delay_pages_of_other_tenants() {
     let engine = new_engine(4 << 20);
     let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
     let put_raw = |tenant: &Tenant, index, page: &Page| {

@@ -567,7 +567,7 @@ fn a_get_returns_the_last_put_when_allocations_fail() {
 /// run has that seed.
 #[test]
 #[ignore = "runs for TMEM_SECONDS seconds: make fuzz"]
-fn random_operations_match_the_model() {
+fn random_engine_operations_match_the_model() {
     let seconds = std::env::var("TMEM_SECONDS").map_or(60, |text| {
         text.parse()
             .expect("TMEM_SECONDS is not a number of seconds")

@@ -15,7 +15,7 @@ const fn quota(reserve_bytes: u64, limit_bytes: Option<u64>, weight: u32) -> Quo
 }
 
 #[test]
-fn entitlements_match_expected_values() {
+fn entitlements_of_example_quotas_have_the_expected_values() {
     let cases: &[(&str, u64, &[Quota], &[u64])] = &[
         ("no tenant", 1000, &[], &[]),
         ("one tenant", 1000, &[quota(0, None, 1)], &[1000]),
@@ -157,7 +157,7 @@ fn random(rng: &mut Rng) -> Quota {
 }
 
 #[test]
-fn entitlements_respect_size_limits_and_reserves() {
+fn entitlements_respect_pool_size_limits_and_reserves() {
     for_each_seed("entitlements", 2000, |seed| {
         let mut rng = Rng::new(seed);
         let size_bytes = rng.below(20_000);
