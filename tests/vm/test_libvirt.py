@@ -452,7 +452,7 @@ def test_hook_stops_a_start_only_if_the_cache_is_required(
     private.write_text(libvirt.config(name).replace("mode='shared'", "mode='private'"))
     libvirt.virsh("define", private)
     words = libvirt.virsh_refused("start", name)
-    assert "its memory is not shared" in words and "tmemctl attach" in words
+    assert "the domain's memory is not shared" in words and "tmemctl attach" in words
     libvirt.tmemctl(*attach)
 
     # A daemon that hangs delays a start by seconds only.

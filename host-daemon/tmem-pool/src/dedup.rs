@@ -301,7 +301,10 @@ mod tests {
         }
 
         fn next(&self, blob: u32) -> u32 {
-            assert!(blob != 0, "blob 0, which means no blob, is used as a blob");
+            assert!(
+                blob != 0,
+                "blob number 0 is in use, although 0 means that there is no blob"
+            );
             self.0[blob as usize].0.load(Relaxed)
         }
 
@@ -433,7 +436,7 @@ mod tests {
                     table.remove(&blobs, blob);
                 }
                 table.check(&blobs, |_| {
-                    panic!("the table lists a blob after all blobs were removed")
+                    panic!("the table of equal pages lists a blob after all blobs were removed")
                 });
                 assert_eq!(table.bytes(), u64::from(LOCKS) * 4);
             },

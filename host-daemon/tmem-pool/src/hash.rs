@@ -99,11 +99,12 @@ mod tests {
         let (lost, short_lost) = (lost(tags), lost(short_tags));
         assert!(
             lost * 10_000 < PAGES,
-            "{lost} of {PAGES} pages cannot be shared"
+            "{lost} of {PAGES} pages have the same hash tag as another page, 0.01 % or more"
         );
         assert!(
             short_lost * 20 > PAGES,
-            "the test is too weak: only {short_lost} of {PAGES} pages have equal tags of 32 bits"
+            "the test is too weak: only {short_lost} of {PAGES} pages have equal hash tags of 32 \
+             bits"
         );
     }
 

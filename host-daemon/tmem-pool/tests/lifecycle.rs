@@ -55,7 +55,9 @@ fn get(tenant: &Tenant, index: u64, cookie: u64) -> Option<Page> {
             Some(out[0])
         }
         GetResult::Miss => None,
-        GetResult::Retained { .. } => panic!("a get that does not allow it retained a page"),
+        GetResult::Retained { .. } => {
+            panic!("a get retained a page although its retain bits are 0")
+        }
     }
 }
 

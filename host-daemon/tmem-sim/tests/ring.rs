@@ -132,7 +132,7 @@ fn kicks_and_interrupts_are_sent_only_while_enabled() {
         );
         assert!(
             device.enable_notification(ram.map()).unwrap(),
-            "the device did not see the published chain"
+            "the device did not find the chain published before it enabled notifications"
         );
         for _ in 0..2 {
             let head = device.pop_descriptor_chain(ram.map()).unwrap().head_index();

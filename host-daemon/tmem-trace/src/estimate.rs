@@ -372,7 +372,7 @@ mod tests {
             let (estimator, caches) = run(room, gets, seed);
             assert!(
                 estimator.shift >= 5,
-                "the test is too weak: one key in 2^{} is followed, more than one in 32",
+                "the test is too weak: the estimator samples one key in 2^{}, more than one in 32",
                 estimator.shift
             );
             let of_gets = |hits: f64| 100.0 * hits / gets as f64;

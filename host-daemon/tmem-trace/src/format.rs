@@ -310,11 +310,11 @@ impl fmt::Display for TraceError {
             TraceError::NoTrace => {
                 write!(
                     f,
-                    "the file is no trace, or a trace of a version other than {}",
+                    "the file is not a trace, or is a trace of a version other than {}",
                     MAGIC[7]
                 )
             }
-            TraceError::Cut => write!(f, "the trace ends within an event"),
+            TraceError::Cut => write!(f, "the trace is cut off within an event"),
             TraceError::Broken(at) => write!(f, "the trace is damaged at byte {at}"),
         }
     }

@@ -236,7 +236,7 @@ fn the_timeout_does_not_apply_to_reading_a_trace() {
     });
     let trace = trace.to_str().expect("the text is not UTF-8");
     let read = tmemctl(Path::new("/"), &["trace", trace, "--timeout", "1"]);
-    fails(&read, 1, &["is no trace"]);
+    fails(&read, 1, &["is not a trace"]);
     writer.join().expect("the writing thread panicked");
 }
 

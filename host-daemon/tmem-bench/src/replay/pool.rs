@@ -308,13 +308,13 @@ mod tests {
             assert_eq!(
                 run(u64::MAX, &ops).2,
                 left * PAGE,
-                "wrong charge after {op:?}"
+                "the replayed pool has a wrong charge after {op:?}"
             );
             ops.extend((0..100).map(|page| (0, get(page))));
             assert_eq!(
                 run(u64::MAX, &ops).0,
                 left,
-                "wrong number of hits after {op:?}"
+                "the replayed pool counts a wrong number of hits after {op:?}"
             );
         }
     }

@@ -209,7 +209,7 @@ mod tests {
         assert_eq!(
             ghost.take(1),
             None,
-            "a table that has no memory yet knows a key"
+            "take() found a key in a ghost table that has no memory yet"
         );
         ghost = table(2048);
         let (added, unknown) = (keys(3, 16_384), keys(4, 16_384));
@@ -221,7 +221,7 @@ mod tests {
         assert_eq!(
             known(&mut ghost, newest),
             0,
-            "the table still knows keys that were taken out of it"
+            "the ghost table still has keys that take() removed"
         );
     }
 
@@ -238,14 +238,15 @@ mod tests {
             let mut after = buckets(&ghost);
             assert!(
                 after.len().abs_diff(before.len()) <= 1,
-                "the step to {pages} pages changed the number of buckets from {} to {}",
+                "the resize step for {pages} pages changed the number of buckets by more than \
+                 one, from {} to {}",
                 before.len(),
                 after.len()
             );
             let changed = before.iter().zip(&after).filter(|(a, b)| a != b).count();
             assert!(
                 changed <= 1,
-                "the step to {pages} pages changed {changed} buckets"
+                "the resize step for {pages} pages changed {changed} buckets, more than one"
             );
             // Add a fingerprint to a random bucket, so that all buckets fill, including the new
             // one.
@@ -271,7 +272,7 @@ mod tests {
             assert_eq!(
                 ghost.take(key),
                 Some(past(key)),
-                "the table grown for {pages} pages has forgotten a key"
+                "the ghost table lost a key when it grew for {pages} pages"
             );
             ghost.add(key, past(key));
         }
@@ -290,7 +291,7 @@ mod tests {
         let known = known(&mut ghost, &keys[keys.len() - 4096..]);
         assert!(
             known > 3900,
-            "only {known} of the newest 4,096 keys are known"
+            "the shrunk ghost table has only {known} of the newest 4,096 keys"
         );
     }
 
@@ -305,14 +306,14 @@ mod tests {
         let bytes = 40_000 * REMEMBERED_PER_PAGE as u64 * 2;
         assert!(
             ghost.bytes().abs_diff(bytes) < 8192,
-            "the table for 40,000 pages takes {} B, not about {bytes} B",
+            "the ghost table for 40,000 pages takes {} B, not about {bytes} B",
             ghost.bytes()
         );
         assert_eq!(chunks.taken(), 5);
         (0..40_000).rev().for_each(|pages| ghost.fit(pages));
         assert!(
             ghost.bytes() <= 1024 + (32 << 10),
-            "the shrunk table takes {} B, more than 33 KiB",
+            "the shrunk ghost table takes {} B, more than 33 KiB",
             ghost.bytes()
         );
         assert_eq!(chunks.taken(), 1);
@@ -331,7 +332,7 @@ mod tests {
         fail::one_in(0, 1);
         assert!(
             without_memory < wanted(40_000),
-            "the table grew to {without_memory} buckets without memory"
+            "the ghost table grew to {without_memory} buckets although all allocations failed"
         );
         assert_eq!(ghost.take(8), Some(Past::Main));
         (0..10_000).for_each(|_| ghost.fit(40_000));

@@ -454,7 +454,10 @@ mod tests {
                     .filter(|&&nr| arena.blocks[nr].used == 0)
                     .count();
                 assert_eq!(arena.idle as usize, idle);
-                assert!(idle <= 1, "{idle} chunks without a used record were kept");
+                assert!(
+                    idle <= 1,
+                    "the arena keeps {idle} chunks without a used record, more than one"
+                );
             }
             while let Some((id, _)) = model.pop_first() {
                 arena.remove(id);

@@ -161,7 +161,7 @@ fn index_memory_per_page_is_bounded() {
         println!("{name}: {bytes:.1} B a page");
         assert!(
             bytes < most,
-            "{name}: the index takes {bytes:.1} B for each page, limit {most} B"
+            "{name}: the index takes {bytes:.1} B for each page, not less than {most} B"
         );
     }
 }
@@ -183,7 +183,7 @@ fn object_map_shrinks_as_objects_are_removed() {
     }
     assert!(
         index.map_bytes * 4 < full_bytes,
-        "the tables still take {} of {full_bytes} B after 19 of 20 objects were removed",
+        "the object map still takes {} of {full_bytes} B after 19 of 20 objects were removed",
         index.map_bytes
     );
     index.check(|_, _| {});

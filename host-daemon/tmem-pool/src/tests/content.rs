@@ -121,7 +121,7 @@ fn deduplication_is_unaffected_by_copies_in_other_trust_domains() {
     places.dedup_by_key(|place| *place as u32 % 4096);
     assert!(
         places.len() > 90,
-        "equal pages of 100 domains are in only {} of 4,096 chains",
+        "equal pages of 100 trust domains are in only {} of 4,096 hash chains",
         places.len()
     );
 }
@@ -204,7 +204,7 @@ fn store_raw(store: &Store, page: &Page) -> u32 {
 fn prepare(store: &Store, raw: u32, buffer: &mut Page) -> Prepared {
     store
         .prepare(raw, 0, STORE_BYTES, buffer)
-        .expect("the store has no memory")
+        .expect("the store has no memory for the compressed page")
 }
 
 fn complete(store: &Store, prepared: Prepared, buffer: &Page) -> Finalized {
@@ -228,7 +228,7 @@ fn equal_pages_prepared_by_two_workers_at_once_are_stored_once() {
     assert_eq!(finalized[0].stored_bytes, finalized[1].stored_bytes);
     raw.into_iter().for_each(|raw| store.release(raw));
     let Content::Blob(blob) = finalized[0].content else {
-        panic!("the page has no blob");
+        panic!("the finalized page has no blob");
     };
     store.check(&[(blob, (0, 2))].into());
     store.release_all(&finalized.map(|page| page.content));
@@ -491,7 +491,7 @@ fn put_window(engine: &Engine, tenant: &Tenant) {
     assert_eq!(
         (stats.same_filled_pages, stats.shared_pages, stats.raw_pages),
         (8, 7, 8),
-        "the window lacks pages of some kinds"
+        "the 64 pages of the test do not include each kind of page"
     );
 }
 
@@ -505,11 +505,11 @@ fn check_window(results: &[GetResult], out: &[Page]) {
         };
         assert_eq!(
             *result, expected,
-            "wrong result for page {index} ({kind:?})"
+            "the get returned a wrong result for page {index} ({kind:?})"
         );
         assert!(
             !kind.hits() || *out == kind.page(index),
-            "wrong bytes of page {index} ({kind:?})"
+            "the get returned wrong bytes for page {index} ({kind:?})"
         );
     }
 }
@@ -625,7 +625,7 @@ fn a_get_of_retained_pages_stays_within_its_time_budget() {
             let hits: Vec<GetResult> = results
                 .iter()
                 .map(|result| match *result {
-                    GetResult::Hit { .. } => panic!("a page was removed instead of retained"),
+                    GetResult::Hit { .. } => panic!("a get removed a page instead of retaining it"),
                     GetResult::Retained { cookie } => GetResult::Hit { cookie },
                     GetResult::Miss => GetResult::Miss,
                 })
@@ -644,7 +644,8 @@ fn a_get_of_retained_pages_stays_within_its_time_budget() {
         // because the walks of the estimator cost less than that in these gets.
         assert!(
             retained_ns + 1000 >= held_ns + 48 * REF_NS,
-            "retained pages cost {retained_ns} ns, and held pages {held_ns} ns"
+            "a get of retained pages cost {retained_ns} ns, too little beside {held_ns} ns for \
+             held pages"
         );
         maintain_all(&engine);
     }
@@ -666,7 +667,10 @@ fn compressed_and_raw_pages_decode_unchanged() {
         assert_eq!(codec::decode(stored, &mut out), Ok(()));
         assert!(out == page);
     }
-    assert!((1..200).contains(&raw), "{raw} of 200 pages are stored raw");
+    assert!(
+        (1..200).contains(&raw),
+        "{raw} of 200 pages are stored raw, not 1 to 199"
+    );
     let page = noise(1);
     assert_eq!(codec::decode(&page, &mut out), Ok(()));
     assert!(out == page);
@@ -684,7 +688,7 @@ fn decoding_damaged_bytes_fails() {
         assert_eq!(
             cut,
             Err(Corrupt),
-            "a stored form that was cut to {len} B decodes"
+            "decode() accepted a stored page that was cut to {len} B"
         );
     }
     let mut other = stored;
@@ -692,7 +696,7 @@ fn decoding_damaged_bytes_fails() {
     assert_eq!(
         codec::decode(&other, &mut out),
         Err(Corrupt),
-        "bytes decode although their form is unknown"
+        "decode() accepted stored bytes of an unknown form"
     );
     for len in [PAGE_SIZE - 1, PAGE_SIZE + 1] {
         assert_eq!(codec::decode(&vec![0; len], &mut out), Err(Corrupt));
@@ -714,7 +718,7 @@ fn same_filled_pages_are_recognized_and_restored() {
         assert_eq!(
             codec::same_filled(&other),
             None,
-            "a page whose byte {at} differs counts as same-filled"
+            "a page whose byte {at} differs was recognized as same-filled"
         );
     }
     let mut eight = page;
@@ -784,7 +788,8 @@ fn cold_pages_are_recompressed_smaller() {
     let dense = at(SWEEP_NS * 2);
     assert!(
         dense < half && half < before,
-        "payload in bytes: {before} before, {half} after half of the second sweep, {dense} after it"
+        "the payload did not shrink in both halves of the second sweep: {before} B before, {half} \
+         B after one half, {dense} B after both"
     );
     assert!(
         dense - PAGE_SIZE as u64 <= (before - PAGE_SIZE as u64) * 9 / 10,

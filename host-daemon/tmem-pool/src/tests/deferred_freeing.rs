@@ -45,21 +45,22 @@ fn is_freed_later(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) ->
         let now = engine.stats().detached_pages;
         assert!(
             detached - now <= 10,
-            "a step of 10 pages freed more: the detached pages fell from {detached} to {now}"
+            "maintain() with a budget of 10 pages freed more: detached pages fell from {detached} \
+             to {now}"
         );
         detached = now;
         engine.check_invariants();
     }
     assert!(
         detached <= 10,
-        "the last step of 10 pages freed {detached} pages"
+        "the last call of maintain() with a budget of 10 pages freed {detached} pages"
     );
     assert_eq!(engine.stats().detached_pages, 0);
     match &tenant {
         Some(tenant) => assert_eq!(
             get(tenant, 1, 1, 2),
             Some(noise(1)),
-            "a page that was put after the drop is gone"
+            "freeing detached pages removed a page that was put later"
         ),
         None => assert_eq!(engine.stats().departed_tenants, 0),
     }
@@ -180,7 +181,10 @@ fn a_large_flush_scans_the_hit_estimator_once() {
             break;
         }
     }
-    assert!(calls > 3, "the flush took only {calls} calls");
+    assert!(
+        calls > 3,
+        "the flush took only {calls} calls, not more than 3"
+    );
     assert_eq!(tenant.stats().gain_steps - before, 500);
     assert_eq!(fill(&tenant, 2, 1000), 1000);
     let before = tenant.stats().gain_steps;
@@ -211,7 +215,7 @@ fn each_step_of_a_flush_stays_within_its_time_budget() {
         let spent_ns = FLUSH_NS_MIN - budget_ns;
         assert!(
             dropped * DROP_SAME_NS <= spent_ns,
-            "dropping {dropped} pages was counted as {spent_ns} ns only"
+            "the flush dropped {dropped} pages and counted only {spent_ns} ns for them"
         );
         steps += 1;
         if done {

@@ -13,7 +13,7 @@ fn panic_under_the_lock(tenant: &Tenant) {
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let mut state = tenant.shared().lock(&tenant.engine().totals);
         state.index.gauges.pages += 1;
-        panic!("a bug that the test injects");
+        panic!("the test causes this panic under a lock on purpose");
     }));
     assert!(panicked.is_err());
 }
@@ -105,7 +105,7 @@ fn a_put_while_a_panic_unwinds_the_thread_is_counted() {
     let tenant = add(&engine, "a", None, OPEN);
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let _end = AtTheEnd(tenant.clone());
-        panic!("a panic outside of the engine that the test injects");
+        panic!("the test causes this panic outside of the engine on purpose");
     }));
     assert!(panicked.is_err());
     engine.check_invariants();
@@ -128,11 +128,11 @@ fn panic_under_a_lock_of_all(which: &str) {
             let _chains: Vec<_> = (0..1024)
                 .map(|hash| engine.store.dedup.lock(hash))
                 .collect();
-            panic!("a bug that the test injects");
+            panic!("the test causes this panic under a lock on purpose");
         }
         _ => {
             let _membership = engine.membership_mut();
-            panic!("a bug that the test injects");
+            panic!("the test causes this panic under a lock on purpose");
         }
     }));
     assert!(panicked.is_err());

@@ -263,9 +263,12 @@ fn equal_pages(name: &str, page: Page) {
                 assert_eq!(
                     read,
                     Ok(()),
-                    "the page that was stored in domain {domain} cannot be read"
+                    "the page that was stored in trust domain {domain} cannot be read"
                 );
-                assert!(out == page, "domain {domain} reads wrong bytes");
+                assert!(
+                    out == page,
+                    "the page that was stored in trust domain {domain} has wrong bytes"
+                );
                 content
             })
         });
@@ -311,7 +314,10 @@ fn equal_pages_of_two_workers(name: &str, page: Page) {
         });
         let finalized = workers.map(|thread| thread.join().unwrap());
         let contents = finalized.map(|page| page.content);
-        assert_eq!(contents[0], contents[1], "equal pages have two blobs");
+        assert_eq!(
+            contents[0], contents[1],
+            "equal pages of two workers are stored in two blobs"
+        );
         assert!(finalized[0].shared != finalized[1].shared);
         store.release_all(&contents);
         store.check(&HashMap::new());

@@ -226,7 +226,7 @@ fn other_background_work_progresses_during_continuous_puts() {
     }
     assert!(
         stays.stats().raw_pages > 0,
-        "the test is too weak: no raw page waits at its end"
+        "the test is too weak: no raw page waits to be finalized after the last put"
     );
     let stats = engine.stats();
     assert_eq!((stats.detached_pages, stats.departed_tenants), (0, 0));
@@ -306,7 +306,7 @@ fn maintain_stops_when_compaction_frees_nothing() {
     assert!(stats.payload_bytes < stats.frames_bytes * 19 / 20);
     assert!(
         !heap.is_sparse() && !heap.has_spare(),
-        "the heap still counts as compactable: {stats:?}"
+        "the heap is still sparse or has spare spans after compaction: {stats:?}"
     );
 }
 
@@ -431,7 +431,7 @@ fn background_work_frees_memory_as_fast_as_puts_take_it() {
         assert_eq!(
             tenant.stats().evictions,
             evicted,
-            "puts of round {round} evicted pages, because background work is behind"
+            "puts of round {round} evicted pages, which background work should have evicted before"
         );
         // Each call finalizes up to eight pages.
         for _ in 0..8 {
@@ -442,7 +442,7 @@ fn background_work_frees_memory_as_fast_as_puts_take_it() {
     }
     assert!(
         tenant.stats().raw_pages > 0 && tenant.stats().evictions > before + 1600,
-        "the test is too weak: {:?}",
+        "the test is too weak: no raw page is left, or too few pages were evicted: {:?}",
         tenant.stats()
     );
     engine.check_invariants();
@@ -498,14 +498,14 @@ fn idle_frames_are_released_in_bounded_steps_after_a_sweep() {
     let mut frames_bytes = engine.stats().frames_bytes;
     assert!(
         frames_bytes > 40 * BATCH_BYTES,
-        "the test is too weak: only {frames_bytes} B are idle"
+        "the test is too weak: the heap has only {frames_bytes} B of idle frames"
     );
     for _ in 0..1_000 {
         let more = engine.maintain(Time(SWEEP_NS), 1);
         let left_bytes = engine.stats().frames_bytes;
         assert!(
             frames_bytes - left_bytes <= BATCH_BYTES,
-            "one step released {} B",
+            "one step of background work released {} B, more than {BATCH_BYTES} B",
             frames_bytes - left_bytes
         );
         frames_bytes = left_bytes;
@@ -547,7 +547,11 @@ fn background_work_evicts_nothing_if_no_tenant_is_above_its_entitlement() {
     // A few evictions are allowed, because the pool may exceed its size by the index memory of the
     // last pages. Freeing memory up to the high watermark would evict some 30 pages.
     let evicted = tenant.stats().evictions - before.evictions;
-    assert!(evicted < 12, "background work evicted {evicted} pages");
+    assert!(
+        evicted < 12,
+        "background work evicted {evicted} pages of a tenant within its entitlement, not fewer \
+         than 12"
+    );
 }
 
 #[test]
@@ -750,10 +754,12 @@ fn reserves_are_limited_by_the_full_size_of_a_shrunk_pool() {
     };
     engine.set_full(2000);
     engine.resize(500);
-    let a = try_add("a", 1500).expect("a reserve that fits into the full size was refused");
+    let a =
+        try_add("a", 1500).expect("a reserve that fits into the full size of the pool was refused");
     drop(a);
     engine.set_full(400);
-    let error = try_add("a", 500).expect_err("a reserve above the full size was admitted");
+    let error =
+        try_add("a", 500).expect_err("a reserve above the full size of the pool was admitted");
     assert_eq!((error.reserve_bytes, error.available_bytes), (500, 400));
     // Reserves that exist when the full size becomes smaller are kept. A tenant can lower its
     // reserve even if the sum of all reserves still does not fit.
@@ -831,7 +837,7 @@ fn pool_size_and_quotas_change_atomically() {
         .expect_err("a larger reserve was admitted although the full size is reserved");
     engine
         .configure(Some(3000), &[(&a, reserve(2800))])
-        .expect("reserves of 3,000 B were refused in a pool of 3,000 B");
+        .expect("three reserves of 3,000 B in total were refused in a pool of 3,000 B");
     assert_eq!(reserves(), [2800, 100, 100]);
     // If an operator has made the full size too small for all reserves, a tenant can still ask for
     // a smaller reserve or for its present reserve.
@@ -842,7 +848,7 @@ fn pool_size_and_quotas_change_atomically() {
     let quotas = [(&a, reserve(900)), (&b, reserve(51))];
     let error = engine
         .configure(None, &quotas)
-        .expect_err("b got a larger reserve although the reserves exceed the full size");
+        .expect_err("tenant b got a larger reserve although the reserves exceed the full size");
     assert_eq!((error.tenant.as_str(), error.available_bytes), ("b", 0));
 }
 
@@ -890,7 +896,7 @@ fn a_shrunk_pool_evicts_pages_in_bounded_steps() {
     assert_eq!(
         a.stats().evictions,
         0,
-        "pages of a were evicted although b is more above its entitlement"
+        "pages of tenant a were evicted although tenant b is further above its entitlement"
     );
     maintain_all(&engine);
     let stats = engine.stats();
@@ -915,7 +921,7 @@ fn a_put_evicts_a_bounded_number_of_pages() {
     assert_eq!(
         put(&tenant, 2, 0, 1, &noise(1)),
         Refused,
-        "a put was stored although the pool is still far above its size"
+        "a page was stored although the pool is still far above its size"
     );
     let evictions = tenant.stats().evictions;
     assert!(
@@ -953,7 +959,7 @@ fn stale_raw_queue_entries_do_not_delay_pages_of_other_tenants() {
         assert!(get(&a, 1, turn, 1).is_some());
         assert!(
             a.shared().has_raw(),
-            "the queue of raw pages of a has no stale entry"
+            "the queue of raw pages of tenant a has no stale entry"
         );
         (0..8).for_each(|index| put_raw(&b, index, &noise(100 + 8 * turn + index)));
         assert_eq!(b.stats().raw_pages, 8);

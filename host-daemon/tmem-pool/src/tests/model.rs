@@ -486,7 +486,7 @@ impl World {
             assert_eq!(
                 stats.pages,
                 vm.pages.len() as u64,
-                "the engine counts pages that the model does not have"
+                "the engine counts another number of pages than the model has"
             );
             let gone = (before - vm.pages.len()) as u64;
             // After a put, fewer pages may be missing than were evicted. The put may have evicted a

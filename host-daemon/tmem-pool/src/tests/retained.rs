@@ -25,7 +25,10 @@ const NOISE_CHARGE: u64 = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
 fn retain_all(tenant: &Tenant, object: u64, pages: u64) {
     for index in 0..pages {
         let (_, retained) = get_retaining(tenant, object, index, 1).unwrap();
-        assert!(retained, "page {index} was removed instead of retained");
+        assert!(
+            retained,
+            "a get removed page {index} instead of retaining it"
+        );
     }
 }
 
@@ -87,7 +90,10 @@ fn a_get_retains_only_pages_whose_retain_bit_is_set() {
             true => GetResult::Retained { cookie: 1 },
             false => GetResult::Hit { cookie: 1 },
         };
-        assert_eq!(*result, expected, "wrong result for page {nth}");
+        assert_eq!(
+            *result, expected,
+            "the get returned a wrong result for page {nth}"
+        );
     }
     assert_eq!(counts(&tenant), (3, 3));
     maintain_all(&engine);
@@ -99,7 +105,7 @@ fn a_ref_with_a_wrong_cookie_changes_nothing() {
     let tenant = add(&engine, "a", None, OPEN);
     assert!(
         !refer(&tenant, 1, 0, 7),
-        "a page that was never put is held"
+        "refer() reports that a page is held that was never put"
     );
     put(&tenant, 1, 0, 7, &noise(1));
     assert!(get_retaining(&tenant, 1, 0, 7).unwrap().1);
@@ -549,7 +555,9 @@ fn retaining_pages_does_not_increase_disk_reads() {
                     let copies = with.puts.saturating_sub(with.disk);
                     assert!(
                         copies * 20 < with.refs,
-                        "the guest sent at least one copy for every 20 REFs: {with:?}"
+                        "the guest put {copies} pages again beside {} REFs, not fewer than one in \
+                         20",
+                        with.refs
                     );
                 }
             }
