@@ -116,7 +116,7 @@ def plug(vm, name, share=True):
     vm.qmp("device_add", driver="pc-dimm", id=f"{name}-dimm", memdev=name)
 
 
-def test_plugged_memory_must_be_shared(machine, backend):
+def test_hotplugged_memory_must_be_shared(machine, backend):
     vm = machine(more=HOTPLUG)
     with pytest.raises(RuntimeError, match="'alone' is not shared"):
         plug(vm, "alone", share=False)
@@ -225,7 +225,7 @@ def test_queue_size_set_after_the_addresses_does_not_abort_qemu(machine):
     vm.alive()
 
 
-def test_configuration_generation_changes_with_the_content(machine, backend):
+def test_virtio_config_generation_changes_with_the_config_space(machine, backend):
     """The configuration generation changes at once, also while a paused VM gets no interrupt."""
     daemon = backend()
     vm = machine()
@@ -291,7 +291,7 @@ def test_start_clears_the_error_of_a_stopped_queue(machine, backend):
     assert not vm.get_status() & NEEDS_RESET
 
 
-def test_only_needed_protocol_features_are_acknowledged(machine, backend):
+def test_qemu_acknowledges_only_the_protocol_features_that_it_needs(machine, backend):
     # The backend offers all features except PAGEFAULT, DEVICE_STATE, and those that change the
     # meaning of messages in this test.
     offered = (1 << 17) - 1 & ~(1 << 8 | 1 << 14 | MEM_SLOTS | 1 << 16)
@@ -351,7 +351,7 @@ def arrived(vm):
     )
 
 
-def test_unused_postcopy_delays_the_backend_until_migration_ends(machine, backend, folder):
+def test_destination_with_postcopy_uses_its_backend_after_the_migration(machine, backend, folder):
     """With the capability postcopy-ram, the destination uses its backend after the migration.
 
     This also holds if the migration did not use post-copy.
@@ -371,7 +371,7 @@ def test_unused_postcopy_delays_the_backend_until_migration_ends(machine, backen
     assert target.generation() == daemon.generation()
 
 
-def test_incoming_vm_sends_its_backend_no_message(machine, backend, folder):
+def test_vm_that_waits_for_a_migration_sends_its_backend_no_message(machine, backend, folder):
     daemon = backend(path=folder)
     target = machine(more=["-incoming", "defer"])
     capability = {"capability": "postcopy-ram", "state": True}
@@ -398,7 +398,7 @@ def test_migration_stream_omits_the_generation(machine, backend, folder):
 
 
 @RETAIN_AND_ACCEPTED
-def test_retain_survives_migration(machine, backend, folder, retain, accepted):
+def test_migration_between_equal_retain_values_succeeds(machine, backend, folder, retain, accepted):
     """A destination with the same retain loads the state, whatever features the driver accepted."""
     vm = machine(device=f",retain={retain}")
     vm.driver_up(accepted=accepted)
@@ -416,7 +416,9 @@ def test_retain_survives_migration(machine, backend, folder, retain, accepted):
 
 
 @RETAIN_AND_ACCEPTED
-def test_destination_with_another_retain_refuses_the_state(machine, folder, retain, accepted):
+def test_destination_with_a_different_retain_value_refuses_the_state(
+    machine, folder, retain, accepted
+):
     """QEMU refuses a different value of retain even if the driver did not accept the feature.
 
     Otherwise the guest would see other features after its next reset."""
@@ -581,7 +583,7 @@ def test_properties_and_events_report_the_backend_state(machine, backend):
     wait_for("the event", lambda: events() and events()[-1] == lost)
 
 
-def test_repeated_refusal_sends_no_event(machine, backend):
+def test_repeated_refusal_of_a_backend_sends_no_further_event(machine, backend):
     vm = machine()
     daemon = backend("--batch-max", "1")
     wait_for("more attempts", lambda: connections(daemon) > 2)

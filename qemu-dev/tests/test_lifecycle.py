@@ -63,7 +63,7 @@ def test_features_are_the_same_with_and_without_backend(machine, backend):
     ("option", "bit"),
     [("indirect_desc", INDIRECT_DESC), ("event_idx", EVENT_IDX), ("latencies", LATENCIES)],
 )
-def test_feature_property_removes_the_feature(machine, backend, option, bit):
+def test_feature_is_not_offered_if_its_property_is_off(machine, backend, option, bit):
     vm = machine(device=f",{option}=off")
     vm.driver_up()
     assert vm.features() == OFFERED & ~bit
@@ -79,7 +79,7 @@ def accepted(daemon):
 
 
 @pytest.mark.parametrize("features", [OFFERED | IN_ORDER, (OFFERED | IN_ORDER) & ~LATENCIES])
-def test_backend_without_latencies_is_accepted(machine, backend, features):
+def test_backend_without_the_latencies_feature_is_accepted(machine, backend, features):
     """The device offers LATENCIES, and accepts a backend with or without this feature."""
     daemon = backend("--features", hex(features | PROTOCOL_FEATURES))
     vm = machine()
@@ -89,7 +89,7 @@ def test_backend_without_latencies_is_accepted(machine, backend, features):
     vm.alive()
 
 
-def test_in_order_is_negotiated(machine, backend):
+def test_virtio_f_in_order_is_negotiated(machine, backend):
     daemon = backend("--features", hex(OFFERED | IN_ORDER | PROTOCOL_FEATURES))
     vm = machine(device=",in_order=on")
     vm.driver_up()
@@ -98,7 +98,7 @@ def test_in_order_is_negotiated(machine, backend):
     assert accepted(daemon) == OFFERED | IN_ORDER
 
 
-def test_backend_without_in_order_is_refused(machine, backend):
+def test_backend_without_virtio_f_in_order_is_refused(machine, backend):
     vm = machine(device=",in_order=on")
     backend("--features", hex(OFFERED | PROTOCOL_FEATURES))
     message = "lacks the feature VIRTIO_F_IN_ORDER; set in_order=off"
@@ -106,7 +106,7 @@ def test_backend_without_in_order_is_refused(machine, backend):
 
 
 @pytest.mark.parametrize("retain", ["off", "on"])
-def test_retain_is_offered_only_with_the_property(machine, backend, retain):
+def test_retain_feature_is_offered_only_with_retain_on(machine, backend, retain):
     """The device offers RETAIN with retain=on only, with and without a backend."""
     expected = OFFERED | (RETAIN if retain == "on" else 0)
     vm = machine(device=f",retain={retain}")
@@ -120,7 +120,7 @@ def test_retain_is_offered_only_with_the_property(machine, backend, retain):
     assert any("VIRTIO_TMEM_F_RETAIN" in name for name in names) is (retain == "on")
 
 
-def test_backend_without_retain_is_refused_with_the_remedy(machine, backend):
+def test_backend_without_the_retain_feature_is_refused_with_retain_on(machine, backend):
     vm = machine(device=",retain=on")
     daemon = backend("--features", hex(OFFERED | PROTOCOL_FEATURES))
     message = (
@@ -137,7 +137,7 @@ def test_backend_without_retain_is_refused_with_the_remedy(machine, backend):
     vm.wait_generation(daemon.generation())
 
 
-def test_backend_without_retain_is_accepted_by_default(machine, backend):
+def test_backend_without_the_retain_feature_is_accepted_by_default(machine, backend):
     daemon = backend("--features", hex(OFFERED | PROTOCOL_FEATURES))
     vm = machine()
     vm.driver_up()
@@ -204,7 +204,7 @@ def test_device_survives_repeated_backend_kills(machine, backend, up):
         vm.alive()
 
 
-def test_queries_send_the_backend_no_message(machine, backend):
+def test_qmp_queries_send_the_backend_no_message(machine, backend):
     """QMP queries of the device send its backend no message.
 
     Without patch 0004, QEMU sends GET_VRING_BASE to read an index, which stops the queue."""
@@ -362,7 +362,7 @@ def test_migration_survives_a_backend_that_closes_at_each_message(machine, backe
 
 
 @pytest.mark.parametrize("message", [2, 3, 5, 8, 12, 20, 25, 30, 36, 40, 44, 50, 56, 60, 64, 70])
-def test_device_survives_a_backend_that_hangs_at_a_message(machine, backend, message):
+def test_device_survives_a_backend_that_hangs_at_one_message(machine, backend, message):
     vm = machine(device=IMPATIENT)
     daemon = backend("--hang-at", str(message))
     while not [event for event in daemon.read() if event.get("event") == "hang"]:
@@ -419,7 +419,7 @@ def test_reset_with_a_stopped_backend_ends_at_the_timeout(machine, backend):
         (("--page-size", "65536"), "page_size 65536"),
     ],
 )
-def test_refusal_of_an_unfit_backend_is_reported_once(machine, backend, arguments, message):
+def test_refusal_of_an_incompatible_backend_is_reported_once(machine, backend, arguments, message):
     vm = machine()
     daemon = backend(*arguments)
     # QEMU tries the handshake again, and does not report its failure again.

@@ -70,7 +70,7 @@ def test_kernel_table_matches_the_source() -> None:
         assert row.series in kernel.SERIES, f"{row.series} is listed, but no test can boot it"
 
 
-def test_dkms_requires_the_options_of_the_page() -> None:
+def test_dkms_requires_the_documented_kernel_options() -> None:
     """dkms.conf requires the kernel options that docs/guest-support.md lists."""
     conf = (DRIVER / "dkms.conf.in").read_text()
     (demanded,) = re.findall(r'^BUILD_EXCLUSIVE_CONFIG="(.*)"$', conf, re.MULTILINE)
@@ -135,7 +135,7 @@ def defined() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", ["memory", "time"])
-def test_table_of_bounds_matches_the_source(name: str) -> None:
+def test_bounds_in_the_readme_tables_match_the_source(name: str) -> None:
     values = defined()
     stated: list[tuple[str, str]] = []
     for _, _, names in table(README, name):
@@ -147,7 +147,7 @@ def test_table_of_bounds_matches_the_source(name: str) -> None:
     ]
 
 
-def test_bounds_in_sentences_match_the_source() -> None:
+def test_bounds_in_the_readme_text_match_the_source() -> None:
     values = defined()
     stated = re.findall(r"\(`([A-Z]\w+)` (\d+)\)", README.read_text())
     assert len(stated) > 1
@@ -200,7 +200,7 @@ def test_tracepoint_table_matches_the_source() -> None:
     assert {code(row[0]): set(re.findall(r"`(\w+)`", row[2])) for row in rows} == events
 
 
-def test_counters_on_the_page_exist() -> None:
+def test_counters_documented_in_the_readme_exist_in_the_driver() -> None:
     listed = "\n".join(source(path) for path in ("core/stats_list.h", "core/sysfs.c"))
     section = README.read_text().split("## Files in sysfs", 1)[1].split("\n## ", 1)[0]
     cells = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")]
@@ -235,7 +235,7 @@ def check_links(page: Path) -> None:
             assert anchor in slugs, f"{page.name} links to #{anchor}, which {target} does not have"
 
 
-def test_links_of_guest_pages_exist() -> None:
+def test_link_targets_of_guest_pages_exist() -> None:
     """Files and headings that the guest's pages link to exist."""
     for name in ("guest-support", "secure-boot", "ARCHITECTURE"):
         check_links(ROOT / f"docs/{name}.md")

@@ -27,7 +27,7 @@ def vm_tests() -> set[tuple[str, str]]:
     }
 
 
-def test_each_row_of_guest_tests_md_names_existing_tests() -> None:
+def test_each_row_of_the_test_table_names_existing_tests() -> None:
     there = vm_tests()
     rows = table(PAGE, "tests")
     assert len(rows) > 30

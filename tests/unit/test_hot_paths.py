@@ -223,7 +223,7 @@ def driver() -> list[str]:
     return [code(path.read_text()) for path in sorted(paths) if path.name != "intree.c"]
 
 
-def test_hot_paths_write_to_no_memory_of_all_processors() -> None:
+def test_hot_paths_write_no_memory_shared_by_all_cpus() -> None:
     known = functions(driver())
     missing = [name for name in (*ROOTS, *RARE) if name not in known]
     assert not missing, f"these functions are not found: {missing}"
@@ -252,7 +252,9 @@ def test_hot_paths_write_to_no_memory_of_all_processors() -> None:
         ("static unsigned long calls;\n\n\tcalls++;", "calls"),
     ],
 )
-def test_shared_write_in_a_called_function_is_found(statement: str, write: str) -> None:
+def test_checker_of_hot_paths_finds_shared_writes_in_called_functions(
+    statement: str, write: str
+) -> None:
     source = (
         "static unsigned long total;\nstruct total total_of[4] __read_mostly;\n"
         "static void called(struct tmem_dev *dev, int nr)\n{\n\t" + statement + "\n}\n"

@@ -36,7 +36,7 @@ def version() -> str:
     return ".".join(found[1] for found in parts if found)
 
 
-def test_dkms_builds_and_installs(tmp_path: Path, kernel: Kernel) -> None:
+def test_dkms_builds_and_installs_the_module(tmp_path: Path, kernel: Kernel) -> None:
     """Builds in separate directories, so that nothing of the machine changes."""
     name = f"virtio-tmem/{version()}"
     run("make", "-C", str(DRIVER), "dkms-tree", f"DEST={tmp_path}/src/{name.replace('/', '-')}")
@@ -108,7 +108,9 @@ def test_package_scripts_contain_the_version(packages: Path, tmp_path: Path, scr
 
 
 @pytest.mark.parametrize("built", [False, True])
-def test_installation_without_a_module_warns(packages: Path, tmp_path: Path, built: bool) -> None:
+def test_package_installation_warns_if_dkms_built_no_module(
+    packages: Path, tmp_path: Path, built: bool
+) -> None:
     """The warning names the package with the headers of the running kernel."""
     postinst = (scripts(packages, tmp_path) / "postinst").read_text()
     # The part of dh-dkms would build the module on this machine.

@@ -30,7 +30,7 @@ def commands(step: str) -> list[str]:
     return [part.strip() for part in re.split(r"&&|;|\n", joined) if part.strip()]
 
 
-def test_a_vm_has_the_device_after_few_commands() -> None:
+def test_quick_start_attaches_the_device_with_few_commands() -> None:
     found = steps()
     host = [command for number in (2, 3, 4) for command in commands(found[number])]
     assert len(host) <= COMMANDS_MAX, host
@@ -40,7 +40,7 @@ def test_a_vm_has_the_device_after_few_commands() -> None:
     assert any(command.startswith("virsh start") for command in host)
 
 
-def test_the_check_in_a_vm_runs_the_commands_of_the_host() -> None:
+def test_package_check_in_a_vm_runs_the_quick_start_commands() -> None:
     script = (ROOT / "scripts/check-packages").read_text()
     assert "/^# 2 /" in script and "/^# 5 /" in script and "quick-start" in script
     found = steps()

@@ -45,7 +45,7 @@ def copied(directory: Path) -> Path:
 
 
 @pytest.mark.smoke
-def test_all_files_name_one_version(tmp_path: Path) -> None:
+def test_all_files_name_the_same_version(tmp_path: Path) -> None:
     version = passed(ROOT / "scripts/version").strip()
     assert re.fullmatch(r"\d+\.\d+\.\d+", version)
     for name in NAMING[:-3]:
@@ -65,7 +65,7 @@ def test_all_files_name_one_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_a_new_version_is_set_everywhere(tmp_path: Path) -> None:
+def test_setting_a_version_changes_all_files(tmp_path: Path) -> None:
     script = copied(tmp_path)
     old = passed(script).strip()
     # Add a section of unreleased changes, whose title the script replaces by the new version.
@@ -81,7 +81,7 @@ SOURCE_TREE = ROOT / "scripts/source-tree"
 
 
 @pytest.mark.smoke
-def test_source_tree_replaces_only_its_own_directories(tmp_path: Path) -> None:
+def test_source_tree_script_replaces_only_directories_that_it_wrote(tmp_path: Path) -> None:
     """A directory with other files stays as it is, and so does the repository."""
     target = tmp_path / "tree"
     passed(SOURCE_TREE, target)
@@ -107,7 +107,7 @@ def test_source_tree_replaces_only_its_own_directories(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_source_tree_copies_no_untracked_files(tmp_path: Path) -> None:
+def test_source_tree_script_copies_no_untracked_files(tmp_path: Path) -> None:
     """Neither a checkout behind a link nor one of another user counts as a source archive."""
     (tmp_path / "link").symlink_to(ROOT)
     passed(tmp_path / "link/scripts/source-tree", tmp_path / "tree")
@@ -128,7 +128,7 @@ touch ../virtio-tmem-guest_1_all.deb ../virtio-tmem_1.changes ../virtio-tmem_1.b
 
 
 @pytest.mark.smoke
-def test_builds_of_a_commit_and_of_the_tree_share_no_directory(tmp_path: Path) -> None:
+def test_builds_of_a_commit_and_of_the_tree_use_separate_directories(tmp_path: Path) -> None:
     """Otherwise cargo would take the commit's programs for those of the tree."""
     program = tmp_path / "bin/dpkg-buildpackage"
     program.parent.mkdir()
@@ -198,7 +198,7 @@ def test_source_archive_builds_without_git_and_network(archives: Path, tmp_path:
     assert len(list((tmp_path / "packages").glob("*.deb"))) >= 2
 
 
-def test_bill_of_materials_has_the_crates_of_the_programs(archives: Path) -> None:
+def test_bill_of_materials_lists_the_crates_of_the_programs(archives: Path) -> None:
     (file,) = archives.glob("*.cdx.json")
     bill = json.loads(file.read_text())
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.5")
@@ -242,7 +242,7 @@ def forget(apt: Path) -> None:
     (apt / "lists/partial").mkdir(parents=True)
 
 
-def test_apt_accepts_the_repository_and_refuses_a_changed_one(
+def test_apt_accepts_the_repository_and_refuses_a_modified_copy(
     tmp_path: Path, key: dict[str, str]
 ) -> None:
     passed(

@@ -56,7 +56,7 @@ def rows() -> dict[str, tuple[str, str]]:
     return {rule: (kept, shown) for rule, kept, shown in all_rows}
 
 
-def test_each_rule_has_one_number_and_one_row() -> None:
+def test_each_rule_has_one_number_and_one_table_row() -> None:
     found = rules()
     assert len(found) > 60
     assert len(set(found)) == len(found)
@@ -106,12 +106,14 @@ def test_code_and_test_of_each_rule_exist(rule: str) -> None:
         assert re.fullmatch(r"`[^`]+`(, `[^`]+`)*", shown) and names(shown)
 
 
-def test_missing_names_are_not_found() -> None:
+def test_lookup_of_code_and_tests_finds_definitions_only() -> None:
     """Names that do not exist are not found."""
     spec = "tests/unit/test_spec.py"
     chain = "tmemd/src/queue/chain.rs"
     assert is_there(spec, "rules") and not is_there(spec, "rule")
-    assert is_test(spec, "test_missing_names_are_not_found") and not is_test(spec, "rules")
+    assert is_test(spec, "test_lookup_of_code_and_tests_finds_definitions_only") and not is_test(
+        spec, "rules"
+    )
     assert is_there(chain, "fill") and not is_test(chain, "fill")
     assert is_test(chain, "loops_bad_indexes_and_bad_tables_in_chains_are_refused")
     core = "guest-driver/core"

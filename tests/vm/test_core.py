@@ -116,7 +116,7 @@ def test_driver_without_a_device_puts_nothing(
 
 
 @pytest.mark.smoke
-def test_second_device_is_refused_until_the_first_is_gone(
+def test_second_device_is_refused_until_the_first_is_removed(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """The driver refuses a second device as busy, and uses it after the first one is removed."""
@@ -212,7 +212,7 @@ def test_injected_faults_and_limits_cause_no_wrong_byte(
 
 
 @pytest.mark.smoke
-def test_index_limit_holds_while_all_processors_use_it(
+def test_index_limit_holds_while_all_processors_change_the_index(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Processors that enter and erase entries at the same time never exceed the index's limit.
@@ -508,7 +508,7 @@ def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[st
 
 
 @pytest.mark.smoke
-def test_each_wrong_answer_is_caught_by_its_check(
+def test_each_wrong_answer_of_the_device_is_caught_by_its_check(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """No wrong answer is used, no byte is wrong, and the intended check catches each lie."""

@@ -202,7 +202,7 @@ def test_replaced_daemons_and_devices_trigger_no_kernel_report(
     machine.nothing_found()
 
 
-def test_changed_switches_trigger_no_kernel_report(
+def test_changed_switches_and_parameters_trigger_no_kernel_report(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """Uses switches, parameters, counters, events and the command while files come and go."""

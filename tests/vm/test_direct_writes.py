@@ -145,7 +145,7 @@ def wait_swept(mount: Mount) -> None:
     until(lambda: mount.read("state") == "on", SWEPT_SECONDS, "the marks are swept")
 
 
-def test_files_open_for_direct_writes_leave_others_cached(
+def test_files_open_for_direct_writes_leave_other_files_cached(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """Other files stay cached while a process has 10,000 files open for direct writes."""
@@ -161,7 +161,7 @@ def test_files_open_for_direct_writes_leave_others_cached(
 
 
 @pytest.mark.smoke
-def test_marks_of_closed_files_are_reused_when_none_is_free(
+def test_marks_of_closed_files_are_freed_when_mark_memory_is_full(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """If there is no memory for further marks, the driver frees marks of closed files.

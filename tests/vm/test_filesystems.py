@@ -139,7 +139,7 @@ def test_hits_of_random_operations_match_the_disk(
 
 
 @pytest.mark.parametrize("name", ["ext4", "ext4-1k", "ext4-bigalloc", "ext4-nojournal", "xfs"])
-def test_operation_that_a_stock_kernel_gets_wrong_is_omitted(
+def test_torture_omits_an_operation_that_the_stock_kernel_gets_wrong(
     session: Session, kernel: Kernel, name: str
 ) -> None:
     """Detects kernels whose FALLOC_FL_ZERO_RANGE is wrong without any module.

@@ -80,7 +80,9 @@ def held(guest: Guest, path: str) -> int:
 
 
 @pytest.mark.smoke
-def test_status_and_stats_report_the_driver(session: Session, kernel: Kernel, module: Path) -> None:
+def test_status_and_stats_report_the_state_of_the_driver(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     vm = driver_vm(session, kernel, module, None, files=command())
     guest = vm.start()
     refused(guest, "status", NO_DRIVER, "not loaded", "dkms autoinstall")
@@ -162,7 +164,9 @@ def test_never_policy_drops_pages_and_default_policy_allows_puts(
 
 
 @pytest.mark.smoke
-def test_a_policy_ends_with_its_file(session: Session, kernel: Kernel, module: Path) -> None:
+def test_policy_ends_when_its_file_is_deleted_or_unmounted(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     guest, sums = start(session, kernel, module)
     kept = next(iter(sums))
     guest.sh(f"{COMMAND} policy {kept} never")
@@ -217,7 +221,7 @@ def test_policies_survive_the_replacement_of_the_pool(
 
 
 @pytest.mark.smoke
-def test_permissions_and_invalid_requests_are_checked(
+def test_requests_without_permission_and_invalid_requests_are_refused(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     guest, sums = start(session, kernel, module)
@@ -304,7 +308,7 @@ def read_tree(guest: Guest, name: str, *, evict_last: bool = True) -> None:
 
 
 @pytest.mark.parametrize("drop", [True, False], ids=["dropped", "control"])
-def test_dropped_tree_frees_the_pool_for_others(
+def test_dropped_directory_tree_frees_pool_memory_for_other_files(
     session: Session, kernel: Kernel, module: Path, drop: bool
 ) -> None:
     """Dropping the second of three trees gives its memory in the pool to the others."""

@@ -131,7 +131,7 @@ def test_all_ext4_hooks_are_live_without_ftrace(session: Session, kernel: Kernel
     assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, hex(live)
 
 
-def test_evicted_files_come_back_without_the_disk(session: Session, kernel: Kernel) -> None:
+def test_evicted_files_are_read_back_from_the_pool(session: Session, kernel: Kernel) -> None:
     """Evicted files are read back with right bytes, and mostly not from the disk."""
     guest = served(session, kernel)
     files = [f"{WHERE}/f{number}" for number in range(16)]
@@ -168,7 +168,7 @@ def test_self_test_detects_each_missing_hook(
     assert stats(guest)["puts"] == 0
 
 
-def test_released_hooks_are_taken_again(session: Session, kernel: Kernel) -> None:
+def test_released_hooks_can_be_installed_again(session: Session, kernel: Kernel) -> None:
     """Releasing and taking the hooks during the torture program causes no wrong byte.
 
     Afterwards the cache has hits again.
@@ -252,7 +252,9 @@ def test_random_operations_detect_each_missing_hook(
     Torture(guest, arguments, 600).must_mismatch()
 
 
-def test_hooks_without_effect_on_contents_only_lose_hits(session: Session, kernel: Kernel) -> None:
+def test_missing_mount_read_and_drop_slab_hooks_cost_only_hits(
+    session: Session, kernel: Kernel
+) -> None:
     """Without the hooks for mounts, reads or drop_slab(), bytes are right and only hits are lost.
 
     Without the hook for drop_slab(), drop_caches does not empty the pool.
@@ -273,7 +275,9 @@ def test_hooks_without_effect_on_contents_only_lose_hits(session: Session, kerne
 
 
 @pytest.mark.parametrize("hooks_off", ["journal_abort", "fs_error", "journal_abort,fs_error"])
-def test_forced_shutdown_is_reported(session: Session, kernel: Kernel, hooks_off: str) -> None:
+def test_forced_shutdown_reported_by_ext4_or_jbd2_empties_the_pool(
+    session: Session, kernel: Kernel, hooks_off: str
+) -> None:
     """If only ext4 or only jbd2 reports a forced shutdown, the driver empties the mount's pool."""
     guest = served(session, kernel)
     mount = Mount(guest, WHERE)
@@ -291,7 +295,7 @@ def test_forced_shutdown_is_reported(session: Session, kernel: Kernel, hooks_off
 
 
 @pytest.mark.parametrize("hooks_off", ["", "conversion"], ids=["all", "without"])
-def test_page_with_failed_conversion_is_not_put(
+def test_page_with_a_failed_extent_conversion_is_not_put(
     session: Session, kernel: Kernel, hooks_off: str
 ) -> None:
     """The driver does not put a page after a failed conversion of its block.

@@ -149,7 +149,7 @@ def retain(libvirt: Libvirt, machine: Machine) -> str | None:
 
 
 @pytest.mark.smoke
-def test_attach_offers_retained_pages_that_qemu_and_daemon_know(
+def test_attach_sets_retain_only_if_qemu_and_daemon_support_it(
     session: Session, libvirt: Libvirt, machine: Machine
 ) -> None:
     before = define(libvirt, machine)

@@ -187,7 +187,9 @@ def test_stopped_queue_switches_the_cache_off(
         check_works(guest, sums)
 
 
-def test_latencies_are_sent_only_if_offered(session: Session, kernel: Kernel, module: Path) -> None:
+def test_driver_sends_latencies_only_if_the_device_offers_them(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     data, sums = tree_disk(session)
     with Liar(session.directory / "liar") as liar:
         tmem = Tmem(liar.path, properties={"latencies": "off"})

@@ -84,7 +84,7 @@ def all_right(guest: Guest) -> None:
     assert not wrong, (wrong, state(guest))
 
 
-def test_migrated_vm_starts_empty_and_gets_hits_again(
+def test_migrated_vm_starts_with_an_empty_cache_and_gets_hits_again(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """After each migration, the VM starts with an empty cache, fills it and has hits again."""

@@ -301,7 +301,7 @@ def test_many_swap_files_leave_other_files_cached(
     check_cached(guest, sums)
 
 
-def test_pages_from_before_a_mount_is_known_are_not_put(
+def test_pages_cached_before_their_mount_is_served_are_not_put(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """The driver puts no page that was cached before it knew the mount.
@@ -385,7 +385,7 @@ def exchange(guest: Guest, new: str, donor: str) -> dict[str, str]:
 
 
 @pytest.mark.smoke
-def test_marks_survive_the_replacement_of_a_pool(
+def test_inode_marks_survive_the_replacement_of_a_pool(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """When the driver replaces a pool, it keeps all marks except those of deleted files."""
@@ -415,7 +415,7 @@ def test_marks_survive_the_replacement_of_a_pool(
 
 
 @pytest.mark.smoke
-def test_replaced_mount_drops_pending_comparisons(
+def test_replacement_of_a_pool_drops_pending_disk_comparisons(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """When a mount's pool is replaced, the driver drops comparisons of hits with the disk.
@@ -459,7 +459,7 @@ def test_replaced_mount_drops_pending_comparisons(
 
 
 @pytest.mark.smoke
-def test_inode_creation_among_many_inodes_is_bounded(
+def test_inode_creation_waits_for_a_bounded_number_of_inodes(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """A task that creates an inode waits only while the driver visits a bounded number of inodes.

@@ -122,7 +122,7 @@ def test_all_ext4_hooks_are_called_without_ftrace(session: Session) -> None:
     assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, hex(live)
 
 
-def test_evicted_files_come_back_without_the_disk(session: Session) -> None:
+def test_evicted_files_are_read_back_from_the_pool(session: Session) -> None:
     """Evicted files are read back with right bytes, and mostly not from the disk."""
     guest = native_guest(session)
     # An eviction at full speed fills the ring of 400 pages, so files are smaller than the ring.
@@ -141,7 +141,7 @@ def test_evicted_files_come_back_without_the_disk(session: Session) -> None:
     assert change["mismatches"] == 0
 
 
-def test_full_batches_and_their_answers_need_no_feeder_or_tick(session: Session) -> None:
+def test_full_batches_and_their_answers_need_no_feeder_thread_or_tick(session: Session) -> None:
     """If irq_work waits for the tick, a full batch is sent when the i_pages lock is released."""
     guest = native_guest(session, f"verify_every=0 {PATIENT} retain=N")
     check_full_batches_without_feeder(guest, WAITING_PAGES)
@@ -153,7 +153,7 @@ def test_kswapd_waits_for_a_silent_host(session: Session) -> None:
     check_waits_for_silent_host(native_guest(session, daemon=daemon), daemon)
 
 
-def test_released_hooks_are_taken_again(session: Session) -> None:
+def test_released_hooks_can_be_installed_again(session: Session) -> None:
     """Nothing is put while the hooks are released. Then the driver takes them and starts empty."""
     guest = native_guest(session)
     for _ in range(3):
@@ -269,7 +269,7 @@ def test_corrupt_page_switches_the_cache_off(session: Session) -> None:
     assert stats(guest)["misses_check"] > 0
 
 
-def test_throttled_disk_is_not_in_the_hosts_cache(session: Session) -> None:
+def test_throttled_disk_bypasses_the_page_cache_of_the_host(session: Session) -> None:
     """Reads of a throttled disk take as long as its limits require, also of the same data again."""
     vm = native_vm(session, throttle=disk.CLOUD_VOLUME)
     guest = vm.start()
@@ -285,7 +285,7 @@ def test_throttled_disk_is_not_in_the_hosts_cache(session: Session) -> None:
         vm.exports[0].check_cache()
 
 
-def test_disk_in_the_hosts_cache_is_reported(session: Session) -> None:
+def test_disk_in_the_page_cache_of_the_host_is_reported(session: Session) -> None:
     """check_cache() raises for a disk whose image is in the host's page cache."""
     vm = native_vm(session, direct=False)
     guest = vm.start()
@@ -295,7 +295,7 @@ def test_disk_in_the_hosts_cache_is_reported(session: Session) -> None:
         vm.exports[0].check_cache()
 
 
-def test_image_is_dropped_from_the_hosts_cache(tmp_path: Path) -> None:
+def test_disk_image_is_dropped_from_the_page_cache_of_the_host(tmp_path: Path) -> None:
     path = tmp_path / "image"
     path.write_bytes(bytes(8 * MIB))
     assert storage.cached_bytes(path) > 0

@@ -99,7 +99,7 @@ def see(guest: Guest, path: str) -> None:
     settle(guest)
 
 
-def test_patched_file_system_is_off_and_the_other_is_served(
+def test_only_the_file_system_with_a_patched_function_is_off(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """If a function of xfs is patched, xfs is off, ext4 is served, and the state names both."""
@@ -167,7 +167,7 @@ def test_hung_mount_does_not_delay_unload(
     assert mount.wait().status != 0, "mount accepted an xfs as ext4"
 
 
-def test_module_is_not_freed_after_ftrace_was_killed(
+def test_module_is_not_freed_after_the_kernel_disabled_ftrace(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """After the kernel disabled ftrace, the module stays in memory and caches nothing.
@@ -271,7 +271,7 @@ def held_some(guest: Guest, torture: Torture) -> None:
     )
 
 
-def test_hooks_are_released_and_taken_again_under_load(
+def test_hooks_are_released_and_installed_again_under_load(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     guest, _ = boot(session, kernel, test_module)

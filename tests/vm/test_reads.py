@@ -72,7 +72,7 @@ def outside_ring(guest: Guest, size_mib: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("readahead_kib", [0, pytest.param(128, marks=pytest.mark.smoke), 4096])
-def test_only_pages_that_are_not_held_are_read_from_disk(
+def test_only_pages_missing_in_the_pool_are_read_from_disk(
     session: Session, kernel: Kernel, test_module: Path, readahead_kib: int
 ) -> None:
     """Exactly the pages of a file that are not held are read from the disk."""
@@ -218,7 +218,7 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
             hold(guest, FILE, size_mib, create=False)
 
 
-def test_no_other_readahead_waits_if_one_uses_up_all_requests(
+def test_other_readaheads_do_not_wait_if_one_holds_all_requests(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """If one readahead uses up all requests, no other readahead waits for a silent device."""

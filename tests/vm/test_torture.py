@@ -146,7 +146,7 @@ def test_either_of_two_hooks_prevents_a_wrong_byte(
 
 
 @pytest.mark.smoke
-def test_dirty_pages_are_erased_at_once(
+def test_dirty_pages_are_erased_from_the_index_at_once(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """A page that becomes dirty is erased from the index at once, not only at its eviction."""

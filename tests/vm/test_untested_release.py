@@ -98,7 +98,7 @@ def check_share(hits: int, compared: int, every: int) -> None:
 
 
 @pytest.mark.smoke
-def test_untested_release_compares_more_hits(
+def test_untested_kernel_release_compares_more_hits_with_the_disk(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     guest = driver_guest(session, kernel, test_module, parameters="test_untested_release=1")
@@ -121,7 +121,7 @@ def test_untested_release_compares_more_hits(
 
 
 @pytest.mark.smoke
-def test_verify_every_at_load_has_priority(
+def test_verify_every_set_at_load_overrides_the_untested_default(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     guest = driver_guest(
@@ -133,7 +133,7 @@ def test_verify_every_at_load_has_priority(
 
 
 @pytest.mark.smoke
-def test_tested_release_verifies_the_default_share_of_hits(
+def test_tested_kernel_release_compares_the_default_share_of_hits(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """On a tested release, the state has no note, and one hit in TESTED_EVERY is compared."""

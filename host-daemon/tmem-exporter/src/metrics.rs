@@ -336,7 +336,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_rounded_down_to_whole_steps() {
+    fn metric_values_are_rounded_down_to_multiples_of_a_step() {
         let step = STEP_BYTES_MIN;
         assert_eq!(rounded(0, step), 0);
         assert_eq!(rounded(step - 1, step), 0);

@@ -41,7 +41,7 @@ fn promtool(arguments: &[&str], input: &str) -> (bool, String) {
 
 #[test]
 #[ignore = "needs Debian's package prometheus: make check-ops"]
-fn promtool_reports_no_problem() {
+fn promtool_accepts_the_metrics_and_the_alert_rules() {
     let mut host = ServedDaemon::new();
     host.work(200);
     let exporter = Exporter::start(&host, &[]);

@@ -293,7 +293,7 @@ fn a_stopped_or_hung_daemon_sets_tmem_up_to_0() {
 }
 
 #[test]
-fn misbehaving_clients_do_not_block_others() {
+fn misbehaving_clients_do_not_block_other_clients() {
     let host = ServedDaemon::new();
     let exporter = Exporter::start(&host, &[]);
     for request in [
@@ -354,7 +354,7 @@ fn misbehaving_clients_do_not_block_others() {
 }
 
 #[test]
-fn vms_beyond_the_limit_are_left_out() {
+fn metrics_of_vms_beyond_vms_max_are_left_out() {
     let host = ServedDaemon::new();
     let exporter = Exporter::start(&host, &["--vms-max", "1"]);
     let text = exporter.metrics("");

@@ -101,7 +101,7 @@ fn metrics_are_served_over_tls_only() {
 }
 
 #[test]
-fn clients_need_a_certificate_if_it_is_required() {
+fn clients_without_a_required_certificate_are_refused() {
     let host = ServedDaemon::new();
     let tls = Certificate::new(host.path("tls"));
     let client = Certificate::new(host.path("client"));
@@ -163,7 +163,7 @@ fn slow_tls_handshakes_time_out() {
 }
 
 #[test]
-fn unusable_tls_files_are_named_at_the_start() {
+fn the_exporter_names_unusable_tls_files_when_it_starts() {
     let host = ServedDaemon::new();
     let tls = Certificate::new(host.path("tls"));
     let run = |more: &[&str]| {

@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn the_daemon_serves_a_vm_as_its_domain_metadata_requests() {
+    fn the_bridge_applies_domain_metadata_to_the_daemon() {
         let mut host = BridgeTest::new();
         host.set_request(Some(Request::Settings(host.spec(5))));
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restarted_daemon_gets_missed_changes() {
+    fn a_restarted_daemon_gets_changes_made_while_it_was_down() {
         let mut host = BridgeTest::new();
         host.tmemd.stop();
         host.set_request(Some(Request::Settings(host.spec(5))));

@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn the_requested_cache_is_read_from_the_domain_xml() {
+    fn cache_settings_are_read_from_the_domain_xml() {
         let owner = Owner(Some(107));
         let device = tmem_domain::DEVICE;
         let read = |cache: &str, access, device| read(UUID, &xml(cache, access, device), owner);

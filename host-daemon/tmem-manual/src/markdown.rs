@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_construct_is_an_error() {
+    fn an_unsupported_markdown_construct_is_an_error() {
         let done = Converter::new(HeadingLevel::H1).convert("> quoted\n");
         assert!(
             done.expect_err("a quotation was accepted")

@@ -253,7 +253,7 @@ fn a_failed_write_of_an_error_keeps_the_exit_code() {
 /// tmemctl must end without running exit handlers, which would free memory that one of its threads
 /// may still use.
 #[test]
-fn tmemctl_exits_without_exit_handlers() {
+fn tmemctl_exits_without_running_destructors() {
     let host = host();
     let control = host.path("control");
     for arguments in [&["list"][..], &["stats", "nobody"], &["doctor"]] {

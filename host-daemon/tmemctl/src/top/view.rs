@@ -582,7 +582,7 @@ mod tests {
     /// Compares the screen that docs/tmemctl.md shows with the screen that the code draws. With
     /// TMEM_BLESS=1, the test writes the drawn screen to that file.
     #[test]
-    fn docs_tmemctl_md_shows_the_current_view() {
+    fn docs_tmemctl_md_contains_the_current_view_of_top() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/tmemctl.md");
         let text = std::fs::read_to_string(&path).expect("cannot read docs/tmemctl.md");
         let (before, rest) = text
@@ -628,7 +628,7 @@ mod tests {
     }
 
     #[test]
-    fn many_vms_scroll_and_every_terminal_size_works() {
+    fn the_view_scrolls_and_fits_every_terminal_size() {
         let mut model = Model::new(Sort::Name, String::new());
         let vms = (0..100)
             .map(|nth| vm(&format!("vm-{nth:03}"), 0, 0, 0))
