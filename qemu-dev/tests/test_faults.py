@@ -80,7 +80,8 @@ def test_slow_handshake_is_refused_after_the_timeout(machine, backend):
     vm = machine(device=f",backend-timeout-ms={OPERATION_MS}")
     daemon.wait("the probe", lambda event: event.get("request") == "GET_FEATURES")
     wait_for(
-        "the refusal", lambda: vm.property("last-error").startswith("the backend did not answer")
+        "the refusal of the backend",
+        lambda: vm.property("last-error").startswith("the backend did not answer"),
     )
     assert daemon.requests().count("SET_VRING_CALL") == 0
 
@@ -101,7 +102,10 @@ def test_qemu_waits_before_it_reconnects_after_a_timeout(machine, backend, opera
         vm.reset()
     daemon.be_slow(False)
     assert vm.property("last-error") == f"the backend did not answer within {BACKEND_TIMEOUT_MS} ms"
-    wait_for("the next attempt", lambda: daemon.requests().count("GET_FEATURES") > asked)
+    wait_for(
+        "the next connection attempt of QEMU",
+        lambda: daemon.requests().count("GET_FEATURES") > asked,
+    )
     assert (time.monotonic() - start) * 1000 >= RETRY_WAIT_FACTOR * BACKEND_TIMEOUT_MS
 
 
@@ -231,7 +235,7 @@ def test_virtio_config_generation_changes_with_the_config_space(machine, backend
     vm = machine()
     vm.driver_up()
     vm.wait_generation(daemon.generation())
-    wait_for("the interrupt", vm.config_interrupt)
+    wait_for("the configuration interrupt", vm.config_interrupt)
     vm.qmp("stop")
     before = vm.config_generation()
     daemon.kill()
@@ -252,7 +256,7 @@ def test_a_queue_that_stops_sets_needs_reset(machine, backend):
     vm = machine()
     vm.driver_up()
     vm.wait_generation(daemon.generation())
-    wait_for("the interrupt of the start", vm.config_interrupt)
+    wait_for("the configuration interrupt after the start", vm.config_interrupt)
     stop_queue(daemon)
     wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     assert vm.generation() == 0
@@ -282,7 +286,9 @@ def test_start_clears_the_error_of_a_stopped_queue(machine, backend):
     vm.wait_generation(daemon.generation())
     vm.qmp("stop")
     stop_queue(daemon)
-    daemon.wait("the error", lambda event: event.get("event") == "error")
+    daemon.wait(
+        "the queue error in the log of the backend", lambda event: event.get("event") == "error"
+    )
     # QEMU reads the error descriptor before it answers this query.
     vm.status()
     vm.qmp("cont")
@@ -342,7 +348,7 @@ def test_quitting_qemu_reports_no_lost_backend(machine, backend):
 
 def arrived(vm):
     return wait_for(
-        "the migration",
+        "the end of the migration",
         lambda: (
             (status := vm.qmp("query-migrate").get("status"))
             and status in ("completed", "failed")
@@ -375,7 +381,9 @@ def test_vm_that_waits_for_a_migration_sends_its_backend_no_message(machine, bac
     daemon = backend(path=folder)
     target = machine(more=["-incoming", "defer"])
     capability = {"capability": "postcopy-ram", "state": True}
-    daemon.wait("a connection", lambda event: event.get("event") == "connected")
+    daemon.wait(
+        "a connection of QEMU to the backend", lambda event: event.get("event") == "connected"
+    )
     # QEMU must not have requested the backend's features yet; otherwise it would refuse the
     # capability.
     target.qmp("migrate-set-capabilities", capabilities=[capability])
@@ -507,7 +515,7 @@ def test_pages_marked_by_a_lost_backend_are_migrated(machine, backend, folder, d
     daemon.process.send_signal(signal.SIGHUP)
     daemon.process.wait(20)
     wait_for(
-        "the loss",
+        "the loss of the backend",
         lambda: [
             each
             for each in vm.qmp("query-chardev")
@@ -516,7 +524,9 @@ def test_pages_marked_by_a_lost_backend_are_migrated(machine, backend, folder, d
     )
     # The backend must be connected: vhost-user-blk of QEMU 10.2 does not let a VM migrate without
     # its backend.
-    backend().wait("a start", lambda event: event.get("request") == "SET_VRING_KICK")
+    backend().wait(
+        "the start of the device", lambda event: event.get("request") == "SET_VRING_KICK"
+    )
     assert vm.qmp("query-migrate")["status"] == "active"
     vm.qmp("migrate-set-parameters", **{"max-bandwidth": 1 << 40})
     assert arrived(vm) == "completed"
@@ -554,7 +564,7 @@ def test_properties_and_events_report_the_backend_state(machine, backend):
     assert vm.property("generation") == 0
     assert vm.property("last-error") == "no backend has connected yet"
     daemon = backend("--batch-max", "1")
-    wait_for("the refusal", lambda: "batch_max 1" in vm.property("last-error"))
+    wait_for("the refusal of the backend", lambda: "batch_max 1" in vm.property("last-error"))
     daemon.kill()
     vm.driver_up()
     daemon = backend()
@@ -580,18 +590,18 @@ def test_properties_and_events_report_the_backend_state(machine, backend):
         "generation": 0,
         "error": "the backend closed the connection",
     }
-    wait_for("the event", lambda: events() and events()[-1] == lost)
+    wait_for("the event of the lost backend", lambda: events() and events()[-1] == lost)
 
 
 def test_repeated_refusal_of_a_backend_sends_no_further_event(machine, backend):
     vm = machine()
     daemon = backend("--batch-max", "1")
-    wait_for("more attempts", lambda: connections(daemon) > 2)
+    wait_for("further connection attempts of QEMU", lambda: connections(daemon) > 2)
     vm.command(f"clock_step {EVENT_INTERVAL_NS}")
     before = len(vm.tmem_events())
     assert before > 0
     attempts = connections(daemon)
-    wait_for("more attempts", lambda: connections(daemon) > attempts + 1)
+    wait_for("further connection attempts of QEMU", lambda: connections(daemon) > attempts + 1)
     vm.command(f"clock_step {EVENT_INTERVAL_NS}")
     assert len(vm.tmem_events()) == before
 

@@ -28,14 +28,16 @@ def table(page: Path, name: str) -> list[list[str]]:
         for line in found[1].splitlines()
     ]
     assert len(rows) > 2 and set("".join(rows[1])) <= set("-: ")
-    assert len({len(row) for row in rows}) == 1, f"{page.name}, '{name}': the rows differ in length"
+    assert len({len(row) for row in rows}) == 1, (
+        f"{page.name}, '{name}': the rows have different numbers of cells"
+    )
     return rows[2:]
 
 
 def code(cell: str) -> str:
     """Returns the text between the backquotes with which a cell begins."""
     found = re.match(r"`([^`]+)`", cell)
-    assert found, f"the cell does not begin with backquotes: {cell}"
+    assert found, f"the table's cell does not begin with backquotes: {cell}"
     return found[1]
 
 
@@ -67,7 +69,9 @@ def test_kernel_table_matches_the_source() -> None:
     for row in kernels_of_source():
         assert row.begins == f"{row.series}."
         assert row.releases and all(name.startswith(row.begins) for name in row.releases)
-        assert row.series in kernel.SERIES, f"{row.series} is listed, but no test can boot it"
+        assert row.series in kernel.SERIES, (
+            f"the page lists Linux {row.series}, which no test can boot"
+        )
 
 
 def test_dkms_requires_the_documented_kernel_options() -> None:
@@ -129,7 +133,7 @@ def defined() -> dict[str, int]:
     found: dict[str, int] = {}
     for name, value in re.findall(r"^#define (\w+)\s+(\d+)\b", "\n".join(texts), re.MULTILINE):
         assert found.setdefault(name, int(value)) == int(value), (
-            f"{name} is defined with two values"
+            f"the driver defines {name} with two different values"
         )
     return found
 
@@ -184,7 +188,7 @@ def test_parameter_table_matches_the_source() -> None:
         upper = values.get(f"{code(row[0]).upper()}_MAX")
         if upper is not None:
             assert re.fullmatch(rf"[01]\.\.{upper}", row[2]), (
-                f"{row[0]}: the range of the page does not end at {upper}"
+                f"parameter {row[0]}: the documented range does not end at {upper}"
             )
         assert row[4] in ("yes", "no")
 

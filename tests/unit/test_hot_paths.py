@@ -226,15 +226,15 @@ def driver() -> list[str]:
 def test_hot_paths_write_no_memory_shared_by_all_cpus() -> None:
     known = functions(driver())
     missing = [name for name in (*ROOTS, *RARE) if name not in known]
-    assert not missing, f"these functions are not found: {missing}"
+    assert not missing, f"the driver does not define these functions of ROOTS or RARE: {missing}"
     found = shared_writes(driver(), ROOTS)
     added = sorted(found - ALLOWED.keys())
     assert not added, (
-        "these writes are new on a path that runs for each page. Count per CPU, or keep the state "
-        f"in a queue or bucket; if it is rare, add it to ALLOWED with the reason: {added}"
+        "new writes to shared memory on a path that runs for each page. Count per CPU, or keep "
+        f"the state in a queue or bucket; if a write is rare, add it to ALLOWED with the reason: {added}"
     )
     gone = sorted(ALLOWED.keys() - found)
-    assert not gone, f"remove these writes from ALLOWED, they no longer exist: {gone}"
+    assert not gone, f"ALLOWED names writes that no longer exist; remove them: {gone}"
 
 
 @pytest.mark.parametrize(

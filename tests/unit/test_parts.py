@@ -86,7 +86,7 @@ def test_cpio_extracts_the_initramfs(tmp_path: Path) -> None:
 
 def test_wait_until_fails_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMEM_TIMEOUT_SCALE", "0.5")
-    with pytest.raises(wait.WaitTimeout, match=r"not reached within 0\.05 s: the sky falls"):
+    with pytest.raises(wait.WaitTimeout, match=r"condition not met within 0\.05 s: the sky falls"):
         wait.until(lambda: None, 0.1, "the sky falls")
     assert wait.until(lambda: 5, 0, "at once") == 5
 

@@ -226,7 +226,7 @@ def test_calibration_without_pool_hits_is_refused(tmp_path: Path) -> None:
     data = synthetic(tmp_path / "r.json")
     for one in data["parts"][model.CALIBRATION]["repetitions"]:
         one[WITH]["hits"] = 0
-    with pytest.raises(HarnessError, match="read no page of the pool"):
+    with pytest.raises(HarnessError, match="read no page from the pool"):
         model.calibrate(data)
 
 

@@ -60,7 +60,9 @@ def test_all_files_name_the_same_version(tmp_path: Path) -> None:
             text = file.read_text().replace(version, "99.0.0", 1)
         file.write_text(text)
         done = run(script)
-        assert done.returncode == 1, f"no complaint about {name}: {done.stdout}"
+        assert done.returncode == 1, (
+            f"scripts/version does not refuse another version in {name}: {done.stdout}"
+        )
         assert name in done.stdout or name.endswith("Cargo.toml")
 
 

@@ -173,7 +173,9 @@ def test_daemon_sees_no_sockets_of_other_services(host: Systemd, daemon: Daemon)
         others = {
             path for path in seen if not re.match(f"{RUN}/|/run/systemd/(notify$|journal/)", path)
         }
-        assert f"{RUN}/control" in seen and not others, f"the daemon could connect to {others}"
+        assert f"{RUN}/control" in seen and not others, (
+            f"the daemon does not see its own socket, or sees sockets of other services: {others}"
+        )
         # The daemon cannot create files in /run.
         assert host.run(*enter, "touch", "/run/more").returncode != 0
     (directory / "system_bus_socket").unlink()
@@ -187,7 +189,7 @@ def test_systemd_replaces_a_hung_daemon(host: Systemd, daemon: Daemon) -> None:
     assert main_pid(host) == old
     end(host, signal.SIGSTOP)
     took = restarted(host, old, 2 * WATCHDOG_SECONDS + OWN_SECONDS)
-    print(f"{took:.2f} s from SIGSTOP until the next one serves")
+    print(f"{took:.2f} s from SIGSTOP until the next daemon serves")
     assert WATCHDOG_SECONDS / 2 < took < WATCHDOG_SECONDS + scaled(OWN_SECONDS)
     assert int(host.show(UNIT, "NRestarts")) == before + 1
     daemon.stats()

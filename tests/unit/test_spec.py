@@ -62,14 +62,14 @@ def test_each_rule_has_one_number_and_one_table_row() -> None:
     assert len(set(found)) == len(found)
     assert set(found) == set(rows())
     assert set(RULE.findall(PAGE.read_text())) == set(found), (
-        "the page refers to a rule that does not exist"
+        "the specification refers to a rule that it does not define"
     )
 
 
 def test_each_requirement_has_a_number() -> None:
     for bullet in bullets():
         assert bool(WORD.search(bullet)) != is_limit(bullet), (
-            f"the rule has no MUST or SHOULD, or the limit has one: {bullet}"
+            f"a rule needs MUST or SHOULD, and a limit must have neither: {bullet}"
         )
     rest = prose()
     for bullet in bullets():
@@ -97,7 +97,7 @@ def test_lines_of_the_specification_are_wrapped() -> None:
 @pytest.mark.parametrize("rule", rules())
 def test_code_and_test_of_each_rule_exist(rule: str) -> None:
     kept, shown = rows()[rule]
-    assert names(kept), f"{rule}: the table names no code that keeps the rule"
+    assert names(kept), f"rule {rule}: the table names no code that keeps the rule"
     for path, name in names(kept):
         assert is_there(path, name), f"{path} does not define {name}"
     for path, name in names(shown):

@@ -227,11 +227,15 @@ def test_daemon_is_upgraded_and_downgraded_under_a_vm(
         daemon.program = releases[version].program("tmemd")
         daemon.start()
         found = {vm["name"]: vm for vm in daemon.list()["vms"]}["added"]
-        assert found["quota"]["reserve_bytes"] == 4 << 20, f"{version} lost the quota"
+        assert found["quota"]["reserve_bytes"] == 4 << 20, (
+            f"the daemon of version {version} lost the VM's quota"
+        )
         wait_state(guest, "on")
         held = evict(guest, files)
         assert checksums(guest, files) == {path: sums[path] for path in files}
-        assert stats(guest)["hits"] > held["hits"], f"no hits with the {version} daemon"
+        assert stats(guest)["hits"] > held["hits"], (
+            f"the guest got no hits from the daemon of version {version}"
+        )
 
 
 def test_compatibility_table_names_both_versions() -> None:

@@ -187,7 +187,9 @@ def test_injected_faults_and_limits_cause_no_wrong_byte(
         evict(guest, list(files))
         trip(guest, daemon, files)
         before = stats(guest)
-        assert before["index_pages"] > PAGES * 4, "too few pages are held for the fault to matter"
+        assert before["index_pages"] > PAGES * 4, (
+            "too few pages are in the index for the injected fault to have an effect"
+        )
         set_parameter(guest, f"inject_{fault}", "1")
         drop_pages(guest)
         after = stats(guest)
@@ -289,7 +291,7 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     before = evict(guest, last)
     assert checksums(guest, last) == {last[0]: sums[last[0]]}
     assert growth(before, stats(guest))["hits"] > PAGES // 4, (
-        "the file that was evicted last is not held"
+        "too few pages of the file that was evicted last were hits"
     )
     assert checksums(guest, list(sums)) == sums
 
@@ -382,7 +384,9 @@ def test_driver_memory_is_bounded(
     guest = vm.start()
     load(guest, "verify_every=0")
     limit = budget(guest)
-    assert stats(guest)["memory_bytes"] <= limit * 3 // 4, "the limit leaves no memory for an index"
+    assert stats(guest)["memory_bytes"] <= limit * 3 // 4, (
+        "the driver's memory leaves less than a quarter of the limit for the index"
+    )
     # The files do not fit into the put rings of the large guest, so pages come from the host.
     check_works(guest, sums)
     if memory < 256 * MIB:

@@ -96,7 +96,9 @@ def test_page_of_a_direct_write_that_faults_is_not_put(
         assert done.status == 0, done.text
         written += 1
         check_new(guest, path)
-    assert written >= len(WAYS) - 1, "more than one kind of write gave up before it wrote"
+    assert written >= len(WAYS) - 1, (
+        "more than one kind of direct write failed before it wrote a page"
+    )
 
 
 @pytest.mark.parametrize("fs", [pytest.param("ext4", marks=pytest.mark.smoke), "xfs"])

@@ -116,7 +116,9 @@ def test_evicted_files_are_read_back_from_the_pool(
 
     before = evict(guest, list(sums))
     pages = sum(-(-(FILE_BYTES - number) // 4096) for number in range(FILES))
-    assert before["index_pages"] >= pages * 9 // 10, "fewer than 90 % of the evicted pages are held"
+    assert before["index_pages"] >= pages * 9 // 10, (
+        "fewer than 90 % of the evicted pages are in the index"
+    )
     held = before["index_pages"]
     assert daemon.stats()["pool"]["pages"] >= held
 

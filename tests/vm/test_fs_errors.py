@@ -171,7 +171,9 @@ def fail_conversion(below: Below) -> None:
     # Suspending the device of the target "delay" ends the delay.
     below.go_on(below.except_blocks(unreadable), writing)
     print(guest.sh("dmesg | tail -n 4"))
-    assert "map_blocks returned -5" in guest.sh("dmesg"), "the conversion did not fail"
+    assert "map_blocks returned -5" in guest.sh("dmesg"), (
+        "the conversion of the unwritten extent did not fail"
+    )
     guest.sh(f"{DM} data {below.whole()}")
 
 

@@ -56,7 +56,7 @@ def refused(guest: Guest, arguments: str, status: int, *words: str) -> Result:
     done = guest.run(f"{COMMAND} {arguments}", 60)
     text = done.stderr.decode()
     assert done.status == status, (
-        f"tmem-guest {arguments} ended with {done.status}, not {status}: {text}"
+        f"tmem-guest {arguments} ended with status {done.status}, not {status}: {text}"
     )
     for word in words:
         assert word in text, f"tmem-guest {arguments} did not print '{word}': {text}"
@@ -346,7 +346,9 @@ def test_dropped_directory_tree_frees_pool_memory_for_other_files(
     guest.sh(f"cat {WHERE}/a/*/* >/dev/null", 120)
     hits = stats(guest)["hits"] - before["hits"]
     sectors = guest.disk_stat("data").read_sectors - sectors
-    print(f"tree a again: {hits} of {TREE_PAGES} pages from the pool, {sectors} sectors read")
+    print(
+        f"second read of tree a: {hits} of {TREE_PAGES} pages from the pool, {sectors} sectors read"
+    )
     if drop:
         assert hits >= TREE_PAGES * 95 // 100
         assert sectors <= TREE_PAGES * 8 // 10

@@ -226,7 +226,7 @@ def test_scenarios_find_no_wrong_byte(
     guest = served(session, kernel, name=name)
     for scenario in scenarios:
         numbers = Torture(guest, f"--scenario={scenario} {mounted(name)}").finish()
-        assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
+        assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
     assert stats(guest)["hits"] > 0
     wait_state(guest, "on")
 

@@ -91,7 +91,10 @@ def test_folios_of_a_sequentially_read_file_are_put_completely(
 ) -> None:
     """Folios of a file that is read stay small enough to be put and got completely."""
     if kernel.version < STREAMS_LIMITED:
-        pytest.skip(f"Linux {kernel.series} keeps no order of a stream that could be limited")
+        pytest.skip(
+            f"Linux {kernel.series} does not keep a folio order for sequential reads, "
+            "so the driver cannot limit it"
+        )
     guest = boot(session, kernel, module, file_system)
     path = "/mnt/large"
     guest.sh(f"dd if=/dev/urandom of={path} bs=16M count=1 2>/dev/null && sync", 60)

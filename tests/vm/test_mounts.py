@@ -146,7 +146,9 @@ def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, modu
     assert stats(guest)["index_pages"] == held + held_beside
 
     mount.switch(False)
-    assert mount.count("held_pages") == 0, "pages are held after the write to `enabled` returned"
+    assert mount.count("held_pages") == 0, (
+        "the driver still holds pages of the mount after it was switched off"
+    )
     assert beside.count("held_pages") == held_beside
     counters = stats(guest)
     assert counters["index_pages"] == held_beside
@@ -168,7 +170,7 @@ def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, modu
     mount.wait()
     assert mount.count("held_pages") == 0
     assert checksums(guest, list(here)) == here
-    assert mount.counts() == before, "the mount put or got pages at once"
+    assert mount.counts() == before, "the first reads after the switch to on did put or get pages"
     check_cached(guest, here)
     after = mount.counts()
     assert after["hits"] - before["hits"] > FILES * FILE_PAGES // 2
@@ -486,7 +488,7 @@ def test_inode_creation_waits_for_a_bounded_number_of_inodes(
     wait_state(guest, "on")
     wait_served(guest)
     assert looked("run") == WALK_INODES, (
-        "the driver did not visit WALK_INODES inodes under one lock"
+        "the driver did not visit exactly WALK_INODES inodes between two releases of the lock"
     )
     check_cached(guest, make(guest, WHERE))
 

@@ -226,7 +226,7 @@ def test_scenarios_find_no_wrong_byte(session: Session) -> None:
     guest = native_guest(session)
     for scenario in SCENARIOS:
         numbers = Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
-        assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
+        assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
     wait_state(guest, "on")
 
 

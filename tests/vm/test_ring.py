@@ -207,7 +207,7 @@ def test_partial_batches_are_sent_after_a_bounded_delay(
     for number in range(IN_FLIGHT):
         guest.sh(f"dd if=/dev/urandom of=/mnt/{number} bs=4096 count=2 2>/dev/null; sync")
         waits_ms.append(drop_and_wait(guest))
-    print("sent after", waits_ms, "ms")
+    print("partial batches were sent after", waits_ms, "ms")
     assert min(waits_ms[1:]) <= stated("TMEM_PUT_DELAY_MS") + OWN_MS
     waiting = stats(guest)
     assert waiting["requests_put"] - before["requests_put"] >= IN_FLIGHT

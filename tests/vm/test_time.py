@@ -114,7 +114,7 @@ def test_vm_restored_from_a_file_starts_with_an_empty_pool(session: Session, wor
     """A VM that is restored from a file finds no page, because the earlier QEMU has ended."""
     path = session.directory / "state"
     known = rest(world, path)
-    assert world.holds() > 100, "the paused VM lost its pages"
+    assert world.holds() > 100, "the pool has too few pages of the paused VM"
     world.vm.quit()
     until(lambda: world.holds() == 0, 60, "the pool is empty")
     world.is_as_before(wake(session, world, path), known)

@@ -66,7 +66,7 @@ def read_again(guest: Guest) -> tuple[int, int]:
     grown = growth(before, evict(guest, FILES))
     seconds = time.monotonic() - begun
     assert guest.read(f"{PARAMETERS}/verify_voided") == "0", (
-        "a comparison was dropped although nothing writes to the files"
+        "the driver dropped a comparison with the disk although nothing writes to the files"
     )
     print(
         f"{grown['hits']} hits, {grown['verified_hits']} compared,"
@@ -86,14 +86,16 @@ def read_first_hits(guest: Guest) -> None:
         hits, more = read_again(guest)
         assert hits > 0
         seen, compared = seen + hits, compared + more
-    assert compared > FIRST_HITS // 2, f"only {compared} of the first {seen} hits were compared"
+    assert compared > FIRST_HITS // 2, (
+        f"only {compared} of the first {seen} hits were compared with the disk"
+    )
 
 
 def check_share(hits: int, compared: int, every: int) -> None:
     # The driver counts hits over all readings, so the number of compared hits in one reading may
     # differ by one.
     assert abs(compared - hits / every) <= 1, (
-        f"{compared} of {hits} hits were compared, not one in {every}"
+        f"{compared} of {hits} hits were compared with the disk, not one in {every}"
     )
 
 
