@@ -141,4 +141,4 @@ def test_documentation_names_the_results_that_have_targets() -> None:
     text = PAGE.read_text()
     keys = [f"get_4k_{name}_us" for name in PERCENTILES]
     for key in (*keys, "put_ns_guest", "seq_reread_gib_per_s", "boot_s"):
-        assert f"`{key}`" in text, key
+        assert f"`{key}`" in text, f"{PAGE.name} does not name the result {key}"

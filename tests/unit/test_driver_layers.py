@@ -133,7 +133,9 @@ def test_driver_files_use_lower_layers_only() -> None:
 def test_core_files_use_only_core_files() -> None:
     for file, others in driver().items():
         if file.startswith("core/"):
-            assert not [other for other in others if not other.startswith("core/")], file
+            assert not [other for other in others if not other.startswith("core/")], (
+                f"{file} uses a file outside of core/"
+            )
 
 
 def test_only_testing_h_depends_on_test_builds() -> None:

@@ -231,7 +231,7 @@ def test_hot_paths_write_no_memory_shared_by_all_cpus() -> None:
     added = sorted(found - ALLOWED.keys())
     assert not added, (
         "new writes to shared memory on a path that runs for each page. Count per CPU, or keep "
-        f"the state in a queue or bucket; if a write is rare, add it to ALLOWED with the reason: {added}"
+        f"the state in a queue or bucket. Add rare writes to ALLOWED with the reason: {added}"
     )
     gone = sorted(ALLOWED.keys() - found)
     assert not gone, f"ALLOWED names writes that no longer exist; remove them: {gone}"

@@ -73,7 +73,9 @@ def test_packages_are_reproducible(packages: Path, tmp_path: Path) -> None:
     built = sorted(packages.glob("*.deb"))
     assert len(built) >= 2
     for package in built:
-        assert package.read_bytes() == (again / package.name).read_bytes(), package.name
+        assert package.read_bytes() == (again / package.name).read_bytes(), (
+            f"{package.name} differs between two builds"
+        )
 
 
 def contents(packages: Path, name: str) -> set[str]:

@@ -50,7 +50,7 @@ def test_tmemctl_commands_named_in_the_documentation_exist() -> None:
     named = set()
     for page in PAGES:
         named |= set(re.findall(r"(?:`|^ *|; )tmemctl ([a-z]+)", page.read_text(), re.MULTILINE))
-    assert {"attach", "list"} <= named <= commands, named - commands
+    assert {"attach", "list"} <= named <= commands, f"tmemctl lacks commands: {named - commands}"
 
 
 def test_density_picture_shows_the_documented_figures() -> None:

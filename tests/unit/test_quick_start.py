@@ -33,7 +33,7 @@ def commands(step: str) -> list[str]:
 def test_quick_start_attaches_the_device_with_few_commands() -> None:
     found = steps()
     host = [command for number in (2, 3, 4) for command in commands(found[number])]
-    assert len(host) <= COMMANDS_MAX, host
+    assert len(host) <= COMMANDS_MAX, f"too many commands on the host: {host}"
     assert len([c for step in found.values() for c in commands(step)]) <= COMMANDS_MAX + 5
     # No compiler on the host: packages are built in the first step, on any machine.
     assert not [command for command in host if re.match(r"make|gcc|cargo|qemu-dev", command)]

@@ -178,7 +178,9 @@ def test_release_files_are_reproducible(archives: Path, tmp_path: Path) -> None:
     names = sorted(path.name for path in archives.iterdir())
     assert names == sorted(path.name for path in tmp_path.iterdir()) and len(names) == 3
     for name in names:
-        assert (archives / name).read_bytes() == (tmp_path / name).read_bytes(), name
+        assert (archives / name).read_bytes() == (tmp_path / name).read_bytes(), (
+            f"{name} differs between two runs of scripts/dist"
+        )
     passed("sh", "-c", f"cd {archives} && sha256sum -c SHA256SUMS")
 
 
@@ -215,12 +217,14 @@ def test_bill_of_materials_lists_the_crates_of_the_programs(archives: Path) -> N
     assert len(crates) > 50
     for name, version in crates:
         component = components[f"pkg:cargo/{name}@{version}"]
-        assert component["licenses"], name
+        assert component["licenses"], f"crate {name} has no licence"
         assert component["type"] == "application" or len(component["hashes"][0]["content"]) == 64
     # A fuzzer's or a test's crate is no part of a program.
     assert not [reference for reference in components if "proptest" in reference]
     for entry in bill["dependencies"]:
-        assert set(entry["dependsOn"]) <= set(components), entry["ref"]
+        assert set(entry["dependsOn"]) <= set(components), (
+            f"{entry['ref']} depends on a crate that is not listed"
+        )
 
 
 @pytest.fixture(scope="module")

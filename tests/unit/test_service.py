@@ -128,7 +128,7 @@ def test_daemon_has_only_the_privileges_of_its_unit(host: Systemd, daemon: Daemo
     assert set(found["Uid"].split()) == {user} and set(found["Gid"].split()) == {group}
     wanted = 1 << CAPABILITIES["chown"] | 1 << CAPABILITIES["fowner"]
     for name in ("CapEff", "CapPrm", "CapBnd"):
-        assert int(found[name], 16) == wanted, name
+        assert int(found[name], 16) == wanted, f"{name} of the daemon is {found[name]}"
     assert int(found["CapAmb"], 16) == 0, (
         "the daemon could pass on capabilities to a program that it starts"
     )

@@ -75,14 +75,20 @@ def test_each_requirement_has_a_number() -> None:
     for bullet in bullets():
         rest = rest.replace(bullet, "")
     said = [line for line in rest.splitlines() if WORD.search(line)]
-    assert len(said) == 1 and "RFC 2119" in said[0], said
+    assert len(said) == 1 and "RFC 2119" in said[0], (
+        f"these lines outside of the rules have MUST or SHOULD: {said}"
+    )
 
 
 def test_each_rule_is_one_sentence_about_its_actor() -> None:
     for bullet in bullets():
         number, text = bullet.removeprefix("**").split("** ", 1)
-        assert is_limit(bullet) or text.startswith(ACTORS[number.split("-")[0]]), bullet
-        assert text.endswith(".") and not re.search(r"[.!?]\s", text), bullet
+        assert is_limit(bullet) or text.startswith(ACTORS[number.split("-")[0]]), (
+            f"the rule does not begin with its actor: {bullet}"
+        )
+        assert text.endswith(".") and not re.search(r"[.!?]\s", text), (
+            f"the rule is not one sentence: {bullet}"
+        )
 
 
 def test_lines_of_the_specification_are_wrapped() -> None:

@@ -27,7 +27,7 @@ def test_code_and_tests_of_each_promise_exist(row: list[str]) -> None:
     promise, by, shown = row
     assert promise
     for cell in (by, shown):
-        assert re.fullmatch(rf"{CELL}(, {CELL})*", cell), cell
+        assert re.fullmatch(rf"{CELL}(, {CELL})*", cell), f"the cell lists no names: {cell}"
     for path, name in names(by):
         assert is_there(path, name), f"{path} does not define {name}"
         assert not is_test(path, name), (
@@ -43,7 +43,9 @@ def test_each_chapter_has_a_not_promised_paragraph() -> None:
     assert len(with_table) == len(TABLES) + 1
     for chapter in with_table:
         title = chapter.splitlines()[0]
-        assert title == "Gaps" or "**Not promised.**" in chapter, title
+        assert title == "Gaps" or "**Not promised.**" in chapter, (
+            f"chapter '{title}' has no paragraph **Not promised.**"
+        )
 
 
 def test_tests_named_on_the_threat_model_page_are_in_its_tables() -> None:

@@ -468,7 +468,9 @@ def test_file_costs_the_documented_index_bytes(
     assert empty["index_pages"] == 0
     for pages, stated in FILE_INDEX_BYTES.items():
         label = f"{pages} pages"
-        assert re.search(rf"^\| {label} \| {stated} \|", readme, re.MULTILINE), label
+        assert re.search(rf"^\| {label} \| {stated} \|", readme, re.MULTILINE), (
+            f"the README does not state {stated} index bytes for a file of {label}"
+        )
         names = [f"/mnt/{pages}-{number}" for number in range(FILES_OF_A_SIZE)]
         # The last page has one byte.
         contents = [os.urandom((pages - 1) * 4096 + 1) for _ in names]
@@ -479,7 +481,9 @@ def test_file_costs_the_documented_index_bytes(
             return evict(guest, names)["index_pages"] == pages * len(names)
 
         until(all_held, 60, f"all files of {label} are held")
-        assert stats(guest)["index_bytes"] - empty["index_bytes"] == stated * len(names), label
+        assert stats(guest)["index_bytes"] - empty["index_bytes"] == stated * len(names), (
+            f"files of {label} do not use {stated} index bytes each"
+        )
         sums = {n: hashlib.sha256(c).hexdigest() for n, c in zip(names, contents, strict=True)}
         assert checksums(guest, names) == sums
         guest.sh(f"rm {' '.join(names)}")
@@ -505,7 +509,7 @@ def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[st
     else:
         before = evict(guest, list(sums))
         liar.lie = lie
-    assert checksums(guest, list(sums)) == sums, lie
+    assert checksums(guest, list(sums)) == sums, f"lie '{lie}': a file has wrong contents"
     liar.lie = ""
     assert liar.lies_told > told
     return growth(before, stats(guest))
@@ -524,15 +528,17 @@ def test_each_wrong_answer_of_the_device_is_caught_by_its_check(
         for lie in (*LIES_OF_GETS, *LIES_OF_PUTS):
             grown = tell(guest, liar, lie, files)
             print(lie, grown)
-            assert is_on(guest), lie
+            assert is_on(guest), f"lie '{lie}': the driver is {state(guest)}"
             if lie in LIES_OF_PUTS:
                 why = "puts_refused" if lie == "put-refused" else "puts_unanswered"
-                assert grown[why] == grown["puts"] > 0, lie
-                assert grown["puts_stored"] == 0, lie
+                assert grown[why] == grown["puts"] > 0, f"lie '{lie}': {grown}"
+                assert grown["puts_stored"] == 0, f"lie '{lie}': the driver counts stored pages"
             else:
-                assert grown["misses_answer"] > 0, lie
-                assert grown["hits"] == grown["ring_hits"] or lie == "short-page", lie
-            assert grown["mismatches"] == 0, lie
+                assert grown["misses_answer"] > 0, f"lie '{lie}': no wrong answer is counted"
+                assert grown["hits"] == grown["ring_hits"] or lie == "short-page", (
+                    f"lie '{lie}': the driver used a page from the device"
+                )
+            assert grown["mismatches"] == 0, f"lie '{lie}': a content check failed"
             # The device gives right answers again, and the driver must use them.
             check_works(guest, files)
 
@@ -606,8 +612,10 @@ def test_pools_with_contradictory_answers_get_no_puts(
             drop_pages(guest)
             assert checksums(guest, list(files)) == files
             after = stats(guest)
-            assert (after["puts"], after["hits"]) == (before["puts"], before["hits"]), lie
-            assert after["index_pages"] == 0, lie
+            assert (after["puts"], after["hits"]) == (before["puts"], before["hits"]), (
+                f"lie '{lie}': the driver put pages or had hits"
+            )
+            assert after["index_pages"] == 0, f"lie '{lie}': the index has pages"
             liar.lie = ""
         # The driver sends the request for the pool again without any action of the test.
         read_until(guest, files, "puts")

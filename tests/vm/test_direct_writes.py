@@ -67,7 +67,7 @@ def check_new(guest: Guest, path: str) -> None:
     """Checks that reads return the contents of the disk, and that the file is cached again."""
     drop(guest)
     for _ in range(2):
-        assert guest.get(path) == NEW + OLD, path
+        assert guest.get(path) == NEW + OLD, f"{path} does not read as the disk"
         drop(guest)
     before = stats(guest)["hits"]
     assert guest.get(path) == NEW + OLD

@@ -214,7 +214,7 @@ def test_policies_survive_the_replacement_of_the_pool(
     hold.release()
     mount.wait()
     for path, never in ((kept, 1), (meanwhile, 1), (taken_back, 0)):
-        assert say(guest, f"policy {path}")["never"] == never, path
+        assert say(guest, f"policy {path}")["never"] == never, f"{path} has the wrong policy"
     before = stats(guest)
     after = evict(guest, [meanwhile])
     assert after["puts_dropped_policy"] - before["puts_dropped_policy"] == PAGES
@@ -358,4 +358,6 @@ def test_dropped_directory_tree_frees_pool_memory_for_other_files(
     guest.sh(f"cd {WHERE} && find a b c -type f -exec sha256sum {{}} + >/tmp/sums", 120)
     for line in guest.get("/tmp/sums").decode().splitlines():
         digest, path = line.split()
-        assert hashlib.sha256((tree / path).read_bytes()).hexdigest() == digest, path
+        assert hashlib.sha256((tree / path).read_bytes()).hexdigest() == digest, (
+            f"{path} has wrong contents"
+        )

@@ -29,7 +29,7 @@ def test_agent_runs_commands_and_transfers_files(session: Session, kernel: Kerne
     result = guest.run("echo out; echo err >&2; exit 3")
     assert (result.status, result.stdout, result.stderr) == (3, b"out\n", b"err\n")
     assert guest.run("kill -9 $$").status == -9
-    with pytest.raises(CommandFailed, match="ended with 7"):
+    with pytest.raises(CommandFailed, match="ended with status 7"):
         guest.sh("exit 7")
     with pytest.raises(GuestTimeout, match="before"):
         guest.run("echo before; sleep 1000", seconds=1)

@@ -125,10 +125,10 @@ def test_all_ext4_hooks_are_live_without_ftrace(session: Session, kernel: Kernel
     assert "CONFIG_VIRTIO_TMEM=y" in config
     assert config.isdisjoint(f"CONFIG_{name}=y" for name in ABSENT)
     for path in ("/sys/kernel/tracing", "/sys/kernel/debug/tracing", "/proc/modules"):
-        assert guest.run(f"test -e {path}").status != 0, path
+        assert guest.run(f"test -e {path}").status != 0, f"the kernel has {path}"
     assert guest.read(f"{PARAMETERS}/deadline_ms") == str(DEADLINE_MS)
     live = int(guest.read(f"{SYSFS}/hooks"), 0)
-    assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, hex(live)
+    assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, f"a hook of ext4 is not live: {live:#x}"
 
 
 def test_evicted_files_are_read_back_from_the_pool(session: Session, kernel: Kernel) -> None:
@@ -201,7 +201,7 @@ def test_random_operations_find_no_wrong_byte(session: Session, kernel: Kernel, 
     assert counters["verified_hits"] > 100
     assert counters["mismatches"] == counters["verify_mismatches"] == 0
     for why in ("dirty", "truncate", "direct", "inode", "unmount", "fadvise"):
-        assert counters[f"invalidations_{why}"] > 0, why
+        assert counters[f"invalidations_{why}"] > 0, f"no page was erased for the reason '{why}'"
     assert (counters["invalidations_move_ext"] > 0) == (name == "ext4")
     wait_state(guest, "on")
 

@@ -345,7 +345,7 @@ def test_destination_with_another_device_is_refused(
     ]:
         target = migration.receiver(session, vm, tmem)
         said = refused(vm, target)
-        assert all(word in said for word in words), (words, said)
+        assert all(word in said for word in words), f"the refusal lacks one of {words}: {said}"
         assert vm.status() == "running"
         assert not connected(there) or pages(there) == 0
     before = stats(guest)

@@ -119,7 +119,7 @@ def test_all_ext4_hooks_are_called_without_ftrace(session: Session) -> None:
     wait_state(guest, "on")
     wait_served(guest)
     live = int(guest.read("/sys/kernel/virtio_tmem/hooks"), 0)
-    assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, hex(live)
+    assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, f"a hook of ext4 is not live: {live:#x}"
 
 
 def test_evicted_files_are_read_back_from_the_pool(session: Session) -> None:
@@ -188,7 +188,9 @@ def test_random_operations_find_no_wrong_byte(session: Session) -> None:
     assert change["hits"] > OPERATIONS // 10
     assert change["mismatches"] == 0
     for why in ("dirty", "truncate", "direct", "move_ext", "inode", "unmount", "fadvise"):
-        assert stats(guest)[f"invalidations_{why}"] > 0, why
+        assert stats(guest)[f"invalidations_{why}"] > 0, (
+            f"no page was erased for the reason '{why}'"
+        )
     wait_state(guest, "on")
 
 

@@ -295,7 +295,7 @@ def test_wrong_answers_to_references_cause_no_wrong_byte(
             liar.lie = ""
             counter = "refs_gone" if lie == "ref-gone" else "refs_unanswered"
             assert liar.lies_told > told and grown["refs_held"] == 0
-            assert grown[counter] > before["index_retained_pages"] // 2, (lie, grown)
+            assert grown[counter] > before["index_retained_pages"] // 2, f"lie '{lie}': {grown}"
             sectors = guest.disk_stat("data").read_sectors
             assert checksums(guest, list(sums)) == sums
             assert guest.disk_stat("data").read_sectors - sectors >= grown[counter] * 8

@@ -83,7 +83,7 @@ def test_random_operations_find_no_wrong_byte(
     assert counters["hits"] > OPERATIONS // 10
     assert counters["mismatches"] == 0
     for why in ("dirty", "truncate", "direct", "move_ext", "inode", "unmount", "fadvise"):
-        assert counters[f"invalidations_{why}"] > 0, why
+        assert counters[f"invalidations_{why}"] > 0, f"no page was erased for the reason '{why}'"
     wait_state(guest, "on")
 
 
