@@ -91,7 +91,8 @@ mod tests {
     fn statistics_that_a_daemon_of_another_version_lacks_are_zero() {
         let answer = r#"{"daemon":{"version":"0.0.9","pid":1},"pool":{"pages":2,"unknown":"x"},
             "vms":[{"name":"web1","hits":3,"put_latency":{"sum_ns":4},"driver":{"state":"on"}}]}"#;
-        let reply: GetStats_Reply = serde_json::from_str(answer).expect("the answer is refused");
+        let reply: GetStats_Reply = serde_json::from_str(answer)
+            .expect("the statistics of another daemon version are refused");
         assert_eq!(
             (reply.daemon.version.as_str(), reply.pool.pages),
             ("0.0.9", 2)

@@ -83,9 +83,12 @@ mod tests {
         for (cache, access, part) in [(&wrong, "shared", "XiB"), (&limit, "private", "not shared")]
         {
             let Some(Request::Invalid(what)) = read(cache, access, device) else {
-                panic!("a domain was accepted whose fault is {part:?}");
+                panic!("a domain with the fault {part:?} was accepted");
             };
-            assert!(what.contains(part), "the reason has no {part:?}: {what}");
+            assert!(
+                what.contains(part),
+                "the reason of the refusal does not contain {part:?}: {what}"
+            );
         }
     }
 }

@@ -243,7 +243,8 @@ mod tests {
 
     fn convert(text: &str) -> String {
         let page = Converter::new(HeadingLevel::H1).convert(text);
-        page.expect("the text cannot be converted").to_roff()
+        page.expect("the Markdown text cannot be converted")
+            .to_roff()
     }
 
     #[test]

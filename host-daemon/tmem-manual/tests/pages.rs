@@ -86,7 +86,8 @@ fn man_renders_the_pages_without_warnings() {
 fn man_warns_of_a_broken_page() {
     let folder = tempfile::tempdir().expect("cannot create a directory");
     let page = folder.path().join("broken.8");
-    fs::write(&page, ".TH A 8\n.SH NAME\na \\- b\n.TS\n.nosuchrequest\n").expect("cannot write");
+    fs::write(&page, ".TH A 8\n.SH NAME\na \\- b\n.TS\n.nosuchrequest\n")
+        .expect("cannot write the file");
     assert_ne!(warnings(&page), "");
 }
 
@@ -162,7 +163,7 @@ fn shells_accept_the_completions() {
             let done = run(Command::new(shell).arg("-n").arg(&file));
             assert!(
                 done.status.success(),
-                "{shell} refuses {}: {done:?}",
+                "{shell} refuses the completion file {}: {done:?}",
                 file.display()
             );
         }

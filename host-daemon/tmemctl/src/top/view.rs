@@ -528,7 +528,7 @@ mod tests {
         );
         assert!(
             cells.last().is_some_and(|bars| bars.contains("█")),
-            "the VM with most gets has no bar: {text}"
+            "the VM with the most gets has no bar: {text}"
         );
         assert!(
             screen[web + 1].starts_with("*db"),
@@ -548,7 +548,10 @@ mod tests {
             "5010000 puts ",
             "31 µs ",
         ] {
-            assert!(text.contains(end), "{end} is cut off: {text}");
+            assert!(
+                text.contains(end),
+                "the end {end:?} of a line is cut off: {text}"
+            );
         }
     }
 
