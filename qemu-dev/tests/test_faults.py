@@ -160,7 +160,7 @@ def test_memory_of_the_command_line_must_be_shared(machine, device, first):
     assert "share=on" in str(caught.value)
 
 
-def test_memory_slots_are_limited_without_a_backend(machine, backend):
+def test_memory_slots_are_limited_also_without_a_connected_backend(machine, backend):
     """QEMU refuses memory that exceeds the backend's slots, also while no backend is connected."""
     features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
     daemon = backend("--protocol-features", hex(features))
@@ -278,7 +278,7 @@ def test_a_queue_that_stops_sets_needs_reset(machine, backend):
     assert vm.wait_generation(None) == daemon.generation()
 
 
-def test_start_clears_the_error_of_a_stopped_queue(machine, backend):
+def test_resume_of_the_vm_clears_the_error_of_a_stopped_queue(machine, backend):
     """When the VM resumes, QEMU starts a queue again that stopped during the pause."""
     daemon = backend()
     vm = machine()

@@ -165,7 +165,7 @@ def test_pci_ids_and_vector_count_are_as_specified(machine):
     assert vectors == 3 + 3
 
 
-def test_generation_is_valid_at_driver_ok(machine, backend):
+def test_generation_is_valid_when_the_driver_sets_driver_ok(machine, backend):
     daemon = backend()
     vm = machine()
     daemon.wait("handshake", lambda event: event.get("request") == "GET_CONFIG")

@@ -80,7 +80,7 @@ def test_transactions_have_the_statement_mix_of_sysbench() -> None:
     assert "UPDATE" not in disks.transactions(10_000, 3, 0, writes=False)
 
 
-def test_interrupted_run_continues_after_its_last_repetition(tmp_path: Path) -> None:
+def test_interrupted_benchmark_continues_after_its_last_repetition(tmp_path: Path) -> None:
     path = tmp_path / "proof.json"
     first = Results(path, {"quick": False})
     first.add("stream", {"title": "a stream"}, {WITH: {"seconds": 1.0}})
@@ -213,7 +213,7 @@ def test_figure_that_misses_its_target_is_reported_as_missed() -> None:
     }
 
 
-def test_target_inside_the_interval_is_neither_met_nor_missed() -> None:
+def test_target_inside_the_confidence_interval_is_neither_met_nor_missed() -> None:
     assert report.verdict(Estimate(6, 5, 7), 5) == report.MET
     assert report.verdict(Estimate(6, 4, 7), 5) == report.UNCLEAR
     assert report.verdict(Estimate(4, 3, 4.5), 5) == report.MISSED

@@ -267,7 +267,7 @@ def test_module_reloads_trigger_no_kernel_report(
     machine.nothing_found()
 
 
-def test_each_checker_reports_its_injected_fault(
+def test_each_kernel_checker_reports_its_injected_fault(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Each checker of the kernel reports a fault that the driver commits on purpose."""

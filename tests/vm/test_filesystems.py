@@ -200,7 +200,7 @@ def test_dirty_hook_alone_protects_split_folios(
 
 
 @pytest.mark.parametrize("scenario", XFS_BROKEN)
-def test_xfs_scenario_without_its_hook_finds_a_wrong_byte(
+def test_xfs_scenario_finds_a_wrong_byte_if_its_hook_is_missing(
     session: Session, kernel: Kernel, test_module: Path, scenario: str
 ) -> None:
     """Each scenario of xfs finds a wrong byte if the hook for its operation is switched off.

@@ -24,7 +24,7 @@ from harness.wait import until
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu")]
 
 
-def test_agent_runs_commands_and_transfers_files(session: Session, kernel: Kernel) -> None:
+def test_guest_agent_runs_commands_and_transfers_files(session: Session, kernel: Kernel) -> None:
     guest = session.vm(Config(kernel)).start()
     result = guest.run("echo out; echo err >&2; exit 3")
     assert (result.status, result.stdout, result.stderr) == (3, b"out\n", b"err\n")

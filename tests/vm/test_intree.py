@@ -206,7 +206,7 @@ def test_random_operations_find_no_wrong_byte(session: Session, kernel: Kernel, 
     wait_state(guest, "on")
 
 
-def test_readers_never_see_an_older_version(session: Session, kernel: Kernel) -> None:
+def test_readers_never_see_an_older_version_of_a_block(session: Session, kernel: Kernel) -> None:
     """Readers never see an older version of a block, beside buffered and direct writers."""
     guest = served(session, kernel)
     arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
@@ -220,7 +220,7 @@ def test_readers_never_see_an_older_version(session: Session, kernel: Kernel) ->
     [("ext4", SCENARIOS), ("xfs", [*XFS_SCENARIOS, "clone", "swapext"])],
     ids=["ext4", "xfs"],
 )
-def test_scenarios_find_no_wrong_byte(
+def test_torture_scenarios_find_no_wrong_byte(
     session: Session, kernel: Kernel, name: str, scenarios: list[str]
 ) -> None:
     guest = served(session, kernel, name=name)
@@ -231,7 +231,9 @@ def test_scenarios_find_no_wrong_byte(
     wait_state(guest, "on")
 
 
-def test_scenario_without_its_hook_finds_a_wrong_byte(session: Session, kernel: Kernel) -> None:
+def test_torture_scenario_finds_a_wrong_byte_if_its_hook_is_missing(
+    session: Session, kernel: Kernel
+) -> None:
     """If the kernel does not call a hook for changes of a file, a scenario finds a wrong byte."""
     guest = served(session, kernel, f"verify_every=0 {PATIENT}")
     for hooks, scenario in BROKEN:

@@ -206,7 +206,7 @@ def test_hits_of_random_operations_match_the_disk(session: Session, name: str) -
     wait_state(guest, "on")
 
 
-def test_readers_never_see_an_older_version(session: Session) -> None:
+def test_readers_never_see_an_older_version_of_a_block(session: Session) -> None:
     """Readers never see an older version of a block, beside buffered and direct writers."""
     guest = native_guest(session)
     arguments = f"--seed={seed()} --mode=versions --ops=40000 --mixed"
@@ -224,7 +224,7 @@ def test_memory_written_by_the_kernel_survives_swapping(session: Session) -> Non
     Torture(guest, "--scenario=swapped_buffer").finish()
 
 
-def test_scenarios_find_no_wrong_byte(session: Session) -> None:
+def test_torture_scenarios_find_no_wrong_byte(session: Session) -> None:
     guest = native_guest(session)
     for scenario in SCENARIOS:
         numbers = Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
@@ -232,7 +232,7 @@ def test_scenarios_find_no_wrong_byte(session: Session) -> None:
     wait_state(guest, "on")
 
 
-def test_scenario_without_its_hook_finds_a_wrong_byte(session: Session) -> None:
+def test_torture_scenario_finds_a_wrong_byte_if_its_hook_is_missing(session: Session) -> None:
     """If the kernel does not call a hook for changes of a file, a scenario finds a wrong byte."""
     # With retained pages, the driver would notice some of these faults and switch the cache off.
     guest = native_guest(session, f"verify_every=0 {PATIENT} retain=N")
