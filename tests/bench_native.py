@@ -673,7 +673,7 @@ class Bench:
         )
         change = growths["retaining"]
         if change["refs_held"] < change["puts"]:
-            raise HarnessError(f"few pages were retained, so nothing was compared: {change}")
+            raise HarnessError(f"too few pages were retained for a comparison: {change}")
         host_ratio = host["retaining"] / host["copying"]
         guest_ratio = guest["retaining"] / guest["copying"]
         self.add(

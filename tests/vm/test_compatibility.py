@@ -86,7 +86,7 @@ def daemon_of(session: Session, release: Release) -> Daemon:
 
 
 @pytest.mark.parametrize(("command", "daemon"), PAIRS)
-def test_commands_control_a_daemon_of_the_other_version(
+def test_tmemctl_controls_a_daemon_of_the_other_version(
     session: Session, releases: dict[str, Release], command: str, daemon: str
 ) -> None:
     served = daemon_of(session, releases[daemon])
@@ -113,7 +113,7 @@ def test_commands_control_a_daemon_of_the_other_version(
 
 
 @pytest.mark.parametrize(("hook", "daemon"), PAIRS)
-def test_hook_adds_vms_to_a_daemon_of_the_other_version(
+def test_libvirt_hook_adds_vms_to_a_daemon_of_the_other_version(
     session: Session, releases: dict[str, Release], hook: str, daemon: str
 ) -> None:
     served = daemon_of(session, releases[daemon])
@@ -185,7 +185,7 @@ def test_exporter_reads_a_daemon_of_the_other_version(
 
 
 @pytest.mark.parametrize("versions", TRIPLES, ids="-".join)
-def test_versions_of_driver_device_and_daemon_work_together(
+def test_mixed_versions_of_driver_device_and_daemon_work_together(
     session: Session,
     kernel: Kernel,
     releases: dict[str, Release],
@@ -227,14 +227,18 @@ def test_daemon_is_upgraded_and_downgraded_under_a_vm(
         daemon.program = releases[version].program("tmemd")
         daemon.start()
         found = {vm["name"]: vm for vm in daemon.list()["vms"]}["added"]
-        assert found["quota"]["reserve_bytes"] == 4 << 20, f"{version} lost the quota"
+        assert found["quota"]["reserve_bytes"] == 4 << 20, (
+            f"the daemon of version {version} lost the VM's quota"
+        )
         wait_state(guest, "on")
         held = evict(guest, files)
         assert checksums(guest, files) == {path: sums[path] for path in files}
-        assert stats(guest)["hits"] > held["hits"], f"no hits with the {version} daemon"
+        assert stats(guest)["hits"] > held["hits"], (
+            f"the guest got no hits from the daemon of version {version}"
+        )
 
 
-def test_table_names_both_versions() -> None:
+def test_compatibility_table_names_both_versions() -> None:
     text = DOCUMENT.read_text()
     new = run(ROOT / "scripts/version").strip()
     commit = run(ROOT / "scripts/previous-release", "--commit").strip()
