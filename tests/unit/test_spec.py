@@ -113,7 +113,7 @@ def test_missing_names_are_not_found() -> None:
     assert is_there(spec, "rules") and not is_there(spec, "rule")
     assert is_test(spec, "test_missing_names_are_not_found") and not is_test(spec, "rules")
     assert is_there(chain, "fill") and not is_test(chain, "fill")
-    assert is_test(chain, "loops_bad_indexes_and_bad_tables_in_chains_are_refused")
+    assert is_test(chain, "chains_with_loops_bad_indexes_or_bad_indirect_tables_are_refused")
     core = "guest-driver/core"
     assert is_there(f"{core}/get.c", "take_page")
     assert not is_there(f"{core}/get.c", "tmem_queue_drain"), (

@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_only_socket_exists_by_default() {
+    fn a_read_only_control_socket_is_configured_by_default() {
         let socket = |options: &[&str]| {
             let all = [&["tmemd", "--pool-size", "1MiB"], options].concat();
             let arguments = Arguments::parse_from(all);

@@ -324,7 +324,7 @@ fn the_number_of_clients_is_limited() {
 }
 
 #[test]
-fn sockets_have_their_modes_and_are_removed_at_the_stop() {
+fn sockets_have_mode_0660_and_are_removed_when_the_daemon_stops() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     let daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
@@ -355,7 +355,7 @@ fn sockets_have_their_modes_and_are_removed_at_the_stop() {
 }
 
 #[test]
-fn stale_sockets_are_replaced_and_live_ones_refused() {
+fn sockets_of_ended_daemons_are_replaced_and_sockets_in_use_are_not() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     for socket in sockets(&config) {
@@ -423,7 +423,7 @@ fn a_socket_of_another_daemon_is_not_removed() {
 }
 
 #[test]
-fn reserves_that_do_not_fit_are_refused() {
+fn reserves_that_exceed_the_pool_are_refused_at_the_start() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let mut config = config(directory.path());
     config.vms[0].quota.reserve_bytes = 64 << 20;
@@ -473,7 +473,7 @@ fn tmemd(directory: &Path) -> Running {
 }
 
 #[test]
-fn signals_end_the_daemon_cleanly() {
+fn sigterm_and_sigint_end_the_daemon_cleanly() {
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
         let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let config = config(directory.path());
@@ -565,7 +565,7 @@ fn log_lines_of_clients_are_rate_limited() {
 /// The limit of 64 KiB in docs/control.md applies to messages of clients. Answers of the daemon may
 /// be longer.
 #[test]
-fn an_answer_may_be_longer_than_a_call() {
+fn an_answer_may_be_longer_than_the_limit_for_calls() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let mut config = config(directory.path());
     config.vms = (0..64)
@@ -624,7 +624,7 @@ fn a_world_writable_directory_is_logged() {
 }
 
 #[test]
-fn errors_name_the_invalid_argument() {
+fn errors_name_the_invalid_command_line_argument() {
     for (arguments, part) in [
         (&["--pool-size", "12XB"][..], "XB"),
         (

@@ -54,8 +54,8 @@ fn slots() -> GuestConfig {
 
 /// The VMM pauses a VM and lets it continue while requests are in flight.
 #[test]
-fn a_pause_releases_memory_and_keeps_the_cache() {
-    let seed = seed("a_pause_releases_memory_and_keeps_the_cache");
+fn pausing_a_vm_releases_guest_memory_and_keeps_the_cache() {
+    let seed = seed("pausing_a_vm_releases_guest_memory_and_keeps_the_cache");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let config = DriverConfig {
@@ -108,8 +108,8 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
 
 /// While requests are in flight, the VMM sends RESET_DEVICE or closes the connection.
 #[test]
-fn a_reset_releases_memory_and_empties_the_cache() {
-    let seed = seed("a_reset_releases_memory_and_empties_the_cache");
+fn a_device_reset_releases_guest_memory_and_empties_the_cache() {
+    let seed = seed("a_device_reset_releases_guest_memory_and_empties_the_cache");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let config = DriverConfig {
@@ -178,8 +178,8 @@ fn changing_the_memory_table_under_load_loses_no_request() {
 /// refused page nor an older version of it. The test stops the daemon while a drain waits for a
 /// batch, until the time limit of the drain has expired.
 #[test]
-fn a_put_that_a_drain_refuses_leaves_nothing_in_the_pool() {
-    let seed = seed("a_put_that_a_drain_refuses_leaves_nothing_in_the_pool");
+fn a_put_that_is_refused_during_a_drain_leaves_no_page_in_the_pool() {
+    let seed = seed("a_put_that_is_refused_during_a_drain_leaves_no_page_in_the_pool");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None)]);
     let config = GuestConfig {
@@ -257,8 +257,8 @@ fn a_put_that_a_drain_refuses_leaves_nothing_in_the_pool() {
 /// The daemon never writes to a memory region that the VMM has removed, even if the region contains
 /// requests.
 #[test]
-fn a_removed_region_is_unmapped() {
-    let seed = seed("a_removed_region_is_unmapped");
+fn a_removed_memory_region_is_unmapped_and_not_written() {
+    let seed = seed("a_removed_memory_region_is_unmapped_and_not_written");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut neighbour = daemon.driver("b", seed);

@@ -182,8 +182,8 @@ fn send_each(faults: Vec<Fault>, features: u64) {
 /// The guest changes requests in its memory while the daemon reads them. The daemon survives, and
 /// other VMs are not affected. A hit always returns the page whose cookie is in the answer.
 #[test]
-fn requests_changed_by_the_guest_during_a_read_are_harmless() {
-    let seed = seed("requests_changed_by_the_guest_during_a_read_are_harmless");
+fn requests_changed_while_the_daemon_reads_them_return_no_wrong_page() {
+    let seed = seed("requests_changed_while_the_daemon_reads_them_return_no_wrong_page");
     let mut daemon = Daemon::start(&[("liar", Some("team")), ("neighbour", Some("team"))]);
     let mut liar = liar(&mut daemon, seed, F_RETAIN);
     let mut neighbour = daemon.driver("neighbour", seed + 1);
@@ -259,8 +259,8 @@ fn requests_changed_by_the_guest_during_a_read_are_harmless() {
 /// A guest overwrites its rings, descriptors and requests with random bytes while the daemon reads
 /// them.
 #[test]
-fn random_guest_memory_is_harmless() {
-    let seed = seed("random_guest_memory_is_harmless");
+fn random_bytes_in_guest_memory_affect_no_other_vm() {
+    let seed = seed("random_bytes_in_guest_memory_affect_no_other_vm");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("liar", Some("team")), ("neighbour", Some("team"))]);
     let mut neighbour = daemon.driver("neighbour", seed + 1);

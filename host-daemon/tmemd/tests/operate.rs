@@ -51,7 +51,7 @@ fn put(driver: &mut Driver, index: u64) {
 }
 
 #[test]
-fn requests_are_timed_and_counted() {
+fn latencies_and_counts_of_requests_are_reported() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 1);
     work(&mut driver, 300);
@@ -143,7 +143,7 @@ fn processor_time_is_reported_by_work_and_by_vm() {
 /// The statistics of a VM contain the latencies that its driver has sent. They contain no latencies
 /// if the driver sends only REPORT requests.
 #[test]
-fn latencies_of_readers_are_reported() {
+fn latencies_of_readers_in_the_guest_are_reported() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 1);
     let mut client = client(&daemon.path("control"));
@@ -174,7 +174,7 @@ fn latencies_of_readers_are_reported() {
 }
 
 #[test]
-fn a_flushed_vm_is_empty_and_continues() {
+fn a_flushed_vm_has_no_pages_and_is_served_again() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 2);
     (0..100).for_each(|index| put(&mut driver, index));
@@ -194,7 +194,7 @@ fn a_flushed_vm_is_empty_and_continues() {
 /// If a frozen VM puts a page again, the daemon must not return the older version of the page
 /// later.
 #[test]
-fn a_frozen_vm_puts_nothing_and_still_gets() {
+fn puts_of_a_frozen_vm_are_refused_and_gets_still_hit() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 3);
     (0..50).for_each(|index| put(&mut driver, index));
@@ -322,7 +322,7 @@ fn unknown_vms_are_named_in_errors() {
 }
 
 #[test]
-fn events_are_sent_as_they_happen() {
+fn subscribers_receive_events_of_vms_and_of_the_pool() {
     let mut daemon = daemon();
     let (sender, receiver) = std::sync::mpsc::channel::<Event>();
     let socket = daemon.path("read-only");
@@ -368,7 +368,7 @@ fn events_are_sent_as_they_happen() {
 /// If connections begin and end in a loop, the daemon does not send an event for each of them. It
 /// sends the event about the last state later, even if nothing more happens.
 #[test]
-fn the_last_event_of_a_loop_of_connections_is_sent_later() {
+fn the_last_event_of_frequent_reconnections_is_sent_later() {
     let daemon = daemon();
     let mut listener = subscribe(&daemon.path("read-only")).unwrap();
     let mut client = client(&daemon.path("control"));
@@ -401,7 +401,7 @@ fn subscribe(control: &Path) -> io::Result<UnixStream> {
 }
 
 #[test]
-fn a_subscription_requires_the_flag_more_and_ends_with_its_client() {
+fn a_subscription_requires_the_flag_more_and_ends_when_the_client_leaves() {
     let daemon = daemon();
     let error = client(&daemon.path("control")).subscribe_events().call();
     let error = error.expect_err("the daemon accepted a subscription without \"more\"");

@@ -124,9 +124,9 @@ fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<(Driver, u64)> {
 
 /// Four guests send thousands of requests to a pool that has space for all of their pages.
 #[test]
-fn random_guests_in_a_large_pool_read_their_own_pages() {
+fn guests_with_random_requests_read_their_own_pages_in_a_large_pool() {
     let drivers = crowd(
-        seed("random_guests_in_a_large_pool_read_their_own_pages"),
+        seed("guests_with_random_requests_read_their_own_pages_in_a_large_pool"),
         "512MiB",
         8_000,
     );
@@ -157,9 +157,9 @@ fn random_guests_in_a_large_pool_read_their_own_pages() {
 
 /// Four guests send requests to a pool that is so small that pages are evicted all the time.
 #[test]
-fn random_guests_in_a_small_pool_read_their_own_pages() {
+fn guests_with_random_requests_read_their_own_pages_in_a_small_pool() {
     let drivers = crowd(
-        seed("random_guests_in_a_small_pool_read_their_own_pages"),
+        seed("guests_with_random_requests_read_their_own_pages_in_a_small_pool"),
         "2MiB",
         5_000,
     );
@@ -177,8 +177,8 @@ fn random_guests_in_a_small_pool_read_their_own_pages() {
 
 /// The guest sends full batches through rings of the largest, the smallest and other sizes.
 #[test]
-fn batches_and_rings_of_every_size_work() {
-    let seed = seed("batches_and_rings_of_every_size_work");
+fn batches_and_rings_of_every_size_are_answered_correctly() {
+    let seed = seed("batches_and_rings_of_every_size_are_answered_correctly");
     let mut daemon = Daemon::start(&[("a", None)]);
     for (queue_size, request_queues, features_off) in [
         (1024, 1, F_EVENT_IDX),

@@ -453,7 +453,7 @@ fn check(directory: &Path, more: &[&str]) -> Output {
 }
 
 #[test]
-fn the_option_check_config_checks_a_file_without_a_daemon() {
+fn the_option_check_config_checks_a_file_and_starts_no_daemon() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let at = directory.path();
     let fails = |more: &[&str], part: &str| {

@@ -13,8 +13,8 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// The test kills the daemon with SIGKILL while requests are in flight, in 12 rounds.
 #[test]
-fn requests_in_flight_at_a_kill_are_replayed() {
-    let seed = seed("requests_in_flight_at_a_kill_are_replayed");
+fn requests_in_flight_are_replayed_after_the_daemon_is_killed() {
+    let seed = seed("requests_in_flight_are_replayed_after_the_daemon_is_killed");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
     let mut drivers = [daemon.driver("a", seed), daemon.driver("b", seed + 1)];

@@ -57,7 +57,7 @@ fn get_one(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64)
 /// The device's configuration has only values that SPEC.md allows, and the device offers no
 /// reserved feature.
 #[test]
-fn configuration_and_features_match_the_specification() {
+fn device_configuration_and_features_match_the_specification() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let driver = daemon.driver("a", 1);
     let config = driver.guest.device().unwrap();
@@ -78,7 +78,7 @@ fn configuration_and_features_match_the_specification() {
 
 /// The daemon stores all 64 bits of a page's cookie, and compares all of them at a get.
 #[test]
-fn every_bit_of_a_cookie_counts() {
+fn a_get_whose_cookie_differs_in_one_bit_misses() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut driver = daemon.driver("a", 1);
     let pool = driver.pool();
@@ -113,7 +113,7 @@ fn every_bit_of_a_cookie_counts() {
 
 /// Keys that differ in one bit of the pool, the object or the index name different pages.
 #[test]
-fn every_bit_of_a_key_counts() {
+fn keys_that_differ_in_one_bit_name_different_pages() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut driver = daemon.driver("a", 1);
     let pool = driver.pool();
@@ -148,7 +148,7 @@ fn every_bit_of_a_key_counts() {
 
 /// If a PUT contains a key twice, the daemon stores the later page.
 #[test]
-fn the_last_put_of_a_key_wins() {
+fn a_get_returns_the_last_page_that_was_put_under_its_key() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut driver = daemon.driver("a", 1);
     let pool = driver.pool();
@@ -348,7 +348,7 @@ fn the_number_of_pools_is_limited() {
 /// Two VMs of one trust domain use equal pool ids, object numbers, cookies and contents. Still,
 /// neither VM gets a page of the other.
 #[test]
-fn a_vm_gets_no_page_of_another_vm() {
+fn a_get_never_returns_a_page_of_another_vm() {
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
     let mut a = daemon.driver("a", 1);
     let mut b = daemon.driver("b", 1);
@@ -411,7 +411,7 @@ fn a_vm_gets_no_page_of_another_vm() {
 
 /// The daemon serves one connection at a time on each VM's socket.
 #[test]
-fn a_second_connection_is_refused() {
+fn a_second_connection_of_a_vm_is_refused() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut first = daemon.driver("a", 1);
     for i in 0..5 {
@@ -431,7 +431,7 @@ fn a_second_connection_is_refused() {
 
 /// The daemon refuses guest memory that another process could truncate, because it is not sealed.
 #[test]
-fn unsealed_memory_is_refused() {
+fn guest_memory_that_can_be_truncated_is_refused() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut neighbour = daemon.driver("b", 2);
     for mem_slots in [false, true] {

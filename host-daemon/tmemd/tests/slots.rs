@@ -106,8 +106,8 @@ fn memory_slot_changes_under_load_lose_no_request() {
 }
 
 #[test]
-fn one_slot_too_many_is_refused_without_effect_on_other_vms() {
-    let seed = seed("one_slot_too_many_is_refused_without_effect_on_other_vms");
+fn a_memory_slot_above_the_limit_is_refused_without_effect_on_other_vms() {
+    let seed = seed("a_memory_slot_above_the_limit_is_refused_without_effect_on_other_vms");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let config = |seed| DriverConfig {

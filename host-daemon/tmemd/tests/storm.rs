@@ -132,8 +132,8 @@ fn visit(driver: &mut Driver, socket: &std::path::Path, rng: &mut fastrand::Rng)
 }
 
 #[test]
-fn vms_connect_and_disconnect_concurrently() {
-    let seed = seed("vms_connect_and_disconnect_concurrently");
+fn vms_that_reconnect_concurrently_leave_no_resources_in_the_daemon() {
+    let seed = seed("vms_that_reconnect_concurrently_leave_no_resources_in_the_daemon");
     let names: Vec<String> = (0..VMS).map(|number| format!("vm{number}")).collect();
     let vms: Vec<(&str, Option<&str>)> = names.iter().map(|name| (name.as_str(), None)).collect();
     // The daemon runs without the sandbox, because the test cannot inspect a sandboxed daemon in

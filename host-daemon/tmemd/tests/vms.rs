@@ -179,7 +179,7 @@ fn a_vm_is_added_and_removed() {
 }
 
 #[test]
-fn an_added_vm_is_changed_in_place() {
+fn adding_a_vm_again_changes_its_settings_without_a_disconnect() {
     let host = host();
     let spec = host.spec(UUID, "web");
     host.add(&spec);
@@ -390,7 +390,7 @@ fn configured_vms_cannot_be_removed() {
 }
 
 #[test]
-fn a_problem_stays_until_it_is_fixed() {
+fn the_next_successful_call_for_a_vm_clears_its_reported_problem() {
     let host = host();
     let spec = host.spec(UUID, "web");
     host.add(&spec);
@@ -696,7 +696,7 @@ fn the_number_of_vms_is_limited() {
 /// Several threads add and remove VMs at the same time. At the end, no file of a removed VM is
 /// left.
 #[test]
-fn vms_are_added_and_removed_concurrently() {
+fn vms_added_and_removed_concurrently_leave_no_files() {
     let host = host();
     let number = |path: &Path| {
         fs::read_dir(path)

@@ -87,7 +87,7 @@ fn the_service_manager_is_notified_of_start_progress_and_stop() {
 /// daemon wait for requests. If a front end sends half a message, or none, the thread of its
 /// connection waits for the rest.
 #[test]
-fn a_thread_that_waits_does_not_count_as_hung() {
+fn threads_that_wait_for_clients_do_not_count_as_hung() {
     let (mut daemon, manager) = watched(&[("idle", None), ("half", None), ("silent", None)]);
     // The workers have served requests of this VM, and are idle from here on.
     let mut driver = daemon.driver("idle", 1);

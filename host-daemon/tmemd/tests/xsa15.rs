@@ -323,7 +323,7 @@ fn foreign_or_stale_pool_ids_are_refused() {
 /// XSA-15: a guest without a tenant was served with a null pointer. In this daemon, a connection
 /// has a tenant from its first message to its end, whether it has a pool or not.
 #[test]
-fn requests_before_or_after_a_connection_reach_no_pool() {
+fn requests_before_or_after_a_generation_reach_no_pool() {
     let run = |directory: &std::path::Path| {
         let directory = directory.to_str().unwrap();
         vec!["--run-directory".into(), directory.into()]
@@ -731,7 +731,7 @@ fn overflowing_sums_in_requests_are_refused() {
 /// a request or message. The test lets the refused VM, another VM and an operator use the same
 /// locks after each refusal.
 #[test]
-fn error_paths_leave_no_lock_held() {
+fn refused_requests_and_messages_leave_no_lock_held() {
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
     let mut driver = daemon.driver("a", 1);
     let mut other = daemon.driver("b", 2);

@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_user_or_group_is_looked_up_once() {
+    fn the_number_of_a_user_or_group_is_kept_after_the_first_lookup() {
         let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let path = directory.path().join("group");
         let file = path.to_str().expect("the text is not UTF-8");

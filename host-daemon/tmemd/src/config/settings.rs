@@ -396,7 +396,7 @@ mod tests {
     use crate::memory::budget::VM_MEMORY_BYTES_DEFAULT;
 
     #[test]
-    fn a_vm_with_all_keys_is_parsed() {
+    fn a_vm_option_with_all_keys_is_parsed() {
         let vm: VmConfig =
             "socket=/run/a.sock,name=web-1,owner=qemu,uuid=01234567-89AB-cdef-0123-456789abcdef,\
                             trust_domain=debian,reserve=16MiB,limit=1GiB,weight=7,memory_max=2TiB"
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_vm_key_and_value() {
+    fn errors_in_vm_settings_name_the_vm_key_and_value() {
         for (text, parts) in [
             (
                 "name=a,socket=s,limit=12XB",

@@ -312,7 +312,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_client_that_panics_releases_its_slot() {
+    fn a_panic_in_a_client_thread_releases_its_connection_slot() {
         let clients = Arc::default();
         for _ in 0..varlink::CLIENTS_MAX + 1 {
             let client = AssertUnwindSafe(|| {

@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_subscriber_loses_the_oldest_events_and_learns_how_many() {
+    fn a_slow_subscriber_loses_the_oldest_events_and_learns_their_number() {
         let events = Events::default();
         events.emit(EventKind::Added, Some("a"), format_args!("before"));
         let subscription = events

@@ -263,7 +263,7 @@ mod tests {
     /// separate thread unmaps memory. That thread has no heartbeat, so the watchdog ignores the
     /// time that unmapping takes.
     #[test]
-    fn memory_is_unmapped_during_endless_pool_work() {
+    fn memory_is_unmapped_while_pool_maintenance_never_returns() {
         let (go, gone) = mpsc::channel::<()>();
         let gone = Mutex::new(gone);
         let maintain = move || {

@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panicked_thread_counts_as_hung_and_an_ended_one_does_not() {
+    fn a_panicked_thread_counts_as_hung_and_an_ended_thread_does_not() {
         let heartbeats = Arc::new(Heartbeats::default());
         for panics in [false, true] {
             let heartbeat = heartbeats.register("thread");

@@ -579,7 +579,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pool_shrinks_by_the_missing_memory_and_no_more() {
+    fn the_pool_shrinks_by_exactly_the_missing_host_memory() {
         let mut host = TestHost::new(12 * GIB);
         assert_eq!(
             host.step(false),
@@ -635,7 +635,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pool_size_does_not_oscillate() {
+    fn the_pool_size_does_not_oscillate_under_constant_load() {
         // The host has 5 GiB, which suffices for a pool of 4 GiB and the minimum of 1 GiB.
         let mut host = TestHost::new(5 * GIB);
         let mut changes = 0;
@@ -651,7 +651,7 @@ mod tests {
     }
 
     #[test]
-    fn stalls_shrink_the_pool_to_its_minimum() {
+    fn memory_stalls_shrink_the_pool_to_its_minimum() {
         let mut host = TestHost::new(100 * GIB);
         let mut steps = 0;
         while host.size > POOL_BYTES_MIN {
@@ -669,7 +669,7 @@ mod tests {
     }
 
     #[test]
-    fn unused_pool_memory_is_given_up_first() {
+    fn shrinking_takes_unused_pool_memory_first() {
         let mut governor = Governor::new(FREE_MIN, FULL);
         let readings = Readings {
             available_bytes: Some(FREE_MIN - (1 << 20)),
@@ -710,7 +710,7 @@ mod tests {
     }
 
     #[test]
-    fn stalls_are_summed_over_the_window() {
+    fn memory_stalls_are_summed_over_the_window() {
         let mut stalls = Stalls::default();
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);

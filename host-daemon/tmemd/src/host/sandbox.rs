@@ -549,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sandbox_opens_only_configured_files() {
+    fn sandboxed_threads_open_only_configured_files() {
         let other = tempfile::tempdir().expect("cannot create a temporary directory");
         let denied = |result: io::Result<()>| {
             let error = result.expect_err("a file outside of the configuration was opened");
@@ -733,7 +733,7 @@ mod tests {
     /// Serving threads must not create an io_uring. seccomp does not see the operations of a ring,
     /// and a new ring would accept all of them.
     #[test]
-    fn serving_threads_cannot_create_rings() {
+    fn serving_threads_cannot_create_io_uring_or_aio_contexts() {
         if let [Err(error), _] | [_, Err(error)] = contexts() {
             return skipped(Missing::IoUring, error);
         }
@@ -759,8 +759,8 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "puts its process into the sandbox: see a_started_daemon_cannot_create_rings"]
-    fn child_process_starts_a_daemon_and_cannot_create_rings() {
+    #[ignore = "puts its process into the sandbox: see a_started_daemon_cannot_create_io_uring_or_aio_contexts"]
+    fn child_process_starts_a_daemon_and_tries_to_create_contexts() {
         inside(ThreadKind::Starting, |own| {
             let daemon = crate::Daemon::start(config(own)).expect("cannot start the daemon");
             refused(contexts());
@@ -769,8 +769,8 @@ mod tests {
     }
 
     #[test]
-    fn a_started_daemon_cannot_create_rings() {
-        let output = in_a_process("child_process_starts_a_daemon_and_cannot_create_rings");
+    fn a_started_daemon_cannot_create_io_uring_or_aio_contexts() {
+        let output = in_a_process("child_process_starts_a_daemon_and_tries_to_create_contexts");
         assert!(output.status.success(), "the process failed: {output:?}");
     }
 
@@ -899,7 +899,7 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "ends its process: see attack_system_calls_end_the_process"]
+    #[ignore = "ends its process: see executing_a_program_in_the_sandbox_ends_the_process"]
     fn child_process_executes_a_program_in_the_sandbox() {
         inside(ThreadKind::Serving, |_| {
             let arguments = [std::ptr::null::<libc::c_char>()];
@@ -910,7 +910,7 @@ mod tests {
     }
 
     #[test]
-    fn attack_system_calls_end_the_process() {
+    fn executing_a_program_in_the_sandbox_ends_the_process() {
         let output = in_a_process("child_process_executes_a_program_in_the_sandbox");
         assert_eq!(
             output.status.signal(),

@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_is_limited_to_its_maximum_and_all_vms_to_the_budget() {
+    fn a_vm_maps_at_most_its_maximum_and_all_vms_at_most_the_budget() {
         let [one, other] = two_vms(100, 60);
         let held = one
             .charge(0, 60)

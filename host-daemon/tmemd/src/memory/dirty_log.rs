@@ -176,7 +176,7 @@ mod tests {
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     #[test]
-    fn a_lost_page_of_the_log_is_reported() {
+    fn a_lost_page_of_the_dirty_log_is_reported() {
         let file = memfd_create("log", MemfdFlags::CLOEXEC).expect("cannot create a memfd");
         ftruncate(&file, 8192).expect("cannot set the length of the memfd");
         let lost = Arc::default();

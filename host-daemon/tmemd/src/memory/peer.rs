@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn unread_messages_are_no_hang_up() {
+    fn unread_messages_do_not_count_as_a_hang_up() {
         let (peer, _own, mut other) = pair();
         assert_eq!(check(&peer), Ok(()));
         other
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn each_way_to_hang_up_is_detected() {
+    fn each_way_to_close_the_connection_is_detected_as_a_hang_up() {
         for how in [Shutdown::Write, Shutdown::Both] {
             let (peer, _own, other) = pair();
             other

@@ -413,7 +413,7 @@ mod tests {
     /// mark of the loss, too. The test reads at many different points in time. If a page were
     /// replaced before the memory is marked, some of the reads would not see the mark.
     #[test]
-    fn each_reader_of_a_replaced_page_sees_that_it_was_lost() {
+    fn each_reader_of_a_lost_page_sees_the_mark_of_the_loss() {
         const ROUNDS: u32 = 1500;
         /// Number of iterations of an empty loop that together take longer than replacing a page.
         const SPINS: u32 = 2000;
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_of_the_handlers_table_are_reused_and_unlimited() {
+    fn the_sigbus_handler_reuses_slots_for_any_number_of_mappings() {
         let mappings: Vec<Mapping> = (0..3 * CHUNK_SLOTS).map(|_| Mapping::new(2)).collect();
         for round in 0..3 {
             let lost: Vec<Arc<Lost>> = mappings.iter().map(|_| Arc::default()).collect();

@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn files_must_be_writable() {
+    fn a_file_that_is_sealed_against_writes_is_refused() {
         let seals = SealFlags::SHRINK | SealFlags::FUTURE_WRITE;
         let error = add(
             &Memory::empty(&Arc::default(), &Arc::default()),
@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn regions_do_not_overlap_and_are_found_by_both_addresses() {
+    fn regions_cannot_overlap_and_are_found_by_guest_and_user_address() {
         let file = || memfd(MIB, SealFlags::SHRINK);
         let memory = add(
             &Memory::empty(&Arc::default(), &Arc::default()),
@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_regions_is_limited() {
+    fn the_number_of_memory_regions_is_limited() {
         let mut memory = Memory::empty(&Arc::default(), &Arc::default());
         let region = |number: u64| spec(number * MIB, number * MIB, 4096);
         let file = || memfd(4096, SealFlags::SHRINK);
@@ -474,7 +474,7 @@ mod tests {
     /// All regions of a VM together must not exceed its maximum, because a sparse file may have any
     /// length.
     #[test]
-    fn the_size_of_all_regions_is_limited() {
+    fn the_total_size_of_memory_regions_is_limited() {
         let account = Arc::new(MemoryAccount::new(&Arc::default(), VM_MEMORY_BYTES_MAX));
         let half = VM_MEMORY_BYTES_MAX / 2;
         let file = |bytes| memfd(bytes, SealFlags::SHRINK);
@@ -576,7 +576,7 @@ mod tests {
     }
 
     #[test]
-    fn every_written_page_is_logged() {
+    fn every_page_written_by_the_device_is_in_the_dirty_log() {
         let log = Arc::new(DirtyLog::default());
         let log_file = memfd(64, SealFlags::SHRINK);
         let memory = Memory::empty(&Arc::default(), &Arc::default())

@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_gathered_and_scattered_over_any_descriptors() {
+    fn chain_reads_and_writes_cover_descriptors_of_any_length() {
         let memory = memory();
         let memory = &memory.guest;
         let bytes: Vec<u8> = (0..100).collect();
@@ -432,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn loops_bad_indexes_and_bad_tables_in_chains_are_refused() {
+    fn chains_with_loops_bad_indexes_or_bad_indirect_tables_are_refused() {
         let memory = memory();
         let good = (DATA, 8, NEXT, 1);
         let broken: [(&str, &[Descriptor], &[Descriptor]); 9] = [
@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_buffers_outside_of_guest_memory() {
+    fn errors_name_address_and_length_of_buffers_outside_of_guest_memory() {
         let memory = memory();
         for (address, length) in [
             (MEMORY_BYTES, 1),

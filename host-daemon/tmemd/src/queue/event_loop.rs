@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wake_and_a_new_descriptor_end_a_wait() {
+    fn a_wait_for_events_ends_after_a_wake_or_a_new_descriptor() {
         for (kind, poller) in pollers() {
             let poller: Arc<dyn Poller> = poller.into();
             let (fd, other) = (descriptor(), poller.clone());
@@ -183,7 +183,7 @@ mod tests {
     /// A call of wake() must end the next wait. This holds even if the poller takes the completion
     /// for the wake-up eventfd while it removes another eventfd.
     #[test]
-    fn a_wake_during_a_removal_ends_a_wait() {
+    fn a_wake_during_a_descriptor_removal_ends_the_next_wait() {
         for (kind, poller) in pollers() {
             let (sender, done) = mpsc::channel();
             std::thread::spawn(move || {
@@ -216,7 +216,7 @@ mod tests {
     /// eventfd would stay in kernel memory, and a front end that replaces its kicks in a loop could
     /// use up that memory.
     #[test]
-    fn the_event_loop_releases_a_removed_descriptor() {
+    fn the_event_loop_closes_its_reference_to_a_removed_descriptor() {
         const BEFORE: usize = 1;
         const WATCHED: usize = 2;
         const REPORTED: usize = 4;

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn concurrent_notifications_are_all_counted() {
+    fn concurrent_notifications_all_add_to_the_eventfd() {
         prepare().expect("cannot create the kernel's AIO context");
         let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
         const CALLS: u64 = 20_000;
@@ -225,7 +225,7 @@ mod tests {
     /// front end can cause this state at any time. A plain write to the eventfd would block for
     /// ever.
     #[test]
-    fn notifying_never_blocks() {
+    fn notifying_a_full_eventfd_does_not_block() {
         prepare().expect("cannot create the kernel's AIO context");
         let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
         rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes())

@@ -378,7 +378,7 @@ mod tests {
     /// The readable and the writable part of a request must have exactly the size that the
     /// request's type and count determine.
     #[test]
-    fn requests_of_a_wrong_size_are_bad() {
+    fn requests_of_a_wrong_size_are_refused_as_bad() {
         for (queue, t, n, readable) in good() {
             let room = writable(t, n);
             for length in 0..readable.len() {
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_on_the_wrong_queue_are_bad() {
+    fn requests_on_the_wrong_queue_are_refused_as_bad() {
         for (queue, t, n, readable) in good() {
             let other = match queue {
                 QueueKind::Control => QueueKind::Request,
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_types_are_unsupported() {
+    fn unknown_request_types_are_refused_as_unsupported() {
         let known = good().iter().map(|(_, t, ..)| *t).collect::<Vec<_>>();
         for t in (0..=u16::MAX).filter(|t| !known.contains(t)) {
             let readable = req(t, 1);
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_out_of_range_are_bad() {
+    fn header_fields_out_of_range_are_refused_as_bad() {
         for (queue, t, n, mut readable) in good() {
             let room = writable(t, n);
             // This GET requests two pages, to which the two lowest bits of its retain field belong.
@@ -488,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn put_pages_out_of_range_are_bad() {
+    fn put_fields_out_of_range_are_refused() {
         let one = |page: PutPage| {
             // The invalid page is the second of two pages, so that the test shows that not only the
             // first page is checked.
@@ -531,7 +531,7 @@ mod tests {
     }
 
     #[test]
-    fn get_and_flush_ranges_out_of_range_are_bad() {
+    fn get_and_flush_ranges_out_of_range_are_refused_as_bad() {
         let get = |object: u64, index: u64| {
             let get = Get {
                 object: object.into(),
@@ -568,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn control_requests_out_of_range_are_bad() {
+    fn control_request_fields_out_of_range_are_refused() {
         let create = |flags: u32, reserved: u32| {
             let create = PoolCreate {
                 flags: flags.into(),
@@ -592,7 +592,7 @@ mod tests {
     }
 
     #[test]
-    fn retain_bits_beyond_the_pages_of_a_get_are_bad() {
+    fn retain_bits_beyond_the_pages_of_a_get_are_refused_as_bad() {
         let (_, _, _, get) = good().swap_remove(1);
         let room = writable(wire::T_GET, 2);
         let retain_of = |retain: u64, accepted| {
@@ -628,7 +628,7 @@ mod tests {
     }
 
     #[test]
-    fn references_out_of_range_are_bad() {
+    fn ref_fields_out_of_range_are_refused_as_bad() {
         let answer = |page: RefPage| {
             let all = bytes(&[req(wire::T_REF, 1).as_bytes(), page.as_bytes()]);
             parse(QueueKind::Request, &all, writable(wire::T_REF, 1)).map(|_| ())

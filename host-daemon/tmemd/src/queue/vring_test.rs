@@ -414,7 +414,7 @@ fn a_put_page_is_returned_by_a_get() {
 }
 
 #[test]
-fn the_work_of_a_slice_is_bounded() {
+fn one_slice_answers_a_bounded_number_of_puts() {
     let mut guest = guest();
     for index in 0..70 {
         guest.put(index, 1);
@@ -683,7 +683,7 @@ fn a_drain_returns_an_interrupted_chain_to_the_ring() {
 /// A drain that does not change the ring, for example because the VMM adds a memory region, does
 /// not restart an interrupted chain.
 #[test]
-fn an_interrupted_chain_continues_after_a_hold() {
+fn an_interrupted_chain_continues_after_a_drain_without_ring_changes() {
     let mut guest = guest();
     guest.store_dense(64);
     let answer = guest.get(0, 64);
@@ -752,7 +752,7 @@ fn an_interrupted_get_returns_no_page_after_its_pool_or_generation_ends() {
 /// If a guest overwrites an interrupted request with another one, the worker executes the new
 /// request from its beginning.
 #[test]
-fn a_request_that_replaces_an_interrupted_one_starts_from_its_beginning() {
+fn a_request_that_replaces_an_interrupted_request_starts_at_its_first_page() {
     let mut guest = guest();
     guest.store_dense(64);
     let get = guest.get(0, 64);
@@ -778,7 +778,7 @@ fn a_request_that_replaces_an_interrupted_one_starts_from_its_beginning() {
 /// A chain that is interrupted counts only once against the rate limit of its VM. A chain that
 /// began within the limit is finished.
 #[test]
-fn an_interrupted_chain_counts_once_against_the_rate() {
+fn an_interrupted_chain_counts_once_against_the_rate_limit() {
     let mut guest = guest();
     guest.store_dense(64);
     guest.pages_per_second.store(1, Ordering::SeqCst);
@@ -832,7 +832,7 @@ fn a_large_flush_takes_many_slices() {
 /// The cost of each descriptor counts against the slice, because a guest may split a small request
 /// into a thousand descriptors.
 #[test]
-fn descriptors_are_charged_to_the_slice() {
+fn the_cost_of_descriptors_counts_against_the_slice() {
     let mut guest = guest();
     for _ in 0..70 {
         let table = guest.free;
@@ -991,7 +991,7 @@ fn the_guest_is_not_interrupted_without_an_answer() {
 /// With EVENT_IDX, the driver determines after which answer it wants an interrupt, and the worker
 /// sends one only then.
 #[test]
-fn interrupts_are_sent_as_the_event_index_requests() {
+fn interrupts_are_sent_only_after_the_answer_at_the_event_index() {
     let mut guest = guest();
     guest.vring.lock().queue.set_event_idx(true);
     let wait_for = |guest: &Guest, used: u16| {
@@ -1026,7 +1026,7 @@ fn interrupts_are_sent_as_the_event_index_requests() {
 }
 
 #[test]
-fn a_held_vring_takes_no_chain() {
+fn a_drained_or_locked_vring_takes_no_chain() {
     let mut guest = guest();
     guest.put(0, 1);
     guest.vring.raise_hold();
@@ -1051,7 +1051,7 @@ fn a_held_vring_takes_no_chain() {
 
 /// Before it writes each part of an answer, the worker checks that the front end is connected.
 #[test]
-fn no_guest_memory_is_written_after_a_hang_up() {
+fn a_worker_stops_writing_an_answer_when_the_front_end_hangs_up() {
     const PAGES: usize = 20;
     let stages = [
         // Each row begins with the number of checks that succeed before the front end hangs up.
@@ -1124,7 +1124,7 @@ fn no_guest_memory_is_written_after_a_hang_up() {
 /// Without EVENT_IDX, a slice begins by writing a flag to guest memory to disable kicks. After a
 /// hang-up of the front end, the slice must not write that flag either.
 #[test]
-fn guest_memory_does_not_change_after_a_hang_up() {
+fn a_slice_after_a_hang_up_does_not_write_the_kick_flag() {
     let mut guest = guest();
     guest.put(1, 1);
     let before = guest.bytes(0, MEMORY_BYTES as usize);
@@ -1168,7 +1168,7 @@ fn after_the_drain_deadline_puts_are_refused_and_gets_miss() {
 
 /// An expired drain changes the results of pages, but not the status of a request.
 #[test]
-fn an_expired_drain_still_reports_missing_pools() {
+fn requests_after_the_drain_deadline_still_report_missing_pools() {
     let mut guest = guest();
     guest.put(0, 1);
     guest.run_slice();
@@ -1187,7 +1187,7 @@ fn an_expired_drain_still_reports_missing_pools() {
 /// Requests beyond a VM's rate limit are answered at once. The pages of a put are refused and leave
 /// nothing under their keys. The pages of a get are missed and stay in the pool.
 #[test]
-fn requests_beyond_the_rate_are_answered_at_once() {
+fn requests_above_the_rate_limit_are_answered_at_once() {
     let mut guest = guest();
     guest.put(0, 2);
     guest.run_slice();
@@ -1273,7 +1273,7 @@ fn a_stale_request_changes_nothing() {
 /// A request with several errors gets the status of the check that comes first (SPEC.md,
 /// "Precedence of statuses").
 #[test]
-fn statuses_have_the_precedence_of_the_specification() {
+fn statuses_follow_the_precedence_in_the_specification() {
     let mut guest = guest();
     let flush = |object: u64, pool: u32| {
         let header = Req {
@@ -1400,7 +1400,7 @@ fn an_answer_out_of_order_is_never_published() {
 }
 
 #[test]
-fn a_base_that_differs_from_the_used_index_is_refused() {
+fn a_ring_base_that_differs_from_the_used_index_is_refused() {
     for (base, used) in [(1, 0), (0, 1), (0, u16::MAX)] {
         let guest = guest_at(base, used);
         let reason = guest.stopped().expect("the queue did not stop");
@@ -1477,7 +1477,7 @@ fn a_readable_descriptor_after_a_writable_one_is_answered_bad() {
 }
 
 #[test]
-fn a_panic_stops_only_its_queue() {
+fn a_queue_stops_after_its_worker_panics() {
     let mut guest = guest();
     guest.put(0, 1);
     guest.vring.stop_after_panic();
@@ -1574,7 +1574,7 @@ fn a_lost_page_of_the_guest_ends_the_connection() {
 /// The run queue serves owners in turn. All vrings of a VM must therefore have the same owner, and
 /// vrings of different VMs must have different owners.
 #[test]
-fn the_run_queue_gives_all_vrings_of_a_vm_one_owner() {
+fn all_vrings_of_a_vm_have_the_same_owner_in_the_run_queue() {
     let (one, other) = (guest(), guest());
     let second = Vring::new(2, 0, one.link.clone());
     assert_eq!(one.vring.owner(), second.owner());
@@ -1658,7 +1658,7 @@ fn a_polled_ring_requests_no_kick() {
 /// Two GETs return a page that stays in the pool (retained). After a REF, the pool keeps the page
 /// as after a put. A GET that does not allow the pool to retain the page removes it.
 #[test]
-fn retained_pages_are_returned_and_held_again_after_a_ref() {
+fn retained_pages_are_returned_again_and_kept_after_a_ref() {
     let mut guest = guest();
     guest.accept_retain();
     guest.put(5, 3);
@@ -1697,7 +1697,7 @@ fn retained_pages_are_returned_and_held_again_after_a_ref() {
 /// A driver that has not accepted the feature bit of retained pages gets the answers of a device
 /// without the feature.
 #[test]
-fn pages_are_not_retained_without_the_feature() {
+fn pages_are_not_retained_without_the_retain_feature() {
     let mut guest = guest();
     guest.put(0, 1);
     let (get, referred) = (guest.get_retaining(0, 1, 1), guest.refer(0, 1, 0));
@@ -1708,7 +1708,7 @@ fn pages_are_not_retained_without_the_feature() {
 }
 
 #[test]
-fn a_stale_reference_changes_nothing() {
+fn a_stale_ref_changes_nothing() {
     let mut guest = guest();
     guest.accept_retain();
     guest.put(0, 2);
@@ -1740,7 +1740,7 @@ fn a_stale_reference_changes_nothing() {
 }
 
 #[test]
-fn references_to_a_missing_pool_are_answered_gone() {
+fn refs_to_a_missing_pool_are_answered_gone() {
     let mut guest = guest();
     guest.accept_retain();
     let tenant = guest.link.vm.tenant.clone();
@@ -1760,7 +1760,7 @@ fn references_to_a_missing_pool_are_answered_gone() {
 
 /// The driver forgets a page that is answered with GONE, so the pool must drop the page.
 #[test]
-fn references_that_are_not_executed_drop_their_pages() {
+fn refs_that_are_not_executed_drop_their_pages() {
     for cause in ["drain", "rate", "frozen"] {
         let mut guest = guest();
         guest.accept_retain();

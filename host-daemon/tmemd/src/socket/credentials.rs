@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configured_permissions_decide_who_may_connect() {
+    fn socket_owner_group_and_mode_decide_which_users_may_connect() {
         let may = |credentials: Credentials, mode| {
             let permissions = Permissions {
                 owner: 107,
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn credentials_come_from_the_kernel() {
+    fn peer_credentials_are_read_from_the_kernel() {
         let (one, _other) = UnixStream::pair().expect("cannot create a socket pair");
         let credentials = Credentials::of(&one).expect("cannot read the peer's credentials");
         assert_eq!(credentials.pid, std::process::id());

@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_latency_counts_in_its_bucket() {
+    fn each_latency_is_counted_in_the_bucket_of_its_range() {
         for (ns, bucket) in [
             (0, 0),
             (999, 0),

@@ -668,7 +668,7 @@ mod tests {
 
     /// The device limits the number of queues and their size, and thereby the requests in flight.
     #[test]
-    fn queues_and_their_sizes_are_limited() {
+    fn invalid_queue_indexes_sizes_and_bases_are_refused() {
         let (device, workers, _background) = devices();
         let (mut device, _front_end) = device();
         let last = QUEUES as u32 - 1;
@@ -713,7 +713,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_table_changes_in_a_loop_leave_no_mappings() {
+    fn replaced_memory_tables_that_wait_for_unmapping_are_limited_in_number() {
         let (device, workers, background) = devices();
         let name = "tmemd-changes-in-a-loop";
         let file = memfd_create(name, MemfdFlags::ALLOW_SEALING).expect("cannot create a memfd");
@@ -756,7 +756,7 @@ mod tests {
     /// unmapped have together at most as much memory as the VM may have. The daemon unmaps a
     /// refused table at once.
     #[test]
-    fn waiting_tables_have_at_most_the_maximum_memory_of_a_vm() {
+    fn replaced_memory_tables_that_wait_for_unmapping_fit_the_vm_maximum() {
         const MAX_BYTES: u64 = 1 << 20;
         let (device, workers, background) = devices();
         let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("cannot create a memfd");
@@ -806,7 +806,7 @@ mod tests {
     /// is unmapped in the background. Tables that wait to be unmapped share mappings with each
     /// other and with the current table.
     #[test]
-    fn random_memory_changes_stay_within_three_maxima() {
+    fn random_memory_changes_map_at_most_three_times_the_vm_maximum() {
         const QUARTER: u64 = 1 << 18;
         const MAX_BYTES: u64 = 4 * QUARTER;
         let seed = fastrand::u64(..);
@@ -892,7 +892,7 @@ mod tests {
     /// After a reboot, the guest's driver may accept other features than before. The device must
     /// then follow the new choice.
     #[test]
-    fn pages_are_retained_only_if_the_driver_accepts_the_feature() {
+    fn pages_are_retained_only_if_the_driver_accepts_the_retain_feature() {
         let (device, workers, _background) = devices();
         let (mut device, _front_end) = device();
         for accepted in [true, false, true] {
@@ -908,7 +908,7 @@ mod tests {
     }
 
     #[test]
-    fn no_reserved_feature_is_offered() {
+    fn the_device_offers_no_reserved_feature_bit() {
         for bit in [wire::F_PERSISTENT, wire::F_SHARED, wire::F_EVENTS] {
             assert_eq!(FEATURES & (1 << bit), 0);
         }

@@ -359,7 +359,7 @@ mod tests {
     /// A guest that changes its state in a loop must not displace events of other VMs from a
     /// subscriber's queue.
     #[test]
-    fn reports_in_a_loop_do_not_displace_events_of_other_vms() {
+    fn frequent_driver_reports_do_not_displace_events_of_other_vms() {
         let engine = Engine::new(EngineConfig::new(64 << 20, 1))
             .expect("cannot reserve the pool's address space");
         let events = Arc::new(Events::default());
