@@ -200,7 +200,10 @@ mod tests {
         for option in command.get_arguments().filter_map(|arg| arg.get_long()) {
             let name = option.replace('-', "_");
             let known = keys.contains(&name.as_str()) || only_options.contains(&name.as_str());
-            assert!(known, "no option --{option} exists");
+            assert!(
+                known,
+                "option --{option} corresponds to no configuration key"
+            );
         }
     }
 

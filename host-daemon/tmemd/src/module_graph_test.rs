@@ -39,7 +39,10 @@ fn identifier(text: &str) -> &str {
 /// Returns a cycle of the import graph as a list of its nodes, or None if the graph has no cycle.
 fn cycle(graph: &Graph) -> Option<Vec<String>> {
     fn walk(graph: &Graph, path: &mut Vec<String>, done: &mut BTreeSet<String>) -> bool {
-        let node = path.last().expect("the path has no node").clone();
+        let node = path
+            .last()
+            .expect("the path of the search has no node")
+            .clone();
         for next in graph.get(&node).into_iter().flatten() {
             let is_cycle = path.contains(next);
             path.push(next.clone());

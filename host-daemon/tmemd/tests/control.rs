@@ -41,7 +41,7 @@ fn list_and_stats_work_on_both_sockets() {
         let vms = client
             .list_vms()
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .vms;
         let names: Vec<_> = vms.iter().map(|vm| vm.name.as_str()).collect();
         assert_eq!(names, ["db", "web"]);
@@ -60,7 +60,7 @@ fn list_and_stats_work_on_both_sockets() {
         let stats = client
             .get_stats(None)
             .call()
-            .expect("the daemon answered the varlink call with an error");
+            .expect("the daemon answered a valid varlink call with an error");
         assert_eq!(stats.pool.size_bytes, 64 << 20);
         assert_eq!((stats.daemon.vms, stats.daemon.vms_connected), (2, 0));
         assert_eq!(stats.daemon.workers, 2);
@@ -68,7 +68,7 @@ fn list_and_stats_work_on_both_sockets() {
         let stats = client
             .get_stats(Some("web".into()))
             .call()
-            .expect("the daemon answered the varlink call with an error");
+            .expect("the daemon answered a valid varlink call with an error");
         assert_eq!(stats.vms.len(), 1);
         assert_eq!(stats.vms[0].name, "web");
         let error = client
@@ -93,7 +93,7 @@ fn vm_connections_and_refusals_are_counted() {
         client
             .get_stats(Some("web".into()))
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .vms
             .remove(0)
     };
@@ -170,16 +170,16 @@ fn only_the_full_socket_changes_quotas() {
     let error = read_only
         .set_quota("web".into(), good.clone())
         .call()
-        .expect_err("the read-only socket changed a quota");
+        .expect_err("the read-only socket accepted a change of a quota");
     assert!(
         matches!(error.kind(), tmem_control::ErrorKind::ReadOnlySocket(_)),
-        "the daemon answered with the wrong error: {error}"
+        "the daemon did not answer with the error ReadOnlySocket: {error}"
     );
     let quota_of = |client: &mut tmem_control::VarlinkClient, number: usize| {
         client
             .list_vms()
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .vms[number]
             .quota
             .clone()
@@ -220,7 +220,7 @@ fn only_the_full_socket_changes_quotas() {
         assert!(
             matches!(error.kind(), tmem_control::ErrorKind::BadQuota(Some(args))
             if args.name == "web" && !args.reason.is_empty()),
-            "the daemon answered with the wrong error: {error}"
+            "the daemon did not answer with the error BadQuota: {error}"
         );
     }
     assert_eq!(quota_of(&mut full, 1), good);
@@ -336,7 +336,7 @@ fn sockets_have_mode_0660_and_are_removed_when_the_daemon_stops() {
         assert_eq!(
             mode & 0o777,
             0o660,
-            "{} has the wrong mode",
+            "the mode of socket {} is not 0660",
             socket.display()
         );
     }
@@ -350,7 +350,11 @@ fn sockets_have_mode_0660_and_are_removed_when_the_daemon_stops() {
         assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
     }
     for socket in sockets(&config) {
-        assert!(!socket.exists(), "{} still exists", socket.display());
+        assert!(
+            !socket.exists(),
+            "socket {} still exists after the daemon has stopped",
+            socket.display()
+        );
     }
 }
 
@@ -400,7 +404,7 @@ fn sockets_of_ended_daemons_are_replaced_and_sockets_in_use_are_not() {
         .to_string();
     assert!(
         error.contains("not a socket"),
-        "the error has the wrong text: {error}"
+        "the error does not say \"not a socket\": {error}"
     );
     assert_eq!(
         fs::read(&config.control).expect("cannot read the file"),
@@ -491,7 +495,7 @@ fn sigterm_and_sigint_end_the_daemon_cleanly() {
         child
             .stderr
             .take()
-            .expect("the process has no pipe")
+            .expect("the output of the process is not a pipe")
             .read_to_string(&mut log)
             .expect("the text is not UTF-8");
         assert!(
@@ -515,7 +519,10 @@ fn log_of(mut daemon: Running) -> String {
         .expect("cannot send the signal");
     child.wait().expect("cannot wait for the process");
     let mut log = String::new();
-    let mut stderr = child.stderr.take().expect("the process has no pipe");
+    let mut stderr = child
+        .stderr
+        .take()
+        .expect("the output of the process is not a pipe");
     stderr
         .read_to_string(&mut log)
         .expect("the text is not UTF-8");
@@ -586,7 +593,11 @@ fn an_answer_may_be_longer_than_the_limit_for_calls() {
     let mut part = [0; 4096];
     while answer.last() != Some(&0) {
         let read = stream.read(&mut part).expect("the daemon did not answer");
-        assert!(read > 0, "the answer ended after {} bytes", answer.len());
+        assert!(
+            read > 0,
+            "the daemon closed the connection after {} bytes of its answer",
+            answer.len()
+        );
         answer.extend_from_slice(&part[..read]);
     }
     assert!(
@@ -618,7 +629,7 @@ fn a_world_writable_directory_is_logged() {
         assert_eq!(
             log.contains(&warning),
             named,
-            "mode {mode:o}: the warning is missing or wrong: {log}"
+            "mode {mode:o}: the log must warn exactly if everybody can write: {log}"
         );
     }
 }
@@ -645,7 +656,7 @@ fn errors_name_the_invalid_command_line_argument() {
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(
             !output.status.success() && error.contains(part),
-            "{arguments:?}: tmemd started, or its error has no {part:?}: {error}"
+            "{arguments:?}: tmemd started, or its error does not contain {part:?}: {error}"
         );
     }
 }
@@ -681,7 +692,7 @@ fn the_pool_shrinks_for_the_host_and_grows_back() {
         client
             .get_stats(None)
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .pool
     };
     assert_eq!((pool().size_bytes, pool().host_shrinks), (64 << 20, 0));

@@ -76,7 +76,10 @@ fn pausing_a_vm_releases_guest_memory_and_keeps_the_cache() {
         met += driver.guest.in_flight();
         for (queue, base) in bases.iter().enumerate() {
             let used = driver.guest.ring(queue).used_idx_in_memory();
-            assert_eq!(used, *base, "queue {queue}: a taken chain was not answered");
+            assert_eq!(
+                used, *base,
+                "queue {queue}: a chain that the daemon took before the drain was not answered"
+            );
         }
         nothing_changes(&driver, &mut neighbour, "GET_VRING_BASE");
         driver.collect().unwrap();
@@ -85,7 +88,7 @@ fn pausing_a_vm_releases_guest_memory_and_keeps_the_cache() {
         assert_eq!(
             driver.guest.generation(),
             generation,
-            "the generation changed although the VM was only paused"
+            "the generation changed at a pause of the VM, which must keep it"
         );
         driver.settle().unwrap();
     }
@@ -93,7 +96,7 @@ fn pausing_a_vm_releases_guest_memory_and_keeps_the_cache() {
         "sum of the requests in flight at all pauses: {met}; answers: {:?}",
         driver.model.counts()
     );
-    assert!(met > 0, "no pause met a request in flight");
+    assert!(met > 0, "no request was in flight at any pause of the VM");
     // The pool keeps pages during a pause of the VM, and returns them afterwards.
     driver.put(9, 0, 64);
     driver.settle().unwrap();
@@ -170,7 +173,10 @@ fn changing_the_memory_table_under_load_loses_no_request() {
         driver.get_all().unwrap();
         let counts = driver.model.counts();
         println!("{counts:?}");
-        assert!(counts.hits > 100, "the guest had too few hits: {counts:?}");
+        assert!(
+            counts.hits > 100,
+            "the guest had too few hits for this test: {counts:?}"
+        );
     }
 }
 
@@ -377,21 +383,23 @@ fn a_short_dirty_log_is_reported_before_the_migration_ends() {
         assert_eq!(
             reports(&daemon),
             0,
-            "written pages that the dirty log lacks were reported before a request wrote them"
+            "a write outside of the dirty log was reported before a request wrote there"
         );
         if stops {
             driver.guest.stop().unwrap();
             assert_eq!(
                 reports(&daemon),
                 1,
-                "written pages that the dirty log lacks were not reported before the answer to GET_VRING_BASE"
+                "a write outside of the dirty log was not reported before the answer to \
+                 GET_VRING_BASE"
             );
         }
         driver.guest.hang_up().unwrap();
         assert_eq!(
             reports(&daemon),
             1,
-            "written pages that the dirty log lacks were not reported exactly once (VM stopped before: {stops})"
+            "writes outside of the dirty log were not reported exactly once (VM stopped before: \
+             {stops})"
         );
     }
 }

@@ -120,7 +120,8 @@ fn gets_are_measured_while_another_vm_punches_a_hole() {
             let in_time = !punched.load(Ordering::SeqCst);
             queues.for_each(|queue| driver.guest.publish(queue));
             println!(
-                "round {round}: requests published before the hole was completely punched: {in_time}"
+                "round {round}: requests published before the hole was completely punched: \
+                 {in_time}"
             );
             punch.join().unwrap();
         }

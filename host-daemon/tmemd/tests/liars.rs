@@ -99,7 +99,7 @@ fn others_answer(daemon: &mut Daemon, driver: &mut Driver, stopped: usize) {
     assert_eq!(
         driver.guest.ring(stopped).used_idx_in_memory(),
         silent,
-        "a stopped queue answered"
+        "a stopped queue answered a request"
     );
 }
 
@@ -171,7 +171,7 @@ fn send_each(faults: Vec<Fault>, features: u64) {
     daemon.expect_alive();
     assert!(
         wrong.is_empty(),
-        "{} faults were treated wrongly:\n{}",
+        "the daemon did not answer {} malformed requests as specified:\n{}",
         wrong.len(),
         wrong.join("\n")
     );

@@ -25,7 +25,7 @@ fn event(daemon: &mut Daemon, driver: &mut Driver, rng: &mut fastrand::Rng) {
             assert_eq!(
                 driver.model.generation(),
                 before,
-                "the generation changed although the VM was only paused"
+                "the generation changed at a pause of the VM, which must keep it"
             );
         }
         1 => driver.reboot().unwrap(),
@@ -140,17 +140,22 @@ fn guests_with_random_requests_read_their_own_pages_in_a_large_pool() {
         // The test requires hits, because a cache that always misses would never be wrong. Some
         // pages may be lost: a flush may overtake a put on another queue, or a drain may exceed its
         // time limit on a busy machine. The daemon counts the pages that drains refuse or miss.
-        assert!(counts.hits > 300, "the guest had too few hits: {counts:?}");
+        assert!(
+            counts.hits > 300,
+            "the guest had too few hits for this test: {counts:?}"
+        );
         let retains = driver.guest.accepted_features() & F_RETAIN != 0;
         assert_eq!(
             retains,
             counts.retained > 100 && counts.refs_held > 20,
-            "the device retained too few pages, or pages of a driver without the feature: {counts:?}"
+            "the device retained too few pages, or pages of a driver without the feature: \
+             {counts:?}"
         );
         let lost = counts.lost.saturating_sub(cut);
         assert!(
             lost * 20 < counts.hits,
-            "too many pages were lost, not counting {cut} pages refused or missed because of drains: {counts:?}"
+            "too many pages were lost, not counting {cut} pages refused or missed because of \
+             drains: {counts:?}"
         );
     }
 }

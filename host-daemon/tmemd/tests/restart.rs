@@ -49,7 +49,10 @@ fn requests_in_flight_are_replayed_after_the_daemon_is_killed() {
             ask_for_old(driver, &old);
         }
     }
-    assert!(replayed > 0, "no kill met a request in flight");
+    assert!(
+        replayed > 0,
+        "no request was in flight when the daemon was killed"
+    );
     for driver in &mut drivers {
         work(driver, 200);
         assert!(driver.get_all().unwrap() > 0);

@@ -33,7 +33,7 @@ fn put_one(driver: &mut Driver, object: u64, index: u64, cookie: u64, content: C
             index
         }),
         Some(cookie),
-        "the page was not stored"
+        "the page that was put is not in the driver's model"
     );
 }
 
@@ -69,10 +69,18 @@ fn device_configuration_and_features_match_the_specification() {
     assert_ne!(config.generation, 0);
     let offered = driver.guest.offered_features();
     for bit in [wire::F_PERSISTENT, wire::F_SHARED, wire::F_EVENTS, 33, 34] {
-        assert_eq!(offered & (1 << bit), 0, "feature bit {bit} is offered");
+        assert_eq!(
+            offered & (1 << bit),
+            0,
+            "the device offers feature bit {bit}, which it must not offer"
+        );
     }
     for bit in [wire::F_LATENCIES, wire::F_RETAIN, 26, 28, 29, 30, 32, 35] {
-        assert_ne!(offered & (1 << bit), 0, "feature bit {bit} is not offered");
+        assert_ne!(
+            offered & (1 << bit),
+            0,
+            "the device does not offer feature bit {bit}"
+        );
     }
 }
 
@@ -106,7 +114,7 @@ fn a_get_whose_cookie_differs_in_one_bit_misses() {
         assert!(get_one(&mut driver, pool, 1, 1, cookie));
         assert!(
             !get_one(&mut driver, pool, 1, 1, cookie),
-            "a second get returned the page that a hit removes"
+            "a second get returned a page that the first get had removed"
         );
     }
 }
@@ -282,7 +290,7 @@ fn flushes_drop_exactly_their_ranges() {
             assert_eq!(
                 get_one(&mut driver, pool, 1, i, 500 + i),
                 !dropped.contains(&i),
-                "the flush dropped or kept the page with index {i} wrongly"
+                "the flush must drop exactly the pages of its ranges; page {i} is wrong"
             );
             assert!(
                 get_one(&mut driver, pool, 2, i, 500 + i),
@@ -321,7 +329,7 @@ fn the_number_of_pools_is_limited() {
     create(&mut driver, u32::MAX);
     assert!(
         create(&mut other, 5),
-        "the pools of one VM count against the limit of another"
+        "a VM could not create a pool because another VM has the maximum of pools"
     );
     put_one(&mut driver, 1, 1, 7, Content::Noise(7));
     let pool = driver.pool();
@@ -419,7 +427,7 @@ fn a_second_connection_of_a_vm_is_refused() {
         let error = second.guest.connect(&daemon.socket("a"));
         assert!(
             matches!(error, Err(GuestError::Message { .. })),
-            "attempt {i}: the second connection was accepted or failed otherwise: {error:?}"
+            "attempt {i}: the second connection did not fail at a vhost-user message: {error:?}"
         );
         work(&mut first, 30);
     }
@@ -449,7 +457,7 @@ fn guest_memory_that_can_be_truncated_is_refused() {
         let error = driver.guest.start();
         assert!(
             matches!(error, Err(GuestError::Message { .. })),
-            "memory that can be truncated was accepted, or the error is the wrong one: {error:?}"
+            "memory that can be truncated was not refused at a vhost-user message: {error:?}"
         );
         driver.guest.disconnect();
         work(&mut neighbour, 20);

@@ -96,9 +96,12 @@ fn memory_slot_changes_under_load_lose_no_request() {
     );
     assert!(
         met > ROUNDS / 2,
-        "only {met} of {ROUNDS} rounds had requests in flight"
+        "{met} of {ROUNDS} rounds had requests in flight, expected more than half"
     );
-    assert!(counts.hits > 100, "the guest had too few hits: {counts:?}");
+    assert!(
+        counts.hits > 100,
+        "the guest had too few hits for this test: {counts:?}"
+    );
     // The daemon refuses to remove a region that has already been removed, and changes nothing.
     let front_end = driver.guest.frontend().unwrap();
     front_end.remove_mem_region(&regions[5]).unwrap();

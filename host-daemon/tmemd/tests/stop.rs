@@ -39,7 +39,7 @@ fn live(round: u64) {
             .expect("cannot start the simulated guest");
         driver
             .new_generation()
-            .expect("the daemon gave no generation");
+            .expect("the device's generation did not become known to the driver");
         driver
             .settle()
             .expect("the device did not answer each request correctly");

@@ -36,7 +36,7 @@ fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
     });
     (
         daemon,
-        manager.expect("Daemon::with_environment() did not call its closure"),
+        manager.expect("Daemon::with_environment() returned without a call of its closure"),
     )
 }
 

@@ -446,12 +446,12 @@ mod tests {
             ),
         ] {
             let Err(ConfigError(error)) = Settings::parse(text) else {
-                panic!("{text:?} was accepted");
+                panic!("the invalid configuration {text:?} was accepted");
             };
             for part in parts {
                 assert!(
                     error.contains(part),
-                    "{text}: the error has no {part:?}: {error}"
+                    "{text}: the error does not contain {part:?}: {error}"
                 );
             }
             assert_eq!(
@@ -509,7 +509,7 @@ mod tests {
             );
             assert!(
                 ["reload", "start"].contains(&applies),
-                "{key} applies at {applies}, which is neither reload nor start"
+                "the documentation gives {applies:?} for {key}, not \"reload\" or \"start\""
             );
             if number >= settings {
                 assert!(

@@ -341,7 +341,8 @@ impl Config {
         }
         if let (Some(group), None) = (&self.control_read_only_group, &self.control_read_only) {
             return fault(format!(
-                "control_read_only_group = {:?}: there is no socket for this group: name one with control_read_only",
+                "control_read_only_group = {:?}: there is no socket for this group: name one with \
+                 control_read_only",
                 group.name
             ));
         }
@@ -472,13 +473,13 @@ mod tests {
             ("name=a,socket", &["\"socket\"", "key=value"]),
         ] {
             let Err(error) = text.parse::<VmConfig>() else {
-                panic!("{text:?} was accepted");
+                panic!("the invalid VM settings {text:?} were accepted");
             };
             let error = error.0;
             for part in parts {
                 assert!(
                     error.contains(part),
-                    "{text}: the error has no {part:?}: {error}"
+                    "{text}: the error does not contain {part:?}: {error}"
                 );
             }
         }
@@ -529,7 +530,8 @@ mod tests {
                     "name=a,socket=/a,reserve=40MiB",
                     "name=b,socket=/b,reserve=25MiB",
                 ]),
-                "VM \"b\": a reserve of 26214400 bytes does not fit: the other VMs' reserves leave 25165824",
+                "VM \"b\": a reserve of 26214400 bytes does not fit: the other VMs' reserves leave \
+                 25165824",
             ),
             (
                 config(&["name=a,socket=/a,reserve=2MiB,limit=1MiB"]),
@@ -599,9 +601,12 @@ mod tests {
             ),
         ] {
             let Err(ConfigError(error)) = config.check() else {
-                panic!("a configuration was accepted whose error should have {part:?}");
+                panic!("an invalid configuration was accepted; its error should contain {part:?}");
             };
-            assert!(error.contains(part), "the error has no {part:?}: {error}");
+            assert!(
+                error.contains(part),
+                "the error does not contain {part:?}: {error}"
+            );
         }
     }
 
@@ -614,7 +619,7 @@ mod tests {
             ..config(&["name=a,socket=/a,owner=root", "name=b,socket=/b"])
         };
         good.find_accounts()
-            .expect("the host lacks an account of this test");
+            .expect("the host lacks an account that the test uses");
         let number = |account: &Option<Account>| account.as_ref().and_then(Account::number);
         assert_eq!(number(&good.control_group), Some(0));
         assert_eq!(number(&good.control_read_only_group), Some(17));
@@ -636,12 +641,15 @@ mod tests {
             ] {
                 config
                     .check()
-                    .expect("the check failed, although it looks up no account");
+                    .expect("the check refused unknown account names, which it does not look up");
                 let Err(ConfigError(error)) = config.find_accounts() else {
-                    panic!("account {name:?} of {key:?} was found");
+                    panic!("account {name:?} of {key:?}, which no host has, was found");
                 };
                 for part in [key, name, file, "create the account"] {
-                    assert!(error.contains(part), "the error has no {part:?}: {error}");
+                    assert!(
+                        error.contains(part),
+                        "the error does not contain {part:?}: {error}"
+                    );
                 }
             }
         }

@@ -227,7 +227,7 @@ impl BackgroundWorkers {
         for thread in threads.into_iter().chain(unmapper) {
             thread.thread().unpark();
             if thread.join().is_err() {
-                tracing::error!("a background worker panicked");
+                tracing::error!("a bug: a background worker panicked");
             }
         }
     }

@@ -449,7 +449,7 @@ impl PressureWatcher {
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         if thread.is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the thread that watches the host's memory panicked");
+            tracing::error!("a bug: the thread that watches the host's memory panicked");
         }
     }
 }
@@ -593,7 +593,7 @@ mod tests {
         });
         assert!(
             steps.unwrap() < 10,
-            "the missing memory was not available after {steps:?} steps"
+            "the missing memory was available only after {steps:?} steps, expected fewer than 10"
         );
         assert_eq!(
             host.size,
@@ -629,9 +629,15 @@ mod tests {
         while host.size < FULL {
             host.step(false);
             steps += 1;
-            assert!(steps < 200, "the pool did not regain its full size");
+            assert!(
+                steps < 200,
+                "the pool did not regain its full size within 200 steps"
+            );
         }
-        assert!(steps > 60, "the pool grew back in only {steps} steps");
+        assert!(
+            steps > 60,
+            "the pool grew back in {steps} steps, expected more than 60"
+        );
     }
 
     #[test]
@@ -646,7 +652,7 @@ mod tests {
         }
         assert!(
             changes < 5,
-            "the size changed {changes} times although the host's load did not"
+            "the pool size changed {changes} times under a constant load, expected at most 4"
         );
     }
 
@@ -659,7 +665,7 @@ mod tests {
             steps += 1;
             assert!(
                 steps < 200,
-                "the pool still has {} bytes after {steps} steps",
+                "the pool did not shrink to its minimum: it has {} bytes after {steps} steps",
                 host.size
             );
         }
@@ -699,7 +705,7 @@ mod tests {
         assert_eq!(
             host.governor.set_full(GIB),
             GIB,
-            "a smaller size was refused while the host is short of memory"
+            "a smaller pool size was refused while the host is short of memory"
         );
         host.size = GIB;
         assert_eq!(

@@ -181,7 +181,7 @@ mod tests {
         // This call changes nothing, because the value already measures this kind of work.
         work_time.switch_to(Work::Recompress);
         burn(20);
-        assert_eq!(sums(), [0; 3], "time was added before the work ended");
+        assert_eq!(sums(), [0; 3], "CPU time was counted before the work ended");
         drop(work_time);
         let [_, recompress, room] = sums();
         assert!(
@@ -210,7 +210,8 @@ mod tests {
         let sum_ns: u64 = sums().into_iter().sum();
         assert!(
             sum_ns <= cpu_ns,
-            "all kinds of work together have {sum_ns} ns of CPU time, the thread has only {cpu_ns} ns"
+            "all kinds of work together have {sum_ns} ns of CPU time, the thread has only {cpu_ns} \
+             ns"
         );
         // Dividing the time of a piece of work among the kinds of work loses less than a nanosecond
         // for each kind.

@@ -188,7 +188,7 @@ mod tests {
         log.mark(8 * LOG_PAGE_BYTES * 4096, 1);
         assert!(
             !lost.is_lost(),
-            "a mark in the page that the log still has was reported as lost"
+            "marking a page whose part of the log still exists was reported as a loss"
         );
         log.mark(0, 1);
         assert!(lost.is_lost());

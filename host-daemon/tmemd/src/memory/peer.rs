@@ -176,7 +176,7 @@ mod tests {
         assert_eq!(
             check(&peer),
             Err(HungUp),
-            "a closed peer was not detected; it had sent unread messages or none"
+            "a closed peer that had sent an unread message was not detected"
         );
     }
 
@@ -195,7 +195,7 @@ mod tests {
             assert_eq!(
                 check(&peer),
                 Err(HungUp),
-                "a peer that shut down {how:?} was taken for connected later"
+                "a later check took a peer that shut down {how:?} for connected"
             );
         }
         let (peer, own, other) = pair();
@@ -204,7 +204,7 @@ mod tests {
         assert_eq!(
             check(&peer),
             Ok(()),
-            "the peer counts as closed although another handle of it is open"
+            "the peer was taken for closed although another handle of its socket is open"
         );
         drop(other_handle);
         assert_eq!(check(&peer), Err(HungUp));

@@ -405,7 +405,7 @@ mod tests {
         assert_eq!(other.read(2), 7);
         assert!(
             !kept.is_lost(),
-            "the loss was reported for another mapping, too"
+            "the loss was reported for a mapping that lost no page"
         );
     }
 
@@ -465,7 +465,7 @@ mod tests {
                 assert_eq!(
                     lost.is_lost(),
                     number == one,
-                    "mapping {number} of {one} was reported wrongly; only {one} lost a page"
+                    "the loss mark of mapping {number} is wrong: only mapping {one} lost a page"
                 );
             }
         }
@@ -482,7 +482,7 @@ mod tests {
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(
             text.contains("running 1 test"),
-            "the process did not run exactly one test: {text}"
+            "the child process did not run exactly one test: {text}"
         );
         output.status
     }

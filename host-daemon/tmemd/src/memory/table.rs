@@ -222,7 +222,8 @@ pub fn check_file(file: &File, offset: u64, bytes: u64) -> Result<(), MemoryErro
         .unwrap_or(0);
     if bytes == 0 || end.is_none_or(|end| end > length) {
         return Err(MemoryError(format!(
-            "has {bytes} bytes at offset {offset}, but its file has only {length} bytes: it must be inside the file"
+            "has {bytes} bytes at offset {offset}, but its file has only {length} bytes: it must \
+             be inside the file"
         )));
     }
     let page_bytes = page_bytes(file).map_err(|error| MemoryError(error.to_string()))?;
@@ -296,7 +297,10 @@ mod tests {
                 .err()
                 .expect("a file that can shrink was accepted");
             for part in ["0x0", "F_SEAL_SHRINK", "memory-backend-memfd,share=on"] {
-                assert!(error.contains(part), "the error has no {part:?}: {error}");
+                assert!(
+                    error.contains(part),
+                    "the error does not contain {part:?}: {error}"
+                );
             }
         }
     }
@@ -341,7 +345,7 @@ mod tests {
         .expect("a file sealed against writes was accepted");
         assert!(
             error.contains("writable"),
-            "the error has the wrong text: {error}"
+            "the error does not say that the file must be writable: {error}"
         );
     }
 
@@ -363,10 +367,10 @@ mod tests {
         );
         let error = error
             .err()
-            .expect("a region was mapped that exceeds the host's huge pages");
+            .expect("a region was mapped that needs more huge pages than the host has");
         assert!(
             error.contains("cannot be mapped"),
-            "the error has the wrong text: {error}"
+            "the error does not give the expected reason: {error}"
         );
     }
 
@@ -404,7 +408,7 @@ mod tests {
                 .expect("a region was accepted that ends inside a huge page");
             assert!(
                 error.contains("whole pages"),
-                "the error has the wrong text: {error}"
+                "the error does not give the expected reason: {error}"
             );
         }
     }
@@ -520,7 +524,10 @@ mod tests {
         let mut refused = 0;
         for _ in 0..2000 {
             let vm = rng.usize(..2);
-            let current = tables[vm].last().expect("a VM has a table").clone();
+            let current = tables[vm]
+                .last()
+                .expect("each VM has a memory table")
+                .clone();
             // Some regions end behind their file, overlap, or exceed the maximum, and are refused.
             let region = spec(rng.u64(..12) * MIB / 2, 0, MIB / 2 * rng.u64(1..=2));
             let changed = match rng.usize(..4) {
@@ -552,16 +559,28 @@ mod tests {
                 all.values().sum::<u64>()
             };
             for (vm, account) in accounts.iter().enumerate() {
-                assert_eq!(account.mapped_bytes(), mapped(vm), "seed {seed}, VM {vm}");
+                assert_eq!(
+                    account.mapped_bytes(),
+                    mapped(vm),
+                    "seed {seed}: VM {vm} is not charged exactly for its mapped regions"
+                );
             }
-            assert_eq!(budget.mapped_bytes(), mapped(0) + mapped(1), "seed {seed}");
+            assert_eq!(
+                budget.mapped_bytes(),
+                mapped(0) + mapped(1),
+                "seed {seed}: the budget is not charged exactly for all mapped regions"
+            );
         }
         assert!(
             refused > 100,
-            "seed {seed}: only {refused} changes were refused"
+            "seed {seed}: {refused} changes were refused, expected more than 100"
         );
         drop(tables);
-        assert_eq!(budget.mapped_bytes(), 0, "seed {seed}: a charge is left");
+        assert_eq!(
+            budget.mapped_bytes(),
+            0,
+            "seed {seed}: bytes are still charged after all tables were dropped"
+        );
     }
 
     /// Returns the numbers of the pages that are marked in a dirty log.

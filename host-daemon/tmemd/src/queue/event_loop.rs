@@ -130,7 +130,7 @@ mod tests {
             assert_eq!(
                 poll_for(&*poller, LONG),
                 [7],
-                "{kind:?} no longer reports the other eventfd"
+                "{kind:?} does not report the eventfd that was not removed"
             );
         }
     }
@@ -149,7 +149,7 @@ mod tests {
                         .expect("cannot wait for descriptors");
                     sender
                         .send(())
-                        .expect("the test no longer waits for the message");
+                        .expect("the receiver of the message was dropped");
                 }
                 while ready.is_empty() {
                     other
@@ -159,7 +159,7 @@ mod tests {
                 assert_eq!(ready, [5]);
                 sender
                     .send(())
-                    .expect("the test no longer waits for the message");
+                    .expect("the receiver of the message was dropped");
             });
             // If wake() is called while no thread waits, it ends the next wait.
             for _ in 0..2 {
@@ -201,12 +201,12 @@ mod tests {
                 let result = poller.wait(&mut Vec::new(), true);
                 sender
                     .send(result.is_ok())
-                    .expect("the test no longer waits for the message");
+                    .expect("the receiver of the message was dropped");
             });
             assert_eq!(
                 done.recv_timeout(LONG),
                 Ok(true),
-                "{kind:?}: removing the descriptor did not end"
+                "{kind:?}: the wait after a removal and wake() did not end"
             );
         }
     }
@@ -260,7 +260,7 @@ mod tests {
                 assert_eq!(
                     kept,
                     Err(Errno::PIPE),
-                    "{kind:?}, signalled at {signals}: the removed descriptor is still open"
+                    "{kind:?}, signals {signals:#b}: the poller still holds the removed descriptor"
                 );
             }
         }

@@ -235,7 +235,7 @@ mod tests {
             (0..1000).for_each(|_| notify(&fd).expect("the notifier did not signal the eventfd"));
             sender
                 .send(count(&fd))
-                .expect("the test no longer waits for the message");
+                .expect("the receiver of the message was dropped");
         });
         let counted = done.recv_timeout(Duration::from_secs(30));
         assert!(counted.is_ok_and(|count| count >= u64::MAX - 1));

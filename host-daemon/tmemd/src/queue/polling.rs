@@ -59,7 +59,7 @@ mod tests {
         assert_eq!(
             polling.dry(2000 + MAX, MAX),
             None,
-            "the poll did not end at its limit"
+            "the poll did not end after MAX ns"
         );
         assert_eq!(polling.dry(9000, MAX), None);
         polling.work(9000, MAX);

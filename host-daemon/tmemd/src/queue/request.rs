@@ -370,7 +370,7 @@ mod tests {
                 (wire::T_POOL_DESTROY, Body::PoolDestroy) => {}
                 (wire::T_REPORT, Body::Report(_)) => {}
                 (wire::T_LATENCIES, Body::Latencies(_)) => {}
-                (_, body) => panic!("type {t} was parsed as {body:?}"),
+                (_, body) => panic!("a request of type {t} was parsed as another type: {body:?}"),
             }
         }
     }
@@ -386,14 +386,14 @@ mod tests {
                 assert_eq!(
                     short,
                     Err(BAD),
-                    "type {t} was accepted with only {length} readable bytes"
+                    "a request of type {t} was accepted with only {length} readable bytes"
                 );
             }
             let long = bytes(&[&readable, &[0]]);
             assert_eq!(
                 parse(queue, &long, room),
                 Err(BAD),
-                "type {t} was accepted with too many readable bytes"
+                "a request of type {t} was accepted with too many readable bytes"
             );
             let huge = vec![readable[0]; READABLE_BYTES_MAX + 1];
             parse(queue, &huge, room)
@@ -402,7 +402,7 @@ mod tests {
                 assert_eq!(
                     parse(queue, &readable, room),
                     Err(BAD),
-                    "type {t} was accepted with {room} writable bytes"
+                    "a request of type {t} was accepted with {room} writable bytes"
                 );
             }
         }
@@ -431,7 +431,7 @@ mod tests {
             assert_eq!(
                 parse(other, &readable, writable(t, n)),
                 Err(BAD),
-                "type {t} was accepted on the wrong queue"
+                "a request of type {t} was accepted on the wrong queue"
             );
         }
     }
@@ -445,7 +445,7 @@ mod tests {
                 assert_eq!(
                     parse(queue, readable.as_bytes(), 8),
                     Err(UNSUPPORTED),
-                    "unknown type {t} was not refused as unsupported"
+                    "a request of unknown type {t} was not refused as unsupported"
                 );
             }
         }
@@ -462,7 +462,7 @@ mod tests {
                 assert_eq!(
                     parse(queue, &readable, room),
                     Err(BAD),
-                    "type {t} was accepted with a wrong bit in byte {byte}"
+                    "a request of type {t} was accepted with a wrong bit in byte {byte}"
                 );
                 readable[byte] = 0;
             }
@@ -472,7 +472,7 @@ mod tests {
             assert_eq!(
                 parse(queue, &readable, room).is_ok(),
                 matches!(t, wire::T_REPORT | wire::T_LATENCIES),
-                "type {t}: pool 0 was accepted or refused wrongly"
+                "type {t}: pool 0 must be accepted exactly for types that name no pool"
             );
             readable[12] = 3;
             // The request's count must match its length and must not exceed the maximum.
@@ -481,7 +481,7 @@ mod tests {
                 assert_eq!(
                     parse(queue, &readable, room),
                     Err(BAD),
-                    "type {t} was accepted with count {count}"
+                    "a request of type {t} was accepted with count {count}"
                 );
             }
         }
@@ -501,32 +501,32 @@ mod tests {
         assert_eq!(
             one(put_page(0, 0, 1, 0, 0)),
             Err(BAD),
-            "object 0 was accepted"
+            "a put page with object 0 was accepted"
         );
         assert_eq!(
             one(put_page(1, LAST_INDEX + 1, 1, 0, 0)),
             Err(BAD),
-            "an index beyond the last one was accepted"
+            "a put page with an index beyond the last one was accepted"
         );
         assert_eq!(
             one(put_page(1, 0, 0, 0, 0)),
             Err(BAD),
-            "cookie 0 was accepted"
+            "a put page with cookie 0 was accepted"
         );
         assert_eq!(
             one(put_page(1, 0, 1, 0, 1)),
             Err(BAD),
-            "a non-zero reserved field was accepted"
+            "a put page with a non-zero reserved field was accepted"
         );
         assert_eq!(
             one(put_page(1, 0, 1, 2, 0)),
             Err(UNSUPPORTED),
-            "an unknown flag was accepted"
+            "a put page with an unknown flag was accepted"
         );
         assert_eq!(
             one(put_page(1, 0, 1, 1 << 31, 0)),
             Err(UNSUPPORTED),
-            "an unknown flag was accepted"
+            "a put page with an unknown flag was accepted"
         );
     }
 
@@ -561,7 +561,7 @@ mod tests {
         assert_eq!(
             flush(range(1, 1, u64::MAX)),
             Err(BAD),
-            "a range was accepted whose end exceeds 64 bits"
+            "a flush was accepted whose range ends beyond 64 bits"
         );
         assert_eq!(flush(range(1, LAST_INDEX + 1, wire::TO_END)), Err(BAD));
         assert_eq!(flush(range(0, 0, 1)), Err(BAD));
@@ -613,7 +613,7 @@ mod tests {
             assert_eq!(
                 retain_of(1 << bit, true),
                 Err(Some(BAD)),
-                "retain bit {bit} was accepted"
+                "a get of two pages with retain bit {bit} was accepted"
             );
         }
         // For a driver without F_RETAIN, the retain field is reserved and must be 0.
@@ -622,7 +622,7 @@ mod tests {
             assert_eq!(
                 retain_of(1 << bit, false),
                 Err(Some(BAD)),
-                "retain bit {bit} was accepted"
+                "retain bit {bit} of a driver without F_RETAIN was accepted"
             );
         }
     }

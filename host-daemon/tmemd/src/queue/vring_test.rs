@@ -451,9 +451,9 @@ fn flush_work_is_bounded_per_slice_over_many_chains() {
         let now = guest.link.vm.tenant.stats().pages;
         assert!(
             held - now <= DROPPED_PER_SLICE_MAX,
-            "a slice dropped pages from {held} to {now}, more than {DROPPED_PER_SLICE_MAX}"
+            "one slice reduced {held} pages to {now}: it dropped more than {DROPPED_PER_SLICE_MAX}"
         );
-        assert!(now < held, "a slice dropped no page");
+        assert!(now < held, "a slice of the flush dropped no page");
         (held, slices) = (now, slices + 1);
         if end == SliceEnd::Idle {
             break;
@@ -492,17 +492,20 @@ fn flush_work_on_ranges_without_pages_is_bounded_per_slice() {
     while guest.used() < 10 {
         guest.run_slice();
         let now = steps(&guest);
-        assert!(now > before, "a slice visited no key");
+        assert!(now > before, "a slice of the flush visited no page number");
         assert!(
             (now - before) * STEP_NS_MIN <= SLICE_NS / 2,
-            "a slice visited keys {before} to {now}, too many for its time"
+            "one slice visited page numbers {before} to {now}, more than half of its time allows"
         );
         (before, slices) = (now, slices + 1);
     }
-    assert_eq!(before, all, "a range was visited twice or not at all");
+    assert_eq!(
+        before, all,
+        "the flush did not visit each page number of its ranges exactly once"
+    );
     assert!(
         slices >= 7,
-        "all ranges were visited in only {slices} slices"
+        "the flush of all ranges took {slices} slices, expected at least 7"
     );
 }
 
@@ -517,7 +520,7 @@ fn a_get_of_64_zstd_pages_takes_two_slices() {
     let hits = guest.link.vm.tenant.stats().hits;
     assert!(
         (20..=33).contains(&hits),
-        "a slice returned {hits} pages, not 20 to 33 (the decompression of a page takes 6 µs)"
+        "one slice returned {hits} pages, not 20 to 33 (decompressing one page takes 6 µs)"
     );
     assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 1));
     assert_eq!(guest.bytes(answer, 1), [wire::S_OK]);
@@ -525,7 +528,7 @@ fn a_get_of_64_zstd_pages_takes_two_slices() {
     let data = guest.bytes(answer + 8 + 64 * 16, 64 * PAGE_SIZE);
     assert!(
         data == expected.concat(),
-        "a page is missing, repeated or in the wrong place"
+        "the get returned a page that is missing, repeated or in the wrong place"
     );
     let length = guest.bytes(USED + 4 + 4, 4);
     assert_eq!(length, (8 + 64 * (16 + 4096) as u32).to_le_bytes());
@@ -629,7 +632,7 @@ fn requests_of_each_type_resume_after_the_end_of_a_slice() {
     assert_eq!(
         length,
         written.to_le_bytes(),
-        "the used length does not end with the last hit"
+        "the used length does not end after the last page that was found"
     );
     let ranges = [(3, 16), (19, 16)].map(|(index, nr_pages): (u64, u64)| wire::Range {
         object: 1.into(),
@@ -658,11 +661,11 @@ fn a_drain_returns_an_interrupted_chain_to_the_ring() {
     assert_eq!(
         state.queue.next_avail(),
         0,
-        "the interrupted chain was counted as taken"
+        "the next available index counts the interrupted chain as taken"
     );
     assert!(
         state.unfinished.is_some(),
-        "a hold without a change discarded the interrupted chain"
+        "a drain without ring changes discarded the interrupted chain"
     );
     state.set_base(0);
     assert!(state.unfinished.is_none());
@@ -733,18 +736,18 @@ fn an_interrupted_get_returns_no_page_after_its_pool_or_generation_ends() {
         assert_eq!(
             guest.bytes(get, 1),
             [status],
-            "wrong status after the {what} ended"
+            "the get has the wrong status after its {what} ended"
         );
         assert_eq!(
             guest.results(get, 64),
             [wire::P_MISS; 64],
-            "a page was returned after the {what} ended"
+            "the get returned a page after its {what} ended"
         );
         let length = guest.bytes(USED + 4 + 4, 4);
         assert_eq!(
             length,
             (8 + 64 * 16u32).to_le_bytes(),
-            "wrong used length after the {what} ended"
+            "the get has the wrong used length after its {what} ended"
         );
     }
 }
@@ -806,7 +809,7 @@ fn a_large_flush_takes_many_slices() {
         let (before, now) = (held, guest.link.vm.tenant.stats().pages);
         assert!(
             now < before && before - now <= DROPPED_PER_SLICE_MAX,
-            "a slice changed the number of pages from {before} to {now}"
+            "one slice reduced {before} pages to {now}: expected 1 to {DROPPED_PER_SLICE_MAX} fewer"
         );
         held = now;
         if turns == 2 {
@@ -814,15 +817,18 @@ fn a_large_flush_takes_many_slices() {
             assert_eq!(
                 (state.queue.next_avail(), guest.used()),
                 (0, 0),
-                "the unfinished flush was counted as taken or answered"
+                "the ring's indexes count the unfinished flush as taken or answered"
             );
         }
     }
-    assert!(turns >= 4, "the flush took only {turns} slices");
+    assert!(
+        turns >= 4,
+        "the flush took {turns} slices, expected at least 4"
+    );
     assert_eq!(
         guest.link.vm.tenant.stats().pages,
         1,
-        "not exactly the page with index 0 is left"
+        "the flush did not leave exactly the page with index 0"
     );
     assert_eq!(guest.used(), 2);
     assert_eq!(guest.bytes(answer, 1), [wire::S_OK]);
@@ -901,7 +907,7 @@ impl tracing::field::Visit for Lines {
         let mut lines = self.0.lock().expect("the lock is poisoned");
         let line = lines
             .last_mut()
-            .expect("the field belongs to no line of the log");
+            .expect("a log field was recorded before its line began");
         line.push_str(&format!(" {field}={value:?}"));
     }
 }
@@ -957,13 +963,13 @@ fn lost_interrupts_are_counted_and_logged_with_their_vm() {
     for line in lines {
         assert!(
             line.contains("an interrupt is lost") && line.contains("vm=test"),
-            "the line does not name the failure and the VM: {line}"
+            "the log line does not name the failure and the VM: {line}"
         );
     }
     assert_eq!(
         guest.used(),
         100,
-        "requests were not answered because the interrupt failed"
+        "not all 100 requests were answered after interrupts had failed"
     );
     let call = guest
         .call
@@ -1009,7 +1015,7 @@ fn interrupts_are_sent_only_after_the_answer_at_the_event_index() {
         assert_eq!(
             guest.interrupted(),
             interrupted,
-            "the guest was not interrupted exactly after answer 2; this is answer {index}"
+            "answer {index}: the guest must be interrupted after answer 2 only"
         );
     }
     let at = GuestAddress(USED + 4 + 8 * u64::from(SIZE));
@@ -1033,7 +1039,7 @@ fn a_drained_or_locked_vring_takes_no_chain() {
     assert_eq!(
         (guest.run_slice(), guest.used()),
         (SliceEnd::Idle, 0),
-        "a chain was taken while a hold was announced"
+        "a chain was taken during a drain"
     );
     guest.vring.lower_hold();
     {
@@ -1087,7 +1093,8 @@ fn a_worker_stops_writing_an_answer_when_the_front_end_hangs_up() {
         ];
         assert_eq!(
             seen, expected,
-            "hang-up after {checks} checks of the front end: wrong parts of the answer were written"
+            "hang-up after {checks} checks of the front end: the written parts of the answer are \
+             wrong"
         );
         if checks < 3 {
             assert!(
@@ -1098,7 +1105,8 @@ fn a_worker_stops_writing_an_answer_when_the_front_end_hangs_up() {
         assert_eq!(
             guest.stopped().is_some(),
             checks < 7,
-            "hang-up after {checks} checks of the front end: the queue is in the wrong state"
+            "hang-up after {checks} checks of the front end: the queue must stop below 7 checks \
+             only"
         );
         let stopped = guest
             .link
@@ -1115,8 +1123,8 @@ fn a_worker_stops_writing_an_answer_when_the_front_end_hangs_up() {
         assert_eq!(
             offered == all(&guest),
             checks < 7,
-            "hang-up after {checks} checks of the front end: a queue that stopped wrote to guest \
-             memory, or a queue that runs did not"
+            "hang-up after {checks} checks of the front end: a stopped queue wrote to guest \
+             memory, or a running queue wrote no answer"
         );
     }
 }
@@ -1162,7 +1170,7 @@ fn after_the_drain_deadline_puts_are_refused_and_gets_miss() {
     assert_eq!(
         guest.results(both, 2),
         [wire::P_MISS, wire::P_HIT],
-        "page 0 was kept although its put was refused, or page 1 was lost"
+        "page 0 was kept although a later put of it was refused, or page 1 was lost"
     );
 }
 
@@ -1198,7 +1206,7 @@ fn requests_above_the_rate_limit_are_answered_at_once() {
     assert_eq!(
         guest.results(first, 64),
         [wire::P_MISS; 64],
-        "a page that was never put was returned"
+        "a get returned a page that was never put"
     );
     let counters = guest.link.clone();
     let limited = move || counters.vm.counters.limited_pages.load(Ordering::Relaxed);
@@ -1209,7 +1217,7 @@ fn requests_above_the_rate_limit_are_answered_at_once() {
     assert_eq!(
         (guest.run_slice(), guest.used()),
         (SliceEnd::Idle, 5),
-        "a request beyond the rate was not answered at once"
+        "a request above the rate limit was not answered at once"
     );
     assert_eq!(guest.bytes(put, 1), [wire::S_OK]);
     assert_eq!(guest.bytes(put, 9)[8], wire::P_REFUSED);
@@ -1223,7 +1231,7 @@ fn requests_above_the_rate_limit_are_answered_at_once() {
     assert_eq!(
         guest.results(both, 2),
         [wire::P_MISS, wire::P_HIT],
-        "page 0 was kept although its put was refused, or page 1 was lost"
+        "page 0 was kept although a later put of it was refused, or page 1 was lost"
     );
     assert_eq!(limited(), 2);
 }
@@ -1406,7 +1414,7 @@ fn a_ring_base_that_differs_from_the_used_index_is_refused() {
         let reason = guest.stopped().expect("the queue did not stop");
         assert!(
             reason.contains(&format!("starts the ring at {base}")),
-            "the reason does not give base {base}: {reason}"
+            "the reason for the stop does not give base {base}: {reason}"
         );
     }
     let mut guest = guest_at(u16::MAX, u16::MAX);
@@ -1427,7 +1435,10 @@ fn rings_outside_of_guest_memory_do_not_run() {
         let mut state = guest.vring.lock();
         state.memory = Arc::new(Memory::empty(&Default::default(), &Default::default()));
         guest.vring.configure(&mut state);
-        assert!(!state.is_running(), "a ring runs without guest memory");
+        assert!(
+            !state.is_running(),
+            "the ring was started without guest memory"
+        );
     }
     guest.put(0, 1);
     assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 0));
@@ -1556,17 +1567,21 @@ fn a_lost_page_of_the_guest_ends_the_connection() {
             let expected = if what == "answer" { 0 } else { before };
             assert_eq!(
                 stored, expected,
-                "{what}: the wrong number of pages was stored"
+                "{what}: {stored} pages are stored, expected {expected}"
             );
             let counters = &guest.link.vm.counters;
             let faults = counters.queues_stopped.load(Ordering::Relaxed);
             assert_eq!(
                 faults, 0,
-                "{what}: the loss was counted as a fault of the guest"
+                "{what}: the lost page was counted as a fault of the guest"
             );
             let ended =
                 Peer::new(own.1.try_clone().expect("cannot duplicate the descriptor")).check();
-            assert_eq!(ended, Err(HungUp), "{what}: the connection was not ended");
+            assert_eq!(
+                ended,
+                Err(HungUp),
+                "{what}: the connection did not end after the loss of a page"
+            );
         }
     }
 }
@@ -1632,7 +1647,7 @@ fn a_polled_ring_requests_no_kick() {
     assert!(wanted(&guest));
     guest.put(1, 1);
     let SliceEnd::Poll { until_ns } = guest.vring.run_slice(&mut guest.scratch, LONG) else {
-        panic!("the ring is not polled after a short pause");
+        panic!("the ring was not polled after a short pause");
     };
     assert!(!wanted(&guest) && !guest.vring.poll_has_ended(until_ns));
     assert!(
@@ -1796,7 +1811,7 @@ fn refs_that_are_not_executed_drop_their_pages() {
         assert_eq!(
             (stats.refs, stats.refs_held),
             (2, 0),
-            "{cause}: REFs were counted wrongly"
+            "{cause}: the counters do not show two REFs of which none is held"
         );
     }
 }
@@ -1836,7 +1851,10 @@ fn interrupted_refs_and_retaining_gets_continue_in_the_next_slice() {
         guest.run_slice();
         slices += 1;
     }
-    assert!(slices > 1, "the GET was answered in one slice");
+    assert!(
+        slices > 1,
+        "the GET of retained pages was answered in one slice"
+    );
     assert_eq!(guest.results(get, 64), [wire::P_HIT; 64]);
     let flags: Vec<u8> = (0..64).map(|page| u8::from(page % 3 == 0)).collect();
     assert_eq!(guest.flags(get, 64), flags);

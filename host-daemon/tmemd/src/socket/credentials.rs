@@ -144,24 +144,24 @@ mod tests {
             assert_eq!(
                 may(somebody(107, &[5]), mode),
                 owner,
-                "mode {mode:o}: wrong access for the owner"
+                "mode {mode:o}: the access of the socket's owner is wrong"
             );
             // Only the permission bits for the owner apply to the owner, even if the owner is also
             // a member of the group.
             assert_eq!(
                 may(somebody(107, &[36]), mode),
                 owner,
-                "mode {mode:o}: wrong access for the owner who is in the group"
+                "mode {mode:o}: the access of an owner in the socket's group is wrong"
             );
             assert_eq!(
                 may(somebody(1000, &[5, 36]), mode),
                 group,
-                "mode {mode:o}: wrong access for a member of the group"
+                "mode {mode:o}: the access of a member of the socket's group is wrong"
             );
             assert_eq!(
                 may(somebody(1000, &[5]), mode),
                 others,
-                "mode {mode:o}: wrong access for another user"
+                "mode {mode:o}: the access of a user without relation to the socket is wrong"
             );
             assert!(
                 may(somebody(0, &[]), mode),

@@ -63,7 +63,7 @@ mod tests {
             wanted[bucket] = 1;
             assert_eq!(
                 read.buckets, wanted,
-                "{ns} ns were counted in the wrong bucket"
+                "a latency of {ns} ns was counted in the wrong bucket"
             );
             assert_eq!(read.sum_ns, i64::try_from(ns).unwrap_or(i64::MAX));
         }

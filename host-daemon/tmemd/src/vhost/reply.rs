@@ -118,7 +118,7 @@ mod tests {
             let mut received = vec![0; bytes];
             right
                 .read_exact(&mut received)
-                .expect("cannot receive the reply");
+                .expect("cannot receive the message");
             assert_eq!(received, sent);
         }
     }

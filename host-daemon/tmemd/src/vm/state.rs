@@ -245,8 +245,9 @@ impl Vm {
     pub fn refuse(&self, peer: &UnauthorizedPeer) {
         self.refused(format_args!("{peer}"));
         self.warn(format_args!(
-            "a connection to {} is refused, {peer}; run the VM's QEMU as that user, or name its user: \
-             <seclabel model='dac'> of the domain, tmem-hook --owner, or owner of its [[vm]] or --vm",
+            "a connection to {} is refused: {peer}. Run the VM's QEMU as the owner, or name its \
+             user: <seclabel model='dac'> of the domain, tmem-hook --owner, or owner of its [[vm]] \
+             or --vm",
             self.config.socket.display()
         ));
     }

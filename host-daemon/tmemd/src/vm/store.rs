@@ -222,7 +222,7 @@ mod tests {
                 let error = error.to_string();
                 assert!(
                     error.contains("no other user can write"),
-                    "{why}: the error has the wrong text: {error}"
+                    "{why}: the error does not say that no other user may write: {error}"
                 );
             }
             assert_eq!(

@@ -26,7 +26,7 @@ pub const TIMEOUT: Duration = Duration::from_secs(30);
 pub fn scaled(time: Duration) -> Duration {
     let scale = std::env::var("TMEM_TIMEOUT_SCALE");
     time.mul_f64(scale.map_or(1.0, |scale| {
-        scale.parse().expect("the text is not a number")
+        scale.parse().expect("the value is not a number")
     }))
 }
 
@@ -37,7 +37,7 @@ pub fn until(what: &str, mut check: impl FnMut() -> bool) {
     while !check() {
         assert!(
             Instant::now() < deadline,
-            "timeout while waiting until: {what}"
+            "this condition was not reached in time: {what}"
         );
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -246,7 +246,7 @@ impl Daemon {
             .expect("tmemd does not run")
             .try_wait()
             .unwrap();
-        assert_eq!(status, None, "tmemd ended by itself");
+        assert_eq!(status, None, "tmemd ended before the test stopped it");
     }
 
     /// Polls `check` until it returns true. Panics with the text `what` if the daemon ends or after
