@@ -755,7 +755,7 @@ fn an_interrupted_get_returns_no_page_after_its_pool_or_generation_ends() {
 /// If a guest overwrites an interrupted request with another one, the worker executes the new
 /// request from its beginning.
 #[test]
-fn a_request_that_replaces_an_interrupted_request_starts_at_its_first_page() {
+fn a_request_that_replaces_an_interrupted_request_is_executed_in_full() {
     let mut guest = guest();
     guest.store_dense(64);
     let get = guest.get(0, 64);

@@ -67,8 +67,8 @@ impl std::fmt::Display for UnauthorizedPeer {
         let Permissions { owner, group, mode } = self.permissions;
         write!(
             f,
-            "process {} of user {} has no permission. The socket's configured owner is user {owner}, \
-             its group is {group} and its mode is {mode:o}",
+            "process {} of user {} has no permission. The socket's configured owner is user \
+             {owner}, its group is {group} and its mode is {mode:o}",
             self.credentials.pid, self.credentials.user
         )
     }

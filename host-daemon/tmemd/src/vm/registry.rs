@@ -686,7 +686,11 @@ impl Registry {
         vm.remove();
         vm.clear();
         if let Err(error) = vm.tenant.set_quota(NOTHING) {
-            tracing::error!(vm = %vm.name(), reason = %error, "a bug: the reserve of the removed VM cannot be released: {error}");
+            tracing::error!(
+                vm = %vm.name(),
+                reason = %error,
+                "a bug: the reserve of the removed VM cannot be released: {error}"
+            );
         }
         signal(&self.changed);
         vm
