@@ -213,7 +213,7 @@ mod tests {
             let all = [&["tmemd", "--pool-size", "1MiB"], options].concat();
             let arguments = Arguments::parse_from(all);
             let config =
-                configure(&arguments, Settings::default()).expect("the arguments were refused");
+                configure(&arguments, Settings::default()).expect("valid arguments were refused");
             config.control_read_only
         };
         // The Prometheus exporter connects to this default path, too.

@@ -196,7 +196,8 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     assert_eq!(number("CapBnd", 16), CAPABILITIES);
     // The daemon's files in /proc belong to root. Other processes of the daemon's user therefore
     // cannot inspect the daemon.
-    let own = fs::metadata(format!("/proc/{}/mem", daemon.0.id())).expect("tmemd does not run");
+    let own = fs::metadata(format!("/proc/{}/mem", daemon.0.id()))
+        .expect("tmemd was not started or has already ended");
     assert_eq!(
         own.uid(),
         0,
@@ -295,7 +296,7 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
             assert_eq!(
                 set(key),
                 keeps,
-                "thread {name} has the wrong capabilities in {key}"
+                "thread {name} does not have exactly the expected capabilities in {key}"
             );
         }
         assert_eq!(

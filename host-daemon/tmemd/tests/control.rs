@@ -31,7 +31,7 @@ fn sockets(config: &Config) -> Vec<PathBuf> {
 }
 
 #[test]
-fn list_and_stats_work_on_both_sockets() {
+fn list_and_stats_calls_are_answered_on_both_control_sockets() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
@@ -153,7 +153,7 @@ fn an_incomplete_message_blocks_only_its_connection() {
 }
 
 #[test]
-fn only_the_full_socket_changes_quotas() {
+fn the_read_only_socket_cannot_change_quotas() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
@@ -285,13 +285,16 @@ fn misbehaving_clients_are_disconnected() {
     while answers.iter().filter(|byte| **byte == 0).count() < 2 {
         let mut part = [0; 4096];
         let read = stream.read(&mut part).expect("the daemon did not answer");
-        assert!(read > 0, "the daemon closed the connection");
+        assert!(
+            read > 0,
+            "the daemon closed the connection instead of an answer"
+        );
         answers.extend_from_slice(&part[..read]);
     }
 }
 
 #[test]
-fn the_number_of_clients_is_limited() {
+fn the_number_of_control_clients_is_limited() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
@@ -436,7 +439,7 @@ fn reserves_that_exceed_the_pool_are_refused_at_the_start() {
         .expect("a configuration was accepted whose reserves exceed the pool");
     assert!(
         matches!(error, StartError::Config(_)),
-        "the daemon started, or ended for the wrong reason: {error}"
+        "the daemon did not refuse the configuration: {error}"
     );
     assert!(
         error.to_string().contains("VM \"db\""),
@@ -579,7 +582,7 @@ fn an_answer_may_be_longer_than_the_limit_for_calls() {
         .map(|nr| {
             let socket = directory.path().join(format!("{nr}.sock"));
             let text = format!("socket={},name=vm-{nr}", socket.display());
-            text.parse().expect("the VM's settings were refused")
+            text.parse().expect("valid settings of a VM were refused")
         })
         .collect();
     let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
@@ -664,7 +667,7 @@ fn errors_name_the_invalid_command_line_argument() {
 /// A test cannot make the host short of memory. So the daemon reads files in the test's directory
 /// in place of /proc/meminfo and the PSI file.
 #[test]
-fn the_pool_shrinks_for_the_host_and_grows_back() {
+fn the_pool_shrinks_when_the_host_needs_memory_and_grows_back() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let path = |name: &str| directory.path().join(name);
     // The test replaces the files by renaming others, so that the daemon never reads half a file.

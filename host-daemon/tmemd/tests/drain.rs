@@ -358,7 +358,7 @@ fn staged(driver: &mut Driver, object: u64) {
 /// A migration ends with GET_VRING_BASE, or when the front end closes the connection. Before that,
 /// the daemon must report that it wrote pages that are beyond the end of the dirty log.
 #[test]
-fn a_short_dirty_log_is_reported_before_the_migration_ends() {
+fn a_dirty_log_that_is_too_short_is_reported_before_the_migration_ends() {
     let region = |start, size_bytes| RamRegion { start, size_bytes };
     for stops in [true, false] {
         let mut daemon = Daemon::start(&[("a", None)]);

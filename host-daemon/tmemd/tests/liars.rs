@@ -67,7 +67,7 @@ fn outcome(daemon: &mut Daemon, driver: &mut Driver, queue: usize, used: u16) ->
     let answered = guest.ring(queue).used_idx_in_memory() != used;
     assert!(
         !(stopped && answered),
-        "the daemon both answered and stopped the queue"
+        "the daemon both answered the malformed request and stopped its queue"
     );
     let done = driver.guest.poll(queue).unwrap();
     done.map(|d| d.answer.status)

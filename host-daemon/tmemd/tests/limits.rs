@@ -368,7 +368,9 @@ fn a_vm_above_its_maximum_memory_is_refused_without_effect_on_other_vms() {
     until("tables of earlier connections are unmapped", || {
         let stats = stats(&daemon);
         let mut vms = stats.vms.iter();
-        let big = vms.find(|vm| vm.name == "big").expect("the VM is unknown");
+        let big = vms
+            .find(|vm| vm.name == "big")
+            .expect("the statistics do not list VM big");
         assert_eq!(big.memory_max_bytes as u64, 66 * MIB);
         big.memory_mapped_bytes as u64 == 66 * MIB
     });

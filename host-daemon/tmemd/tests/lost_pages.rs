@@ -121,7 +121,7 @@ fn only_the_vm_that_loses_a_page_is_disconnected() {
             }
             assert!(
                 neighbour.guest.read_config().is_ok(),
-                "the neighbour was disconnected"
+                "a VM that lost no page was disconnected"
             );
         });
         let end = End(&stop);

@@ -86,7 +86,7 @@ fn latencies_and_counts_of_requests_are_reported() {
 /// The reported processor time grows with work, and does not grow for an idle VM. The test depends
 /// neither on the speed of the machine nor on other processes.
 #[test]
-fn processor_time_is_reported_by_work_and_by_vm() {
+fn processor_time_is_reported_by_kind_of_work_and_by_vm() {
     const BACKGROUND_THREADS: i64 = 2;
     let vms = [("a", None), ("b", None)];
     // The pool is so small that the daemon must evict pages.
@@ -223,7 +223,7 @@ fn puts_of_a_frozen_vm_are_refused_and_gets_still_hit() {
 }
 
 #[test]
-fn a_resized_pool_shrinks_and_grows() {
+fn setting_the_pool_size_shrinks_and_grows_the_pool() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 4);
     (0..4000).for_each(|index| put(&mut driver, index));

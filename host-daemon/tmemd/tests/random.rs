@@ -148,7 +148,7 @@ fn guests_with_random_requests_read_their_own_pages_in_a_large_pool() {
         assert_eq!(
             retains,
             counts.retained > 100 && counts.refs_held > 20,
-            "the device retained too few pages, or pages of a driver without the feature: \
+            "the device retained too few pages, or pages for a driver without the retain feature: \
              {counts:?}"
         );
         let lost = counts.lost.saturating_sub(cut);

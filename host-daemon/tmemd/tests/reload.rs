@@ -248,7 +248,7 @@ fn the_configured_number_of_background_threads_starts() {
         let error = String::from_utf8_lossy(&checked.stderr);
         assert!(
             good || error.contains("1 to 64"),
-            "the error does not name the range: {error}"
+            "the error does not name the range 1 to 64: {error}"
         );
     }
 }
@@ -321,7 +321,7 @@ fn a_reload_is_applied_completely_or_not_at_all() {
             let vm = vms
                 .iter()
                 .find(|vm| vm.name == name)
-                .expect("the VM is not listed");
+                .expect("the daemon does not list the VM");
             vm.quota.reserve_bytes >> 20
         };
         let size = running

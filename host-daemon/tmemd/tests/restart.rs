@@ -128,7 +128,8 @@ fn a_new_connection_starts_with_an_empty_cache() {
         for b in &generations[i + 1..] {
             assert!(
                 a.abs_diff(*b) > 1 << 32,
-                "generations {a:#x} and {b:#x} are too close"
+                "generations {a:#x} and {b:#x} differ by at most 2^32, which is unlikely for \
+                 random numbers"
             );
         }
     }

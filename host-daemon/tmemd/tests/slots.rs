@@ -145,7 +145,7 @@ fn a_memory_slot_above_the_limit_is_refused_without_effect_on_other_vms() {
         neighbour.get_all().unwrap();
         assert!(
             neighbour.model.counts().hits > before,
-            "round {round}: the neighbour lost its cache"
+            "round {round}: the other VM lost its cached pages"
         );
         // The VM with too many regions is served again after it connects with a permitted number of
         // regions.

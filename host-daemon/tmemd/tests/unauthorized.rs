@@ -45,7 +45,7 @@ fn as_user<R: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> R + Send) 
 /// Connects to a socket and sends a message. Returns true if the daemon answers the message.
 fn is_served(socket: &Path, message: &[u8]) -> bool {
     let mut stream =
-        UnixStream::connect(socket).expect("a user cannot connect to a socket of this mode");
+        UnixStream::connect(socket).expect("the mode of the socket does not let the user connect");
     stream
         .set_read_timeout(Some(TIMEOUT))
         .expect("cannot set the socket's time-out");

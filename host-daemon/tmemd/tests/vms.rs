@@ -108,7 +108,7 @@ impl RegistryTest {
             .vms;
         vms.into_iter()
             .find(|vm| vm.name == name)
-            .expect("the VM is not listed")
+            .expect("the daemon does not list the VM")
     }
 
     fn connect(&self, name: &str) -> UnixStream {
@@ -135,7 +135,7 @@ fn a_vm_is_added_and_removed() {
     let host = host();
     assert!(
         !host.path("vms").exists(),
-        "the store exists before a VM was added"
+        "the VM store exists before a VM was added"
     );
     let mut spec = host.spec(&UUID.to_uppercase(), "web");
     spec.quota.reserve_bytes = 8 << 20;
@@ -263,7 +263,7 @@ fn the_maximum_memory_of_an_added_vm_changes_at_once_and_is_stored() {
         let (_, reason) = host.refused(spec);
         assert!(
             reason.contains("memory_max_bytes="),
-            "the reason does not name the field: {reason}"
+            "the reason does not name memory_max_bytes: {reason}"
         );
     }
     host.restart();
@@ -275,7 +275,7 @@ fn the_maximum_memory_of_an_added_vm_changes_at_once_and_is_stored() {
 }
 
 #[test]
-fn a_refused_change_has_no_effect() {
+fn a_refused_change_of_a_vm_has_no_effect() {
     let host = host();
     let spec = host.spec(UUID, "web");
     host.add(&spec);
@@ -445,7 +445,7 @@ fn the_next_successful_call_for_a_vm_clears_its_reported_problem() {
 }
 
 #[test]
-fn the_read_only_socket_adds_and_removes_nothing() {
+fn the_read_only_socket_adds_and_removes_no_vm() {
     let host = host();
     host.add(&host.spec(UUID, "web"));
     let mut client = tmem_control::connect(&host.path("read-only"))

@@ -135,8 +135,8 @@ impl Drop for Stopped {
 }
 
 fn workers(daemon: &Daemon) -> Vec<libc::pid_t> {
-    let tasks =
-        std::fs::read_dir(format!("/proc/{}/task", daemon.pid())).expect("tmemd does not run");
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.pid()))
+        .expect("tmemd was not started or has already ended");
     let named = tasks
         .map(|task| task.expect("cannot read a directory entry"))
         .filter(|task| {

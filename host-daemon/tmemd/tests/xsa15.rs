@@ -410,7 +410,7 @@ fn requests_before_or_after_a_generation_reach_no_pool() {
         assert_eq!(
             used(&removed.guest),
             answered,
-            "the removed VM got an answer"
+            "a request of a removed VM was answered"
         );
         assert!(removed.guest.connect(&socket).is_err());
     }
@@ -841,7 +841,7 @@ fn refused_requests_and_messages_leave_no_lock_held() {
         }
         assert!(
             odd(&mut driver.guest),
-            "{what}: the daemon accepted the message"
+            "{what}: the daemon accepted the invalid message"
         );
         work(&mut other, 20);
         operator();

@@ -339,7 +339,7 @@ mod tests {
              [[vm]]\nname = \"a\"\nsocket = \"/a.sock\"\ntrust_domain = \"web\"\nreserve = \"1MiB\"\n\
              [[vm]]\nname = \"b\"\nsocket = \"/b.sock\"\nowner = \"nobody-such\"\nlimit = 4096\nweight = 7\nmemory_max = \"16GiB\"\n",
         )
-        .expect("the configuration was refused");
+        .expect("a valid configuration was refused");
         assert_eq!(
             (file.pool_size, file.host_free_min),
             (Some(8 << 30), Some(1 << 20))

@@ -263,7 +263,7 @@ impl Config {
             let name = vm.split(',').next().unwrap_or_default();
             let socket = directory.join(format!("{name}.sock"));
             let text = format!("name={vm},socket={}", socket.display());
-            text.parse().expect("the VM's settings were refused")
+            text.parse().expect("valid settings of a VM were refused")
         };
         Config {
             pool_size_bytes: 64 << 20,
@@ -402,7 +402,7 @@ mod tests {
             "socket=/run/a.sock,name=web-1,owner=qemu,uuid=01234567-89AB-cdef-0123-456789abcdef,\
                             trust_domain=debian,reserve=16MiB,limit=1GiB,weight=7,memory_max=2TiB"
                 .parse()
-                .expect("the VM's settings were refused");
+                .expect("valid settings of a VM were refused");
         assert_eq!(
             vm,
             VmConfig {
@@ -421,7 +421,7 @@ mod tests {
         );
         let vm: VmConfig = "name=a,socket=s"
             .parse()
-            .expect("the VM's settings were refused");
+            .expect("valid settings of a VM were refused");
         assert_eq!(
             vm.quota,
             Quota {
@@ -491,7 +491,7 @@ mod tests {
             control_read_only: Some("/r".into()),
             vms: vms
                 .iter()
-                .map(|vm| vm.parse().expect("the VM's settings were refused"))
+                .map(|vm| vm.parse().expect("valid settings of a VM were refused"))
                 .collect(),
             ..Config::for_test("/".as_ref(), &[])
         }
@@ -501,7 +501,7 @@ mod tests {
     fn contradicting_settings_are_refused() {
         config(&["name=a,socket=/a", "name=b,socket=/b"])
             .check()
-            .expect("the configuration was refused");
+            .expect("a valid configuration was refused");
         let mut full = config(&["name=a,socket=/a,reserve=1MiB,limit=1MiB"]);
         full.pool_size_bytes = 1 << 20;
         full.check()

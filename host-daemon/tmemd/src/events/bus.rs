@@ -271,7 +271,7 @@ mod tests {
         assert_eq!((taken.len(), taken[0].lost), (QUEUE_MAX, 5));
         assert_eq!(
             taken[0].text, "5",
-            "the queue did not drop its oldest events"
+            "the subscription did not drop exactly the oldest events"
         );
         assert!(subscription.take().is_empty());
         drop(subscription);

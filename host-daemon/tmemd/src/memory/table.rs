@@ -370,7 +370,7 @@ mod tests {
             .expect("a region was mapped that needs more huge pages than the host has");
         assert!(
             error.contains("cannot be mapped"),
-            "the error does not give the expected reason: {error}"
+            "the error does not say that the file cannot be mapped: {error}"
         );
     }
 
@@ -408,7 +408,7 @@ mod tests {
                 .expect("a region was accepted that ends inside a huge page");
             assert!(
                 error.contains("whole pages"),
-                "the error does not give the expected reason: {error}"
+                "the error does not say that a region consists of whole pages: {error}"
             );
         }
     }
@@ -526,7 +526,7 @@ mod tests {
             let vm = rng.usize(..2);
             let current = tables[vm]
                 .last()
-                .expect("each VM has a memory table")
+                .expect("the VM has no memory table")
                 .clone();
             // Some regions end behind their file, overlap, or exceed the maximum, and are refused.
             let region = spec(rng.u64(..12) * MIB / 2, 0, MIB / 2 * rng.u64(1..=2));
@@ -579,7 +579,7 @@ mod tests {
         assert_eq!(
             budget.mapped_bytes(),
             0,
-            "seed {seed}: bytes are still charged after all tables were dropped"
+            "seed {seed}: the budget is still charged after all tables were dropped"
         );
     }
 

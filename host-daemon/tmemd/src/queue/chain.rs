@@ -373,7 +373,7 @@ mod tests {
             } else {
                 fill(memory, &table, &[])
             };
-            let chain = chain.expect("the chain was refused");
+            let chain = chain.expect("a valid descriptor chain was refused");
             assert!(!chain.is_out_of_order());
             assert_eq!(chain.writable_bytes(), 10);
             let mut buffer = [0; READ_BUFFER_BYTES];
@@ -426,7 +426,7 @@ mod tests {
         let table = [(DATA, 8, NEXT | WRITE, 1), (DATA, 8, 0, 0)];
         assert!(
             fill(&memory.guest, &table, &[])
-                .expect("the chain was refused")
+                .expect("a valid descriptor chain was refused")
                 .is_out_of_order()
         );
     }
@@ -475,7 +475,7 @@ mod tests {
             assert_eq!(
                 error,
                 Some(ChainError::Broken),
-                "{what}: the chain was accepted, or refused for the wrong reason"
+                "{what}: the chain was not refused as broken"
             );
         }
     }

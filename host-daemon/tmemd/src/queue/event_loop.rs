@@ -85,7 +85,7 @@ mod tests {
     const SHORT: Duration = Duration::from_millis(20);
 
     #[test]
-    fn a_signal_is_reported_until_its_eventfd_is_removed() {
+    fn each_eventfd_signal_is_reported_until_the_eventfd_is_removed() {
         for (kind, poller) in pollers() {
             let (a, b) = (descriptor(), descriptor());
             // This eventfd is signalled before the poller watches it. The poller must report it
@@ -167,7 +167,7 @@ mod tests {
                 assert_eq!(
                     done.recv_timeout(LONG),
                     Ok(()),
-                    "{kind:?}: a wait did not end"
+                    "{kind:?}: wake() did not end the wait"
                 );
             }
             signal(&fd);
@@ -175,7 +175,7 @@ mod tests {
             assert_eq!(
                 done.recv_timeout(LONG),
                 Ok(()),
-                "{kind:?}: a wait did not end"
+                "{kind:?}: a signalled eventfd that was added did not end the wait"
             );
         }
     }
@@ -269,7 +269,7 @@ mod tests {
     /// The number of simultaneous signals, 1,000, is more than epoll or io_uring reports in one
     /// call.
     #[test]
-    fn a_thousand_simultaneous_signals_are_all_reported() {
+    fn a_thousand_simultaneous_eventfd_signals_are_all_reported() {
         for (kind, poller) in pollers() {
             let all: Vec<_> = (0..1000).map(|_| descriptor()).collect();
             for (token, fd) in all.iter().enumerate() {

@@ -332,14 +332,15 @@ mod tests {
 
     fn writable(request_type: u16, count: u16) -> u64 {
         shape(request_type, count)
-            .expect("the type or the count is invalid")
+            .expect("the request type or the count is invalid")
             .writable_bytes as u64
     }
 
     #[test]
     fn valid_requests_are_parsed() {
         for (queue, t, n, readable) in good() {
-            let request = parse(queue, &readable, writable(t, n)).expect("the request was refused");
+            let request =
+                parse(queue, &readable, writable(t, n)).expect("a valid request was refused");
             assert_eq!(
                 request.header,
                 Header {
@@ -462,7 +463,8 @@ mod tests {
                 assert_eq!(
                     parse(queue, &readable, room),
                     Err(BAD),
-                    "a request of type {t} was accepted with a wrong bit in byte {byte}"
+                    "a request of type {t} was accepted although byte {byte} of its retain field \
+                     is wrong"
                 );
                 readable[byte] = 0;
             }
@@ -472,7 +474,7 @@ mod tests {
             assert_eq!(
                 parse(queue, &readable, room).is_ok(),
                 matches!(t, wire::T_REPORT | wire::T_LATENCIES),
-                "type {t}: pool 0 must be accepted exactly for types that name no pool"
+                "type {t}: pool 0 must be accepted exactly for request types that name no pool"
             );
             readable[12] = 3;
             // The request's count must match its length and must not exceed the maximum.

@@ -634,7 +634,7 @@ mod tests {
             .expect("cannot reserve the pool's address space");
         let config: crate::config::settings::VmConfig = "name=test,socket=none"
             .parse()
-            .expect("the VM's settings were refused");
+            .expect("valid settings of a VM were refused");
         let spec = tmem_pool::TenantSpec::new("test", config.quota);
         let tenant = engine
             .add_tenant(spec)

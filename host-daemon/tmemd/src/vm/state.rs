@@ -367,7 +367,7 @@ mod tests {
         let vm = |name: &str| {
             let config: VmConfig = format!("name={name},socket=none")
                 .parse()
-                .expect("the VM's settings were refused");
+                .expect("valid settings of a VM were refused");
             let spec = TenantSpec::new(name, config.quota);
             let tenant = engine
                 .add_tenant(spec)

@@ -87,7 +87,7 @@ fn a_worker_stops_writing_an_answer_when_the_front_end_hangs_up() {
             .counters
             .queues_stopped
             .load(Ordering::Relaxed);
-        assert_eq!(stopped, 0, "a hang-up is not counted as a stopped queue");
+        assert_eq!(stopped, 0, "the hang-up was counted as a stopped queue");
         // From here on, checks of the front end succeed again, but the ring stays stopped.
         guest.link.peer.hang_up_after(u64::MAX);
         guest.put(50, 1);

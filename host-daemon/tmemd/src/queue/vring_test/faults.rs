@@ -44,7 +44,7 @@ fn an_unanswerable_request_stops_the_queue() {
     assert_eq!(
         state.queue.next_avail(),
         1,
-        "the VMM does not get the base of the faulty chain"
+        "the ring base that the VMM reads is not the index of the faulty chain"
     );
     state.set_base(1);
     guest.vring.configure(&mut state);
@@ -83,7 +83,7 @@ fn an_answer_out_of_order_is_never_published() {
     let why = guest.stopped().expect("the queue did not stop");
     assert!(
         why.contains("a bug in the daemon"),
-        "the queue stopped for the wrong reason: {why}"
+        "the reason for the stop does not say that the daemon has a bug: {why}"
     );
     assert_eq!(guest.used(), 0);
     assert_eq!(guest.bytes(answer, 8), [0; 8]);
@@ -220,7 +220,7 @@ fn a_lost_page_of_the_guest_ends_the_connection() {
                 .unwrap_or_else(|| panic!("{what}: the queue runs on lost memory"));
             assert!(
                 reason.contains("was lost"),
-                "{what}: the queue stopped for the wrong reason: {reason}"
+                "{what}: the reason for the stop does not say that memory was lost: {reason}"
             );
             if what != "used ring" {
                 assert_eq!(

@@ -97,7 +97,7 @@ fn guest_at(base: u16, used: u16) -> Guest {
         .expect("cannot reserve the pool's address space");
     let config: VmConfig = "name=test,socket=none"
         .parse()
-        .expect("the VM's settings were refused");
+        .expect("valid settings of a VM were refused");
     let spec = TenantSpec::new("test", config.quota);
     let tenant = engine
         .add_tenant(spec)

@@ -64,7 +64,10 @@ fn get_64_pages_without_allocation(retain: u64) {
     assert_eq!(guest.results(answer, 64), results);
     let stayed = if retain == 0 { 0 } else { 56 };
     assert_eq!(guest.pages(), (stayed, stayed));
-    assert!(guest.interrupted(), "the guest was not interrupted");
+    assert!(
+        guest.interrupted(),
+        "the guest was not interrupted for the answer to its GET"
+    );
 }
 
 #[test]
