@@ -121,7 +121,7 @@ def test_lookup_of_code_and_tests_finds_definitions_only() -> None:
         spec, "rules"
     )
     assert is_there(chain, "fill") and not is_test(chain, "fill")
-    assert is_test(chain, "loops_bad_indexes_and_bad_tables_in_chains_are_refused")
+    assert is_test(chain, "chains_with_loops_bad_indexes_or_bad_indirect_tables_are_refused")
     core = "guest-driver/core"
     assert is_there(f"{core}/get.c", "take_page")
     assert not is_there(f"{core}/get.c", "tmem_queue_drain"), (
