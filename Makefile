@@ -255,7 +255,7 @@ lint-shell:
 lint-python:
 	cd tests && ./python -m ruff check . ../qemu-dev/tests ../scripts/lint-prose ../scripts/sbom
 	cd tests && ./python -m ruff format --check . ../qemu-dev/tests ../scripts/lint-prose ../scripts/sbom
-	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_native.py bench_locks.py bench_density.py bench_life.py long.py conftest.py kernel proof unit vm
+	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_native.py native_bench.py bench_retain.py bench_locks.py bench_density.py bench_life.py long.py conftest.py kernel proof unit vm
 
 lint-prose:
 	scripts/lint-prose

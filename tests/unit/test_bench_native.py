@@ -18,9 +18,9 @@ from bench_native import (
     parse_latency,
     percentile,
     report,
-    shown,
 )
 from harness.paths import ROOT, HarnessError
+from native_bench import shown
 
 pytestmark = pytest.mark.smoke
 
