@@ -8,7 +8,10 @@ has none of them.
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -269,6 +272,35 @@ def test_corrupt_page_switches_the_cache_off(session: Session) -> None:
     Torture(guest, f"--seed={seed()} --ops=3000 {SMALL} --jobs=2").finish()
     assert state(guest).startswith("poisoned: content check")
     assert stats(guest)["misses_check"] > 0
+
+
+def run_on(processor: int, pid: int) -> None:
+    """Binds the threads of a process and its children to a processor."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {processor})
+        for child in (thread / "children").read_text().split():
+            run_on(processor, int(child))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_delayed_wake_up_loses_no_interrupt(session: Session) -> None:
+    image = disk.blank(session.directory / "data.img", 4 * MIB)
+    vm = session.native_vm(NativeConfig(disks=[disk.Disk("data", image)]))
+    guest = vm.start()
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    run_on(first, vm.exports[0].process.pid)
+    run_on(second, vm.process.pid)
+    command = [sys.executable, str(TESTS / "vm/slow_waiters.py"), str(vm.process.pid)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as waiters:
+        assert waiters.stdout
+        assert waiters.stdout.readline() == "ready\n"
+        reads = guest.start("dd if=/dev/vda of=/dev/null bs=4k count=1000 iflag=direct", 120)
+        # A message to the guest would raise the lost signal, so only look.
+        until(reads.done, 60, "the guest has read its disk")
+        waiters.communicate()
+    reads.wait().check()
 
 
 def test_throttled_disk_bypasses_the_page_cache_of_the_host(session: Session) -> None:
