@@ -11,7 +11,7 @@ JOBS ?= 2
 PYTEST = cd tests && ./python -m pytest -n $(JOBS) --dist worksteal --ignore=vm/test_native.py --ignore=vm/test_compatibility.py unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-native bench-locks bench-density bench-proof bench-kvm bench-life packages check-packages dist repo check check-host check-guest check-kvm check-libvirt check-ops \
+.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-policies bench-vms bench-guest bench-native bench-locks bench-density bench-proof bench-kvm bench-life packages check-packages dist repo check check-host check-guest check-kvm check-libvirt check-ops \
 	check-guest-long check-all check-newest check-kernel-debug check-miri check-sim check-sim-long \
 	lint lint-rust lint-c lint-shell lint-python lint-prose lint-licence test-rust \
 	test-driver fuzz fuzz-guests clean
@@ -55,6 +55,9 @@ bench-timing: deps ## measure whether timing tells a guest which pages a VM of a
 
 bench-slice: deps ## measure how long a VM waits for a page while another VM keeps the worker busy; ARGS="--json"
 	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- slice $(ARGS)
+
+bench-policies: deps ## compare the eviction policy with S3-FIFO, SIEVE and the optimum by hit ratios; ARGS="--json"
+	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- policies tests/traces/*.zst $(ARGS)
 
 bench-vms: deps ## measure 256 VMs on one daemon: memory and CPU, many connections at once, removal of a large VM; ARGS="--help"
 	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmem-bench
