@@ -177,11 +177,14 @@ class Libvirt:
     def bridge_log(self) -> Path:
         return self.directory / "tmem-libvirt.log"
 
-    def start_bridge(self) -> None:
-        """Starts tmem-libvirt on the read-only socket, and waits until it follows libvirt."""
+    def start_bridge(self, program: Path | None = None) -> None:
+        """Starts tmem-libvirt on the read-only socket, and waits until it follows libvirt.
+
+        `program` is a tmem-libvirt of another version.
+        """
         socket = f"{self.directory}/sockets/libvirt-sock-ro"
         command: list[str | Path] = [
-            host_binary("tmem-libvirt"),
+            program or host_binary("tmem-libvirt"),
             *("--connect", f"qemu+unix:///system?socket={socket}"),
             *("--socket", self._control, "--owner", OWNER),
         ]

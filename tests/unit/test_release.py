@@ -242,6 +242,80 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     shutil.rmtree(home)
 
 
+def test_tag_is_signed_and_on_a_commit_of_its_version(tmp_path: Path, key: dict[str, str]) -> None:
+    copied(tmp_path)
+    tag = tmp_path / "scripts/tag"
+    shutil.copy(ROOT / "scripts/tag", tag)
+    environment = {
+        **key, "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_AUTHOR_NAME": "test", "GIT_AUTHOR_EMAIL": "test@virtio-tmem.example",
+        "GIT_COMMITTER_NAME": "test", "GIT_COMMITTER_EMAIL": "test@virtio-tmem.example",
+    }  # fmt: skip
+
+    def git(*words: str) -> str:
+        return passed("git", "-C", tmp_path, *words, **environment).strip()
+
+    def refused(words: str, *options: str) -> None:
+        done = run(tag, *options, **environment)
+        assert done.returncode == 1 and words in done.stdout, done.stdout
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+    first = git("rev-parse", "HEAD")
+    old = passed(tmp_path / "scripts/version").strip()
+    log = tmp_path / "CHANGELOG.md"
+    log.write_text(log.read_text().replace("\n## ", "\n## Unreleased\n\n## ", 1))
+    passed(tmp_path / "scripts/version", "--set", "7.8.9")
+    signed = ("--key", "test@virtio-tmem.example")
+    refused("the tree has changes", *signed, "7.8.9")
+    git("commit", "--quiet", "--all", "--message", "second")
+
+    # Both releases get a tag, the earlier one on its own commit.
+    refused(f"has the version 7.8.9, not {old}", *signed, old)
+    refused(f"has the version {old}, not 7.8.9", *signed, "7.8.9", first)
+    refused("no commit", *signed, "7.8.9", "none")
+    passed(tag, *signed, old, first, **environment)
+    passed(tag, *signed, "7.8.9", **environment)
+    for version, commit in ((old, first), ("7.8.9", git("rev-parse", "HEAD"))):
+        name = f"v{version}"
+        assert git("cat-file", "-t", name) == "tag"
+        assert git("rev-parse", f"{name}^{{commit}}") == commit
+        assert "Good signature" in git("verify-tag", name)
+        subject = git("tag", "--list", "--format=%(contents:subject)", name)
+        assert subject == f"virtio-tmem {version}"
+    refused("exists", *signed, "7.8.9")
+
+    # Without a key, the tag is made only on request. A commit of another branch gets none.
+    git("tag", "--delete", "v7.8.9")
+    done = run(tag, "--key", "nobody@virtio-tmem.example", "7.8.9", **environment)
+    assert done.returncode != 0 and not git("tag", "--list", "v7.8.9")
+    passed(tag, "--unsigned", "7.8.9", **environment)
+    assert git("cat-file", "-t", "v7.8.9") == "tag"
+    git("tag", "--delete", "v7.8.9")
+    second = git("rev-parse", "HEAD")
+    git("checkout", "--quiet", first)
+    refused("not an ancestor of HEAD", *signed, "7.8.9", second)
+    assert run(tag, "7.8", **environment).returncode == 2
+
+
+@pytest.mark.smoke
+def test_previous_release_can_get_its_tag(tmp_path: Path) -> None:
+    """docs/releasing.md names the command. The commit's files have the older version."""
+    commit = passed(ROOT / "scripts/previous-release", "--commit").strip()
+    command = 'scripts/tag 0.1.0 "$(scripts/previous-release --commit)"'
+    assert command in (ROOT / "docs/releasing.md").read_text()
+    passed("git", "clone", "--quiet", "--shared", ROOT, tmp_path / "clone")
+    clone = tmp_path / "clone"
+    run("git", "-C", clone, "tag", "--delete", "v0.1.0")
+    shutil.copy(ROOT / "scripts/tag", clone / "scripts/tag")
+    passed(
+        clone / "scripts/tag", "--unsigned", "0.1.0", commit,
+        GIT_COMMITTER_NAME="test", GIT_COMMITTER_EMAIL="test@virtio-tmem.example",
+    )  # fmt: skip
+    assert passed("git", "-C", clone, "rev-parse", "v0.1.0^{commit}").strip() == commit
+
+
 def forget(apt: Path) -> None:
     """Makes apt fetch all lists again."""
     shutil.rmtree(apt / "lists", ignore_errors=True)
