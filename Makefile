@@ -11,7 +11,7 @@ JOBS ?= 2
 PYTEST = cd tests && ./python -m pytest -n $(JOBS) --dist worksteal --ignore=vm/test_native.py --ignore=vm/test_compatibility.py unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-native bench-locks bench-density bench-proof bench-kvm bench-life packages check-packages dist repo check check-host check-guest check-kvm check-libvirt check-ops \
+.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-policies bench-vms bench-guest bench-native bench-locks bench-density bench-proof bench-kvm bench-life packages check-packages dist repo check check-host check-guest check-kvm check-libvirt check-ops \
 	check-guest-long check-all check-newest check-kernel-debug check-miri check-sim check-sim-long \
 	lint lint-rust lint-c lint-shell lint-python lint-prose lint-licence test-rust \
 	test-driver fuzz fuzz-guests clean
@@ -55,6 +55,9 @@ bench-timing: deps ## measure whether timing tells a guest which pages a VM of a
 
 bench-slice: deps ## measure how long a VM waits for a page while another VM keeps the worker busy; ARGS="--json"
 	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- slice $(ARGS)
+
+bench-policies: deps ## compare the eviction policy with S3-FIFO, SIEVE and the optimum by hit ratios; ARGS="--json"
+	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- policies tests/traces/*.zst $(ARGS)
 
 bench-vms: deps ## measure 256 VMs on one daemon: memory and CPU, many connections at once, removal of a large VM; ARGS="--help"
 	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmem-bench
@@ -255,7 +258,7 @@ lint-shell:
 lint-python:
 	cd tests && ./python -m ruff check . ../qemu-dev/tests ../scripts/lint-prose ../scripts/sbom
 	cd tests && ./python -m ruff format --check . ../qemu-dev/tests ../scripts/lint-prose ../scripts/sbom
-	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_native.py bench_locks.py bench_density.py bench_life.py long.py conftest.py kernel proof unit vm
+	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_native.py native_bench.py bench_retain.py bench_locks.py bench_density.py bench_life.py long.py conftest.py kernel proof unit vm
 
 lint-prose:
 	scripts/lint-prose
@@ -283,7 +286,7 @@ check-sim-long: ## run the simulator for SEEDS=100000 seeds from FIRST=1 on; TME
 
 MINUTES ?= 10
 fuzz: ## compare random operations on the pool with a model, for MINUTES=10; TMEM_SEED=N replays one
-	TMEM_SECONDS=$$((60 * $(MINUTES))) $(CARGO) test $(MANIFEST) -p tmem-pool --lib -- --ignored --nocapture model::random_operations_match_the_model
+	TMEM_SECONDS=$$((60 * $(MINUTES))) $(CARGO) test $(MANIFEST) -p tmem-pool --lib -- --ignored --nocapture model::random_engine_operations_match_the_model
 
 fuzz-guests: ## fuzz the daemon as a hostile guest or VMM, each target for MINUTES=10 (installs nightly and cargo-fuzz); TARGETS=rings
 	scripts/deps fuzz

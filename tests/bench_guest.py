@@ -419,7 +419,9 @@ class Bench:
 
         paired = pair.in_turns(REPEAT_STREAM, measure, self.saying("stream", REPEAT_STREAM))
         if gets:
-            raise HarnessError(f"the stream must not reuse pages, and the driver sent {gets} gets")
+            raise HarnessError(
+                f"the driver sent {gets} gets although the stream does not reuse pages"
+            )
         what = "stream larger than RAM without reuse: time with / without the driver"
         self.rows.append(bounded("stream_ratio", what, paired, STREAM_MAX))
 

@@ -171,7 +171,7 @@ class Bench:
         )
         found = machine.guest.sh(f"{readers}\nwait", SECONDS)
         if found.strip():
-            raise HarnessError(f"a reader failed: {found}")
+            raise HarnessError(f"a reader process in the guest failed: {found}")
         machine.settle()
 
     def locks(self) -> None:

@@ -11,48 +11,31 @@ import argparse
 import json
 import math
 import os
-import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench_guest import (
-    BATCH_BYTES,
-    BENCH,
-    DATA,
-    PAGE_BYTES,
-    SECONDS,
-    SEED,
-    UNHOOKED,
-    UNHOOKED_KIND,
-    Both,
-    Machine,
-    Row,
-    make_image,
-)
+from bench_guest import BATCH_BYTES, BENCH, DATA, PAGE_BYTES, SECONDS, UNHOOKED, Both, Machine, Row
+from bench_retain import STEPS as RETAIN_STEPS
 from demo import Progress, table
-from harness import disk, native
 from harness.daemon import Daemon
-from harness.disk import Disk
-from harness.host_use import processor_seconds
 from harness.machine import observed
-from harness.native import NativeConfig, NativeVm
-from harness.paths import TESTS, HarnessError, guest_program, host_binary
+from harness.paths import HarnessError, host_binary
 from harness.session import Session
 from harness.vm import MIB
-from harness.wait import until
+from native_bench import (
+    CACHED_BYTES,
+    GIB,
+    PARAMETERS,
+    REFUSALS,
+    SET_BYTES,
+    NativeBench,
+    shown,
+)
 
-RAM_BYTES = 192 * MIB
-POOL_BYTES = 512 * MIB  # memory of the pool for each guest
-SET_BYTES = 288 * MIB  # 1.5 times the RAM; it fits RAM and pool
-CACHED_BYTES = 32 * MIB  # small enough to stay in the page cache
-BLOCKS_BYTES = 64 * MIB  # this file is read in random order, in blocks of one size at a time
-FILLER_BYTES = 4 * MIB  # fills the put ring with other pages, so no get is answered from it
-DATA_DISK_BYTES = 512 * MIB
-OTHER_DISK_BYTES = 112 * MIB
 WINDOW_BYTES = 128 << 10  # the default readahead
 GUESTS = (1, 2, 4)  # numbers of guests that read at the same time
 
@@ -67,15 +50,10 @@ REPEAT_MICRO = 9
 REPEAT_RECLAIM = 31
 REPEAT_BURST = 5
 REPEAT_REREAD = 9
-IDLE_SECONDS = 0.05  # tmemd is idle if it used no tick of 10 ms in this time
 GUEST_ROUNDS = 5
 
 QUICK = 5  # divides all repetitions with --quick
-STEPS = ("boot", "latency", "put", "burst", "reread", "guests", "retain")
-# Comparing hits with the disk is switched off: it would read the disk while a get is measured.
-# All steps but "retain" measure copies: with retained pages, few evicted pages are copied.
-PARAMETERS = "verify_every=0 retain=0"
-PARAMETERS_RETAIN = "verify_every=0"
+STEPS = ("boot", "latency", "put", "burst", "reread", "guests", "retain", "pools")
 # Parameters for measuring single gets. The deadline is so long that a reader waits for a late
 # answer. Otherwise the reader would read the disk, and the time would not be that of a get.
 PARAMETERS_LATENCY = f"{PARAMETERS} deadline_ms=1000"
@@ -86,9 +64,7 @@ FOLIO_PUT_MAX = 32  # TMEM_FOLIO_MAX_PAGES of the driver
 WHERE = {"get": "from the pool", "cached": "from the page cache", "disk": "from the disk"}
 COMMON = {"p50": 0.5, "p99": 0.99}
 PERCENTILES = {**COMMON, "p999": 0.999}
-GIB = 1 << 30
 REASONS = ("puts_dropped_", "puts_skipped_")
-REFUSALS = "refused_"
 
 
 def percentile(values: Iterable[float], fraction: float) -> float:
@@ -161,11 +137,6 @@ def dropped_rows(guests: int, change: dict[str, int]) -> list[Row]:
     return rows
 
 
-def shown(rows: list[Row]) -> list[Row]:
-    """Returns the rows for the table, without reasons for which no page was dropped."""
-    return [row for row in rows if row.value or not row.key.startswith(("puts_", REFUSALS))]
-
-
 def flat(rows: list[Row], facts: dict[str, Any]) -> dict[str, Any]:
     """Returns the figures and the facts of the machine as one flat object."""
     out: dict[str, Any] = {}
@@ -213,99 +184,8 @@ class HostPart:
         return (now[time] - self._before[time]) / ((now[pages] - self._before[pages]) or math.nan)
 
 
-class Bench:
+class Bench(NativeBench):
     """One run of the benchmark. Each step appends its rows to the report's table."""
-
-    def __init__(self, session: Session, progress: Progress, divisor: int = 1) -> None:
-        self.session = session
-        self.progress = progress
-        self.divisor = divisor
-        self.rows: list[Row] = []
-        self.facts: dict[str, Any] = {}
-        self.ticks_per_us = 0.0
-        self._shown = 0
-        self._files = {BENCH: guest_program(TESTS / "guest/bench.c")}
-        native.build()
-        progress.step("disks: ext4 and ext3, each of 3,000 IOPS and 125 MB/s")
-        source = random.Random(SEED)
-        sizes = {
-            "set": SET_BYTES,
-            "cached": CACHED_BYTES,
-            "batch": BATCH_BYTES,
-            "blocks": BLOCKS_BYTES,
-            "filler": FILLER_BYTES,
-        }
-        self.data = make_image(session.directory / "data.img", DATA_DISK_BYTES, sizes, source)
-        sizes = {"blocks": BLOCKS_BYTES, "batch": BATCH_BYTES}
-        path = session.directory / "other.img"
-        self.other = make_image(path, OTHER_DISK_BYTES, sizes, source, "-t", UNHOOKED_KIND)
-
-    def times(self, count: int) -> int:
-        return max(1, count // self.divisor)
-
-    def saying(self, what: str, repeat: int) -> Callable[[int], None]:
-        return lambda number: self.progress.show(f"{what}: {number} of {repeat}")
-
-    def add(self, rows: Iterable[Row]) -> None:
-        """Appends rows and prints them at once."""
-        self.rows += rows
-        for row in shown(self.rows[self._shown :]):
-            self.progress.step("  " + "  ".join(cell for cell in row.cells()[1:] if cell))
-        self._shown = len(self.rows)
-
-    def daemon(self, *names: str) -> Daemon:
-        size = f"{POOL_BYTES * len(names) // MIB}MiB"
-        daemon = self.session.daemon(*names, pool_size=size)
-        daemon.start()
-        return daemon
-
-    def vm(
-        self,
-        name: str,
-        daemon: Daemon | None,
-        parameters: str = PARAMETERS,
-        throttle: disk.Throttle | None = disk.CLOUD_VOLUME,
-    ) -> NativeVm:
-        """Creates a guest. Its disks without a throttle are in the host's page cache."""
-
-        def of(disk_name: str, path: Path) -> Disk:
-            return Disk(disk_name, path, read_only=True, throttle=throttle)
-
-        config = NativeConfig(
-            name=name,
-            memory_bytes=RAM_BYTES,
-            disks=[of("data", self.data), of("other", self.other)],
-            tmem=daemon.socket(name) if daemon else None,
-            files=self._files,
-            parameters=parameters if daemon else "",
-            direct=throttle is not None,
-        )
-        return self.session.native_vm(config)
-
-    def machine(
-        self,
-        name: str,
-        daemon: Daemon | None,
-        parameters: str = PARAMETERS,
-        throttle: disk.Throttle | None = disk.CLOUD_VOLUME,
-    ) -> Machine:
-        """Boots a guest and mounts its disks."""
-        machine = Machine(self.vm(name, daemon, parameters, throttle), daemon is not None)
-        machine.vm.start()
-        machine.guest.mount("other", UNHOOKED, UNHOOKED_KIND, "ro")
-        machine.mount()
-        if not self.ticks_per_us:
-            self._measure_clock(machine)
-        return machine
-
-    def _measure_clock(self, machine: Machine) -> None:
-        speeds = []
-        for _ in range(3):
-            _, ticks, nanoseconds = machine.guest.sh(f"{BENCH} clock").split()
-            speeds.append(int(ticks) / int(nanoseconds) * 1000)
-        self.ticks_per_us = statistics.median(speeds)
-        self.facts["tsc_mhz"] = round(self.ticks_per_us, 1)
-        self.facts["guest_kernel"] = machine.guest.sh("uname -r").strip()
 
     # The steps of the benchmark. Each step measures one operation.
 
@@ -401,7 +281,7 @@ class Bench:
                 ),
             ]
         )
-        self._end(machine, daemon)
+        self.end(machine, daemon)
 
     def _evict(self, machine: Machine) -> None:
         """Moves all pages of the measured file to the pool, and leaves none in the put ring."""
@@ -453,7 +333,7 @@ class Bench:
         )
         self.add(rows)
         self._reclaim(machine)
-        self._end(machine, daemon)
+        self.end(machine, daemon)
 
     def _reclaim(self, machine: Machine) -> None:
         repeat = self.times(REPEAT_RECLAIM)
@@ -588,7 +468,7 @@ class Bench:
         )
         pair.plain.vm.check_console()
         pair.plain.vm.stop()
-        self._end(pair.cached, daemon)
+        self.end(pair.cached, daemon)
 
     def guests(self) -> None:
         rounds = self.times(GUEST_ROUNDS)
@@ -628,112 +508,6 @@ class Bench:
                 machine.vm.stop()
             daemon.stop()
 
-    def retain(self) -> None:
-        """Compares re-reads with retained pages and with copies, in two guests in turns."""
-        repeat = self.times(REPEAT_REREAD)
-        self.progress.step(f"re-reads with retained pages and with copies, {repeat} times each")
-        daemon = self.daemon("retaining", "copying")
-        pair = Both(
-            self.machine("retaining", daemon, PARAMETERS_RETAIN), self.machine("copying", daemon)
-        )
-        for machine in (pair.cached, pair.plain):
-            for _ in range(2):
-                machine.bench(f"seq {DATA}/set")
-        host_ns: dict[str, list[float]] = {}
-        guest_ns: dict[str, list[float]] = {}
-        growths: dict[str, dict[str, int]] = {}
-
-        def measure(machine: Machine, _: int) -> float:
-            self._idle(daemon)
-            name, pids = machine.vm.name, (daemon.process.pid, machine.vm.process.pid)
-            counters = machine.all_counters()
-            before = [processor_seconds(pid) for pid in pids]
-            ticks = machine.bench(f"seq {DATA}/set")
-            machine.settle()
-            self._idle(daemon)
-            host, guest = (
-                (processor_seconds(pid) - old) * 1e9 * PAGE_BYTES / SET_BYTES
-                for pid, old in zip(pids, before, strict=True)
-            )
-            host_ns.setdefault(name, []).append(host)
-            guest_ns.setdefault(name, []).append(guest)
-            change = growths.setdefault(name, {})
-            for key, value in machine.all_counters().items():
-                change[key] = change.get(key, 0) + value - counters.get(key, 0)
-            return ticks
-
-        paired = pair.in_turns(repeat, measure, self.saying("re-read", repeat))
-        rates = [
-            SET_BYTES / GIB / (statistics.median(ticks) / self.ticks_per_us / 1e6)
-            for ticks in (paired.cached, paired.plain)
-        ]
-        host, guest = (
-            {name: statistics.median(values) for name, values in of.items()}
-            for of in (host_ns, guest_ns)
-        )
-        change = growths["retaining"]
-        if change["refs_held"] < change["puts"]:
-            raise HarnessError(f"few pages were retained, so nothing was compared: {change}")
-        host_ratio = host["retaining"] / host["copying"]
-        guest_ratio = guest["retaining"] / guest["copying"]
-        self.add(
-            [
-                Row(
-                    "seq_reread_retain_gib_per_s",
-                    "speed of a re-read with retained pages",
-                    rates[0],
-                    "GiB/s",
-                    ">= 1.5",
-                    rates[0] >= 1.5,
-                ),
-                Row("seq_reread_copy_gib_per_s", "  with copies, in turns", rates[1], "GiB/s"),
-                Row("host_ns_per_reread", "  tmemd, for each page", host["retaining"], "ns"),
-                Row("host_ns_per_copied_reread", "    with copies", host["copying"], "ns"),
-                Row(
-                    "host_retain_ratio",
-                    "    with retained pages / with copies",
-                    host_ratio,
-                    "ratio",
-                    "<= 0.35",
-                    host_ratio <= 0.35,
-                ),
-                Row(
-                    "guest_ns_per_reread",
-                    "  guest kernel, for each page",
-                    guest["retaining"],
-                    "ns",
-                ),
-                Row("guest_ns_per_copied_reread", "    with copies", guest["copying"], "ns"),
-                Row(
-                    "guest_retain_ratio",
-                    "    with retained pages / with copies",
-                    guest_ratio,
-                    "ratio",
-                    "<= 0.6",
-                    guest_ratio <= 0.6,
-                ),
-                Row(
-                    "retain_lost_fraction",
-                    "  eligible pages that were lost",
-                    change["puts_lost"] / change["puts_eligible"],
-                ),
-            ]
-        )
-        pair.plain.vm.check_console()
-        pair.plain.vm.stop()
-        self._end(pair.cached, daemon)
-
-    @staticmethod
-    def _idle(daemon: Daemon) -> None:
-        """Waits until tmemd has finished its background work."""
-
-        def idle() -> bool:
-            before = processor_seconds(daemon.process.pid)
-            time.sleep(IDLE_SECONDS)
-            return processor_seconds(daemon.process.pid) == before
-
-        until(idle, 30, "tmemd has no background work")
-
     @staticmethod
     def _together(machines: list[Machine], rounds: int) -> float:
         """Makes all guests read their file "set". Returns the seconds until all have finished."""
@@ -744,16 +518,14 @@ class Bench:
             job.wait().check()
         return time.monotonic() - began
 
-    @staticmethod
-    def _end(machine: Machine, daemon: Daemon) -> None:
-        machine.vm.check_console()
-        machine.vm.stop()
-        daemon.stop()
-
     def run(self, only: list[str]) -> None:
         with observed() as facts:
             for name in STEPS:
-                if not only or name in only:
+                if only and name not in only:
+                    continue
+                if name in RETAIN_STEPS:
+                    RETAIN_STEPS[name](self)
+                else:
                     getattr(self, name)()
         self.facts |= facts | {"nice": os.nice(0)}
         self.progress.step("done")

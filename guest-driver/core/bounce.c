@@ -68,6 +68,7 @@ void tmem_bounce_answered(struct tmem_dev *dev, struct tmem_get_req *get)
 		tmem_bounce_free(dev, get);
 		return;
 	}
+	get->answered_ns = ktime_get_ns();
 	/* Complete the answer before setting the state to DONE; pairs with get_done(). */
 	smp_store_release(&get->req.state, TMEM_REQ_DONE);
 	wake_up(&get->wait);

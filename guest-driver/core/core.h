@@ -190,6 +190,7 @@ struct tmem_get_req {
 	unsigned int count;
 	unsigned int nr_blocks;
 	u64 sent_ns;			/* time at which the reader began to wait for the answer */
+	u64 answered_ns;		/* time at which the driver saw the answer */
 	u64 retain;			/* pages that the device may retain, one bit each */
 	void *block[TMEM_BATCH_BLOCKS];
 	u64 entry[VIRTIO_TMEM_BATCH_MAX];

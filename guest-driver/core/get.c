@@ -19,7 +19,9 @@
  *   large window can cause this.
  * - The waits of slow calls have filled a bucket. A call is slow if it waits longer than a quarter
  *   of the deadline. The bucket holds WAIT_BUDGET deadlines and empties at WAIT_BUDGET per
- *   WAIT_PERIOD deadlines, but not during a slow call.
+ *   WAIT_PERIOD deadlines, but not during a slow call. Only the time until the answer counts. The
+ *   time from the answer until the scheduler runs the reader does not, because a reader of the
+ *   disk would wait for it, too.
  *
  * The driver does not probe before half of the bucket is empty again, because a host may answer a
  * probe quickly and gets slowly. With the defaults, readers that come one after the other wait for
@@ -53,8 +55,8 @@
 /* The breaker opens after this many tmem_get() calls in a row that missed the deadline. */
 #define LATE_ROW_MAX		3
 /*
- * A tmem_get() call is slow if it waits longer than the deadline divided by this number. A disk
- * would be as fast as a slow call.
+ * A tmem_get() call is slow if it waits longer for answers than the deadline divided by this
+ * number. A disk would be as fast as a slow call.
  */
 #define SLOW_DIVISOR		4
 /*
@@ -284,13 +286,13 @@ static bool breaker_close(struct tmem_dev *dev, bool forget)
 }
 
 /*
- * Records how long a tmem_get() call with requests has waited, whether they were answered or not,
- * and opens the breaker if needed.
+ * Records the waits of a tmem_get() call with requests, and opens the breaker if needed. The reader
+ * waited for @waited_ns. For @host_ns of this time, a request was neither answered nor late.
  */
-static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
+static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns, u64 host_ns)
 {
 	u64 span_ns = deadline_span_ns();
-	bool slow = waited_ns > span_ns / SLOW_DIVISOR, opens = false;
+	bool slow = host_ns > span_ns / SLOW_DIVISOR, opens = false;
 
 	tmem_count_n(TMEM_STAT_waits_us, div_u64(waited_ns, NSEC_PER_USEC));
 	if (slow)
@@ -311,8 +313,8 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 		 * The bucket does not leak during a slow call; otherwise readers could wait longer
 		 * than the bound in the header of this file.
 		 */
-		dev->slow_at_ns = min(dev->slow_at_ns + waited_ns, ktime_get_ns());
-		dev->slow_ns = slow_ns(dev) + waited_ns;
+		dev->slow_at_ns = min(dev->slow_at_ns + host_ns, ktime_get_ns());
+		dev->slow_ns = slow_ns(dev) + host_ns;
 	}
 	if (!dev->tripped) {
 		opens = dev->late_row >= LATE_ROW_MAX || host_keeps(dev) ||
@@ -410,7 +412,8 @@ struct get_call {
 	u64 generation;
 	u64 spin_until_ns;
 	u64 deadline_ns;
-	u64 waited_ns;
+	u64 waited_ns;		/* time that the reader waited for requests */
+	u64 host_ns;		/* part of waited_ns before answer or deadline */
 	u32 bucket;
 	struct tmem_get_req *burst[GET_BURST];
 	u64 burst_object[GET_BURST];
@@ -499,7 +502,7 @@ no:
 /* Waits for all requests in flight of a tmem_get() call, and copies the pages that they brought. */
 static void finish_burst(struct get_call *call)
 {
-	u64 sent_ns, since_ns, now_ns;
+	u64 sent_ns, since_ns, now_ns, end_ns;
 	struct tmem_get_req *get;
 	unsigned int b, nr;
 	bool answered;
@@ -513,6 +516,9 @@ static void finish_burst(struct get_call *call)
 		answered = get_wait(get, call->spin_until_ns, call->deadline_ns);
 		now_ns = ktime_get_ns();
 		call->waited_ns += now_ns - since_ns;
+		/* The request belongs to the device if it is not answered. */
+		end_ns = answered ? get->answered_ns : call->deadline_ns;
+		call->host_ns += clamp(end_ns, since_ns, now_ns) - since_ns;
 		count_wait(now_ns - sent_ns);
 		if (!answered) {
 			/*
@@ -753,7 +759,7 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 	}
 	finish_burst(&call);
 	if (call.late || call.answered)
-		breaker_note(dev, call.late, call.waited_ns);
+		breaker_note(dev, call.late, call.waited_ns, call.host_ns);
 	tmem_admit_learn(dev, call.hits, call.lost);
 	tmem_dev_put(dev);
 	trace_get(key, index, wanted, call.hits, begin_ns);

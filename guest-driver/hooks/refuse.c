@@ -128,7 +128,7 @@ static bool is_plain(const char *target)
 static bool opaque(const struct gendisk *disk, struct stack *stack)
 {
 	scnprintf(stack->why, stack->why_bytes,
-		  "the devices below %s cannot be examined; allow_encrypted=1 serves it anyway",
+		  "the devices below %s cannot be examined; allow_encrypted=1 serves the mount anyway",
 		  disk->disk_name);
 	return false;
 }
@@ -150,7 +150,7 @@ static bool table_ok(const struct gendisk *disk, struct mapped_device *md, struc
 			ok = opaque(disk, stack);
 		} else if (!is_plain(target->type->name)) {
 			scnprintf(stack->why, stack->why_bytes,
-				  "%s uses the %s target; allow_encrypted=1 serves it anyway",
+				  "%s uses the %s target; allow_encrypted=1 serves the mount anyway",
 				  disk->disk_name, target->type->name);
 			ok = false;
 		} else {
@@ -257,7 +257,8 @@ static bool stack_ok(struct gendisk *disk, char *why, size_t why_bytes)
 	bool ok = true;
 
 	if (!stack) {
-		scnprintf(why, why_bytes, "no memory to examine its devices; mount it again");
+		scnprintf(why, why_bytes,
+			  "no memory to examine the devices below; mount the file system again");
 		return false;
 	}
 	stack->why = why;
@@ -301,13 +302,13 @@ static bool geometry_ok(struct super_block *sb, char *why, size_t why_bytes)
 {
 	if (sb->s_blocksize != 1024 && sb->s_blocksize != 4096) {
 		scnprintf(why, why_bytes,
-			  "blocks of %lu bytes are not tested; allow_untested=1 serves it anyway",
+			  "blocks of %lu bytes are not tested; allow_untested=1 serves the mount anyway",
 			  sb->s_blocksize);
 		return false;
 	}
 	if (!strcmp(sb->s_type->name, "xfs") && has_realtime(sb)) {
 		scnprintf(why, why_bytes,
-			  "a realtime or zoned xfs is not tested; allow_untested=1 serves it anyway");
+			  "a realtime or zoned xfs is not tested; allow_untested=1 serves the mount anyway");
 		return false;
 	}
 	return true;

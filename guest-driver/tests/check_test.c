@@ -102,13 +102,15 @@ static void test_check(void)
 			memset(page, 0, PAGE_BYTES - 8 * (rng() % 8));
 		copy[0] = copy[PAGE_BYTES / 8 + 1] = guard;
 		check = tmem_check_copy(&keys, copy + 1, page);
-		expect(!memcmp(copy + 1, page, PAGE_BYTES), "the copy equals the page");
+		expect(!memcmp(copy + 1, page, PAGE_BYTES), "the copy differs from the page");
 		expect(copy[0] == guard && copy[PAGE_BYTES / 8 + 1] == guard,
-		       "no byte before or behind the copy is written");
+		       "tmem_check_copy() wrote a byte outside of the copy");
 		expect(check == tmem_check_page(&keys, page),
-		       "tmem_check_copy() and tmem_check_page() agree");
-		expect(check == reference(&keys, page), "the check equals the reference formula");
-		expect(check < 1U << TMEM_CHECK_BITS, "the check has at most TMEM_CHECK_BITS bits");
+		       "tmem_check_copy() and tmem_check_page() return different checks");
+		expect(check == reference(&keys, page),
+		       "the check differs from the reference formula");
+		expect(check < 1U << TMEM_CHECK_BITS,
+		       "the check has more than TMEM_CHECK_BITS bits");
 
 		memcpy(other, page, PAGE_BYTES);
 		((u8 *)other)[bit / 8] ^= 1 << bit % 8;
@@ -131,10 +133,10 @@ static void test_check(void)
 	 * In a round, two different pages have equal checks with probability 2^-24. In one of 10^8
 	 * runs, one of the counters reaches 2 by chance.
 	 */
-	expect(same_flip < 2, "one flipped bit changes the check");
-	expect(same_swap < 2, "swapped words change the check");
-	expect(same_random < 2, "a random page has another check");
-	expect(same_zero < 2, "a zero page has another check");
+	expect(same_flip < 2, "pages that differ in one bit have equal checks");
+	expect(same_swap < 2, "pages with swapped words have equal checks");
+	expect(same_random < 2, "a random page has the same check");
+	expect(same_zero < 2, "a zero page has the same check");
 }
 
 static void test_entry(void)
@@ -146,18 +148,19 @@ static void test_entry(void)
 		u64 offset = tmem_cookie_offset(seq, queues, queue);
 		u64 entry = tmem_entry(offset, check);
 
-		expect(offset <= TMEM_SEQ_MASK, "the offset is at most TMEM_SEQ_MASK");
-		expect(tmem_entry_offset(entry) == offset, "the entry returns the offset");
-		expect(tmem_entry_check(entry) == check, "the entry returns the check");
+		expect(offset <= TMEM_SEQ_MASK, "the offset exceeds TMEM_SEQ_MASK");
+		expect(tmem_entry_offset(entry) == offset, "the entry does not return its offset");
+		expect(tmem_entry_check(entry) == check, "the entry does not return its check");
 		expect(tmem_cookie_seq(offset, queues) == seq,
-		       "the offset returns the sequence number");
-		expect(offset % queues == queue, "the offset returns the queue");
+		       "the offset does not return its sequence number");
+		expect(offset % queues == queue, "the offset does not return its queue");
 		expect(tmem_cookie_offset(seq + 1, queues, queue) > offset,
-		       "a later sequence number gives a greater offset");
+		       "a later sequence number does not give a greater offset");
 	}
 	expect(tmem_entry_offset(tmem_entry(TMEM_SEQ_MASK, 0)) == TMEM_SEQ_MASK,
-	       "the entry returns the largest offset");
-	expect(TMEM_SEQ_BITS + TMEM_CHECK_BITS == 64, "sequence number and check fill 64 bits");
+	       "the entry does not return the largest offset");
+	expect(TMEM_SEQ_BITS + TMEM_CHECK_BITS == 64,
+	       "sequence number and check do not fill 64 bits");
 }
 
 int main(int argc, char **argv)

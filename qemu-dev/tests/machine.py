@@ -72,7 +72,7 @@ def wait_for(what, condition, seconds=COMMAND_TIMEOUT_S):
         if value:
             return value
         if time.monotonic() > end:
-            raise Timeout(f"waited {seconds:g} s in vain for {what}")
+            raise Timeout(f"timeout: waited {seconds:g} s for {what}")
         time.sleep(0.01)
 
 

@@ -80,7 +80,8 @@ def test_slow_handshake_is_refused_after_the_timeout(machine, backend):
     vm = machine(device=f",backend-timeout-ms={OPERATION_MS}")
     daemon.wait("the probe", lambda event: event.get("request") == "GET_FEATURES")
     wait_for(
-        "the refusal", lambda: vm.property("last-error").startswith("the backend did not answer")
+        "the refusal of the backend",
+        lambda: vm.property("last-error").startswith("the backend did not answer"),
     )
     assert daemon.requests().count("SET_VRING_CALL") == 0
 
@@ -101,7 +102,10 @@ def test_qemu_waits_before_it_reconnects_after_a_timeout(machine, backend, opera
         vm.reset()
     daemon.be_slow(False)
     assert vm.property("last-error") == f"the backend did not answer within {BACKEND_TIMEOUT_MS} ms"
-    wait_for("the next attempt", lambda: daemon.requests().count("GET_FEATURES") > asked)
+    wait_for(
+        "the next connection attempt of QEMU",
+        lambda: daemon.requests().count("GET_FEATURES") > asked,
+    )
     assert (time.monotonic() - start) * 1000 >= RETRY_WAIT_FACTOR * BACKEND_TIMEOUT_MS
 
 
@@ -116,7 +120,7 @@ def plug(vm, name, share=True):
     vm.qmp("device_add", driver="pc-dimm", id=f"{name}-dimm", memdev=name)
 
 
-def test_plugged_memory_must_be_shared(machine, backend):
+def test_hotplugged_memory_must_be_shared(machine, backend):
     vm = machine(more=HOTPLUG)
     with pytest.raises(RuntimeError, match="'alone' is not shared"):
         plug(vm, "alone", share=False)
@@ -156,7 +160,7 @@ def test_memory_of_the_command_line_must_be_shared(machine, device, first):
     assert "share=on" in str(caught.value)
 
 
-def test_memory_slots_are_limited_without_a_backend(machine, backend):
+def test_memory_slots_are_limited_also_without_a_connected_backend(machine, backend):
     """QEMU refuses memory that exceeds the backend's slots, also while no backend is connected."""
     features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
     daemon = backend("--protocol-features", hex(features))
@@ -225,13 +229,13 @@ def test_queue_size_set_after_the_addresses_does_not_abort_qemu(machine):
     vm.alive()
 
 
-def test_configuration_generation_changes_with_the_content(machine, backend):
+def test_virtio_config_generation_changes_with_the_config_space(machine, backend):
     """The configuration generation changes at once, also while a paused VM gets no interrupt."""
     daemon = backend()
     vm = machine()
     vm.driver_up()
     vm.wait_generation(daemon.generation())
-    wait_for("the interrupt", vm.config_interrupt)
+    wait_for("the configuration interrupt", vm.config_interrupt)
     vm.qmp("stop")
     before = vm.config_generation()
     daemon.kill()
@@ -252,7 +256,7 @@ def test_a_queue_that_stops_sets_needs_reset(machine, backend):
     vm = machine()
     vm.driver_up()
     vm.wait_generation(daemon.generation())
-    wait_for("the interrupt of the start", vm.config_interrupt)
+    wait_for("the configuration interrupt after the start", vm.config_interrupt)
     stop_queue(daemon)
     wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     assert vm.generation() == 0
@@ -274,7 +278,7 @@ def test_a_queue_that_stops_sets_needs_reset(machine, backend):
     assert vm.wait_generation(None) == daemon.generation()
 
 
-def test_start_clears_the_error_of_a_stopped_queue(machine, backend):
+def test_resume_of_the_vm_clears_the_error_of_a_stopped_queue(machine, backend):
     """When the VM resumes, QEMU starts a queue again that stopped during the pause."""
     daemon = backend()
     vm = machine()
@@ -282,7 +286,9 @@ def test_start_clears_the_error_of_a_stopped_queue(machine, backend):
     vm.wait_generation(daemon.generation())
     vm.qmp("stop")
     stop_queue(daemon)
-    daemon.wait("the error", lambda event: event.get("event") == "error")
+    daemon.wait(
+        "the queue error in the log of the backend", lambda event: event.get("event") == "error"
+    )
     # QEMU reads the error descriptor before it answers this query.
     vm.status()
     vm.qmp("cont")
@@ -291,7 +297,7 @@ def test_start_clears_the_error_of_a_stopped_queue(machine, backend):
     assert not vm.get_status() & NEEDS_RESET
 
 
-def test_only_needed_protocol_features_are_acknowledged(machine, backend):
+def test_qemu_acknowledges_only_the_protocol_features_that_it_needs(machine, backend):
     # The backend offers all features except PAGEFAULT, DEVICE_STATE, and those that change the
     # meaning of messages in this test.
     offered = (1 << 17) - 1 & ~(1 << 8 | 1 << 14 | MEM_SLOTS | 1 << 16)
@@ -342,7 +348,7 @@ def test_quitting_qemu_reports_no_lost_backend(machine, backend):
 
 def arrived(vm):
     return wait_for(
-        "the migration",
+        "the end of the migration",
         lambda: (
             (status := vm.qmp("query-migrate").get("status"))
             and status in ("completed", "failed")
@@ -351,7 +357,7 @@ def arrived(vm):
     )
 
 
-def test_unused_postcopy_delays_the_backend_until_migration_ends(machine, backend, folder):
+def test_destination_with_postcopy_uses_its_backend_after_the_migration(machine, backend, folder):
     """With the capability postcopy-ram, the destination uses its backend after the migration.
 
     This also holds if the migration did not use post-copy.
@@ -371,11 +377,13 @@ def test_unused_postcopy_delays_the_backend_until_migration_ends(machine, backen
     assert target.generation() == daemon.generation()
 
 
-def test_incoming_vm_sends_its_backend_no_message(machine, backend, folder):
+def test_vm_that_waits_for_a_migration_sends_its_backend_no_message(machine, backend, folder):
     daemon = backend(path=folder)
     target = machine(more=["-incoming", "defer"])
     capability = {"capability": "postcopy-ram", "state": True}
-    daemon.wait("a connection", lambda event: event.get("event") == "connected")
+    daemon.wait(
+        "a connection of QEMU to the backend", lambda event: event.get("event") == "connected"
+    )
     # QEMU must not have requested the backend's features yet; otherwise it would refuse the
     # capability.
     target.qmp("migrate-set-capabilities", capabilities=[capability])
@@ -398,7 +406,7 @@ def test_migration_stream_omits_the_generation(machine, backend, folder):
 
 
 @RETAIN_AND_ACCEPTED
-def test_retain_survives_migration(machine, backend, folder, retain, accepted):
+def test_migration_between_equal_retain_values_succeeds(machine, backend, folder, retain, accepted):
     """A destination with the same retain loads the state, whatever features the driver accepted."""
     vm = machine(device=f",retain={retain}")
     vm.driver_up(accepted=accepted)
@@ -416,7 +424,9 @@ def test_retain_survives_migration(machine, backend, folder, retain, accepted):
 
 
 @RETAIN_AND_ACCEPTED
-def test_destination_with_another_retain_refuses_the_state(machine, folder, retain, accepted):
+def test_destination_with_a_different_retain_value_refuses_the_state(
+    machine, folder, retain, accepted
+):
     """QEMU refuses a different value of retain even if the driver did not accept the feature.
 
     Otherwise the guest would see other features after its next reset."""
@@ -505,7 +515,7 @@ def test_pages_marked_by_a_lost_backend_are_migrated(machine, backend, folder, d
     daemon.process.send_signal(signal.SIGHUP)
     daemon.process.wait(20)
     wait_for(
-        "the loss",
+        "the loss of the backend",
         lambda: [
             each
             for each in vm.qmp("query-chardev")
@@ -514,7 +524,9 @@ def test_pages_marked_by_a_lost_backend_are_migrated(machine, backend, folder, d
     )
     # The backend must be connected: vhost-user-blk of QEMU 10.2 does not let a VM migrate without
     # its backend.
-    backend().wait("a start", lambda event: event.get("request") == "SET_VRING_KICK")
+    backend().wait(
+        "the start of the device", lambda event: event.get("request") == "SET_VRING_KICK"
+    )
     assert vm.qmp("query-migrate")["status"] == "active"
     vm.qmp("migrate-set-parameters", **{"max-bandwidth": 1 << 40})
     assert arrived(vm) == "completed"
@@ -552,7 +564,7 @@ def test_properties_and_events_report_the_backend_state(machine, backend):
     assert vm.property("generation") == 0
     assert vm.property("last-error") == "no backend has connected yet"
     daemon = backend("--batch-max", "1")
-    wait_for("the refusal", lambda: "batch_max 1" in vm.property("last-error"))
+    wait_for("the refusal of the backend", lambda: "batch_max 1" in vm.property("last-error"))
     daemon.kill()
     vm.driver_up()
     daemon = backend()
@@ -578,18 +590,18 @@ def test_properties_and_events_report_the_backend_state(machine, backend):
         "generation": 0,
         "error": "the backend closed the connection",
     }
-    wait_for("the event", lambda: events() and events()[-1] == lost)
+    wait_for("the event of the lost backend", lambda: events() and events()[-1] == lost)
 
 
-def test_repeated_refusal_sends_no_event(machine, backend):
+def test_repeated_refusal_of_a_backend_sends_no_further_event(machine, backend):
     vm = machine()
     daemon = backend("--batch-max", "1")
-    wait_for("more attempts", lambda: connections(daemon) > 2)
+    wait_for("further connection attempts of QEMU", lambda: connections(daemon) > 2)
     vm.command(f"clock_step {EVENT_INTERVAL_NS}")
     before = len(vm.tmem_events())
     assert before > 0
     attempts = connections(daemon)
-    wait_for("more attempts", lambda: connections(daemon) > attempts + 1)
+    wait_for("further connection attempts of QEMU", lambda: connections(daemon) > attempts + 1)
     vm.command(f"clock_step {EVENT_INTERVAL_NS}")
     assert len(vm.tmem_events()) == before
 

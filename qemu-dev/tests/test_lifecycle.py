@@ -28,7 +28,7 @@ def exercise(vm):
     vm.qmp("cont")
     vm.config()
     vm.qmp("system_reset")
-    wait_for("the reset", lambda: vm.pci_read(4) & 2 == 0)
+    wait_for("the reset of the guest", lambda: vm.pci_read(4) & 2 == 0)
     vm.map()
     vm.status()
     vm.driver_up()
@@ -63,7 +63,7 @@ def test_features_are_the_same_with_and_without_backend(machine, backend):
     ("option", "bit"),
     [("indirect_desc", INDIRECT_DESC), ("event_idx", EVENT_IDX), ("latencies", LATENCIES)],
 )
-def test_feature_property_removes_the_feature(machine, backend, option, bit):
+def test_feature_is_not_offered_if_its_property_is_off(machine, backend, option, bit):
     vm = machine(device=f",{option}=off")
     vm.driver_up()
     assert vm.features() == OFFERED & ~bit
@@ -79,7 +79,7 @@ def accepted(daemon):
 
 
 @pytest.mark.parametrize("features", [OFFERED | IN_ORDER, (OFFERED | IN_ORDER) & ~LATENCIES])
-def test_backend_without_latencies_is_accepted(machine, backend, features):
+def test_backend_without_the_latencies_feature_is_accepted(machine, backend, features):
     """The device offers LATENCIES, and accepts a backend with or without this feature."""
     daemon = backend("--features", hex(features | PROTOCOL_FEATURES))
     vm = machine()
@@ -89,7 +89,7 @@ def test_backend_without_latencies_is_accepted(machine, backend, features):
     vm.alive()
 
 
-def test_in_order_is_negotiated(machine, backend):
+def test_virtio_f_in_order_is_negotiated(machine, backend):
     daemon = backend("--features", hex(OFFERED | IN_ORDER | PROTOCOL_FEATURES))
     vm = machine(device=",in_order=on")
     vm.driver_up()
@@ -98,15 +98,15 @@ def test_in_order_is_negotiated(machine, backend):
     assert accepted(daemon) == OFFERED | IN_ORDER
 
 
-def test_backend_without_in_order_is_refused(machine, backend):
+def test_backend_without_virtio_f_in_order_is_refused(machine, backend):
     vm = machine(device=",in_order=on")
     backend("--features", hex(OFFERED | PROTOCOL_FEATURES))
     message = "lacks the feature VIRTIO_F_IN_ORDER; set in_order=off"
-    wait_for("the message", lambda: message in vm.errors())
+    wait_for("the refusal of the backend in QEMU's log", lambda: message in vm.errors())
 
 
 @pytest.mark.parametrize("retain", ["off", "on"])
-def test_retain_is_offered_only_with_the_property(machine, backend, retain):
+def test_retain_feature_is_offered_only_with_retain_on(machine, backend, retain):
     """The device offers RETAIN with retain=on only, with and without a backend."""
     expected = OFFERED | (RETAIN if retain == "on" else 0)
     vm = machine(device=f",retain={retain}")
@@ -120,7 +120,7 @@ def test_retain_is_offered_only_with_the_property(machine, backend, retain):
     assert any("VIRTIO_TMEM_F_RETAIN" in name for name in names) is (retain == "on")
 
 
-def test_backend_without_retain_is_refused_with_the_remedy(machine, backend):
+def test_backend_without_the_retain_feature_is_refused_with_retain_on(machine, backend):
     vm = machine(device=",retain=on")
     daemon = backend("--features", hex(OFFERED | PROTOCOL_FEATURES))
     message = (
@@ -128,7 +128,7 @@ def test_backend_without_retain_is_refused_with_the_remedy(machine, backend):
         "set retain=off or update the backend (tmemd)"
     )
     line = f"vhost-user-tmem t0: backend refused: {message}\n"
-    wait_for("the message", lambda: line in vm.errors())
+    wait_for("the refusal of the backend in QEMU's log", lambda: line in vm.errors())
     assert vm.property("last-error") == message
     exercise(vm)
     assert vm.generation() == 0
@@ -137,7 +137,7 @@ def test_backend_without_retain_is_refused_with_the_remedy(machine, backend):
     vm.wait_generation(daemon.generation())
 
 
-def test_backend_without_retain_is_accepted_by_default(machine, backend):
+def test_backend_without_the_retain_feature_is_accepted_by_default(machine, backend):
     daemon = backend("--features", hex(OFFERED | PROTOCOL_FEATURES))
     vm = machine()
     vm.driver_up()
@@ -165,24 +165,24 @@ def test_pci_ids_and_vector_count_are_as_specified(machine):
     assert vectors == 3 + 3
 
 
-def test_generation_is_valid_at_driver_ok(machine, backend):
+def test_generation_is_valid_when_the_driver_sets_driver_ok(machine, backend):
     daemon = backend()
     vm = machine()
     daemon.wait("handshake", lambda event: event.get("request") == "GET_CONFIG")
     vm.driver_up()
     # The generation must be valid at once: the guest may read it right after DRIVER_OK.
     assert vm.generation() == daemon.generation() != 0
-    wait_for("the interrupt", vm.config_interrupt)
+    wait_for("the configuration interrupt", vm.config_interrupt)
     assert vm.status()["vhost-started"] is True
 
 
 def test_late_backend_sets_the_generation_and_raises_an_interrupt(machine, backend):
     vm = machine()
     vm.driver_up()
-    wait_for("the interrupt of the start", vm.config_interrupt)
+    wait_for("the configuration interrupt after the start", vm.config_interrupt)
     assert vm.generation() == 0
     daemon = backend()
-    wait_for("the interrupt", vm.config_interrupt)
+    wait_for("the configuration interrupt", vm.config_interrupt)
     assert vm.generation() == daemon.generation()
 
 
@@ -199,12 +199,12 @@ def test_device_survives_repeated_backend_kills(machine, backend, up):
         daemon.kill()
         if up:
             vm.wait_generation(0)
-            wait_for("the interrupt", vm.config_interrupt)
+            wait_for("the configuration interrupt", vm.config_interrupt)
         vm.status()
         vm.alive()
 
 
-def test_queries_send_the_backend_no_message(machine, backend):
+def test_qmp_queries_send_the_backend_no_message(machine, backend):
     """QMP queries of the device send its backend no message.
 
     Without patch 0004, QEMU sends GET_VRING_BASE to read an index, which stops the queue."""
@@ -221,7 +221,7 @@ def test_queries_send_the_backend_no_message(machine, backend):
     vm.status()
     daemon.process.send_signal(signal.SIGCONT)
     vm.qmp("stop")
-    daemon.wait("the pause", lambda event: event.get("request") == "GET_VRING_BASE")
+    daemon.wait("the pause of the VM", lambda event: event.get("request") == "GET_VRING_BASE")
     assert daemon.requests()[len(before)] == "SET_VRING_ENABLE"
     vm.alive()
 
@@ -231,14 +231,14 @@ def test_pause_keeps_the_generation(machine, backend):
     vm = machine()
     vm.driver_up()
     before = vm.wait_generation(daemon.generation()) and vm.generation()
-    wait_for("the interrupt", vm.config_interrupt)
+    wait_for("the configuration interrupt", vm.config_interrupt)
     vm.qmp("stop")
     assert vm.generation() == before
     assert vm.status()["vhost-started"] is False
     assert "RESET_DEVICE" not in daemon.requests()[-20:]
     vm.qmp("cont")
     assert vm.generation() == before
-    wait_for("the interrupt", vm.config_interrupt)
+    wait_for("the configuration interrupt", vm.config_interrupt)
     assert vm.status()["vhost-started"] is True
 
 
@@ -247,7 +247,7 @@ def test_backend_lost_in_a_pause_is_replaced_on_resume(machine, backend):
     vm = machine()
     vm.driver_up()
     vm.wait_generation(daemon.generation())
-    wait_for("the interrupt", vm.config_interrupt)
+    wait_for("the configuration interrupt", vm.config_interrupt)
     vm.qmp("stop")
     daemon.kill()
     vm.wait_generation(0)
@@ -256,7 +256,7 @@ def test_backend_lost_in_a_pause_is_replaced_on_resume(machine, backend):
     second.wait("handshake", lambda event: event.get("request") == "GET_CONFIG")
     assert "SET_MEM_TABLE" not in second.requests()
     vm.qmp("cont")
-    wait_for("the interrupt", vm.config_interrupt)
+    wait_for("the configuration interrupt", vm.config_interrupt)
     assert vm.wait_generation(second.generation())
 
 
@@ -272,9 +272,11 @@ def test_reset_makes_a_new_generation(machine, backend, how):
         assert vm.generation() == 0
     else:
         vm.qmp("system_reset")
-        wait_for("the reset", lambda: vm.pci_read(4) & 2 == 0)
+        wait_for("the reset of the guest", lambda: vm.pci_read(4) & 2 == 0)
         vm.map()
-    daemon.wait("the reset", lambda event: daemon.requests().count("RESET_DEVICE") > resets)
+    daemon.wait(
+        "the message RESET_DEVICE", lambda event: daemon.requests().count("RESET_DEVICE") > resets
+    )
     vm.driver_up()
     assert vm.generation() == daemon.generation() != first
 
@@ -296,7 +298,7 @@ def test_loaded_vm_gets_a_new_generation(machine, backend, folder):
     vm.map()
     assert vm.wait_generation(None)
     assert vm.generation() == daemon.generation() != first
-    wait_for("the interrupt", vm.config_interrupt)
+    wait_for("the configuration interrupt", vm.config_interrupt)
 
 
 def test_device_survives_a_backend_that_dies_at_each_message(machine, backend):
@@ -315,7 +317,9 @@ def test_device_survives_a_backend_that_dies_at_each_message(machine, backend):
         vm.wait_generation(0)
         if survived:
             break
-    assert message > 60, f"the sweep ended at message {message}: the device sent too few messages"
+    assert message > 60, (
+        f"the device sent only {message} messages to the backend, the test needs more than 60"
+    )
 
 
 def test_device_survives_a_backend_that_closes_at_each_message(machine, backend):
@@ -343,7 +347,7 @@ def test_migration_survives_a_backend_that_closes_at_each_message(machine, backe
     # allows 1 MiB/s, with which the migration ends before the test on a loaded machine.
     reader = 'while [ "$(head -c 8192 | wc -c)" -gt 0 ]; do sleep 0.1; done'
     vm.qmp("migrate", uri=f"exec:{reader}")
-    wait_for("the migration", lambda: vm.qmp("query-migrate")["status"] == "active")
+    wait_for("the end of the migration", lambda: vm.qmp("query-migrate")["status"] == "active")
     logged = 0
     for message in range(1, 80):
         daemon = backend("--close-at", str(message))
@@ -362,7 +366,7 @@ def test_migration_survives_a_backend_that_closes_at_each_message(machine, backe
 
 
 @pytest.mark.parametrize("message", [2, 3, 5, 8, 12, 20, 25, 30, 36, 40, 44, 50, 56, 60, 64, 70])
-def test_device_survives_a_backend_that_hangs_at_a_message(machine, backend, message):
+def test_device_survives_a_backend_that_hangs_at_one_message(machine, backend, message):
     vm = machine(device=IMPATIENT)
     daemon = backend("--hang-at", str(message))
     while not [event for event in daemon.read() if event.get("event") == "hang"]:
@@ -419,12 +423,12 @@ def test_reset_with_a_stopped_backend_ends_at_the_timeout(machine, backend):
         (("--page-size", "65536"), "page_size 65536"),
     ],
 )
-def test_refusal_of_an_unfit_backend_is_reported_once(machine, backend, arguments, message):
+def test_refusal_of_an_incompatible_backend_is_reported_once(machine, backend, arguments, message):
     vm = machine()
     daemon = backend(*arguments)
     # QEMU tries the handshake again, and does not report its failure again.
     wait_for(
-        "a second attempt",
+        "a second connection attempt of QEMU",
         lambda: len([e for e in daemon.read() if e.get("event") == "connected"]) > 2,
     )
     wait_for(f"the message '{message}'", lambda: message in vm.errors())
@@ -513,7 +517,7 @@ def test_device_can_be_unplugged_in_each_backend_state(machine, backend, state):
         daemon.kill()
         vm.wait_generation(0)
         daemon = backend("--hang-at", "1")
-        daemon.wait("the hang", lambda event: event.get("event") == "hang")
+        daemon.wait("the hang of the backend", lambda event: event.get("event") == "hang")
     if state == "lost":
         daemon.process.kill()
     vm.qmp("device_del", id="t0")
@@ -522,8 +526,8 @@ def test_device_can_be_unplugged_in_each_backend_state(machine, backend, state):
     vm.command(f"outl 0xae08 {1 << 5:#x}")
     assert "t0" not in vm.hmp("info qtree")
     if state == "started":
-        daemon.wait("the end", lambda event: event.get("event") == "disconnected")
-    wait_for("the device to be gone", lambda: add_again(vm))
+        daemon.wait("the end of the connection", lambda event: event.get("event") == "disconnected")
+    wait_for("the removal of the device", lambda: add_again(vm))
     if daemon:
         daemon.kill()
     second = backend()

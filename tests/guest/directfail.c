@@ -189,7 +189,7 @@ int main(int argc, char **argv)
 		die("pthread_create");
 
 	if (poll(wait, 2, FAULT_MS) < 1)
-		die("the write did not access its buffer");
+		die("the write ended before it accessed its buffer");
 	if (wait[0].revents) {
 		if (read(wait[0].fd, &message, sizeof(message)) != sizeof(message) ||
 		    message.event != UFFD_EVENT_PAGEFAULT)
@@ -202,7 +202,7 @@ int main(int argc, char **argv)
 	pthread_join(thread, NULL);
 
 	stored = first_byte(argv[2], O_DIRECT, page);
-	printf("%s: result %ld (%s), read beside it %c, on the disk %c\n", w.way, w.result,
+	printf("%s: write returned %ld (%s), concurrent read %c, disk %c\n", w.way, w.result,
 	       w.result < 0 ? strerror(-w.result) : "written", cached, stored);
 	if (w.result == -EAGAIN && stored == OLD)
 		return 3;

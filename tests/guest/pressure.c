@@ -111,7 +111,7 @@ int main(int argc, char **argv)
 	}
 	while (wait(&status) > 0) {
 		if (WIFSIGNALED(status))
-			printf("PRESSURE ERROR: a process ended by signal %d\n", WTERMSIG(status));
+			printf("PRESSURE ERROR: a process was killed by signal %d\n", WTERMSIG(status));
 		if (status && result != 1)
 			result = WIFEXITED(status) ? WEXITSTATUS(status) : 2;
 	}

@@ -126,7 +126,7 @@ static unsigned long read_number(const char *directory, const char *name)
 	snprintf(path, sizeof(path), "%s/%s", directory, name);
 	file = fopen(path, "r");
 	if (!file || !fgets(text, sizeof(text), file))
-		die("%s: %s", path, strerror(errno));
+		die("cannot access %s: %s", path, strerror(errno));
 	fclose(file);
 	return strtoul(text, NULL, 0);
 }
@@ -136,7 +136,7 @@ static void write_text(const char *path, const char *text)
 	int fd = open(path, O_WRONLY);
 
 	if (fd < 0 || write(fd, text, strlen(text)) != (ssize_t)strlen(text))
-		die("%s: %s", path, strerror(errno));
+		die("cannot access %s: %s", path, strerror(errno));
 	close(fd);
 }
 
@@ -177,10 +177,10 @@ static volatile uint8_t *map_bar(int number)
 	snprintf(path, sizeof(path), "%s/resource%d", device_path, number);
 	fd = open(path, O_RDWR | O_SYNC);
 	if (fd < 0)
-		die("%s: %s", path, strerror(errno));
+		die("cannot access %s: %s", path, strerror(errno));
 	/* fstat() gives the region's size. lseek() on Linux 6.1 uses another inode, of size 0. */
 	if (fstat(fd, &status))
-		die("%s: %s", path, strerror(errno));
+		die("cannot access %s: %s", path, strerror(errno));
 	mapped[number] = mmap(NULL, status.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
 	if (mapped[number] == MAP_FAILED)
 		die("mmap %s: %s", path, strerror(errno));
@@ -199,12 +199,12 @@ static void open_device(void)
 	snprintf(path, sizeof(path), "%s/config", device_path);
 	fd = open(path, O_RDWR);
 	if (fd < 0 || pread(fd, space, sizeof(space), 0) != sizeof(space))
-		die("%s: %s", path, strerror(errno));
+		die("cannot access %s: %s", path, strerror(errno));
 	/* Disable the device's interrupt, which has no handler. The program polls the ring. */
 	memcpy(&command, space + PCI_COMMAND, sizeof(command));
 	command |= PCI_COMMAND_MEMORY | PCI_COMMAND_MASTER | PCI_COMMAND_INTX_DISABLE;
 	if (pwrite(fd, &command, sizeof(command), PCI_COMMAND) != sizeof(command))
-		die("%s: %s", path, strerror(errno));
+		die("cannot access %s: %s", path, strerror(errno));
 	close(fd);
 
 	int left = 48; /* largest number of capabilities that fit into the configuration space */
@@ -547,7 +547,7 @@ static int store(uint64_t generation)
 	if (status == VIRTIO_TMEM_S_STALE)
 		return 0;
 	if (status != VIRTIO_TMEM_S_OK)
-		die("a put was answered with status %u", status);
+		die("the device answered a put with status %u", status);
 	return request.writable[sizeof(struct virtio_tmem_resp)] == VIRTIO_TMEM_P_STORED;
 }
 
@@ -564,7 +564,7 @@ static int begin(uint64_t generation)
 	if (status == VIRTIO_TMEM_S_STALE)
 		return 0;
 	if (status != VIRTIO_TMEM_S_OK)
-		die("POOL_CREATE was answered with status %u", status);
+		die("the device answered POOL_CREATE with status %u", status);
 	return store(generation);
 }
 
@@ -591,7 +591,7 @@ static void get_keep(uint64_t generation)
 		return;
 	}
 	if (status != VIRTIO_TMEM_S_OK)
-		die("a get was answered with status %u", status);
+		die("the device answered a get with status %u", status);
 	memcpy(&result, request.writable + sizeof(struct virtio_tmem_resp), sizeof(result));
 	if (result.result == VIRTIO_TMEM_P_MISS) {
 		say("keep miss");
@@ -600,8 +600,8 @@ static void get_keep(uint64_t generation)
 	fill_pattern(expected, cookie);
 	if (result.result != VIRTIO_TMEM_P_HIT || result.cookie != cookie ||
 	    memcmp(expected, request.data, PAGE)) {
-		say("wrong result %u cookie %llx for %llx", result.result,
-		    (unsigned long long)result.cookie, (unsigned long long)cookie);
+		say("wrong answer to a get: result %u, cookie %llx, expected cookie %llx",
+		    result.result, (unsigned long long)result.cookie, (unsigned long long)cookie);
 		reset();
 		exit(1);
 	}
@@ -639,7 +639,7 @@ static int hold(uint64_t generation)
 	fill_pattern(expected, held_cookie);
 	held_cookie = 0;
 	if (memcmp(expected, held, PAGE)) {
-		say("wrong page held: it begins with %02x", held[0]);
+		say("the held page has wrong contents: it begins with %02x", held[0]);
 		reset();
 		exit(1);
 	}

@@ -116,7 +116,7 @@ static bool timed_read(struct worker *w, struct file *f, int fd, uint64_t offset
 	if (got < 0)
 		fail(w, f, "%s at %lu+%zu", how, offset, length);
 	if ((size_t)got != want)
-		fail(w, f, "%s at %lu+%zu gave %zd bytes instead of %zu", how, offset, length, got,
+		fail(w, f, "%s at %lu+%zu returned %zd bytes, not %zu", how, offset, length, got,
 		     want);
 	if (took > w->shared->longest_read_ns[w->id]) {
 		w->shared->longest_read_ns[w->id] = took;

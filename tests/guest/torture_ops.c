@@ -151,8 +151,8 @@ static bool op_mmap_read(struct worker *w, struct file *f)
 	verify(w, f, map + start, start, data - start, "mapped");
 	for (uint64_t i = data; i < end; i++) {
 		if (map[i])
-			fail(w, f, "byte %lu behind the end %zu is %#x in a mapping", i, f->size,
-			     map[i]);
+			fail(w, f, "byte %lu of a mapping, behind the end %zu of the file, is %#x",
+			     i, f->size, map[i]);
 	}
 	if (!f->map)
 		munmap(map, end);
@@ -424,7 +424,8 @@ static bool op_copy(struct worker *w, struct file *f)
 		if (got < 0 && (errno == EOPNOTSUPP || errno == EXDEV))
 			return false;
 		if (got <= 0)
-			fail(w, f, "copy_file_range at %lu+%zu gave %zd", r.offset, r.length, got);
+			fail(w, f, "copy_file_range at %lu+%zu returned %zd", r.offset, r.length,
+			     got);
 		left -= got;
 	}
 	memcpy(f->model + r.offset, g->model + r.offset, r.length);
@@ -640,7 +641,7 @@ void worker_open(struct worker *w, bool fresh)
 		w->buffer2 = mmap(NULL, w->opt->size_max + 2 * PAGE, PROT_READ | PROT_WRITE,
 				  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 		if (!w->files || w->buffer == MAP_FAILED || w->buffer2 == MAP_FAILED)
-			fail(w, NULL, "allocate memory for %u files", w->opt->files);
+			fail(w, NULL, "cannot allocate memory for %u files", w->opt->files);
 	}
 	for (unsigned int i = 0; i < w->opt->files; i++) {
 		struct file *f = &w->files[i];
@@ -651,7 +652,8 @@ void worker_open(struct worker *w, bool fresh)
 			f->model = mmap(NULL, f->limit, PROT_READ | PROT_WRITE,
 					MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 			if (f->model == MAP_FAILED)
-				fail(w, NULL, "allocate memory for a model of %zu bytes", f->limit);
+				fail(w, NULL, "cannot allocate memory for a model of %zu bytes",
+				     f->limit);
 			snprintf(f->name, sizeof(f->name), "f%03u", i);
 		}
 		file_open(w, f, fresh);

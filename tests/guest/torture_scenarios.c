@@ -47,7 +47,7 @@ static void evict_all(struct worker *w, struct file *f)
 			fail(w, f, "compact_memory");
 	}
 	errno = EBUSY;
-	fail(w, f, "pages stayed in the page cache, so the scenario would prove nothing");
+	fail(w, f, "pages stayed in the page cache, so the scenario would test nothing");
 }
 
 /* Overwrites the complete file and evicts all its pages, so that the pool has them. */
@@ -358,7 +358,7 @@ static void scenario_evict_inode(struct worker *w, struct file *f, struct file *
 		fail(w, f, "FS_IOC_SETFLAGS");
 	if (resident_pages(f->fd, f->size)) {
 		errno = EBUSY;
-		fail(w, f, "the inode was not evicted, so the scenario would prove nothing");
+		fail(w, f, "the inode was not evicted, so the scenario would test nothing");
 	}
 	look(w, f);
 }
@@ -449,12 +449,12 @@ static void scenario_fadvise(struct worker *w, struct file *f, struct file *g)
 	}
 	if (resident_pages(f->fd, f->size)) {
 		errno = EBUSY;
-		fail(w, f, "pages stayed in the page cache");
+		fail(w, f, "pages of the file stayed in the page cache");
 	}
 	hits = driver_stat("hits");
 	file_scan(w, f, 4 * PAGE);
 	if (driver_stat("hits") != hits) {
-		printf("TORTURE MISMATCH scenario=fadvise: %lu hits after POSIX_FADV_DONTNEED\n",
+		printf("TORTURE MISMATCH scenario=fadvise: %lu hits of dropped pages\n",
 		       driver_stat("hits") - hits);
 		fflush(stdout);
 		_exit(1);
@@ -477,7 +477,8 @@ static void read_dontcache(struct worker *w, struct file *f)
 		if (got != (ssize_t)(4 * PAGE))
 			fail(w, f, "preadv2 at %lu", at);
 		if (memcmp(w->buffer, f->model + at, got)) {
-			printf("TORTURE MISMATCH scenario=dontcache: read at %lu\n", at);
+			printf("TORTURE MISMATCH scenario=dontcache: wrong byte in the read at %lu\n",
+			       at);
 			fflush(stdout);
 			_exit(1);
 		}
@@ -525,7 +526,7 @@ static void read_huge(struct worker *w, struct file *f)
 	    mmap(map, f->size, PROT_READ, MAP_SHARED | MAP_FIXED, f->fd, 0) == MAP_FAILED)
 		fail(w, f, "mmap");
 	madvise(map, f->size, MADV_HUGEPAGE);
-	verify(w, f, map, 0, f->size, "mapped huge");
+	verify(w, f, map, 0, f->size, "through a huge mapping");
 	munmap(room, f->limit + HUGE);
 }
 
@@ -603,7 +604,7 @@ static uint8_t *hold_swap_header(struct worker *w)
 	fd = open(path, O_RDONLY);
 	header = mmap(NULL, PAGE, PROT_READ, MAP_SHARED, fd, 0);
 	if (fd < 0 || header == MAP_FAILED || mlock(header, PAGE))
-		fail(w, NULL, "lock the swap header of %s", path);
+		fail(w, NULL, "cannot lock the swap header of %s", path);
 	close(fd);
 	return header;
 }
@@ -624,7 +625,7 @@ static void scenario_swap(struct worker *w, struct file *f, struct file *g)
 
 	(void)g;
 	if (anonymous == MAP_FAILED)
-		fail(w, f, "allocate memory to swap out");
+		fail(w, f, "cannot allocate memory to swap out");
 	for (int i = 0; i < 4; i++) {
 		begin(w, f, "swap");
 		evict(w, 1);
@@ -656,14 +657,14 @@ static void scenario_swapped_buffer(struct worker *w, struct file *f, struct fil
 
 	(void)g;
 	if (buffer == MAP_FAILED || zero < 0)
-		fail(w, f, "allocate memory to swap out");
+		fail(w, f, "cannot allocate memory to swap out");
 	swap_toggle(w);
 	memset(buffer, 1, SWAPPED_BYTES);
 	swap_out(w, f);
 	for (size_t i = 0; i < SWAPPED_BYTES; i += PAGE)
 		sum += buffer[i];
 	if (sum != SWAPPED_BYTES / PAGE || read(zero, buffer, SWAPPED_BYTES) != SWAPPED_BYTES)
-		fail(w, f, "fill the buffer");
+		fail(w, f, "cannot fill the buffer");
 	for (int i = 0; i < 64; i++)
 		memcg_reclaim(SWAPPED_BYTES);
 	for (size_t i = 0; i < SWAPPED_BYTES; i += PAGE)

@@ -96,7 +96,7 @@ class Daemon:
     def terminate(self) -> None:
         """Sends SIGTERM; the daemon must end with status 0."""
         if status := self.process.terminate():
-            raise HarnessError(f"tmemd ended with {status} at SIGTERM:\n{tail(self.log)}")
+            raise HarnessError(f"tmemd ended with status {status} after SIGTERM:\n{tail(self.log)}")
 
     def restart(self) -> None:
         """Kills the daemon with SIGKILL and starts another one in its place."""

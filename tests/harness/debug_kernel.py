@@ -207,7 +207,8 @@ def check_config(wanted: Path, got: Path) -> None:
     ]
     if missing:
         raise HarnessError(
-            f"a dependency prevented these options of the kernel: {', '.join(missing)}"
+            "the kernel's configuration lacks requested options whose dependencies are not met: "
+            f"{', '.join(missing)}"
         )
 
 

@@ -48,7 +48,7 @@ class Result:
     def check(self) -> Result:
         if self.status != 0:
             tail = (self.stderr[-4096:] or self.stdout[-4096:]).decode(errors="replace")
-            raise CommandFailed(f"guest: '{self.command}' ended with {self.status}:\n{tail}")
+            raise CommandFailed(f"guest: '{self.command}' ended with status {self.status}:\n{tail}")
         return self
 
 
@@ -121,7 +121,8 @@ class Job:
             if left <= 0:
                 self._channel.forget(self._number)
                 raise GuestTimeout(
-                    f"guest: the agent did not answer to '{self.command}' after {self._seconds:g} s"
+                    f"guest: the agent did not answer the command '{self.command}' "
+                    f"after {self._seconds:g} s"
                 )
         return self._result
 
@@ -213,7 +214,7 @@ class Guest:
         try:
             frame = inbox.get(timeout=scaled(GRACE_SECONDS))
         except queue.Empty:
-            raise GuestTimeout(f"guest: the agent did not answer for {path}") from None
+            raise GuestTimeout(f"guest: the agent did not answer the request for {path}") from None
         if frame is None:
             raise ChannelClosed(f"guest: the channel closed during the transfer of {path}")
         return frame

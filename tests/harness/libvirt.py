@@ -177,11 +177,14 @@ class Libvirt:
     def bridge_log(self) -> Path:
         return self.directory / "tmem-libvirt.log"
 
-    def start_bridge(self) -> None:
-        """Starts tmem-libvirt on the read-only socket, and waits until it follows libvirt."""
+    def start_bridge(self, program: Path | None = None) -> None:
+        """Starts tmem-libvirt on the read-only socket, and waits until it follows libvirt.
+
+        `program` is a tmem-libvirt of another version.
+        """
         socket = f"{self.directory}/sockets/libvirt-sock-ro"
         command: list[str | Path] = [
-            host_binary("tmem-libvirt"),
+            program or host_binary("tmem-libvirt"),
             *("--connect", f"qemu+unix:///system?socket={socket}"),
             *("--socket", self._control, "--owner", OWNER),
         ]
@@ -227,7 +230,9 @@ class Libvirt:
         """Runs tmemctl and returns its output; raises with its error message if it fails."""
         done = self.tmemctl_run(command, domain, *words)
         if done.status != 0 or done.stderr:
-            raise HarnessError(f"tmemctl {command} {words} ended with {done.status}: {done.stderr}")
+            raise HarnessError(
+                f"tmemctl {command} {words} ended with status {done.status}: {done.stderr}"
+            )
         return done.stdout
 
     def refused(self, command: str, domain: str, *words: str | Path, status: int = 6) -> str:
@@ -235,7 +240,8 @@ class Libvirt:
         done = self.tmemctl_run(command, domain, *words)
         if done.status != status:
             raise HarnessError(
-                f"tmemctl {command} {words} ended with {done.status}, not {status}: {done.stdout}"
+                f"tmemctl {command} {words} ended with status {done.status}, not {status}: "
+                f"{done.stdout}"
             )
         return done.stderr
 
@@ -342,7 +348,10 @@ class Machine:
         if self.console.exists():
             text = self.console.read_text(errors="replace")
             if found := TROUBLE.search(text):
-                raise HarnessError(f"{self.name}: on its console:\n{text[found.start() :][:4096]}")
+                raise HarnessError(
+                    f"{self.name}: the guest's console shows a fault:\n"
+                    f"{text[found.start() :][:4096]}"
+                )
 
 
 def emulator_link(directory: Path) -> Path:

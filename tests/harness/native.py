@@ -146,7 +146,7 @@ class NativeGuest(Guest):
     def disk(self, name: str) -> str:
         """Returns the block device of a disk. Disks appear in the order of the command line."""
         if name not in self.disk_names:
-            raise HarnessError(f"guest: no disk '{name}'")
+            raise HarnessError(f"guest: the VM has no disk '{name}'")
         return f"vd{chr(ord('a') + self.disk_names.index(name))}"
 
 
@@ -241,7 +241,9 @@ class NativeVm:
         text = self.console.read_text(errors="replace")
         if found := re.search(TROUBLE, text):
             start = text.rfind("\n", 0, found.start()) + 1
-            raise HarnessError(f"{self.name}: on its console:\n{text[start : start + 4096]}")
+            raise HarnessError(
+                f"{self.name}: the guest's console shows a fault:\n{text[start : start + 4096]}"
+            )
 
     def _check_alive(self) -> None:
         self.process.expect_alive()

@@ -241,7 +241,7 @@ def main() -> int:
             print(f"{error}\n{session.report()}", file=sys.stderr)
             return 1
         if options.keep:
-            print(f"kept: {session.directory}", file=sys.stderr)
+            print(f"the files of the session are kept in {session.directory}", file=sys.stderr)
         return status
 
 

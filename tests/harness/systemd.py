@@ -136,7 +136,9 @@ class Systemd:
 
         def answers() -> bool:
             if process.poll() is not None:
-                raise HarnessError(f"systemd ended with {process.returncode}:\n{tail(self.log)}")
+                raise HarnessError(
+                    f"systemd ended with status {process.returncode}:\n{tail(self.log)}"
+                )
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             if not children:
                 return False

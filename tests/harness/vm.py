@@ -212,7 +212,7 @@ class Vm:
         """Ends QEMU by QMP; its exit status must be 0."""
         self.qmp.execute("quit")
         if status := self.process.wait(20):
-            raise HarnessError(f"{self.name}: QEMU ended with {status}:\n{tail(self.log)}")
+            raise HarnessError(f"{self.name}: QEMU ended with status {status}:\n{tail(self.log)}")
         self.stop()
 
     def stop(self) -> None:
@@ -292,7 +292,7 @@ class Vm:
     def _booted_again(self, before: str) -> Guest:
         guest = self.connect()
         if guest.boot_id == before:
-            raise HarnessError(f"{self.name}: the guest did not boot again")
+            raise HarnessError(f"{self.name}: the guest did not boot again after the reset")
         return guest
 
     def pause(self) -> None:
@@ -354,7 +354,9 @@ class Vm:
         text = self.console.read_text(errors="replace")
         if found := TROUBLE.search(text):
             start = text.rfind("\n", 0, found.start()) + 1
-            raise HarnessError(f"{self.name}: on its console:\n{text[start : start + 4096]}")
+            raise HarnessError(
+                f"{self.name}: the guest's console shows a fault:\n{text[start : start + 4096]}"
+            )
 
     def report(self) -> str:
         """Returns the command line, state and log ends, for a failed test's report."""

@@ -38,7 +38,7 @@ class Deadline:
 
     def check(self) -> None:
         if self.left() == 0:
-            raise WaitTimeout(f"not reached within {self.seconds:g} s: {self.what}")
+            raise WaitTimeout(f"timeout: condition not met within {self.seconds:g} s: {self.what}")
 
 
 def until(condition: Callable[[], T | None], seconds: float, what: str) -> T:

@@ -207,6 +207,6 @@ class Neighbour(Workload):
         if abs(with_pool / without - 1) > self.noise_tolerance:
             raise HarnessError(
                 f"{self.key}: the neighbour with the pool read {with_pool:.1f} MiB/s, the one "
-                f"without it {without:.1f} MiB/s. The arms are not comparable: the machine is too "
-                "busy for both rates."
+                f"without it {without:.1f} MiB/s. The two measurements are not comparable: the "
+                "machine is too busy for both rates."
             )

@@ -209,7 +209,7 @@ def fio_report(text: str) -> dict[str, Any]:
         raise HarnessError(f"fio printed no report: {text}")
     job: dict[str, Any] = json.loads(text[text.index("{") :])["jobs"][0]
     if job["error"]:
-        raise HarnessError(f"fio: error {job['error']}")
+        raise HarnessError(f"fio reported the error {job['error']}")
     return job
 
 

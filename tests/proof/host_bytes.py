@@ -146,7 +146,7 @@ def whole_disk(path: Path) -> str:
     device = path.stat().st_dev
     block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
     if not block.exists():
-        raise HarnessError(f"{path} is not on a block device, whose reads can be limited")
+        raise HarnessError(f"{path} is not on a block device, so its reads cannot be limited")
     block = block.resolve()
     if (block / "partition").exists():
         block = block.parent

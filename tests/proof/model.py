@@ -213,7 +213,7 @@ def calibrate(results: Data) -> Calibration:
     hits = _median(results, CALIBRATION, WITH, "hits")
     if not hits:
         raise HarnessError(
-            f"the model cannot be calibrated: {CALIBRATION} read no page of the pool"
+            f"the model cannot be calibrated: {CALIBRATION} read no page from the pool"
         )
     from_disk = _median(results, CALIBRATION, WITH, "disk_reads")
     disk_us = _median(results, ALL_IN_RAM, WITHOUT, "disk_us")

@@ -186,7 +186,9 @@ class Rivals(Workload):
         throttle: Throttle | None = disk.CLOUD_VOLUME
         if arm == CACHE:
             if cached := storage.cached_bytes(self._base):
-                raise HarnessError(f"another arm left {cached} bytes in the host's page cache")
+                raise HarnessError(
+                    f"{cached} bytes of an earlier measurement are still in the host's page cache"
+                )
             # All guests together have the limits of all disks, because they share the base image.
             one = disk.CLOUD_VOLUME
             fleet.group = MemoryGroup("tmem-proof")
@@ -289,7 +291,9 @@ class Rivals(Workload):
                 box.guest.mount("data", DATA, options="ro")
             jobs = [box.job(sums) for box in boxes]
             if cached != [job.wait().check().text for job in jobs]:
-                raise HarnessError(f"{self.key}, {arm}: RAM or pool had wrong bytes")
+                raise HarnessError(
+                    f"{self.key}, {arm}: the guest read wrong bytes from RAM or the pool"
+                )
 
     def finish(self) -> None:
         for end in self._ends:

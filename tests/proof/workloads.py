@@ -410,4 +410,6 @@ class Write(Paired):
             box.sh(f"umount {DATA}")
             box.guest.mount("data", DATA, options="ro")
             if box.sh(f"sha256sum {DATA}/{disks.SET}") != cached:
-                raise HarnessError(f"write, {box.vm.name}: RAM or pool had other bytes")
+                raise HarnessError(
+                    f"write, {box.vm.name}: the guest read wrong bytes from RAM or the pool"
+                )

@@ -25,7 +25,9 @@ def documented(text: str) -> dict[str, str]:
     for block in re.split(r"\n\n+", text):
         fields = dict(re.findall(r"^(\w+):\t+(.+(?:\n\t\t.+)*)$", block, re.MULTILINE))
         if "What" in fields:
-            assert fields["What"] not in found, f"{fields['What']} has two entries in the list"
+            assert fields["What"] not in found, (
+                f"{fields['What']} has two entries in the ABI document"
+            )
             found[fields["What"]] = fields.get("Description", "")
     return found
 
@@ -78,7 +80,7 @@ def test_each_sysfs_file_has_its_own_description() -> None:
     empty = [name for name, text in files.items() if len(text.split()) < 4]
     assert not empty
     texts = list(files.values())
-    assert len(set(texts)) == len(texts), "two files have the same description"
+    assert len(set(texts)) == len(texts), "two sysfs files have the same description"
 
 
 def test_parser_reads_names_and_descriptions() -> None:

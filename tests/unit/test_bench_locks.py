@@ -21,14 +21,14 @@ lock_stat version 0.4
 """
 
 
-def test_statistics_of_equal_names_are_added() -> None:
+def test_statistics_of_locks_with_the_same_name_are_summed() -> None:
     assert parse(STATISTICS) == {
         "&queue->ring_lock": Lock(contentions=35, bounces=1236, acquisitions=5681),
         "&xa->xa_lock": Lock(contentions=6, bounces=7, acquisitions=8),
     }
 
 
-def test_locks_of_puts_and_gets_are_found_in_the_source() -> None:
+def test_lock_list_contains_the_locks_of_puts_and_gets() -> None:
     assert {
         "&queue->ring_lock",
         "&dev->block_lock",
@@ -39,6 +39,6 @@ def test_locks_of_puts_and_gets_are_found_in_the_source() -> None:
     } <= driver_locks()
 
 
-def test_times_of_threads_are_added_by_kind() -> None:
+def test_cpu_times_of_kernel_threads_are_summed_by_kind() -> None:
     text = "kswapd0 10\nrcu_preempt 3\nrcu_exp_gp_kth 4\nsh 99\nkworker/u8:1 5\nkworker/0:2 6\n"
     assert thread_times(text) == {"kswapd": 10, "rcu": 7, "kworker": 11}

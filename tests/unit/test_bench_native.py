@@ -18,9 +18,9 @@ from bench_native import (
     parse_latency,
     percentile,
     report,
-    shown,
 )
 from harness.paths import ROOT, HarnessError
+from native_bench import shown
 
 pytestmark = pytest.mark.smoke
 
@@ -40,14 +40,14 @@ def values(rows: list[Row]) -> dict[str, float]:
     return {row.key: row.value for row in rows}
 
 
-def test_percentile_is_the_nearest_rank() -> None:
+def test_percentile_uses_the_nearest_rank_method() -> None:
     numbers = list(range(1000, 0, -1))
     assert [percentile(numbers, of) for of in (0.5, 0.99, 0.999, 1.0)] == [500, 990, 999, 1000]
     assert percentile([7], 0.5) == percentile([7], 0.999) == 7
     assert percentile([1, 2], 0.5) == 1
 
 
-def test_output_of_the_guest_is_parsed() -> None:
+def test_benchmark_output_of_the_guest_is_parsed() -> None:
     assert parse_latency("get 5 6\nempty 1 2\ndisk\n") == {
         "get": [5, 6],
         "empty": [1, 2],
@@ -72,7 +72,7 @@ def test_empty_system_call_time_is_subtracted_from_page_times_only() -> None:
     assert page["syscall_4k_p50_us"] == window["syscall_128k_p50_us"] == 10
 
 
-def test_only_gets_of_4_kib_have_targets() -> None:
+def test_only_gets_of_4_kib_have_latency_targets() -> None:
     met = {row.key: row.met for row in latency_rows("4k", samples(), 10.0)}
     assert met["get_4k_p50_us"] is False and met["get_4k_p99_us"] is True
     assert all(row.met is None for row in latency_rows("128k", samples(), 10.0))
@@ -107,7 +107,7 @@ def test_pages_that_were_not_put_are_counted_by_reason() -> None:
     assert values(dropped_rows(1, {"puts": 0}))["lost_share_1_guests"] == 0
 
 
-def test_report_is_a_flat_object() -> None:
+def test_json_report_is_a_flat_object() -> None:
     rows = [Row("a_us", "", 1.23456789, "µs", "<= 1", False), Row("b_s", "", 2, "s", "<= 3", True)]
     out = json.loads(json.dumps(flat(rows, FACTS)))
     assert out["a_us"] == 1.23457 and out["b_s"] == 2 and out["missed"] == "a_us"
@@ -122,7 +122,7 @@ def test_report_refuses_nan_and_duplicate_keys() -> None:
         flat([Row("a", "", 1), Row("a", "", 2)], {})
 
 
-def test_table_has_units_targets_and_the_conditions() -> None:
+def test_report_has_units_targets_and_measurement_conditions() -> None:
     text = report([Row("a_us", "a time", 1.5, "µs", "<= 1", False)])
     assert re.search(r"a time +a_us +1\.50 +µs +<= 1 +MISSED", text)
     line = conditions(FACTS)
@@ -141,4 +141,4 @@ def test_documentation_names_the_results_that_have_targets() -> None:
     text = PAGE.read_text()
     keys = [f"get_4k_{name}_us" for name in PERCENTILES]
     for key in (*keys, "put_ns_guest", "seq_reread_gib_per_s", "boot_s"):
-        assert f"`{key}`" in text, key
+        assert f"`{key}`" in text, f"{PAGE.name} does not name the result {key}"

@@ -10,7 +10,7 @@ from harness import debug_kernel
 pytestmark = pytest.mark.smoke
 
 
-def test_last_fragment_sets_the_value() -> None:
+def test_last_config_fragment_overrides_earlier_values() -> None:
     base = "# a comment\nCONFIG_A=y\nCONFIG_B=y\n"
     assert debug_kernel.merge([base, 'CONFIG_A=n\nCONFIG_C="x=y"\n']) == {
         "CONFIG_A": "n",
@@ -20,6 +20,6 @@ def test_last_fragment_sets_the_value() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(debug_kernel.VENDORS))
-def test_vendor_kernels_have_no_live_patching(kind: str) -> None:
+def test_vendor_kernel_configs_disable_live_patching(kind: str) -> None:
     texts = [path.read_text() for path in debug_kernel.fragments(kind)]
     assert debug_kernel.merge(texts)["CONFIG_LIVEPATCH"] == "n"

@@ -25,13 +25,13 @@ def measured(read: int, hits: int) -> demo.Measured:
 
 
 @pytest.mark.parametrize("sizes", [demo.SIZES, demo.SIZES_NATIVE])
-def test_working_set_exceeds_the_ram_and_fits_ram_and_pool(sizes: demo.Sizes) -> None:
+def test_demo_working_set_exceeds_ram_and_fits_ram_plus_pool(sizes: demo.Sizes) -> None:
     pool_bytes = int(sizes.pool.removesuffix("MiB")) * MIB
     assert sizes.set_bytes > 1.5 * sizes.ram_bytes
     assert sizes.set_bytes < sizes.ram_bytes + pool_bytes
 
 
-def test_working_sets_share_most_of_their_files() -> None:
+def test_demo_working_sets_share_most_of_their_files() -> None:
     files = [(Path(f"/usr/share/{number}"), MIB) for number in range(400)]
     one, other = (set(tree) for tree in demo.choose(files, 2, 200 * MIB))
     assert abs(len(one) - 200) <= 1 and abs(len(other) - 200) <= 1
@@ -40,7 +40,7 @@ def test_working_sets_share_most_of_their_files() -> None:
         demo.choose(files[:100], 2, 200 * MIB)
 
 
-def test_bytes_of_a_native_guests_disk_are_its_sectors() -> None:
+def test_native_guest_read_bytes_are_512_per_disk_sector() -> None:
     class Stub(NativeVm):
         def __init__(self) -> None:
             pass
@@ -52,7 +52,7 @@ def test_bytes_of_a_native_guests_disk_are_its_sectors() -> None:
     assert demo.read_bytes(Stub()) == 5120
 
 
-def test_report_and_table_have_both_vms(tmp_path: Path) -> None:
+def test_json_report_and_table_contain_both_vms(tmp_path: Path) -> None:
     plain = {name: measured(4 << 30, 0) for name in demo.NAMES}
     tmem = {name: measured(1 << 30, 262144) for name in demo.NAMES}
     path = tmp_path / "demo.json"
@@ -72,6 +72,8 @@ def test_report_and_table_have_both_vms(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "native, command", [(True, "TMEM_KEEP=1 make demo NATIVE=1"), (False, "TMEM_KEEP=1 make demo ")]
 )
-def test_hints_name_the_command_of_the_guests(native: bool, command: str) -> None:
+def test_next_steps_after_the_demo_name_the_demo_command_that_ran(
+    native: bool, command: str
+) -> None:
     daemon: Any = SimpleNamespace(control="/run/control")
     assert command in demo.around(daemon, native)

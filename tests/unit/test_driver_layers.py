@@ -111,14 +111,16 @@ def layers() -> dict[str, int]:
     return {file: number for number, line in enumerate(lines) for file in line.split()}
 
 
-def test_each_file_has_a_layer() -> None:
+def test_each_driver_file_is_assigned_to_a_layer() -> None:
     assert sorted(layers()) == sorted(read("*.c"))
 
 
-def test_files_use_lower_layers_only() -> None:
+def test_driver_files_use_lower_layers_only() -> None:
     layer = layers()
     graph = driver()
-    assert sum(len(files) for files in graph.values()) > 100, "the parser found too few uses"
+    assert sum(len(files) for files in graph.values()) > 100, (
+        "the parser found at most 100 uses between driver files, so it missed some"
+    )
     wrong = [
         f"{file} uses {other}: {', '.join(sorted(names))}"
         for file, others in graph.items()
@@ -128,23 +130,25 @@ def test_files_use_lower_layers_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_core_uses_no_hook() -> None:
+def test_core_files_use_only_core_files() -> None:
     for file, others in driver().items():
         if file.startswith("core/"):
-            assert not [other for other in others if not other.startswith("core/")], file
+            assert not [other for other in others if not other.startswith("core/")], (
+                f"{file} uses a file outside of core/"
+            )
 
 
-def test_only_one_header_depends_on_test_builds() -> None:
+def test_only_testing_h_depends_on_test_builds() -> None:
     """Only testing.h depends on TMEM_TEST. In a normal build its functions are empty."""
     for directory in ("", "core/", "hooks/"):
         for path in DRIVER.glob(f"{directory}*.[ch]"):
             assert path.name == "testing.h" or not re.search(
                 r"\bTMEM_TEST\b|\bmodule_param\w*\((?:test|inject)_", path.read_text()
-            ), f"{path.name} has test code"
+            ), f"{path.name} has test-only code, which belongs in testing.h"
     assert len(list(Path(DRIVER / "testing").glob("*.c"))) > 2
 
 
-def test_parser_finds_uses_between_files() -> None:
+def test_parser_finds_uses_between_driver_files() -> None:
     sources = {
         "a": "int tmem_a(int x)\n{\n\treturn tmem_f() + tmem_i();\n}\nbool tmem_v = true;\n",
         "b": "int tmem_f(void)\n{\n}\nstatic int tmem_b(void)\n{\n}\nu64 tmem_n, tmem_m;\n",

@@ -77,7 +77,7 @@ def test_ansible_example_installs_the_documented_packages() -> None:
     assert all(f"[{play['hosts']}]" in groups for play in (host, guest))
 
 
-def test_container_has_the_packages_of_make_check() -> None:
+def test_containerfile_copies_the_files_that_scripts_deps_reads() -> None:
     """The files that scripts/deps reads are copied before it runs."""
     text = (ROOT / "Containerfile").read_text()
     before, _ = text.split("RUN /src/scripts/deps test\n")

@@ -28,14 +28,16 @@ def table(page: Path, name: str) -> list[list[str]]:
         for line in found[1].splitlines()
     ]
     assert len(rows) > 2 and set("".join(rows[1])) <= set("-: ")
-    assert len({len(row) for row in rows}) == 1, f"{page.name}, '{name}': the rows differ in length"
+    assert len({len(row) for row in rows}) == 1, (
+        f"{page.name}, '{name}': the rows have different numbers of cells"
+    )
     return rows[2:]
 
 
 def code(cell: str) -> str:
     """Returns the text between the backquotes with which a cell begins."""
     found = re.match(r"`([^`]+)`", cell)
-    assert found, f"the cell does not begin with backquotes: {cell}"
+    assert found, f"the table's cell does not begin with backquotes: {cell}"
     return found[1]
 
 
@@ -67,10 +69,12 @@ def test_kernel_table_matches_the_source() -> None:
     for row in kernels_of_source():
         assert row.begins == f"{row.series}."
         assert row.releases and all(name.startswith(row.begins) for name in row.releases)
-        assert row.series in kernel.SERIES, f"{row.series} is listed, but no test can boot it"
+        assert row.series in kernel.SERIES, (
+            f"the page lists Linux {row.series}, which no test can boot"
+        )
 
 
-def test_dkms_requires_the_options_of_the_page() -> None:
+def test_dkms_requires_the_documented_kernel_options() -> None:
     """dkms.conf requires the kernel options that docs/guest-support.md lists."""
     conf = (DRIVER / "dkms.conf.in").read_text()
     (demanded,) = re.findall(r'^BUILD_EXCLUSIVE_CONFIG="(.*)"$', conf, re.MULTILINE)
@@ -129,13 +133,13 @@ def defined() -> dict[str, int]:
     found: dict[str, int] = {}
     for name, value in re.findall(r"^#define (\w+)\s+(\d+)\b", "\n".join(texts), re.MULTILINE):
         assert found.setdefault(name, int(value)) == int(value), (
-            f"{name} is defined with two values"
+            f"the driver defines {name} with two different values"
         )
     return found
 
 
 @pytest.mark.parametrize("name", ["memory", "time"])
-def test_table_of_bounds_matches_the_source(name: str) -> None:
+def test_bounds_in_the_readme_tables_match_the_source(name: str) -> None:
     values = defined()
     stated: list[tuple[str, str]] = []
     for _, _, names in table(README, name):
@@ -147,7 +151,7 @@ def test_table_of_bounds_matches_the_source(name: str) -> None:
     ]
 
 
-def test_bounds_in_sentences_match_the_source() -> None:
+def test_bounds_in_the_readme_text_match_the_source() -> None:
     values = defined()
     stated = re.findall(r"\(`([A-Z]\w+)` (\d+)\)", README.read_text())
     assert len(stated) > 1
@@ -184,7 +188,7 @@ def test_parameter_table_matches_the_source() -> None:
         upper = values.get(f"{code(row[0]).upper()}_MAX")
         if upper is not None:
             assert re.fullmatch(rf"[01]\.\.{upper}", row[2]), (
-                f"{row[0]}: the range of the page does not end at {upper}"
+                f"parameter {row[0]}: the documented range does not end at {upper}"
             )
         assert row[4] in ("yes", "no")
 
@@ -200,7 +204,7 @@ def test_tracepoint_table_matches_the_source() -> None:
     assert {code(row[0]): set(re.findall(r"`(\w+)`", row[2])) for row in rows} == events
 
 
-def test_counters_on_the_page_exist() -> None:
+def test_counters_documented_in_the_readme_exist_in_the_driver() -> None:
     listed = "\n".join(source(path) for path in ("core/stats_list.h", "core/sysfs.c"))
     section = README.read_text().split("## Files in sysfs", 1)[1].split("\n## ", 1)[0]
     cells = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")]
@@ -235,7 +239,7 @@ def check_links(page: Path) -> None:
             assert anchor in slugs, f"{page.name} links to #{anchor}, which {target} does not have"
 
 
-def test_links_of_guest_pages_exist() -> None:
+def test_link_targets_of_guest_pages_exist() -> None:
     """Files and headings that the guest's pages link to exist."""
     for name in ("guest-support", "secure-boot", "ARCHITECTURE"):
         check_links(ROOT / f"docs/{name}.md")

@@ -27,7 +27,7 @@ def vm_tests() -> set[tuple[str, str]]:
     }
 
 
-def test_each_row_of_guest_tests_md_names_existing_tests() -> None:
+def test_each_row_of_the_test_table_names_existing_tests() -> None:
     there = vm_tests()
     rows = table(PAGE, "tests")
     assert len(rows) > 30
@@ -37,7 +37,9 @@ def test_each_row_of_guest_tests_md_names_existing_tests() -> None:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
             continue
         named = re.findall(NAME, test)
-        assert named and set(named) <= there, f"{what}: some of these tests do not exist: {named}"
+        assert named and set(named) <= there, (
+            f"row '{what}': some of its tests do not exist: {named}"
+        )
         assert set(re.findall(r"\b[67]\.\d+\b", kernels)) <= {*kernel.SERIES, "6.10"}
 
 
@@ -50,9 +52,9 @@ def test_each_hook_has_a_test() -> None:
     there = vm_tests()
     for hook, text in rows.items():
         named = re.findall(NAME, text)
-        assert named, f"{hook}: the page names no test"
+        assert named, f"hook {hook}: the page names no test"
         for file, name in named:
-            assert (file, name) in there, f"{hook}: the test {file}::{name} does not exist"
+            assert (file, name) in there, f"hook {hook}: the test {file}::{name} does not exist"
             text_of_file = (TESTS / f"vm/{file}.py").read_text()
             # drop_slab has a switch of its own, drop_caches_flush, by which its test names it.
             mark = "drop_caches_flush" if hook == "drop_slab" else rf"\b{hook}\b"
@@ -73,5 +75,9 @@ def test_each_row_of_the_race_table_names_existing_tests_and_mutations() -> None
     assert len(rows) > 10
     for race, tests, broken in rows:
         named = re.findall(NAME, tests)
-        assert named and set(named) <= there, f"{race}: some of these tests do not exist: {named}"
-        assert set(re.findall(r"`(\w+)`", broken)) <= rules, f"{race}: unknown rule in {broken}"
+        assert named and set(named) <= there, (
+            f"race '{race}': some of its tests do not exist: {named}"
+        )
+        assert set(re.findall(r"`(\w+)`", broken)) <= rules, (
+            f"race '{race}': the table names an unknown mutation in {broken}"
+        )

@@ -60,7 +60,7 @@ def test_memory_shared_by_two_processes_counts_once() -> None:
         os.close(file)
 
 
-def test_processor_time_matches_the_time_used() -> None:
+def test_processor_time_of_a_process_is_measured() -> None:
     before = processor_seconds(os.getpid())
     end = time.process_time() + 0.2
     while time.process_time() < end:

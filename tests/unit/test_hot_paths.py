@@ -223,18 +223,18 @@ def driver() -> list[str]:
     return [code(path.read_text()) for path in sorted(paths) if path.name != "intree.c"]
 
 
-def test_hot_paths_write_to_no_memory_of_all_processors() -> None:
+def test_hot_paths_write_no_memory_shared_by_all_cpus() -> None:
     known = functions(driver())
     missing = [name for name in (*ROOTS, *RARE) if name not in known]
-    assert not missing, f"these functions are not found: {missing}"
+    assert not missing, f"the driver does not define these functions of ROOTS or RARE: {missing}"
     found = shared_writes(driver(), ROOTS)
     added = sorted(found - ALLOWED.keys())
     assert not added, (
-        "these writes are new on a path that runs for each page. Count per CPU, or keep the state "
-        f"in a queue or bucket; if it is rare, add it to ALLOWED with the reason: {added}"
+        "new writes to shared memory on a path that runs for each page. Count per CPU, or keep "
+        f"the state in a queue or bucket. Add rare writes to ALLOWED with the reason: {added}"
     )
     gone = sorted(ALLOWED.keys() - found)
-    assert not gone, f"remove these writes from ALLOWED, they no longer exist: {gone}"
+    assert not gone, f"ALLOWED names writes that no longer exist; remove them: {gone}"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,9 @@ def test_hot_paths_write_to_no_memory_of_all_processors() -> None:
         ("static unsigned long calls;\n\n\tcalls++;", "calls"),
     ],
 )
-def test_shared_write_in_a_called_function_is_found(statement: str, write: str) -> None:
+def test_checker_of_hot_paths_finds_shared_writes_in_called_functions(
+    statement: str, write: str
+) -> None:
     source = (
         "static unsigned long total;\nstruct total total_of[4] __read_mostly;\n"
         "static void called(struct tmem_dev *dev, int nr)\n{\n\t" + statement + "\n}\n"

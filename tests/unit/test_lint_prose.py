@@ -41,14 +41,14 @@ def lint(path: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_good_text_passes(tmp_path: Path, name: str) -> None:
+def test_lint_prose_accepts_good_text(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(GOOD[name])
     done = lint(tmp_path / name)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_each_bad_sentence_is_found(tmp_path: Path, name: str) -> None:
+def test_lint_prose_finds_each_bad_sentence(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(BAD[name])
     done = lint(tmp_path / name)
     assert done.returncode == 1

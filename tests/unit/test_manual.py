@@ -39,14 +39,14 @@ def help_text() -> str:
     return "".join(re.findall(r'"(.*)"', text)).replace("\\n", "\n")
 
 
-def test_man_accepts_the_page(tmp_path: Path) -> None:
+def test_man_renders_the_tmem_guest_page_without_warnings(tmp_path: Path) -> None:
     assert warnings(PAGE) == ""
     broken = tmp_path / "broken.8"
     broken.write_text(PAGE.read_text() + ".nosuchrequest\n")
     assert warnings(broken) != ""
 
 
-def test_page_names_every_command_option_and_exit_status() -> None:
+def test_manual_page_names_every_command_option_and_exit_status() -> None:
     page = PAGE.read_text().replace("\\-", "-")
     text = help_text()
     commands = re.findall(r"^  ([a-z]+) ", text, re.MULTILINE)

@@ -37,7 +37,7 @@ def test_quoted_messages_exist_in_the_programs() -> None:
     for message in messages:
         parts = [part.strip(" :") for part in re.split(r"…| N\b|\d+", message)]
         parts = [part for part in parts if len(part) >= WORDS_MIN]
-        assert parts, message
+        assert parts, f"the quoted message has too little fixed text: {message}"
         for part in parts:
             found = part in text or part in OF_LIBRARIES
             assert found, f"{message}: no program has the text {part!r}"
@@ -48,4 +48,4 @@ def test_tmemctl_commands_in_the_guide_exist() -> None:
     enum = main.split("enum Command {")[1].split("\n}\n")[0]
     commands = {name.lower() for name in re.findall(r"^    ([A-Z][a-z]+)\b", enum, re.MULTILINE)}
     named = set(re.findall(r"`tmemctl ([a-z]+)", GUIDE))
-    assert named and named <= commands, named - commands
+    assert named and named <= commands, f"tmemctl lacks commands: {named - commands}"

@@ -36,7 +36,7 @@ def version() -> str:
     return ".".join(found[1] for found in parts if found)
 
 
-def test_dkms_builds_and_installs(tmp_path: Path, kernel: Kernel) -> None:
+def test_dkms_builds_and_installs_the_module(tmp_path: Path, kernel: Kernel) -> None:
     """Builds in separate directories, so that nothing of the machine changes."""
     name = f"virtio-tmem/{version()}"
     run("make", "-C", str(DRIVER), "dkms-tree", f"DEST={tmp_path}/src/{name.replace('/', '-')}")
@@ -73,7 +73,9 @@ def test_packages_are_reproducible(packages: Path, tmp_path: Path) -> None:
     built = sorted(packages.glob("*.deb"))
     assert len(built) >= 2
     for package in built:
-        assert package.read_bytes() == (again / package.name).read_bytes(), package.name
+        assert package.read_bytes() == (again / package.name).read_bytes(), (
+            f"{package.name} differs between two builds"
+        )
 
 
 def contents(packages: Path, name: str) -> set[str]:
@@ -108,7 +110,9 @@ def test_package_scripts_contain_the_version(packages: Path, tmp_path: Path, scr
 
 
 @pytest.mark.parametrize("built", [False, True])
-def test_installation_without_a_module_warns(packages: Path, tmp_path: Path, built: bool) -> None:
+def test_package_installation_warns_if_dkms_built_no_module(
+    packages: Path, tmp_path: Path, built: bool
+) -> None:
     """The warning names the package with the headers of the running kernel."""
     postinst = (scripts(packages, tmp_path) / "postinst").read_text()
     # The part of dh-dkms would build the module on this machine.

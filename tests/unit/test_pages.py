@@ -31,7 +31,7 @@ def test_readme_length_and_width_are_limited() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_of_each_page_exist(page: Path) -> None:
+def test_link_targets_of_each_page_exist(page: Path) -> None:
     check_links(page)
 
 
@@ -43,17 +43,17 @@ def test_docs_index_links_every_page_of_docs() -> None:
     assert pages <= set(re.findall(r"\]\(([^)#]+)", index))
 
 
-def test_tmemctl_commands_on_the_pages_exist() -> None:
+def test_tmemctl_commands_named_in_the_documentation_exist() -> None:
     main = (ROOT / "host-daemon/tmemctl/src/lib.rs").read_text()
     enum = main.split("enum Command {")[1].split("\n}\n")[0]
     commands = {name.lower() for name in re.findall(r"^    ([A-Z][a-z]+)\b", enum, re.MULTILINE)}
     named = set()
     for page in PAGES:
         named |= set(re.findall(r"(?:`|^ *|; )tmemctl ([a-z]+)", page.read_text(), re.MULTILINE))
-    assert {"attach", "list"} <= named <= commands, named - commands
+    assert {"attach", "list"} <= named <= commands, f"tmemctl lacks commands: {named - commands}"
 
 
-def test_picture_has_the_measured_figures() -> None:
+def test_density_picture_shows_the_documented_figures() -> None:
     """The bars and labels of density.svg have the figures of docs/benchmarks/density.md."""
     picture = (ROOT / "docs/images/density.svg").read_text()
     measured = (ROOT / "docs/benchmarks/density.md").read_text()

@@ -29,7 +29,7 @@ def fake_kernel(root: Path) -> Kernel:
     return Kernel("1", "1.0", root)
 
 
-def test_modules_are_listed_after_their_dependencies(tmp_path: Path) -> None:
+def test_kernel_modules_are_listed_after_their_dependencies(tmp_path: Path) -> None:
     kernel = fake_kernel(tmp_path)
     files = kernel.module_files(["virtio-pci", "c_top", "b"])
     assert [path.name for path in files] == ["a.ko", "b.ko", "c-top.ko"]
@@ -37,7 +37,7 @@ def test_modules_are_listed_after_their_dependencies(tmp_path: Path) -> None:
         kernel.module_files(["absent"])
 
 
-def test_programs_run_with_the_loader_beside_them(tmp_path: Path) -> None:
+def test_programs_run_with_the_dynamic_loader_of_their_directory(tmp_path: Path) -> None:
     """Programs of a newer Debian run with that Debian's loader, which is stored beside them.
 
     The test uses the loader and the C library of this machine.
@@ -64,7 +64,7 @@ int main(int n, char **v) { return printf("%s %s %d", v[0], v[1], n) < 0; }"""
     assert subprocess.run([final / "tool"], check=False, capture_output=True).returncode != 0
 
 
-def test_cpio_extracts_the_archive(tmp_path: Path) -> None:
+def test_cpio_extracts_the_initramfs(tmp_path: Path) -> None:
     def make() -> bytes:
         archive = initramfs.Archive()
         archive.file("/usr/share/odd", b"12345", 0o640)
@@ -84,14 +84,14 @@ def test_cpio_extracts_the_archive(tmp_path: Path) -> None:
     assert b"5,   1" in listing.stdout
 
 
-def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_until_fails_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMEM_TIMEOUT_SCALE", "0.5")
-    with pytest.raises(wait.WaitTimeout, match=r"not reached within 0\.05 s: the sky falls"):
+    with pytest.raises(wait.WaitTimeout, match=r"condition not met within 0\.05 s: the sky falls"):
         wait.until(lambda: None, 0.1, "the sky falls")
     assert wait.until(lambda: 5, 0, "at once") == 5
 
 
-def test_process_ends_with_its_parent(tmp_path: Path) -> None:
+def test_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     """A harness that is killed leaves no process behind."""
     script = (
         "import sys; from pathlib import Path; from harness.process import Process\n"
@@ -117,7 +117,7 @@ def test_process_reports_its_exit_status(tmp_path: Path) -> None:
         process.expect_alive()
 
 
-def test_a_missing_program_is_named(tmp_path: Path) -> None:
+def test_error_names_a_missing_program(tmp_path: Path) -> None:
     process = Process("ghost", [tmp_path / "ghost"], tmp_path / "log")
     assert process.wait(10) == 127
     with pytest.raises(HarnessError, match="ghost: No such file"):

@@ -35,7 +35,7 @@ from proof.workloads import WITH, WITHOUT, RandomReread, Workload, Write
 pytestmark = pytest.mark.smoke
 
 
-def test_ratio_is_that_of_the_medians_and_lies_in_its_interval() -> None:
+def test_ratio_of_medians_lies_in_its_confidence_interval() -> None:
     pairs = [(10.0, 2.0), (12.0, 2.0), (8.0, 2.0), (11.0, 4.0), (10.0, 1.0)]
     found = intervals.ratio(pairs)
     assert found.value == 5
@@ -61,7 +61,7 @@ def test_zipf_draws_popular_blocks_most_often_and_repeats_for_a_seed() -> None:
     assert len(set(top) & {block for block, _ in Counter(drawn).most_common(10)}) >= 4
 
 
-def test_trace_has_each_request_once_and_the_share_of_writes() -> None:
+def test_fio_trace_has_each_request_once_and_the_given_write_share() -> None:
     lines = disks.trace("/f", 4096, [3, 0] * 500, "s", write_share=0.2).splitlines()
     assert lines[:3] == ["fio version 2 iolog", "/f add", "/f open"] and lines[-1] == "/f close"
     requests = lines[3:-1]
@@ -70,7 +70,7 @@ def test_trace_has_each_request_once_and_the_share_of_writes() -> None:
     assert 150 < sum(line.split()[1] == "write" for line in requests) < 250
 
 
-def test_transactions_have_the_mix_of_sysbench() -> None:
+def test_transactions_have_the_statement_mix_of_sysbench() -> None:
     sql = disks.transactions(10_000, 3, 0, writes=True)
     assert sql.count("BEGIN;") == sql.count("COMMIT;") == 3
     assert len(re.findall(r"SELECT c FROM sbtest1 WHERE id=", sql)) == 30
@@ -80,7 +80,7 @@ def test_transactions_have_the_mix_of_sysbench() -> None:
     assert "UPDATE" not in disks.transactions(10_000, 3, 0, writes=False)
 
 
-def test_interrupted_run_continues_after_its_last_repetition(tmp_path: Path) -> None:
+def test_interrupted_benchmark_continues_after_its_last_repetition(tmp_path: Path) -> None:
     path = tmp_path / "proof.json"
     first = Results(path, {"quick": False})
     first.add("stream", {"title": "a stream"}, {WITH: {"seconds": 1.0}})
@@ -91,7 +91,7 @@ def test_interrupted_run_continues_after_its_last_repetition(tmp_path: Path) -> 
     assert [entry.name for entry in tmp_path.iterdir()] == ["proof.json"]
 
 
-def test_results_of_other_settings_are_not_continued(tmp_path: Path) -> None:
+def test_results_measured_with_other_settings_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "proof.json"
     Results(path, {"tmemd": "a"}).add("stream", {}, {})
     with pytest.raises(HarnessError, match=r"other settings \(tmemd\)"):
@@ -107,7 +107,7 @@ def test_lru_evicts_the_page_that_was_not_used_for_the_longest_time() -> None:
     assert [cache.use(page) for page in (2, 1)] == [True, True]
 
 
-def test_smaller_cache_misses_more_and_whole_file_misses_nothing() -> None:
+def test_modelled_misses_decrease_to_zero_as_the_cache_grows() -> None:
     zipf = disks.Zipf(2000, 0.6)
     found = [model.misses(pages, 3, zipf, 1000) for pages in (500, 1000, 2000)]
     assert found[0] > found[1] > found[2] == 0
@@ -145,7 +145,7 @@ def synthetic(path: Path) -> dict[str, Any]:
     return results.data
 
 
-def test_calibration_finds_the_costs_that_made_the_times(tmp_path: Path) -> None:
+def test_calibration_recovers_the_costs_behind_synthetic_times(tmp_path: Path) -> None:
     found = model.calibrate(synthetic(tmp_path / "r.json"))
     assert found.work_us == pytest.approx(20)
     assert found.get_us == pytest.approx(50, rel=0.01)
@@ -156,7 +156,7 @@ def test_calibration_finds_the_costs_that_made_the_times(tmp_path: Path) -> None
     assert found.lru_share == pytest.approx(1, rel=0.02)
 
 
-def test_less_ram_takes_longer_and_the_limit_of_the_disk_bounds_the_time(tmp_path: Path) -> None:
+def test_predicted_time_grows_with_less_ram_and_respects_the_disk_limit(tmp_path: Path) -> None:
     results = synthetic(tmp_path / "r.json")
     half = model.predict(results)[model.HALF]
     before = results["parts"][model.CALIBRATION]["repetitions"][0]
@@ -165,7 +165,7 @@ def test_less_ram_takes_longer_and_the_limit_of_the_disk_bounds_the_time(tmp_pat
     assert half[WITHOUT] >= half["misses"] / 3000
 
 
-def test_error_of_a_holdout_compares_prediction_and_measurement(tmp_path: Path) -> None:
+def test_holdout_error_compares_prediction_and_measurement(tmp_path: Path) -> None:
     results = Results(tmp_path / "r.json", {})
     results.add(model.HALF, {}, {WITHOUT: {"seconds": 4.0}, WITH: {"seconds": 2.0}})
     results.note("predictions", {model.HALF: {WITHOUT: 5.0, WITH: 1.0}})
@@ -188,7 +188,7 @@ def rivals(key: str, of: dict[str, float]) -> dict[str, Any]:
     return {"parts": {key: part}}
 
 
-def test_rival_with_fewer_host_bytes_is_named() -> None:
+def test_report_names_a_rival_that_uses_fewer_host_bytes() -> None:
     found = rivals("rivals_90", {POOL: 20.0})
     assert [text.partition(" at ")[0] for text in report.unequal(found)] == [
         "more RAM for the guests"
@@ -213,7 +213,7 @@ def test_figure_that_misses_its_target_is_reported_as_missed() -> None:
     }
 
 
-def test_target_inside_the_interval_is_neither_met_nor_missed() -> None:
+def test_target_inside_the_confidence_interval_is_neither_met_nor_missed() -> None:
     assert report.verdict(Estimate(6, 5, 7), 5) == report.MET
     assert report.verdict(Estimate(6, 4, 7), 5) == report.UNCLEAR
     assert report.verdict(Estimate(4, 3, 4.5), 5) == report.MISSED
@@ -222,11 +222,11 @@ def test_target_inside_the_interval_is_neither_met_nor_missed() -> None:
     assert report.verdict(Estimate(1.2, 1.1, 1.3), 1.03, at_least=False) == report.MISSED
 
 
-def test_calibration_without_a_page_from_the_pool_is_refused(tmp_path: Path) -> None:
+def test_calibration_without_pool_hits_is_refused(tmp_path: Path) -> None:
     data = synthetic(tmp_path / "r.json")
     for one in data["parts"][model.CALIBRATION]["repetitions"]:
         one[WITH]["hits"] = 0
-    with pytest.raises(HarnessError, match="read no page of the pool"):
+    with pytest.raises(HarnessError, match="read no page from the pool"):
         model.calibrate(data)
 
 
@@ -267,7 +267,7 @@ def measure(results: Results, part: Part, monkeypatch: pytest.MonkeyPatch) -> li
     return part.calls
 
 
-def test_figures_of_a_part_with_wrong_bytes_are_not_saved(
+def test_results_of_a_part_with_wrong_bytes_are_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = Results(tmp_path / "r.json", {})
@@ -286,7 +286,7 @@ def test_figures_of_a_part_with_wrong_bytes_are_not_saved(
     assert measure(results, Part(wrong=False), monkeypatch) == []
 
 
-def test_part_that_fails_does_not_prevent_the_next_one(
+def test_failed_benchmark_part_does_not_prevent_later_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = Results(tmp_path / "r.json", {})
@@ -300,7 +300,7 @@ def test_part_that_fails_does_not_prevent_the_next_one(
     assert results.data["machine"][0]["parts"] == ["write"]
 
 
-def test_finish_runs_even_if_a_guest_does_not_end(
+def test_part_is_finished_even_if_a_guest_fails_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end(_: Lab) -> None:
@@ -332,9 +332,7 @@ def partial(*keys: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", [*MAKE, None])
-def test_file_with_one_part_or_none_gives_a_report_and_a_page(
-    key: str | None, tmp_path: Path
-) -> None:
+def test_report_and_page_are_written_for_one_part_or_none(key: str | None, tmp_path: Path) -> None:
     found = partial(*([key] if key else []))
     (tmp_path / "docs/benchmarks").mkdir(parents=True)
     page = tmp_path / "docs/benchmarks/proof.md"
@@ -345,7 +343,7 @@ def test_file_with_one_part_or_none_gives_a_report_and_a_page(
     assert images == set(re.findall(r"images/([\w-]+\.svg)", page.read_text()))
 
 
-def test_holdout_that_was_predicted_and_measured_has_its_error_in_the_report() -> None:
+def test_report_states_the_error_of_a_measured_prediction() -> None:
     found = partial(model.HALF)
     found["predictions"] = {
         "calibration": dict.fromkeys(model.Calibration.__dataclass_fields__, 1.0),
@@ -354,13 +352,13 @@ def test_holdout_that_was_predicted_and_measured_has_its_error_in_the_report() -
     assert "+50%" in report.page(found)
 
 
-def test_bars_of_all_workloads_have_different_names() -> None:
+def test_plot_bars_of_all_workloads_have_different_names() -> None:
     names = [name for name, _ in report.speed_bars(partial(*MAKE))]
     assert len(names) == len(set(names)) >= 7
     assert "</svg>" in plot.bars("no bars", "", [])
 
 
-def test_late_page_of_the_victim_misses_the_target() -> None:
+def test_one_late_page_of_the_victim_vm_misses_its_target() -> None:
     found = partial("victim")
     found["parts"]["victim"]["repetitions"][0][WITH]["misses_late"] = 1.0
     rows = {row[0]: row for row in report.rows(found)}
@@ -368,7 +366,7 @@ def test_late_page_of_the_victim_misses_the_target() -> None:
     assert rows["`victim_p99_ratio`"][4] == report.MET
 
 
-def test_workload_that_the_pool_slows_down_is_named() -> None:
+def test_report_names_a_workload_that_the_pool_slows_down() -> None:
     found = partial("stream", "rand_reread_io_uring")
     for one in found["parts"]["stream"]["repetitions"]:
         one[WITH]["seconds"] = 3.0
@@ -377,7 +375,7 @@ def test_workload_that_the_pool_slows_down_is_named() -> None:
     assert lines[1].startswith("no gain shown: Zipf random re-read, io_uring")
 
 
-def test_comparison_with_ksm_comes_from_bench_density() -> None:
+def test_comparison_with_ksm_uses_results_of_bench_density() -> None:
     found = partial("rivals_90")
     assert "make bench-density" in report.ksm_row(found)[4]
     runs = {"ksm": [9.0, 12.0], "device": [3.0, 3.0]}
@@ -391,7 +389,7 @@ def test_comparison_with_ksm_comes_from_bench_density() -> None:
     assert report.ksm_row(found)[3] == "not comparable"
 
 
-def test_threads_share_the_requests_of_a_repetition() -> None:
+def test_threads_split_the_requests_of_a_repetition() -> None:
     part = RandomReread(8)
     loads = part.loads()
     assert len(loads) == 8 * (part.repetitions + 2)
@@ -402,7 +400,7 @@ def test_threads_share_the_requests_of_a_repetition() -> None:
     assert part.trace(0).count("--name=") == 8 and "--iodepth=1 " in part.trace(0)
 
 
-def test_peak_is_that_of_the_samples_and_of_the_end() -> None:
+def test_peak_of_host_bytes_includes_samples_and_the_final_value() -> None:
     sampled = threading.Event()
 
     def now() -> int:
@@ -429,7 +427,7 @@ def test_processor_time_includes_ended_children() -> None:
     assert host_bytes.family_seconds(os.getpid()) - before >= 0.15
 
 
-def test_qemu_guest_retains_pages_as_a_native_one_does(
+def test_benchmark_qemu_guest_with_a_daemon_has_retain_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guests, "_files", lambda _: {})
@@ -444,7 +442,7 @@ def test_qemu_guest_retains_pages_as_a_native_one_does(
     assert configs[1].tmem is None
 
 
-def test_settings_name_the_driver_and_the_parameters(
+def test_settings_change_with_the_programs_and_the_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linux = tmp_path / "linux"
@@ -460,7 +458,7 @@ def test_settings_name_the_driver_and_the_parameters(
     assert run.settings(False, host)["kernel"] != second["kernel"]
 
 
-def test_group_is_removed_if_its_limits_cannot_be_set(
+def test_cgroup_is_removed_if_its_limits_cannot_be_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removed: list[bool] = []
@@ -480,7 +478,7 @@ def test_group_is_removed_if_its_limits_cannot_be_set(
     assert removed == [True]
 
 
-def test_only_the_disks_with_the_files_count_as_read(tmp_path: Path) -> None:
+def test_disk_processes_of_a_fleet_are_selected_by_disk_name(tmp_path: Path) -> None:
     disks_of = [Disk("data", tmp_path / "a"), Disk("loads", tmp_path / "b")]
     vm = native.NativeVm(native.NativeConfig(disks=disks_of), tmp_path / "vm")
     for number, export in enumerate(vm.exports):
@@ -490,13 +488,13 @@ def test_only_the_disks_with_the_files_count_as_read(tmp_path: Path) -> None:
     assert fleet.fronts("data") == [100]
 
 
-def test_noise_that_ended_before_the_victim_is_refused() -> None:
+def test_neighbour_load_that_ends_before_the_victims_is_refused() -> None:
     job = SimpleNamespace(done=lambda: True, wait=lambda: SimpleNamespace(text="{}"))
     with pytest.raises(HarnessError, match="ended too early"):
         Neighbour._end_noise(cast(Any, job))
 
 
-def test_unequal_noise_is_refused() -> None:
+def test_unequal_neighbour_loads_are_refused() -> None:
     part = Neighbour()
     box = SimpleNamespace(sh=lambda _: "abc  set", vm=SimpleNamespace(name="n"))
     part.__dict__.update(_sum="abc", _victim=box, _neighbours={WITH: box})
@@ -507,7 +505,7 @@ def test_unequal_noise_is_refused() -> None:
         part.check()
 
 
-def test_native_guest_makes_its_boot_files_once(
+def test_native_guest_builds_its_kernel_and_initramfs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
@@ -550,7 +548,7 @@ def test_host_bytes_include_descendants_and_count_shared_memory_once(
             child.kill()
 
 
-def test_every_workload_states_its_parameters() -> None:
+def test_every_workload_has_parameters_and_five_repetitions() -> None:
     for name, make in MAKE.items():
         part = make()
         assert part.key == name
@@ -559,6 +557,6 @@ def test_every_workload_states_its_parameters() -> None:
     assert sum(make().seconds for make in MAKE.values()) < 40 * 60
 
 
-def test_working_sets_exceed_ram_and_fit_ram_plus_pool() -> None:
+def test_benchmark_working_sets_exceed_ram_and_fit_ram_plus_pool() -> None:
     part = RandomReread(1)
     assert part.set_bytes == 1.5 * part.ram_bytes == 288 * MIB

@@ -31,7 +31,7 @@ def needed() -> dict[str, set[str]]:
     return sections
 
 
-def test_build_dependencies_are_those_of_the_full_build() -> None:
+def test_package_build_dependencies_are_those_of_the_full_build() -> None:
     control = (QEMU / "debian/control").read_text()
     field = control.split("Build-Depends:\n", 1)[1].split("\n\n", 1)[0]
     build = set(re.findall(r"^ ([\w.+-]+)", field, re.MULTILINE))
@@ -41,7 +41,7 @@ def test_build_dependencies_are_those_of_the_full_build() -> None:
     assert libraries - {"libc6-dev"} == {name for name in build if name.endswith("-dev")}
 
 
-def test_options_of_the_build_name_each_feature_once() -> None:
+def test_qemu_build_options_name_each_feature_once() -> None:
     options: list[str] = []
     for name in ("common", "full"):
         lines = (QEMU / "configs" / name).read_text().splitlines()
@@ -53,7 +53,7 @@ def test_options_of_the_build_name_each_feature_once() -> None:
     assert full == sorted(full)
 
 
-def test_package_tmemctl_and_apparmor_name_one_program() -> None:
+def test_package_tmemctl_and_apparmor_name_the_same_qemu() -> None:
     rules = (QEMU / "debian/rules").read_text()
     assert "PROGRAM = qemu-system-x86_64\n" in rules
     assert "virtio-tmem-qemu/usr/bin/$(PROGRAM)-tmem" in rules

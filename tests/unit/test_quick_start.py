@@ -30,17 +30,17 @@ def commands(step: str) -> list[str]:
     return [part.strip() for part in re.split(r"&&|;|\n", joined) if part.strip()]
 
 
-def test_a_vm_has_the_device_after_few_commands() -> None:
+def test_quick_start_attaches_the_device_with_few_commands() -> None:
     found = steps()
     host = [command for number in (2, 3, 4) for command in commands(found[number])]
-    assert len(host) <= COMMANDS_MAX, host
+    assert len(host) <= COMMANDS_MAX, f"too many commands on the host: {host}"
     assert len([c for step in found.values() for c in commands(step)]) <= COMMANDS_MAX + 5
     # No compiler on the host: packages are built in the first step, on any machine.
     assert not [command for command in host if re.match(r"make|gcc|cargo|qemu-dev", command)]
     assert any(command.startswith("virsh start") for command in host)
 
 
-def test_the_check_in_a_vm_runs_the_commands_of_the_host() -> None:
+def test_package_check_in_a_vm_runs_the_quick_start_commands() -> None:
     script = (ROOT / "scripts/check-packages").read_text()
     assert "/^# 2 /" in script and "/^# 5 /" in script and "quick-start" in script
     found = steps()

@@ -45,7 +45,7 @@ def copied(directory: Path) -> Path:
 
 
 @pytest.mark.smoke
-def test_all_files_name_one_version(tmp_path: Path) -> None:
+def test_all_files_name_the_same_version(tmp_path: Path) -> None:
     version = passed(ROOT / "scripts/version").strip()
     assert re.fullmatch(r"\d+\.\d+\.\d+", version)
     for name in NAMING[:-3]:
@@ -60,12 +60,14 @@ def test_all_files_name_one_version(tmp_path: Path) -> None:
             text = file.read_text().replace(version, "99.0.0", 1)
         file.write_text(text)
         done = run(script)
-        assert done.returncode == 1, f"no complaint about {name}: {done.stdout}"
+        assert done.returncode == 1, (
+            f"scripts/version does not refuse another version in {name}: {done.stdout}"
+        )
         assert name in done.stdout or name.endswith("Cargo.toml")
 
 
 @pytest.mark.smoke
-def test_a_new_version_is_set_everywhere(tmp_path: Path) -> None:
+def test_setting_a_version_changes_all_files(tmp_path: Path) -> None:
     script = copied(tmp_path)
     old = passed(script).strip()
     # Add a section of unreleased changes, whose title the script replaces by the new version.
@@ -81,7 +83,7 @@ SOURCE_TREE = ROOT / "scripts/source-tree"
 
 
 @pytest.mark.smoke
-def test_source_tree_replaces_only_its_own_directories(tmp_path: Path) -> None:
+def test_source_tree_script_replaces_only_directories_that_it_wrote(tmp_path: Path) -> None:
     """A directory with other files stays as it is, and so does the repository."""
     target = tmp_path / "tree"
     passed(SOURCE_TREE, target)
@@ -107,7 +109,7 @@ def test_source_tree_replaces_only_its_own_directories(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_source_tree_copies_no_untracked_files(tmp_path: Path) -> None:
+def test_source_tree_script_copies_no_untracked_files(tmp_path: Path) -> None:
     """Neither a checkout behind a link nor one of another user counts as a source archive."""
     (tmp_path / "link").symlink_to(ROOT)
     passed(tmp_path / "link/scripts/source-tree", tmp_path / "tree")
@@ -128,7 +130,7 @@ touch ../virtio-tmem-guest_1_all.deb ../virtio-tmem_1.changes ../virtio-tmem_1.b
 
 
 @pytest.mark.smoke
-def test_builds_of_a_commit_and_of_the_tree_share_no_directory(tmp_path: Path) -> None:
+def test_builds_of_a_commit_and_of_the_tree_use_separate_directories(tmp_path: Path) -> None:
     """Otherwise cargo would take the commit's programs for those of the tree."""
     program = tmp_path / "bin/dpkg-buildpackage"
     program.parent.mkdir()
@@ -176,7 +178,9 @@ def test_release_files_are_reproducible(archives: Path, tmp_path: Path) -> None:
     names = sorted(path.name for path in archives.iterdir())
     assert names == sorted(path.name for path in tmp_path.iterdir()) and len(names) == 3
     for name in names:
-        assert (archives / name).read_bytes() == (tmp_path / name).read_bytes(), name
+        assert (archives / name).read_bytes() == (tmp_path / name).read_bytes(), (
+            f"{name} differs between two runs of scripts/dist"
+        )
     passed("sh", "-c", f"cd {archives} && sha256sum -c SHA256SUMS")
 
 
@@ -198,7 +202,7 @@ def test_source_archive_builds_without_git_and_network(archives: Path, tmp_path:
     assert len(list((tmp_path / "packages").glob("*.deb"))) >= 2
 
 
-def test_bill_of_materials_has_the_crates_of_the_programs(archives: Path) -> None:
+def test_bill_of_materials_lists_the_crates_of_the_programs(archives: Path) -> None:
     (file,) = archives.glob("*.cdx.json")
     bill = json.loads(file.read_text())
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.5")
@@ -213,12 +217,14 @@ def test_bill_of_materials_has_the_crates_of_the_programs(archives: Path) -> Non
     assert len(crates) > 50
     for name, version in crates:
         component = components[f"pkg:cargo/{name}@{version}"]
-        assert component["licenses"], name
+        assert component["licenses"], f"crate {name} has no licence"
         assert component["type"] == "application" or len(component["hashes"][0]["content"]) == 64
     # A fuzzer's or a test's crate is no part of a program.
     assert not [reference for reference in components if "proptest" in reference]
     for entry in bill["dependencies"]:
-        assert set(entry["dependsOn"]) <= set(components), entry["ref"]
+        assert set(entry["dependsOn"]) <= set(components), (
+            f"{entry['ref']} depends on a crate that is not listed"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -236,13 +242,87 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     shutil.rmtree(home)
 
 
+def test_tag_is_signed_and_on_a_commit_of_its_version(tmp_path: Path, key: dict[str, str]) -> None:
+    copied(tmp_path)
+    tag = tmp_path / "scripts/tag"
+    shutil.copy(ROOT / "scripts/tag", tag)
+    environment = {
+        **key, "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_AUTHOR_NAME": "test", "GIT_AUTHOR_EMAIL": "test@virtio-tmem.example",
+        "GIT_COMMITTER_NAME": "test", "GIT_COMMITTER_EMAIL": "test@virtio-tmem.example",
+    }  # fmt: skip
+
+    def git(*words: str) -> str:
+        return passed("git", "-C", tmp_path, *words, **environment).strip()
+
+    def refused(words: str, *options: str) -> None:
+        done = run(tag, *options, **environment)
+        assert done.returncode == 1 and words in done.stdout, done.stdout
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+    first = git("rev-parse", "HEAD")
+    old = passed(tmp_path / "scripts/version").strip()
+    log = tmp_path / "CHANGELOG.md"
+    log.write_text(log.read_text().replace("\n## ", "\n## Unreleased\n\n## ", 1))
+    passed(tmp_path / "scripts/version", "--set", "7.8.9")
+    signed = ("--key", "test@virtio-tmem.example")
+    refused("the tree has changes", *signed, "7.8.9")
+    git("commit", "--quiet", "--all", "--message", "second")
+
+    # Both releases get a tag, the earlier one on its own commit.
+    refused(f"has the version 7.8.9, not {old}", *signed, old)
+    refused(f"has the version {old}, not 7.8.9", *signed, "7.8.9", first)
+    refused("no commit", *signed, "7.8.9", "none")
+    passed(tag, *signed, old, first, **environment)
+    passed(tag, *signed, "7.8.9", **environment)
+    for version, commit in ((old, first), ("7.8.9", git("rev-parse", "HEAD"))):
+        name = f"v{version}"
+        assert git("cat-file", "-t", name) == "tag"
+        assert git("rev-parse", f"{name}^{{commit}}") == commit
+        assert "Good signature" in git("verify-tag", name)
+        subject = git("tag", "--list", "--format=%(contents:subject)", name)
+        assert subject == f"virtio-tmem {version}"
+    refused("exists", *signed, "7.8.9")
+
+    # Without a key, the tag is made only on request. A commit of another branch gets none.
+    git("tag", "--delete", "v7.8.9")
+    done = run(tag, "--key", "nobody@virtio-tmem.example", "7.8.9", **environment)
+    assert done.returncode != 0 and not git("tag", "--list", "v7.8.9")
+    passed(tag, "--unsigned", "7.8.9", **environment)
+    assert git("cat-file", "-t", "v7.8.9") == "tag"
+    git("tag", "--delete", "v7.8.9")
+    second = git("rev-parse", "HEAD")
+    git("checkout", "--quiet", first)
+    refused("not an ancestor of HEAD", *signed, "7.8.9", second)
+    assert run(tag, "7.8", **environment).returncode == 2
+
+
+@pytest.mark.smoke
+def test_previous_release_can_get_its_tag(tmp_path: Path) -> None:
+    """docs/releasing.md names the command. The commit's files have the older version."""
+    commit = passed(ROOT / "scripts/previous-release", "--commit").strip()
+    command = 'scripts/tag 0.1.0 "$(scripts/previous-release --commit)"'
+    assert command in (ROOT / "docs/releasing.md").read_text()
+    passed("git", "clone", "--quiet", "--shared", ROOT, tmp_path / "clone")
+    clone = tmp_path / "clone"
+    run("git", "-C", clone, "tag", "--delete", "v0.1.0")
+    shutil.copy(ROOT / "scripts/tag", clone / "scripts/tag")
+    passed(
+        clone / "scripts/tag", "--unsigned", "0.1.0", commit,
+        GIT_COMMITTER_NAME="test", GIT_COMMITTER_EMAIL="test@virtio-tmem.example",
+    )  # fmt: skip
+    assert passed("git", "-C", clone, "rev-parse", "v0.1.0^{commit}").strip() == commit
+
+
 def forget(apt: Path) -> None:
     """Makes apt fetch all lists again."""
     shutil.rmtree(apt / "lists", ignore_errors=True)
     (apt / "lists/partial").mkdir(parents=True)
 
 
-def test_apt_accepts_the_repository_and_refuses_a_changed_one(
+def test_apt_accepts_the_repository_and_refuses_a_modified_copy(
     tmp_path: Path, key: dict[str, str]
 ) -> None:
     passed(

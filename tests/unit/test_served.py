@@ -38,16 +38,16 @@ def test_series_of_another_vendor_counts_as_missing() -> None:
     assert served.compare(rows("6.1", "6.12") + others, newest)[1] == ["7.4"]
 
 
-def test_no_kernel_series_is_missing_if_the_list_has_all() -> None:
+def test_no_kernel_series_is_reported_if_the_driver_serves_all() -> None:
     assert served.compare(rows("6.1", "6.12", "7.4"), newest)[1] == []
 
 
-def test_name_without_series_is_an_error() -> None:
+def test_package_name_without_a_kernel_series_is_an_error() -> None:
     with pytest.raises(HarnessError, match="names no kernel series"):
         served.compare(rows("6.1"), lambda suite: "linux-image-cloud-amd64")
 
 
-def test_rows_of_an_unknown_form_are_an_error() -> None:
+def test_tested_kernels_rows_of_an_unknown_form_are_an_error() -> None:
     text = served.SOURCE.read_text()
     assert len(served.kernels(text)) > 1
     with pytest.raises(HarnessError, match="does not know"):

@@ -107,7 +107,9 @@ def restarted(host: Systemd, old: int, seconds: float) -> float:
     return time.monotonic() - begun
 
 
-def test_systemctl_start_returns_when_the_daemon_serves(host: Systemd, daemon: Daemon) -> None:
+def test_systemctl_start_returns_when_the_daemon_accepts_connections(
+    host: Systemd, daemon: Daemon
+) -> None:
     """`systemctl start` returns when the daemon's sockets exist, because of Type=notify."""
     host.expect("systemctl", "stop", UNIT)
     host.expect("systemctl", "start", UNIT)
@@ -119,14 +121,14 @@ def test_systemctl_start_returns_when_the_daemon_serves(host: Systemd, daemon: D
     assert int(host.show(UNIT, "WatchdogTimestampMonotonic")) > 0
 
 
-def test_daemon_has_only_the_rights_of_its_unit(host: Systemd, daemon: Daemon) -> None:
+def test_daemon_has_only_the_privileges_of_its_unit(host: Systemd, daemon: Daemon) -> None:
     user = host.expect("id", "--user", "virtio-tmem")
     group = host.expect("id", "--group", "virtio-tmem")
     found = status(host)
     assert set(found["Uid"].split()) == {user} and set(found["Gid"].split()) == {group}
     wanted = 1 << CAPABILITIES["chown"] | 1 << CAPABILITIES["fowner"]
     for name in ("CapEff", "CapPrm", "CapBnd"):
-        assert int(found[name], 16) == wanted, name
+        assert int(found[name], 16) == wanted, f"{name} of the daemon is {found[name]}"
     assert int(found["CapAmb"], 16) == 0, (
         "the daemon could pass on capabilities to a program that it starts"
     )
@@ -171,13 +173,15 @@ def test_daemon_sees_no_sockets_of_other_services(host: Systemd, daemon: Daemon)
         others = {
             path for path in seen if not re.match(f"{RUN}/|/run/systemd/(notify$|journal/)", path)
         }
-        assert f"{RUN}/control" in seen and not others, f"the daemon could connect to {others}"
+        assert f"{RUN}/control" in seen and not others, (
+            f"the daemon does not see its own socket, or sees sockets of other services: {others}"
+        )
         # The daemon cannot create files in /run.
         assert host.run(*enter, "touch", "/run/more").returncode != 0
     (directory / "system_bus_socket").unlink()
 
 
-def test_a_daemon_that_hangs_is_replaced(host: Systemd, daemon: Daemon) -> None:
+def test_systemd_replaces_a_hung_daemon(host: Systemd, daemon: Daemon) -> None:
     """After SIGSTOP, systemd misses the heartbeat, sends SIGKILL and starts another daemon."""
     old, before = main_pid(host), int(host.show(UNIT, "NRestarts"))
     # A daemon that runs normally is not restarted.
@@ -185,14 +189,14 @@ def test_a_daemon_that_hangs_is_replaced(host: Systemd, daemon: Daemon) -> None:
     assert main_pid(host) == old
     end(host, signal.SIGSTOP)
     took = restarted(host, old, 2 * WATCHDOG_SECONDS + OWN_SECONDS)
-    print(f"{took:.2f} s from SIGSTOP until the next one serves")
+    print(f"{took:.2f} s from SIGSTOP until the next daemon serves")
     assert WATCHDOG_SECONDS / 2 < took < WATCHDOG_SECONDS + scaled(OWN_SECONDS)
     assert int(host.show(UNIT, "NRestarts")) == before + 1
     daemon.stats()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
-def test_a_daemon_that_dies_is_restarted_with_its_vms(
+def test_systemd_restarts_a_killed_daemon_with_its_vms(
     host: Systemd, daemon: Daemon, number: signal.Signals
 ) -> None:
     """Added VMs are served again after a restart, at sockets that their QEMUs' users own."""
@@ -261,7 +265,7 @@ def test_sockets_get_the_configured_users_and_groups(host: Systemd, daemon: Daem
         host.expect("systemctl", "restart", UNIT)
 
 
-def test_added_vms_are_served_after_an_upgrade(host: Systemd, daemon: Daemon) -> None:
+def test_vms_added_at_run_time_are_served_after_an_upgrade(host: Systemd, daemon: Daemon) -> None:
     """After an upgrade of the program and `systemctl restart`, added VMs are still served."""
     daemon.call("AddVm", vm=VM)
     socket = host.path(f"{RUN}/added.sock")
@@ -282,7 +286,7 @@ def test_added_vms_are_served_after_an_upgrade(host: Systemd, daemon: Daemon) ->
     daemon.call("RemoveVm", uuid=VM["uuid"], socket=VM["socket"])
 
 
-def test_stopped_daemon_is_not_restarted(host: Systemd, daemon: Daemon) -> None:
+def test_systemd_does_not_restart_a_daemon_that_it_stopped(host: Systemd, daemon: Daemon) -> None:
     """The daemon ends orderly, and systemd does not restart it."""
     begun = time.monotonic()
     host.expect("systemctl", "stop", UNIT)
@@ -292,7 +296,7 @@ def test_stopped_daemon_is_not_restarted(host: Systemd, daemon: Daemon) -> None:
     assert not daemon.control.exists()
 
 
-def test_exposure_rating_is_bounded(tmp_path: Path) -> None:
+def test_systemd_exposure_rating_of_the_unit_is_below_its_limit(tmp_path: Path) -> None:
     """systemd-analyze's exposure rating of the unit does not exceed its bound."""
     unit = tmp_path / UNIT
     shutil.copy(SOURCES / UNIT, unit)

@@ -23,7 +23,7 @@ def test_each_test_is_in_one_shard() -> None:
         assert sorted(name for part in found for name in part) == sorted(names)
         shuffled = rng.sample(names, len(names))
         assert shards.split(shuffled, durations, parts) == found, (
-            "the parts depend on the order of the names"
+            "the shards depend on the order of the test names"
         )
 
 

@@ -17,9 +17,9 @@ SKIPPED = """
 import pytest
 
 @pytest.mark.skipif(True, reason="nothing can be mounted")
-def test_one(): pass
+def test_that_is_skipped(): pass
 """
-PASSED = "\ndef test_two(): pass\n"
+PASSED = "\ndef test_that_passes(): pass\n"
 
 
 def run(directory: Path, text: str, *options: str) -> tuple[int, str]:

@@ -56,33 +56,39 @@ def rows() -> dict[str, tuple[str, str]]:
     return {rule: (kept, shown) for rule, kept, shown in all_rows}
 
 
-def test_each_rule_has_one_number_and_one_row() -> None:
+def test_each_rule_has_one_number_and_one_table_row() -> None:
     found = rules()
     assert len(found) > 60
     assert len(set(found)) == len(found)
     assert set(found) == set(rows())
     assert set(RULE.findall(PAGE.read_text())) == set(found), (
-        "the page refers to a rule that does not exist"
+        "the specification refers to a rule that it does not define"
     )
 
 
 def test_each_requirement_has_a_number() -> None:
     for bullet in bullets():
         assert bool(WORD.search(bullet)) != is_limit(bullet), (
-            f"the rule has no MUST or SHOULD, or the limit has one: {bullet}"
+            f"a rule needs MUST or SHOULD, and a limit must have neither: {bullet}"
         )
     rest = prose()
     for bullet in bullets():
         rest = rest.replace(bullet, "")
     said = [line for line in rest.splitlines() if WORD.search(line)]
-    assert len(said) == 1 and "RFC 2119" in said[0], said
+    assert len(said) == 1 and "RFC 2119" in said[0], (
+        f"these lines outside of the rules have MUST or SHOULD: {said}"
+    )
 
 
 def test_each_rule_is_one_sentence_about_its_actor() -> None:
     for bullet in bullets():
         number, text = bullet.removeprefix("**").split("** ", 1)
-        assert is_limit(bullet) or text.startswith(ACTORS[number.split("-")[0]]), bullet
-        assert text.endswith(".") and not re.search(r"[.!?]\s", text), bullet
+        assert is_limit(bullet) or text.startswith(ACTORS[number.split("-")[0]]), (
+            f"the rule does not begin with its actor: {bullet}"
+        )
+        assert text.endswith(".") and not re.search(r"[.!?]\s", text), (
+            f"the rule is not one sentence: {bullet}"
+        )
 
 
 def test_lines_of_the_specification_are_wrapped() -> None:
@@ -97,7 +103,7 @@ def test_lines_of_the_specification_are_wrapped() -> None:
 @pytest.mark.parametrize("rule", rules())
 def test_code_and_test_of_each_rule_exist(rule: str) -> None:
     kept, shown = rows()[rule]
-    assert names(kept), f"{rule}: the table names no code that keeps the rule"
+    assert names(kept), f"rule {rule}: the table names no code that keeps the rule"
     for path, name in names(kept):
         assert is_there(path, name), f"{path} does not define {name}"
     for path, name in names(shown):
@@ -106,14 +112,16 @@ def test_code_and_test_of_each_rule_exist(rule: str) -> None:
         assert re.fullmatch(r"`[^`]+`(, `[^`]+`)*", shown) and names(shown)
 
 
-def test_missing_names_are_not_found() -> None:
+def test_lookup_of_code_and_tests_finds_definitions_only() -> None:
     """Names that do not exist are not found."""
     spec = "tests/unit/test_spec.py"
     chain = "tmemd/src/queue/chain.rs"
     assert is_there(spec, "rules") and not is_there(spec, "rule")
-    assert is_test(spec, "test_missing_names_are_not_found") and not is_test(spec, "rules")
+    assert is_test(spec, "test_lookup_of_code_and_tests_finds_definitions_only") and not is_test(
+        spec, "rules"
+    )
     assert is_there(chain, "fill") and not is_test(chain, "fill")
-    assert is_test(chain, "loops_bad_indexes_and_bad_tables_in_chains_are_refused")
+    assert is_test(chain, "chains_with_loops_bad_indexes_or_bad_indirect_tables_are_refused")
     core = "guest-driver/core"
     assert is_there(f"{core}/get.c", "take_page")
     assert not is_there(f"{core}/get.c", "tmem_queue_drain"), (

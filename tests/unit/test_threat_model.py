@@ -27,7 +27,7 @@ def test_code_and_tests_of_each_promise_exist(row: list[str]) -> None:
     promise, by, shown = row
     assert promise
     for cell in (by, shown):
-        assert re.fullmatch(rf"{CELL}(, {CELL})*", cell), cell
+        assert re.fullmatch(rf"{CELL}(, {CELL})*", cell), f"the cell lists no names: {cell}"
     for path, name in names(by):
         assert is_there(path, name), f"{path} does not define {name}"
         assert not is_test(path, name), (
@@ -37,22 +37,24 @@ def test_code_and_tests_of_each_promise_exist(row: list[str]) -> None:
         assert is_test(path, name), f"{path} has no test {name}"
 
 
-def test_each_chapter_states_what_is_not_promised() -> None:
+def test_each_chapter_has_a_not_promised_paragraph() -> None:
     chapters = PAGE.read_text().split("\n## ")[1:]
     with_table = [chapter for chapter in chapters if re.search(r"<!-- table: ", chapter)]
     assert len(with_table) == len(TABLES) + 1
     for chapter in with_table:
         title = chapter.splitlines()[0]
-        assert title == "Gaps" or "**Not promised.**" in chapter, title
+        assert title == "Gaps" or "**Not promised.**" in chapter, (
+            f"chapter '{title}' has no paragraph **Not promised.**"
+        )
 
 
-def test_each_test_that_the_page_names_is_in_a_table() -> None:
+def test_tests_named_on_the_threat_model_page_are_in_its_tables() -> None:
     """All tests and functions that the page names are in its tables, where they are checked."""
     in_tables = {name for row in promises() for cell in row for name in names(cell)}
     assert set(names(PAGE.read_text())) == in_tables
 
 
-def test_each_gap_has_a_description() -> None:
+def test_each_known_gap_has_a_description() -> None:
     rows = table(PAGE, "gaps")
     assert len(rows) > 5
     assert all(row[0] for row in rows)

@@ -20,7 +20,7 @@ WATCHDOG = ROOT / "host-daemon/tmemd/src/host/watchdog.rs"
 
 def settings() -> dict[str, str]:
     lines = re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE)
-    assert len({key for key, _ in lines}) == len(lines), "the unit has a key twice"
+    assert len({key for key, _ in lines}) == len(lines), "the systemd unit sets a key twice"
     return dict(lines)
 
 

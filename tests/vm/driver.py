@@ -178,7 +178,9 @@ def wait_state(guest: Guest, begins: str, seconds: float = ONLINE_SECONDS) -> st
         nonlocal last
         last = state(guest)
         if last.startswith("poisoned") and not begins.startswith("poisoned"):
-            raise HarnessError(f"the driver cannot reach the state '{begins}' any more")
+            raise HarnessError(
+                f"the driver is poisoned and can no longer reach the state '{begins}'"
+            )
         return last.startswith(begins)
 
     try:
@@ -271,7 +273,7 @@ def verdict(guest: Guest, command: str, status: int, text: str) -> dict[str, int
     """
     if status != 0:
         raise HarnessError(
-            f"'{command}' ended with {status}:\n{text[-6000:]}\n"
+            f"'{command}' ended with status {status}:\n{text[-6000:]}\n"
             f"state {state(guest)}\n{stats(guest)}"
         )
     last = text.strip().splitlines()[-1]
@@ -341,6 +343,8 @@ class Torture:
     def must_mismatch(self) -> str:
         """Waits for the end of the run, which must find a wrong byte, and returns its output."""
         done = self.job.wait()
-        assert done.status == 1, f"'{self.command}' ended with {done.status}:\n{done.text[-6000:]}"
+        assert done.status == 1, (
+            f"'{self.command}' ended with status {done.status}, not 1:\n{done.text[-6000:]}"
+        )
         assert "TORTURE MISMATCH" in done.text, done.text[-6000:]
         return done.text

@@ -163,7 +163,7 @@ def test_all_pages_are_put_while_the_pool_has_room(
 
 
 @pytest.mark.smoke
-def test_only_reused_pages_are_put_with_the_hint(
+def test_only_reused_pages_are_put_with_the_workingset_hint(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """Pages that were used again are put with a hint, and pages that were used once without it."""

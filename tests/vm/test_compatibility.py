@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import subprocess
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from driver import checksums, driver_guest, driver_vm, evict, load, stats, wait_state
@@ -20,7 +22,8 @@ from test_figures import address
 
 from harness.daemon import Daemon
 from harness.kernel import Kernel
-from harness.paths import ROOT, host_binary, qemu_binary
+from harness.libvirt import Libvirt, Machine, can_mount, emulator_link
+from harness.paths import ROOT, guest_program, host_binary, qemu_binary
 from harness.process import Process
 from harness.session import Session
 from harness.vm import Tmem
@@ -57,6 +60,8 @@ class Release:
     programs: Path
     module: Path
     qemu: Path
+    # Source of tmem-guest: the packaged program needs the C library, which the guests lack.
+    guest_source: Path
 
     def program(self, name: str) -> Path:
         directories = ("sbin", "bin", ".")
@@ -74,8 +79,13 @@ def releases(
     (source,) = root.glob("usr/src/virtio-tmem-*")
     run("make", "-C", source, f"KDIR={kernel.kdir}")
     qemu = Path(run(ROOT / "scripts/previous-release", "--qemu").strip())
-    old = Release(root / "usr", source / "virtio_tmem.ko", qemu)
-    return {OLD: old, NEW: Release(host_binary("tmemd").parent, module, qemu_binary())}
+    commit = run(ROOT / "scripts/previous-release", "--commit").strip()
+    tree = tmp_path_factory.mktemp("source")
+    run(ROOT / "scripts/source-tree", "--commit", commit, tree)
+    command = "guest-driver/tools/tmem-guest.c"
+    old = Release(root / "usr", source / "virtio_tmem.ko", qemu, tree / command)
+    new = Release(host_binary("tmemd").parent, module, qemu_binary(), ROOT / command)
+    return {OLD: old, NEW: new}
 
 
 def daemon_of(session: Session, release: Release) -> Daemon:
@@ -86,7 +96,7 @@ def daemon_of(session: Session, release: Release) -> Daemon:
 
 
 @pytest.mark.parametrize(("command", "daemon"), PAIRS)
-def test_commands_control_a_daemon_of_the_other_version(
+def test_tmemctl_controls_a_daemon_of_the_other_version(
     session: Session, releases: dict[str, Release], command: str, daemon: str
 ) -> None:
     served = daemon_of(session, releases[daemon])
@@ -113,7 +123,7 @@ def test_commands_control_a_daemon_of_the_other_version(
 
 
 @pytest.mark.parametrize(("hook", "daemon"), PAIRS)
-def test_hook_adds_vms_to_a_daemon_of_the_other_version(
+def test_libvirt_hook_adds_vms_to_a_daemon_of_the_other_version(
     session: Session, releases: dict[str, Release], hook: str, daemon: str
 ) -> None:
     served = daemon_of(session, releases[daemon])
@@ -184,8 +194,88 @@ def test_exporter_reads_a_daemon_of_the_other_version(
     assert f'version="{version}"' in text
 
 
+@pytest.fixture
+def libvirt(session: Session) -> Iterator[Libvirt]:
+    libvirt = Libvirt(session.directory / "libvirt", session.directory / "tmemd0/control")
+    libvirt.start()
+    try:
+        yield libvirt
+    finally:
+        libvirt.stop()
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs root, and mounts in a namespace, for libvirtd")
+@pytest.mark.parametrize("versions", PAIRS, ids="-".join)
+def test_bridge_adds_vms_and_quotas_to_a_daemon_of_the_other_version(
+    session: Session,
+    kernel: Kernel,
+    libvirt: Libvirt,
+    releases: dict[str, Release],
+    versions: tuple[str, str],
+) -> None:
+    """There is no hook here, so the daemon knows the domain from the bridge only."""
+    bridge, daemon = versions
+    served = daemon_of(session, releases[daemon])
+    data, _ = tree_disk(session)
+    emulator = emulator_link(session.directory)
+    machine = Machine("web1", UUID, kernel, session.directory, data, {}, emulator)
+    xml = session.directory / "domain.xml"
+    xml.write_text(machine.xml())
+    libvirt.virsh("define", xml)
+    libvirt.tmemctl("attach", "web1", "--run-directory", served.directory, "--limit", "64MiB")
+    libvirt.start_bridge(releases[bridge].program("tmem-libvirt"))
+    libvirt.virsh("start", "web1", "--paused")
+
+    def limit() -> int | None:
+        found = [vm for vm in served.list()["vms"] if vm["uuid"] == UUID]
+        return found[0]["quota"]["limit_bytes"] if found else None
+
+    until(lambda: limit() == 64 << 20, 60, "the daemon serves the domain with its limit")
+    quota = "<cache><limit unit='MiB'>5</limit></cache>"
+    what = ("urn:virtio-tmem:cache:1", "--key", "tmem", "--set", quota)
+    libvirt.virsh("metadata", UUID, *what, "--live")
+    until(lambda: limit() == 5 << 20, 60, "the daemon has the new limit")
+
+
+@pytest.mark.parametrize(("command", "driver"), PAIRS)
+def test_guest_command_works_with_a_driver_of_the_other_version(
+    session: Session, kernel: Kernel, releases: dict[str, Release], command: str, driver: str
+) -> None:
+    """The command shows state and counters, keeps a file out of the pool, and drops a tree."""
+    served = daemon_of(session, releases[NEW])
+    data, sums = tree_disk(session)
+    files = list(sums)[:FILES]
+    program = guest_program(releases[command].guest_source)
+    guest = driver_guest(
+        session, kernel, releases[driver].module, Tmem(served.socket("vm1")), disks=[data],
+        files={"/bin/tmem-guest": program},
+    )  # fmt: skip
+
+    def say(arguments: str) -> dict[str, Any]:
+        answer = json.loads(guest.sh(f"/bin/tmem-guest --json {arguments}", 120))
+        assert isinstance(answer, dict)
+        return answer
+
+    state = say("status")
+    assert (state["state"], state["version"]) == (
+        "on",
+        guest.read("/sys/module/virtio_tmem/version"),
+    )
+    evict(guest, files)
+    # The command adds this value to the driver's counters.
+    counters = say("stats")
+    assert counters.pop("lost_fraction") == 0
+    assert counters == stats(guest)
+    assert say(f"policy {files[0]}")["pool_pages"] > 0
+    assert say(f"policy {files[0]} never")["never"] == 1
+    assert say(f"policy {files[0]}")["pool_pages"] == 0
+    assert say(f"drop {Path(files[1]).parent}")["errors"] == 0
+    assert say(f"policy {files[1]}")["pool_pages"] == 0
+    assert checksums(guest, files) == {path: sums[path] for path in files}
+
+
 @pytest.mark.parametrize("versions", TRIPLES, ids="-".join)
-def test_versions_of_driver_device_and_daemon_work_together(
+def test_mixed_versions_of_driver_device_and_daemon_work_together(
     session: Session,
     kernel: Kernel,
     releases: dict[str, Release],
@@ -227,14 +317,18 @@ def test_daemon_is_upgraded_and_downgraded_under_a_vm(
         daemon.program = releases[version].program("tmemd")
         daemon.start()
         found = {vm["name"]: vm for vm in daemon.list()["vms"]}["added"]
-        assert found["quota"]["reserve_bytes"] == 4 << 20, f"{version} lost the quota"
+        assert found["quota"]["reserve_bytes"] == 4 << 20, (
+            f"the daemon of version {version} lost the VM's quota"
+        )
         wait_state(guest, "on")
         held = evict(guest, files)
         assert checksums(guest, files) == {path: sums[path] for path in files}
-        assert stats(guest)["hits"] > held["hits"], f"no hits with the {version} daemon"
+        assert stats(guest)["hits"] > held["hits"], (
+            f"the guest got no hits from the daemon of version {version}"
+        )
 
 
-def test_table_names_both_versions() -> None:
+def test_compatibility_table_names_both_versions() -> None:
     text = DOCUMENT.read_text()
     new = run(ROOT / "scripts/version").strip()
     commit = run(ROOT / "scripts/previous-release", "--commit").strip()

@@ -116,7 +116,7 @@ def test_driver_without_a_device_puts_nothing(
 
 
 @pytest.mark.smoke
-def test_second_device_is_refused_until_the_first_is_gone(
+def test_second_device_is_refused_until_the_first_is_removed(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """The driver refuses a second device as busy, and uses it after the first one is removed."""
@@ -187,7 +187,9 @@ def test_injected_faults_and_limits_cause_no_wrong_byte(
         evict(guest, list(files))
         trip(guest, daemon, files)
         before = stats(guest)
-        assert before["index_pages"] > PAGES * 4, "too few pages are held for the fault to matter"
+        assert before["index_pages"] > PAGES * 4, (
+            "too few pages are in the index for the injected fault to have an effect"
+        )
         set_parameter(guest, f"inject_{fault}", "1")
         drop_pages(guest)
         after = stats(guest)
@@ -212,7 +214,7 @@ def test_injected_faults_and_limits_cause_no_wrong_byte(
 
 
 @pytest.mark.smoke
-def test_index_limit_holds_while_all_processors_use_it(
+def test_index_limit_holds_while_all_processors_change_the_index(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Processors that enter and erase entries at the same time never exceed the index's limit.
@@ -289,7 +291,7 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     before = evict(guest, last)
     assert checksums(guest, last) == {last[0]: sums[last[0]]}
     assert growth(before, stats(guest))["hits"] > PAGES // 4, (
-        "the file that was evicted last is not held"
+        "too few pages of the file that was evicted last were hits"
     )
     assert checksums(guest, list(sums)) == sums
 
@@ -382,7 +384,9 @@ def test_driver_memory_is_bounded(
     guest = vm.start()
     load(guest, "verify_every=0")
     limit = budget(guest)
-    assert stats(guest)["memory_bytes"] <= limit * 3 // 4, "the limit leaves no memory for an index"
+    assert stats(guest)["memory_bytes"] <= limit * 3 // 4, (
+        "the driver's memory leaves less than a quarter of the limit for the index"
+    )
     # The files do not fit into the put rings of the large guest, so pages come from the host.
     check_works(guest, sums)
     if memory < 256 * MIB:
@@ -464,7 +468,9 @@ def test_file_costs_the_documented_index_bytes(
     assert empty["index_pages"] == 0
     for pages, stated in FILE_INDEX_BYTES.items():
         label = f"{pages} pages"
-        assert re.search(rf"^\| {label} \| {stated} \|", readme, re.MULTILINE), label
+        assert re.search(rf"^\| {label} \| {stated} \|", readme, re.MULTILINE), (
+            f"the README does not state {stated} index bytes for a file of {label}"
+        )
         names = [f"/mnt/{pages}-{number}" for number in range(FILES_OF_A_SIZE)]
         # The last page has one byte.
         contents = [os.urandom((pages - 1) * 4096 + 1) for _ in names]
@@ -475,7 +481,9 @@ def test_file_costs_the_documented_index_bytes(
             return evict(guest, names)["index_pages"] == pages * len(names)
 
         until(all_held, 60, f"all files of {label} are held")
-        assert stats(guest)["index_bytes"] - empty["index_bytes"] == stated * len(names), label
+        assert stats(guest)["index_bytes"] - empty["index_bytes"] == stated * len(names), (
+            f"files of {label} do not use {stated} index bytes each"
+        )
         sums = {n: hashlib.sha256(c).hexdigest() for n, c in zip(names, contents, strict=True)}
         assert checksums(guest, names) == sums
         guest.sh(f"rm {' '.join(names)}")
@@ -501,14 +509,14 @@ def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[st
     else:
         before = evict(guest, list(sums))
         liar.lie = lie
-    assert checksums(guest, list(sums)) == sums, lie
+    assert checksums(guest, list(sums)) == sums, f"lie '{lie}': a file has wrong contents"
     liar.lie = ""
     assert liar.lies_told > told
     return growth(before, stats(guest))
 
 
 @pytest.mark.smoke
-def test_each_wrong_answer_is_caught_by_its_check(
+def test_each_wrong_answer_of_the_device_is_caught_by_its_check(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """No wrong answer is used, no byte is wrong, and the intended check catches each lie."""
@@ -520,15 +528,17 @@ def test_each_wrong_answer_is_caught_by_its_check(
         for lie in (*LIES_OF_GETS, *LIES_OF_PUTS):
             grown = tell(guest, liar, lie, files)
             print(lie, grown)
-            assert is_on(guest), lie
+            assert is_on(guest), f"lie '{lie}': the driver is {state(guest)}"
             if lie in LIES_OF_PUTS:
                 why = "puts_refused" if lie == "put-refused" else "puts_unanswered"
-                assert grown[why] == grown["puts"] > 0, lie
-                assert grown["puts_stored"] == 0, lie
+                assert grown[why] == grown["puts"] > 0, f"lie '{lie}': {grown}"
+                assert grown["puts_stored"] == 0, f"lie '{lie}': the driver counts stored pages"
             else:
-                assert grown["misses_answer"] > 0, lie
-                assert grown["hits"] == grown["ring_hits"] or lie == "short-page", lie
-            assert grown["mismatches"] == 0, lie
+                assert grown["misses_answer"] > 0, f"lie '{lie}': no wrong answer is counted"
+                assert grown["hits"] == grown["ring_hits"] or lie == "short-page", (
+                    f"lie '{lie}': the driver used a page from the device"
+                )
+            assert grown["mismatches"] == 0, f"lie '{lie}': a content check failed"
             # The device gives right answers again, and the driver must use them.
             check_works(guest, files)
 
@@ -602,8 +612,10 @@ def test_pools_with_contradictory_answers_get_no_puts(
             drop_pages(guest)
             assert checksums(guest, list(files)) == files
             after = stats(guest)
-            assert (after["puts"], after["hits"]) == (before["puts"], before["hits"]), lie
-            assert after["index_pages"] == 0, lie
+            assert (after["puts"], after["hits"]) == (before["puts"], before["hits"]), (
+                f"lie '{lie}': the driver put pages or had hits"
+            )
+            assert after["index_pages"] == 0, f"lie '{lie}': the index has pages"
             liar.lie = ""
         # The driver sends the request for the pool again without any action of the test.
         read_until(guest, files, "puts")

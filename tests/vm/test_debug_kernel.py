@@ -202,7 +202,7 @@ def test_replaced_daemons_and_devices_trigger_no_kernel_report(
     machine.nothing_found()
 
 
-def test_changed_switches_trigger_no_kernel_report(
+def test_changed_switches_and_parameters_trigger_no_kernel_report(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """Uses switches, parameters, counters, events and the command while files come and go."""
@@ -267,7 +267,7 @@ def test_module_reloads_trigger_no_kernel_report(
     machine.nothing_found()
 
 
-def test_each_checker_reports_its_injected_fault(
+def test_each_kernel_checker_reports_its_injected_fault(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Each checker of the kernel reports a fault that the driver commits on purpose."""

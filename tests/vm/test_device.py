@@ -240,7 +240,7 @@ def test_generation_changes_on_reset_and_new_daemon(session: Session, kernel: Ke
     daemon.restart()
     seen.append(driver.stored(other_than=seen[-1]))
     assert driver.keep() == "hit"
-    assert len(set(seen)) == len(seen), [hex(one) for one in seen]
+    assert len(set(seen)) == len(seen), f"a generation occurs twice: {[hex(one) for one in seen]}"
     vm.quit()
 
 

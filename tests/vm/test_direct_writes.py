@@ -67,7 +67,7 @@ def check_new(guest: Guest, path: str) -> None:
     """Checks that reads return the contents of the disk, and that the file is cached again."""
     drop(guest)
     for _ in range(2):
-        assert guest.get(path) == NEW + OLD, path
+        assert guest.get(path) == NEW + OLD, f"{path} does not read as the disk"
         drop(guest)
     before = stats(guest)["hits"]
     assert guest.get(path) == NEW + OLD
@@ -96,7 +96,9 @@ def test_page_of_a_direct_write_that_faults_is_not_put(
         assert done.status == 0, done.text
         written += 1
         check_new(guest, path)
-    assert written >= len(WAYS) - 1, "more than one kind of write gave up before it wrote"
+    assert written >= len(WAYS) - 1, (
+        "more than one kind of direct write failed before it wrote a page"
+    )
 
 
 @pytest.mark.parametrize("fs", [pytest.param("ext4", marks=pytest.mark.smoke), "xfs"])
@@ -145,7 +147,7 @@ def wait_swept(mount: Mount) -> None:
     until(lambda: mount.read("state") == "on", SWEPT_SECONDS, "the marks are swept")
 
 
-def test_files_open_for_direct_writes_leave_others_cached(
+def test_files_open_for_direct_writes_leave_other_files_cached(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """Other files stay cached while a process has 10,000 files open for direct writes."""
@@ -161,7 +163,7 @@ def test_files_open_for_direct_writes_leave_others_cached(
 
 
 @pytest.mark.smoke
-def test_marks_of_closed_files_are_reused_when_none_is_free(
+def test_marks_of_closed_files_are_freed_when_mark_memory_is_full(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """If there is no memory for further marks, the driver frees marks of closed files.

@@ -107,7 +107,7 @@ def read_sectors(guest: Guest) -> int:
 
 
 @pytest.mark.smoke
-def test_evicted_files_come_back_without_the_disk(
+def test_evicted_files_are_read_back_from_the_pool(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     daemon = start_daemon(session)
@@ -116,7 +116,9 @@ def test_evicted_files_come_back_without_the_disk(
 
     before = evict(guest, list(sums))
     pages = sum(-(-(FILE_BYTES - number) // 4096) for number in range(FILES))
-    assert before["index_pages"] >= pages * 9 // 10, "fewer than 90 % of the evicted pages are held"
+    assert before["index_pages"] >= pages * 9 // 10, (
+        "fewer than 90 % of the evicted pages are in the index"
+    )
     held = before["index_pages"]
     assert daemon.stats()["pool"]["pages"] >= held
 
@@ -179,7 +181,7 @@ def test_equal_files_are_stored_once_per_trust_domain(
 
 
 @pytest.mark.smoke
-def test_only_a_pause_keeps_the_cache(tree: Tree) -> None:
+def test_cache_survives_a_pause_but_no_module_reload_or_reboot(tree: Tree) -> None:
     daemon, vm, guest, sums = tree.daemon, tree.vm, tree.guest, tree.sums
     first, second, *_ = files = list(sums)
     held = evict(guest, files)["index_pages"]
@@ -222,7 +224,9 @@ def test_only_a_pause_keeps_the_cache(tree: Tree) -> None:
 
 
 @pytest.mark.smoke
-def test_loaded_snapshot_reads_its_own_disk(session: Session, kernel: Kernel, module: Path) -> None:
+def test_vm_loaded_from_a_snapshot_reads_the_disk_of_the_snapshot(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     daemon = start_daemon(session)
     image = qcow2.create(session.directory / "data.qcow2", 128 * MIB)
     vm = driver_vm(
@@ -503,7 +507,7 @@ def test_unserved_file_systems_are_not_cached(
 
 
 @pytest.mark.smoke
-def test_drop_caches_empties_the_pool_only_with_the_switch(tree: Tree) -> None:
+def test_drop_caches_empties_the_pool_only_with_drop_caches_flush(tree: Tree) -> None:
     """drop_caches puts evicted pages. With drop_caches_flush, values 2 and 3 empty the pool."""
     guest, sums = tree.guest, tree.sums
     files = list(sums)[:4]

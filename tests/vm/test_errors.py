@@ -37,7 +37,7 @@ def test_invalid_property_is_refused_with_its_value(
     message = expect_error(session.vm(Config(kernel, tmem=tmem)).launch)
     assert "ended with status 1" in message
     for word in words:
-        assert word in message, message
+        assert word in message, f"the message does not have '{word}': {message}"
 
 
 @pytest.mark.parametrize("backend", ["memory-backend-ram", "memory-backend-memfd,share=off"])

@@ -111,7 +111,7 @@ def test_xfs_torture_finds_no_wrong_byte(session: Session, kernel: Kernel, modul
     random_operations(guest, "xfs", 6_000)
     for scenario in (*SCENARIOS, "clone", "swapext"):
         numbers = Torture(guest, f"--scenario={scenario} {mounted('xfs')}").finish()
-        assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
+        assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
 
 
 @pytest.mark.parametrize("name", sorted(disk.FILE_SYSTEMS))
@@ -124,7 +124,7 @@ def test_random_operations_find_no_wrong_byte(
     Torture(guest, f"--seed={seed()} --mode=versions --ops=5000 --mixed").finish()
     for scenario in SCENARIOS:
         numbers = Torture(guest, f"--scenario={scenario} {mounted(name)}").finish()
-        assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
+        assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
 
 
 @pytest.mark.parametrize("name", sorted(disk.FILE_SYSTEMS))
@@ -139,7 +139,7 @@ def test_hits_of_random_operations_match_the_disk(
 
 
 @pytest.mark.parametrize("name", ["ext4", "ext4-1k", "ext4-bigalloc", "ext4-nojournal", "xfs"])
-def test_operation_that_a_stock_kernel_gets_wrong_is_omitted(
+def test_torture_omits_an_operation_that_the_stock_kernel_gets_wrong(
     session: Session, kernel: Kernel, name: str
 ) -> None:
     """Detects kernels whose FALLOC_FL_ZERO_RANGE is wrong without any module.
@@ -200,7 +200,7 @@ def test_dirty_hook_alone_protects_split_folios(
 
 
 @pytest.mark.parametrize("scenario", XFS_BROKEN)
-def test_xfs_scenario_without_its_hook_finds_a_wrong_byte(
+def test_xfs_scenario_finds_a_wrong_byte_if_its_hook_is_missing(
     session: Session, kernel: Kernel, test_module: Path, scenario: str
 ) -> None:
     """Each scenario of xfs finds a wrong byte if the hook for its operation is switched off.

@@ -171,7 +171,9 @@ def fail_conversion(below: Below) -> None:
     # Suspending the device of the target "delay" ends the delay.
     below.go_on(below.except_blocks(unreadable), writing)
     print(guest.sh("dmesg | tail -n 4"))
-    assert "map_blocks returned -5" in guest.sh("dmesg"), "the conversion did not fail"
+    assert "map_blocks returned -5" in guest.sh("dmesg"), (
+        "the conversion of the unwritten extent did not fail"
+    )
     guest.sh(f"{DM} data {below.whole()}")
 
 
@@ -186,7 +188,7 @@ def page_after_failed_conversion(below: Below) -> bytes:
 
 
 @pytest.mark.smoke
-def test_page_with_failed_conversion_is_not_put(
+def test_page_with_a_failed_extent_conversion_is_not_put(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """The driver does not put a page after a failed conversion of its block.
@@ -198,7 +200,7 @@ def test_page_with_failed_conversion_is_not_put(
     check_cached(below.guest, make(below.guest, WHERE))
 
 
-def test_failed_conversion_of_unwritten_extents_reads_old_bytes_with_the_hook_off(
+def test_failed_extent_conversion_reads_old_bytes_with_the_hook_off(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     below = Below.boot(session, kernel, test_module, *NO_JOURNAL)
@@ -250,7 +252,7 @@ def test_forced_shutdown_empties_the_pool_of_the_mount(
     until(lambda: mount.count("held_pages") == 0, EMPTIED_SECONDS, "the pool is emptied")
 
 
-def test_forced_shutdown_without_the_hooks_still_puts(
+def test_pages_are_put_after_a_forced_shutdown_without_its_hooks(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     below = Below.boot(session, kernel, test_module)

@@ -56,7 +56,7 @@ def refused(guest: Guest, arguments: str, status: int, *words: str) -> Result:
     done = guest.run(f"{COMMAND} {arguments}", 60)
     text = done.stderr.decode()
     assert done.status == status, (
-        f"tmem-guest {arguments} ended with {done.status}, not {status}: {text}"
+        f"tmem-guest {arguments} ended with status {done.status}, not {status}: {text}"
     )
     for word in words:
         assert word in text, f"tmem-guest {arguments} did not print '{word}': {text}"
@@ -80,7 +80,9 @@ def held(guest: Guest, path: str) -> int:
 
 
 @pytest.mark.smoke
-def test_status_and_stats_report_the_driver(session: Session, kernel: Kernel, module: Path) -> None:
+def test_status_and_stats_report_the_state_of_the_driver(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     vm = driver_vm(session, kernel, module, None, files=command())
     guest = vm.start()
     refused(guest, "status", NO_DRIVER, "not loaded", "dkms autoinstall")
@@ -162,7 +164,9 @@ def test_never_policy_drops_pages_and_default_policy_allows_puts(
 
 
 @pytest.mark.smoke
-def test_a_policy_ends_with_its_file(session: Session, kernel: Kernel, module: Path) -> None:
+def test_policy_ends_when_its_file_is_deleted_or_unmounted(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     guest, sums = start(session, kernel, module)
     kept = next(iter(sums))
     guest.sh(f"{COMMAND} policy {kept} never")
@@ -210,14 +214,14 @@ def test_policies_survive_the_replacement_of_the_pool(
     hold.release()
     mount.wait()
     for path, never in ((kept, 1), (meanwhile, 1), (taken_back, 0)):
-        assert say(guest, f"policy {path}")["never"] == never, path
+        assert say(guest, f"policy {path}")["never"] == never, f"{path} has the wrong policy"
     before = stats(guest)
     after = evict(guest, [meanwhile])
     assert after["puts_dropped_policy"] - before["puts_dropped_policy"] == PAGES
 
 
 @pytest.mark.smoke
-def test_permissions_and_invalid_requests_are_checked(
+def test_requests_without_permission_and_invalid_requests_are_refused(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     guest, sums = start(session, kernel, module)
@@ -304,7 +308,7 @@ def read_tree(guest: Guest, name: str, *, evict_last: bool = True) -> None:
 
 
 @pytest.mark.parametrize("drop", [True, False], ids=["dropped", "control"])
-def test_dropped_tree_frees_the_pool_for_others(
+def test_dropped_directory_tree_frees_pool_memory_for_other_files(
     session: Session, kernel: Kernel, module: Path, drop: bool
 ) -> None:
     """Dropping the second of three trees gives its memory in the pool to the others."""
@@ -342,7 +346,9 @@ def test_dropped_tree_frees_the_pool_for_others(
     guest.sh(f"cat {WHERE}/a/*/* >/dev/null", 120)
     hits = stats(guest)["hits"] - before["hits"]
     sectors = guest.disk_stat("data").read_sectors - sectors
-    print(f"tree a again: {hits} of {TREE_PAGES} pages from the pool, {sectors} sectors read")
+    print(
+        f"second read of tree a: {hits} of {TREE_PAGES} pages from the pool, {sectors} sectors read"
+    )
     if drop:
         assert hits >= TREE_PAGES * 95 // 100
         assert sectors <= TREE_PAGES * 8 // 10
@@ -352,4 +358,6 @@ def test_dropped_tree_frees_the_pool_for_others(
     guest.sh(f"cd {WHERE} && find a b c -type f -exec sha256sum {{}} + >/tmp/sums", 120)
     for line in guest.get("/tmp/sums").decode().splitlines():
         digest, path = line.split()
-        assert hashlib.sha256((tree / path).read_bytes()).hexdigest() == digest, path
+        assert hashlib.sha256((tree / path).read_bytes()).hexdigest() == digest, (
+            f"{path} has wrong contents"
+        )

@@ -24,12 +24,12 @@ from harness.wait import until
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu")]
 
 
-def test_agent_runs_commands_and_transfers_files(session: Session, kernel: Kernel) -> None:
+def test_guest_agent_runs_commands_and_transfers_files(session: Session, kernel: Kernel) -> None:
     guest = session.vm(Config(kernel)).start()
     result = guest.run("echo out; echo err >&2; exit 3")
     assert (result.status, result.stdout, result.stderr) == (3, b"out\n", b"err\n")
     assert guest.run("kill -9 $$").status == -9
-    with pytest.raises(CommandFailed, match="ended with 7"):
+    with pytest.raises(CommandFailed, match="ended with status 7"):
         guest.sh("exit 7")
     with pytest.raises(GuestTimeout, match="before"):
         guest.run("echo before; sleep 1000", seconds=1)
@@ -48,7 +48,7 @@ def test_agent_runs_commands_and_transfers_files(session: Session, kernel: Kerne
         guest.get("/absent")
 
 
-def test_jobs_run_in_parallel(session: Session, kernel: Kernel) -> None:
+def test_guest_jobs_run_in_parallel(session: Session, kernel: Kernel) -> None:
     guest = session.vm(Config(kernel)).start()
     guest.sh("cd /tmp; for n in $(seq 0 19); do mkfifo go-$n; done")
     jobs = [guest.start(f"read line </tmp/go-{number}; exit $line") for number in range(20)]
@@ -74,7 +74,7 @@ def at_rest(guest: Guest, vm: Vm) -> tuple[int, int]:
     return until(same, 60, "the disk's counters stop changing")
 
 
-def test_disks_have_their_contents_and_throttling(session: Session, kernel: Kernel) -> None:
+def test_disks_have_the_given_contents_and_throttling(session: Session, kernel: Kernel) -> None:
     tree = session.directory / "tree"
     tree.mkdir()
     content = os.urandom(8 * MIB)
@@ -108,7 +108,7 @@ def test_disks_have_their_contents_and_throttling(session: Session, kernel: Kern
         guest.disk("other")
 
 
-def test_vm_resets_reboots_pauses_and_ends(session: Session, kernel: Kernel) -> None:
+def test_vm_can_be_reset_rebooted_paused_and_ended(session: Session, kernel: Kernel) -> None:
     vm = session.vm(Config(kernel, cpus=2))
     guest = vm.start()
     first = guest.boot_id
@@ -128,7 +128,7 @@ def test_vm_resets_reboots_pauses_and_ends(session: Session, kernel: Kernel) -> 
         os.kill(pid, 0)
 
 
-def test_a_panic_is_reported(
+def test_guest_panic_is_reported(
     session: Session, kernel: Kernel, expect_error: Callable[[Callable[[], object]], str]
 ) -> None:
     vm = session.vm(Config(kernel))

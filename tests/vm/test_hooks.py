@@ -71,7 +71,7 @@ def puts_of_an_open_file(guest: Guest) -> int:
     return put
 
 
-def test_mount_hook_allows_puts_of_open_files(
+def test_files_open_for_writing_are_put_only_with_the_mount_hook(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Without the mount hook, a file that is open for writing is not cached until its close."""
@@ -84,5 +84,5 @@ def test_mount_hook_allows_puts_of_open_files(
     evict(guest, [f"{WHERE}/f"])
     before = evict(guest, [f"{WHERE}/f"])["hits"]
     assert evict(guest, [f"{WHERE}/f"])["hits"] - before > FILE_PAGES // 2, (
-        "the file is not cached after it was closed"
+        "too few pages of the closed file were hits"
     )

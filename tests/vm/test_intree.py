@@ -125,13 +125,13 @@ def test_all_ext4_hooks_are_live_without_ftrace(session: Session, kernel: Kernel
     assert "CONFIG_VIRTIO_TMEM=y" in config
     assert config.isdisjoint(f"CONFIG_{name}=y" for name in ABSENT)
     for path in ("/sys/kernel/tracing", "/sys/kernel/debug/tracing", "/proc/modules"):
-        assert guest.run(f"test -e {path}").status != 0, path
+        assert guest.run(f"test -e {path}").status != 0, f"the kernel has {path}"
     assert guest.read(f"{PARAMETERS}/deadline_ms") == str(DEADLINE_MS)
     live = int(guest.read(f"{SYSFS}/hooks"), 0)
-    assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, hex(live)
+    assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, f"a hook of ext4 is not live: {live:#x}"
 
 
-def test_evicted_files_come_back_without_the_disk(session: Session, kernel: Kernel) -> None:
+def test_evicted_files_are_read_back_from_the_pool(session: Session, kernel: Kernel) -> None:
     """Evicted files are read back with right bytes, and mostly not from the disk."""
     guest = served(session, kernel)
     files = [f"{WHERE}/f{number}" for number in range(16)]
@@ -168,7 +168,7 @@ def test_self_test_detects_each_missing_hook(
     assert stats(guest)["puts"] == 0
 
 
-def test_released_hooks_are_taken_again(session: Session, kernel: Kernel) -> None:
+def test_released_hooks_can_be_installed_again(session: Session, kernel: Kernel) -> None:
     """Releasing and taking the hooks during the torture program causes no wrong byte.
 
     Afterwards the cache has hits again.
@@ -201,12 +201,12 @@ def test_random_operations_find_no_wrong_byte(session: Session, kernel: Kernel, 
     assert counters["verified_hits"] > 100
     assert counters["mismatches"] == counters["verify_mismatches"] == 0
     for why in ("dirty", "truncate", "direct", "inode", "unmount", "fadvise"):
-        assert counters[f"invalidations_{why}"] > 0, why
+        assert counters[f"invalidations_{why}"] > 0, f"no page was erased for the reason '{why}'"
     assert (counters["invalidations_move_ext"] > 0) == (name == "ext4")
     wait_state(guest, "on")
 
 
-def test_readers_never_see_an_older_version(session: Session, kernel: Kernel) -> None:
+def test_readers_never_see_an_older_version_of_a_block(session: Session, kernel: Kernel) -> None:
     """Readers never see an older version of a block, beside buffered and direct writers."""
     guest = served(session, kernel)
     arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
@@ -220,18 +220,20 @@ def test_readers_never_see_an_older_version(session: Session, kernel: Kernel) ->
     [("ext4", SCENARIOS), ("xfs", [*XFS_SCENARIOS, "clone", "swapext"])],
     ids=["ext4", "xfs"],
 )
-def test_scenarios_find_no_wrong_byte(
+def test_torture_scenarios_find_no_wrong_byte(
     session: Session, kernel: Kernel, name: str, scenarios: list[str]
 ) -> None:
     guest = served(session, kernel, name=name)
     for scenario in scenarios:
         numbers = Torture(guest, f"--scenario={scenario} {mounted(name)}").finish()
-        assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
+        assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
     assert stats(guest)["hits"] > 0
     wait_state(guest, "on")
 
 
-def test_scenario_without_its_hook_finds_a_wrong_byte(session: Session, kernel: Kernel) -> None:
+def test_torture_scenario_finds_a_wrong_byte_if_its_hook_is_missing(
+    session: Session, kernel: Kernel
+) -> None:
     """If the kernel does not call a hook for changes of a file, a scenario finds a wrong byte."""
     guest = served(session, kernel, f"verify_every=0 {PATIENT}")
     for hooks, scenario in BROKEN:
@@ -252,7 +254,9 @@ def test_random_operations_detect_each_missing_hook(
     Torture(guest, arguments, 600).must_mismatch()
 
 
-def test_hooks_without_effect_on_contents_only_lose_hits(session: Session, kernel: Kernel) -> None:
+def test_missing_mount_read_and_drop_slab_hooks_cost_only_hits(
+    session: Session, kernel: Kernel
+) -> None:
     """Without the hooks for mounts, reads or drop_slab(), bytes are right and only hits are lost.
 
     Without the hook for drop_slab(), drop_caches does not empty the pool.
@@ -273,7 +277,9 @@ def test_hooks_without_effect_on_contents_only_lose_hits(session: Session, kerne
 
 
 @pytest.mark.parametrize("hooks_off", ["journal_abort", "fs_error", "journal_abort,fs_error"])
-def test_forced_shutdown_is_reported(session: Session, kernel: Kernel, hooks_off: str) -> None:
+def test_forced_shutdown_reported_by_ext4_or_jbd2_empties_the_pool(
+    session: Session, kernel: Kernel, hooks_off: str
+) -> None:
     """If only ext4 or only jbd2 reports a forced shutdown, the driver empties the mount's pool."""
     guest = served(session, kernel)
     mount = Mount(guest, WHERE)
@@ -291,7 +297,7 @@ def test_forced_shutdown_is_reported(session: Session, kernel: Kernel, hooks_off
 
 
 @pytest.mark.parametrize("hooks_off", ["", "conversion"], ids=["all", "without"])
-def test_page_with_failed_conversion_is_not_put(
+def test_page_with_a_failed_extent_conversion_is_not_put(
     session: Session, kernel: Kernel, hooks_off: str
 ) -> None:
     """The driver does not put a page after a failed conversion of its block.

@@ -55,7 +55,7 @@ def orders_evicted(guest: Guest, path: str) -> list[int]:
 
 
 @pytest.mark.smoke
-def test_put_of_a_large_folio_is_bounded(
+def test_put_of_a_512_page_folio_is_limited_to_32_pages(
     session: Session, kernel: Kernel, module: Path, file_system: str
 ) -> None:
     """The driver puts 32 pages of an evicted folio of 512 pages."""
@@ -86,12 +86,15 @@ def reclaim_slowly(guest: Guest, mebibytes: int) -> None:
         settle(guest)
 
 
-def test_folios_of_a_stream_are_put_completely(
+def test_folios_of_a_sequentially_read_file_are_put_completely(
     session: Session, kernel: Kernel, module: Path, file_system: str
 ) -> None:
     """Folios of a file that is read stay small enough to be put and got completely."""
     if kernel.version < STREAMS_LIMITED:
-        pytest.skip(f"Linux {kernel.series} keeps no order of a stream that could be limited")
+        pytest.skip(
+            f"Linux {kernel.series} does not keep a folio order for sequential reads, "
+            "so the driver cannot limit it"
+        )
     guest = boot(session, kernel, module, file_system)
     path = "/mnt/large"
     guest.sh(f"dd if=/dev/urandom of={path} bs=16M count=1 2>/dev/null && sync", 60)

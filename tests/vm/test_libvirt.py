@@ -149,7 +149,7 @@ def retain(libvirt: Libvirt, machine: Machine) -> str | None:
 
 
 @pytest.mark.smoke
-def test_attach_offers_retained_pages_that_qemu_and_daemon_know(
+def test_attach_sets_retain_only_if_qemu_and_daemon_support_it(
     session: Session, libvirt: Libvirt, machine: Machine
 ) -> None:
     before = define(libvirt, machine)
@@ -184,13 +184,15 @@ esac
     words = libvirt.refused("attach", machine.name, "--emulator", old, "--retain", "on")
     assert "no property retain" in words and "--emulator" in words
     attach("--emulator", old)
-    assert retain(libvirt, machine) is None, "the VM would not start"
+    assert retain(libvirt, machine) is None, (
+        "attach kept retain although this QEMU does not have it, so the VM would not start"
+    )
     assert "does not have the property" in attach()
     attach("--emulator", qemu_binary())
     assert retain(libvirt, machine) == "on"
 
     daemon.stop()
-    assert "nothing to change" in attach(), "a daemon that does not run changed the setting"
+    assert "nothing to change" in attach(), "attach changed the setting although no daemon runs"
     libvirt.tmemctl("detach", machine.name)
     assert libvirt.config(machine.name) == before
 
@@ -352,7 +354,9 @@ def test_attached_domain_gets_hits_until_detach(
     assert daemon.list()["vms"] == []
     libvirt.virsh("start", machine.name)
     (vm,) = daemon.list()["vms"]
-    assert (vm["name"], vm["uuid"]) == (LABEL, UUID), "the hook added another VM to the daemon"
+    assert (vm["name"], vm["uuid"]) == (LABEL, UUID), (
+        "the hook added a VM with a wrong name or UUID to the daemon"
+    )
     assert vm["quota"]["reserve_bytes"] == 1 << 20, (
         "the VM does not have the reserve of the domain's metadata"
     )
@@ -452,7 +456,7 @@ def test_hook_stops_a_start_only_if_the_cache_is_required(
     private.write_text(libvirt.config(name).replace("mode='shared'", "mode='private'"))
     libvirt.virsh("define", private)
     words = libvirt.virsh_refused("start", name)
-    assert "its memory is not shared" in words and "tmemctl attach" in words
+    assert "the domain's memory is not shared" in words and "tmemctl attach" in words
     libvirt.tmemctl(*attach)
 
     # A daemon that hangs delays a start by seconds only.
@@ -678,7 +682,7 @@ def test_restored_and_reverted_vms_read_no_newer_page(
         libvirt.virsh("snapshot-revert", machine.name, "one")
         guest = again()
         assert checksums(guest, list(sums)) == sums, (
-            "a file does not have its contents of the snapshot"
+            "a file differs from its contents at the time of the snapshot"
         )
         check_hits(guest, sums)
     finally:
@@ -714,7 +718,7 @@ def test_local_migration_uses_two_sockets_and_moves_no_cached_page(
             assert at.virsh("list", "--uuid").split() == []
             vm = vm_of(daemon)
             assert (vm["name"], vm["uuid"]) == (LABEL, UUID), (
-                "the daemon still serves the VM of the source"
+                "the daemon's VM does not have the name and UUID of the migrated VM"
             )
             sockets.reverse()
             assert vm["socket"] == str(sockets[0])

@@ -74,7 +74,7 @@ def read_without_answers(guest: Guest, liar: Liar, sums: dict[str, str], delay: 
     last = stats(guest)
     assert last["misses_late"] == after["misses_late"]
     assert last["hits"] - after["hits"] == last["ring_hits"] - after["ring_hits"]
-    assert state(guest) == "tripped", "late answers closed the breaker"
+    assert state(guest) == "tripped", "the breaker is not open although all answers are late"
 
 
 @pytest.mark.smoke
@@ -138,7 +138,7 @@ def test_wrong_answers_under_load_cause_no_wrong_byte(
         counters = stats(guest)
         print(sorted(told), counters)
         assert len(told) >= TOLD_MIN, (
-            f"the load met only {len(told)} kinds of wrong answers, not {TOLD_MIN}"
+            f"the load received only {len(told)} kinds of wrong answers, not {TOLD_MIN}"
         )
         assert counters["misses_answer"] + counters["puts_unanswered"] > 0
         assert counters["mismatches"] == 0
@@ -187,7 +187,9 @@ def test_stopped_queue_switches_the_cache_off(
         check_works(guest, sums)
 
 
-def test_latencies_are_sent_only_if_offered(session: Session, kernel: Kernel, module: Path) -> None:
+def test_driver_sends_latencies_only_if_the_device_offers_them(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     data, sums = tree_disk(session)
     with Liar(session.directory / "liar") as liar:
         tmem = Tmem(liar.path, properties={"latencies": "off"})

@@ -25,7 +25,7 @@ COMMAND = 4  # offset of the command register in a PCI function's configuration
 DECODES_MEMORY = 2
 
 
-def test_memory_map_changes_under_load_cause_no_lost_access(
+def test_memory_map_changes_under_load_lose_no_device_access(
     session: Session, kernel: Kernel
 ) -> None:
     """Accesses reach their devices while an unused disk switches its memory range off and on."""

@@ -68,7 +68,7 @@ def huge_pages_free() -> int:
 def huge_pages(count: int) -> Iterator[None]:
     """Adds `count` huge pages to the host and removes them in the end, or skips the test."""
     if os.geteuid() != 0 or not NR_HUGEPAGES.exists():
-        pytest.skip("huge pages cannot be reserved here")
+        pytest.skip("this host does not let the test reserve huge pages")
     if f"Hugepagesize: {HUGE_BYTES >> 10:>10} kB" not in MEMINFO.read_text():
         pytest.skip("the host's huge pages are not of 2 MiB")
     # Hold a lock, so that only one test at a time changes the number of huge pages.
@@ -78,7 +78,7 @@ def huge_pages(count: int) -> Iterator[None]:
         try:
             NR_HUGEPAGES.write_text(str(before + count))
             if int(NR_HUGEPAGES.read_text()) < before + count:
-                pytest.skip(f"the host has no room for {count} huge pages")
+                pytest.skip(f"the host cannot reserve {count} huge pages")
             yield
         finally:
             NR_HUGEPAGES.write_text(str(before))
@@ -132,7 +132,9 @@ def test_memory_hotplug_under_torture_causes_no_wrong_byte(
             PLUG_SECONDS,
             "the guest's ACPI has handled the plug",
         )
-        assert regions(daemon) == mapped + 1, "the daemon did not map exactly one more region"
+        assert regions(daemon) == mapped + 1, (
+            "the daemon did not map exactly one more memory region after the plug"
+        )
         mark = vm.qmp.events_seen()
         vm.qmp.execute("device_del", {"id": "dimm"})
         vm.qmp.wait_event("DEVICE_DELETED", scaled(PLUG_SECONDS), mark)
@@ -154,7 +156,9 @@ def test_memory_hotplug_under_torture_causes_no_wrong_byte(
     torture.finish()
     after = stats(guest)
     print(f"{rounds} times plugged and unplugged", after)
-    assert after["generation_changes"] == before["generation_changes"], "the device connected again"
+    assert after["generation_changes"] == before["generation_changes"], (
+        "the generation changed, so the device reconnected to the daemon"
+    )
     assert after["mismatches"] == 0
     assert after["hits"] > before["hits"]
 

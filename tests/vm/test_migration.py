@@ -84,7 +84,7 @@ def all_right(guest: Guest) -> None:
     assert not wrong, (wrong, state(guest))
 
 
-def test_migrated_vm_starts_empty_and_gets_hits_again(
+def test_migrated_vm_starts_with_an_empty_cache_and_gets_hits_again(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """After each migration, the VM starts with an empty cache, fills it and has hits again."""
@@ -109,7 +109,7 @@ def test_migrated_vm_starts_empty_and_gets_hits_again(
         assert checksums(guest, files) == sums
         after = stats(guest)
         assert after["hits"] == before["hits"], (
-            "the driver got pages that it held before the migration"
+            "the driver had hits at once, although its cache must be empty after the migration"
         )
         assert after["generation_changes"] > before["generation_changes"]
         # The guest writes new contents on each side of the migration and reads them on both sides.
@@ -305,7 +305,9 @@ def test_failed_migration_keeps_the_cache_of_the_source(
         assert vm.status() == "running"
         grows(guest, "hits", 10, "the driver gets hits after the ended migration")
         grows(guest, "puts_stored", 10, "the driver puts after the ended migration")
-        assert stats(guest)["generation_changes"] == changes, "the VM lost its cache"
+        assert stats(guest)["generation_changes"] == changes, (
+            "the failed or cancelled migration emptied the VM's cache"
+        )
         assert not torture.ended(guest)
     arrived = migration.receiver(session, vm, device(there))
     migration.move(vm, arrived)
@@ -343,13 +345,15 @@ def test_destination_with_another_device_is_refused(
     ]:
         target = migration.receiver(session, vm, tmem)
         said = refused(vm, target)
-        assert all(word in said for word in words), (words, said)
+        assert all(word in said for word in words), f"the refusal lacks one of {words}: {said}"
         assert vm.status() == "running"
         assert not connected(there) or pages(there) == 0
     before = stats(guest)
     assert before["generation_changes"] == changes
     assert checksums(guest, list(sums)) == sums
-    assert stats(guest)["hits"] - before["hits"] > held // 2, "the VM lost its cache"
+    assert stats(guest)["hits"] - before["hits"] > held // 2, (
+        "the failed or cancelled migration emptied the VM's cache"
+    )
     all_right(guest)
 
 

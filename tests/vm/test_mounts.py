@@ -146,7 +146,9 @@ def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, modu
     assert stats(guest)["index_pages"] == held + held_beside
 
     mount.switch(False)
-    assert mount.count("held_pages") == 0, "pages are held after the write to `enabled` returned"
+    assert mount.count("held_pages") == 0, (
+        "the driver still holds pages of the mount after it was switched off"
+    )
     assert beside.count("held_pages") == held_beside
     counters = stats(guest)
     assert counters["index_pages"] == held_beside
@@ -168,7 +170,7 @@ def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, modu
     mount.wait()
     assert mount.count("held_pages") == 0
     assert checksums(guest, list(here)) == here
-    assert mount.counts() == before, "the mount put or got pages at once"
+    assert mount.counts() == before, "the first reads after the switch to on did put or get pages"
     check_cached(guest, here)
     after = mount.counts()
     assert after["hits"] - before["hits"] > FILES * FILE_PAGES // 2
@@ -301,7 +303,7 @@ def test_many_swap_files_leave_other_files_cached(
     check_cached(guest, sums)
 
 
-def test_pages_from_before_a_mount_is_known_are_not_put(
+def test_pages_cached_before_their_mount_is_served_are_not_put(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """The driver puts no page that was cached before it knew the mount.
@@ -385,7 +387,7 @@ def exchange(guest: Guest, new: str, donor: str) -> dict[str, str]:
 
 
 @pytest.mark.smoke
-def test_marks_survive_the_replacement_of_a_pool(
+def test_inode_marks_survive_the_replacement_of_a_pool(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """When the driver replaces a pool, it keeps all marks except those of deleted files."""
@@ -415,7 +417,7 @@ def test_marks_survive_the_replacement_of_a_pool(
 
 
 @pytest.mark.smoke
-def test_replaced_mount_drops_pending_comparisons(
+def test_replacement_of_a_pool_drops_pending_disk_comparisons(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """When a mount's pool is replaced, the driver drops comparisons of hits with the disk.
@@ -459,7 +461,7 @@ def test_replaced_mount_drops_pending_comparisons(
 
 
 @pytest.mark.smoke
-def test_inode_creation_among_many_inodes_is_bounded(
+def test_inode_creation_waits_for_a_bounded_number_of_inodes(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """A task that creates an inode waits only while the driver visits a bounded number of inodes.
@@ -486,7 +488,7 @@ def test_inode_creation_among_many_inodes_is_bounded(
     wait_state(guest, "on")
     wait_served(guest)
     assert looked("run") == WALK_INODES, (
-        "the driver did not visit WALK_INODES inodes under one lock"
+        "the driver did not visit exactly WALK_INODES inodes between two releases of the lock"
     )
     check_cached(guest, make(guest, WHERE))
 

@@ -8,7 +8,10 @@ has none of them.
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -119,10 +122,10 @@ def test_all_ext4_hooks_are_called_without_ftrace(session: Session) -> None:
     wait_state(guest, "on")
     wait_served(guest)
     live = int(guest.read("/sys/kernel/virtio_tmem/hooks"), 0)
-    assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, hex(live)
+    assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, f"a hook of ext4 is not live: {live:#x}"
 
 
-def test_evicted_files_come_back_without_the_disk(session: Session) -> None:
+def test_evicted_files_are_read_back_from_the_pool(session: Session) -> None:
     """Evicted files are read back with right bytes, and mostly not from the disk."""
     guest = native_guest(session)
     # An eviction at full speed fills the ring of 400 pages, so files are smaller than the ring.
@@ -141,7 +144,7 @@ def test_evicted_files_come_back_without_the_disk(session: Session) -> None:
     assert change["mismatches"] == 0
 
 
-def test_full_batches_and_their_answers_need_no_feeder_or_tick(session: Session) -> None:
+def test_full_batches_and_their_answers_need_no_feeder_thread_or_tick(session: Session) -> None:
     """If irq_work waits for the tick, a full batch is sent when the i_pages lock is released."""
     guest = native_guest(session, f"verify_every=0 {PATIENT} retain=N")
     check_full_batches_without_feeder(guest, WAITING_PAGES)
@@ -153,7 +156,7 @@ def test_kswapd_waits_for_a_silent_host(session: Session) -> None:
     check_waits_for_silent_host(native_guest(session, daemon=daemon), daemon)
 
 
-def test_released_hooks_are_taken_again(session: Session) -> None:
+def test_released_hooks_can_be_installed_again(session: Session) -> None:
     """Nothing is put while the hooks are released. Then the driver takes them and starts empty."""
     guest = native_guest(session)
     for _ in range(3):
@@ -188,7 +191,9 @@ def test_random_operations_find_no_wrong_byte(session: Session) -> None:
     assert change["hits"] > OPERATIONS // 10
     assert change["mismatches"] == 0
     for why in ("dirty", "truncate", "direct", "move_ext", "inode", "unmount", "fadvise"):
-        assert stats(guest)[f"invalidations_{why}"] > 0, why
+        assert stats(guest)[f"invalidations_{why}"] > 0, (
+            f"no page was erased for the reason '{why}'"
+        )
     wait_state(guest, "on")
 
 
@@ -204,7 +209,7 @@ def test_hits_of_random_operations_match_the_disk(session: Session, name: str) -
     wait_state(guest, "on")
 
 
-def test_readers_never_see_an_older_version(session: Session) -> None:
+def test_readers_never_see_an_older_version_of_a_block(session: Session) -> None:
     """Readers never see an older version of a block, beside buffered and direct writers."""
     guest = native_guest(session)
     arguments = f"--seed={seed()} --mode=versions --ops=40000 --mixed"
@@ -222,15 +227,15 @@ def test_memory_written_by_the_kernel_survives_swapping(session: Session) -> Non
     Torture(guest, "--scenario=swapped_buffer").finish()
 
 
-def test_scenarios_find_no_wrong_byte(session: Session) -> None:
+def test_torture_scenarios_find_no_wrong_byte(session: Session) -> None:
     guest = native_guest(session)
     for scenario in SCENARIOS:
         numbers = Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
-        assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
+        assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
     wait_state(guest, "on")
 
 
-def test_scenario_without_its_hook_finds_a_wrong_byte(session: Session) -> None:
+def test_torture_scenario_finds_a_wrong_byte_if_its_hook_is_missing(session: Session) -> None:
     """If the kernel does not call a hook for changes of a file, a scenario finds a wrong byte."""
     # With retained pages, the driver would notice some of these faults and switch the cache off.
     guest = native_guest(session, f"verify_every=0 {PATIENT} retain=N")
@@ -269,7 +274,36 @@ def test_corrupt_page_switches_the_cache_off(session: Session) -> None:
     assert stats(guest)["misses_check"] > 0
 
 
-def test_throttled_disk_is_not_in_the_hosts_cache(session: Session) -> None:
+def run_on(processor: int, pid: int) -> None:
+    """Binds the threads of a process and its children to a processor."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {processor})
+        for child in (thread / "children").read_text().split():
+            run_on(processor, int(child))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_delayed_wake_up_loses_no_interrupt(session: Session) -> None:
+    image = disk.blank(session.directory / "data.img", 4 * MIB)
+    vm = session.native_vm(NativeConfig(disks=[disk.Disk("data", image)]))
+    guest = vm.start()
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    run_on(first, vm.exports[0].process.pid)
+    run_on(second, vm.process.pid)
+    command = [sys.executable, str(TESTS / "vm/slow_waiters.py"), str(vm.process.pid)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as waiters:
+        assert waiters.stdout
+        assert waiters.stdout.readline() == "ready\n"
+        reads = guest.start("dd if=/dev/vda of=/dev/null bs=4k count=1000 iflag=direct", 120)
+        # A message to the guest would raise the lost signal, so only look.
+        until(reads.done, 60, "the guest has read its disk")
+        waiters.communicate()
+    reads.wait().check()
+
+
+def test_throttled_disk_bypasses_the_page_cache_of_the_host(session: Session) -> None:
     """Reads of a throttled disk take as long as its limits require, also of the same data again."""
     vm = native_vm(session, throttle=disk.CLOUD_VOLUME)
     guest = vm.start()
@@ -285,7 +319,7 @@ def test_throttled_disk_is_not_in_the_hosts_cache(session: Session) -> None:
         vm.exports[0].check_cache()
 
 
-def test_disk_in_the_hosts_cache_is_reported(session: Session) -> None:
+def test_disk_in_the_page_cache_of_the_host_is_reported(session: Session) -> None:
     """check_cache() raises for a disk whose image is in the host's page cache."""
     vm = native_vm(session, direct=False)
     guest = vm.start()
@@ -295,7 +329,7 @@ def test_disk_in_the_hosts_cache_is_reported(session: Session) -> None:
         vm.exports[0].check_cache()
 
 
-def test_image_is_dropped_from_the_hosts_cache(tmp_path: Path) -> None:
+def test_disk_image_is_dropped_from_the_page_cache_of_the_host(tmp_path: Path) -> None:
     path = tmp_path / "image"
     path.write_bytes(bytes(8 * MIB))
     assert storage.cached_bytes(path) > 0

@@ -99,7 +99,7 @@ def see(guest: Guest, path: str) -> None:
     settle(guest)
 
 
-def test_patched_file_system_is_off_and_the_other_is_served(
+def test_only_the_file_system_with_a_patched_function_is_off(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """If a function of xfs is patched, xfs is off, ext4 is served, and the state names both."""
@@ -164,10 +164,10 @@ def test_hung_mount_does_not_delay_unload(
     guest.sh("rmmod virtio_tmem", 60)
     assert not mount.done()
     guest.sh(f"{DM} dead 0 {sectors} linear '/dev/{device} 0'")
-    assert mount.wait().status != 0, "mount accepted an xfs as ext4"
+    assert mount.wait().status != 0, "mount accepted an xfs image as ext4"
 
 
-def test_module_is_not_freed_after_ftrace_was_killed(
+def test_module_is_not_freed_after_the_kernel_disabled_ftrace(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """After the kernel disabled ftrace, the module stays in memory and caches nothing.
@@ -225,7 +225,7 @@ def test_live_patch_applies_while_the_hooks_are_released(
     for function in ("truncate_inode_pages_range", "ext4_readahead"):
         patch = f"insmod {LIVE_PATCH} function={function}"
         assert "busy" in guest.run(patch).stderr.decode(), (
-            "the live patch took a function that the driver redirects"
+            "the kernel applied a live patch to a function that the driver redirects"
         )
 
         assert switch_hooks(guest, False) == 0
@@ -271,7 +271,7 @@ def held_some(guest: Guest, torture: Torture) -> None:
     )
 
 
-def test_hooks_are_released_and_taken_again_under_load(
+def test_hooks_are_released_and_installed_again_under_load(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     guest, _ = boot(session, kernel, test_module)
@@ -299,6 +299,8 @@ def test_hook_that_cannot_be_released_keeps_the_module_loaded(
     guest.insmod(PATCH, "kill=1")
     assert guest.run(f"echo 0 >{SYSFS}/hooks_enabled", 120).status != 0
     assert state(guest) == "off: the kernel gave up on ftrace; restart the guest"
-    assert guest.run("rmmod virtio_tmem").status != 0, "rmmod unloaded a module that is in use"
+    assert guest.run("rmmod virtio_tmem").status != 0, (
+        "rmmod unloaded the module although a hook could not be released"
+    )
     guest.sh("sync; echo 3 >/proc/sys/vm/drop_caches")
     assert checksums(guest, list(sums)) == sums

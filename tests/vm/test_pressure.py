@@ -148,7 +148,9 @@ def test_pool_shrinks_under_memory_pressure_of_its_cgroup(
     full = host.pool()
     assert full["host_shrinks"] == 0
     held = int(host.guest.sh(f"cat {GROUP}/memory.current"))
-    assert held >= full["held_bytes"], "the control group is not charged for the pool"
+    assert held >= full["held_bytes"], (
+        "the daemon's control group is charged less memory than the pool uses"
+    )
     # If the group uses more memory than this limit, the kernel makes its tasks wait until memory is
     # released.
     host.guest.sh(f"echo {held + 16 * MIB} >{GROUP}/memory.high")

@@ -72,7 +72,7 @@ def outside_ring(guest: Guest, size_mib: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("readahead_kib", [0, pytest.param(128, marks=pytest.mark.smoke), 4096])
-def test_only_pages_that_are_not_held_are_read_from_disk(
+def test_only_pages_missing_in_the_pool_are_read_from_disk(
     session: Session, kernel: Kernel, test_module: Path, readahead_kib: int
 ) -> None:
     """Exactly the pages of a file that are not held are read from the disk."""
@@ -169,8 +169,10 @@ def test_disk_requests_are_dispatched_before_the_driver_waits(
         found = re.findall(r": (block_rq_issue|tmem_get): ", part)
         if {*found} == {"block_rq_issue", "tmem_get"}:
             mixed += 1
-            assert found[0] == "block_rq_issue", f"the disk had to wait for the host:{part}"
-    assert mixed > windows // 2, f"too few windows were only partly in the pool:{text}"
+            assert found[0] == "block_rq_issue", (
+                f"the driver waited for the host before the disk got its requests:{part}"
+            )
+    assert mixed > windows // 2, f"too few readahead windows were only partly in the pool:{text}"
     assert checksums(guest, [FILE]) == sums
 
 
@@ -218,7 +220,7 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
             hold(guest, FILE, size_mib, create=False)
 
 
-def test_no_other_readahead_waits_if_one_uses_up_all_requests(
+def test_other_readaheads_do_not_wait_if_one_holds_all_requests(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """If one readahead uses up all requests, no other readahead waits for a silent device."""
@@ -320,12 +322,14 @@ def test_reader_with_a_full_queue_reads_the_disk_at_once(
         print(grown)
         assert grown["ring_hits"] == grown["misses_late"] == grown["requests_get"] == pages // 2
         assert grown["misses_queue"] == pages
-        assert grown["slow"] == 1, "a reader waited although the queue was full"
+        assert grown["slow"] == 1, (
+            "not exactly one get was slow, so a reader waited although the queue was full"
+        )
         liar.delay_seconds = 0.0
         evict(guest, [whole])
         before = hold(guest, FILLER, 8)
         assert checksums(guest, [whole]) == {whole: sums[whole]}
         grown = growth(before, stats(guest))
         assert grown["hits"] + grown["misses_late"] == pages, (
-            "the queue has no room after the device answered"
+            "not all pages were requested after the device answered, so the queue is still full"
         )

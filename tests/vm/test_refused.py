@@ -225,7 +225,7 @@ def test_devices_with_integrity_tags_are_refused(
     gone(guest)
 
 
-def test_linear_targets_are_served(session: Session, kernel: Kernel, module: Path) -> None:
+def test_dm_linear_targets_are_served(session: Session, kernel: Kernel, module: Path) -> None:
     """The driver serves a linear target on a linear target, also if another disk is encrypted."""
     other = disk.blank(session.directory / "other.img", OTHER_BYTES)
     guest = boot(session, kernel, module, "dm_mod", "dm_crypt", other=other)
@@ -239,7 +239,9 @@ def test_linear_targets_are_served(session: Session, kernel: Kernel, module: Pat
     assert state(guest) == "on"
 
 
-def test_untested_geometries_are_refused(session: Session, kernel: Kernel, module: Path) -> None:
+def test_untested_block_sizes_and_realtime_xfs_are_refused(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     two = disk.ext4(session.directory / "two.img", OTHER_BYTES, None, "-b", "2048")
     real = disk.blank(session.directory / "real.img", OTHER_BYTES)
     xfs = disk.xfs(session.directory / "xfs.img", DISK_BYTES, "-r", f"rtdev={real}")

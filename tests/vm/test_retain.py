@@ -176,7 +176,7 @@ def test_unchanged_pages_need_no_copy_when_they_are_evicted_again(
 
 
 @pytest.mark.smoke
-def test_full_batches_of_references_need_no_feeder(
+def test_full_batches_of_references_need_no_feeder_thread(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Full batches of references are sent and answered while the feeder thread does not run."""
@@ -195,7 +195,9 @@ def test_full_batches_of_references_need_no_feeder(
 
 
 @pytest.mark.smoke
-def test_changed_pages_are_copied(session: Session, kernel: Kernel, module: Path) -> None:
+def test_changed_retained_pages_are_put_as_copies(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A page that is written, truncated or punched while the host retains it is put as a copy."""
     guest, sums = boot(session, kernel, module)
     retain(guest, sums)
@@ -249,7 +251,7 @@ def test_page_with_the_end_of_the_file_is_never_retained(
 
 
 @pytest.mark.smoke
-def test_files_that_may_differ_from_the_disk_are_not_referred_to(
+def test_no_reference_is_sent_for_files_that_may_differ_from_the_disk(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """Marks, policies and an unmount erase retained entries, and no reference follows."""
@@ -293,7 +295,7 @@ def test_wrong_answers_to_references_cause_no_wrong_byte(
             liar.lie = ""
             counter = "refs_gone" if lie == "ref-gone" else "refs_unanswered"
             assert liar.lies_told > told and grown["refs_held"] == 0
-            assert grown[counter] > before["index_retained_pages"] // 2, (lie, grown)
+            assert grown[counter] > before["index_retained_pages"] // 2, f"lie '{lie}': {grown}"
             sectors = guest.disk_stat("data").read_sectors
             assert checksums(guest, list(sums)) == sums
             assert guest.disk_stat("data").read_sectors - sectors >= grown[counter] * 8
@@ -309,7 +311,7 @@ def test_wrong_answers_to_references_cause_no_wrong_byte(
 
 
 @pytest.mark.smoke
-def test_page_that_the_host_does_not_retain_is_copied(
+def test_page_that_the_host_does_not_retain_is_put_as_a_copy(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     with Liar(session.directory / "liar", retain=True) as liar:
@@ -435,7 +437,7 @@ def test_changed_retained_page_switches_the_cache_off(
 
 
 @pytest.mark.smoke
-def test_retained_page_reveals_a_lost_dirty_hook(
+def test_changed_retained_page_reveals_a_missing_dirty_hook(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Without the hook for dirty pages, the driver finds a changed page at its eviction."""
@@ -451,7 +453,7 @@ def test_retained_page_reveals_a_lost_dirty_hook(
 
 
 @pytest.mark.smoke
-def test_retained_page_is_not_got_twice(
+def test_retained_page_is_not_requested_twice(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """A retained entry is not got, and the next eviction of its page reveals a change.
@@ -474,7 +476,7 @@ def test_retained_page_is_not_got_twice(
 
 
 @pytest.mark.smoke
-def test_punch_of_a_retained_page_keeps_the_cache_on(
+def test_hole_punched_in_a_retained_page_keeps_the_cache_on(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """A punch with blocks smaller than a page zeroes a part of a clean page.
@@ -516,7 +518,7 @@ def test_punch_of_a_retained_page_keeps_the_cache_on(
     ("fault", "counter"),
     [("mark_late", "puts_dropped_bypass"), ("policy_late", "puts_dropped_policy")],
 )
-def test_file_that_is_marked_during_an_eviction_is_not_referred_to(
+def test_no_reference_is_sent_for_a_file_marked_during_an_eviction(
     session: Session, kernel: Kernel, test_module: Path, fault: str, counter: str
 ) -> None:
     """A mark or a policy that is set after the driver checked for them erases the entry.
@@ -571,7 +573,7 @@ def test_late_answers_to_references_do_not_erase_newer_puts(
 
 
 @pytest.mark.smoke
-def test_reference_behind_a_newer_put_changes_nothing(
+def test_reference_sent_after_a_newer_put_changes_no_page(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """References that wait for the feeder are sent after newer puts of their pages."""
@@ -606,7 +608,7 @@ def test_reference_behind_a_newer_put_changes_nothing(
 
 
 @pytest.mark.smoke
-def test_late_answer_to_a_get_leaves_no_entry(
+def test_late_answer_to_a_get_leaves_no_index_entry(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """The entries of a get that is not answered in time are erased, and the answer adds none."""
@@ -631,7 +633,7 @@ def test_late_answer_to_a_get_leaves_no_entry(
 
 
 @pytest.mark.smoke
-def test_pages_of_lost_references_are_still_returned(
+def test_pages_whose_references_were_dropped_are_still_returned(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """The driver drops references that the host does not take in time, and keeps the entries."""
@@ -652,7 +654,7 @@ def test_pages_of_lost_references_are_still_returned(
 
 
 @pytest.mark.smoke
-def test_new_daemon_gets_no_reference_of_the_last_one(
+def test_new_daemon_gets_no_reference_meant_for_the_previous_daemon(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """A new generation erases retained entries, and drops references that wait to be sent."""
@@ -726,7 +728,7 @@ def retained_folios(
 
 
 @pytest.mark.smoke
-def test_pages_of_a_split_folio_are_referred_to_or_erased(
+def test_hole_in_a_retained_folio_erases_only_the_page_of_the_hole(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """A hole splits a large folio with retained pages. Only the page of the hole is erased."""
@@ -742,7 +744,7 @@ def test_pages_of_a_split_folio_are_referred_to_or_erased(
 
 
 @pytest.mark.smoke
-def test_folio_with_a_damaged_page_is_not_referred_to(
+def test_no_reference_is_sent_for_a_folio_with_a_hwpoison_page(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """The driver does not read a page with a memory error (hwpoison) when its folio is evicted.
@@ -764,7 +766,7 @@ def test_folio_with_a_damaged_page_is_not_referred_to(
     wait_state(guest, "on")
 
 
-def test_driver_without_the_parameter_does_not_use_the_feature(
+def test_driver_uses_retain_only_if_its_parameter_is_set(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     with Liar(session.directory / "liar", retain=True) as liar:

@@ -55,7 +55,7 @@ MANY_FILES = 600
 MANY_AT_ONCE = 50  # number of files of two pages that fit the ring together
 
 
-def test_one_queue_may_use_more_than_its_share_of_slots(
+def test_one_queue_may_use_slots_from_the_share_of_other_queues(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """One queue may use more than its share of the slots while the host answers no put."""
@@ -133,7 +133,7 @@ def check_full_batches_without_feeder(guest: Guest, partial_pages: int = BATCH_P
     assert checksums(guest, paths) == sums
 
 
-def test_full_batches_and_their_answers_need_no_feeder(
+def test_full_batches_and_their_answers_need_no_feeder_thread(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Full batches leave and their answers free slots while the feeder thread does not run."""
@@ -181,7 +181,9 @@ def drop_and_wait(guest: Guest) -> float:
     return (float(sent) - float(begun)) * 1000
 
 
-def test_partial_batches_are_sent_in_time(session: Session, kernel: Kernel, module: Path) -> None:
+def test_partial_batches_are_sent_after_a_bounded_delay(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Puts that fill no batch are sent after a bounded time, even if the host does not answer."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=1)
@@ -205,7 +207,7 @@ def test_partial_batches_are_sent_in_time(session: Session, kernel: Kernel, modu
     for number in range(IN_FLIGHT):
         guest.sh(f"dd if=/dev/urandom of=/mnt/{number} bs=4096 count=2 2>/dev/null; sync")
         waits_ms.append(drop_and_wait(guest))
-    print("sent after", waits_ms, "ms")
+    print("partial batches were sent after", waits_ms, "ms")
     assert min(waits_ms[1:]) <= stated("TMEM_PUT_DELAY_MS") + OWN_MS
     waiting = stats(guest)
     assert waiting["requests_put"] - before["requests_put"] >= IN_FLIGHT
@@ -216,7 +218,7 @@ def test_partial_batches_are_sent_in_time(session: Session, kernel: Kernel, modu
     assert after["puts_stored"] - before["puts_stored"] == after["puts"] - before["puts"]
 
 
-def test_flushes_beyond_the_limit_are_counted_and_harmless(
+def test_dropped_flushes_are_counted_and_cause_no_old_page(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """If the host does not answer, the driver drops flushes beyond a limit and counts them.

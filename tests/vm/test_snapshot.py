@@ -31,7 +31,7 @@ def test_loadvm_ends_the_generation(session: Session, kernel: Kernel) -> None:
     first = driver.stored()
     vm.save("one")
     assert driver.stored() == first
-    assert driver.keep() == "hit", "savevm lost the stored page"
+    assert driver.keep() == "hit", "the stored page was lost during savevm"
     vm.load("one")
     second = driver.stored(other_than=first)
     assert driver.keep() == "hit"

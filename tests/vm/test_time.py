@@ -110,18 +110,18 @@ def wake(session: Session, world: World, path: Path) -> Guest:
     return vm.guest
 
 
-def test_vm_restored_from_a_file_finds_no_page(session: Session, world: World) -> None:
+def test_vm_restored_from_a_file_starts_with_an_empty_pool(session: Session, world: World) -> None:
     """A VM that is restored from a file finds no page, because the earlier QEMU has ended."""
     path = session.directory / "state"
     known = rest(world, path)
-    assert world.holds() > 100, "the paused VM lost its pages"
+    assert world.holds() > 100, "the pool has too few pages of the paused VM"
     world.vm.quit()
     until(lambda: world.holds() == 0, 60, "the pool is empty")
     world.is_as_before(wake(session, world, path), known)
 
 
 @pytest.mark.smoke
-def test_rolled_back_snapshot_reads_no_newer_page(session: Session, world: World) -> None:
+def test_vm_reverted_to_a_snapshot_reads_no_newer_page(session: Session, world: World) -> None:
     """A VM that is reverted to a snapshot of memory and disk reads no page from after it.
 
     The memory is in a file. The disk's later changes are in an overlay, which is discarded.

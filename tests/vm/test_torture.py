@@ -83,7 +83,7 @@ def test_random_operations_find_no_wrong_byte(
     assert counters["hits"] > OPERATIONS // 10
     assert counters["mismatches"] == 0
     for why in ("dirty", "truncate", "direct", "move_ext", "inode", "unmount", "fadvise"):
-        assert counters[f"invalidations_{why}"] > 0, why
+        assert counters[f"invalidations_{why}"] > 0, f"no page was erased for the reason '{why}'"
     wait_state(guest, "on")
 
 
@@ -100,7 +100,9 @@ def test_hits_of_random_operations_match_the_disk(
 
 
 @pytest.mark.smoke
-def test_readers_never_see_an_older_version(session: Session, kernel: Kernel, module: Path) -> None:
+def test_readers_never_see_an_older_version_of_a_block(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Readers never see an older version of a block, beside buffered and direct writers."""
     guest = boot(session, kernel, module, "verify_every=0")
     arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
@@ -111,16 +113,18 @@ def test_readers_never_see_an_older_version(session: Session, kernel: Kernel, mo
 
 
 @pytest.mark.smoke
-def test_scenarios_find_no_wrong_byte(session: Session, kernel: Kernel, module: Path) -> None:
+def test_torture_scenarios_find_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     guest = boot(session, kernel, module, "verify_every=0")
     for scenario in SCENARIOS:
         numbers = Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
-        assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
+        assert numbers["puts"] > 0, f"scenario {scenario} put no page, so it did not test the cache"
     wait_state(guest, "on")
 
 
 @pytest.mark.smoke
-def test_scenario_without_its_hook_finds_a_wrong_byte(
+def test_torture_scenario_finds_a_wrong_byte_if_its_hook_is_missing(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Each hook is needed: without it, its scenario finds a wrong byte."""
@@ -137,7 +141,7 @@ def test_scenario_without_its_hook_finds_a_wrong_byte(
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("hook", ["dirty", "removed"])
-def test_either_of_two_hooks_prevents_a_wrong_byte(
+def test_one_of_two_redundant_hooks_prevents_a_wrong_byte(
     session: Session, kernel: Kernel, test_module: Path, hook: str
 ) -> None:
     guest = boot(session, kernel, test_module, f"verify_every=0 test_hooks_off={hook}")
@@ -146,7 +150,7 @@ def test_either_of_two_hooks_prevents_a_wrong_byte(
 
 
 @pytest.mark.smoke
-def test_dirty_pages_are_erased_at_once(
+def test_dirty_pages_are_erased_from_the_index_at_once(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """A page that becomes dirty is erased from the index at once, not only at its eviction."""

@@ -66,7 +66,7 @@ def read_again(guest: Guest) -> tuple[int, int]:
     grown = growth(before, evict(guest, FILES))
     seconds = time.monotonic() - begun
     assert guest.read(f"{PARAMETERS}/verify_voided") == "0", (
-        "a comparison was dropped although nothing writes to the files"
+        "the driver dropped a comparison with the disk although nothing writes to the files"
     )
     print(
         f"{grown['hits']} hits, {grown['verified_hits']} compared,"
@@ -86,19 +86,21 @@ def read_first_hits(guest: Guest) -> None:
         hits, more = read_again(guest)
         assert hits > 0
         seen, compared = seen + hits, compared + more
-    assert compared > FIRST_HITS // 2, f"only {compared} of the first {seen} hits were compared"
+    assert compared > FIRST_HITS // 2, (
+        f"only {compared} of the first {seen} hits were compared with the disk"
+    )
 
 
 def check_share(hits: int, compared: int, every: int) -> None:
     # The driver counts hits over all readings, so the number of compared hits in one reading may
     # differ by one.
     assert abs(compared - hits / every) <= 1, (
-        f"{compared} of {hits} hits were compared, not one in {every}"
+        f"{compared} of {hits} hits were compared with the disk, not one in {every}"
     )
 
 
 @pytest.mark.smoke
-def test_untested_release_compares_more_hits(
+def test_untested_kernel_release_compares_more_hits_with_the_disk(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     guest = driver_guest(session, kernel, test_module, parameters="test_untested_release=1")
@@ -121,7 +123,7 @@ def test_untested_release_compares_more_hits(
 
 
 @pytest.mark.smoke
-def test_verify_every_at_load_has_priority(
+def test_verify_every_set_at_load_overrides_the_untested_default(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     guest = driver_guest(
@@ -133,7 +135,7 @@ def test_verify_every_at_load_has_priority(
 
 
 @pytest.mark.smoke
-def test_tested_release_verifies_the_default_share_of_hits(
+def test_tested_kernel_release_compares_the_default_share_of_hits(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """On a tested release, the state has no note, and one hit in TESTED_EVERY is compared."""

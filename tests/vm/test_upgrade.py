@@ -65,7 +65,7 @@ def test_upgraded_daemon_serves_the_same_vms(
     old = program(daemon)
     begun = time.monotonic()
     daemon.terminate()
-    assert not socket.exists(), "the daemon left its socket behind"
+    assert not socket.exists(), "the stopped daemon did not remove the VM's socket"
     # No earlier release exists yet, so the same program is started from another file.
     daemon.program = Path(shutil.copy(host_binary("tmemd"), session.directory / "tmemd-new"))
     daemon.start()

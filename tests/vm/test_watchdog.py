@@ -71,7 +71,7 @@ def test_hung_daemon_is_replaced(session: Session, kernel: Kernel, module: Path)
             supervisor.wait_kills(number, 2 * PERIOD_SECONDS + OWN_SECONDS)
             took.append(time.monotonic() - begun)
         numbers = torture.finish(guest)
-        print("seconds until the next daemon serves:", took, numbers)
+        print("seconds until the next daemon serves, and counters:", took, numbers)
         assert max(took) < scaled(PERIOD_SECONDS + OWN_SECONDS)
         wait_state(guest, "on")
         before = stats(guest)
@@ -186,7 +186,7 @@ def test_operation_waits_at_most_one_timeout_for_a_hung_daemon(
         vm.quit()
 
 
-def test_end_of_a_migration_with_a_hung_daemon_is_bounded(
+def test_hung_daemon_delays_the_end_of_a_migration_only_up_to_a_bound(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """At the end of a migration, a hung daemon delays the stop of the device only up to a bound."""

@@ -42,7 +42,7 @@ pub fn decompress(stored: &[u8], out: &mut Page) {
     };
     assert_eq!(
         len, PAGE_SIZE as i32,
-        "LZ4_decompress_safe did not restore a whole page"
+        "LZ4_decompress_safe did not restore a complete page"
     );
 }
 

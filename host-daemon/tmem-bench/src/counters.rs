@@ -107,13 +107,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn page_faults_of_the_thread_are_counted() {
+    fn page_faults_of_the_calling_thread_are_counted() {
         const PAGES: usize = 300;
         let counters = Counters::open();
         let nr = EVENTS
             .iter()
             .position(|event| event.0 == "page_faults")
-            .expect("no such event");
+            .expect("EVENTS does not list page_faults");
         let before = counters.read()[nr];
         // Allocate so much memory that the allocator makes a new mapping. The kernel populates the
         // mapping page by page, with a fault for each page.
@@ -123,7 +123,7 @@ mod tests {
         match counters.names().nth(nr).and_then(|(_, reason)| reason) {
             None => assert!(
                 faults >= PAGES as u64 / 2,
-                "{faults} page faults for {PAGES} pages"
+                "the counter shows only {faults} page faults for {PAGES} new pages"
             ),
             // The kernel does not let this user open the counter.
             Some(reason) => assert!(!reason.is_empty() && faults == 0),

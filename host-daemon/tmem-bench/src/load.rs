@@ -471,7 +471,9 @@ pub fn run<'a>(
 impl Load {
     fn case(&self, name: &str) -> &Case {
         let found = self.cases.iter().find(|(other, _)| *other == name);
-        &found.expect("there is no case of this name").1
+        &found
+            .expect("the benchmark has no case of the given name")
+            .1
     }
 
     /// Adds the ratios of each hard case to the easy case, which is named `room`, to the results.

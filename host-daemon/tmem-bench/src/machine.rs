@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_of_sysfs_are_parsed() {
+    fn cache_sizes_in_sysfs_are_parsed() {
         assert_eq!(bytes("48K\n"), Some(48 << 10));
         assert_eq!(bytes("32M"), Some(32 << 20));
         assert_eq!(bytes("512"), Some(512));

@@ -16,6 +16,7 @@ mod measure;
 mod memcached;
 mod memory;
 mod path;
+mod policies;
 mod replay;
 #[cfg(test)]
 mod replay_test;
@@ -48,6 +49,16 @@ enum Command {
     /// The path of requests from a guest's virtqueue to the storage engine and back, compared with
     /// the engine alone, zram and memcached.
     Path(path::Args),
+    /// Hit ratios of the engine's eviction policy, S3-FIFO, SIEVE and the optimum, on recorded
+    /// traces and on generated loads.
+    ///
+    /// lru and adaptive-two-queue are the engine's own code. S3-FIFO and SIEVE are simulated as
+    /// published, in two variants, because a get removes its page from the pool: with "kept", a
+    /// page that the guest puts again takes its former place in the queue; with "new", it takes a
+    /// new one. The optimum knows all later requests, so no real policy can reach it. The
+    /// comparison measures no time and takes about a minute. docs/benchmarks/policy.md discusses
+    /// the results.
+    Policies(policies::Args),
     /// Hit ratios of all eviction policies with several pool sizes, on traces that tmemd recorded.
     Replay(replay::Args),
     /// How long a VM waits for its pages while another VM keeps the worker busy.
@@ -145,6 +156,7 @@ fn main() -> ExitCode {
     let done = match Args::parse().command {
         Command::Engine(args) => engine::run(&args),
         Command::Path(args) => path::run(&args),
+        Command::Policies(args) => policies::run(&args),
         Command::Replay(args) => replay::run(&args),
         Command::Slice(args) => slice::run(&args),
         Command::Timing(args) => timing::run(&args),

@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ratio_is_the_median_with_a_bootstrap_interval() {
+    fn a_ratio_is_a_median_with_a_bootstrap_interval() {
         let ratio = Ratio::of((1..=101).rev().map(f64::from).collect());
         assert_eq!(ratio.value, 51.0);
         assert!((38.0..47.0).contains(&ratio.low) && (55.0..64.0).contains(&ratio.high));
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn intervals_cover_the_true_median_about_as_often_as_they_claim() {
+    fn bootstrap_intervals_cover_the_true_median_in_at_least_90_percent() {
         const SETS: usize = 200;
         let mut rng = fastrand::Rng::with_seed(7);
         let covered = (0..SETS).filter(|_| {
@@ -185,12 +185,12 @@ mod tests {
         let covered = covered.count();
         assert!(
             (180..=199).contains(&covered),
-            "{covered} of {SETS} intervals"
+            "{covered} of {SETS} intervals contain the true median, not 180 to 199"
         );
     }
 
     #[test]
-    fn quantile_is_the_smallest_value_that_enough_values_do_not_exceed() {
+    fn quantile_is_the_nearest_rank_value() {
         let mut values: Vec<f64> = (1..=200).rev().map(f64::from).collect();
         assert_eq!(quantile(&mut values, 0.99), 198.0);
         assert_eq!(quantile(&mut values, 1.0), 200.0);

@@ -156,7 +156,7 @@ impl Memcached {
         match line.starts_with(wanted.as_bytes()) {
             true => Ok(()),
             false => Err(format!(
-                "memcached answered {:?}",
+                "memcached gave the unexpected answer {:?}",
                 String::from_utf8_lossy(&line)
             )),
         }

@@ -6,15 +6,16 @@
 //! engine's estimates of the gain from more memory and of the loss with less memory are within the
 //! bounds of this file and of `tmem_trace::estimate`.
 
+use crate::policies::{guest, without_hints};
 use crate::replay::{EIGHTHS, Outcome, load, outcome};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use tmem_pool::PolicyKind;
 use tmem_trace::estimate::{
     ESTIMATE_GETS_MIN, GAIN_OVER_MAX, GAIN_OVER_USUAL, GAIN_PERCENT, GAIN_UNDER_MAX,
     GIVE_UP_COST_MAX, LOSS_BEARABLE, LOSS_PERCENT, LOSS_UNDER_MAX, LOSS_UNDER_USUAL,
 };
-use tmem_trace::format::{Event, ObjectKey, Op, SizeClass};
+use tmem_trace::format::Event;
 
 /// Number of seeds for the index's hashes and for the generated traces: the seeds are 1 to this
 /// number. TMEM_SEEDS replaces it; the figures of docs/traces.md were measured with TMEM_SEEDS=32.
@@ -120,57 +121,6 @@ fn default_policy_is_never_worse_than_lru_and_better_on_average() {
     );
 }
 
-/// Returns the requests of a simulated guest with a page cache of `cache_pages` pages. When the
-/// page cache is full, the guest evicts the least recently used page and puts it. The guest gets
-/// each page that is not in its page cache. `next` returns the number of the page that the guest
-/// reads next.
-fn guest(reads: u64, cache_pages: usize, mut next: impl FnMut(u64) -> u64) -> Vec<Event> {
-    let (mut events, mut used, mut order) = (Vec::new(), HashMap::new(), BTreeMap::new());
-    let place = |page: u64| {
-        let object = ObjectKey {
-            pool: 0,
-            object: page / 64,
-        };
-        (object, page % 64)
-    };
-    for time_us in 0..reads {
-        let page = next(time_us);
-        if let Some(before) = used.insert(page, time_us) {
-            order.remove(&before);
-            order.insert(time_us, page);
-            continue;
-        }
-        let mut event = |op| {
-            events.push(Event {
-                time_us,
-                tenant: 0,
-                op,
-            });
-        };
-        let (object, index) = place(page);
-        event(Op::Get {
-            object,
-            page: index,
-            hit: false,
-        });
-        order.insert(time_us, page);
-        if used.len() > cache_pages {
-            let (_, oldest) = order
-                .pop_first()
-                .expect("the page cache has no oldest page, although it has too many pages");
-            used.remove(&oldest);
-            let (object, index) = place(oldest);
-            event(Op::Put {
-                object,
-                page: index,
-                workingset: false,
-                size: SizeClass::of_bytes(512 + (oldest % 5 * 700) as usize),
-            });
-        }
-    }
-    events
-}
-
 /// Returns generated traces with different distributions of reads: their names and events.
 fn synthetic(seed: u64) -> Vec<(String, Vec<Event>)> {
     const PAGES: u64 = 8_000;
@@ -183,33 +133,37 @@ fn synthetic(seed: u64) -> Vec<(String, Vec<Event>)> {
         let nth = ((PAGES as f64).powf(rng.f64()) - 1.0) as u64;
         nth.wrapping_mul(7919) % PAGES
     };
+    let requests = |next: &mut dyn FnMut(u64) -> u64| {
+        let stored_bytes = |page| 512 + (page % 5 * 700) as usize;
+        without_hints(guest(READS, |_| CACHE, stored_bytes, next))
+    };
     let (mut one, mut two, mut three, mut four) = (rng(), rng(), rng(), rng());
     vec![
-        ("zipf".into(), guest(READS, CACHE, |_| zipf(&mut one))),
+        ("zipf".into(), requests(&mut |_| zipf(&mut one))),
         (
             "spans".into(),
-            guest(READS, CACHE, |_| {
+            requests(&mut |_| {
                 let span = [PAGES / 10, PAGES / 3, PAGES][two.usize(..3)];
                 two.u64(..span)
             }),
         ),
         (
             "zipf and streams".into(),
-            guest(READS, CACHE, |nth| match nth / 2_000 % 4 {
+            requests(&mut |nth| match nth / 2_000 % 4 {
                 3 => PAGES + nth,
                 _ => zipf(&mut three),
             }),
         ),
         (
             "few and streams".into(),
-            guest(READS, CACHE, |nth| match nth % 2 {
+            requests(&mut |nth| match nth % 2 {
                 0 => PAGES + nth,
                 _ => nth / 2 % (2 * CACHE as u64),
             }),
         ),
         (
             "changing".into(),
-            guest(READS, CACHE, |nth| zipf(&mut four) + nth / 15_000 * 2_000),
+            requests(&mut |nth| zipf(&mut four) + nth / 15_000 * 2_000),
         ),
     ]
 }
@@ -276,7 +230,7 @@ impl Sizes<'_> {
 /// pools. Also measures the hits that are lost if a pool gives up memory that the estimates count
 /// as not needed.
 #[test]
-fn estimated_gains_and_losses_are_within_bounds() {
+fn estimates_of_hits_gained_and_lost_are_within_bounds() {
     let recorded = recorded();
     let mut traces = Vec::new();
     for seed in seeds() {

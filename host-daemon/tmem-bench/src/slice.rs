@@ -376,7 +376,7 @@ fn store(tenant: &Tenant, object: u64, index: u64, pages: &[Page]) -> Result<(),
     let stored = results.iter().all(|result| *result == PutResult::Stored);
     match put.is_ok() && stored {
         true => Ok(()),
-        false => Err("the engine refused a page".into()),
+        false => Err("the engine refused a put while the benchmark filled the pool".into()),
     }
 }
 
@@ -487,7 +487,7 @@ impl Rig {
             while self.attacker.answered == 0 {
                 self.attacker.go_on()?;
                 if begun.elapsed() > TIMEOUT {
-                    return Err("the attacker's requests were not answered in time".into());
+                    return Err("requests of the attacker guest were not answered in time".into());
                 }
             }
             begun = Instant::now();
@@ -504,14 +504,16 @@ impl Rig {
             }
             let sent = Instant::now();
             if !self.victim.get(Run { index, pages: 1 }, 0) {
-                return Err("the victim has another get in flight".into());
+                return Err(
+                    "the victim guest cannot send its get: another get is in flight".into(),
+                );
             }
             while self.victim.answer()?.is_none() {
                 if beside {
                     self.attacker.go_on()?;
                 }
                 if sent.elapsed() > TIMEOUT {
-                    return Err("a get of the victim was not answered in time".into());
+                    return Err("a get of the victim guest was not answered in time".into());
                 }
             }
             times.push(sent.elapsed().as_secs_f64() * 1e6);
@@ -520,7 +522,7 @@ impl Rig {
         while self.attacker.is_busy() || !self.attacker.left.is_empty() {
             self.attacker.go_on()?;
             if begun.elapsed() > TIMEOUT {
-                return Err("the attacker's requests were not answered in time".into());
+                return Err("requests of the attacker guest were not answered in time".into());
             }
         }
         self.maintain_all();

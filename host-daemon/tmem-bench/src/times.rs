@@ -199,7 +199,7 @@ fn engine(
         for (sized, out) in right {
             assert!(
                 hash.of(out) == sized.hash,
-                "the engine returned wrong bytes for a page"
+                "a get returned wrong bytes for a page"
             );
         }
     }

@@ -532,7 +532,7 @@ fn decide(mut run: impl FnMut(usize) -> Result<Times, String>) -> Result<(Times,
         }
         last = Some((times, found));
     }
-    let (times, found) = last.expect("REPEATS is 0");
+    let (times, found) = last.expect("the number of runs, REPEATS, is 0");
     let same = different.len() == REPEATS && different.iter().all(|what| *what == different[0]);
     let found = match found {
         Outcome::Different(what) if !same => Outcome::Undecided(format!(

@@ -21,7 +21,8 @@ pub struct Zram {
 }
 
 fn set(name: &str, value: &str) -> Result<(), String> {
-    fs::write(format!("{SYS}/{name}"), value).map_err(|error| format!("{SYS}/{name}: {error}"))
+    fs::write(format!("{SYS}/{name}"), value)
+        .map_err(|error| format!("cannot write to {SYS}/{name}: {error}"))
 }
 
 impl Zram {
@@ -55,7 +56,7 @@ impl Zram {
             Err(error) => {
                 // Ignore errors of the reset, because the caller gets the original error.
                 let _ = set("reset", "1");
-                Err(format!("{DEVICE}: {error}"))
+                Err(format!("cannot open {DEVICE}: {error}"))
             }
         }
     }

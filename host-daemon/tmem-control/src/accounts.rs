@@ -42,7 +42,7 @@ mod tests {
             assert_eq!(
                 number(users, name),
                 expected,
-                "account {name:?} has the wrong number"
+                "account {name:?} was resolved to the wrong user ID"
             );
         }
         let groups = "root:x:0:\nkvm:x:36:alice,bob\n";

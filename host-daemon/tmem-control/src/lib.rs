@@ -88,10 +88,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_that_a_daemon_of_another_version_lacks_are_zero() {
+    fn statistics_that_a_daemon_of_another_version_lacks_are_zero() {
         let answer = r#"{"daemon":{"version":"0.0.9","pid":1},"pool":{"pages":2,"unknown":"x"},
             "vms":[{"name":"web1","hits":3,"put_latency":{"sum_ns":4},"driver":{"state":"on"}}]}"#;
-        let reply: GetStats_Reply = serde_json::from_str(answer).expect("the answer is refused");
+        let reply: GetStats_Reply = serde_json::from_str(answer)
+            .expect("the statistics of another daemon version are refused");
         assert_eq!(
             (reply.daemon.version.as_str(), reply.pool.pages),
             ("0.0.9", 2)
@@ -105,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn an_argument_that_is_missing_is_refused() {
+    fn a_call_with_a_missing_argument_is_refused() {
         assert!(serde_json::from_str::<Quota>(r#"{"reserve_bytes":0}"#).is_err());
         assert!(serde_json::from_str::<VmSpec>("{}").is_err());
     }

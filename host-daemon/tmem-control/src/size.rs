@@ -66,7 +66,7 @@ mod tests {
             "1é",
         ] {
             let Err(error) = parse(text) else {
-                panic!("{text:?} was accepted");
+                panic!("the invalid size {text:?} was accepted");
             };
             assert!(
                 error.contains(&format!("{text:?}")) && error.contains("512MiB"),

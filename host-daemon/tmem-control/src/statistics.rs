@@ -352,7 +352,7 @@ mod tests {
             assert_eq!(
                 row.export == Export::No,
                 name.is_empty(),
-                "row {} has a metric although it is not exported, or none although it is",
+                "row {}: a row must have a metric name exactly if it is exported",
                 row.field
             );
             let good = |c: char| c.is_ascii_lowercase() || c == '_';

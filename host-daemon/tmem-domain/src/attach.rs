@@ -328,26 +328,28 @@ mod tests {
                 retain,
                 ..Options::default()
             };
-            text = attach(&text, &options).expect("the domain was refused");
-            let device = Domain::parse(&text).expect("the domain was refused").device;
+            text = attach(&text, &options).expect("a valid domain was refused");
+            let device = Domain::parse(&text)
+                .expect("a valid domain was refused")
+                .device;
             assert_eq!(device.and_then(|device| device.retain), retain);
-            let again = attach(&text, &options).expect("the domain was refused");
+            let again = attach(&text, &options).expect("a valid domain was refused");
             assert_eq!(again, text, "a second attach changes the domain");
         }
-        let without = detach(&text).expect("the domain was refused");
+        let without = detach(&text).expect("a valid domain was refused");
         assert!(!without.contains(DEVICE) && !without.contains(RETAIN));
     }
 
     #[test]
-    fn moving_the_socket_changes_only_the_path_in_the_device() {
+    fn moving_the_socket_changes_only_the_socket_path_of_the_device() {
         let plain = "<domain type='kvm'><name>a</name><uuid>b</uuid><!-- /run/virtio-tmem/b.sock -->\
                      <os><type machine='q35'>hvm</type></os><devices/></domain>";
         assert!(move_socket(plain, "/x").is_err());
-        let before = attach(plain, &Options::default()).expect("the domain was refused");
+        let before = attach(plain, &Options::default()).expect("a valid domain was refused");
         let after =
             move_socket(&before, "/run/a,b&c").expect("the domain does not have the device");
         let device = Domain::parse(&after)
-            .expect("the domain was refused")
+            .expect("a valid domain was refused")
             .device;
         assert_eq!(device.map(|d| d.socket).as_deref(), Some("/run/a,b&c"));
         assert!(after.contains("<!-- /run/virtio-tmem/b.sock -->"));

@@ -76,7 +76,7 @@ impl Cache {
             || namespace.is_some_and(|name| name != CACHE_NAMESPACE)
         {
             return Err(fault(format!(
-                "found <{}> instead",
+                "found the element <{}> instead of <{CACHE_PREFIX}:cache>",
                 element.tag_name().name()
             )));
         }
@@ -202,7 +202,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cache_metadata_round_trips() {
+    fn written_cache_metadata_parses_to_the_same_value() {
         let caches = [
             Cache::default(),
             Cache {
@@ -221,11 +221,11 @@ mod tests {
 
     #[test]
     fn cache_sizes_without_a_unit_are_kib() {
-        let cache =
-            Cache::parse("<cache><limit>2048</limit></cache>").expect("the element was refused");
+        let cache = Cache::parse("<cache><limit>2048</limit></cache>")
+            .expect("a valid <cache> element was refused");
         assert_eq!(cache.limit, Some(2 << 20));
         let cache = Cache::parse("<cache> <limit unit='G'> 1 </limit>\n</cache>")
-            .expect("the element was refused");
+            .expect("a valid <cache> element was refused");
         assert_eq!(cache.limit, Some(1 << 30));
     }
 
@@ -264,17 +264,17 @@ mod tests {
             ("<cache><trust_domain/></cache>", &["\"\""]),
             ("<cache>1GiB</cache>", &["1GiB"]),
             ("<quota/>", &["<quota>"]),
-            ("<cache xmlns='urn:other'/>", &["found <cache> instead"]),
+            ("<cache xmlns='urn:other'/>", &["found the element <cache>"]),
             ("<cache", &["not the XML"]),
         ] {
             let Err(error) = Cache::parse(text) else {
-                panic!("{text:?} was accepted");
+                panic!("the invalid element {text:?} was accepted");
             };
             let error = error.0;
             for part in parts {
                 assert!(
                     error.contains(part),
-                    "{text}: the error has no {part:?}: {error}"
+                    "the error about {text} does not contain {part:?}: {error}"
                 );
             }
         }

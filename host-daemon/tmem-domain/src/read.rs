@@ -66,7 +66,7 @@ impl Domain {
         let root = document.root_element();
         if !root.has_tag_name("domain") {
             return Err(Error(format!(
-                "this is not the XML of a domain: it is a <{}>",
+                "this is not the XML of a domain: its root element is <{}>",
                 root.tag_name().name()
             )));
         }
@@ -185,8 +185,8 @@ fn memory(root: Node<'_, '_>) -> Result<(), Error> {
                 Some(value) => format!("<{place} {name}='{value}'/>"),
             };
             return Err(Error(format!(
-                "its memory is not {is_not}: <memoryBacking> has {has}; run tmemctl attach, which \
-                 changes it"
+                "the domain's memory is not {is_not}: <memoryBacking> has {has}; run tmemctl \
+                 attach, which changes it"
             )));
         }
     }
@@ -220,13 +220,13 @@ pub(crate) fn unchangeable(root: Node<'_, '_>) -> Result<(), Error> {
         .filter(|k| !["kvm", "qemu"].contains(k))
     {
         return Err(Error(format!(
-            "it is a {kind:?} domain: only QEMU domains (kvm, qemu) are supported"
+            "the domain has the type {kind:?}: only QEMU domains (kvm, qemu) are supported"
         )));
     }
     if let Some(security) = child(root, "launchSecurity") {
         return Err(Error(format!(
-            "its memory is encrypted (<launchSecurity type='{}'>), so the host cannot read what the \
-             guest would put",
+            "the domain's memory is encrypted (<launchSecurity type='{}'>), so the host cannot \
+             read what the guest would put",
             security.attribute("type").unwrap_or("")
         )));
     }
@@ -248,11 +248,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_that_can_be_added_counts_for_the_maximum() {
+    fn maximum_memory_includes_hot_pluggable_memory() {
         let maximum = |inside: &str| {
             let xml = format!("<domain><name>a</name><uuid>b</uuid>{inside}</domain>");
             Domain::parse(&xml)
-                .expect("the domain was refused")
+                .expect("a valid domain was refused")
                 .memory_max_bytes
         };
         let memory = "<memory unit='GiB'>2</memory><currentMemory unit='GiB'>1</currentMemory>";
@@ -267,7 +267,7 @@ mod tests {
         let takes = |inside: &str| {
             let xml = format!("<domain><name>a</name><uuid>b</uuid>{inside}</domain>");
             Domain::parse(&xml)
-                .expect("the domain was refused")
+                .expect("a valid domain was refused")
                 .takes_bytes
         };
         let memory = "<memory unit='GiB'>2</memory>";

@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn size_units_match_those_of_libvirt() {
+    fn size_units_have_the_values_that_libvirt_defines() {
         for (unit, bytes) in [
             ("b", 1),
             ("bytes", 1),
@@ -77,11 +77,14 @@ mod tests {
             assert_eq!(
                 scale("3", unit),
                 Ok(3 * bytes),
-                "unit {unit:?} has the wrong size"
+                "a number with the unit {unit:?} has the wrong number of bytes"
             );
         }
         for unit in ["", "KiBs", "bit", "XiB", "Ki", "é", "i"] {
-            assert!(scale("3", unit).is_err(), "unit {unit:?} was accepted");
+            assert!(
+                scale("3", unit).is_err(),
+                "the invalid unit {unit:?} was accepted"
+            );
         }
     }
 
@@ -92,11 +95,11 @@ mod tests {
         assert_eq!(parse_size("0"), Ok(0));
         for text in ["", "2", "GiB", "-1GiB", "1.5GiB", "2GiBi", "9999999TiB"] {
             let Err(error) = parse_size(text) else {
-                panic!("{text:?} was accepted");
+                panic!("the invalid size {text:?} was accepted");
             };
             assert!(
                 error.contains(&format!("{text:?}")),
-                "the error does not name the text: {error}"
+                "the error does not quote the invalid size: {error}"
             );
         }
     }

@@ -220,7 +220,7 @@ fn is_within(part: &str, whole: &str) -> bool {
 /// Lists the nodes of an XML text. The list has no white space between elements, and does not
 /// distinguish `<a/>` from `<a></a>`.
 fn nodes(text: &str) -> Vec<String> {
-    let document = Document::parse(text).expect("the text is not XML");
+    let document = Document::parse(text).expect("the generated text is not XML");
     let nodes = document.root().descendants();
     let blank = |node: &Node| node.is_text() && node.text().unwrap_or("").trim().is_empty();
     let nodes = nodes.filter(|node| !blank(node));
@@ -249,8 +249,8 @@ fn check(seed: u64) {
         attach(&made.text, &options).expect("cannot attach the device to the generated domain");
 
     // The changed domain has the requested device, memory and quota.
-    let read = Domain::parse(&attached).expect("the changed domain is not valid");
-    let device = read.device.expect("the changed domain has no device");
+    let read = Domain::parse(&attached).expect("the domain with the attached device is not valid");
+    let device = read.device.expect("the domain has no device after attach");
     assert_eq!(read.memory, Ok(()));
     assert_eq!(read.cache, Some(Ok(options.cache.clone())));
     assert!(device.ours);
@@ -308,7 +308,7 @@ fn check(seed: u64) {
 }
 
 #[test]
-fn detach_restores_random_domains() {
+fn detach_restores_the_xml_of_randomly_generated_domains() {
     let first = match std::env::var("TMEM_SEED") {
         Ok(seed) => return check(seed.parse().expect("TMEM_SEED is not a number")),
         Err(_) => fastrand::u64(..),

@@ -45,13 +45,13 @@ fn unsupported_domains_are_refused_with_a_reason() {
         ("<domain>".into(), &["not the XML"]),
     ] {
         let Err(error) = attach(&text, &Options::default()) else {
-            panic!("{text:?} was accepted");
+            panic!("the unsupported domain {text:?} was accepted");
         };
         let error = error.0;
         for part in parts {
             assert!(
                 error.contains(part),
-                "{text}: the error has no {part:?}: {error}"
+                "the error about {text} does not contain {part:?}: {error}"
             );
         }
     }
@@ -90,10 +90,10 @@ fn memory_that_the_daemon_cannot_map_is_reported_with_the_remedy() {
         ),
     ] {
         let error = Domain::parse(&domain(backing))
-            .expect("the domain was refused")
+            .expect("a valid domain was refused")
             .memory;
         let Err(error) = error else {
-            panic!("{backing:?} was accepted");
+            panic!("memory with the backing {backing:?} was accepted");
         };
         let error = error.0;
         assert!(
@@ -118,7 +118,7 @@ fn attach_takes_and_keeps_the_highest_free_pci_slot() {
 }
 
 #[test]
-fn a_clone_gets_a_socket_of_its_own() {
+fn attaching_to_a_cloned_domain_sets_its_own_socket_path() {
     let attached = attach(&domain(DEVICES), &Options::default()).expect("cannot attach the device");
     let uuid = "fedcba98-89ab-cdef-0123-456789abcdef";
     let head = "<uuid>";
@@ -128,7 +128,7 @@ fn a_clone_gets_a_socket_of_its_own() {
     );
     let socket = |text: &str| {
         Domain::parse(text)
-            .expect("the domain was refused")
+            .expect("a valid domain was refused")
             .device
             .expect("the domain does not have the device")
             .socket
@@ -173,20 +173,20 @@ fn attach_replaces_and_detach_removes_a_quota_set_by_virsh() {
         "<t:cache xmlns:t='urn:virtio-tmem:cache:1'><t:limit>7</t:limit></t:cache>",
     );
     let cache = Domain::parse(&set)
-        .expect("the domain was refused")
+        .expect("a valid domain was refused")
         .cache
         .expect("the domain has no cache element")
-        .expect("the cache element was refused");
+        .expect("a valid cache element was refused");
     assert_eq!(cache.limit, Some(7 << 10));
     assert_eq!(detach(&set), Ok(domain(DEVICES)));
     assert_eq!(attach(&set, &Options::default()), Ok(attached));
 }
 
 #[test]
-fn the_dac_seclabel_of_a_domain_names_its_user() {
+fn the_user_of_a_domain_is_read_from_its_dac_seclabel() {
     let user = |labels: &str| {
         let domain = Domain::parse(&domain(labels));
-        domain.expect("the domain was refused").user
+        domain.expect("a valid domain was refused").user
     };
     let dac =
         "<seclabel type='static' model='dac' relabel='yes'><label>+107:+36</label></seclabel>";

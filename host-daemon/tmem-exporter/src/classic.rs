@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn classic_format_names_counters_with_total() {
+    fn classic_format_appends_total_to_counter_names() {
         let open = "# HELP a_bytes b c.\n# TYPE a_bytes counter\n# UNIT a_bytes bytes\na_bytes_total{x=\"# y\"} 1\n\
                     # HELP d e.\n# TYPE d gauge\nd 2\n# EOF\n";
         let text = "# HELP a_bytes_total b c.\n# TYPE a_bytes_total counter\na_bytes_total{x=\"# y\"} 1\n\

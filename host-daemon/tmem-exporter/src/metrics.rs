@@ -336,7 +336,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_rounded_down_to_whole_steps() {
+    fn metric_values_are_rounded_down_to_multiples_of_a_step() {
         let step = STEP_BYTES_MIN;
         assert_eq!(rounded(0, step), 0);
         assert_eq!(rounded(step - 1, step), 0);
@@ -355,15 +355,15 @@ mod tests {
             .expect("the metrics are not valid text");
         assert!(
             text.contains("tmem_up 0.0\n"),
-            "the text has no tmem_up of 0: {text}"
+            "the metrics do not contain tmem_up 0.0: {text}"
         );
         assert!(
             text.contains("tmem_scrape_duration_seconds 0.005\n"),
-            "the text has the wrong duration of the scrape: {text}"
+            "the metrics have the wrong scrape duration: {text}"
         );
         assert!(
             text.ends_with("# EOF\n"),
-            "the text does not end with # EOF: {text}"
+            "the metrics do not end with # EOF: {text}"
         );
     }
 
@@ -388,7 +388,11 @@ mod tests {
         };
         let value = |field: &str, figures: &Value| {
             let row = Statistic::of(Scope::Pool).find(|row| row.field == field);
-            number(row.expect("the row has no number"), figures, STEP_BYTES_MIN)
+            number(
+                row.expect("a row of figures has no number"),
+                figures,
+                STEP_BYTES_MIN,
+            )
         };
         assert_eq!(value("pages", &figures(256)), 1000 - 100 - 10 - 256);
         for shared in 257..512 {

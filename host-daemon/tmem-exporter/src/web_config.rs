@@ -238,7 +238,11 @@ mod tests {
     #[test]
     fn the_prometheus_web_config_format_is_parsed() {
         for empty in ["", "# nothing\n", "{}\n", "---\n"] {
-            assert_eq!(parse(empty), Ok(None), "{empty:?} configures TLS");
+            assert_eq!(
+                parse(empty),
+                Ok(None),
+                "the empty configuration {empty:?} enables TLS"
+            );
         }
         let tls = Tls {
             certificate: "/etc/x/a.pem".into(),
@@ -306,12 +310,12 @@ mod tests {
             ),
         ] {
             let Err(error) = parse(text) else {
-                panic!("{text:?} was accepted");
+                panic!("the invalid configuration {text:?} was accepted");
             };
             for part in parts {
                 assert!(
                     error.contains(part),
-                    "{text}: the error has no {part:?}: {error}"
+                    "the error for {text} does not contain {part:?}: {error}"
                 );
             }
         }

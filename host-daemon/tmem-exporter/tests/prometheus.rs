@@ -25,7 +25,7 @@ fn promtool(arguments: &[&str], input: &str) -> (bool, String) {
     let mut child = command
         .spawn()
         .expect("cannot run promtool (Debian package prometheus)");
-    let mut stdin = child.stdin.take().expect("the process has no pipe");
+    let mut stdin = child.stdin.take().expect("the child process has no pipe");
     // Writing fails if promtool ends without reading its input.
     let _ = stdin.write_all(input.as_bytes());
     drop(stdin);
@@ -35,13 +35,13 @@ fn promtool(arguments: &[&str], input: &str) -> (bool, String) {
     let text = [output.stdout, output.stderr].concat();
     (
         output.status.success(),
-        String::from_utf8(text).expect("the text is not UTF-8"),
+        String::from_utf8(text).expect("the output is not UTF-8"),
     )
 }
 
 #[test]
 #[ignore = "needs Debian's package prometheus: make check-ops"]
-fn promtool_reports_no_problem() {
+fn promtool_accepts_the_metrics_and_the_alert_rules() {
     let mut host = ServedDaemon::new();
     host.work(200);
     let exporter = Exporter::start(&host, &[]);
@@ -123,7 +123,7 @@ impl Server {
             &[
                 "check",
                 "config",
-                config.to_str().expect("the text is not UTF-8"),
+                config.to_str().expect("the path is not UTF-8"),
             ],
             "",
         );
@@ -133,7 +133,7 @@ impl Server {
         let port = TcpListener::bind("127.0.0.1:0").expect("cannot bind a TCP port");
         let address = port
             .local_addr()
-            .expect("the socket is not bound")
+            .expect("the TCP socket has no local address")
             .to_string();
         drop(port);
         let child = Command::new("prometheus")
@@ -193,9 +193,9 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
     let config = tls.web_config("");
     let options = [
         "--token-file",
-        token.to_str().expect("the text is not UTF-8"),
+        token.to_str().expect("the path is not UTF-8"),
         "--web.config.file",
-        config.to_str().expect("the text is not UTF-8"),
+        config.to_str().expect("the path is not UTF-8"),
     ];
     let exporter = Exporter::start(&host, &options);
     let server = Server::start(&exporter, &token, &tls.certificate());
@@ -215,7 +215,7 @@ fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
         std::thread::sleep(Duration::from_millis(1100));
     }
     let dashboard: Value =
-        serde_json::from_str(include_str!("../grafana.json")).expect("the text is not JSON");
+        serde_json::from_str(include_str!("../grafana.json")).expect("the dashboard is not JSON");
     let panels = dashboard["panels"]
         .as_array()
         .expect("the dashboard has no panels");

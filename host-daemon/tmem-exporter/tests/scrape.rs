@@ -215,7 +215,7 @@ fn a_request_without_the_token_is_refused() {
         &host,
         &[
             "--token-file",
-            file.to_str().expect("the text is not UTF-8"),
+            file.to_str().expect("the path is not UTF-8"),
         ],
     );
     for header in [
@@ -250,7 +250,7 @@ fn a_public_listen_address_requires_a_token() {
             .output()
             .expect("cannot run the program");
         assert!(!output.status.success());
-        String::from_utf8(output.stderr).expect("the text is not UTF-8")
+        String::from_utf8(output.stderr).expect("the output is not UTF-8")
     };
     let error = run(&["--web.listen-address", "0.0.0.0:0"]);
     assert!(
@@ -262,7 +262,7 @@ fn a_public_listen_address_requires_a_token() {
     std::fs::write(&file, "short").expect("cannot write the file");
     let error = run(&[
         "--token-file",
-        file.to_str().expect("the text is not UTF-8"),
+        file.to_str().expect("the path is not UTF-8"),
     ]);
     assert!(
         error.contains("16 or more") && error.contains("openssl"),
@@ -293,7 +293,7 @@ fn a_stopped_or_hung_daemon_sets_tmem_up_to_0() {
 }
 
 #[test]
-fn misbehaving_clients_do_not_block_others() {
+fn misbehaving_clients_do_not_block_other_clients() {
     let host = ServedDaemon::new();
     let exporter = Exporter::start(&host, &[]);
     for request in [
@@ -309,11 +309,11 @@ fn misbehaving_clients_do_not_block_others() {
         let (head, _) = http(exporter.address(), &request);
         assert!(
             head.is_empty() || head.starts_with("HTTP/1.1 4"),
-            "the invalid request got the wrong answer: {head}"
+            "the invalid request got an answer other than 4xx: {head}"
         );
         assert!(
             exporter.metrics("").contains("tmem_up 1.0"),
-            "the exporter does not serve other clients"
+            "the exporter does not serve scrapes after invalid requests"
         );
     }
     // The test opens as many connections as the exporter allows, and sends only the beginning of a
@@ -335,7 +335,7 @@ fn misbehaving_clients_do_not_block_others() {
     {
         assert!(
             begun.elapsed() < TIMEOUT,
-            "the exporter serves no client any more"
+            "the exporter does not serve clients after slow clients"
         );
         std::thread::sleep(std::time::Duration::from_millis(100));
     }
@@ -348,13 +348,13 @@ fn misbehaving_clients_do_not_block_others() {
         let _ = stream.read_to_string(&mut answer);
         assert!(
             answer.is_empty() || answer.contains(" 408 "),
-            "the slow client got the wrong answer: {answer}"
+            "the slow client got an answer other than 408: {answer}"
         );
     }
 }
 
 #[test]
-fn vms_beyond_the_limit_are_left_out() {
+fn metrics_of_vms_beyond_vms_max_are_left_out() {
     let host = ServedDaemon::new();
     let exporter = Exporter::start(&host, &["--vms-max", "1"]);
     let text = exporter.metrics("");

@@ -56,7 +56,7 @@ fn https(
 
 fn start(host: &ServedDaemon, tls: &Certificate, more: &str, options: &[&str]) -> Exporter {
     let config = tls.web_config(more);
-    let config = config.to_str().expect("the text is not UTF-8");
+    let config = config.to_str().expect("the path is not UTF-8");
     Exporter::start(host, &[&["--web.config.file", config], options].concat())
 }
 
@@ -101,7 +101,7 @@ fn metrics_are_served_over_tls_only() {
 }
 
 #[test]
-fn clients_need_a_certificate_if_it_is_required() {
+fn clients_without_a_required_certificate_are_refused() {
     let host = ServedDaemon::new();
     let tls = Certificate::new(host.path("tls"));
     let client = Certificate::new(host.path("client"));
@@ -151,7 +151,7 @@ fn slow_tls_handshakes_time_out() {
     while https(exporter.address(), &tls, None).is_err() {
         assert!(
             begun.elapsed() < TIMEOUT,
-            "the exporter serves no client any more"
+            "the exporter does not serve clients after slow handshakes"
         );
         // Each slow client sends a byte twice a second, so that the exporter never waits long for
         // the next byte. Only a limit on the whole handshake ends such connections.
@@ -163,20 +163,20 @@ fn slow_tls_handshakes_time_out() {
 }
 
 #[test]
-fn unusable_tls_files_are_named_at_the_start() {
+fn the_exporter_names_unusable_tls_files_when_it_starts() {
     let host = ServedDaemon::new();
     let tls = Certificate::new(host.path("tls"));
     let run = |more: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tmem-exporter"));
         let output = command.args(more).output().expect("cannot run the program");
         assert!(!output.status.success());
-        String::from_utf8(output.stderr).expect("the text is not UTF-8")
+        String::from_utf8(output.stderr).expect("the output is not UTF-8")
     };
     let with = |more: &str| {
         let config = tls.web_config(more);
         run(&[
             "--web.config.file",
-            config.to_str().expect("the text is not UTF-8"),
+            config.to_str().expect("the path is not UTF-8"),
         ])
     };
     let error = with("  colour: red\n");
@@ -191,7 +191,7 @@ fn unusable_tls_files_are_named_at_the_start() {
     );
     // A TLS configuration without client certificates does not replace the token.
     let config = tls.web_config("");
-    let config = config.to_str().expect("the text is not UTF-8");
+    let config = config.to_str().expect("the path is not UTF-8");
     let error = run(&[
         "--web.listen-address",
         "0.0.0.0:0",

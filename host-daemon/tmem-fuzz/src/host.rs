@@ -101,11 +101,11 @@ impl Watch {
             match act {
                 Act::Write(file, at, bytes) => file
                     .write_all_at(&bytes, at)
-                    .expect("the range is outside of the file"),
+                    .expect("the range is outside of the file of guest memory"),
                 Act::HangUp(file, bytes) => {
                     let mut left = vec![0; bytes];
                     file.read_exact_at(&mut left, 0)
-                        .expect("the range is outside of the file");
+                        .expect("the range is outside of the file of guest memory");
                     *lock(&self.left) = Some(left);
                     self.hung_up.store(true, SeqCst);
                 }
@@ -175,7 +175,9 @@ fn work_ns(before: &TenantStats, after: &TenantStats) -> u64 {
 
 /// Locks a mutex. A poisoned lock cannot occur, because a panic of the daemon ends the run.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().expect("the lock is poisoned")
+    mutex
+        .lock()
+        .expect("another thread panicked while it held this lock")
 }
 
 /// Parts of a daemon that are created once for all inputs, because reserving address space for a
@@ -244,7 +246,7 @@ impl Base {
             steps += 1;
             assert!(
                 steps < ROUNDS_MAX,
-                "background work does not end after {steps} steps"
+                "background work still had work after {steps} steps"
             );
         }
     }
@@ -277,11 +279,11 @@ impl Base {
             assert_eq!(
                 result,
                 [GetResult::Hit { cookie }],
-                "the neighbour did not get its page"
+                "the neighbour VM did not get its page"
             );
             assert!(
                 page[0] == content(index),
-                "the neighbour got the wrong page"
+                "the neighbour VM got wrong bytes"
             );
         }
     }
@@ -331,19 +333,20 @@ impl FuzzedDaemon {
             let work_ns = work_ns(&stats, &vm.tenant.stats());
             assert!(
                 work_ns <= WORK_PER_SLICE_MAX_NS,
-                "a slice did {work_ns} ns of work, more than {WORK_PER_SLICE_MAX_NS}"
+                "a scheduling slice did {work_ns} ns of work, more than {WORK_PER_SLICE_MAX_NS}"
             );
             let checks = self.watch.checks.load(SeqCst) - before;
             assert!(
                 checks <= CHECKS_PER_SLICE_MAX,
-                "a slice checked the front end {checks} times, more than {CHECKS_PER_SLICE_MAX}"
+                "a scheduling slice checked the front end {checks} times, more than \
+                 {CHECKS_PER_SLICE_MAX}"
             );
             if checks == 0 {
                 daemon.background.unmap();
                 return;
             }
         }
-        panic!("the worker did not become idle");
+        panic!("the worker still had work after {ROUNDS_MAX} rounds");
     }
 
     /// Does all background work of the daemon.

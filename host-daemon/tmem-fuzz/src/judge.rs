@@ -332,7 +332,10 @@ impl Model {
     /// model.
     pub fn judge(&mut self, carry: &Carry, answer: &[u8]) {
         let status = self.status(carry);
-        assert_eq!(answer[0], status, "the request got the wrong status");
+        assert_eq!(
+            answer[0], status,
+            "the answer has another status than expected"
+        );
         let (pool, ok) = (carry.pool, status == wire::S_OK);
         let results = &answer[RESP_BYTES..];
         match &carry.asked {
@@ -365,7 +368,7 @@ impl Model {
                 assert_eq!(
                     results.len(),
                     pages.len(),
-                    "the results of a REF have another length"
+                    "the results of a REF have the wrong length"
                 );
                 for ((object, index, cookie), result) in pages.iter().zip(results) {
                     let key = (pool, *object, *index);
@@ -375,7 +378,10 @@ impl Model {
                         (wire::P_HELD, Some(_)) | (wire::P_GONE, None) => {}
                         (wire::P_GONE, Some(held)) => {
                             let lost = held.certain && !self.drained;
-                            assert!(!lost, "the page of {key:?} was lost");
+                            assert!(
+                                !lost,
+                                "a REF was answered with GONE although the page {key:?} is stored"
+                            );
                             self.held.remove(&key);
                         }
                         (other, _) => {
@@ -394,16 +400,20 @@ impl Model {
                 for (number, cookie) in cookies.iter().enumerate() {
                     let key = (pool, *object, index + number as u64);
                     let result = &results[number * GET_PAGE_BYTES..][..GET_PAGE_BYTES];
-                    assert_eq!(result[10..], [0; 6], "a reserved byte of a result is not 0");
+                    assert_eq!(
+                        result[10..],
+                        [0; 6],
+                        "a reserved byte in a result of a GET is not 0"
+                    );
                     let retained = match result[9] {
                         0 => false,
                         wire::GET_RETAINED => true,
-                        other => panic!("a result has the unknown flags {other}"),
+                        other => panic!("a result of a GET has the unknown flags {other}"),
                     };
                     let may_retain = result[8] == wire::P_HIT && retain >> number & 1 != 0;
                     assert!(
                         !retained || may_retain,
-                        "the page of {key:?} is retained although it must not be"
+                        "a get retained the page {key:?} although req.retain does not allow it"
                     );
                     let held = self.held.get_mut(&key).filter(|_| ok);
                     match (result[8], held) {
@@ -411,14 +421,17 @@ impl Model {
                             assert_eq!(u64_at(result, 0), 0, "the result of a miss names a cookie");
                             if let Some(held) = held {
                                 let lost = held.certain && held.cookie == *cookie;
-                                assert!(!lost || self.drained, "the page of {key:?} was lost");
+                                assert!(
+                                    !lost || self.drained,
+                                    "a get missed although the page {key:?} is stored"
+                                );
                                 held.certain = false;
                             }
                         }
                         (wire::P_HIT, Some(held)) => {
                             assert_eq!(
                                 held.cookie, *cookie,
-                                "a get returned the page of the wrong cookie"
+                                "a get was a hit, although the stored page has another cookie"
                             );
                             assert_eq!(
                                 u64_at(result, 0),
@@ -429,7 +442,7 @@ impl Model {
                             end = from + PAGE;
                             assert!(
                                 results[from..end] == *held.page,
-                                "the page of {key:?} has wrong bytes"
+                                "a get returned wrong bytes for the page {key:?}"
                             );
                             if !retained {
                                 self.held.remove(&key);
@@ -447,7 +460,10 @@ impl Model {
                 );
             }
             asked => {
-                assert!(results.is_empty(), "the answer has bytes after the status");
+                assert!(
+                    results.is_empty(),
+                    "the answer to a request without results has bytes after the status"
+                );
                 match asked {
                     _ if !ok => {}
                     Asked::Flush(ranges) => self.held.retain(|key, _| {

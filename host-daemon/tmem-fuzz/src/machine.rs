@@ -453,7 +453,7 @@ impl Machine {
                 Due::Refused(statuses) => {
                     assert!(
                         statuses.contains(&answer[0]),
-                        "status {} is none of those expected",
+                        "the answer has the status {}, not one of {statuses:?}",
                         answer[0]
                     );
                     assert_eq!(
@@ -472,7 +472,7 @@ impl Machine {
             let used = Ram::u16_of(after, ring.used() + 2);
             assert_eq!(
                 used, ring.answered,
-                "queue {queue} has the wrong used index"
+                "the used index of queue {queue} differs from the number of answered chains"
             );
             ring.stopped |= plan.stops[queue];
         }

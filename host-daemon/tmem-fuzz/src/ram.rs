@@ -92,7 +92,7 @@ impl Ram {
                     bytes.fill(0);
                     ram.file
                         .write_all_at(bytes, page as u64)
-                        .expect("the range is outside of the file");
+                        .expect("the range is outside of the file of guest memory");
                 }
             }
         }
@@ -108,7 +108,7 @@ impl Ram {
         let image = vec![GUARD_BYTE; FILE_BYTES as usize];
         let file = Arc::new(File::from(fd));
         file.write_all_at(&image, 0)
-            .expect("the range is outside of the file");
+            .expect("the range is outside of the file of guest memory");
         let spare = vec![image.clone(), image.clone()];
         Ram { file, image, spare }
     }
@@ -137,7 +137,7 @@ impl Ram {
     fn read_into(&self, image: &mut [u8]) {
         self.file
             .read_exact_at(image, 0)
-            .expect("the range is outside of the file");
+            .expect("the range is outside of the file of guest memory");
     }
 
     /// Returns the memory table that the front end sends: the regions, and their files.
@@ -202,7 +202,7 @@ impl Ram {
             self.image[from..from + count].copy_from_slice(now);
             self.file
                 .write_all_at(now, from as u64)
-                .expect("the range is outside of the file");
+                .expect("the range is outside of the file of guest memory");
             rest = later;
         }
         true
@@ -249,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_range_may_span_adjacent_regions_but_no_gap() {
+    fn a_memory_range_may_span_adjacent_regions_but_no_gap() {
         let ram = Ram::new();
         assert_eq!(Ram::places(SEAM - 1, 2).map(|p| p.len()), Some(2));
         for (address, bytes) in [
@@ -264,7 +264,7 @@ mod tests {
             assert_eq!(
                 Ram::places(address, bytes),
                 None,
-                "a range of {bytes} bytes at {address:#x} is outside of memory and was found"
+                "places() accepted {bytes} B at {address:#x}, which are outside of guest memory"
             );
         }
         assert_eq!(Ram::read(&ram.image, TOP, 3), Some(vec![0; 3]));

@@ -39,16 +39,16 @@ fn play(target: &str) {
 }
 
 #[test]
-fn request_corpus_causes_no_violation() {
+fn requests_of_the_fuzz_corpus_cause_no_violation() {
     play("requests");
 }
 
 #[test]
-fn ring_corpus_causes_no_violation() {
+fn rings_of_the_fuzz_corpus_cause_no_violation() {
     play("rings");
 }
 
 #[test]
-fn message_corpus_causes_no_violation() {
+fn messages_of_the_fuzz_corpus_cause_no_violation() {
     play("messages");
 }

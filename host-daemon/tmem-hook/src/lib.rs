@@ -238,7 +238,10 @@ mod tests {
         let error = Owner::named(users, "nobody-such", "the source")
             .expect_err("an unknown user was accepted");
         for part in ["nobody-such", "the source", "--owner"] {
-            assert!(error.contains(part), "the error has no {part:?}: {error}");
+            assert!(
+                error.contains(part),
+                "the error does not contain {part:?}: {error}"
+            );
         }
         for (conf, expected) in [
             ("# user = \"qemu\"\ngroup = \"kvm\"\n", None),
@@ -250,7 +253,7 @@ mod tests {
             assert_eq!(
                 configured(conf),
                 expected,
-                "the configuration {conf:?} gives the wrong values"
+                "the configuration {conf:?} was parsed to the wrong values"
             );
         }
         assert_eq!(Owner::find(Some("none")), Ok(Owner(None)));

@@ -123,7 +123,7 @@ fn hook_with(stderr: Stdio, control: &Path, operation: &str, xml: &str) -> Outpu
         .stderr(stderr)
         .spawn()
         .expect("cannot run the program");
-    let mut stdin = child.stdin.take().expect("the process has no pipe");
+    let mut stdin = child.stdin.take().expect("the child process has no pipe");
     stdin
         .write_all(xml.as_bytes())
         .expect("cannot write to the hook's stdin");
@@ -179,7 +179,7 @@ fn migration_within_a_host_uses_a_second_socket() {
     let run = |operation: &str, xml: &str| {
         let output = hook(&host.control(), operation, xml);
         assert!(output.status.success() && output.stderr.is_empty());
-        String::from_utf8(output.stdout).expect("the text is not UTF-8")
+        String::from_utf8(output.stdout).expect("the output is not UTF-8")
     };
     let (a, b) = (
         socket(&format!("{UUID}.sock")),
@@ -195,7 +195,7 @@ fn migration_within_a_host_uses_a_second_socket() {
     assert_eq!(
         run("migrate", &at(&a)),
         at(&b),
-        "the hook did not change exactly the socket"
+        "the hook did not change the socket alone"
     );
     assert_eq!(
         run("migrate", &xml(1, "")),
@@ -286,15 +286,19 @@ fn retain_on_is_reported_if_the_daemon_does_not_know_retained_pages() {
             let calls: String = received.try_iter().collect();
             assert!(
                 calls.contains("AddVm") && calls.contains("GetFeatures"),
-                "{calls}"
+                "the hook did not call AddVm and GetFeatures: {calls}"
             );
             let words = String::from_utf8_lossy(&output.stderr).into_owned();
             let starts = !is_problem || metadata.is_empty();
-            assert_eq!(output.status.success(), starts, "{words}");
+            assert_eq!(
+                output.status.success(),
+                starts,
+                "the hook ended with the wrong status: {words}"
+            );
             assert_eq!(
                 words.contains("tmemctl attach web --retain off"),
                 is_problem,
-                "{words}"
+                "the advice to run attach --retain off is missing or superfluous: {words}"
             );
         }
     }
@@ -414,7 +418,7 @@ fn a_daemon_with_too_many_clients_delays_a_start_only_until_the_timeout() {
         let words = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(
             words.contains("too many clients"),
-            "{operation}: the message does not name the number of clients: {words}"
+            "{operation}: the message does not name the daemon's too many clients: {words}"
         );
     }
 }

@@ -364,7 +364,7 @@ mod tests {
             while !self.vms()[0].connected {
                 assert!(
                     Instant::now() < deadline,
-                    "the expected state was not reached in time"
+                    "timeout while waiting for the expected state of the VMs"
                 );
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn the_daemon_serves_a_vm_as_its_domain_metadata_requests() {
+    fn the_bridge_applies_domain_metadata_to_the_daemon() {
         let mut host = BridgeTest::new();
         host.set_request(Some(Request::Settings(host.spec(5))));
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restarted_daemon_gets_missed_changes() {
+    fn a_restarted_daemon_gets_changes_made_while_it_was_down() {
         let mut host = BridgeTest::new();
         host.tmemd.stop();
         host.set_request(Some(Request::Settings(host.spec(5))));
@@ -572,7 +572,7 @@ mod tests {
         assert_eq!(
             host.vms().len(),
             1,
-            "a VM was removed whose start may be under way"
+            "the bridge removed a VM whose domain may be starting"
         );
         // After each start and stop of the VM, the delay before its removal begins again.
         host.set_request(Some(Request::Settings(host.spec(5))));
@@ -586,7 +586,7 @@ mod tests {
         assert_eq!(
             host.vms().len(),
             1,
-            "a VM was removed although its domain runs, which was not reported yet"
+            "the bridge removed a VM whose running domain was not reported yet"
         );
         *host.running.borrow_mut() = None;
         host.reconcile();

@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn the_requested_cache_is_read_from_the_domain_xml() {
+    fn cache_settings_are_read_from_the_domain_xml() {
         let owner = Owner(Some(107));
         let device = tmem_domain::DEVICE;
         let read = |cache: &str, access, device| read(UUID, &xml(cache, access, device), owner);
@@ -83,9 +83,12 @@ mod tests {
         for (cache, access, part) in [(&wrong, "shared", "XiB"), (&limit, "private", "not shared")]
         {
             let Some(Request::Invalid(what)) = read(cache, access, device) else {
-                panic!("a domain was accepted whose fault is {part:?}");
+                panic!("a domain with the fault {part:?} was accepted");
             };
-            assert!(what.contains(part), "the reason has no {part:?}: {what}");
+            assert!(
+                what.contains(part),
+                "the reason of the refusal does not contain {part:?}: {what}"
+            );
         }
     }
 }

@@ -120,7 +120,7 @@ mod tests {
         ] {
             assert!(
                 !is_journal(journal, (8, 1234)),
-                "{journal:?} was taken as the name of the file of stderr"
+                "JOURNAL_STREAM={journal:?} was accepted although it does not name stderr"
             );
         }
     }
@@ -133,10 +133,17 @@ mod tests {
             "warn,tmemd=trace",
             "tmemd::host::pressure=debug",
         ] {
-            assert_eq!(check(good), Ok(()), "{good:?} is refused");
+            assert_eq!(
+                check(good),
+                Ok(()),
+                "the valid log filter {good:?} is refused"
+            );
         }
         for bad in ["loud", "tmemd=loud"] {
-            assert!(check(bad).is_err(), "{bad:?} is accepted");
+            assert!(
+                check(bad).is_err(),
+                "the invalid log filter {bad:?} is accepted"
+            );
         }
     }
 }

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_help_text_is_found() {
+    fn the_help_check_finds_a_missing_text() {
         let bare = Command::new("a")
             .about("A.")
             .arg(clap::Arg::new("silent").long("silent"))

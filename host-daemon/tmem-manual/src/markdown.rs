@@ -243,7 +243,8 @@ mod tests {
 
     fn convert(text: &str) -> String {
         let page = Converter::new(HeadingLevel::H1).convert(text);
-        page.expect("the text cannot be converted").to_roff()
+        page.expect("the Markdown text cannot be converted")
+            .to_roff()
     }
 
     #[test]
@@ -272,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_construct_is_an_error() {
+    fn an_unsupported_markdown_construct_is_an_error() {
         let done = Converter::new(HeadingLevel::H1).convert("> quoted\n");
         assert!(
             done.expect_err("a quotation was accepted")

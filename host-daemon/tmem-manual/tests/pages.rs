@@ -65,7 +65,7 @@ fn shown(page: &Path) -> String {
 }
 
 #[test]
-fn man_has_no_warnings() {
+fn man_renders_the_pages_without_warnings() {
     let folder = written();
     let pages = files(&folder.path().join("man"));
     assert!(
@@ -86,12 +86,13 @@ fn man_has_no_warnings() {
 fn man_warns_of_a_broken_page() {
     let folder = tempfile::tempdir().expect("cannot create a directory");
     let page = folder.path().join("broken.8");
-    fs::write(&page, ".TH A 8\n.SH NAME\na \\- b\n.TS\n.nosuchrequest\n").expect("cannot write");
+    fs::write(&page, ".TH A 8\n.SH NAME\na \\- b\n.TS\n.nosuchrequest\n")
+        .expect("cannot write the file");
     assert_ne!(warnings(&page), "");
 }
 
 #[test]
-fn pages_of_all_commands_and_formats_exist() {
+fn manual_pages_of_all_commands_and_file_formats_exist() {
     let folder = written();
     let names: BTreeSet<String> = files(&folder.path().join("man"))
         .iter()
@@ -125,7 +126,7 @@ fn pages_of_all_commands_and_formats_exist() {
 }
 
 #[test]
-fn references_between_pages_are_valid() {
+fn references_between_manual_pages_are_valid() {
     let folder = written();
     let man = folder.path().join("man");
     for page in files(&man) {
@@ -162,7 +163,7 @@ fn shells_accept_the_completions() {
             let done = run(Command::new(shell).arg("-n").arg(&file));
             assert!(
                 done.status.success(),
-                "{shell} refuses {}: {done:?}",
+                "{shell} refuses the completion file {}: {done:?}",
                 file.display()
             );
         }
@@ -182,7 +183,7 @@ fn offered(folder: &Path) -> [String; 2] {
 }
 
 #[test]
-fn completions_offer_commands() {
+fn shell_completions_offer_commands() {
     let folder = written();
     let [bash, fish] = offered(folder.path());
     assert_eq!(bash, "stats");

@@ -376,7 +376,7 @@ impl Store {
         self.heap.read(Handle(raw), |page| {
             let page: &Page = page
                 .try_into()
-                .expect("a raw blob does not have the length of a page");
+                .expect("a raw blob is not as long as a page");
             if let Some(pattern) = codec::same_filled(page) {
                 return Some(Prepared::Finalized(Finalized {
                     content: Content::Same(pattern),

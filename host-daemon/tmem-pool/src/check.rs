@@ -38,7 +38,7 @@ impl Engine {
             assert_eq!(
                 gauges,
                 Gauges::default(),
-                "a departed tenant's index has pages that are not detached"
+                "the index of a departed tenant has pages that are not detached"
             );
         }
         let tenants = membership.members.len() + membership.departed.len();
@@ -94,7 +94,7 @@ fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 
     assert_eq!(
         came - went,
         u64::from(state.index.gauges.pages),
-        "the number of pages that follows from the counters differs from the number in the index"
+        "the counters of stored and removed pages imply another number of pages than the index has"
     );
     assert_eq!(
         tenant.charged_bytes.get(),

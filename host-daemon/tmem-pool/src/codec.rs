@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn stored_bytes_returns_the_length_of_the_stored_form() {
+    fn stored_bytes_equals_the_length_of_the_encoded_page() {
         assert_eq!(stored_bytes(&[7; PAGE_SIZE]), 0);
         assert_eq!(stored_bytes(&crate::tests::noise(1)), PAGE_SIZE);
         let mut page = [1; PAGE_SIZE];
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn zstd_contexts_are_zero_after_a_wipe() {
+    fn wiping_a_zstd_context_zeroes_its_memory() {
         let (page, mut buffer, mut out) = (text(), [0; PAGE_SIZE], [0; PAGE_SIZE]);
         let mut denser = Denser::new().expect("cannot allocate a zstd context");
         let mut restorer = Restorer::new().expect("cannot allocate a zstd context");
@@ -371,7 +371,7 @@ mod tests {
     /// compressed, which is the worst case.
     #[test]
     #[ignore = "measures: run it with --release --ignored --nocapture"]
-    fn print_the_time_of_wiping_zstd_contexts() {
+    fn measure_the_time_of_wiping_a_zstd_context() {
         let (page, mut buffer, mut out) = (text(), [0; PAGE_SIZE], [0; PAGE_SIZE]);
         let mut denser = Denser::new().expect("cannot allocate a zstd context");
         let mut restorer = Restorer::new().expect("cannot allocate a zstd context");

@@ -407,7 +407,10 @@ mod tests {
 
     impl Records for Blobs {
         fn place(&self, blob: u32) -> u32 {
-            assert!(blob != 0, "blob 0, which means no blob, is used as a blob");
+            assert!(
+                blob != 0,
+                "blob number 0 is in use, although 0 means that there is no blob"
+            );
             self.places[blob as usize]
         }
 
@@ -438,7 +441,7 @@ mod tests {
 
     #[test]
     #[ignore = "ends its process: see a_damaged_dedup_table_aborts_the_process"]
-    fn removing_an_unlisted_blob_aborts() {
+    fn removing_an_unlisted_blob_from_the_dedup_table_aborts() {
         let blobs = Blobs::new(vec![5; 3]);
         let table = table(100);
         add(&table, &blobs, 1);
@@ -538,7 +541,7 @@ mod tests {
     }
 
     #[test]
-    fn dedup_table_matches_a_set_model() {
+    fn dedup_table_lists_the_same_blobs_as_a_set_model() {
         const BLOBS: u32 = 20_000;
         for_each_seed("dedup_table_matches_a_set_model", 4, |seed| {
             let mut rng = Rng::new(seed);

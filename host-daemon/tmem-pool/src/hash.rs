@@ -84,7 +84,7 @@ mod tests {
     /// proportion, these tags collide as often as the full tags of 2^30 pages.
     #[test]
     #[cfg_attr(miri, ignore = "hashes a million pages")]
-    fn few_pages_of_four_terabytes_have_equal_tags() {
+    fn hash_tags_of_pages_rarely_collide_in_a_4_tib_pool() {
         const PAGES: u64 = 1 << 20;
         const SLICE_BITS: u32 = 10;
         let hash = PageHash::new(17);
@@ -101,11 +101,12 @@ mod tests {
         let (lost, short_lost) = (lost(tags), lost(places));
         assert!(
             lost * 10_000 < PAGES,
-            "{lost} of {PAGES} pages cannot be shared"
+            "{lost} of {PAGES} pages have the same hash tag as another page, 0.01 % or more"
         );
         assert!(
             short_lost * 20 > PAGES,
-            "the test is too weak: only {short_lost} of {PAGES} pages have equal tags of 32 bits"
+            "the test is too weak: only {short_lost} of {PAGES} pages have equal hash tags of 32 \
+             bits"
         );
     }
 
@@ -119,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn page_hash_equals_seeded_xxh3_of_another_library() {
+    fn page_hash_matches_another_implementation_of_seeded_xxh3() {
         for_each_seed("hash", 100, |seed| {
             let mut rng = Rng::new(seed);
             let page = std::array::from_fn(|_| rng.next() as u8);

@@ -19,8 +19,8 @@ use std::sync::LockResult;
 pub(crate) fn guard_or_abort<G>(locked: LockResult<G>, what: &str) -> G {
     locked.unwrap_or_else(|_| {
         tracing::error!(
-            "a bug in the engine: a panic left {what} in an unknown state, which all VMs share; the \
-             process ends, so that no guest is answered from it"
+            "a bug in the engine: a panic left {what}, which all VMs share, in an unknown \
+             state; the process ends, so that no guest gets wrong bytes"
         );
         std::process::abort()
     })
@@ -33,7 +33,7 @@ pub(crate) fn guard_or_abort<G>(locked: LockResult<G>, what: &str) -> G {
 pub(crate) fn abort_inconsistent(what: &str) -> ! {
     tracing::error!(
         "a bug in the engine, or a fault of this host's memory: {what}, which all VMs share, is \
-         inconsistent; the process ends, so that no guest is answered from it"
+         inconsistent; the process ends, so that no guest gets wrong bytes"
     );
     std::process::abort()
 }

@@ -234,8 +234,8 @@ impl TenantShared {
             tracing::error!(
                 tenant = %self.name,
                 pages,
-                "a bug in the engine: a panic left this tenant's pages unknown; they are dropped, and \
-                 their memory is lost until the process restarts"
+                "a bug in the engine: a panic left this tenant's pages in an unknown state; the \
+                 pages are dropped, and their memory is lost until the process restarts"
             );
             let TenantParams {
                 keys_per_tenant_max,
@@ -1058,7 +1058,7 @@ impl Tenant {
         if let Some(out) = read {
             let store = &self.0.engine.store;
             let read = store.read(&store.reader(entry.content()), entry.check, out);
-            read.expect("a stored page cannot be restored");
+            read.expect("a stored page is damaged");
         }
         Some(entry.cookie)
     }

@@ -16,7 +16,10 @@ impl Sum {
 
     pub(crate) fn sub(&self, n: u64) {
         let before = self.0.fetch_sub(n, Relaxed);
-        debug_assert!(before >= n, "a sum would become negative: {before} - {n}");
+        debug_assert!(
+            before >= n,
+            "subtracting {n} would make a counter with the value {before} negative"
+        );
     }
 
     pub(crate) fn get(&self) -> u64 {

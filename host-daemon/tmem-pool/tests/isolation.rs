@@ -146,7 +146,7 @@ fn beside(domain: &str, change: u8, limit_bytes: Option<u64>) -> Seen {
 }
 
 #[test]
-fn pages_of_another_domain_change_no_answer_and_no_charge() {
+fn pages_of_another_trust_domain_do_not_change_answers_or_charges() {
     for limit_bytes in [None, Some(MIB)] {
         let (same, others) = (
             beside("there", 0, limit_bytes),

@@ -55,12 +55,14 @@ fn get(tenant: &Tenant, index: u64, cookie: u64) -> Option<Page> {
             Some(out[0])
         }
         GetResult::Miss => None,
-        GetResult::Retained { .. } => panic!("a get that does not allow it retained a page"),
+        GetResult::Retained { .. } => {
+            panic!("a get retained a page although its retain bits are 0")
+        }
     }
 }
 
 #[test]
-fn a_get_returns_a_page_once() {
+fn a_get_removes_the_page_that_it_returns() {
     let engine = new_engine();
     let tenant = tenant(&engine, "a");
     for (index, page) in pages().iter().enumerate() {
@@ -153,7 +155,7 @@ fn the_last_put_of_a_key_in_a_batch_wins() {
 }
 
 #[test]
-fn a_flush_drops_its_range_only() {
+fn a_flush_drops_only_pages_in_its_range() {
     let engine = new_engine();
     let tenant = tenant(&engine, "a");
     let [text, ..] = pages();

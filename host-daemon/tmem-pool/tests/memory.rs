@@ -240,7 +240,7 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
         println!("{found} secrets in {} blobs", stats.blobs);
         assert!(
             found >= stats.blobs * 9 / 10,
-            "{what}: the test finds SECRET only {found} times in {} blobs",
+            "{what}: the test finds its marker SECRET only {found} times in {} blobs",
             stats.blobs
         );
         drop(tenant);

@@ -98,7 +98,8 @@ fn shrinking_returns_memory_to_the_host_in_bounded_work() {
         );
         assert!(
             resident_gone + 2 * MIB >= gone,
-            "the process released only {resident_gone} of {gone} B"
+            "the pool holds {gone} B less, but the process's resident memory fell by only \
+             {resident_gone} B"
         );
     }
 }

@@ -34,7 +34,7 @@ fn put(tenant: &Tenant, index: u64, page: &Page) -> PutResult {
 }
 
 #[test]
-fn each_finalized_page_is_counted_under_one_form() {
+fn each_finalized_page_is_counted_under_exactly_one_form() {
     let engine = engine(16 * MIB);
     let a = tenant(&engine, "a");
     let mut half = noise(1);
@@ -79,7 +79,7 @@ fn maintain_reports_the_kind_of_its_work() {
             for (work, (now, seen)) in Work::ALL.into_iter().zip(now.iter().zip(&seen)) {
                 assert!(
                     now == seen || at == Some(work),
-                    "work of the kind {work:?} was done while {at:?} was reported"
+                    "maintain() did work of the kind {work:?} and reported {at:?}"
                 );
                 changes[work as usize] += u32::from(now != seen);
             }
@@ -104,7 +104,7 @@ fn maintain_reports_the_kind_of_its_work() {
     (1..5).for_each(|half| maintain(half * TEN_MINUTES_NS / 2));
     assert!(
         !changes.contains(&0),
-        "the test is too weak: a kind of work was never done: {changes:?}"
+        "the test is too weak: maintain() did some kind of work never: {changes:?}"
     );
 }
 

@@ -136,17 +136,21 @@ fn maintain(engine: &Engine) {
 }
 
 #[test]
-fn zstd_leaves_no_copy_of_a_page() {
+fn zstd_leaves_no_copies_of_page_bytes_in_memory() {
     let engine = common::engine(64 << 20);
     let tenant = common::tenant(&engine, "a");
     let mut pages = SecretPages::new(2).expect("cannot allocate two pages");
     put_all(&tenant, 1, &mut pages);
-    assert_eq!(found().len(), PAGES, "the test does not find the raw pages");
+    assert_eq!(
+        found().len(),
+        PAGES,
+        "the test does not find all raw pages in memory"
+    );
     maintain(&engine);
     assert_eq!(
         engine.stats().denser_blobs,
         PAGES as u64,
-        "not all pages were recompressed"
+        "background work did not recompress all cold pages"
     );
     assert_eq!(
         found(),
@@ -159,7 +163,7 @@ fn zstd_leaves_no_copy_of_a_page() {
     assert_eq!(
         tenant.stats().shared_pages,
         PAGES as u64,
-        "not all equal pages were shared"
+        "the engine did not share all equal pages"
     );
     assert_eq!(
         found(),

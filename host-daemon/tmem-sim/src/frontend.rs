@@ -133,7 +133,7 @@ pub enum GuestError {
         error: vhost::Error,
     },
     /// An operation on the daemon's socket, or on another file descriptor, failed.
-    #[error("socket: {0}")]
+    #[error("an operation on the daemon's socket or a file descriptor failed: {0}")]
     Socket(io::Error),
     /// The device broke the rules of a virtqueue.
     #[error("{guest}: queue {queue}: {error}")]
@@ -637,8 +637,11 @@ impl FakeGuest {
         for i in 0..self.queues.len() {
             let r = self.link()?.frontend.get_vring_base(i);
             let base = self.message("GET_VRING_BASE", r)?;
-            self.queues[i].base = u16::try_from(base)
-                .map_err(|_| GuestError::Device(format!("queue {i}: ring base {base}")))?;
+            self.queues[i].base = u16::try_from(base).map_err(|_| {
+                GuestError::Device(format!(
+                    "the daemon returned the invalid ring base {base} of queue {i}"
+                ))
+            })?;
         }
         self.link()?.started = false;
         Ok(self.queues.iter().map(|q| q.base).collect())
@@ -713,7 +716,7 @@ impl FakeGuest {
         for i in 0..self.queues.len() {
             self.set_ring_addr(i)?;
         }
-        Ok(self.log.as_ref().expect("no dirty log is set"))
+        Ok(self.log.as_ref().expect("the guest has no dirty log"))
     }
 
     /// Returns the dirty log, or None if no dirty log is switched on.

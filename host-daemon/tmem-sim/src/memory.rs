@@ -195,7 +195,7 @@ impl GuestRam {
         for (region, mapped) in self.regions.iter().zip(self.map.iter()) {
             let file = mapped
                 .file_offset()
-                .expect("a region is not backed by a file")
+                .expect("a region of the guest's memory is not backed by a file")
                 .file();
             out.push((*region, self.host_addr(region.start), file.try_clone()?));
         }

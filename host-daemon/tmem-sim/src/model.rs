@@ -266,7 +266,7 @@ impl Model {
         answer: &Answer,
     ) -> Result<(), Violation> {
         let Request::Put { pool, pages } = request else {
-            unreachable!("the request is no PUT")
+            unreachable!("the caller passed a request other than PUT")
         };
         for (i, (page, result)) in pages.iter().zip(&answer.pages).enumerate() {
             let key = Key {
@@ -362,7 +362,7 @@ impl Model {
             retain,
         } = request
         else {
-            unreachable!("the request is no GET")
+            unreachable!("the caller passed a request other than GET")
         };
         for (i, (&cookie, got)) in cookies.iter().zip(&answer.pages).enumerate() {
             let key = Key {
@@ -559,14 +559,15 @@ mod tests {
     /// Gives the oracle, for each of its rules, an answer that violates the rule. The oracle must
     /// report each violation.
     #[test]
-    fn the_oracle_reports_each_wrong_answer() {
+    fn the_oracle_rejects_each_kind_of_wrong_answer() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         get(&mut m, 10, Some(B)).expect_err("the oracle accepts a hit with wrong bytes");
         get(&mut m, 11, Some(A))
             .expect_err("the oracle accepts a hit with a cookie that was never put");
         get(&mut m, 10, Some(A)).unwrap();
-        get(&mut m, 10, Some(A)).expect_err("the oracle accepts a second hit on one page");
+        get(&mut m, 10, Some(A))
+            .expect_err("the oracle accepts a second hit on a page that was put once");
 
         put(&mut m, 12, A, wire::P_STORED).unwrap();
         put(&mut m, 13, B, wire::P_STORED).unwrap();
@@ -591,20 +592,23 @@ mod tests {
     /// Gives the oracle, for each rule of retained pages, an answer that violates the rule. The
     /// oracle must report each violation.
     #[test]
-    fn the_oracle_reports_each_wrong_answer_about_retained_pages() {
+    fn the_oracle_rejects_each_kind_of_wrong_answer_about_retained_pages() {
         const RETAINED: u8 = wire::GET_RETAINED;
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         get_flagged(&mut m, 10, 0, Some(A), RETAINED)
-            .expect_err("the oracle accepts that a page is retained although its bit is clear");
-        get_flagged(&mut m, 10, 0b10, Some(A), RETAINED)
-            .expect_err("the oracle accepts the bit of another page");
-        get_flagged(&mut m, 10, 1, Some(A), 2).expect_err("the oracle accepts an unknown flag");
-        get_flagged(&mut m, 11, 1, None, RETAINED).expect_err("the oracle accepts a retained miss");
+            .expect_err("the oracle accepts a retained page although req.retain is 0");
+        get_flagged(&mut m, 10, 0b10, Some(A), RETAINED).expect_err(
+            "the oracle accepts a retained page although only the bit of another page is set",
+        );
+        get_flagged(&mut m, 10, 1, Some(A), 2)
+            .expect_err("the oracle accepts an unknown flag in the result of a get");
+        get_flagged(&mut m, 11, 1, None, RETAINED)
+            .expect_err("the oracle accepts a miss with the flag RETAINED");
         get_flagged(&mut m, 10, 1, Some(A), RETAINED).unwrap();
         refer(&mut m, 10, wire::P_HELD).unwrap();
         refer(&mut m, 11, wire::P_HELD)
-            .expect_err("the oracle accepts that a cookie that was never put is held");
+            .expect_err("the oracle accepts HELD for a cookie that was never put");
         refer(&mut m, 10, wire::P_HIT).expect_err("the oracle accepts the result HIT for a REF");
         get_flagged(&mut m, 10, 1, Some(B), RETAINED)
             .expect_err("the oracle accepts a hit with wrong bytes on a retained page");
@@ -613,17 +617,18 @@ mod tests {
         // Return the page in a hit without the flag RETAINED. The page has then left the device.
         get_flagged(&mut m, 10, 1, Some(A), 0).unwrap();
         refer(&mut m, 10, wire::P_HELD)
-            .expect_err("the oracle accepts that a removed page is held");
+            .expect_err("the oracle accepts HELD for a page that a get removed");
 
         put(&mut m, 12, A, wire::P_STORED).unwrap();
         refer(&mut m, 12, wire::P_GONE).unwrap();
-        get(&mut m, 12, Some(A)).expect_err("the oracle accepts a hit on a page that was gone");
+        get(&mut m, 12, Some(A))
+            .expect_err("the oracle accepts a hit on a page whose REF was answered with GONE");
 
         put(&mut m, 13, A, wire::P_STORED).unwrap();
         get_flagged(&mut m, 13, 1, Some(A), RETAINED).unwrap();
         put(&mut m, 14, B, wire::P_STORED).unwrap();
         refer(&mut m, 13, wire::P_HELD)
-            .expect_err("the oracle accepts that a page is held that a newer put replaced");
+            .expect_err("the oracle accepts HELD for a page that a newer put replaced");
         get(&mut m, 14, Some(B)).unwrap();
         let counts = m.counts();
         assert_eq!((counts.retained, counts.refs_held), (3, 1));
@@ -648,7 +653,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_drops_pages_put_before_it() {
+    fn the_oracle_rejects_a_hit_on_a_page_flushed_after_its_put() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         let flush = flush_object();
@@ -668,7 +673,7 @@ mod tests {
     /// Sends a get and a flush on two queues, so that both are in flight. The device may execute
     /// either first, in whichever order the guest sees the answers.
     #[test]
-    fn a_flush_is_unordered_with_a_get_on_another_queue() {
+    fn the_oracle_allows_a_hit_during_a_flush_on_another_queue() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         let flush = flush_object();
@@ -695,11 +700,11 @@ mod tests {
         let hit = done(get, wire::S_OK, vec![hit]);
         m.judge(&asked_get, &hit, |_| 1).unwrap();
         m.judge(&asked_get, &hit, |_| 1)
-            .expect_err("the oracle accepts a second hit on one page");
+            .expect_err("the oracle accepts a second hit on a page that was put once");
     }
 
     #[test]
-    fn a_hit_in_a_destroyed_pool_is_a_violation() {
+    fn the_oracle_rejects_a_hit_in_a_destroyed_pool() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         let asked = m.ask(vec![]);

@@ -461,7 +461,7 @@ mod tests {
     /// Compares the hand-written sizes with those of the wire crate, which another test compares
     /// with the C header.
     #[test]
-    fn request_sizes_match_the_wire_crate() {
+    fn request_sizes_match_the_structs_of_the_wire_format() {
         assert_eq!(REQ_BYTES, size_of::<wire::Req>());
         assert_eq!(RESP_BYTES, size_of::<wire::Resp>());
         assert_eq!(PUT_PAGE_BYTES, size_of::<wire::PutPage>());
@@ -474,7 +474,7 @@ mod tests {
     /// Divides a chain in all ways. The buffers of each division must have the same bytes in the
     /// same order, with the readable bytes first.
     #[test]
-    fn each_division_of_a_chain_has_the_same_bytes() {
+    fn dividing_a_chain_into_buffers_keeps_its_bytes() {
         let stretches = [(4000, 96, false), (4096, 8192, false), (16384, 9, true)];
         let flat = |buffers: &[Buffer]| -> Vec<(u64, bool)> {
             buffers

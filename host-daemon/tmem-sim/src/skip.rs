@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn skipping_fails_if_the_machine_meets_the_requirement() {
+    fn skipping_a_test_fails_if_the_machine_has_the_required_feature() {
         for there in ["root", "io_uring, root", "root,quiet"] {
             let error = judge(Missing::Root, &"user 7", there).expect_err(there);
             assert!(

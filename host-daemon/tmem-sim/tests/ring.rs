@@ -51,7 +51,7 @@ fn pair(size: u16, event_idx: bool) -> Pair {
 /// Sends random chains, direct and indirect, through many rounds of the ring. The device must get
 /// each chain unchanged, and its answers must arrive in order.
 #[test]
-fn chains_arrive_complete_and_in_order() {
+fn descriptor_chains_arrive_complete_and_in_order() {
     for event_idx in [false, true] {
         let Pair {
             ram,
@@ -132,7 +132,7 @@ fn kicks_and_interrupts_are_sent_only_while_enabled() {
         );
         assert!(
             device.enable_notification(ram.map()).unwrap(),
-            "the device did not see the published chain"
+            "the device did not find the chain published before it enabled notifications"
         );
         for _ in 0..2 {
             let head = device.pop_descriptor_chain(ram.map()).unwrap().head_index();

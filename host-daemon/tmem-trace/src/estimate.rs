@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn estimates_agree_with_larger_and_smaller_caches() {
+    fn hit_estimates_match_simulations_of_larger_and_smaller_caches() {
         for_each_seed("gain", 2, |seed| {
             let (estimator, caches) = run(2000, 150_000, seed);
             assert!(
@@ -365,14 +365,14 @@ mod tests {
     /// Compares estimates with simulated caches. The caches are so large that the estimator follows
     /// at most one key in 32, as it does for VMs of real hosts.
     #[test]
-    fn estimates_are_within_usual_bounds_after_enough_gets() {
+    fn hit_estimates_are_within_usual_bounds_after_enough_gets() {
         for_each_seed("gain of many", 2, |seed| {
             let room = 20_000;
             let gets = ESTIMATE_GETS_PER_PAGE * room as u64;
             let (estimator, caches) = run(room, gets, seed);
             assert!(
                 estimator.shift >= 5,
-                "the test is too weak: one key in 2^{} is followed, more than one in 32",
+                "the test is too weak: the estimator samples one key in 2^{}, more than one in 32",
                 estimator.shift
             );
             let of_gets = |hits: f64| 100.0 * hits / gets as f64;
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn dropped_keys_are_removed_from_the_estimator() {
+    fn keys_of_dropped_pages_are_removed_from_the_hit_estimator() {
         let mut estimator = Estimator::default();
         (0..10u64).for_each(|key| estimator.put(key, key << HASH_SHIFT, 100));
         estimator.drop_page(3 << HASH_SHIFT);

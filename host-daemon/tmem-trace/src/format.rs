@@ -310,11 +310,11 @@ impl fmt::Display for TraceError {
             TraceError::NoTrace => {
                 write!(
                     f,
-                    "the file is no trace, or a trace of a version other than {}",
+                    "the file is not a trace, or is a trace of a version other than {}",
                     MAGIC[7]
                 )
             }
-            TraceError::Cut => write!(f, "the trace ends within an event"),
+            TraceError::Cut => write!(f, "the trace is cut off within an event"),
             TraceError::Broken(at) => write!(f, "the trace is damaged at byte {at}"),
         }
     }
@@ -551,7 +551,7 @@ mod tests {
     }
 
     #[test]
-    fn reading_ends_at_the_first_damaged_event() {
+    fn reading_a_trace_ends_at_the_first_damaged_event() {
         for_each_seed("damaged trace", 20, |seed| {
             let mut rng = Rng::new(seed);
             for _ in 0..200 {
@@ -598,7 +598,7 @@ mod tests {
     }
 
     #[test]
-    fn blinding_hides_object_ids_and_keeps_page_distances() {
+    fn blinding_a_trace_hides_object_ids_and_keeps_page_distances() {
         let (blind, other) = (Blind::default(), Blind::default());
         let (key, distance) = blind.object(0, 1, 7);
         assert_eq!(
@@ -620,7 +620,7 @@ mod tests {
     }
 
     #[test]
-    fn size_classes_round_up_to_256_bytes() {
+    fn sizes_in_a_trace_are_rounded_up_to_256_bytes() {
         for (bytes, class_bytes) in [(0, 0), (1, 256), (256, 256), (257, 512), (9999, PAGE_SIZE)] {
             assert_eq!(SizeClass::of_bytes(bytes).bytes(), class_bytes);
         }

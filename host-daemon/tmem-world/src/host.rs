@@ -67,22 +67,34 @@ impl Fuse {
 
     /// Returns whether the drain that this fuse triggers has begun.
     pub fn is_draining(&self) -> bool {
-        let drain = self.drain.lock().expect("the lock is poisoned");
+        let drain = self
+            .drain
+            .lock()
+            .expect("another thread panicked while it held this lock");
         drain.as_ref().is_some_and(|drain| drain.checks == 0)
     }
 
     /// Removes the drain from the fuse, because the drain is done or must not happen.
     pub fn end_drain(&self) {
-        *self.drain.lock().expect("the lock is poisoned") = None;
+        *self
+            .drain
+            .lock()
+            .expect("another thread panicked while it held this lock") = None;
     }
 
     fn count_check(&self) {
-        if let Some(drain) = &mut *self.drain.lock().expect("the lock is poisoned")
+        if let Some(drain) = &mut *self
+            .drain
+            .lock()
+            .expect("another thread panicked while it held this lock")
             && drain.checks > 0
         {
             drain.checks -= 1;
             if let (0, Some(device)) = (drain.checks, drain.device.upgrade()) {
-                device.lock().expect("the lock is poisoned").begin_drain();
+                device
+                    .lock()
+                    .expect("another thread panicked while it held this lock")
+                    .begin_drain();
                 drain.clock.linger(DRAIN_NS);
             }
         }
@@ -219,7 +231,10 @@ impl SimulatedDaemon {
             device: Arc::downgrade(session.device()),
             clock: self.clock.clone(),
         };
-        *fuse.drain.lock().expect("the lock is poisoned") = Some(drain);
+        *fuse
+            .drain
+            .lock()
+            .expect("another thread panicked while it held this lock") = Some(drain);
     }
 
     /// Connects a front end (VMM) to the daemon. Returns None if the daemon refuses the connection.

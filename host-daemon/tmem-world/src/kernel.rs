@@ -198,7 +198,10 @@ impl Kernel {
     pub fn finish(&mut self, port: &mut Port<'_>, storage: &Storage) {
         while let Some(mut got) = self.driver.finished(port.now_ns) {
             if got.waited_ns > DEADLINE_NS {
-                let what = format!("a reader waited {} ns", got.waited_ns);
+                let what = format!(
+                    "a reader waited {} ns, longer than its deadline",
+                    got.waited_ns
+                );
                 port.oracle.fail("deadline", what);
             }
             let Some((inode, pages)) = self.reads.remove(&got.reader) else {

@@ -89,7 +89,10 @@ fn refused<T>(message: &str, result: vhost::vhost_user::Result<T>) -> Result<T, 
 }
 
 fn device(session: &Session) -> MutexGuard<'_, Device> {
-    session.device().lock().expect("the lock is poisoned")
+    session
+        .device()
+        .lock()
+        .expect("another thread panicked while it held the device's lock")
 }
 
 /// Creates an eventfd for each queue, for kicks or interrupts.

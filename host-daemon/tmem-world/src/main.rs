@@ -49,7 +49,9 @@ fn arguments() -> Result<Arguments, String> {
             "--mutation" => {
                 let known = Mutation::ALL.map(|m| format!("{m:?}")).join(", ");
                 let named = Mutation::named(&value);
-                out.mutation = Some(named.ok_or(format!("{value} is none of {known}"))?);
+                out.mutation = Some(named.ok_or(format!(
+                    "unknown mutation {value}: the mutations are {known}"
+                ))?);
             }
             _ => return Err(format!("unknown option: {word}")),
         }
@@ -96,7 +98,9 @@ fn main() -> ExitCode {
     let begun = Instant::now();
     let last_report = Mutex::new(begun);
     let progress = |done: u64| {
-        let mut last_report = last_report.lock().expect("the lock is poisoned");
+        let mut last_report = last_report
+            .lock()
+            .expect("another thread panicked while it printed the progress");
         if last_report.elapsed() >= PROGRESS {
             *last_report = Instant::now();
             let per_second = done as f64 / begun.elapsed().as_secs_f64();

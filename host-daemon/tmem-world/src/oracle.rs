@@ -117,7 +117,7 @@ impl Oracle {
         if !self.generations.insert(generation) {
             self.fail(
                 "generation",
-                format!("the device reports generation {generation:#x} again"),
+                format!("the device reports the earlier generation {generation:#x} again"),
             );
         }
         if let Err(violation) = self.model.begin(generation) {

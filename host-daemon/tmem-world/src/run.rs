@@ -120,7 +120,9 @@ pub fn run_seeds(
             return;
         }
         let outcome = run(&Script::draw(seed, mutation));
-        let mut totals = totals.lock().expect("the lock is poisoned");
+        let mut totals = totals
+            .lock()
+            .expect("another thread panicked while it added its totals");
         totals.seeds += 1;
         totals.now_ns += outcome.now_ns;
         let sums = totals.counts.iter_mut().zip(outcome.counts);
@@ -142,5 +144,7 @@ pub fn run_seeds(
             scope.spawn(work);
         }
     });
-    totals.into_inner().expect("the lock is poisoned")
+    totals
+        .into_inner()
+        .expect("another thread panicked while it added its totals")
 }

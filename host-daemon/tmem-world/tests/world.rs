@@ -38,10 +38,13 @@ fn equal_seeds_give_identical_runs() {
 /// Runs all seeds without a mutation (broken rule); no seed may fail. Together, the runs must have
 /// stored, hit, refused, lost and retained pages, stale requests, and REFs answered HELD and GONE.
 #[test]
-fn no_seed_fails_without_a_mutation() {
+fn no_simulated_run_fails_without_a_mutation() {
     let totals = run_seeds((1, 150), None, 2, |_| {});
     if let Some(found) = totals.found {
-        panic!("TMEM_SEED={} fails: {:?}", found.seed, found.failure);
+        panic!(
+            "the run with TMEM_SEED={} failed: {:?}",
+            found.seed, found.failure
+        );
     }
     assert_eq!(totals.seeds, 150);
     let names = [
@@ -55,7 +58,10 @@ fn no_seed_fails_without_a_mutation() {
         "refs_gone",
     ];
     for (name, count) in names.iter().zip(totals.counts) {
-        assert!(count > 0, "the counter {name} is 0 in all runs");
+        assert!(
+            count > 0,
+            "the test is too weak: the counter {name} is 0 in all runs"
+        );
     }
 }
 
@@ -73,7 +79,7 @@ fn random_scripts_contain_each_kind_of_step() {
     assert_eq!(
         seen.len(),
         42,
-        "not exactly 42 kinds of steps were seen: {seen:?}"
+        "the scripts do not contain exactly 42 kinds of steps: {seen:?}"
     );
 }
 
@@ -117,7 +123,7 @@ fn simulator_documentation_lists_exactly_the_mutations() {
 
 #[test]
 #[cfg_attr(debug_assertions, ignore = "make check-sim runs it, optimised")]
-fn each_mutation_is_detected() {
+fn the_simulator_detects_each_mutation() {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let (mut missed, mut others) = (Vec::new(), Vec::new());
     let table = table();
@@ -132,7 +138,7 @@ fn each_mutation_is_detected() {
                 "{mutation:?}: {} after {} seeds: {}",
                 found.failure.rule, found.seed, found.failure.what
             ),
-            None => writeln!(out, "{mutation:?}: not found in {SEEDS} seeds"),
+            None => writeln!(out, "{mutation:?}: not detected in {SEEDS} seeds"),
         };
         let Some(found) = totals.found else {
             missed.push(mutation);
@@ -155,18 +161,18 @@ fn each_mutation_is_detected() {
 
 /// The output of a failing simulator run contains a complete command that replays the run.
 #[test]
-fn a_failure_prints_its_replay_command() {
+fn a_failed_simulation_prints_its_replay_command() {
     let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_tmem-world"));
     let program = program.args(["--mutation", "MissTaken", "--seeds", "20"]);
     let output = program
         .env_remove("TMEM_SEED")
         .output()
-        .expect("cannot run the program");
+        .expect("cannot run the simulator");
     let stdout = String::from_utf8_lossy(&output.stdout);
     let command = "cargo run --release -p tmem-world -- --mutation MissTaken --trace";
     assert!(
         stdout.contains(command),
-        "the output does not give the command that repeats the run: {stdout}"
+        "the simulator's output lacks the command that repeats the failed run: {stdout}"
     );
     assert_eq!(
         output.status.code(),
@@ -176,16 +182,16 @@ fn a_failure_prints_its_replay_command() {
 }
 
 #[test]
-fn a_failing_script_shrinks_to_necessary_steps() {
+fn a_failing_script_is_shrunk_to_its_necessary_steps() {
     let mutation = Some(Mutation::MissTaken);
     let found = run_seeds((1, 200), mutation, 1, |_| {}).found;
-    let found = found.expect("no seed found the mutation");
+    let found = found.expect("no seed detected the mutation MissTaken");
     let script = Script::draw(found.seed, mutation);
-    let (short, failure) = shrink(&script).expect("the run with the mutation does not fail");
+    let (short, failure) = shrink(&script).expect("shrink() did not reproduce the failure");
     assert_eq!(failure.rule, found.failure.rule);
     assert!(
         short.steps.len() < 20,
-        "the shortened run still has these steps: {:?}",
+        "the shortened script has 20 steps or more: {:?}",
         short.steps
     );
     // Check that the shrunk script fails by itself, and that each of its steps is needed.
@@ -198,7 +204,7 @@ fn a_failing_script_shrinks_to_necessary_steps() {
         let same = outcome.failure.is_some_and(|(_, f)| f.rule == failure.rule);
         assert!(
             !same,
-            "the run also fails without step {leave_out} of {:?}",
+            "the shortened script also fails without step {leave_out}: {:?}",
             short.steps
         );
     }

@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_no_hit_needs_can_be_given_up() {
+    fn a_vm_can_give_up_memory_that_no_hit_needs() {
         let advice = advise(|vm| {
             (vm.gets, vm.hits) = (GETS_GOOD - 1, 19_000);
             vm.loss_hits = vec![0, 50, 9_000];
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn without_hits_memory_can_be_given_up_after_enough_gets_per_page() {
+    fn a_vm_without_hits_can_give_up_memory_after_enough_gets_per_page() {
         let thrashing = |gets, pages| advise(|vm| (vm.gets, vm.pages) = (gets, pages));
         let advice = thrashing(50_000, 5_000);
         assert_eq!(

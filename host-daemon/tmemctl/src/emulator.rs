@@ -79,7 +79,7 @@ mod tests {
         std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).expect("cannot write the file");
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755))
             .expect("cannot make the file executable");
-        ask(path.to_str().expect("the text is not UTF-8"), limit)
+        ask(path.to_str().expect("the path is not UTF-8"), limit)
     }
 
     #[test]
@@ -118,7 +118,7 @@ mod tests {
                 .path()
                 .join("qemu")
                 .to_str()
-                .expect("the text is not UTF-8"),
+                .expect("the path is not UTF-8"),
             long,
         );
         assert!(absent.is_err_and(|why| why.starts_with("it cannot be run: ")));

@@ -93,7 +93,7 @@ mod tests {
     ];
 
     #[test]
-    fn help_and_documentation_list_every_code() {
+    fn help_and_documentation_list_every_exit_code() {
         let document = include_str!("../../../docs/tmemctl.md");
         for (number, code) in (1..).zip(ALL) {
             assert_eq!(

@@ -539,8 +539,12 @@ mod tests {
             domain("<features/>"),
             domain("<features><acpi/></features>"),
         );
-        let Failure(text, code) = check_acpi(&without, 9_000_000).expect_err("it is accepted");
-        assert!(text.contains("web1") && text.contains("<acpi/>"), "{text}");
+        let Failure(text, code) =
+            check_acpi(&without, 9_000_000).expect_err("a domain without ACPI was accepted");
+        assert!(
+            text.contains("web1") && text.contains("<acpi/>"),
+            "the error does not name the domain and <acpi/>: {text}"
+        );
         assert!(matches!(code, Code::Refused));
         assert!(check_acpi(&without, 9_002_000).is_ok());
         assert!(check_acpi(&with, 9_000_000).is_ok());

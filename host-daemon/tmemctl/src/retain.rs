@@ -129,9 +129,12 @@ mod tests {
                 let (value, note) = decided(Retain::Auto, setting, emulator, daemon);
                 assert_eq!(
                     value, None,
-                    "auto set the property with emulator {emulator:?} and daemon {daemon:?}"
+                    "--retain auto set the property with emulator {emulator:?} and daemon {daemon:?}"
                 );
-                assert!(note.contains("domain web") && note.contains(why), "{note}");
+                assert!(
+                    note.contains("domain web") && note.contains(why),
+                    "the note does not name the domain and the reason: {note}"
+                );
             }
         }
     }
@@ -172,7 +175,7 @@ mod tests {
                 assert_eq!(
                     off,
                     (value, String::new()),
-                    "off gave the wrong value with emulator {emulator:?} and setting {setting:?}"
+                    "--retain off gave the wrong value with emulator {emulator:?} and setting {setting:?}"
                 );
             }
         }

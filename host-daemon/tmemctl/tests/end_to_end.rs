@@ -29,10 +29,10 @@ fn printed(output: &Output) -> String {
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(
         output.status.success() && error.is_empty(),
-        "tmemctl ended with {}: {error}",
+        "tmemctl ended with {} or printed an error: {error}",
         output.status
     );
-    String::from_utf8(output.stdout.clone()).expect("the text is not UTF-8")
+    String::from_utf8(output.stdout.clone()).expect("the output is not UTF-8")
 }
 
 /// Returns the words of that line of `text` whose first word is `first`.
@@ -94,7 +94,7 @@ fn stats_prints_all_vms_or_the_named_one() {
     ] {
         assert!(
             background.contains(part),
-            "the line of background work has no {part:?}: {text}"
+            "the line of background work does not contain {part:?}: {text}"
         );
     }
     assert!(
@@ -116,12 +116,12 @@ fn json_output_contains_the_answer_of_the_daemon() {
         &host.path("read-only"),
         &["--json", "stats", "db"],
     ));
-    let value: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
+    let value: serde_json::Value = serde_json::from_str(&text).expect("the output is not JSON");
     assert_eq!(value["pool"]["size_bytes"], 64 << 20);
     assert_eq!(value["vms"][0]["name"], "db");
     assert_eq!(value["vms"].as_array().map(Vec::len), Some(1));
     let text = printed(&tmemctl(&host.path("read-only"), &["list", "--json"]));
-    let value: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
+    let value: serde_json::Value = serde_json::from_str(&text).expect("the output is not JSON");
     assert_eq!(value["vms"][0]["quota"]["weight"], 7);
 }
 
@@ -134,7 +134,10 @@ fn fails(output: &Output, code: i32, parts: &[&str]) {
     );
     assert!(output.stdout.is_empty());
     for part in parts {
-        assert!(error.contains(part), "the error has no {part:?}: {error}");
+        assert!(
+            error.contains(part),
+            "the error does not contain {part:?}: {error}"
+        );
     }
 }
 
@@ -194,7 +197,7 @@ fn a_hung_libvirt_is_reported_after_the_timeout() {
     }
     let root = directory.path().join("root");
     std::fs::create_dir_all(root.join("etc/libvirt")).expect("cannot create the directory");
-    let root = root.to_str().expect("the text is not UTF-8");
+    let root = root.to_str().expect("the path is not UTF-8");
     let arguments = [
         "doctor",
         "--root",
@@ -234,9 +237,9 @@ fn the_timeout_does_not_apply_to_reading_a_trace() {
             let _ = trace.write_all(b"no trace");
         }
     });
-    let trace = trace.to_str().expect("the text is not UTF-8");
+    let trace = trace.to_str().expect("the path is not UTF-8");
     let read = tmemctl(Path::new("/"), &["trace", trace, "--timeout", "1"]);
-    fails(&read, 1, &["is no trace"]);
+    fails(&read, 1, &["is not a trace"]);
     writer.join().expect("the writing thread panicked");
 }
 
@@ -253,7 +256,7 @@ fn a_failed_write_of_an_error_keeps_the_exit_code() {
 /// tmemctl must end without running exit handlers, which would free memory that one of its threads
 /// may still use.
 #[test]
-fn tmemctl_exits_without_exit_handlers() {
+fn tmemctl_exits_without_running_destructors() {
     let host = host();
     let control = host.path("control");
     for arguments in [&["list"][..], &["stats", "nobody"], &["doctor"]] {
@@ -301,11 +304,11 @@ fn vms_are_flushed_frozen_and_thawed() {
         )
     );
     let json: serde_json::Value =
-        serde_json::from_str(&done(&["thaw", "db", "--json"])).expect("the text is not JSON");
+        serde_json::from_str(&done(&["thaw", "db", "--json"])).expect("the output is not JSON");
     let thawed = serde_json::json!({ "vms": [{ "name": "db", "frozen": false, "changed": true }] });
     assert_eq!(json, thawed);
     let json: serde_json::Value =
-        serde_json::from_str(&done(&["flush", "--all", "--json"])).expect("the text is not JSON");
+        serde_json::from_str(&done(&["flush", "--all", "--json"])).expect("the output is not JSON");
     assert_eq!(
         json["vms"][1],
         serde_json::json!({ "name": "web", "pages": 0 })
@@ -337,7 +340,7 @@ fn the_pool_is_printed_and_resized() {
         "the output has the wrong text: {text}"
     );
     let text = printed(&tmemctl(&control, &["pool", "--size", "1MiB", "--json"]));
-    let json: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("the output is not JSON");
     assert_eq!(json["configured_bytes"], 1 << 20);
     let text = printed(&tmemctl(&control, &["stats"]));
     assert!(
@@ -368,7 +371,7 @@ fn the_pool_is_printed_and_resized() {
         "the output does not give the size in bytes: {text}"
     );
     let text = printed(&tmemctl(&control, &["pool", "--json"]));
-    let json: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("the output is not JSON");
     assert_eq!(json.as_object().map(serde_json::Map::len), Some(7));
     assert!(json["held_bytes"].as_i64() >= json["freeable_bytes"].as_i64());
 }
@@ -422,13 +425,13 @@ fn errors_are_json_if_the_output_is_json() {
     ] {
         let output = tmemctl(&control, arguments);
         fails(&output, code, &[]);
-        let text = String::from_utf8(output.stderr).expect("the text is not UTF-8");
+        let text = String::from_utf8(output.stderr).expect("the output is not UTF-8");
         assert_eq!(
             text.lines().count(),
             1,
             "the JSON error has more than one line: {text}"
         );
-        let error: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
+        let error: serde_json::Value = serde_json::from_str(&text).expect("the output is not JSON");
         assert_eq!(
             (&error["error"], &error["exit_code"]),
             (&name.into(), &code.into())
@@ -438,7 +441,7 @@ fn errors_are_json_if_the_output_is_json() {
             .expect("the JSON error has no message");
         assert!(
             message.contains(part) && !message.starts_with("error"),
-            "the message is wrong: {message}"
+            "the JSON error does not have the expected message: {message}"
         );
     }
     let help = printed(&tmemctl(&control, &["--help", "--json"]));
@@ -475,8 +478,14 @@ fn events_are_printed_as_they_arrive() {
     let control = host.path("control");
     let begin = |arguments: &[&str]| {
         let mut printing = Printing::start(&host.path("read-only"), arguments);
-        let lines =
-            BufReader::new(printing.0.stdout.take().expect("the process has no pipe")).lines();
+        let lines = BufReader::new(
+            printing
+                .0
+                .stdout
+                .take()
+                .expect("the child process has no pipe"),
+        )
+        .lines();
         (printing, lines)
     };
     let (mut all, lines) = begin(&["event", "--loop", "--json"]);
@@ -512,7 +521,7 @@ fn events_are_printed_as_they_arrive() {
         json = json.or_else(|| receiver.try_recv().ok());
     }
     let json = json.expect("tmemctl printed no event");
-    let event: serde_json::Value = serde_json::from_str(&json).expect("the text is not JSON");
+    let event: serde_json::Value = serde_json::from_str(&json).expect("the output is not JSON");
     assert!(
         ["frozen", "thawed"]
             .iter()
@@ -557,7 +566,7 @@ fn rates_are_printed_each_interval() {
     assert_eq!(lines.len(), 2, "the output does not have 2 lines: {text}");
     assert_eq!(lines[0].split_whitespace().count(), 10);
     let json: serde_json::Value =
-        serde_json::from_str(&watch(&["--json", "web"])).expect("the text is not JSON");
+        serde_json::from_str(&watch(&["--json", "web"])).expect("the output is not JSON");
     assert_eq!((&json["vm"], &json["puts"]), (&"web".into(), &0.into()));
     fails(&tmemctl(&control, &["stats", "--watch=0"]), 2, &["0"]);
     fails(
@@ -578,10 +587,10 @@ fn versions_are_printed_with_and_without_a_daemon() {
     let text = printed(&tmemctl(&control, &["version"]));
     assert!(
         text.contains("tmemd   - (there is no control socket"),
-        "doctor does not report the missing control socket: {text}"
+        "version does not report the missing control socket: {text}"
     );
     let text = printed(&tmemctl(&control, &["version", "--json"]));
-    let json: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("the output is not JSON");
     assert_eq!(json, serde_json::json!({ "tmemctl": own, "tmemd": null }));
 }
 
@@ -598,7 +607,7 @@ fn advise_reports_no_confidence_for_few_gets() {
         &read_only,
         &["advise", "web", "--over", "1", "--json"],
     ));
-    let json: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("the output is not JSON");
     assert_eq!(
         (
             json["vms"].as_array().map(Vec::len),
@@ -645,7 +654,7 @@ fn trace_prints_a_summary_of_a_recorded_trace() {
         );
     }
     std::fs::write(&file, &bytes).expect("cannot write the file");
-    let path = file.to_str().expect("the text is not UTF-8");
+    let path = file.to_str().expect("the path is not UTF-8");
     let text = printed(&tmemctl(&host.path("control"), &["trace", path]));
     assert!(
         text.starts_with("3 events in 1.5 s\n"),
@@ -653,7 +662,7 @@ fn trace_prints_a_summary_of_a_recorded_trace() {
     );
     assert_eq!(words(&text, "3")[..2], ["3", "events"]);
     let text = printed(&tmemctl(&host.path("control"), &["trace", path, "--json"]));
-    let json: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("the output is not JSON");
     assert_eq!(
         (&json["vms"][0]["vm"], &json["vms"][0]["hits"]),
         (&3.into(), &1.into())
@@ -713,7 +722,7 @@ fn doctor_prints_faults_with_their_remedies() {
     // KVM or PSI.
     let root = host.path("root");
     std::fs::create_dir(&root).expect("cannot create the directory");
-    let root = root.to_str().expect("the text is not UTF-8").to_string();
+    let root = root.to_str().expect("the path is not UTF-8").to_string();
     let text = printed(&tmemctl(&control, &["doctor", "--root", &root, "--all"]));
     for part in [
         "warning  host: there is no KVM",
@@ -722,7 +731,10 @@ fn doctor_prints_faults_with_their_remedies() {
         "warning  web: the VM's QEMU is not connected",
         "0 faults, ",
     ] {
-        assert!(text.contains(part), "the output has no {part:?}: {text}");
+        assert!(
+            text.contains(part),
+            "the output does not contain {part:?}: {text}"
+        );
     }
     printed(&tmemctl(&control, &["freeze", "web"]));
     std::fs::remove_file(host.path("db.sock")).expect("cannot remove the file");
@@ -733,7 +745,7 @@ fn doctor_prints_faults_with_their_remedies() {
         "doctor did not end with code 8 although it found a fault"
     );
     let json: serde_json::Value =
-        serde_json::from_slice(&output.stdout).expect("the text is not JSON");
+        serde_json::from_slice(&output.stdout).expect("the output is not JSON");
     assert_eq!(
         (&json["faults"], &json["findings"][0]["check"]),
         (&1.into(), &"vm-socket".into())
@@ -783,7 +795,7 @@ fn run_quota(host: &TestDaemon, libvirt: &[&str], arguments: &[&str]) -> Output 
 /// Returns the JSON object of a VM in the output of `tmemctl list`.
 fn listed(host: &TestDaemon, name: &str) -> serde_json::Value {
     let text = printed(&tmemctl(&host.path("control"), &["list", "--json"]));
-    let list: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
+    let list: serde_json::Value = serde_json::from_str(&text).expect("the output is not JSON");
     let vms = list["vms"].as_array().expect("the JSON has no list of VMs");
     let vm = vms.iter().find(|vm| vm["name"] == name);
     vm.expect("the VM is not listed").clone()
@@ -811,7 +823,7 @@ fn quota_of_a_vm_outside_libvirt_is_set_in_the_daemon() {
         assert_eq!(
             listed(&host, "db")["quota"],
             quota,
-            "a value of the quota that was not given has changed"
+            "the command changed a value of the quota that was not given"
         );
         // tmemctl refuses each of these values, which are invalid or do not fit the others. Its
         // message contains the VM's name and the value, and the quota stays unchanged.
@@ -848,13 +860,13 @@ fn quota_of_a_vm_outside_libvirt_is_set_in_the_daemon() {
         }
         assert_eq!(listed(&host, "db")["quota"], quota);
         let text = done(&["db", "--limit", "none", "--weight", "9", "--json"]);
-        let json: serde_json::Value = serde_json::from_str(&text).expect("the text is not JSON");
+        let json: serde_json::Value = serde_json::from_str(&text).expect("the output is not JSON");
         assert_eq!(
             (&json["vm"], json["domain"].is_null()),
             (&"db".into(), true)
         );
         let json: serde_json::Value =
-            serde_json::from_str(&done(&["db", "--json"])).expect("the text is not JSON");
+            serde_json::from_str(&done(&["db", "--json"])).expect("the output is not JSON");
         let told = serde_json::json!({
             "vm": "db", "limit_bytes": null, "reserve_bytes": 2 << 20, "weight": 9, "trust_domain": "team",
         });

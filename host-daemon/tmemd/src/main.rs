@@ -200,17 +200,20 @@ mod tests {
         for option in command.get_arguments().filter_map(|arg| arg.get_long()) {
             let name = option.replace('-', "_");
             let known = keys.contains(&name.as_str()) || only_options.contains(&name.as_str());
-            assert!(known, "no option --{option} exists");
+            assert!(
+                known,
+                "option --{option} corresponds to no configuration key"
+            );
         }
     }
 
     #[test]
-    fn a_read_only_socket_exists_by_default() {
+    fn a_read_only_control_socket_is_configured_by_default() {
         let socket = |options: &[&str]| {
             let all = [&["tmemd", "--pool-size", "1MiB"], options].concat();
             let arguments = Arguments::parse_from(all);
             let config =
-                configure(&arguments, Settings::default()).expect("the arguments were refused");
+                configure(&arguments, Settings::default()).expect("valid arguments were refused");
             config.control_read_only
         };
         // The Prometheus exporter connects to this default path, too.

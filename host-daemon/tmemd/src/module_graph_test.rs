@@ -39,7 +39,10 @@ fn identifier(text: &str) -> &str {
 /// Returns a cycle of the import graph as a list of its nodes, or None if the graph has no cycle.
 fn cycle(graph: &Graph) -> Option<Vec<String>> {
     fn walk(graph: &Graph, path: &mut Vec<String>, done: &mut BTreeSet<String>) -> bool {
-        let node = path.last().expect("the path has no node").clone();
+        let node = path
+            .last()
+            .expect("the path of the search has no node")
+            .clone();
         for next in graph.get(&node).into_iter().flatten() {
             let is_cycle = path.contains(next);
             path.push(next.clone());
@@ -59,7 +62,7 @@ fn cycle(graph: &Graph) -> Option<Vec<String>> {
 }
 
 #[test]
-fn a_cycle_of_imports_is_found() {
+fn the_search_for_import_cycles_finds_a_cycle() {
     let edge = |from: &str, to: &str| (from.to_owned(), BTreeSet::from([to.to_owned()]));
     let mut graph = Graph::from([edge("a", "b"), edge("b", "c"), edge("d", "b")]);
     assert_eq!(cycle(&graph), None);
@@ -75,7 +78,7 @@ fn a_cycle_of_imports_is_found() {
 }
 
 #[test]
-fn files_and_directories_have_no_import_cycle() {
+fn source_files_and_directories_have_no_import_cycle() {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src"));
     let (mut files, mut directories) = (Graph::new(), Graph::new());
     let is_directory = |name: &String| root.join(name).is_dir();

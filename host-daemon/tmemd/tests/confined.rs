@@ -196,7 +196,8 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     assert_eq!(number("CapBnd", 16), CAPABILITIES);
     // The daemon's files in /proc belong to root. Other processes of the daemon's user therefore
     // cannot inspect the daemon.
-    let own = fs::metadata(format!("/proc/{}/mem", daemon.0.id())).expect("tmemd does not run");
+    let own = fs::metadata(format!("/proc/{}/mem", daemon.0.id()))
+        .expect("tmemd was not started or has already ended");
     assert_eq!(
         own.uid(),
         0,
@@ -236,7 +237,7 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     let vms = client(&at("run/other"))
         .list_vms()
         .call()
-        .expect("the daemon answered the varlink call with an error")
+        .expect("the daemon answered a valid varlink call with an error")
         .vms;
     assert!(vms.is_empty());
     assert_eq!(told(), is);
@@ -295,7 +296,7 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
             assert_eq!(
                 set(key),
                 keeps,
-                "thread {name} has the wrong capabilities in {key}"
+                "thread {name} does not have exactly the expected capabilities in {key}"
             );
         }
         assert_eq!(
@@ -315,12 +316,12 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
     let told = full
         .get_stats(None)
         .call()
-        .expect("the daemon answered the varlink call with an error")
+        .expect("the daemon answered a valid varlink call with an error")
         .daemon;
     assert_eq!(
         told.memory_locked,
         may_lock != 0,
-        "memory_locked does not tell whether tmemd has CAP_IPC_LOCK"
+        "memory_locked must be true exactly if tmemd has CAP_IPC_LOCK"
     );
     // The next daemon replaces the sockets that the first daemon gave to other users.
     drop(daemon);
@@ -351,7 +352,7 @@ fn unlocked_memory_is_reported_in_statistics() {
         .call();
     assert!(
         !stats
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .daemon
             .memory_locked
     );
@@ -417,7 +418,7 @@ fn threads_of_all_kinds_log_to_the_journal() {
         .expect("cannot start the simulated guest");
     driver
         .new_generation()
-        .expect("the daemon gave no generation");
+        .expect("the device's generation did not become known to the driver");
     driver
         .settle()
         .expect("the device did not answer each request correctly");
@@ -432,7 +433,7 @@ fn threads_of_all_kinds_log_to_the_journal() {
     let fault = fault::all()
         .into_iter()
         .find(stops)
-        .expect("no fault stops a queue");
+        .expect("the list of faults has none that stops a queue");
     let target = Target {
         queue: 1,
         pool: driver.pool(),

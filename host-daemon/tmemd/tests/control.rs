@@ -31,7 +31,7 @@ fn sockets(config: &Config) -> Vec<PathBuf> {
 }
 
 #[test]
-fn list_and_stats_work_on_both_sockets() {
+fn list_and_stats_calls_are_answered_on_both_control_sockets() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
@@ -41,7 +41,7 @@ fn list_and_stats_work_on_both_sockets() {
         let vms = client
             .list_vms()
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .vms;
         let names: Vec<_> = vms.iter().map(|vm| vm.name.as_str()).collect();
         assert_eq!(names, ["db", "web"]);
@@ -60,7 +60,7 @@ fn list_and_stats_work_on_both_sockets() {
         let stats = client
             .get_stats(None)
             .call()
-            .expect("the daemon answered the varlink call with an error");
+            .expect("the daemon answered a valid varlink call with an error");
         assert_eq!(stats.pool.size_bytes, 64 << 20);
         assert_eq!((stats.daemon.vms, stats.daemon.vms_connected), (2, 0));
         assert_eq!(stats.daemon.workers, 2);
@@ -68,7 +68,7 @@ fn list_and_stats_work_on_both_sockets() {
         let stats = client
             .get_stats(Some("web".into()))
             .call()
-            .expect("the daemon answered the varlink call with an error");
+            .expect("the daemon answered a valid varlink call with an error");
         assert_eq!(stats.vms.len(), 1);
         assert_eq!(stats.vms[0].name, "web");
         let error = client
@@ -93,7 +93,7 @@ fn vm_connections_and_refusals_are_counted() {
         client
             .get_stats(Some("web".into()))
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .vms
             .remove(0)
     };
@@ -153,7 +153,7 @@ fn an_incomplete_message_blocks_only_its_connection() {
 }
 
 #[test]
-fn only_the_full_socket_changes_quotas() {
+fn the_read_only_socket_cannot_change_quotas() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
@@ -170,16 +170,16 @@ fn only_the_full_socket_changes_quotas() {
     let error = read_only
         .set_quota("web".into(), good.clone())
         .call()
-        .expect_err("the read-only socket changed a quota");
+        .expect_err("the read-only socket accepted a change of a quota");
     assert!(
         matches!(error.kind(), tmem_control::ErrorKind::ReadOnlySocket(_)),
-        "the daemon answered with the wrong error: {error}"
+        "the daemon did not answer with the error ReadOnlySocket: {error}"
     );
     let quota_of = |client: &mut tmem_control::VarlinkClient, number: usize| {
         client
             .list_vms()
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .vms[number]
             .quota
             .clone()
@@ -220,7 +220,7 @@ fn only_the_full_socket_changes_quotas() {
         assert!(
             matches!(error.kind(), tmem_control::ErrorKind::BadQuota(Some(args))
             if args.name == "web" && !args.reason.is_empty()),
-            "the daemon answered with the wrong error: {error}"
+            "the daemon did not answer with the error BadQuota: {error}"
         );
     }
     assert_eq!(quota_of(&mut full, 1), good);
@@ -285,13 +285,16 @@ fn misbehaving_clients_are_disconnected() {
     while answers.iter().filter(|byte| **byte == 0).count() < 2 {
         let mut part = [0; 4096];
         let read = stream.read(&mut part).expect("the daemon did not answer");
-        assert!(read > 0, "the daemon closed the connection");
+        assert!(
+            read > 0,
+            "the daemon closed the connection instead of an answer"
+        );
         answers.extend_from_slice(&part[..read]);
     }
 }
 
 #[test]
-fn the_number_of_clients_is_limited() {
+fn the_number_of_control_clients_is_limited() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
@@ -324,7 +327,7 @@ fn the_number_of_clients_is_limited() {
 }
 
 #[test]
-fn sockets_have_their_modes_and_are_removed_at_the_stop() {
+fn sockets_have_mode_0660_and_are_removed_when_the_daemon_stops() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     let daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
@@ -336,7 +339,7 @@ fn sockets_have_their_modes_and_are_removed_at_the_stop() {
         assert_eq!(
             mode & 0o777,
             0o660,
-            "{} has the wrong mode",
+            "the mode of socket {} is not 0660",
             socket.display()
         );
     }
@@ -350,12 +353,16 @@ fn sockets_have_their_modes_and_are_removed_at_the_stop() {
         assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
     }
     for socket in sockets(&config) {
-        assert!(!socket.exists(), "{} still exists", socket.display());
+        assert!(
+            !socket.exists(),
+            "socket {} still exists after the daemon has stopped",
+            socket.display()
+        );
     }
 }
 
 #[test]
-fn stale_sockets_are_replaced_and_live_ones_refused() {
+fn sockets_of_ended_daemons_are_replaced_and_sockets_in_use_are_not() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let config = config(directory.path());
     for socket in sockets(&config) {
@@ -400,7 +407,7 @@ fn stale_sockets_are_replaced_and_live_ones_refused() {
         .to_string();
     assert!(
         error.contains("not a socket"),
-        "the error has the wrong text: {error}"
+        "the error does not say \"not a socket\": {error}"
     );
     assert_eq!(
         fs::read(&config.control).expect("cannot read the file"),
@@ -423,7 +430,7 @@ fn a_socket_of_another_daemon_is_not_removed() {
 }
 
 #[test]
-fn reserves_that_do_not_fit_are_refused() {
+fn reserves_that_exceed_the_pool_are_refused_at_the_start() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let mut config = config(directory.path());
     config.vms[0].quota.reserve_bytes = 64 << 20;
@@ -432,7 +439,7 @@ fn reserves_that_do_not_fit_are_refused() {
         .expect("a configuration was accepted whose reserves exceed the pool");
     assert!(
         matches!(error, StartError::Config(_)),
-        "the daemon started, or ended for the wrong reason: {error}"
+        "the daemon did not refuse the configuration: {error}"
     );
     assert!(
         error.to_string().contains("VM \"db\""),
@@ -473,7 +480,7 @@ fn tmemd(directory: &Path) -> Running {
 }
 
 #[test]
-fn signals_end_the_daemon_cleanly() {
+fn sigterm_and_sigint_end_the_daemon_cleanly() {
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
         let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let config = config(directory.path());
@@ -491,7 +498,7 @@ fn signals_end_the_daemon_cleanly() {
         child
             .stderr
             .take()
-            .expect("the process has no pipe")
+            .expect("the output of the process is not a pipe")
             .read_to_string(&mut log)
             .expect("the text is not UTF-8");
         assert!(
@@ -515,7 +522,10 @@ fn log_of(mut daemon: Running) -> String {
         .expect("cannot send the signal");
     child.wait().expect("cannot wait for the process");
     let mut log = String::new();
-    let mut stderr = child.stderr.take().expect("the process has no pipe");
+    let mut stderr = child
+        .stderr
+        .take()
+        .expect("the output of the process is not a pipe");
     stderr
         .read_to_string(&mut log)
         .expect("the text is not UTF-8");
@@ -565,14 +575,14 @@ fn log_lines_of_clients_are_rate_limited() {
 /// The limit of 64 KiB in docs/control.md applies to messages of clients. Answers of the daemon may
 /// be longer.
 #[test]
-fn an_answer_may_be_longer_than_a_call() {
+fn an_answer_may_be_longer_than_the_limit_for_calls() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let mut config = config(directory.path());
     config.vms = (0..64)
         .map(|nr| {
             let socket = directory.path().join(format!("{nr}.sock"));
             let text = format!("socket={},name=vm-{nr}", socket.display());
-            text.parse().expect("the VM's settings were refused")
+            text.parse().expect("valid settings of a VM were refused")
         })
         .collect();
     let _daemon = Daemon::start(config.clone()).expect("cannot start the daemon");
@@ -586,7 +596,11 @@ fn an_answer_may_be_longer_than_a_call() {
     let mut part = [0; 4096];
     while answer.last() != Some(&0) {
         let read = stream.read(&mut part).expect("the daemon did not answer");
-        assert!(read > 0, "the answer ended after {} bytes", answer.len());
+        assert!(
+            read > 0,
+            "the daemon closed the connection after {} bytes of its answer",
+            answer.len()
+        );
         answer.extend_from_slice(&part[..read]);
     }
     assert!(
@@ -618,13 +632,13 @@ fn a_world_writable_directory_is_logged() {
         assert_eq!(
             log.contains(&warning),
             named,
-            "mode {mode:o}: the warning is missing or wrong: {log}"
+            "mode {mode:o}: the log must warn exactly if everybody can write: {log}"
         );
     }
 }
 
 #[test]
-fn errors_name_the_invalid_argument() {
+fn errors_name_the_invalid_command_line_argument() {
     for (arguments, part) in [
         (&["--pool-size", "12XB"][..], "XB"),
         (
@@ -645,7 +659,7 @@ fn errors_name_the_invalid_argument() {
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(
             !output.status.success() && error.contains(part),
-            "{arguments:?}: tmemd started, or its error has no {part:?}: {error}"
+            "{arguments:?}: tmemd started, or its error does not contain {part:?}: {error}"
         );
     }
 }
@@ -653,7 +667,7 @@ fn errors_name_the_invalid_argument() {
 /// A test cannot make the host short of memory. So the daemon reads files in the test's directory
 /// in place of /proc/meminfo and the PSI file.
 #[test]
-fn the_pool_shrinks_for_the_host_and_grows_back() {
+fn the_pool_shrinks_when_the_host_needs_memory_and_grows_back() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let path = |name: &str| directory.path().join(name);
     // The test replaces the files by renaming others, so that the daemon never reads half a file.
@@ -681,7 +695,7 @@ fn the_pool_shrinks_for_the_host_and_grows_back() {
         client
             .get_stats(None)
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .pool
     };
     assert_eq!((pool().size_bytes, pool().host_shrinks), (64 << 20, 0));

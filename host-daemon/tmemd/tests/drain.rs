@@ -54,8 +54,8 @@ fn slots() -> GuestConfig {
 
 /// The VMM pauses a VM and lets it continue while requests are in flight.
 #[test]
-fn a_pause_releases_memory_and_keeps_the_cache() {
-    let seed = seed("a_pause_releases_memory_and_keeps_the_cache");
+fn pausing_a_vm_releases_guest_memory_and_keeps_the_cache() {
+    let seed = seed("pausing_a_vm_releases_guest_memory_and_keeps_the_cache");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let config = DriverConfig {
@@ -76,7 +76,10 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
         met += driver.guest.in_flight();
         for (queue, base) in bases.iter().enumerate() {
             let used = driver.guest.ring(queue).used_idx_in_memory();
-            assert_eq!(used, *base, "queue {queue}: a taken chain was not answered");
+            assert_eq!(
+                used, *base,
+                "queue {queue}: a chain that the daemon took before the drain was not answered"
+            );
         }
         nothing_changes(&driver, &mut neighbour, "GET_VRING_BASE");
         driver.collect().unwrap();
@@ -85,7 +88,7 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
         assert_eq!(
             driver.guest.generation(),
             generation,
-            "the generation changed although the VM was only paused"
+            "the generation changed at a pause of the VM, which must keep it"
         );
         driver.settle().unwrap();
     }
@@ -93,7 +96,7 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
         "sum of the requests in flight at all pauses: {met}; answers: {:?}",
         driver.model.counts()
     );
-    assert!(met > 0, "no pause met a request in flight");
+    assert!(met > 0, "no request was in flight at any pause of the VM");
     // The pool keeps pages during a pause of the VM, and returns them afterwards.
     driver.put(9, 0, 64);
     driver.settle().unwrap();
@@ -108,8 +111,8 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
 
 /// While requests are in flight, the VMM sends RESET_DEVICE or closes the connection.
 #[test]
-fn a_reset_releases_memory_and_empties_the_cache() {
-    let seed = seed("a_reset_releases_memory_and_empties_the_cache");
+fn a_device_reset_releases_guest_memory_and_empties_the_cache() {
+    let seed = seed("a_device_reset_releases_guest_memory_and_empties_the_cache");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let config = DriverConfig {
@@ -170,7 +173,10 @@ fn changing_the_memory_table_under_load_loses_no_request() {
         driver.get_all().unwrap();
         let counts = driver.model.counts();
         println!("{counts:?}");
-        assert!(counts.hits > 100, "the guest had too few hits: {counts:?}");
+        assert!(
+            counts.hits > 100,
+            "the guest had too few hits for this test: {counts:?}"
+        );
     }
 }
 
@@ -178,8 +184,8 @@ fn changing_the_memory_table_under_load_loses_no_request() {
 /// refused page nor an older version of it. The test stops the daemon while a drain waits for a
 /// batch, until the time limit of the drain has expired.
 #[test]
-fn a_put_that_a_drain_refuses_leaves_nothing_in_the_pool() {
-    let seed = seed("a_put_that_a_drain_refuses_leaves_nothing_in_the_pool");
+fn a_put_that_is_refused_during_a_drain_leaves_no_page_in_the_pool() {
+    let seed = seed("a_put_that_is_refused_during_a_drain_leaves_no_page_in_the_pool");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None)]);
     let config = GuestConfig {
@@ -257,8 +263,8 @@ fn a_put_that_a_drain_refuses_leaves_nothing_in_the_pool() {
 /// The daemon never writes to a memory region that the VMM has removed, even if the region contains
 /// requests.
 #[test]
-fn a_removed_region_is_unmapped() {
-    let seed = seed("a_removed_region_is_unmapped");
+fn a_removed_memory_region_is_unmapped_and_not_written() {
+    let seed = seed("a_removed_memory_region_is_unmapped_and_not_written");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut neighbour = daemon.driver("b", seed);
@@ -352,7 +358,7 @@ fn staged(driver: &mut Driver, object: u64) {
 /// A migration ends with GET_VRING_BASE, or when the front end closes the connection. Before that,
 /// the daemon must report that it wrote pages that are beyond the end of the dirty log.
 #[test]
-fn a_short_dirty_log_is_reported_before_the_migration_ends() {
+fn a_dirty_log_that_is_too_short_is_reported_before_the_migration_ends() {
     let region = |start, size_bytes| RamRegion { start, size_bytes };
     for stops in [true, false] {
         let mut daemon = Daemon::start(&[("a", None)]);
@@ -377,21 +383,23 @@ fn a_short_dirty_log_is_reported_before_the_migration_ends() {
         assert_eq!(
             reports(&daemon),
             0,
-            "written pages that the dirty log lacks were reported before a request wrote them"
+            "a write outside of the dirty log was reported before a request wrote there"
         );
         if stops {
             driver.guest.stop().unwrap();
             assert_eq!(
                 reports(&daemon),
                 1,
-                "written pages that the dirty log lacks were not reported before the answer to GET_VRING_BASE"
+                "a write outside of the dirty log was not reported before the answer to \
+                 GET_VRING_BASE"
             );
         }
         driver.guest.hang_up().unwrap();
         assert_eq!(
             reports(&daemon),
             1,
-            "written pages that the dirty log lacks were not reported exactly once (VM stopped before: {stops})"
+            "writes outside of the dirty log were not reported exactly once (VM stopped before: \
+             {stops})"
         );
     }
 }

@@ -90,7 +90,7 @@ fn get(driver: &Driver, object: u64, first: u64) -> Request {
     assert_eq!(
         cookies.len() as u64,
         CHAIN_PAGES,
-        "the model lacks pages of the chain"
+        "the driver's model does not contain all pages of the chain"
     );
     Request::Get {
         pool: driver.pool(),

@@ -58,7 +58,7 @@ fn print(what: &str, mut times: Vec<Duration>) {
 
 #[test]
 #[ignore = "measures, on a quiet machine with 6 GiB to spare: --release -- --ignored --nocapture"]
-fn punching_a_hole_delays_other_vms() {
+fn gets_are_measured_while_another_vm_punches_a_hole() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut neighbour = daemon.driver("b", 1);
     let region = |start, size_bytes| RamRegion { start, size_bytes };
@@ -120,7 +120,8 @@ fn punching_a_hole_delays_other_vms() {
             let in_time = !punched.load(Ordering::SeqCst);
             queues.for_each(|queue| driver.guest.publish(queue));
             println!(
-                "round {round}: requests published before the hole was completely punched: {in_time}"
+                "round {round}: requests published before the hole was completely punched: \
+                 {in_time}"
             );
             punch.join().unwrap();
         }

@@ -50,7 +50,12 @@ impl JournalTest {
             .spawn()
             .expect("cannot run unshare");
         let ask = child.stdin.take();
-        let answers = BufReader::new(child.stdout.take().expect("the process has no pipe"));
+        let answers = BufReader::new(
+            child
+                .stdout
+                .take()
+                .expect("the output of the process is not a pipe"),
+        );
         JournalTest {
             child,
             ask,
@@ -60,7 +65,10 @@ impl JournalTest {
 
     /// Returns the entries of the journal that match `query`, one per line.
     fn entries(&mut self, query: &str) -> Vec<String> {
-        let ask = self.ask.as_mut().expect("the script ended");
+        let ask = self
+            .ask
+            .as_mut()
+            .expect("the script's input is already closed");
         writeln!(ask, "{query}").expect("the script does not read its input");
         let lines = self.answers.by_ref().lines();
         lines
@@ -98,7 +106,7 @@ fn log_messages_have_fields_in_the_journal() {
     let fault = fault::all()
         .into_iter()
         .find(stops)
-        .expect("no fault stops a queue");
+        .expect("the list of faults has none that stops a queue");
     let target = Target {
         queue: 1,
         pool: driver.pool(),
@@ -123,7 +131,7 @@ fn log_messages_have_fields_in_the_journal() {
     ] {
         assert!(
             entry.contains(field),
-            "the journal's entry has no {field}: {entry}"
+            "the journal's entry does not contain {field}: {entry}"
         );
     }
     assert!(host.entries("TMEM_VM=web2").is_empty());
@@ -131,6 +139,6 @@ fn log_messages_have_fields_in_the_journal() {
     let lines = std::fs::read_to_string(directory.path().join("stderr")).unwrap();
     assert!(
         !lines.contains("virtqueue"),
-        "stderr repeats what the journal got: {lines}"
+        "stderr repeats messages that the journal received: {lines}"
     );
 }

@@ -67,7 +67,7 @@ fn outcome(daemon: &mut Daemon, driver: &mut Driver, queue: usize, used: u16) ->
     let answered = guest.ring(queue).used_idx_in_memory() != used;
     assert!(
         !(stopped && answered),
-        "the daemon both answered and stopped the queue"
+        "the daemon both answered the malformed request and stopped its queue"
     );
     let done = driver.guest.poll(queue).unwrap();
     done.map(|d| d.answer.status)
@@ -99,7 +99,7 @@ fn others_answer(daemon: &mut Daemon, driver: &mut Driver, stopped: usize) {
     assert_eq!(
         driver.guest.ring(stopped).used_idx_in_memory(),
         silent,
-        "a stopped queue answered"
+        "a stopped queue answered a request"
     );
 }
 
@@ -171,7 +171,7 @@ fn send_each(faults: Vec<Fault>, features: u64) {
     daemon.expect_alive();
     assert!(
         wrong.is_empty(),
-        "{} faults were treated wrongly:\n{}",
+        "the daemon did not answer {} malformed requests as specified:\n{}",
         wrong.len(),
         wrong.join("\n")
     );
@@ -182,8 +182,8 @@ fn send_each(faults: Vec<Fault>, features: u64) {
 /// The guest changes requests in its memory while the daemon reads them. The daemon survives, and
 /// other VMs are not affected. A hit always returns the page whose cookie is in the answer.
 #[test]
-fn requests_changed_by_the_guest_during_a_read_are_harmless() {
-    let seed = seed("requests_changed_by_the_guest_during_a_read_are_harmless");
+fn requests_changed_while_the_daemon_reads_them_return_no_wrong_page() {
+    let seed = seed("requests_changed_while_the_daemon_reads_them_return_no_wrong_page");
     let mut daemon = Daemon::start(&[("liar", Some("team")), ("neighbour", Some("team"))]);
     let mut liar = liar(&mut daemon, seed, F_RETAIN);
     let mut neighbour = daemon.driver("neighbour", seed + 1);
@@ -259,8 +259,8 @@ fn requests_changed_by_the_guest_during_a_read_are_harmless() {
 /// A guest overwrites its rings, descriptors and requests with random bytes while the daemon reads
 /// them.
 #[test]
-fn random_guest_memory_is_harmless() {
-    let seed = seed("random_guest_memory_is_harmless");
+fn random_bytes_in_guest_memory_affect_no_other_vm() {
+    let seed = seed("random_bytes_in_guest_memory_affect_no_other_vm");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("liar", Some("team")), ("neighbour", Some("team"))]);
     let mut neighbour = daemon.driver("neighbour", seed + 1);

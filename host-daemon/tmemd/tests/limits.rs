@@ -85,7 +85,7 @@ fn log_lines_of_all_vms_are_bounded() {
             let stats = client
                 .get_stats(None)
                 .call()
-                .expect("the daemon answered the varlink call with an error");
+                .expect("the daemon answered a valid varlink call with an error");
             stats.vms.iter().all(|vm| !vm.connected)
         });
     }
@@ -93,7 +93,7 @@ fn log_lines_of_all_vms_are_bounded() {
         let stats = client
             .get_stats(None)
             .call()
-            .expect("the daemon answered the varlink call with an error");
+            .expect("the daemon answered a valid varlink call with an error");
         let seen = stats
             .vms
             .iter()
@@ -218,7 +218,7 @@ fn resources_of_a_connection_are_bounded() {
     println!("memory of the connection: {own} bytes, plus {pool} bytes in the pool");
     assert!(
         own <= MEMORY_MAX_BYTES,
-        "{own} bytes beside the pool are more than {MEMORY_MAX_BYTES}"
+        "a connection used {own} bytes outside of the pool, more than {MEMORY_MAX_BYTES}"
     );
 
     // Each SET_MEM_TABLE message passes new descriptors. The daemon closes them when it unmaps the
@@ -254,7 +254,7 @@ fn resources_of_a_connection_are_bounded() {
     let one = before.descriptors + table;
     assert!(
         most > one,
-        "only {most} descriptors were open, those of one memory table"
+        "{most} descriptors were open, no more than for a single memory table"
     );
     daemon.until("tmemd has closed the descriptors of old tables", || {
         taken_by(pid).descriptors <= one
@@ -268,7 +268,7 @@ fn stats(daemon: &Daemon) -> GetStats_Reply {
     client
         .get_stats(None)
         .call()
-        .expect("the daemon answered the varlink call with an error")
+        .expect("the daemon answered a valid varlink call with an error")
 }
 
 /// Returns the number of bytes of memory that the pool takes.
@@ -334,7 +334,7 @@ fn assert_logged(daemon: &Daemon, name: &str, parts: &[&str]) {
     let is_it = |line: &&str| line.contains(&vm) && parts.iter().all(|part| line.contains(part));
     assert!(
         log.lines().any(|line| is_it(&line)),
-        "no line about {name} has {parts:?}: {log}"
+        "no log line about {name} contains {parts:?}: {log}"
     );
 }
 
@@ -346,7 +346,7 @@ fn a_vm_above_its_maximum_memory_is_refused_without_effect_on_other_vms() {
     let (_too_much, too_much) = more(64 * MIB);
     let (_enough, enough) = more(58 * MIB);
     for _ in 0..5 {
-        add(&mut driver, &too_much).expect_err("the VM's maximum was exceeded");
+        add(&mut driver, &too_much).expect_err("memory above the VM's maximum was accepted");
         work(&mut neighbour, 20);
         // The VM is served again after it connects with less memory.
         driver.hang_up().expect("cannot disconnect");
@@ -368,7 +368,9 @@ fn a_vm_above_its_maximum_memory_is_refused_without_effect_on_other_vms() {
     until("tables of earlier connections are unmapped", || {
         let stats = stats(&daemon);
         let mut vms = stats.vms.iter();
-        let big = vms.find(|vm| vm.name == "big").expect("the VM is unknown");
+        let big = vms
+            .find(|vm| vm.name == "big")
+            .expect("the statistics do not list VM big");
         assert_eq!(big.memory_max_bytes as u64, 66 * MIB);
         big.memory_mapped_bytes as u64 == 66 * MIB
     });
@@ -394,7 +396,7 @@ fn all_vms_share_one_budget_of_mapped_memory() {
         })
         .collect();
     let (_too_much, too_much) = more(5 * TIB);
-    add(&mut late, &too_much).expect_err("the budget was exceeded");
+    add(&mut late, &too_much).expect_err("memory above the budget of all VMs was accepted");
     assert_logged(
         &daemon,
         "late",
@@ -413,7 +415,7 @@ fn all_vms_share_one_budget_of_mapped_memory() {
     let mapped = |daemon: &Daemon| stats(daemon).daemon.memory_mapped_bytes as u64;
     assert!(
         mapped(&daemon) > 63 * TIB,
-        "the memory of a VM is not counted"
+        "the mapped memory of a VM is missing in memory_mapped_bytes"
     );
     let front_end = late.guest.frontend();
     let front_end = front_end.expect("the simulated VMM is not connected");

@@ -39,7 +39,7 @@ fn mappings_like(address: u64) -> Vec<(u64, u64)> {
     };
     let all: Vec<(u64, u64, String)> = maps.lines().map(parse).collect();
     let own = all.iter().find(|m| m.0 <= address && address < m.1);
-    let file = &own.expect("the file is not mapped").2;
+    let file = &own.expect("the daemon has not mapped the file").2;
     let same = all.iter().filter(|m| m.2 == *file);
     same.map(|m| (m.0, m.1)).collect()
 }
@@ -121,7 +121,7 @@ fn only_the_vm_that_loses_a_page_is_disconnected() {
             }
             assert!(
                 neighbour.guest.read_config().is_ok(),
-                "the neighbour was disconnected"
+                "a VM that lost no page was disconnected"
             );
         });
         let end = End(&stop);
@@ -303,7 +303,7 @@ fn a_hole_in_huge_pages_ends_only_the_connection_of_its_vm() {
     // The first request in the second memory region, and all requests after it, are never answered.
     assert!(
         (1..=20).contains(&left),
-        "{left} of 20 requests are not answered"
+        "{left} of 20 requests were not answered, expected 1 to 20"
     );
     // Other VMs are not affected. The daemon serves the disconnected VM again after it connects
     // with new memory.

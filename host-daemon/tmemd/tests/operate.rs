@@ -51,7 +51,7 @@ fn put(driver: &mut Driver, index: u64) {
 }
 
 #[test]
-fn requests_are_timed_and_counted() {
+fn latencies_and_counts_of_requests_are_reported() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 1);
     work(&mut driver, 300);
@@ -62,19 +62,19 @@ fn requests_are_timed_and_counted() {
     for latency in latencies {
         assert!(
             sum(latency) > 0 && latency.sum_ns > 0,
-            "no latency was recorded: {latency:?}"
+            "the statistics have no latency for one type of request: {latency:?}"
         );
     }
     assert!(
         sum(&vm.wait_latency) > 0,
-        "no time of waiting for a worker was recorded"
+        "the statistics have no latency of waiting for a worker"
     );
     // The daemon has no latency histogram for requests that create pools or send reports. The guest
     // sends only few such requests.
     let timed: i64 = latencies.into_iter().map(sum).sum();
     assert!(
         timed < vm.requests && timed > vm.requests - 10,
-        "latencies of {timed} requests were recorded: {vm:?}"
+        "latencies of {timed} requests were recorded, expected up to 9 fewer than requests: {vm:?}"
     );
     assert_eq!(vm.misses, vm.gets - vm.hits);
     assert_eq!(vm.disk_read_avoided_bytes, vm.hits * 4096);
@@ -86,7 +86,7 @@ fn requests_are_timed_and_counted() {
 /// The reported processor time grows with work, and does not grow for an idle VM. The test depends
 /// neither on the speed of the machine nor on other processes.
 #[test]
-fn processor_time_is_reported_by_work_and_by_vm() {
+fn processor_time_is_reported_by_kind_of_work_and_by_vm() {
     const BACKGROUND_THREADS: i64 = 2;
     let vms = [("a", None), ("b", None)];
     // The pool is so small that the daemon must evict pages.
@@ -143,7 +143,7 @@ fn processor_time_is_reported_by_work_and_by_vm() {
 /// The statistics of a VM contain the latencies that its driver has sent. They contain no latencies
 /// if the driver sends only REPORT requests.
 #[test]
-fn latencies_of_readers_are_reported() {
+fn latencies_of_readers_in_the_guest_are_reported() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 1);
     let mut client = client(&daemon.path("control"));
@@ -174,7 +174,7 @@ fn latencies_of_readers_are_reported() {
 }
 
 #[test]
-fn a_flushed_vm_is_empty_and_continues() {
+fn a_flushed_vm_has_no_pages_and_is_served_again() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 2);
     (0..100).for_each(|index| put(&mut driver, index));
@@ -194,7 +194,7 @@ fn a_flushed_vm_is_empty_and_continues() {
 /// If a frozen VM puts a page again, the daemon must not return the older version of the page
 /// later.
 #[test]
-fn a_frozen_vm_puts_nothing_and_still_gets() {
+fn puts_of_a_frozen_vm_are_refused_and_gets_still_hit() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 3);
     (0..50).for_each(|index| put(&mut driver, index));
@@ -223,7 +223,7 @@ fn a_frozen_vm_puts_nothing_and_still_gets() {
 }
 
 #[test]
-fn a_resized_pool_shrinks_and_grows() {
+fn setting_the_pool_size_shrinks_and_grows_the_pool() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 4);
     (0..4000).for_each(|index| put(&mut driver, index));
@@ -231,7 +231,7 @@ fn a_resized_pool_shrinks_and_grows() {
     let held = client.get_freeable().call().unwrap();
     assert!(
         held.held_bytes > 12 << 20,
-        "the pool holds too little: {held:?}"
+        "the pool holds at most 12 MiB, too little for this test: {held:?}"
     );
     assert_eq!(held.freeable_bytes, held.held_bytes - (1 << 20));
     assert_eq!(
@@ -259,7 +259,7 @@ fn a_resized_pool_shrinks_and_grows() {
         assert!(
             matches!(error.kind(), ErrorKind::BadSize(Some(bad)) if bad.size_bytes == size_bytes
                 && bad.reason.contains("1048576")),
-            "the daemon answered with the wrong error: {error}"
+            "the daemon did not answer with the error BadSize: {error}"
         );
     }
 }
@@ -271,7 +271,7 @@ fn the_read_only_socket_changes_nothing() {
     let refused = |kind: &ErrorKind, method: &str| {
         assert!(
             matches!(kind, ErrorKind::ReadOnlySocket(Some(args)) if args.method == method),
-            "the daemon answered with the wrong error: {kind}"
+            "the daemon did not answer with the error ReadOnlySocket: {kind}"
         );
     };
     refused(
@@ -313,7 +313,7 @@ fn unknown_vms_are_named_in_errors() {
     let unknown = |kind: &ErrorKind| {
         assert!(
             matches!(kind, ErrorKind::NoSuchVm(Some(args)) if args.name == "x"),
-            "the daemon answered with the wrong error: {kind}"
+            "the daemon did not answer with the error NoSuchVm: {kind}"
         );
     };
     unknown(client.flush_vm("x".into()).call().unwrap_err().kind());
@@ -322,7 +322,7 @@ fn unknown_vms_are_named_in_errors() {
 }
 
 #[test]
-fn events_are_sent_as_they_happen() {
+fn subscribers_receive_events_of_vms_and_of_the_pool() {
     let mut daemon = daemon();
     let (sender, receiver) = std::sync::mpsc::channel::<Event>();
     let socket = daemon.path("read-only");
@@ -336,7 +336,7 @@ fn events_are_sent_as_they_happen() {
     let next = || {
         receiver
             .recv_timeout(common::TIMEOUT)
-            .expect("no event came")
+            .expect("the subscriber received no event in time")
     };
     assert_eq!(next().kind, "subscribed");
     let mut driver = daemon.driver("b", 5);
@@ -368,7 +368,7 @@ fn events_are_sent_as_they_happen() {
 /// If connections begin and end in a loop, the daemon does not send an event for each of them. It
 /// sends the event about the last state later, even if nothing more happens.
 #[test]
-fn the_last_event_of_a_loop_of_connections_is_sent_later() {
+fn the_last_event_of_frequent_reconnections_is_sent_later() {
     let daemon = daemon();
     let mut listener = subscribe(&daemon.path("read-only")).unwrap();
     let mut client = client(&daemon.path("control"));
@@ -385,7 +385,9 @@ fn the_last_event_of_a_loop_of_connections_is_sent_later() {
         last.is_some_and(|event| event.contains("disconnected (") && event.ends_with('}'))
     };
     while !is_complete(&text) {
-        let read = listener.read(&mut part).expect("no event came");
+        let read = listener
+            .read(&mut part)
+            .expect("the subscriber received no event in time");
         text.push_str(std::str::from_utf8(&part[..read]).unwrap());
     }
 }
@@ -401,13 +403,13 @@ fn subscribe(control: &Path) -> io::Result<UnixStream> {
 }
 
 #[test]
-fn a_subscription_requires_the_flag_more_and_ends_with_its_client() {
+fn a_subscription_requires_the_flag_more_and_ends_when_the_client_leaves() {
     let daemon = daemon();
     let error = client(&daemon.path("control")).subscribe_events().call();
     let error = error.expect_err("the daemon accepted a subscription without \"more\"");
     assert!(
         matches!(error.kind(), ErrorKind::MoreExpected(Some(args)) if args.method == "SubscribeEvents"),
-        "the daemon answered with the wrong error: {error}"
+        "the daemon did not answer with the error MoreExpected: {error}"
     );
     // In each round, the maximum number of clients subscribe to events, and then all of them
     // disconnect.
@@ -463,7 +465,7 @@ fn calls_of_read_only_clients_are_rate_limited() {
     let took = read_in_a_loop(&read_only, 10);
     assert!(
         took < Duration::from_millis(1900),
-        "the calls of the other client took {took:?}"
+        "the calls of a client below the rate took {took:?}, as long as limited calls"
     );
     assert_eq!(stats(&mut client(&read_only), "a").name, "a");
     let mut nobody = client(&read_only);
@@ -473,6 +475,6 @@ fn calls_of_read_only_clients_are_rate_limited() {
         .expect_err("the daemon returned statistics of an unknown VM");
     assert!(
         matches!(error.kind(), ErrorKind::NoSuchVm(_)),
-        "the daemon answered with the wrong error: {error}"
+        "the daemon did not answer with the error NoSuchVm: {error}"
     );
 }

@@ -25,7 +25,7 @@ fn event(daemon: &mut Daemon, driver: &mut Driver, rng: &mut fastrand::Rng) {
             assert_eq!(
                 driver.model.generation(),
                 before,
-                "the generation changed although the VM was only paused"
+                "the generation changed at a pause of the VM, which must keep it"
             );
         }
         1 => driver.reboot().unwrap(),
@@ -124,9 +124,9 @@ fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<(Driver, u64)> {
 
 /// Four guests send thousands of requests to a pool that has space for all of their pages.
 #[test]
-fn random_guests_in_a_large_pool_read_their_own_pages() {
+fn guests_with_random_requests_read_their_own_pages_in_a_large_pool() {
     let drivers = crowd(
-        seed("random_guests_in_a_large_pool_read_their_own_pages"),
+        seed("guests_with_random_requests_read_their_own_pages_in_a_large_pool"),
         "512MiB",
         8_000,
     );
@@ -140,26 +140,31 @@ fn random_guests_in_a_large_pool_read_their_own_pages() {
         // The test requires hits, because a cache that always misses would never be wrong. Some
         // pages may be lost: a flush may overtake a put on another queue, or a drain may exceed its
         // time limit on a busy machine. The daemon counts the pages that drains refuse or miss.
-        assert!(counts.hits > 300, "the guest had too few hits: {counts:?}");
+        assert!(
+            counts.hits > 300,
+            "the guest had too few hits for this test: {counts:?}"
+        );
         let retains = driver.guest.accepted_features() & F_RETAIN != 0;
         assert_eq!(
             retains,
             counts.retained > 100 && counts.refs_held > 20,
-            "the device retained too few pages, or pages of a driver without the feature: {counts:?}"
+            "the device retained too few pages, or pages for a driver without the retain feature: \
+             {counts:?}"
         );
         let lost = counts.lost.saturating_sub(cut);
         assert!(
             lost * 20 < counts.hits,
-            "too many pages were lost, not counting {cut} pages refused or missed because of drains: {counts:?}"
+            "too many pages were lost, not counting {cut} pages refused or missed because of \
+             drains: {counts:?}"
         );
     }
 }
 
 /// Four guests send requests to a pool that is so small that pages are evicted all the time.
 #[test]
-fn random_guests_in_a_small_pool_read_their_own_pages() {
+fn guests_with_random_requests_read_their_own_pages_in_a_small_pool() {
     let drivers = crowd(
-        seed("random_guests_in_a_small_pool_read_their_own_pages"),
+        seed("guests_with_random_requests_read_their_own_pages_in_a_small_pool"),
         "2MiB",
         5_000,
     );
@@ -177,8 +182,8 @@ fn random_guests_in_a_small_pool_read_their_own_pages() {
 
 /// The guest sends full batches through rings of the largest, the smallest and other sizes.
 #[test]
-fn batches_and_rings_of_every_size_work() {
-    let seed = seed("batches_and_rings_of_every_size_work");
+fn batches_and_rings_of_every_size_are_answered_correctly() {
+    let seed = seed("batches_and_rings_of_every_size_are_answered_correctly");
     let mut daemon = Daemon::start(&[("a", None)]);
     for (queue_size, request_queues, features_off) in [
         (1024, 1, F_EVENT_IDX),

@@ -115,7 +115,7 @@ fn a_reload_applies_reloadable_settings_and_keeps_all_vms() {
             .client()
             .get_stats(None)
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
     };
     until("the VM is connected", || stats().vms[0].connected);
 
@@ -134,7 +134,7 @@ fn a_reload_applies_reloadable_settings_and_keeps_all_vms() {
             .client()
             .list_vms()
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .vms[0]
             .quota
             .weight,
@@ -156,7 +156,10 @@ fn a_reload_applies_reloadable_settings_and_keeps_all_vms() {
         "trust domain of VM a",
         "new VM b",
     ] {
-        assert!(said.contains(part), "the log has no {part:?}: {said}");
+        assert!(
+            said.contains(part),
+            "the log does not contain {part:?}: {said}"
+        );
     }
     let said = daemon.reload("pool_size = \"128MiB\"\n");
     assert!(
@@ -240,12 +243,12 @@ fn the_configured_number_of_background_threads_starts() {
         assert_eq!(
             checked.status.success(),
             good,
-            "tmemd accepted or refused --background-threads {threads} wrongly"
+            "--background-threads {threads}: the check must succeed exactly from 1 to 64"
         );
         let error = String::from_utf8_lossy(&checked.stderr);
         assert!(
             good || error.contains("1 to 64"),
-            "the error does not name the range: {error}"
+            "the error does not name the range 1 to 64: {error}"
         );
     }
 }
@@ -270,7 +273,10 @@ fn reserves_must_fit_into_a_reloaded_pool_size() {
         "104857600",
         "67108864",
     ] {
-        assert!(said.contains(part), "the log has no {part:?}: {said}");
+        assert!(
+            said.contains(part),
+            "the log does not contain {part:?}: {said}"
+        );
     }
     let said = read("256MiB", "200MiB");
     assert!(
@@ -309,20 +315,20 @@ fn a_reload_is_applied_completely_or_not_at_all() {
             .client()
             .list_vms()
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .vms;
         let reserve = |name: &str| {
             let vm = vms
                 .iter()
                 .find(|vm| vm.name == name)
-                .expect("the VM is not listed");
+                .expect("the daemon does not list the VM");
             vm.quota.reserve_bytes >> 20
         };
         let size = running
             .client()
             .get_stats(None)
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .pool;
         (size.configured_bytes >> 20, reserve("a"), reserve("b"))
     };
@@ -370,7 +376,7 @@ fn a_reload_is_applied_completely_or_not_at_all() {
         let stats = running.client().get_stats(Some("a".into())).call();
         assert_eq!(
             stats
-                .expect("the daemon answered the varlink call with an error")
+                .expect("the daemon answered a valid varlink call with an error")
                 .vms[0]
                 .limited_pages,
             0
@@ -398,7 +404,8 @@ fn users_and_groups_are_looked_up_only_at_the_start() {
     let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
     let text = |at: &Path, group: &str, user: &str| {
         format!(
-            "pool_size = \"64MiB\"\ncontrol_group = \"{group}\"\ncontrol_read_only_group = \"{group}\"\n{}",
+            "pool_size = \"64MiB\"\ncontrol_group = \"{group}\"\ncontrol_read_only_group = \
+             \"{group}\"\n{}",
             vm(at, "a", &format!("owner = \"{user}\"\n"))
         )
     };
@@ -418,7 +425,10 @@ fn users_and_groups_are_looked_up_only_at_the_start() {
         "control_read_only_group",
         "owner, UUID and trust domain of VM a",
     ] {
-        assert!(said.contains(part), "the log has no {part:?}: {said}");
+        assert!(
+            said.contains(part),
+            "the log does not contain {part:?}: {said}"
+        );
     }
     // At the next start, tmemd reports the unknown names and ends. So it never runs with sockets
     // whose owner is wrong.
@@ -439,7 +449,10 @@ fn users_and_groups_are_looked_up_only_at_the_start() {
         "/etc/group",
         "create the account",
     ] {
-        assert!(said.contains(part), "the error has no {part:?}: {said}");
+        assert!(
+            said.contains(part),
+            "the error does not contain {part:?}: {said}"
+        );
     }
 }
 
@@ -453,7 +466,7 @@ fn check(directory: &Path, more: &[&str]) -> Output {
 }
 
 #[test]
-fn the_option_check_config_checks_a_file_without_a_daemon() {
+fn the_option_check_config_checks_a_file_and_starts_no_daemon() {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let at = directory.path();
     let fails = |more: &[&str], part: &str| {
@@ -540,7 +553,7 @@ fn a_reload_changes_the_rate_limit() {
     let figures = |name: &str| {
         let stats = running.client().get_stats(Some(name.into())).call();
         let vm = stats
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .vms
             .remove(0);
         (vm.limited_pages, vm.requests)
@@ -551,7 +564,7 @@ fn a_reload_changes_the_rate_limit() {
     let (pages, requests) = figures("web");
     assert!(
         pages > 500 && requests >= 300,
-        "{pages} pages of {requests} requests were limited, too few"
+        "{pages} pages of {requests} requests were limited, expected more than 500 of at least 300"
     );
     // The daemon limits the rate of each VM separately, so VM db is not affected.
     for index in 0..4 {

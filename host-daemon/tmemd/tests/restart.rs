@@ -13,8 +13,8 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// The test kills the daemon with SIGKILL while requests are in flight, in 12 rounds.
 #[test]
-fn requests_in_flight_at_a_kill_are_replayed() {
-    let seed = seed("requests_in_flight_at_a_kill_are_replayed");
+fn requests_in_flight_are_replayed_after_the_daemon_is_killed() {
+    let seed = seed("requests_in_flight_are_replayed_after_the_daemon_is_killed");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
     let mut drivers = [daemon.driver("a", seed), daemon.driver("b", seed + 1)];
@@ -49,7 +49,10 @@ fn requests_in_flight_at_a_kill_are_replayed() {
             ask_for_old(driver, &old);
         }
     }
-    assert!(replayed > 0, "no kill met a request in flight");
+    assert!(
+        replayed > 0,
+        "no request was in flight when the daemon was killed"
+    );
     for driver in &mut drivers {
         work(driver, 200);
         assert!(driver.get_all().unwrap() > 0);
@@ -125,7 +128,8 @@ fn a_new_connection_starts_with_an_empty_cache() {
         for b in &generations[i + 1..] {
             assert!(
                 a.abs_diff(*b) > 1 << 32,
-                "generations {a:#x} and {b:#x} are too close"
+                "generations {a:#x} and {b:#x} differ by at most 2^32, which is unlikely for \
+                 random numbers"
             );
         }
     }

@@ -33,7 +33,7 @@ fn put_one(driver: &mut Driver, object: u64, index: u64, cookie: u64, content: C
             index
         }),
         Some(cookie),
-        "the page was not stored"
+        "the page that was put is not in the driver's model"
     );
 }
 
@@ -57,7 +57,7 @@ fn get_one(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64)
 /// The device's configuration has only values that SPEC.md allows, and the device offers no
 /// reserved feature.
 #[test]
-fn configuration_and_features_match_the_specification() {
+fn device_configuration_and_features_match_the_specification() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let driver = daemon.driver("a", 1);
     let config = driver.guest.device().unwrap();
@@ -69,16 +69,24 @@ fn configuration_and_features_match_the_specification() {
     assert_ne!(config.generation, 0);
     let offered = driver.guest.offered_features();
     for bit in [wire::F_PERSISTENT, wire::F_SHARED, wire::F_EVENTS, 33, 34] {
-        assert_eq!(offered & (1 << bit), 0, "feature bit {bit} is offered");
+        assert_eq!(
+            offered & (1 << bit),
+            0,
+            "the device offers feature bit {bit}, which it must not offer"
+        );
     }
     for bit in [wire::F_LATENCIES, wire::F_RETAIN, 26, 28, 29, 30, 32, 35] {
-        assert_ne!(offered & (1 << bit), 0, "feature bit {bit} is not offered");
+        assert_ne!(
+            offered & (1 << bit),
+            0,
+            "the device does not offer feature bit {bit}"
+        );
     }
 }
 
 /// The daemon stores all 64 bits of a page's cookie, and compares all of them at a get.
 #[test]
-fn every_bit_of_a_cookie_counts() {
+fn a_get_whose_cookie_differs_in_one_bit_misses() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut driver = daemon.driver("a", 1);
     let pool = driver.pool();
@@ -106,14 +114,14 @@ fn every_bit_of_a_cookie_counts() {
         assert!(get_one(&mut driver, pool, 1, 1, cookie));
         assert!(
             !get_one(&mut driver, pool, 1, 1, cookie),
-            "a second get returned the page that a hit removes"
+            "a second get returned a page that the first get had removed"
         );
     }
 }
 
 /// Keys that differ in one bit of the pool, the object or the index name different pages.
 #[test]
-fn every_bit_of_a_key_counts() {
+fn keys_that_differ_in_one_bit_name_different_pages() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut driver = daemon.driver("a", 1);
     let pool = driver.pool();
@@ -148,7 +156,7 @@ fn every_bit_of_a_key_counts() {
 
 /// If a PUT contains a key twice, the daemon stores the later page.
 #[test]
-fn the_last_put_of_a_key_wins() {
+fn a_get_returns_the_last_page_that_was_put_under_its_key() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut driver = daemon.driver("a", 1);
     let pool = driver.pool();
@@ -282,7 +290,7 @@ fn flushes_drop_exactly_their_ranges() {
             assert_eq!(
                 get_one(&mut driver, pool, 1, i, 500 + i),
                 !dropped.contains(&i),
-                "the flush dropped or kept the page with index {i} wrongly"
+                "the flush must drop exactly the pages of its ranges; page {i} is wrong"
             );
             assert!(
                 get_one(&mut driver, pool, 2, i, 500 + i),
@@ -321,7 +329,7 @@ fn the_number_of_pools_is_limited() {
     create(&mut driver, u32::MAX);
     assert!(
         create(&mut other, 5),
-        "the pools of one VM count against the limit of another"
+        "a VM could not create a pool because another VM has the maximum of pools"
     );
     put_one(&mut driver, 1, 1, 7, Content::Noise(7));
     let pool = driver.pool();
@@ -348,7 +356,7 @@ fn the_number_of_pools_is_limited() {
 /// Two VMs of one trust domain use equal pool ids, object numbers, cookies and contents. Still,
 /// neither VM gets a page of the other.
 #[test]
-fn a_vm_gets_no_page_of_another_vm() {
+fn a_get_never_returns_a_page_of_another_vm() {
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
     let mut a = daemon.driver("a", 1);
     let mut b = daemon.driver("b", 1);
@@ -411,7 +419,7 @@ fn a_vm_gets_no_page_of_another_vm() {
 
 /// The daemon serves one connection at a time on each VM's socket.
 #[test]
-fn a_second_connection_is_refused() {
+fn a_second_connection_of_a_vm_is_refused() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut first = daemon.driver("a", 1);
     for i in 0..5 {
@@ -419,7 +427,7 @@ fn a_second_connection_is_refused() {
         let error = second.guest.connect(&daemon.socket("a"));
         assert!(
             matches!(error, Err(GuestError::Message { .. })),
-            "attempt {i}: the second connection was accepted or failed otherwise: {error:?}"
+            "attempt {i}: the second connection did not fail at a vhost-user message: {error:?}"
         );
         work(&mut first, 30);
     }
@@ -431,7 +439,7 @@ fn a_second_connection_is_refused() {
 
 /// The daemon refuses guest memory that another process could truncate, because it is not sealed.
 #[test]
-fn unsealed_memory_is_refused() {
+fn guest_memory_that_can_be_truncated_is_refused() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut neighbour = daemon.driver("b", 2);
     for mem_slots in [false, true] {
@@ -449,7 +457,7 @@ fn unsealed_memory_is_refused() {
         let error = driver.guest.start();
         assert!(
             matches!(error, Err(GuestError::Message { .. })),
-            "memory that can be truncated was accepted, or the error is the wrong one: {error:?}"
+            "memory that can be truncated was not refused at a vhost-user message: {error:?}"
         );
         driver.guest.disconnect();
         work(&mut neighbour, 20);

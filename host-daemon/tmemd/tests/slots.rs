@@ -96,9 +96,12 @@ fn memory_slot_changes_under_load_lose_no_request() {
     );
     assert!(
         met > ROUNDS / 2,
-        "only {met} of {ROUNDS} rounds had requests in flight"
+        "{met} of {ROUNDS} rounds had requests in flight, expected more than half"
     );
-    assert!(counts.hits > 100, "the guest had too few hits: {counts:?}");
+    assert!(
+        counts.hits > 100,
+        "the guest had too few hits for this test: {counts:?}"
+    );
     // The daemon refuses to remove a region that has already been removed, and changes nothing.
     let front_end = driver.guest.frontend().unwrap();
     front_end.remove_mem_region(&regions[5]).unwrap();
@@ -106,8 +109,8 @@ fn memory_slot_changes_under_load_lose_no_request() {
 }
 
 #[test]
-fn one_slot_too_many_is_refused_without_effect_on_other_vms() {
-    let seed = seed("one_slot_too_many_is_refused_without_effect_on_other_vms");
+fn a_memory_slot_above_the_limit_is_refused_without_effect_on_other_vms() {
+    let seed = seed("a_memory_slot_above_the_limit_is_refused_without_effect_on_other_vms");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let config = |seed| DriverConfig {
@@ -142,7 +145,7 @@ fn one_slot_too_many_is_refused_without_effect_on_other_vms() {
         neighbour.get_all().unwrap();
         assert!(
             neighbour.model.counts().hits > before,
-            "round {round}: the neighbour lost its cache"
+            "round {round}: the other VM lost its cached pages"
         );
         // The VM with too many regions is served again after it connects with a permitted number of
         // regions.

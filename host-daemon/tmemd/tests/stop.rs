@@ -39,7 +39,7 @@ fn live(round: u64) {
             .expect("cannot start the simulated guest");
         driver
             .new_generation()
-            .expect("the daemon gave no generation");
+            .expect("the device's generation did not become known to the driver");
         driver
             .settle()
             .expect("the device did not answer each request correctly");
@@ -64,7 +64,8 @@ fn a_clean_stop_releases_all_resources() {
     let own = std::process::id() as i32;
     // The test disables transparent huge pages. With them, the remaining memory would depend on the
     // kernel's decisions in units of 2 MiB.
-    disable_transparent_huge_pages(true).expect("the kernel is older than 3.15");
+    disable_transparent_huge_pages(true)
+        .expect("the kernel cannot disable huge pages for a process (Linux 3.15)");
     // In the first run, the process creates resources that it creates only once, such as the SIGBUS
     // handler. So the test counts the resources after this run.
     live(0);

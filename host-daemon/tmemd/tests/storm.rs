@@ -93,7 +93,7 @@ fn settled(pid: i32, stated: impl Fn(&common::Taken) -> bool) -> common::Taken {
         }
         assert!(
             Instant::now() < deadline,
-            "the daemon's resources did not return to the expected state: {now:?}"
+            "the daemon did not release the resources of ended connections in time: {now:?}"
         );
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -132,8 +132,8 @@ fn visit(driver: &mut Driver, socket: &std::path::Path, rng: &mut fastrand::Rng)
 }
 
 #[test]
-fn vms_connect_and_disconnect_concurrently() {
-    let seed = seed("vms_connect_and_disconnect_concurrently");
+fn vms_that_reconnect_concurrently_leave_no_resources_in_the_daemon() {
+    let seed = seed("vms_that_reconnect_concurrently_leave_no_resources_in_the_daemon");
     let names: Vec<String> = (0..VMS).map(|number| format!("vm{number}")).collect();
     let vms: Vec<(&str, Option<&str>)> = names.iter().map(|name| (name.as_str(), None)).collect();
     // The daemon runs without the sandbox, because the test cannot inspect a sandboxed daemon in
@@ -209,7 +209,7 @@ fn vms_connect_and_disconnect_concurrently() {
     println!("before: {before:?}");
     assert!(
         in_flight.load(Ordering::SeqCst) > 0,
-        "no VM disconnected with requests in flight"
+        "no VM had requests in flight when it disconnected"
     );
     let memory = most.memory_bytes - before.memory_bytes;
     assert!(

@@ -189,7 +189,7 @@ fn an_existing_file_is_not_overwritten_by_a_trace() {
     let log = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(
         !output.status.success() && log.contains(trace.to_str().unwrap()),
-        "tmemd started, or its error does not name the trace: {log}"
+        "tmemd started although the trace exists, or its error does not name the trace: {log}"
     );
     assert_eq!(fs::read(&trace).unwrap(), b"mine");
 }

@@ -45,7 +45,7 @@ fn as_user<R: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> R + Send) 
 /// Connects to a socket and sends a message. Returns true if the daemon answers the message.
 fn is_served(socket: &Path, message: &[u8]) -> bool {
     let mut stream =
-        UnixStream::connect(socket).expect("a user cannot connect to a socket of this mode");
+        UnixStream::connect(socket).expect("the mode of the socket does not let the user connect");
     stream
         .set_read_timeout(Some(TIMEOUT))
         .expect("cannot set the socket's time-out");
@@ -54,7 +54,10 @@ fn is_served(socket: &Path, message: &[u8]) -> bool {
     let sent = stream.write_all(message);
     let answer = stream.read(&mut [0; 12]);
     let waits = matches!(&answer, Err(e) if e.kind() == std::io::ErrorKind::WouldBlock);
-    assert!(!waits, "the daemon neither served nor refused the client");
+    assert!(
+        !waits,
+        "the daemon neither answered the client nor closed its connection"
+    );
     sent.is_ok() && answer.is_ok_and(|read| read > 0)
 }
 
@@ -148,23 +151,25 @@ fn unauthorized_peers_are_refused() {
     let log = log(&daemon);
     let line = |what: &str| log.lines().find(|line| line.contains(what));
     let of_vm = line(&format!(
-        "a connection to {} is refused, process ",
+        "a connection to {} is refused: process ",
         socket.display()
     ));
-    let of_vm = of_vm.unwrap_or_else(|| panic!("the refused connection is not in the log: {log}"));
+    let of_vm = of_vm.unwrap_or_else(|| {
+        panic!("the log does not report the refused connection of the VM: {log}")
+    });
     for part in [
         "vm=added",
         &format!("of user {OTHER}"),
-        &format!("is for user {QEMU}"),
+        &format!("owner is user {QEMU}"),
         "--owner",
     ] {
         assert!(
             of_vm.contains(part),
-            "the log line has no {part:?}: {of_vm}"
+            "the log line does not contain {part:?}: {of_vm}"
         );
     }
     let of_control =
-        line("a client is refused, process ").expect("the log does not report the refused client");
+        line("a client is refused: process ").expect("the log does not report the refused client");
     assert!(
         of_control.contains(&format!("of user {OTHER}")),
         "the log line does not name user {OTHER}: {of_control}"
@@ -172,7 +177,7 @@ fn unauthorized_peers_are_refused() {
     let stats = client
         .get_stats(Some("added".into()))
         .call()
-        .expect("the daemon answered the varlink call with an error");
+        .expect("the daemon answered a valid varlink call with an error");
     assert_eq!(stats.vms[0].connections_refused, 1);
 }
 

@@ -73,7 +73,9 @@ impl RegistryTest {
         match error.expect_err("the daemon accepted an invalid VM").kind() {
             ErrorKind::BadVm(Some(bad)) => (bad.name.clone(), bad.reason.clone()),
             ErrorKind::BadQuota(Some(bad)) => (bad.name.clone(), format!("quota: {}", bad.reason)),
-            other => panic!("the daemon answered with the wrong error: {other:?}"),
+            other => {
+                panic!("the daemon did not answer with the error BadVm or BadQuota: {other:?}")
+            }
         }
     }
 
@@ -83,7 +85,7 @@ impl RegistryTest {
         let reply = client.remove_vm(uuid.into(), socket.to_string_lossy().into());
         { reply }
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .removed
     }
 
@@ -92,7 +94,7 @@ impl RegistryTest {
             .client()
             .list_vms()
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .vms;
         vms.into_iter().map(|vm| vm.name).collect()
     }
@@ -102,11 +104,11 @@ impl RegistryTest {
             .client()
             .list_vms()
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .vms;
         vms.into_iter()
             .find(|vm| vm.name == name)
-            .expect("the VM is not listed")
+            .expect("the daemon does not list the VM")
     }
 
     fn connect(&self, name: &str) -> UnixStream {
@@ -133,13 +135,16 @@ fn a_vm_is_added_and_removed() {
     let host = host();
     assert!(
         !host.path("vms").exists(),
-        "the store exists before a VM was added"
+        "the VM store exists before a VM was added"
     );
     let mut spec = host.spec(&UUID.to_uppercase(), "web");
     spec.quota.reserve_bytes = 8 << 20;
     spec.trust_domain = Some("team".into());
     assert!(host.add(&spec), "the daemon did not add the new VM");
-    assert!(!host.add(&spec), "the second call added the VM again");
+    assert!(
+        !host.add(&spec),
+        "the second call did not report that the VM already exists"
+    );
     assert_eq!(host.names(), ["given", "web"]);
     let vm = host.vm("web");
     assert_eq!(
@@ -153,7 +158,10 @@ fn a_vm_is_added_and_removed() {
     );
     assert!(host.stored("web").exists());
     let connection = host.connect("web");
-    assert!(!host.add(&spec), "the call added a connected VM again");
+    assert!(
+        !host.add(&spec),
+        "the call did not report that the connected VM already exists"
+    );
     assert!(host.vm("web").connected);
 
     assert!(!host.remove(UUID, "other") && !host.remove(OTHER, "web"));
@@ -168,7 +176,7 @@ fn a_vm_is_added_and_removed() {
     assert_eq!(host.names(), ["given"]);
     assert!(
         !host.remove(UUID, "web"),
-        "the second call removed the VM again"
+        "the second call did not report that the VM no longer exists"
     );
     assert!(!host.remove("nonsense", "/"));
     // The reserve of the removed VM is available to another VM. A test in registry.rs checks that
@@ -179,7 +187,7 @@ fn a_vm_is_added_and_removed() {
 }
 
 #[test]
-fn an_added_vm_is_changed_in_place() {
+fn adding_a_vm_again_changes_its_settings_without_a_disconnect() {
     let host = host();
     let spec = host.spec(UUID, "web");
     host.add(&spec);
@@ -197,7 +205,10 @@ fn an_added_vm_is_changed_in_place() {
     };
     assert!(!host.add(&changed));
     let vm = host.vm("shop");
-    assert!(vm.connected, "changing the VM disconnected it");
+    assert!(
+        vm.connected,
+        "changing the name, quota and mode of the VM disconnected the VM"
+    );
     assert_eq!(vm.quota, quota);
     let metadata = fs::metadata(host.path("web.sock")).expect("cannot read the file's attributes");
     assert_eq!(metadata.permissions().mode() & 0o777, 0o666);
@@ -239,7 +250,7 @@ fn the_maximum_memory_of_an_added_vm_changes_at_once_and_is_stored() {
     };
     let maximum = |host: &RegistryTest| {
         let stats = host.client().get_stats(Some("web".into())).call();
-        let stats = stats.expect("the daemon answered the varlink call with an error");
+        let stats = stats.expect("the daemon answered a valid varlink call with an error");
         stats.vms[0].memory_max_bytes
     };
     let specs = [None, Some(8 << 30), Some(i64::MAX), Some(1 << 20)].map(spec);
@@ -252,7 +263,7 @@ fn the_maximum_memory_of_an_added_vm_changes_at_once_and_is_stored() {
         let (_, reason) = host.refused(spec);
         assert!(
             reason.contains("memory_max_bytes="),
-            "the reason does not name the field: {reason}"
+            "the reason does not name memory_max_bytes: {reason}"
         );
     }
     host.restart();
@@ -264,7 +275,7 @@ fn the_maximum_memory_of_an_added_vm_changes_at_once_and_is_stored() {
 }
 
 #[test]
-fn a_refused_change_has_no_effect() {
+fn a_refused_change_of_a_vm_has_no_effect() {
     let host = host();
     let spec = host.spec(UUID, "web");
     host.add(&spec);
@@ -273,7 +284,7 @@ fn a_refused_change_has_no_effect() {
         .client()
         .list_vms()
         .call()
-        .expect("the daemon answered the varlink call with an error")
+        .expect("the daemon answered a valid varlink call with an error")
         .vms;
     fs::write(host.path("file"), "precious").expect("cannot write the file");
     let mut wrong = vec![];
@@ -329,21 +340,21 @@ fn a_refused_change_has_no_effect() {
         assert_eq!(
             owner(),
             owner_before,
-            "the refused change ({what}) changed the socket's owner"
+            "the change refused for {what:?} changed the socket's owner"
         );
         assert!(
             reason.contains(what),
-            "the reason has no {what:?}: {reason:?}"
+            "the reason does not contain {what:?}: {reason:?}"
         );
         let after = host
             .client()
             .list_vms()
             .call()
-            .expect("the daemon answered the varlink call with an error")
+            .expect("the daemon answered a valid varlink call with an error")
             .vms;
         assert_eq!(
             after, before,
-            "the refused change ({what}) changed the list of VMs"
+            "the change refused for {what:?} changed the list of VMs"
         );
     }
     assert_eq!(
@@ -356,7 +367,7 @@ fn a_refused_change_has_no_effect() {
     assert_eq!(owner(), 1);
     assert!(
         !host.add(&spec),
-        "the call without an owner added the VM again"
+        "a call without an owner did not report that the VM already exists"
     );
     assert_eq!(owner(), owner_before);
     for name in ["web", "db"] {
@@ -390,7 +401,7 @@ fn configured_vms_cannot_be_removed() {
 }
 
 #[test]
-fn a_problem_stays_until_it_is_fixed() {
+fn the_next_successful_call_for_a_vm_clears_its_reported_problem() {
     let host = host();
     let spec = host.spec(UUID, "web");
     host.add(&spec);
@@ -413,13 +424,14 @@ fn a_problem_stays_until_it_is_fixed() {
     };
     assert_eq!(problem(), None);
     let ways_to_fix: [&dyn Fn(); 4] = [
-        &|| set(UUID, None).expect("the daemon refused the VM's problem"),
+        &|| set(UUID, None).expect("the daemon refused to set or clear the VM's problem"),
         &|| assert!(!host.add(&spec)),
         &|| assert!(!host.add(&changed)),
         &|| assert!(quota().call().is_ok()),
     ];
     for fix in ways_to_fix {
-        set(&UUID.to_uppercase(), Some("a unit XiB")).expect("the daemon refused the VM's problem");
+        set(&UUID.to_uppercase(), Some("a unit XiB"))
+            .expect("the daemon refused to set or clear the VM's problem");
         assert_eq!(problem().as_deref(), Some("a unit XiB"));
         fix();
         assert_eq!(problem(), None);
@@ -428,12 +440,12 @@ fn a_problem_stays_until_it_is_fixed() {
     let error = set(OTHER, Some("x")).expect_err("the daemon set a problem of an unknown VM");
     assert!(
         matches!(error.kind(), ErrorKind::NoSuchVm(_)),
-        "the daemon answered with the wrong error: {error}"
+        "the daemon did not answer with the error NoSuchVm: {error}"
     );
 }
 
 #[test]
-fn the_read_only_socket_adds_and_removes_nothing() {
+fn the_read_only_socket_adds_and_removes_no_vm() {
     let host = host();
     host.add(&host.spec(UUID, "web"));
     let mut client = tmem_control::connect(&host.path("read-only"))
@@ -445,10 +457,10 @@ fn the_read_only_socket_adds_and_removes_nothing() {
         .call()
         .map(drop);
     for result in [added, removed, problem] {
-        let error = result.expect_err("the read-only socket changed a VM");
+        let error = result.expect_err("the read-only socket accepted a change of a VM");
         assert!(
             matches!(error.kind(), ErrorKind::ReadOnlySocket(_)),
-            "the daemon answered with the wrong error: {error}"
+            "the daemon did not answer with the error ReadOnlySocket: {error}"
         );
     }
     assert_eq!(host.names(), ["given", "web"]);
@@ -513,7 +525,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     for part in ["31457280", "12582912", "the VM gets what is left"] {
         assert!(
             problem.contains(part),
-            "the problem has no {part:?}: {problem}"
+            "the VM's problem does not contain {part:?}: {problem}"
         );
     }
     host.connect("web");
@@ -523,7 +535,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     let told = client
         .set_problem(OTHER.into(), second.socket.clone(), None)
         .call();
-    told.expect("the daemon refused the VM's problem");
+    told.expect("the daemon refused to set or clear the VM's problem");
     assert_eq!(host.vm("web").problem.as_ref(), Some(&problem));
     // Another request for the full reserve is refused, because that reserve still does not fit into
     // the pool. A request for a smaller reserve is granted.
@@ -696,7 +708,7 @@ fn the_number_of_vms_is_limited() {
 /// Several threads add and remove VMs at the same time. At the end, no file of a removed VM is
 /// left.
 #[test]
-fn vms_are_added_and_removed_concurrently() {
+fn vms_added_and_removed_concurrently_leave_no_files() {
     let host = host();
     let number = |path: &Path| {
         fs::read_dir(path)

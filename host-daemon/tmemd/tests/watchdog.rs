@@ -36,7 +36,7 @@ fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
     });
     (
         daemon,
-        manager.expect("Daemon::with_environment() did not call its closure"),
+        manager.expect("Daemon::with_environment() returned without a call of its closure"),
     )
 }
 
@@ -87,7 +87,7 @@ fn the_service_manager_is_notified_of_start_progress_and_stop() {
 /// daemon wait for requests. If a front end sends half a message, or none, the thread of its
 /// connection waits for the rest.
 #[test]
-fn a_thread_that_waits_does_not_count_as_hung() {
+fn threads_that_wait_for_clients_do_not_count_as_hung() {
     let (mut daemon, manager) = watched(&[("idle", None), ("half", None), ("silent", None)]);
     // The workers have served requests of this VM, and are idle from here on.
     let mut driver = daemon.driver("idle", 1);
@@ -135,8 +135,8 @@ impl Drop for Stopped {
 }
 
 fn workers(daemon: &Daemon) -> Vec<libc::pid_t> {
-    let tasks =
-        std::fs::read_dir(format!("/proc/{}/task", daemon.pid())).expect("tmemd does not run");
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.pid()))
+        .expect("tmemd was not started or has already ended");
     let named = tasks
         .map(|task| task.expect("cannot read a directory entry"))
         .filter(|task| {

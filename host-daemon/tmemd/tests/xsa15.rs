@@ -101,7 +101,7 @@ fn all_are(driver: &mut Driver, pool: u32, status: &[u8]) {
         let answer = ask(driver, request);
         assert!(
             status.contains(&answer.status),
-            "a request of type {kind} for pool {pool:#x} got status {}",
+            "a request of type {kind} for pool {pool:#x} was answered with unexpected status {}",
             answer.status
         );
         assert!(answer.pages.iter().all(|page| page.page.is_none()));
@@ -152,7 +152,7 @@ fn a_guest_cannot_perform_control_operations() {
             assert_eq!(
                 status,
                 wire::S_UNSUPPORTED,
-                "type {kind} was not refused as unsupported"
+                "a request of type {kind} was not refused as unsupported"
             );
         }
     }
@@ -267,7 +267,8 @@ fn pool_ids_are_unsigned() {
             assert_eq!(
                 status,
                 wire::S_BAD,
-                "type {kind} with index {index:#x} beyond the last one was not refused"
+                "a request of type {kind} with index {index:#x}, beyond the last one, was not \
+                 refused"
             );
         }
     }
@@ -323,7 +324,7 @@ fn foreign_or_stale_pool_ids_are_refused() {
 /// XSA-15: a guest without a tenant was served with a null pointer. In this daemon, a connection
 /// has a tenant from its first message to its end, whether it has a pool or not.
 #[test]
-fn requests_before_or_after_a_connection_reach_no_pool() {
+fn requests_before_or_after_a_generation_reach_no_pool() {
     let run = |directory: &std::path::Path| {
         let directory = directory.to_str().unwrap();
         vec!["--run-directory".into(), directory.into()]
@@ -409,7 +410,7 @@ fn requests_before_or_after_a_connection_reach_no_pool() {
         assert_eq!(
             used(&removed.guest),
             answered,
-            "the removed VM got an answer"
+            "a request of a removed VM was answered"
         );
         assert!(removed.guest.connect(&socket).is_err());
     }
@@ -465,7 +466,7 @@ fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnc
         assert_eq!(
             guest.ring(1).used_idx_in_memory(),
             used,
-            "{what}: the request was answered"
+            "{what}: a request with an invalid buffer was answered"
         );
         guest.take_queue_error(1)
     });
@@ -483,7 +484,7 @@ fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnc
         .collect();
     assert!(
         wrong.is_empty(),
-        "{what}: the daemon wrote to pages {wrong:x?}"
+        "{what}: the daemon wrote to pages {wrong:x?} of guest memory because of a refused buffer"
     );
     let generation = driver.guest.generation();
     let asked = get(pool, 900, 1, 5);
@@ -609,7 +610,7 @@ fn overflowing_sums_in_requests_are_refused() {
         assert_eq!(
             ask(&mut driver, request).status,
             wire::S_BAD,
-            "type {kind} was not refused"
+            "a request of type {kind} with overflowing sums was not refused"
         );
     }
     assert!(hit(&mut driver, pool, 1, 0, 5) && hit(&mut driver, pool, 1, 1, 6));
@@ -665,7 +666,7 @@ fn overflowing_sums_in_requests_are_refused() {
             });
             assert!(
                 driver.guest.poll(1).unwrap().is_none(),
-                "the queue answered although a part of its ring is at {odd:#x}"
+                "a queue answered whose ring lies partly at the invalid address {odd:#x}"
             );
             driver.reboot().unwrap();
         }
@@ -698,7 +699,7 @@ fn overflowing_sums_in_requests_are_refused() {
     assert_eq!(
         answer.status,
         wire::S_OK,
-        "the other queue does not answer any more"
+        "the queue without a fault no longer answers"
     );
     driver.guest.disconnect();
     daemon.connect(&mut driver, "a");
@@ -731,7 +732,7 @@ fn overflowing_sums_in_requests_are_refused() {
 /// a request or message. The test lets the refused VM, another VM and an operator use the same
 /// locks after each refusal.
 #[test]
-fn error_paths_leave_no_lock_held() {
+fn refused_requests_and_messages_leave_no_lock_held() {
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
     let mut driver = daemon.driver("a", 1);
     let mut other = daemon.driver("b", 2);
@@ -781,7 +782,7 @@ fn error_paths_leave_no_lock_held() {
         }
         assert!(
             odd >= refused - wire::POOLS_MAX,
-            "only {odd} of {refused} invalid requests were refused"
+            "{odd} of {refused} invalid requests were refused, fewer than expected"
         );
         every_queue_answers_by_hand(&mut driver);
         operator();
@@ -840,7 +841,7 @@ fn error_paths_leave_no_lock_held() {
         }
         assert!(
             odd(&mut driver.guest),
-            "{what}: the daemon accepted the message"
+            "{what}: the daemon accepted the invalid message"
         );
         work(&mut other, 20);
         operator();

@@ -239,7 +239,7 @@ mod tests {
     const PAGE: u64 = 1024 + tmem_pool::PAGE_METADATA_CHARGE_BYTES;
 
     #[test]
-    fn a_hit_removes_the_page() {
+    fn a_replayed_hit_removes_the_page() {
         let ops = [put(1), get(1), get(1), get(2)].map(|op| (0, op));
         assert_eq!(run(u64::MAX, &ops), (1, 0, 0));
     }
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn flushes_remove_exactly_their_pages() {
+    fn a_replayed_flush_removes_only_the_pages_in_its_range() {
         let object = ObjectKey::default();
         let flush = |page, nr_pages| Op::Flush {
             object,
@@ -308,13 +308,13 @@ mod tests {
             assert_eq!(
                 run(u64::MAX, &ops).2,
                 left * PAGE,
-                "wrong charge after {op:?}"
+                "the replayed pool has a wrong charge after {op:?}"
             );
             ops.extend((0..100).map(|page| (0, get(page))));
             assert_eq!(
                 run(u64::MAX, &ops).0,
                 left,
-                "wrong number of hits after {op:?}"
+                "the replayed pool counts a wrong number of hits after {op:?}"
             );
         }
     }

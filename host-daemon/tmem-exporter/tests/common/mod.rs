@@ -55,7 +55,7 @@ impl ServedDaemon {
             .expect("cannot start the simulated guest");
         driver
             .new_generation()
-            .expect("the daemon gave no generation");
+            .expect("the simulated device got no generation from the daemon");
         driver
             .settle()
             .expect("the device did not answer each request correctly");
@@ -123,12 +123,12 @@ impl Exporter {
             .stderr(Stdio::piped());
         let mut child = command.spawn().expect("cannot run the program");
         let mut lines =
-            BufReader::new(child.stderr.take().expect("the process has no pipe")).lines();
+            BufReader::new(child.stderr.take().expect("the child process has no pipe")).lines();
         let mut log = String::new();
         let address = loop {
             let line = lines
                 .next()
-                .unwrap_or_else(|| panic!("the exporter ended: {log}"))
+                .unwrap_or_else(|| panic!("the exporter ended before it listened: {log}"))
                 .expect("the exporter's log does not give its address");
             if let Some((_, rest)) = line.split_once("://") {
                 let (address, _) = rest
@@ -162,7 +162,7 @@ impl Exporter {
         let (head, body) = self.get("/metrics", headers);
         assert!(
             head.starts_with("HTTP/1.1 200 "),
-            "the response has the wrong status: {head}"
+            "the HTTP response does not have status 200: {head}"
         );
         body
     }
@@ -203,7 +203,7 @@ pub fn http(address: &str, request: &str) -> (String, String) {
     let _ = stream.write_all(request.as_bytes());
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
-    let answer = String::from_utf8(answer).expect("the text is not UTF-8");
+    let answer = String::from_utf8(answer).expect("the answer of the exporter is not UTF-8");
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
     (head.into(), body.into())
 }

@@ -173,7 +173,7 @@ impl Policy for AdaptiveTwoQueue {
                 let main = entries[id].policy_bits() & MAIN;
                 assert_eq!(
                     main, bits,
-                    "entry {id} is in another queue than its policy bits say"
+                    "entry {id} is in another eviction queue than its policy bits say"
                 );
                 page(id);
             });

@@ -209,7 +209,7 @@ mod tests {
         assert_eq!(
             ghost.take(1),
             None,
-            "a table that has no memory yet knows a key"
+            "take() found a key in a ghost table that has no memory yet"
         );
         ghost = table(2048);
         let (added, unknown) = (keys(3, 16_384), keys(4, 16_384));
@@ -221,12 +221,12 @@ mod tests {
         assert_eq!(
             known(&mut ghost, newest),
             0,
-            "the table still knows keys that were taken out of it"
+            "the ghost table still has keys that take() removed"
         );
     }
 
     #[test]
-    fn each_resize_step_changes_at_most_one_bucket() {
+    fn each_resize_step_of_the_ghost_table_changes_at_most_one_bucket() {
         // In Miri, the test would take hours with 4,000 pages.
         const PAGES: u32 = if cfg!(miri) { 600 } else { 4000 };
         let mut ghost = Ghost::new(Chunks::some());
@@ -238,14 +238,15 @@ mod tests {
             let mut after = buckets(&ghost);
             assert!(
                 after.len().abs_diff(before.len()) <= 1,
-                "the step to {pages} pages changed the number of buckets from {} to {}",
+                "the resize step for {pages} pages changed the number of buckets by more than \
+                 one, from {} to {}",
                 before.len(),
                 after.len()
             );
             let changed = before.iter().zip(&after).filter(|(a, b)| a != b).count();
             assert!(
                 changed <= 1,
-                "the step to {pages} pages changed {changed} buckets"
+                "the resize step for {pages} pages changed {changed} buckets, more than one"
             );
             // Add a fingerprint to a random bucket, so that all buckets fill, including the new
             // one.
@@ -261,7 +262,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
-    fn growing_the_table_forgets_no_key() {
+    fn growing_the_ghost_table_keeps_all_keys() {
         let mut ghost = table(2048);
         let keys = keys(6, 1024);
         keys.iter().for_each(|&key| ghost.add(key, past(key)));
@@ -271,7 +272,7 @@ mod tests {
             assert_eq!(
                 ghost.take(key),
                 Some(past(key)),
-                "the table grown for {pages} pages has forgotten a key"
+                "the ghost table lost a key when it grew for {pages} pages"
             );
             ghost.add(key, past(key));
         }
@@ -280,7 +281,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
-    fn shrinking_the_table_keeps_the_newest_keys() {
+    fn shrinking_the_ghost_table_keeps_the_newest_keys() {
         let mut ghost = table(16_384);
         let keys = keys(7, 60_000);
         keys.iter().for_each(|&key| ghost.add(key, past(key)));
@@ -290,13 +291,13 @@ mod tests {
         let known = known(&mut ghost, &keys[keys.len() - 4096..]);
         assert!(
             known > 3900,
-            "only {known} of the newest 4,096 keys are known"
+            "the shrunk ghost table has only {known} of the newest 4,096 keys"
         );
     }
 
     #[test]
     #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
-    fn shrinking_the_table_releases_its_memory() {
+    fn shrinking_the_ghost_table_releases_its_memory() {
         let chunks = Chunks::some();
         let mut ghost = Ghost::new(Arc::clone(&chunks));
         assert_eq!(ghost.bytes(), 0);
@@ -305,14 +306,14 @@ mod tests {
         let bytes = 40_000 * REMEMBERED_PER_PAGE as u64 * 2;
         assert!(
             ghost.bytes().abs_diff(bytes) < 8192,
-            "the table for 40,000 pages takes {} B, not about {bytes} B",
+            "the ghost table for 40,000 pages takes {} B, not about {bytes} B",
             ghost.bytes()
         );
         assert_eq!(chunks.taken(), 5);
         (0..40_000).rev().for_each(|pages| ghost.fit(pages));
         assert!(
             ghost.bytes() <= 1024 + (32 << 10),
-            "the shrunk table takes {} B, more than 33 KiB",
+            "the shrunk ghost table takes {} B, more than 33 KiB",
             ghost.bytes()
         );
         assert_eq!(chunks.taken(), 1);
@@ -322,7 +323,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
-    fn failed_growth_keeps_the_table_and_its_keys() {
+    fn a_ghost_table_that_cannot_grow_keeps_its_keys() {
         let mut ghost = table(2048);
         ghost.add(8, Past::Main);
         fail::one_in(1, 1);
@@ -331,7 +332,7 @@ mod tests {
         fail::one_in(0, 1);
         assert!(
             without_memory < wanted(40_000),
-            "the table grew to {without_memory} buckets without memory"
+            "the ghost table grew to {without_memory} buckets although all allocations failed"
         );
         assert_eq!(ghost.take(8), Some(Past::Main));
         (0..10_000).for_each(|_| ghost.fit(40_000));

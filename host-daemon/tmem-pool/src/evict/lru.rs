@@ -16,7 +16,7 @@ mod tests {
     /// Compares the LRU policy with a model that has no queues. The model records the time of each
     /// page's last use and, like the policy, removes a page at a get.
     #[test]
-    fn lru_evicts_the_page_that_was_used_longest_ago() {
+    fn lru_evicts_the_least_recently_used_page() {
         const ROOM: usize = 50;
         const STORED_BYTES: usize = 1024;
         let size_bytes = ROOM as u64 * (STORED_BYTES as u64 + PAGE_METADATA_CHARGE_BYTES);

@@ -108,13 +108,13 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "in a queue do not link back to it")]
-    fn removing_a_page_panics_if_a_link_skips_it() {
+    fn removing_a_queue_entry_panics_if_a_neighbour_does_not_link_to_it() {
         remove_after(|entries, [first, _, last]| entries[first].next = last);
     }
 
     #[test]
     #[should_panic(expected = "in a queue do not link back to it")]
-    fn removing_a_page_panics_if_it_links_to_itself() {
+    fn removing_a_queue_entry_panics_if_the_entry_links_to_itself() {
         remove_after(|entries, [_, second, _]| entries[second].next = second);
     }
 }

@@ -153,12 +153,12 @@ mod tests {
     #[test]
     fn size_classes_fit_each_length_with_little_waste() {
         let classes = Classes::new();
-        println!("{} classes", classes.len());
+        println!("{} size classes", classes.len());
         for len in 1..=PAGE_SIZE {
             let class = classes.get(classes.for_len(len));
             assert!(
                 class.payload_max() >= len,
-                "{len} B do not fit into a slot of {class:?}"
+                "a blob of {len} B does not fit into a slot of its size class {class:?}"
             );
             let span = usize::from(class.frames) * FRAME_BYTES;
             assert!(usize::from(class.slots) * usize::from(class.slot_bytes) <= span);
@@ -170,7 +170,7 @@ mod tests {
                 let held = span as f64 / f64::from(class.slots);
                 assert!(
                     len as f64 / held > 0.86,
-                    "{len} B fill 86 % or less of a slot of {class:?}"
+                    "a blob of {len} B fills 86 % or less of a slot of its size class {class:?}"
                 );
             }
         }

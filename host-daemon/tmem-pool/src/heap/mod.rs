@@ -329,7 +329,7 @@ impl<X: Zeroed> Heap<X> {
         assert_eq!(
             place.len,
             bytes.len(),
-            "a slot was reserved for another number of bytes"
+            "the number of bytes written to a slot differs from the number reserved"
         );
         let at = self.bytes_at(&self.class_of(place), place);
         // SAFETY: the slot belongs to this thread, which alone knows the handle, and has at least
@@ -370,7 +370,7 @@ impl<X: Zeroed> Heap<X> {
         self.write_reading(handle, page, |copy| {
             let copy: &Page = copy
                 .try_into()
-                .expect("a copied page does not have the length of a page");
+                .expect("the slot of a copied page is not as long as a page");
             read(copy)
         })
     }
@@ -413,7 +413,7 @@ impl<X: Zeroed> Heap<X> {
             let place = place_of(handle);
             assert!(
                 self.is_page(*handle),
-                "a blob that is freed as a page is not a page"
+                "free_pages() got the handle of a blob that is not a page"
             );
             // SAFETY: no thread reads the frame, because the handle is freed. Compaction never
             // copies a slot that is the only one of its span.

@@ -29,7 +29,7 @@ impl<X: Zeroed> Heap<X> {
     /// Panics while this thread holds the lock of a size class, as a bug could.
     pub(crate) fn panic_under_a_lock(&self) {
         let _state = self.lock(0);
-        panic!("a bug that the test injects");
+        panic!("the test causes this panic under a lock of the heap on purpose");
     }
 
     /// Recounts the heap's sums and lists, and asserts that they are right and that exactly `live`
@@ -51,7 +51,7 @@ impl<X: Zeroed> Heap<X> {
                     assert_eq!(
                         state.group(s.used.get()),
                         Some(group),
-                        "span {at} is in the list of a wrong group"
+                        "span {at} is in another list than its number of used slots requires"
                     );
                     let mut headers = 0;
                     for slot in 0..s.fresh.get() {
@@ -62,7 +62,8 @@ impl<X: Zeroed> Heap<X> {
                             assert_eq!(
                                 word & PINS,
                                 0,
-                                "the blob in slot {slot} of span {at} still has readers"
+                                "the blob in slot {slot} of span {at} has readers, although no \
+                                 thread uses the heap"
                             );
                             assert_eq!(
                                 (place.span, place.slot),
@@ -88,7 +89,7 @@ impl<X: Zeroed> Heap<X> {
             assert_eq!(
                 state.spare_spans,
                 state.spare_spans_now(),
-                "class {nr} has a wrong number of spare spans"
+                "size class {nr} counts another number of spare spans than it has"
             );
             spare += u64::from(state.spare_spans) * u64::from(state.class.frames);
             used += state.used_slots;
@@ -101,11 +102,13 @@ impl<X: Zeroed> Heap<X> {
         assert_eq!(
             self.spare_bytes(),
             spare * FRAME_BYTES as u64,
-            "the sum of spare frames differs from the recount"
+            "the heap's sum of spare bytes differs from the recount"
         );
         let mut handles = live;
         for state in &self.states {
-            let state = state.lock().expect("the lock is poisoned");
+            let state = state
+                .lock()
+                .expect("another thread panicked while it held a lock of the heap");
             let (mut at, mut nr) = (state.free_handle, 0);
             while at != 0 {
                 nr += 1;
@@ -113,15 +116,18 @@ impl<X: Zeroed> Heap<X> {
             }
             assert_eq!(
                 nr, state.free_handles,
-                "a class's count of free handles differs from the length of its list"
+                "a size class counts another number of free handles than its list has"
             );
             assert!(
                 nr < 2 * HANDLES_STEP,
-                "a class keeps {nr} free handles instead of giving some back"
+                "a size class keeps {nr} free handles instead of giving some back to the heap"
             );
             handles += nr as usize;
         }
-        let mut first = *self.spare_handles.lock().expect("the lock is poisoned");
+        let mut first = *self
+            .spare_handles
+            .lock()
+            .expect("another thread panicked while it held a lock of the heap");
         while first != 0 {
             let word = self.word(first).load(Relaxed);
             let (mut at, mut nr) = (word as u32, 1);
@@ -131,7 +137,7 @@ impl<X: Zeroed> Heap<X> {
             }
             assert_eq!(
                 nr, HANDLES_STEP,
-                "a list of spare handles has a wrong length"
+                "a list of spare handles does not have HANDLES_STEP handles"
             );
             handles += nr as usize;
             first = (word >> u32::BITS) as u32;
@@ -139,9 +145,13 @@ impl<X: Zeroed> Heap<X> {
         assert_eq!(
             handles + 1,
             self.places() as usize,
-            "the used, free and spare handles do not add up to the number of all handles"
+            "the used, free and spare handles do not add up to the number of all handles of the \
+             heap"
         );
-        let free = self.free_spans.lock().expect("the lock is poisoned");
+        let free = self
+            .free_spans
+            .lock()
+            .expect("another thread panicked while it held a lock of the heap");
         let (mut idle, mut bare, mut idle_frames) = (0, 0, 0);
         for (&head, frames) in free.idle.iter().zip(1..) {
             let mut at = head;
@@ -170,7 +180,7 @@ impl<X: Zeroed> Heap<X> {
         assert_eq!(
             self.sums.idle_frames.load(Relaxed),
             idle_frames,
-            "the sum of idle frames differs from the recount"
+            "the heap's sum of idle frames differs from the recount"
         );
         let fresh = self.sums.fresh_span.load(Relaxed) as u32;
         assert_eq!(
@@ -184,13 +194,13 @@ impl<X: Zeroed> Heap<X> {
         assert_eq!(
             self.sums.frames.load(Relaxed),
             frames,
-            "the sum of frames differs from the recount"
+            "the heap's sum of frames differs from the recount"
         );
     }
 }
 
 #[test]
-fn stored_bytes_read_back_unchanged() {
+fn heap_blobs_read_back_unchanged() {
     let (seeds, steps) = if cfg!(miri) { (1, 300) } else { (16, 20_000) };
     for_each_seed("heap", seeds, |seed| {
         let mut rng = Rng::new(seed);
@@ -263,7 +273,7 @@ fn stored_bytes_read_back_unchanged() {
 
 #[test]
 #[cfg_attr(miri, ignore = "needs too many handles for miri")]
-fn freed_handles_are_reused_for_other_lengths() {
+fn freed_handles_are_reused_for_blobs_of_other_lengths() {
     const BYTES: u64 = 1 << 20;
     let heap = Heap::<()>::new(BYTES).expect("cannot reserve address space for the heap");
     let bytes = [1; PAGE_SIZE];
@@ -276,7 +286,7 @@ fn freed_handles_are_reused_for_other_lengths() {
         let least = BYTES as usize * 8 / 10 / (len + HEADER_BYTES).next_multiple_of(16);
         assert!(
             live.len() >= least,
-            "only {} blobs of {len} B fit",
+            "the heap stores only {} blobs of {len} B, fewer than {least}",
             live.len()
         );
         stored += live.len();
@@ -296,7 +306,7 @@ fn freed_handles_are_reused_for_other_lengths() {
 
 #[test]
 #[cfg_attr(miri, ignore = "needs too many handles for miri")]
-fn a_store_without_a_free_handle_is_refused() {
+fn storing_a_blob_fails_if_no_handle_is_free() {
     const BYTES: u64 = 1 << 20;
     let heap = Heap::<()>::new(BYTES).expect("cannot reserve address space for the heap");
     // Store blobs of one byte. The memory suffices for more of them than there are handles.
@@ -314,14 +324,19 @@ fn a_store_without_a_free_handle_is_refused() {
     for handle in live {
         heap.free(handle);
     }
-    heap.store(&[1; 2000], BYTES).expect("the heap has no room");
+    heap.store(&[1; 2000], BYTES)
+        .expect("the heap has no memory for the blob");
     heap.check(1);
 }
 
 #[test]
-fn reserved_pages_are_filled_and_freed_together() {
+fn reserved_pages_can_be_filled_and_freed_in_batches() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
-    let page_of = |id| -> Page { bytes_of(id, PAGE_SIZE).try_into().expect("not a page") };
+    let page_of = |id| -> Page {
+        bytes_of(id, PAGE_SIZE)
+            .try_into()
+            .expect("the generated bytes are not as long as a page")
+    };
     // Allow memory for only 40 of the 64 pages.
     let mut handles = [Handle(0); 64];
     let nr = heap.reserve_pages(&mut handles, 40 * FRAME_BYTES as u64);
@@ -353,10 +368,12 @@ fn compaction_does_not_move_a_slot_before_it_is_written() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let store = |id| {
         let handle = heap.store(&bytes_of(id, LEN), BYTES_MAX);
-        handle.expect("the heap has no room")
+        handle.expect("the heap has no memory for the blob")
     };
     let live: Vec<Handle> = (0..200).map(store).collect();
-    let reserved = heap.reserve(LEN, BYTES_MAX).expect("the heap has no room");
+    let reserved = heap
+        .reserve(LEN, BYTES_MAX)
+        .expect("the heap has no memory for the blob");
     // Free nine of ten slots, so that compaction tries to empty nearly all spans.
     let (kept, freed): (Vec<_>, Vec<_>) = live
         .into_iter()
@@ -378,22 +395,25 @@ fn compaction_does_not_move_a_slot_before_it_is_written() {
 }
 
 #[test]
-fn one_store_releases_a_bounded_number_of_idle_frames() {
+fn storing_a_blob_releases_a_bounded_number_of_idle_frames() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let page = [1; PAGE_SIZE];
     let nr = if cfg!(miri) { 100 } else { 1000 };
-    let store = || heap.store(&page, BYTES_MAX).expect("the heap has no room");
+    let store = || {
+        heap.store(&page, BYTES_MAX)
+            .expect("the heap has no memory for the blob")
+    };
     let live: Vec<Handle> = (0..nr).map(|_| store()).collect();
     live.into_iter().for_each(|handle| heap.free(handle));
     // Lower the limit of the heap's memory, as if the pool was shrunk.
     let most = 8 * FRAME_BYTES as u64;
     let small = heap
         .store(&page[..100], most)
-        .expect("the heap has no room");
+        .expect("the heap has no memory for the blob");
     let left = heap.stats().frames_bytes / FRAME_BYTES as u64;
     assert!(
         left < nr && left >= nr - RELEASE_FRAMES_MAX as u64 - 16,
-        "one store left {left} of {nr} idle frames"
+        "storing one blob released no idle frame or too many: {left} of {nr} are left"
     );
     heap.free(small);
     heap.release_idle();
@@ -401,7 +421,7 @@ fn one_store_releases_a_bounded_number_of_idle_frames() {
 }
 
 #[test]
-fn one_reservation_of_pages_releases_a_bounded_number_of_idle_frames() {
+fn reserving_pages_releases_a_bounded_number_of_idle_frames() {
     const NR: u64 = 1000;
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     // Try idle spans of one frame, which a page can use, and longer ones, which it cannot use.
@@ -410,7 +430,10 @@ fn one_reservation_of_pages_releases_a_bounded_number_of_idle_frames() {
         let frames = || heap.stats().frames_bytes / FRAME_BYTES as u64;
         let mut live = Vec::new();
         while frames() < NR {
-            live.push(heap.store(&bytes, BYTES_MAX).expect("the heap has no room"));
+            live.push(
+                heap.store(&bytes, BYTES_MAX)
+                    .expect("the heap has no memory for the blob"),
+            );
         }
         live.into_iter().for_each(|handle| heap.free(handle));
         let before = frames();
@@ -421,7 +444,8 @@ fn one_reservation_of_pages_releases_a_bounded_number_of_idle_frames() {
         let left = frames();
         assert!(
             left < before && left >= before - RELEASE_FRAMES_MAX as u64 - 16,
-            "one reservation of 64 pages left {left} of {before} frames after blobs of {len} B"
+            "reserving 64 pages released no idle frame of blobs of {len} B or too many: {left} of \
+             {before} are left"
         );
         for page in pages {
             heap.write(page, &[1; PAGE_SIZE]);
@@ -433,10 +457,13 @@ fn one_reservation_of_pages_releases_a_bounded_number_of_idle_frames() {
 }
 
 #[test]
-fn a_store_releases_idle_frames_above_a_lowered_limit() {
+fn storing_a_blob_releases_idle_frames_above_a_lowered_limit() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let page = [1; PAGE_SIZE];
-    let store = |max| heap.store(&page, max).expect("the heap has no room");
+    let store = |max| {
+        heap.store(&page, max)
+            .expect("the heap has no memory for the blob")
+    };
     let mut live: Vec<Handle> = (0..40).map(|_| store(BYTES_MAX)).collect();
     live.drain(10..).for_each(|handle| heap.free(handle));
     let max = 20 * FRAME_BYTES as u64;
@@ -446,7 +473,7 @@ fn a_store_releases_idle_frames_above_a_lowered_limit() {
 }
 
 #[test]
-fn trimming_releases_idle_frames_and_keeps_their_neighbours() {
+fn trimming_releases_idle_frames_and_keeps_adjacent_used_frames() {
     const STAY: u64 = 10;
     let nr = if cfg!(miri) { 60 } else { 3000 };
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
@@ -454,7 +481,8 @@ fn trimming_releases_idle_frames_and_keeps_their_neighbours() {
         let page = bytes_of(id, PAGE_SIZE);
         (
             id,
-            heap.store(&page, BYTES_MAX).expect("the heap has no room"),
+            heap.store(&page, BYTES_MAX)
+                .expect("the heap has no memory for the blob"),
         )
     };
     let (gone, live): (Vec<_>, Vec<_>) = (0..nr).map(store).partition(|(id, _)| id % 5 != 0);
@@ -495,7 +523,11 @@ fn reads_are_correct_during_compaction() {
                             let len = len_of(&mut rng).min(200) + 2000 * (id as usize % 2);
                             if live.len() < 30 || rng.one_in(2) {
                                 let handle = heap.store(&bytes_of(id, len), BYTES_MAX);
-                                live.push((handle.expect("the heap has no room"), id, len));
+                                live.push((
+                                    handle.expect("the heap has no memory for the blob"),
+                                    id,
+                                    len,
+                                ));
                             } else {
                                 let at = rng.below(live.len() as u64) as usize;
                                 let (handle, id, len) = live.swap_remove(at);
@@ -535,12 +567,12 @@ fn reads_are_correct_during_compaction() {
             for worker in workers {
                 worker
                     .join()
-                    .expect("an assertion failed in a worker thread");
+                    .expect("a thread that stores and reads blobs panicked");
             }
             over.store(true, Relaxed);
             let moved = compactor
                 .join()
-                .expect("an assertion failed in the thread that compacts");
+                .expect("the thread that compacts the heap panicked");
             assert!(
                 cfg!(miri) || moved > 0,
                 "compaction moved no blob during the test"
@@ -570,7 +602,7 @@ fn heap_waste_is_bounded_after_churn_and_mass_deletion() {
     let bytes = vec![1; PAGE_SIZE];
     let store = |rng: &mut Rng| {
         heap.store(&bytes[..len(rng)], 512 << 20)
-            .expect("the heap has no room")
+            .expect("the heap has no memory for the blob")
     };
     let mut live: Vec<Handle> = (0..blobs).map(|_| store(&mut rng)).collect();
     let ratio = || {
@@ -617,7 +649,7 @@ fn a_blob_can_have_the_maximum_number_of_readers() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let handle = heap
         .store(b"bytes", BYTES_MAX)
-        .expect("the heap has no room");
+        .expect("the heap has no memory for the blob");
     let readers: Vec<_> = (0..PINS_MAX).map(|_| heap.reader(handle)).collect();
     assert_eq!(heap.len(handle), 5);
     assert!(readers.iter().all(|reader| reader.bytes() == b"bytes"));
@@ -627,40 +659,47 @@ fn a_blob_can_have_the_maximum_number_of_readers() {
 }
 
 #[test]
-#[ignore = "ends its process: see too_many_readers_abort_the_process"]
-fn a_reader_above_the_maximum_aborts() {
+#[ignore = "ends its process: see too_many_readers_of_a_blob_abort_the_process"]
+fn exceeding_the_maximum_number_of_readers_of_a_blob_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let handle = heap
         .store(b"bytes", BYTES_MAX)
-        .expect("the heap has no room");
+        .expect("the heap has no memory for the blob");
     (0..=PINS_MAX).for_each(|_| std::mem::forget(heap.reader(handle)));
 }
 
 #[test]
 #[cfg(not(miri))]
-fn too_many_readers_abort_the_process() {
-    crate::tests::aborts("heap::tests::a_reader_above_the_maximum_aborts");
+fn too_many_readers_of_a_blob_abort_the_process() {
+    crate::tests::aborts("heap::tests::exceeding_the_maximum_number_of_readers_of_a_blob_aborts");
 }
 
 #[test]
 #[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
-fn a_circular_list_of_idle_spans_aborts() {
+fn releasing_a_circular_list_of_idle_spans_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let page = [1; PAGE_SIZE];
-    let handles = [(); 2].map(|()| heap.store(&page, BYTES_MAX).expect("the heap has no room"));
+    let handles = [(); 2].map(|()| {
+        heap.store(&page, BYTES_MAX)
+            .expect("the heap has no memory for the blob")
+    });
     handles.into_iter().for_each(|handle| heap.free(handle));
-    let first = heap.free_spans.lock().expect("the lock is poisoned").idle[0];
+    let first = heap
+        .free_spans
+        .lock()
+        .expect("another thread panicked while it held a lock of the heap")
+        .idle[0];
     heap.span(first).next.set(first);
     heap.release_idle();
 }
 
 #[test]
 #[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
-fn a_span_missing_from_its_list_aborts() {
+fn freeing_a_blob_in_a_span_missing_from_its_list_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let handle = heap
         .store(&[1; 2000], BYTES_MAX)
-        .expect("the heap has no room");
+        .expect("the heap has no memory for the blob");
     let nr = heap.classes.for_len(2000);
     heap.lock(nr).heads = [0; GROUPS];
     heap.free(handle);
@@ -668,14 +707,14 @@ fn a_span_missing_from_its_list_aborts() {
 
 #[test]
 #[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
-fn a_span_with_a_wrong_back_link_aborts() {
+fn a_span_list_with_a_wrong_back_link_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let nr = heap.classes.for_len(2000);
     // Prepare a list of two spans, each of which has a free slot.
     let mut handles: Vec<_> = (0..2 * SLOTS_MAX)
         .map(|_| {
             heap.store(&[1; 2000], BYTES_MAX)
-                .expect("the heap has no room")
+                .expect("the heap has no memory for the blob")
         })
         .collect();
     let span_of = |handle: Handle| Place::of(heap.word(handle.0).load(Relaxed)).span;
@@ -684,25 +723,25 @@ fn a_span_with_a_wrong_back_link_aborts() {
     let second = second
         .into_iter()
         .find(|&span| span != first)
-        .expect("the blobs do not lie in two spans");
+        .expect("all blobs are in one span, but the test needs two spans");
     for span in [first, second] {
         let at = handles.iter().position(|&handle| span_of(handle) == span);
-        heap.free(handles.remove(at.expect("no blob lies in the span")));
+        heap.free(handles.remove(at.expect("the span contains no blob of the test")));
     }
     assert!(heap.lock(nr).heads.contains(&second));
     assert_eq!(heap.span(second).next.get(), first);
     heap.span(first).prev.set(0);
     let at = handles.iter().position(|&handle| span_of(handle) == second);
-    heap.free(handles.remove(at.expect("no blob lies in the span")));
+    heap.free(handles.remove(at.expect("the span contains no blob of the test")));
 }
 
 #[test]
 #[cfg(not(miri))]
 fn damaged_span_lists_abort_the_process() {
     for name in [
-        "a_circular_list_of_idle_spans_aborts",
-        "a_span_missing_from_its_list_aborts",
-        "a_span_with_a_wrong_back_link_aborts",
+        "releasing_a_circular_list_of_idle_spans_aborts",
+        "freeing_a_blob_in_a_span_missing_from_its_list_aborts",
+        "a_span_list_with_a_wrong_back_link_aborts",
     ] {
         crate::tests::aborts(&format!("heap::tests::{name}"));
     }

@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_and_positions_convert_both_ways() {
+    fn record_ids_convert_to_arena_positions_and_back() {
         for id in 1..if cfg!(miri) { 2000 } else { 10_000 } {
             let (block, at) = Entries::locate(id);
             assert_eq!(Entries::id(block, at), id);
@@ -407,13 +407,13 @@ mod tests {
     }
 
     #[test]
-    fn arena_matches_a_map_model() {
+    fn index_arena_matches_a_map_model() {
         let (seeds, turns, most) = if cfg!(miri) {
             (1, 3, 2500)
         } else {
             (20, 12, 9000)
         };
-        for_each_seed("arena_matches_a_map_model", seeds, |seed| {
+        for_each_seed("index_arena_matches_a_map_model", seeds, |seed| {
             let mut rng = Rng::new(seed);
             let chunks = Chunks::some();
             let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
@@ -454,7 +454,10 @@ mod tests {
                     .filter(|&&nr| arena.blocks[nr].used == 0)
                     .count();
                 assert_eq!(arena.idle as usize, idle);
-                assert!(idle <= 1, "{idle} chunks without a used record were kept");
+                assert!(
+                    idle <= 1,
+                    "the arena keeps {idle} chunks without a used record, more than one"
+                );
             }
             while let Some((id, _)) = model.pop_first() {
                 arena.remove(id);
@@ -464,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn emptied_chunks_are_released_and_zeroed_for_reuse() {
+    fn emptied_arena_chunks_are_released_and_zeroed_for_reuse() {
         let chunks = Chunks::some();
         let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
         let ids = fill(&mut arena, 20 * Entries::LARGE as u64);
@@ -500,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn an_insert_without_a_free_chunk_fails() {
+    fn inserting_a_record_fails_if_the_arena_has_no_free_chunk() {
         let chunks = Arc::new(Chunks::reserve(0).unwrap());
         let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
         let ids: Vec<Id> = std::iter::from_fn(|| arena.insert(entry(1)).ok()).collect();

@@ -58,7 +58,10 @@ impl Chunks {
 
     /// Returns the number of chunks that indexes use.
     pub(crate) fn taken(&self) -> usize {
-        let free = self.free.lock().expect("the lock is poisoned");
+        let free = self
+            .free
+            .lock()
+            .expect("another thread panicked while it held the lock of the free chunks");
         free.fresh as usize - free.bare.len()
     }
 }

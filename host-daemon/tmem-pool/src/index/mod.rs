@@ -614,7 +614,7 @@ impl Index {
                     let entry = &self.entries[entry_id];
                     assert_eq!(
                         entry.hook, hook,
-                        "entry {entry_id} names a place in the tree at which it is not"
+                        "entry {entry_id} records another place in the page tree than its real one"
                     );
                     in_object.add(entry.gauges());
                     pages += 1;

@@ -161,13 +161,13 @@ fn index_memory_per_page_is_bounded() {
         println!("{name}: {bytes:.1} B a page");
         assert!(
             bytes < most,
-            "{name}: the index takes {bytes:.1} B for each page, limit {most} B"
+            "{name}: the index takes {bytes:.1} B for each page, not less than {most} B"
         );
     }
 }
 
 #[test]
-fn the_object_map_shrinks_as_objects_are_removed() {
+fn object_map_shrinks_as_objects_are_removed() {
     const OBJECTS: u64 = 40_000;
     let mut index = Index::new(1, 1 << 22, &Chunks::some());
     index.create_pool(1).unwrap();
@@ -183,7 +183,7 @@ fn the_object_map_shrinks_as_objects_are_removed() {
     }
     assert!(
         index.map_bytes * 4 < full_bytes,
-        "the tables still take {} of {full_bytes} B after 19 of 20 objects were removed",
+        "the object map still takes {} of {full_bytes} B after 19 of 20 objects were removed",
         index.map_bytes
     );
     index.check(|_, _| {});
@@ -195,7 +195,7 @@ fn the_object_map_shrinks_as_objects_are_removed() {
 /// Tests that a look-up never takes the record of a freed object for that object, although the
 /// index remembers the object that it found last.
 #[test]
-fn a_freed_object_is_not_found_again() {
+fn finding_a_page_of_a_freed_object_fails() {
     let mut rng = Rng::new(3);
     let mut index = Index::new(3, KEYS_MAX, &Chunks::some());
     index.create_pool(1).unwrap();

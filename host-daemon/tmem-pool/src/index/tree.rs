@@ -412,28 +412,28 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "is the child of a node of level")]
-    fn finding_a_page_in_a_cyclic_tree_panics() {
+    fn finding_a_page_in_a_cyclic_page_tree_panics() {
         let (nodes, root) = circle();
         nodes.find(root, 5);
     }
 
     #[test]
     #[should_panic(expected = "is the child of a node of level")]
-    fn finding_the_next_page_in_a_cyclic_tree_panics() {
+    fn finding_the_next_page_in_a_cyclic_page_tree_panics() {
         let (nodes, root) = circle();
         nodes.next(root, 5);
     }
 
     #[test]
     #[should_panic(expected = "is the child of a node of level")]
-    fn adding_a_page_to_a_cyclic_tree_panics() {
+    fn adding_a_page_to_a_cyclic_page_tree_panics() {
         let (mut nodes, mut root) = circle();
         let _ = nodes.hang(&mut root, OBJECT, 5, 3);
     }
 
     #[test]
-    fn tree_matches_a_map_model() {
-        for_each_seed("tree_matches_a_map_model", 20, |seed| {
+    fn page_tree_matches_a_map_model() {
+        for_each_seed("page_tree_matches_a_map_model", 20, |seed| {
             let mut rng = Rng::new(seed);
             let mut nodes = Nodes::new(1 << 20, Chunks::some());
             let (mut root, mut hooks) = (0, BTreeMap::new());
@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_insert_leaves_the_tree_unchanged() {
+    fn a_failed_insert_leaves_the_page_tree_unchanged() {
         let mut nodes = Nodes::new(2, Chunks::some());
         let mut root = 0;
         let a = nodes.hang(&mut root, OBJECT, 5, 1).unwrap();

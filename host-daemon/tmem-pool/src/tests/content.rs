@@ -56,7 +56,7 @@ fn equal_pages_of_a_trust_domain_are_stored_once() {
 /// the next page. If the next page is equal, it must share the first page's stored bytes
 /// nevertheless.
 #[test]
-fn equal_pages_of_one_step_are_stored_once() {
+fn equal_pages_finalized_in_one_step_are_stored_once() {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     let pages = [partly_noise(1, 4), partly_noise(2, 4), [7; PAGE_SIZE]];
@@ -104,7 +104,7 @@ fn pages_of_different_trust_domains_are_not_shared() {
 }
 
 #[test]
-fn deduplication_is_unaffected_by_copies_in_other_domains() {
+fn deduplication_is_unaffected_by_copies_in_other_trust_domains() {
     let engine = new_engine(4 << 20);
     let tenants: Vec<Tenant> = (0..100).map(|_| add(&engine, "vm", None, OPEN)).collect();
     let page = partly_noise(1, 4);
@@ -161,7 +161,7 @@ fn different_pages_with_equal_hashes_are_not_merged() {
 }
 
 #[test]
-fn freeing_a_colliding_page_keeps_the_listed_page_shareable() {
+fn freeing_a_page_with_a_colliding_hash_keeps_the_other_page_shareable() {
     let engine = Engine::with(config(1 << 20), |_, _| 42, u32::MAX).unwrap();
     let tenant = add(&engine, "a", None, OPEN);
     let (listed, other) = (noise(1), noise(2));
@@ -178,7 +178,7 @@ fn freeing_a_colliding_page_keeps_the_listed_page_shareable() {
 }
 
 #[test]
-fn a_freed_page_leaves_the_dedup_table() {
+fn freeing_a_page_removes_it_from_the_dedup_table() {
     let engine = new_engine(1 << 20);
     let a = add(&engine, "a", None, OPEN);
     let page = noise(1);
@@ -204,7 +204,7 @@ fn store_raw(store: &Store, page: &Page) -> (u32, u32) {
 fn prepare(store: &Store, (raw, check): (u32, u32), buffer: &mut Page) -> Prepared {
     store
         .prepare(raw, check, STORE_BYTES, buffer)
-        .expect("the store has no memory")
+        .expect("the store has no memory for the compressed page")
 }
 
 fn complete(store: &Store, prepared: Prepared, buffer: &Page) -> Finalized {
@@ -217,7 +217,7 @@ fn complete(store: &Store, prepared: Prepared, buffer: &Page) -> Finalized {
 /// Finalizes two equal pages as two workers do: both look for an equal page before the other one
 /// stores its page.
 #[test]
-fn equal_pages_that_two_workers_prepare_together_are_stored_once() {
+fn equal_pages_prepared_by_two_workers_at_once_are_stored_once() {
     let store = Store::new(STORE_BYTES, PageHash::of, 1).unwrap();
     let mut buffers = [[0; PAGE_SIZE]; 2];
     let raw = [0, 1].map(|_| store_raw(&store, &partly_noise(1, 4)));
@@ -228,7 +228,7 @@ fn equal_pages_that_two_workers_prepare_together_are_stored_once() {
     assert_eq!(finalized[0].stored_bytes, finalized[1].stored_bytes);
     raw.into_iter().for_each(|(raw, _)| store.release(raw));
     let Content::Blob(blob) = finalized[0].content else {
-        panic!("the page has no blob");
+        panic!("the finalized page has no blob");
     };
     store.check(&[(blob, (0, 2))].into());
     store.release_all(&finalized.map(|page| page.content));
@@ -237,7 +237,7 @@ fn equal_pages_that_two_workers_prepare_together_are_stored_once() {
 }
 
 #[test]
-fn release_all_frees_each_content_once() {
+fn release_all_drops_each_reference_to_a_blob_once() {
     let store = Store::new(STORE_BYTES, PageHash::of, 1).unwrap();
     let mut contents = vec![Content::Same(3)];
     let mut refs = std::collections::HashMap::new();
@@ -328,7 +328,7 @@ impl tracing::Subscriber for CountEvents {
 }
 
 #[test]
-fn damaged_pages_are_missed_and_counted_and_logged_once() {
+fn damaged_pages_are_answered_as_misses_and_logged_once() {
     let events = Arc::new(AtomicUsize::new(0));
     tracing::subscriber::with_default(CountEvents(Arc::clone(&events)), || {
         let engine = new_engine(1 << 20);
@@ -364,7 +364,7 @@ fn damaged_pages_are_missed_and_counted_and_logged_once() {
 }
 
 #[test]
-fn a_damaged_retained_page_is_missed_and_dropped() {
+fn a_damaged_retained_page_is_dropped_and_answered_as_a_miss() {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     let page = noise(1);
@@ -491,7 +491,7 @@ fn put_window(engine: &Engine, tenant: &Tenant) {
     assert_eq!(
         (stats.same_filled_pages, stats.shared_pages, stats.raw_pages),
         (8, 7, 8),
-        "the window lacks pages of some kinds"
+        "the 64 pages of the test do not include each kind of page"
     );
 }
 
@@ -505,17 +505,17 @@ fn check_window(results: &[GetResult], out: &[Page]) {
         };
         assert_eq!(
             *result, expected,
-            "wrong result for page {index} ({kind:?})"
+            "the get returned a wrong result for page {index} ({kind:?})"
         );
         assert!(
             !kind.hits() || *out == kind.page(index),
-            "wrong bytes of page {index} ({kind:?})"
+            "the get returned wrong bytes for page {index} ({kind:?})"
         );
     }
 }
 
 #[test]
-fn a_get_of_64_pages_of_all_forms_takes_the_lock_once() {
+fn a_get_of_64_pages_takes_the_tenant_lock_once() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     put_window(&engine, &tenant);
@@ -539,7 +539,7 @@ fn a_get_of_64_pages_of_all_forms_takes_the_lock_once() {
 }
 
 #[test]
-fn a_get_with_a_budget_costs_at_most_that_and_continues() {
+fn a_get_stops_at_its_time_budget_and_can_be_continued() {
     for budget_ns in [GET_NS_MAX, 3 * GET_NS_MAX, 100_000] {
         let engine = new_engine(4 << 20);
         let tenant = add(&engine, "a", None, OPEN);
@@ -589,7 +589,7 @@ fn a_get_with_a_budget_costs_at_most_that_and_continues() {
 }
 
 #[test]
-fn a_get_of_retained_pages_costs_at_most_its_budget() {
+fn a_get_of_retained_pages_stays_within_its_time_budget() {
     let cookies: Vec<u64> = (1..=GET_PAGES_MAX as u64).collect();
     for budget_ns in [GET_NS_MAX, 100_000] {
         let engine = new_engine(4 << 20);
@@ -625,7 +625,7 @@ fn a_get_of_retained_pages_costs_at_most_its_budget() {
             let hits: Vec<GetResult> = results
                 .iter()
                 .map(|result| match *result {
-                    GetResult::Hit { .. } => panic!("a page was removed instead of retained"),
+                    GetResult::Hit { .. } => panic!("a get removed a page instead of retaining it"),
                     GetResult::Retained { cookie } => GetResult::Hit { cookie },
                     GetResult::Miss => GetResult::Miss,
                 })
@@ -644,7 +644,8 @@ fn a_get_of_retained_pages_costs_at_most_its_budget() {
         // because the walks of the estimator cost less than that in these gets.
         assert!(
             retained_ns + 1000 >= held_ns + 48 * REF_NS,
-            "retained pages cost {retained_ns} ns, and held pages {held_ns} ns"
+            "a get of retained pages cost {retained_ns} ns, too little beside {held_ns} ns for \
+             held pages"
         );
         maintain_all(&engine);
     }
@@ -666,7 +667,10 @@ fn compressed_and_raw_pages_decode_unchanged() {
         assert_eq!(codec::decode(stored, &mut out), Ok(()));
         assert!(out == page);
     }
-    assert!((1..200).contains(&raw), "{raw} of 200 pages are stored raw");
+    assert!(
+        (1..200).contains(&raw),
+        "{raw} of 200 pages are stored raw, not 1 to 199"
+    );
     let page = noise(1);
     assert_eq!(codec::decode(&page, &mut out), Ok(()));
     assert!(out == page);
@@ -684,7 +688,7 @@ fn decoding_damaged_bytes_fails() {
         assert_eq!(
             cut,
             Err(Corrupt),
-            "a stored form that was cut to {len} B decodes"
+            "decode() accepted a stored page that was cut to {len} B"
         );
     }
     let mut other = stored;
@@ -692,7 +696,7 @@ fn decoding_damaged_bytes_fails() {
     assert_eq!(
         codec::decode(&other, &mut out),
         Err(Corrupt),
-        "bytes decode although their form is unknown"
+        "decode() accepted stored bytes of an unknown form"
     );
     for len in [PAGE_SIZE - 1, PAGE_SIZE + 1] {
         assert_eq!(codec::decode(&vec![0; len], &mut out), Err(Corrupt));
@@ -714,7 +718,7 @@ fn same_filled_pages_are_recognized_and_restored() {
         assert_eq!(
             codec::same_filled(&other),
             None,
-            "a page whose byte {at} differs counts as same-filled"
+            "a page whose byte {at} differs was recognized as same-filled"
         );
     }
     let mut eight = page;
@@ -784,7 +788,8 @@ fn cold_pages_are_recompressed_smaller() {
     let dense = at(SWEEP_NS * 2);
     assert!(
         dense < half && half < before,
-        "payload in bytes: {before} before, {half} after half of the second sweep, {dense} after it"
+        "the payload did not shrink in both halves of the second sweep: {before} B before, {half} \
+         B after one half, {dense} B after both"
     );
     assert!(
         dense - PAGE_SIZE as u64 <= (before - PAGE_SIZE as u64) * 9 / 10,
@@ -832,7 +837,7 @@ fn cold_pages_are_recompressed_smaller() {
 /// Stores pages that all have one hash, so that the table of equal pages lists only one of them.
 /// The sweep must recompress the others nevertheless.
 #[test]
-fn cold_pages_that_are_not_listed_are_recompressed() {
+fn cold_pages_missing_from_the_dedup_table_are_recompressed() {
     let engine = Engine::with(config(4 << 20), |_, _| 42, u32::MAX).unwrap();
     let tenant = add(&engine, "a", None, OPEN);
     for index in 0..10 {
@@ -876,7 +881,7 @@ fn cold_pages_are_recompressed_under_constant_load() {
 }
 
 #[test]
-fn an_admission_error_names_the_vm_and_both_sizes() {
+fn admission_error_names_the_vm_its_reserve_and_the_available_bytes() {
     let engine = new_engine(1000);
     let quota = Quota {
         reserve_bytes: 1001,

@@ -45,21 +45,22 @@ fn is_freed_later(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) ->
         let now = engine.stats().detached_pages;
         assert!(
             detached - now <= 10,
-            "a step of 10 pages freed more: the detached pages fell from {detached} to {now}"
+            "maintain() with a budget of 10 pages freed more: detached pages fell from {detached} \
+             to {now}"
         );
         detached = now;
         engine.check_invariants();
     }
     assert!(
         detached <= 10,
-        "the last step of 10 pages freed {detached} pages"
+        "the last call of maintain() with a budget of 10 pages freed {detached} pages"
     );
     assert_eq!(engine.stats().detached_pages, 0);
     match &tenant {
         Some(tenant) => assert_eq!(
             get(tenant, 1, 1, 2),
             Some(noise(1)),
-            "a page that was put after the drop is gone"
+            "freeing detached pages removed a page that was put later"
         ),
         None => assert_eq!(engine.stats().departed_tenants, 0),
     }
@@ -110,7 +111,7 @@ fn a_departed_tenant_is_detached_at_once_and_freed_later() {
 }
 
 #[test]
-fn a_clear_also_frees_objects_that_were_detached_before() {
+fn clearing_a_tenant_also_frees_objects_detached_by_a_flush() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     fill(&tenant, 1, 40);
@@ -130,7 +131,7 @@ fn a_clear_also_frees_objects_that_were_detached_before() {
 /// Creates and destroys empty pools. They must be freed at once, because a guest can create and
 /// destroy pools faster than background work would free them.
 #[test]
-fn empty_pools_are_freed_at_once() {
+fn destroyed_empty_pools_are_freed_at_once() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     for id in 2..100 {
@@ -168,7 +169,7 @@ fn memory_of_a_destroyed_pool_is_counted_until_freed() {
 /// exactly once over all keys that the estimator follows, whatever the number of the flush's steps.
 /// It must count the cost of that walk.
 #[test]
-fn a_large_flush_walks_once_over_the_keys_that_the_estimator_samples() {
+fn a_large_flush_scans_the_hit_estimator_once() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(fill(&tenant, 1, 500), 500);
@@ -181,7 +182,10 @@ fn a_large_flush_walks_once_over_the_keys_that_the_estimator_samples() {
             break;
         }
     }
-    assert!(calls > 3, "the flush took only {calls} calls");
+    assert!(
+        calls > 3,
+        "the flush took only {calls} calls, not more than 3"
+    );
     assert_eq!(tenant.stats().gain_steps - before, 500);
     assert_eq!(fill(&tenant, 2, 1000), 1000);
     let before = tenant.stats().gain_steps;
@@ -199,7 +203,7 @@ fn a_large_flush_walks_once_over_the_keys_that_the_estimator_samples() {
 }
 
 #[test]
-fn a_flush_in_steps_stays_within_its_time_budget() {
+fn each_step_of_a_flush_stays_within_its_time_budget() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(fill(&tenant, 1, 200), 200);
@@ -212,7 +216,7 @@ fn a_flush_in_steps_stays_within_its_time_budget() {
         let spent_ns = FLUSH_NS_MIN - budget_ns;
         assert!(
             dropped * DROP_SAME_NS <= spent_ns,
-            "dropping {dropped} pages was counted as {spent_ns} ns only"
+            "the flush dropped {dropped} pages and counted only {spent_ns} ns for them"
         );
         steps += 1;
         if done {

@@ -13,7 +13,7 @@ fn panic_under_the_lock(tenant: &Tenant) {
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let mut state = tenant.shared().lock(&tenant.engine().totals);
         state.index.gauges.pages += 1;
-        panic!("a bug that the test injects");
+        panic!("the test causes this panic under a lock on purpose");
     }));
     assert!(panicked.is_err());
 }
@@ -68,7 +68,7 @@ fn a_panic_under_a_tenant_lock_affects_only_that_tenant() {
 }
 
 #[test]
-fn a_pool_reference_from_before_a_panic_is_stale() {
+fn a_pool_handle_taken_before_a_tenant_panic_is_invalid() {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     let totals = &tenant.engine().totals;
@@ -83,7 +83,7 @@ fn a_pool_reference_from_before_a_panic_is_stale() {
 }
 
 #[test]
-fn a_put_during_a_panic_unwind_is_counted() {
+fn a_put_while_a_panic_unwinds_the_thread_is_counted() {
     // A thread may use or drop a tenant's handle while a panic unwinds its stack. The sums that
     // other threads read must still be correct after that.
     let engine = new_engine(1 << 20);
@@ -105,7 +105,7 @@ fn a_put_during_a_panic_unwind_is_counted() {
     let tenant = add(&engine, "a", None, OPEN);
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let _end = AtTheEnd(tenant.clone());
-        panic!("a panic outside of the engine that the test injects");
+        panic!("the test causes this panic outside of the engine on purpose");
     }));
     assert!(panicked.is_err());
     engine.check_invariants();
@@ -128,11 +128,11 @@ fn panic_under_a_lock_of_all(which: &str) {
             let _pairs: Vec<_> = (0..crate::dedup::LOCKS)
                 .map(|place| engine.store.dedup.lock(place))
                 .collect();
-            panic!("a bug that the test injects");
+            panic!("the test causes this panic under a lock on purpose");
         }
         _ => {
             let _membership = engine.membership_mut();
-            panic!("a bug that the test injects");
+            panic!("the test causes this panic under a lock on purpose");
         }
     }));
     assert!(panicked.is_err());
@@ -144,7 +144,7 @@ fn panic_under_a_lock_of_all(which: &str) {
 }
 
 #[test]
-fn a_panic_under_a_shared_lock_aborts_the_process() {
+fn a_panic_under_a_lock_shared_by_all_tenants_aborts_the_process() {
     const WHICH: &str = "TMEM_TEST_PANIC_UNDER";
     if let Ok(which) = std::env::var(WHICH) {
         panic_under_a_lock_of_all(&which);
@@ -154,7 +154,7 @@ fn a_panic_under_a_shared_lock_aborts_the_process() {
         let child = Command::new(std::env::current_exe().unwrap())
             .args([
                 "--exact",
-                "tests::faults::a_panic_under_a_shared_lock_aborts_the_process",
+                "tests::faults::a_panic_under_a_lock_shared_by_all_tenants_aborts_the_process",
             ])
             .env(WHICH, which)
             .output()

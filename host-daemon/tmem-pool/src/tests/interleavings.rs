@@ -201,18 +201,21 @@ fn a_slot_is_written(name: &str, write: fn(&Heap<()>, Handle)) {
 }
 
 #[test]
-fn slot_writes_are_correct_during_compaction() {
-    a_slot_is_written("slot_writes_are_correct_during_compaction", |heap, _| {
-        let handle = store(heap, 7);
-        assert_bytes(heap, handle, 7);
-        heap.free(handle);
-    });
+fn writing_a_heap_slot_is_correct_during_compaction() {
+    a_slot_is_written(
+        "writing_a_heap_slot_is_correct_during_compaction",
+        |heap, _| {
+            let handle = store(heap, 7);
+            assert_bytes(heap, handle, 7);
+            heap.free(handle);
+        },
+    );
 }
 
 #[test]
-fn slot_replacements_are_correct_during_compaction() {
+fn replacing_a_heap_slot_is_correct_during_compaction() {
     a_slot_is_written(
-        "slot_replacements_are_correct_during_compaction",
+        "replacing_a_heap_slot_is_correct_during_compaction",
         |heap, handle| {
             heap.replace(handle, &[1; LEN], HEAP_BYTES);
             assert_bytes(heap, handle, 1);
@@ -260,9 +263,12 @@ fn equal_pages(name: &str, page: Page) {
                 assert_eq!(
                     read,
                     Ok(()),
-                    "the page that was stored in domain {domain} cannot be read"
+                    "the page that was stored in trust domain {domain} cannot be read"
                 );
-                assert!(out == page, "domain {domain} reads wrong bytes");
+                assert!(
+                    out == page,
+                    "the page that was stored in trust domain {domain} has wrong bytes"
+                );
                 content
             })
         });
@@ -282,17 +288,17 @@ fn equal_pages(name: &str, page: Page) {
 }
 
 #[test]
-fn a_page_can_be_stored_while_its_last_copy_is_freed() {
+fn a_page_can_be_stored_while_its_last_equal_page_is_freed() {
     equal_pages(
-        "a_page_can_be_stored_while_its_last_copy_is_freed",
+        "a_page_can_be_stored_while_its_last_equal_page_is_freed",
         partly_noise(1, 4),
     );
 }
 
 #[test]
-fn a_raw_page_can_be_stored_while_its_last_copy_is_freed() {
+fn a_raw_page_can_be_stored_while_its_last_equal_page_is_freed() {
     equal_pages(
-        "a_raw_page_can_be_stored_while_its_last_copy_is_freed",
+        "a_raw_page_can_be_stored_while_its_last_equal_page_is_freed",
         noise(1),
     );
 }
@@ -308,7 +314,10 @@ fn equal_pages_of_two_workers(name: &str, page: Page) {
         });
         let finalized = workers.map(|thread| thread.join().unwrap());
         let contents = finalized.map(|page| page.content);
-        assert_eq!(contents[0], contents[1], "equal pages have two blobs");
+        assert_eq!(
+            contents[0], contents[1],
+            "equal pages of two workers are stored in two blobs"
+        );
         assert!(finalized[0].shared != finalized[1].shared);
         store.release_all(&contents);
         store.check(&HashMap::new());
@@ -424,11 +433,11 @@ fn a_retained_page_can_be_evicted_and_replaced_while_it_is_read() {
 /// empty. An engine with this fault would show it in few orders of the threads' steps only, so each
 /// execution tries several tenants.
 #[test]
-fn departing_tenant_is_kept_until_its_pages_are_freed() {
+fn a_departing_tenant_is_kept_until_its_pages_are_freed() {
     const OTHER: u32 = POOL + 1;
     const TENANTS: usize = 16;
     let pages = [partly_noise(1, 4), partly_noise(2, 4)];
-    let name = "departing_tenant_is_kept_until_its_pages_are_freed";
+    let name = "a_departing_tenant_is_kept_until_its_pages_are_freed";
     in_all_orders(name, ORDERS, move || {
         let engine = Engine::new(config(1 << 20)).unwrap();
         for _ in 0..TENANTS {

@@ -71,7 +71,7 @@ fn a_large_page_evicts_several_small_pages() {
 }
 
 #[test]
-fn a_page_above_the_limit_is_refused_without_eviction() {
+fn a_page_larger_than_the_limit_is_refused_without_eviction() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, limited(NOISE_CHARGE - 1));
     assert_eq!(put(&tenant, 1, 2, 1, &noise(1)), Refused);
@@ -93,7 +93,7 @@ fn a_page_above_the_limit_is_refused_without_eviction() {
 }
 
 #[test]
-fn a_refused_put_drops_an_earlier_page_of_its_key_in_the_batch() {
+fn a_refused_put_drops_an_earlier_page_with_the_same_key() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     tenant.shared().lock(&tenant.engine().totals).raw_max = 1;
@@ -115,7 +115,7 @@ fn a_refused_put_drops_an_earlier_page_of_its_key_in_the_batch() {
 }
 
 #[test]
-fn keys_of_same_filled_pages_are_limited() {
+fn the_number_of_keys_of_a_tenant_is_limited() {
     let engine = Engine::with(config(64 << 20), crate::hash::PageHash::of, 100).unwrap();
     let tenant = add(&engine, "a", None, OPEN);
     let stored = (0..150)
@@ -163,7 +163,7 @@ fn an_object_is_freed_with_its_last_page() {
 /// tenant's entitlement, from four full batches to as many pages as one core compresses in some 10
 /// ms.
 #[test]
-fn raw_pages_of_a_tenant_are_limited() {
+fn the_number_of_raw_pages_of_a_tenant_is_limited() {
     for (bytes, expected) in [(4 << 20, RAW_PAGES_MIN), (1 << 30, RAW_PAGES_MAX)] {
         let engine = new_engine(bytes);
         let tenant = add(&engine, "a", None, OPEN);
@@ -226,7 +226,7 @@ fn other_background_work_progresses_during_continuous_puts() {
     }
     assert!(
         stays.stats().raw_pages > 0,
-        "the test is too weak: no raw page waits at its end"
+        "the test is too weak: no raw page waits to be finalized after the last put"
     );
     let stats = engine.stats();
     assert_eq!((stats.detached_pages, stats.departed_tenants), (0, 0));
@@ -306,7 +306,7 @@ fn maintain_stops_when_compaction_frees_nothing() {
     assert!(stats.payload_bytes < stats.frames_bytes * 19 / 20);
     assert!(
         !heap.is_sparse() && !heap.has_spare(),
-        "the heap still counts as compactable: {stats:?}"
+        "the heap is still sparse or has spare spans after compaction: {stats:?}"
     );
 }
 
@@ -431,7 +431,7 @@ fn background_work_frees_memory_as_fast_as_puts_take_it() {
         assert_eq!(
             tenant.stats().evictions,
             evicted,
-            "puts of round {round} evicted pages, because background work is behind"
+            "puts of round {round} evicted pages, which background work should have evicted before"
         );
         // Each call finalizes up to eight pages.
         for _ in 0..8 {
@@ -442,14 +442,14 @@ fn background_work_frees_memory_as_fast_as_puts_take_it() {
     }
     assert!(
         tenant.stats().raw_pages > 0 && tenant.stats().evictions > before + 1600,
-        "the test is too weak: {:?}",
+        "the test is too weak: no raw page is left, or too few pages were evicted: {:?}",
         tenant.stats()
     );
     engine.check_invariants();
 }
 
 #[test]
-fn background_work_evicts_no_more_pages_than_a_tenant_is_above_its_entitlement() {
+fn background_work_evicts_a_tenant_only_down_to_its_entitlement() {
     const PAGES: u64 = 1200;
     let engine = new_engine(8 << 20);
     let tenant = add(&engine, "a", None, OPEN);
@@ -475,7 +475,7 @@ fn background_work_evicts_no_more_pages_than_a_tenant_is_above_its_entitlement()
 }
 
 #[test]
-fn watermarks_of_large_pools_have_a_maximum() {
+fn the_high_watermark_of_free_memory_has_a_maximum() {
     for (size_bytes, high_bytes) in [
         (64 << 20, 2 << 20),
         (4 << 30, 128 << 20),
@@ -488,7 +488,7 @@ fn watermarks_of_large_pools_have_a_maximum() {
 /// Lets a sweep end while many frames are idle. They go back to the system in several steps of
 /// background work, because each batch costs system calls.
 #[test]
-fn the_end_of_a_sweep_releases_idle_frames_in_bounded_steps() {
+fn idle_frames_are_released_in_bounded_steps_after_a_sweep() {
     const BATCH_BYTES: u64 = 64 * PAGE_SIZE as u64;
     let engine = new_engine(64 << 20);
     let tenant = add(&engine, "a", None, OPEN);
@@ -498,14 +498,14 @@ fn the_end_of_a_sweep_releases_idle_frames_in_bounded_steps() {
     let mut frames_bytes = engine.stats().frames_bytes;
     assert!(
         frames_bytes > 40 * BATCH_BYTES,
-        "the test is too weak: only {frames_bytes} B are idle"
+        "the test is too weak: the heap has only {frames_bytes} B of idle frames"
     );
     for _ in 0..1_000 {
         let more = engine.maintain(Time(SWEEP_NS), 1);
         let left_bytes = engine.stats().frames_bytes;
         assert!(
             frames_bytes - left_bytes <= BATCH_BYTES,
-            "one step released {} B",
+            "one step of background work released {} B, more than {BATCH_BYTES} B",
             frames_bytes - left_bytes
         );
         frames_bytes = left_bytes;
@@ -547,7 +547,11 @@ fn background_work_evicts_nothing_if_no_tenant_is_above_its_entitlement() {
     // A few evictions are allowed, because the pool may exceed its size by the index memory of the
     // last pages. Freeing memory up to the high watermark would evict some 30 pages.
     let evicted = tenant.stats().evictions - before.evictions;
-    assert!(evicted < 12, "background work evicted {evicted} pages");
+    assert!(
+        evicted < 12,
+        "background work evicted {evicted} pages of a tenant within its entitlement, not fewer \
+         than 12"
+    );
 }
 
 #[test]
@@ -599,7 +603,7 @@ fn fill_with_keys(tenant: &Tenant) -> u64 {
 }
 
 #[test]
-fn a_tenant_gets_its_entitlement_in_a_pool_full_of_keys() {
+fn a_tenant_gets_its_entitlement_in_a_pool_full_of_index_entries() {
     let engine = new_engine(8 << 20);
     let keys = add(&engine, "keys", None, OPEN);
     fill_with_keys(&keys);
@@ -618,7 +622,7 @@ fn a_tenant_gets_its_entitlement_in_a_pool_full_of_keys() {
 /// remaining pages is far below the memory of the tenant's index. Another tenant must still get its
 /// entitlement.
 #[test]
-fn a_tenant_gets_its_entitlement_in_a_pool_with_a_sparse_index() {
+fn a_tenant_gets_its_entitlement_beside_a_tenant_with_a_sparse_index() {
     let engine = new_engine(8 << 20);
     let keys = add(&engine, "keys", None, OPEN);
     let objects = fill_with_keys(&keys);
@@ -643,7 +647,7 @@ fn a_tenant_gets_its_entitlement_in_a_pool_with_a_sparse_index() {
 /// Lets many tenants fill the pool one after the other. No tenant may keep index memory for the
 /// keys of its evicted pages.
 #[test]
-fn tenants_keep_no_index_memory_of_evicted_pages() {
+fn index_memory_of_evicted_pages_is_released() {
     const TENANTS: u64 = 12;
     let engine = new_engine(8 << 20);
     let tenants: Vec<Tenant> = (0..TENANTS)
@@ -665,7 +669,7 @@ fn tenants_keep_no_index_memory_of_evicted_pages() {
 }
 
 #[test]
-fn a_pool_too_small_for_a_page_refuses_it() {
+fn a_put_into_a_pool_smaller_than_the_page_is_refused() {
     let engine = new_engine(6 << 10);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(put(&tenant, 1, 0, 1, &noise(1)), Refused);
@@ -674,7 +678,7 @@ fn a_pool_too_small_for_a_page_refuses_it() {
 }
 
 #[test]
-fn a_reserve_is_admitted_only_if_it_fits() {
+fn a_reserve_above_the_unreserved_part_of_the_pool_is_refused() {
     let engine = new_engine(1000);
     let quota = |reserve_bytes, limit_bytes| Quota {
         reserve_bytes,
@@ -739,7 +743,7 @@ fn reserve(reserve_bytes: u64) -> Quota {
 }
 
 #[test]
-fn reserves_are_admitted_against_the_full_pool_size() {
+fn reserves_are_limited_by_the_full_size_of_a_shrunk_pool() {
     let engine = new_engine(1000);
     let try_add = |name: &str, reserve_bytes| {
         engine.add_tenant(TenantSpec {
@@ -750,10 +754,12 @@ fn reserves_are_admitted_against_the_full_pool_size() {
     };
     engine.set_full(2000);
     engine.resize(500);
-    let a = try_add("a", 1500).expect("a reserve that fits into the full size was refused");
+    let a =
+        try_add("a", 1500).expect("a reserve that fits into the full size of the pool was refused");
     drop(a);
     engine.set_full(400);
-    let error = try_add("a", 500).expect_err("a reserve above the full size was admitted");
+    let error =
+        try_add("a", 500).expect_err("a reserve above the full size of the pool was admitted");
     assert_eq!((error.reserve_bytes, error.available_bytes), (500, 400));
     // Reserves that exist when the full size becomes smaller are kept. A tenant can lower its
     // reserve even if the sum of all reserves still does not fit.
@@ -778,7 +784,7 @@ fn reserves_are_admitted_against_the_full_pool_size() {
 }
 
 #[test]
-fn size_and_quotas_change_atomically() {
+fn pool_size_and_quotas_change_atomically() {
     let engine = new_engine(1000);
     let (a, b) = (
         add(&engine, "a", None, reserve(500)),
@@ -831,7 +837,7 @@ fn size_and_quotas_change_atomically() {
         .expect_err("a larger reserve was admitted although the full size is reserved");
     engine
         .configure(Some(3000), &[(&a, reserve(2800))])
-        .expect("reserves of 3,000 B were refused in a pool of 3,000 B");
+        .expect("three reserves of 3,000 B in total were refused in a pool of 3,000 B");
     assert_eq!(reserves(), [2800, 100, 100]);
     // If an operator has made the full size too small for all reserves, a tenant can still ask for
     // a smaller reserve or for its present reserve.
@@ -842,7 +848,7 @@ fn size_and_quotas_change_atomically() {
     let quotas = [(&a, reserve(900)), (&b, reserve(51))];
     let error = engine
         .configure(None, &quotas)
-        .expect_err("b got a larger reserve although the reserves exceed the full size");
+        .expect_err("tenant b got a larger reserve although the reserves exceed the full size");
     assert_eq!((error.tenant.as_str(), error.available_bytes), ("b", 0));
 }
 
@@ -874,7 +880,7 @@ fn entitlements_change_as_tenants_join_and_leave() {
 }
 
 #[test]
-fn shrinking_the_pool_evicts_in_bounded_steps() {
+fn a_shrunk_pool_evicts_pages_in_bounded_steps() {
     let engine = new_engine(400 * NOISE_CHARGE);
     let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
     fill(&a, 1, 120);
@@ -890,7 +896,7 @@ fn shrinking_the_pool_evicts_in_bounded_steps() {
     assert_eq!(
         a.stats().evictions,
         0,
-        "pages of a were evicted although b is more above its entitlement"
+        "pages of tenant a were evicted although tenant b is further above its entitlement"
     );
     maintain_all(&engine);
     let stats = engine.stats();
@@ -907,7 +913,7 @@ fn shrinking_the_pool_evicts_in_bounded_steps() {
 }
 
 #[test]
-fn a_put_evicts_no_more_than_its_bound() {
+fn a_put_evicts_a_bounded_number_of_pages() {
     let engine = new_engine(2000 * NOISE_CHARGE);
     let tenant = add(&engine, "a", None, OPEN);
     fill(&tenant, 1, 1500);
@@ -915,7 +921,7 @@ fn a_put_evicts_no_more_than_its_bound() {
     assert_eq!(
         put(&tenant, 2, 0, 1, &noise(1)),
         Refused,
-        "a put was stored although the pool is still far above its size"
+        "a page was stored although the pool is still far above its size"
     );
     let evictions = tenant.stats().evictions;
     assert!(
@@ -941,7 +947,7 @@ fn a_put_evicts_no_more_than_its_bound() {
 /// has only stale entries, whose pages are gone. These entries must not delay the raw pages of
 /// other tenants.
 #[test]
-fn stale_entries_of_a_raw_queue_do_not_delay_other_tenants() {
+fn stale_raw_queue_entries_do_not_delay_pages_of_other_tenants() {
     let engine = new_engine(4 << 20);
     let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
     let put_raw = |tenant: &Tenant, index, page: &Page| {
@@ -953,7 +959,7 @@ fn stale_entries_of_a_raw_queue_do_not_delay_other_tenants() {
         assert!(get(&a, 1, turn, 1).is_some());
         assert!(
             a.shared().has_raw(),
-            "the queue of raw pages of a has no stale entry"
+            "the queue of raw pages of tenant a has no stale entry"
         );
         (0..8).for_each(|index| put_raw(&b, index, &noise(100 + 8 * turn + index)));
         assert_eq!(b.stats().raw_pages, 8);

@@ -486,7 +486,7 @@ impl World {
             assert_eq!(
                 stats.pages,
                 vm.pages.len() as u64,
-                "the engine counts pages that the model does not have"
+                "the engine counts another number of pages than the model has"
             );
             let gone = (before - vm.pages.len()) as u64;
             // After a put, fewer pages may be missing than were evicted. The put may have evicted a
@@ -567,7 +567,7 @@ fn a_get_returns_the_last_put_when_allocations_fail() {
 /// run has that seed.
 #[test]
 #[ignore = "runs for TMEM_SECONDS seconds: make fuzz"]
-fn random_operations_match_the_model() {
+fn random_engine_operations_match_the_model() {
     let seconds = std::env::var("TMEM_SECONDS").map_or(60, |text| {
         text.parse()
             .expect("TMEM_SECONDS is not a number of seconds")

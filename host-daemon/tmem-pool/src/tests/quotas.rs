@@ -15,7 +15,7 @@ const fn quota(reserve_bytes: u64, limit_bytes: Option<u64>, weight: u32) -> Quo
 }
 
 #[test]
-fn entitlements_match_expected_values() {
+fn entitlements_of_example_quotas_have_the_expected_values() {
     let cases: &[(&str, u64, &[Quota], &[u64])] = &[
         ("no tenant", 1000, &[], &[]),
         ("one tenant", 1000, &[quota(0, None, 1)], &[1000]),
@@ -142,7 +142,7 @@ fn entitlements_match_expected_values() {
         assert_eq!(
             entitlements(*size_bytes, quotas),
             *expected,
-            "wrong entitlements in the case: {what}"
+            "entitlements() returned wrong entitlements in the case: {what}"
         );
     }
 }
@@ -157,7 +157,7 @@ fn random(rng: &mut Rng) -> Quota {
 }
 
 #[test]
-fn entitlements_respect_size_limits_and_reserves() {
+fn entitlements_respect_pool_size_limits_and_reserves() {
     for_each_seed("entitlements", 2000, |seed| {
         let mut rng = Rng::new(seed);
         let size_bytes = rng.below(20_000);
@@ -178,7 +178,7 @@ fn entitlements_respect_size_limits_and_reserves() {
         if hungry && reserved <= size_bytes {
             assert!(
                 size_bytes - sum < quotas.len() as u64,
-                "{} B are not divided, although a tenant could take more",
+                "the entitlements leave {} B of the pool unused, although a tenant could use more",
                 size_bytes - sum
             );
         }
@@ -201,7 +201,8 @@ fn entitlements_respect_size_limits_and_reserves() {
                     let difference = (share * other_weight).abs_diff(other_share * weight);
                     assert!(
                         difference <= weight + other_weight,
-                        "the shares above the reserves are not proportional to the weights: {open:?}"
+                        "the parts of entitlements above the reserves are not proportional to the \
+                         weights: {open:?}"
                     );
                 }
             }

@@ -25,7 +25,10 @@ const NOISE_CHARGE: u64 = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
 fn retain_all(tenant: &Tenant, object: u64, pages: u64) {
     for index in 0..pages {
         let (_, retained) = get_retaining(tenant, object, index, 1).unwrap();
-        assert!(retained, "page {index} was removed instead of retained");
+        assert!(
+            retained,
+            "a get removed page {index} instead of retaining it"
+        );
     }
 }
 
@@ -35,7 +38,7 @@ fn counts(tenant: &Tenant) -> (u64, u64) {
 }
 
 #[test]
-fn a_retained_page_is_held_again_after_a_reference() {
+fn a_ref_turns_a_retained_page_into_a_held_page() {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     for (index, page) in [noise(1), partly_noise(2, 4), [3; PAGE_SIZE]]
@@ -73,7 +76,7 @@ fn a_retained_page_is_held_again_after_a_reference() {
 }
 
 #[test]
-fn only_allowed_pages_are_retained() {
+fn a_get_retains_only_pages_whose_retain_bit_is_set() {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     fill(&tenant, 1, 64);
@@ -87,19 +90,22 @@ fn only_allowed_pages_are_retained() {
             true => GetResult::Retained { cookie: 1 },
             false => GetResult::Hit { cookie: 1 },
         };
-        assert_eq!(*result, expected, "wrong result for page {nth}");
+        assert_eq!(
+            *result, expected,
+            "the get returned a wrong result for page {nth}"
+        );
     }
     assert_eq!(counts(&tenant), (3, 3));
     maintain_all(&engine);
 }
 
 #[test]
-fn a_reference_with_another_cookie_changes_nothing() {
+fn a_ref_with_a_wrong_cookie_changes_nothing() {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     assert!(
         !refer(&tenant, 1, 0, 7),
-        "a page that was never put is held"
+        "refer() reports that a page is held that was never put"
     );
     put(&tenant, 1, 0, 7, &noise(1));
     assert!(get_retaining(&tenant, 1, 0, 7).unwrap().1);
@@ -201,7 +207,7 @@ fn retained_pages_are_evicted_before_held_pages() {
 }
 
 #[test]
-fn retained_pages_above_an_entitlement_are_evicted_before_held_pages_of_others() {
+fn retained_pages_of_a_tenant_above_its_entitlement_are_evicted_first() {
     let engine = new_engine(400 * NOISE_CHARGE);
     let reserve = Quota {
         reserve_bytes: 100 * NOISE_CHARGE,
@@ -259,7 +265,7 @@ fn retained_pages_above_an_entitlement_are_evicted_before_held_pages_of_others()
 /// For the other tenant, the pool retains the pages and the guest sends references (REF). The
 /// policy must evict the pages of both tenants in the same order.
 #[test]
-fn the_policy_treats_a_reference_like_a_put() {
+fn the_eviction_policy_treats_a_ref_like_a_put() {
     for_each_seed("reuse", 4, |seed| {
         let orders = [false, true].map(|retain| {
             let engine = Engine::new(crate::EngineConfig {
@@ -506,7 +512,7 @@ const HISTORY_PART: u64 = 256;
 /// guest must not read its disk more often than without them, whatever the size of the pool. When
 /// the guest sends references (REF), only few of the retained pages may already be evicted.
 #[test]
-fn retained_pages_cause_no_more_disk_reads() {
+fn retaining_pages_does_not_increase_disk_reads() {
     const SET: u64 = 1500;
     const CACHE: usize = 500;
     const READS: usize = 20_000;
@@ -549,7 +555,9 @@ fn retained_pages_cause_no_more_disk_reads() {
                     let copies = with.puts.saturating_sub(with.disk);
                     assert!(
                         copies * 20 < with.refs,
-                        "the guest sent at least one copy for every 20 REFs: {with:?}"
+                        "the guest put {copies} pages again beside {} REFs, not fewer than one in \
+                         20",
+                        with.refs
                     );
                 }
             }

@@ -196,7 +196,7 @@ fn concurrent_operations_return_correct_pages() {
 /// the tenant departed. Departing detaches the tenant's pages, so `forget` must do nothing. A test
 /// in `interleavings.rs` covers this case with threads.
 #[test]
-fn departed_tenant_with_pages_is_not_forgotten() {
+fn a_departed_tenant_is_kept_while_it_has_pages() {
     let engine = new_engine(600 << 10);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(put(&tenant, 1, 1, 1, &noise(1)), PutResult::Stored);

@@ -306,7 +306,7 @@ pub(super) fn all() -> Vec<Fault> {
             g.kick(t.queue);
             t.queue
         };
-        let name = format!("avail index ahead by {ahead} in a ring of 128 entries");
+        let name = format!("avail index {ahead} entries ahead in a ring of 128 entries");
         out.push(Fault {
             name,
             expect: stopped,

@@ -126,7 +126,7 @@ pub(super) fn all() -> Vec<Fault> {
 fn sizes(name: &str, make: Make) -> Vec<Fault> {
     let mut out = Vec::new();
     out.push(rebuilt(
-        format!("{name}: a readable byte too many"),
+        format!("{name} with a readable byte too many"),
         BAD,
         make,
         |_, p| {
@@ -147,7 +147,7 @@ fn sizes(name: &str, make: Make) -> Vec<Fault> {
         },
     ));
     out.push(rebuilt(
-        format!("{name}: a readable byte too few"),
+        format!("{name} with a readable byte too few"),
         BAD,
         make,
         |_, p| {
@@ -161,13 +161,13 @@ fn sizes(name: &str, make: Make) -> Vec<Fault> {
         },
     ));
     out.push(rebuilt(
-        format!("{name}: no readable byte"),
+        format!("{name} without a readable byte"),
         BAD,
         make,
         |_, p| whole(p).into_iter().filter(|b| b.writable).collect(),
     ));
     out.push(rebuilt(
-        format!("{name}: 23 readable bytes"),
+        format!("{name} with 23 readable bytes, one less than a request header"),
         BAD,
         make,
         |_, p| {
@@ -182,7 +182,7 @@ fn sizes(name: &str, make: Make) -> Vec<Fault> {
         },
     ));
     out.push(rebuilt(
-        format!("{name}: a writable byte too many"),
+        format!("{name} with a writable byte too many"),
         BAD,
         make,
         |_, p| {
@@ -196,7 +196,7 @@ fn sizes(name: &str, make: Make) -> Vec<Fault> {
         },
     ));
     out.push(rebuilt(
-        format!("{name}: no room for resp"),
+        format!("{name} with too few writable bytes for a status"),
         Expect::Stopped,
         make,
         |_, p| {
@@ -211,13 +211,13 @@ fn sizes(name: &str, make: Make) -> Vec<Fault> {
         },
     ));
     out.push(rebuilt(
-        format!("{name}: nothing writable"),
+        format!("{name} without a writable buffer"),
         Expect::Stopped,
         make,
         |_, p| whole(p).into_iter().filter(|b| !b.writable).collect(),
     ));
     out.push(rebuilt(
-        format!("{name}: writable first"),
+        format!("{name} with the writable buffers before the readable ones"),
         BAD_OR_STOPPED,
         make,
         |_, p| {
@@ -227,7 +227,7 @@ fn sizes(name: &str, make: Make) -> Vec<Fault> {
         },
     ));
     out.push(rebuilt(
-        format!("{name}: readable last"),
+        format!("{name} with a readable buffer after the writable ones"),
         BAD_OR_STOPPED,
         make,
         |_, p| {
@@ -247,7 +247,7 @@ fn sizes(name: &str, make: Make) -> Vec<Fault> {
 fn result_sizes(name: &str, make: Make) -> Vec<Fault> {
     let mut out = Vec::new();
     out.push(rebuilt(
-        format!("{name}: a result byte too few"),
+        format!("{name} with a writable byte too few for the results"),
         BAD,
         make,
         |_, p| {
@@ -260,7 +260,7 @@ fn result_sizes(name: &str, make: Make) -> Vec<Fault> {
         },
     ));
     out.push(rebuilt(
-        format!("{name}: only room for resp"),
+        format!("{name} with writable bytes for the status only"),
         BAD,
         make,
         |_, p| {

@@ -19,7 +19,7 @@ pub(super) fn all() -> Vec<Fault> {
     for (name, make) in requests {
         for unknown in [0u16, 4, 15, 20, u16::MAX] {
             out.push(bent(
-                format!("{name} as type {unknown}"),
+                format!("{name} with the unknown request type {unknown}"),
                 UNSUPPORTED,
                 make,
                 move |e| e.patch(TYPE, &unknown.to_le_bytes()),
@@ -35,7 +35,7 @@ pub(super) fn all() -> Vec<Fault> {
         }
         for generation in [0, 1, u64::MAX] {
             out.push(bent(
-                format!("{name} with wrong generation {generation}"),
+                format!("{name} with the wrong generation {generation}"),
                 STALE,
                 make,
                 move |e| e.patch(GENERATION, &generation.to_le_bytes()),
@@ -43,7 +43,7 @@ pub(super) fn all() -> Vec<Fault> {
         }
         for flip in [0, 31, 32, 63] {
             out.push(bent(
-                format!("{name}: generation bit {flip}"),
+                format!("{name} with bit {flip} of the generation flipped"),
                 STALE,
                 make,
                 move |mut e| {
@@ -59,7 +59,7 @@ pub(super) fn all() -> Vec<Fault> {
             .filter(|&w| w != count)
         {
             out.push(bent(
-                format!("{name}: count is {wrong} instead of {count}"),
+                format!("{name} with the count {wrong} instead of {count}"),
                 BAD,
                 make,
                 move |e| e.patch(COUNT, &wrong.to_le_bytes()),
@@ -76,7 +76,7 @@ pub(super) fn all() -> Vec<Fault> {
         }
         if has_pool && name != "create" {
             out.push(bent(
-                format!("{name} of no live pool"),
+                format!("{name} of a pool that does not exist"),
                 NO_POOL,
                 make,
                 |e| e.patch(POOL, &u32::MAX.to_le_bytes()),
@@ -190,13 +190,16 @@ pub(super) fn of_retained_pages() -> Vec<Fault> {
         ));
     }
     for (name, make) in others.into_iter().filter(|(name, _)| *name != "ref") {
-        out.push(bent(format!("{name} as a ref"), BAD, make, |e| {
-            e.patch(TYPE, &wire::T_REF.to_le_bytes())
-        }));
+        out.push(bent(
+            format!("{name} with the request type of a ref"),
+            BAD,
+            make,
+            |e| e.patch(TYPE, &wire::T_REF.to_le_bytes()),
+        ));
     }
     for wrong in [0, 1, 3, 64, 65, u16::MAX] {
         out.push(bent(
-            format!("ref: count is {wrong} instead of 2"),
+            format!("ref with the count {wrong} instead of 2"),
             BAD,
             refer,
             move |e| e.patch(COUNT, &wrong.to_le_bytes()),
@@ -204,7 +207,7 @@ pub(super) fn of_retained_pages() -> Vec<Fault> {
     }
     for generation in [0, 1, u64::MAX] {
         out.push(bent(
-            format!("ref with wrong generation {generation}"),
+            format!("ref with the wrong generation {generation}"),
             STALE,
             refer,
             move |e| e.patch(GENERATION, &generation.to_le_bytes()),

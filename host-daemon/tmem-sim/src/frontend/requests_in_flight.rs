@@ -159,9 +159,7 @@ impl FakeGuest {
     pub fn publish(&mut self, queue: usize) {
         let q = &mut self.queues[queue];
         if q.ring.publish() {
-            q.kick
-                .write(1)
-                .expect("writing to an eventfd of this process failed");
+            q.kick.write(1).expect("cannot write to an eventfd");
         }
     }
 
@@ -173,7 +171,7 @@ impl FakeGuest {
         self.queues[queue]
             .kick
             .write(1)
-            .expect("writing to an eventfd of this process failed");
+            .expect("cannot write to an eventfd");
     }
 
     /// Adds a request to a queue, publishes it, and kicks the device if it wants that. Returns the

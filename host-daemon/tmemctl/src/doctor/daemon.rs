@@ -314,8 +314,9 @@ mod tests {
 
     fn state(findings: &[Finding], check: &str) -> State {
         let found = findings.iter().find(|finding| finding.check == check);
-        let found =
-            found.unwrap_or_else(|| panic!("no finding for check {check} among {findings:#?}"));
+        let found = found.unwrap_or_else(|| {
+            panic!("doctor has no finding for check {check} among {findings:#?}")
+        });
         assert_eq!(
             found.state != State::Good,
             found.remedy.is_some(),
@@ -373,13 +374,13 @@ mod tests {
             assert_eq!(
                 vm_socket(&vm).state,
                 wanted,
-                "a VM's socket of mode {mode:o} is judged wrongly"
+                "doctor judges a VM's socket of mode {mode:o} wrongly"
             );
             if mode != 0o060 {
                 assert_eq!(
                     control_socket(&path).state,
                     wanted,
-                    "a control socket of mode {mode:o} is judged wrongly"
+                    "doctor judges a control socket of mode {mode:o} wrongly"
                 );
             }
         }
@@ -414,7 +415,7 @@ mod tests {
             assert_eq!(
                 state(&of_vm(&vm, &stats), "driver"),
                 wanted,
-                "the driver's state is judged wrongly: {:?}",
+                "doctor judges the driver's state wrongly: {:?}",
                 stats.driver
             );
         }

@@ -188,7 +188,7 @@ mod tests {
 
     fn served(xml: &str) -> api::Vm {
         let device = Domain::parse(xml)
-            .expect("the domain was refused")
+            .expect("the XML of the domain was refused")
             .device
             .expect("the domain does not have the device");
         api::Vm {

@@ -135,7 +135,7 @@ mod tests {
             states()
                 .into_iter()
                 .find(|(c, _)| *c == check)
-                .expect("the report lacks the check")
+                .expect("the report of doctor lacks the check")
                 .1
         };
         // At first, the temporary directory that stands for the host has neither libvirt nor

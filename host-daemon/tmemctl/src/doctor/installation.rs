@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn doctor_finds_a_qemu_that_was_replaced() {
+    fn doctor_finds_a_qemu_that_was_replaced_after_the_vm_started() {
         let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let root = directory.path();
         let process = |pid: &str, name: &str, device: &str, program: &str| {

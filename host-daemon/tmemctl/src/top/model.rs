@@ -280,7 +280,7 @@ pub mod tests {
     /// Returns the statistics of a connected VM with the given counters.
     pub fn vm(name: &str, gets: i64, hits: i64, puts: i64) -> VmStats {
         let mut vm: VmStats =
-            serde_json::from_value(figures(Scope::Vm)).expect("a field of the reply is missing");
+            serde_json::from_value(figures(Scope::Vm)).expect("the statistics lack a field");
         (vm.name, vm.gets, vm.hits, vm.puts) = (name.into(), gets, hits, puts);
         vm.connected = true;
         vm
@@ -298,9 +298,9 @@ pub mod tests {
     pub fn reply(vms: Vec<VmStats>) -> GetStats_Reply {
         GetStats_Reply {
             daemon: serde_json::from_value(figures(Scope::Daemon))
-                .expect("a field of the reply is missing"),
+                .expect("the statistics lack a field"),
             pool: serde_json::from_value(figures(Scope::Pool))
-                .expect("a field of the reply is missing"),
+                .expect("the statistics lack a field"),
             vms,
         }
     }
@@ -318,7 +318,11 @@ pub mod tests {
         let mut model = Model::new(Sort::Get, String::new());
         let start = Instant::now();
         model.take(reply(vec![vm("a", 100, 50, 10)]), start);
-        assert_eq!(model.rows()[0].gets, 0.0, "one reading gave a rate");
+        assert_eq!(
+            model.rows()[0].gets,
+            0.0,
+            "a single poll of the statistics gave a rate"
+        );
         let mut next = vm("a", 300, 200, 30);
         next.get_latency.buckets[3] = 4;
         next.get_latency.sum_ns = 20_000;

@@ -528,7 +528,7 @@ mod tests {
         );
         assert!(
             cells.last().is_some_and(|bars| bars.contains("█")),
-            "the VM with most gets has no bar: {text}"
+            "the VM with the most gets has no bar: {text}"
         );
         assert!(
             screen[web + 1].starts_with("*db"),
@@ -548,7 +548,10 @@ mod tests {
             "5010000 puts ",
             "31 µs ",
         ] {
-            assert!(text.contains(end), "{end} is cut off: {text}");
+            assert!(
+                text.contains(end),
+                "the end {end:?} of a line is cut off: {text}"
+            );
         }
     }
 
@@ -582,7 +585,7 @@ mod tests {
     /// Compares the screen that docs/tmemctl.md shows with the screen that the code draws. With
     /// TMEM_BLESS=1, the test writes the drawn screen to that file.
     #[test]
-    fn docs_tmemctl_md_shows_the_current_view() {
+    fn docs_tmemctl_md_contains_the_current_view_of_top() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/tmemctl.md");
         let text = std::fs::read_to_string(&path).expect("cannot read docs/tmemctl.md");
         let (before, rest) = text
@@ -628,7 +631,7 @@ mod tests {
     }
 
     #[test]
-    fn many_vms_scroll_and_every_terminal_size_works() {
+    fn the_view_scrolls_and_fits_every_terminal_size() {
         let mut model = Model::new(Sort::Name, String::new());
         let vms = (0..100)
             .map(|nth| vm(&format!("vm-{nth:03}"), 0, 0, 0))

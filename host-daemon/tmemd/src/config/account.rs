@@ -94,10 +94,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_user_or_group_is_looked_up_once() {
+    fn the_number_of_a_user_or_group_is_kept_after_the_first_lookup() {
         let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let path = directory.path().join("group");
-        let file = path.to_str().expect("the text is not UTF-8");
+        let file = path.to_str().expect("the path is not UTF-8");
         std::fs::write(file, b"qemu:x:64055:\nb\xf6se:x:5:\nmetrics:x:990:\n")
             .expect("cannot write the file");
         let account = |name: &str| name.parse::<Account>().expect("the account name is empty");
@@ -116,7 +116,7 @@ mod tests {
         }
         for name in ["nobody-such", "4294967295", "-1"] {
             let Err(error) = account(name).find(file) else {
-                panic!("account {name} was found");
+                panic!("account {name}, which the file does not list, was found");
             };
             assert!(
                 error.contains(file) && error.contains("create the account"),
@@ -127,19 +127,21 @@ mod tests {
         // From here on, the file that lists the accounts does not exist. In the sandbox, the daemon
         // cannot read that file either.
         std::fs::remove_file(file).expect("cannot remove the file");
-        found.find(file).expect("the account's number is not known");
+        found
+            .find(file)
+            .expect("the account, which was found before, is looked up again");
         assert_eq!(found, account("metrics"));
         assert_ne!(
             found,
             account("990"),
-            "accounts of the same number and different names are equal"
+            "two accounts with the same number and different names compare as equal"
         );
         account("107")
             .find(file)
-            .expect("an account that is a number was not found without a file");
+            .expect("an account that is given as a number needs the file");
         let error = account("metrics")
             .find(file)
-            .expect_err("an account was found without a file");
+            .expect_err("an account name was found although the file does not exist");
         assert!(
             error.contains(file) && error.contains("give the number"),
             "the error does not name the file and the remedy: {error}"

@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn the_template_is_valid_with_any_one_line_uncommented() {
+    fn the_configuration_template_is_valid_with_any_line_uncommented() {
         let lines: Vec<&str> = EXAMPLE.lines().collect();
         let mut found = 0;
         for (number, line) in lines.iter().enumerate() {
@@ -332,14 +332,14 @@ mod tests {
     }
 
     #[test]
-    fn a_file_with_all_keys_is_parsed() {
+    fn a_configuration_file_with_all_keys_is_parsed() {
         let file = Settings::parse(
             "pool_size = \"8GiB\"\nhost_free_min = 1048576\nmemory_pressure = \"none\"\nworkers = 3\nbackground_threads = 64\nevent_loop = \"epoll\"\npoll_max_us = 7\nvm_pages_per_second = 9\n\
              control = \"/c\"\ncontrol_group = \"g\"\ncontrol_read_only = \"/r\"\ncontrol_read_only_group = \"7\"\nrun_directory = \"/f\"\nlog = \"info,tmemd=debug\"\n\
              [[vm]]\nname = \"a\"\nsocket = \"/a.sock\"\ntrust_domain = \"web\"\nreserve = \"1MiB\"\n\
              [[vm]]\nname = \"b\"\nsocket = \"/b.sock\"\nowner = \"nobody-such\"\nlimit = 4096\nweight = 7\nmemory_max = \"16GiB\"\n",
         )
-        .expect("the configuration was refused");
+        .expect("a valid configuration was refused");
         assert_eq!(
             (file.pool_size, file.host_free_min),
             (Some(8 << 30), Some(1 << 20))
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_line_key_value_and_remedy() {
+    fn configuration_errors_name_line_key_value_and_remedy() {
         for (text, parts) in [
             (
                 "\n# comment\npoolsize = 1",
@@ -446,12 +446,12 @@ mod tests {
             ),
         ] {
             let Err(ConfigError(error)) = Settings::parse(text) else {
-                panic!("{text:?} was accepted");
+                panic!("the invalid configuration {text:?} was accepted");
             };
             for part in parts {
                 assert!(
                     error.contains(part),
-                    "{text}: the error has no {part:?}: {error}"
+                    "{text}: the error does not contain {part:?}: {error}"
                 );
             }
             assert_eq!(
@@ -488,7 +488,7 @@ mod tests {
     /// The documentation, the help of the command-line options and the template `tmemd.toml`
     /// describe each key with the same text.
     #[test]
-    fn the_documentation_and_the_template_contain_every_key() {
+    fn the_documentation_and_the_template_contain_every_configuration_key() {
         let documented = documented();
         let of_vm = keys("[[vm]]\nx = 1");
         let names: Vec<_> = documented.iter().map(|row| row[0]).collect();
@@ -509,7 +509,7 @@ mod tests {
             );
             assert!(
                 ["reload", "start"].contains(&applies),
-                "{key} applies at {applies}, which is neither reload nor start"
+                "the documentation gives {applies:?} for {key}, not \"reload\" or \"start\""
             );
             if number >= settings {
                 assert!(

@@ -22,7 +22,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_field_of_meminfo_is_read_in_bytes() {
+    fn meminfo_fields_are_converted_to_bytes() {
         let meminfo = "MemTotal:       24684112 kB\nMemFree:  19 kB\nMemAvailable:   22753792 kB\n";
         assert_eq!(
             meminfo_bytes(meminfo, "MemAvailable"),

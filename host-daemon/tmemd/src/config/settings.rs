@@ -263,7 +263,7 @@ impl Config {
             let name = vm.split(',').next().unwrap_or_default();
             let socket = directory.join(format!("{name}.sock"));
             let text = format!("name={vm},socket={}", socket.display());
-            text.parse().expect("the VM's settings were refused")
+            text.parse().expect("valid settings of a VM were refused")
         };
         Config {
             pool_size_bytes: 64 << 20,
@@ -341,7 +341,8 @@ impl Config {
         }
         if let (Some(group), None) = (&self.control_read_only_group, &self.control_read_only) {
             return fault(format!(
-                "control_read_only_group = {:?}: there is no socket for this group: name one with control_read_only",
+                "control_read_only_group = {:?}: there is no socket for this group: name one with \
+                 control_read_only",
                 group.name
             ));
         }
@@ -396,12 +397,12 @@ mod tests {
     use crate::memory::budget::VM_MEMORY_BYTES_DEFAULT;
 
     #[test]
-    fn a_vm_with_all_keys_is_parsed() {
+    fn a_vm_option_with_all_keys_is_parsed() {
         let vm: VmConfig =
             "socket=/run/a.sock,name=web-1,owner=qemu,uuid=01234567-89AB-cdef-0123-456789abcdef,\
                             trust_domain=debian,reserve=16MiB,limit=1GiB,weight=7,memory_max=2TiB"
                 .parse()
-                .expect("the VM's settings were refused");
+                .expect("valid settings of a VM were refused");
         assert_eq!(
             vm,
             VmConfig {
@@ -420,7 +421,7 @@ mod tests {
         );
         let vm: VmConfig = "name=a,socket=s"
             .parse()
-            .expect("the VM's settings were refused");
+            .expect("valid settings of a VM were refused");
         assert_eq!(
             vm.quota,
             Quota {
@@ -434,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_vm_key_and_value() {
+    fn errors_in_vm_settings_name_the_vm_key_and_value() {
         for (text, parts) in [
             (
                 "name=a,socket=s,limit=12XB",
@@ -472,13 +473,13 @@ mod tests {
             ("name=a,socket", &["\"socket\"", "key=value"]),
         ] {
             let Err(error) = text.parse::<VmConfig>() else {
-                panic!("{text:?} was accepted");
+                panic!("the invalid VM settings {text:?} were accepted");
             };
             let error = error.0;
             for part in parts {
                 assert!(
                     error.contains(part),
-                    "{text}: the error has no {part:?}: {error}"
+                    "{text}: the error does not contain {part:?}: {error}"
                 );
             }
         }
@@ -490,7 +491,7 @@ mod tests {
             control_read_only: Some("/r".into()),
             vms: vms
                 .iter()
-                .map(|vm| vm.parse().expect("the VM's settings were refused"))
+                .map(|vm| vm.parse().expect("valid settings of a VM were refused"))
                 .collect(),
             ..Config::for_test("/".as_ref(), &[])
         }
@@ -500,7 +501,7 @@ mod tests {
     fn contradicting_settings_are_refused() {
         config(&["name=a,socket=/a", "name=b,socket=/b"])
             .check()
-            .expect("the configuration was refused");
+            .expect("a valid configuration was refused");
         let mut full = config(&["name=a,socket=/a,reserve=1MiB,limit=1MiB"]);
         full.pool_size_bytes = 1 << 20;
         full.check()
@@ -529,7 +530,8 @@ mod tests {
                     "name=a,socket=/a,reserve=40MiB",
                     "name=b,socket=/b,reserve=25MiB",
                 ]),
-                "VM \"b\": a reserve of 26214400 bytes does not fit: the other VMs' reserves leave 25165824",
+                "VM \"b\": a reserve of 26214400 bytes does not fit: the other VMs' reserves leave \
+                 25165824",
             ),
             (
                 config(&["name=a,socket=/a,reserve=2MiB,limit=1MiB"]),
@@ -599,9 +601,12 @@ mod tests {
             ),
         ] {
             let Err(ConfigError(error)) = config.check() else {
-                panic!("a configuration was accepted whose error should have {part:?}");
+                panic!("an invalid configuration was accepted; its error should contain {part:?}");
             };
-            assert!(error.contains(part), "the error has no {part:?}: {error}");
+            assert!(
+                error.contains(part),
+                "the error does not contain {part:?}: {error}"
+            );
         }
     }
 
@@ -614,7 +619,7 @@ mod tests {
             ..config(&["name=a,socket=/a,owner=root", "name=b,socket=/b"])
         };
         good.find_accounts()
-            .expect("the host lacks an account of this test");
+            .expect("the host lacks an account that the test uses");
         let number = |account: &Option<Account>| account.as_ref().and_then(Account::number);
         assert_eq!(number(&good.control_group), Some(0));
         assert_eq!(number(&good.control_read_only_group), Some(17));
@@ -636,12 +641,15 @@ mod tests {
             ] {
                 config
                     .check()
-                    .expect("the check failed, although it looks up no account");
+                    .expect("the check refused unknown account names, which it does not look up");
                 let Err(ConfigError(error)) = config.find_accounts() else {
-                    panic!("account {name:?} of {key:?} was found");
+                    panic!("account {name:?} of {key:?}, which no host has, was found");
                 };
                 for part in [key, name, file, "create the account"] {
-                    assert!(error.contains(part), "the error has no {part:?}: {error}");
+                    assert!(
+                        error.contains(part),
+                        "the error does not contain {part:?}: {error}"
+                    );
                 }
             }
         }

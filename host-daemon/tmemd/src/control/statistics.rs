@@ -302,7 +302,7 @@ mod tests {
     /// Counts in a guest's latency report are limited, so that no overflow occurs when readers of
     /// the statistics add and multiply them.
     #[test]
-    fn counts_of_a_guest_are_bounded() {
+    fn counts_in_a_latency_report_of_a_guest_are_bounded() {
         let latencies = wire::Latencies {
             get_ns: u64::MAX.into(),
             get: [u64::MAX.into(); 16],

@@ -169,7 +169,8 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
             message.extend_from_slice(piece);
             if message.len() > MESSAGE_BYTES_MAX {
                 service.warn(format_args!(
-                    "a client sent a message of more than {MESSAGE_BYTES_MAX} bytes and is disconnected"
+                    "a client sent a message of more than {MESSAGE_BYTES_MAX} bytes and is \
+                     disconnected"
                 ));
                 return;
             }

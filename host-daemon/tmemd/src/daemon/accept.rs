@@ -50,7 +50,7 @@ impl Purpose {
         match self {
             Purpose::Vm(vm) => vm.refuse(peer),
             Purpose::Control(service, _) => {
-                service.warn(format_args!("a client is refused, {peer}"))
+                service.warn(format_args!("a client is refused: {peer}"))
             }
         }
     }
@@ -88,7 +88,7 @@ impl EndedThreads {
             if let Some(at) = connections.iter().position(is_it)
                 && connections.swap_remove(at).1.join().is_err()
             {
-                tracing::error!("a connection's thread panicked");
+                tracing::error!("a bug: the thread of a connection panicked");
             }
         }
     }
@@ -312,7 +312,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_client_that_panics_releases_its_slot() {
+    fn a_panic_in_a_client_thread_releases_its_connection_slot() {
         let clients = Arc::default();
         for _ in 0..varlink::CLIENTS_MAX + 1 {
             let client = AssertUnwindSafe(|| {

@@ -172,7 +172,7 @@ impl Daemon {
         let connections = match self.acceptor.take().map(JoinHandle::join) {
             Some(Ok(connections)) => connections,
             Some(Err(_)) => {
-                tracing::error!("the acceptor panicked");
+                tracing::error!("a bug: the thread that accepts connections panicked");
                 Vec::new()
             }
             None => Vec::new(),
@@ -183,7 +183,7 @@ impl Daemon {
         }
         for (_, thread) in connections {
             if thread.join().is_err() {
-                tracing::error!("a connection's thread panicked");
+                tracing::error!("a bug: the thread of a connection panicked");
             }
         }
         if let Some(watcher) = &self.pressure_watcher {

@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_subscriber_loses_the_oldest_events_and_learns_how_many() {
+    fn a_slow_subscriber_loses_the_oldest_events_and_learns_their_number() {
         let events = Events::default();
         events.emit(EventKind::Added, Some("a"), format_args!("before"));
         let subscription = events
@@ -271,7 +271,7 @@ mod tests {
         assert_eq!((taken.len(), taken[0].lost), (QUEUE_MAX, 5));
         assert_eq!(
             taken[0].text, "5",
-            "the queue did not drop its oldest events"
+            "the subscription did not drop exactly the oldest events"
         );
         assert!(subscription.take().is_empty());
         drop(subscription);

@@ -227,7 +227,7 @@ impl BackgroundWorkers {
         for thread in threads.into_iter().chain(unmapper) {
             thread.thread().unpark();
             if thread.join().is_err() {
-                tracing::error!("a background worker panicked");
+                tracing::error!("a bug: a background worker panicked");
             }
         }
     }
@@ -263,7 +263,7 @@ mod tests {
     /// separate thread unmaps memory. That thread has no heartbeat, so the watchdog ignores the
     /// time that unmapping takes.
     #[test]
-    fn memory_is_unmapped_during_endless_pool_work() {
+    fn memory_is_unmapped_while_pool_maintenance_never_returns() {
         let (go, gone) = mpsc::channel::<()>();
         let gone = Mutex::new(gone);
         let maintain = move || {

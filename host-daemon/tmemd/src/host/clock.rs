@@ -76,7 +76,7 @@ mod tests {
             assert_ne!(generation, 0);
             assert!(
                 seen.insert(generation),
-                "generation {generation:#x} was drawn twice"
+                "the clock returned generation {generation:#x} twice"
             );
             (ones, zeros) = (ones | generation, zeros | !generation);
         }

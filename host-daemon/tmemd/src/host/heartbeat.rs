@@ -135,14 +135,14 @@ mod tests {
             other.rest();
             assert!(
                 hang.is_empty() || hang == ["one"],
-                "a thread that is not \"one\" was reported: {hang:?}"
+                "a thread other than \"one\" was reported as hung: {hang:?}"
             );
         }
         assert_eq!(heartbeats.check(), ["one"]);
         one.work();
         assert!(
             heartbeats.check().is_empty(),
-            "a thread that made progress again was reported"
+            "a thread that made progress again was reported as hung"
         );
         assert_eq!(checks(&heartbeats, MISSED_CHECKS_MAX), ["one"]);
     }
@@ -153,7 +153,7 @@ mod tests {
         let heartbeat = heartbeats.register("idle");
         assert!(
             checks(&heartbeats, 3 * MISSED_CHECKS_MAX).is_empty(),
-            "a thread that never began to work was reported"
+            "a thread that never began to work was reported as hung"
         );
         heartbeat.work();
         heartbeat.rest();
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panicked_thread_counts_as_hung_and_an_ended_one_does_not() {
+    fn a_panicked_thread_counts_as_hung_and_an_ended_thread_does_not() {
         let heartbeats = Arc::new(Heartbeats::default());
         for panics in [false, true] {
             let heartbeat = heartbeats.register("thread");
@@ -190,7 +190,8 @@ mod tests {
             assert_eq!(
                 hang.len(),
                 usize::from(panics),
-                "the thread panicked: {panics}; threads reported: {hang:?}"
+                "hung threads are {hang:?}; the thread must be among them exactly if it panicked \
+                 ({panics})"
             );
         }
         heartbeats.register("given up").lose();

@@ -449,7 +449,7 @@ impl PressureWatcher {
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         if thread.is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the thread that watches the host's memory panicked");
+            tracing::error!("a bug: the thread that watches the host's memory panicked");
         }
     }
 }
@@ -579,7 +579,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pool_shrinks_by_the_missing_memory_and_no_more() {
+    fn the_pool_shrinks_by_exactly_the_missing_host_memory() {
         let mut host = TestHost::new(12 * GIB);
         assert_eq!(
             host.step(false),
@@ -593,7 +593,7 @@ mod tests {
         });
         assert!(
             steps.unwrap() < 10,
-            "the missing memory was not available after {steps:?} steps"
+            "the missing memory was available only after {steps:?} steps, expected fewer than 10"
         );
         assert_eq!(
             host.size,
@@ -629,13 +629,19 @@ mod tests {
         while host.size < FULL {
             host.step(false);
             steps += 1;
-            assert!(steps < 200, "the pool did not regain its full size");
+            assert!(
+                steps < 200,
+                "the pool did not regain its full size within 200 steps"
+            );
         }
-        assert!(steps > 60, "the pool grew back in only {steps} steps");
+        assert!(
+            steps > 60,
+            "the pool grew back in {steps} steps, expected more than 60"
+        );
     }
 
     #[test]
-    fn the_pool_size_does_not_oscillate() {
+    fn the_pool_size_does_not_oscillate_under_constant_load() {
         // The host has 5 GiB, which suffices for a pool of 4 GiB and the minimum of 1 GiB.
         let mut host = TestHost::new(5 * GIB);
         let mut changes = 0;
@@ -646,12 +652,12 @@ mod tests {
         }
         assert!(
             changes < 5,
-            "the size changed {changes} times although the host's load did not"
+            "the pool size changed {changes} times under a constant load, expected at most 4"
         );
     }
 
     #[test]
-    fn stalls_shrink_the_pool_to_its_minimum() {
+    fn memory_stalls_shrink_the_pool_to_its_minimum() {
         let mut host = TestHost::new(100 * GIB);
         let mut steps = 0;
         while host.size > POOL_BYTES_MIN {
@@ -659,7 +665,7 @@ mod tests {
             steps += 1;
             assert!(
                 steps < 200,
-                "the pool still has {} bytes after {steps} steps",
+                "the pool did not shrink to its minimum: it has {} bytes after {steps} steps",
                 host.size
             );
         }
@@ -669,7 +675,7 @@ mod tests {
     }
 
     #[test]
-    fn unused_pool_memory_is_given_up_first() {
+    fn shrinking_takes_unused_pool_memory_first() {
         let mut governor = Governor::new(FREE_MIN, FULL);
         let readings = Readings {
             available_bytes: Some(FREE_MIN - (1 << 20)),
@@ -699,7 +705,7 @@ mod tests {
         assert_eq!(
             host.governor.set_full(GIB),
             GIB,
-            "a smaller size was refused while the host is short of memory"
+            "a smaller pool size was refused while the host is short of memory"
         );
         host.size = GIB;
         assert_eq!(
@@ -710,7 +716,7 @@ mod tests {
     }
 
     #[test]
-    fn stalls_are_summed_over_the_window() {
+    fn memory_stalls_are_summed_over_the_window() {
         let mut stalls = Stalls::default();
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);

@@ -534,7 +534,7 @@ mod tests {
                 narrow(kind);
                 what(at)
             });
-            thread.join().expect("the thread panicked")
+            thread.join().expect("the thread in the sandbox panicked")
         })
     }
 
@@ -549,10 +549,11 @@ mod tests {
     }
 
     #[test]
-    fn the_sandbox_opens_only_configured_files() {
+    fn sandboxed_threads_open_only_configured_files() {
         let other = tempfile::tempdir().expect("cannot create a temporary directory");
         let denied = |result: io::Result<()>| {
-            let error = result.expect_err("a file outside of the configuration was opened");
+            let error = result
+                .expect_err("the sandbox let a thread open a file outside of the configuration");
             assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
         };
         inside(ThreadKind::Serving, |own| {
@@ -577,7 +578,10 @@ mod tests {
     fn unneeded_system_calls_are_refused() {
         inside(ThreadKind::Serving, |_| {
             let tcp = socket(AddressFamily::INET, SocketType::STREAM, None);
-            assert_eq!(tcp.expect_err("a TCP socket was created"), Errno::PERM);
+            assert_eq!(
+                tcp.expect_err("the sandbox let a thread create a TCP socket"),
+                Errno::PERM
+            );
             socket(AddressFamily::UNIX, SocketType::STREAM, None)
                 .expect("cannot create a Unix socket");
             std::thread::spawn(|| ())
@@ -589,13 +593,17 @@ mod tests {
                 unsafe { mmap_anonymous(std::ptr::null_mut(), 4096, prot, MapFlags::PRIVATE) }
             };
             assert_eq!(
-                map(read | ProtFlags::EXEC).expect_err("executable memory was mapped"),
+                map(read | ProtFlags::EXEC)
+                    .expect_err("the sandbox let a thread map executable memory"),
                 Errno::PERM
             );
             let page = map(read | write).expect("cannot map memory");
             // SAFETY: the page was just mapped, and no other code uses it.
             let done = unsafe { mprotect(page, 4096, MprotectFlags::READ | MprotectFlags::EXEC) };
-            assert_eq!(done.expect_err("memory was made executable"), Errno::PERM);
+            assert_eq!(
+                done.expect_err("the sandbox let a thread make memory executable"),
+                Errno::PERM
+            );
             // SAFETY: no code uses the page any more.
             unsafe { rustix::mm::munmap(page, 4096) }.expect("cannot unmap the page");
             // SAFETY: the call is equivalent to fork(2), because its flags do not create a thread.
@@ -636,7 +644,9 @@ mod tests {
         for kind in KINDS {
             inside(kind, |_| {
                 let passed = left.send_with_fd(&b"x"[..], right.as_raw_fd());
-                let errno = passed.expect_err("a descriptor was passed").errno();
+                let errno = passed
+                    .expect_err("the sandbox let a thread pass a descriptor")
+                    .errno();
                 assert_eq!(
                     errno,
                     libc::EPERM,
@@ -682,15 +692,19 @@ mod tests {
     fn opens_nothing(kind: ThreadKind) {
         let (left, right) = UnixDatagram::pair().expect("cannot create a socket pair");
         inside(kind, |own| {
-            let error = fs::read(own.join("tmemd.toml")).expect_err("a file was opened");
+            let error =
+                fs::read(own.join("tmemd.toml")).expect_err("the sandbox let a thread open a file");
             assert_eq!(error.raw_os_error(), Some(libc::EPERM));
             let local = socket(AddressFamily::UNIX, SocketType::STREAM, None);
-            assert_eq!(local.expect_err("a socket was created"), Errno::PERM);
+            assert_eq!(
+                local.expect_err("the sandbox let a thread create a socket"),
+                Errno::PERM
+            );
             // connect(2) also fails for a socket that the test created before the thread entered
             // the sandbox.
             let error = left
                 .connect(own.join("any"))
-                .expect_err("an open socket was connected");
+                .expect_err("the sandbox let a thread connect an open socket");
             assert_eq!(error.raw_os_error(), Some(libc::EPERM));
             right
                 .send(b"what is there")
@@ -724,7 +738,7 @@ mod tests {
     fn refused(contexts: [io::Result<()>; 2]) {
         for (what, made) in ["io_uring_setup", "io_setup"].iter().zip(contexts) {
             let Err(error) = made else {
-                panic!("{what} was not refused");
+                panic!("{what} succeeded in a thread that must not create contexts");
             };
             assert_eq!(error.raw_os_error(), Some(libc::EPERM));
         }
@@ -733,14 +747,14 @@ mod tests {
     /// Serving threads must not create an io_uring. seccomp does not see the operations of a ring,
     /// and a new ring would accept all of them.
     #[test]
-    fn serving_threads_cannot_create_rings() {
+    fn serving_threads_cannot_create_io_uring_or_aio_contexts() {
         if let [Err(error), _] | [_, Err(error)] = contexts() {
             return skipped(Missing::IoUring, error);
         }
         inside(ThreadKind::Starting, |_| {
             for (what, made) in ["io_uring_setup", "io_setup"].iter().zip(contexts()) {
                 made.unwrap_or_else(|error| {
-                    panic!("{what} was refused before the thread serves: {error}")
+                    panic!("{what} was refused to a starting thread: {error}")
                 });
             }
         });
@@ -753,14 +767,14 @@ mod tests {
                 narrow(ThreadKind::Connection);
                 refused(contexts());
             });
-            later.join().expect("the thread panicked");
+            later.join().expect("the thread in the sandbox panicked");
         });
         inside(ThreadKind::Data, |_| refused(contexts()));
     }
 
     #[test]
-    #[ignore = "puts its process into the sandbox: see a_started_daemon_cannot_create_rings"]
-    fn child_process_starts_a_daemon_and_cannot_create_rings() {
+    #[ignore = "runs in the child process of a_started_daemon_cannot_create_io_uring_or_aio_contexts"]
+    fn child_process_starts_a_daemon_and_tries_to_create_contexts() {
         inside(ThreadKind::Starting, |own| {
             let daemon = crate::Daemon::start(config(own)).expect("cannot start the daemon");
             refused(contexts());
@@ -769,9 +783,12 @@ mod tests {
     }
 
     #[test]
-    fn a_started_daemon_cannot_create_rings() {
-        let output = in_a_process("child_process_starts_a_daemon_and_cannot_create_rings");
-        assert!(output.status.success(), "the process failed: {output:?}");
+    fn a_started_daemon_cannot_create_io_uring_or_aio_contexts() {
+        let output = in_a_process("child_process_starts_a_daemon_and_tries_to_create_contexts");
+        assert!(
+            output.status.success(),
+            "the child process that starts a daemon failed: {output:?}"
+        );
     }
 
     /// A container may refuse io_uring to all processes. This test simulates that with the sandbox,
@@ -820,10 +837,10 @@ mod tests {
         assert_eq!(missing_protection(&full, on(ABI::V9)), None);
         for abi in [ABI::V6, ABI::V7, ABI::V8] {
             let missing_protection = missing_protection(&part, on(abi))
-                .expect("no protection is reported as missing without rules for sockets");
+                .expect("a kernel without Landlock rules for sockets was not reported");
             let LogLine::Info(text) = missing_protection else {
                 panic!(
-                    "ABI {abi:?}: the protection against connections is missing: \
+                    "ABI {abi:?}: the missing protection of sockets is not logged as information: \
                      {missing_protection:?}"
                 );
             };
@@ -839,9 +856,12 @@ mod tests {
             (&none, LandlockStatus::NotImplemented),
         ] {
             let missing_protection = missing_protection(ruleset, landlock)
-                .expect("no missing protection was reported without Landlock");
+                .expect("a kernel without full Landlock was not reported");
             let LogLine::Warning(text) = missing_protection else {
-                panic!("{landlock:?}: a wrong protection is reported: {missing_protection:?}");
+                panic!(
+                    "{landlock:?}: the missing protection is not logged as a warning: \
+                     {missing_protection:?}"
+                );
             };
             assert!(
                 text.contains("lsm=landlock"),
@@ -862,7 +882,7 @@ mod tests {
         let ruled = std::thread::spawn(|| rules(&config(Path::new("/")), Path::new("/none")));
         let abi = match ruled
             .join()
-            .expect("the thread panicked")
+            .expect("the thread in the sandbox panicked")
             .expect("cannot apply the Landlock rules")
             .landlock
         {
@@ -899,7 +919,7 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "ends its process: see attack_system_calls_end_the_process"]
+    #[ignore = "runs in the child process of executing_a_program_in_the_sandbox_ends_the_process"]
     fn child_process_executes_a_program_in_the_sandbox() {
         inside(ThreadKind::Serving, |_| {
             let arguments = [std::ptr::null::<libc::c_char>()];
@@ -910,12 +930,12 @@ mod tests {
     }
 
     #[test]
-    fn attack_system_calls_end_the_process() {
+    fn executing_a_program_in_the_sandbox_ends_the_process() {
         let output = in_a_process("child_process_executes_a_program_in_the_sandbox");
         assert_eq!(
             output.status.signal(),
             Some(libc::SIGSYS),
-            "the process was not killed by SIGSYS: {output:?}"
+            "the process that executes a program was not killed by SIGSYS: {output:?}"
         );
     }
 }

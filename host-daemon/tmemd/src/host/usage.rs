@@ -146,7 +146,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     #[test]
-    fn thread_names_do_not_confuse_the_stat_parser() {
+    fn cpu_time_is_parsed_from_stat_for_any_thread_name() {
         let hz = rustix::param::clock_ticks_per_second();
         let stat = |name: &str| format!("7 ({name}) S 1 1 1 0 -1 0 1 2 3 4 {hz} {} 0 0", 2 * hz);
         assert_eq!(cpu_ms(&stat("worker-0")), 3000);
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_divided_time_never_exceed_the_total() {
+    fn divided_cpu_time_never_exceeds_the_measured_total() {
         assert_eq!(divide(100, [1, 2, 1]), [25, 50, 25]);
         assert_eq!(divide(100, [1, 1, 1]), [33, 33, 33]);
         assert_eq!(divide(7, [0, 0, 0]), [0, 0, 0]);
@@ -181,7 +181,7 @@ mod tests {
         // This call changes nothing, because the value already measures this kind of work.
         work_time.switch_to(Work::Recompress);
         burn(20);
-        assert_eq!(sums(), [0; 3], "time was added before the work ended");
+        assert_eq!(sums(), [0; 3], "CPU time was counted before the work ended");
         drop(work_time);
         let [_, recompress, room] = sums();
         assert!(
@@ -210,7 +210,8 @@ mod tests {
         let sum_ns: u64 = sums().into_iter().sum();
         assert!(
             sum_ns <= cpu_ns,
-            "all kinds of work together have {sum_ns} ns of CPU time, the thread has only {cpu_ns} ns"
+            "all kinds of work together have {sum_ns} ns of CPU time, the thread has only {cpu_ns} \
+             ns"
         );
         // Dividing the time of a piece of work among the kinds of work loses less than a nanosecond
         // for each kind.

@@ -60,7 +60,7 @@ impl Drop for Watchdog {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("the watchdog panicked");
+            tracing::error!("a bug: the watchdog thread panicked");
         }
     }
 }

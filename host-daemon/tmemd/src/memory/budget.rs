@@ -193,12 +193,14 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_is_limited_to_its_maximum_and_all_vms_to_the_budget() {
+    fn a_vm_maps_at_most_its_maximum_and_all_vms_at_most_the_budget() {
         let [one, other] = two_vms(100, 60);
         let held = one
             .charge(0, 60)
             .expect("memory up to the maximum was refused");
-        let error = one.charge(60, 1).expect_err("the maximum was exceeded");
+        let error = one
+            .charge(60, 1)
+            .expect_err("a region above the VM's maximum was accepted");
         for part in [
             "1 bytes",
             "61 bytes",
@@ -207,9 +209,14 @@ mod tests {
             "memory_max",
         ] {
             let error = error.to_string();
-            assert!(error.contains(part), "the error has no {part:?}: {error}");
+            assert!(
+                error.contains(part),
+                "the error does not contain {part:?}: {error}"
+            );
         }
-        let error = other.charge(0, 41).expect_err("the budget was exceeded");
+        let error = other
+            .charge(0, 41)
+            .expect_err("a region above the budget of all VMs was accepted");
         for part in [
             "41 bytes",
             "maximum is 60",
@@ -217,34 +224,42 @@ mod tests {
             "tmemctl stats",
         ] {
             let error = error.to_string();
-            assert!(error.contains(part), "the error has no {part:?}: {error}");
+            assert!(
+                error.contains(part),
+                "the error does not contain {part:?}: {error}"
+            );
         }
         assert_eq!(other.mapped_bytes(), 0, "a refused region was charged");
         let rest = other
             .charge(0, 40)
-            .expect("the rest of the budget was refused");
+            .expect("a region that fits the rest of the budget was refused");
         drop(held);
         assert_eq!((one.mapped_bytes(), one.budget.mapped_bytes()), (0, 40));
         drop(rest);
         assert_eq!(one.budget.mapped_bytes(), 0);
         for (table_bytes, bytes) in [(u64::MAX, 1), (1, u64::MAX), (0, u64::MAX)] {
             let charged = one.charge(table_bytes, bytes);
-            charged.expect_err("a sum that overflows was accepted");
+            charged.expect_err("a region was accepted whose size overflows the sum");
         }
     }
 
     #[test]
     fn a_changed_maximum_applies_to_the_next_region() {
         let [one, _] = two_vms(100, 10);
-        one.charge(0, 11).expect_err("the maximum was exceeded");
+        one.charge(0, 11)
+            .expect_err("a region above the VM's maximum was accepted");
         one.set_max_bytes(11);
         let held = one
             .charge(0, 11)
             .expect("memory up to the new maximum was refused");
         one.set_max_bytes(5);
-        assert_eq!(one.mapped_bytes(), 11, "a lower maximum unmapped memory");
+        assert_eq!(
+            one.mapped_bytes(),
+            11,
+            "lowering the maximum changed the charge of memory that is already mapped"
+        );
         one.charge(11, 1)
-            .expect_err("the lower maximum was exceeded");
+            .expect_err("a region above the lowered maximum was accepted");
         drop(held);
     }
 
@@ -263,11 +278,11 @@ mod tests {
                     most
                 })
             });
-            threads.map(|thread| thread.join().expect("the thread panicked"))
+            threads.map(|thread| thread.join().expect("a charging thread panicked"))
         });
         assert!(
             most.iter().all(|most| *most <= 10),
-            "{most:?} bytes were mapped"
+            "two VMs charged up to {most:?} bytes, more than their budget of 10"
         );
         assert_eq!(accounts[0].budget.mapped_bytes(), 0);
     }

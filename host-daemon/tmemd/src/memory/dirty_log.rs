@@ -176,7 +176,7 @@ mod tests {
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     #[test]
-    fn a_lost_page_of_the_log_is_reported() {
+    fn a_lost_page_of_the_dirty_log_is_reported() {
         let file = memfd_create("log", MemfdFlags::CLOEXEC).expect("cannot create a memfd");
         ftruncate(&file, 8192).expect("cannot set the length of the memfd");
         let lost = Arc::default();
@@ -188,7 +188,7 @@ mod tests {
         log.mark(8 * LOG_PAGE_BYTES * 4096, 1);
         assert!(
             !lost.is_lost(),
-            "a mark in the page that the log still has was reported as lost"
+            "marking a page whose part of the log still exists was reported as a loss"
         );
         log.mark(0, 1);
         assert!(lost.is_lost());

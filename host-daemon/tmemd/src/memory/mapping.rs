@@ -187,7 +187,7 @@ mod tests {
 
     /// Unmapping releases each page once, and unmaps it once after that.
     #[test]
-    fn pages_are_released_before_they_are_unmapped() {
+    fn unmapping_releases_each_page_before_the_page_is_unmapped() {
         const GIB: usize = 1 << 30;
         for page_bytes in [PAGE, 2 << 20, GIB, 16 * GIB] {
             for pages in [1, 2, 3, 1025, 100_000] {

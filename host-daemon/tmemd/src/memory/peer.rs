@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn unread_messages_are_no_hang_up() {
+    fn unread_messages_do_not_count_as_a_hang_up() {
         let (peer, _own, mut other) = pair();
         assert_eq!(check(&peer), Ok(()));
         other
@@ -176,12 +176,12 @@ mod tests {
         assert_eq!(
             check(&peer),
             Err(HungUp),
-            "a closed peer was not detected; it had sent unread messages or none"
+            "a closed peer that had sent an unread message was not detected"
         );
     }
 
     #[test]
-    fn each_way_to_hang_up_is_detected() {
+    fn each_way_to_close_the_connection_is_detected_as_a_hang_up() {
         for how in [Shutdown::Write, Shutdown::Both] {
             let (peer, _own, other) = pair();
             other
@@ -195,7 +195,7 @@ mod tests {
             assert_eq!(
                 check(&peer),
                 Err(HungUp),
-                "a peer that shut down {how:?} was taken for connected later"
+                "a later check took a peer that shut down {how:?} for connected"
             );
         }
         let (peer, own, other) = pair();
@@ -204,7 +204,7 @@ mod tests {
         assert_eq!(
             check(&peer),
             Ok(()),
-            "the peer counts as closed although another handle of it is open"
+            "the peer was taken for closed although another handle of its socket is open"
         );
         drop(other_handle);
         assert_eq!(check(&peer), Err(HungUp));

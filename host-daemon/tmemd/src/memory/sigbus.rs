@@ -405,7 +405,7 @@ mod tests {
         assert_eq!(other.read(2), 7);
         assert!(
             !kept.is_lost(),
-            "the loss was reported for another mapping, too"
+            "the loss was reported for a mapping that lost no page"
         );
     }
 
@@ -413,7 +413,7 @@ mod tests {
     /// mark of the loss, too. The test reads at many different points in time. If a page were
     /// replaced before the memory is marked, some of the reads would not see the mark.
     #[test]
-    fn each_reader_of_a_replaced_page_sees_that_it_was_lost() {
+    fn each_reader_of_a_lost_page_sees_the_mark_of_the_loss() {
         const ROUNDS: u32 = 1500;
         /// Number of iterations of an empty loop that together take longer than replacing a page.
         const SPINS: u32 = 2000;
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_of_the_handlers_table_are_reused_and_unlimited() {
+    fn the_sigbus_handler_reuses_slots_for_any_number_of_mappings() {
         let mappings: Vec<Mapping> = (0..3 * CHUNK_SLOTS).map(|_| Mapping::new(2)).collect();
         for round in 0..3 {
             let lost: Vec<Arc<Lost>> = mappings.iter().map(|_| Arc::default()).collect();
@@ -465,7 +465,7 @@ mod tests {
                 assert_eq!(
                     lost.is_lost(),
                     number == one,
-                    "mapping {number} of {one} was reported wrongly; only {one} lost a page"
+                    "the loss mark of mapping {number} is wrong: only mapping {one} lost a page"
                 );
             }
         }
@@ -482,7 +482,7 @@ mod tests {
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(
             text.contains("running 1 test"),
-            "the process did not run exactly one test: {text}"
+            "the child process did not run exactly one test: {text}"
         );
         output.status
     }

@@ -222,7 +222,8 @@ pub fn check_file(file: &File, offset: u64, bytes: u64) -> Result<(), MemoryErro
         .unwrap_or(0);
     if bytes == 0 || end.is_none_or(|end| end > length) {
         return Err(MemoryError(format!(
-            "has {bytes} bytes at offset {offset}, but its file has only {length} bytes: it must be inside the file"
+            "has {bytes} bytes at offset {offset}, but its file has only {length} bytes: it must \
+             be inside the file"
         )));
     }
     let page_bytes = page_bytes(file).map_err(|error| MemoryError(error.to_string()))?;
@@ -296,7 +297,10 @@ mod tests {
                 .err()
                 .expect("a file that can shrink was accepted");
             for part in ["0x0", "F_SEAL_SHRINK", "memory-backend-memfd,share=on"] {
-                assert!(error.contains(part), "the error has no {part:?}: {error}");
+                assert!(
+                    error.contains(part),
+                    "the error does not contain {part:?}: {error}"
+                );
             }
         }
     }
@@ -330,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn files_must_be_writable() {
+    fn a_file_that_is_sealed_against_writes_is_refused() {
         let seals = SealFlags::SHRINK | SealFlags::FUTURE_WRITE;
         let error = add(
             &Memory::empty(&Arc::default(), &Arc::default()),
@@ -341,7 +345,7 @@ mod tests {
         .expect("a file sealed against writes was accepted");
         assert!(
             error.contains("writable"),
-            "the error has the wrong text: {error}"
+            "the error does not say that the file must be writable: {error}"
         );
     }
 
@@ -363,10 +367,10 @@ mod tests {
         );
         let error = error
             .err()
-            .expect("a region was mapped that exceeds the host's huge pages");
+            .expect("a region was mapped that needs more huge pages than the host has");
         assert!(
             error.contains("cannot be mapped"),
-            "the error has the wrong text: {error}"
+            "the error does not say that the file cannot be mapped: {error}"
         );
     }
 
@@ -404,13 +408,13 @@ mod tests {
                 .expect("a region was accepted that ends inside a huge page");
             assert!(
                 error.contains("whole pages"),
-                "the error has the wrong text: {error}"
+                "the error does not say that a region consists of whole pages: {error}"
             );
         }
     }
 
     #[test]
-    fn regions_do_not_overlap_and_are_found_by_both_addresses() {
+    fn regions_cannot_overlap_and_are_found_by_guest_and_user_address() {
         let file = || memfd(MIB, SealFlags::SHRINK);
         let memory = add(
             &Memory::empty(&Arc::default(), &Arc::default()),
@@ -454,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_regions_is_limited() {
+    fn the_number_of_memory_regions_is_limited() {
         let mut memory = Memory::empty(&Arc::default(), &Arc::default());
         let region = |number: u64| spec(number * MIB, number * MIB, 4096);
         let file = || memfd(4096, SealFlags::SHRINK);
@@ -474,7 +478,7 @@ mod tests {
     /// All regions of a VM together must not exceed its maximum, because a sparse file may have any
     /// length.
     #[test]
-    fn the_size_of_all_regions_is_limited() {
+    fn the_total_size_of_memory_regions_is_limited() {
         let account = Arc::new(MemoryAccount::new(&Arc::default(), VM_MEMORY_BYTES_MAX));
         let half = VM_MEMORY_BYTES_MAX / 2;
         let file = |bytes| memfd(bytes, SealFlags::SHRINK);
@@ -520,7 +524,10 @@ mod tests {
         let mut refused = 0;
         for _ in 0..2000 {
             let vm = rng.usize(..2);
-            let current = tables[vm].last().expect("a VM has a table").clone();
+            let current = tables[vm]
+                .last()
+                .expect("the VM has no memory table")
+                .clone();
             // Some regions end behind their file, overlap, or exceed the maximum, and are refused.
             let region = spec(rng.u64(..12) * MIB / 2, 0, MIB / 2 * rng.u64(1..=2));
             let changed = match rng.usize(..4) {
@@ -552,16 +559,28 @@ mod tests {
                 all.values().sum::<u64>()
             };
             for (vm, account) in accounts.iter().enumerate() {
-                assert_eq!(account.mapped_bytes(), mapped(vm), "seed {seed}, VM {vm}");
+                assert_eq!(
+                    account.mapped_bytes(),
+                    mapped(vm),
+                    "seed {seed}: VM {vm} is not charged exactly for its mapped regions"
+                );
             }
-            assert_eq!(budget.mapped_bytes(), mapped(0) + mapped(1), "seed {seed}");
+            assert_eq!(
+                budget.mapped_bytes(),
+                mapped(0) + mapped(1),
+                "seed {seed}: the budget is not charged exactly for all mapped regions"
+            );
         }
         assert!(
             refused > 100,
-            "seed {seed}: only {refused} changes were refused"
+            "seed {seed}: {refused} changes were refused, expected more than 100"
         );
         drop(tables);
-        assert_eq!(budget.mapped_bytes(), 0, "seed {seed}: a charge is left");
+        assert_eq!(
+            budget.mapped_bytes(),
+            0,
+            "seed {seed}: the budget is still charged after all tables were dropped"
+        );
     }
 
     /// Returns the numbers of the pages that are marked in a dirty log.
@@ -576,7 +595,7 @@ mod tests {
     }
 
     #[test]
-    fn every_written_page_is_logged() {
+    fn every_page_written_by_the_device_is_in_the_dirty_log() {
         let log = Arc::new(DirtyLog::default());
         let log_file = memfd(64, SealFlags::SHRINK);
         let memory = Memory::empty(&Arc::default(), &Arc::default())

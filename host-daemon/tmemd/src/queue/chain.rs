@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_gathered_and_scattered_over_any_descriptors() {
+    fn chain_reads_and_writes_cover_descriptors_of_any_length() {
         let memory = memory();
         let memory = &memory.guest;
         let bytes: Vec<u8> = (0..100).collect();
@@ -373,7 +373,7 @@ mod tests {
             } else {
                 fill(memory, &table, &[])
             };
-            let chain = chain.expect("the chain was refused");
+            let chain = chain.expect("a valid descriptor chain was refused");
             assert!(!chain.is_out_of_order());
             assert_eq!(chain.writable_bytes(), 10);
             let mut buffer = [0; READ_BUFFER_BYTES];
@@ -426,13 +426,13 @@ mod tests {
         let table = [(DATA, 8, NEXT | WRITE, 1), (DATA, 8, 0, 0)];
         assert!(
             fill(&memory.guest, &table, &[])
-                .expect("the chain was refused")
+                .expect("a valid descriptor chain was refused")
                 .is_out_of_order()
         );
     }
 
     #[test]
-    fn loops_bad_indexes_and_bad_tables_in_chains_are_refused() {
+    fn chains_with_loops_bad_indexes_or_bad_indirect_tables_are_refused() {
         let memory = memory();
         let good = (DATA, 8, NEXT, 1);
         let broken: [(&str, &[Descriptor], &[Descriptor]); 9] = [
@@ -475,7 +475,7 @@ mod tests {
             assert_eq!(
                 error,
                 Some(ChainError::Broken),
-                "{what}: the chain was accepted, or refused for the wrong reason"
+                "{what}: the chain was not refused as broken"
             );
         }
     }
@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_buffers_outside_of_guest_memory() {
+    fn errors_name_address_and_length_of_buffers_outside_of_guest_memory() {
         let memory = memory();
         for (address, length) in [
             (MEMORY_BYTES, 1),

@@ -85,7 +85,7 @@ mod tests {
     const SHORT: Duration = Duration::from_millis(20);
 
     #[test]
-    fn a_signal_is_reported_until_its_eventfd_is_removed() {
+    fn each_eventfd_signal_is_reported_until_the_eventfd_is_removed() {
         for (kind, poller) in pollers() {
             let (a, b) = (descriptor(), descriptor());
             // This eventfd is signalled before the poller watches it. The poller must report it
@@ -130,13 +130,13 @@ mod tests {
             assert_eq!(
                 poll_for(&*poller, LONG),
                 [7],
-                "{kind:?} no longer reports the other eventfd"
+                "{kind:?} does not report the eventfd that was not removed"
             );
         }
     }
 
     #[test]
-    fn a_wake_and_a_new_descriptor_end_a_wait() {
+    fn a_wait_for_events_ends_after_a_wake_or_a_new_descriptor() {
         for (kind, poller) in pollers() {
             let poller: Arc<dyn Poller> = poller.into();
             let (fd, other) = (descriptor(), poller.clone());
@@ -149,7 +149,7 @@ mod tests {
                         .expect("cannot wait for descriptors");
                     sender
                         .send(())
-                        .expect("the test no longer waits for the message");
+                        .expect("the receiver of the message was dropped");
                 }
                 while ready.is_empty() {
                     other
@@ -159,7 +159,7 @@ mod tests {
                 assert_eq!(ready, [5]);
                 sender
                     .send(())
-                    .expect("the test no longer waits for the message");
+                    .expect("the receiver of the message was dropped");
             });
             // If wake() is called while no thread waits, it ends the next wait.
             for _ in 0..2 {
@@ -167,7 +167,7 @@ mod tests {
                 assert_eq!(
                     done.recv_timeout(LONG),
                     Ok(()),
-                    "{kind:?}: a wait did not end"
+                    "{kind:?}: wake() did not end the wait"
                 );
             }
             signal(&fd);
@@ -175,7 +175,7 @@ mod tests {
             assert_eq!(
                 done.recv_timeout(LONG),
                 Ok(()),
-                "{kind:?}: a wait did not end"
+                "{kind:?}: a signalled eventfd that was added did not end the wait"
             );
         }
     }
@@ -183,7 +183,7 @@ mod tests {
     /// A call of wake() must end the next wait. This holds even if the poller takes the completion
     /// for the wake-up eventfd while it removes another eventfd.
     #[test]
-    fn a_wake_during_a_removal_ends_a_wait() {
+    fn a_wake_during_a_descriptor_removal_ends_the_next_wait() {
         for (kind, poller) in pollers() {
             let (sender, done) = mpsc::channel();
             std::thread::spawn(move || {
@@ -201,12 +201,12 @@ mod tests {
                 let result = poller.wait(&mut Vec::new(), true);
                 sender
                     .send(result.is_ok())
-                    .expect("the test no longer waits for the message");
+                    .expect("the receiver of the message was dropped");
             });
             assert_eq!(
                 done.recv_timeout(LONG),
                 Ok(true),
-                "{kind:?}: removing the descriptor did not end"
+                "{kind:?}: the wait after a removal and wake() did not end"
             );
         }
     }
@@ -216,7 +216,7 @@ mod tests {
     /// eventfd would stay in kernel memory, and a front end that replaces its kicks in a loop could
     /// use up that memory.
     #[test]
-    fn the_event_loop_releases_a_removed_descriptor() {
+    fn the_event_loop_closes_its_reference_to_a_removed_descriptor() {
         const BEFORE: usize = 1;
         const WATCHED: usize = 2;
         const REPORTED: usize = 4;
@@ -260,7 +260,7 @@ mod tests {
                 assert_eq!(
                     kept,
                     Err(Errno::PIPE),
-                    "{kind:?}, signalled at {signals}: the removed descriptor is still open"
+                    "{kind:?}, signals {signals:#b}: the poller still holds the removed descriptor"
                 );
             }
         }
@@ -269,7 +269,7 @@ mod tests {
     /// The number of simultaneous signals, 1,000, is more than epoll or io_uring reports in one
     /// call.
     #[test]
-    fn a_thousand_simultaneous_signals_are_all_reported() {
+    fn a_thousand_simultaneous_eventfd_signals_are_all_reported() {
         for (kind, poller) in pollers() {
             let all: Vec<_> = (0..1000).map(|_| descriptor()).collect();
             for (token, fd) in all.iter().enumerate() {

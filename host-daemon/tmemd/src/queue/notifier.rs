@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn concurrent_notifications_are_all_counted() {
+    fn concurrent_notifications_all_add_to_the_eventfd() {
         prepare().expect("cannot create the kernel's AIO context");
         let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
         const CALLS: u64 = 20_000;
@@ -225,7 +225,7 @@ mod tests {
     /// front end can cause this state at any time. A plain write to the eventfd would block for
     /// ever.
     #[test]
-    fn notifying_never_blocks() {
+    fn notifying_a_full_eventfd_does_not_block() {
         prepare().expect("cannot create the kernel's AIO context");
         let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("cannot create an eventfd");
         rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes())
@@ -235,7 +235,7 @@ mod tests {
             (0..1000).for_each(|_| notify(&fd).expect("the notifier did not signal the eventfd"));
             sender
                 .send(count(&fd))
-                .expect("the test no longer waits for the message");
+                .expect("the receiver of the message was dropped");
         });
         let counted = done.recv_timeout(Duration::from_secs(30));
         assert!(counted.is_ok_and(|count| count >= u64::MAX - 1));

@@ -42,7 +42,7 @@ mod tests {
     const MAX: u64 = 50;
 
     #[test]
-    fn polling_starts_after_a_short_pause() {
+    fn a_ring_is_polled_after_a_pause_shorter_than_the_poll_limit() {
         let mut polling = Polling::default();
         assert_eq!(
             polling.dry(1000, MAX),
@@ -59,7 +59,7 @@ mod tests {
         assert_eq!(
             polling.dry(2000 + MAX, MAX),
             None,
-            "the poll did not end at its limit"
+            "the poll did not end after MAX ns"
         );
         assert_eq!(polling.dry(9000, MAX), None);
         polling.work(9000, MAX);
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bound_of_0_disables_polling() {
+    fn a_poll_limit_of_0_disables_polling() {
         let mut polling = Polling::default();
         for now in 0..9 {
             assert_eq!(polling.dry(now, 0), None);

@@ -332,14 +332,15 @@ mod tests {
 
     fn writable(request_type: u16, count: u16) -> u64 {
         shape(request_type, count)
-            .expect("the type or the count is invalid")
+            .expect("the request type or the count is invalid")
             .writable_bytes as u64
     }
 
     #[test]
     fn valid_requests_are_parsed() {
         for (queue, t, n, readable) in good() {
-            let request = parse(queue, &readable, writable(t, n)).expect("the request was refused");
+            let request =
+                parse(queue, &readable, writable(t, n)).expect("a valid request was refused");
             assert_eq!(
                 request.header,
                 Header {
@@ -370,7 +371,7 @@ mod tests {
                 (wire::T_POOL_DESTROY, Body::PoolDestroy) => {}
                 (wire::T_REPORT, Body::Report(_)) => {}
                 (wire::T_LATENCIES, Body::Latencies(_)) => {}
-                (_, body) => panic!("type {t} was parsed as {body:?}"),
+                (_, body) => panic!("a request of type {t} was parsed as another type: {body:?}"),
             }
         }
     }
@@ -378,7 +379,7 @@ mod tests {
     /// The readable and the writable part of a request must have exactly the size that the
     /// request's type and count determine.
     #[test]
-    fn requests_of_a_wrong_size_are_bad() {
+    fn requests_of_a_wrong_size_are_refused_as_bad() {
         for (queue, t, n, readable) in good() {
             let room = writable(t, n);
             for length in 0..readable.len() {
@@ -386,14 +387,14 @@ mod tests {
                 assert_eq!(
                     short,
                     Err(BAD),
-                    "type {t} was accepted with only {length} readable bytes"
+                    "a request of type {t} was accepted with only {length} readable bytes"
                 );
             }
             let long = bytes(&[&readable, &[0]]);
             assert_eq!(
                 parse(queue, &long, room),
                 Err(BAD),
-                "type {t} was accepted with too many readable bytes"
+                "a request of type {t} was accepted with too many readable bytes"
             );
             let huge = vec![readable[0]; READABLE_BYTES_MAX + 1];
             parse(queue, &huge, room)
@@ -402,7 +403,7 @@ mod tests {
                 assert_eq!(
                     parse(queue, &readable, room),
                     Err(BAD),
-                    "type {t} was accepted with {room} writable bytes"
+                    "a request of type {t} was accepted with {room} writable bytes"
                 );
             }
         }
@@ -422,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_on_the_wrong_queue_are_bad() {
+    fn requests_on_the_wrong_queue_are_refused_as_bad() {
         for (queue, t, n, readable) in good() {
             let other = match queue {
                 QueueKind::Control => QueueKind::Request,
@@ -431,13 +432,13 @@ mod tests {
             assert_eq!(
                 parse(other, &readable, writable(t, n)),
                 Err(BAD),
-                "type {t} was accepted on the wrong queue"
+                "a request of type {t} was accepted on the wrong queue"
             );
         }
     }
 
     #[test]
-    fn unknown_types_are_unsupported() {
+    fn unknown_request_types_are_refused_as_unsupported() {
         let known = good().iter().map(|(_, t, ..)| *t).collect::<Vec<_>>();
         for t in (0..=u16::MAX).filter(|t| !known.contains(t)) {
             let readable = req(t, 1);
@@ -445,14 +446,14 @@ mod tests {
                 assert_eq!(
                     parse(queue, readable.as_bytes(), 8),
                     Err(UNSUPPORTED),
-                    "unknown type {t} was not refused as unsupported"
+                    "a request of unknown type {t} was not refused as unsupported"
                 );
             }
         }
     }
 
     #[test]
-    fn headers_out_of_range_are_bad() {
+    fn header_fields_out_of_range_are_refused_as_bad() {
         for (queue, t, n, mut readable) in good() {
             let room = writable(t, n);
             // This GET requests two pages, to which the two lowest bits of its retain field belong.
@@ -462,7 +463,8 @@ mod tests {
                 assert_eq!(
                     parse(queue, &readable, room),
                     Err(BAD),
-                    "type {t} was accepted with a wrong bit in byte {byte}"
+                    "a request of type {t} was accepted although byte {byte} of its retain field \
+                     is wrong"
                 );
                 readable[byte] = 0;
             }
@@ -472,7 +474,7 @@ mod tests {
             assert_eq!(
                 parse(queue, &readable, room).is_ok(),
                 matches!(t, wire::T_REPORT | wire::T_LATENCIES),
-                "type {t}: pool 0 was accepted or refused wrongly"
+                "type {t}: pool 0 must be accepted exactly for request types that name no pool"
             );
             readable[12] = 3;
             // The request's count must match its length and must not exceed the maximum.
@@ -481,14 +483,14 @@ mod tests {
                 assert_eq!(
                     parse(queue, &readable, room),
                     Err(BAD),
-                    "type {t} was accepted with count {count}"
+                    "a request of type {t} was accepted with count {count}"
                 );
             }
         }
     }
 
     #[test]
-    fn put_pages_out_of_range_are_bad() {
+    fn put_fields_out_of_range_are_refused() {
         let one = |page: PutPage| {
             // The invalid page is the second of two pages, so that the test shows that not only the
             // first page is checked.
@@ -501,37 +503,37 @@ mod tests {
         assert_eq!(
             one(put_page(0, 0, 1, 0, 0)),
             Err(BAD),
-            "object 0 was accepted"
+            "a put page with object 0 was accepted"
         );
         assert_eq!(
             one(put_page(1, LAST_INDEX + 1, 1, 0, 0)),
             Err(BAD),
-            "an index beyond the last one was accepted"
+            "a put page with an index beyond the last one was accepted"
         );
         assert_eq!(
             one(put_page(1, 0, 0, 0, 0)),
             Err(BAD),
-            "cookie 0 was accepted"
+            "a put page with cookie 0 was accepted"
         );
         assert_eq!(
             one(put_page(1, 0, 1, 0, 1)),
             Err(BAD),
-            "a non-zero reserved field was accepted"
+            "a put page with a non-zero reserved field was accepted"
         );
         assert_eq!(
             one(put_page(1, 0, 1, 2, 0)),
             Err(UNSUPPORTED),
-            "an unknown flag was accepted"
+            "a put page with an unknown flag was accepted"
         );
         assert_eq!(
             one(put_page(1, 0, 1, 1 << 31, 0)),
             Err(UNSUPPORTED),
-            "an unknown flag was accepted"
+            "a put page with an unknown flag was accepted"
         );
     }
 
     #[test]
-    fn get_and_flush_ranges_out_of_range_are_bad() {
+    fn get_and_flush_ranges_out_of_range_are_refused_as_bad() {
         let get = |object: u64, index: u64| {
             let get = Get {
                 object: object.into(),
@@ -561,14 +563,14 @@ mod tests {
         assert_eq!(
             flush(range(1, 1, u64::MAX)),
             Err(BAD),
-            "a range was accepted whose end exceeds 64 bits"
+            "a flush was accepted whose range ends beyond 64 bits"
         );
         assert_eq!(flush(range(1, LAST_INDEX + 1, wire::TO_END)), Err(BAD));
         assert_eq!(flush(range(0, 0, 1)), Err(BAD));
     }
 
     #[test]
-    fn control_requests_out_of_range_are_bad() {
+    fn control_request_fields_out_of_range_are_refused() {
         let create = |flags: u32, reserved: u32| {
             let create = PoolCreate {
                 flags: flags.into(),
@@ -592,7 +594,7 @@ mod tests {
     }
 
     #[test]
-    fn retain_bits_beyond_the_pages_of_a_get_are_bad() {
+    fn retain_bits_beyond_the_pages_of_a_get_are_refused_as_bad() {
         let (_, _, _, get) = good().swap_remove(1);
         let room = writable(wire::T_GET, 2);
         let retain_of = |retain: u64, accepted| {
@@ -613,7 +615,7 @@ mod tests {
             assert_eq!(
                 retain_of(1 << bit, true),
                 Err(Some(BAD)),
-                "retain bit {bit} was accepted"
+                "a get of two pages with retain bit {bit} was accepted"
             );
         }
         // For a driver without F_RETAIN, the retain field is reserved and must be 0.
@@ -622,13 +624,13 @@ mod tests {
             assert_eq!(
                 retain_of(1 << bit, false),
                 Err(Some(BAD)),
-                "retain bit {bit} was accepted"
+                "retain bit {bit} of a driver without F_RETAIN was accepted"
             );
         }
     }
 
     #[test]
-    fn references_out_of_range_are_bad() {
+    fn ref_fields_out_of_range_are_refused_as_bad() {
         let answer = |page: RefPage| {
             let all = bytes(&[req(wire::T_REF, 1).as_bytes(), page.as_bytes()]);
             parse(QueueKind::Request, &all, writable(wire::T_REF, 1)).map(|_| ())

@@ -251,7 +251,7 @@ mod tests {
     /// The ring must refuse operations that workers do not use. An attacker who controls a worker
     /// thread could submit them.
     #[test]
-    fn a_ring_refuses_operations_that_workers_do_not_use() {
+    fn the_io_uring_refuses_operations_that_workers_do_not_use() {
         let uring = match Uring::new() {
             Ok(uring) => uring,
             Err(error) => return skipped(Missing::IoUring, error),

@@ -816,5 +816,5 @@ impl VringState {
 }
 
 #[cfg(test)]
-#[path = "vring_test.rs"]
+#[path = "vring_test/mod.rs"]
 mod tests;

@@ -200,7 +200,7 @@ impl Workers {
         }
         for thread in lock(&self.threads).drain(..) {
             if thread.join().is_err() {
-                tracing::error!("a worker panicked outside of a scheduling slice");
+                tracing::error!("a bug: a worker panicked outside of a scheduling slice");
             }
         }
     }

@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configured_permissions_decide_who_may_connect() {
+    fn socket_owner_group_and_mode_decide_which_users_may_connect() {
         let may = |credentials: Credentials, mode| {
             let permissions = Permissions {
                 owner: 107,
@@ -144,24 +144,24 @@ mod tests {
             assert_eq!(
                 may(somebody(107, &[5]), mode),
                 owner,
-                "mode {mode:o}: wrong access for the owner"
+                "mode {mode:o}: the access of the socket's owner is wrong"
             );
             // Only the permission bits for the owner apply to the owner, even if the owner is also
             // a member of the group.
             assert_eq!(
                 may(somebody(107, &[36]), mode),
                 owner,
-                "mode {mode:o}: wrong access for the owner who is in the group"
+                "mode {mode:o}: the access of an owner in the socket's group is wrong"
             );
             assert_eq!(
                 may(somebody(1000, &[5, 36]), mode),
                 group,
-                "mode {mode:o}: wrong access for a member of the group"
+                "mode {mode:o}: the access of a member of the socket's group is wrong"
             );
             assert_eq!(
                 may(somebody(1000, &[5]), mode),
                 others,
-                "mode {mode:o}: wrong access for another user"
+                "mode {mode:o}: the access of a user without relation to the socket is wrong"
             );
             assert!(
                 may(somebody(0, &[]), mode),
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn credentials_come_from_the_kernel() {
+    fn peer_credentials_are_read_from_the_kernel() {
         let (one, _other) = UnixStream::pair().expect("cannot create a socket pair");
         let credentials = Credentials::of(&one).expect("cannot read the peer's credentials");
         assert_eq!(credentials.pid, std::process::id());

@@ -67,8 +67,8 @@ impl std::fmt::Display for UnauthorizedPeer {
         let Permissions { owner, group, mode } = self.permissions;
         write!(
             f,
-            "process {} of user {}: the socket is for user {owner} and group {group}, with mode {mode:o}, \
-             whatever the mode of its file is now",
+            "process {} of user {} has no permission. The socket's configured owner is user \
+             {owner}, its group is {group} and its mode is {mode:o}",
             self.credentials.pid, self.credentials.user
         )
     }
@@ -137,7 +137,8 @@ impl Listener {
                 _ => {
                     return Err(at(
                         path,
-                        "another process is listening on it: stop that process, or choose another path",
+                        "another process is listening on it: stop that process, or choose another \
+                         path",
                     ));
                 }
             },

@@ -54,7 +54,7 @@ mod tests {
             consume(&fd);
             sender
                 .send(left)
-                .expect("the test no longer waits for the message");
+                .expect("the receiver of the message was dropped");
         });
         let left = done.recv_timeout(std::time::Duration::from_secs(30));
         assert_eq!(

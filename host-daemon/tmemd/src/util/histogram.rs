@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_latency_counts_in_its_bucket() {
+    fn each_latency_is_counted_in_the_bucket_of_its_range() {
         for (ns, bucket) in [
             (0, 0),
             (999, 0),
@@ -63,7 +63,7 @@ mod tests {
             wanted[bucket] = 1;
             assert_eq!(
                 read.buckets, wanted,
-                "{ns} ns were counted in the wrong bucket"
+                "a latency of {ns} ns was counted in the wrong bucket"
             );
             assert_eq!(read.sum_ns, i64::try_from(ns).unwrap_or(i64::MAX));
         }

@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_log_is_limited_and_counts_left_out_lines() {
+    fn log_lines_above_the_limit_are_left_out_and_counted() {
         let limit = LogLimit::default();
         let start = Instant::now();
         for _ in 0..BURST {

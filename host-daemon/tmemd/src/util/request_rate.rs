@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rate_holds_with_a_burst_of_one_second() {
+    fn the_rate_limit_allows_a_burst_of_one_second_and_then_the_rate() {
         let per_second = Arc::new(AtomicU64::new(1000));
         let times = [5 * SECOND, 5 * SECOND, 5 * SECOND + SECOND / 2, 9 * SECOND];
         let rate = RequestRate::new(&per_second);
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_rate_all_requests_are_admitted() {
+    fn all_requests_are_admitted_without_a_rate_limit() {
         let rate = RequestRate::default();
         assert_eq!(admitted(&rate, 64, &[0, u64::MAX]), [9984, 9984]);
         // Extreme rates and times cause no arithmetic overflow.

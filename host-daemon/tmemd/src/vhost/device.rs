@@ -634,7 +634,7 @@ mod tests {
             .expect("cannot reserve the pool's address space");
         let config: crate::config::settings::VmConfig = "name=test,socket=none"
             .parse()
-            .expect("the VM's settings were refused");
+            .expect("valid settings of a VM were refused");
         let spec = tmem_pool::TenantSpec::new("test", config.quota);
         let tenant = engine
             .add_tenant(spec)
@@ -668,7 +668,7 @@ mod tests {
 
     /// The device limits the number of queues and their size, and thereby the requests in flight.
     #[test]
-    fn queues_and_their_sizes_are_limited() {
+    fn invalid_queue_indexes_sizes_and_bases_are_refused() {
         let (device, workers, _background) = devices();
         let (mut device, _front_end) = device();
         let last = QUEUES as u32 - 1;
@@ -689,10 +689,10 @@ mod tests {
             }
             device
                 .set_vring_base(queue, 65_535)
-                .expect("base 65,535 was refused");
+                .expect("ring base 65,535, the largest valid one, was refused");
             device
                 .set_vring_base(queue, 65_536)
-                .expect_err("a base beyond 65,535 was accepted");
+                .expect_err("a ring base beyond 65,535 was accepted");
         }
         for queue in [last + 1, 256, 1 << 31, u32::MAX] {
             device
@@ -713,7 +713,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_table_changes_in_a_loop_leave_no_mappings() {
+    fn replaced_memory_tables_that_wait_for_unmapping_are_limited_in_number() {
         let (device, workers, background) = devices();
         let name = "tmemd-changes-in-a-loop";
         let file = memfd_create(name, MemfdFlags::ALLOW_SEALING).expect("cannot create a memfd");
@@ -738,13 +738,13 @@ mod tests {
             assert_eq!(
                 mapped(name),
                 DISCARDED_MAX,
-                "connection {connection} waits for the wrong number of mappings"
+                "connection {connection}: the number of mapped tables is not DISCARDED_MAX"
             );
             device.end();
             assert_eq!(
                 mapped(name),
                 DISCARDED_MAX - 1,
-                "connection {connection} still waits for the freed mapping"
+                "connection {connection}: the end of the connection did not free one mapping"
             );
         }
         background.unmap();
@@ -756,7 +756,7 @@ mod tests {
     /// unmapped have together at most as much memory as the VM may have. The daemon unmaps a
     /// refused table at once.
     #[test]
-    fn waiting_tables_have_at_most_the_maximum_memory_of_a_vm() {
+    fn replaced_memory_tables_that_wait_for_unmapping_fit_the_vm_maximum() {
         const MAX_BYTES: u64 = 1 << 20;
         let (device, workers, background) = devices();
         let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("cannot create a memfd");
@@ -776,20 +776,27 @@ mod tests {
             let account = device.vm().memory.clone();
             account.set_max_bytes(MAX_BYTES);
             for change in 0..10 {
-                set(&mut device, &[half(0), half(MAX_BYTES)]).expect("the table was refused");
+                set(&mut device, &[half(0), half(MAX_BYTES)])
+                    .expect("a memory table within the VM's maximum was refused");
                 let mapped_bytes = account.mapped_bytes();
                 assert!(
                     (MAX_BYTES..=2 * MAX_BYTES).contains(&mapped_bytes),
-                    "connection {connection}, change {change}: {mapped_bytes} bytes are mapped"
+                    "connection {connection}, change {change}: {mapped_bytes} bytes are mapped, \
+                     expected one to two times {MAX_BYTES}"
                 );
                 // The third region exceeds the maximum. The first two regions are unmapped again.
                 let more = set(
                     &mut device,
                     &[half(0), half(MAX_BYTES), half(2 * MAX_BYTES)],
                 );
-                let error = more.expect_err("the VM's maximum was exceeded").to_string();
+                let error = more
+                    .expect_err("memory above the VM's maximum was accepted")
+                    .to_string();
                 for part in ["VM test", "1572864 bytes", "1048576", "memory_max"] {
-                    assert!(error.contains(part), "the error has no {part:?}: {error}");
+                    assert!(
+                        error.contains(part),
+                        "the error does not contain {part:?}: {error}"
+                    );
                 }
                 assert_eq!(account.mapped_bytes(), mapped_bytes);
             }
@@ -806,7 +813,7 @@ mod tests {
     /// is unmapped in the background. Tables that wait to be unmapped share mappings with each
     /// other and with the current table.
     #[test]
-    fn random_memory_changes_stay_within_three_maxima() {
+    fn random_memory_changes_map_at_most_three_times_the_vm_maximum() {
         const QUARTER: u64 = 1 << 18;
         const MAX_BYTES: u64 = 4 * QUARTER;
         let seed = fastrand::u64(..);
@@ -844,26 +851,35 @@ mod tests {
             refused += usize::from(result.is_err());
             if rng.usize(..50) == 0 {
                 background.unmap();
-                assert_eq!(account.mapped_bytes(), device.memory.bytes(), "seed {seed}");
+                assert_eq!(
+                    account.mapped_bytes(),
+                    device.memory.bytes(),
+                    "seed {seed}: the VM is charged for other memory than its current table"
+                );
             }
             let mapped_bytes = account.mapped_bytes();
             assert!(
                 mapped_bytes <= 3 * MAX_BYTES,
-                "seed {seed}, step {step}: {mapped_bytes} bytes are mapped"
+                "seed {seed}, step {step}: {mapped_bytes} bytes are mapped, more than three times \
+                 {MAX_BYTES}"
             );
             most = most.max(mapped_bytes);
         }
         assert!(
             most > MAX_BYTES,
-            "seed {seed}: no table waited to be unmapped"
+            "seed {seed}: no replaced table ever waited to be unmapped"
         );
         assert!(
             refused > 100,
-            "seed {seed}: only {refused} changes were refused"
+            "seed {seed}: {refused} changes were refused, expected more than 100"
         );
         device.end();
         background.unmap();
-        assert_eq!(account.mapped_bytes(), 0, "seed {seed}: a charge is left");
+        assert_eq!(
+            account.mapped_bytes(),
+            0,
+            "seed {seed}: the VM is still charged after all tables were unmapped"
+        );
         drop(front_end);
         workers.stop();
     }
@@ -872,7 +888,7 @@ mod tests {
     fn only_eventfds_are_accepted_as_kicks_and_calls() {
         let fd = eventfd(0, EventfdFlags::empty()).expect("cannot create an eventfd");
         let other = fd.try_clone().expect("cannot duplicate the descriptor");
-        let fd = event_fd(fd.into()).expect("an eventfd was refused");
+        let fd = event_fd(fd.into()).expect("an eventfd was refused as a kick or call");
         // Reading an eventfd whose counter is 0 must not block the reader.
         crate::util::event_fd::consume(&fd);
         crate::util::event_fd::signal(&other);
@@ -884,7 +900,7 @@ mod tests {
                 .to_string();
             assert!(
                 error.contains("not an eventfd"),
-                "the error has the wrong text: {error}"
+                "the error does not say \"not an eventfd\": {error}"
             );
         }
     }
@@ -892,7 +908,7 @@ mod tests {
     /// After a reboot, the guest's driver may accept other features than before. The device must
     /// then follow the new choice.
     #[test]
-    fn pages_are_retained_only_if_the_driver_accepts_the_feature() {
+    fn pages_are_retained_only_if_the_driver_accepts_the_retain_feature() {
         let (device, workers, _background) = devices();
         let (mut device, _front_end) = device();
         for accepted in [true, false, true] {
@@ -908,7 +924,7 @@ mod tests {
     }
 
     #[test]
-    fn no_reserved_feature_is_offered() {
+    fn the_device_offers_no_reserved_feature_bit() {
         for bit in [wire::F_PERSISTENT, wire::F_SHARED, wire::F_EVENTS] {
             assert_eq!(FEATURES & (1 << bit), 0);
         }

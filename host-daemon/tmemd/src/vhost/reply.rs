@@ -98,7 +98,7 @@ mod tests {
     use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
     #[test]
-    fn messages_of_any_length_and_number_of_parts_arrive() {
+    fn messages_of_any_length_in_any_number_of_parts_arrive_complete() {
         const LONG: usize = MESSAGE_BYTES_MAX + 1;
         let (left, mut right) = UnixStream::pair().expect("cannot create a socket pair");
         let long = vec![7; LONG];
@@ -118,7 +118,7 @@ mod tests {
             let mut received = vec![0; bytes];
             right
                 .read_exact(&mut received)
-                .expect("cannot receive the reply");
+                .expect("cannot receive the message");
             assert_eq!(received, sent);
         }
     }
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn sending_to_a_closed_peer_is_an_error_and_raises_no_signal() {
+    fn sending_to_a_closed_socket_returns_an_error_without_sigpipe() {
         let (left, right) = UnixStream::pair().expect("cannot create a socket pair");
         drop(right);
         let error = left

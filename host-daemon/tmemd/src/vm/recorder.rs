@@ -99,7 +99,7 @@ impl Recorder {
         let thread = state.thread.take();
         drop(state);
         if thread.is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the thread that writes the trace panicked");
+            tracing::error!("a bug: the thread that writes the trace panicked");
         }
     }
 
@@ -277,9 +277,9 @@ mod tests {
         tap.refer(1, &refs, &[true, false]);
         recorder.finish();
         let bytes = std::fs::read(&path).expect("cannot read the trace");
-        let reader = Reader::new(&bytes).expect("the file is a trace");
+        let reader = Reader::new(&bytes).expect("the recorded file is not a trace");
         let ops: Vec<Op> = reader
-            .map(|event| event.expect("the trace is complete").op)
+            .map(|event| event.expect("the recorded trace is incomplete").op)
             .collect();
         let Some(&Op::GetRetaining {
             object,

@@ -686,7 +686,11 @@ impl Registry {
         vm.remove();
         vm.clear();
         if let Err(error) = vm.tenant.set_quota(NOTHING) {
-            tracing::error!(vm = %vm.name(), reason = %error, "a bug: {error}");
+            tracing::error!(
+                vm = %vm.name(),
+                reason = %error,
+                "a bug: the reserve of the removed VM cannot be released: {error}"
+            );
         }
         signal(&self.changed);
         vm
@@ -708,7 +712,7 @@ mod tests {
     use tmem_pool::EngineConfig;
 
     #[test]
-    fn the_reserve_of_a_removed_vm_is_free_at_once() {
+    fn the_reserve_of_a_removed_vm_is_available_at_once() {
         const POOL_BYTES: i64 = 16 << 20;
         let engine = Engine::new(EngineConfig::new(POOL_BYTES as u64, 1))
             .expect("cannot reserve the pool's address space");

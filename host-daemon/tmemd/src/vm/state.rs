@@ -245,8 +245,9 @@ impl Vm {
     pub fn refuse(&self, peer: &UnauthorizedPeer) {
         self.refused(format_args!("{peer}"));
         self.warn(format_args!(
-            "a connection to {} is refused, {peer}; run the VM's QEMU as that user, or name its user: \
-             <seclabel model='dac'> of the domain, tmem-hook --owner, or owner of its [[vm]] or --vm",
+            "a connection to {} is refused: {peer}. Run the VM's QEMU as the owner, or name its \
+             user: <seclabel model='dac'> of the domain, tmem-hook --owner, or owner of its [[vm]] \
+             or --vm",
             self.config.socket.display()
         ));
     }
@@ -359,14 +360,14 @@ mod tests {
     /// A guest that changes its state in a loop must not displace events of other VMs from a
     /// subscriber's queue.
     #[test]
-    fn reports_in_a_loop_do_not_displace_events_of_other_vms() {
+    fn frequent_driver_reports_do_not_displace_events_of_other_vms() {
         let engine = Engine::new(EngineConfig::new(64 << 20, 1))
             .expect("cannot reserve the pool's address space");
         let events = Arc::new(Events::default());
         let vm = |name: &str| {
             let config: VmConfig = format!("name={name},socket=none")
                 .parse()
-                .expect("the VM's settings were refused");
+                .expect("valid settings of a VM were refused");
             let spec = TenantSpec::new(name, config.quota);
             let tenant = engine
                 .add_tenant(spec)

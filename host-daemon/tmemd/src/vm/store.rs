@@ -206,7 +206,7 @@ mod tests {
     /// The daemon does not read, write or remove files in a directory to which another user can
     /// write.
     #[test]
-    fn a_directory_writable_by_others_is_not_used() {
+    fn a_vm_store_that_other_users_can_write_to_is_refused() {
         let there = tempfile::tempdir().expect("cannot create a temporary directory");
         let store = VmStore::new(there.path());
         store.write(&vm("a")).expect("cannot write the VM");
@@ -222,7 +222,7 @@ mod tests {
                 let error = error.to_string();
                 assert!(
                     error.contains("no other user can write"),
-                    "{why}: the error has the wrong text: {error}"
+                    "{why}: the error does not say that no other user may write: {error}"
                 );
             }
             assert_eq!(
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_files_are_reported() {
+    fn invalid_files_in_the_vm_store_are_reported() {
         let directory = tempfile::tempdir().expect("cannot create a temporary directory");
         let store = VmStore::new(directory.path());
         store.write(&vm("a")).expect("cannot write the VM");

@@ -26,7 +26,7 @@ pub const TIMEOUT: Duration = Duration::from_secs(30);
 pub fn scaled(time: Duration) -> Duration {
     let scale = std::env::var("TMEM_TIMEOUT_SCALE");
     time.mul_f64(scale.map_or(1.0, |scale| {
-        scale.parse().expect("the text is not a number")
+        scale.parse().expect("the value is not a number")
     }))
 }
 
@@ -37,7 +37,7 @@ pub fn until(what: &str, mut check: impl FnMut() -> bool) {
     while !check() {
         assert!(
             Instant::now() < deadline,
-            "timeout while waiting until: {what}"
+            "this condition was not reached in time: {what}"
         );
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -165,7 +165,10 @@ impl Daemon {
 
     /// Kills the daemon with SIGKILL and waits until the process has ended.
     pub fn kill(&mut self) {
-        let mut child = self.child.take().expect("tmemd does not run");
+        let mut child = self
+            .child
+            .take()
+            .expect("tmemd was not started or has already ended");
         child.kill().unwrap();
         assert_eq!(
             child.wait().unwrap().signal(),
@@ -176,14 +179,20 @@ impl Daemon {
 
     /// Sends SIGTERM to the daemon and waits until it has ended without an error.
     pub fn terminate(&mut self) {
-        let mut child = self.child.take().expect("tmemd does not run");
+        let mut child = self
+            .child
+            .take()
+            .expect("tmemd was not started or has already ended");
         kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
         assert!(child.wait().unwrap().success());
     }
 
     /// Returns the daemon's process id.
     pub fn pid(&self) -> u32 {
-        self.child.as_ref().expect("tmemd does not run").id()
+        self.child
+            .as_ref()
+            .expect("tmemd was not started or has already ended")
+            .id()
     }
 
     /// Returns the path of the file `name` in the daemon's directory.
@@ -193,7 +202,10 @@ impl Daemon {
 
     /// Stops the daemon with SIGSTOP for the given time, and then lets it continue.
     pub fn freeze(&self, time: Duration) {
-        let child = self.child.as_ref().expect("tmemd does not run");
+        let child = self
+            .child
+            .as_ref()
+            .expect("tmemd was not started or has already ended");
         let pid = Pid::from_child(child);
         kill_process(pid, Signal::STOP).unwrap();
         std::thread::sleep(time);
@@ -204,7 +216,11 @@ impl Daemon {
     /// call, no thread of the daemon runs. The daemon must be idle, because a worker may still
     /// access guest memory after the guest has seen its answer.
     pub fn suspend(&mut self) {
-        let pid = Pid::from_child(self.child.as_ref().expect("tmemd does not run"));
+        let pid = Pid::from_child(
+            self.child
+                .as_ref()
+                .expect("tmemd was not started or has already ended"),
+        );
         let tasks = format!("/proc/{pid}/task");
         // In /proc/PID/task/TID/stat, the state follows the thread's name, which is in parentheses.
         let all_are = |state: &str| {
@@ -229,13 +245,22 @@ impl Daemon {
 
     /// Lets the daemon continue that [`Self::suspend`] has stopped.
     pub fn resume(&self) {
-        let pid = Pid::from_child(self.child.as_ref().expect("tmemd does not run"));
+        let pid = Pid::from_child(
+            self.child
+                .as_ref()
+                .expect("tmemd was not started or has already ended"),
+        );
         kill_process(pid, Signal::CONT).unwrap();
     }
 
     /// Returns the resources that the daemon uses now.
     pub fn taken(&self) -> Taken {
-        taken_by(self.child.as_ref().expect("tmemd does not run").id() as i32)
+        taken_by(
+            self.child
+                .as_ref()
+                .expect("tmemd was not started or has already ended")
+                .id() as i32,
+        )
     }
 
     /// Panics if the daemon has ended. The panic makes the test print the daemon's log.
@@ -243,10 +268,10 @@ impl Daemon {
         let status = self
             .child
             .as_mut()
-            .expect("tmemd does not run")
+            .expect("tmemd was not started or has already ended")
             .try_wait()
             .unwrap();
-        assert_eq!(status, None, "tmemd ended by itself");
+        assert_eq!(status, None, "tmemd ended before the test stopped it");
     }
 
     /// Polls `check` until it returns true. Panics with the text `what` if the daemon ends or after

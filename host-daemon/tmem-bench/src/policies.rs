@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Compares eviction policies on recorded traces and on generated loads, by the share of gets that
+//! are hits: the engine's own policies, S3-FIFO, SIEVE and the optimum.
+//!
+//! The engine's policies are the engine's code (replay/pool.rs). S3-FIFO and SIEVE are simulated
+//! here as published, for a comparison only. docs/benchmarks/policy.md has the results and the
+//! choice.
+
+mod lists;
+mod loads;
+mod optimum;
+mod pool;
+mod requests;
+mod s3_fifo;
+mod sieve;
+#[cfg(test)]
+mod tests;
+
+#[cfg(test)]
+pub use {loads::guest, requests::without_hints};
+
+use crate::replay;
+use crate::report::progress;
+use loads::Load;
+use optimum::Optimum;
+use pool::Reput;
+use requests::Requests;
+use s3_fifo::S3Fifo;
+use serde_json::{Value, json};
+use sieve::Sieve;
+use std::path::{Path, PathBuf};
+use tmem_pool::PolicyKind;
+use tmem_trace::format::Event;
+
+/// Names of the compared policies, in the order of all results. The optimum is the last.
+const POLICIES: [&str; 7] = [
+    "lru",
+    "adaptive-two-queue",
+    "s3-fifo-kept",
+    "s3-fifo-new",
+    "sieve-kept",
+    "sieve-new",
+    "optimum",
+];
+
+/// Position of the optimum in [`POLICIES`]. It knows the future, so it is no choice.
+const OPTIMUM: usize = POLICIES.len() - 1;
+
+/// Pool sizes by default, in percent of the memory that the optimum needs for all possible hits.
+const PERCENT: [u64; 4] = [25, 50, 100, 150];
+
+const MIB: f64 = (1 << 20) as f64;
+
+/// Hit ratios of all policies, 0 to 1.
+type Ratios = [f64; POLICIES.len()];
+
+/// Options of the comparison of eviction policies.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Traces that `tmemd --trace` recorded, compressed by zstd or not. tests/traces of the source
+    /// has six. Without a trace, only generated loads are compared.
+    #[arg(value_name = "TRACE")]
+    traces: Vec<PathBuf>,
+    /// Generated loads that are compared, all by default. A simulated guest with an LRU page cache
+    /// of 2,000 pages reads, so the pool sees only the reads that miss there and the pages that are
+    /// evicted there.
+    #[arg(long, value_name = "LOAD,...", value_delimiter = ',', value_enum, default_values_t = Load::ALL)]
+    loads: Vec<Load>,
+    /// Sizes of the pool in percent of the smallest pool in which the optimum loses no hit.
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = PERCENT)]
+    percent: Vec<u64>,
+    /// Number of seeds, from 1, for the generated loads and for the hashes of the engine. The
+    /// report shows mean hit ratios over all seeds.
+    #[arg(long, value_name = "NUMBER", default_value_t = 3,
+        value_parser = clap::value_parser!(u64).range(1..=1000))]
+    seeds: u64,
+    /// Ignore the hint of guests that a page was used again after it was read. S3-FIFO and SIEVE
+    /// were published without such a hint.
+    #[arg(long)]
+    no_hints: bool,
+    /// Print the result as JSON on standard output.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Results of a load with one pool size.
+struct AtSize {
+    percent: u64,
+    /// Mean size of the pool over all seeds, in bytes.
+    size_bytes: u64,
+    /// Mean hit ratios over all seeds.
+    ratios: Ratios,
+    /// Largest difference of a policy's hit ratios with two seeds.
+    spread: f64,
+}
+
+/// Results of a load with all pool sizes.
+struct Row {
+    name: String,
+    recorded: bool,
+    /// Mean number of gets over all seeds.
+    gets: u64,
+    /// Mean share of gets that are hits in a pool which never evicts.
+    ratio_max: f64,
+    sizes: Vec<AtSize>,
+}
+
+/// Returns the hit ratios of all policies in a pool of this size.
+fn ratios(
+    events: &[Event],
+    requests: &Requests,
+    optimum: &Optimum,
+    size_bytes: u64,
+    seed: u64,
+) -> Result<Ratios, String> {
+    let engine = |policy| {
+        let outcome = replay::outcome(events, policy, size_bytes, seed);
+        outcome.map(|outcome| outcome.hits)
+    };
+    let s3_fifo = |reput| pool::hits(requests, size_bytes, |keys| S3Fifo::new(keys, reput));
+    let sieve = |reput| pool::hits(requests, size_bytes, |keys| Sieve::new(keys, reput));
+    let hits: [u64; POLICIES.len()] = [
+        engine(PolicyKind::Lru)?,
+        engine(PolicyKind::AdaptiveTwoQueue)?,
+        s3_fifo(Reput::KeepsPlace),
+        s3_fifo(Reput::NewPlace),
+        sieve(Reput::KeepsPlace),
+        sieve(Reput::NewPlace),
+        optimum.hits(size_bytes).0,
+    ];
+    let gets = requests.gets().max(1) as f64;
+    Ok(hits.map(|hits| hits as f64 / gets))
+}
+
+/// Compares the policies on one load. `events` returns the events for a seed.
+fn row(
+    name: &str,
+    recorded: bool,
+    events: impl Fn(u64) -> Vec<Event>,
+    args: &Args,
+) -> Result<Row, String> {
+    let (mut gets, mut ratio_max) = (0, 0.0);
+    let mut seen: Vec<Vec<(u64, Ratios)>> = vec![Vec::new(); args.percent.len()];
+    for seed in 1..=args.seeds {
+        let mut events = events(seed);
+        if args.no_hints {
+            events = requests::without_hints(events);
+        }
+        let requests = requests::requests(&events);
+        let optimum = Optimum::new(&requests);
+        let (need_bytes, hits) = optimum.need();
+        gets += requests.gets();
+        ratio_max += hits as f64 / requests.gets().max(1) as f64;
+        for (percent, seen) in args.percent.iter().zip(&mut seen) {
+            progress(&format!(
+                "{name}: seed {seed} of {}, pool of {percent} %",
+                args.seeds
+            ));
+            let size_bytes = need_bytes.saturating_mul(*percent) / 100;
+            let ratios = ratios(&events, &requests, &optimum, size_bytes, seed)?;
+            seen.push((size_bytes, ratios));
+        }
+    }
+    let at_size = |(percent, seen): (&u64, Vec<(u64, Ratios)>)| {
+        let policy = |nr: usize| seen.iter().map(move |(_, ratios)| ratios[nr]);
+        let range = |nr| policy(nr).fold(0.0, f64::max) - policy(nr).fold(1.0, f64::min);
+        let sizes = seen.iter().map(|(size_bytes, _)| size_bytes);
+        AtSize {
+            percent: *percent,
+            size_bytes: sizes.sum::<u64>() / args.seeds,
+            ratios: std::array::from_fn(|nr| policy(nr).sum::<f64>() / args.seeds as f64),
+            spread: (0..POLICIES.len()).map(range).fold(0.0, f64::max),
+        }
+    };
+    Ok(Row {
+        name: name.into(),
+        recorded,
+        gets: gets / args.seeds,
+        ratio_max: ratio_max / args.seeds as f64,
+        sizes: args.percent.iter().zip(seen).map(at_size).collect(),
+    })
+}
+
+/// Summary over all loads and pool sizes, from which a policy is chosen.
+struct Summary {
+    /// Mean hit ratio of each policy.
+    mean: Ratios,
+    /// Largest loss of each policy against the best other one with the same load and pool size, as
+    /// a difference of hit ratios. The optimum is left out of the comparison.
+    loss_max: Ratios,
+    /// Largest difference of a policy's hit ratios with two seeds.
+    spread_max: f64,
+}
+
+fn summary(rows: &[Row]) -> Summary {
+    let all: Vec<&AtSize> = rows.iter().flat_map(|row| &row.sizes).collect();
+    let best = |at: &AtSize| at.ratios[..OPTIMUM].iter().copied().fold(0.0, f64::max);
+    let mean = |nr: usize| all.iter().map(|at| at.ratios[nr]).sum::<f64>() / all.len() as f64;
+    let loss = |nr: usize| {
+        let losses = all.iter().map(|at| best(at) - at.ratios[nr]);
+        losses.fold(0.0, f64::max)
+    };
+    Summary {
+        mean: std::array::from_fn(mean),
+        loss_max: std::array::from_fn(loss),
+        spread_max: all.iter().map(|at| at.spread).fold(0.0, f64::max),
+    }
+}
+
+fn print(rows: &[Row], summary: &Summary) {
+    let line = |name: &str, pool: &str, cells: &[String]| {
+        print!("{name:14} {pool:>16}");
+        for (cell, policy) in cells.iter().zip(POLICIES) {
+            print!("  {cell:>width$}", width = policy.len());
+        }
+        println!();
+    };
+    let percent = |ratio: &f64| format!("{:.1}", 100.0 * ratio);
+    let cells = |ratios: &[f64]| ratios.iter().map(percent).collect::<Vec<_>>();
+    println!(
+        "Hits in percent of all gets. The size of a pool is given in percent of the smallest pool\n\
+         in which the optimum loses no hit.\n"
+    );
+    line("load", "pool", &POLICIES.map(String::from));
+    for row in rows {
+        for at in &row.sizes {
+            let mib = at.size_bytes as f64 / MIB;
+            let pool = format!("{} % {mib:.1} MiB", at.percent);
+            let kind = if row.recorded { "trace " } else { "" };
+            let name = format!("{kind}{}", row.name);
+            line(&name, &pool, &cells(&at.ratios));
+        }
+    }
+    line("mean", "", &cells(&summary.mean));
+    line("largest loss", "", &cells(&summary.loss_max[..OPTIMUM]));
+    println!(
+        "\nThe largest loss is the largest difference, in points, to the best policy with the same\n\
+         load and pool, without the optimum. With another seed, a hit ratio differs by at most \
+         {:.1}\npoints.",
+        100.0 * summary.spread_max
+    );
+}
+
+fn json(rows: &[Row], summary: &Summary, args: &Args) -> Value {
+    let by_policy = |ratios: &[f64]| {
+        let entries = POLICIES.iter().zip(ratios);
+        Value::Object(
+            entries
+                .map(|(name, ratio)| (name.to_string(), json!(ratio)))
+                .collect(),
+        )
+    };
+    let at_size = |at: &AtSize| {
+        json!({
+            "percent": at.percent,
+            "size_bytes": at.size_bytes,
+            "hit_ratio": by_policy(&at.ratios),
+            "spread": at.spread,
+        })
+    };
+    let row = |row: &Row| {
+        json!({
+            "load": row.name,
+            "recorded": row.recorded,
+            "gets": row.gets,
+            "hit_ratio_max": row.ratio_max,
+            "sizes": row.sizes.iter().map(at_size).collect::<Vec<_>>(),
+        })
+    };
+    json!({
+        "seeds": args.seeds,
+        "hints": !args.no_hints,
+        "loads": rows.iter().map(row).collect::<Vec<_>>(),
+        "mean": by_policy(&summary.mean),
+        "loss_max": by_policy(&summary.loss_max[..OPTIMUM]),
+        "spread_max": summary.spread_max,
+    })
+}
+
+/// Returns the name of a trace's file without its extensions.
+fn trace_name(path: &Path) -> String {
+    let name = path.file_name().unwrap_or(path.as_os_str());
+    let name = name.to_string_lossy();
+    name.split('.').next().unwrap_or_default().to_string()
+}
+
+/// Compares the policies and prints the results.
+///
+/// # Errors
+/// A trace cannot be read, or there is no load.
+pub fn run(args: &Args) -> Result<(), String> {
+    let mut rows = Vec::new();
+    for path in &args.traces {
+        let events = requests::without_retention(&replay::load(path)?);
+        rows.push(row(&trace_name(path), true, |_| events.clone(), args)?);
+    }
+    for load in &args.loads {
+        rows.push(row(&load.name(), false, |seed| load.events(seed), args)?);
+    }
+    progress("");
+    let summary = summary(&rows);
+    if args.json {
+        let text = serde_json::to_string_pretty(&json(&rows, &summary, args));
+        println!("{}", text.expect("the results cannot be written as JSON"));
+    } else {
+        print(&rows, &summary);
+    }
+    Ok(())
+}

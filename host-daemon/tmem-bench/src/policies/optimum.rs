@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Optimum: the hits of a policy that knows all later requests (MIN, Belady, 1966).
+//!
+//! A page is worth its memory from its put to the get that returns it. The policy drops a page at
+//! once if no get returns it. A full pool evicts the page whose get is farthest away. If all pages
+//! have the same charge, no policy has more hits. With different charges the result is close to the
+//! optimum, because a large page whose get is a little nearer than those of two small pages could
+//! be evicted instead.
+
+use super::requests::{Kind, Requests};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// Requests as the optimum sees them: with the get that ends the stay of each page.
+pub struct Optimum {
+    /// For each request in order: a put of a page that a get returns later, or such a get.
+    steps: Vec<Step>,
+}
+
+enum Step {
+    /// A page with this charge in bytes is put. The get with this number returns it.
+    Put(u32, usize),
+    /// The get with this number. A pool that still has the page has a hit.
+    Get(usize),
+}
+
+impl Optimum {
+    /// Finds the get that returns each put page.
+    pub fn new(requests: &Requests) -> Optimum {
+        let mut puts = HashMap::new();
+        let mut ends = BTreeMap::new();
+        for (nr, request) in requests.list.iter().enumerate() {
+            let page = (request.tenant, request.key);
+            match request.kind {
+                Kind::Put(put) => _ = puts.insert(page, (nr, put.bytes)),
+                Kind::Flush => _ = puts.remove(&page),
+                Kind::Get => {
+                    if let Some((put, bytes)) = puts.remove(&page) {
+                        ends.insert(put, Step::Put(bytes, nr));
+                        ends.insert(nr, Step::Get(nr));
+                    }
+                }
+            }
+        }
+        Optimum {
+            steps: ends.into_values().collect(),
+        }
+    }
+
+    /// Returns the number of hits in a pool of this size in bytes, and the largest number of bytes
+    /// that the pool held.
+    pub fn hits(&self, size_bytes: u64) -> (u64, u64) {
+        let (mut pages, mut held_bytes) = (BTreeSet::new(), 0);
+        let (mut hits, mut peak_bytes) = (0, 0);
+        for step in &self.steps {
+            match *step {
+                Step::Put(bytes, end) => {
+                    pages.insert((end, bytes));
+                    held_bytes += u64::from(bytes);
+                    while held_bytes > size_bytes {
+                        let (_, bytes) = pages.pop_last().expect("a pool has bytes but no page");
+                        held_bytes -= u64::from(bytes);
+                    }
+                    peak_bytes = peak_bytes.max(held_bytes);
+                }
+                Step::Get(nr) => {
+                    if pages.first().is_some_and(|(end, _)| *end == nr) {
+                        let (_, bytes) = pages.pop_first().expect("the first page is gone");
+                        held_bytes -= u64::from(bytes);
+                        hits += 1;
+                    }
+                }
+            }
+        }
+        (hits, peak_bytes)
+    }
+
+    /// Returns the smallest size in bytes of a pool in which the optimum evicts no page that a get
+    /// returns, and the number of hits in such a pool, the largest that is possible.
+    pub fn need(&self) -> (u64, u64) {
+        let (hits, peak_bytes) = self.hits(u64::MAX);
+        (peak_bytes, hits)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::requests::{Put, Request};
+    use super::*;
+
+    const PUT: Kind = Kind::Put(Put {
+        bytes: 10,
+        used_again: false,
+    });
+
+    fn optimum(list: &[(u32, Kind)]) -> Optimum {
+        let request = |&(key, kind): &(u32, Kind)| Request {
+            tenant: 0,
+            key,
+            kind,
+        };
+        Optimum::new(&Requests {
+            list: list.iter().map(request).collect(),
+            keys: vec![10],
+        })
+    }
+
+    #[test]
+    fn the_page_whose_get_is_farthest_away_is_evicted() {
+        let list = [
+            (0, PUT),
+            (1, PUT),
+            (2, PUT),
+            (1, Kind::Get),
+            (2, Kind::Get),
+            (0, Kind::Get),
+        ];
+        let optimum = optimum(&list);
+        assert_eq!(optimum.need(), (30, 3));
+        assert_eq!(optimum.hits(20), (2, 20));
+        assert_eq!(optimum.hits(10), (1, 10));
+        let list = [
+            (0, PUT),
+            (1, PUT),
+            (1, Kind::Get),
+            (2, PUT),
+            (2, Kind::Get),
+            (0, Kind::Get),
+        ];
+        assert_eq!(self::optimum(&list).hits(10), (2, 10));
+    }
+
+    #[test]
+    fn pages_that_no_get_returns_take_no_memory() {
+        let list = [
+            (0, PUT),
+            (1, PUT),
+            (2, PUT),
+            (3, PUT),
+            (1, Kind::Flush),
+            (2, PUT),
+            (1, Kind::Get),
+            (2, Kind::Get),
+            (2, Kind::Get),
+        ];
+        assert_eq!(optimum(&list).need(), (10, 1));
+    }
+}

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Tests of faults of the guest, the VMM, the host and the daemon, which stop a queue or end the
+//! connection.
+
+use super::*;
+use crate::util::event_fd::consume;
+
+/// A chain may have no space for a status. The daemon then stops the queue, signals the VMM's error
+/// eventfd, and returns the chain to the ring.
+#[test]
+fn an_unanswerable_request_stops_the_queue() {
+    let mut guest = guest();
+    let error = eventfd(0, EventfdFlags::NONBLOCK).expect("cannot create an eventfd");
+    guest.vring.lock().error = Some(error.try_clone().expect("cannot duplicate the descriptor"));
+    guest.put(0, 1);
+    guest.send(req(wire::T_POOL_DESTROY, 0).as_bytes(), 7);
+    guest.put(1, 1);
+    assert_eq!(guest.run_slice(), SliceEnd::Idle);
+    assert_eq!(
+        guest.used(),
+        1,
+        "the request before the faulty one was not answered"
+    );
+    assert!(
+        guest.interrupted(),
+        "the guest was not interrupted for the answered request"
+    );
+    assert!(
+        guest
+            .stopped()
+            .expect("the queue did not stop")
+            .contains("7 writable bytes")
+    );
+    assert!(
+        rustix::io::read(&error, &mut [0; 8]).is_ok(),
+        "the error eventfd did not report the fault to the VMM"
+    );
+    assert_eq!(
+        (guest.run_slice(), guest.used()),
+        (SliceEnd::Idle, 1),
+        "the stopped queue answered a request"
+    );
+    let mut state = guest.vring.lock();
+    assert_eq!(
+        state.queue.next_avail(),
+        1,
+        "the ring base that the VMM reads is not the index of the faulty chain"
+    );
+    state.set_base(1);
+    guest.vring.configure(&mut state);
+    assert!(
+        state.is_running(),
+        "the queue does not run after the VMM set it up again"
+    );
+}
+
+#[test]
+fn an_available_index_beyond_the_ring_size_stops_the_queue() {
+    let mut guest = guest();
+    let index = (SIZE + 1).to_le();
+    guest
+        .memory
+        .guest
+        .store(index, GuestAddress(AVAIL + 2), Ordering::Release)
+        .expect("the address is outside of the guest's memory");
+    guest.run_slice();
+    assert!(
+        guest
+            .stopped()
+            .expect("the queue did not stop")
+            .contains("available ring")
+    );
+}
+
+#[test]
+fn an_answer_out_of_order_is_never_published() {
+    let mut guest = guest();
+    let answer = guest.send(&flush(0, 1), 8);
+    guest.send(&flush(1, 1), 8);
+    // To simulate a bug of the daemon, the test makes the worker skip the first chain.
+    guest.vring.lock().queue.set_next_avail(1);
+    assert_eq!(guest.run_slice(), SliceEnd::Idle);
+    let why = guest.stopped().expect("the queue did not stop");
+    assert!(
+        why.contains("a bug in the daemon"),
+        "the reason for the stop does not say that the daemon has a bug: {why}"
+    );
+    assert_eq!(guest.used(), 0);
+    assert_eq!(guest.bytes(answer, 8), [0; 8]);
+}
+
+#[test]
+fn a_ring_base_that_differs_from_the_used_index_is_refused() {
+    for (base, used) in [(1, 0), (0, 1), (0, u16::MAX)] {
+        let guest = guest_at(base, used);
+        let reason = guest.stopped().expect("the queue did not stop");
+        assert!(
+            reason.contains(&format!("starts the ring at {base}")),
+            "the reason for the stop does not give base {base}: {reason}"
+        );
+    }
+    let mut guest = guest_at(u16::MAX, u16::MAX);
+    guest.put(0, 1);
+    guest.put(1, 1);
+    guest.run_slice();
+    assert_eq!(
+        (guest.stopped(), guest.used()),
+        (None, 1),
+        "the request at the wrap of the ring's index was not answered"
+    );
+}
+
+#[test]
+fn rings_outside_of_guest_memory_do_not_run() {
+    let mut guest = guest();
+    {
+        let mut state = guest.vring.lock();
+        state.memory = Arc::new(Memory::empty(&Default::default(), &Default::default()));
+        guest.vring.configure(&mut state);
+        assert!(
+            !state.is_running(),
+            "the ring was started without guest memory"
+        );
+    }
+    guest.put(0, 1);
+    assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 0));
+    for odd in [USER + MEMORY_BYTES - 8, USER - 8, u64::MAX] {
+        let mut state = guest.vring.lock();
+        state.memory = guest.memory.clone();
+        state.addresses = Some(RingAddresses {
+            descriptor: USER + TABLE,
+            available: USER + AVAIL,
+            used: odd,
+        });
+        guest.vring.configure(&mut state);
+        assert!(
+            !state.is_running(),
+            "a ring runs whose used ring is at {odd:#x}, outside of guest memory"
+        );
+    }
+    let mut state = guest.vring.lock();
+    state.addresses = Some(RingAddresses {
+        descriptor: USER + TABLE + 1,
+        available: USER + AVAIL,
+        used: USER + USED,
+    });
+    guest.vring.configure(&mut state);
+    assert!(
+        state
+            .stopped
+            .as_ref()
+            .is_some_and(|reason| reason.contains("ring addresses are invalid"))
+    );
+}
+
+#[test]
+fn a_queue_stops_after_its_worker_panics() {
+    let mut guest = guest();
+    guest.put(0, 1);
+    guest.vring.stop_after_panic();
+    assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 0));
+    assert_eq!(
+        guest
+            .link
+            .vm
+            .counters
+            .queues_stopped
+            .load(Ordering::Relaxed),
+        1
+    );
+    consume(&guest.call);
+}
+
+/// In each case of this test, a page that a request needs is lost just before the worker accesses
+/// it. The connection must end without an answer. Nothing may be stored or dropped because of the
+/// zeros that the worker reads.
+#[test]
+fn a_lost_page_of_the_guest_ends_the_connection() {
+    const HELD: u64 = 40;
+    // REQUEST is the guest address of the request. It is the beginning of a page that contains no
+    // part of the ring. Each case has the name and the address of the page that is lost.
+    const REQUEST: u64 = DATA + 0x10000;
+    let cases = [
+        ("table", TABLE),
+        ("available ring", AVAIL),
+        ("used ring", USED),
+        ("request", REQUEST),
+        ("data", REQUEST + PAGE_SIZE as u64),
+        ("answer", REQUEST + 4 * PAGE_SIZE as u64),
+    ];
+    for base in [0, 5] {
+        for (what, page) in cases {
+            let mut guest = guest_at(base, base);
+            let own = UnixStream::pair().expect("cannot create a socket pair");
+            let _place = crate::vm::state::Connected::claim(&guest.link.vm, &own.0)
+                .expect("another connection has claimed the VM");
+            guest.put(HELD, 8);
+            assert_eq!(guest.run_slice(), SliceEnd::Idle);
+            let before = guest.engine.stats().pages;
+            assert_eq!(
+                (guest.used(), before),
+                (base + 1, 8),
+                "{what}: the request before the loss was not answered"
+            );
+            guest.free = REQUEST;
+            if what == "answer" {
+                guest.get(HELD, 8);
+            } else {
+                guest.put(0, 4);
+            }
+            let address = guest.memory.guest.get_host_address(GuestAddress(page));
+            crate::memory::sigbus::take_away(
+                address.expect("the address is outside of the guest's memory"),
+                PAGE_SIZE,
+            );
+
+            assert_eq!(guest.run_slice(), SliceEnd::Idle);
+            let reason = guest
+                .stopped()
+                .unwrap_or_else(|| panic!("{what}: the queue runs on lost memory"));
+            assert!(
+                reason.contains("was lost"),
+                "{what}: the reason for the stop does not say that memory was lost: {reason}"
+            );
+            if what != "used ring" {
+                assert_eq!(
+                    guest.used(),
+                    base + 1,
+                    "{what}: a request was answered from lost memory"
+                );
+            }
+            let stored = guest.engine.stats().pages;
+            let expected = if what == "answer" { 0 } else { before };
+            assert_eq!(
+                stored, expected,
+                "{what}: {stored} pages are stored, expected {expected}"
+            );
+            let counters = &guest.link.vm.counters;
+            let faults = counters.queues_stopped.load(Ordering::Relaxed);
+            assert_eq!(
+                faults, 0,
+                "{what}: the lost page was counted as a fault of the guest"
+            );
+            let ended =
+                Peer::new(own.1.try_clone().expect("cannot duplicate the descriptor")).check();
+            assert_eq!(
+                ended,
+                Err(HungUp),
+                "{what}: the connection did not end after the loss of a page"
+            );
+        }
+    }
+}
