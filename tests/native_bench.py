@@ -49,7 +49,7 @@ PARAMETERS = "verify_every=0 retain=0"
 
 
 def shown(rows: list[Row]) -> list[Row]:
-    """Returns the rows for the table, without reasons for which no page was dropped."""
+    """Leaves out reasons for refused or skipped puts whose count is 0."""
     return [row for row in rows if row.value or not row.key.startswith(("puts_", REFUSALS))]
 
 

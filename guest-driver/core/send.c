@@ -45,7 +45,7 @@ static void erase_slot(struct tmem_slot *slot, enum tmem_stat why)
 /* --- answers ------------------------------------------------------------------------------- */
 
 /*
- * Takes the requests that the device has answered from the virtqueue. The caller holds vq_lock.
+ * Removes answered requests from the virtqueue. The caller holds vq_lock.
  * Returns whether there is work for the sender.
  */
 static bool drain(struct tmem_queue *queue)

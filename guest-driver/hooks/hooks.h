@@ -97,7 +97,11 @@ void tmem_users_wait(const long __percpu *users);
  */
 #define TMEM_SELFTEST_PAGES 128
 
-/* Calls and folios of the self-test's mapping that the hooks have reported. */
+/*
+ * Record of the hooks during the self-test: the hooked functions that a task entered (calls), how
+ * often the tracepoints reported folios of the test's mapping, and the page index of the last folio
+ * that became dirty.
+ */
 struct tmem_seen {
 	unsigned long calls;		/* bits of enum tmem_hook */
 	atomic_t reclaimed, removed, dirty;

@@ -39,8 +39,9 @@ void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inv
 	u64 ino = inode->i_ino;
 
 	/*
-	 * Drop the inode's comparisons of hits with the disk, even if the mark is set already,
-	 * because a get may have come before the mark.
+	 * Void the pending comparisons of this inode's hits with the disk, even if the inode is
+	 * already marked. A get from before the mark may have queued one, which would compare the
+	 * page with changed data.
 	 */
 	tmem_verify_void(fs, ino, 0, ULONG_MAX);
 	if (tmem_bypass(fs->pool, ino))

@@ -78,7 +78,7 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 		tmem_count_n(TMEM_STAT_puts_skipped_folio, all);
 		return 0;
 	}
-	/* If live is set, the marks of the file system are set; pairs with tmem_fs_register(). */
+	/* fs->live is set after inodes in fs->pool are marked; pairs with tmem_fs_register(). */
 	if (!smp_load_acquire(&fs->live)) {
 		tmem_count_n(TMEM_STAT_puts_skipped_off, all);
 		return 0;

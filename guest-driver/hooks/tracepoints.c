@@ -101,7 +101,8 @@ bool tmem_probes_see_errors(void)
 }
 
 /**
- * tmem_probe_new_mounts() - start or stop watching added pages, to find file systems
+ * tmem_probe_new_mounts() - start or stop looking for file systems when pages are added to the page
+ *                           cache
  * @on: true to start
  *
  * Context: the discovery work only, or after it has ended.

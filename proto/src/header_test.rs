@@ -321,7 +321,7 @@ fn each_deviation_from_the_c_header_is_detected() {
             .get_mut(what)
             .expect("the name was measured")
             .last_mut()
-            .expect("each name has a value") += 1;
+            .unwrap_or_else(|| panic!("{what} has no value")) += 1;
         assert_eq!(
             differences(&good, &other).len(),
             1,

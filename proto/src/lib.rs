@@ -311,7 +311,8 @@ structs! {
         index_pages: U64,
         /// Number of pages that the driver accepted into its put ring.
         puts: U64,
-        /// Number of pages that the driver could have put but did not accept.
+        /// Number of eligible pages that the driver dropped instead of putting them, for example
+        /// because its put ring was full or it had no memory.
         puts_dropped: U64,
         /// Number of pages that readers requested from the driver.
         gets: U64,

@@ -622,8 +622,9 @@ static void prepare_hold(void)
 }
 
 /*
- * Without a page in the buffer `held`: gets the stored page into that buffer, and returns true.
- * Otherwise compares the contents of `held` with those that were stored, and returns false.
+ * If no page is held, gets the stored page of `generation` into the buffer `held` and returns true,
+ * even if the get fails. If a page is held, verifies its contents, releases it and returns false.
+ * Wrong contents end the program with status 1.
  */
 static int hold(uint64_t generation)
 {

@@ -57,7 +57,7 @@ DIRECTORIES = (
 
 @dataclass(frozen=True)
 class Run:
-    """Result of a program."""
+    """Exit status and output of a program that has ended."""
 
     status: int
     stdout: str
@@ -236,7 +236,7 @@ class Libvirt:
         return done.stdout
 
     def refused(self, command: str, domain: str, *words: str | Path, status: int = 6) -> str:
-        """Runs tmemctl, which must fail with that status, and returns its error message."""
+        """Runs tmemctl, requires that it exits with `status`, and returns its error message."""
         done = self.tmemctl_run(command, domain, *words)
         if done.status != status:
             raise HarnessError(

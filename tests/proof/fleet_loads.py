@@ -198,7 +198,10 @@ class Neighbour(Workload):
         return fio_report(job.wait().text)
 
     def check(self) -> None:
-        """Raises if a guest has read a wrong byte, or if the noise differs between the arms."""
+        """Raises if a guest has read a wrong byte, or if the neighbour's read rates differ.
+
+        The rates with and without the pool may differ by at most `noise_tolerance`.
+        """
         for box in (self._victim, self._neighbours[WITH]):
             found = box.sh(f"sha256sum {DATA}/{disks.SET}").split()[0]
             if found != self._sum:

@@ -20,7 +20,7 @@ from proof.rivals import ARMS, CACHE, OVERLAPS, POOL, RAM, ZRAM
 from proof.workloads import WITH, WITHOUT, Oltp
 
 WIDTH = 100
-LATE = ("misses_late", "misses_tripped")
+LATE, OPEN = "misses_late", "misses_tripped"
 
 
 @dataclass(frozen=True)
@@ -150,16 +150,18 @@ def ksm_row(found: dict[str, Any]) -> list[str]:
 
 
 def victim_late(found: dict[str, Any]) -> int | None:
-    """Returns how many pages came too late for the victim, or None without its measurement."""
+    """Returns how many pages the victim missed because the host was slow.
+
+    Returns None without the victim's measurement.
+    """
     part = found["parts"].get("victim")
-    return late_pages(part) if part else None
+    return missed_pages(part, LATE) + missed_pages(part, OPEN) if part else None
 
 
-def late_pages(part: dict[str, Any]) -> int:
-    """Returns how many pages came too late, in all repetitions and arms."""
+def missed_pages(part: dict[str, Any], counter: str) -> int:
+    """Returns the sum of a counter of misses over all repetitions and arms."""
     of: list[Repetition] = part["repetitions"]
-    found = (one.get(name, 0) for repetition in of for one in repetition.values() for name in LATE)
-    return round(sum(found))
+    return round(sum(one.get(counter, 0) for repetition in of for one in repetition.values()))
 
 
 def lost_share(part: dict[str, Any], arm: str) -> float | None:
@@ -186,7 +188,8 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
         out.append(
             [
                 "`victim_late_pages`",
-                "pages that came after the victim's deadline, in all repetitions of both arms",
+                "the victim's pages that were late, or not requested because the circuit breaker "
+                "was open, in all repetitions of both arms",
                 "0",
                 str(late),
                 MISSED if late else MET,
@@ -220,8 +223,8 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
 
 def workload_rows(found: dict[str, Any]) -> list[list[str]]:
     """Returns a table with each workload's values without the pool and with it."""
-    head = ["workload", "figure", "without", "with", "all in RAM", "repetitions", "lost", "late"]
-    out = [head]
+    head = ["workload", "figure", "without", "with", "all in RAM", "repetitions", "lost"]
+    out = [[*head, "late", "breaker open"]]
     for part in found["parts"].values():
         if "disk_mib" in part["figure"]:
             continue
@@ -238,7 +241,8 @@ def workload_rows(found: dict[str, Any]) -> list[list[str]]:
                 *cells,
                 str(len(part["repetitions"])),
                 "-" if lost is None else f"{lost:.1%}",
-                str(late_pages(part)),
+                str(missed_pages(part, LATE)),
+                str(missed_pages(part, OPEN)),
             ]
         )
     return out
@@ -509,22 +513,34 @@ def model_text(found: dict[str, Any]) -> str:
 
 
 def machine_text(found: dict[str, Any]) -> str:
-    """Returns sentences about the machine, and about its load in each run of the program."""
+    """Returns a sentence about the machine."""
     runs = found["machine"]
     if not runs:
         return f"Measured with {found['settings']['guests']} guests."
     last = runs[-1]
-    loads = "; ".join(
-        f"load average {run['load_1min_before']} before and {run['load_1min_after']} after, "
-        f"{run['steal_share']:.1%} of the processor time stolen"
-        for run in runs
-    )
-    times = "one run" if len(runs) == 1 else f"{len(runs)} runs, each of other workloads"
     return (
         f"Measured with {found['settings']['guests']} guests on {last['processors']} processors of "
         f"{last['processor']}, host kernel {last['host_kernel']}, whose idle processors "
-        f"{IDLE[last['idle_processors']]}, in {times}: {loads}."
+        f"{IDLE[last['idle_processors']]}."
     )
+
+
+def load_texts(found: dict[str, Any]) -> list[str]:
+    """Returns a paragraph about the load of the machine in each run, or nothing without runs."""
+    runs = found["machine"]
+    if not runs:
+        return []
+    loads = "; ".join(
+        f"{run['load_1min_before']} / {run['load_1min_after']}, {run['steal_share']:.1%}"
+        for run in runs
+    )
+    times = "one run" if len(runs) == 1 else f"{len(runs)} runs"
+    return [
+        _wrapped(
+            f"The workloads were measured in {times}. Load average before / after, and stolen "
+            f"processor time: {loads}."
+        )
+    ]
 
 
 def page(found: dict[str, Any]) -> str:
@@ -552,6 +568,7 @@ def page(found: dict[str, Any]) -> str:
             "arms take turns in each repetition. A target is met if the whole interval meets it; "
             "the result is unclear if the interval contains the target."
         ),
+        *load_texts(found),
         _markdown(rows(found)),
         *_bullets(explanations(found)),
     ]
@@ -560,8 +577,10 @@ def page(found: dict[str, Any]) -> str:
     parts += [
         "## Workloads",
         _wrapped(
-            "*Lost* is the share of evicted pages that did not reach the pool, *late* the number "
-            "of pages that the host did not return within the deadline."
+            "*Lost* is the share of evicted pages that did not reach the pool. *Late* is the "
+            "number of pages that had not arrived by the deadline. *Breaker open* is the number of "
+            "pages that the driver did not request because its circuit breaker was open. Both "
+            "numbers count all repetitions of all arms."
         ),
         _markdown(workload_rows(found)),
     ]
@@ -573,9 +592,9 @@ def page(found: dict[str, Any]) -> str:
                 "the host as the guests with the pool, their disks' processes and tmemd use "
                 "together: PSS, page tables and the host's page cache of the images. Swap in zram "
                 "is part of a guest's RAM. The slack of the rivals is among the parameters. "
-                "Peaks are the greatest of samples during the measured loads, two each second, "
-                f"and one after each load. {swap_text(found)} KSM cannot merge shared memory, so "
-                "[density.md](density.md) compares it, on QEMU."
+                "Memory is sampled twice per second during the measured loads and once after each. "
+                f"The peak is the largest sample. {swap_text(found)} KSM cannot merge shared "
+                "memory, so [density.md](density.md) compares it, on QEMU."
             ),
             "![Disk reads of each arm](../images/proof-rivals.svg)",
             *_bullets(winners(found)),
@@ -605,8 +624,9 @@ LIMITS = "\n".join(
         "and no large folios ([native.md](native.md)).",
         "The guests, tmemd and the disks' processes share the machine's processors.",
         "An interval of five or seven repetitions is a rough one.",
-        "The host's page cache is above the limit of the disk: a control group limits what the "
-        "processes of the disks read from it. Writes of that arm are not limited.",
+        "In the arm with the host's page cache, hits in that cache do not count against the disk's "
+        "limit: a control group limits only reads from the host's disk that holds the image. "
+        "Writes of that arm are not limited.",
     )
 )
 

@@ -215,7 +215,7 @@ class Rivals(Workload):
             )
             for name, path in zip(names, files[1:], strict=True)
         ]
-        # Guests and the processes of their disks start inside the group.
+        # Start the guests and the processes of their disks inside the control group.
         inside = fleet.group.inside() if fleet.group else contextlib.nullcontext()
         with inside:
             fleet.boxes += [lab.guest(spec) for spec in specs]

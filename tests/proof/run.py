@@ -162,8 +162,10 @@ class Run:
     def _say(self, part: Workload, found: Repetition) -> None:
         def text(measured: Measured) -> str:
             out = f"{measured[part.figure]:,.3f}"
-            if late := measured.get("misses_late", 0) + measured.get("misses_tripped", 0):
+            if late := measured.get("misses_late"):
                 out += f" ({late:.0f} late)"
+            if missed := measured.get("misses_tripped"):
+                out += f" ({missed:.0f} not requested, breaker open)"
             if measured.get("puts_lost"):
                 out += f" (lost {measured['puts_lost'] / measured['puts_eligible']:.1%})"
             return out

@@ -239,7 +239,8 @@ class RandomReread(Paired):
         self.engine = engine
         self.threads = depth if engine == PSYNC else 1
         self.key = f"rand_reread_{engine}" if engine == URING else f"rand_reread_{depth}"
-        self.title = f"Zipf random re-read, {engine}, depth {depth}"
+        self._width = f"{self.threads} threads" if self.threads > 1 else f"depth {depth}"
+        self.title = f"Zipf random re-read, {engine}, {self._width}"
         if self.reads % self.threads:
             raise HarnessError(f"{self.threads} threads cannot share {self.reads} reads evenly")
         self.seconds = 65
@@ -249,7 +250,7 @@ class RandomReread(Paired):
     def details(self) -> dict[str, Any]:
         return super().details() | {
             "load": f"fio, {self.reads:,} reads of 4 KiB in each repetition, {self.engine}, "
-            + (f"{self.threads} threads" if self.threads > 1 else f"depth {self.depth}"),
+            + self._width,
             "distribution": f"Zipf, exponent {self.theta}, popular pages spread over the file",
         }
 

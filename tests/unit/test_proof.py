@@ -358,12 +358,32 @@ def test_plot_bars_of_all_workloads_have_different_names() -> None:
     assert "</svg>" in plot.bars("no bars", "", [])
 
 
-def test_one_late_page_of_the_victim_vm_misses_its_target() -> None:
+@pytest.mark.parametrize("counter", ["misses_late", "misses_tripped"])
+def test_one_late_page_of_the_victim_vm_misses_its_target(counter: str) -> None:
     found = partial("victim")
-    found["parts"]["victim"]["repetitions"][0][WITH]["misses_late"] = 1.0
+    found["parts"]["victim"]["repetitions"][0][WITH][counter] = 1.0
     rows = {row[0]: row for row in report.rows(found)}
     assert rows["`victim_late_pages`"][4] == report.MISSED
     assert rows["`victim_p99_ratio`"][4] == report.MET
+
+
+def test_late_pages_and_pages_missed_at_an_open_breaker_have_separate_columns() -> None:
+    found = partial("stream")
+    of = found["parts"]["stream"]["repetitions"][:1]
+    of[0][WITH] |= {"misses_late": 2.0, "misses_tripped": 3.0}
+    found["parts"]["stream"]["repetitions"] = of
+    head, row = report.workload_rows(found)
+    columns = dict(zip(head, row, strict=True))
+    assert (columns["late"], columns["breaker open"]) == ("2", "3")
+
+
+def test_report_has_the_load_of_each_run() -> None:
+    found = partial("stream")
+    one = {"load_1min_before": 0.5, "load_1min_after": 2.0, "steal_share": 0.01}
+    found["machine"] = [one, one]
+    text = " ".join(" ".join(report.load_texts(found)).split())
+    assert "in 2 runs." in text
+    assert text.count("0.5 / 2.0, 1.0%") == 2
 
 
 def test_report_names_a_workload_that_the_pool_slows_down() -> None:

@@ -716,9 +716,9 @@ def test_module_unloads_under_load_and_with_a_silent_daemon(
         reload(guest)
 
     def reported() -> dict[str, Any] | None:
-        """Returns the driver's report.
+        """Returns the driver's report, or None until a report lists the installed hooks.
 
-        The first report was sent before the hooks were installed.
+        The driver sends its first report before it installs the hooks.
         """
         (vm1,) = daemon.stats()["vms"]
         driver: dict[str, Any] | None = vm1["driver"]

@@ -383,7 +383,10 @@ def test_overlayfs_files_are_cached_and_change_with_their_layers(
 def test_file_stored_in_its_inode_reads_no_old_byte(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """A small file that changes in its inode, without a dirty page, is read with right bytes."""
+    """With ext4's feature inline_data, a small file that changes in its inode is read correctly.
+
+    Such a change makes no page dirty.
+    """
     guest = boot(session, kernel, module, options="inline_data")
     for size in (100, 4096):
         path = f"{WHERE}/small{size}"

@@ -118,7 +118,8 @@ def test_fio_verification_finds_a_missing_hook(
     right(run(guest, f"--randseed=1 {RUNS[0]}"))
     evict_all(guest)
     set_parameter(guest, "test_hooks_off", "direct")
-    # Set the longest deadline, because the driver would discard a stale page that arrives late.
+    # Set the longest deadline. With a shorter one, the driver could discard the stale page as late,
+    # and fio would not find it.
     set_parameter(guest, "deadline_ms", str(DEADLINE_MAX_MS))
     right(run(guest, f"--randseed=2 {DIRECT} --do_verify=0"))
     done = run(guest, f"--randseed=2 {BUFFERED}")

@@ -252,9 +252,10 @@ def test_forced_shutdown_empties_the_pool_of_the_mount(
     until(lambda: mount.count("held_pages") == 0, EMPTIED_SECONDS, "the pool is emptied")
 
 
-def test_pages_are_put_after_a_forced_shutdown_without_its_hooks(
+def test_without_the_shutdown_hooks_pages_are_put_after_a_forced_shutdown(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
+    """Negative control of test_forced_shutdown_empties_the_pool_of_the_mount."""
     below = Below.boot(session, kernel, test_module)
     set_parameter(below.guest, "test_hooks_off", "journal_abort,fs_error")
     assert shut_down(below) > 0

@@ -195,7 +195,7 @@ def test_driver_sends_latencies_only_if_the_device_offers_them(
         tmem = Tmem(liar.path, properties={"latencies": "off"})
         guest = driver_guest(session, kernel, module, tmem, disks=[data])
         # The driver sends one report every ten seconds.
-        until(lambda: liar.asked[T_REPORT] >= 3, 60, "three reports")
+        until(lambda: liar.asked[T_REPORT] >= 3, 60, "the driver has sent three statistics reports")
         assert liar.asked[T_LATENCIES] == 0
         check_works(guest, sums)
 
@@ -209,7 +209,7 @@ def test_request_unknown_to_the_device_is_sent_once(
         liar.lie = "older"
         guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
         # The driver sends one report every ten seconds.
-        until(lambda: liar.asked[T_REPORT] >= 3, 60, "three reports")
+        until(lambda: liar.asked[T_REPORT] >= 3, 60, "the driver has sent three statistics reports")
         assert liar.asked[T_LATENCIES] == 1
         check_works(guest, sums)
         # After a reload the request is sent again, because the device may be another one.

@@ -258,7 +258,9 @@ def test_page_written_by_a_lost_daemon_is_migrated(
     assert driver.hold() == "held right"
 
 
-def test_page_written_by_a_new_daemon_is_migrated(session: Session, kernel: Kernel) -> None:
+def test_page_written_by_a_daemon_started_during_migration_is_migrated(
+    session: Session, kernel: Kernel
+) -> None:
     """A page that a daemon writes is migrated if the daemon started during the migration.
 
     QEMU gives a new daemon the dirty log before the daemon may write.

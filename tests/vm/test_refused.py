@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The driver refuses mounts on encrypted or verified devices, and untested geometries."""
+"""The driver refuses to serve file systems on encrypted or verified devices.
+
+It also refuses file systems whose geometry was not tested.
+"""
 
 from __future__ import annotations
 

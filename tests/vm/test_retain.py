@@ -481,7 +481,8 @@ def test_hole_punched_in_a_retained_page_keeps_the_cache_on(
 ) -> None:
     """A punch with blocks smaller than a page zeroes a part of a clean page.
 
-    The page is evicted before the hook erases the range at the end of the punch.
+    The page is evicted before the hook erases the range at the end of the punch. The driver does
+    not count the page as changed without a hook: the cache stays on, and reads return the zeroes.
     """
     guest = driver_guest(
         session,

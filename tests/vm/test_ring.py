@@ -103,7 +103,11 @@ def wait_for_full_batches(guest: Guest, partial_pages: int = BATCH_PAGES) -> dic
         counters = stats(guest)
         return counters["puts"] - counters["puts_stored"] < partial_pages
 
-    until(answered, OWN_MS / 1000 * 10, "full batches are sent and answered without the feeder")
+    what = (
+        "the driver sends full batches, and the device answers them, while the driver's feeder "
+        "thread is stopped"
+    )
+    until(answered, OWN_MS / 1000 * 10, what)
     return counters
 
 

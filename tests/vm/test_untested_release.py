@@ -135,7 +135,7 @@ def test_verify_every_set_at_load_overrides_the_untested_default(
 
 
 @pytest.mark.smoke
-def test_tested_kernel_release_compares_the_default_share_of_hits(
+def test_on_a_tested_kernel_release_one_hit_in_tested_every_is_compared(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """On a tested release, the state has no note, and one hit in TESTED_EVERY is compared."""

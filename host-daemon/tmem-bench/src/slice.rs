@@ -451,8 +451,8 @@ impl Rig {
                     self.maintain_all();
                 }
             }
-            // Put pages whose keys the engine's estimator of hits follows. The requests of these
-            // attacks make the estimator walk over all followed keys.
+            // Put pages whose keys the engine's estimator of hits samples. The requests of these
+            // attacks make the estimator walk over all sampled keys.
             Attack::FlushEmptyRanges | Attack::Pools if round == 0 => {
                 let pages = [[7; PAGE_SIZE]; BATCH];
                 for index in (0..1024).step_by(BATCH) {

@@ -45,19 +45,17 @@ pub(crate) const DROP_NS: u64 = 800;
 /// Cost of looking up the pool and the object of a flushed range under the tenant's lock.
 pub(crate) const RANGE_NS: u64 = 300;
 
-/// Cost of visiting one key in a walk over the followed keys, which are the keys that the
-/// [`Estimator`] samples.
+/// Cost of visiting one key in a walk over the sampled keys of the [`Estimator`].
 pub(crate) const FOLLOWED_NS: u64 = 2;
 
-/// Cost of removing one key from the followed keys, which are the keys that the [`Estimator`]
-/// samples.
+/// Cost of removing one key from the sampled keys of the [`Estimator`].
 pub(crate) const FORGET_NS: u64 = 50;
 
 /// Cost of hashing one key of a flushed range of up to 64 pages. The hash is needed to remove the
 /// key from the [`Estimator`].
 pub(crate) const KEY_NS: u64 = 40;
 
-/// Returns the cost in nanoseconds of visiting and removing followed (sampled) keys in all calls of
+/// Returns the cost in nanoseconds of visiting and removing sampled keys in all calls of
 /// the estimator so far. The constant cost of each call is not included.
 pub(crate) fn estimator_ns<K: Copy>(estimator: &Estimator<K>) -> u64 {
     estimator.passed() * FOLLOWED_NS + estimator.forgotten() * FORGET_NS
@@ -66,7 +64,7 @@ pub(crate) fn estimator_ns<K: Copy>(estimator: &Estimator<K>) -> u64 {
 /// Returns the largest cost in nanoseconds of a walk over all keys that the estimator follows
 /// (samples). It includes the cost of removing each of them.
 pub(crate) fn forget_all_ns_max<K: Copy>(estimator: &Estimator<K>) -> u64 {
-    estimator.followed() * (FOLLOWED_NS + FORGET_NS)
+    estimator.sampled() * (FOLLOWED_NS + FORGET_NS)
 }
 
 /// Largest cost of one page of a put. In the worst case, the page replaces another page, and
@@ -74,7 +72,7 @@ pub(crate) fn forget_all_ns_max<K: Copy>(estimator: &Estimator<K>) -> u64 {
 pub const PUT_NS_MAX: u64 = PUT_NS + (1 + 2 * EVICTIONS_PER_PUT_PAGE as u64) * EVICT_NS;
 
 /// Largest cost of one call of the estimator in a get or in a reference request (REF). In the worst
-/// case, the call walks over all followed (sampled) keys.
+/// case, the call walks over all sampled keys.
 pub(crate) const ESTIMATE_NS_MAX: u64 = SAMPLES_MAX as u64 * FOLLOWED_NS;
 
 /// Largest cost of one page of a reference request (REF). It allows for a caller that drops the

@@ -195,7 +195,7 @@ impl State {
         self.index.bytes() + self.policy.bytes() + self.estimator.bytes() + raw as u64
     }
 
-    /// Returns the cost in nanoseconds of visiting and removing followed (sampled) keys in all
+    /// Returns the cost in nanoseconds of visiting and removing sampled keys in all
     /// calls of the estimator so far. The constant cost of each call is not included.
     pub(crate) fn estimator_ns(&self) -> u64 {
         estimator_ns(&self.estimator)

@@ -51,8 +51,8 @@ pub struct TenantStats {
     /// Counter, pages: pages that were evicted, for any reason. Pages that an operator drops do not
     /// count.
     pub evictions: u64,
-    /// Counter, pages: dropped pages. They were dropped by a flush, the end of their pool, a clear
-    /// of the tenant, an operator, or a caller that could not keep the page of a reference (REF).
+    /// Counter, pages: pages dropped by a flush, at the end of their pool, by a clear of the tenant,
+    /// by an operator, or because the caller could not keep the page of a reference (`drop_refs`).
     pub flushed_pages: u64,
     /// Counter, pages: pages that a get did not return because their bytes did not match their
     /// hash. Any value above 0 means faulty memory or a bug.
@@ -101,7 +101,7 @@ pub struct TenantStats {
     /// for `loss_hits`. `loss_hits` divided by this number is the share of hits that less memory
     /// would lose.
     pub loss_hits_seen: u64,
-    /// Counter, keys: number of times that a request visited a followed (sampled) key for the
+    /// Counter, keys: number of times that a request visited a sampled key for the
     /// estimates `gain_hits` and `loss_hits`. It measures work, for callers that bound their work.
     pub gain_steps: u64,
     /// Gauge, pages: largest number of raw pages (not finalized yet) that the tenant may have.
@@ -189,8 +189,8 @@ pub struct EngineStats {
     pub refs: u64,
     /// Counter, pages: the part of `refs` whose page was still in the pool.
     pub refs_held: u64,
-    /// Counter, pages: dropped pages. They were dropped by a flush, the end of their pool, a clear
-    /// of the tenant, an operator, or a caller that could not keep the page of a reference (REF).
+    /// Counter, pages: pages dropped by a flush, at the end of their pool, by a clear of the tenant,
+    /// by an operator, or because the caller could not keep the page of a reference (`drop_refs`).
     pub flushed_pages: u64,
     /// Counter, pages: pages that a get did not return because their bytes did not match their
     /// hash. Any value above 0 means faulty memory or a bug.

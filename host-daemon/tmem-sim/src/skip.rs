@@ -68,7 +68,7 @@ fn judge(missing: Missing, why: &dyn Display, there: &str) -> Result<String, Str
         true => Err(format!(
             "the test was skipped, although {NO_SKIPS} says that the machine has {name}: {why}"
         )),
-        false => Ok(format!("SKIPPED for want of {name}: {why}")),
+        false => Ok(format!("SKIPPED: needs {name}: {why}")),
     }
 }
 
@@ -79,16 +79,16 @@ mod tests {
     #[test]
     fn skipping_a_test_fails_if_the_machine_has_the_required_feature() {
         for there in ["root", "io_uring, root", "root,quiet"] {
-            let error = judge(Missing::Root, &"user 7", there).expect_err(there);
+            let error = judge(Missing::Root, &"running as user 7", there).expect_err(there);
             assert!(
-                error.contains("user 7"),
+                error.contains("running as user 7"),
                 "the error does not contain the reason: {error}"
             );
         }
         for there in ["", "io_uring", "rooted"] {
-            let line = judge(Missing::Root, &"user 7", there)
+            let line = judge(Missing::Root, &"running as user 7", there)
                 .expect("the test failed instead of being skipped");
-            assert_eq!(line, "SKIPPED for want of root: user 7");
+            assert_eq!(line, "SKIPPED: needs root: running as user 7");
         }
     }
 }

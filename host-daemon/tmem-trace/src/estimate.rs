@@ -2,20 +2,20 @@
 //! Estimates of the value of memory for a tenant. With more memory, how many of its misses would
 //! have been hits? With less memory, how many of its hits would have been misses?
 //!
-//! The estimator uses spatial sampling as in SHARDS (Waldspurger et al., FAST 2015). It follows the
+//! The estimator uses spatial sampling as in SHARDS (Waldspurger et al., FAST 2015). It samples the
 //! keys whose hash has a given number of zero bits. This number of bits grows, so that the
-//! estimator follows at most `SAMPLES_MAX` keys. The estimator keeps the followed keys in the order
-//! of their puts until the guest gets or flushes them, even if their pages were evicted. When the
-//! guest asks for a followed key, the estimator counts the keys put after it. This number is the
+//! estimator has at most `SAMPLES_MAX` sampled keys. The estimator keeps the sampled keys in the
+//! order of their puts until the guest gets or flushes them, even if their pages were evicted. When
+//! the guest asks for a sampled key, the estimator counts the keys put after it. This number is the
 //! size that a first-in, first-out cache would have needed for a hit.
 //!
-//! For most operations, the estimator only checks a hash. It counts the followed keys that its
-//! calls walk over or remove, so that a caller can bound its work.
+//! For most operations, the estimator only checks a hash. It counts the sampled keys that its calls
+//! walk over or remove, so that a caller can bound its work.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, DefaultHasher};
 
-/// Largest number of keys that an estimator follows. Each key takes 100 B.
+/// Largest number of sampled keys of an estimator. Each key takes 100 B.
 pub const SAMPLES_MAX: usize = 1024;
 
 /// Amounts of additional memory for which the estimator estimates the additional hits, in percent.
@@ -48,7 +48,7 @@ pub const LOSS_UNDER_MAX: f64 = 13.0;
 /// exceeded the bounds.
 pub const ESTIMATE_GETS_MIN: u64 = 1_000;
 /// Number of gets, per page of the tenant in the pool, from which on GAIN_OVER_USUAL and
-/// LOSS_UNDER_USUAL hold. They then hold even if the estimator follows only one key in many.
+/// LOSS_UNDER_USUAL hold. They then hold even if the estimator samples only one key in many.
 pub const ESTIMATE_GETS_PER_PAGE: u64 = 10;
 
 /// Limit for lost hits, in percent of all hits. A part of a tenant's memory counts as not needed if
@@ -58,12 +58,12 @@ pub const LOSS_BEARABLE: f64 = 1.0;
 /// percent of all gets.
 pub const GIVE_UP_COST_MAX: f64 = 2.0;
 
-/// Interval between the hits that the estimator examines, counted in hits of followed keys. The
+/// Interval between the hits that the estimator examines, counted in hits of sampled keys. The
 /// estimator does not examine all hits, because most gets are hits, and each examination walks over
 /// up to `SAMPLES_MAX` other keys.
 const HITS_PER_SAMPLE: u64 = 8;
 
-/// Position of the lowest bit of a key's hash that decides whether the estimator follows the key.
+/// Position of the lowest bit of a key's hash that decides whether the estimator samples the key.
 /// The ghost table (recently evicted keys) of the eviction policy uses other bits.
 const HASH_SHIFT: u32 = 16;
 
@@ -82,16 +82,16 @@ pub struct Estimates {
 /// Estimator for one tenant, whose pages have keys of the type `K`.
 #[derive(Debug)]
 pub struct Estimator<K> {
-    /// Sampling rate: the estimator follows one key in 2^shift.
+    /// Sampling rate: the estimator samples one key in 2^shift.
     shift: u32,
     next_put: u64,
-    /// Number of hits of followed keys so far. The estimator examines every [`HITS_PER_SAMPLE`]th
+    /// Number of hits of sampled keys so far. The estimator examines every [`HITS_PER_SAMPLE`]th
     /// of them.
     turn: u64,
-    /// Followed keys, each with its hash, by the numbers of their puts.
+    /// Sampled keys, each with its hash, by the sequence number of its latest put.
     puts: BTreeMap<u64, (K, u64)>,
-    /// Number of the put of each followed key, by the hash of the key. The map has a fixed hash
-    /// function, because its memory is charged and has to be equal after equal requests.
+    /// Sequence number of the latest put of each sampled key, by the key's hash. The hash function
+    /// is fixed, so that equal requests charge equal memory.
     by_hash: HashMap<u64, u64, BuildHasherDefault<DefaultHasher>>,
     estimates: Estimates,
     passed: u64,
@@ -123,17 +123,17 @@ impl<K: Copy> Estimator<K> {
         self.estimates
     }
 
-    /// Returns the number of keys that the estimator follows: at most [`SAMPLES_MAX`].
-    pub fn followed(&self) -> u64 {
+    /// Returns the number of sampled keys: at most [`SAMPLES_MAX`].
+    pub fn sampled(&self) -> u64 {
         self.puts.len() as u64
     }
 
-    /// Returns the number of followed keys that all calls so far have walked over.
+    /// Returns the number of sampled keys that all calls so far have walked over.
     pub fn passed(&self) -> u64 {
         self.passed
     }
 
-    /// Returns the number of followed keys that all calls so far have removed.
+    /// Returns the number of sampled keys that all calls so far have removed.
     pub fn forgotten(&self) -> u64 {
         self.forgotten
     }
@@ -161,7 +161,7 @@ impl<K: Copy> Estimator<K> {
             self.puts.remove(&before);
         }
         self.puts.insert(put, (key, key_hash));
-        // Stop following keys that even a cache of twice the tenant's memory would have evicted.
+        // Remove sampled keys that even a cache of twice the tenant's memory would have evicted.
         while (self.puts.len() as u64) << self.shift > room_pages.saturating_mul(2)
             && let Some((_, (_, hash))) = self.puts.pop_first()
         {
@@ -210,12 +210,12 @@ impl<K: Copy> Estimator<K> {
         }
     }
 
-    /// Estimates the number of pages that were put since the put with the number `put`. It is the
-    /// number of followed keys among these puts, divided by the sampling rate.
+    /// Estimates the number of pages that were put since the put with the sequence number `put`. It
+    /// is the number of sampled keys among these puts, divided by the sampling rate.
     fn put_after(&mut self, put: u64) -> u64 {
-        let followed = self.puts.range(put..).count() as u64;
-        self.passed += followed;
-        followed << self.shift
+        let sampled = self.puts.range(put..).count() as u64;
+        self.passed += sampled;
+        sampled << self.shift
     }
 
     fn hit(&mut self, put: u64, used_pages: u64) {
@@ -233,7 +233,7 @@ impl<K: Copy> Estimator<K> {
         }
     }
 
-    /// Stops following the key of a page that the guest dropped.
+    /// Removes the key of a page that the guest dropped from the sampled keys.
     pub fn drop_page(&mut self, key_hash: u64) {
         if self.is_sampled(key_hash)
             && let Some(put) = self.by_hash.remove(&key_hash)
@@ -243,10 +243,10 @@ impl<K: Copy> Estimator<K> {
         }
     }
 
-    /// Stops following all keys for which `gone` is true. Takes one step for each followed key.
+    /// Removes all sampled keys for which `gone` is true. Takes one step for each sampled key.
     pub fn drop_where(&mut self, gone: impl Fn(K) -> bool) {
-        let followed = self.puts.len();
-        self.passed += followed as u64;
+        let sampled = self.puts.len();
+        self.passed += sampled as u64;
         let by_hash = &mut self.by_hash;
         self.puts.retain(|_, (key, hash)| {
             let gone = gone(*key);
@@ -255,7 +255,7 @@ impl<K: Copy> Estimator<K> {
             }
             !gone
         });
-        self.forgotten += (followed - self.puts.len()) as u64;
+        self.forgotten += (sampled - self.puts.len()) as u64;
     }
 }
 
@@ -362,7 +362,7 @@ mod tests {
         });
     }
 
-    /// Compares estimates with simulated caches. The caches are so large that the estimator follows
+    /// Compares estimates with simulated caches. The caches are so large that the estimator samples
     /// at most one key in 32, as it does for VMs of real hosts.
     #[test]
     fn hit_estimates_are_within_usual_bounds_after_enough_gets() {

@@ -86,8 +86,8 @@ pub enum Mutation {
     /// The driver does not erase the retained index entry of a page that is overwritten. It does
     /// not compare the contents either when the page is evicted.
     RetainedUnchecked,
-    /// Marking a file does not erase its retained index entries. Evictions still make these entries
-    /// held (only the device may have the page).
+    /// Marking a file does not erase its retained index entries. When such a page is evicted, its
+    /// entry still becomes a held entry: an entry whose page a get may request.
     MarkIgnoredByRetained,
     /// An eviction inserts a held entry for a page whose index entry was erased after the eviction
     /// began.

@@ -374,7 +374,8 @@ mod tests {
             "the advice has the wrong text: {}",
             advice.advice
         );
-        // With fewer gets for each page, the VM may be reading all its data for the first time.
+        // With fewer gets than GETS_GOOD, or fewer than 10 gets for each page, the VM may still be
+        // reading its data for the first time. The advice is then to change nothing.
         for (gets, pages) in [(50_000, 5_001), (GETS_GOOD - 1, 10)] {
             let advice = thrashing(gets, pages);
             assert_eq!((advice.confidence, advice.can_give_up_bytes), ("low", 0));

@@ -368,7 +368,7 @@ fn subscribers_receive_events_of_vms_and_of_the_pool() {
 /// If connections begin and end in a loop, the daemon does not send an event for each of them. It
 /// sends the event about the last state later, even if nothing more happens.
 #[test]
-fn the_last_event_of_frequent_reconnections_is_sent_later() {
+fn the_last_rate_limited_connection_event_is_sent_after_a_delay() {
     let daemon = daemon();
     let mut listener = subscribe(&daemon.path("read-only")).unwrap();
     let mut client = client(&daemon.path("control"));

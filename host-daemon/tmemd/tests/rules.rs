@@ -95,13 +95,13 @@ fn a_get_whose_cookie_differs_in_one_bit_misses() {
         put_one(&mut driver, 1, 1, cookie, Content::Noise(bit));
         assert!(
             !get_one(&mut driver, pool, 1, 1, cookie ^ (1 << bit)),
-            "a get whose cookie differs in bit {bit} returned the page"
+            "a get returned the page although bit {bit} of its cookie is wrong"
         );
         put_one(&mut driver, 1, 1, cookie ^ (1 << bit), Content::Text(bit));
         assert!(
             !get_one(&mut driver, pool, 1, 1, cookie),
-            "a get with the cookie of the replaced page, which differs in bit {bit}, returned a \
-             page"
+            "a get returned the page although bit {bit} of its cookie is wrong: the get has the \
+             cookie of the replaced page"
         );
     }
     for cookie in [1, u64::MAX, 1 << 63, 1 << 32] {

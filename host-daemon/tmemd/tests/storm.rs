@@ -156,7 +156,7 @@ fn vms_that_reconnect_concurrently_leave_no_resources_in_the_daemon() {
     });
     let meeting = Meeting::default();
     let in_flight = AtomicUsize::new(0);
-    println!("before: {before:?}");
+    println!("daemon's resources before the first round: {before:?}");
     let mut most = before;
     std::thread::scope(|scope| {
         for (number, socket) in sockets.iter().enumerate() {
@@ -206,7 +206,7 @@ fn vms_that_reconnect_concurrently_leave_no_resources_in_the_daemon() {
             meeting.all(VMS + 1);
         }
     });
-    println!("before: {before:?}");
+    println!("daemon's resources before the first round: {before:?}");
     assert!(
         in_flight.load(Ordering::SeqCst) > 0,
         "no VM had requests in flight when it disconnected"
@@ -222,7 +222,7 @@ fn vms_that_reconnect_concurrently_leave_no_resources_in_the_daemon() {
             && now.mappings <= before.mappings + MAPPINGS_LEFT
             && now.memory_bytes <= before.memory_bytes + MEMORY_LEFT_BYTES
     });
-    println!("after: {after:?}");
+    println!("daemon's resources after all rounds: {after:?}");
     // After all rounds, the daemon serves a new connection.
     let mut driver = daemon.driver("vm0", seed);
     common::work(&mut driver, 100);

@@ -45,10 +45,12 @@ pub(super) struct FreeSpans {
 }
 
 impl<X: Zeroed> Heap<X> {
-    /// Takes a free span with `frames` frames for a size class. First returns idle frames to the
-    /// system if the heap's memory would exceed `bytes_max` bytes: as many frames as it takes from
-    /// the system for the span, and about `release_max` further ones. Lowers `release_max` by the
-    /// number of the further frames. Returns None if the heap has no memory for the span.
+    /// Takes a free span of `frames` frames for a size class. If the heap's memory would exceed
+    /// `bytes_max` bytes, first returns idle frames to the system: at most the number of frames that
+    /// the span takes from the system, plus `release_max`. Adds the frames that the span takes from
+    /// the system to `release_max`, and subtracts the returned frames. Only whole spans are
+    /// returned, so `release_max` may become slightly negative; later calls then return less.
+    /// Returns None if the heap has no memory for the span.
     pub(super) fn take_span(
         &self,
         frames: u8,

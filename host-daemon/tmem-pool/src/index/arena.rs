@@ -25,8 +25,8 @@ pub(crate) type Id = u32;
 /// Number of records of the first block. Each further block of the allocator has twice as many
 /// records as the block before.
 const FIRST_BLOCK: usize = 16;
-/// Bound for blocks of the process's allocator: a block that would have this number of records or
-/// more is a chunk of index memory instead.
+/// Size limit, in records, of blocks from the process's allocator. Blocks with at least this many
+/// records are allocated as chunks of index memory.
 const SMALL: usize = 512;
 const SMALL_BLOCKS: usize = (SMALL / FIRST_BLOCK).ilog2() as usize;
 const SMALL_RECORDS: usize = SMALL - FIRST_BLOCK;

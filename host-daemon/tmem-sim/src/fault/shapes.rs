@@ -121,8 +121,8 @@ pub(super) fn all() -> Vec<Fault> {
     out
 }
 
-/// Returns the faults in sizes that any request can have, even if its answer has no results of
-/// pages.
+/// Returns requests with wrong sizes. Each of these faults is possible in any request, including
+/// one whose answer has no per-page results.
 fn sizes(name: &str, make: Make) -> Vec<Fault> {
     let mut out = Vec::new();
     out.push(rebuilt(

@@ -639,9 +639,10 @@ mod tests {
                 (of_read_only, "control_read_only_group = ", GROUPS),
                 (of_vm, "VM \"a\": owner=", USERS),
             ] {
-                config
-                    .check()
-                    .expect("the check refused unknown account names, which it does not look up");
+                config.check().expect(
+                    "check() refused a configuration with an unknown account name; only \
+                     find_accounts() may look names up",
+                );
                 let Err(ConfigError(error)) = config.find_accounts() else {
                     panic!("account {name:?} of {key:?}, which no host has, was found");
                 };

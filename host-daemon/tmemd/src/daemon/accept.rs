@@ -33,6 +33,26 @@ const CONNECTION_STACK_BYTES: usize = 512 << 10;
 /// Socket and thread of a connection. The daemon ends the connection by shutting the socket down.
 pub type Connection = (UnixStream, JoinHandle<()>);
 
+/// Prefix of the name of a thread that serves a VM's connection, before the name of the VM.
+const VM_THREAD: &str = "vm-";
+
+/// Joins the thread of a connection. Logs an error with the name of the VM if the thread panicked.
+pub fn join(thread: JoinHandle<()>) {
+    let name = thread.thread().name().unwrap_or_default().to_owned();
+    if thread.join().is_ok() {
+        return;
+    }
+    match name.strip_prefix(VM_THREAD) {
+        Some(vm) => tracing::error!(
+            %vm,
+            "a bug: the thread of the VM's connection panicked; report it with this log"
+        ),
+        None => tracing::error!(
+            "a bug: the thread of a control client panicked; report it with this log"
+        ),
+    }
+}
+
 /// The service that a listening socket offers.
 #[derive(Clone)]
 pub enum Purpose {
@@ -85,10 +105,8 @@ impl EndedThreads {
         let ended = std::mem::take(&mut *self.lock());
         for id in ended {
             let is_it = |(_, thread): &Connection| thread.thread().id() == id;
-            if let Some(at) = connections.iter().position(is_it)
-                && connections.swap_remove(at).1.join().is_err()
-            {
-                tracing::error!("a bug: the thread of a connection panicked");
+            if let Some(at) = connections.iter().position(is_it) {
+                join(connections.swap_remove(at).1);
             }
         }
     }
@@ -262,7 +280,7 @@ fn spawn(
     let thread = match purpose {
         Purpose::Vm(vm) => {
             let (vm, shared) = (vm.clone(), shared.clone());
-            let builder = builder.name(format!("vm-{}", vm.name()));
+            let builder = builder.name(format!("{VM_THREAD}{}", vm.name()));
             builder.spawn(move || {
                 let _guard = guard;
                 serve_vm(&vm, stream, &shared);

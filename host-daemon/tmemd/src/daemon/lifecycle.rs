@@ -10,7 +10,7 @@ use crate::config::meminfo::host_memory_bytes;
 use crate::config::settings::{Config, ConfigError};
 use crate::control::sources::Sources;
 use crate::control::varlink::Service;
-use crate::daemon::accept::{Acceptor, Connection, EndedThreads, Purpose};
+use crate::daemon::accept::{self, Acceptor, Connection, EndedThreads, Purpose};
 use crate::events::bus::Events;
 use crate::host::background::BackgroundWorkers;
 use crate::host::clock::ClockAndEntropy;
@@ -182,9 +182,7 @@ impl Daemon {
             let _ = stream.shutdown(Shutdown::Both);
         }
         for (_, thread) in connections {
-            if thread.join().is_err() {
-                tracing::error!("a bug: the thread of a connection panicked");
-            }
+            accept::join(thread);
         }
         if let Some(watcher) = &self.pressure_watcher {
             watcher.stop();

@@ -271,7 +271,7 @@ mod tests {
                 scope.spawn(move || {
                     let mut most = 0;
                     for round in 0..20_000 {
-                        // A refusal is expected: the two VMs compete for the budget.
+                        // The charge may be refused, because the two VMs compete for the budget.
                         let _held = account.charge(0, 1 + round % 10);
                         most = most.max(account.budget.mapped_bytes());
                     }

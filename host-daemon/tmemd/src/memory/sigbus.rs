@@ -410,10 +410,10 @@ mod tests {
     }
 
     /// If a thread reads a page that another thread has replaced, the reading thread must see the
-    /// mark of the loss, too. The test reads at many different points in time. If a page were
-    /// replaced before the memory is marked, some of the reads would not see the mark.
+    /// lost flag, too. The test reads at many different points in time. If a page were replaced
+    /// before the flag of its memory is set, some of the reads would not see the flag.
     #[test]
-    fn each_reader_of_a_lost_page_sees_the_mark_of_the_loss() {
+    fn a_thread_that_reads_a_replaced_page_also_sees_the_lost_flag() {
         const ROUNDS: u32 = 1500;
         /// Number of iterations of an empty loop that together take longer than replacing a page.
         const SPINS: u32 = 2000;

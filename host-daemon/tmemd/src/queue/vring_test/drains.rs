@@ -121,8 +121,8 @@ fn after_the_drain_deadline_puts_are_refused_and_gets_miss() {
     let mut guest = guest();
     guest.put(0, 2);
     guest.run_slice();
-    // The time limit of a drain has expired, but no thread waits for the vring. The worker
-    // therefore takes the chain and finds that the limit has expired.
+    // The time limit of a drain has expired, but no drain has told the worker to leave the vring.
+    // So the worker takes the chains, and answers them after the limit.
     guest.vring.cut_at_ns.store(0, Ordering::SeqCst);
     let (put, missed) = (guest.put(0, 1), guest.get(1, 1));
     guest.run_slice();
