@@ -35,8 +35,8 @@ const EVENTS: [Event; 3] = [
 /// Number of events that the benchmark counts.
 pub const NR: usize = EVENTS.len();
 
-/// Counters of events in the calling thread's user mode. An entry is the reason if the kernel
-/// refused the counter.
+/// Counters of events in the calling thread's user mode, one for each of [`EVENTS`]. If the kernel
+/// refused a counter, its entry is the reason.
 pub struct Counters([Result<OwnedFd, String>; NR]);
 
 impl Counters {

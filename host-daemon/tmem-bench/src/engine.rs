@@ -139,8 +139,11 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
     Ok(())
 }
 
-/// Measures the times of all operations of the engine and of the baselines. The inner result is an
-/// error if there was no zram device for the comparison.
+/// Measures the times of all operations of the engine and of the baselines. The inner result is the
+/// reason why zram was not measured, if it was not.
+///
+/// # Errors
+/// The system does not provide the address space for a pool, or the zram device fails.
 fn measure_times(
     args: &EngineArgs,
     pages: &[Sized],

@@ -317,7 +317,7 @@ fn message_times(
         table.time(|| one.set_mem_table()).map_err(text)?;
         answer.time(|| ask(one, put(3, 0, 1, 9)))?;
         answer.time(|| ask(one, get(3, 0, 1)))?;
-        // get_vring_bases() sends one message for each queue.
+        // GET_VRING_BASE stops one queue, so get_vring_bases() sends a message for each queue.
         base.time(|| one.get_vring_bases()).map_err(text)?;
         one.start().map_err(text)?;
     }

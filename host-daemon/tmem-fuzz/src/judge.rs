@@ -182,8 +182,8 @@ fn exist(object: u64, index: u64, pages: u64) -> bool {
     object != 0 && index < 1 << wire::INDEX_BITS && end <= 1 << wire::INDEX_BITS
 }
 
-/// Returns the sizes in bytes of the readable and writable parts of a request of this type and
-/// count. Returns None if no such request exists.
+/// Returns the sizes in bytes of the readable and writable parts of a request with the type `kind`
+/// and the field `count`. Returns None if no well-formed request has this type and count.
 pub fn sizes(kind: u16, count: u16) -> Option<(usize, usize)> {
     let n = usize::from(count);
     let batch = n > 0 && n <= wire::BATCH_MAX;

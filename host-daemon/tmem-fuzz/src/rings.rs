@@ -245,8 +245,8 @@ impl Player {
         let ring = machine.rings[queue];
         let fits = buffers.len() <= usize::from(ring.size);
         let indirect = bend & 16 != 0 || !fits;
-        // Place an indirect table at the beginning of the slot's first page. The end of this page
-        // has the request without its data pages.
+        // Place an indirect table at the beginning of the slot's first page. The request without
+        // its data pages is at the end of the same page, and the two do not overlap.
         let (table, first, modulo) = match indirect {
             true => (slot, 0, u16::MAX),
             false => (ring.table, self.head, ring.size),

@@ -24,9 +24,11 @@ pub struct Daemon {
     socket: PathBuf,
     /// Request of each running domain that has the device, by the domain's UUID.
     requests: HashMap<String, Request>,
-    /// Description of each VM that the daemon accepted last, by the domain's UUID.
+    /// Description of each VM that the daemon most recently accepted from the bridge, by the UUID
+    /// of the VM's domain.
     accepted: HashMap<String, VmSpec>,
-    /// Problem of each domain that was logged last, by UUID. A problem is logged once.
+    /// The problem that the bridge logged last for each domain, by the domain's UUID. The bridge
+    /// logs a problem only if it differs from this one.
     complaints: HashMap<String, String>,
     /// Time at which the bridge first found that a VM's domain does not run, by the VM's socket.
     strays: HashMap<String, Instant>,
@@ -305,7 +307,7 @@ mod tests {
         /// Request of the only domain of the simulated libvirt. None means that the domain does not
         /// run.
         running: RefCell<Option<Request>>,
-        /// State of the domain that the simulated libvirt reports while the domain does not run.
+        /// State that the simulated libvirt reports for its domain while the domain does not run.
         otherwise: State,
         now: Instant,
     }

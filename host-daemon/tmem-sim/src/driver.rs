@@ -123,7 +123,8 @@ impl Driver {
         self.pool
     }
 
-    /// Returns the cookies of the pages that the driver would get, by key.
+    /// Returns the driver's index: the cookie of each page that the driver would request from the
+    /// device, by the page's key.
     #[must_use]
     pub fn index(&self) -> &HashMap<Key, u64> {
         &self.index
@@ -147,11 +148,11 @@ impl Driver {
         self.create_pool()
     }
 
-    /// Reads the generation from the configuration. If it is a new one, the driver forgets all
-    /// pages.
+    /// Takes over the generation that the guest has read from the configuration. If it differs from
+    /// the previous generation, the driver forgets all pages.
     ///
     /// # Errors
-    /// The generation is 0, or the specification does not allow it.
+    /// The generation is 0, so no back end is connected, or the oracle forbids the generation.
     pub fn new_generation(&mut self) -> Result<(), DriverError> {
         let generation = self.guest.generation();
         if generation == self.model.generation() && generation != 0 {
@@ -346,8 +347,8 @@ impl Driver {
         }
     }
 
-    /// Does one random step: sends a request. If `window` requests are in flight, takes answers
-    /// first.
+    /// Does one random step: sends a request. While `window` requests are in flight, first waits
+    /// for answers and checks them.
     ///
     /// # Errors
     /// The oracle forbids an answer, a ring is broken, or an answer is late.

@@ -151,7 +151,7 @@ impl Model {
     }
 
     /// Records that the guest sends a request. `contents` are the contents of a put's pages in
-    /// their order.
+    /// their order. Returns the data that [`Self::judge`] needs to check the answer.
     pub fn ask(&mut self, contents: Vec<Content>) -> Asked {
         self.tick += 1;
         Asked {

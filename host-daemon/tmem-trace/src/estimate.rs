@@ -67,7 +67,7 @@ const HITS_PER_SAMPLE: u64 = 8;
 /// The ghost table (recently evicted keys) of the eviction policy uses other bits.
 const HASH_SHIFT: u32 = 16;
 
-/// Estimates for one tenant, in numbers of pages.
+/// Estimates for one tenant. All values are numbers of pages that gets requested.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Estimates {
@@ -75,7 +75,8 @@ pub struct Estimates {
     pub gain_hits: [u64; GAIN_PERCENT.len()],
     /// Hits that would have been misses with less memory, for each percentage of [`LOSS_PERCENT`].
     pub loss_hits: [u64; LOSS_PERCENT.len()],
-    /// Number of hits among which `loss_hits` is estimated.
+    /// Estimated number of hits of the same gets as `loss_hits`, so that `loss_hits` divided by
+    /// this number is the share of lost hits.
     pub loss_hits_seen: u64,
 }
 
@@ -88,10 +89,12 @@ pub struct Estimator<K> {
     /// Number of hits of followed keys so far. The estimator examines every [`HITS_PER_SAMPLE`]th
     /// of them.
     turn: u64,
-    /// Followed keys, each with its hash, by the numbers of their puts.
+    /// Followed keys, each with its hash. They are sorted by the sequence numbers of their latest
+    /// puts.
     puts: BTreeMap<u64, (K, u64)>,
-    /// Number of the put of each followed key, by the hash of the key. The map has a fixed hash
-    /// function, because its memory is charged and has to be equal after equal requests.
+    /// Sequence number of the latest put of each followed key, by the hash of the key. The map has
+    /// a fixed hash function, because its memory is charged and has to be equal after equal
+    /// requests.
     by_hash: HashMap<u64, u64, BuildHasherDefault<DefaultHasher>>,
     estimates: Estimates,
     passed: u64,
@@ -210,8 +213,8 @@ impl<K: Copy> Estimator<K> {
         }
     }
 
-    /// Estimates the number of pages that were put since the put with the number `put`. It is the
-    /// number of followed keys among these puts, divided by the sampling rate.
+    /// Estimates how many pages were put since the put with the sequence number `put`. The estimate
+    /// is the number of followed keys among these puts, divided by the sampling rate.
     fn put_after(&mut self, put: u64) -> u64 {
         let followed = self.puts.range(put..).count() as u64;
         self.passed += followed;
@@ -411,8 +414,8 @@ mod tests {
         for key in 0..10 {
             estimator.get(key << HASH_SHIFT, false, 0, 0);
         }
-        // The gets have removed the keys that were not dropped before. They add nothing to the
-        // estimated gain, because `room_pages` is 0.
+        // The gets have removed the keys that were not dropped before. None of these misses counts
+        // as a gain, because with `room_pages` 0 no page would have fitted.
         assert_eq!(
             (estimator.estimates.gain_hits, estimator.puts.len()),
             ([0; 3], 0)

@@ -130,8 +130,8 @@ pub fn run_seeds(
         if let Some((at, failure)) = outcome.failure
             && totals.found.as_ref().is_none_or(|found| seed < found.seed)
         {
-            // Let no thread begin a larger seed. Other threads still finish smaller seeds that they
-            // have begun.
+            // Let no thread begin a seed above this one, which has failed. Threads still finish
+            // smaller seeds that they have begun, because one of these may fail, too.
             end.fetch_min(seed, Relaxed);
             totals.found = Some(Found { seed, at, failure });
         }

@@ -29,7 +29,7 @@ pub struct Slot {
     content: Content,
 }
 
-/// Batch of puts that is in flight, so that the device owns its pages.
+/// Batch of puts that is in flight. Until the device answers, it owns the slots of the batch.
 #[derive(Clone, Debug)]
 pub struct PutBatch {
     pub(super) slots: Vec<Slot>,

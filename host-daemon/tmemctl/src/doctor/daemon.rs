@@ -53,7 +53,7 @@ pub fn findings(reach: &Reach) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
 }
 
 /// Returns whether the daemon supports retained pages; None if the daemon does not answer. The
-/// request is separate from those of other checks, because an older daemon may refuse the others.
+/// request is separate from those of other checks, because an older daemon may refuse one of those.
 #[cfg(feature = "libvirt")]
 pub fn knows_retained_pages(reach: &Reach) -> Option<bool> {
     let asked = in_time(&reach.daemon(), reach, |reach| {
