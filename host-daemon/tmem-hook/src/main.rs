@@ -175,7 +175,8 @@ fn handle(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Pro
         return arrive(xml, &domain, options);
     }
     let problem = check(&domain, operation, options);
-    // The pool shrinks only if the VM will start, because only then does the VM take memory.
+    // Shrink the pool only if the VM will start, because only then does the VM take memory. Do not
+    // ask a daemon that has just been late, because that would delay the start once more.
     if operation == Operation::Prepare && !problem.as_ref().is_some_and(|p| p.required || p.late) {
         let (bytes, options) = (domain.takes_bytes, options.clone());
         // The result is ignored, because a pool that cannot shrink does not prevent the VM's start.
@@ -269,7 +270,8 @@ fn release_memory(bytes: u64, socket: &Path) {
     }
 }
 
-/// Handles one operation for a domain that has the device, and returns the problem if there is one.
+/// Handles one operation for a domain, and returns the problem if there is one. Does nothing if the
+/// domain does not have the device.
 fn check(domain: &Arc<Domain>, operation: Operation, options: &Arc<Options>) -> Option<Problem> {
     let device = domain.device.clone()?;
     let required = matches!(&domain.cache, Some(Ok(cache)) if cache.required);

@@ -139,7 +139,8 @@ impl Driver {
     /// Connects to the daemon, starts the device and creates the pool.
     ///
     /// # Errors
-    /// Errors of [`FakeGuest::connect`] and [`FakeGuest::start`].
+    /// Errors of [`FakeGuest::connect`], [`FakeGuest::start`], [`Self::new_generation`] and
+    /// [`Self::create_pool`].
     pub fn connect(&mut self, socket: &Path) -> Result<(), DriverError> {
         self.guest.connect(socket)?;
         self.guest.start()?;
@@ -186,10 +187,11 @@ impl Driver {
         self.settle()
     }
 
-    /// Resets the device as a reboot does, and starts it again.
+    /// Resets the device as a reboot does, starts it again and creates a pool.
     ///
     /// # Errors
-    /// Errors of [`FakeGuest::reset`].
+    /// Errors of [`FakeGuest::reset`], [`FakeGuest::start`], [`Self::new_generation`] and
+    /// [`Self::create_pool`].
     pub fn reboot(&mut self) -> Result<(), DriverError> {
         self.guest.reset()?;
         self.asked.clear();
@@ -651,7 +653,7 @@ impl Driver {
     /// of hits.
     ///
     /// # Errors
-    /// Errors of [`Self::settle`].
+    /// Errors of [`FakeGuest::wait`] and [`Self::settle`].
     pub fn get_all(&mut self) -> Result<u64, DriverError> {
         let before = self.model.counts().hits;
         let pool = self.pool;

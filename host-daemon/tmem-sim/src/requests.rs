@@ -371,7 +371,7 @@ pub struct Answer {
     pub reserved: [u8; 7],
     /// Number of bytes that the device wrote, as the used element of the ring says.
     pub used_bytes: u32,
-    /// Answer for each page of a PUT, GET or REF.
+    /// Answer for each page of a PUT, GET or REF; empty if the status is not OK.
     pub pages: Vec<PageAnswer>,
 }
 

@@ -240,8 +240,9 @@ impl FakeGuest {
         Ok(out)
     }
 
-    /// Waits for at least one answer. The call sleeps until an interrupt (call descriptor) arrives,
-    /// so that a missing interrupt results in an error.
+    /// Waits for at least one answer. Returns at once if no request is in flight. The call sleeps
+    /// until an interrupt (call descriptor) arrives, so that a missing interrupt results in an
+    /// error.
     ///
     /// # Errors
     /// [`GuestError::Late`] at the deadline, and errors of [`Self::poll`].

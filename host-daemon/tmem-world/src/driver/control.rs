@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The driver's generation and its control queue. The driver goes online when the device's
-//! configuration has a generation.
+//! The driver's generation and its control queue. The driver is online while it has a generation
+//! from the device's configuration and a pool.
 
 use tmem_sim::Request;
 use tmem_sim::requests::REPORT_BYTES;
