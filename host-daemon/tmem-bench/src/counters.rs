@@ -84,7 +84,7 @@ fn open((_, kind, config): Event) -> io::Result<OwnedFd> {
         0,
     ];
     let (this_thread, any_processor, no_group, close_on_exec) = (0, -1, -1, 8);
-    // SAFETY: the kernel only reads the attributes, whose size they name.
+    // SAFETY: the kernel only reads `attr`, and the first word of `attr` contains its size.
     let fd = unsafe {
         libc::syscall(
             libc::SYS_perf_event_open,

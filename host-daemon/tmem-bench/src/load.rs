@@ -121,8 +121,8 @@ struct Case {
     /// Elapsed time of each call that puts a batch, in ns. One list for each round.
     calls: Vec<Vec<f64>>,
     refused: u64,
-    /// Number of pages that puts evicted themselves, because the pool had no free memory.
-    /// Background work evicted the other pages. Counted in the case `full_pool` only.
+    /// Number of pages that put calls had to evict, because the pool had no free memory. Background
+    /// work evicts all other pages. Counted in the case `full_pool` only.
     evicted_by_puts: u64,
     pages: u64,
     counts: [u64; counters::NR],
@@ -139,8 +139,8 @@ struct Source {
 
 impl Source {
     /// Returns the next `nr` pages in random order, each with a number (stamp) that no page had
-    /// before. The stamp replaces the first eight bytes of the page. The call does not read the
-    /// rest of the page, which so stays out of the caches.
+    /// before. The stamp replaces the first eight bytes of the page. The call reads no other byte
+    /// of the page, so that the page stays out of the processor's caches.
     fn take(&mut self, rng: &mut fastrand::Rng, nr: usize) -> Vec<&Page> {
         if self.next + nr > self.order.len() {
             rng.shuffle(&mut self.order);

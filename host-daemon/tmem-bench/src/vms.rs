@@ -331,8 +331,8 @@ fn message_times(
     Ok(names.into_iter().zip(times).collect())
 }
 
-/// Measures the answers to one VM before and while a large VM disconnects, which has many pages in
-/// the pool.
+/// Measures the answers to one VM before and while another VM disconnects. That VM is large: it has
+/// many pages in the pool.
 fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, String> {
     let (mut large, mut one) = (guest(0)?, guest(1)?);
     connect(&mut large, &daemon.socket(0))?;

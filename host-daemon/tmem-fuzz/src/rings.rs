@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Fuzz target: rings and descriptor chains of any shape. They are chained, indirect, looping,
-//! cross regions, or change while the daemon works on them. Drains, resets and hang-ups happen in
-//! the middle.
+//! Fuzz target: rings and descriptor chains of any shape. Chains may be direct or indirect, loop,
+//! cross memory regions, or change while the daemon works on them. Drains, resets and hang-ups
+//! happen in the middle of the daemon's work.
 
 use std::sync::Arc;
 

@@ -310,8 +310,8 @@ fn serve(domain: &Domain, device: &Device, options: &Options) -> Result<(), Stri
     let socket = &options.socket;
     let cache = match &domain.cache {
         Some(cache) => cache.clone().map_err(|error| error.0)?,
-        // The device was added by hand, without a quota in the metadata. The daemon may already
-        // serve the VM with settings from its own configuration.
+        // The device was added by hand, without a quota in the metadata. If the daemon already
+        // serves the VM with settings from its own configuration, leave these settings unchanged.
         None => {
             let list = ask(socket, |client| client.list_vms().call());
             let vms = list.map_err(|(_, what)| what)?.vms;

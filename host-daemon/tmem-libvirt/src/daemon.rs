@@ -143,7 +143,7 @@ impl Daemon {
             }
             if there.is_none() {
                 // The daemon does not have the VM. Either it lost the VM, or the domain has just
-                // stopped and the hook removed the VM. libvirt tells which.
+                // stopped and the hook removed the VM. Ask libvirt whether the domain still runs.
                 let request = read(&uuid).map_err(Trouble::Libvirt)?;
                 self.set_request(&uuid, request);
             }
@@ -442,7 +442,8 @@ mod tests {
         );
         host.set_request(Some(Request::Settings(host.spec(5))));
         assert_eq!(host.vms()[0].problem, None);
-        // The VM is removed from the daemon, so that the daemon cannot store a problem of the VM.
+        // The VM is removed from the daemon. The bridge must then accept that the daemon has no VM
+        // whose problem it could store.
         host.client()
             .remove_vm(UUID.into(), host.spec(5).socket)
             .call()
@@ -544,7 +545,8 @@ mod tests {
     }
 
     /// The VM stops after the bridge has read its request from libvirt, and before the bridge adds
-    /// it to the daemon. Then libvirt stops, too, so the bridge cannot find out.
+    /// it to the daemon. Then libvirt stops, too, so the bridge cannot learn in this pass that the
+    /// VM has stopped.
     #[test]
     fn a_vm_that_stops_during_reconcile_is_removed_later() {
         let mut host = BridgeTest::new();

@@ -6,7 +6,7 @@
 //! the simulator changes the answers or the requests of the real daemon. The daemon itself is never
 //! changed.
 
-/// Rule that the simulator breaks on purpose. Its check must then fail.
+/// Rule that the simulator breaks on purpose. One of the simulator's checks must then fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mutation {
     /// A reset does not reach the device, which keeps its generation and its pages.

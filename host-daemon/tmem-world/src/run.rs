@@ -21,7 +21,8 @@ pub type Counts = [u64; COUNTS];
 /// Result of the run of a script.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The first broken rule, with the number of the step at which an oracle saw it.
+    /// The first broken rule, with the number of the step at which an oracle saw it. A panic counts
+    /// as a broken rule at the last step of the script.
     pub failure: Option<(usize, Failure)>,
     /// Counters of the run's pages and requests.
     pub counts: Counts,

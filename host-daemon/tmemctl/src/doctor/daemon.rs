@@ -136,8 +136,8 @@ fn control_socket(socket: &Path) -> Finding {
 }
 
 /// Checks that the host cannot swap out pages of guests, because the daemon has locked its memory.
-/// The daemon reports whether it could. The limit RLIMIT_MEMLOCK would not tell, because root may
-/// lock memory whatever the limit is.
+/// The daemon itself reports whether locking succeeded. The limit RLIMIT_MEMLOCK would not show
+/// this, because root may lock memory whatever the limit is.
 fn locked(daemon: &api::DaemonStats) -> Finding {
     let of = ("memory-lock", DAEMON);
     match daemon.memory_locked {
