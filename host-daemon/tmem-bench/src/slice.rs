@@ -475,7 +475,7 @@ impl Rig {
                 pages: BATCH,
             })
             .collect();
-        // Put the pages that the gets of the last round have removed from the pool.
+        // Put the pages that the gets of the previous measurement have removed from the pool.
         self.victim.all(&runs, true)?;
         self.maintain_all();
         let mut times = Vec::new();

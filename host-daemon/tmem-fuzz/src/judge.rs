@@ -286,7 +286,7 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
 struct Held {
     cookie: u64,
     page: Page,
-    /// Whether the device must still have the page. False after a request that named the page with
+    /// Whether the device must still have the page. False after a get that missed because it named
     /// another cookie, because a device may drop the page then.
     certain: bool,
 }
