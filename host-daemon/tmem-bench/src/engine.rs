@@ -232,6 +232,8 @@ fn add_times(results: &mut Results, times: &Times, zram: &Result<(), String>) {
 }
 
 /// Returns the names of all timed operations, each with its median time in nanoseconds per page.
+/// With `load`, the times of [`Load::times`] follow, some of which are 99th percentiles in
+/// nanoseconds per call.
 fn medians(times: &Times, load: Option<&Load>) -> impl Iterator<Item = (String, f64)> {
     let measured = all_times(times).filter(|(_, samples)| !samples.is_empty());
     let medians = measured.map(|(name, samples)| (name.into(), samples.median()));

@@ -202,8 +202,9 @@ pub fn sizes(kind: u16, count: u16) -> Option<(usize, usize)> {
 }
 
 /// Returns the reaction that the specification requires to a request. `control` says whether the
-/// queue is the control queue, and `room` is the size of the writable part. `retain` says whether
-/// the driver has accepted the feature bit of retained pages.
+/// queue is the control queue, and `room` is the size of the writable part. `out_of_order` says
+/// whether a readable descriptor follows a writable one. `retain` says whether the driver has
+/// accepted the feature bit of retained pages.
 pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: bool) -> Due {
     if room < RESP_BYTES as u64 {
         return Due::Stop;

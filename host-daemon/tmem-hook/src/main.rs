@@ -186,7 +186,8 @@ fn handle(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Pro
 }
 
 /// Handles a VM that arrives by a migration. If it comes from this host, the hook gives it a second
-/// socket, because the source of the migration still uses the first one.
+/// socket, because the source of the migration still uses the first one. Returns a problem if the
+/// daemon gives no list of its VMs or the socket cannot be changed.
 fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Problem> {
     let device = domain.device.clone()?;
     let socket = options.socket.clone();

@@ -532,8 +532,8 @@ mod tests {
             assert_eq!((done, host.vms().len()), (Ok(()), 0));
             assert!(host.bridge.requests.is_empty());
         }
-        // If the hook has added the VM, the VM may be about to start. The bridge then does not
-        // remove it.
+        // If the hook has added the VM, the VM may be about to start although libvirt does not
+        // report it as running yet. The bridge must then not remove it.
         host.client()
             .add_vm(host.spec(6))
             .call()

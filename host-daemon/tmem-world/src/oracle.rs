@@ -36,7 +36,8 @@ enum Fate {
     Refused,
     /// The driver has sent a get for the page.
     Asked,
-    /// The driver has taken the answer to a get that says that the device retains the page.
+    /// The driver has taken the answer to a get, and the answer says that the device retains the
+    /// page.
     Retained,
     /// The driver has taken the answer GONE to a REF, so the device does not have the page.
     Gone,

@@ -327,8 +327,8 @@ impl FakeGuest {
         self.queues[queue].err.read().is_ok()
     }
 
-    /// Returns the address and length of the metadata of a request in flight. Tests use it to
-    /// overwrite the request.
+    /// Returns the address and length of the metadata of a request in flight, or None if no request
+    /// with this token is in flight. Tests use it to overwrite the request.
     #[must_use]
     pub fn readable_of(&self, token: u64) -> Option<(u64, usize)> {
         self.pending.get(&token).map(|p| p.placed.readable[0])
