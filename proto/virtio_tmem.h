@@ -104,7 +104,8 @@ struct virtio_tmem_req {
 	__le32 pool;			/* id that the driver chose; 0: no pool */
 	/*
 	 * GET with VIRTIO_TMEM_F_RETAIN: bit n allows the device to retain the
-	 * page index + n. All other bits and requests: 0.
+	 * page index + n. All other bits are 0. The field is 0 in all other
+	 * requests.
 	 */
 	__le64 retain;
 };

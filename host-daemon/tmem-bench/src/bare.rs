@@ -11,7 +11,8 @@ const ACCELERATION: i32 = 1;
 /// stores pages with longer forms raw, so lz4 may stop when it reaches this length.
 const ENCODED_BYTES_MAX: usize = 3840;
 
-/// Compresses a page with `LZ4_compress_fast`. Returns None if the page does not shrink enough.
+/// Compresses a page with `LZ4_compress_fast`. Returns None if the compressed form is too long for
+/// the engine to store.
 pub fn compress<'a>(page: &Page, out: &'a mut Page) -> Option<&'a [u8]> {
     // SAFETY: both pointers are valid for the lengths passed with them.
     let len = unsafe {
@@ -46,8 +47,8 @@ pub fn decompress(stored: &[u8], out: &mut Page) {
     );
 }
 
-/// Returns the length of the page in bytes after lz4, or the page size if lz4 does not shrink the
-/// page enough.
+/// Returns the length of the page in bytes after lz4, or the page size if the compressed form is
+/// too long for the engine to store.
 pub fn lz4_bytes(page: &Page) -> usize {
     compress(page, &mut [0; PAGE_SIZE]).map_or(PAGE_SIZE, <[u8]>::len)
 }

@@ -115,7 +115,7 @@ fn read(path: &Path, pages_max: usize, mut page: impl FnMut(&Page)) -> io::Resul
     Ok(())
 }
 
-/// Returns the pages of all files of a directory tree, in the order of the files' names.
+/// Returns the pages of all readable files of a directory tree, in the order of the files' names.
 ///
 /// # Errors
 /// The tree has no file that can be read.
@@ -132,15 +132,16 @@ pub fn tree(dir: &Path) -> Result<Vec<Page>, String> {
     Ok(pages)
 }
 
-/// Set of test pages. No two pages are equal, and no page repeats a single byte.
+/// Set of test pages. No two pages are equal, and no page consists of one repeated byte.
 pub struct Corpus {
     pub pages: Vec<Box<Page>>,
     /// Names of the kinds of files, each with its number of pages.
     pub classes: Vec<(&'static str, usize)>,
 }
 
-/// Loads test pages from files. The files come in random order. Consecutive pages of a file stay in
-/// their order.
+/// Loads `nr_pages` test pages from the files below `dir`, or below [`PLACES`] with None. Uses the
+/// files in random order. Consecutive pages of a file stay in their order. Leaves out files that
+/// cannot be read.
 ///
 /// # Errors
 /// The files have fewer than `nr_pages` different pages.

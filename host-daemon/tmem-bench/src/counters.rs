@@ -35,8 +35,8 @@ const EVENTS: [Event; 3] = [
 /// Number of events that the benchmark counts.
 pub const NR: usize = EVENTS.len();
 
-/// Counters of events in the calling thread's user mode. An entry is the reason if the kernel
-/// refused the counter.
+/// Counters of events in the calling thread's user mode, one for each of [`EVENTS`]. If the kernel
+/// refused a counter, its entry is the reason.
 pub struct Counters([Result<OwnedFd, String>; NR]);
 
 impl Counters {
@@ -84,7 +84,7 @@ fn open((_, kind, config): Event) -> io::Result<OwnedFd> {
         0,
     ];
     let (this_thread, any_processor, no_group, close_on_exec) = (0, -1, -1, 8);
-    // SAFETY: the kernel only reads the attributes, whose size they name.
+    // SAFETY: the kernel only reads `attr`, and the first word of `attr` contains its size.
     let fd = unsafe {
         libc::syscall(
             libc::SYS_perf_event_open,

@@ -139,8 +139,11 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
     Ok(())
 }
 
-/// Measures the times of all operations of the engine and of the baselines. The inner result is an
-/// error if there was no zram device for the comparison.
+/// Measures the times of all operations of the engine and of the baselines. The inner result is the
+/// reason why zram was not measured, if it was not.
+///
+/// # Errors
+/// The system does not provide the address space for a pool, or the zram device fails.
 fn measure_times(
     args: &EngineArgs,
     pages: &[Sized],
@@ -229,6 +232,8 @@ fn add_times(results: &mut Results, times: &Times, zram: &Result<(), String>) {
 }
 
 /// Returns the names of all timed operations, each with its median time in nanoseconds per page.
+/// With `load`, the times of [`Load::times`] follow, some of which are 99th percentiles in
+/// nanoseconds per call.
 fn medians(times: &Times, load: Option<&Load>) -> impl Iterator<Item = (String, f64)> {
     let measured = all_times(times).filter(|(_, samples)| !samples.is_empty());
     let medians = measured.map(|(name, samples)| (name.into(), samples.median()));

@@ -26,7 +26,8 @@ use tmem_pool::{PAGE_SIZE, Page};
 const BATCHES: usize = RAW_PAGES / BATCH / 2;
 const PAGES: usize = BATCHES * BATCH;
 
-/// Number of batches of real pages in the pool. Each round replaces some of these batches.
+/// Number of batches of real pages in the pool when a round begins. Each round replaces some of
+/// these batches.
 const POPULATION: usize = 64 * BATCHES;
 
 /// Number of tenants in the case `tenants256`, which measures a pool of many tenants.
@@ -55,7 +56,8 @@ const RAW_PAGES_LEFT: usize = RAW_PAGES - BURST_BATCHES * BATCH;
 /// Budget in pages of one call of background work in the case `full_pool`.
 const MAINTAIN_PAGES: usize = 128;
 
-/// Number of batches put to fill a full pool: more than fit. Each batch takes about 140 KiB.
+/// Number of batches that the benchmark puts to fill the pool in the cases of a full pool. The pool
+/// does not have memory for all of them, because each batch takes about 140 KiB.
 const FULL_POOL_BATCHES: usize = 3 * POPULATION;
 
 /// Bytes of pool memory per page in the cases whose pool does not fill up.
@@ -119,8 +121,8 @@ struct Case {
     /// Elapsed time of each call that puts a batch, in ns. One list for each round.
     calls: Vec<Vec<f64>>,
     refused: u64,
-    /// Number of pages that puts evicted themselves, because the pool had no free memory.
-    /// Background work evicted the other pages. Counted in the case `full_pool` only.
+    /// Number of pages that put calls had to evict, because the pool had no free memory. Background
+    /// work evicts all other pages. Counted in the case `full_pool` only.
     evicted_by_puts: u64,
     pages: u64,
     counts: [u64; counters::NR],
@@ -137,8 +139,8 @@ struct Source {
 
 impl Source {
     /// Returns the next `nr` pages in random order, each with a number (stamp) that no page had
-    /// before. The stamp replaces the first eight bytes of the page. The call does not read the
-    /// rest of the page, which so stays out of the caches.
+    /// before. The stamp replaces the first eight bytes of the page. The call reads no other byte
+    /// of the page, so that the page stays out of the processor's caches.
     fn take(&mut self, rng: &mut fastrand::Rng, nr: usize) -> Vec<&Page> {
         if self.next + nr > self.order.len() {
             rng.shuffle(&mut self.order);
@@ -292,8 +294,8 @@ impl Case {
         for (sum, (after, before)) in self.counts.iter_mut().zip(after.into_iter().zip(before)) {
             *sum += after - before;
         }
-        // Divide the time by the number of stored pages only, because a refused page is no work
-        // done.
+        // Divide the time by the number of stored pages only. A refused page takes almost no time,
+        // so counting it would make the time per page too short.
         self.put.push(spent_ns / stored.max(1) as f64);
         self.calls.push(calls);
         self.refused += (pages.len() - stored) as u64;
@@ -393,7 +395,8 @@ pub fn run<'a>(
             population(runs(FULL_POOL_BATCHES, 1, 16).collect(), &mut rng),
         );
     }
-    // Each of the 256 tenants may have as many raw pages as the single tenant of the other cases.
+    // This pool has 256 tenants, and each tenant may have as many raw pages as the single tenant of
+    // the other cases. So more raw pages can wait for background work here.
     add(
         "tenants256",
         rig(room_bytes, TENANTS)?,
@@ -476,7 +479,9 @@ impl Load {
             .1
     }
 
-    /// Adds the ratios of each hard case to the easy case, which is named `room`, to the results.
+    /// Adds the figures of the hard cases to the results: their speed relative to the easy case
+    /// `room` (below 1 if the hard case is slower), and their 99th percentiles divided by that of
+    /// `room`. Also adds the shares of pages that were refused, or evicted by puts, in `full_pool`.
     pub fn add_to(&self, results: &mut Results) {
         let room = self.case("room");
         for (name, key, at_least) in [

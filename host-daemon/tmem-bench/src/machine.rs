@@ -40,7 +40,7 @@ pub struct Machine {
     processors: usize,
 }
 
-/// Parses a size of sysfs, for example "48K".
+/// Parses the size of a cache in sysfs, for example "48K". Returns the number of bytes.
 fn bytes(text: &str) -> Option<u64> {
     let text = text.trim();
     let digits = text.trim_end_matches(['K', 'M']);

@@ -88,7 +88,8 @@ impl Memcached {
         all.filter_map(Pid::from_raw).collect()
     }
 
-    /// Sends requests to store pages, each under its index. Does not wait for the answers.
+    /// Sends requests to store pages. The key of each page is its index as a decimal number. Does
+    /// not wait for the answers.
     ///
     /// # Errors
     /// The connection to memcached is lost.

@@ -13,8 +13,8 @@ const CHURN_BLOBS: usize = 65_536;
 /// sweep, the engine returns idle memory to the system and has recompressed no page yet.
 const SWEEP_NS: u64 = 600_000_000_000;
 
-/// Memory of a pool that contains all test pages. `vs_lz4_warm` and `vs_lz4` are its ratios to the
-/// bytes that bare lz4 needs, before and after the engine recompresses cold pages.
+/// Memory of a pool that contains all test pages. `vs_lz4_warm` is its ratio to the bytes that bare
+/// lz4 needs before the engine recompresses cold pages, and `vs_lz4` the ratio after that.
 pub struct Held {
     pub vs_lz4_warm: f64,
     pub vs_lz4: f64,

@@ -55,7 +55,7 @@ impl Rig {
         }
     }
 
-    /// Does all background work that is due at `now`, a time of the engine's clock.
+    /// Does all background work that is due at the time `now` of the engine's clock.
     pub fn until(&self, now: Time) {
         while self.engine.maintain(now, 4096) {}
     }

@@ -466,8 +466,8 @@ impl Rig {
     }
 
     /// Gets the victim's pages one by one, and returns the times in µs. With `beside`, measures
-    /// during the attack and ends with it. Otherwise measures without an attack until all pages are
-    /// used up.
+    /// while the attack runs, until the attack ends or [`ATTACK`] has passed. Without it, measures
+    /// without an attack until the victim has got each page once.
     fn times(&mut self, beside: bool, pause: Duration) -> Result<Vec<f64>, String> {
         let runs: Vec<Run> = (0..VICTIM_PAGES / BATCH)
             .map(|nth| Run {
@@ -475,7 +475,7 @@ impl Rig {
                 pages: BATCH,
             })
             .collect();
-        // Put the pages that the gets of the last round have removed from the pool.
+        // Put the pages that the gets of the previous measurement have removed from the pool.
         self.victim.all(&runs, true)?;
         self.maintain_all();
         let mut times = Vec::new();

@@ -85,8 +85,8 @@ pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Resul
     let pages = &pages[..part * TENANTS];
     for round in 0..rounds {
         progress(&format!("threads, round {} of {rounds}", round + 1));
-        // Change the order of one and two threads in each round, because other load on the machine
-        // varies.
+        // Measure one thread first in one round and two threads first in the next, so that other
+        // load that changes slowly does not always favour the same case.
         let threads = if round % 2 == 0 { [1, 2] } else { [2, 1] };
         lz4.round(threads, |threads| {
             seconds(threads, |thread| {

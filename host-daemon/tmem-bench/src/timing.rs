@@ -32,8 +32,8 @@ use virtio_tmem as wire;
 /// look-up in an index, and a tenth of the time of hashing a page.
 const BOUND: f64 = 0.03;
 
-/// Injected delay that a run has to find, in multiples of the accepted difference of times. A
-/// multiple above 1 exceeds the accepted difference for any value of it.
+/// Injected delay that a run has to find, as a multiple of the largest difference that counts as
+/// equal. It is above 1, so that the delay exceeds that difference, whatever value `--bound` sets.
 const DELAY_BOUNDS: f64 = 2.0;
 
 /// Number of runs in a row that must find a difference before the benchmark reports it. One run in
@@ -345,7 +345,9 @@ impl Rig {
         self.host.maintain_all();
         self.guest.all(&self.half(1 - held), false)?;
 
-        // Measure one half after the other, because this thread finalizes the pages of both halves.
+        // Measure one half after the other. This thread finalizes pages of both halves in one call,
+        // so it can only measure the processor time of a call in which all raw pages are of one
+        // half.
         let mut arms = Arms::default();
         let first = rng.usize(..2);
         for half in [first, 1 - first] {
@@ -516,8 +518,8 @@ fn outcome(times: &Times) -> Outcome {
     }
 }
 
-/// Repeats the run until one run finds all times equal, at most REPEATS times. Reports a difference
-/// only if all runs find the same operation.
+/// Repeats the run until a run finds all times equal, but does at most [`REPEATS`] runs. Reports a
+/// difference only if each run finds a difference for the same operation.
 fn decide(mut run: impl FnMut(usize) -> Result<Times, String>) -> Result<(Times, Outcome), String> {
     let mut last = None;
     let mut different = Vec::new();

@@ -317,7 +317,7 @@ fn message_times(
         table.time(|| one.set_mem_table()).map_err(text)?;
         answer.time(|| ask(one, put(3, 0, 1, 9)))?;
         answer.time(|| ask(one, get(3, 0, 1)))?;
-        // get_vring_bases() sends one message for each queue.
+        // GET_VRING_BASE stops one queue, so get_vring_bases() sends a message for each queue.
         base.time(|| one.get_vring_bases()).map_err(text)?;
         one.start().map_err(text)?;
     }
@@ -331,8 +331,8 @@ fn message_times(
     Ok(names.into_iter().zip(times).collect())
 }
 
-/// Measures the answers to one VM before and while a large VM disconnects, which has many pages in
-/// the pool.
+/// Measures the answers to one VM before and while another VM disconnects. That VM is large: it has
+/// many pages in the pool.
 fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, String> {
     let (mut large, mut one) = (guest(0)?, guest(1)?);
     connect(&mut large, &daemon.socket(0))?;

@@ -88,7 +88,8 @@ impl Zram {
 
 impl Drop for Zram {
     fn drop(&mut self) {
-        // Close the device file first, because the device cannot be reset while it is open.
+        // Close the device file by replacing it with /dev/null, because the device cannot be reset
+        // while it is open.
         if let Ok(null) = File::open("/dev/null") {
             drop(std::mem::replace(&mut self.file, null));
         }

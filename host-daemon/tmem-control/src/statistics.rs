@@ -27,7 +27,8 @@ pub enum Kind {
     Gauge,
     /// The figure is a sum that only grows while the daemon runs.
     Counter,
-    /// The figure is a list of numbers of requests, by the duration of the requests.
+    /// The figure has the number of requests in each range of durations, and the sum of the
+    /// durations.
     Histogram,
     /// The figure is a text, not a number.
     Text,

@@ -49,7 +49,7 @@ impl Default for Options {
 /// Adds the virtio-tmem device to a domain's XML, and returns the new XML.
 ///
 /// # Errors
-/// Returns the reason if the domain cannot have the virtio-tmem device.
+/// Returns the reason if the XML or the quota is invalid, or if the domain cannot have the device.
 pub fn attach(text: &str, options: &Options) -> Result<String, Error> {
     let domain = Domain::parse(text)?;
     options.cache.check()?;
@@ -87,8 +87,9 @@ pub fn move_socket(text: &str, socket: &str) -> Result<String, Error> {
     Ok(apply(text, splices.collect()))
 }
 
-/// Returns the domain's XML without the virtio-tmem device and with all changes of attach reverted.
-/// If attach added children to an empty-element tag, a start tag and an end tag remain.
+/// Returns the domain's XML without the virtio-tmem device and without the changes that attach
+/// recorded. Parts that a user or a program has changed since then stay as they are. If attach
+/// added children to an empty-element tag, a start tag and an end tag remain.
 pub fn detach(text: &str) -> Result<String, Error> {
     Domain::parse(text)?;
     let mut text = text.to_string();
@@ -131,8 +132,8 @@ impl Edit {
     }
 
     /// Inserts the XML `element` into the element at the path `parent`, or into the root if
-    /// `parent` is empty. The new element follows the last child whose name is in `after`. If
-    /// `after` is empty, it becomes the last child.
+    /// `parent` is empty. The new element follows the last child whose name is in `after`, or
+    /// becomes the first child if there is none. If `after` is empty, it becomes the last child.
     fn insert(&mut self, parent: &str, after: &[&str], element: &str) -> Result<(), Error> {
         let document = Document::parse(&self.text)?;
         let root = document.root_element();

@@ -20,8 +20,8 @@ pub struct Cache {
     /// Reserve: bytes of the pool to which the VM is entitled before all VMs share the other bytes
     /// by weight.
     pub reserve: Option<u64>,
-    /// Weight: the VM's share in the part of the pool that no VM has reserved, relative to the
-    /// weights of other VMs.
+    /// Weight: the VM's share of the pool memory that no VM has reserved, relative to the weights
+    /// of the other VMs.
     pub weight: Option<u32>,
     /// Name of the trust domain; equal pages of its VMs are stored once.
     pub trust_domain: Option<String>,

@@ -4,7 +4,7 @@
 //! calls, files and sockets.
 //!
 //! All other parts of the XML stay unchanged. [`attach`] records its changes in the domain's
-//! metadata, and [`detach`] reverts exactly the recorded changes.
+//! metadata, and [`detach`] reverts only the recorded changes.
 
 mod attach;
 mod cache;

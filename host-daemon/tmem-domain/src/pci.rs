@@ -46,7 +46,8 @@ fn root_bus(root: Node<'_, '_>) -> Result<(&'static str, std::ops::RangeInclusiv
     }
 }
 
-/// Parses a number as libvirt writes it in XML, for example `0x1f` or `31`.
+/// Parses a number as libvirt writes it in XML, for example `0x1f` or `31`. Returns None if the
+/// text is no such number.
 fn number(text: &str) -> Option<u32> {
     match text.strip_prefix("0x") {
         Some(digits) => u32::from_str_radix(digits, 16).ok(),

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Sizes as libvirt writes them in XML: a number and an attribute `unit`, which defaults to KiB.
 
-/// Returns the number of bytes of a unit. As in libvirt, case does not matter, `K` is `KiB`, and
-/// `KB` is 1,000 bytes.
+/// Returns the number of bytes of a unit, or None if libvirt does not know the unit. As in libvirt,
+/// case does not matter, `K` is `KiB`, and `KB` is 1,000 bytes.
 fn unit_bytes(unit: &str) -> Option<u64> {
     let unit = unit.to_ascii_lowercase();
     if matches!(unit.as_str(), "b" | "byte" | "bytes") {

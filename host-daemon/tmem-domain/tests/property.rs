@@ -271,8 +271,8 @@ fn check(seed: u64) {
         made.slots
     );
 
-    // attach has changed no other text. This is not checked if attach had to replace a value in the
-    // domain.
+    // attach has only inserted text. This is not checked if attach had to replace a value that the
+    // domain contained.
     let known = [
         "anonymous",
         "'file'",

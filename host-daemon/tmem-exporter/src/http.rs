@@ -139,7 +139,8 @@ impl Write for Client {
     }
 }
 
-/// Reads a client's request and returns what it asks for; None if no request arrives.
+/// Reads a client's request and returns what it asks for; None if the connection ends before the
+/// request is complete.
 fn read(stream: &mut dyn Read, token: Option<&str>) -> Option<Asked> {
     let (mut bytes, mut part) = (Vec::new(), [0; 1024]);
     loop {
@@ -211,7 +212,7 @@ pub struct Access {
 }
 
 /// Reads the request of one connection and answers it. An I/O error means that the client has
-/// disconnected.
+/// disconnected, or reads the answer too slowly.
 fn answer(
     stream: TcpStream,
     access: &Access,

@@ -62,8 +62,7 @@ fn rounded(value: i64, step: i64) -> i64 {
 fn number(row: &Statistic, figures: &Value, step: i64) -> i64 {
     let value = match &figures[row.field] {
         Value::Bool(value) => i64::from(*value),
-        // In a list, each value includes the value before it. So the last value stands for the
-        // list.
+        // Each value of a list includes the value before it, so the last value is the total.
         Value::Array(values) => values.last().and_then(Value::as_i64).unwrap_or(0),
         value => value.as_i64().unwrap_or(0),
     };

@@ -201,7 +201,9 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     }
 }
 
-/// Checks that a map of the web configuration file has only keys that this exporter supports.
+/// Checks that a map of the web configuration file has only the keys `keys`. The error names the
+/// first other key, with the prefix `of`. If the key is in `others`, the error also says what to
+/// do.
 fn check_keys(map: &Yaml, of: &str, keys: &[&str], others: &[(&str, &str)]) -> Result<(), String> {
     let Yaml::Hash(map) = map else {
         return match map {

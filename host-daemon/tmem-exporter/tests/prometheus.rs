@@ -128,8 +128,8 @@ impl Server {
             "",
         );
         assert!(good, "promtool found faults in the configuration: {output}");
-        // The port is free now. If another process takes it before Prometheus does, the test fails;
-        // it cannot pass by mistake.
+        // Let the system choose a free port, and release it for Prometheus. If another process
+        // takes the port before Prometheus does, the test fails; it cannot pass by mistake.
         let port = TcpListener::bind("127.0.0.1:0").expect("cannot bind a TCP port");
         let address = port
             .local_addr()

@@ -42,8 +42,9 @@ const POOL: u32 = 1;
 const OBJECT: u64 = 1;
 
 /// Maximum number of checks, in one scheduling slice of a worker, that the front end is still
-/// connected. There is one for each descriptor chain, one for each answer, and one for each piece
-/// of an answer's data. A slice processes 64 pages, and the last page may begin another batch.
+/// connected. The worker checks once for each descriptor chain, for each answer, and for each piece
+/// of an answer's data. A slice has time for about one batch of 64 pages, and may begin a second
+/// one.
 const CHECKS_PER_SLICE_MAX: u64 = 1000;
 
 /// Maximum work of a scheduling slice, in nanoseconds as [`work_ns`] estimates them. It covers the

@@ -2,8 +2,8 @@
 //! Converts the fuzzer's bytes to choices, such as what the guest does next.
 //!
 //! [`Input`] reads bytes from the front, so that people can write seeds by hand. A change of the
-//! last bytes does not affect the choices before. After the last byte, `Input` returns zeros. (The
-//! crate `arbitrary` reads lengths from the end.)
+//! last bytes does not affect the choices before. After the last byte, `Input` returns zeros. The
+//! crate `arbitrary` is unsuitable, because it reads lengths from the end of the input.
 
 /// The fuzzer's bytes that no choice has used yet.
 pub struct Input<'a>(&'a [u8]);

@@ -182,8 +182,8 @@ fn exist(object: u64, index: u64, pages: u64) -> bool {
     object != 0 && index < 1 << wire::INDEX_BITS && end <= 1 << wire::INDEX_BITS
 }
 
-/// Returns the sizes in bytes of the readable and writable parts of a request of this type and
-/// count. Returns None if no such request exists.
+/// Returns the sizes in bytes of the readable and writable parts of a request with the type `kind`
+/// and the field `count`. Returns None if no well-formed request has this type and count.
 pub fn sizes(kind: u16, count: u16) -> Option<(usize, usize)> {
     let n = usize::from(count);
     let batch = n > 0 && n <= wire::BATCH_MAX;
@@ -202,8 +202,9 @@ pub fn sizes(kind: u16, count: u16) -> Option<(usize, usize)> {
 }
 
 /// Returns the reaction that the specification requires to a request. `control` says whether the
-/// queue is the control queue, and `room` is the size of the writable part. `retain` says whether
-/// the driver has accepted the feature bit of retained pages.
+/// queue is the control queue, and `room` is the size of the writable part. `out_of_order` says
+/// whether a readable descriptor follows a writable one. `retain` says whether the driver has
+/// accepted the feature bit of retained pages.
 pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: bool) -> Due {
     if room < RESP_BYTES as u64 {
         return Due::Stop;
@@ -286,7 +287,7 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
 struct Held {
     cookie: u64,
     page: Page,
-    /// Whether the device must still have the page. False after a request that named the page with
+    /// Whether the device must still have the page. False after a get that missed because it named
     /// another cookie, because a device may drop the page then.
     certain: bool,
 }

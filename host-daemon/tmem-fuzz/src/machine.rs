@@ -111,8 +111,8 @@ fn device(host: &FuzzedDaemon) -> MutexGuard<'_, Device> {
 }
 
 impl Machine {
-    /// Creates a machine whose virtqueues have `size` descriptors and run. `retain` says whether
-    /// the driver accepts the feature bit of retained pages.
+    /// Creates a machine with two running virtqueues of `size` descriptors each. `retain` says
+    /// whether the driver accepts the feature bit of retained pages.
     pub fn new(size: u16, event_idx: bool, retain: bool) -> Machine {
         assert!(size.is_power_of_two() && size <= SIZE_MAX);
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;

@@ -87,7 +87,8 @@ impl Ram {
             let all = region.offset as usize..(region.offset + region.bytes) as usize;
             for page in all.step_by(PAGE as usize) {
                 let bytes = &mut image[page..page + PAGE as usize];
-                // Compare whole pages at once, because a fuzzer counts each comparison.
+                // Compare whole pages at once. A comparison of each byte would be slow, because a
+                // program built for the fuzzer records each comparison that its own code makes.
                 if *bytes != [0; PAGE as usize] {
                     bytes.fill(0);
                     ram.file
@@ -169,7 +170,9 @@ impl Ram {
             let now = left.min(region.bytes - (at - region.guest));
             places.push(((region.offset + (at - region.guest)) as usize, now as usize));
             left -= now;
-            // Stop at 2^64: higher addresses are not memory, unless no bytes are left.
+            // Addresses end at 2^64 - 1. If the piece ends exactly there, the loop is done and `at`
+            // is not used again. If bytes are left, they would be beyond that address, so return
+            // None.
             at = at.checked_add(now).or((left == 0).then_some(0))?;
         }
         Some(places)

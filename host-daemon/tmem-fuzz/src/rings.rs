@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Fuzz target: rings and descriptor chains of any shape. They are chained, indirect, looping,
-//! cross regions, or change while the daemon works on them. Drains, resets and hang-ups happen in
-//! the middle.
+//! Fuzz target: rings and descriptor chains of any shape. Chains may be direct or indirect, loop,
+//! cross memory regions, or change while the daemon works on them. Drains, resets and hang-ups
+//! happen in the middle of the daemon's work.
 
 use std::sync::Arc;
 
@@ -245,8 +245,8 @@ impl Player {
         let ring = machine.rings[queue];
         let fits = buffers.len() <= usize::from(ring.size);
         let indirect = bend & 16 != 0 || !fits;
-        // Place an indirect table at the beginning of the slot's first page. The end of this page
-        // has the request without its data pages.
+        // Place an indirect table at the beginning of the slot's first page. The request without
+        // its data pages is at the end of the same page, and the two do not overlap.
         let (table, first, modulo) = match indirect {
             true => (slot, 0, u16::MAX),
             false => (ring.table, self.head, ring.size),

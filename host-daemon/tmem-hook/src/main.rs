@@ -175,7 +175,8 @@ fn handle(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Pro
         return arrive(xml, &domain, options);
     }
     let problem = check(&domain, operation, options);
-    // The pool shrinks only if the VM will start, because only then does the VM take memory.
+    // Shrink the pool only if the VM will start, because only then does the VM take memory. Do not
+    // ask a daemon that has just been late, because that would delay the start once more.
     if operation == Operation::Prepare && !problem.as_ref().is_some_and(|p| p.required || p.late) {
         let (bytes, options) = (domain.takes_bytes, options.clone());
         // The result is ignored, because a pool that cannot shrink does not prevent the VM's start.
@@ -185,7 +186,8 @@ fn handle(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Pro
 }
 
 /// Handles a VM that arrives by a migration. If it comes from this host, the hook gives it a second
-/// socket, because the source of the migration still uses the first one.
+/// socket, because the source of the migration still uses the first one. Returns a problem if the
+/// daemon gives no list of its VMs or the socket cannot be changed.
 fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Problem> {
     let device = domain.device.clone()?;
     let socket = options.socket.clone();
@@ -269,7 +271,8 @@ fn release_memory(bytes: u64, socket: &Path) {
     }
 }
 
-/// Handles one operation for a domain that has the device, and returns the problem if there is one.
+/// Handles one operation for a domain, and returns the problem if there is one. Does nothing if the
+/// domain does not have the device.
 fn check(domain: &Arc<Domain>, operation: Operation, options: &Arc<Options>) -> Option<Problem> {
     let device = domain.device.clone()?;
     let required = matches!(&domain.cache, Some(Ok(cache)) if cache.required);
@@ -308,8 +311,8 @@ fn serve(domain: &Domain, device: &Device, options: &Options) -> Result<(), Stri
     let socket = &options.socket;
     let cache = match &domain.cache {
         Some(cache) => cache.clone().map_err(|error| error.0)?,
-        // The device was added by hand, without a quota in the metadata. The daemon may already
-        // serve the VM with settings from its own configuration.
+        // The device was added by hand, without a quota in the metadata. If the daemon already
+        // serves the VM with settings from its own configuration, leave these settings unchanged.
         None => {
             let list = ask(socket, |client| client.list_vms().call());
             let vms = list.map_err(|(_, what)| what)?.vms;

@@ -153,7 +153,8 @@ fn the_pool_shrinks_for_a_starting_vm() {
             "operation {operation} changed the pool's size"
         );
     }
-    // For a VM of 1,024 MiB, the host lacks 512 MiB, which is more than the pool has.
+    // For a VM of 1,024 MiB, the host lacks 512 MiB. That is more than the pool has, so the pool
+    // shrinks to its minimum.
     assert_eq!(
         start("prepare", 1024),
         1 << 20,

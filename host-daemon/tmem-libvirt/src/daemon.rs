@@ -24,9 +24,11 @@ pub struct Daemon {
     socket: PathBuf,
     /// Request of each running domain that has the device, by the domain's UUID.
     requests: HashMap<String, Request>,
-    /// Description of each VM that the daemon accepted last, by the domain's UUID.
+    /// Description of each VM that the daemon most recently accepted from the bridge, by the UUID
+    /// of the VM's domain.
     accepted: HashMap<String, VmSpec>,
-    /// Problem of each domain that was logged last, by UUID. A problem is logged once.
+    /// The problem that the bridge logged last for each domain, by the domain's UUID. The bridge
+    /// logs a problem only if it differs from this one.
     complaints: HashMap<String, String>,
     /// Time at which the bridge first found that a VM's domain does not run, by the VM's socket.
     strays: HashMap<String, Instant>,
@@ -141,7 +143,7 @@ impl Daemon {
             }
             if there.is_none() {
                 // The daemon does not have the VM. Either it lost the VM, or the domain has just
-                // stopped and the hook removed the VM. libvirt tells which.
+                // stopped and the hook removed the VM. Ask libvirt whether the domain still runs.
                 let request = read(&uuid).map_err(Trouble::Libvirt)?;
                 self.set_request(&uuid, request);
             }
@@ -305,7 +307,7 @@ mod tests {
         /// Request of the only domain of the simulated libvirt. None means that the domain does not
         /// run.
         running: RefCell<Option<Request>>,
-        /// State of the domain that the simulated libvirt reports while the domain does not run.
+        /// State that the simulated libvirt reports for its domain while the domain does not run.
         otherwise: State,
         now: Instant,
     }
@@ -440,7 +442,8 @@ mod tests {
         );
         host.set_request(Some(Request::Settings(host.spec(5))));
         assert_eq!(host.vms()[0].problem, None);
-        // The VM is removed from the daemon, so that the daemon cannot store a problem of the VM.
+        // The VM is removed from the daemon. The bridge must then accept that the daemon has no VM
+        // whose problem it could store.
         host.client()
             .remove_vm(UUID.into(), host.spec(5).socket)
             .call()
@@ -529,8 +532,8 @@ mod tests {
             assert_eq!((done, host.vms().len()), (Ok(()), 0));
             assert!(host.bridge.requests.is_empty());
         }
-        // If the hook has added the VM, the VM may be about to start. The bridge then does not
-        // remove it.
+        // If the hook has added the VM, the VM may be about to start although libvirt does not
+        // report it as running yet. The bridge must then not remove it.
         host.client()
             .add_vm(host.spec(6))
             .call()
@@ -542,7 +545,8 @@ mod tests {
     }
 
     /// The VM stops after the bridge has read its request from libvirt, and before the bridge adds
-    /// it to the daemon. Then libvirt stops, too, so the bridge cannot find out.
+    /// it to the daemon. Then libvirt stops, too, so the bridge cannot learn in this pass that the
+    /// VM has stopped.
     #[test]
     fn a_vm_that_stops_during_reconcile_is_removed_later() {
         let mut host = BridgeTest::new();

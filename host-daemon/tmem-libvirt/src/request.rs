@@ -23,8 +23,8 @@ pub fn read(uuid: &str, xml: &str, owner: Owner) -> Option<Request> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => domain,
         Err(error) => {
-            // libvirt wrote this XML, so the error is no mistake of the operator. It is only
-            // logged.
+            // libvirt wrote this XML, so an error is no mistake of the operator. It is logged, and
+            // not reported as a problem of the VM.
             tracing::error!(uuid, reason = %error, "domain {uuid}: {error}");
             return None;
         }

@@ -136,8 +136,8 @@ fn write_command(
 }
 
 /// Converts the text that follows the help of a command to a section in roff. If the first line
-/// ends with a colon, it becomes the heading of the section. The other lines become the section's
-/// text.
+/// ends with a colon, it becomes the heading of the section; otherwise the heading is NOTES. The
+/// other lines become the section's text.
 fn after_help(text: &str) -> String {
     let (heading, text) = text.split_once(":\n").unwrap_or(("Notes", text));
     let mut page = Roff::new();

@@ -123,7 +123,8 @@ impl Driver {
         self.pool
     }
 
-    /// Returns the cookies of the pages that the driver would get, by key.
+    /// Returns the driver's index: the cookie of each page that the driver would request from the
+    /// device, by the page's key.
     #[must_use]
     pub fn index(&self) -> &HashMap<Key, u64> {
         &self.index
@@ -138,7 +139,8 @@ impl Driver {
     /// Connects to the daemon, starts the device and creates the pool.
     ///
     /// # Errors
-    /// Errors of [`FakeGuest::connect`] and [`FakeGuest::start`].
+    /// Errors of [`FakeGuest::connect`], [`FakeGuest::start`], [`Self::new_generation`] and
+    /// [`Self::create_pool`].
     pub fn connect(&mut self, socket: &Path) -> Result<(), DriverError> {
         self.guest.connect(socket)?;
         self.guest.start()?;
@@ -147,11 +149,11 @@ impl Driver {
         self.create_pool()
     }
 
-    /// Reads the generation from the configuration. If it is a new one, the driver forgets all
-    /// pages.
+    /// Takes over the generation that the guest has read from the configuration. If it differs from
+    /// the previous generation, the driver forgets all pages.
     ///
     /// # Errors
-    /// The generation is 0, or the specification does not allow it.
+    /// The generation is 0, so no back end is connected, or the oracle forbids the generation.
     pub fn new_generation(&mut self) -> Result<(), DriverError> {
         let generation = self.guest.generation();
         if generation == self.model.generation() && generation != 0 {
@@ -185,10 +187,11 @@ impl Driver {
         self.settle()
     }
 
-    /// Resets the device as a reboot does, and starts it again.
+    /// Resets the device as a reboot does, starts it again and creates a pool.
     ///
     /// # Errors
-    /// Errors of [`FakeGuest::reset`].
+    /// Errors of [`FakeGuest::reset`], [`FakeGuest::start`], [`Self::new_generation`] and
+    /// [`Self::create_pool`].
     pub fn reboot(&mut self) -> Result<(), DriverError> {
         self.guest.reset()?;
         self.asked.clear();
@@ -346,8 +349,8 @@ impl Driver {
         }
     }
 
-    /// Does one random step: sends a request. If `window` requests are in flight, takes answers
-    /// first.
+    /// Does one random step: sends a request. While `window` requests are in flight, first waits
+    /// for answers and checks them.
     ///
     /// # Errors
     /// The oracle forbids an answer, a ring is broken, or an answer is late.
@@ -650,7 +653,7 @@ impl Driver {
     /// of hits.
     ///
     /// # Errors
-    /// Errors of [`Self::settle`].
+    /// Errors of [`FakeGuest::wait`] and [`Self::settle`].
     pub fn get_all(&mut self) -> Result<u64, DriverError> {
         let before = self.model.counts().hits;
         let pool = self.pool;

@@ -5,7 +5,6 @@
 //! A test sends each fault to a device that has the page of the fault's [`Target`]. If the device
 //! does not execute the faulty request, it must still have that page, whatever it answers. No
 //! correct driver sends any of these requests.
-//! sends any of these requests.
 
 mod chains;
 mod shapes;

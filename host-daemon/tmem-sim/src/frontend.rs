@@ -388,6 +388,7 @@ impl FakeGuest {
     }
 
     /// Returns the vhost-user front end, with which a test sends messages that QEMU would not send.
+    /// Returns None while there is no connection to the daemon.
     pub fn frontend(&mut self) -> Option<&mut Frontend> {
         self.link.as_mut().map(|l| &mut l.frontend)
     }

@@ -121,7 +121,6 @@ impl GuestRam {
     /// # Panics
     /// When the guest has fewer free pages. The test that creates the guest chooses the size of its
     /// memory.
-    /// memory.
     #[must_use]
     pub fn alloc(&self, pages: u64) -> u64 {
         let size_bytes = pages * PAGE_BYTES;
@@ -189,7 +188,6 @@ impl GuestRam {
     ///
     /// # Errors
     /// When the process has no free file descriptor.
-    /// When no descriptor is left.
     pub fn shared_regions(&self) -> io::Result<Vec<(RamRegion, u64, File)>> {
         let mut out = Vec::new();
         for (region, mapped) in self.regions.iter().zip(self.map.iter()) {

@@ -39,9 +39,9 @@ struct Held {
     /// Tick at which the put was answered. The model counts a tick for each request and each
     /// answer.
     since: u64,
-    /// Tick at which the device answered a flush on another queue that drops the page, if any. A
-    /// get sent before that tick may still hit, because the device may have executed it before the
-    /// flush.
+    /// Tick at which the device answered a flush of the page that was sent on another queue than
+    /// the page's, if any. A get sent before that tick may still hit, because the device may have
+    /// executed it before the flush.
     dropped: Option<u64>,
 }
 
@@ -151,7 +151,7 @@ impl Model {
     }
 
     /// Records that the guest sends a request. `contents` are the contents of a put's pages in
-    /// their order.
+    /// their order. Returns the data that [`Self::judge`] needs to check the answer.
     pub fn ask(&mut self, contents: Vec<Content>) -> Asked {
         self.tick += 1;
         Asked {

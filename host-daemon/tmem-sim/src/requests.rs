@@ -97,7 +97,7 @@ pub enum Request {
         /// Ranges to drop. A correct driver sends 1 to 64.
         ranges: Vec<Range>,
     },
-    /// REF: names retained pages that the driver has evicted unchanged.
+    /// REF: names retained pages that the guest has evicted from its page cache without a change.
     Ref {
         /// Id of the pool that contains the pages.
         pool: u32,
@@ -264,9 +264,10 @@ pub struct Encoded {
     pub meta: Vec<u8>,
     /// Page data of a PUT; empty for other requests.
     pub data: Vec<u8>,
-    /// Bytes of the answer for `struct virtio_tmem_resp` and the results of the pages.
+    /// Size in bytes of the part of the answer before the page data: `struct virtio_tmem_resp` and
+    /// the results of the pages.
     pub answer_meta_bytes: usize,
-    /// Bytes of the answer for the page data of a GET; 0 for other requests.
+    /// Size in bytes of the page data in the answer to a GET; 0 for other requests.
     pub answer_data_bytes: usize,
 }
 
@@ -370,7 +371,7 @@ pub struct Answer {
     pub reserved: [u8; 7],
     /// Number of bytes that the device wrote, as the used element of the ring says.
     pub used_bytes: u32,
-    /// Answer for each page of a PUT, GET or REF.
+    /// Answer for each page of a PUT, GET or REF; empty if the status is not OK.
     pub pages: Vec<PageAnswer>,
 }
 

@@ -293,7 +293,8 @@ impl DriverRing {
         self.push(head, descs, token);
     }
 
-    /// Takes a free descriptor for a chain that the caller builds.
+    /// Takes a free descriptor for a chain that the caller builds. Returns None if no descriptor is
+    /// free.
     #[must_use]
     pub fn take_desc(&mut self) -> Option<u16> {
         self.free.pop()

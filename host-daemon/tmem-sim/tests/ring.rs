@@ -67,8 +67,9 @@ fn descriptor_chains_arrive_complete_and_in_order() {
                 let bytes = rng.usize(1..=300);
                 let at = area + rng.u64(..PAGE_BYTES);
                 let data: Vec<u8> = (0..bytes).map(|_| sent as u8).collect();
-                // Use the same memory for all chains in flight, because the test reads each chain
-                // as soon as it is published.
+                // All chains use the same memory, although several are in flight. The test reads
+                // each chain as soon as it is published, before the next chain overwrites the
+                // memory.
                 ram.write(at, &data);
                 let how = Cut::Random { seed: sent, max: 6 };
                 let buffers = cut(&[(at, bytes, false), (area + 8192, 8, true)], how);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Contents of pages of files, computed from the version of a page (the number of the write).
 //!
-//! Each write in a run has a version of its own. No later write uses that version again, not even
-//! in a guest that was restored from a snapshot. So pages with equal bytes come from the same
-//! write. Some versions use contents that all guests share, to test deduplication. The other
-//! versions contain a mark of their guest, so that the oracle recognizes such a page in the memory
-//! of another guest.
+//! Each write of a guest has a version of its own. The guest never uses that version again, not
+//! even after it was restored from a snapshot. Some versions have contents that occur several times
+//! and in all guests, to test deduplication. The contents of all other versions are private: they
+//! occur only once, and contain a mark of their guest. So the oracle recognizes such a page in the
+//! memory of another guest.
 
 use tmem_sim::Content;
 

@@ -28,7 +28,8 @@ use crate::transport::{BOUNCE, CONTROLS, Flight, GETS, PLACES, PUTS, Tag, Transp
 
 /// Longest time in nanoseconds that a reader waits for the device.
 pub const DEADLINE_NS: u64 = 20_000_000;
-/// Interval in nanoseconds at which the driver reads the generation even without a notification.
+/// Interval in nanoseconds at which the driver sends a report, and reads the generation even if the
+/// device has not notified it of a change.
 const REPORT_NS: u64 = 1_000_000_000;
 /// Number of late reads in a row after which the driver's breaker stops gets.
 const LATE_ROW_MAX: u32 = 3;
@@ -112,7 +113,8 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Creates a driver that the guest has just loaded. `cookie` is its last used cookie.
+    /// Creates the state of a driver that the guest has just loaded. The driver's first cookie is
+    /// `cookie` + 1.
     pub fn new(
         transport: Transport,
         cookie: u64,

@@ -223,8 +223,8 @@ impl SimulatedDaemon {
         &self.vms[guest]
     }
 
-    /// Begins a drain of this connection after the daemon has checked `checks` more times that the
-    /// front end is connected. The drain does not wait for the remaining work.
+    /// Lets `fuse` begin a drain of this connection's queues after the daemon has checked `checks`
+    /// more times that the front end is connected. The drain does not wait for the remaining work.
     pub fn drain_after(&self, checks: u64, session: &Session, fuse: &Fuse) {
         let drain = Drain {
             checks: checks + 1,

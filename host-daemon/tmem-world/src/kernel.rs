@@ -304,7 +304,8 @@ impl Kernel {
         let from = index_of(from);
         let gone = |page: &FilePage| page.0 == inode && page.1 >= from;
         let pages: Vec<FilePage> = self.cache.keys().copied().filter(gone).collect();
-        // Begin the eviction of truncated pages, as reclaim on another processor may do.
+        // Begin the eviction of the truncated pages before the change, as reclaim on another
+        // processor may do. The eviction ends after the change.
         let evicted: Vec<_> = pages
             .into_iter()
             .filter_map(|page| self.begin_eviction(page))
@@ -335,7 +336,8 @@ impl Kernel {
         }
         let page = index_of(page);
         self.writers.insert(inode);
-        // Begin the eviction of the page, as reclaim on another processor may do.
+        // Begin the eviction of the page before the change, as reclaim on another processor may do.
+        // The eviction ends after the change.
         let evicted = self.begin_eviction((inode, page));
         self.driver.bypass(inode);
         self.end_eviction(evicted);

@@ -319,7 +319,8 @@ impl Machine {
     }
 
     /// Drops the connection to the daemon and notifies the guest. A migration continues, and the
-    /// next back end gets a dirty log of its own when it starts.
+    /// next back end gets a dirty log of its own when it starts. Returns the connection, or None if
+    /// there is none.
     pub fn unlink(&mut self) -> Option<Link> {
         let link = self.link.take()?;
         if link.started {

@@ -2,7 +2,7 @@
 //! `tmem-world [--seeds N] [--first N] [--mutation NAME] [--threads N] [--trace]`: runs the
 //! simulator with many seeds, or with the seed in TMEM_SEED, and shrinks the first failure.
 //!
-//! Exits with 1 if a run broke a rule.
+//! Exits with 1 if a run broke a rule, and with 2 if the arguments are invalid.
 
 use std::process::ExitCode;
 use std::sync::Mutex;

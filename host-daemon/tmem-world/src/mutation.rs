@@ -2,11 +2,11 @@
 //! Rules of SPEC.md that can be broken on purpose, to check that the simulator detects each broken
 //! rule.
 //!
-//! If it is a rule of the driver, the model of the driver breaks it. If it is a rule of the device,
-//! the simulator changes the answers or the requests of the real daemon. The daemon itself is never
-//! changed.
+//! If the broken rule is one of the driver, the model of the driver breaks it. If it is one of the
+//! device, the simulator changes the answers or the requests of the real daemon. The daemon itself
+//! is never changed.
 
-/// Rule that the simulator breaks on purpose. Its check must then fail.
+/// Rule that the simulator breaks on purpose. One of the simulator's checks must then fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mutation {
     /// A reset does not reach the device, which keeps its generation and its pages.

@@ -36,7 +36,8 @@ enum Fate {
     Refused,
     /// The driver has sent a get for the page.
     Asked,
-    /// The driver has taken the answer to a get that says that the device retains the page.
+    /// The driver has taken the answer to a get, and the answer says that the device retains the
+    /// page.
     Retained,
     /// The driver has taken the answer GONE to a REF, so the device does not have the page.
     Gone,
@@ -164,8 +165,9 @@ impl Oracle {
         }
     }
 
-    /// Returns the key and cookie of a page that was put in this generation. In three of four
-    /// cases, it is one that the device has just had to drop.
+    /// Returns the key and cookie of a page that was put in this generation. Three of four values
+    /// of `pick` select one of the pages that the device had to drop most recently, if there are
+    /// any.
     pub fn any_put(&self, pick: u64) -> Option<(Key, u64)> {
         let (ended, pick) = (!pick.is_multiple_of(4), pick / 4);
         if ended && !self.ended.is_empty() {
@@ -176,8 +178,8 @@ impl Oracle {
         self.puts.keys().nth(nth).copied()
     }
 
-    /// Checks a request that the driver sends. `probe` is true if the request deliberately names a
-    /// page that the device must not return.
+    /// Checks a request that the driver sends. `probe` is true for a test or a probe of the device,
+    /// which names a page that a driver would not request.
     pub fn sent(&mut self, queue: usize, flight: &Flight, transport: &Transport, probe: bool) {
         let busy = transport.flight.iter().flatten();
         let busy: BTreeSet<u64> = busy.flat_map(Flight::pages).collect();
@@ -204,8 +206,8 @@ impl Oracle {
             );
         }
         if !current || probe {
-            // Skip the other checks for a deliberate probe, and for a request of another
-            // generation, which the device must answer with STALE.
+            // Skip the other checks for a test or a probe of the device. Skip them also for a
+            // request of another generation, which the device must answer with STALE.
             return;
         }
         if let Request::PoolCreate { pool, .. } = &*flight.request {

@@ -21,7 +21,8 @@ pub type Counts = [u64; COUNTS];
 /// Result of the run of a script.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The first broken rule, with the number of the step at which an oracle saw it.
+    /// The first broken rule, with the number of the step at which an oracle saw it. A panic counts
+    /// as a broken rule at the last step of the script.
     pub failure: Option<(usize, Failure)>,
     /// Counters of the run's pages and requests.
     pub counts: Counts,
@@ -130,8 +131,8 @@ pub fn run_seeds(
         if let Some((at, failure)) = outcome.failure
             && totals.found.as_ref().is_none_or(|found| seed < found.seed)
         {
-            // Let no thread begin a larger seed. Other threads still finish smaller seeds that they
-            // have begun.
+            // Let no thread begin a seed above this one, which has failed. Threads still finish
+            // smaller seeds that they have begun, because one of these may fail, too.
             end.fetch_min(seed, Relaxed);
             totals.found = Some(Found { seed, at, failure });
         }

@@ -16,7 +16,8 @@ use crate::mutation::Mutation;
     reason = "their fields are guests, hosts, files and pages"
 )]
 pub enum Step {
-    /// Each host and each guest works once, in an order drawn from the number.
+    /// Each guest does its pending work, each feeder thread sends its requests, and each worker
+    /// does one round. Their order is drawn from the number.
     Serve(u16),
     /// A worker of a host's daemon does one round. The fields are the host and the worker.
     Round(u8, u8),
@@ -28,7 +29,7 @@ pub enum Step {
     /// queue.
     Feed(u8, u8),
     /// A guest reads pages of a file. The fields are guest, file, first page, number of pages, and
-    /// the number of worker rounds for which the reader spins.
+    /// the number of times that all workers do a round while the reader spins.
     Read(u8, u8, u8, u8, u8),
     /// A guest overwrites pages. The fields are guest, file, first page and number of pages.
     Write(u8, u8, u8, u8),
@@ -53,7 +54,8 @@ pub enum Step {
     /// later.
     RemountUnseen(u8),
     See(u8),
-    /// The guest requests a page that it put earlier and that the device must not return any more.
+    /// The guest requests the page of an earlier put, usually one that the device must not return
+    /// any more. The number selects the page.
     AskOld(u8, u16),
     /// The given number of µs passes.
     Time(u32),
@@ -212,9 +214,9 @@ impl Draw {
         }
     }
 
-    /// Returns steps to execute before a VM arrives at the destination of its migration. After
-    /// them, its rings often contain answers that its driver has not taken yet, and the daemon at
-    /// the source is lost.
+    /// Returns none to three steps to execute before a VM arrives at the destination of its
+    /// migration. The first two cause answers that the driver does not take before the arrival. The
+    /// third closes the connection to the daemon at the source.
     fn before_arrival(&mut self, guest: u8) -> Vec<Step> {
         let (file, page) = (self.file(), self.page());
         let steps = [

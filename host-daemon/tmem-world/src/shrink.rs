@@ -10,7 +10,7 @@ use crate::oracle::Failure;
 use crate::run::run;
 use crate::script::{Script, Step};
 
-/// Maximum number of runs for shrinking a script, so that it ends within a minute.
+/// Maximum number of runs for shrinking a script, so that the shrinking ends within a minute.
 const RUNS_MAX: usize = 4_000;
 
 /// Returns the shortest script found that breaks the same rule as `script`, and its failure.

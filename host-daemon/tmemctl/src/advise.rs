@@ -31,7 +31,7 @@ const GETS_GOOD: i64 = 20_000;
 /// Smallest gain for which `advise` recommends more memory: additional hits in percent of all gets.
 const GAIN_WORTH_PERCENT: f64 = 2.0;
 
-/// VM and period of `advise`.
+/// Options of `advise`: the VM and the period.
 #[derive(Args, Clone)]
 pub struct AdviseArguments {
     /// Show only this VM

@@ -84,8 +84,8 @@ fn line(event: &api::Event, arguments: &EventArguments) -> String {
     text + ": " + &event.text.replace(char::is_control, " ") + "\n"
 }
 
-/// Prints the daemon's first event, or each event until the daemon ends. In the latter case,
-/// tmemctl ends with exit code 3.
+/// Prints the first event that the options select, or with `--loop` each such event until the
+/// daemon ends. In the latter case, tmemctl ends with exit code 3.
 pub fn run(reach: &Reach, arguments: &EventArguments) -> Result<(), Failure> {
     // The first request has a time limit, and so detects a daemon that hangs. The wait for events
     // has no time limit.

@@ -352,8 +352,8 @@ fn decide_retain(
 /// 1,000 * minor. Earlier versions use the option `-no-acpi`, which QEMU 9.0 removed.
 const ACPI_PROPERTY_VERSION: u32 = 9_002_000;
 
-/// Checks that libvirt can start the domain with a QEMU that has the device. Such a QEMU has
-/// version 10.0 or newer.
+/// Checks that libvirt can start the domain with a QEMU that has the device: an old libvirt cannot
+/// if the domain has no ACPI, because such a QEMU has version 10.0 or newer.
 fn check_acpi(domain: &tmem_domain::Domain, libvirt: u32) -> Result<(), Failure> {
     if domain.acpi || libvirt >= ACPI_PROPERTY_VERSION {
         return Ok(());

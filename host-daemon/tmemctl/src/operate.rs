@@ -33,10 +33,10 @@ impl VmsArguments {
     }
 }
 
-/// Runs `act` for each VM that the user named, or with --all for each VM of the daemon. A VM that
-/// does not exist does not end the loop. With --all, the command ignores it, because it was removed
-/// after the daemon listed it. Otherwise it is a failure, reported after the results of the other
-/// VMs.
+/// Runs `act` for each VM that the user named, or with --all for each VM of the daemon. The loop
+/// goes on after a VM that does not exist, and ends at any other error. With --all, a VM that does
+/// not exist is ignored, because it was removed after the daemon listed it. Otherwise it is a
+/// failure. The command reports a failure after the results of the other VMs.
 fn each(
     reach: &Reach,
     vms: &VmsArguments,

@@ -39,7 +39,8 @@ const LIST: [Column<api::Vm>; 10] = [
     column("UUID", Align::Left, |vm, _| or_dash(vm.uuid.as_deref())),
     column("SOCKET", Align::Left, |vm, _| vm.socket.clone()),
     // The problem of a VM is a sentence, so the table has no column for it by default. `list`
-    // prints it on a line below the table, unless the user selects columns with --output.
+    // prints it on a line below the table, unless the user selects columns or switches the headings
+    // off.
     Column {
         name: "PROBLEM",
         align: Align::Left,
@@ -75,7 +76,8 @@ const STATS: [Column<api::VmStats>; 13] = [
     }),
 ];
 
-/// Formats the daemon's VMs as a table. Below it is a line for each VM that has a problem.
+/// Formats the daemon's VMs as a table. Below it is a line for each VM that has a problem, unless
+/// the user selects columns or switches the headings off.
 pub fn list(vms: &[api::Vm], arguments: &TableArguments) -> Result<String, Failure> {
     let mut text = choose(&LIST, vms, arguments)?;
     if arguments.is_chosen() {
@@ -162,7 +164,8 @@ fn value(row: &Statistic, value: &serde_json::Value, sizes: Sizes) -> String {
         Value::Number(number) if row.field == "hooks" => {
             format!("{:#x}", number.as_i64().unwrap_or(0))
         }
-        // The value of a statistic is null if the VM has no limit, UUID or trust domain.
+        // The value of a statistic is null if the VM has no limit, UUID or trust domain, or if the
+        // guest's driver has not reported it.
         Value::Null => "-".into(),
         Value::String(text) => text.replace(char::is_control, " "),
         Value::Array(values) => {

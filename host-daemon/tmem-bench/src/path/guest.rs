@@ -51,7 +51,8 @@ pub struct Guest {
 /// A run of consecutive pages of the guest's only object.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
-    /// Number of the first page in the object, and the position of its bytes in guest memory.
+    /// Page number of the run's first page within the object. The page's bytes are the page with
+    /// the same number in the guest's memory for pages.
     pub index: usize,
     /// Number of pages, at most [`BATCH`].
     pub pages: usize,

@@ -61,7 +61,8 @@ impl BenchDaemon {
         let before = threads("worker-");
         let workers =
             Workers::start(1, waiting, &self.daemon.background, &Arc::default()).map_err(fault)?;
-        // The worker thread sets its name itself, so wait for it.
+        // The worker's thread gives itself its name, so wait until a further thread has the name of
+        // a worker.
         let begun = Instant::now();
         let worker = loop {
             let new = threads("worker-")

@@ -267,8 +267,8 @@ fn path_round(
     Ok(())
 }
 
-/// Puts and gets the batches for another tenant by calling the engine directly, on the worker's
-/// processor.
+/// Gets the batches of `runs` and puts them again, for another tenant, by calling the engine
+/// directly on the worker's processor.
 fn engine_round(
     times: &mut Times,
     host: &BenchDaemon,
@@ -354,8 +354,8 @@ fn memcached_round(
     Ok(())
 }
 
-/// Writes and reads the batches of `runs` page by page, since zram has no batches. The calling
-/// thread does zram's work, so the calls' elapsed time is zram's time.
+/// Reads the batches of `runs` from zram and writes them again, page by page, because zram has no
+/// batches. The calling thread does zram's work, so the calls' elapsed time is zram's time.
 fn zram_round(
     times: &mut Times,
     zram: &mut Zram,

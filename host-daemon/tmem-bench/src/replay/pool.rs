@@ -35,7 +35,8 @@ pub struct Outcome {
     /// during the replay, one counter for each percentage of
     /// [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
     pub loss_hits: [u64; 3],
-    /// Number of hits among which `loss_hits` is estimated.
+    /// Total number of hits for which `loss_hits` was estimated. The share of lost hits is
+    /// `loss_hits` divided by this number.
     pub loss_hits_seen: u64,
     /// Largest charge of all tenants together at any time, in bytes.
     pub peak_bytes: u64,
@@ -264,8 +265,9 @@ mod tests {
         // page.
         let ops = [put(1), get(1), put(2), refer(1), super::tests::get(1)].map(|op| (0, op));
         assert_eq!(run(PAGE, &ops), (1, 1, PAGE));
-        // The pool has evicted a page, so it does not retain page 2 at the get. The guest puts page
-        // 2 again.
+        // The put of page 2 has evicted page 1. After an eviction, gets retain no page until the
+        // tenant's charge is lower, so the get of page 2 removes it. The guest puts page 2 again
+        // later.
         let ops = [put(1), put(2), get(2), refer(2), get(2)].map(|op| (0, op));
         assert_eq!(run(PAGE, &ops), (2, 1, 0));
     }

@@ -103,8 +103,8 @@ pub(super) fn all() -> Vec<Fault> {
     let second = BODY + PUT_PAGE_BYTES;
     let index_end = (1u64 << wire::INDEX_BITS).to_le_bytes();
     let max = u64::MAX.to_le_bytes();
-    // Write a wrong value into the second page or range of a request. The device must not carry out
-    // the correct first one either.
+    // Write a wrong value into the second page or range of a request. The device must not execute
+    // the request for the first page or range either, although that one is correct.
     out.push(bent("put of object 0", BAD, put, move |e| {
         e.patch(second, &[0; 8])
     }));

@@ -240,8 +240,9 @@ impl FakeGuest {
         Ok(out)
     }
 
-    /// Waits for at least one answer. The call sleeps until an interrupt (call descriptor) arrives,
-    /// so that a missing interrupt results in an error.
+    /// Waits for at least one answer. Returns at once if no request is in flight. The call sleeps
+    /// until an interrupt (call descriptor) arrives, so that a missing interrupt results in an
+    /// error.
     ///
     /// # Errors
     /// [`GuestError::Late`] at the deadline, and errors of [`Self::poll`].
@@ -326,8 +327,8 @@ impl FakeGuest {
         self.queues[queue].err.read().is_ok()
     }
 
-    /// Returns the address and length of the metadata of a request in flight. Tests use it to
-    /// overwrite the request.
+    /// Returns the address and length of the metadata of a request in flight, or None if no request
+    /// with this token is in flight. Tests use it to overwrite the request.
     #[must_use]
     pub fn readable_of(&self, token: u64) -> Option<(u64, usize)> {
         self.pending.get(&token).map(|p| p.placed.readable[0])

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The driver's generation and its control queue. The driver goes online when the device's
-//! configuration has a generation.
+//! The driver's generation and its control queue. The driver is online while it has a generation
+//! from the device's configuration and a pool.
 
 use tmem_sim::Request;
 use tmem_sim::requests::REPORT_BYTES;
@@ -74,8 +74,9 @@ impl Driver {
 
     fn forget(&mut self) {
         if self.is(Mutation::IndexKept) && self.pool != 0 {
-            // Keep the index. The driver with this broken rule also believes that its pool still
-            // exists.
+            // Keep the index although the generation has changed: this is the rule that the
+            // simulated driver breaks. The driver also keeps its pool's id, because it does not
+            // know that the pool is gone.
             return;
         }
         if !self.is(Mutation::EpochIgnored) {
@@ -121,8 +122,8 @@ impl Driver {
         let waited = matches!(self.controls[nr], Control::Sent(_));
         self.controls[nr] = Control::Free;
         self.stale(status);
-        // Ignore the answer to a request that the driver had given up, and start that request
-        // again. Answers of another generation do not count either.
+        // An answer counts only if the driver still waited for it and its generation is the present
+        // one. If the driver had given the request up, it sends the request again.
         self.resync |= !waited;
         let current = flight.generation == self.generation;
         if let (false, true, Request::PoolCreate { pool, .. }) = (waited, current, &*flight.request)

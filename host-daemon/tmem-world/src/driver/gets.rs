@@ -24,7 +24,8 @@ pub enum Get {
     Abandoned(FilePage),
     /// The request is a probe of the circuit breaker. The field is the time at which it was sent.
     Probe(u64),
-    /// The request names a page that the device must not return. No reader waits for it.
+    /// The request names the page of an earlier put, usually one that the device must not return.
+    /// No reader waits for the answer.
     Vain,
 }
 
@@ -105,8 +106,8 @@ impl Driver {
     }
 
     /// Requests adjacent pages of a file for a reader. Each item of `run` is a page, its cookie,
-    /// and whether the device may retain it. Returns false if the driver has no buffers for the
-    /// request.
+    /// and whether the device may retain it. If the driver has no buffers for the request, erases
+    /// the retained entries of these pages and returns false.
     fn ask(
         &mut self,
         port: &mut Port<'_>,
@@ -255,12 +256,13 @@ impl Driver {
         }
     }
 
-    /// Requests a page that the device must not return, to test the device. No reader gets the
-    /// answer.
+    /// Requests the page of an earlier put, usually one that the device must not return, to test
+    /// the device. No reader gets the answer.
     pub fn ask_in_vain(&mut self, port: &mut Port<'_>, key: Key, cookie: u64) {
         if self.generation != 0 {
             let key = (key.pool, key.object, key.index);
-            // The device may retain the page, although the driver will not send a REF for it.
+            // If the device still has the page, it may retain it, although the driver will not send
+            // a REF for it.
             let retain = u64::from(self.retain) & cookie & 1;
             self.request(port, Get::Vain, key, (vec![cookie], retain), true);
         }
@@ -322,8 +324,8 @@ impl Driver {
             self.gets[nr] = Get::Abandoned(first);
             let mine = |flight: &&Flight| flight.tag == Tag::Get(nr);
             let flight = self.transport.flight.iter().flatten().find(mine);
-            // Erase the entries of the requested pages, because the device may have lost the pages
-            // or never had them.
+            // Erase the retained entries of the requested pages. Without an answer, the driver does
+            // not know whether the device has retained them.
             let named = flight.map(|flight| flight.request.clone());
             if let Some(Request::Get { cookies, .. }) = named.as_deref()
                 && !self.is(Mutation::RetainedKeptAtDeadline)

@@ -14,7 +14,7 @@ use crate::transport::{BATCH, PUTS, Tag};
 /// Maximum number of ranges that a queue remembers to flush. The driver drops further ranges.
 const RANGES_MAX: usize = 4;
 
-/// A page in the put ring, which waits to be sent to the device.
+/// A page in the put ring, which waits to be sent to the device or to be answered.
 #[derive(Clone, Debug)]
 pub struct Slot {
     inode: u32,
@@ -29,7 +29,7 @@ pub struct Slot {
     content: Content,
 }
 
-/// Batch of puts that is in flight, so that the device owns its pages.
+/// Batch of puts that is in flight. Until the device answers, it owns the slots of the batch.
 #[derive(Clone, Debug)]
 pub struct PutBatch {
     pub(super) slots: Vec<Slot>,
@@ -46,8 +46,8 @@ pub struct Range {
 }
 
 impl Driver {
-    /// Puts a clean page that the guest evicts from its page cache. Drops the page's entry if the
-    /// put is not possible.
+    /// Puts a clean page that the guest evicts from its page cache. Erases the page's index entry
+    /// if the put is not possible.
     pub fn put(&mut self, inode: u32, page: u64, content: Content, workingset: bool) {
         if !self.take_put(inode, page, content, workingset) && !self.is(Mutation::EntryKeptAtDrop) {
             self.invalidate(inode, page, page);

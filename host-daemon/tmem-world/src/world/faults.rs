@@ -235,8 +235,9 @@ impl World {
         }
     }
 
-    /// Arms a pause of the VM in the middle of a worker's scheduling slice, while the daemon is
-    /// slow.
+    /// Prepares a pause of the VM that begins after `checks` more checks of the connection, in the
+    /// middle of a worker's scheduling slice. At that moment the daemon's clock jumps, so that the
+    /// drain has no time left for the rest of the slice.
     pub(super) fn pause_late(&mut self, g: usize, checks: u8) {
         let machine = &self.guests[g].machine;
         if let (true, Some(link)) = (machine.started(), &machine.link)
@@ -262,7 +263,8 @@ impl World {
         }
     }
 
-    /// Sends RESET_DEVICE. The daemon then drops the VM's pages and begins another generation.
+    /// Stops the rings and sends RESET_DEVICE, if the daemon answers. The daemon then drops the
+    /// VM's pages and begins another generation.
     fn reset_device(&mut self, g: usize) {
         self.stop(g);
         if self.can_talk(g) {

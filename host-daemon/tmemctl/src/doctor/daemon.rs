@@ -53,7 +53,7 @@ pub fn findings(reach: &Reach) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
 }
 
 /// Returns whether the daemon supports retained pages; None if the daemon does not answer. The
-/// request is separate from those of other checks, because an older daemon may refuse the others.
+/// request is separate from those of other checks, because an older daemon may refuse one of those.
 #[cfg(feature = "libvirt")]
 pub fn knows_retained_pages(reach: &Reach) -> Option<bool> {
     let asked = in_time(&reach.daemon(), reach, |reach| {
@@ -136,8 +136,8 @@ fn control_socket(socket: &Path) -> Finding {
 }
 
 /// Checks that the host cannot swap out pages of guests, because the daemon has locked its memory.
-/// The daemon reports whether it could. The limit RLIMIT_MEMLOCK would not tell, because root may
-/// lock memory whatever the limit is.
+/// The daemon itself reports whether locking succeeded. The limit RLIMIT_MEMLOCK would not show
+/// this, because root may lock memory whatever the limit is.
 fn locked(daemon: &api::DaemonStats) -> Finding {
     let of = ("memory-lock", DAEMON);
     match daemon.memory_locked {

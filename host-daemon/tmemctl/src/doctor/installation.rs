@@ -33,7 +33,8 @@ pub fn findings(root: &Path) -> Vec<Finding> {
     findings
 }
 
-/// Returns the version of an installed package. `status` is the text of dpkg's status file.
+/// Returns the version of a package, or None if the package is not installed. `status` is the text
+/// of dpkg's status file.
 fn version_of<'a>(status: &'a str, package: &str) -> Option<&'a str> {
     let field = |entry: &'a str, name: &str| {
         let mut lines = entry.lines();
@@ -185,6 +186,8 @@ fn replaced(root: &Path) -> Vec<Finding> {
 }
 
 /// Checks that the host has huge pages if a domain with the device needs them for its next start.
+/// Returns None if the XML cannot be read, or if the domain has no device, needs no huge pages or
+/// runs.
 #[cfg(feature = "libvirt")]
 pub fn huge_pages(xml: &str, active: bool, root: &Path) -> Option<Finding> {
     let domain = tmem_domain::Domain::parse(xml).ok()?;

@@ -218,8 +218,9 @@ impl Model {
         self.stay_inside();
     }
 
-    /// Returns the rows whose names contain the filter. They are sorted by the sort key: numbers
-    /// with the largest first, names alphabetically.
+    /// Returns the rows whose names contain the filter. They are sorted by the sort key, numbers
+    /// with the largest first and names alphabetically. If the user chose it, the order is
+    /// reversed.
     pub fn rows(&self) -> Vec<&Row> {
         let mut rows: Vec<&Row> = self
             .rows
