@@ -23,7 +23,7 @@ use virtio_tmem as wire;
 const VICTIM: u64 = 900;
 
 /// Puts the page to which malformed requests refer. After each malformed request that the daemon
-/// does not execute, the page must still be in the pool.
+/// does not execute, the page must still be in the pool. Returns the page's key, cookie and queue.
 fn put_victim(driver: &mut Driver) -> Target {
     assert!(driver.put(VICTIM, 1, 2));
     driver.settle().unwrap();

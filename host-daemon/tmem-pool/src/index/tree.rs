@@ -188,13 +188,15 @@ impl Nodes {
         }
     }
 
-    /// Returns the tree's first page at or after `index`: its number and its entry.
+    /// Returns the tree's first page at or after `index`: its number and its entry. Returns None if
+    /// there is no such page.
     pub(crate) fn next(&self, root: Id, index: u64) -> Option<(u64, Id)> {
         self.next_below(root, index, LEVEL_END)
     }
 
     /// Returns the first page at or after `index` in the subtree of the node `at`: its number and
-    /// its entry. Panics if the level of the node is not below `above`.
+    /// its entry. Returns None if there is no such page. Panics if the level of the node is not
+    /// below `above`.
     fn next_below(&self, at: Id, index: u64, above: u32) -> Option<(u64, Id)> {
         if at == 0 {
             return None;

@@ -39,9 +39,9 @@ use vm_memory::{Bytes, GuestAddress};
 
 const PAGE_BYTES: u64 = wire::PAGE_SIZE as u64;
 
-/// Time from the begin of a drain after which the worker stops executing its current chain. It then
-/// answers the chain's remaining pages with REFUSED, MISS or GONE. The time is half of the 10 ms
-/// that a drain may take. The other half is for the group of pages that the worker has already
+/// Time from the beginning of a drain after which the worker stops executing its current chain. It
+/// then answers the chain's remaining pages with REFUSED, MISS or GONE. The time is half of the 10
+/// ms that a drain may take. The other half is for the group of pages that the worker has already
 /// begun.
 const DRAIN_CUT: Duration = Duration::from_millis(5);
 
@@ -61,8 +61,8 @@ pub struct Link {
     pub vm: Arc<Vm>,
     /// Front end (VMM) of the connection.
     pub peer: Peer,
-    /// Number of the generation that requests must carry. It changes only while no worker uses a
-    /// vring of the connection.
+    /// Number of the current generation of the VM's device. Requests with another number are
+    /// answered with STALE. It changes only while no worker uses a vring of the connection.
     pub generation: AtomicU64,
     /// The daemon's clock and entropy source.
     pub clock: ClockAndEntropy,

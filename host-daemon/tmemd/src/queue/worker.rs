@@ -150,8 +150,8 @@ impl Workers {
         &self.heartbeats
     }
 
-    /// Chooses the worker for the first vring of a connection. Successive connections begin at
-    /// successive workers. The connection's other vrings belong to the workers after the chosen
+    /// Returns the number of the worker for the first vring of a connection. Successive connections
+    /// begin at successive workers. The connection's other vrings belong to the workers after this
     /// one.
     pub fn assign(&self) -> usize {
         self.next_worker.fetch_add(1, Ordering::Relaxed) % self.workers.len()

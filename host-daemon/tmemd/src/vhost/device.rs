@@ -434,8 +434,8 @@ impl VhostUserBackendReqHandlerMut for Device {
             state.set_base(base);
             base
         })?;
-        // GET_VRING_BASE is the last message before the VMM completes a migration, so lost marks
-        // are reported now.
+        // GET_VRING_BASE is the last message before the VMM completes a migration, so the daemon
+        // now reports the written pages that it could not mark in the dirty log.
         self.report_missed_pages();
         Ok(VhostUserVringState::new(index, u32::from(base)))
     }

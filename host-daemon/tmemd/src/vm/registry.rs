@@ -268,7 +268,8 @@ impl Registry {
         }
     }
 
-    /// Checks those values of a request to add a VM that do not depend on other VMs.
+    /// Checks those values of a request to add a VM that do not depend on other VMs. Returns the
+    /// VM's configuration and the permissions of its socket.
     fn parse_spec(&self, spec: &VmSpec) -> Result<(VmConfig, Access), Refused> {
         let fault =
             |key: &str, value: &str, what: String| Refused::Vm(format!("{key}={value}: {what}"));
@@ -677,7 +678,7 @@ impl Registry {
         }
     }
 
-    /// Removes a VM from the registry. The VM's stored file stays.
+    /// Removes a VM from the registry and returns it. The VM's stored file stays.
     fn take_out(&self, members: &mut (Vec<Member>, u32), at: usize) -> Arc<Vm> {
         let Member { vm, listener, .. } = members.0.remove(at);
         if let Some(listener) = listener {
