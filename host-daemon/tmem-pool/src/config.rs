@@ -213,7 +213,7 @@ pub struct Quota {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct TenantSpec {
-    /// Name, used only in messages and statistics.
+    /// Name of the tenant, used only in messages and statistics.
     pub name: String,
     /// Name of the tenant's trust domain. Equal pages of tenants with the same domain are stored
     /// once. With None, the tenant has a domain of its own.

@@ -162,8 +162,9 @@ fn send_each(faults: Vec<Fault>, features: u64) {
             }
             every_queue_answers(&mut driver);
         }
-        // The guest reboots if the queue is stopped, because it works again only after a reset. The
-        // guest also reboots if the daemon has executed the request.
+        // A stopped queue works again only after a reset, so the guest reboots. It also reboots if
+        // the daemon has executed the request, so that the next request finds no effect of this
+        // one.
         if status.is_none() || status == Some(wire::S_OK) {
             driver.reboot().unwrap();
         }

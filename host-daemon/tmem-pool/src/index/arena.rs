@@ -43,7 +43,7 @@ pub(crate) trait ArenaRecord: Clone + Default + Zeroed {
     fn set_free(&mut self, next: Id);
 }
 
-/// Where a block of records has its memory.
+/// Source of a block's memory: none, the process's allocator, or a chunk of index memory.
 #[derive(Debug)]
 enum Memory {
     /// The block has no memory (it is bare), and all its records are free.

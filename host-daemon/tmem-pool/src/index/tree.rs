@@ -31,7 +31,7 @@ pub(crate) struct Node {
 // half a byte more for each page.
 const _: () = assert!(size_of::<Node>() == 80);
 const LEVEL: u64 = FANOUT as u64 - 1;
-/// Number that is larger than any level of a node.
+/// Bound of the level of a tree's root: a number that is larger than the level of any node.
 const LEVEL_END: u32 = u32::MAX;
 const _: () = assert!(u64::BITS / NODE_BITS - 1 <= LEVEL as u32);
 

@@ -404,8 +404,8 @@ fn background_work_frees_memory_before_puts_need_it() {
 }
 
 /// Fills a pool with short pages, and then puts incompressible pages while other pages wait to be
-/// finalized. A put frees the memory of several short pages. Another tenant is above its limit, so
-/// that background work has other work as well.
+/// finalized. Several short pages have to be evicted to free the memory for one incompressible
+/// page. Another tenant is above its limit, so that background work has other work as well.
 #[test]
 fn background_work_frees_memory_as_fast_as_puts_take_it() {
     const SIZE: u64 = 16 << 20;

@@ -337,7 +337,7 @@ struct Reads {
     gain: [u64; 3],
     loss: [u64; 3],
     loss_seen: u64,
-    /// Number of pages that the pool had at the end.
+    /// Number of pages that the pool had at the end of the simulation.
     used: u64,
 }
 

@@ -94,7 +94,7 @@ impl Default for Waiting {
     }
 }
 
-/// The kernel interface in which a worker sleeps.
+/// Kernel interface with which workers wait for events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 #[value(rename_all = "snake_case")]

@@ -249,8 +249,8 @@ impl Stalls {
 /// are made through this type.
 pub struct PoolSize {
     /// Guards the decided size. A thread holds the lock until the pool has that size. A thread that
-    /// holds the lock of the VM list may take this lock. A thread that holds this lock may take the
-    /// lock of the pool's registry.
+    /// holds the lock of the VM registry may take this lock. A thread that holds this lock may take
+    /// the pool's membership lock.
     governor: Mutex<Governor>,
     engine: Arc<Engine>,
     background: Arc<BackgroundWorkers>,

@@ -253,8 +253,9 @@ impl Worker {
         }
     }
 
-    /// Collects the vrings that have work, and gives one slice to each VM. If no vring has work,
-    /// waits for a kick. `heartbeat` is None for a worker without a thread, which never waits.
+    /// Collects the vrings that have work, and gives one slice to each VM. If no vring has work and
+    /// the worker polls none, waits for a kick. `heartbeat` is None for a worker without a thread,
+    /// which never waits.
     fn round(
         &self,
         context: &mut WorkerContext,

@@ -235,7 +235,7 @@ impl Device {
     }
 
     /// Makes `memory` the current table of the guest's memory. A background thread unmaps the old
-    /// table later. If too much memory of the VM waits to be unmapped, this thread unmaps the
+    /// table later. If too much memory of the VM waits to be unmapped, this thread unmaps the old
     /// table, which slows the front end down.
     fn set_memory(&mut self, memory: Arc<Memory>) {
         let old = std::mem::replace(&mut self.memory, memory);
@@ -464,8 +464,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         let fd = file.map(event_fd).transpose()?;
         self.hold_one(u32::from(index), |_, state| {
             // An interrupt is sent at once, because a daemon that was killed may have published
-            // answers without one. With EVENT_IDX, later answers need not cause an interrupt, and
-            // the driver would wait for ever.
+            // answers without sending an interrupt. With EVENT_IDX, later answers need not cause an
+            // interrupt, and the driver would wait for ever.
             if let Some(call) = &fd {
                 notifier::interrupt(self.vm(), call);
             }

@@ -428,7 +428,8 @@ impl Registry {
         self.make_good(&mut self.lock().0);
     }
 
-    /// Adds a VM, or changes the VM that has the same UUID. Returns true if the VM is new.
+    /// Adds a VM, or changes the VM that has the same UUID. If that VM is connected at another
+    /// socket, adds the target VM of a migration within this host. Returns true if a VM was added.
     ///
     /// # Errors
     /// The request is invalid or conflicts with another VM.
@@ -513,7 +514,8 @@ impl Registry {
             vm.set_problem(None);
             return Ok(false);
         }
-        // The source VM of a migration within this host may keep the name until the migration ends.
+        // Another VM must not have the requested name. A VM with this UUID may have it: the source
+        // VM of a migration within this host keeps the name until the migration ends.
         let named_so = |m: &Member| m.vm.config.uuid != config.uuid && *m.vm.name() == *config.name;
         if let Some(other) = members.0.iter().find(|m| named_so(m)) {
             return Err(Refused::Vm(format!(
