@@ -477,8 +477,8 @@ mod tests {
         for &id in old {
             arena.remove(id);
         }
-        // The limit allows for chunks besides those of the young records. One may contain both old
-        // and young records, and the arena keeps one chunk without used records.
+        // The limit is the size of the chunks with young records, and three more. One chunk may
+        // contain both old and young records, and the arena keeps one chunk without used records.
         let left_bytes = full_bytes / 4 + 3 * CHUNK_BYTES as u64;
         assert!(
             arena.bytes() <= left_bytes,

@@ -733,8 +733,9 @@ mod tests {
                     .set_mem_table(&[region], vec![file], None)
                     .expect("the memory table was refused");
             }
-            // DISCARDED_MAX tables wait to be unmapped. The first of these tables is empty and has
-            // no mapping. The table that the device uses now has one more mapping.
+            // DISCARDED_MAX tables wait to be unmapped. The first of them is empty and has no
+            // mapping, but the table that the device uses now has one. So DISCARDED_MAX mappings
+            // exist.
             assert_eq!(
                 mapped(name),
                 DISCARDED_MAX,
