@@ -349,8 +349,9 @@ impl PoolSize {
     }
 
     /// Shrinks the pool to free memory for another process. Waits for at most [`ROOM_WAIT`] until
-    /// the pool has freed the memory. Returns true if the host now has the memory available or does
-    /// not report it, or if the pool never shrinks for the host.
+    /// the pool has freed the memory. Returns true if the host now has the memory available in
+    /// addition to `host_free_min`, if it does not report its available memory, or if the pool
+    /// never shrinks for the host.
     pub fn make_room(&self, room_bytes: u64) -> bool {
         let deadline = Instant::now() + ROOM_WAIT;
         let mut governor = self.lock();

@@ -179,7 +179,7 @@ impl Device {
     }
 
     /// Drains the given vrings and calls `change` with their states, while no worker uses the
-    /// vrings. Then lets the workers use the vrings again.
+    /// vrings. Then lets the workers use the vrings again, and schedules those that are running.
     fn hold<R>(
         &self,
         vrings: &[Arc<Vring>],
@@ -221,8 +221,8 @@ impl Device {
         }
     }
 
-    /// Gives all vrings a new table of the guest's memory. A background thread unmaps the old table
-    /// later.
+    /// Gives all vrings a new table of the guest's memory. The table becomes the current one
+    /// ([`set_memory`](Self::set_memory)).
     fn replace_memory(&mut self, memory: Memory) {
         let memory = Arc::new(memory);
         self.hold(&self.vrings, |states| {
@@ -285,8 +285,8 @@ impl Device {
         self.set_memory(empty);
     }
 
-    /// Logs the number of written guest pages that could not be marked in the dirty log, if the
-    /// number has grown since the last call.
+    /// Logs how many written guest pages could not be marked in the dirty log since the last call,
+    /// if there are any.
     fn report_missed_pages(&mut self) {
         let missed = self.log.missed_pages();
         if missed > self.missed_pages {
