@@ -470,7 +470,8 @@ impl Engine {
     }
 
     /// Evicts up to `pages` pages of the tenant that is most above its entitlement
-    /// ([`victim`](Self::victim)). Returns the number of steps done.
+    /// ([`victim`](Self::victim)). Evicts pages even if no tenant is above its entitlement. Returns
+    /// the number of steps done.
     fn evict(&self, pages: usize) -> usize {
         let victim = self.victim(|_| true);
         victim.map_or(0, |victim| {
@@ -520,7 +521,8 @@ impl Engine {
     }
 
     /// Finalizes (deduplicates and compresses) some raw pages of the tenant whose turn it is, or of
-    /// the next tenant that has raw pages. Returns the number of finalized pages.
+    /// the next tenant that has raw pages. Returns the number of finalized pages, which is also 0
+    /// if there was no memory for the final form of a page.
     fn finalize_step(&self) -> usize {
         let turn = self.turn.fetch_add(1, Relaxed);
         let mut from = 0;
@@ -549,7 +551,8 @@ impl Engine {
     }
 
     /// Continues the sweep (the pass that recompresses cold pages) up to the handle that is due by
-    /// `now`. Returns the number of handles visited.
+    /// `now`. Visits at most SWEEP_STEP handles and recompresses at most SWEEP_PAGES pages. Returns
+    /// the number of handles visited.
     fn sweep_step(&self, now: Time) -> usize {
         // If another thread holds this lock, it runs the sweep, so this thread does nothing.
         let Ok(mut sweep) = self.sweep.try_lock() else {
@@ -775,9 +778,9 @@ impl Engine {
     }
 
     /// Sets the full size in bytes: the size that the pool has while the host needs no memory back.
-    /// At first it is the size with which the engine was created. A new reserve must fit into the
-    /// full size beside the reserves of other tenants; existing reserves stay.
-    /// [`resize`](Self::resize) changes the present size.
+    /// At first it is the size with which the engine was created, and it is at most the pool's
+    /// largest size. A new reserve must fit into the full size beside the reserves of other
+    /// tenants; existing reserves stay. [`resize`](Self::resize) changes the present size.
     pub fn set_full(&self, full_bytes: u64) {
         let full_bytes = full_bytes.min(self.size_max_bytes);
         self.membership_mut().set_full(full_bytes);

@@ -57,7 +57,7 @@ impl Recorder {
     /// guests' activity.
     ///
     /// # Errors
-    /// The file exists or cannot be created.
+    /// The file exists or cannot be created, or the system cannot start the thread that writes it.
     pub fn create(path: &Path, bytes_max: u64) -> io::Result<Recorder> {
         let file = OpenOptions::new()
             .write(true)

@@ -71,8 +71,8 @@ struct Member {
     /// Request with which the VM was added, including later changes; the VM store has a copy. None
     /// for a VM of the configuration.
     added: Option<VmSpec>,
-    /// Text for operators if the daemon restored the VM with a smaller reserve than the VM
-    /// requested; otherwise None.
+    /// Text for operators if the daemon has reduced the VM's reserve, at a restart or because the
+    /// VM is the target of a migration; otherwise None.
     short: Option<String>,
 }
 
@@ -624,9 +624,9 @@ impl Registry {
         Ok(())
     }
 
-    /// Sets the problem that a VM's manager reports; None means that the problem is solved. If the
-    /// VM's reserve was reduced when it was restored, that problem is set instead of None. Returns
-    /// false if no VM has the given UUID and socket.
+    /// Sets the problem that a VM's manager reports, and sends an event; None means that the
+    /// problem is solved. As long as the daemon has reduced the VM's reserve, that problem is set
+    /// instead of None. Returns false if no VM has the given UUID and socket.
     pub fn set_problem(&self, uuid: &str, socket: &Path, problem: Option<String>) -> bool {
         let members = self.lock();
         let uuid = uuid.to_ascii_lowercase();
@@ -641,7 +641,8 @@ impl Registry {
         true
     }
 
-    /// Removes a VM that was added while the daemon ran. Returns false if no such VM exists.
+    /// Removes a VM that was added while the daemon ran, and its stored file. Returns false if no
+    /// such VM exists.
     pub fn remove(&self, uuid: &str, socket: &Path) -> bool {
         let mut members = self.lock();
         let uuid = uuid.to_ascii_lowercase();
@@ -680,7 +681,7 @@ impl Registry {
         }
     }
 
-    /// Removes a VM from the registry and returns it. The VM's stored file stays.
+    /// Removes a VM from the registry, ends its connection, and returns the VM. Its stored file stays.
     fn take_out(&self, members: &mut (Vec<Member>, u32), at: usize) -> Arc<Vm> {
         let Member { vm, listener, .. } = members.0.remove(at);
         if let Some(listener) = listener {
