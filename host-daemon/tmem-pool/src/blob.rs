@@ -196,8 +196,8 @@ impl Store {
     }
 
     /// Reserves blobs for uncompressed pages, one for each element of `blobs`. Returns the number
-    /// of reserved blobs, which is smaller if the heap would take more than `frames_bytes_max`
-    /// bytes of memory. The caller stores a page in each reserved blob.
+    /// of reserved blobs, which is smaller if the heap has no free handle, or would take more than
+    /// `frames_bytes_max` bytes of memory. The caller stores a page in each reserved blob.
     pub(crate) fn reserve_raw(&self, blobs: &mut [Handle], frames_bytes_max: u64) -> usize {
         self.heap.reserve_pages(blobs, frames_bytes_max)
     }
@@ -294,8 +294,8 @@ impl Store {
     }
 
     /// Releases one reference to each of these contents, which the caller owns. While it frees one
-    /// blob, it prefetches the memory that freeing the next blobs changes. It frees raw pages in
-    /// groups.
+    /// blob, it prefetches the memory that freeing the next blobs changes. It frees uncompressed
+    /// blobs in groups.
     pub(crate) fn release_all(&self, contents: &[Content]) {
         contents.iter().for_each(|&content| self.prefetch(content));
         for &content in contents.iter().take(FREE_AHEAD) {

@@ -342,7 +342,8 @@ impl Index {
         }
     }
 
-    /// Removes an object from the hash tables, so that no look-up finds it any more.
+    /// Removes an object from the hash tables, so that no look-up finds it any more. Shrinks the
+    /// object's table if few of its places are used.
     fn unmap(&mut self, id: Id) {
         let Object { pool, nr, .. } = self.objects[id];
         let hash = Index::hash(self.seed, pool, nr);
@@ -376,7 +377,7 @@ impl Index {
     }
 
     /// Detaches an object, if the pool has it: its pages are no longer found, and are freed later.
-    /// Returns the number of the object's pages.
+    /// Returns the number of the object's pages, or 0 if the pool does not have the object.
     pub(crate) fn detach_object(&mut self, pool: PoolRef, nr: u64) -> u32 {
         let Some(id) = self.object(pool, nr) else {
             return 0;

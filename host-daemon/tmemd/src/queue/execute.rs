@@ -347,9 +347,9 @@ fn put(
         return Ok(None);
     }
     if status != wire::S_OK {
-        // The pool was destroyed or the device's generation has ended (for example by a reset),
-        // perhaps between two groups of pages. The pages that were already stored no longer exist,
-        // so all pages of the request are refused.
+        // The request is stale, or its pool does not exist. The pool may have existed for earlier
+        // groups or slices. The pages that they stored no longer exist, so all pages of the request
+        // are refused.
         results.fill(wire::P_REFUSED);
         from = 0;
     }
@@ -470,9 +470,9 @@ fn refer(
         return Ok(None);
     }
     if status != wire::S_OK {
-        // The pool was destroyed or the device's generation has ended (for example by a reset),
-        // perhaps between two groups of pages. All pages of the request, also those of earlier
-        // groups, are answered with GONE.
+        // The request is stale, or its pool does not exist. The pool may have existed for earlier
+        // groups or slices. All pages of the request, also those of earlier groups, are answered
+        // with GONE.
         results.fill(wire::P_GONE);
         from = 0;
     }
@@ -599,8 +599,8 @@ fn get<'vm>(
         }
     }
     if status != wire::S_OK {
-        // The pool was destroyed or the device's generation has ended (for example by a reset),
-        // perhaps between two slices, so all pages of the request are missed.
+        // The request is stale, or its pool does not exist. The pool may have existed for an
+        // earlier slice. All pages of the request, also those of that slice, are missed.
         results.fill(miss());
         (from, done, progress.used_bytes) = (0, count, 0);
     }

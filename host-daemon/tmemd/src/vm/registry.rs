@@ -681,7 +681,8 @@ impl Registry {
         }
     }
 
-    /// Removes a VM from the registry, ends its connection, and returns the VM. Its stored file stays.
+    /// Removes a VM from the registry, ends its connection, and returns the VM. The VM's stored file
+    /// stays.
     fn take_out(&self, members: &mut (Vec<Member>, u32), at: usize) -> Arc<Vm> {
         let Member { vm, listener, .. } = members.0.remove(at);
         if let Some(listener) = listener {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of scheduling slices: the work in a slice is bounded, and work that is left continues in the
-//! next slice.
+//! Tests of scheduling slices: the work in a slice is bounded, and work that is left continues in
+//! the next slice.
 
 use super::*;
 use crate::queue::slice::SLICE_NS;
