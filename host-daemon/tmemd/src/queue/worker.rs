@@ -192,7 +192,8 @@ impl Workers {
         worker.poller.wake();
     }
 
-    /// Ends the worker threads after their current slices.
+    /// Tells the worker threads to end, and waits until they have ended. A thread first finishes
+    /// its current round, in which each VM with work gets one slice.
     pub fn stop(&self) {
         for worker in &self.workers {
             worker.stop.store(true, Ordering::SeqCst);
