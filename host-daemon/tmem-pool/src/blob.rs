@@ -29,8 +29,8 @@ use crate::totals::Sum;
 use std::io;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
-/// Prefetch distance when blobs are freed: while one blob is freed, the processor loads the memory
-/// of the blob that comes this number of places later.
+/// Prefetch distance in a list of blobs to free: while a thread frees one blob, the processor loads
+/// the memory of the blob that is this many places further in the list.
 const FREE_AHEAD: usize = 3;
 
 /// Largest number of raw pages that `release_all` frees under one acquisition of the heap's lock.
@@ -116,7 +116,7 @@ pub(crate) enum Prepared {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Encoded {
     blob: Handle,
-    /// Number of compressed bytes.
+    /// Length of the compressed page in bytes.
     len: usize,
     tag: Tag,
 }
@@ -179,8 +179,8 @@ impl Store {
     }
 
     /// Reserves blobs for uncompressed pages, one for each element of `blobs`. Returns the number
-    /// of reserved blobs, which is smaller if the heap would take more than `frames_bytes_max`
-    /// bytes of memory. The caller stores a page in each reserved blob.
+    /// of reserved blobs, which is smaller if the heap has no free handle, or would take more than
+    /// `frames_bytes_max` bytes of memory. The caller stores a page in each reserved blob.
     pub(crate) fn reserve_raw(&self, blobs: &mut [Handle], frames_bytes_max: u64) -> usize {
         self.heap.reserve_pages(blobs, frames_bytes_max)
     }
@@ -264,8 +264,9 @@ impl Store {
         }
     }
 
-    /// Releases the references of index entries to their contents. While it frees one blob, it
-    /// prefetches the records and bytes of the next blobs. It frees raw pages in groups.
+    /// Releases one reference to each of these contents, which the caller owns. While it frees one
+    /// blob, it prefetches the memory that freeing the next blobs changes. It frees uncompressed
+    /// blobs in groups.
     pub(crate) fn release_all(&self, contents: &[Content]) {
         contents
             .iter()
@@ -398,8 +399,8 @@ impl Store {
             // The page does not compress, so its raw blob becomes the final form. Take a reference
             // for that.
             self.share(raw).then_some(())?;
-            // The size at the first compression is still 0 in the state of a raw blob, so that OR
-            // sets the field.
+            // The state of a raw blob has 0 as the size at the first compression. So OR of the
+            // state and the size, shifted to its place, sets that field.
             let state = &self.record(raw).state;
             state.fetch_or((PAGE_SIZE as u32) << FIRST_SHIFT, Relaxed);
             if let Some(other) = self.list(raw, tag)
@@ -438,7 +439,8 @@ impl Store {
         record.state.store(1 | (len as u32) << FIRST_SHIFT, Release);
         if let Some(other) = self.list(blob, tag) {
             // Equal compressed bytes decode to equal pages, so no page has to be decompressed. The
-            // other blob is not recompressed yet, because that takes a blob at least a sweep.
+            // other blob still has its first form: it was stored a moment ago, and the sweep
+            // recompresses a blob only at its second visit.
             let equal = |bytes: &[u8]| *bytes == buffer[..len];
             if self.heap.read(Handle(other), equal) {
                 self.release(blob);
@@ -466,7 +468,8 @@ impl Store {
     /// Returns by how many bytes a blob is smaller than when it was first compressed. The caller
     /// holds a reference to the blob, or has just released the last one.
     fn dense_gain(&self, blob: u32) -> u64 {
-        // For a raw blob that is not finalized yet, the size at the first compression is 0.
+        // A raw blob that is not finalized yet has 0 as the size at the first compression. Its gain
+        // is 0, because the subtraction saturates.
         let first_bytes = self.first_bytes(blob);
         first_bytes.saturating_sub(self.heap.len(Handle(blob))) as u64
     }
@@ -566,7 +569,8 @@ impl Store {
             self.dedup.add(self, pair, blob, tag.slot);
             return None;
         }
-        // Take the reference under the lock of the buckets, as in `find_equal`.
+        // Take the reference under the lock of the buckets. Otherwise another thread could
+        // release the last reference to the blob and free it.
         found.filter(|&other| self.share(other))
     }
 

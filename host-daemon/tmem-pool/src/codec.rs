@@ -76,8 +76,8 @@ impl Restorer {
         let memory = self.memory.pages().as_flattened_mut();
         let (at, bytes) = (memory.as_mut_ptr(), memory.len());
         if self.in_use {
-            // zstd creates a context at the first byte of its memory, so the address of the memory
-            // is the context.
+            // zstd creates a context at the first byte of its memory, so a pointer to the memory is
+            // also a pointer to the context.
             return NonNull::new(at.cast());
         }
         // SAFETY: no other object uses the memory, which is aligned to a page and outlives each use
@@ -237,8 +237,8 @@ impl Denser {
         let memory = self.memory.pages().as_flattened_mut();
         let (at, bytes) = (memory.as_mut_ptr(), memory.len());
         if self.in_use {
-            // zstd creates a context at the first byte of its memory, so the address of the memory
-            // is the context.
+            // zstd creates a context at the first byte of its memory, so a pointer to the memory is
+            // also a pointer to the context.
             return NonNull::new(at.cast());
         }
         // SAFETY: no other object uses the memory, which is aligned to a page and outlives each use

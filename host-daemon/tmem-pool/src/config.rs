@@ -18,7 +18,7 @@ pub const POOLS_PER_TENANT_MAX: usize = 256;
 pub const KEYS_PER_TENANT_MAX: u32 = 1 << 26;
 
 /// Smallest limit of a tenant's raw pages, which are stored uncompressed until a background worker
-/// finalizes them. It is four full batches of 64 pages.
+/// finalizes them. It suffices for four put requests of the largest size, 64 pages.
 pub(crate) const RAW_PAGES_MIN: u32 = 256;
 
 /// Largest limit of a tenant's raw pages, which are not compressed yet: 8 MiB of pages, which one
@@ -32,7 +32,7 @@ pub(crate) const RAW_PART: u64 = 16;
 
 /// Number of raw pages that a background worker finalizes (deduplicates and compresses) for one
 /// tenant before it turns to the next tenant. The number is small because the next tenant waits,
-/// and larger than 1 so that the pages share the cost of taking the lock.
+/// and larger than 1 so that the pages share the cost of taking the tenant's lock.
 pub(crate) const FINALIZE_PAGES: usize = 8;
 
 /// Divisor for the margin of retained pages, which a get returned and left in the pool. An eviction
@@ -213,7 +213,7 @@ pub struct Quota {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct TenantSpec {
-    /// Name, used only in messages and statistics.
+    /// Name of the tenant, used only in messages and statistics.
     pub name: String,
     /// Name of the tenant's trust domain. Equal pages of tenants with the same domain are stored
     /// once. With None, the tenant has a domain of its own.

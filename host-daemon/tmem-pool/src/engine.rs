@@ -201,8 +201,8 @@ impl Engine {
         let released = self.store.heap.trim(self.idle_frames());
         let due = self.idle_due.load(Relaxed);
         if due > 0 {
-            // No frame was released if no frame is idle any more. Then nothing is left to do for
-            // the last sweep.
+            // As long as frames are due after a sweep, the pool does not keep all idle frames. So
+            // if no frame was released, no frame is idle any more, and nothing is left to return.
             let left = if released == 0 {
                 0
             } else {
@@ -275,9 +275,9 @@ impl Engine {
     /// Frees as much memory for future puts as `finalized` raw pages take, if background work
     /// should evict pages now. A background worker calls this function after it has finalized that
     /// many pages. So puts cannot take memory faster than background work frees it, whatever other
-    /// work there is. Evicts only pages of tenants above their entitlement. The number of evicted
-    /// pages is at most as large as if the puts of these pages evicted pages themselves. Returns
-    /// the number of steps done.
+    /// work there is. Evicts only pages of tenants above their entitlement. It evicts at most as
+    /// many pages as puts of `finalized` pages may evict themselves. Returns the number of steps
+    /// done.
     fn reclaim_for(&self, finalized: usize) -> usize {
         let Some(high_bytes) = self.reclaim_bytes() else {
             return 0;
@@ -296,8 +296,9 @@ impl Engine {
             }
             steps += done;
         }
-        // Evictions leave unused slots between stored pages. Compact the heap as fast as they do,
-        // because puts need whole frames.
+        // Evictions leave unused slots between stored pages, but a put needs a whole frame for each
+        // page. So also compact the heap, if compaction can free a frame for each of the finalized
+        // pages.
         if self.store.heap.spare_bytes() >= share_bytes {
             steps += self.compact(2 * finalized);
         }
@@ -438,12 +439,12 @@ impl Engine {
         }
     }
 
-    /// Returns the tenant that loses the next pages. Candidates are the tenants for which
-    /// `may_lose` is true. If some candidates are above their entitlement and have retained pages,
-    /// the function chooses only among these, because their guests still have copies of retained
-    /// pages. The victim is the candidate that is most above its entitlement. Retained pages of a
-    /// tenant below its entitlement do not count, because such a tenant should not lose pages to
-    /// another tenant.
+    /// Returns the tenant that loses the next pages. Candidates are the tenants that have pages and
+    /// for which `may_lose` is true; the result is None if there is none. If some candidates are
+    /// above their entitlement and have retained pages, the function chooses only among these,
+    /// because their guests still have copies of retained pages. The victim is the candidate that
+    /// is most above its entitlement. Retained pages of a tenant below its entitlement do not
+    /// count, because such a tenant should not lose pages to another tenant.
     fn victim(&self, may_lose: impl Fn(&TenantShared) -> bool) -> Option<Arc<TenantShared>> {
         let membership = self.membership();
         let tenants = membership.members.iter().map(|member| &member.tenant);
@@ -455,7 +456,8 @@ impl Engine {
         holders.max_by_key(order).cloned()
     }
 
-    /// Returns the reason of evictions that free memory of the pool.
+    /// Returns the reason under which evictions for the pool count now: shrinking, if the pool was
+    /// shrunk and still exceeds its size, and otherwise a full pool.
     fn pool_reason(&self) -> Reason {
         match self.shrinks.load(Relaxed) {
             true => Reason::Shrink,
@@ -464,7 +466,8 @@ impl Engine {
     }
 
     /// Evicts up to `pages` pages of the tenant that is most above its entitlement
-    /// ([`victim`](Self::victim)). Returns the number of steps done.
+    /// ([`victim`](Self::victim)). Evicts pages even if no tenant is above its entitlement. Returns
+    /// the number of steps done.
     fn evict(&self, pages: usize) -> usize {
         let victim = self.victim(|_| true);
         victim.map_or(0, |victim| {
@@ -514,7 +517,8 @@ impl Engine {
     }
 
     /// Finalizes (deduplicates and compresses) some raw pages of the tenant whose turn it is, or of
-    /// the next tenant that has raw pages. Returns the number of finalized pages.
+    /// the next tenant that has raw pages. Returns the number of finalized pages, which is also 0
+    /// if there was no memory for the final form of a page.
     fn finalize_step(&self) -> usize {
         let turn = self.turn.fetch_add(1, Relaxed);
         let mut from = 0;
@@ -543,7 +547,8 @@ impl Engine {
     }
 
     /// Continues the sweep (the pass that recompresses cold pages) up to the handle that is due by
-    /// `now`. Returns the number of handles visited.
+    /// `now`. Visits at most SWEEP_STEP handles and recompresses at most SWEEP_PAGES pages. Returns
+    /// the number of handles visited.
     fn sweep_step(&self, now: Time) -> usize {
         // If another thread holds this lock, it runs the sweep, so this thread does nothing.
         let Ok(mut sweep) = self.sweep.try_lock() else {
@@ -769,9 +774,9 @@ impl Engine {
     }
 
     /// Sets the full size in bytes: the size that the pool has while the host needs no memory back.
-    /// At first it is the size with which the engine was created. A new reserve must fit into the
-    /// full size beside the reserves of other tenants; existing reserves stay.
-    /// [`resize`](Self::resize) changes the present size.
+    /// At first it is the size with which the engine was created, and it is at most the pool's
+    /// largest size. A new reserve must fit into the full size beside the reserves of other
+    /// tenants; existing reserves stay. [`resize`](Self::resize) changes the present size.
     pub fn set_full(&self, full_bytes: u64) {
         let full_bytes = full_bytes.min(self.size_max_bytes);
         self.membership_mut().set_full(full_bytes);

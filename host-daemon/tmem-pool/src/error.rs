@@ -45,7 +45,8 @@ impl std::error::Error for CreateError {}
 pub struct AdmissionError {
     /// Name of the tenant whose reserve does not fit.
     pub tenant: String,
-    /// Reserve of this tenant in bytes, or the tenant's limit if that is smaller.
+    /// Reserve in bytes of the tenant whose reserve does not fit. If the tenant's limit is smaller,
+    /// the field has the limit.
     pub reserve_bytes: u64,
     /// Bytes of the pool that the reserves of the other tenants leave.
     pub available_bytes: u64,

@@ -94,8 +94,8 @@ impl Membership {
         Ok(tenant)
     }
 
-    /// Removes a tenant from the members. Its pages were dropped before and may not all be freed.
-    /// Returns true if they are all freed, so that nothing is left of the tenant.
+    /// Removes a tenant from the members. The caller has dropped the tenant's pages, but some may
+    /// still occupy memory. Returns true if none does, so that nothing is left of the tenant.
     pub(crate) fn depart(&mut self, tenant: &Arc<TenantShared>) -> bool {
         let at = self
             .members

@@ -577,8 +577,8 @@ impl State {
         let key_hash = self.index.key_hash(key);
         if id == 0 {
             // The pool has evicted the retained page. Report a put to the estimator, because the
-            // guest would have put the page here if it had not been retained. With more memory, the
-            // pool would still have the page.
+            // guest would have put the page now instead, if the page had not been retained. With
+            // more memory, the pool would still have the page.
             let room_pages = self.room_pages();
             self.estimator.put(key, key_hash, room_pages);
             return false;
@@ -780,8 +780,9 @@ impl State {
         }
     }
 
-    /// Removes the first entry that is still a raw page from the queue of raw pages. Returns the
-    /// entry and its blob. The entry keeps its reference to the blob.
+    /// Removes entries from the head of the queue of raw pages, up to and including the first that
+    /// is still a raw page. Returns that entry and its blob, or None if no raw page is left. The
+    /// entry keeps its reference to the blob.
     pub(crate) fn next_raw(&mut self) -> Option<(Id, u32)> {
         while let Some((id, blob)) = self.raw.pop_front() {
             if self.is_raw(id, blob) {

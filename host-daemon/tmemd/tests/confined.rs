@@ -112,8 +112,8 @@ fn client(control: &Path) -> VarlinkClient {
     tmem_control::connect(control).expect("cannot connect to the control socket")
 }
 
-/// Copies the daemon's program into a temporary directory, and creates its other directories there.
-/// They belong to `user`.
+/// Copies the daemon's program into a temporary directory, and creates the directories for its
+/// sockets and traces there. They belong to `user`.
 fn directories(user: u32) -> TempDir {
     let directory = tempfile::tempdir().expect("cannot create a temporary directory");
     let at = |name: &str| directory.path().join(name);
@@ -232,8 +232,8 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     assert_eq!(is.1, QEMU);
     // A second daemon does not replace the socket of a daemon that still runs.
     let _other = start(directory.path(), "other");
-    // The second daemon tries to bind the VM's socket before it answers a call. So it has tried
-    // when it answers this one.
+    // The second daemon tries to bind the VM's socket before it answers a call. So the attempt to
+    // bind is over when it answers the following call.
     let vms = client(&at("run/other"))
         .list_vms()
         .call()

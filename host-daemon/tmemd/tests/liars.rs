@@ -23,7 +23,7 @@ use virtio_tmem as wire;
 const VICTIM: u64 = 900;
 
 /// Puts the page to which malformed requests refer. After each malformed request that the daemon
-/// does not execute, the page must still be in the pool.
+/// does not execute, the page must still be in the pool. Returns the page's key, cookie and queue.
 fn put_victim(driver: &mut Driver) -> Target {
     assert!(driver.put(VICTIM, 1, 2));
     driver.settle().unwrap();
@@ -162,8 +162,9 @@ fn send_each(faults: Vec<Fault>, features: u64) {
             }
             every_queue_answers(&mut driver);
         }
-        // The guest reboots if the queue is stopped, because it works again only after a reset. The
-        // guest also reboots if the daemon has executed the request.
+        // A stopped queue works again only after a reset, so the guest reboots. It also reboots if
+        // the daemon has executed the request, so that the next request finds no effect of this
+        // one.
         if status.is_none() || status == Some(wire::S_OK) {
             driver.reboot().unwrap();
         }

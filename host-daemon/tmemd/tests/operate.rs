@@ -114,9 +114,9 @@ fn processor_time_is_reported_by_kind_of_work_and_by_vm() {
         settling_ms = stats.daemon.cpu_finalize_ms;
         room_ms = stats.daemon.cpu_reclaim_ms;
         requests_ms = stats.vms[0].cpu_requests_ms;
-        // The kernel reports a thread's user time and system time, each rounded down to a tick. The
-        // daemon measures each kind of background work without rounding. It does not measure
-        // wake-ups and unmapping.
+        // The reported times of kinds of work may exceed the background time. The kernel rounds the
+        // user time and the system time of each thread down to a tick, and the daemon measures
+        // kinds of work without rounding.
         let tick_ms = 1000 / i64::try_from(rustix::param::clock_ticks_per_second()).unwrap();
         let sum = settling_ms + stats.daemon.cpu_recompress_ms + room_ms;
         let most = stats.daemon.cpu_background_ms + BACKGROUND_THREADS * 2 * tick_ms;

@@ -119,8 +119,8 @@ fn unauthorized_peers_are_refused() {
     for socket in [&socket, &given, &control, &read_only] {
         let_everybody_in(socket);
     }
-    // The test connects to a VM's socket at most once as an authorized peer. The daemon may not
-    // have noticed the end of an earlier connection, and would then refuse another one.
+    // The test connects to a VM's socket at most once as an authorized peer. The daemon refuses a
+    // second connection as long as it has not noticed the end of the first one.
     assert!(
         served(QEMU, &[], &socket),
         "the VM's socket refused its owner"

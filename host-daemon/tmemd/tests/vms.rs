@@ -578,8 +578,8 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     assert_eq!((reserve(&host, "web"), host.vm("web").problem), (30, None));
 }
 
-/// During a migration within one host, the daemon has two VMs for one domain, each with a socket
-/// and pages of its own.
+/// During a migration within one host, the daemon has two VMs for one libvirt domain, each with a
+/// socket and pages of its own.
 #[test]
 fn source_and_target_of_a_migration_on_one_host_are_two_vms() {
     let mut host = host();

@@ -789,7 +789,8 @@ fn refused_requests_and_messages_leave_no_lock_held() {
         work(&mut other, 20);
         driver.reboot().unwrap();
     }
-    // A faulty message ends the connection, unless the daemon can refuse the message without harm.
+    // Type of a function that sends a faulty message and returns true if the daemon refuses it. The
+    // daemon ends the connection, unless it can refuse the message without harm.
     type Odd = fn(&mut tmem_sim::FakeGuest) -> bool;
     let messages: [(&str, Odd); 6] = [
         ("features", |guest| {

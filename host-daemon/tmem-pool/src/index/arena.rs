@@ -43,7 +43,7 @@ pub(crate) trait ArenaRecord: Clone + Default + Zeroed {
     fn set_free(&mut self, next: Id);
 }
 
-/// Where a block of records has its memory.
+/// Source of a block's memory: none, the process's allocator, or a chunk of index memory.
 #[derive(Debug)]
 enum Memory {
     /// The block has no memory (it is bare), and all its records are free.
@@ -477,8 +477,8 @@ mod tests {
         for &id in old {
             arena.remove(id);
         }
-        // The limit allows for chunks besides those of the young records. One may contain both old
-        // and young records, and the arena keeps one chunk without used records.
+        // The limit is the size of the chunks with young records, and three more. One chunk may
+        // contain both old and young records, and the arena keeps one chunk without used records.
         let left_bytes = full_bytes / 4 + 3 * CHUNK_BYTES as u64;
         assert!(
             arena.bytes() <= left_bytes,

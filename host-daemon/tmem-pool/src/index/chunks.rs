@@ -17,7 +17,8 @@ use std::io;
 use std::ptr::NonNull;
 
 /// Size of a chunk of index memory in bytes. A chunk has room for some hundred records of the
-/// largest kind. System calls are rare because a chunk suffices for about two thousand pages.
+/// largest kind. System calls are rare because a chunk suffices for the index entries of about a
+/// thousand pages.
 pub(crate) const CHUNK_BYTES: usize = 32 << 10;
 
 /// Number of chunks that even the smallest pool reserves: a few for each kind of index record.

@@ -200,7 +200,7 @@ impl Index {
         })
     }
 
-    /// Returns whether the pool to which this reference was created is still live.
+    /// Returns whether the pool for which this reference was created is still live.
     pub(crate) fn is_live(&self, pool: PoolRef) -> bool {
         // Compare serial numbers, because the pool's record may be free, or may belong to another
         // pool by now. No two pools of a tenant have the same serial number.
@@ -264,8 +264,8 @@ impl Index {
     }
 
     fn shard(hash: u64) -> usize {
-        // The hash table uses bits from both ends of the hash, so take the table's number from the
-        // middle.
+        // Each hash table places an object by bits from both ends of its hash. So choose the
+        // object's table by bits from the middle.
         (hash >> 24) as usize % MAP_SHARDS
     }
 
@@ -342,7 +342,8 @@ impl Index {
         }
     }
 
-    /// Removes an object from the hash tables, so that no look-up finds it any more.
+    /// Removes an object from the hash tables, so that no look-up finds it any more. Shrinks the
+    /// object's table if few of its places are used.
     fn unmap(&mut self, id: Id) {
         let Object { pool, nr, .. } = self.objects[id];
         let hash = Index::hash(self.seed, pool, nr);
@@ -376,7 +377,7 @@ impl Index {
     }
 
     /// Detaches an object, if the pool has it: its pages are no longer found, and are freed later.
-    /// Returns the number of the object's pages.
+    /// Returns the number of the object's pages, or 0 if the pool does not have the object.
     pub(crate) fn detach_object(&mut self, pool: PoolRef, nr: u64) -> u32 {
         let Some(id) = self.object(pool, nr) else {
             return 0;
@@ -410,7 +411,8 @@ impl Index {
         }
     }
 
-    /// Returns the object's first page at or after `index`: its number and its entry.
+    /// Returns the object's first page at or after `index`: its number and its entry. Returns None
+    /// if there is no such page.
     pub(crate) fn next(&self, pool: PoolRef, object: u64, index: u64) -> Option<(u64, Id)> {
         let id = self.object(pool, object)?;
         self.nodes.next(self.objects[id].root, index)

@@ -31,7 +31,7 @@ pub(crate) struct Node {
 // half a byte more for each page.
 const _: () = assert!(size_of::<Node>() == 80);
 const LEVEL: u64 = FANOUT as u64 - 1;
-/// Number that is larger than any level of a node.
+/// Bound of the level of a tree's root: a number that is larger than the level of any node.
 const LEVEL_END: u32 = u32::MAX;
 const _: () = assert!(u64::BITS / NODE_BITS - 1 <= LEVEL as u32);
 
@@ -188,13 +188,15 @@ impl Nodes {
         }
     }
 
-    /// Returns the tree's first page at or after `index`: its number and its entry.
+    /// Returns the tree's first page at or after `index`: its number and its entry. Returns None if
+    /// there is no such page.
     pub(crate) fn next(&self, root: Id, index: u64) -> Option<(u64, Id)> {
         self.next_below(root, index, LEVEL_END)
     }
 
     /// Returns the first page at or after `index` in the subtree of the node `at`: its number and
-    /// its entry. Panics if the level of the node is not below `above`.
+    /// its entry. Returns None if there is no such page. Panics if the level of the node is not
+    /// below `above`.
     fn next_below(&self, at: Id, index: u64, above: u32) -> Option<(u64, Id)> {
         if at == 0 {
             return None;

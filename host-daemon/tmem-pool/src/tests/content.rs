@@ -242,8 +242,8 @@ fn release_all_drops_each_reference_to_a_blob_once() {
     let mut contents = vec![Content::Same(3)];
     let mut refs = std::collections::HashMap::new();
     let mut buffer = [0; PAGE_SIZE];
-    // More raw pages than the store frees together, and compressed pages between them. Every third
-    // content occurs three times.
+    // Store more raw pages than `release_all` frees in one group, and compressed pages between
+    // them. Every third content occurs three times.
     for nth in 0..100 {
         let raw = store_raw(&store, &partly_noise(nth, 1 + nth as usize % 8));
         let content = match nth % 4 {

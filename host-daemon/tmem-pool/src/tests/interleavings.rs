@@ -503,7 +503,8 @@ fn a_put_to_a_destroyed_pool_stores_nothing_in_the_next_pool() {
                 let tenant = tenant.clone();
                 thread::spawn(move || {
                     tenant.destroy_pool(POOL).unwrap();
-                    // The new pool gets the index record that the destroyed pool had.
+                    // The new pool gets the index record that the destroyed pool had. A put to the
+                    // destroyed pool must not store its page in the new pool.
                     tenant.create_pool(OTHER).unwrap();
                 })
             };

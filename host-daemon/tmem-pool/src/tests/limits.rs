@@ -160,8 +160,8 @@ fn an_object_is_freed_with_its_last_page() {
 }
 
 /// Puts more raw pages (not finalized yet) than a tenant may have. Their limit grows with the
-/// tenant's entitlement, from four full batches to as many pages as one core compresses in some 10
-/// ms.
+/// tenant's entitlement, from four put requests of the largest size to as many pages as one core
+/// compresses in some 10 ms.
 #[test]
 fn the_number_of_raw_pages_of_a_tenant_is_limited() {
     for (bytes, expected) in [(4 << 20, RAW_PAGES_MIN), (1 << 30, RAW_PAGES_MAX)] {
@@ -404,8 +404,8 @@ fn background_work_frees_memory_before_puts_need_it() {
 }
 
 /// Fills a pool with short pages, and then puts incompressible pages while other pages wait to be
-/// finalized. A put frees the memory of several short pages. Another tenant is above its limit, so
-/// that background work has other work as well.
+/// finalized. Several short pages have to be evicted to free the memory for one incompressible
+/// page. Another tenant is above its limit, so that background work has other work as well.
 #[test]
 fn background_work_frees_memory_as_fast_as_puts_take_it() {
     const SIZE: u64 = 16 << 20;
@@ -459,10 +459,12 @@ fn background_work_evicts_a_tenant_only_down_to_its_entitlement() {
     shared
         .entitled_bytes
         .set(owed_bytes as u64 - NOISE_CHARGE - 1);
-    // The excess is one byte more than the charge of a page.
+    // The tenant is above its entitlement by one byte more than the charge of a page, so background
+    // work must evict exactly two pages.
     assert_eq!(engine.evict_excess(16), 2);
     assert_eq!(tenant.stats().pages, PAGES - 2);
-    // Other threads may have seen the excess before.
+    // Another thread may have chosen this tenant before the two pages were evicted. Its eviction,
+    // which begins now, must find no excess any more.
     let entitled_bytes = shared.entitled_bytes.get();
     let mut freed = Vec::new();
     let mut state = shared.lock(&engine.totals);

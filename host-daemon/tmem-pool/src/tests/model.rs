@@ -184,8 +184,8 @@ impl World {
                 let after = self.engine.stats();
                 let evicted = after.evictions - before.evictions;
                 let freed = before.detached_pages - after.detached_pages;
-                // The budget bounds the pages that are finalized, and finalizing a page may evict
-                // other pages.
+                // The budget bounds the number of finalized pages, except that the last step may
+                // exceed it. Finalizing a page may evict other pages.
                 let most = (budget + FINALIZE_PAGES) * (1 + EVICTIONS_PER_PUT_PAGE);
                 let most = most as u64;
                 assert!(

@@ -193,7 +193,8 @@ fn retained_pages_are_evicted_before_held_pages() {
     let tenant = add(&engine, "a", None, limit);
     fill(&tenant, 1, 50);
     fill(&tenant, 2, 50);
-    // Retain the newest pages. A policy that considers only age would evict them last.
+    // Retain the newest pages. A policy that considers only age would evict them last, but the
+    // engine must evict them first.
     retain_all(&tenant, 2, 50);
     assert_eq!(fill(&tenant, 3, 50), 50);
     let stats = tenant.stats();
@@ -231,7 +232,7 @@ fn retained_pages_of_a_tenant_above_its_entitlement_are_evicted_first() {
     fill(&retaining, 1, 80);
     retain_all(&retaining, 1, 80);
     // The tenant `holding` has no retained pages. It is further above its entitlement than the
-    // tenant `retaining`.
+    // tenant `retaining`, whose retained pages must be evicted first nevertheless.
     assert_eq!(fill(&holding, 1, 180), 180);
     assert!(holding.shared().excess_bytes() > retaining.shared().excess_bytes());
     assert!(retaining.shared().excess_bytes() > 0);
@@ -337,7 +338,7 @@ struct Reads {
     gain: [u64; 3],
     loss: [u64; 3],
     loss_seen: u64,
-    /// Number of pages that the pool had at the end.
+    /// Number of pages that the pool had at the end of the simulation.
     used: u64,
 }
 

@@ -161,7 +161,7 @@ mod tests {
         assert_eq!(
             found.state,
             State::Fault,
-            "doctor reports no fault for a QEMU that cannot be run"
+            "doctor reports no fault for a hook that cannot be run"
         );
         assert!(
             found

@@ -268,8 +268,8 @@ impl Settings {
         Settings::parse(&text).map_err(|ConfigError(what)| fault(what))
     }
 
-    /// Combines two sets of settings. A setting that is None here is taken from `other`. The result
-    /// contains the VMs of both sets.
+    /// Combines two sets of settings. A setting that is None in `self` is taken from `other`. The
+    /// result contains the VMs of both sets.
     #[must_use]
     pub fn or(self, other: Settings) -> Settings {
         Settings {
@@ -326,8 +326,9 @@ mod tests {
             );
             found += 1;
         }
-        // The template `tmemd.toml` has a line for each key except the keys of a VM. Two of the
-        // lines are not commented out: the template sets these keys.
+        // The template `tmemd.toml` has a line for each key except the keys of a VM. `found` counts
+        // the lines that are commented out. Two further lines are in effect, because the template
+        // sets their keys.
         assert_eq!(found + 2, keys("x = 1").len());
     }
 

@@ -94,7 +94,7 @@ impl Default for Waiting {
     }
 }
 
-/// The kernel interface in which a worker sleeps.
+/// Kernel interface with which workers wait for events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 #[value(rename_all = "snake_case")]
@@ -115,8 +115,8 @@ pub struct PressureConfig {
     pub host_free_min_bytes: u64,
     /// Path of the file that reports the host's available memory: `/proc/meminfo`, except in tests.
     pub meminfo: PathBuf,
-    /// Path of the pressure (PSI) file of the host or of a control group; None if stalls are not
-    /// watched.
+    /// Path of the pressure (PSI) file of the host or of a control group; None if the daemon does
+    /// not watch waits for memory.
     pub stalls: Option<PathBuf>,
 }
 

@@ -25,8 +25,8 @@ pub struct Figures {
     pub pool: api::PoolStats,
     /// Statistics of each VM.
     pub vms: Vec<api::VmStats>,
-    /// Four numbers of bytes in the pool: held by the pool; that it could free; that it could free
-    /// without going below the VMs' reserves; unused in its page frames.
+    /// Four amounts in bytes: memory that the pool holds; memory that it could free; memory that it
+    /// could free without going below the VMs' reserves; unused memory in its page frames.
     pub freeable: [i64; 4],
 }
 

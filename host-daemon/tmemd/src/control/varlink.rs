@@ -39,9 +39,9 @@ const CATCH_UP: Timespec = Timespec {
     tv_nsec: 0,
 };
 
-/// Maximum number of calls per second of each client of the read-only socket, and of calls in a
-/// burst. The thread of the client delays further calls. An exporter and tmemctl make only a few
-/// calls a second.
+/// Maximum number of calls per second that each client of the read-only socket may make. After a
+/// pause, a client may make this number of calls at once. The thread of the client delays further
+/// calls. An exporter and tmemctl make only a few calls a second.
 const READ_ONLY_CALLS_PER_SECOND: u64 = 50;
 
 /// Pause after which a delayed call is checked against the rate limit again.
@@ -395,8 +395,8 @@ impl api::VarlinkInterface for SocketInterface {
     }
 }
 
-/// Returns four numbers of bytes in the pool: held by the pool; that it could free; that it could
-/// free without going below the VMs' reserves; unused in its page frames.
+/// Returns four amounts in bytes: memory that the pool holds; memory that it could free; memory
+/// that it could free without going below the VMs' reserves; unused memory in its page frames.
 fn freeable(stats: &tmem_pool::EngineStats) -> [i64; 4] {
     let least_bytes = POOL_BYTES_MIN.max(stats.tables_bytes);
     let floor_bytes = least_bytes.max(stats.reserved_bytes);

@@ -108,8 +108,8 @@ impl Daemon {
         Daemon::serve(config, control, recorder, heartbeats)
     }
 
-    /// Starts the threads that are not running yet, binds the sockets and begins to accept
-    /// connections.
+    /// Starts the thread that watches the host's memory, binds the sockets, restores the VMs of the
+    /// VM store, and starts the acceptor thread. The workers are running already.
     fn serve(
         config: Config,
         control: Arc<Sources>,

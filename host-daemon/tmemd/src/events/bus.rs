@@ -213,7 +213,8 @@ impl Subscription {
         &self.ready
     }
 
-    /// Takes all events that wait in this subscription's queue, oldest first.
+    /// Takes all events that wait in this subscription's queue, oldest first. The first event has
+    /// the number of events that the subscriber has lost since the last call.
     pub fn take(&self) -> Vec<Event> {
         consume(&self.ready);
         let mut queue = lock(&self.queue);

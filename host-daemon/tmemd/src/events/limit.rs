@@ -38,8 +38,8 @@ struct PendingEvent {
 }
 
 impl EventLimit {
-    /// Adds an event of the VM. Sends it at once if the rate limit permits, and otherwise keeps it
-    /// for `catch_up`.
+    /// Adds an event of the VM. The event replaces a waiting event of the same sort. Sends it at
+    /// once if the rate limit permits, and otherwise keeps it for `catch_up`.
     pub(crate) fn add(&self, now: Instant, kind: EventKind, text: Arguments<'_>, emit: impl Emit) {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         let before = pending

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 pub trait SimulatedClock: Send + Sync {
     /// Returns the nanoseconds since the daemon's start. The value never decreases.
     fn now_ns(&self) -> u64;
-    /// Returns a generation number that no guest can have seen before; it is never 0.
+    /// Returns the number for a new generation of a VM's device. No guest can have seen the number
+    /// before; it is never 0.
     fn generation(&self) -> u64;
 }
 
@@ -43,7 +44,8 @@ impl ClockAndEntropy {
         Duration::from_nanos(self.now_ns())
     }
 
-    /// Returns a generation number that no guest can have seen before: random and never 0.
+    /// Returns the number for a new generation of a VM's device. No guest can have seen the number
+    /// before: it is random and never 0.
     ///
     /// # Errors
     /// The host has no entropy.

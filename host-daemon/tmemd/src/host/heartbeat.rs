@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Heartbeats, which show whether the threads that VMs need make progress.
 //!
-//! A thread increments the counter of its heartbeat at the begin of every bounded piece of work. It
-//! marks itself as resting before it waits for another thread or process, or does work without a
-//! bound (such as unmapping a terabyte). A resting thread is not checked. So an idle daemon does
-//! not count as hung, and neither does a thread that waits for the rest of a front end's message.
-//! Incrementing the counter is cheap: it writes a word of memory that no other thread writes. Out
-//! of scope: the reaction to a thread that hangs, see `watchdog.rs`.
+//! A thread increments the counter of its heartbeat at the beginning of every bounded piece of
+//! work. It marks itself as resting before it waits for another thread or process, or does work
+//! without a bound (such as unmapping a terabyte). A resting thread is not checked. So an idle
+//! daemon does not count as hung, and neither does a thread that waits for the rest of a front
+//! end's message. Incrementing the counter is cheap: it writes a word of memory that no other
+//! thread writes. Out of scope: the reaction to a thread that hangs, see `watchdog.rs`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -80,7 +80,7 @@ impl Heartbeats {
 }
 
 impl Heartbeat {
-    /// Marks the thread as working. The thread calls this at the begin of each bounded piece of
+    /// Marks the thread as working. The thread calls this at the beginning of each bounded piece of
     /// work.
     pub fn work(&self) {
         let beats = self.beats.load(Ordering::Relaxed);

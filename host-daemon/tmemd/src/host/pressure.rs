@@ -65,7 +65,7 @@ const MARGIN_PART: u64 = 4;
 const CALM: Duration = Duration::from_secs(15);
 
 /// Divisor of the pool's configured size: one step grows the pool by a 64th of that size. The pool
-/// therefore grows from nothing to its full size within two minutes.
+/// therefore grows from nothing to its full size in about two minutes.
 const GROW_PART: u64 = 64;
 
 /// Time between two steps in which the pool grows.
@@ -191,7 +191,7 @@ impl Governor {
 }
 
 /// Returns the total time in µs for which some task waited for memory. `pressure` is the text of a
-/// PSI file.
+/// PSI file. Returns None if the text does not contain the total.
 fn stall_us(pressure: &str) -> Option<u64> {
     let some = pressure
         .lines()
@@ -203,7 +203,8 @@ fn stall_us(pressure: &str) -> Option<u64> {
 }
 
 /// Registers a PSI trigger, through which the kernel reports waits for memory. Returns None if the
-/// kernel does not support triggers; the caller then only reads the host's memory periodically.
+/// PSI file cannot be opened for writing or the kernel refuses the trigger; the caller then only
+/// reads the host's memory periodically.
 fn trigger(path: &Path) -> Option<File> {
     let mut file = OpenOptions::new().read(true).write(true).open(path).ok()?;
     let window_us = STALL_WINDOW.as_micros();
@@ -223,7 +224,8 @@ fn trigger(path: &Path) -> Option<File> {
 /// Compares how long tasks waited for memory with a limit, from the totals of a PSI file.
 #[derive(Debug, Default)]
 struct Stalls {
-    /// Total in µs that the PSI file had at the begin of the window, and the time of that begin.
+    /// Total in µs that the PSI file had when the window began, and the time at which the window
+    /// began.
     begin: Option<(u64, Instant)>,
 }
 
@@ -247,8 +249,8 @@ impl Stalls {
 /// are made through this type.
 pub struct PoolSize {
     /// Guards the decided size. A thread holds the lock until the pool has that size. A thread that
-    /// holds the lock of the VM list may take this lock. A thread that holds this lock may take the
-    /// lock of the pool's registry.
+    /// holds the lock of the VM registry may take this lock. A thread that holds this lock may take
+    /// the pool's membership lock.
     governor: Mutex<Governor>,
     engine: Arc<Engine>,
     background: Arc<BackgroundWorkers>,
@@ -347,8 +349,9 @@ impl PoolSize {
     }
 
     /// Shrinks the pool to free memory for another process. Waits for at most [`ROOM_WAIT`] until
-    /// the pool has freed the memory. Returns true if the host now has the memory available or does
-    /// not report it, or if the pool never shrinks for the host.
+    /// the pool has freed the memory. Returns true if the host now has the memory available in
+    /// addition to `host_free_min`, if it does not report its available memory, or if the pool
+    /// never shrinks for the host.
     pub fn make_room(&self, room_bytes: u64) -> bool {
         let deadline = Instant::now() + ROOM_WAIT;
         let mut governor = self.lock();

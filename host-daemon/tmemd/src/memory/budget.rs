@@ -95,12 +95,14 @@ impl MemoryAccount {
         self.mapped_bytes.load(Ordering::Relaxed)
     }
 
-    /// Returns true if the memory outside of the VM's current table, which has `table_bytes` bytes,
-    /// is more than the VM's maximum. The old table must then not wait to be unmapped.
+    /// Returns true if the VM has more memory mapped outside of its current table than its maximum.
+    /// `table_bytes` is the size of the current table. The caller must then unmap the table that
+    /// was replaced at once, instead of letting it wait to be unmapped.
     ///
-    /// The tables that wait thus never have more than twice the maximum: at most the maximum in
-    /// addition to the table that was the current one when the last of them began to wait. With the
-    /// current and the next table, the VM has at most four times its maximum mapped.
+    /// Memory that the waiting tables share with the current table counts as current. They may
+    /// therefore have up to twice the maximum together: the maximum, and the table that was current
+    /// when the last of them began to wait. With the current table and the next one, which is
+    /// mapped before it becomes current, the VM has at most four times its maximum mapped.
     pub fn is_backlogged(&self, table_bytes: u64) -> bool {
         self.mapped_bytes().saturating_sub(table_bytes) > self.max_bytes()
     }

@@ -34,7 +34,8 @@ mod mark {
     #[derive(Debug, Default)]
     pub struct Lost(AtomicBool);
 
-    /// Proof that memory is marked as lost: every later check of the mark reports the loss.
+    /// Proof that the flag `Lost` of a memory is set: every later call of `Lost::is_lost` for
+    /// that memory returns true.
     pub struct Marked(());
 
     impl Lost {
@@ -42,7 +43,7 @@ mod mark {
         /// from the memory may be zeros from the replacement page, and data that it wrote may be
         /// missing.
         pub fn is_lost(&self) -> bool {
-            // The fence orders the load of the mark after the reads of shared memory that the
+            // The fence orders the load of the flag after the reads of shared memory that the
             // caller made before.
             fence(Ordering::SeqCst);
             self.0.load(Ordering::SeqCst)
@@ -283,9 +284,9 @@ fn replace(address: usize) -> bool {
     }
 }
 
-/// Maps an empty page in place of a lost page. The argument of type `Marked` proves that the memory
-/// is already marked as lost. A thread that reads the empty page and then checks the mark therefore
-/// learns of the loss.
+/// Maps an empty page in place of a lost page. Returns false if the system cannot map the page. The
+/// argument of type `Marked` proves that the memory is already marked as lost. A thread that reads
+/// the empty page and then checks the mark therefore learns of the loss.
 fn put_empty_page(page: usize, page_bytes: usize, _: mark::Marked) -> bool {
     let at = std::ptr::with_exposed_provenance_mut::<c_void>(page);
     // SAFETY: the call replaces a page that is lost. All accesses to the mapping allow for memory

@@ -289,8 +289,8 @@ mod tests {
     const INDIRECT: u16 = 4;
     const MEMORY_BYTES: u64 = 1 << 20;
     const SIZE: u16 = 16;
-    /// Addresses in the test's guest memory of the descriptor table, available ring, used ring and
-    /// an indirect table.
+    /// Guest addresses of the descriptor table, the available ring, the used ring and an indirect
+    /// table in these tests.
     const TABLE: u64 = 0;
     const AVAIL: u64 = 0x1000;
     const USED: u64 = 0x2000;

@@ -55,8 +55,8 @@ const GET_PAGE_BYTES: usize = size_of::<GetPage>();
 pub struct Context<'vm, 'a> {
     /// The VM that sent the request.
     pub vm: &'vm Vm,
-    /// Current generation of the connection. Requests of another generation are answered with
-    /// STALE.
+    /// Number of the current generation of the VM's device. Requests of another generation are
+    /// answered with STALE.
     pub generation: u64,
     /// Whether the request exceeds the VM's rate limit. If so, all its pages are refused or missed.
     pub limited: bool,
@@ -347,9 +347,9 @@ fn put(
         return Ok(None);
     }
     if status != wire::S_OK {
-        // The pool was destroyed or the generation has ended, perhaps between two groups of pages.
-        // The pages that were already stored no longer exist, so all pages of the request are
-        // refused.
+        // The request is stale, or its pool does not exist. The pool may have existed for earlier
+        // groups or slices. The pages that they stored no longer exist, so all pages of the request
+        // are refused.
         results.fill(wire::P_REFUSED);
         from = 0;
     }
@@ -470,8 +470,9 @@ fn refer(
         return Ok(None);
     }
     if status != wire::S_OK {
-        // The pool was destroyed or the generation has ended, perhaps between two groups of pages.
-        // All pages of the request, also those of earlier groups, are answered with GONE.
+        // The request is stale, or its pool does not exist. The pool may have existed for earlier
+        // groups or slices. All pages of the request, also those of earlier groups, are answered
+        // with GONE.
         results.fill(wire::P_GONE);
         from = 0;
     }
@@ -598,8 +599,8 @@ fn get<'vm>(
         }
     }
     if status != wire::S_OK {
-        // The pool was destroyed or the generation has ended, perhaps between two slices, so all
-        // pages of the request are missed.
+        // The request is stale, or its pool does not exist. The pool may have existed for an
+        // earlier slice. All pages of the request, also those of that slice, are missed.
         results.fill(miss());
         (from, done, progress.used_bytes) = (0, count, 0);
     }

@@ -22,10 +22,11 @@ pub enum QueueKind {
 /// Fields that requests of all types have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Generation number that the request carries. It may not be the current generation.
+    /// Generation number that the request carries. It can differ from the number of the device's
+    /// current generation.
     pub generation: u64,
-    /// Pool number, which is in range, but the pool may not exist. It is 0 in a REPORT or LATENCIES
-    /// request, which names no pool.
+    /// Pool number. It is in range, but the VM need not have a pool with this number. It is 0 in a
+    /// REPORT or LATENCIES request, which names no pool.
     pub pool: u32,
 }
 

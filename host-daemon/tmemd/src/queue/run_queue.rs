@@ -44,7 +44,7 @@ impl<T> RunQueue<T> {
     }
 
     /// Takes the next item of the first owner. If that owner has further items, it becomes the last
-    /// owner.
+    /// owner. Returns None if no owner has an item.
     pub fn pop(&mut self) -> Option<T> {
         let (owner, mut things) = self.owners.pop_front()?;
         let thing = things.pop_front();

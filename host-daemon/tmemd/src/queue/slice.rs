@@ -46,7 +46,8 @@ const _: () = {
     assert!(2 * STEP_NS <= SLICE_NS);
 };
 
-/// A scheduling slice that has begun and has time left or is over.
+/// Scheduling slice that has begun: the budget of costs that is left, and the time at which the
+/// slice ends.
 pub struct Slice<'a> {
     clock: &'a ClockAndEntropy,
     ends_at_ns: u64,

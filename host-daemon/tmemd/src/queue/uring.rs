@@ -27,9 +27,10 @@ pub const OPERATIONS: [u8; 2] = [opcode::PollAdd::CODE, opcode::AsyncCancel::COD
 /// Maximum number of polls that one system call can add or cancel.
 const SUBMITTED_MAX: u32 = 128;
 
-/// Size of the completion queue: the maximum number of kicks that the ring reports at once. With
-/// 256 VMs on two workers, a worker has that many queues. The kernel keeps the completions of
-/// further kicks and ends the polls of these kicks; the worker then adds the polls again.
+/// Size of the completion queue: the maximum number of kicks that the ring reports at once. It is
+/// larger than the number of queues of a worker, if two workers serve 256 VMs with 17 queues each.
+/// The kernel keeps the completions of further kicks and ends the polls of these kicks; the worker
+/// then adds the polls again.
 const COMPLETIONS_MAX: u32 = 4096;
 
 /// Token of operations whose completions are ignored. The tokens of kicks are numbers from 0 on.

@@ -39,9 +39,9 @@ use vm_memory::{Bytes, GuestAddress};
 
 const PAGE_BYTES: u64 = wire::PAGE_SIZE as u64;
 
-/// Time from the begin of a drain after which the worker stops executing its current chain. It then
-/// answers the chain's remaining pages with REFUSED, MISS or GONE. The time is half of the 10 ms
-/// that a drain may take. The other half is for the group of pages that the worker has already
+/// Time from the beginning of a drain after which the worker stops executing its current chain. It
+/// then answers the chain's remaining pages with REFUSED, MISS or GONE. The time is half of the 10
+/// ms that a drain may take. The other half is for the group of pages that the worker has already
 /// begun.
 const DRAIN_CUT: Duration = Duration::from_millis(5);
 
@@ -61,8 +61,8 @@ pub struct Link {
     pub vm: Arc<Vm>,
     /// Front end (VMM) of the connection.
     pub peer: Peer,
-    /// Number of the generation that requests must carry. It changes only while no worker uses a
-    /// vring of the connection.
+    /// Number of the current generation of the VM's device. Requests with another number are
+    /// answered with STALE. It changes only while no worker uses a vring of the connection.
     pub generation: AtomicU64,
     /// The daemon's clock and entropy source.
     pub clock: ClockAndEntropy,
@@ -387,7 +387,8 @@ impl Vring {
     }
 
     /// Returns true if an empty vring that the worker polls needs a slice: a chain has arrived, the
-    /// polling time is over, or the ring is no longer running.
+    /// polling time is over, or the ring is no longer running. Also returns true if the control
+    /// thread has the vring's lock.
     pub fn poll_has_ended(&self, until_ns: u64) -> bool {
         // If the lock is taken, the control thread has it. The control thread schedules the vring
         // when it releases the lock.
@@ -405,7 +406,9 @@ impl Vring {
 
     /// Answers available chains in order, as far as the slice allows. If the ring is empty, either
     /// requests a kick from the driver, or returns the time until which the worker shall poll the
-    /// ring. That time is at most `poll_max_ns` from now.
+    /// ring. That time is at most `poll_max_ns` from now. Does nothing if the control thread has
+    /// the vring's lock or the ring is not running. A fault or a hang-up of the front end stops the
+    /// ring, and a lost page ends the connection.
     pub fn run_slice(&self, scratch: &mut Scratch, poll_max_ns: u64) -> SliceEnd {
         // If the lock is taken, the control thread has it. The control thread schedules the vring
         // when it releases the lock.
@@ -671,7 +674,7 @@ impl Vring {
 
     /// Returns the state in which the request was before this slice. If the previous slice
     /// interrupted the same request, that slice left the state. Otherwise no part of the request
-    /// has been executed.
+    /// has been executed, and its pages are now counted against the VM's rate limit.
     fn begin_or_continue(
         &self,
         taken: TakenChain,
@@ -710,8 +713,8 @@ impl Vring {
     }
 
     /// Applies the VMM's settings of the ring: locates its parts in guest memory. When all parts
-    /// are in guest memory, compares the used index with the base. The caller must have the vring's
-    /// lock.
+    /// are in guest memory and the VMM has started the ring, compares the used index with the base
+    /// once, and stops the ring if they differ. The caller must have the vring's lock.
     pub fn configure(&self, state: &mut VringState) {
         state.ready = false;
         let Some(addresses) = state.addresses else {
@@ -777,7 +780,8 @@ impl VringState {
         self.ready && self.enabled && self.kick.is_some() && self.stopped.is_none()
     }
 
-    /// Returns the last taken chain to the available ring if the chain was not answered.
+    /// Returns the last taken chain to the available ring if the chain was not answered. Forgets
+    /// the state of an interrupted chain.
     fn give_back(&mut self) {
         self.queue.set_next_avail(self.queue.next_used());
         self.unfinished = None;

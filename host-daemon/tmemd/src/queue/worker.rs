@@ -150,8 +150,8 @@ impl Workers {
         &self.heartbeats
     }
 
-    /// Chooses the worker for the first vring of a connection. Successive connections begin at
-    /// successive workers. The connection's other vrings belong to the workers after the chosen
+    /// Returns the number of the worker for the first vring of a connection. Successive connections
+    /// begin at successive workers. The connection's other vrings belong to the workers after this
     /// one.
     pub fn assign(&self) -> usize {
         self.next_worker.fetch_add(1, Ordering::Relaxed) % self.workers.len()
@@ -192,7 +192,8 @@ impl Workers {
         worker.poller.wake();
     }
 
-    /// Ends the worker threads after their current slices.
+    /// Tells the worker threads to end, and waits until they have ended. A thread first finishes
+    /// its current round, in which each VM with work gets one slice.
     pub fn stop(&self) {
         for worker in &self.workers {
             worker.stop.store(true, Ordering::SeqCst);
@@ -253,8 +254,9 @@ impl Worker {
         }
     }
 
-    /// Collects the vrings that have work, and gives one slice to each VM. If no vring has work,
-    /// waits for a kick. `heartbeat` is None for a worker without a thread, which never waits.
+    /// Collects the vrings that have work, and gives one slice to each VM. If no vring has work and
+    /// the worker polls none, waits for a kick. `heartbeat` is None for a worker without a thread,
+    /// which never waits.
     fn round(
         &self,
         context: &mut WorkerContext,

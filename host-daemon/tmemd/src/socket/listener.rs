@@ -76,7 +76,7 @@ impl std::fmt::Display for UnauthorizedPeer {
 
 /// Connects to a socket to find out whether a process listens on it. connect(2) needs write
 /// permission. If the socket's file belongs to another user, as for a VM, the function first makes
-/// the daemon the file's owner.
+/// the daemon the file's owner. If a process listens, it gives the file back to that user.
 ///
 /// # Errors
 /// No process listens (`ConnectionRefused`), or the file is no socket or not accessible.

@@ -40,8 +40,9 @@ pub struct Session {
 }
 
 impl Session {
-    /// Occupies the VM's slot for a front end and empties the VM's tenant. If the slot is taken or
-    /// the system lacks a resource, logs the reason and returns None.
+    /// Occupies the VM's slot for a front end and empties the VM's tenant. Returns None and logs
+    /// the reason if the slot is taken or the system lacks a resource. Returns None without a
+    /// message if the VM was removed.
     pub fn begin(
         vm: &Arc<Vm>,
         stream: &UnixStream,

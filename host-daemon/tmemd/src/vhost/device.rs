@@ -179,7 +179,7 @@ impl Device {
     }
 
     /// Drains the given vrings and calls `change` with their states, while no worker uses the
-    /// vrings. Then lets the workers use the vrings again.
+    /// vrings. Then lets the workers use the vrings again, and schedules those that are running.
     fn hold<R>(
         &self,
         vrings: &[Arc<Vring>],
@@ -221,8 +221,8 @@ impl Device {
         }
     }
 
-    /// Gives all vrings a new table of the guest's memory. A background thread unmaps the old table
-    /// later.
+    /// Gives all vrings a new table of the guest's memory. The table becomes the current one
+    /// ([`set_memory`](Self::set_memory)).
     fn replace_memory(&mut self, memory: Memory) {
         let memory = Arc::new(memory);
         self.hold(&self.vrings, |states| {
@@ -235,7 +235,7 @@ impl Device {
     }
 
     /// Makes `memory` the current table of the guest's memory. A background thread unmaps the old
-    /// table later. If too much memory of the VM waits to be unmapped, this thread unmaps the
+    /// table later. If too much memory of the VM waits to be unmapped, this thread unmaps the old
     /// table, which slows the front end down.
     fn set_memory(&mut self, memory: Arc<Memory>) {
         let old = std::mem::replace(&mut self.memory, memory);
@@ -285,8 +285,8 @@ impl Device {
         self.set_memory(empty);
     }
 
-    /// Logs the number of written guest pages that could not be marked in the dirty log, if the
-    /// number has grown since the last call.
+    /// Logs how many written guest pages could not be marked in the dirty log since the last call,
+    /// if there are any.
     fn report_missed_pages(&mut self) {
         let missed = self.log.missed_pages();
         if missed > self.missed_pages {
@@ -434,8 +434,8 @@ impl VhostUserBackendReqHandlerMut for Device {
             state.set_base(base);
             base
         })?;
-        // GET_VRING_BASE is the last message before the VMM completes a migration. Log now how many
-        // written guest pages could not be marked in the dirty log.
+        // GET_VRING_BASE is the last message before the VMM completes a migration, so the daemon
+        // now reports the written pages that it could not mark in the dirty log.
         self.report_missed_pages();
         Ok(VhostUserVringState::new(index, u32::from(base)))
     }
@@ -464,8 +464,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         let fd = file.map(event_fd).transpose()?;
         self.hold_one(u32::from(index), |_, state| {
             // An interrupt is sent at once, because a daemon that was killed may have published
-            // answers without one. With EVENT_IDX, later answers need not cause an interrupt, and
-            // the driver would wait for ever.
+            // answers without sending an interrupt. With EVENT_IDX, later answers need not cause an
+            // interrupt, and the driver would wait for ever.
             if let Some(call) = &fd {
                 notifier::interrupt(self.vm(), call);
             }
@@ -733,8 +733,9 @@ mod tests {
                     .set_mem_table(&[region], vec![file], None)
                     .expect("the memory table was refused");
             }
-            // DISCARDED_MAX tables wait to be unmapped. The first of these tables is empty and has
-            // no mapping. The table that the device uses now has one more mapping.
+            // DISCARDED_MAX tables wait to be unmapped. The first of them is empty and has no
+            // mapping, but the table that the device uses now has one. So DISCARDED_MAX mappings
+            // exist.
             assert_eq!(
                 mapped(name),
                 DISCARDED_MAX,

@@ -4,8 +4,8 @@
 //!
 //! Recording is off by default, and the size of a trace is bounded. A worker appends to a buffer in
 //! memory, and a separate thread writes full buffers to the file, so no guest waits for the host's
-//! disk. But a guest's requests take longer, because the recorder compresses each page that the
-//! guest puts once more.
+//! disk. But a guest's requests take longer, because the recorder also compresses each put page, to
+//! record the size of the result.
 
 use crate::host::sandbox::{self, ThreadKind};
 use std::fs::{File, OpenOptions};
@@ -57,7 +57,7 @@ impl Recorder {
     /// guests' activity.
     ///
     /// # Errors
-    /// The file exists or cannot be created.
+    /// The file exists or cannot be created, or the system cannot start the thread that writes it.
     pub fn create(path: &Path, bytes_max: u64) -> io::Result<Recorder> {
         let file = OpenOptions::new()
             .write(true)

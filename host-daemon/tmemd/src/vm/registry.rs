@@ -71,8 +71,8 @@ struct Member {
     /// Request with which the VM was added, including later changes; the VM store has a copy. None
     /// for a VM of the configuration.
     added: Option<VmSpec>,
-    /// Text for operators if the daemon restored the VM with a smaller reserve than the VM
-    /// requested; otherwise None.
+    /// Text for operators if the daemon has reduced the VM's reserve, at a restart or because the
+    /// VM is the target of a migration; otherwise None.
     short: Option<String>,
 }
 
@@ -268,7 +268,8 @@ impl Registry {
         }
     }
 
-    /// Checks those values of a request to add a VM that do not depend on other VMs.
+    /// Checks those values of a request to add a VM that do not depend on other VMs. Returns the
+    /// VM's configuration and the permissions of its socket.
     fn parse_spec(&self, spec: &VmSpec) -> Result<(VmConfig, Access), Refused> {
         let fault =
             |key: &str, value: &str, what: String| Refused::Vm(format!("{key}={value}: {what}"));
@@ -427,7 +428,8 @@ impl Registry {
         self.make_good(&mut self.lock().0);
     }
 
-    /// Adds a VM, or changes the VM that has the same UUID. Returns true if the VM is new.
+    /// Adds a VM, or changes the VM that has the same UUID. If that VM is connected at another
+    /// socket, adds the target VM of a migration within this host. Returns true if a VM was added.
     ///
     /// # Errors
     /// The request is invalid or conflicts with another VM.
@@ -512,7 +514,8 @@ impl Registry {
             vm.set_problem(None);
             return Ok(false);
         }
-        // The source VM of a migration within this host may keep the name until the migration ends.
+        // Another VM must not have the requested name. A VM with this UUID may have it: the source
+        // VM of a migration within this host keeps the name until the migration ends.
         let named_so = |m: &Member| m.vm.config.uuid != config.uuid && *m.vm.name() == *config.name;
         if let Some(other) = members.0.iter().find(|m| named_so(m)) {
             return Err(Refused::Vm(format!(
@@ -621,9 +624,9 @@ impl Registry {
         Ok(())
     }
 
-    /// Sets the problem that a VM's manager reports; None means that the problem is solved. If the
-    /// VM's reserve was reduced when it was restored, that problem is set instead of None. Returns
-    /// false if no VM has the given UUID and socket.
+    /// Sets the problem that a VM's manager reports, and sends an event; None means that the
+    /// problem is solved. As long as the daemon has reduced the VM's reserve, that problem is set
+    /// instead of None. Returns false if no VM has the given UUID and socket.
     pub fn set_problem(&self, uuid: &str, socket: &Path, problem: Option<String>) -> bool {
         let members = self.lock();
         let uuid = uuid.to_ascii_lowercase();
@@ -638,7 +641,8 @@ impl Registry {
         true
     }
 
-    /// Removes a VM that was added while the daemon ran. Returns false if no such VM exists.
+    /// Removes a VM that was added while the daemon ran, and its stored file. Returns false if no
+    /// such VM exists.
     pub fn remove(&self, uuid: &str, socket: &Path) -> bool {
         let mut members = self.lock();
         let uuid = uuid.to_ascii_lowercase();
@@ -677,7 +681,8 @@ impl Registry {
         }
     }
 
-    /// Removes a VM from the registry. The VM's stored file stays.
+    /// Removes a VM from the registry, ends its connection, and returns the VM. The VM's stored file
+    /// stays.
     fn take_out(&self, members: &mut (Vec<Member>, u32), at: usize) -> Arc<Vm> {
         let Member { vm, listener, .. } = members.0.remove(at);
         if let Some(listener) = listener {

@@ -175,7 +175,8 @@ impl Vm {
     }
 
     /// Drops the driver's report and, in constant time, all pages of the VM. The connection's
-    /// control thread calls this function when a connection or a generation begins or ends.
+    /// control thread calls this function when a connection begins or ends, or a reset begins
+    /// another generation of the device.
     pub fn clear(&self) {
         self.tenant.clear();
         if let Some(tap) = &self.tap {

@@ -131,15 +131,16 @@ fn statuses_follow_the_precedence_in_the_specification() {
     };
     let dead_pool = 9;
     let expected = [
-        // Bytes of a request that has an unknown type and a wrong size.
+        // A request of an unknown type, which also has a wrong size and an old generation number.
         (req(99, 1).as_bytes().to_vec(), wire::S_UNSUPPORTED),
-        // Bytes of a request that belongs on the control queue and names object 0.
+        // Two requests with an old generation number: one belongs on the control queue, and the
+        // other names object 0.
         (
             req(wire::T_POOL_DESTROY, 0).as_bytes().to_vec(),
             wire::S_BAD,
         ),
         (flush(0, dead_pool), wire::S_BAD),
-        // This FLUSH names a pool that does not exist.
+        // A FLUSH of a pool that does not exist, which also has an old generation number.
         (flush(1, dead_pool), wire::S_STALE),
     ];
     guest

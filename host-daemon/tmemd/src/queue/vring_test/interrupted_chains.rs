@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of a chain whose execution the end of a slice interrupts, when a drain, a new request or a
-//! lost pool comes before its next slice.
+//! Tests of a chain whose execution the end of a slice interrupts. Before the next slice of the
+//! chain, a drain begins, the guest overwrites the request, or the chain's pool is destroyed.
 
 use super::*;
 

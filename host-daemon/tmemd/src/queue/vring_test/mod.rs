@@ -244,7 +244,7 @@ impl Guest {
     }
 
     /// Sends a GET like [`get`](Self::get). If bit n of `retain` is set, the pool may retain page
-    /// n.
+    /// n. Returns the guest address of the answer.
     fn get_retaining(&mut self, index: u64, count: usize, retain: u64) -> u64 {
         let get = Get {
             object: 1.into(),
@@ -260,7 +260,7 @@ impl Guest {
     }
 
     /// Sends a REF of `count` pages. The cookie of each page is the cookie that [`put`](Self::put)
-    /// gave the page, plus `beyond`.
+    /// gave the page, plus `beyond`. Returns the guest address of the answer.
     fn refer(&mut self, index: u64, count: usize, beyond: u64) -> u64 {
         let mut bytes = req(wire::T_REF, count).as_bytes().to_vec();
         for index in index..index + count as u64 {
@@ -309,7 +309,7 @@ impl Guest {
     }
 
     /// Stores pages that zstd compresses better than lz4. Then advances the time until the pool
-    /// recompresses the pages.
+    /// recompresses the pages. Returns the pages.
     fn store_dense(&self, count: u64) -> Vec<[u8; PAGE_SIZE]> {
         let page = |number: u64| {
             let mut page = [0; PAGE_SIZE];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of scheduling slices: the work in a slice is bounded, and work that is left continues in the
-//! next slice.
+//! Tests of scheduling slices: the work in a slice is bounded, and work that is left continues in
+//! the next slice.
 
 use super::*;
 use crate::queue::slice::SLICE_NS;
@@ -55,8 +55,8 @@ fn flush_work_is_bounded_per_slice_over_many_chains() {
     assert!(slices >= CHAINS * PAGES / DROPPED_PER_SLICE_MAX);
 }
 
-/// The flush of a large range visits all keys that the pool tracks to estimate gains. This also
-/// costs time if the range contains no page.
+/// The flush of a large range visits all keys that the pool samples to estimate how many hits
+/// another amount of memory would give. This also costs time if the range contains no page.
 #[test]
 fn flush_work_on_ranges_without_pages_is_bounded_per_slice() {
     const STEP_NS_MIN: u64 = 1;
