@@ -582,7 +582,7 @@ class Bench:
         )
 
     def reread_retained(self, reread_once: Callable[[Machine, int], float]) -> float:
-        """Returns the instructions for re-reading a retained page, in a third guest."""
+        """Returns the number of executed instructions per re-read of a retained page."""
         daemon = self.session.daemon("retain2", pool_size=POOL_SIZE)
         daemon.start()
         machine = self.machine("retain2", daemon, icount=True, retain=True)

@@ -31,7 +31,7 @@ struct tmem_index_cpu {
 
 DECLARE_PER_CPU(struct tmem_index_cpu, tmem_index_cpu);
 
-/* Adds to the number of entries, in any context. */
+/* Adds @pages to this CPU's number of entries, in any context; negative if entries were erased. */
 static inline void tmem_index_add_pages(long pages)
 {
 	this_cpu_add(tmem_index_cpu.nr_pages, pages);

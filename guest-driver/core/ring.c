@@ -203,7 +203,7 @@ static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index
 	kunmap_local(data);
 	if (TMEM_INJECT(retained_changed))
 		check ^= 1;
-	/* A test can make here a change that another CPU can make at any time. */
+	/* Let a test set a mark or a policy here, as another CPU can at any time. */
 	if (TMEM_INJECT(mark_late))
 		tmem_bypass(key->pool, key->ino);
 	if (TMEM_INJECT(policy_late))
@@ -268,8 +268,8 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 		why = TMEM_STAT_puts_dropped_policy;
 	} else if (tmem_online() && index <= TMEM_INDEX_MAX) {
 		/*
-		 * Disable interrupts, because a slot that is being filled holds up all slots after
-		 * it.
+		 * Disable interrupts: the sender cannot send later slots while this one is being
+		 * filled.
 		 */
 		local_irq_save(flags);
 		rcu_read_lock();

@@ -147,8 +147,8 @@ static inline bool refs_blocked(struct tmem_queue *queue)
 }
 
 /*
- * Returns how many puts wait to be sent. Without send_lock the number may be too high, because next
- * is read first.
+ * Returns how many puts wait to be sent. Without send_lock the number may be too high, because the
+ * sender may move queue->next after this function has read it.
  */
 static inline u64 waiting_puts(struct tmem_queue *queue)
 {

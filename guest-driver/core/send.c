@@ -246,7 +246,7 @@ static bool send_flushes(struct tmem_queue *queue, struct turn *turn)
 		const struct tmem_flush_range *range = &queue->pending[taken];
 
 		if (!turn->generation || range->epoch != turn->epoch)
-			continue;	/* the host has dropped the old generation's pages */
+			continue;	/* discard: the host drops pages of old epochs */
 		if (count && (range->pool != pool || count == queue->dev->batch_max))
 			break;
 		pool = range->pool;
@@ -431,7 +431,7 @@ static bool fill_ref_batch(struct tmem_queue *queue, struct turn *turn,
 		const struct tmem_ref *ref = &queue->ref[tail % queue->dev->ref_pending];
 
 		if (!turn->generation || ref->epoch != turn->epoch) {
-			dropped++;	/* the host has dropped the old generation's pages */
+			dropped++;	/* the host drops pages of old epochs */
 			continue;
 		}
 		if (count && (ref->pool != pool || count == queue->dev->batch_max))
@@ -524,10 +524,10 @@ static void send_due(struct tmem_queue *queue, struct turn *turn)
 	while (turn->budget && send_refs(queue, turn, due))
 		turn->budget--;
 	/*
-	 * If this call sent puts, the puts that are left began to wait later, unless the budget
-	 * ended before all due puts were sent. References that are left began to wait later under
-	 * the same condition. Puts and references share one time, kick_at, which moves only if it
-	 * does not make the other kind wait longer.
+	 * kick_at is the one time at which waiting puts and references become due. If they were
+	 * due, move it to a later time only if none is left. If they were not due, move it if this
+	 * call sent some of one kind and none of the other kind waits: those that are left began to
+	 * wait later.
 	 */
 	puts = queue->next != turn->head;
 	refs = waiting_refs(queue);

@@ -167,9 +167,9 @@ struct tmem_mount {
 	unsigned long next_sweep;
 };
 
-/* State of a file system that exists once for each CPU, so that CPUs share no cache line. */
+/* Per-CPU part of the state of a file system, so that CPUs do not share its cache lines. */
 struct tmem_fs_cpu {
-	long users;			/* sections between tmem_fs_get() and tmem_fs_put() */
+	long users;			/* calls of tmem_fs_get() minus calls of tmem_fs_put() */
 	unsigned long hits;		/* hits that verify.c has counted, to select every n-th */
 };
 

@@ -290,8 +290,8 @@ static bool has_realtime(struct super_block *sb)
 	if (options.buf && !sb->s_op->show_options(&options, sb->s_root) &&
 	    options.count < OPTIONS_BYTES)
 		/*
-		 * A zoned xfs always has the second option, even if its realtime volume is on the
-		 * data device.
+		 * A zoned xfs always shows max_open_zones, even if its realtime volume is on the
+		 * data device and it shows no rtdev.
 		 */
 		has = strstr(options.buf, ",rtdev=") || strstr(options.buf, ",max_open_zones=");
 	kfree(options.buf);

@@ -46,8 +46,8 @@
 #define TMEM_VERIFY_UNTESTED_HITS 64
 
 /*
- * Number of counters of pending comparisons, as a power of two: more than the files that are
- * usually read at a time.
+ * Number of bits of the hash that selects a counter of pending comparisons. There are more counters
+ * than files that are usually read at a time.
  */
 #define TMEM_VERIFY_BITS 6
 
