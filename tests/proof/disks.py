@@ -245,7 +245,7 @@ def _fill(path: Path, at: list[int], units: Iterable[int], source: Contents) -> 
 
 
 def blocks(path: Path) -> list[int]:
-    """Returns the numbers of the blocks that hold the set in an ext4 image, in order."""
+    """Returns the block numbers of the file that guests read (SET) in an ext4 image, in order."""
     command = ["debugfs", "-R", f"blocks /{SET}", str(path)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return [int(word) for word in done.stdout.split()]

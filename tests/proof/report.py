@@ -150,13 +150,13 @@ def ksm_row(found: dict[str, Any]) -> list[str]:
 
 
 def victim_late(found: dict[str, Any]) -> int | None:
-    """Returns how many pages came too late for the victim, or None without its measurement."""
+    """Returns how many pages the victim read from the disk because the host was late, or None."""
     part = found["parts"].get("victim")
     return late_pages(part) if part else None
 
 
 def late_pages(part: dict[str, Any]) -> int:
-    """Returns how many pages came too late, in all repetitions and arms."""
+    """Returns how many pages were read from the disk because the host was late, in all arms."""
     of: list[Repetition] = part["repetitions"]
     found = (one.get(name, 0) for repetition in of for one in repetition.values() for name in LATE)
     return round(sum(found))
@@ -356,7 +356,7 @@ def _wrapped(paragraph: str, first: str = "") -> str:
 
 
 def _bullets(lines: list[str]) -> list[str]:
-    """Returns a list as one block of Markdown, or nothing without lines."""
+    """Returns the lines as one block of Markdown bullets, or [] if there is no line."""
     return ["\n".join(_wrapped(line, "- ") for line in lines)] if lines else []
 
 

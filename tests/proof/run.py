@@ -113,7 +113,8 @@ class Run:
                         self._progress.step(f"  failed: {error}")
                     left -= self._estimate(part)
         finally:
-            # A run that fails keeps its parts, to which the facts belong.
+            # Save the facts about the machine also if a part failed, because the parts that were
+            # measured before are in the results.
             if measured:
                 self._results.add_machine({**facts, "parts": measured})
         if failures:

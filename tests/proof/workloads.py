@@ -54,7 +54,7 @@ class Workload:
         """Raises if a guest has read a wrong byte."""
 
     def finish(self) -> None:
-        """Ends what is neither a guest nor a daemon, after all guests and daemons have ended."""
+        """Ends processes of the workload other than guests and daemons, which have ended before."""
 
 
 class Paired(Workload):

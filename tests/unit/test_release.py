@@ -84,7 +84,7 @@ SOURCE_TREE = ROOT / "scripts/source-tree"
 
 @pytest.mark.smoke
 def test_source_tree_script_replaces_only_directories_that_it_wrote(tmp_path: Path) -> None:
-    """A directory with other files stays as it is, and so does the repository."""
+    """The script leaves a directory with other files, and the repository itself, as they are."""
     target = tmp_path / "tree"
     passed(SOURCE_TREE, target)
     assert (target / "Makefile").exists()
@@ -131,7 +131,7 @@ touch ../virtio-tmem-guest_1_all.deb ../virtio-tmem_1.changes ../virtio-tmem_1.b
 
 @pytest.mark.smoke
 def test_builds_of_a_commit_and_of_the_tree_use_separate_directories(tmp_path: Path) -> None:
-    """Otherwise cargo would take the commit's programs for those of the tree."""
+    """Cargo would reuse the commit's programs for the tree if both had one target directory."""
     program = tmp_path / "bin/dpkg-buildpackage"
     program.parent.mkdir()
     program.write_text(BUILD)
