@@ -44,8 +44,8 @@ NAMES = ("web1", "web2", "web3", "web4")
 # Smaller than the demo's tree, because four emulated VMs share the processors of one machine.
 TREE_BYTES = 256 * MIB
 RAM_BYTES = 192 * MIB  # RAM of each VM with the device
-# The pool holds the parts of four trees that do not fit RAM, because it stores equal files once,
-# and compressed.
+# This size suffices for the parts of all four trees that do not fit RAM, because the pool stores
+# equal files once, and compressed.
 POOL_BYTES = 192 * MIB
 WARM_ROUNDS = 1
 ROUNDS = 2  # number of measured rounds

@@ -298,7 +298,7 @@ static unsigned long frames(void)
 
 /**
  * tmem_admit_init() - allocate the filter's table and marks
- * @dev: the device; its memory_bytes grow
+ * @dev: the device; the size of the memory is added to its memory_bytes
  *
  * Return: 0 or -ENOMEM.
  */

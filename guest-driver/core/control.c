@@ -173,9 +173,9 @@ int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool)
 
 /**
  * tmem_control_init() - allocate the requests of the control queue
- * @dev: the device; its memory_bytes grow
+ * @dev: the device; the size of the memory is added to its memory_bytes
  *
- * Return: 0, or -ENOMEM; the caller then calls tmem_control_exit() as well.
+ * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_control_exit() as well.
  */
 int tmem_control_init(struct tmem_dev *dev)
 {

@@ -231,7 +231,7 @@ struct tmem_queue {
 	struct tmem_put_batch *put[TMEM_PUTS_IN_FLIGHT];
 	struct tmem_flush_batch *flush[TMEM_FLUSHES_IN_FLIGHT];
 	struct tmem_ref_batch *ref_batch[TMEM_REFS_IN_FLIGHT];
-	struct irq_work send_work;	/* sends full batches */
+	struct irq_work send_work;	/* irq_work that sends full batches of puts */
 
 	spinlock_t vq_lock ____cacheline_aligned_in_smp;	/* guards vq and request states */
 	struct virtqueue *vq;

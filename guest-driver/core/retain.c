@@ -168,10 +168,10 @@ void tmem_queue_ref(struct tmem_dev *dev, const struct tmem_where *where, u64 in
 
 /**
  * tmem_retain_init() - allocate the references and their requests of a queue
- * @dev: the device; its memory_bytes grow
+ * @dev: the device; the size of the memory is added to its memory_bytes
  * @queue: the queue
  *
- * Return: 0, or -ENOMEM; the caller then calls tmem_retain_exit() as well.
+ * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_retain_exit() as well.
  */
 int tmem_retain_init(struct tmem_dev *dev, struct tmem_queue *queue)
 {

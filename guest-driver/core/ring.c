@@ -387,10 +387,10 @@ void tmem_ring_renew(struct tmem_queue *queue)
 
 /**
  * tmem_slots_init() - allocate the slots that all queues share
- * @dev: the device; its memory_bytes grow
+ * @dev: the device; the size of the memory is added to its memory_bytes
  * @nr_slots: number of slots, a multiple of TMEM_BLOCK_PAGES
  *
- * Return: 0, or -ENOMEM; the caller then calls tmem_slots_exit() as well.
+ * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_slots_exit() as well.
  */
 int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots)
 {
@@ -437,10 +437,10 @@ void tmem_slots_exit(struct tmem_dev *dev)
 
 /**
  * tmem_ring_init() - allocate the ring of a queue
- * @dev: the device; its memory_bytes grow
+ * @dev: the device; the size of the memory is added to its memory_bytes
  * @queue: the queue; the slots are allocated already
  *
- * Return: 0, or -ENOMEM; the caller then calls tmem_ring_exit() as well.
+ * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_ring_exit() as well.
  */
 int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue)
 {

@@ -651,9 +651,10 @@ long tmem_send_timeout(struct tmem_queue *queue)
 /* --- callers ------------------------------------------------------------------------------- */
 
 /*
- * Calls tmem_send(), and arranges another call if this one reached its limit of batches. If an
- * irq_work would wait for the tick, this function makes the other calls itself, as many as handle
- * an answer and a new batch for each batch at the host. The feeder handles what is left then.
+ * Calls tmem_send(), and arranges another call if this one reached its limit of batches. On an
+ * architecture whose irq_work has to wait for the tick, this function itself makes the further
+ * calls. Their number suffices to handle the answer of each batch at the host and to send a new
+ * batch in its place; the feeder does the rest.
  */
 static void send_one_turn(struct tmem_queue *queue)
 {
@@ -739,10 +740,10 @@ void tmem_send_vq_callback(struct virtqueue *vq)
 
 /**
  * tmem_send_init() - allocate the requests of a queue
- * @dev: the device; its memory_bytes grow
+ * @dev: the device; the size of the memory is added to its memory_bytes
  * @queue: the queue
  *
- * Return: 0, or -ENOMEM; the caller then calls tmem_send_exit() as well.
+ * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_send_exit() as well.
  */
 int tmem_send_init(struct tmem_dev *dev, struct tmem_queue *queue)
 {

@@ -130,7 +130,7 @@ struct tmem_fs_type {
 	 * is built in or loaded early.
 	 */
 	bool at_load;
-	unsigned int report_bit;	/* VIRTIO_TMEM_H_... */
+	unsigned int report_bit;	/* bit of the type in reports: VIRTIO_TMEM_H_... */
 
 	/* Written under discovery_lock; all but why_failed are also read without it. */
 	struct file_system_type *fst;

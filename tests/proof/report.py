@@ -394,7 +394,7 @@ def _median(found: dict[str, Any], part: str, arm: str, figure: str) -> float:
 
 
 def explanations(found: dict[str, Any]) -> list[str]:
-    """Returns a sentence for each figure whose limit or cause the other figures show."""
+    """Returns sentences that explain figures by other figures, such as by reads of cached pages."""
     out = []
     parts = found["parts"]
     if "rand_reread_1" in parts and model.ALL_IN_RAM in parts:

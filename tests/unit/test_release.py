@@ -171,7 +171,7 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_release_files_are_reproducible(archives: Path, tmp_path: Path) -> None:
-    """A second run in another directory, time zone and language gives equal bytes."""
+    """A second scripts/dist in another directory, time zone and language gives equal bytes."""
     passed(
         ROOT / "scripts/dist", tmp_path, TZ="Pacific/Auckland", LC_ALL="C.UTF-8", TMPDIR="/var/tmp"
     )
@@ -185,7 +185,7 @@ def test_release_files_are_reproducible(archives: Path, tmp_path: Path) -> None:
 
 
 def test_source_archive_builds_without_git_and_network(archives: Path, tmp_path: Path) -> None:
-    """The crates are complete, and the packages for guests are built."""
+    """The source archive has all crates, and its tree builds the packages for guests."""
     (archive,) = archives.glob("*.tar.xz")
     with tarfile.open(archive) as tar:
         tar.extractall(tmp_path, filter="tar")
