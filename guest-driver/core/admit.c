@@ -76,9 +76,9 @@
  */
 #define ADMIT_HOLD		8
 /*
- * A CPU adds its counts of hits and losses to the sums of all CPUs when they have this weight, the
- * weight of one get of the largest folio. On guests of up to 16 CPUs, counts that are not added yet
- * weigh less than ADMIT_ENGAGE in total.
+ * A CPU adds its own counts of hits and losses to the sums of all CPUs when the counts have at
+ * least this weight, which is the weight of one get of the largest folio. On guests of up to 16
+ * CPUs, the counts that CPUs have not added yet weigh less than ADMIT_ENGAGE in total.
  */
 #define ADMIT_FOLD		64
 

@@ -234,8 +234,9 @@ bool tmem_alone_in_node(struct xarray *xa, unsigned long index)
 void tmem_evict_start(void)
 {
 	/*
-	 * queue_work() writes to the work item even if it is queued already. If the index is full,
-	 * all CPUs drop puts and call this function for each of them.
+	 * Do not call queue_work() if the work item is queued already, because it would write to
+	 * the shared work item. If the index is full, all CPUs drop puts, and call this function
+	 * for each dropped put.
 	 */
 	if (!work_pending(&tmem_evict_work))
 		queue_work(tmem_system_wq, &tmem_evict_work);

@@ -23,8 +23,8 @@
 #include "budget.h"
 
 /*
- * Number of neighbouring inode numbers whose marks share one word. A value entry of an XArray has
- * 63 bits.
+ * Number of neighbouring inode numbers whose marks share one word: the largest power of two that
+ * fits into the 63 bits of an XArray's value entry.
  */
 #define MARKS_PER_WORD		32
 /*

@@ -326,8 +326,8 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 	TMEM_HOLD(breaker);
 	tmem_count(TMEM_STAT_trips);
 	/*
-	 * Another task may have changed the breaker since then. The last message in the log must
-	 * give the current state.
+	 * Another task may have closed the breaker after this function opened it and dropped the
+	 * lock. The last message in the log must give the current state.
 	 */
 	if (READ_ONCE(dev->tripped))
 		breaker_log(true);

@@ -155,7 +155,9 @@ struct object *tmem_object_new(u64 index)
  */
 void tmem_object_release(struct object *object)
 {
-	/* After a store that found no memory, a tree without leaves can still have empty nodes. */
+	/*
+	 * Free nodes of the tree, too: a store that found no memory may leave empty nodes behind.
+	 */
 	if (!object_is_small(object))
 		xa_destroy(&object->tree.leaves);
 	class_free(object->small.class, object);

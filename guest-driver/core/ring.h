@@ -18,7 +18,7 @@
 enum tmem_slot_state { TMEM_SLOT_FREE, TMEM_SLOT_FILLING, TMEM_SLOT_READY, TMEM_SLOT_SKIP };
 
 struct tmem_slot {
-	/* 0 while the data may change; gets read the cookie without a lock */
+	/* cookie of the page; 0 while the data may change; gets read it without a lock */
 	u64 cookie;
 	u64 object;
 	u64 index;

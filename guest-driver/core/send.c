@@ -638,7 +638,7 @@ long tmem_send_timeout(struct tmem_queue *queue)
 			WRITE_ONCE(queue->kick_at, jiffies + msecs_to_jiffies(TMEM_PUT_DELAY_MS));
 			WRITE_ONCE(queue->timed, true);
 		}
-		/* The next answer wakes the feeder for this queue. */
+		/* A blocked queue needs no timeout, because its next answer wakes the feeder. */
 		if (all_blocked(queue))
 			queue->unwatched = true;
 		else

@@ -182,7 +182,10 @@ static bool is_below(const struct gendisk *above, const struct device *dev)
 	const struct gendisk *disk = dev_to_bdev(dev)->bd_disk;
 	struct kernfs_node *link;
 
-	/* The backing file of a loop device may be on any disk, which the driver cannot see. */
+	/*
+	 * The backing file of a loop device may be on any disk, and the driver cannot see on which
+	 * one. So it considers every device-mapper disk and opaque disk as below the loop device.
+	 */
 	if (above->major == LOOP_MAJOR)
 		return is_dm(disk) || is_opaque(disk);
 	link = sysfs_get_dirent(above->slave_dir->sd, dev_name(dev));

@@ -214,7 +214,7 @@ def test_ring_outside_of_memory_after_a_pause_clears_the_generation(machine, bac
 
 
 def test_queue_size_set_after_the_addresses_does_not_abort_qemu(machine):
-    """QEMU caches as much memory as the ring's size needs, and aborts at a read beyond that."""
+    """When a queue grows, QEMU caches its ring again: a read beyond the cache would abort QEMU."""
     vm = machine()
     vm.driver_up()
     vm.reset()

@@ -313,7 +313,10 @@ static void info(void)
 	say("reserved %u", config.reserved[0] | config.reserved[1] | config.reserved[2]);
 }
 
-/* Functions for random accesses, as by a hostile guest. No ring is in memory of the kernel. */
+/*
+ * Functions for random accesses to registers, as by a hostile guest. They set no ring address in
+ * memory of the kernel.
+ */
 
 static uint64_t random_state;
 

@@ -22,7 +22,7 @@ from harness.paths import HarnessError
 from harness.vm import MIB
 
 SET = "set"  # the file that most workloads read
-# cluster size of qcow2 overlays; with extended_l2, a part of a cluster is 4 KiB
+# Cluster size of qcow2 overlays. With extended_l2, QEMU allocates parts of 4 KiB of a cluster.
 CLUSTER_BYTES = 128 << 10
 OWN_UNIT_BYTES = 1 * MIB  # parts of a clone that are its own or common have this size
 

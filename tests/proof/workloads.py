@@ -406,7 +406,7 @@ class Write(Paired):
         """Raises if the bytes in RAM and pool are not those on the disk."""
         for box in self.all_boxes[WITH]:
             cached = box.sh(f"sync; sha256sum {DATA}/{disks.SET}")
-            # A new mount has nothing in the pool.
+            # Read from the disk: a new mount has no pages in RAM and none in the pool.
             box.sh(f"umount {DATA}")
             box.guest.mount("data", DATA, options="ro")
             if box.sh(f"sha256sum {DATA}/{disks.SET}") != cached:

@@ -367,7 +367,7 @@ def test_driver_puts_copies_while_references_find_no_page(
 def test_full_index_erases_retained_entries_first(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    # A guest with little memory has a small table of the index.
+    # With little memory, the guest has a small index, which few files fill.
     guest, sums = boot(
         session,
         kernel,
