@@ -473,7 +473,8 @@ def main() -> int:
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
     try:
-        # A missing program is reported at once, not after minutes.
+        # Look for the programs first, so that a missing one is reported at once and not after
+        # minutes.
         qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")
         chosen = [variant for variant in VARIANTS if variant.key in arguments.only]
         if any(variant.merged for variant in chosen):

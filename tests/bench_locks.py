@@ -270,7 +270,8 @@ def main() -> int:
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
     try:
-        # A missing program is reported at once, not after minutes.
+        # Look for the programs first, so that a missing one is reported at once and not after
+        # minutes.
         qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")
         with Session() as session:
             bench = Bench(session, Progress())

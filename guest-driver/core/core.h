@@ -416,7 +416,11 @@ void tmem_pool_ids_exit(void);
 struct tmem_pool {
 	struct list_head list;		/* link in tmem_pools or tmem_pools_freed */
 	char name[32];
-	u32 serial;			/* never reused; selects buckets, because ids may change */
+	/*
+	 * Number of the pool, which is never reused. It selects the buckets of the pool's inodes,
+	 * which the id cannot do, because the id may change.
+	 */
+	u32 serial;
 	u32 id;				/* id at the host, or 0; puts read it under a bucket lock */
 	/*
 	 * former id; the sync work destroys the pool with this id at the host, if it exists there

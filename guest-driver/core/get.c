@@ -390,7 +390,7 @@ void tmem_breaker_reset(struct tmem_dev *dev)
 
 /* --- get ----------------------------------------------------------------------------------- */
 
-/* Traces the end of a call. @begin_ns is 0 if tracing was off when the call began. */
+/* Traces the end of a tmem_get() call. @begin_ns is 0 if tracing was off at its begin. */
 static void trace_get(const struct tmem_key *key, pgoff_t index, unsigned int wanted,
 		      unsigned int hits, u64 begin_ns)
 {
@@ -658,7 +658,10 @@ static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
 			else if (keep & BIT_ULL(i))
 				tmem_count(TMEM_STAT_retained_hits);
 		}
-		/* Request each run of pages that are only at the host with one request. */
+		/*
+		 * Request each run of pages that are at the host and not in the put ring with one
+		 * request.
+		 */
 		if (!there && entry[i] && run < call->dev->batch_max) {
 			run++;
 			continue;

@@ -231,7 +231,9 @@ static int change_class(struct object **where, enum tmem_class class)
 	return 0;
 }
 
-/* Returns the leaf of a page with a place for one more entry, or an error as change_class(). */
+/*
+ * Returns the leaf of a page with a place for one more entry. Otherwise returns -ENOSPC or -ENOMEM.
+ */
 static struct leaf *leaf_with_place(struct object **where, u64 index)
 {
 	unsigned long nr = index >> LEAF_SHIFT;

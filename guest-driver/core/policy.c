@@ -27,7 +27,7 @@
 #define POLICY_DIVISOR		8
 
 struct tmem_policies {
-	struct xarray never;	/* generation of the inode, indexed by inode number */
+	struct xarray never;	/* generations of inodes with a policy, by inode number */
 	unsigned int nr;	/* policies in never; written under its lock, read without it */
 	unsigned int pools;	/* pools that share the policies: two while one replaces another */
 };

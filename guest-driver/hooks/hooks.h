@@ -170,7 +170,8 @@ struct tmem_mount {
 /* Per-CPU part of the state of a file system, so that CPUs do not share its cache lines. */
 struct tmem_fs_cpu {
 	long users;			/* calls of tmem_fs_get() minus calls of tmem_fs_put() */
-	unsigned long hits;		/* hits that verify.c has counted, to select every n-th */
+	/* hits that verify.c has counted on this CPU; it compares every n-th one */
+	unsigned long hits;
 };
 
 /* A mounted file system. */

@@ -234,7 +234,7 @@ def clones(directory: Path, count: int, set_bytes: int, overlap: float) -> tuple
 
 
 def _fill(path: Path, at: list[int], units: Iterable[int], source: Contents) -> None:
-    """Writes contents from `source` into units of a file; `at` has the blocks of the file."""
+    """Writes contents from `source` into units of a file whose blocks in the image are `at`."""
     pages = OWN_UNIT_BYTES // PAGE_BYTES
     with open(path, "r+b") as file:
         for unit in units:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The version, the source archive and the apt repository of a release."""
+"""Tests the version, the source archive and the apt repository of a release."""
 
 from __future__ import annotations
 

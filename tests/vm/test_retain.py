@@ -285,7 +285,7 @@ def test_no_reference_is_sent_for_files_that_may_differ_from_the_disk(
 def test_wrong_answers_to_references_cause_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """After any answer but HELD, the page is read from the disk."""
+    """If the device does not answer a reference with HELD, the page is read from the disk."""
     with Liar(session.directory / "liar", retain=True) as liar:
         guest, sums = boot(session, kernel, module, device(liar.path))
         for lie in LIES_OF_REFS:
