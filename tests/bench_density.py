@@ -41,7 +41,8 @@ from harness.vm import MIB, Config, Tmem, Vm
 
 PAGE_BYTES = 4096
 NAMES = ("web1", "web2", "web3", "web4")
-# Smaller than the demo's tree, because four emulated VMs share the processors of one machine.
+# Size of a VM's tree. It is smaller than the demo's tree, because four emulated VMs share the
+# processors of one machine.
 TREE_BYTES = 256 * MIB
 RAM_BYTES = 192 * MIB  # RAM of each VM with the device
 # This size suffices for the parts of all four trees that do not fit RAM, because the pool stores

@@ -23,7 +23,11 @@
 
 #include "ring.h"
 
-/* Fallback begins when more than one page in this many is gone (DRV-54 in proto/SPEC.md). */
+/*
+ * The driver is in fallback (gets take pages out of the pool) while the host no longer had more
+ * than one in this many of the pages of the last TMEM_REF_WINDOW references (DRV-54 in
+ * proto/SPEC.md).
+ */
 #define RETAIN_GONE_DIVISOR	16
 /*
  * While too many retained pages are lost (fallback), one part of a get in this many lets the host

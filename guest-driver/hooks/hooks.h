@@ -302,7 +302,7 @@ bool tmem_targets_stop(void);
 void tmem_targets_reset(void);
 void tmem_targets_drain(void);
 
-/* Number of tasks that run a replacement function of this module. */
+/* Counts whose sum over all CPUs is the number of tasks that run a replacement function. */
 DECLARE_PER_CPU(long, tmem_nr_inside);
 
 /*

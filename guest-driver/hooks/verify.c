@@ -132,7 +132,7 @@ static DECLARE_WORK(work, verify_work);
 static struct workqueue_struct *verify_wq;
 
 /*
- * Returns the number of comparisons that wait for an inode. Other inodes may have the same counter.
+ * Returns the counter of the pending comparisons of an inode. Inodes with the same hash share it.
  */
 static unsigned int *pending_at(const struct super_block *sb, u64 ino)
 {

@@ -578,7 +578,7 @@ def test_properties_and_events_report_the_backend_state(machine, backend):
     assert vm.property("last-error") == "the backend closed the connection"
 
     def events():
-        # Under qtest, the clock of the limit advances only by this command.
+        # QEMU limits the rate of events by its clock, which only this command advances under qtest.
         vm.command(f"clock_step {EVENT_INTERVAL_NS}")
         return vm.tmem_events()
 

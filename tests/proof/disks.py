@@ -58,7 +58,7 @@ def loads_image(path: Path, loads: dict[str, str]) -> Path:
     return path
 
 
-# The table and the digits of sysbench's OLTP workloads.
+# The table of sysbench's OLTP workloads.
 SCHEMA = """
 CREATE TABLE sbtest1(id INTEGER PRIMARY KEY, k INTEGER NOT NULL, c CHAR(120) NOT NULL,
   pad CHAR(60) NOT NULL);

@@ -137,7 +137,8 @@ class Run:
                 finally:
                     lab.end()
         finally:
-            # The session has ended all processes, also if lab.end() failed.
+            # Finish the part when the session has ended all guests and daemons, also if lab.end()
+            # failed.
             part.finish()
         self._progress.step(f"  took {time.monotonic() - began:.0f} s")
 

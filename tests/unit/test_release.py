@@ -308,5 +308,5 @@ def test_apt_accepts_the_repository_and_refuses_a_modified_copy(
     release.write_text(release.read_text().replace("Label: virtio-tmem", "Label: virtio-temm"))
     forget(apt)
     done = run("apt-get", *options, "update")
-    # Debian 12 checks with gpgv, Debian 13 with sqv.
+    # gpgv (Debian 12) and sqv (Debian 13) describe a bad signature in different words.
     assert done.returncode != 0 and re.search("BADSIG|manipulated", done.stdout), done.stdout

@@ -85,7 +85,7 @@ def budget(guest: Guest) -> int:
 
 
 def devices(guest: Guest) -> tuple[list[str], list[str]]:
-    """Returns the names of the bound tmem devices, and of those without the driver."""
+    """Returns the names of the tmem devices that the driver is bound to, and of all others."""
     names = guest.sh("grep -l 0x003f /sys/bus/virtio/devices/*/device").split()
     found = sorted(path.split("/")[-2] for path in names)
     bound = [name for name in found if guest.run(f"test -e {DRIVER}/{name}").status == 0]
