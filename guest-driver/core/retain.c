@@ -24,9 +24,8 @@
 #include "ring.h"
 
 /*
- * The driver is in fallback (gets take pages out of the pool) while the host no longer had more
- * than one in this many of the pages of the last TMEM_REF_WINDOW references (DRV-54 in
- * proto/SPEC.md).
+ * Fallback (gets take their pages out of the pool) lasts while more than one in this many of the
+ * last TMEM_REF_WINDOW referenced pages were gone at the host (DRV-54 in proto/SPEC.md).
  */
 #define RETAIN_GONE_DIVISOR	16
 /*
