@@ -82,10 +82,10 @@ static inline void tmem_rac_limit_order(struct readahead_control *rac, unsigned 
 }
 
 /*
- * Returns whether a folio was used again after it was read in. Such a folio is active or part of
- * the working set. Before 6.14, the multi-generational LRU sets one of these flags at the folio's
- * second use through a file descriptor. Since 6.14, it sets them only after five uses. It also
- * counts the earlier uses, and this function reads that count.
+ * Returns whether a folio was used again after it was read in. Such a folio has the flag "active"
+ * or "workingset". Before 6.14, the multi-generational LRU sets one of these two flags at the
+ * folio's second use through a file descriptor. Since 6.14, it sets them only after five uses, but
+ * counts every use; this function also reads that count.
  */
 static inline bool tmem_folio_used_again(struct folio *folio)
 {

@@ -41,11 +41,12 @@ from harness.vm import MIB, Config, Tmem, Vm
 
 PAGE_BYTES = 4096
 NAMES = ("web1", "web2", "web3", "web4")
-# Smaller than the demo's tree, because four emulated VMs share the processors of one machine.
+# Size of a VM's tree. It is smaller than the demo's tree, because four emulated VMs share the
+# processors of one machine.
 TREE_BYTES = 256 * MIB
 RAM_BYTES = 192 * MIB  # RAM of each VM with the device
-# The pool holds the parts of four trees that do not fit RAM, because it stores equal files once,
-# and compressed.
+# This size suffices for the parts of all four trees that do not fit RAM, because the pool stores
+# equal files once, and compressed.
 POOL_BYTES = 192 * MIB
 WARM_ROUNDS = 1
 ROUNDS = 2  # number of measured rounds
@@ -473,7 +474,8 @@ def main() -> int:
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
     try:
-        # A missing program is reported at once, not after minutes.
+        # Look for the programs first, so that a missing one is reported at once and not after
+        # minutes.
         qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")
         chosen = [variant for variant in VARIANTS if variant.key in arguments.only]
         if any(variant.merged for variant in chosen):

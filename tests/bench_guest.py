@@ -582,7 +582,7 @@ class Bench:
         )
 
     def reread_retained(self, reread_once: Callable[[Machine, int], float]) -> float:
-        """Returns the instructions for re-reading a retained page, in a third guest."""
+        """Returns the number of executed instructions per re-read of a retained page."""
         daemon = self.session.daemon("retain2", pool_size=POOL_SIZE)
         daemon.start()
         machine = self.machine("retain2", daemon, icount=True, retain=True)
@@ -809,7 +809,8 @@ def main() -> int:
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
     try:
-        # A missing program is reported at once, not after minutes.
+        # Look for the programs first, so that a missing one is reported at once and not after
+        # minutes.
         qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")
         with Session() as session:
             bench = Bench(session, Progress())

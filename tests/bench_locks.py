@@ -71,7 +71,8 @@ LINE = re.compile(
 # Pattern of the number that lockdep appends to the name of a nested lock, or to a name that several
 # locks have.
 SUFFIX = re.compile(r"(?:[#/]\d+|-[WR])+$")
-# Definitions of locks in the driver. Lockdep names a lock after the argument.
+# Definitions of locks in the driver's source. The pattern captures the argument of the macro, after
+# which lockdep names the lock.
 LOCKS = re.compile(
     r"(?:spin_lock_init|init_waitqueue_head|mutex_init)\((&[^;]*)\);"
     r"|DEFINE_(?:SPINLOCK|MUTEX)\((\w+)\)"
@@ -269,7 +270,8 @@ def main() -> int:
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
     try:
-        # A missing program is reported at once, not after minutes.
+        # Look for the programs first, so that a missing one is reported at once and not after
+        # minutes.
         qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")
         with Session() as session:
             bench = Bench(session, Progress())

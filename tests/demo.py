@@ -396,7 +396,8 @@ class Machines:
     """
 
     def __init__(self, native_guests: bool) -> None:
-        # A missing program is reported at once, not after minutes.
+        # Look for the programs first, so that a missing one is reported at once and not after
+        # minutes.
         host_binary("tmemd"), host_binary("tmemctl")
         self._native = native_guests
         self.sizes = SIZES_NATIVE if native_guests else SIZES

@@ -46,16 +46,16 @@
 
 /*
  * The table has one leaf for this many pages of RAM. A leaf covers 64 neighbouring pages of a file,
- * so the table remembers 4 times the pages of RAM, and takes 1/4096 of RAM.
+ * so the table can remember four times as many pages as RAM has. It takes 1/4096 of RAM.
  */
 #define ADMIT_RAM_PAGES		16
 #define ADMIT_LEAVES_MIN	1024
 #define ADMIT_LEAVES_MAX	65536
 #define ADMIT_CREDIT		1024
 /*
- * The filter has marks for page frame numbers below the number of pages of RAM times this factor,
- * because there are holes between memory banks. Memory at higher addresses, or plugged in later,
- * has no marks.
+ * The filter has a mark "came from the pool" for each page frame number below the number of pages
+ * of RAM times this factor. Page frame numbers exceed the number of pages, because there are holes
+ * between memory banks. Memory at higher addresses, or plugged in later, has no marks.
  */
 #define ADMIT_FRAMES_FACTOR	16
 /*
@@ -76,9 +76,9 @@
  */
 #define ADMIT_HOLD		8
 /*
- * A CPU adds its counts of hits and losses to the sums of all CPUs when they have this weight, the
- * weight of one get of the largest folio. On guests of up to 16 CPUs, counts that are not added yet
- * weigh less than ADMIT_ENGAGE in total.
+ * A CPU adds its own counts of hits and losses to the sums of all CPUs when the counts have at
+ * least this weight, which is the weight of one get of the largest folio. On guests of up to 16
+ * CPUs, the counts that CPUs have not added yet weigh less than ADMIT_ENGAGE in total.
  */
 #define ADMIT_FOLD		64
 
@@ -126,7 +126,7 @@ struct tmem_admit {
 	unsigned long *back;
 	unsigned long nr_frames;
 	unsigned int bits;
-	struct admit_cpu __percpu *cpu;	/* used with preemption disabled */
+	struct admit_cpu __percpu *cpu;	/* counts of each CPU; used with preemption disabled */
 	/* hits until the filter disengages, 0 if it is not engaged; read without the lock */
 	u64 engaged;
 	/* Leaf lock that guards weight and engaged. */
@@ -298,7 +298,7 @@ static unsigned long frames(void)
 
 /**
  * tmem_admit_init() - allocate the filter's table and marks
- * @dev: the device; its memory_bytes grow
+ * @dev: the device; the size of the memory is added to its memory_bytes
  *
  * Return: 0 or -ENOMEM.
  */

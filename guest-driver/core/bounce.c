@@ -92,10 +92,10 @@ static void bounce_reset(struct tmem_dev *dev)
 
 /**
  * tmem_bounce_init() - allocate the get requests and bounce pages of a device
- * @dev: the device; its memory_bytes grow
+ * @dev: the device; the size of the memory is added to its memory_bytes
  * @bounce_pages: number of bounce pages, a multiple of TMEM_BLOCK_PAGES
  *
- * Return: 0, or -ENOMEM; the caller then calls tmem_bounce_exit() as well.
+ * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_bounce_exit() as well.
  */
 int tmem_bounce_init(struct tmem_dev *dev, unsigned int bounce_pages)
 {

@@ -11,9 +11,10 @@
 #include "budget.h"
 
 /*
- * Maximum number of bytes that a CPU takes from the limit at a time, for its stock. They are enough
- * for 450 pages of a file that is read in order, or for 64 files of one page. A CPU charges objects
- * and leaves to its stock without a write to shared memory.
+ * Maximum number of bytes that a CPU takes from the limit at a time, for its stock (bytes that this
+ * CPU may use later). They are enough for 450 pages of a file that is read in order, or for 64
+ * files of one page. A CPU charges objects and leaves to its stock without a write to shared
+ * memory.
  */
 #define STOCK_BYTES_MAX		4096
 /*
@@ -31,8 +32,8 @@ long tmem_index_table_bytes __read_mostly;
 static unsigned int stock_shift __read_mostly;	/* a stock is at most the limit >> stock_shift */
 
 /*
- * Bytes in use, with the hash table and the stocks of all CPUs. The index is within its limit if
- * this number is.
+ * Bytes of the index in use, with the hash table and the stocks of all CPUs. This number may exceed
+ * the limit of the index for a short time.
  */
 atomic_long_t tmem_index_used_bytes ____cacheline_aligned_in_smp;
 
@@ -233,8 +234,9 @@ bool tmem_alone_in_node(struct xarray *xa, unsigned long index)
 void tmem_evict_start(void)
 {
 	/*
-	 * queue_work() writes to the work item even if it is queued already. If the index is full,
-	 * all CPUs drop puts and call this function for each of them.
+	 * Do not call queue_work() if the work item is queued already, because it would write to
+	 * the shared work item. If the index is full, all CPUs drop puts, and call this function
+	 * for each dropped put.
 	 */
 	if (!work_pending(&tmem_evict_work))
 		queue_work(tmem_system_wq, &tmem_evict_work);

@@ -31,13 +31,13 @@ struct tmem_index_cpu {
 
 DECLARE_PER_CPU(struct tmem_index_cpu, tmem_index_cpu);
 
-/* Adds to the number of entries, in any context. */
+/* Adds @pages, which may be negative, to this CPU's number of entries, in any context. */
 static inline void tmem_index_add_pages(long pages)
 {
 	this_cpu_add(tmem_index_cpu.nr_pages, pages);
 }
 
-/* Adds to the number of retained entries, in any context. */
+/* Adds @pages, which may be negative, to this CPU's number of retained entries, in any context. */
 static inline void tmem_index_add_retained(long pages)
 {
 	this_cpu_add(tmem_index_cpu.nr_retained, pages);

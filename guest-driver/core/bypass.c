@@ -23,16 +23,20 @@
 #include "budget.h"
 
 /*
- * Number of neighbouring inode numbers whose marks share one word. A value entry of an XArray has
- * 63 bits.
+ * Number of neighbouring inode numbers whose marks share one word: the largest power of two that
+ * fits into the 63 bits of an XArray's value entry.
  */
 #define MARKS_PER_WORD		32
 /*
- * Marks of all pools may take the memory of the index divided by this number. A mark without
- * neighbours takes 576 bytes.
+ * Marks of all pools may take the limit of the index in bytes, divided by this number. A mark takes
+ * 576 bytes if no other mark has an inode number near it, because it then needs an XArray node of
+ * its own.
  */
 #define BYPASS_DIVISOR		4
-/* The driver requests a sweep when marks use this fraction of the memory that they may use. */
+/*
+ * The driver requests a sweep, which clears marks, when marks use CROWDED_NUMERATOR /
+ * CROWDED_DENOMINATOR of the memory that they may use.
+ */
 #define CROWDED_NUMERATOR	3
 #define CROWDED_DENOMINATOR	4
 
@@ -48,8 +52,9 @@ struct tmem_marks {
 static atomic_long_t bypass_bytes;	/* bytes of all marks; part of tmem_index_used_bytes */
 
 /*
- * Adds memory of marks to the memory in use, even above the index's limit. Marks have priority over
- * entries: the evictor later frees entries until the index is within its limit again.
+ * Adds @bytes of memory for marks to the memory that the index uses, even above its limit. Marks
+ * have priority over entries: the evictor later frees entries until the index is within its limit
+ * again.
  */
 static void charge_marks(long bytes)
 {
@@ -214,7 +219,7 @@ void tmem_unbypass(struct tmem_pool *pool, u64 ino, const atomic_t *writers)
 		goto unlock;
 	word &= ~mark_bit(ino);
 	if (word) {
-		/* Storing a new value over the old one allocates no memory. */
+		/* This cannot fail: storing a value over an old one allocates no memory. */
 		__xa_store(&marks->words, i, xa_mk_value(word), 0);
 	} else {
 		__xa_erase(&marks->words, i);

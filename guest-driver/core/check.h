@@ -71,7 +71,7 @@ static inline u32 tmem_check_copy(const struct tmem_check_keys *keys, void *dst,
 	u64 *to = dst;
 	int i;
 
-#pragma GCC unroll 4	/* not unrolled, a third of the instructions would control the loop */
+#pragma GCC unroll 4	/* otherwise a third of the instructions would only control the loop */
 	for (i = 0; i < TMEM_CHECK_WORDS; i += 2) {
 		u64 a = READ_ONCE(from[i]);
 		u64 b = READ_ONCE(from[i + 1]);
@@ -102,7 +102,7 @@ static inline u32 tmem_check_page(const struct tmem_check_keys *keys, const void
 	 */
 	OPTIMIZER_HIDE_VAR(from);
 	OPTIMIZER_HIDE_VAR(key);
-#pragma GCC unroll 4	/* not unrolled, a third of the instructions would control the loop */
+#pragma GCC unroll 4	/* otherwise a third of the instructions would only control the loop */
 	for (i = 0; i < TMEM_CHECK_WORDS; i += 2) {
 		u64 a = READ_ONCE(from[i]);
 		u64 b = READ_ONCE(from[i + 1]);

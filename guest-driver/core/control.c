@@ -8,8 +8,8 @@
 #include "control.h"
 
 /*
- * Time after which the driver gives up a control request. The driver repeats the work of the
- * request when it sends the next report.
+ * Time after which the driver gives up a control request. With its next report, the driver sends
+ * its current state, and creates and destroys the pools for which this request failed.
  */
 #define CONTROL_TIMEOUT_MS	1000
 
@@ -72,7 +72,7 @@ static bool control_done(struct tmem_control *control)
  * tmem_control_send() - send a control request whose body is filled in, and wait for the answer
  * @dev: the device
  * @control: from tmem_control_free()
- * @generation: generation that the request carries
+ * @generation: generation of the device, which the request carries
  * @type: VIRTIO_TMEM_T_...
  * @pool: id of the pool, or 0
  * @body_bytes: size of the body
@@ -129,15 +129,15 @@ u8 tmem_control_send(struct tmem_dev *dev, struct tmem_control *control, u64 gen
 /**
  * tmem_control_pool() - create or destroy a pool at the device
  * @dev: the device
- * @generation: generation that the request carries
+ * @generation: generation of the device, which the request carries
  * @type: VIRTIO_TMEM_T_POOL_CREATE or VIRTIO_TMEM_T_POOL_DESTROY
  * @pool: id of the pool
  *
  * Context: process, sleeps up to a second.
  *
- * Return: 0; -ESTALE if the generation is over; -ENOSPC if a limit of the host is reached; -ENOENT
- * if there is no such pool; -EBUSY if earlier requests are not answered yet; -EIO if no answer
- * comes, or the answer has any other status.
+ * Return: 0; -ESTALE if the device has another generation now; -ENOSPC if a limit of the host is
+ * reached; -ENOENT if there is no such pool; -EBUSY if earlier requests are not answered yet; -EIO
+ * if no answer comes, or the answer has any other status.
  */
 int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool)
 {
@@ -173,9 +173,9 @@ int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool)
 
 /**
  * tmem_control_init() - allocate the requests of the control queue
- * @dev: the device; its memory_bytes grow
+ * @dev: the device; the size of the memory is added to its memory_bytes
  *
- * Return: 0, or -ENOMEM; the caller then calls tmem_control_exit() as well.
+ * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_control_exit() as well.
  */
 int tmem_control_init(struct tmem_dev *dev)
 {

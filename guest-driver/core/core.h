@@ -97,8 +97,8 @@
  */
 #define TMEM_PUT_DELAY_MS	10
 /*
- * Incomplete batches of all queues together use at most the number of slots divided by this value.
- * The other slots stay free for a burst of puts.
+ * Partial batches of all queues together use at most the number of slots divided by this value. The
+ * other slots stay free for a burst of puts.
  */
 #define TMEM_WAITING_DIVISOR	2
 #define TMEM_FLUSHES_IN_FLIGHT	2
@@ -232,7 +232,7 @@ struct tmem_queue {
 	struct tmem_put_batch *put[TMEM_PUTS_IN_FLIGHT];
 	struct tmem_flush_batch *flush[TMEM_FLUSHES_IN_FLIGHT];
 	struct tmem_ref_batch *ref_batch[TMEM_REFS_IN_FLIGHT];
-	struct irq_work send_work;	/* sends full batches */
+	struct irq_work send_work;	/* irq_work that sends full batches of puts */
 
 	spinlock_t vq_lock ____cacheline_aligned_in_smp;	/* guards vq and request states */
 	struct virtqueue *vq;
@@ -252,8 +252,10 @@ struct tmem_queue {
 	 * n is at place n % dev->ref_pending of the array ref.
 	 */
 	unsigned int ref_head;
-	unsigned int ref_tail;		/* written under ring_lock and send_lock */
-	struct tmem_ref *ref;		/* NULL, like ref_batch[i], if dev->retain is false */
+	/* number of the oldest reference that waits; written under ring_lock and send_lock */
+	unsigned int ref_tail;
+	/* array of references; NULL, like ref_batch[i], if dev->retain is false */
+	struct tmem_ref *ref;
 } ____cacheline_aligned_in_smp;
 
 struct tmem_dev {
@@ -261,8 +263,8 @@ struct tmem_dev {
 	struct rcu_head rcu;
 
 	/*
-	 * The current generation, or 0 while nothing may be sent. sync_work_fn() describes the
-	 * order in which it changes.
+	 * The device's generation that requests carry, or 0 while nothing may be sent.
+	 * sync_work_fn() describes the order in which it changes.
 	 */
 	u64 generation;
 	u32 epoch;			/* grows whenever the driver erases all entries */
@@ -347,7 +349,7 @@ struct tmem_dev {
 	struct workqueue_struct *wq;	/* ordered: sync and report works never run together */
 	struct work_struct sync_work;
 	struct delayed_work report_work;
-	u64 latencies_refused;		/* generation whose device does not know LATENCIES */
+	u64 latencies_refused;		/* generation in which the backend refused LATENCIES */
 	bool stopping;
 };
 
@@ -415,7 +417,11 @@ void tmem_pool_ids_exit(void);
 struct tmem_pool {
 	struct list_head list;		/* link in tmem_pools or tmem_pools_freed */
 	char name[32];
-	u32 serial;			/* never reused; selects buckets, because ids may change */
+	/*
+	 * Number of the pool, which is never reused. It selects the buckets of the pool's inodes,
+	 * which the id cannot do, because the id may change.
+	 */
+	u32 serial;
 	u32 id;				/* id at the host, or 0; puts read it under a bucket lock */
 	/*
 	 * former id; the sync work destroys the pool with this id at the host, if it exists there

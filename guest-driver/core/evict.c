@@ -113,7 +113,7 @@ static bool evict_step(struct bucket *bucket, bool only_retained, u64 *at, unsig
 							   only_retained ? retained : ~0ULL);
 			}
 			if (!budget--) {
-				(*nr)++;	/* the next step must not visit this leaf again */
+				(*nr)++;	/* continue after this leaf in the next step */
 				more = true;
 				break;
 			}
@@ -130,7 +130,7 @@ static bool evict_step(struct bucket *bucket, bool only_retained, u64 *at, unsig
 	return more;
 }
 
-/* Visits buckets, at most @visits, until the index uses at most @low bytes. */
+/* Erases entries in at most @visits buckets, until the index uses at most @low bytes. */
 static void evict(bool only_retained, unsigned long visits, long low)
 {
 	unsigned long nr;

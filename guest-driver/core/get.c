@@ -328,8 +328,8 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns, u64 hos
 	TMEM_HOLD(breaker);
 	tmem_count(TMEM_STAT_trips);
 	/*
-	 * Another task may have changed the breaker since then. The last message in the log must
-	 * give the current state.
+	 * Another task may have closed the breaker after this function opened it and dropped the
+	 * lock. The last message in the log must give the current state.
 	 */
 	if (READ_ONCE(dev->tripped))
 		breaker_log(true);
@@ -392,7 +392,7 @@ void tmem_breaker_reset(struct tmem_dev *dev)
 
 /* --- get ----------------------------------------------------------------------------------- */
 
-/* Traces the end of a call. @begin_ns is 0 if tracing was off when the call began. */
+/* Traces the end of a tmem_get() call. @begin_ns is 0 if tracing was off at its begin. */
 static void trace_get(const struct tmem_key *key, pgoff_t index, unsigned int wanted,
 		      unsigned int hits, u64 begin_ns)
 {
@@ -664,7 +664,10 @@ static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
 			else if (keep & BIT_ULL(i))
 				tmem_count(TMEM_STAT_retained_hits);
 		}
-		/* Request each run of pages that are only at the host with one request. */
+		/*
+		 * Request each run of pages that are at the host and not in the put ring with one
+		 * request.
+		 */
 		if (!there && entry[i] && run < call->dev->batch_max) {
 			run++;
 			continue;

@@ -158,7 +158,8 @@ static struct object *new_object(u32 nr, const struct tmem_key *key, u32 pool, u
 		return object;
 	object->id = ++bucket->nr_made << tmem_bucket_bits | nr;
 	/*
-	 * A reader without the lock may still see these values if an object was freed here before.
+	 * A reader without the lock may read these fields now, because an object that was freed at
+	 * this address may have been in the table. So write them with WRITE_ONCE().
 	 */
 	WRITE_ONCE(object->ino, key->ino);
 	WRITE_ONCE(object->igen, key->igen);

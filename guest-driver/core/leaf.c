@@ -22,7 +22,10 @@
 #define OBJECT_BYTES(places) (offsetof(struct object, small.word) + (places) * sizeof(u64))
 #define LEAF_BYTES(places) (offsetof(struct leaf, word) + (LEAF_BITMAPS + (places)) * sizeof(u64))
 
-/* Sizes of the classes. "places" is the number of entries in an object or leaf. */
+/*
+ * Name, size in bytes and "places" of each class of objects and leaves. "places" is the number of
+ * entries that an object or leaf of the class can have.
+ */
 static const struct {
 	const char *name;
 	unsigned short bytes;
@@ -44,7 +47,10 @@ static_assert(ARRAY_SIZE(classes) == NR_TMEM_CLASSES);
 
 static struct kmem_cache *caches[NR_TMEM_CLASSES];
 
-/* Allocates an object or a leaf. Charges it, and @more bytes. */
+/*
+ * Charges the size of an object or leaf of a class, plus @more bytes, to the index, and allocates
+ * the object or leaf. Returns it, -ENOSPC if the index is full, or -ENOMEM.
+ */
 static void *class_alloc(enum tmem_class class, long more)
 {
 	long bytes = classes[class].bytes + TMEM_SLAB_LINK + more;
@@ -149,7 +155,9 @@ struct object *tmem_object_new(u64 index)
  */
 void tmem_object_release(struct object *object)
 {
-	/* After a store that found no memory, a tree without leaves can still have empty nodes. */
+	/*
+	 * Free nodes of the tree, too: a store that found no memory may leave empty nodes behind.
+	 */
 	if (!object_is_small(object))
 		xa_destroy(&object->tree.leaves);
 	class_free(object->small.class, object);
@@ -210,7 +218,10 @@ static int change_class(struct object **where, enum tmem_class class)
 		fill_leaf(&object->small, class, &old->small);
 	}
 	object->id = old->id;
-	/* RCU readers may still read these values of a freed object that had this memory. */
+	/*
+	 * A reader without the lock may read these fields now, because an object that was freed at
+	 * this address may have been in the table. So write them with WRITE_ONCE().
+	 */
 	WRITE_ONCE(object->ino, old->ino);
 	WRITE_ONCE(object->igen, old->igen);
 	WRITE_ONCE(object->pool, old->pool);
@@ -220,7 +231,9 @@ static int change_class(struct object **where, enum tmem_class class)
 	return 0;
 }
 
-/* Returns the leaf of a page with a place for one more entry, or an error as change_class(). */
+/*
+ * Returns the leaf of a page with a place for one more entry. Otherwise returns -ENOSPC or -ENOMEM.
+ */
 static struct leaf *leaf_with_place(struct object **where, u64 index)
 {
 	unsigned long nr = index >> LEAF_SHIFT;

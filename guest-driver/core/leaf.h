@@ -81,9 +81,9 @@ struct object {
 	union {
 		struct leaf small;
 		struct {
-			u8 class;	/* TMEM_OBJECT_TREE, at the place of small.class */
+			u8 class;	/* TMEM_OBJECT_TREE; at the same offset as small.class */
 			unsigned long nr_pages;
-			unsigned long nr_retained;	/* retained entries, of nr_pages */
+			unsigned long nr_retained;	/* how many of nr_pages are retained */
 			struct xarray leaves;
 		} tree;
 	};
@@ -161,7 +161,7 @@ static inline u64 leaf_retained(const struct leaf *leaf)
 	       READ_ONCE(leaf->retained);
 }
 
-/* Returns the place of a page's entry, which is in the order of the entries present. */
+/* Returns a pointer to the entry of page @bit. Entries are packed in the order of their pages. */
 static inline u64 *leaf_entry(struct leaf *leaf, unsigned int bit)
 {
 	return leaf->word + (leaf_in_tree(leaf) ? LEAF_BITMAPS : 0) +

@@ -15,18 +15,19 @@
 #include "budget.h"
 
 /*
- * Maximum number of files with a policy in one file system. Neighbouring inode numbers, as in one
- * directory, take about 40 KiB in total.
+ * Maximum number of files with a policy in one file system. Policies of this many neighbouring
+ * inode numbers, as in one directory, take about 576 KiB.
  */
 #define POLICIES_MAX		65536
 /*
- * Policies of all pools may take the memory of the index divided by this number. A policy without
- * neighbours takes 576 bytes.
+ * Policies of all pools may take the limit of the index in bytes, divided by this number. A policy
+ * takes 576 bytes if no other policy has an inode number near it, because it then needs an XArray
+ * node of its own.
  */
 #define POLICY_DIVISOR		8
 
 struct tmem_policies {
-	struct xarray never;	/* generation of the inode, indexed by inode number */
+	struct xarray never;	/* generations of inodes with a policy, by inode number */
 	unsigned int nr;	/* policies in never; written under its lock, read without it */
 	unsigned int pools;	/* pools that share the policies: two while one replaces another */
 };

@@ -223,7 +223,10 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
 	if (last_id == U32_MAX)
 		return -ENOSPC;
 	id = ++last_id;
-	/* Until the answer comes, the driver does not know whether the device has the pool. */
+	/*
+	 * If no answer comes, the device may have the pool. So the id counts as one to destroy
+	 * until the device has confirmed the pool.
+	 */
 	pool->retired_id = id;
 	mutex_unlock(&tmem_pools_lock);
 	err = tmem_control_pool(dev, generation, VIRTIO_TMEM_T_POOL_CREATE, id);

@@ -23,7 +23,10 @@
 
 #include "ring.h"
 
-/* Fallback begins when more than one page in this many is gone (DRV-54 in proto/SPEC.md). */
+/*
+ * Fallback (gets take their pages out of the pool) lasts while more than one in this many of the
+ * last TMEM_REF_WINDOW referenced pages were gone at the host (DRV-54 in proto/SPEC.md).
+ */
 #define RETAIN_GONE_DIVISOR	16
 /*
  * While too many retained pages are lost (fallback), one part of a get in this many lets the host
@@ -168,10 +171,10 @@ void tmem_queue_ref(struct tmem_dev *dev, const struct tmem_where *where, u64 in
 
 /**
  * tmem_retain_init() - allocate the references and their requests of a queue
- * @dev: the device; its memory_bytes grow
+ * @dev: the device; the size of the memory is added to its memory_bytes
  * @queue: the queue
  *
- * Return: 0, or -ENOMEM; the caller then calls tmem_retain_exit() as well.
+ * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_retain_exit() as well.
  */
 int tmem_retain_init(struct tmem_dev *dev, struct tmem_queue *queue)
 {

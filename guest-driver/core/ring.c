@@ -203,7 +203,7 @@ static int refer(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index
 	kunmap_local(data);
 	if (TMEM_INJECT(retained_changed))
 		check ^= 1;
-	/* A test can make here a change that another CPU can make at any time. */
+	/* Let a test set a mark or a policy here, as another CPU can at any time. */
 	if (TMEM_INJECT(mark_late))
 		tmem_bypass(key->pool, key->ino);
 	if (TMEM_INJECT(policy_late))
@@ -268,8 +268,8 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 		why = TMEM_STAT_puts_dropped_policy;
 	} else if (tmem_online() && index <= TMEM_INDEX_MAX) {
 		/*
-		 * Disable interrupts, because a slot that is being filled holds up all slots after
-		 * it.
+		 * Disable interrupts: the sender cannot send later slots while this one is being
+		 * filled.
 		 */
 		local_irq_save(flags);
 		rcu_read_lock();
@@ -387,10 +387,10 @@ void tmem_ring_renew(struct tmem_queue *queue)
 
 /**
  * tmem_slots_init() - allocate the slots that all queues share
- * @dev: the device; its memory_bytes grow
+ * @dev: the device; the size of the memory is added to its memory_bytes
  * @nr_slots: number of slots, a multiple of TMEM_BLOCK_PAGES
  *
- * Return: 0, or -ENOMEM; the caller then calls tmem_slots_exit() as well.
+ * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_slots_exit() as well.
  */
 int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots)
 {
@@ -437,10 +437,10 @@ void tmem_slots_exit(struct tmem_dev *dev)
 
 /**
  * tmem_ring_init() - allocate the ring of a queue
- * @dev: the device; its memory_bytes grow
+ * @dev: the device; the size of the memory is added to its memory_bytes
  * @queue: the queue; the slots are allocated already
  *
- * Return: 0, or -ENOMEM; the caller then calls tmem_ring_exit() as well.
+ * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_ring_exit() as well.
  */
 int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue)
 {

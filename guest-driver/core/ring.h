@@ -18,7 +18,7 @@
 enum tmem_slot_state { TMEM_SLOT_FREE, TMEM_SLOT_FILLING, TMEM_SLOT_READY, TMEM_SLOT_SKIP };
 
 struct tmem_slot {
-	/* 0 while the data may change; gets read the cookie without a lock */
+	/* cookie of the page; 0 while the data may change; gets read it without a lock */
 	u64 cookie;
 	u64 object;
 	u64 index;
@@ -147,8 +147,8 @@ static inline bool refs_blocked(struct tmem_queue *queue)
 }
 
 /*
- * Returns how many puts wait to be sent. Without send_lock the number may be too high, because next
- * is read first.
+ * Returns how many puts wait to be sent. Without send_lock the number may be too high, because the
+ * sender may move queue->next after this function has read it.
  */
 static inline u64 waiting_puts(struct tmem_queue *queue)
 {

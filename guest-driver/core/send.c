@@ -246,7 +246,7 @@ static bool send_flushes(struct tmem_queue *queue, struct turn *turn)
 		const struct tmem_flush_range *range = &queue->pending[taken];
 
 		if (!turn->generation || range->epoch != turn->epoch)
-			continue;	/* the host has dropped the old generation's pages */
+			continue;	/* discard: the host drops pages of old epochs */
 		if (count && (range->pool != pool || count == queue->dev->batch_max))
 			break;
 		pool = range->pool;
@@ -431,7 +431,7 @@ static bool fill_ref_batch(struct tmem_queue *queue, struct turn *turn,
 		const struct tmem_ref *ref = &queue->ref[tail % queue->dev->ref_pending];
 
 		if (!turn->generation || ref->epoch != turn->epoch) {
-			dropped++;	/* the host has dropped the old generation's pages */
+			dropped++;	/* the host drops pages of old epochs */
 			continue;
 		}
 		if (count && (ref->pool != pool || count == queue->dev->batch_max))
@@ -524,10 +524,10 @@ static void send_due(struct tmem_queue *queue, struct turn *turn)
 	while (turn->budget && send_refs(queue, turn, due))
 		turn->budget--;
 	/*
-	 * If this call sent puts, the puts that are left began to wait later, unless the budget
-	 * ended before all due puts were sent. References that are left began to wait later under
-	 * the same condition. Puts and references share one time, kick_at, which moves only if it
-	 * does not make the other kind wait longer.
+	 * kick_at is the one time at which waiting puts and references become due. If they were
+	 * due, move it to a later time only if none is left. If they were not due, move it if this
+	 * call sent some of one kind and none of the other kind waits: those that are left began to
+	 * wait later.
 	 */
 	puts = queue->next != turn->head;
 	refs = waiting_refs(queue);
@@ -638,7 +638,7 @@ long tmem_send_timeout(struct tmem_queue *queue)
 			WRITE_ONCE(queue->kick_at, jiffies + msecs_to_jiffies(TMEM_PUT_DELAY_MS));
 			WRITE_ONCE(queue->timed, true);
 		}
-		/* The next answer wakes the feeder for this queue. */
+		/* A blocked queue needs no timeout, because its next answer wakes the feeder. */
 		if (all_blocked(queue))
 			queue->unwatched = true;
 		else
@@ -651,9 +651,10 @@ long tmem_send_timeout(struct tmem_queue *queue)
 /* --- callers ------------------------------------------------------------------------------- */
 
 /*
- * Calls tmem_send(), and arranges another call if this one reached its limit of batches. If an
- * irq_work would wait for the tick, this function makes the other calls itself, as many as handle
- * an answer and a new batch for each batch at the host. The feeder handles what is left then.
+ * Calls tmem_send(), and arranges another call if this one reached its limit of batches. On an
+ * architecture whose irq_work has to wait for the tick, this function itself makes the further
+ * calls. Their number suffices to handle the answer of each batch at the host and to send a new
+ * batch in its place; the feeder does the rest.
  */
 static void send_one_turn(struct tmem_queue *queue)
 {
@@ -739,10 +740,10 @@ void tmem_send_vq_callback(struct virtqueue *vq)
 
 /**
  * tmem_send_init() - allocate the requests of a queue
- * @dev: the device; its memory_bytes grow
+ * @dev: the device; the size of the memory is added to its memory_bytes
  * @queue: the queue
  *
- * Return: 0, or -ENOMEM; the caller then calls tmem_send_exit() as well.
+ * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_send_exit() as well.
  */
 int tmem_send_init(struct tmem_dev *dev, struct tmem_queue *queue)
 {

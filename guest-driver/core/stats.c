@@ -18,7 +18,7 @@ DEFINE_PER_CPU(struct tmem_stats, tmem_stats);
 
 /* Leaf lock, taken with interrupts off. Guards the state variables of this file. */
 static DEFINE_SPINLOCK(state_lock);
-static bool online;			/* also read without the lock */
+static bool online;			/* result of tmem_online(); also read without the lock */
 static bool ready;			/* there is a device with a backend */
 static bool is_tripped;
 static char poison_reason[REASON_BYTES];

@@ -60,8 +60,8 @@ u64 tmem_stat_sum(enum tmem_stat first, enum tmem_stat last);
 
 /*
  * Returns the number of eligible pages: evicted pages that no rule, policy or filter excluded.
- * Afterwards, each of them is in the ring or the pool, was evicted by the host, or is lost. Pages
- * of refs_gone were evicted by the host.
+ * Afterwards, each of them is in the ring or the pool, was evicted by the host, or is lost. The
+ * pages that refs_gone counts were evicted by the host.
  */
 static inline u64 tmem_stat_eligible(void)
 {

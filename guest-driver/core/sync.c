@@ -229,7 +229,7 @@ static void report_work_fn(struct work_struct *work)
  * tmem_sync_init() - allocate the workqueue
  * @dev: the device
  *
- * Return: 0, or -ENOMEM; the caller then calls tmem_sync_exit() as well.
+ * Return: 0, or -ENOMEM; after -ENOMEM, the caller calls tmem_sync_exit() as well.
  */
 int tmem_sync_init(struct tmem_dev *dev)
 {

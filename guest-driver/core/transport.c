@@ -226,7 +226,10 @@ static int set_up(struct virtio_device *vdev)
 		err = PTR_ERR(dev->feeder);
 		goto fail;
 	}
-	/* Reclaim fills the rings and must not starve the feeder, which empties them. */
+	/*
+	 * Make the feeder a real-time thread: reclaim fills the rings, and must not starve the
+	 * feeder, which empties them.
+	 */
 	sched_set_fifo_low(dev->feeder);
 	vdev->priv = dev;
 	err = find_queues(dev);

@@ -21,7 +21,7 @@ struct tmem_args;
 #ifdef TMEM_INTREE
 #include <linux/tmem_hooks.h>
 
-/* Maximum number of arguments. The hook of a failed conversion takes five. */
+/* Maximum number of arguments that a hook reads. __ext4_warning() needs five. */
 #define TMEM_ARGS_MAX 5
 
 struct tmem_args {

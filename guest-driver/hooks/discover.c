@@ -33,7 +33,7 @@ static unsigned int nr_fs;	/* number of entries in tmem_fs_hash; written under t
  * variable found.
  */
 static DEFINE_MUTEX(discovery_lock);
-static unsigned int found;	/* types activated plus file systems registered */
+static unsigned int found;	/* grows with each hooked type and each registered file system */
 
 /*
  * Reports to the core which types are served, and which types and mounts are not served, with the
@@ -170,8 +170,8 @@ static void tmem_fs_type_failed(struct tmem_fs_type *type, const char *function,
 }
 
 /*
- * Functions of file systems that are below the page cache and in no table of operations. The driver
- * hooks them by their names.
+ * Functions that change blocks below the page cache or report errors, and that are in no table of
+ * operations. The driver hooks them by their names.
  */
 static const struct fs_symbol {
 	const char *type;
@@ -424,8 +424,8 @@ static void discover_fn(struct work_struct *work)
 	else if (tmem_fs_fruitless < TMEM_FRUITLESS_MAX)
 		WRITE_ONCE(tmem_fs_fruitless, tmem_fs_fruitless + 1);
 	/*
-	 * When all types are hooked, the tracepoint of added pages is not needed: the hooked
-	 * functions report new mounts.
+	 * Once each type is hooked or cannot be hooked, stop watching pages that are added to the
+	 * page cache: the hooked functions report new mounts.
 	 */
 	tmem_probe_new_mounts(!all_active);
 }

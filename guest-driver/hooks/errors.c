@@ -76,7 +76,10 @@ void tmem_entry_journal_abort(struct tmem_args *args)
 {
 	const journal_t *journal = (void *)tmem_arg(args, 0);
 
-	/* The private field of another user of jbd2 is not a super block that the driver knows. */
+	/*
+	 * Other users of jbd2 have something else than a super block in the private field.
+	 * fs_failed() only compares the pointer, and does nothing for them.
+	 */
 	fs_failed(READ_ONCE(journal->j_private));
 }
 

@@ -47,12 +47,15 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 {
 	struct address_space *mapping = file->f_mapping;
 	struct inode *inode = mapping->host;
-	/* The kernel drops only whole pages. A length of 0 means up to the end of the file. */
+	/*
+	 * Compute the whole pages in the range, because the kernel drops only these. A length of 0
+	 * means up to the end of the file.
+	 */
 	u64 end = (u64)offset + (u64)len;
 	pgoff_t first = DIV_ROUND_UP_ULL((u64)offset, PAGE_SIZE);
 	pgoff_t nr = len && end >= (u64)len && end < (u64)i_size_read(inode) ?
 		     end >> PAGE_SHIFT : ULONG_MAX;
-	/* A range within one page contains no whole page. */
+	/* A range that contains no whole page evicts nothing, and needs no slot. */
 	unsigned int slot = nr > first ? 0 : TMEM_FADVISE_MAX;
 	struct tmem_fs *fs;
 	int ret;

@@ -127,12 +127,18 @@ void tmem_fs_put(struct tmem_fs *fs)
  */
 bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode)
 {
-	/* Swap files change below the page cache. Quota files are private to the file system. */
+	/*
+	 * Inodes with one of these flags are not cached. For example, swap files change below the
+	 * page cache, and quota files are private to the file system.
+	 */
 	const unsigned int never = S_ENCRYPTED | S_VERITY | S_DAX | S_SWAPFILE | S_NOQUOTA;
 
 	if (!S_ISREG(inode->i_mode) || (READ_ONCE(inode->i_flags) & never))
 		return false;
-	/* A page that could not be written is clean, although the disk has other content. */
+	/*
+	 * After an error of writeback, cache nothing of the inode: a page that could not be written
+	 * is clean, although the disk has other content.
+	 */
 	if (READ_ONCE(inode->i_mapping->wb_err))
 		return false;
 	return fs->type->mapping_ok(inode->i_mapping);

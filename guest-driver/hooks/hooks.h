@@ -134,7 +134,7 @@ struct tmem_fs_type {
 	 * is built in or loaded early.
 	 */
 	bool at_load;
-	unsigned int report_bit;	/* VIRTIO_TMEM_H_... */
+	unsigned int report_bit;	/* bit of the type in reports: VIRTIO_TMEM_H_... */
 
 	/* Written under discovery_lock; all but why_failed are also read without it. */
 	struct file_system_type *fst;
@@ -171,10 +171,11 @@ struct tmem_mount {
 	unsigned long next_sweep;
 };
 
-/* State of a file system that exists once for each CPU, so that CPUs share no cache line. */
+/* Per-CPU part of the state of a file system, so that CPUs do not share its cache lines. */
 struct tmem_fs_cpu {
-	long users;			/* sections between tmem_fs_get() and tmem_fs_put() */
-	unsigned long hits;		/* hits that verify.c has counted, to select every n-th */
+	long users;			/* calls of tmem_fs_get() minus calls of tmem_fs_put() */
+	/* hits that verify.c has counted on this CPU; it compares every n-th one */
+	unsigned long hits;
 };
 
 /* A mounted file system. */
@@ -305,7 +306,7 @@ bool tmem_targets_stop(void);
 void tmem_targets_reset(void);
 void tmem_targets_drain(void);
 
-/* Number of tasks that run a replacement function of this module. */
+/* Counts whose sum over all CPUs is the number of tasks that run a replacement function. */
 DECLARE_PER_CPU(long, tmem_nr_inside);
 
 /*

@@ -78,7 +78,7 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 		tmem_count_n(TMEM_STAT_puts_skipped_folio, all);
 		return 0;
 	}
-	/* fs->live is set after inodes in fs->pool are marked; pairs with tmem_fs_register(). */
+	/* If live is set, all inodes that need a mark have one; pairs with tmem_fs_register(). */
 	if (!smp_load_acquire(&fs->live)) {
 		tmem_count_n(TMEM_STAT_puts_skipped_off, all);
 		return 0;
@@ -140,8 +140,8 @@ void tmem_probe_removed(void *data, struct folio *folio)
 		tmem_invalidate(fs->pool, inode->i_ino, folio->index + done,
 				folio->index + nr - 1, TMEM_INVAL_REMOVED);
 	/*
-	 * Check whether this folio is the last one: nrpages includes it until the probe has
-	 * returned.
+	 * Check whether this folio is the last one of its mapping: nrpages includes the folio until
+	 * the probe has returned.
 	 */
 	if (mapping->nrpages == nr)
 		tmem_fs_emptied(fs, inode);

@@ -74,7 +74,7 @@ static bool read_begin(struct tmem_read *rd, struct address_space *mapping)
 		tmem_fs_note(inode->i_sb);
 		return false;
 	}
-	/* fs->live is set after inodes in fs->pool are marked; pairs with tmem_fs_register(). */
+	/* If live is set, all inodes that need a mark have one; pairs with tmem_fs_register(). */
 	if (!smp_load_acquire(&rd->fs->live) || !tmem_online() || tmem_bypass_is_all(rd->fs->pool))
 		goto put;
 	if (must_not_wait()) {

@@ -182,7 +182,10 @@ static bool is_below(const struct gendisk *above, const struct device *dev)
 	const struct gendisk *disk = dev_to_bdev(dev)->bd_disk;
 	struct kernfs_node *link;
 
-	/* The backing file of a loop device may be on any disk, which the driver cannot see. */
+	/*
+	 * The backing file of a loop device may be on any disk, and the driver cannot see on which
+	 * one. So it considers every device-mapper disk and opaque disk as below the loop device.
+	 */
 	if (above->major == LOOP_MAJOR)
 		return is_dm(disk) || is_opaque(disk);
 	link = sysfs_get_dirent(above->slave_dir->sd, dev_name(dev));
@@ -290,8 +293,8 @@ static bool has_realtime(struct super_block *sb)
 	if (options.buf && !sb->s_op->show_options(&options, sb->s_root) &&
 	    options.count < OPTIONS_BYTES)
 		/*
-		 * A zoned xfs always has the second option, even if its realtime volume is on the
-		 * data device.
+		 * A zoned xfs always shows max_open_zones, even if its realtime volume is on the
+		 * data device and it shows no rtdev.
 		 */
 		has = strstr(options.buf, ",rtdev=") || strstr(options.buf, ",max_open_zones=");
 	kfree(options.buf);

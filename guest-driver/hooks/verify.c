@@ -46,8 +46,8 @@
 #define TMEM_VERIFY_UNTESTED_HITS 64
 
 /*
- * Number of counters of pending comparisons, as a power of two: more than the files that are
- * usually read at a time.
+ * Number of bits of the hash that selects a counter of pending comparisons. There are more counters
+ * than files that are usually read at a time.
  */
 #define TMEM_VERIFY_BITS 6
 
@@ -132,7 +132,7 @@ static DECLARE_WORK(work, verify_work);
 static struct workqueue_struct *verify_wq;
 
 /*
- * Returns the number of comparisons that wait for an inode. Other inodes may have the same counter.
+ * Returns the counter of the pending comparisons of an inode. Inodes with the same hash share it.
  */
 static unsigned int *pending_at(const struct super_block *sb, u64 ino)
 {

@@ -552,7 +552,7 @@ static bool walk_entry(int directory, const char *name, unsigned int depth)
 	int fd;
 
 	if (stat_at(directory, name, 0, &before)) {
-		/* The name was deleted after the directory was read. */
+		/* Report no error if a name was deleted after its directory was read. */
 		if (top || errno != ENOENT)
 			open_failed();
 		return true;

@@ -50,7 +50,7 @@ def connections(daemon):
 @pytest.mark.parametrize("arguments", [(), ("--bytewise",)])
 @pytest.mark.parametrize("operation", ["start", "stop", "reset", "plug"])
 def test_one_deadline_covers_all_messages_of_an_operation(machine, backend, operation, arguments):
-    """Each answer, or each byte, comes in time, but all of them take longer than the deadline."""
+    """QEMU gives up a backend whose answers, or bytes, come in time but take too long in total."""
     delay_ms = ANSWER_MS if not arguments else OPERATION_MS // 10
     features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
     daemon = backend("--delay-ms", str(delay_ms), "--protocol-features", hex(features), *arguments)
@@ -214,7 +214,7 @@ def test_ring_outside_of_memory_after_a_pause_clears_the_generation(machine, bac
 
 
 def test_queue_size_set_after_the_addresses_does_not_abort_qemu(machine):
-    """QEMU caches as much memory as the ring's size needs, and aborts at a read beyond that."""
+    """When a queue grows, QEMU caches its ring again: a read beyond the cache would abort QEMU."""
     vm = machine()
     vm.driver_up()
     vm.reset()
@@ -578,7 +578,7 @@ def test_properties_and_events_report_the_backend_state(machine, backend):
     assert vm.property("last-error") == "the backend closed the connection"
 
     def events():
-        # Under qtest, the clock of the limit advances only by this command.
+        # QEMU limits the rate of events by its clock, which only this command advances under qtest.
         vm.command(f"clock_step {EVENT_INTERVAL_NS}")
         return vm.tmem_events()
 

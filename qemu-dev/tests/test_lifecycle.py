@@ -521,7 +521,7 @@ def test_device_can_be_unplugged_in_each_backend_state(machine, backend, state):
     if state == "lost":
         daemon.process.kill()
     vm.qmp("device_del", id="t0")
-    # The guest's ACPI code ejects slot 5.
+    # Eject slot 5, as the guest's ACPI code does after the request.
     vm.command("outl 0xae10 0")
     vm.command(f"outl 0xae08 {1 << 5:#x}")
     assert "t0" not in vm.hmp("info qtree")

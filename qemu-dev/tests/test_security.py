@@ -35,7 +35,7 @@ def test_devices_offer_the_largest_queue_size(machine):
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_invalid_indirect_table_in_a_packed_ring_sets_needs_reset(machine, length):
-    """A table of length 0 or 1 sets NEEDS_RESET. QEMU neither aborts nor polls the ring forever."""
+    """An indirect table of length 0 or 1 sets NEEDS_RESET, and QEMU neither aborts nor polls on."""
     vm = other_device(
         machine,
         6,

@@ -20,7 +20,7 @@
 #include <sys/ioctl.h>
 #include <sys/sysmacros.h>
 
-#define ROOM_BYTES	8192	/* size of a request; a line of a table has a few hundred bytes */
+#define ROOM_BYTES	8192	/* size in bytes of the buffer for a request with its table */
 
 static uint8_t room[ROOM_BYTES];
 static struct dm_ioctl *const request = (struct dm_ioctl *)room;

@@ -63,9 +63,9 @@ struct queue {
 	struct vring_desc *desc;
 	struct vring_avail *avail;
 	volatile struct vring_used *used;
-	uint8_t *readable;	/* req, then the data of the request type */
+	uint8_t *readable;	/* request header, then the body of the request type */
 	uint8_t *data;		/* a page of data, readable or writable */
-	uint8_t *writable;	/* resp, then page results */
+	uint8_t *writable;	/* answer header, then the results of pages */
 	uint64_t phys[6];	/* addresses of the six pages above, in order */
 	uint64_t target;	/* destination of data: physical address of `data` or of `held` */
 	volatile uint16_t *notify;
@@ -313,7 +313,10 @@ static void info(void)
 	say("reserved %u", config.reserved[0] | config.reserved[1] | config.reserved[2]);
 }
 
-/* Functions for random accesses, as by a hostile guest. No ring is in memory of the kernel. */
+/*
+ * Functions for random accesses to registers, as by a hostile guest. They set no ring address in
+ * memory of the kernel.
+ */
 
 static uint64_t random_state;
 
@@ -669,7 +672,7 @@ static void run(void)
 	signal(SIGTERM, on_signal);
 	if (getrandom(&cookie, sizeof(cookie), 0) != sizeof(cookie))
 		die("getrandom failed: %s", strerror(errno));
-	cookie >>= 1; /* The cookie only grows, and must not wrap to 0. */
+	cookie >>= 1; /* A random cookie could wrap to 0 when it grows, so clear its highest bit. */
 	start();
 	say("up");
 	while (!wanted_end) {

@@ -346,7 +346,8 @@ static int model_run(struct options *opt, struct shared *shared)
 				result = 2;
 		result = result ? result : wait_round(opt, shared, &crew, start_ns);
 	}
-	if (crew.evictor > 0) {	/* before the workers, because the evictor has their pipes open */
+	/* Kill the evictor before the workers end, because it has their pipes open, too. */
+	if (crew.evictor > 0) {
 		kill(crew.evictor, SIGKILL);
 		waitpid(crew.evictor, NULL, 0);
 	}

@@ -90,9 +90,11 @@ struct worker {
 	struct shared *shared;
 	char dir[200];
 	struct file *files;
-	uint64_t op;			/* number of the operation and version of its stamps */
+	/* number of the current operation, which is also the version that it writes */
+	uint64_t op;
 	const char *op_name;
-	uint8_t *buffer, *buffer2;	/* buffers of size_max and 2 pages each, page-aligned */
+	/* page-aligned buffers of size_max bytes plus two pages each */
+	uint8_t *buffer, *buffer2;
 	bool swap_on, swap_checked;
 };
 

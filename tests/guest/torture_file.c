@@ -27,7 +27,8 @@
 struct move_extent {
 	uint32_t reserved;
 	uint32_t donor_fd;
-	uint64_t orig_start, donor_start, len, moved_len;	/* blocks */
+	/* all in blocks of the file system */
+	uint64_t orig_start, donor_start, len, moved_len;
 };
 #define EXT4_IOC_MOVE_EXT _IOWR('f', 15, struct move_extent)
 

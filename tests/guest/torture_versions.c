@@ -35,7 +35,8 @@ struct cell {
 
 struct version_state {
 	uint32_t stop;
-	uint32_t lock[VERSION_FILES][BLOCKS];	/* each guards a block, and its issued and done */
+	/* a lock for each block, and for its issued and done */
+	uint32_t lock[VERSION_FILES][BLOCKS];
 	uint32_t issued[VERSION_FILES][BLOCKS], done[VERSION_FILES][BLOCKS];
 	uint64_t reads[JOBS_MAX], writes, longest_read_ns[JOBS_MAX];
 };

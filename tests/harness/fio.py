@@ -50,7 +50,8 @@ def _build(directory: Path, built: Path) -> None:
     fetch += ["--dest", str(scratch), "fio"]
     if subprocess.run(fetch, check=False, stdout=subprocess.DEVNULL).returncode != 0:
         raise HarnessError(f"fio: the source package of {SUITE} could not be fetched")
-    # Debian's patches only change the documentation and the paths of installed files.
+    # Build the archive without Debian's patches, which only change the documentation and the paths
+    # of installed files.
     (archive,) = scratch.glob("fio_*.orig.tar.[gx]z")
     with tarfile.open(archive) as tar:
         tar.extractall(scratch, filter="data")

@@ -66,7 +66,7 @@ class Archive:
         self._entries[path.strip("/")] = (stat.S_IFLNK | 0o777, target.encode())
 
     def device(self, path: str, major: int, minor: int) -> None:
-        """Adds a character device. The entry's content holds its numbers."""
+        """Adds a character device. Its entry holds the major and minor number as content."""
         self.directory(_parent(path))
         self._entries[path.strip("/")] = (stat.S_IFCHR | 0o600, bytes((major, minor)))
 

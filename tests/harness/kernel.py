@@ -257,7 +257,7 @@ def _relocate(scratch: Path, final: Path, release: str) -> None:
             if target.startswith("/usr/"):
                 path.unlink()
                 path.symlink_to(f"{final}{target}")
-    # Debian creates modules.dep only when a package is installed.
+    # Create modules.dep, which Debian's packages create only when they are installed.
     lib = next(scratch.glob("**/lib/modules")).parent.parent
     depmod = shutil.which("depmod") or "/sbin/depmod"
     subprocess.run([depmod, "-b", str(lib), release], check=True)

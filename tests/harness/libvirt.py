@@ -140,7 +140,7 @@ class Libvirt:
 
         def answers() -> bool:
             process.expect_alive()
-            # The command "version" would fail on a host without an installed QEMU.
+            # Run "list", because "version" would fail on a host without an installed QEMU.
             return self._virsh("list").status == 0
 
         try:

@@ -123,8 +123,8 @@ class Process:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def _is_the_program(self) -> bool:
-        # Until the process executes the program, its command line is that of this program, and then
-        # that of setpriv.
+        # The child's command line is first that of this Python process, then that of setpriv, and
+        # at last that of the program.
         if not self.alive():
             return True
         shown = Path(f"/proc/{self.pid}/cmdline").read_bytes()

@@ -22,7 +22,7 @@ from harness.paths import HarnessError
 from harness.vm import MIB
 
 SET = "set"  # the file that most workloads read
-# cluster size of qcow2 overlays; with extended_l2, a part of a cluster is 4 KiB
+# Cluster size of qcow2 overlays. With extended_l2, QEMU allocates parts of 4 KiB of a cluster.
 CLUSTER_BYTES = 128 << 10
 OWN_UNIT_BYTES = 1 * MIB  # parts of a clone that are its own or common have this size
 
@@ -58,7 +58,7 @@ def loads_image(path: Path, loads: dict[str, str]) -> Path:
     return path
 
 
-# The table and the digits of sysbench's OLTP workloads.
+# The table of sysbench's OLTP workloads.
 SCHEMA = """
 CREATE TABLE sbtest1(id INTEGER PRIMARY KEY, k INTEGER NOT NULL, c CHAR(120) NOT NULL,
   pad CHAR(60) NOT NULL);
@@ -234,7 +234,7 @@ def clones(directory: Path, count: int, set_bytes: int, overlap: float) -> tuple
 
 
 def _fill(path: Path, at: list[int], units: Iterable[int], source: Contents) -> None:
-    """Writes contents from `source` into units of a file; `at` has the blocks of the file."""
+    """Writes contents from `source` into units of a file whose blocks in the image are `at`."""
     pages = OWN_UNIT_BYTES // PAGE_BYTES
     with open(path, "r+b") as file:
         for unit in units:
@@ -245,7 +245,7 @@ def _fill(path: Path, at: list[int], units: Iterable[int], source: Contents) -> 
 
 
 def blocks(path: Path) -> list[int]:
-    """Returns the numbers of the blocks that hold the set in an ext4 image, in order."""
+    """Returns the block numbers of the file that guests read (SET) in an ext4 image, in order."""
     command = ["debugfs", "-R", f"blocks /{SET}", str(path)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return [int(word) for word in done.stdout.split()]

@@ -44,7 +44,7 @@ def sqlite_files() -> dict[str, Path]:
     names = ("libsqlite3.so.0", "libreadline.so.8", "libtinfo.so.6", "libz.so.1", "libm.so.6",
              "libc.so.6", "ld-linux-x86-64.so.2")  # fmt: skip
     for name in names:
-        # The dynamic loader is in two places of the package.
+        # The package has the dynamic loader in two places; take the first one.
         found = next(path for path in sorted(root.rglob(name)) if path.is_file())
         place = "lib64" if name.startswith("ld-") else "lib/x86_64-linux-gnu"
         out[f"/{place}/{name}"] = found.resolve()
@@ -204,7 +204,7 @@ def fio_command(arguments: str) -> str:
 
 def fio_report(text: str) -> dict[str, Any]:
     """Returns the report of the only job or group in fio's output."""
-    # fio prints warnings before the object.
+    # fio may print warnings before the JSON object of the report.
     if "{" not in text:
         raise HarnessError(f"fio printed no report: {text}")
     job: dict[str, Any] = json.loads(text[text.index("{") :])["jobs"][0]

@@ -360,7 +360,7 @@ def _wrapped(paragraph: str, first: str = "") -> str:
 
 
 def _bullets(lines: list[str]) -> list[str]:
-    """Returns a list as one block of Markdown, or nothing without lines."""
+    """Returns the lines as one block of Markdown bullets, or [] if there is no line."""
     return ["\n".join(_wrapped(line, "- ") for line in lines)] if lines else []
 
 
@@ -398,7 +398,7 @@ def _median(found: dict[str, Any], part: str, arm: str, figure: str) -> float:
 
 
 def explanations(found: dict[str, Any]) -> list[str]:
-    """Returns a sentence for each figure whose limit or cause the other figures show."""
+    """Returns sentences that explain figures by other figures, such as by reads of cached pages."""
     out = []
     parts = found["parts"]
     if "rand_reread_1" in parts and model.ALL_IN_RAM in parts:

@@ -286,7 +286,7 @@ class Rivals(Workload):
             jobs = [box.job(f"sync; {sums}") for box in boxes]
             cached = [job.wait().check().text for job in jobs]
             for box in boxes:
-                # A new mount has nothing in the pool.
+                # Read from the disk: a new mount has no pages in RAM and none in the pool.
                 box.sh(f"umount {DATA}")
                 box.guest.mount("data", DATA, options="ro")
             jobs = [box.job(sums) for box in boxes]

@@ -113,7 +113,8 @@ class Run:
                         self._progress.step(f"  failed: {error}")
                     left -= self._estimate(part)
         finally:
-            # A run that fails keeps its parts, to which the facts belong.
+            # Save the facts about the machine also if a part failed, because the parts that were
+            # measured before are in the results.
             if measured:
                 self._results.add_machine({**facts, "parts": measured})
         if failures:
@@ -136,7 +137,8 @@ class Run:
                 finally:
                     lab.end()
         finally:
-            # The session has ended all processes, also if lab.end() failed.
+            # Finish the part when the session has ended all guests and daemons, also if lab.end()
+            # failed.
             part.finish()
         self._progress.step(f"  took {time.monotonic() - began:.0f} s")
 

@@ -54,7 +54,7 @@ class Workload:
         """Raises if a guest has read a wrong byte."""
 
     def finish(self) -> None:
-        """Ends what is neither a guest nor a daemon, after all guests and daemons have ended."""
+        """Ends processes of the workload other than guests and daemons, which have ended before."""
 
 
 class Paired(Workload):
@@ -407,7 +407,7 @@ class Write(Paired):
         """Raises if the bytes in RAM and pool are not those on the disk."""
         for box in self.all_boxes[WITH]:
             cached = box.sh(f"sync; sha256sum {DATA}/{disks.SET}")
-            # A new mount has nothing in the pool.
+            # Read from the disk: a new mount has no pages in RAM and none in the pool.
             box.sh(f"umount {DATA}")
             box.guest.mount("data", DATA, options="ro")
             if box.sh(f"sha256sum {DATA}/{disks.SET}") != cached:

@@ -33,7 +33,7 @@ def yaml(path: Path) -> Any:
 
 
 def installed(text: str) -> list[set[str]]:
-    """Returns the packages of each `apt install` or `apt-get install` of ours in a text."""
+    """Returns the project's packages in each `apt install` or `apt-get install` of a text."""
     lines = re.findall(r"apt(?:-get)? install (.*?)(?:&&|$)", text, re.MULTILINE)
     ours = [set(re.findall(r"virtio-tmem-[a-z]+|linux-headers-\$\(uname -r\)", s)) for s in lines]
     return [packages for packages in ours if packages]
@@ -78,7 +78,7 @@ def test_ansible_example_installs_the_documented_packages() -> None:
 
 
 def test_containerfile_copies_the_files_that_scripts_deps_reads() -> None:
-    """The files that scripts/deps reads are copied before it runs."""
+    """The Containerfile copies the files that scripts/deps reads before it runs this script."""
     text = (ROOT / "Containerfile").read_text()
     before, _ = text.split("RUN /src/scripts/deps test\n")
     copied = re.findall(r"^COPY (\S+) /src/(\S+)$", before, re.MULTILINE)

@@ -113,9 +113,10 @@ def test_package_scripts_contain_the_version(packages: Path, tmp_path: Path, scr
 def test_package_installation_warns_if_dkms_built_no_module(
     packages: Path, tmp_path: Path, built: bool
 ) -> None:
-    """The warning names the package with the headers of the running kernel."""
+    """If DKMS built no module, the installation warns and names the package of kernel headers."""
     postinst = (scripts(packages, tmp_path) / "postinst").read_text()
-    # The part of dh-dkms would build the module on this machine.
+    # Run only the project's part of the script: the part that dh-dkms adds would build the module
+    # on this machine.
     own = "#!/bin/sh\nset -e\n" + postinst.split("# End automatically added section\n")[-1]
     (tmp_path / "postinst").write_text(own)
     fake = tmp_path / "bin"

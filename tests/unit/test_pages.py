@@ -63,5 +63,5 @@ def test_density_picture_shows_the_documented_figures() -> None:
         assert f"{figure} MiB" in measured
     widths = [int(width) for width in re.findall(r'<rect x="215".*?width="(\d+)"', picture)]
     reads = [int(figure.replace(",", "")) for figure in figures[4:]]
-    # The scale is 5 MiB per pixel. The last bar is a line, because its value is 0.
+    # The bars have one pixel for 5 MiB. The last bar is a line, because its value is 0.
     assert widths[:3] == [round(read / 5) for read in reads[:3]] and reads[3] == 0

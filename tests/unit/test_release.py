@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The version, the source archive and the apt repository of a release."""
+"""Tests the version, the source archive and the apt repository of a release."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ SOURCE_TREE = ROOT / "scripts/source-tree"
 
 @pytest.mark.smoke
 def test_source_tree_script_replaces_only_directories_that_it_wrote(tmp_path: Path) -> None:
-    """A directory with other files stays as it is, and so does the repository."""
+    """The script leaves a directory with other files, and the repository itself, as they are."""
     target = tmp_path / "tree"
     passed(SOURCE_TREE, target)
     assert (target / "Makefile").exists()
@@ -131,7 +131,7 @@ touch ../virtio-tmem-guest_1_all.deb ../virtio-tmem_1.changes ../virtio-tmem_1.b
 
 @pytest.mark.smoke
 def test_builds_of_a_commit_and_of_the_tree_use_separate_directories(tmp_path: Path) -> None:
-    """Otherwise cargo would take the commit's programs for those of the tree."""
+    """Cargo would reuse the commit's programs for the tree if both had one target directory."""
     program = tmp_path / "bin/dpkg-buildpackage"
     program.parent.mkdir()
     program.write_text(BUILD)
@@ -171,7 +171,7 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_release_files_are_reproducible(archives: Path, tmp_path: Path) -> None:
-    """A second run in another directory, time zone and language gives equal bytes."""
+    """A second scripts/dist in another directory, time zone and language gives equal bytes."""
     passed(
         ROOT / "scripts/dist", tmp_path, TZ="Pacific/Auckland", LC_ALL="C.UTF-8", TMPDIR="/var/tmp"
     )
@@ -185,7 +185,7 @@ def test_release_files_are_reproducible(archives: Path, tmp_path: Path) -> None:
 
 
 def test_source_archive_builds_without_git_and_network(archives: Path, tmp_path: Path) -> None:
-    """The crates are complete, and the packages for guests are built."""
+    """The source archive has all crates, and its tree builds the packages for guests."""
     (archive,) = archives.glob("*.tar.xz")
     with tarfile.open(archive) as tar:
         tar.extractall(tmp_path, filter="tar")
@@ -382,5 +382,5 @@ def test_apt_accepts_the_repository_and_refuses_a_modified_copy(
     release.write_text(release.read_text().replace("Label: virtio-tmem", "Label: virtio-temm"))
     forget(apt)
     done = run("apt-get", *options, "update")
-    # Debian 12 checks with gpgv, Debian 13 with sqv.
+    # gpgv (Debian 12) and sqv (Debian 13) describe a bad signature in different words.
     assert done.returncode != 0 and re.search("BADSIG|manipulated", done.stdout), done.stdout

@@ -287,7 +287,7 @@ def test_vms_added_at_run_time_are_served_after_an_upgrade(host: Systemd, daemon
 
 
 def test_systemd_does_not_restart_a_daemon_that_it_stopped(host: Systemd, daemon: Daemon) -> None:
-    """The daemon ends orderly, and systemd does not restart it."""
+    """After `systemctl stop`, the daemon ends with success, and systemd does not restart it."""
     begun = time.monotonic()
     host.expect("systemctl", "stop", UNIT)
     assert time.monotonic() - begun < scaled(OWN_SECONDS)

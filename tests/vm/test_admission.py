@@ -48,7 +48,7 @@ SMALL_POOL = "36MiB"
 
 
 def read_and_drop(guest: Guest, path: str, size_mib: int) -> dict[str, int]:
-    """Reads and evicts the file, in steps that fit the put ring."""
+    """Reads and evicts a file of `size_mib` MiB, in steps that fit the put ring."""
     counters = {}
     for part in range(size_mib):
         guest.sh(
@@ -166,7 +166,7 @@ def test_all_pages_are_put_while_the_pool_has_room(
 def test_only_reused_pages_are_put_with_the_workingset_hint(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Pages that were used again are put with a hint, and pages that were used once without it."""
+    """Only pages that were used again after they were read in are put with the workingset hint."""
     pages = PAGES_MIB
     with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))

@@ -288,7 +288,7 @@ def test_mixed_versions_of_driver_device_and_daemon_work_together(
     served = daemon_of(session, releases[daemon])
     data, sums = tree_disk(session)
     files = list(sums)[:FILES]
-    # The old and the new version know retained pages.
+    # Use retained pages, because the old and the new version know them.
     tmem = Tmem(served.socket("vm1"), properties={"retain": "on"})
     guest = driver_guest(session, kernel, releases[driver].module, tmem, disks=[data], qemu=qemu)
     before = evict(guest, files)

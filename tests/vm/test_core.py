@@ -85,7 +85,7 @@ def budget(guest: Guest) -> int:
 
 
 def devices(guest: Guest) -> tuple[list[str], list[str]]:
-    """Returns the names of the bound tmem devices, and of those without the driver."""
+    """Returns the names of the tmem devices that the driver is bound to, and of all others."""
     names = guest.sh("grep -l 0x003f /sys/bus/virtio/devices/*/device").split()
     found = sorted(path.split("/")[-2] for path in names)
     bound = [name for name in found if guest.run(f"test -e {DRIVER}/{name}").status == 0]
@@ -239,7 +239,7 @@ def test_index_limit_holds_while_all_processors_change_the_index(
             " dd if=/dev/zero of=$i bs=8192 count=1 2>/dev/null; done; sync",
             120,
         )
-    # Without entries, the index is its hash table.
+    # An index without entries has only the memory of its hash table.
     switch = f"{SYSFS}/fs/ext4/enabled"
     guest.sh(f"echo 0 >{switch}", 60)
     until(lambda: stats(guest)["index_pages"] == 0, 10, "the index is empty")
@@ -463,7 +463,8 @@ def test_file_costs_the_documented_index_bytes(
     """
     guest = driver_guest(session, kernel, module)
     readme = (ROOT / "guest-driver/README.md").read_text()
-    # Without entries, the index is its hash table. The file that the fixture removed has none.
+    # An index without entries has only the memory of its hash table. The file that the fixture
+    # removed has no entries.
     empty = settle(guest)
     assert empty["index_pages"] == 0
     for pages, stated in FILE_INDEX_BYTES.items():

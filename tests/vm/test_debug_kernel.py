@@ -103,7 +103,8 @@ class Machine:
             session,
             kernel,
             module,
-            # Pages that are evicted for the first time are copied, others are referred to.
+            # With retain=on, the driver runs both its paths: it copies pages at their first
+            # eviction, and sends references at later ones.
             Tmem(self.daemon.socket("vm1"), properties={"retain": "on"}),
             cpus=2,
             memory_bytes=MEMORY_BYTES,

@@ -266,7 +266,7 @@ def test_stopped_daemon_answers_after_it_continues(session: Session, kernel: Ker
 
 @pytest.mark.usefixtures("host_programs")
 def test_second_vm_on_a_socket_is_refused(session: Session, kernel: Kernel) -> None:
-    """The second VM runs without the cache; the first keeps its connection and its page."""
+    """If two VMs use one socket, the second gets no cache, and the first keeps its stored page."""
     daemon = session.daemon("vm1")
     daemon.start()
     first = device_vm(session, kernel, daemon)

@@ -95,7 +95,7 @@ def changed_content(path: str) -> bytes:
 
 
 def overwrite(guest: Guest, path: str) -> str:
-    """Overwrites a file in its own blocks; returns the sha256 of the new contents."""
+    """Overwrites a file in place, without new blocks; returns the sha256 of the new contents."""
     content = changed_content(path)
     guest.put("/tmp/new", content)
     guest.sh(f"dd if=/tmp/new of={path} bs=4096 conv=notrunc,fsync 2>/dev/null && rm /tmp/new", 60)

@@ -199,7 +199,7 @@ def test_policy_ends_when_its_file_is_deleted_or_unmounted(
 def test_policies_survive_the_replacement_of_the_pool(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Policies are kept when the driver replaces the pool, even if they are set during that."""
+    """When the driver replaces a pool, it keeps all policies, also those that are set meanwhile."""
     guest, sums = start(session, kernel, test_module)
     kept, taken_back, meanwhile = list(sums)[:3]
     guest.sh(f"{COMMAND} policy {kept} {taken_back} never")

@@ -150,7 +150,7 @@ def test_evicted_files_are_read_back_from_the_pool(session: Session, kernel: Ker
 
 
 def test_kswapd_waits_for_a_silent_host(session: Session, kernel: Kernel) -> None:
-    """kswapd waits while the host takes no page, and does not without the hook `reclaim`."""
+    """kswapd waits while the host takes no page, unless the hook `reclaim` is off."""
     daemon = start_daemon(session)
     check_waits_for_silent_host(served(session, kernel, daemon=daemon), daemon)
 
@@ -207,7 +207,7 @@ def test_random_operations_find_no_wrong_byte(session: Session, kernel: Kernel, 
 
 
 def test_readers_never_see_an_older_version_of_a_block(session: Session, kernel: Kernel) -> None:
-    """Readers never see an older version of a block, beside buffered and direct writers."""
+    """While others write a block, buffered or directly, readers see no older version of it."""
     guest = served(session, kernel)
     arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
     Torture(guest, f"{arguments} --readers=3 --direct-readers=1", 600).finish()

@@ -88,7 +88,7 @@ def check_waits_for_silent_host(guest: Guest, daemon: Daemon) -> None:
 def test_kswapd_waits_while_the_ring_fills_up(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """kswapd waits for the host while it evicts, and does not without the hook `reclaim`."""
+    """kswapd waits for the host while it evicts, unless the hook `reclaim` is off."""
     daemon = start_daemon(session)
     guest = start(session, kernel, test_module, daemon.socket("vm1"))
     waits = []

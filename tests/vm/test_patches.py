@@ -197,7 +197,7 @@ def test_module_is_not_freed_after_the_kernel_disabled_ftrace(
 
 
 def switch_hooks(guest: Guest, on: bool) -> int:
-    """Switches the hooks, and returns the status of the write."""
+    """Takes or releases the driver's hooks by sysfs. Returns the exit status of the write."""
     status = guest.run(f"echo {int(on)} >{SYSFS}/hooks_enabled", 120).status
     assert guest.read(f"{SYSFS}/hooks_enabled") == str(int(on and status == 0))
     return status

@@ -280,7 +280,7 @@ def test_reader_without_a_free_request_reads_the_disk_at_once(
             assert grown["misses_late"] > 0
             read = checksums(guest, [f"{path}.read" for path in files])
             assert {path.removesuffix(".read"): found for path, found in read.items()} == sums
-            # The requests return when the device answers.
+            # When the device answers, the driver has free requests and bounce pages again.
             liar.delay_seconds = 0.0
             wait_state(guest, "on")
             guest.sh("rm /mnt/*.read")

@@ -285,7 +285,7 @@ def test_no_reference_is_sent_for_files_that_may_differ_from_the_disk(
 def test_wrong_answers_to_references_cause_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """After any answer but HELD, the page is read from the disk."""
+    """If the device does not answer a reference with HELD, the page is read from the disk."""
     with Liar(session.directory / "liar", retain=True) as liar:
         guest, sums = boot(session, kernel, module, device(liar.path))
         for lie in LIES_OF_REFS:
@@ -300,8 +300,8 @@ def test_wrong_answers_to_references_cause_no_wrong_byte(
             assert checksums(guest, list(sums)) == sums
             assert guest.disk_stat("data").read_sectors - sectors >= grown[counter] * 8
             assert stats(guest)["misses_host"] == before["misses_host"]
-            # With a new generation the driver forgets these answers, and the host retains pages
-            # again.
+            # Bind the device again: in a new generation the driver forgets these wrong answers, and
+            # the host retains pages again.
             guest.sh(
                 f"cd {DRIVER} && name=$(ls -d virtio*) && echo $name >unbind && echo $name >bind",
                 60,
@@ -367,7 +367,7 @@ def test_driver_puts_copies_while_references_find_no_page(
 def test_full_index_erases_retained_entries_first(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    # A guest with little memory has a small table of the index.
+    # With little memory, the guest has a small index, which few files fill.
     guest, sums = boot(
         session,
         kernel,
@@ -416,7 +416,7 @@ def test_full_index_erases_retained_entries_first(
 def test_changed_retained_page_switches_the_cache_off(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The cache stays off, as after a failed comparison with the disk, and the host reports it."""
+    """The driver switches the cache off until a reload, as after a wrong page, and reports it."""
     daemon = start_daemon(session)
     guest, sums = boot(session, kernel, test_module, device(daemon.socket("vm1")))
     session.expect_trouble()
@@ -543,7 +543,7 @@ def test_no_reference_is_sent_for_a_file_marked_during_an_eviction(
 def test_late_answers_to_references_do_not_erase_newer_puts(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """References are answered with GONE after their pages were written and put again."""
+    """The driver ignores answers GONE for pages that were written and put after the reference."""
     with Liar(session.directory / "liar", retain=True) as liar:
         guest, sums = boot(session, kernel, test_module, device(liar.path))
         set_parameter(guest, "test_hooks_off", "fadvise")
@@ -577,7 +577,7 @@ def test_late_answers_to_references_do_not_erase_newer_puts(
 def test_reference_sent_after_a_newer_put_changes_no_page(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """References that wait for the feeder are sent after newer puts of their pages."""
+    """The host gets the references of pages after newer puts of them, and keeps the newer pages."""
     with Liar(session.directory / "liar", retain=True) as liar:
         guest, sums = boot(session, kernel, test_module, device(liar.path))
         path, other, pages = f"{WHERE}/few", next(iter(sums)), 40

@@ -103,7 +103,7 @@ def test_hits_of_random_operations_match_the_disk(
 def test_readers_never_see_an_older_version_of_a_block(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Readers never see an older version of a block, beside buffered and direct writers."""
+    """While others write a block, buffered or directly, readers see no older version of it."""
     guest = boot(session, kernel, module, "verify_every=0")
     arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
     Torture(guest, f"{arguments} --readers=3 --direct-readers=1").finish()

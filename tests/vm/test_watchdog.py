@@ -119,7 +119,7 @@ OPERATIONS = [pause, query_qmp, plug_memory, unplug_memory, unplug_device, save,
 
 
 def prepare(vm: Vm, operation: Callable[[Vm], None]) -> None:
-    """Prepares the VM, so that the operation has something to do."""
+    """Prepares the VM for the operation: plugs the memory that unplug_memory() will unplug."""
     if operation is unplug_memory:
         vm.guest.sh("echo online_movable >/sys/devices/system/memory/auto_online_blocks")
         plug_memory(vm)
@@ -131,7 +131,7 @@ def prepare(vm: Vm, operation: Callable[[Vm], None]) -> None:
 
 
 def undo(vm: Vm, operation: Callable[[Vm], None]) -> None:
-    """Reverts the operation, so that the guest caches again."""
+    """Reverts the effect of the operation on the VM, so that the guest caches again."""
     if operation is reset:
         load(vm.connect(), "verify_every=0")
     if operation is unplug_device:

@@ -23,7 +23,7 @@ HEAL_SECONDS = 60.0
 
 
 def files() -> dict[str, Path]:
-    """Returns the files for Config.files."""
+    """Returns the program tmemcfg by its path in the guest, for Config.files."""
     return {PROGRAM: guest_program(TESTS / "guest/tmemcfg.c")}
 
 

@@ -100,11 +100,11 @@ pub(crate) const INDEX_ROOM_PART: u64 = 256;
 pub(crate) const TENANT_METADATA_BYTES: u64 = 16 << 10;
 
 /// Bytes that each page is charged for its metadata, in addition to its compressed size. They cover
-/// the worst case, a page that is alone in its object and has a blob of its own. Such a page needs
-/// these parts: an index entry (32 B), two tree nodes (160 B), an object and its place in the hash
-/// table (72 B), a blob record (16 B), a slot in the table of equal pages (8 B), the record of a
-/// span (12 B), and a few bytes more. Most pages cost a quarter of that. With a smaller charge, a
-/// tenant with one-page objects could hold more than its share of the pool.
+/// the worst case, a page that is alone in its object and has a blob of its own. Its index needs an
+/// entry (32 B), two tree nodes (160 B), and an object with its place in the hash table (72 B). Its
+/// blob needs a record (16 B), a slot in the table of equal pages (8 B), the record of a span
+/// (12 B), and a few bytes more. Most pages cost a quarter of that. With a smaller charge, a tenant
+/// with one-page objects could hold more than its share of the pool.
 pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
 
 /// Address space that a pool reserves, as a multiple of the pool's largest size. The heap needs a

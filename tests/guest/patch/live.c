@@ -20,7 +20,10 @@ module_param(function, charp, 0444);
 unsigned long live_original;
 void live_replacement(void);
 
-/* %rax is free at the start of a function: only variadic functions have an argument in it. */
+/*
+ * The code may overwrite %rax at the start of a function: only variadic functions have an argument
+ * in it.
+ */
 asm(".pushsection .text\n"
     ".globl live_replacement\n"
     ".type live_replacement, @function\n"
