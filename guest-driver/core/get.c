@@ -349,7 +349,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 {
 	u64 generation = READ_ONCE(dev->generation);
 	struct tmem_get_req *get;
-	bool late = false;
+	bool answered, late = false;
 	unsigned int i;
 	u64 deadline_ns;
 
@@ -370,8 +370,9 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 			tmem_bounce_free(dev, get);
 			return;
 		}
-		late = !get_wait(get, 0, deadline_ns);
-		if (!late)
+		answered = get_wait(get, 0, deadline_ns);
+		late = !answered || get->answered_ns > deadline_ns;
+		if (answered)
 			tmem_bounce_free(dev, get);
 	}
 	if (late || !breaker_close(dev, false))
@@ -591,6 +592,12 @@ static void request_pages(struct get_call *call, struct tmem_queue *queue,
 	}
 	why = TMEM_STAT_misses_queue;
 	get->sent_ns = ktime_get_ns();
+	if (get->sent_ns >= call->deadline_ns) {
+		/* The scheduler has delayed the reader. The host is not late. */
+		tmem_bounce_free(dev, get);
+		why = TMEM_STAT_misses_late;
+		goto no;
+	}
 	if (get_submit(dev, get, call->generation, where->pool)) {
 		tmem_bounce_free(dev, get);
 		goto no;

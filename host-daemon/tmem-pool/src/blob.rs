@@ -360,8 +360,8 @@ impl Store {
 
     /// Finds the final form of a raw page, which is still stored as the guest sent it. The form is
     /// a pattern, an equal blob, a compressed blob, or the raw blob itself. `check` are the check
-    /// bits of the page's hash. The caller holds a reference to the raw blob and keeps it. Returns None if there is no memory for the final
-    /// form now.
+    /// bits of the page's hash. The caller holds a reference to the raw blob and keeps it. Returns
+    /// None if there is no memory for the final form now.
     ///
     /// If the result is `Prepared::Encoded`, the compressed page is in `buffer` and is not stored
     /// yet. The caller then passes the buffer to [`complete`](Self::complete). Until that call, no

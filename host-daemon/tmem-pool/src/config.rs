@@ -43,12 +43,22 @@ pub(crate) const FINALIZE_PAGES: usize = 8;
 pub(crate) const RETAIN_MARGIN_PART: u64 = 16;
 
 /// Shift for the growth of the bound up to which a tenant's charge allows retained pages, which a
-/// get returned and left in the pool. An eviction lowers the bound. After that, each page that a
-/// get does not retain because of the bound raises the bound by the charge, shifted right by this
-/// number of bits. After 4,096 such pages, the bound has risen by a sixteenth of the charge, which
-/// is the margin. The pool then evicts one retained page or a few, and the bound falls again. In a
-/// model of a guest that reads in a loop, this caused 8 more disk reads in 30,000.
+/// get returned and left in the pool. Each page that a get does not retain because of the bound
+/// raises the bound by the charge, shifted right by this number of bits, once the evicted pages are
+/// paid for (`RETAIN_PAY_PAGES`). After 4,096 such pages, the bound has risen by a sixteenth of the
+/// charge, which is the margin. The pool may then evict retained pages again.
 pub(crate) const RETAIN_GROWTH_SHIFT: u32 = 16;
+
+/// Number of pages that gets must not retain, for each page that the pool evicted, before the bound
+/// of the charge may rise again. A retained page more can fill the pool, which then evicts a 64th of
+/// its pages at a time. Each of them may cost the guest a read of its disk. With this number, tries
+/// to retain more pages cost a read for one page in a thousand.
+pub(crate) const RETAIN_PAY_PAGES: u64 = 1024;
+
+/// Maximum number of pages that gets must not retain before the bound may rise again, for each page
+/// that the tenant has. It pays for a 64th of them. A tenant whose pool was once made much smaller
+/// retains more pages after it has read each of its pages this many times.
+pub(crate) const RETAIN_PAY_ROUNDS: u64 = 16;
 
 /// Number of pages that a put copies before it takes the tenant's lock. It takes the lock once for
 /// all of them.

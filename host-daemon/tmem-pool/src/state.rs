@@ -12,7 +12,7 @@ use crate::blob::Finalized;
 use crate::config::PolicyKind;
 use crate::config::{
     EVICTIONS_PER_PUT_PAGE, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX,
-    RETAIN_GROWTH_SHIFT, RETAIN_MARGIN_PART, STALE_SKIPS_MAX,
+    RETAIN_GROWTH_SHIFT, RETAIN_MARGIN_PART, RETAIN_PAY_PAGES, RETAIN_PAY_ROUNDS, STALE_SKIPS_MAX,
 };
 use crate::cost::{
     ESTIMATE_NS_MAX, FORGET_NS, KEY_NS, MISS_NS, REF_NS, estimator_ns, forget_all_ns_max,
@@ -51,8 +51,11 @@ pub(crate) struct State {
     pub retained: Queue,
     /// Bound in bytes: gets retain pages only while the tenant's charge is at most this bound. An
     /// eviction sets the bound somewhat below the charge. Each page that a get does not retain
-    /// because of the bound raises it a little.
+    /// because of the bound raises it a little, once `retain_unpaid_pages` is 0.
     retain_max_bytes: u64,
+    /// Number of pages that gets must not retain before the bound may rise. Each eviction increases
+    /// it.
+    retain_unpaid_pages: u64,
     /// Queue of the entries that were put as raw (uncompressed) pages, with their blobs, the oldest
     /// first. Some of the pages may have been removed or finalized since.
     raw: VecDeque<(Id, u32)>,
@@ -145,6 +148,7 @@ impl State {
             policy: evict::policy(policy, chunks),
             retained: Queue::default(),
             retain_max_bytes: u64::MAX,
+            retain_unpaid_pages: 0,
             raw: VecDeque::new(),
             raw_max: 0,
             limit_bytes,
@@ -529,12 +533,16 @@ impl State {
     }
 
     /// Returns whether the tenant's charge allows a get to retain the page that it returns. If it
-    /// does not, raises the bound of the charge a little, so that later gets may retain pages
-    /// again.
+    /// does not, pays for evicted pages, or raises the bound of the charge a little if all are paid
+    /// for. So later gets may retain pages again.
     fn may_retain(&mut self) -> bool {
         let charged_bytes = self.charged_bytes();
         if charged_bytes <= self.retain_max_bytes {
             return true;
+        }
+        if self.retain_unpaid_pages > 0 {
+            self.retain_unpaid_pages -= 1;
+            return false;
         }
         let more_bytes = (charged_bytes >> RETAIN_GROWTH_SHIFT).max(1);
         self.retain_max_bytes = self.retain_max_bytes.saturating_add(more_bytes);
@@ -634,6 +642,9 @@ impl State {
             if evicted > 0 {
                 self.retain_max_bytes = charged_bytes - charged_bytes / RETAIN_MARGIN_PART;
             }
+            let unpaid = self.retain_unpaid_pages + evicted as u64 * RETAIN_PAY_PAGES;
+            self.retain_unpaid_pages =
+                unpaid.min(u64::from(self.index.gauges.pages) * RETAIN_PAY_ROUNDS);
         }
         let counters = &mut self.counters;
         let evicted_pages = evicted as u64;
