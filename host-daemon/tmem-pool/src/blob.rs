@@ -121,8 +121,8 @@ pub(crate) struct Encoded {
     tag: Tag,
 }
 
-/// Tag of a blob, by which the table of equal pages finds it. Blobs of different trust domains that
-/// have equal bytes have different places.
+/// Tag of a blob: 48 bits by which the table of equal pages finds it. The part `place` also depends
+/// on the trust domain, so the tag of a page never finds an equal blob of another domain.
 #[derive(Clone, Copy, Debug)]
 struct Tag {
     place: u32,
@@ -249,8 +249,8 @@ impl Store {
         }
     }
 
-    /// Prefetches the buckets of the table of equal pages in which a blob equal to `raw` would be
-    /// listed, and the beginning of the bytes of `raw`.
+    /// Prefetches the buckets of the table of equal pages in which a blob equal to the uncompressed
+    /// blob `raw` would be listed. Also prefetches the beginning of the bytes of `raw`.
     pub(crate) fn prefetch_raw(&self, raw: u32) {
         self.heap.prefetch_bytes(Handle(raw));
         self.dedup.prefetch(self.place(raw));
@@ -512,8 +512,9 @@ impl Store {
                     self.denser_saved_bytes.add((len - bytes.len()) as u64);
                     self.dense_gain_bytes.add(self.dense_gain(blob));
                 } else {
-                    // There was no memory for the zstd form, or another thread was reading the
-                    // blob. Remove the flag, so that a later sweep tries again.
+                    // The zstd form was not stored, because there was no memory for it or another
+                    // thread was reading the blob. Remove the flag DENSE, so that a later sweep
+                    // tries again.
                     record.state.fetch_and(!DENSE, Relaxed);
                 }
             }
@@ -581,8 +582,9 @@ impl Store {
             return;
         }
         let pair = self.dedup.lock(self.place(blob));
-        // Look again under the lock: another thread may have joined buckets that had no free slot
-        // for this blob.
+        // Look again under the lock: another thread may have joined two buckets of the table, and
+        // the joined bucket may have had no free slot for this blob. Then the blob is no longer
+        // listed.
         if self.is_listed(blob) {
             self.set_unlisted(blob);
             self.dedup.remove(self, pair, blob);

@@ -25,7 +25,8 @@ use crate::sync::{AtomicU32, Mutex, MutexGuard};
 use crossbeam_utils::CachePadded;
 use std::io;
 use std::ptr;
-// The locks guard the slots, so shuttle needs no thread switch at each slot.
+// The slots use atomics of the standard library. The locks guard the slots, so shuttle (the library
+// that tests the order of threads) need not switch threads at each access to a slot.
 use std::sync::atomic::{self, AtomicU16, Ordering::Relaxed};
 
 /// Number of locks that all buckets share. It is a power of two.
@@ -244,9 +245,10 @@ impl Dedup {
         false
     }
 
-    /// Copies a blob of a full bucket to its other bucket, after up to `moves` - 1 blobs have moved
-    /// out of that bucket. Returns the slot of the copied blob, which the caller overwrites. Returns
-    /// None, and changes nothing, if no blob can move. The caller holds the lock of the bucket.
+    /// Copies a blob of a full bucket to the blob's other bucket. If that bucket is full as well,
+    /// first frees a slot of it in the same way, with at most `moves` copied blobs in total.
+    /// Returns the slot of the copied blob, which the caller overwrites. Returns None, and changes
+    /// nothing, if no blob can move. The caller holds the lock of the bucket.
     #[inline(never)]
     fn free_slot(&self, records: &impl Records, bucket: &Bucket, moves: usize) -> Option<usize> {
         (0..SLOTS).find(|&slot| {
@@ -451,8 +453,9 @@ mod tests {
     #[test]
     #[ignore = "ends its process: see a_damaged_dedup_table_aborts_the_process"]
     fn splitting_an_overfull_bucket_aborts() {
-        // A place whose buckets are both the bucket BUCKETS_MIN after the first split. The split
-        // moves all blobs there. That bucket is already full, which is impossible without damage.
+        // Find a place whose two buckets, after the first split, are both bucket number
+        // BUCKETS_MIN, which the split creates. So the split moves all blobs of this place there.
+        // But the test has already filled that bucket, which happens only if memory is damaged.
         let place = (BUCKETS_MIN..)
             .step_by(2 * BUCKETS_MIN as usize)
             .find(|&place| hashes(place).map(|hash| hash % (2 * BUCKETS_MIN)) == [BUCKETS_MIN; 2])
@@ -509,9 +512,10 @@ mod tests {
     }
 
     /// Fills a table and then replaces all blobs, as in a full pool. The buckets of a lock are
-    /// independent of those of other locks, and a table of 10^9 blobs only has more buckets for each
-    /// lock. So the part of blobs that find no slot does not grow with the table. The table grows
-    /// over all shares of split buckets several times.
+    /// independent of those of other locks, and a table of 10^9 blobs only has more buckets for
+    /// each lock. So the part of blobs that find no slot does not grow with the table. While the
+    /// table grows to its full size, the share of its buckets that are already split rises from
+    /// none to all several times.
     #[test]
     #[cfg_attr(miri, ignore = "adds half a million blobs")]
     fn few_blobs_find_both_buckets_full() {

@@ -41,8 +41,9 @@ const WEIGHT_MAX: f32 = 16.0;
 /// one queue: the number of the tenant's pages, divided by this constant.
 const STEP_PART: f32 = 16.0;
 
-/// Smallest number of pages for which the weight's adaptation is computed. It limits the effect of
-/// one page: the weight changes by a quarter at most.
+/// Lower bound of the number of pages by which STEP_PART is divided: a tenant with fewer pages
+/// adapts as if it had this many. One wrong eviction therefore changes the weight (the factor for
+/// ages in the small queue) by a quarter at most.
 const STEP_PAGES_MIN: u32 = 64;
 
 /// Resolution of the policy's clock, by which it measures the ages of pages: number of ticks that

@@ -248,8 +248,8 @@ mod tests {
                 changed <= 1,
                 "the resize step for {pages} pages changed {changed} buckets, more than one"
             );
-            // Add a fingerprint to a random bucket, so that all buckets fill, including the new
-            // one.
+            // Add a fingerprint to a random bucket, so that all buckets fill, also those that the
+            // table has just added.
             let (nr, key) = (rng.below(after.len() as u64) as usize, rng.next());
             let bucket = &mut ghost.buckets[nr];
             bucket.rotate_left(1);

@@ -351,7 +351,8 @@ impl<X: Zeroed> Heap<X> {
     /// each reserved frame ([`fill`](Self::fill)).
     pub(crate) fn reserve_pages(&self, handles: &mut [Handle], frames_bytes_max: u64) -> usize {
         let mut state = self.lock(self.classes.for_len(PAGE_SIZE));
-        // All pages share this number, because the thread holds the lock for all of them.
+        // The limit of frames to return to the system applies to all pages together, because the
+        // thread holds the class's lock until the frames for all of them are reserved.
         let mut release_max = RELEASE_FRAMES_MAX;
         for (nr, handle) in handles.iter_mut().enumerate() {
             let reserved =
@@ -481,7 +482,8 @@ impl<X: Zeroed> Heap<X> {
         self.fresh_handle.load(Relaxed)
     }
 
-    /// Returns the largest number of handles that were in use at one time, and a few more.
+    /// Returns an upper bound of the number of handles that were ever in use at one time. The heap
+    /// creates handles in steps of HANDLES_STEP, and this number never falls.
     fn handles_used(&self) -> u64 {
         self.fresh_handle.load(Relaxed).into()
     }

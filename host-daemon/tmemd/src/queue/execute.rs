@@ -347,9 +347,9 @@ fn put(
         return Ok(None);
     }
     if status != wire::S_OK {
-        // The request is stale, or its pool does not exist. The pool may have existed for earlier
-        // groups or slices. The pages that they stored no longer exist, so all pages of the request
-        // are refused.
+        // The request is stale, or its pool does not exist. The pool may have been removed while
+        // this PUT was in progress. The pages of this PUT that were stored before no longer exist
+        // either, so all its pages are reported as refused.
         results.fill(wire::P_REFUSED);
         from = 0;
     }
