@@ -43,7 +43,8 @@ pub(crate) type DomainId = u32;
 /// which the heap stores the place of the blob's bytes takes another 8 B.
 #[derive(Debug)]
 pub(crate) struct BlobRecord {
-    /// Place of the blob in the table of equal pages ([`place_bits`]).
+    /// The part of the blob's tag that selects its two buckets in the table of equal pages
+    /// ([`place_bits`]).
     place: AtomicU32,
     /// Bit fields. The lower 16 bits count the references to the blob. The next 13 bits are the
     /// number of bytes that the page took when it was first compressed, which is what the tenant is
@@ -399,8 +400,8 @@ impl Store {
             // The page does not compress, so its raw blob becomes the final form. Take a reference
             // for that.
             self.share(raw).then_some(())?;
-            // The state of a raw blob has 0 as the size at the first compression. So OR of the
-            // state and the size, shifted to its place, sets that field.
+            // In the state of a raw blob, the field for the size at the first compression is 0. An
+            // OR with the size, shifted to that field, therefore sets the field.
             let state = &self.record(raw).state;
             state.fetch_or((PAGE_SIZE as u32) << FIRST_SHIFT, Relaxed);
             if let Some(other) = self.list(raw, tag)

@@ -22,7 +22,7 @@ pub const KEYS_PER_TENANT_MAX: u32 = 1 << 26;
 pub(crate) const RAW_PAGES_MIN: u32 = 256;
 
 /// Largest limit of a tenant's raw pages, which are not compressed yet: 8 MiB of pages, which one
-/// core compresses in some 10 ms.
+/// core compresses in about 10 ms.
 pub(crate) const RAW_PAGES_MAX: u32 = 2048;
 
 /// Divisor for the limit of a tenant's raw pages, which are not compressed yet. The limit is the

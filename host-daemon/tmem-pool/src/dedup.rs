@@ -33,7 +33,7 @@ use std::sync::atomic::{self, AtomicU16, Ordering::Relaxed};
 pub(crate) const LOCKS: u32 = 64;
 
 /// Smallest number of buckets. With fewer than four buckets for each lock, the two buckets of a
-/// place are often the same one.
+/// place would often be the same one, so that more blobs would find no free slot.
 const BUCKETS_MIN: u32 = 4 * LOCKS;
 
 /// Number of blobs that a bucket can list.

@@ -196,8 +196,8 @@ impl Engine {
         heap::idle_frames(size_bytes).min(stay)
     }
 
-    /// Returns some of the idle frames that the pool does not keep to the system, at most one
-    /// batch. Returns the number of these frames.
+    /// Gives idle frames back to the system: those that the pool does not keep, but at most one
+    /// batch in each call. Returns the number of frames given back.
     fn trim(&self) -> usize {
         let released = self.store.heap.trim(self.idle_frames());
         let due = self.idle_due.load(Relaxed);

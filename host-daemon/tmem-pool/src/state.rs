@@ -576,9 +576,9 @@ impl State {
         let key = self.index.key_of(pool, object, index);
         let key_hash = self.index.key_hash(key);
         if id == 0 {
-            // The pool has evicted the retained page. Report a put to the estimator, because the
-            // guest would have put the page now instead, if the page had not been retained. With
-            // more memory, the pool would still have the page.
+            // The pool has already evicted the retained page. Without retention, the guest would
+            // now put the page, so report a put to the estimator. The estimator can then count a
+            // later get of this page as a hit that more memory would give.
             let room_pages = self.room_pages();
             self.estimator.put(key, key_hash, room_pages);
             return false;

@@ -86,7 +86,8 @@ pub struct TenantStats {
     pub finalized_compressed: u64,
     /// Counter, pages: new pages that stay stored uncompressed, because they do not compress.
     pub finalized_raw: u64,
-    /// Counter, pages: older pages that a put dropped, because it had a page with the same key.
+    /// Counter, pages: older pages that were dropped because a put had a newer page with the same
+    /// key.
     pub replaced_pages: u64,
     /// Counter, pages: pages of get requests for which the pool had a page with another cookie.
     pub cookie_mismatches: u64,

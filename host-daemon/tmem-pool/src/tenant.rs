@@ -47,7 +47,7 @@ const GET_TOGETHER: usize = 16;
 const LOCKED_PAGES_MAX: usize = 64;
 
 /// Largest number of pages of one get: a full batch of the device. A get takes the tenant's lock
-/// once for all its pages. With this number it holds the lock for some 10 µs.
+/// once for all its pages. With this number it holds the lock for about 10 µs.
 pub const GET_PAGES_MAX: usize = 64;
 
 /// A page to put. The fields `object` and `index` are the page's key within the pool.

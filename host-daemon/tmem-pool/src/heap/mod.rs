@@ -125,7 +125,7 @@ struct Span {
     /// Head of the list of slots that were used and are free again, as a slot number plus 1. 0
     /// means that the list is empty.
     free: Cell<u8>,
-    /// Lowest number of a slot of the span that was never used.
+    /// Lowest slot number, in this span, that was never used.
     fresh: Cell<u8>,
     used: Cell<u8>,
     /// Previous span of the list. If the span's only slot is a whole frame and is used, the field
@@ -197,7 +197,7 @@ pub(crate) struct Heap<X> {
 /// Sums over the whole heap, which threads can read without holding its locks.
 #[derive(Debug, Default)]
 struct Sums {
-    /// Lowest number of a span that was never used. It changes only under the lock of free spans.
+    /// Lowest span number that was never used. It changes only under the lock of free spans.
     fresh_span: AtomicU64,
     frames: AtomicU64,
     /// The part of `frames` that belongs to spans without used slots. It changes under the lock of
@@ -397,8 +397,8 @@ impl<X: Zeroed> Heap<X> {
         Place::of(self.word(handle.0).load(Relaxed)).len
     }
 
-    /// Zeroes the bytes of a handle, and frees the slot and the handle. No other thread uses the
-    /// handle.
+    /// Zeroes the bytes of a handle, and frees the slot and the handle. The caller makes sure that
+    /// no other thread uses the handle.
     pub(crate) fn free(&self, handle: Handle) {
         let Handle(handle) = handle;
         // Pin the place, so that compaction does not move the bytes.
@@ -407,7 +407,7 @@ impl<X: Zeroed> Heap<X> {
     }
 
     /// Zeroes and frees the frames of whole pages, and frees their handles, under one acquisition
-    /// of the lock. No other thread uses the handles.
+    /// of the lock. The caller makes sure that no other thread uses the handles.
     pub(crate) fn free_pages(&self, handles: &[Handle]) {
         let place_of = |&Handle(handle): &Handle| Place::of(self.word(handle).load(Relaxed));
         for handle in handles {
@@ -667,7 +667,8 @@ impl<X: Zeroed> Heap<X> {
 
     fn bytes_at(&self, class: &Class, place: Place) -> *mut u8 {
         let at = self.slot_at(class, place.span, place.slot);
-        // SAFETY: a slot is longer than its header.
+        // SAFETY: a slot is longer than its header, so the address after the header is inside the
+        // slot.
         unsafe { at.add(class.header_bytes.into()) }
     }
 

@@ -125,7 +125,8 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
     }
 }
 
-/// Returns the types of file systems that a driver reports as served, separated by commas.
+/// Returns the types of file systems, separated by commas, whose pages a guest's driver reports to
+/// keep in the pool. `hooks` is a bit mask of its report.
 fn file_systems(hooks: u64) -> String {
     let known = [(wire::H_EXT4, "ext4"), (wire::H_XFS, "xfs")];
     let served = known.iter().filter(|(bit, _)| hooks & (1 << bit) != 0);

@@ -207,8 +207,8 @@ impl Vm {
         *lock(&self.latencies) = Some(latencies);
     }
 
-    /// Returns the last latencies that the driver has sent on this connection; None for an older
-    /// driver.
+    /// Returns the last latencies that the driver has sent on this connection; None before the
+    /// first. Older drivers send none.
     pub fn latencies(&self) -> Option<Latencies> {
         *lock(&self.latencies)
     }
