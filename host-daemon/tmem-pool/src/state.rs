@@ -577,8 +577,8 @@ impl State {
         let key_hash = self.index.key_hash(key);
         if id == 0 {
             // The pool has already evicted the retained page. Without retention, the guest would
-            // now put the page, so report a put to the estimator. The estimator can then count a
-            // later get of this page as a hit that more memory would give.
+            // now put the page, so report a put to the estimator. With more memory, the pool would
+            // still have the page.
             let room_pages = self.room_pages();
             self.estimator.put(key, key_hash, room_pages);
             return false;

@@ -385,8 +385,7 @@ fn all_vms_share_one_budget_of_mapped_memory() {
     let mut daemon = with_maxima(&vms);
     let mut neighbour = daemon.driver("neighbour", 1);
     let mut late = with_slots(&mut daemon, "late");
-    // All these VMs share one sparse file without pages, so that their memory takes none of the
-    // host.
+    // All these VMs share one sparse file without pages, so that it takes no memory of the host.
     let (_ram, region) = more(7 * TIB + TIB / 2);
     let hogs: Vec<Driver> = names
         .iter()

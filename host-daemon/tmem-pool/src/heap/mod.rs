@@ -212,7 +212,7 @@ struct Sums {
 /// figures may be of different instants.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct HeapStats {
-    /// Number of stored bytes.
+    /// Sum of the lengths of all stored blobs, in bytes.
     pub payload_bytes: u64,
     /// Number of stored blobs, which is the number of handles in use.
     pub blobs: u64,

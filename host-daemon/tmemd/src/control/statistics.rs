@@ -125,8 +125,8 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
     }
 }
 
-/// Returns the types of file systems, separated by commas, whose pages a guest's driver reports to
-/// keep in the pool. `hooks` is a bit mask of its report.
+/// Returns the types of file systems that a guest's driver serves, separated by commas. `hooks` is
+/// the bit mask of these types in the driver's report.
 fn file_systems(hooks: u64) -> String {
     let known = [(wire::H_EXT4, "ext4"), (wire::H_XFS, "xfs")];
     let served = known.iter().filter(|(bit, _)| hooks & (1 << bit) != 0);

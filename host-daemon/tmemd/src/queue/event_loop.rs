@@ -181,7 +181,7 @@ mod tests {
     }
 
     /// A call of wake() must end the next wait, even if the poller receives the wake-up while it
-    /// removes another eventfd from the ring, before it begins to wait.
+    /// removes another eventfd, before it begins to wait.
     #[test]
     fn a_wake_during_a_descriptor_removal_ends_the_next_wait() {
         for (kind, poller) in pollers() {
