@@ -265,9 +265,9 @@ impl Store {
         }
     }
 
-    /// Releases one reference to each of these contents, which the caller owns. While it frees one
-    /// blob, it prefetches the memory that freeing the next blobs changes. It frees uncompressed
-    /// blobs in groups.
+    /// Releases the caller's reference to each of these contents. While it frees one blob, it
+    /// prefetches the memory that freeing the next blobs changes. It frees uncompressed blobs in
+    /// groups.
     pub(crate) fn release_all(&self, contents: &[Content]) {
         contents
             .iter()

@@ -353,7 +353,8 @@ mod tests {
         let mut restorer = Restorer::new().expect("cannot allocate a zstd context");
         let is_zero =
             |memory: &mut SecretPages| memory.pages().iter().all(|page| *page == [0; PAGE_SIZE]);
-        // Run several rounds, because a context that was wiped has to be initialized again.
+        // Run several rounds, so that the test also uses zstd contexts that were wiped and
+        // initialized again.
         for _ in 0..3 {
             let stored = denser
                 .encode(&page, &mut buffer, PAGE_SIZE)

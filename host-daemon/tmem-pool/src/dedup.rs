@@ -211,9 +211,9 @@ impl Dedup {
         }
     }
 
-    /// Lists a blob that the table does not list yet in one of its buckets, and releases their
-    /// lock. `tag` is the part of the blob's tag that is not in its record. If both buckets are
-    /// full, calls [`Records::set_unlisted`] instead.
+    /// Lists a blob in one of its two buckets, and releases the buckets' lock, which the caller has
+    /// taken. The table must not list the blob yet. `tag` is the part of the blob's tag that is not
+    /// in its record. If both buckets are full, calls [`Records::set_unlisted`] instead.
     pub(crate) fn add(&self, records: &impl Records, pair: Pair<'_>, blob: u32, tag: u16) {
         let listed = self.insert(records, pair.buckets, Listed { blob, tag });
         if !listed {
@@ -266,8 +266,8 @@ impl Dedup {
         })
     }
 
-    /// Removes a listed blob from the table. The caller has locked the blob's buckets. Releases
-    /// their lock.
+    /// Removes a listed blob from the table, and releases the lock of the blob's buckets, which the
+    /// caller has taken.
     pub(crate) fn remove(&self, records: &impl Records, pair: Pair<'_>, blob: u32) {
         let found = pair
             .buckets
@@ -372,7 +372,8 @@ impl Dedup {
 }
 
 impl Pair<'_> {
-    /// Returns a blob of the two buckets whose slot has this tag and for which `wanted` is true.
+    /// Returns a blob that one of the two buckets lists with this tag, and for which `wanted`
+    /// returns true; None if there is no such blob.
     pub(crate) fn find(&self, tag: u16, wanted: impl Fn(u32) -> bool) -> Option<u32> {
         self.buckets.into_iter().find_map(|bucket| {
             let mut listed = (0..SLOTS).map(|slot| bucket.get(slot));

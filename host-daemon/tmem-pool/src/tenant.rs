@@ -115,8 +115,8 @@ pub(crate) struct TenantShared {
     pub charged_bytes: Sum,
     pub entitled_bytes: Sum,
     /// Bytes that are compared with the entitlement: the tenant's charge or, if that is larger, its
-    /// stored bytes and index memory. The latter may be more than the charge, because the memory of
-    /// a key is released only when all neighbouring keys are gone.
+    /// stored bytes and index memory. Stored bytes and index memory together may be more than the
+    /// charge, because the memory of a key is released only when all neighbouring keys are gone.
     owed_bytes: Sum,
     /// Memory in bytes of the tenant's index, eviction policy, estimator and queue of raw pages.
     index_bytes: Sum,

@@ -636,8 +636,8 @@ fn overflowing_sums_in_requests_are_refused() {
         assert_eq!(driver.guest.ring(1).used_idx_in_memory(), used);
         driver.reboot().unwrap();
     }
-    // A queue does not run if the end of one of its rings exceeds the address range. Another queue
-    // continues to run.
+    // A queue does not run if one of its rings would reach beyond the last 64-bit address, or is
+    // not in shared memory. Another queue continues to run.
     let layout = driver.guest.ring(1).layout();
     let [desc, avail, used] = [layout.desc, layout.avail, layout.used]
         .map(|address| driver.guest.ram().host_addr(address));

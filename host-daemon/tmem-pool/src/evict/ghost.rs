@@ -135,7 +135,8 @@ impl Ghost {
         Some((&mut self.buckets[nr], fingerprint))
     }
 
-    /// Remembers the key of a page that is removed from the pool, and how it is removed.
+    /// Remembers the key of a page that is removed from the pool, and the way in which the page is
+    /// removed.
     pub(super) fn add(&mut self, key_hash: u64, past: Past) {
         if let Some((bucket, fingerprint)) = self.place(key_hash) {
             bucket.rotate_left(1);

@@ -650,7 +650,8 @@ impl<X: Zeroed> Heap<X> {
         poison::guard_or_abort(self.states[usize::from(nr)].lock(), HEAP)
     }
 
-    /// Returns the size class of the slot at a place, which follows from the length of its bytes.
+    /// Returns the size class of the slot at a place. The length of the slot's bytes determines the
+    /// class.
     fn class_of(&self, place: Place) -> Class {
         self.classes.get(self.classes.for_len(place.len))
     }

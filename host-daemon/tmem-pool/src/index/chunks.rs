@@ -38,7 +38,7 @@ pub(crate) struct Chunks {
 struct Free {
     /// Numbers of the chunks that indexes gave back. These chunks have no memory.
     bare: Vec<u32>,
-    /// Lowest number of a chunk that was never used.
+    /// Lowest chunk number that was never used.
     fresh: u32,
 }
 

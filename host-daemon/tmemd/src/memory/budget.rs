@@ -53,7 +53,8 @@ impl MemoryBudget {
     }
 }
 
-/// The mapped guest memory of one VM, of all its connections.
+/// Account of the guest memory that the daemon has mapped for one VM, for all its connections
+/// together.
 #[derive(Debug)]
 pub struct MemoryAccount {
     budget: Arc<MemoryBudget>,
