@@ -50,8 +50,8 @@ pub(crate) const RETAIN_MARGIN_PART: u64 = 16;
 /// model of a guest that reads in a loop, this caused 8 more disk reads in 30,000.
 pub(crate) const RETAIN_GROWTH_SHIFT: u32 = 16;
 
-/// Number of pages that a put copies before it takes the tenant's lock. It takes the lock once for
-/// all of them.
+/// Number of pages that a put copies before it takes the tenant's lock. The put takes the lock once
+/// for all these pages.
 pub(crate) const PUT_GROUP_PAGES: usize = 64;
 
 /// Largest number of steps that a put may take, for each of its pages, to free memory. A step

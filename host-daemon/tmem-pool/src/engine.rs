@@ -820,8 +820,8 @@ impl Engine {
 
     /// Does background work as [`maintain`](Self::maintain) does, and reports its kinds. Before
     /// each piece of work it calls `begins` with the kind of that work, which may be the kind of
-    /// the piece before. The engine holds no lock during the call. It calls `begins` up to three
-    /// times for about eight pages of work.
+    /// the piece before. The engine holds no lock while it calls `begins`. For about eight pages of
+    /// work, it calls `begins` up to three times.
     pub fn maintain_reporting(
         &self,
         now: Time,

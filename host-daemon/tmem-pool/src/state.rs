@@ -717,9 +717,9 @@ impl State {
     }
 
     /// Removes the keys of a flushed range from the estimator, because the guest does not request
-    /// flushed pages again. These include keys of pages that were evicted earlier. The caller calls
-    /// this function once for each range, after the pages are dropped. The call may walk over all
-    /// keys that the estimator follows.
+    /// flushed pages again. Also removes keys of pages in the range that were evicted earlier. The
+    /// caller calls this function once for each range, after the pages are dropped. The call may
+    /// walk over all keys that the estimator follows.
     pub(crate) fn forget(
         &mut self,
         pool: PoolRef,

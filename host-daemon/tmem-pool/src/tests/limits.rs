@@ -464,8 +464,8 @@ fn background_work_evicts_a_tenant_only_down_to_its_entitlement() {
     // work must evict exactly two pages.
     assert_eq!(engine.evict_excess(16), 2);
     assert_eq!(tenant.stats().pages, PAGES - 2);
-    // Another thread may have chosen this tenant before the two pages were evicted. Its eviction,
-    // which begins now, must find no excess any more.
+    // Another thread may have chosen this tenant before the two pages were evicted. The eviction of
+    // that thread, which begins now, must find no excess any more.
     let entitled_bytes = shared.entitled_bytes.get();
     let mut freed = Vec::new();
     let mut state = shared.lock(&engine.totals);
