@@ -43,7 +43,8 @@ pub(crate) type DomainId = u32;
 /// which the heap stores the place of the blob's bytes takes another 8 B.
 #[derive(Debug)]
 pub(crate) struct BlobRecord {
-    /// Place of the blob in the table of equal pages ([`place_bits`]).
+    /// The part of the blob's tag that selects its two buckets in the table of equal pages
+    /// ([`place_bits`]).
     place: AtomicU32,
     /// Bit fields. The lower 16 bits count the references to the blob. The next 13 bits are the
     /// number of bytes that the page took when it was first compressed, which is what the tenant is
@@ -121,8 +122,8 @@ pub(crate) struct Encoded {
     tag: Tag,
 }
 
-/// Tag of a blob, by which the table of equal pages finds it. Blobs of different trust domains that
-/// have equal bytes have different places.
+/// Tag of a blob: 48 bits by which the table of equal pages finds it. The part `place` also depends
+/// on the trust domain, so the tag of a page never finds an equal blob of another domain.
 #[derive(Clone, Copy, Debug)]
 struct Tag {
     place: u32,
@@ -249,8 +250,8 @@ impl Store {
         }
     }
 
-    /// Prefetches the buckets of the table of equal pages in which a blob equal to `raw` would be
-    /// listed, and the beginning of the bytes of `raw`.
+    /// Prefetches the buckets of the table of equal pages in which a blob equal to the uncompressed
+    /// blob `raw` would be listed. Also prefetches the beginning of the bytes of `raw`.
     pub(crate) fn prefetch_raw(&self, raw: u32) {
         self.heap.prefetch_bytes(Handle(raw));
         self.dedup.prefetch(self.place(raw));
@@ -264,9 +265,9 @@ impl Store {
         }
     }
 
-    /// Releases one reference to each of these contents, which the caller owns. While it frees one
-    /// blob, it prefetches the memory that freeing the next blobs changes. It frees uncompressed
-    /// blobs in groups.
+    /// Releases the caller's reference to each of these contents. While it frees one blob, it
+    /// prefetches the memory that freeing the next blobs changes. It frees uncompressed blobs in
+    /// groups.
     pub(crate) fn release_all(&self, contents: &[Content]) {
         contents
             .iter()
@@ -399,8 +400,8 @@ impl Store {
             // The page does not compress, so its raw blob becomes the final form. Take a reference
             // for that.
             self.share(raw).then_some(())?;
-            // The state of a raw blob has 0 as the size at the first compression. So OR of the
-            // state and the size, shifted to its place, sets that field.
+            // In the state of a raw blob, the field for the size at the first compression is 0. An
+            // OR with the size, shifted to that field, therefore sets the field.
             let state = &self.record(raw).state;
             state.fetch_or((PAGE_SIZE as u32) << FIRST_SHIFT, Relaxed);
             if let Some(other) = self.list(raw, tag)
@@ -512,8 +513,9 @@ impl Store {
                     self.denser_saved_bytes.add((len - bytes.len()) as u64);
                     self.dense_gain_bytes.add(self.dense_gain(blob));
                 } else {
-                    // There was no memory for the zstd form, or another thread was reading the
-                    // blob. Remove the flag, so that a later sweep tries again.
+                    // The zstd form was not stored, because there was no memory for it or another
+                    // thread was reading the blob. Remove the flag DENSE, so that a later sweep
+                    // tries again.
                     record.state.fetch_and(!DENSE, Relaxed);
                 }
             }
@@ -581,8 +583,9 @@ impl Store {
             return;
         }
         let pair = self.dedup.lock(self.place(blob));
-        // Look again under the lock: another thread may have joined buckets that had no free slot
-        // for this blob.
+        // Look again under the lock: another thread may have joined two buckets of the table, and
+        // the joined bucket may have had no free slot for this blob. Then the blob is no longer
+        // listed.
         if self.is_listed(blob) {
             self.set_unlisted(blob);
             self.dedup.remove(self, pair, blob);

@@ -189,9 +189,9 @@ pub(crate) fn encode<'a>(page: &Page, buffer: &'a mut Page) -> Option<&'a [u8]> 
     }
 }
 
-/// Returns the number of bytes of the form in which the engine first stores a page. That is 0 for a
-/// page that repeats four bytes, and [`PAGE_SIZE`] for a page that does not compress. The call
-/// takes as long as compressing the page.
+/// Returns the size in bytes of a page after its first compression. It is 0 for a page that repeats
+/// four bytes, and [`PAGE_SIZE`] for a page that does not compress. The call takes as long as
+/// compressing the page.
 pub fn stored_bytes(page: &Page) -> usize {
     match same_filled(page) {
         Some(_) => 0,
@@ -353,7 +353,8 @@ mod tests {
         let mut restorer = Restorer::new().expect("cannot allocate a zstd context");
         let is_zero =
             |memory: &mut SecretPages| memory.pages().iter().all(|page| *page == [0; PAGE_SIZE]);
-        // Run several rounds, because a context that was wiped has to be initialized again.
+        // Run several rounds, so that the test also uses zstd contexts that were wiped and
+        // initialized again.
         for _ in 0..3 {
             let stored = denser
                 .encode(&page, &mut buffer, PAGE_SIZE)

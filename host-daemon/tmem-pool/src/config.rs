@@ -22,7 +22,7 @@ pub const KEYS_PER_TENANT_MAX: u32 = 1 << 26;
 pub(crate) const RAW_PAGES_MIN: u32 = 256;
 
 /// Largest limit of a tenant's raw pages, which are not compressed yet: 8 MiB of pages, which one
-/// core compresses in some 10 ms.
+/// core compresses in about 10 ms.
 pub(crate) const RAW_PAGES_MAX: u32 = 2048;
 
 /// Divisor for the limit of a tenant's raw pages, which are not compressed yet. The limit is the
@@ -60,8 +60,8 @@ pub(crate) const RETAIN_PAY_PAGES: u64 = 1024;
 /// retains more pages after it has read each of its pages this many times.
 pub(crate) const RETAIN_PAY_ROUNDS: u64 = 16;
 
-/// Number of pages that a put copies before it takes the tenant's lock. It takes the lock once for
-/// all of them.
+/// Number of pages that a put copies before it takes the tenant's lock. The put takes the lock once
+/// for all these pages.
 pub(crate) const PUT_GROUP_PAGES: usize = 64;
 
 /// Largest number of steps that a put may take, for each of its pages, to free memory. A step

@@ -25,14 +25,15 @@ use crate::sync::{AtomicU32, Mutex, MutexGuard};
 use crossbeam_utils::CachePadded;
 use std::io;
 use std::ptr;
-// The locks guard the slots, so shuttle needs no thread switch at each slot.
+// The slots use atomics of the standard library. The locks guard the slots, so shuttle (the library
+// that tests the order of threads) need not switch threads at each access to a slot.
 use std::sync::atomic::{self, AtomicU16, Ordering::Relaxed};
 
 /// Number of locks that all buckets share. It is a power of two.
 pub(crate) const LOCKS: u32 = 64;
 
 /// Smallest number of buckets. With fewer than four buckets for each lock, the two buckets of a
-/// place are often the same one.
+/// place would often be the same one, so that more blobs would find no free slot.
 const BUCKETS_MIN: u32 = 4 * LOCKS;
 
 /// Number of blobs that a bucket can list.
@@ -213,9 +214,9 @@ impl Dedup {
         }
     }
 
-    /// Lists a blob that the table does not list yet in one of its buckets, and releases their
-    /// lock. `tag` is the part of the blob's tag that is not in its record. If both buckets are
-    /// full, calls [`Records::set_unlisted`] instead.
+    /// Lists a blob in one of its two buckets, and releases the buckets' lock, which the caller has
+    /// taken. The table must not list the blob yet. `tag` is the part of the blob's tag that is not
+    /// in its record. If both buckets are full, calls [`Records::set_unlisted`] instead.
     pub(crate) fn add(&self, records: &impl Records, pair: Pair<'_>, blob: u32, tag: u16) {
         let listed = self.insert(records, pair.buckets, Listed { blob, tag });
         if !listed {
@@ -247,9 +248,10 @@ impl Dedup {
         false
     }
 
-    /// Copies a blob of a full bucket to its other bucket, after up to `moves` - 1 blobs have moved
-    /// out of that bucket. Returns the slot of the copied blob, which the caller overwrites. Returns
-    /// None, and changes nothing, if no blob can move. The caller holds the lock of the bucket.
+    /// Copies a blob of a full bucket to the blob's other bucket. If that bucket is full as well,
+    /// first frees a slot of it in the same way, with at most `moves` copied blobs in total.
+    /// Returns the slot of the copied blob, which the caller overwrites. Returns None, and changes
+    /// nothing, if no blob can move. The caller holds the lock of the bucket.
     #[inline(never)]
     fn free_slot(&self, records: &impl Records, bucket: &Bucket, moves: usize) -> Option<usize> {
         (0..SLOTS).find(|&slot| {
@@ -267,8 +269,8 @@ impl Dedup {
         })
     }
 
-    /// Removes a listed blob from the table. The caller has locked the blob's buckets. Releases
-    /// their lock.
+    /// Removes a listed blob from the table, and releases the lock of the blob's buckets, which the
+    /// caller has taken.
     pub(crate) fn remove(&self, records: &impl Records, pair: Pair<'_>, blob: u32) {
         let found = pair
             .buckets
@@ -374,7 +376,8 @@ impl Dedup {
 }
 
 impl Pair<'_> {
-    /// Returns a blob of the two buckets whose slot has this tag and for which `wanted` is true.
+    /// Returns a blob that one of the two buckets lists with this tag, and for which `wanted`
+    /// returns true; None if there is no such blob.
     pub(crate) fn find(&self, tag: u16, wanted: impl Fn(u32) -> bool) -> Option<u32> {
         self.buckets.into_iter().find_map(|bucket| {
             let mut listed = (0..SLOTS).map(|slot| bucket.get(slot));
@@ -455,8 +458,9 @@ mod tests {
     #[test]
     #[ignore = "ends its process: see a_damaged_dedup_table_aborts_the_process"]
     fn splitting_an_overfull_bucket_aborts() {
-        // A place whose buckets are both the bucket BUCKETS_MIN after the first split. The split
-        // moves all blobs there. That bucket is already full, which is impossible without damage.
+        // Find a place whose two buckets, after the first split, are both bucket number
+        // BUCKETS_MIN, which the split creates. So the split moves all blobs of this place there.
+        // But the test has already filled that bucket, which happens only if memory is damaged.
         let place = (BUCKETS_MIN..)
             .step_by(2 * BUCKETS_MIN as usize)
             .find(|&place| hashes(place).map(|hash| hash % (2 * BUCKETS_MIN)) == [BUCKETS_MIN; 2])
@@ -513,9 +517,10 @@ mod tests {
     }
 
     /// Fills a table and then replaces all blobs, as in a full pool. The buckets of a lock are
-    /// independent of those of other locks, and a table of 10^9 blobs only has more buckets for each
-    /// lock. So the part of blobs that find no slot does not grow with the table. The table grows
-    /// over all shares of split buckets several times.
+    /// independent of those of other locks, and a table of 10^9 blobs only has more buckets for
+    /// each lock. So the part of blobs that find no slot does not grow with the table. While the
+    /// table grows to its full size, the share of its buckets that are already split rises from
+    /// none to all several times.
     #[test]
     #[cfg_attr(miri, ignore = "adds half a million blobs")]
     fn few_blobs_find_both_buckets_full() {

@@ -85,8 +85,9 @@ pub struct Engine {
     /// True while background work evicts pages. It begins when less memory is free than the low
     /// watermark, and ends when as much memory is free as the high watermark.
     reclaims: AtomicBool,
-    /// Number of idle frames that background work still has to return to the system for the last
-    /// sweep that has ended.
+    /// Number of frames that background work still has to return to the system. The end of a sweep
+    /// (a pass over all blobs) sets it to the number of idle frames, which are unused and have
+    /// memory.
     idle_due: AtomicU64,
     /// Scratch pages for background workers: those that no worker is using, all of them zeroed. The
     /// lock is a leaf lock: its holder takes no other lock.
@@ -195,14 +196,15 @@ impl Engine {
         heap::idle_frames(size_bytes).min(stay)
     }
 
-    /// Returns some of the idle frames that the pool does not keep to the system, at most one
-    /// batch. Returns the number of these frames.
+    /// Gives idle frames back to the system: those that the pool does not keep, but at most one
+    /// batch in each call. Returns the number of frames given back.
     fn trim(&self) -> usize {
         let released = self.store.heap.trim(self.idle_frames());
         let due = self.idle_due.load(Relaxed);
         if due > 0 {
-            // As long as frames are due after a sweep, the pool does not keep all idle frames. So
-            // if no frame was released, no frame is idle any more, and nothing is left to return.
+            // As long as frames have to be returned after a sweep, the pool does not keep all idle
+            // frames. So if `heap.trim` released no frame, no frame is idle any more, and nothing
+            // is left to return.
             let left = if released == 0 {
                 0
             } else {
@@ -595,9 +597,10 @@ impl Engine {
     /// or frames, where 0 means that nothing is left to do.
     fn maintain_step(&self, now: Time, pages: usize, begins: &mut dyn FnMut(Work)) -> usize {
         begins(Work::Finalize);
-        // Finalize raw (uncompressed) pages first. They take twice the memory until then, and new
-        // pages are refused if there are too many of them. But guests can put pages as fast as the
-        // pool finalizes them, so every CHORES_EVERY-th step does other work as well.
+        // Finalize raw (uncompressed) pages first. Until then they take about twice the memory of
+        // their final forms, and new pages are refused if there are too many raw pages. But guests
+        // can put pages as fast as the pool finalizes them, so every CHORES_EVERY-th step does
+        // other work as well.
         let finalized = self.finalize_step();
         let turn = self.chores.fetch_add(1, Relaxed);
         let chores = finalized == 0 || turn.is_multiple_of(CHORES_EVERY);
@@ -817,8 +820,8 @@ impl Engine {
 
     /// Does background work as [`maintain`](Self::maintain) does, and reports its kinds. Before
     /// each piece of work it calls `begins` with the kind of that work, which may be the kind of
-    /// the piece before. The engine holds no lock during the call. It calls `begins` up to three
-    /// times for about eight pages of work.
+    /// the piece before. The engine holds no lock while it calls `begins`. For about eight pages of
+    /// work, it calls `begins` up to three times.
     pub fn maintain_reporting(
         &self,
         now: Time,

@@ -134,9 +134,9 @@ impl Membership {
     }
 
     /// Changes quotas, and the full size of the pool if `full_bytes` has a value, all together or
-    /// not at all. With a new full size, all reserves must fit. Otherwise only a reserve that grows
-    /// can be refused, because an earlier change of the full size may have left the reserves too
-    /// large.
+    /// not at all. If `full_bytes` has a value, all reserves must fit into it. If not, the call
+    /// refuses only reserves that grow: an earlier change of the full size may have left existing
+    /// reserves that do not fit.
     ///
     /// # Errors
     /// A reserve does not fit into the full size; then nothing changes.

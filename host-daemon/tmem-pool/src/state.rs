@@ -584,9 +584,9 @@ impl State {
         let key = self.index.key_of(pool, object, index);
         let key_hash = self.index.key_hash(key);
         if id == 0 {
-            // The pool has evicted the retained page. Report a put to the estimator, because the
-            // guest would have put the page now instead, if the page had not been retained. With
-            // more memory, the pool would still have the page.
+            // The pool has already evicted the retained page. Without retention, the guest would
+            // now put the page, so report a put to the estimator. With more memory, the pool would
+            // still have the page.
             let room_pages = self.room_pages();
             self.estimator.put(key, key_hash, room_pages);
             return false;
@@ -728,9 +728,9 @@ impl State {
     }
 
     /// Removes the keys of a flushed range from the estimator, because the guest does not request
-    /// flushed pages again. These include keys of pages that were evicted earlier. The caller calls
-    /// this function once for each range, after the pages are dropped. The call may walk over all
-    /// keys that the estimator follows.
+    /// flushed pages again. Also removes keys of pages in the range that were evicted earlier. The
+    /// caller calls this function once for each range, after the pages are dropped. The call may
+    /// walk over all keys that the estimator follows.
     pub(crate) fn forget(
         &mut self,
         pool: PoolRef,

@@ -86,20 +86,22 @@ pub struct TenantStats {
     pub finalized_compressed: u64,
     /// Counter, pages: new pages that stay stored uncompressed, because they do not compress.
     pub finalized_raw: u64,
-    /// Counter, pages: older pages that a put dropped, because it had a page with the same key.
+    /// Counter, pages: older pages that were dropped because a put had a newer page with the same
+    /// key.
     pub replaced_pages: u64,
     /// Counter, pages: pages of get requests for which the pool had a page with another cookie.
     pub cookie_mismatches: u64,
-    /// Counter, pages, approximate: misses that would have been hits with more memory, one counter
-    /// for each percentage of [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
+    /// Counter, pages, approximate: misses that would have been hits with more memory than the
+    /// tenant used, one counter for each percentage of
+    /// [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
     pub gain_hits: [u64; 3],
     /// Counter, pages, approximate: hits that would have been misses with less memory than the
     /// tenant used, one counter for each percentage of
     /// [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
     pub loss_hits: [u64; 3],
-    /// Counter, pages, approximate: number of hits, extrapolated from the hits that were examined
-    /// for `loss_hits`. `loss_hits` divided by this number is the share of hits that less memory
-    /// would lose.
+    /// Counter, pages, approximate: estimated number of all hits, extrapolated from the hits that
+    /// the estimator examined for `loss_hits`. A value of `loss_hits` divided by this number is the
+    /// share of hits that would be lost with less memory.
     pub loss_hits_seen: u64,
     /// Counter, keys: number of times that a request visited a sampled key for the
     /// estimates `gain_hits` and `loss_hits`. It measures work, for callers that bound their work.

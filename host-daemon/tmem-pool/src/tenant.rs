@@ -47,7 +47,7 @@ const GET_TOGETHER: usize = 16;
 const LOCKED_PAGES_MAX: usize = 64;
 
 /// Largest number of pages of one get: a full batch of the device. A get takes the tenant's lock
-/// once for all its pages. With this number it holds the lock for some 10 µs.
+/// once for all its pages. With this number it holds the lock for about 10 µs.
 pub const GET_PAGES_MAX: usize = 64;
 
 /// A page to put. The fields `object` and `index` are the page's key within the pool.
@@ -115,8 +115,8 @@ pub(crate) struct TenantShared {
     pub charged_bytes: Sum,
     pub entitled_bytes: Sum,
     /// Bytes that are compared with the entitlement: the tenant's charge or, if that is larger, its
-    /// stored bytes and index memory. The latter may be more than the charge, because the memory of
-    /// a key is released only when all neighbouring keys are gone.
+    /// stored bytes and index memory. Stored bytes and index memory together may be more than the
+    /// charge, because the memory of a key is released only when all neighbouring keys are gone.
     owed_bytes: Sum,
     /// Memory in bytes of the tenant's index, eviction policy, estimator and queue of raw pages.
     index_bytes: Sum,

@@ -118,7 +118,7 @@ fn each_refused_put_is_counted_with_its_reason() {
     }
     let stats = a.stats();
     assert_eq!((stats.puts_refused, stats.refused_nursery), (3, 3));
-    // Set a limit that is below the charge of a single page.
+    // Set a limit that is below the charge of a single page, so that each further put is refused.
     a.set_quota(Quota {
         reserve_bytes: 0,
         limit_bytes: Some(1),

@@ -216,7 +216,7 @@ mod tests {
                 configure(&arguments, Settings::default()).expect("valid arguments were refused");
             config.control_read_only
         };
-        // The Prometheus exporter connects to this default path, too.
+        // The Prometheus exporter connects to this path by default, so both defaults must be equal.
         let default = tmem_control::DEFAULT_READ_ONLY_SOCKET;
         assert_eq!(socket(&[]), Some(default.into()));
         assert_eq!(socket(&["--control", "/x/c"]), Some("/x/c-ro".into()));

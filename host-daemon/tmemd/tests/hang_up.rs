@@ -43,7 +43,7 @@ fn overwrite(driver: &Driver) {
             ram.write(region.start + at, &[CANARY; PAGE]);
         }
     }
-    // The rings are in the first memory region, so the requests are written to the second.
+    // The requests are written to the second memory region, because the first contains the rings.
     let mut free = regions[1].start;
     let mut take = |bytes: usize| {
         free += bytes as u64;

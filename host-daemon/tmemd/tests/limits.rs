@@ -36,8 +36,8 @@ const DESCRIPTORS_CHANGING_MAX: usize =
     DESCRIPTORS_MAX + TABLES_WAITING * REGIONS + MESSAGE_REGIONS;
 const MEMORY_MAX_BYTES: usize = 1 << 20;
 
-/// Number of times that the front end changes its memory table in a loop. The daemon can unmap some
-/// hundred tables per second.
+/// Number of times that the front end changes its memory table in a loop. The daemon can unmap a
+/// few hundred tables per second.
 const CHANGES: usize = 2000;
 
 /// Starts a daemon without the sandbox, because the test cannot inspect a sandboxed daemon in
@@ -385,7 +385,7 @@ fn all_vms_share_one_budget_of_mapped_memory() {
     let mut daemon = with_maxima(&vms);
     let mut neighbour = daemon.driver("neighbour", 1);
     let mut late = with_slots(&mut daemon, "late");
-    // The VMs share one file, which has no pages.
+    // All these VMs share one sparse file without pages, so that it takes no memory of the host.
     let (_ram, region) = more(7 * TIB + TIB / 2);
     let hogs: Vec<Driver> = names
         .iter()

@@ -96,8 +96,8 @@ fn take_away_region(driver: &Driver, region: RamRegion) {
 }
 
 #[test]
-fn only_the_vm_that_loses_a_page_is_disconnected() {
-    let seed = seed("only_the_vm_that_loses_a_page_is_disconnected");
+fn only_the_vm_whose_guest_memory_disappears_is_disconnected() {
+    let seed = seed("only_the_vm_whose_guest_memory_disappears_is_disconnected");
     let mut daemon = TestDaemon::start(&["a", "b"]);
     let directory = daemon.folder().to_path_buf();
     let socket = |name: &str| directory.join(format!("{name}.sock"));

@@ -42,8 +42,8 @@ fn event(daemon: &mut Daemon, driver: &mut Driver, rng: &mut fastrand::Rng) {
     }
 }
 
-/// Numbers of the guests that use retained pages (pages that a get leaves in the pool). The other
-/// guests of their trust domains do not use retained pages.
+/// Indexes, in the list of guests, of those that use retained pages (pages that a get leaves in the
+/// pool). The other guests of their trust domains do not use retained pages.
 const RETAINING: [usize; 2] = [1, 2];
 
 /// Runs four guests with random requests. Returns the driver of each guest, with the number of its

@@ -142,8 +142,9 @@ fn a_flood_of_requests_takes_only_the_fair_share_of_its_vm() {
             shares.push(answered(&flood) - before);
         }
         shares.sort_unstable();
-        // The bound of 4 includes the worker's current scheduling slice and a measuring error. If
-        // the worker served queues in turn instead of VMs, the median would be eight.
+        // The bound of 4 batches for each small request includes the worker's current scheduling
+        // slice and a measuring error. If the worker served queues in turn instead of VMs, the
+        // median would be eight.
         let median = shares[shares.len() / 2];
         assert!(
             median <= 4,

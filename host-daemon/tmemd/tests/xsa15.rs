@@ -87,8 +87,8 @@ fn hit(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> 
     true
 }
 
-/// Sends a request of each type that names a pool. Each must get a status in `status`, and the
-/// daemon must return no page.
+/// Sends a request of each type that names a pool. Each answer must have one of the statuses in
+/// `status` and contain no page.
 fn all_are(driver: &mut Driver, pool: u32, status: &[u8]) {
     let destroy = Request::PoolDestroy { pool };
     for request in [
@@ -254,7 +254,8 @@ fn pool_ids_are_unsigned() {
             "pool {pool:#x} lost its page"
         );
     }
-    // The largest valid page index is far smaller than an index with the sign bit.
+    // The largest valid page index is far smaller than an index with the sign bit. The daemon must
+    // therefore refuse all these indexes.
     let end = 1 << wire::INDEX_BITS;
     for index in [end, 1 << 62, 1 << 63, (1 << 63) + 1, u64::MAX - 1, u64::MAX] {
         for request in [
@@ -635,8 +636,8 @@ fn overflowing_sums_in_requests_are_refused() {
         assert_eq!(driver.guest.ring(1).used_idx_in_memory(), used);
         driver.reboot().unwrap();
     }
-    // A queue does not run if the end of one of its rings exceeds the address range. Another queue
-    // continues to run.
+    // A queue does not run if one of its rings would reach beyond the last 64-bit address, or is
+    // not in shared memory. Another queue continues to run.
     let layout = driver.guest.ring(1).layout();
     let [desc, avail, used] = [layout.desc, layout.avail, layout.used]
         .map(|address| driver.guest.ram().host_addr(address));

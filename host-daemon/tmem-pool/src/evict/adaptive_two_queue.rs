@@ -41,13 +41,15 @@ const WEIGHT_MAX: f32 = 16.0;
 /// one queue: the number of the tenant's pages, divided by this constant.
 const STEP_PART: f32 = 16.0;
 
-/// Smallest number of pages for which the weight's adaptation is computed. It limits the effect of
-/// one page: the weight changes by a quarter at most.
+/// Lower bound of the number of pages by which STEP_PART is divided: a tenant with fewer pages
+/// adapts as if it had this many. One wrong eviction therefore changes the weight (the factor for
+/// ages in the small queue) by a quarter at most.
 const STEP_PAGES_MIN: u32 = 64;
 
 /// Resolution of the policy's clock, by which it measures the ages of pages: number of ticks that
-/// pass while the tenant puts as many pages as it has. It is larger than the largest weight of a
-/// queue, by which the policy multiplies the ages of the pages in that queue.
+/// pass while the tenant puts as many pages as it has. It is much larger than WEIGHT_MAX. Otherwise
+/// a small queue with one page in WEIGHT_MAX would span about one tick, and its ages could not be
+/// compared.
 const TICKS: u32 = 256;
 
 // Policy bits of an entry. The lowest bit is 1 for the main queue, and the other bits are the tick

@@ -38,7 +38,7 @@ const _: () = assert!(
 pub(super) struct Buckets {
     /// The first `BUCKETS_MIN` buckets, or an empty list if the table has no buckets.
     first: Vec<Bucket>,
-    /// Chunks of index memory with all other buckets.
+    /// Chunks of index memory with all buckets after the first `BUCKETS_MIN`.
     chunks: Vec<Chunk>,
     source: Arc<Chunks>,
     len: usize,

@@ -135,7 +135,8 @@ impl Ghost {
         Some((&mut self.buckets[nr], fingerprint))
     }
 
-    /// Remembers the key of a page that is removed from the pool, and how it is removed.
+    /// Remembers the key of a page that is removed from the pool, and the way in which the page is
+    /// removed.
     pub(super) fn add(&mut self, key_hash: u64, past: Past) {
         if let Some((bucket, fingerprint)) = self.place(key_hash) {
             bucket.rotate_left(1);
@@ -248,8 +249,8 @@ mod tests {
                 changed <= 1,
                 "the resize step for {pages} pages changed {changed} buckets, more than one"
             );
-            // Add a fingerprint to a random bucket, so that all buckets fill, including the new
-            // one.
+            // Add a fingerprint to a random bucket, so that all buckets fill, also those that the
+            // table has just added.
             let (nr, key) = (rng.below(after.len() as u64) as usize, rng.next());
             let bucket = &mut ghost.buckets[nr];
             bucket.rotate_left(1);

@@ -37,7 +37,8 @@ pub(crate) enum Leave {
     Got,
     /// The policy chose the page for eviction.
     Evicted,
-    /// The page was flushed or overwritten, so that its key has no content any more, or a new one.
+    /// The page was flushed or overwritten, so that its key has no content any more, or has new
+    /// content.
     Dropped,
 }
 

@@ -15,8 +15,8 @@ use crate::config::{ADDRESS_SPACE_TIMES, PAGE_SIZE};
 /// Largest number of frames (4 KiB) of a span. The waste of full spans was computed for the lengths
 /// of lz4 forms. With at most 8 frames it is 2.0 to 4.0 % (most in the longest slots), with 12
 /// frames 1.5 to 1.7 %, and with 16 frames 0.9 to 1.4 %. The last span of each class is half free
-/// on average. For all classes together that is 1.0, 1.7 and 2.1 MiB for 8, 12 and 16 frames, which
-/// matters in small pools.
+/// on average. The free halves of all classes together take 1.0, 1.7 and 2.1 MiB with 8, 12 and 16
+/// frames, which matters in small pools.
 pub(crate) const SPAN_FRAMES_MAX: usize = 12;
 const _: () = assert!(SPAN_FRAMES_MAX as u64 + 2 == ADDRESS_SPACE_TIMES);
 

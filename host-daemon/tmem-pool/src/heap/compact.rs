@@ -74,7 +74,7 @@ impl<X: Zeroed> Heap<X> {
         }
     }
 
-    /// Returns the bytes of the frames that compaction could free.
+    /// Returns the memory, in bytes, of the frames that compaction could free.
     pub(crate) fn spare_bytes(&self) -> u64 {
         self.spare_frames() * FRAME_BYTES as u64
     }

@@ -125,7 +125,7 @@ struct Span {
     /// Head of the list of slots that were used and are free again, as a slot number plus 1. 0
     /// means that the list is empty.
     free: Cell<u8>,
-    /// Lowest number of a slot of the span that was never used.
+    /// Lowest slot number, in this span, that was never used.
     fresh: Cell<u8>,
     used: Cell<u8>,
     /// Previous span of the list. If the span's only slot is a whole frame and is used, the field
@@ -197,7 +197,7 @@ pub(crate) struct Heap<X> {
 /// Sums over the whole heap, which threads can read without holding its locks.
 #[derive(Debug, Default)]
 struct Sums {
-    /// Lowest number of a span that was never used. It changes only under the lock of free spans.
+    /// Lowest span number that was never used. It changes only under the lock of free spans.
     fresh_span: AtomicU64,
     frames: AtomicU64,
     /// The part of `frames` that belongs to spans without used slots. It changes under the lock of
@@ -212,7 +212,7 @@ struct Sums {
 /// figures may be of different instants.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct HeapStats {
-    /// Number of stored bytes.
+    /// Sum of the lengths of all stored blobs, in bytes.
     pub payload_bytes: u64,
     /// Number of stored blobs, which is the number of handles in use.
     pub blobs: u64,
@@ -351,7 +351,8 @@ impl<X: Zeroed> Heap<X> {
     /// each reserved frame ([`fill`](Self::fill)).
     pub(crate) fn reserve_pages(&self, handles: &mut [Handle], frames_bytes_max: u64) -> usize {
         let mut state = self.lock(self.classes.for_len(PAGE_SIZE));
-        // All pages share this number, because the thread holds the lock for all of them.
+        // The limit of frames to return to the system applies to all pages together, because the
+        // thread holds the class's lock until the frames for all of them are reserved.
         let mut release_max = RELEASE_FRAMES_MAX;
         for (nr, handle) in handles.iter_mut().enumerate() {
             let reserved =
@@ -396,8 +397,8 @@ impl<X: Zeroed> Heap<X> {
         Place::of(self.word(handle.0).load(Relaxed)).len
     }
 
-    /// Zeroes the bytes of a handle, and frees the slot and the handle. No other thread uses the
-    /// handle.
+    /// Zeroes the bytes of a handle, and frees the slot and the handle. The caller makes sure that
+    /// no other thread uses the handle.
     pub(crate) fn free(&self, handle: Handle) {
         let Handle(handle) = handle;
         // Pin the place, so that compaction does not move the bytes.
@@ -406,7 +407,7 @@ impl<X: Zeroed> Heap<X> {
     }
 
     /// Zeroes and frees the frames of whole pages, and frees their handles, under one acquisition
-    /// of the lock. No other thread uses the handles.
+    /// of the lock. The caller makes sure that no other thread uses the handles.
     pub(crate) fn free_pages(&self, handles: &[Handle]) {
         let place_of = |&Handle(handle): &Handle| Place::of(self.word(handle).load(Relaxed));
         for handle in handles {
@@ -481,7 +482,8 @@ impl<X: Zeroed> Heap<X> {
         self.fresh_handle.load(Relaxed)
     }
 
-    /// Returns the largest number of handles that were in use at one time, and a few more.
+    /// Returns an upper bound of the number of handles that were ever in use at one time. The heap
+    /// creates handles in steps of HANDLES_STEP, and this number never falls.
     fn handles_used(&self) -> u64 {
         self.fresh_handle.load(Relaxed).into()
     }
@@ -648,7 +650,8 @@ impl<X: Zeroed> Heap<X> {
         poison::guard_or_abort(self.states[usize::from(nr)].lock(), HEAP)
     }
 
-    /// Returns the size class of the slot at a place, which follows from the length of its bytes.
+    /// Returns the size class of the slot at a place. The length of the slot's bytes determines the
+    /// class.
     fn class_of(&self, place: Place) -> Class {
         self.classes.get(self.classes.for_len(place.len))
     }
@@ -665,7 +668,8 @@ impl<X: Zeroed> Heap<X> {
 
     fn bytes_at(&self, class: &Class, place: Place) -> *mut u8 {
         let at = self.slot_at(class, place.span, place.slot);
-        // SAFETY: a slot is longer than its header.
+        // SAFETY: a slot is longer than its header, so the address after the header is inside the
+        // slot.
         unsafe { at.add(class.header_bytes.into()) }
     }
 

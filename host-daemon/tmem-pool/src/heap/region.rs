@@ -17,7 +17,8 @@ pub(crate) struct Region {
 
 // SAFETY: a Region owns its addresses. Its users decide which thread may touch which bytes.
 unsafe impl Send for Region {}
-// SAFETY: the methods only compute addresses and call the kernel.
+// SAFETY: the methods only compute addresses and call the kernel, so several threads may call them
+// at the same time.
 unsafe impl Sync for Region {}
 
 impl Region {
@@ -59,7 +60,8 @@ mod system {
         pub(crate) fn reserve(len: usize) -> io::Result<Region> {
             let len = len.max(1).next_multiple_of(super::FRAME_BYTES);
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-            // SAFETY: this creates a new anonymous mapping at an address that the kernel chooses.
+            // SAFETY: the kernel chooses the address of the new anonymous mapping, so it overlaps
+            // no memory in use.
             let (base, locked) = unsafe {
                 let base =
                     mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)?;

@@ -90,7 +90,8 @@ impl<X: Zeroed> Heap<X> {
             }
             drop(free);
             // A batch may have a few more frames than wanted, because spans are not divided. Then
-            // the number becomes negative, and the next spans release less.
+            // `release_max` becomes negative, and the calls for the next spans return fewer frames
+            // to the system.
             *release_max -= self.release(batch) as i64;
             free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
         };

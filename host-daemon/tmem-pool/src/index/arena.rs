@@ -248,8 +248,9 @@ impl<T: ArenaRecord> Arena<T> {
 
     // ---- blocks -------------------------------------------------------------------------------
 
-    /// Adds a block at the head of the list of open blocks. The next insert then uses the record
-    /// that has just become free, which is still in the processor's cache.
+    /// Adds a block at the head of the list of open blocks. If the block was full until one of its
+    /// records was freed, the next insert uses that record, which is still in the processor's
+    /// cache.
     fn list(&mut self, nr: usize) {
         let next = std::mem::replace(&mut self.open, nr as u32);
         if next != NONE {

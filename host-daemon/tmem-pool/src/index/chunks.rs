@@ -16,7 +16,7 @@ use crate::sync::Mutex;
 use std::io;
 use std::ptr::NonNull;
 
-/// Size of a chunk of index memory in bytes. A chunk has room for some hundred records of the
+/// Size of a chunk of index memory in bytes. A chunk has room for a few hundred records of the
 /// largest kind. System calls are rare because a chunk suffices for the index entries of about a
 /// thousand pages.
 pub(crate) const CHUNK_BYTES: usize = 32 << 10;
@@ -38,7 +38,7 @@ pub(crate) struct Chunks {
 struct Free {
     /// Numbers of the chunks that indexes gave back. These chunks have no memory.
     bare: Vec<u32>,
-    /// Lowest number of a chunk that was never used.
+    /// Lowest chunk number that was never used.
     fresh: u32,
 }
 

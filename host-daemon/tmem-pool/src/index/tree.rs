@@ -54,8 +54,8 @@ impl ArenaRecord for Node {
 pub(crate) struct Hook(u32);
 
 impl Hook {
-    /// Largest number of a node in a [`Hook`]. It is at least the largest number of keys of a
-    /// tenant.
+    /// Largest node number that a [`Hook`] can store. It is at least the largest number of keys of
+    /// a tenant.
     pub(crate) const NODES_MAX: u32 = u32::MAX >> NODE_BITS;
 
     fn new(node: Id, child: usize) -> Hook {

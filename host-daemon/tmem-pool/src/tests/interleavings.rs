@@ -23,9 +23,9 @@ use std::sync::Arc;
 /// minute.
 const ORDERS: u64 = 1000;
 
-/// Number of orders of the threads' steps that a test with readers tries. It is larger than ORDERS.
-/// Only in one of two thousand orders does a reader run between compaction's two accesses to a
-/// blob's word.
+/// Number of orders of the threads' steps that a test with readers tries. It is larger than ORDERS,
+/// because a reader runs between compaction's two accesses to a blob's word in only one of two
+/// thousand orders.
 const READERS_ORDERS: u64 = 4000;
 
 /// Size of a thread's stack in bytes. It is large because lz4 has its tables on the stack.

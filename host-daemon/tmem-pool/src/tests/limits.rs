@@ -161,7 +161,7 @@ fn an_object_is_freed_with_its_last_page() {
 
 /// Puts more raw pages (not finalized yet) than a tenant may have. Their limit grows with the
 /// tenant's entitlement, from four put requests of the largest size to as many pages as one core
-/// compresses in some 10 ms.
+/// compresses in about 10 ms.
 #[test]
 fn the_number_of_raw_pages_of_a_tenant_is_limited() {
     for (bytes, expected) in [(4 << 20, RAW_PAGES_MIN), (1 << 30, RAW_PAGES_MAX)] {
@@ -433,7 +433,8 @@ fn background_work_frees_memory_as_fast_as_puts_take_it() {
             evicted,
             "puts of round {round} evicted pages, which background work should have evicted before"
         );
-        // Each call finalizes up to eight pages.
+        // Finalize pages, up to eight in each call, but leave about 32 raw pages, so that some
+        // pages always wait to be finalized.
         for _ in 0..8 {
             if tenant.stats().raw_pages > 32 {
                 engine.maintain(Time(0), 8);
@@ -463,8 +464,8 @@ fn background_work_evicts_a_tenant_only_down_to_its_entitlement() {
     // work must evict exactly two pages.
     assert_eq!(engine.evict_excess(16), 2);
     assert_eq!(tenant.stats().pages, PAGES - 2);
-    // Another thread may have chosen this tenant before the two pages were evicted. Its eviction,
-    // which begins now, must find no excess any more.
+    // Another thread may have chosen this tenant before the two pages were evicted. The eviction of
+    // that thread, which begins now, must find no excess any more.
     let entitled_bytes = shared.entitled_bytes.get();
     let mut freed = Vec::new();
     let mut state = shared.lock(&engine.totals);
@@ -547,7 +548,7 @@ fn background_work_evicts_nothing_if_no_tenant_is_above_its_entitlement() {
     );
     maintain_all(&engine);
     // A few evictions are allowed, because the pool may exceed its size by the index memory of the
-    // last pages. Freeing memory up to the high watermark would evict some 30 pages.
+    // last pages. Freeing memory up to the high watermark would evict about 30 pages.
     let evicted = tenant.stats().evictions - before.evictions;
     assert!(
         evicted < 12,

@@ -30,8 +30,8 @@ type Key = (u32, u64, u64);
 struct Modelled {
     tenant: Tenant,
     pools: BTreeSet<u32>,
-    /// Pages that the tenant should have: for each key, the cookie and the page's number in the
-    /// corpus.
+    /// Pages that the tenant should have: for each key, the cookie, and the index of the page's
+    /// contents in the test's list of pages.
     pages: BTreeMap<Key, (u64, usize)>,
     evictions_seen: u64,
     /// Number of evictions of pages that were not retained, as of the last comparison.

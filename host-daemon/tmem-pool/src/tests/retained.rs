@@ -498,7 +498,8 @@ fn reads_of(order: Order, set: u64, seed: u64) -> impl FnMut() -> u64 {
         },
         Order::Zipf => {
             let draw = rng.below(*sums.last().unwrap());
-            // The factor spreads the popular pages over the working set.
+            // The factor spreads the popular pages over the working set, so that they are not
+            // neighbours.
             sums.partition_point(|sum| *sum <= draw) as u64 * 577 % set
         }
     }

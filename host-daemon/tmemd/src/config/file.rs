@@ -300,8 +300,8 @@ mod tests {
 
     const EXAMPLE: &str = include_str!("../../tmemd.toml");
 
-    /// Returns the setting in a line of the template `tmemd.toml` that is commented out; None for
-    /// any other line.
+    /// Returns the setting of a commented-out line of the template `tmemd.toml`; None for any other
+    /// line.
     fn example(line: &str) -> Option<&str> {
         let setting = line.strip_prefix('#')?;
         setting

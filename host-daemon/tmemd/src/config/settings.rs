@@ -10,7 +10,7 @@ use std::time::Duration;
 use tmem_pool::Quota;
 
 /// Maximum number of VMs: four times the number for which the daemon is designed. Each VM may need
-/// a thread and some hundred file descriptors and mappings.
+/// a thread, and more than a hundred file descriptors and mappings.
 pub const VMS_MAX: usize = 1024;
 /// Maximum number of data workers (threads that answer guests' requests). Fewer workers already use
 /// the complete memory bandwidth of a host.
@@ -28,7 +28,7 @@ pub const WEIGHT_MAX: u32 = 10_000;
 /// Smallest permitted pool in bytes. A smaller pool would have space for little more than the
 /// metadata of a few VMs.
 pub const POOL_BYTES_MIN: u64 = 1 << 20;
-/// Default size at which the recording of a trace ends. A trace of this size has some ten million
+/// Default size at which the recording of a trace ends. A trace of this size has about 10 million
 /// events.
 pub const TRACE_BYTES_DEFAULT: &str = "64MiB";
 /// Default time for which a worker polls an empty virtqueue: twice the time from a kick to the

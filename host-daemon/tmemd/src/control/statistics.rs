@@ -125,7 +125,8 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
     }
 }
 
-/// Returns the types of file systems that a driver reports as served, separated by commas.
+/// Returns the types of file systems that a guest's driver serves, separated by commas. `hooks` is
+/// the bit mask of these types in the driver's report.
 fn file_systems(hooks: u64) -> String {
     let known = [(wire::H_EXT4, "ext4"), (wire::H_XFS, "xfs")];
     let served = known.iter().filter(|(bit, _)| hooks & (1 << bit) != 0);

@@ -27,7 +27,7 @@ use varlink::{ConnectionHandler, VarlinkService};
 /// Maximum number of clients of one control socket. It is twice the number of clients that
 /// operators, an exporter and a bridge need together.
 pub const CLIENTS_MAX: usize = 16;
-/// Longest message of a client in bytes. The longest valid call has some hundred bytes.
+/// Longest message of a client in bytes. The longest valid call has a few hundred bytes.
 const MESSAGE_BYTES_MAX: usize = 64 << 10;
 /// Idle time after which a client is disconnected. A client that takes longer than this time to
 /// read its answer is disconnected, too.

@@ -25,8 +25,8 @@ const MAINTAIN_PAGES: usize = 1024;
 const PERIOD: Duration = Duration::from_millis(500);
 
 /// Shortest pause of a background thread after a run that left no work. No put is refused because
-/// of this pause: a VM may have some hundred raw pages in the pool, and needs longer than the pause
-/// to put them.
+/// of this pause: a VM may have several hundred raw pages in the pool, and needs longer than the
+/// pause to put them.
 const PERIOD_MIN: Duration = Duration::from_millis(1);
 
 /// Maximum number of memory tables of a VM that wait to be unmapped. If a front end changes its

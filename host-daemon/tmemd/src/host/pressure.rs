@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use tmem_pool::{AdmissionError, Engine, Quota, Tenant};
 
 /// Time between two readings of the host's memory if the kernel reports no waits for memory. Guests
-/// of a host may use some GiB in this time, so `host_free_min_bytes` must suffice for it.
+/// of a host may use several GiB in this time, so `host_free_min_bytes` must suffice for it.
 const PERIOD: Duration = Duration::from_secs(1);
 
 /// Shortest time between two readings of the host's memory after the kernel has reported waits.
@@ -72,7 +72,7 @@ const GROW_PART: u64 = 64;
 const GROW_PERIOD: Duration = Duration::from_secs(2);
 
 /// Longest time that [`PoolSize::make_room`] waits for memory that its caller requested. The pool
-/// frees some GiB in this time, and the wait must not delay the start of a VM much.
+/// frees several GiB in this time, and the wait must not delay the start of a VM much.
 pub const ROOM_WAIT: Duration = Duration::from_secs(1);
 
 /// Time between two checks whether the pool has freed the requested memory.

@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Maximum number of bytes of guest memory that the daemon maps for all VMs together: half of the
 /// 128 TiB of address space that a process has on x86-64. The other half is for the pool, which
-/// reserves some times the host's memory, for one dirty log of at most 2 GiB for each VM, and for
-/// gaps between mappings.
+/// reserves a multiple of the host's memory, for one dirty log of at most 2 GiB for each VM, and
+/// for gaps between mappings.
 pub const BUDGET_BYTES: u64 = 64 << 40;
 
 /// Largest size of a VM's memory in bytes that can be configured. Unmapping a memory table of this
@@ -53,7 +53,8 @@ impl MemoryBudget {
     }
 }
 
-/// The mapped guest memory of one VM, of all its connections.
+/// Account of the guest memory that the daemon has mapped for one VM, for all its connections
+/// together.
 #[derive(Debug)]
 pub struct MemoryAccount {
     budget: Arc<MemoryBudget>,

@@ -111,8 +111,8 @@ impl Socket {
             self.checks
                 .store(left.checked_sub(1).ok_or(HungUp)?, Ordering::SeqCst);
         }
-        // The time is read before poll(2). If the daemon is stopped between both calls, the check
-        // expires too early instead of too late.
+        // The time is read before poll(2). If the daemon is stopped between the two, the result of
+        // the check expires too early instead of too late.
         let now_ns = self.now_ns();
         let seen_ago_ns = now_ns.saturating_sub(self.seen_at_ns.load(Ordering::Relaxed));
         if seen_ago_ns < GOOD_FOR.as_nanos() as u64 {

@@ -237,9 +237,9 @@ extern "C" fn on_sigbus(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
     if is_fault && replace(address) {
         return;
     }
-    // SAFETY: the functions are async-signal-safe, and their arguments are valid. The previous
-    // behaviour is restored. The CPU repeats the access, whose SIGBUS then has the previous action.
-    // Any other SIGBUS ends the process.
+    // SAFETY: the functions are async-signal-safe, and their arguments are valid. After a failed
+    // access, the code restores the previous action. The CPU then repeats the access, and the
+    // previous action handles its SIGBUS. Any other SIGBUS ends the process.
     unsafe {
         match BEFORE.get() {
             Some(before) if is_fault => {

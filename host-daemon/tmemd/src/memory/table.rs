@@ -349,8 +349,8 @@ mod tests {
         );
     }
 
-    /// A file can be longer than the huge pages of the host. mmap(2) of such a file must fail,
-    /// because an access to a page that the host does not have would raise SIGBUS.
+    /// A file on hugetlbfs can be longer than all huge pages that the host has. mmap(2) of such a
+    /// file must fail, because an access to a page that the host does not have would raise SIGBUS.
     #[test]
     fn a_file_with_more_huge_pages_than_the_host_is_refused() {
         let more_than_any_host_has = 1 << 42;
@@ -506,9 +506,9 @@ mod tests {
         assert_eq!((smaller.bytes(), account.mapped_bytes()), (half, half));
     }
 
-    /// Random operations of two VMs that share the budget: regions that are added, removed or
-    /// refused, for different reasons, and tables that are kept while others replace them. The
-    /// charge is always the size of the mappings that exist.
+    /// Does random operations of two VMs that share the budget: regions are added, removed, or
+    /// refused for different reasons, and some tables are kept after another table has replaced
+    /// them. The charge must always equal the size of the existing mappings.
     #[test]
     fn each_mapping_is_charged_until_it_is_unmapped() {
         let seed = fastrand::u64(..);
@@ -528,7 +528,8 @@ mod tests {
                 .last()
                 .expect("the VM has no memory table")
                 .clone();
-            // Some regions end behind their file, overlap, or exceed the maximum, and are refused.
+            // Some regions are refused, because they end beyond the end of their file, overlap
+            // another region, or exceed the VM's maximum.
             let region = spec(rng.u64(..12) * MIB / 2, 0, MIB / 2 * rng.u64(1..=2));
             let changed = match rng.usize(..4) {
                 0 => Ok(Memory::empty(&Arc::default(), &accounts[vm])),

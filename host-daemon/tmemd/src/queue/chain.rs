@@ -195,8 +195,8 @@ impl Chain {
     }
 
     /// Copies the chain's readable part out of guest memory, each byte once. Copies at most as many
-    /// bytes as `into` has: one more than the largest request has. The parser can therefore reject
-    /// a longer request.
+    /// bytes as `into` has. If `into` is one byte longer than the largest valid request, the parser
+    /// can recognize and reject a longer one.
     ///
     /// # Errors
     /// Guest memory cannot be accessed.

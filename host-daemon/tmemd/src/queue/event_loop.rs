@@ -180,8 +180,8 @@ mod tests {
         }
     }
 
-    /// A call of wake() must end the next wait. This holds even if the poller takes the completion
-    /// for the wake-up eventfd while it removes another eventfd.
+    /// A call of wake() must end the next wait, even if the poller receives the wake-up while it
+    /// removes another eventfd, before it begins to wait.
     #[test]
     fn a_wake_during_a_descriptor_removal_ends_the_next_wait() {
         for (kind, poller) in pollers() {

@@ -35,7 +35,7 @@ use virtio_tmem::{GetPage, PutPage, RefPage, Resp, U64};
 use zerocopy::IntoBytes;
 
 /// Maximum number of pages of a PUT that are stored between two reads of the clock. Storing them
-/// takes some tens of µs, a small part of the 10 ms that a drain may take.
+/// takes tens of µs, a small part of the 10 ms that a drain may take.
 const PUT_GROUP_PAGES: usize = 16;
 
 /// Maximum number of pages of a REF that are processed between two reads of the clock. Processing
@@ -347,9 +347,9 @@ fn put(
         return Ok(None);
     }
     if status != wire::S_OK {
-        // The request is stale, or its pool does not exist. The pool may have existed for earlier
-        // groups or slices. The pages that they stored no longer exist, so all pages of the request
-        // are refused.
+        // The request is stale, or its pool does not exist. The pool may have been removed while
+        // this PUT was in progress. The pages of this PUT that were stored before no longer exist
+        // either, so all its pages are reported as refused.
         results.fill(wire::P_REFUSED);
         from = 0;
     }
@@ -470,9 +470,9 @@ fn refer(
         return Ok(None);
     }
     if status != wire::S_OK {
-        // The request is stale, or its pool does not exist. The pool may have existed for earlier
-        // groups or slices. All pages of the request, also those of earlier groups, are answered
-        // with GONE.
+        // The request is stale, or its pool does not exist. The pool may have been removed while
+        // this REF was in progress. All its pages are then answered with GONE, also those that the
+        // pool still had before.
         results.fill(wire::P_GONE);
         from = 0;
     }
@@ -599,8 +599,9 @@ fn get<'vm>(
         }
     }
     if status != wire::S_OK {
-        // The request is stale, or its pool does not exist. The pool may have existed for an
-        // earlier slice. All pages of the request, also those of that slice, are missed.
+        // The request is stale, or its pool does not exist. The pool may have been removed while
+        // this GET was in progress. All its pages are then answered with MISS, also those that an
+        // earlier slice found.
         results.fill(miss());
         (from, done, progress.used_bytes) = (0, count, 0);
     }

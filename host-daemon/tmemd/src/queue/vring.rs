@@ -672,9 +672,9 @@ impl Vring {
         })
     }
 
-    /// Returns the state in which the request was before this slice. If the previous slice
-    /// interrupted the same request, that slice left the state. Otherwise no part of the request
-    /// has been executed, and its pages are now counted against the VM's rate limit.
+    /// Returns the state of the request at the beginning of this slice. If the previous slice
+    /// interrupted this request, it has stored that state. Otherwise no part of the request has
+    /// been executed, and its pages are now counted against the VM's rate limit.
     fn begin_or_continue(
         &self,
         taken: TakenChain,

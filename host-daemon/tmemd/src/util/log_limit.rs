@@ -18,7 +18,7 @@ const PERIOD: Duration = Duration::from_secs(5);
 /// Number of log lines that all VMs together may cause at once. If 1,024 VMs, the maximum,
 /// reconnect at once, half of them can log a failure.
 const BURST_ALL: u32 = 512;
-/// Time after which all VMs together may cause one more log line: 86,400 lines a day, some 20 MB.
+/// Time after which all VMs together may cause one more log line: 86,400 lines a day, about 20 MB.
 const PERIOD_ALL: Duration = Duration::from_secs(1);
 
 /// Rate limit for the log lines of all VMs together. It is static, because the process has only one

@@ -542,7 +542,7 @@ impl Registry {
         Ok(false)
     }
 
-    /// Writes a change of a VM, which is already in effect, to the VM store.
+    /// Writes a change of a VM to the VM store. The change is already in effect.
     fn store_change(&self, member: &mut Member, spec: VmSpec) {
         if let Err(error) = self.store.write(&spec) {
             tracing::error!(

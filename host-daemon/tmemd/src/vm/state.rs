@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The state of a VM: its name, tenant and counters, and what its driver and its manager report.
 //!
-//! A [`Vm`] exists until the VM is removed. Its pages in the pool exist only as long as a
-//! connection.
+//! A [`Vm`] exists until the VM is removed. The VM's pages are in the pool only while a front end
+//! (VMM) is connected.
 
 use crate::config::settings::VmConfig;
 use crate::events::bus::{EventKind, Events};
@@ -207,8 +207,8 @@ impl Vm {
         *lock(&self.latencies) = Some(latencies);
     }
 
-    /// Returns the last latencies that the driver has sent on this connection; None for an older
-    /// driver.
+    /// Returns the last latencies that the driver has sent on this connection; None before the
+    /// first. Older drivers send none.
     pub fn latencies(&self) -> Option<Latencies> {
         *lock(&self.latencies)
     }

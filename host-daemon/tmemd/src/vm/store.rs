@@ -11,7 +11,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use tmem_control::VmSpec;
 
-/// Maximum size of a VM's file in bytes. A valid file has some hundred bytes.
+/// Maximum size of a VM's file in bytes. A valid file has a few hundred bytes.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 
 /// Suffix of the name of a stored VM's file.

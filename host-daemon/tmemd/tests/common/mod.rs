@@ -388,8 +388,8 @@ pub fn guest(name: &str) -> GuestConfig {
     }
 }
 
-/// Returns the seed of a random test and prints it. With the environment variable TMEM_SEED, a run
-/// is repeated; otherwise, each run has another seed.
+/// Returns the seed of a random test and prints it. The environment variable TMEM_SEED sets the
+/// seed, for example to repeat a run. Without it, each run has a new seed.
 pub fn seed(test: &str) -> u64 {
     let seed = match std::env::var("TMEM_SEED") {
         Ok(value) => value.parse().expect("TMEM_SEED is not a decimal number"),

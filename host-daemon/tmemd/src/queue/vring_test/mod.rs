@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of a vring without a connection. This file has the simulated guest, which all of them use.
+//! Tests of a vring without a connection. This file has the simulated guest that all these tests
+//! use.
 
 mod answers;
 mod drains;
