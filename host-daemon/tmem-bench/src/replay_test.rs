@@ -39,8 +39,8 @@ const LOSS_ERROR_MEAN_MAX: f64 = 11.0;
 /// Largest mean error of estimated losses with less memory, for the second half of a trace. In
 /// percent of the gets of that half.
 const LATE_LOSS_ERROR_MEAN_MAX: f64 = 6.0;
-/// Largest share of estimates whose error exceeds the usual bounds. The share is 1 in 100 with 32
-/// seeds, and up to twice as much with few seeds.
+/// Largest share of estimates whose error exceeds the usual bounds. The measured share is 1 in 100
+/// with 32 seeds, and up to twice as much with few seeds.
 const UNUSUAL_PART: f64 = 0.02;
 
 fn seeds() -> std::ops::RangeInclusive<u64> {
@@ -183,12 +183,14 @@ impl Errors {
         self.0.push(error);
     }
 
-    /// Returns the largest overestimate, in percent of all gets.
+    /// Returns by how much the worst estimate was too high, in percent of all gets; 0 if none was
+    /// too high.
     fn over(&self) -> f64 {
         self.0.iter().copied().fold(0.0, f64::max)
     }
 
-    /// Returns the largest underestimate, in percent of all gets.
+    /// Returns by how much the worst estimate was too low, in percent of all gets; 0 if none was
+    /// too low.
     fn under(&self) -> f64 {
         -self.0.iter().copied().fold(0.0, f64::min)
     }

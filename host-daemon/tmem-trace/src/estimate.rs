@@ -67,7 +67,8 @@ const HITS_PER_SAMPLE: u64 = 8;
 /// The ghost table (recently evicted keys) of the eviction policy uses other bits.
 const HASH_SHIFT: u32 = 16;
 
-/// Estimates for one tenant, in numbers of pages.
+/// Estimated numbers of a tenant's gets, counted in pages, that would have had another result with
+/// more or less memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Estimates {
@@ -75,7 +76,8 @@ pub struct Estimates {
     pub gain_hits: [u64; GAIN_PERCENT.len()],
     /// Hits that would have been misses with less memory, for each percentage of [`LOSS_PERCENT`].
     pub loss_hits: [u64; LOSS_PERCENT.len()],
-    /// Number of hits among which `loss_hits` is estimated.
+    /// Estimated number of all hits, extrapolated from the hits that the estimator examined. A
+    /// value of `loss_hits` divided by this number is the share of hits that would be lost.
     pub loss_hits_seen: u64,
 }
 
@@ -128,12 +130,14 @@ impl<K: Copy> Estimator<K> {
         self.puts.len() as u64
     }
 
-    /// Returns the number of sampled keys that all calls so far have walked over.
+    /// Returns the number of sampled keys that all calls so far have walked over, a measure of the
+    /// estimator's work.
     pub fn passed(&self) -> u64 {
         self.passed
     }
 
-    /// Returns the number of sampled keys that all calls so far have removed.
+    /// Returns the number of sampled keys that all calls so far have removed, a measure of the
+    /// estimator's work.
     pub fn forgotten(&self) -> u64 {
         self.forgotten
     }
@@ -243,7 +247,8 @@ impl<K: Copy> Estimator<K> {
         }
     }
 
-    /// Removes all sampled keys for which `gone` is true. Takes one step for each sampled key.
+    /// Removes all sampled keys for which `gone` returns true, for example the keys of a flushed
+    /// range. Takes one step for each sampled key.
     pub fn drop_where(&mut self, gone: impl Fn(K) -> bool) {
         let sampled = self.puts.len();
         self.passed += sampled as u64;

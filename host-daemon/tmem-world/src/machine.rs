@@ -36,7 +36,9 @@ pub struct Link {
     pub host: usize,
     /// The daemon's side of the connection.
     pub session: Session,
-    /// Fuse that makes the VMM close the connection after a number of the daemon's checks.
+    /// Trigger that makes the VMM close the connection after a given number of the daemon's checks
+    /// that the front end is connected. The daemon makes this check each time before it uses guest
+    /// memory.
     pub hang_up: Arc<Fuse>,
     /// The VMM's end of the socket.
     _stream: UnixStream,

@@ -11,7 +11,7 @@ use clap::ValueEnum;
 use std::collections::{BTreeMap, HashMap};
 use tmem_trace::format::{Event, ObjectKey, Op, SizeClass};
 
-/// Pages of an object. A page number of a load counts through all objects.
+/// Number of pages of an object. A load numbers its pages continuously through all objects.
 const OBJECT_PAGES: u64 = 64;
 
 /// Stored size in bytes of each page of a generated load. With equal sizes, the optimum is exact.
@@ -20,7 +20,7 @@ const STORED_BYTES: usize = 1024;
 /// Number of reads of a load.
 const READS: u64 = 160_000;
 
-/// Pages of the guest's page cache.
+/// Number of pages for which the guest's page cache has room.
 const CACHE_PAGES: usize = 2_000;
 
 /// A generated load.
@@ -97,7 +97,7 @@ fn zipf(rng: &mut fastrand::Rng, pages: u64) -> u64 {
     ((pages as f64).powf(rng.f64()) - 1.0) as u64
 }
 
-/// Returns the page with this rank. It scatters pages of neighbouring ranks over the objects.
+/// Returns the page with this rank. Pages of neighbouring ranks are in different objects.
 fn scatter(rank: u64, pages: u64) -> u64 {
     (rank % pages) * 7919 % pages
 }

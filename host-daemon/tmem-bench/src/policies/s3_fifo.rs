@@ -9,13 +9,13 @@
 //! or else leaves the cache. A page whose key is in the ghost queue enters the main queue. The keys
 //! in the ghost queue stand for nine tenths of the bytes, the share of the main queue.
 //!
-//! Mapping to puts and gets: a get is the hit, and the put that follows it is no use of its own.
-//! With [`Reput::KeepsPlace`], the key stays in its queue while the guest has the page. It costs no
-//! bytes, and moves and leaves as the page would. With [`Reput::NewPlace`], a get removes the key,
-//! and the put adds it to the main queue with the frequency that it had, because the put finds the
-//! key as in a ghost queue. A new page enters the main queue at once if the guest reports that the
-//! page was used again after it was read. The publication knows no such hint; the comparison can
-//! leave it out for all policies.
+//! Mapping to puts and gets: a get is the hit. The put that follows it does not count as another
+//! use. With [`Reput::KeepsPlace`], the key stays in its queue while the guest has the page. It
+//! costs no bytes, and moves and leaves as the page would. With [`Reput::NewPlace`], a get removes
+//! the key, and the put adds it to the main queue with the frequency that it had, because the put
+//! finds the key as in a ghost queue. A new page enters the main queue at once if the guest reports
+//! that the page was used again after it was read. The publication knows no such hint; with
+//! `--no-hints`, no policy gets it.
 //!
 //! The simulation gives S3-FIFO two advantages over an implementation: it remembers keys, not
 //! fingerprints, and it forgets no key of a page that the guest has.
@@ -237,7 +237,7 @@ mod tests {
             (list(&policy, 0), list(&policy, 50)),
             (Some(MAIN), Some(SMALL))
         );
-        // The page leaves after all pages of the small queue.
+        // Page 0 is in the main queue, so it is evicted after all ten pages of the small queue.
         let before = std::iter::from_fn(|| policy.evict()).position(|key| key == 0);
         assert_eq!(before, Some(10));
     }

@@ -19,8 +19,8 @@ use std::time::Instant;
 use tmem_pool::{Put, PutResult, Ref, stored_bytes};
 use tmem_trace::format::{Blind, Event, Op, SizeClass, Writer};
 
-/// Number of bytes that are collected in memory before they are written to the trace file: some ten
-/// thousand events.
+/// Number of bytes that are collected in memory before they are written to the trace file: about
+/// 10,000 events.
 const BUFFER_BYTES: usize = 64 << 10;
 
 struct TraceState {
