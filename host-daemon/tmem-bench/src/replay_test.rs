@@ -21,22 +21,22 @@ use tmem_trace::format::Event;
 /// number. TMEM_SEEDS replaces it; the figures of docs/traces.md were measured with TMEM_SEEDS=32.
 const SEEDS: u64 = 2;
 
-/// Pool sizes at which the tests check estimated gains from more memory. In sixteenths of the
-/// memory that a trace would fill. One half (8/16) is left out, because twice that size just fits
-/// all pages. Then a single page decides whether a loop over all pages fits.
+/// Pool sizes at which the tests check estimated gains from more memory, in sixteenths of the
+/// memory that a trace would fill without evictions. One half (8/16) is left out, because twice
+/// that size just fits all pages. Then a single page decides whether a loop over all pages fits.
 const GAIN_SIXTEENTHS: [u64; 3] = [4, 6, 7];
 
-/// Pool sizes at which the tests check estimated losses with less memory. In sixteenths of the
-/// memory that a trace would fill, so that the last size fits all pages.
+/// Pool sizes at which the tests check estimated losses with less memory, in sixteenths of the
+/// memory that a trace would fill without evictions. With the last size, all pages fit.
 const LOSS_SIXTEENTHS: [u64; 4] = [4, 8, 12, 16];
 
-/// Largest mean error of estimated gains from more memory, in percent of all gets. The bounds of a
-/// single estimate are in `tmem_trace::estimate`.
+/// Largest mean error (mean of absolute values) of estimated gains from more memory, in percent of
+/// all gets. The bounds of a single estimate are in `tmem_trace::estimate`.
 const GAIN_ERROR_MEAN_MAX: f64 = 2.5;
 /// Largest mean error of estimated losses with less memory over a whole trace, in percent of all
 /// gets.
 const LOSS_ERROR_MEAN_MAX: f64 = 11.0;
-/// Largest mean error of estimated losses with less memory, for the second half of a trace. In
+/// Largest mean error of estimated losses with less memory for the second half of a trace, in
 /// percent of the gets of that half.
 const LATE_LOSS_ERROR_MEAN_MAX: f64 = 6.0;
 /// Largest share of estimates whose error exceeds the usual bounds. The measured share is 1 in 100
@@ -168,8 +168,8 @@ fn synthetic(seed: u64) -> Vec<(String, Vec<Event>)> {
     ]
 }
 
-/// Errors of estimates, in percent of all gets. A value above 0 means that the estimate was too
-/// high.
+/// Errors of estimates: estimated minus measured hits, in percent of all gets. A value above 0
+/// means that the estimate was too high.
 #[derive(Debug, Default)]
 struct Errors(Vec<f64>);
 

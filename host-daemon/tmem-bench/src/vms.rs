@@ -466,8 +466,8 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         phase.store(1, Ordering::Relaxed);
         let begun = Instant::now();
         large.disconnect();
-        // The memory counts as released when less than a hundredth of it is still mapped. The
-        // memory of the other VMs is less than that.
+        // The memory of the large VM counts as released when the daemon maps less than a hundredth
+        // of the bytes that it mapped before. All other VMs together have less memory than that.
         let gone = until(|| daemon.touched_bytes() < full / 100);
         let took = begun.elapsed();
         phase.store(2, Ordering::Relaxed);

@@ -47,8 +47,8 @@ pub struct Ring {
     /// Guest address of the descriptor table. The available ring and the used ring follow the
     /// table.
     pub table: u64,
-    /// Number of chains that the driver has put into the available ring. The index in guest memory
-    /// is smaller until the driver publishes them.
+    /// Number of chains that the driver has put into the available ring. The available ring's index
+    /// in guest memory is smaller until the driver publishes these chains.
     pub offered: u16,
     /// Number of chains of this virtqueue that the daemon has answered.
     pub answered: u16,

@@ -33,9 +33,9 @@ pub const GAIN_OVER_USUAL: f64 = 6.0;
 pub const GAIN_OVER_MAX: f64 = 18.0;
 /// Largest underestimate of the gain from more memory, in percent of all gets. The estimator
 /// assumes that pages are evicted in the order of their puts, and the default policy is better than
-/// that. So the estimate is too low where few pages are used often. The test leaves out the size
-/// where a loop just begins to fit. At that size, the estimate was once too low by 39 % of all
-/// gets.
+/// that. So the estimate is too low where few pages are used often. The test of this bound leaves
+/// out the pool size at which a loop over all pages just begins to fit. At that size, the estimate
+/// was once too low by 39 % of all gets.
 pub const GAIN_UNDER_MAX: f64 = 18.0;
 /// Underestimate of the loss with less memory that 99 of 100 estimates do not exceed, in percent of
 /// all gets. Overestimates of the loss have no bound, for two reasons. The estimator assumes that
@@ -44,11 +44,11 @@ pub const GAIN_UNDER_MAX: f64 = 18.0;
 pub const LOSS_UNDER_USUAL: f64 = 5.0;
 /// Largest underestimate of the loss with less memory, in percent of all gets.
 pub const LOSS_UNDER_MAX: f64 = 13.0;
-/// Smallest number of gets on which an estimate may be based. With fewer gets, measured errors
-/// exceeded the bounds.
+/// Smallest number of gets on which an estimate may be based. With fewer gets, measured errors of
+/// estimates exceeded the bounds of this file.
 pub const ESTIMATE_GETS_MIN: u64 = 1_000;
-/// Number of gets, per page of the tenant in the pool, from which on GAIN_OVER_USUAL and
-/// LOSS_UNDER_USUAL hold. They then hold even if the estimator samples only one key in many.
+/// Smallest number of gets, per page that the tenant has in the pool, with which the bounds
+/// GAIN_OVER_USUAL and LOSS_UNDER_USUAL hold even if the estimator samples only one key in many.
 pub const ESTIMATE_GETS_PER_PAGE: u64 = 10;
 
 /// Limit for lost hits, in percent of all hits. A part of a tenant's memory counts as not needed if
@@ -92,8 +92,8 @@ pub struct Estimator<K> {
     turn: u64,
     /// Sampled keys, each with its hash, by the sequence number of its latest put.
     puts: BTreeMap<u64, (K, u64)>,
-    /// Sequence number of the latest put of each sampled key, by the key's hash. The hash function
-    /// is fixed, so that equal requests charge equal memory.
+    /// Sequence number of the latest put of each sampled key, by the key's hash. The map's own hash
+    /// function has no random key, so that equal requests always make the map take equal memory.
     by_hash: HashMap<u64, u64, BuildHasherDefault<DefaultHasher>>,
     estimates: Estimates,
     passed: u64,

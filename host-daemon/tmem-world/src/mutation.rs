@@ -17,7 +17,7 @@ pub enum Mutation {
     GenerationUnchecked,
     /// The driver keeps its index when the generation changes.
     IndexKept,
-    /// The driver sends pages that it put before it last emptied its index.
+    /// The driver sends pages that it copied to its put ring before it last emptied its index.
     EpochIgnored,
     /// The driver never reads a new generation from the configuration once it has one.
     ConfigIgnored,

@@ -320,8 +320,8 @@ impl Script {
     pub fn draw(seed: u64, mutation: Option<Mutation>) -> Script {
         let mut rng = fastrand::Rng::with_seed(seed);
         let (setup_seed, guests) = (rng.u64(..), rng.usize(1..=3));
-        // Draw features from a generator of their own, so that a new feature does not change the
-        // scripts of existing seeds.
+        // Draw the guests' virtio features from a generator of their own, so that a feature added
+        // later does not change the scripts of existing seeds.
         let mut features = fastrand::Rng::with_seed(setup_seed);
         let setup = Setup {
             seed: setup_seed,

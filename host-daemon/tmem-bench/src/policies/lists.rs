@@ -40,13 +40,13 @@ impl<const N: usize> Lists<N> {
         (list != NONE).then_some(list as usize)
     }
 
-    /// Returns the key that was added to a list first.
+    /// Returns the oldest key of a list: the key that has been in the list longest.
     pub fn oldest(&self, list: usize) -> Option<Key> {
         let oldest = self.ends[list].0;
         (oldest != NONE).then_some(oldest)
     }
 
-    /// Returns the key that was added to the same list after `key`.
+    /// Returns the next newer key in the list of `key`, or None if `key` is the newest.
     pub fn newer(&self, key: Key) -> Option<Key> {
         let newer = self.links[key as usize].newer;
         (newer != NONE).then_some(newer)

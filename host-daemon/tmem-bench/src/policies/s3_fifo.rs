@@ -70,7 +70,8 @@ impl S3Fifo {
         }
     }
 
-    /// Returns the bytes that a key costs in a queue.
+    /// Returns the bytes by which a key increases the size of a queue: the page's charge, or 0 if
+    /// the guest has the page and the queue is not the ghost queue.
     fn cost(&self, list: usize, key: Key) -> u64 {
         let page = self.pages[key as usize];
         match page.present || list == GHOST {
