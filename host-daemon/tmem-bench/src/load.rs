@@ -396,7 +396,7 @@ pub fn run<'a>(
         );
     }
     // This pool has 256 tenants, and each tenant may have as many raw pages as the single tenant of
-    // the other cases. So more raw pages can wait for background work here.
+    // the other cases. So more raw pages can wait for background work in this pool.
     add(
         "tenants256",
         rig(room_bytes, TENANTS)?,

@@ -216,7 +216,7 @@ struct Sizes<'a> {
 
 impl Sizes<'_> {
     /// Returns the result of a replay in a pool of `percent` percent of `sixteenths`/16 of the
-    /// memory that the trace would fill.
+    /// memory that the trace would fill without evictions.
     fn run(&mut self, sixteenths: u64, percent: u64) -> Outcome {
         let parts = sixteenths * percent;
         let replay = || {

@@ -52,7 +52,8 @@ pub struct Ring {
     pub offered: u16,
     /// Number of chains of this virtqueue that the daemon has answered.
     pub answered: u16,
-    /// Whether a faulty chain has stopped the queue. It does nothing until it is set up again.
+    /// Whether a faulty chain has stopped the queue. The daemon takes no chain of the queue until
+    /// the front end sets the queue up again.
     stopped: bool,
     running: bool,
 }

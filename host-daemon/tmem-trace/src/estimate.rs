@@ -63,8 +63,8 @@ pub const GIVE_UP_COST_MAX: f64 = 2.0;
 /// up to `SAMPLES_MAX` other keys.
 const HITS_PER_SAMPLE: u64 = 8;
 
-/// Position of the lowest bit of a key's hash that decides whether the estimator samples the key.
-/// The ghost table (recently evicted keys) of the eviction policy uses other bits.
+/// Position, in a key's hash, of the lowest of the bits that decide whether the estimator samples
+/// the key. The ghost table (recently evicted keys) of the eviction policy uses other bits.
 const HASH_SHIFT: u32 = 16;
 
 /// Estimated numbers of a tenant's gets, counted in pages, that would have had another result with

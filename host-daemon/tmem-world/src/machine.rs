@@ -67,7 +67,7 @@ pub struct Machine {
     /// Generation in the device's configuration, as the VMM reports it to the guest; 0 without a
     /// back end.
     pub generation: u64,
-    /// Whether the VMM has an interrupt for the guest because the configuration has changed.
+    /// Whether an interrupt is pending that notifies the guest of a changed device configuration.
     pub config_irq: bool,
     /// Connection of the VMM to the daemon, if there is one.
     pub link: Option<Link>,

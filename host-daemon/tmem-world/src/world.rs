@@ -641,7 +641,8 @@ impl World {
     }
 }
 
-/// Stores a page in the pool for a guest. Returns false if the pool refuses it or does not exist.
+/// Stores a page in the pool for a guest. Returns false if the pool does not exist or refuses the
+/// page.
 fn put(host: &SimulatedDaemon, guest: usize, kept: &Kept) -> bool {
     let page = kept.content.page();
     let put = Put {

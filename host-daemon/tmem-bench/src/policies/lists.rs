@@ -52,7 +52,7 @@ impl<const N: usize> Lists<N> {
         (newer != NONE).then_some(newer)
     }
 
-    /// Adds a key that is in no list as the newest of a list.
+    /// Adds a key, which must be in no list, to a list as its newest key.
     pub fn push(&mut self, list: usize, key: Key) {
         assert_eq!(self.list_of(key), None, "key {key} is already in a list");
         let newest = self.ends[list].1;

@@ -26,18 +26,19 @@ const CACHE_PAGES: usize = 2_000;
 /// A generated load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Load {
-    /// Single pages by Zipf's law, of 20,000 pages. The popular pages change: all of them within
-    /// 100,000 reads.
+    /// Reads of single pages, chosen from 20,000 by Zipf's law. Within 100,000 reads, all popular
+    /// pages change.
     ZipfDrift,
-    /// A file of 8,000 pages, read from end to end, 20 times.
+    /// Reads of a file of 8,000 pages, from beginning to end, 20 times.
     Loop,
-    /// Single pages by Zipf's law, of 15,000 pages, and after each 12,000 of these reads a scan of
-    /// 8,000 pages that are read once.
+    /// Reads of single pages, chosen from 15,000 by Zipf's law. After each 12,000 of these reads, a
+    /// scan reads 8,000 other pages once.
     ScanMix,
     /// A boot: two of three reads read the next page of a large image, which is read once. The
     /// others read one of 4,000 pages at random.
     Boot,
-    /// One of 8,000 pages at random, while the guest's page cache shrinks from 8,000 pages to 800.
+    /// Reads of random pages of 8,000, while the guest's page cache shrinks from 8,000 pages to
+    /// 800.
     Shrink,
 }
 

@@ -28,10 +28,10 @@ const SMALL: usize = 0;
 const MAIN: usize = 1;
 const GHOST: usize = 2;
 
-/// Share of the small queue: one part of this number.
+/// Reciprocal of the small queue's share of the bytes: the small queue has a tenth.
 const PARTS: u64 = 10;
 
-/// Largest frequency of a page: two bits.
+/// Largest frequency of a page. The frequency has two bits, as published.
 const FREQUENCY_MAX: u8 = 3;
 
 /// Smallest frequency with which a page moves from the small queue to the main queue: the page was
@@ -262,7 +262,8 @@ mod tests {
             assert_eq!(policy.evict(), Some(key));
             policy.put(key, PUT);
         }
-        // Nine pages are in the main queue, and page 9 is in the small queue, which is a tenth.
+        // Nine pages are in the main queue, and page 9 is in the small queue, which therefore has a
+        // tenth of the bytes.
         assert_eq!(policy.evict(), Some(9));
         policy.put(20, PUT);
         assert_eq!(policy.evict(), Some(20));
