@@ -672,7 +672,8 @@ mod tests {
     }
 
     /// Sends a get and a flush on two queues, so that both are in flight. The device may execute
-    /// either first, in whichever order the guest sees the answers.
+    /// either request first. The order in which the guest takes the answers does not show which
+    /// one.
     #[test]
     fn the_oracle_allows_a_hit_during_a_flush_on_another_queue() {
         let mut m = model();

@@ -416,8 +416,8 @@ mod tests {
         for key in 0..10 {
             estimator.get(key << HASH_SHIFT, false, 0, 0);
         }
-        // The gets have removed the keys that were not dropped before. They add nothing to the
-        // estimated gain, because `room_pages` is 0.
+        // The gets have removed the keys that were not dropped before. These gets add nothing to
+        // the estimated gain, because `room_pages` is 0.
         assert_eq!(
             (estimator.estimates.gain_hits, estimator.puts.len()),
             ([0; 3], 0)

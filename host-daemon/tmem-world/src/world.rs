@@ -112,8 +112,9 @@ pub struct World {
     guests: Vec<Guest>,
     ghosts: Vec<Ghost>,
     late: Vec<Late>,
-    /// Pages that a device with a broken rule must keep, each with its guest and generation. A page
-    /// stays in this list until the device has memory for it.
+    /// Pages that a device with a broken rule keeps wrongly, each with its guest and generation.
+    /// The world stores them in the pool again, so a page stays in this list until the pool has
+    /// memory for it.
     kept: Vec<(usize, u64, Kept)>,
     boots: u64,
     /// Number of the step that the world executes.

@@ -30,7 +30,7 @@ pub enum Kind {
     Put(Put),
     /// The guest requests the page. If the pool has the page, the pool returns and removes it.
     Get,
-    /// The page is flushed.
+    /// The guest flushes the page, so that the pool drops it.
     Flush,
 }
 

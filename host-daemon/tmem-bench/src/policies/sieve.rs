@@ -197,7 +197,7 @@ mod tests {
         hit(&mut policy, 0);
         policy.put(3, PUT);
         assert!(policy.pages[0].visited);
-        // Page 0 is between pages 2 and 3, so the hand has not passed it before it evicts page 1.
+        // Page 0 is between pages 2 and 3, so the hand evicts page 1 before it reaches page 0.
         assert_eq!((policy.evict(), policy.pages[0].visited), (Some(1), true));
         let order: Vec<_> = std::iter::from_fn(|| policy.evict()).collect();
         assert_eq!(order, [2, 3, 0]);

@@ -139,8 +139,8 @@ fn push(history: &mut VecDeque<u64>, value: f64) {
     history.push_back(value.max(0.0).round() as u64);
 }
 
-/// Returns the mean time in µs of the requests that were counted after `before`. Without `before`,
-/// all requests in `now` count. Returns None if there were no requests.
+/// Returns the mean time in µs of the requests that were counted since the earlier histogram
+/// `before`. Without `before`, all requests in `now` count. Returns None if there were no requests.
 pub fn mean_us(now: &Histogram, before: Option<&Histogram>) -> Option<f64> {
     let count = |histogram: &Histogram| histogram.buckets.iter().sum::<i64>();
     let before = before.map_or((0, 0), |before| (count(before), before.sum_ns));
