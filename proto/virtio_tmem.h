@@ -20,7 +20,7 @@
 #define VIRTIO_ID_TMEM				63
 
 /* Reserved feature bits: not specified yet, never offered, never accepted. */
-#define VIRTIO_TMEM_F_PERSISTENT		0	/* pools that may not lose pages */
+#define VIRTIO_TMEM_F_PERSISTENT		0	/* pools that must not lose pages */
 #define VIRTIO_TMEM_F_SHARED			1	/* pools that several guests share */
 #define VIRTIO_TMEM_F_EVENTS			3	/* a queue of events to the driver */
 

@@ -4,7 +4,8 @@
 use std::path::PathBuf;
 use std::{env, fs};
 
-/// Types whose fields are figures. A daemon of another version may lack some of these fields.
+/// Types of the control interface whose fields are figures (statistics). A daemon of another
+/// version may lack some of these fields.
 const FIGURES: [&str; 5] = [
     "DaemonStats",
     "DriverReport",

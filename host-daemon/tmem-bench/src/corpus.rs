@@ -50,8 +50,8 @@ const COMPRESSED: [&[u8]; 9] = [
     b"wOF2",
 ];
 
-/// Returns the kind of a file as a position in [`CLASSES`], which it derives from the file's name
-/// and first page.
+/// Returns the position in [`CLASSES`] of a file's kind. The kind follows from the file's name and
+/// first page.
 fn class(path: &Path, page: &Page) -> usize {
     let extension = path.extension().and_then(|e| e.to_str()).unwrap_or("");
     let text = || page.iter().all(|byte| *byte == 0 || *byte >= 9);

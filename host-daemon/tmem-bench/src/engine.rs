@@ -139,8 +139,8 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
     Ok(())
 }
 
-/// Measures the times of all operations of the engine and of the baselines. The inner result is the
-/// reason why zram was not measured, if it was not.
+/// Measures the times of all operations of the engine and of the baselines. The inner result is an
+/// error with the reason if zram was not measured.
 ///
 /// # Errors
 /// The system does not provide the address space for a pool, or the zram device fails.

@@ -114,9 +114,9 @@ struct Case {
     /// Batches that the current round puts.
     round: Vec<Batch>,
     /// Processor time of puts and of the background work that stores the pages in their final form.
-    /// In ns per stored page, one value for each round.
+    /// Each round adds one value, in ns per stored page.
     put: Samples,
-    /// Processor time of gets of consecutive pages. In ns per page, one value for each round.
+    /// Processor time of gets of consecutive pages. Each round adds one value, in ns per page.
     get: Samples,
     /// Elapsed time of each call that puts a batch, in ns. One list for each round.
     calls: Vec<Vec<f64>>,
@@ -396,7 +396,7 @@ pub fn run<'a>(
         );
     }
     // This pool has 256 tenants, and each tenant may have as many raw pages as the single tenant of
-    // the other cases. So more raw pages can wait for background work here.
+    // the other cases. So more raw pages can wait for background work in this pool.
     add(
         "tenants256",
         rig(room_bytes, TENANTS)?,

@@ -43,7 +43,8 @@ const POLICIES: [&str; 7] = [
     "optimum",
 ];
 
-/// Position of the optimum in [`POLICIES`]. It knows the future, so it is no choice.
+/// Position of the optimum in [`POLICIES`]. It knows all later requests, so the engine cannot use
+/// it.
 const OPTIMUM: usize = POLICIES.len() - 1;
 
 /// Pool sizes by default, in percent of the memory that the optimum needs for all possible hits.
@@ -88,9 +89,9 @@ struct AtSize {
     percent: u64,
     /// Mean size of the pool over all seeds, in bytes.
     size_bytes: u64,
-    /// Mean hit ratios over all seeds.
+    /// Hit ratio of each policy, as the mean over all seeds.
     ratios: Ratios,
-    /// Largest difference of a policy's hit ratios with two seeds.
+    /// Largest difference between the hit ratios of one policy with two different seeds.
     spread: f64,
 }
 
@@ -188,7 +189,7 @@ struct Summary {
     /// Largest loss of each policy against the best other one with the same load and pool size, as
     /// a difference of hit ratios. The optimum is left out of the comparison.
     loss_max: Ratios,
-    /// Largest difference of a policy's hit ratios with two seeds.
+    /// Largest difference between the hit ratios of one policy with two different seeds.
     spread_max: f64,
 }
 

@@ -53,8 +53,8 @@ struct Run {
     /// The engine's estimates of additional hits in a pool with 25, 50 and 100 % more memory.
     gain_hits: [u64; 3],
     /// The engine's estimates of lost hits: hits that would have been misses with 25, 50 and 75 %
-    /// less memory. `loss_hits_seen` is the total number of hits for which these estimates were
-    /// made.
+    /// less memory. `loss_hits_seen` is the estimate of the number of all hits, of which
+    /// `loss_hits` would be lost.
     loss_hits: [u64; 3],
     loss_hits_seen: u64,
 }

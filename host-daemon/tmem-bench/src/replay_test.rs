@@ -21,26 +21,26 @@ use tmem_trace::format::Event;
 /// number. TMEM_SEEDS replaces it; the figures of docs/traces.md were measured with TMEM_SEEDS=32.
 const SEEDS: u64 = 2;
 
-/// Pool sizes at which the tests check estimated gains from more memory. In sixteenths of the
-/// memory that a trace would fill. One half (8/16) is left out, because twice that size just fits
-/// all pages. Then a single page decides whether a loop over all pages fits.
+/// Pool sizes at which the tests check estimated gains from more memory, in sixteenths of the
+/// memory that a trace would fill without evictions. One half (8/16) is left out, because twice
+/// that size just fits all pages. Then a single page decides whether a loop over all pages fits.
 const GAIN_SIXTEENTHS: [u64; 3] = [4, 6, 7];
 
-/// Pool sizes at which the tests check estimated losses with less memory. In sixteenths of the
-/// memory that a trace would fill, so that the last size fits all pages.
+/// Pool sizes at which the tests check estimated losses with less memory, in sixteenths of the
+/// memory that a trace would fill without evictions. With the last size, all pages fit.
 const LOSS_SIXTEENTHS: [u64; 4] = [4, 8, 12, 16];
 
-/// Largest mean error of estimated gains from more memory, in percent of all gets. The bounds of a
-/// single estimate are in `tmem_trace::estimate`.
+/// Largest mean error (mean of absolute values) of estimated gains from more memory, in percent of
+/// all gets. The bounds of a single estimate are in `tmem_trace::estimate`.
 const GAIN_ERROR_MEAN_MAX: f64 = 2.5;
 /// Largest mean error of estimated losses with less memory over a whole trace, in percent of all
 /// gets.
 const LOSS_ERROR_MEAN_MAX: f64 = 11.0;
-/// Largest mean error of estimated losses with less memory, for the second half of a trace. In
+/// Largest mean error of estimated losses with less memory for the second half of a trace, in
 /// percent of the gets of that half.
 const LATE_LOSS_ERROR_MEAN_MAX: f64 = 6.0;
-/// Largest share of estimates whose error exceeds the usual bounds. The share is 1 in 100 with 32
-/// seeds, and up to twice as much with few seeds.
+/// Largest share of estimates whose error exceeds the usual bounds. The measured share is 1 in 100
+/// with 32 seeds, and up to twice as much with few seeds.
 const UNUSUAL_PART: f64 = 0.02;
 
 fn seeds() -> std::ops::RangeInclusive<u64> {
@@ -168,8 +168,8 @@ fn synthetic(seed: u64) -> Vec<(String, Vec<Event>)> {
     ]
 }
 
-/// Errors of estimates, in percent of all gets. A value above 0 means that the estimate was too
-/// high.
+/// Errors of estimates: estimated minus measured hits, in percent of all gets. A value above 0
+/// means that the estimate was too high.
 #[derive(Debug, Default)]
 struct Errors(Vec<f64>);
 
@@ -183,12 +183,14 @@ impl Errors {
         self.0.push(error);
     }
 
-    /// Returns the largest overestimate, in percent of all gets.
+    /// Returns by how much the worst estimate was too high, in percent of all gets; 0 if none was
+    /// too high.
     fn over(&self) -> f64 {
         self.0.iter().copied().fold(0.0, f64::max)
     }
 
-    /// Returns the largest underestimate, in percent of all gets.
+    /// Returns by how much the worst estimate was too low, in percent of all gets; 0 if none was
+    /// too low.
     fn under(&self) -> f64 {
         -self.0.iter().copied().fold(0.0, f64::min)
     }
@@ -214,7 +216,7 @@ struct Sizes<'a> {
 
 impl Sizes<'_> {
     /// Returns the result of a replay in a pool of `percent` percent of `sixteenths`/16 of the
-    /// memory that the trace would fill.
+    /// memory that the trace would fill without evictions.
     fn run(&mut self, sixteenths: u64, percent: u64) -> Outcome {
         let parts = sixteenths * percent;
         let replay = || {

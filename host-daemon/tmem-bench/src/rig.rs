@@ -18,7 +18,8 @@ const POOL: u32 = 1;
 /// Time of the engine's clock at which the benchmarks put pages. No page is cold then.
 pub const NOW: Time = Time(0);
 
-/// Time in nanoseconds in which the engine's sweep passes all pages twice.
+/// Time in nanoseconds in which the engine's sweep passes all pages twice, so that all pages become
+/// cold.
 pub const LATER_NS: u64 = 3_600_000_000_000;
 
 /// A pool with one tenant.

@@ -18,9 +18,11 @@ const ROUNDS_MAX: usize = 21;
 
 /// The engine's speed-up by a second thread, divided by the speed-up of bare lz4.
 pub struct Scaling {
-    /// Relative gain in elapsed time. Other load on the machine affects the engine and lz4 alike.
+    /// The engine's gain in elapsed time from a second thread, divided by lz4's gain. Other load on
+    /// the machine affects the engine and lz4 alike.
     pub time: Ratio,
-    /// Relative gain in processor time. It leaves out the time that threads wait for each other.
+    /// The engine's gain in processor time from a second thread, divided by lz4's gain. It leaves
+    /// out the time that threads wait for each other.
     pub work: Ratio,
 }
 

@@ -58,7 +58,8 @@ const RAW_MIN: usize = 256;
 /// Reserve in bytes of the VMs that must get all the pool memory that they need.
 const RESERVE_BYTES: u64 = 128 << 20;
 
-/// Polling time of the worker, longer than any pause of the benchmark.
+/// Polling time of the worker, longer than any pause of the benchmark, so that the worker does not
+/// sleep between two requests.
 const POLL_MAX: Duration = Duration::from_millis(1);
 
 /// Numbers of the processors on which the worker and the guest run.
@@ -155,7 +156,8 @@ impl Verdict {
     }
 }
 
-/// Ratios of all rounds, and times in ns per page for pages that the neighbour does not have.
+/// Results of a run. `ratios` has, for each round, the time for the neighbour's pages divided by
+/// the time for the other pages. `ns` has the times for the other pages, in ns per page.
 struct Times {
     bound: f64,
     ratios: BTreeMap<(Holder, What), Vec<f64>>,

@@ -267,8 +267,8 @@ fn storm(
     Ok((times, took))
 }
 
-/// Measures the daemon's answers to the messages and requests of one more VM. If `loaded` is true,
-/// all other VMs put and get batches meanwhile.
+/// Measures how long the daemon takes to answer the messages and requests of one more VM. If
+/// `loaded` is true, all other VMs put and get batches meanwhile.
 fn messages(
     daemon: &Daemon,
     guests: &mut [FakeGuest],
@@ -331,8 +331,8 @@ fn message_times(
     Ok(names.into_iter().zip(times).collect())
 }
 
-/// Measures the answers to one VM before and while another VM disconnects. That VM is large: it has
-/// many pages in the pool.
+/// Measures the times of answers to one VM, before and while another VM disconnects that has many
+/// pages in the pool.
 fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, String> {
     let (mut large, mut one) = (guest(0)?, guest(1)?);
     connect(&mut large, &daemon.socket(0))?;
@@ -436,8 +436,9 @@ fn in_phases(
     Ok(times)
 }
 
-/// Measures the answers to one VM, and to messages of another VM that change its memory map, while
-/// a third VM disconnects. The daemon has to unmap much memory of that third VM.
+/// Measures the times of answers to one VM's requests, and to messages by which another VM changes
+/// its memory map, while a third VM disconnects. The daemon has to unmap much memory of that third
+/// VM.
 fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, String> {
     let mut large = touched(daemon, args.mapped_gib)?;
     let (mut one, mut other) = (guest(1)?, guest(2)?);
@@ -466,8 +467,8 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         phase.store(1, Ordering::Relaxed);
         let begun = Instant::now();
         large.disconnect();
-        // The memory counts as released when less than a hundredth of it is still mapped. The
-        // memory of the other VMs is less than that.
+        // The memory of the large VM counts as released when the daemon maps less than a hundredth
+        // of the bytes that it mapped before. All other VMs together have less memory than that.
         let gone = until(|| daemon.touched_bytes() < full / 100);
         let took = begun.elapsed();
         phase.store(2, Ordering::Relaxed);

@@ -74,7 +74,8 @@ pub const WEIGHT_DEFAULT: u32 = 100;
 
 /// Creates a quota for the control interface. A value that is None becomes the daemon's default.
 pub fn quota(reserve_bytes: Option<u64>, limit_bytes: Option<u64>, weight: Option<u32>) -> Quota {
-    // Larger sizes become the largest signed 64-bit number, because varlink has no larger integers.
+    // A size above the largest signed 64-bit number becomes that number, because varlink has no
+    // larger integers.
     let int = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
     Quota {
         reserve_bytes: int(reserve_bytes.unwrap_or(0)),

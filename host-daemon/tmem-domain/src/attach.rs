@@ -203,7 +203,8 @@ impl Edit {
         Ok(())
     }
 
-    /// Moves the VM's memory into a shared memfd, so that the daemon can map it.
+    /// Changes the XML so that QEMU allocates the VM's memory in a shared memfd, which the daemon
+    /// can map.
     fn memory(&mut self) -> Result<(), Error> {
         let sizes = ["maxMemory", "memory", "currentMemory"];
         let before = ["name", "uuid", "title", "description", "metadata"];

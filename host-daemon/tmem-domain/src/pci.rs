@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Chooses a free PCI address for the virtio-tmem device, which libvirt does not know.
+//! Chooses a free PCI address for the virtio-tmem device. libvirt does not know this device, and so
+//! assigns it no address.
 //!
 //! libvirt assigns PCI slots from the lowest up, so the virtio-tmem device takes the highest free
 //! one. A device that is plugged in later then conflicts with it only if no other slot is free.

@@ -45,7 +45,7 @@ pub struct Domain {
     pub memory_max_bytes: Option<u64>,
 }
 
-/// The virtio-tmem device, as the arguments describe it that libvirt passes to QEMU.
+/// The virtio-tmem device, as described by the QEMU arguments in the domain's XML.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
     /// Path of the daemon's socket that the device connects to.

@@ -23,7 +23,7 @@ const HEADERS_MAX: usize = 64;
 /// Longest time from the start of a connection until its request has arrived completely. It
 /// includes the TLS handshake.
 const READ_MAX: Duration = Duration::from_secs(5);
-/// Longest time that the server takes to send an answer, because a client may read slowly.
+/// Longest time for sending an answer. A client that reads more slowly is disconnected.
 const WRITE_MAX: Duration = Duration::from_secs(10);
 /// Shortest time between two log messages about certificates that cannot be read.
 const LOG_PERIOD: Duration = Duration::from_secs(60);

@@ -307,7 +307,8 @@ impl Collector for Scrape {
                 "seconds" => Some(Unit::Seconds),
                 _ => None,
             };
-            // The encoder appends the unit to the name, so it gets the name without the unit.
+            // The encoder appends the unit to the metric's name, so pass the name to it without the
+            // unit.
             let suffix = unit
                 .as_ref()
                 .map_or(String::new(), |unit| format!("_{}", unit.as_str()));

@@ -48,7 +48,8 @@ const OBJECT: u64 = 1;
 const CHECKS_PER_SLICE_MAX: u64 = 1000;
 
 /// Maximum work of a scheduling slice, in nanoseconds as [`work_ns`] estimates them. It covers the
-/// 200 µs of a slice, and a first step that begins however little time is left.
+/// 200 µs of a slice and the cost of its first step, which always begins, even if the slice is
+/// already over.
 const WORK_PER_SLICE_MAX_NS: u64 = 260_000;
 
 /// Maximum number of worker rounds, or of background steps, until no work is left. No input causes
@@ -137,8 +138,8 @@ impl Watch {
         self.acted.swap(false, SeqCst)
     }
 
-    /// Returns the guest's memory as it was when the front end closed the connection, or None if it
-    /// has not done so.
+    /// Returns the guest's memory as it was when the front end closed the connection, or None if
+    /// the front end has not closed it.
     pub fn left(&self) -> Option<Vec<u8>> {
         lock(&self.left).clone()
     }

@@ -89,8 +89,8 @@ impl Chain {
         self.writable.iter().map(|piece| piece.1).sum()
     }
 
-    /// Returns the bytes that the device reads. Leaves out bytes beyond the longest possible
-    /// request.
+    /// Returns the bytes of the chain's readable part, which is the request. Leaves out bytes
+    /// beyond the length of the longest possible request.
     pub fn request(&self, image: &[u8]) -> Vec<u8> {
         let mut out = Vec::new();
         for (address, bytes) in &self.readable {
@@ -287,8 +287,8 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool, retain: b
 struct Held {
     cookie: u64,
     page: Page,
-    /// Whether the device must still have the page. False after a get that missed because it named
-    /// another cookie, because a device may drop the page then.
+    /// Whether the device must still have the page. False after a get that named another cookie
+    /// than the page's: the get missed, and the device may drop the page at such a get.
     certain: bool,
 }
 
@@ -298,7 +298,8 @@ pub struct Model {
     generation: u64,
     pools: BTreeSet<u32>,
     held: HashMap<Key, Held>,
-    /// Whether a drain has begun. From then on, the device may miss or lose pages that it holds.
+    /// Whether a drain has begun. From then on, the device may answer gets of pages that it holds
+    /// with a miss, and may drop these pages.
     pub drained: bool,
 }
 

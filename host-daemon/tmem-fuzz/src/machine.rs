@@ -47,12 +47,13 @@ pub struct Ring {
     /// Guest address of the descriptor table. The available ring and the used ring follow the
     /// table.
     pub table: u64,
-    /// Number of chains that the driver has put into the available ring. The index in guest memory
-    /// is smaller until the driver publishes them.
+    /// Number of chains that the driver has put into the available ring. The available ring's index
+    /// in guest memory is smaller until the driver publishes these chains.
     pub offered: u16,
     /// Number of chains of this virtqueue that the daemon has answered.
     pub answered: u16,
-    /// Whether a faulty chain has stopped the queue. It does nothing until it is set up again.
+    /// Whether a faulty chain has stopped the queue. The daemon takes no chain of the queue until
+    /// the front end sets the queue up again.
     stopped: bool,
     running: bool,
 }

@@ -31,14 +31,15 @@ use crate::ram::{BASE, Ram, TOP};
 const STEPS_MAX: usize = 40;
 /// Time limit of every wait for the daemon, long enough for a busy machine.
 const WAIT: Duration = Duration::from_secs(20);
-/// Bytes of guest memory for the parts of a virtqueue. The first queues have memory of their own.
-/// The queues from number RINGS - 1 on share the memory of one virtqueue.
+/// Bytes of guest memory for the parts of a virtqueue. Each queue with a number below RINGS - 1 has
+/// memory of its own. All queues from number RINGS - 1 on share the memory of one virtqueue.
 const RING_BYTES: u64 = 0x1000;
 const RINGS: u64 = 4;
 const SIZE: u16 = 16;
 /// First guest address for requests and their answers.
 const ARENA: u64 = BASE + RINGS * RING_BYTES;
-/// Maximum number of file descriptors in a message. The daemon's vhost library accepts 32.
+/// Maximum number of file descriptors in a message: one more than the daemon's vhost library
+/// accepts.
 const FILES_MAX: usize = 33;
 
 const NEED_REPLY: u32 = 1 << 3;
@@ -70,8 +71,8 @@ const FEATURES: u64 = 1 << 32 | 1 << 30 | 1 << 29 | 1 << 28;
 /// CONFIGURE_MEM_SLOTS.
 const PROTOCOL: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 9 | 1 << 13 | 1 << 15;
 
-/// Whether a thread of this process has panicked. The flag is needed because the daemon itself
-/// continues after a panic.
+/// Whether a thread of this process has panicked. The fuzz target checks this flag, because the
+/// daemon itself continues after a panic of one of its threads.
 static PANICKED: AtomicBool = AtomicBool::new(false);
 
 /// The daemon, which is created once for all inputs, and the neighbour, another VM of the daemon.

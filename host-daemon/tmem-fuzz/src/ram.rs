@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The guest's memory: three regions in one file. At their guest addresses, two regions are
-//! adjacent, and one ends near 2^64. In the file, guard pages separate the regions. They do not
-//! belong to the guest, and the daemon must not write them.
+//! adjacent, and one ends near 2^64. In the file, guard pages separate the regions. The guard pages
+//! do not belong to the guest, and the daemon must not write them.
 
 use std::cell::RefCell;
 use std::fs::File;

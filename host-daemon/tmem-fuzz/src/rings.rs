@@ -17,8 +17,9 @@ use crate::ram::{BASE, Ram, SEAM, TOP};
 const STEPS_MAX: usize = 64;
 /// Maximum number of pages of a well-formed request, so that several requests fit into memory.
 const BATCH: usize = 6;
-/// Pages of a slot, the guest memory for one request. Requests use the slots one after the other.
-/// The pages after the slots are for descriptor tables of chains that the input builds by hand.
+/// Number of pages of a slot, which is the guest memory for one request. Requests use the slots one
+/// after the other. The pages after the slots are for descriptor tables of chains that the input
+/// builds by hand.
 const SLOT_PAGES: u64 = 2 * BATCH as u64 + 4;
 const SLOTS: u64 = 4;
 

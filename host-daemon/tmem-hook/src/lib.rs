@@ -92,7 +92,8 @@ pub fn label(domain: &Domain) -> String {
     if name.len() <= NAME_BYTES_MAX && name.chars().all(good) {
         return name.clone();
     }
-    // Two changed names may be equal, so digits of the UUID are appended to each.
+    // Different names may become equal when they are shortened and characters are replaced, so
+    // digits of the UUID are appended.
     let room = NAME_BYTES_MAX - UUID_DIGITS - 1;
     let readable = name.chars().map(|c| if good(c) { c } else { '_' });
     let digits = domain.uuid.chars().take(UUID_DIGITS);

@@ -284,8 +284,8 @@ impl Daemon {
             if removed.map_err(|e| self.trouble(&e))?.removed {
                 tracing::info!(uuid, "VM {uuid}: removed because its domain does not run");
             }
-            // The delay begins again. The daemon does not remove a VM of its configuration, so the
-            // next attempt follows only after [`STRAY`].
+            // Begin the delay again. The daemon does not remove a VM that its configuration names,
+            // so the bridge tries again only after [`STRAY`].
             self.strays.insert(socket.clone(), now);
         }
         Ok(())

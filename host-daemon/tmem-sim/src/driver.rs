@@ -518,7 +518,8 @@ impl Driver {
         if !self.send(queue, Request::Ref { pool, pages }, vec![]) {
             return false;
         }
-        // In one of four cases, leave the pages in the list, so that a later REF names them again.
+        // In one of four cases, leave the pages in the list of retained pages, so that a later REF
+        // names them again.
         if self.rng.u8(..4) > 0 {
             for (key, cookie) in named {
                 if self.retained.get(&key) == Some(&cookie) {

@@ -3,10 +3,11 @@
 //!
 //! For each key, the oracle records the cookie and contents of the last put, as long as the device
 //! may hold the page. A get may return that page or a miss, and nothing else. If a get leaves its
-//! page in the device as a retained page, the record stays until a later answer excludes it. The
-//! model changes at answers, because the device answers the requests of a queue in the order in
-//! which it executes them (SPEC.md, "Order"). For a flush that spans queues, the model also uses
-//! the time at which the flush was sent. The oracle never asks the device for its state.
+//! page in the device as a retained page, the record stays until a later answer shows that the
+//! device no longer has the page. The model changes at answers, because the device answers the
+//! requests of a queue in the order in which it executes them (SPEC.md, "Order"). For a flush that
+//! spans queues, the model also uses the time at which the flush was sent. The oracle never asks
+//! the device for its state.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -39,9 +40,9 @@ struct Held {
     /// Tick at which the put was answered. The model counts a tick for each request and each
     /// answer.
     since: u64,
-    /// Tick at which the device answered a flush of the page that was sent on another queue than
-    /// the page's, if any. A get sent before that tick may still hit, because the device may have
-    /// executed it before the flush.
+    /// Tick at which the device answered a flush of this page, if the flush was sent on another
+    /// queue than the page's. A get sent before that tick may still hit, because the device may
+    /// have executed it before the flush.
     dropped: Option<u64>,
 }
 
@@ -55,7 +56,7 @@ pub struct Asked {
     contents: Vec<Content>,
 }
 
-/// Counters of the device's answers, mostly by page.
+/// Counters of the device's answers. All count pages, except `stale`, which counts requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Pages of puts that the device answered with STORED.
@@ -67,7 +68,7 @@ pub struct Counts {
     /// Pages of gets that were answered with a miss, although the device had answered that it
     /// stored the page.
     pub lost: u64,
-    /// Pages of gets that the device cannot hold and answered with a miss.
+    /// Pages of gets that were answered with a miss, and that the device could not have had.
     pub misses: u64,
     /// Requests that the device answered with STALE.
     pub stale: u64,
@@ -671,7 +672,8 @@ mod tests {
     }
 
     /// Sends a get and a flush on two queues, so that both are in flight. The device may execute
-    /// either first, in whichever order the guest sees the answers.
+    /// either request first. The order in which the guest takes the answers does not show which
+    /// one.
     #[test]
     fn the_oracle_allows_a_hit_during_a_flush_on_another_queue() {
         let mut m = model();

@@ -296,9 +296,10 @@ pub enum Cut {
     Whole,
     /// Division at random places into at most `max` descriptors.
     Random {
-        /// Seed of the random places.
+        /// Seed of the random places at which the chain is divided.
         seed: u64,
-        /// Largest number of descriptors, at least 4.
+        /// Largest number of descriptors into which a chain (request and answer) is divided, at
+        /// least 4.
         max: usize,
     },
 }

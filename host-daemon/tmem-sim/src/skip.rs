@@ -10,7 +10,7 @@ use std::fmt::Display;
 use std::io::Write;
 
 /// Environment variable with the names of requirements ([`Missing`]) that the machine meets,
-/// separated by commas. A test must not be skipped because of these requirements.
+/// separated by commas. A test must not be skipped for lack of a requirement in this list.
 pub const NO_SKIPS: &str = "TMEM_NO_SKIPS";
 
 /// Requirement of a test that a machine may lack.

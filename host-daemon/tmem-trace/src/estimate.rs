@@ -33,9 +33,9 @@ pub const GAIN_OVER_USUAL: f64 = 6.0;
 pub const GAIN_OVER_MAX: f64 = 18.0;
 /// Largest underestimate of the gain from more memory, in percent of all gets. The estimator
 /// assumes that pages are evicted in the order of their puts, and the default policy is better than
-/// that. So the estimate is too low where few pages are used often. The test leaves out the size
-/// where a loop just begins to fit. At that size, the estimate was once too low by 39 % of all
-/// gets.
+/// that. So the estimate is too low where few pages are used often. The test of this bound leaves
+/// out the pool size at which a loop over all pages just begins to fit. At that size, the estimate
+/// was once too low by 39 % of all gets.
 pub const GAIN_UNDER_MAX: f64 = 18.0;
 /// Underestimate of the loss with less memory that 99 of 100 estimates do not exceed, in percent of
 /// all gets. Overestimates of the loss have no bound, for two reasons. The estimator assumes that
@@ -44,11 +44,11 @@ pub const GAIN_UNDER_MAX: f64 = 18.0;
 pub const LOSS_UNDER_USUAL: f64 = 5.0;
 /// Largest underestimate of the loss with less memory, in percent of all gets.
 pub const LOSS_UNDER_MAX: f64 = 13.0;
-/// Smallest number of gets on which an estimate may be based. With fewer gets, measured errors
-/// exceeded the bounds.
+/// Smallest number of gets on which an estimate may be based. With fewer gets, measured errors of
+/// estimates exceeded the bounds of this file.
 pub const ESTIMATE_GETS_MIN: u64 = 1_000;
-/// Number of gets, per page of the tenant in the pool, from which on GAIN_OVER_USUAL and
-/// LOSS_UNDER_USUAL hold. They then hold even if the estimator samples only one key in many.
+/// Smallest number of gets, per page that the tenant has in the pool, with which the bounds
+/// GAIN_OVER_USUAL and LOSS_UNDER_USUAL hold even if the estimator samples only one key in many.
 pub const ESTIMATE_GETS_PER_PAGE: u64 = 10;
 
 /// Limit for lost hits, in percent of all hits. A part of a tenant's memory counts as not needed if
@@ -63,11 +63,12 @@ pub const GIVE_UP_COST_MAX: f64 = 2.0;
 /// up to `SAMPLES_MAX` other keys.
 const HITS_PER_SAMPLE: u64 = 8;
 
-/// Position of the lowest bit of a key's hash that decides whether the estimator samples the key.
-/// The ghost table (recently evicted keys) of the eviction policy uses other bits.
+/// Position, in a key's hash, of the lowest of the bits that decide whether the estimator samples
+/// the key. The ghost table (recently evicted keys) of the eviction policy uses other bits.
 const HASH_SHIFT: u32 = 16;
 
-/// Estimates for one tenant, in numbers of pages.
+/// Estimated numbers of a tenant's gets, counted in pages, that would have had another result with
+/// more or less memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Estimates {
@@ -75,7 +76,8 @@ pub struct Estimates {
     pub gain_hits: [u64; GAIN_PERCENT.len()],
     /// Hits that would have been misses with less memory, for each percentage of [`LOSS_PERCENT`].
     pub loss_hits: [u64; LOSS_PERCENT.len()],
-    /// Number of hits among which `loss_hits` is estimated.
+    /// Estimated number of all hits, extrapolated from the hits that the estimator examined. A
+    /// value of `loss_hits` divided by this number is the share of hits that would be lost.
     pub loss_hits_seen: u64,
 }
 
@@ -90,8 +92,8 @@ pub struct Estimator<K> {
     turn: u64,
     /// Sampled keys, each with its hash, by the sequence number of its latest put.
     puts: BTreeMap<u64, (K, u64)>,
-    /// Sequence number of the latest put of each sampled key, by the key's hash. The hash function
-    /// is fixed, so that equal requests charge equal memory.
+    /// Sequence number of the latest put of each sampled key, by the key's hash. The map's own hash
+    /// function has no random key, so that equal requests always make the map take equal memory.
     by_hash: HashMap<u64, u64, BuildHasherDefault<DefaultHasher>>,
     estimates: Estimates,
     passed: u64,
@@ -128,12 +130,14 @@ impl<K: Copy> Estimator<K> {
         self.puts.len() as u64
     }
 
-    /// Returns the number of sampled keys that all calls so far have walked over.
+    /// Returns the number of sampled keys that all calls so far have walked over, a measure of the
+    /// estimator's work.
     pub fn passed(&self) -> u64 {
         self.passed
     }
 
-    /// Returns the number of sampled keys that all calls so far have removed.
+    /// Returns the number of sampled keys that all calls so far have removed, a measure of the
+    /// estimator's work.
     pub fn forgotten(&self) -> u64 {
         self.forgotten
     }
@@ -243,7 +247,8 @@ impl<K: Copy> Estimator<K> {
         }
     }
 
-    /// Removes all sampled keys for which `gone` is true. Takes one step for each sampled key.
+    /// Removes all sampled keys for which `gone` returns true, for example the keys of a flushed
+    /// range. Takes one step for each sampled key.
     pub fn drop_where(&mut self, gone: impl Fn(K) -> bool) {
         let sampled = self.puts.len();
         self.passed += sampled as u64;
@@ -411,8 +416,8 @@ mod tests {
         for key in 0..10 {
             estimator.get(key << HASH_SHIFT, false, 0, 0);
         }
-        // The gets have removed the keys that were not dropped before. They add nothing to the
-        // estimated gain, because `room_pages` is 0.
+        // The gets have removed the keys that were not dropped before. These gets add nothing to
+        // the estimated gain, because `room_pages` is 0.
         assert_eq!(
             (estimator.estimates.gain_hits, estimator.puts.len()),
             ([0; 3], 0)

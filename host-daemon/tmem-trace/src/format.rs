@@ -154,7 +154,7 @@ impl Blind {
     }
 }
 
-/// Distance that a trace adds to the page numbers of an object.
+/// Distance that a trace adds to the page numbers of an object, to hide the guest's numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct Distance(u64);
 
@@ -536,8 +536,8 @@ mod tests {
             }
             let read: Result<Vec<Event>, TraceError> = Reader::new(&bytes).unwrap().collect();
             assert_eq!(read.unwrap(), events);
-            // Truncate the trace at random places. The reader must return all events before the
-            // place.
+            // Truncate the trace at random places. The reader must return all events that are
+            // complete before that place.
             for _ in 0..50 {
                 let len = MAGIC.len() + rng.below((bytes.len() - MAGIC.len()) as u64) as usize;
                 let read: Vec<_> = Reader::new(&bytes[..len]).unwrap().collect();

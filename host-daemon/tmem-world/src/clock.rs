@@ -18,7 +18,7 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// Creates the clock of a daemon, which also draws the daemon's random numbers from `seed`.
+    /// Creates the clock and entropy source of a daemon. It draws random numbers from `seed`.
     pub fn new(now_ns: std::sync::Arc<AtomicU64>, seed: u64, counted: bool) -> Clock {
         let drawn = AtomicU64::new(if counted { 0 } else { seed });
         Clock {

@@ -9,8 +9,8 @@
 
 use tmem_sim::Content;
 
-/// Number of the write that gave a page its contents. Version 0 is a page that was never written,
-/// which is zero.
+/// Number of the write that gave a page its contents. Version 0 stands for a page that was never
+/// written. Such a page consists of zero bytes.
 pub type Version = u32;
 
 /// Number of page contents of each kind that guests share.

@@ -90,8 +90,8 @@ pub struct Driver {
     referring: Vec<Vec<Ref>>,
     /// Latest results of references (REF), newest first. True means GONE.
     gone: VecDeque<bool>,
-    /// Page that an eviction found changed although its index entry was retained. This is a
-    /// failure.
+    /// Page whose contents had changed when it was evicted, although its index entry was still
+    /// retained. Each change must erase the entry, so this is a failure.
     changed: Option<FilePage>,
     /// Inodes of marked files, whose cached pages may differ from the disk. The driver puts none of
     /// their pages.

@@ -30,8 +30,8 @@ pub fn index_of_end() -> u64 {
     index_of(END)
 }
 
-/// Returns the page index of a file's page by its number, 0 to [`PAGES`] - 1. It places groups of
-/// adjacent pages in different chunks.
+/// Converts the number of a file's page, 0 to [`PAGES`] - 1, to its page index in the file. Groups
+/// of adjacent pages get page indexes in different chunks.
 pub fn index_of(page: u64) -> u64 {
     page % GROUP + ((page / GROUP) << virtio_tmem::CHUNK_SHIFT)
 }
@@ -49,7 +49,7 @@ struct Cached {
     old: bool,
     /// Whether the page's bytes behind the end of the file are not zero, because a store through a
     /// mapping changed them. This matters only for the page with the end of the file. When the page
-    /// is read again, these bytes are zero.
+    /// is read from the disk again, these bytes are zero.
     behind_end: bool,
 }
 

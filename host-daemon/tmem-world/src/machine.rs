@@ -36,7 +36,9 @@ pub struct Link {
     pub host: usize,
     /// The daemon's side of the connection.
     pub session: Session,
-    /// Fuse that makes the VMM close the connection after a number of the daemon's checks.
+    /// Trigger that makes the VMM close the connection after a given number of the daemon's checks
+    /// that the front end is connected. The daemon makes this check each time before it uses guest
+    /// memory.
     pub hang_up: Arc<Fuse>,
     /// The VMM's end of the socket.
     _stream: UnixStream,
@@ -65,7 +67,7 @@ pub struct Machine {
     /// Generation in the device's configuration, as the VMM reports it to the guest; 0 without a
     /// back end.
     pub generation: u64,
-    /// Whether the VMM has an interrupt for the guest because the configuration has changed.
+    /// Whether an interrupt is pending that notifies the guest of a changed device configuration.
     pub config_irq: bool,
     /// Connection of the VMM to the daemon, if there is one.
     pub link: Option<Link>,

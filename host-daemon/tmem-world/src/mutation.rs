@@ -17,7 +17,7 @@ pub enum Mutation {
     GenerationUnchecked,
     /// The driver keeps its index when the generation changes.
     IndexKept,
-    /// The driver sends pages that it put before it last emptied its index.
+    /// The driver sends pages that it copied to its put ring before it last emptied its index.
     EpochIgnored,
     /// The driver never reads a new generation from the configuration once it has one.
     ConfigIgnored,
@@ -34,8 +34,8 @@ pub enum Mutation {
     DrainSkipped,
     /// A back end continues to serve a connection after the front end has hung up.
     HangUpIgnored,
-    /// The VMM starts the next back end behind the requests that the last one left unanswered,
-    /// instead of replaying them.
+    /// The VMM lets the next back end begin after the requests that the previous one left
+    /// unanswered. These requests are not replayed and get no answer.
     ReplaySkipped,
     /// At a migration, the VMM loses the pages that the device marked in the dirty log.
     DirtyLogLost,

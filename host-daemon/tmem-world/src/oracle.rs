@@ -24,7 +24,8 @@ pub struct Failure {
     pub what: String,
 }
 
-/// Number of dropped pages (puts that the device had to drop) that the oracle remembers.
+/// Number of pages that the device had to drop and that the oracle remembers, so that later gets
+/// can test that the device has dropped them.
 const ENDED: usize = 12;
 
 /// State of a put page, as far as a correct driver knows it.

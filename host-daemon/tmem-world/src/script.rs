@@ -17,7 +17,7 @@ use crate::mutation::Mutation;
 )]
 pub enum Step {
     /// Each guest does its pending work, each feeder thread sends its requests, and each worker
-    /// does one round. Their order is drawn from the number.
+    /// does one round. The field is the seed of their order.
     Serve(u16),
     /// A worker of a host's daemon does one round. The fields are the host and the worker.
     Round(u8, u8),
@@ -55,7 +55,7 @@ pub enum Step {
     RemountUnseen(u8),
     See(u8),
     /// The guest requests the page of an earlier put, usually one that the device must not return
-    /// any more. The number selects the page.
+    /// any more. The fields are the guest and a number that selects the page.
     AskOld(u8, u16),
     /// The given number of µs passes.
     Time(u32),
@@ -320,8 +320,8 @@ impl Script {
     pub fn draw(seed: u64, mutation: Option<Mutation>) -> Script {
         let mut rng = fastrand::Rng::with_seed(seed);
         let (setup_seed, guests) = (rng.u64(..), rng.usize(1..=3));
-        // Draw features from a generator of their own, so that a new feature does not change the
-        // scripts of existing seeds.
+        // Draw the guests' virtio features from a generator of their own, so that a feature added
+        // later does not change the scripts of existing seeds.
         let mut features = fastrand::Rng::with_seed(setup_seed);
         let setup = Setup {
             seed: setup_seed,

@@ -225,9 +225,9 @@ impl Transport {
         ring.publish()
     }
 
-    /// Returns the used element for a request in flight: its head and its length. `place` is the
-    /// position of the request among those in flight on the queue. Returns None if the request is
-    /// not answered.
+    /// Returns the used element for a request in flight: the number of the chain's first
+    /// descriptor, and the number of bytes that the device wrote. `place` is the position of the
+    /// request among those in flight on the queue. Returns None if the request is not answered.
     pub fn used(&self, queue: usize, place: usize) -> Option<(u32, u32)> {
         let ring = &self.rings[queue];
         let answered = ring.used_idx_in_memory().wrapping_sub(ring.used_idx());

@@ -112,8 +112,9 @@ pub struct World {
     guests: Vec<Guest>,
     ghosts: Vec<Ghost>,
     late: Vec<Late>,
-    /// Pages that a device with a broken rule must keep, each with its guest and generation. A page
-    /// stays in this list until the device has memory for it.
+    /// Pages that a device with a broken rule keeps wrongly, each with its guest and generation.
+    /// The world stores them in the pool again, so a page stays in this list until the pool has
+    /// memory for it.
     kept: Vec<(usize, u64, Kept)>,
     boots: u64,
     /// Number of the step that the world executes.
@@ -641,7 +642,8 @@ impl World {
     }
 }
 
-/// Stores a page in the pool for a guest. Returns false if the pool refuses it or does not exist.
+/// Stores a page in the pool for a guest. Returns false if the pool does not exist or refuses the
+/// page.
 fn put(host: &SimulatedDaemon, guest: usize, kept: &Kept) -> bool {
     let page = kept.content.page();
     let put = Put {

@@ -35,8 +35,9 @@ fn equal_seeds_give_identical_runs() {
     }
 }
 
-/// Runs all seeds without a mutation (broken rule); no seed may fail. Together, the runs must have
-/// stored, hit, refused, lost and retained pages, stale requests, and REFs answered HELD and GONE.
+/// Runs all seeds without a mutation (broken rule); no seed may fail. Together, the runs must
+/// contain pages that were stored, hit, refused, lost and retained, stale requests, and REFs that
+/// were answered with HELD and with GONE.
 #[test]
 fn no_simulated_run_fails_without_a_mutation() {
     let totals = run_seeds((1, 150), None, 2, |_| {});
@@ -194,7 +195,8 @@ fn a_failing_script_is_shrunk_to_its_necessary_steps() {
         "the shortened script has 20 steps or more: {:?}",
         short.steps
     );
-    // Check that the shrunk script fails by itself, and that each of its steps is needed.
+    // Check that the shrunk script fails by itself, and that each of its steps is needed for the
+    // failure.
     assert_eq!(run(&short).failure.map(|(_, f)| f), Some(failure.clone()));
     for leave_out in 0..short.steps.len() {
         let mut steps: Vec<Step> = short.steps.clone();

@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_without_get_features_does_not_support_retained_pages() {
+    fn retained_pages_are_supported_only_if_the_daemon_lists_the_feature() {
         let known = r#"{"parameters":{"features":["OTHER","VIRTIO_TMEM_F_RETAIN"]}}"#;
         assert!(answered(known).is_ok_and(|known| known));
         let other = r#"{"parameters":{"features":["VIRTIO_TMEM_F_LATENCIES"]}}"#;

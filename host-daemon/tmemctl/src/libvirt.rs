@@ -323,8 +323,8 @@ pub fn is_local(uri: &str) -> bool {
 }
 
 /// Decides on the value of the device's property `retain`. Returns the value, and a note for the
-/// user. The wait for the daemon is bounded. If the daemon does not answer, the function does not
-/// fail.
+/// user. The wait for the daemon is bounded. If the daemon does not answer in time, decides without
+/// knowing whether the daemon supports retained pages.
 fn decide_retain(
     arguments: &AttachArguments,
     domain: &tmem_domain::Domain,

@@ -40,19 +40,19 @@ impl<const N: usize> Lists<N> {
         (list != NONE).then_some(list as usize)
     }
 
-    /// Returns the key that was added to a list first.
+    /// Returns the oldest key of a list: the key that has been in the list longest.
     pub fn oldest(&self, list: usize) -> Option<Key> {
         let oldest = self.ends[list].0;
         (oldest != NONE).then_some(oldest)
     }
 
-    /// Returns the key that was added to the same list after `key`.
+    /// Returns the next newer key in the list of `key`, or None if `key` is the newest.
     pub fn newer(&self, key: Key) -> Option<Key> {
         let newer = self.links[key as usize].newer;
         (newer != NONE).then_some(newer)
     }
 
-    /// Adds a key that is in no list as the newest of a list.
+    /// Adds a key, which must be in no list, to a list as its newest key.
     pub fn push(&mut self, list: usize, key: Key) {
         assert_eq!(self.list_of(key), None, "key {key} is already in a list");
         let newest = self.ends[list].1;

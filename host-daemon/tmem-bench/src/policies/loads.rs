@@ -11,7 +11,7 @@ use clap::ValueEnum;
 use std::collections::{BTreeMap, HashMap};
 use tmem_trace::format::{Event, ObjectKey, Op, SizeClass};
 
-/// Pages of an object. A page number of a load counts through all objects.
+/// Number of pages of an object. A load numbers its pages continuously through all objects.
 const OBJECT_PAGES: u64 = 64;
 
 /// Stored size in bytes of each page of a generated load. With equal sizes, the optimum is exact.
@@ -20,24 +20,25 @@ const STORED_BYTES: usize = 1024;
 /// Number of reads of a load.
 const READS: u64 = 160_000;
 
-/// Pages of the guest's page cache.
+/// Number of pages for which the guest's page cache has room.
 const CACHE_PAGES: usize = 2_000;
 
 /// A generated load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Load {
-    /// Single pages by Zipf's law, of 20,000 pages. The popular pages change: all of them within
-    /// 100,000 reads.
+    /// Reads of single pages, chosen from 20,000 by Zipf's law. Within 100,000 reads, all popular
+    /// pages change.
     ZipfDrift,
-    /// A file of 8,000 pages, read from end to end, 20 times.
+    /// Reads of a file of 8,000 pages, from beginning to end, 20 times.
     Loop,
-    /// Single pages by Zipf's law, of 15,000 pages, and after each 12,000 of these reads a scan of
-    /// 8,000 pages that are read once.
+    /// Reads of single pages, chosen from 15,000 by Zipf's law. After each 12,000 of these reads, a
+    /// scan reads 8,000 other pages once.
     ScanMix,
     /// A boot: two of three reads read the next page of a large image, which is read once. The
     /// others read one of 4,000 pages at random.
     Boot,
-    /// One of 8,000 pages at random, while the guest's page cache shrinks from 8,000 pages to 800.
+    /// Reads of random pages of 8,000, while the guest's page cache shrinks from 8,000 pages to
+    /// 800.
     Shrink,
 }
 
@@ -97,7 +98,7 @@ fn zipf(rng: &mut fastrand::Rng, pages: u64) -> u64 {
     ((pages as f64).powf(rng.f64()) - 1.0) as u64
 }
 
-/// Returns the page with this rank. It scatters pages of neighbouring ranks over the objects.
+/// Returns the page with this rank. Pages of neighbouring ranks are in different objects.
 fn scatter(rank: u64, pages: u64) -> u64 {
     (rank % pages) * 7919 % pages
 }

@@ -10,16 +10,17 @@
 use super::requests::{Kind, Requests};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// Requests as the optimum sees them: with the get that ends the stay of each page.
+/// Puts and gets of a trace, in which each put has the number of the get that returns its page.
 pub struct Optimum {
-    /// For each request in order: a put of a page that a get returns later, or such a get.
+    /// Steps in the order of the requests: each put whose page a later get returns, and each get
+    /// that returns such a page.
     steps: Vec<Step>,
 }
 
 enum Step {
     /// A page with this charge in bytes is put. The get with this number returns it.
     Put(u32, usize),
-    /// The get with this number. A pool that still has the page has a hit.
+    /// The get with this number. It is a hit if the pool still has the page.
     Get(usize),
 }
 
@@ -74,8 +75,8 @@ impl Optimum {
         (hits, peak_bytes)
     }
 
-    /// Returns the smallest size in bytes of a pool in which the optimum evicts no page that a get
-    /// returns, and the number of hits in such a pool, the largest that is possible.
+    /// Returns the size in bytes of the smallest pool in which the optimum evicts no page that a
+    /// get returns, and the number of hits in that pool. No pool has more hits.
     pub fn need(&self) -> (u64, u64) {
         let (hits, peak_bytes) = self.hits(u64::MAX);
         (peak_bytes, hits)

@@ -13,8 +13,9 @@ pub enum Reput {
     /// The page takes the place in the queue that it had before the get. So the policy works as
     /// published: in a cache that keeps pages at a hit, a hit moves no page.
     KeepsPlace,
-    /// The get removes the page from its queue. The policy remembers the page's bits, as a ghost
-    /// entry does, and adds the page at the newest end of a queue.
+    /// The get removes the page from its queue. The policy remembers whether the page was used
+    /// (S3-FIFO: how often), as a ghost entry does. The put adds the page at the newest end of a
+    /// queue.
     NewPlace,
 }
 
@@ -26,7 +27,8 @@ pub trait Policy {
     /// Notes a hit: the guest gets a page that the pool has, and the page leaves the pool.
     fn get(&mut self, key: Key);
 
-    /// Removes a page that the pool has because it was flushed or overwritten.
+    /// Removes a page from the pool, because the guest flushed or overwrote the page. The pool has
+    /// the page before the call.
     fn flush(&mut self, key: Key);
 
     /// Chooses a page that the pool has and removes it. Returns None if the pool has no page of

@@ -5,7 +5,7 @@
 //! All policies get the same requests, and none of them retains pages: a get that may retain its
 //! page becomes a get, and a reference (REF) becomes a put of the size that the page had before.
 //! Retention saves copies between guest and pool. The guest has a retained page, too, so the engine
-//! evicts it first, and it is no choice of a policy.
+//! always evicts it first, and no policy decides about it.
 
 use std::collections::BTreeMap;
 use tmem_pool::PAGE_METADATA_CHARGE_BYTES;
@@ -30,7 +30,7 @@ pub enum Kind {
     Put(Put),
     /// The guest requests the page. If the pool has the page, the pool returns and removes it.
     Get,
-    /// The page is flushed.
+    /// The guest flushes the page, so that the pool drops it.
     Flush,
 }
 
@@ -100,8 +100,8 @@ pub fn without_retention(events: &[Event]) -> Vec<Event> {
     events.iter().filter_map(replace).collect()
 }
 
-/// Keys of a tenant: numbers of all pages that it has named, and the pages that a pool which never
-/// evicts would have now.
+/// Keys of a tenant: the number of each page that its requests named, and the pages that a pool
+/// which never evicts would have now.
 #[derive(Default)]
 struct Tenant {
     keys: BTreeMap<(ObjectKey, u64), Key>,

@@ -9,13 +9,13 @@
 //! or else leaves the cache. A page whose key is in the ghost queue enters the main queue. The keys
 //! in the ghost queue stand for nine tenths of the bytes, the share of the main queue.
 //!
-//! Mapping to puts and gets: a get is the hit, and the put that follows it is no use of its own.
-//! With [`Reput::KeepsPlace`], the key stays in its queue while the guest has the page. It costs no
-//! bytes, and moves and leaves as the page would. With [`Reput::NewPlace`], a get removes the key,
-//! and the put adds it to the main queue with the frequency that it had, because the put finds the
-//! key as in a ghost queue. A new page enters the main queue at once if the guest reports that the
-//! page was used again after it was read. The publication knows no such hint; the comparison can
-//! leave it out for all policies.
+//! Mapping to puts and gets: a get is the hit. The put that follows it does not count as another
+//! use. With [`Reput::KeepsPlace`], the key stays in its queue while the guest has the page. It
+//! costs no bytes, and moves and leaves as the page would. With [`Reput::NewPlace`], a get removes
+//! the key, and the put adds it to the main queue with the frequency that it had, because the put
+//! finds the key as in a ghost queue. A new page enters the main queue at once if the guest reports
+//! that the page was used again after it was read. The publication knows no such hint; with
+//! `--no-hints`, no policy gets it.
 //!
 //! The simulation gives S3-FIFO two advantages over an implementation: it remembers keys, not
 //! fingerprints, and it forgets no key of a page that the guest has.
@@ -28,10 +28,10 @@ const SMALL: usize = 0;
 const MAIN: usize = 1;
 const GHOST: usize = 2;
 
-/// Share of the small queue: one part of this number.
+/// Reciprocal of the small queue's share of the bytes: the small queue has a tenth.
 const PARTS: u64 = 10;
 
-/// Largest frequency of a page: two bits.
+/// Largest frequency of a page. The frequency has two bits, as published.
 const FREQUENCY_MAX: u8 = 3;
 
 /// Smallest frequency with which a page moves from the small queue to the main queue: the page was
@@ -70,7 +70,8 @@ impl S3Fifo {
         }
     }
 
-    /// Returns the bytes that a key costs in a queue.
+    /// Returns the bytes by which a key increases the size of a queue: the page's charge, or 0 if
+    /// the guest has the page and the queue is not the ghost queue.
     fn cost(&self, list: usize, key: Key) -> u64 {
         let page = self.pages[key as usize];
         match page.present || list == GHOST {
@@ -237,7 +238,7 @@ mod tests {
             (list(&policy, 0), list(&policy, 50)),
             (Some(MAIN), Some(SMALL))
         );
-        // The page leaves after all pages of the small queue.
+        // Page 0 is in the main queue, so it is evicted after all ten pages of the small queue.
         let before = std::iter::from_fn(|| policy.evict()).position(|key| key == 0);
         assert_eq!(before, Some(10));
     }
@@ -261,7 +262,8 @@ mod tests {
             assert_eq!(policy.evict(), Some(key));
             policy.put(key, PUT);
         }
-        // Nine pages are in the main queue, and page 9 is in the small queue, which is a tenth.
+        // Nine pages are in the main queue, and page 9 is in the small queue, which therefore has a
+        // tenth of the bytes.
         assert_eq!(policy.evict(), Some(9));
         policy.put(20, PUT);
         assert_eq!(policy.evict(), Some(20));

@@ -7,9 +7,9 @@
 //! first page whose bit is clear, and then points to the next newer page. From the newest page, or
 //! at the beginning, it moves to the oldest.
 //!
-//! Mapping to puts and gets: a get is the hit, and the put that follows it is no use of its own.
-//! With [`Reput::KeepsPlace`], the key stays in the queue while the guest has the page. If the hand
-//! finds its bit clear, the key leaves the queue, and the hand moves on, because this freed no
+//! Mapping to puts and gets: a get is the hit. The put that follows it does not count as another
+//! use. With [`Reput::KeepsPlace`], the key stays in the queue while the guest has the page. If the
+//! hand finds its bit clear, the key leaves the queue, and the hand moves on, because this freed no
 //! bytes. With [`Reput::NewPlace`], a get removes the key, and the put adds it at the newest end
 //! with its visited bit set. A hint of the guest that a page was used again counts as a hit.
 //!
@@ -51,7 +51,7 @@ impl Sieve {
         }
     }
 
-    /// Removes a key from the queue. If the hand points to the key, it moves to the next newer one.
+    /// Removes a key from the queue. If the hand points to the key, it moves to the next newer key.
     fn remove(&mut self, key: Key) {
         if self.hand == Some(key) {
             self.hand = self.lists.newer(key);
@@ -148,7 +148,7 @@ mod tests {
         let mut policy = filled(5, KEEPS);
         hit(&mut policy, 0);
         hit(&mut policy, 2);
-        // The hand passes page 0 and evicts page 1.
+        // The hand passes page 0, whose visited bit is set, and evicts page 1.
         assert_eq!(policy.evict(), Some(1));
         assert_eq!(policy.hand, Some(2));
         assert!(!policy.pages[0].visited && policy.pages[2].visited);
@@ -197,7 +197,7 @@ mod tests {
         hit(&mut policy, 0);
         policy.put(3, PUT);
         assert!(policy.pages[0].visited);
-        // Page 0 is between pages 2 and 3, so the hand has not passed it before it evicts page 1.
+        // Page 0 is between pages 2 and 3, so the hand evicts page 1 before it reaches page 0.
         assert_eq!((policy.evict(), policy.pages[0].visited), (Some(1), true));
         let order: Vec<_> = std::iter::from_fn(|| policy.evict()).collect();
         assert_eq!(order, [2, 3, 0]);

@@ -16,7 +16,8 @@ const SIZE_BYTES: u64 = 60_000;
 
 const EVENTS: u64 = 30_000;
 
-/// First in, first out, which the engine has, too.
+/// Policy first-in, first-out. The engine has this policy, too, so that the hits of both can be
+/// compared.
 struct Fifo(Lists<1>);
 
 impl Policy for Fifo {
@@ -121,8 +122,9 @@ fn no_policy_exceeds_the_pool_or_returns_a_flushed_page() {
     }
 }
 
-/// Compares hits of the simulated pool with those of the engine, both with FIFO. So the comparison
-/// of policies does not depend on a difference between both pools.
+/// Compares hits of the simulated pool with those of the engine, both with FIFO. Equal hits show
+/// that the simulated pool accounts for memory as the engine does, so the comparison of policies
+/// measures only policies.
 #[test]
 fn the_simulated_pool_has_exactly_the_hits_of_the_engine() {
     for seed in 1..=3 {

@@ -35,8 +35,8 @@ pub struct Outcome {
     /// during the replay, one counter for each percentage of
     /// [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
     pub loss_hits: [u64; 3],
-    /// Total number of hits for which `loss_hits` was estimated. The share of lost hits is
-    /// `loss_hits` divided by this number.
+    /// Estimated number of all hits, extrapolated from the hits that the estimator examined. A
+    /// value of `loss_hits` divided by this number is the share of hits that would be lost.
     pub loss_hits_seen: u64,
     /// Largest charge of all tenants together at any time, in bytes.
     pub peak_bytes: u64,

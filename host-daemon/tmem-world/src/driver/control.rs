@@ -54,7 +54,8 @@ impl Driver {
             self.generation = port.generation;
             (self.late_row, self.tripped) = (0, false);
         }
-        // The driver sends one control request at a time. The answer makes it send the next one.
+        // Send one control request at a time. The driver sends the next one when the answer
+        // arrives.
         let waiting = |c: &Control| matches!(c, Control::Sent(_));
         if self.generation == 0 || self.controls.iter().any(waiting) {
             self.resync = self.generation != 0;

@@ -261,8 +261,8 @@ impl Driver {
     pub fn ask_in_vain(&mut self, port: &mut Port<'_>, key: Key, cookie: u64) {
         if self.generation != 0 {
             let key = (key.pool, key.object, key.index);
-            // If the device still has the page, it may retain it, although the driver will not send
-            // a REF for it.
+            // In about half of these gets, allow the device to retain the page. The driver will
+            // send no REF for the page.
             let retain = u64::from(self.retain) & cookie & 1;
             self.request(port, Get::Vain, key, (vec![cookie], retain), true);
         }

@@ -16,7 +16,8 @@ use crate::transport::{BATCH, Flight, Tag};
 /// Maximum number of REFs that wait to be sent on a queue. The driver drops further REFs.
 const REFS_MAX: usize = 6;
 /// Number of the latest REF results from which the driver computes the share of GONE. The
-/// specification says 1,024. The model uses few enough that a run has as many.
+/// specification says 1,024. The model uses a smaller number, so that a run of the simulator has
+/// that many results.
 const RESULTS: usize = 64;
 /// Reciprocal of the largest share of GONE results. Above this share, the driver puts evicted pages
 /// (copies) instead of sending REFs.

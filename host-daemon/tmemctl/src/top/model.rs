@@ -86,11 +86,11 @@ impl FromStr for Sort {
 pub struct Row {
     /// Statistics of the VM at the last poll.
     pub vm: VmStats,
-    /// Gets in pages per second.
+    /// Gets of the VM between the last two polls, in pages per second.
     pub gets: f64,
-    /// Hits in pages per second: the disk reads that were avoided.
+    /// Hits of the VM between the last two polls, in pages per second. Each hit avoids a disk read.
     pub hits: f64,
-    /// Puts in pages per second.
+    /// Puts of the VM between the last two polls, in pages per second.
     pub puts: f64,
     /// Share of hits in the VM's gets between the last two polls; None if there were no gets.
     pub hit_part: Option<f64>,
@@ -100,7 +100,7 @@ pub struct Row {
     /// Mean time of a PUT request between the last two polls, in µs; None if there were no such
     /// requests.
     pub put_us: Option<f64>,
-    /// Gets per second of the VM at each poll, oldest first.
+    /// Gets of the VM, in pages per second, before each of the latest polls, oldest first.
     pub history: VecDeque<u64>,
 }
 
@@ -126,7 +126,7 @@ pub struct Model {
     pub daemon: Option<DaemonStats>,
     /// Figures of the pool at the last poll.
     pub pool: Option<PoolStats>,
-    /// Hits per second of all VMs at each poll, oldest first.
+    /// Hits of all VMs, in pages per second, before each of the latest polls, oldest first.
     pub history: VecDeque<u64>,
     rows: Vec<Row>,
     at: Option<Instant>,
@@ -139,8 +139,8 @@ fn push(history: &mut VecDeque<u64>, value: f64) {
     history.push_back(value.max(0.0).round() as u64);
 }
 
-/// Returns the mean time in µs of the requests that were counted after `before`. Without `before`,
-/// all requests in `now` count. Returns None if there were no requests.
+/// Returns the mean time in µs of the requests that were counted since the earlier histogram
+/// `before`. Without `before`, all requests in `now` count. Returns None if there were no requests.
 pub fn mean_us(now: &Histogram, before: Option<&Histogram>) -> Option<f64> {
     let count = |histogram: &Histogram| histogram.buckets.iter().sum::<i64>();
     let before = before.map_or((0, 0), |before| (count(before), before.sum_ns));

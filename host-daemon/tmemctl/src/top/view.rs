@@ -253,7 +253,7 @@ fn draw_detail(frame: &mut Frame<'_>, area: Rect, row: Option<&Row>) {
             let histogram = driver.get_latency.as_ref();
             let waits = histogram.and_then(|waits| mean_us(waits, None));
             format!(
-                "{} {}, kernel {}, its gets {}",
+                "{} {}, kernel {}, mean get time {}",
                 driver.version,
                 driver.state,
                 driver.kernel,
