@@ -47,8 +47,8 @@ GROUPS = 8
 GROUP_BYTES = 12 * MIB
 FILE_BYTES = 24 * MIB
 BATCH_BYTES = 1 * MIB
-# The groups together have less memory than the guest with GROUPS_RAM. With KSWAPD_RAM they have no
-# limit, and kswapd reclaims.
+# RAM of the guests. In a guest with GROUPS_RAM_BYTES, the groups' limits together are less than the
+# RAM, so only groups reclaim. With KSWAPD_RAM_BYTES, groups have no limit, and kswapd reclaims.
 GROUPS_RAM_BYTES = 384 * MIB
 KSWAPD_RAM_BYTES = 160 * MIB
 POOL_SIZE = "512MiB"

@@ -185,8 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, (name, kernel) in enumerate(itertools.cycle(turns)):
         if progress.over():
             break
-        # In every other VM, the driver compares all hits with the disk. In the next pass through
-        # the list, it does so in the remaining VMs.
+        # In every second VM, the driver compares all hits with the disk. In the next pass through
+        # `turns`, it does so in the other half of the VMs.
         parameters = f"verify_every={(number + number // len(turns)) % 2}"
         if options.hooks_off:
             parameters = f"verify_every=0 {HOOKS_OFF}{options.hooks_off}"

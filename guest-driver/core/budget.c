@@ -11,10 +11,9 @@
 #include "budget.h"
 
 /*
- * Maximum number of bytes that a CPU takes from the limit at a time, for its stock (bytes that this
- * CPU may use later). They are enough for 450 pages of a file that is read in order, or for 64
- * files of one page. A CPU charges objects and leaves to its stock without a write to shared
- * memory.
+ * Maximum size in bytes of the stock of a CPU: memory of the index that this CPU has reserved and
+ * may use later. The stock is enough for 450 pages of a file that is read in order, or for 64 files
+ * of one page. A CPU charges objects and leaves to its stock without a write to shared memory.
  */
 #define STOCK_BYTES_MAX		4096
 /*
@@ -29,7 +28,8 @@
  */
 long tmem_index_limit_bytes __read_mostly;
 long tmem_index_table_bytes __read_mostly;
-static unsigned int stock_shift __read_mostly;	/* a stock is at most the limit >> stock_shift */
+/* The stock of a CPU is at most tmem_index_limit() >> stock_shift bytes. */
+static unsigned int stock_shift __read_mostly;
 
 /*
  * Bytes of the index in use, with the hash table and the stocks of all CPUs. This number may exceed
@@ -136,10 +136,16 @@ static long stock_batch(void)
 	return min(tmem_index_limit() >> (stock_shift + 1), (long)STOCK_BYTES_MAX);
 }
 
-/* Takes bytes from the limit. Returns false, and takes nothing, if fewer bytes are left. */
+/*
+ * Reserves bytes of the index's memory. Returns false, and reserves nothing, if the index would
+ * exceed its limit.
+ */
 static bool take(long bytes)
 {
-	/* Check with a read first, so that a full index causes no writes to this shared number. */
+	/*
+	 * Check with a read first: if the index is full, no CPU then writes to
+	 * tmem_index_used_bytes, which all CPUs share.
+	 */
 	if (atomic_long_read(&tmem_index_used_bytes) + bytes > tmem_index_limit())
 		return false;
 	if (atomic_long_add_return(bytes, &tmem_index_used_bytes) <= tmem_index_limit())

@@ -240,9 +240,9 @@ static u64 slow_ns(struct tmem_dev *dev)
 }
 
 /*
- * Opens or closes the breaker, and changes the state for sysfs and the host under the same lock.
- * Without the common lock, a change of the backend between the two changes could leave a wrong
- * state permanently.
+ * Opens or closes the breaker, and changes the module's state, which sysfs and reports to the host
+ * show. The caller holds get_lock during both changes. Otherwise a change of the backend between
+ * them could leave a wrong state permanently.
  */
 static void breaker_set(struct tmem_dev *dev, bool open)
 {

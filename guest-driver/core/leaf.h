@@ -46,7 +46,7 @@ enum tmem_class {
  */
 #define TMEM_SMALL_PAGES	16
 
-/* Words of a leaf of a tree before its entries. */
+/* Indexes of the two bitmaps, and of the first entry, among the words of a leaf of a tree. */
 enum { LEAF_PRESENT, LEAF_RETAINED, LEAF_BITMAPS };
 
 /* Entries of 64 neighbouring pages, or of the pages of a small object. */

@@ -203,7 +203,7 @@ static void sleep_s(double seconds)
 
 /* --- the driver's files -------------------------------------------------------------------- */
 
-/* Reads one line. Returns false if there is no such file. */
+/* Reads the first line of a file into @line. Returns false if the file cannot be opened. */
 static bool read_line(const char *directory, const char *name, char *line, size_t bytes)
 {
 	char path[PATH_MAX];

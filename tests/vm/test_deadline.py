@@ -120,7 +120,7 @@ def test_nowait_readers_do_not_wait_for_the_host(
         assert after["reads_nowait"] - before["reads_nowait"] >= pages // 64
         assert after["gets"] == before["gets"]
         assert liar.gets == gets
-        # Readers that may sleep wait for the host. They get the pages that the readers before did
+        # Readers that may sleep wait for the host. They get the pages that the program `nowait` did
         # not request.
         liar.delay_seconds = 0.0
         guest.sh(f"cat {FILE} >/dev/null")

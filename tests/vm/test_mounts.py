@@ -206,7 +206,7 @@ def test_switched_off_file_system_type_is_not_cached(
     mounts = Mount(guest, WHERE), Mount(guest, OTHER)
     assert [mount.read("state") for mount in mounts] == ["off", "off"]
 
-    # One mount stays off when its type is switched on again.
+    # A mount that was itself switched off stays off when its type is switched on again.
     mounts[1].switch(False)
     guest.sh(f"echo 1 >{SYSFS}/fs/ext4/enabled")
     mounts[0].wait()

@@ -297,7 +297,8 @@ def test_delayed_wake_up_loses_no_interrupt(session: Session) -> None:
         assert waiters.stdout
         assert waiters.stdout.readline() == "ready\n"
         reads = guest.start("dd if=/dev/vda of=/dev/null bs=4k count=1000 iflag=direct", 120)
-        # A message to the guest would raise the lost signal, so only look.
+        # If an interrupt is lost, a message to the guest would wake the guest. So send none, and
+        # only wait for the output of the command.
         until(reads.done, 60, "the guest has read its disk")
         waiters.communicate()
     reads.wait().check()

@@ -118,7 +118,7 @@ def test_pool_shrinks_when_host_memory_is_short(
         60,
         "the host has the minimum of available memory",
     )
-    # The filler reports five times a second.
+    # The filler prints the pool's statistics five times a second only, so wait for them.
     enough = full["held_bytes"] - free_min * MIB // 3
     until(
         lambda: host.pool()["held_bytes"] <= enough, 60, "the pool released a third of the minimum"

@@ -197,14 +197,14 @@ def test_partial_batches_are_sent_after_a_bounded_delay(
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
 
-    # The two puts fill no batch, and no later put follows that could complete the batch.
+    # The two pages of this file fill no batch, and no later put follows that could complete it.
     guest.sh("cat /mnt/0 >/dev/null")
     before = settle(guest)
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     after = settle(guest)
     assert after["puts_stored"] - before["puts_stored"] >= 2
 
-    # The host answers no further request.
+    # Stop the daemon, so that the host answers no further request.
     before = after
     daemon.pause()
     waits_ms = []
