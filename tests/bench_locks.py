@@ -100,7 +100,7 @@ def parse(text: str) -> dict[str, Lock]:
 
 
 def driver_locks() -> set[str]:
-    """Returns the names of the driver's locks, as lockdep has them."""
+    """Returns the names of the driver's locks, as lockdep prints them."""
     names = set()
     for directory in ("core", "hooks"):
         for path in (ROOT / "guest-driver" / directory).glob("*.c"):

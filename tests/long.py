@@ -86,8 +86,8 @@ def arguments_of_a_turn(name: str, generator: random.Random) -> Iterator[str]:
         "--readers=4 --direct-readers=2"
     )
     for scenario in SCENARIOS:
-        # Swap files on these file systems need options of mkswap and of the file that torture does
-        # not use.
+        # Swap files on file systems with blocks of 1 KiB or with bigalloc need options of mkswap
+        # and of the file that torture does not use.
         if scenario != "swap" or not re.search("1k|bigalloc", name):
             yield f"--seed={generator.getrandbits(32)} --scenario={scenario} {mounted(name)}"
 

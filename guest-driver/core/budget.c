@@ -11,9 +11,10 @@
 #include "budget.h"
 
 /*
- * Maximum size in bytes of the stock of a CPU: memory of the index that this CPU has reserved and
- * may use later. The stock is enough for 450 pages of a file that is read in order, or for 64 files
- * of one page. A CPU charges objects and leaves to its stock without a write to shared memory.
+ * Maximum number of bytes that a CPU reserves at a time for its stock: memory of the index that
+ * only this CPU may use later. They are enough for 450 pages of a file that is read in order, or for
+ * 64 files of one page. A CPU charges objects and leaves to its stock without a write to shared
+ * memory.
  */
 #define STOCK_BYTES_MAX		4096
 /*
@@ -129,7 +130,8 @@ long tmem_index_retained_pages(void)
 }
 
 /*
- * Returns half of the largest stock of a CPU, in bytes. A CPU takes or returns this much at once.
+ * Returns how many bytes a CPU reserves for its stock at once. A stock with more than twice as many
+ * bytes is reduced to this number.
  */
 static long stock_batch(void)
 {
@@ -158,8 +160,8 @@ static bool take(long bytes)
  * tmem_charge() - count memory of the index before it is allocated
  * @bytes: number of bytes
  *
- * The bytes come from the stock of this CPU. The CPU takes more from the limit only when its stock
- * is too small.
+ * The bytes come from the stock of this CPU. Only if the stock is too small, the CPU reserves more
+ * memory of the index.
  *
  * Context: any but NMI.
  *
@@ -191,7 +193,8 @@ bool tmem_charge(long bytes)
  * tmem_uncharge() - subtract memory of the index that was freed
  * @bytes: number of bytes
  *
- * The bytes go to the stock of this CPU, and back to the limit if the stock is too large.
+ * The bytes go to the stock of this CPU. If the stock is too large, the CPU returns a part of it,
+ * so that other CPUs can use this memory.
  *
  * Context: any but NMI.
  */

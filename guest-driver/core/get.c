@@ -227,8 +227,8 @@ static u64 deadline_span_ns(void)
 static u64 slow_ns(struct tmem_dev *dev)
 {
 	/*
-	 * Read the clock under the lock. Otherwise another task could have set slow_at_ns to a
-	 * later time.
+	 * Read the clock under the lock. Otherwise another task could meanwhile set slow_at_ns to a
+	 * time after now_ns.
 	 */
 	u64 now_ns = ktime_get_ns(), leaked_ns;
 

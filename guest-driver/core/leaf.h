@@ -69,8 +69,8 @@ struct leaf {
 
 /*
  * An inode with entries. It is small while all of its entries are those of the first
- * TMEM_SMALL_PAGES pages. When a page behind them is stored, a tree takes its place, and keeps it
- * until the last entry is erased.
+ * TMEM_SMALL_PAGES pages. When an entry of a page behind them is stored, an object with a tree
+ * replaces the small object, and stays until the last entry is erased.
  */
 struct object {
 	struct hlist_node node;

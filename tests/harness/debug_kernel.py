@@ -102,8 +102,8 @@ def build(kind: str, root: Path) -> str:
     work = cache_dir() / "kernel" / f"{kind}.work"
     source, out, ready = work / "source", work / "out", work / "ready"
     shutil.rmtree(root, ignore_errors=True)
-    # The state does not depend on the driver's sources, so that after a change of these only the
-    # driver is compiled again.
+    # The tree is made again if this hash changes. The hash leaves out the driver's sources: after a
+    # change of these, only the driver is compiled again.
     state = digest_of(_base(kind))
     if not ready.is_file() or ready.read_text() != state:
         shutil.rmtree(work, ignore_errors=True)

@@ -157,7 +157,7 @@ def test_kswapd_waits_for_a_silent_host(session: Session) -> None:
 
 
 def test_released_hooks_can_be_installed_again(session: Session) -> None:
-    """Nothing is put while the hooks are released. Then the driver takes them and starts empty."""
+    """Nothing is put while the hooks are released. When they are taken again, the cache is empty."""
     guest = native_guest(session)
     for _ in range(3):
         guest.sh("echo 0 >/sys/kernel/virtio_tmem/hooks_enabled", 60)
@@ -237,7 +237,7 @@ def test_torture_scenarios_find_no_wrong_byte(session: Session) -> None:
 
 def test_torture_scenario_finds_a_wrong_byte_if_its_hook_is_missing(session: Session) -> None:
     """If the kernel does not call a hook for changes of a file, a scenario finds a wrong byte."""
-    # With retained pages, the driver would notice some of these faults and switch the cache off.
+    # With retained pages, the driver itself would notice some missing hooks and switch itself off.
     guest = native_guest(session, f"verify_every=0 {PATIENT} retain=N")
     for hooks, scenario in BROKEN:
         set_parameter(guest, "test_hooks_off", hooks)
@@ -267,7 +267,7 @@ def test_dropped_puts_leave_no_old_page(session: Session) -> None:
 
 
 def test_corrupt_page_switches_the_cache_off(session: Session) -> None:
-    """If a page from the host is corrupt, the driver uses neither this page nor later ones."""
+    """If a page from the host is corrupt, the driver uses neither it nor later pages of the host."""
     guest = native_guest(session, "verify_every=0 inject_corrupt=50")
     Torture(guest, f"--seed={seed()} --ops=3000 {SMALL} --jobs=2").finish()
     assert state(guest).startswith("poisoned: content check")

@@ -522,9 +522,9 @@ def test_hole_punched_in_a_retained_page_keeps_the_cache_on(
 def test_no_reference_is_sent_for_a_file_marked_during_an_eviction(
     session: Session, kernel: Kernel, test_module: Path, fault: str, counter: str
 ) -> None:
-    """A mark or a policy that is set after the driver checked for them erases the entry.
+    """If a mark or a policy is set after the driver's first check, the second one erases the entry.
 
-    The driver checks again with the lock that protects the entry.
+    The driver makes the second check under the lock that protects the entry.
     """
     guest, sums = boot(session, kernel, test_module)
     set_parameter(guest, "test_hooks_off", "fadvise")
@@ -577,7 +577,7 @@ def test_late_answers_to_references_do_not_erase_newer_puts(
 def test_reference_sent_after_a_newer_put_changes_no_page(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The host gets the references of pages after newer puts of them, and keeps the newer pages."""
+    """If the references of pages come after newer puts of these pages, the host keeps the new pages."""
     with Liar(session.directory / "liar", retain=True) as liar:
         guest, sums = boot(session, kernel, test_module, device(liar.path))
         path, other, pages = f"{WHERE}/few", next(iter(sums)), 40
@@ -617,7 +617,7 @@ def test_late_answer_to_a_get_leaves_no_index_entry(
         guest, sums = boot(session, kernel, module, device(liar.path))
         before = evict(guest, list(sums))
         liar.lie = "late"
-        # The breaker opens after some late gets. Their pages come from the disk.
+        # After some late gets, the breaker opens. Pages that gets do not bring come from the disk.
         assert checksums(guest, list(sums)) == sums
         after = stats(guest)
         grown = growth(before, after)
@@ -666,7 +666,7 @@ def test_new_daemon_gets_no_reference_meant_for_the_previous_daemon(
         changes = stats(guest)["generation_changes"]
         daemon.kill()
         daemon.start()
-        # One change ends the generation of the last daemon, the other begins that of the new one.
+        # The generation changes twice: at the end of the old daemon, and when the new one connects.
         until(
             lambda: stats(guest)["generation_changes"] >= changes + 2,
             ONLINE_SECONDS,
@@ -678,7 +678,7 @@ def test_new_daemon_gets_no_reference_meant_for_the_previous_daemon(
     replace_daemon()
     after = drop(guest)
     assert growth(before, after)["refs"] == 0
-    # Not all of these pages fit into the put ring at once.
+    # The put ring has no room for all of these pages at once, so some of the puts are dropped.
     assert growth(before, after)["puts"] >= PAGES
     assert checksums(guest, list(sums)) == sums
 

@@ -151,7 +151,7 @@ def test_full_batches_and_their_answers_need_no_feeder_thread(
 def test_a_flush_is_sent_before_a_later_put_of_its_page(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The host keeps pages that were put after their flush, although the feeder sent no flush."""
+    """The host keeps pages that were put after a flush of them, although the feeder is stopped."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=1)
     guest = driver_vm(session, kernel, test_module, tmem, memory_bytes=256 * MIB).start()
