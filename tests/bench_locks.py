@@ -43,7 +43,7 @@ from harness.vm import MIB, Config, Tmem
 
 PROCESSORS = 4
 GROUPS = 8
-# Memory limit of a group. Its file is twice as large, so its pages are reclaimed during the read.
+# Memory limit of a control group. It reads a file of twice this size, so it reclaims meanwhile.
 GROUP_BYTES = 12 * MIB
 FILE_BYTES = 24 * MIB
 BATCH_BYTES = 1 * MIB

@@ -209,7 +209,7 @@ def clones(directory: Path, count: int, set_bytes: int, overlap: float) -> tuple
     base = directory / "base.img"
     tree = directory / "tree"
     tree.mkdir()
-    # mkfs leaves out blocks of zeros, so the contents are written into the image afterwards.
+    # mkfs allocates no blocks for zeros, so fill the file with "x". _fill() writes the contents.
     (tree / SET).write_bytes(b"x" * set_bytes)
     _pack(base, set_bytes + set_bytes // 4 + 32 * MIB, tree)
     at = blocks(base)

@@ -333,7 +333,7 @@ def winners(found: dict[str, Any]) -> list[str]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """Returns what the command prints at its end."""
+    """Returns the text that `make bench-proof` prints at its end."""
     blocks = [demo.table([row[:1] + row[1:] for row in rows(found)])]
     blocks.append(demo.table(workload_rows(found)))
     for suffix, title in (("", "only reads"), ("_writes", "20 % writes")):

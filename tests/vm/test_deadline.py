@@ -39,7 +39,7 @@ FILLER = "/mnt/filler"
 
 
 def hold(guest: Guest, path: str, size_mib: int, *, create: bool = True) -> dict[str, int]:
-    """Evicts all pages of a file, in steps that fit into the put ring. Returns the counters.
+    """Evicts all pages of a file, in steps that fit the put ring. Returns the driver's counters.
 
     Creates the file first unless `create` is false.
     """
@@ -196,8 +196,8 @@ def test_reader_that_is_scheduled_late_does_not_open_the_breaker(
     set_parameter(guest, "deadline_ms", str(deadline_ms))
     guest.sh("echo 4 >/sys/block/vda/queue/read_ahead_kb")
     hold(guest, FILE, 12)
-    # The pages of the filler replace those of FILE in the put ring, from where the driver would
-    # read them without the host.
+    # Evict FILLER: its pages replace those of FILE in the put ring. The driver would read pages in
+    # the ring without the host.
     before = hold(guest, FILLER, 4)
     assert before["index_pages"] > 12 * 256
     guest.start(f"{HOG} {busy_ms} {idle_ms}", scaled(120))

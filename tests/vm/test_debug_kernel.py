@@ -206,7 +206,7 @@ def test_replaced_daemons_and_devices_trigger_no_kernel_report(
 def test_changed_switches_and_parameters_trigger_no_kernel_report(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Uses switches, parameters, counters, events and the command while files come and go."""
+    """Uses switches, parameters, counters, events and tmem-guest while files come and go."""
     machine = Machine(session, kernel, module)
     guest = machine.guest
     trace = "/sys/kernel/tracing/events/virtio_tmem/enable"

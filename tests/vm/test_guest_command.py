@@ -94,7 +94,7 @@ def test_status_and_stats_report_the_state_of_the_driver(
     for name in ("status", "stats", "drop", "policy"):
         assert guest.sh(f"{COMMAND} {name} --help").startswith(f"usage: tmem-guest {name}")
 
-    # Without a device, the loaded module reports the reason, and the command prints it.
+    # Without a device, the module reports why the cache is off, and tmem-guest prints that.
     load(guest, online=False)
     done = guest.run(f"{COMMAND} status --json")
     assert done.status == NO_DRIVER
@@ -107,7 +107,7 @@ def test_status_and_stats_report_the_state_of_the_driver(
     assert counters.pop("lost_fraction") == 0
     assert counters == stats(guest)
 
-    # The command prints one object per line until it is ended.
+    # With --watch, tmem-guest prints one JSON object per line until it is ended.
     job = guest.start(f"{COMMAND} stats --watch=0.1 --json | head -n 3", 60)
     lines = job.wait().check().text.splitlines()
     assert len(lines) == 3

@@ -151,7 +151,7 @@ def test_full_batches_and_their_answers_need_no_feeder_thread_or_tick(session: S
 
 
 def test_kswapd_waits_for_a_silent_host(session: Session) -> None:
-    """kswapd waits while the host takes no page, and does not without the hook `reclaim`."""
+    """kswapd waits while the host takes no page, unless the hook `reclaim` is off."""
     daemon = start_daemon(session)
     check_waits_for_silent_host(native_guest(session, daemon=daemon), daemon)
 

@@ -80,7 +80,7 @@ class Host:
         until(lambda: bool(self.lines()), 300, "the pool is full")
 
     def lines(self) -> list[str]:
-        """Returns the output lines of the filler."""
+        """Returns the lines that the filler (tmemd's example `fill`) has printed."""
         assert not self.filler.done(), self.filler.stdout().decode()
         return self.filler.stdout().decode().splitlines(keepends=True)
 

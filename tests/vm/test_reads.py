@@ -62,7 +62,7 @@ def direct_sum(guest: Guest, path: str) -> str:
 
 
 def outside_ring(guest: Guest, size_mib: int) -> dict[str, int]:
-    """Evicts a filler, whose pages replace those of FILE in the put ring. Returns the counters.
+    """Evicts FILLER, whose pages replace those of FILE in the put ring. Returns the counters.
 
     Raises unless the index has most pages of both files.
     """

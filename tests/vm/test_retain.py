@@ -96,21 +96,21 @@ def boot(
 
 
 def evict_one(guest: Guest, path: str) -> dict[str, int]:
-    """Evicts the pages of one file by fadvise, whose hook is off. Returns the counters."""
+    """Evicts the pages of one file by fadvise, whose hook is off. Returns the driver's counters."""
     guest.sh(f"{SPECIAL} dontneed {path}", 60)
     settle(guest)
     return settle_refs(guest)
 
 
 def drop(guest: Guest) -> dict[str, int]:
-    """Evicts all clean pages, and returns the counters when the host has answered."""
+    """Evicts all clean pages, and returns the driver's counters when the host has answered."""
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches", 60)
     settle(guest)
     return settle_refs(guest)
 
 
 def settle_refs(guest: Guest) -> dict[str, int]:
-    """Waits until all references are sent and answered; returns the counters."""
+    """Waits until all references are sent and answered; returns the driver's counters."""
     counters: dict[str, int] = {}
 
     def settled() -> bool:
@@ -126,7 +126,7 @@ def settle_refs(guest: Guest) -> dict[str, int]:
 def retain(guest: Guest, sums: dict[str, str]) -> dict[str, int]:
     """Evicts files one by one and reads them back, so that the host retains their pages.
 
-    Returns the counters.
+    Returns the driver's counters.
     """
     evict(guest, list(sums))
     settle_refs(guest)
@@ -388,7 +388,7 @@ def test_full_index_erases_retained_entries_first(
     assert retained > 10 * PAGES and held > 4 * PAGES
     assert retained * 8 > before["index_bytes"] // 8
     set_parameter(guest, "test_index_bytes", str(before["index_bytes"]))
-    # Files that are put for the first time, without eviction of the others, fill the index.
+    # Put files for the first time, without evicting other files, until the index is full.
     set_parameter(guest, "test_hooks_off", "fadvise")
     for number in range(20, 24):
         guest.sh(f"cat {WHERE}/f{number} >/dev/null")
@@ -549,7 +549,8 @@ def test_late_answers_to_references_do_not_erase_newer_puts(
         set_parameter(guest, "test_hooks_off", "fadvise")
         path = next(iter(sums))
         retain(guest, {path: sums[path]})
-        # The last page is not written, because a file whose last entry is erased gets a new object.
+        # The last page is not written, so that the file keeps its object in the index, and the new
+        # pages have the same keys as the old ones.
         new = random.Random(path).randbytes((PAGES - 1) * PAGE)
         sums[path] = hashlib.sha256(new + guest.get(path)[len(new) :]).hexdigest()
         guest.put("/tmp/new", new)
@@ -581,8 +582,8 @@ def test_reference_sent_after_a_newer_put_changes_no_page(
     with Liar(session.directory / "liar", retain=True) as liar:
         guest, sums = boot(session, kernel, test_module, device(liar.path))
         path, other, pages = f"{WHERE}/few", next(iter(sums)), 40
-        # All pages but the last are written, because a file whose last entry is erased gets a new
-        # object.
+        # The last page is not written, so that the file keeps its object in the index, and the new
+        # pages have the same keys as the old ones.
         written = pages - 1
         guest.sh(f"dd if=/dev/urandom of={path} bs={PAGE} count={pages} 2>/dev/null; sync")
         evict(guest, [path])
@@ -682,7 +683,7 @@ def test_new_daemon_gets_no_reference_meant_for_the_previous_daemon(
     assert growth(before, after)["puts"] >= PAGES
     assert checksums(guest, list(sums)) == sums
 
-    # The last page of this file contains its end, so one batch of its references is not full.
+    # The last page contains the end of the file and is not retained, so one batch is not full.
     path = list(sums)[1]
     retain(guest, {path: sums[path]})
     hold = hold_feeder(guest)
@@ -718,7 +719,7 @@ def retained_folios(
     guest.put(path, content)
     guest.sh("sync")
     evict(guest, [path])
-    # The kernel makes large folios for the second readahead and later ones.
+    # The kernel makes large folios from the second readahead of a file on.
     guest.sh(f"echo 128 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
     guest.sh(f"echo >{TRACING}/trace && echo 1 >{ADDED}/enable")
     assert guest.get(path) == content

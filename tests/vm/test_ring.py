@@ -95,7 +95,7 @@ def hold_feeder(guest: Guest) -> Hold:
 
 
 def wait_for_full_batches(guest: Guest, partial_pages: int = BATCH_PAGES) -> dict[str, int]:
-    """Waits until fewer than `partial_pages` puts are unanswered; returns the counters."""
+    """Waits until fewer than `partial_pages` puts are unanswered; returns the driver's counters."""
     counters: dict[str, int] = {}
 
     def answered() -> bool:
