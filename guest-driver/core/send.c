@@ -246,7 +246,7 @@ static bool send_flushes(struct tmem_queue *queue, struct turn *turn)
 		const struct tmem_flush_range *range = &queue->pending[taken];
 
 		if (!turn->generation || range->epoch != turn->epoch)
-			continue;	/* no flush needed: the host drops all pages of older epochs */
+			continue;	/* discard: the host drops all pages of older epochs */
 		if (count && (range->pool != pool || count == queue->dev->batch_max))
 			break;
 		pool = range->pool;

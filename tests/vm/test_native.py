@@ -157,7 +157,7 @@ def test_kswapd_waits_for_a_silent_host(session: Session) -> None:
 
 
 def test_released_hooks_can_be_installed_again(session: Session) -> None:
-    """Nothing is put while the hooks are released. When they are taken again, the cache is empty."""
+    """Nothing is put while the hooks are released. When they are taken, the cache is empty."""
     guest = native_guest(session)
     for _ in range(3):
         guest.sh("echo 0 >/sys/kernel/virtio_tmem/hooks_enabled", 60)
@@ -267,7 +267,7 @@ def test_dropped_puts_leave_no_old_page(session: Session) -> None:
 
 
 def test_corrupt_page_switches_the_cache_off(session: Session) -> None:
-    """If a page from the host is corrupt, the driver uses neither it nor later pages of the host."""
+    """If a page from the host is corrupt, the driver uses neither it nor later pages from there."""
     guest = native_guest(session, "verify_every=0 inject_corrupt=50")
     Torture(guest, f"--seed={seed()} --ops=3000 {SMALL} --jobs=2").finish()
     assert state(guest).startswith("poisoned: content check")

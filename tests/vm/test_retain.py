@@ -578,7 +578,7 @@ def test_late_answers_to_references_do_not_erase_newer_puts(
 def test_reference_sent_after_a_newer_put_changes_no_page(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """If the references of pages come after newer puts of these pages, the host keeps the new pages."""
+    """If references come after newer puts of the same pages, the host keeps the newer pages."""
     with Liar(session.directory / "liar", retain=True) as liar:
         guest, sums = boot(session, kernel, test_module, device(liar.path))
         path, other, pages = f"{WHERE}/few", next(iter(sums)), 40

@@ -208,7 +208,7 @@ def test_dropped_puts_leave_no_old_page(
 def test_corrupt_page_switches_the_cache_off(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """If a page from the host is corrupt, the driver uses neither it nor later pages of the host."""
+    """If a page from the host is corrupt, the driver uses neither it nor later pages from there."""
     guest = boot(session, kernel, test_module, "verify_every=0 inject_corrupt=50")
     Torture(guest, f"--seed={seed()} --ops=3000 {SMALL} --jobs=2").finish()
     assert state(guest).startswith("poisoned: content check")
