@@ -413,7 +413,7 @@ struct get_call {
 	u64 spin_until_ns;
 	u64 deadline_ns;
 	u64 waited_ns;		/* time that the reader waited for requests */
-	u64 host_ns;		/* part of waited_ns before answer or deadline */
+	u64 host_ns;		/* part of waited_ns until answers came or the deadline passed */
 	u32 bucket;
 	struct tmem_get_req *burst[GET_BURST];
 	u64 burst_object[GET_BURST];

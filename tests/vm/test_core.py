@@ -543,7 +543,7 @@ def test_each_wrong_answer_of_the_device_is_caught_by_its_check(
             # The device gives right answers again, and the driver must use them.
             check_works(guest, files)
 
-        # Answers after the deadline are wrong, and must not be used.
+        # Answers that come after the deadline are wrong here. The driver must not use them.
         told = liar.lies_told
         for _ in range(3):
             evict(guest, list(files))

@@ -319,7 +319,7 @@ def test_page_with_a_failed_extent_conversion_is_not_put(
 
 
 def test_file_systems_on_device_mapper_are_refused(session: Session, kernel: Kernel) -> None:
-    """Without kprobes, the driver refuses device mapper, as it cannot see whether it encrypts."""
+    """Without kprobes, the driver refuses device-mapper disks: it cannot see whether they encrypt."""
     image = disk.ext4(session.directory / "data.img", 256 * MIB)
     guest = boot(session, kernel, "verify_every=0", image=image, files=programs(DM))
     wait_state(guest, "on")

@@ -86,7 +86,7 @@ def test_one_queue_may_use_slots_from_the_share_of_other_queues(
 
 
 def hold_feeder(guest: Guest) -> Hold:
-    """Stops the driver's feeder thread. Two puts, which fill no batch, wake it."""
+    """Stops the feeder thread at its next run. Two puts, which fill no batch, make it run."""
     hold = Hold(guest, "feeder")
     guest.sh("dd if=/dev/urandom of=/mnt/two bs=4096 count=2 2>/dev/null; sync")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
