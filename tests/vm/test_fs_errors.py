@@ -96,7 +96,7 @@ class Below:
         return f"0 {self.sectors} linear '{self.disk} 0'"
 
     def except_blocks(self, targets: Mapping[int, str]) -> str:
-        """Returns a device-mapper table: `targets` at these blocks of a page each, else the disk."""
+        """Returns a device-mapper table: `targets` at their blocks of one page, else the disk."""
         table, at = [], 0
         for block, target in sorted(targets.items()):
             first = block * SECTORS

@@ -249,7 +249,7 @@ def test_torture_scenario_finds_a_wrong_byte_if_its_hook_is_missing(session: Ses
 
 @pytest.mark.parametrize("hooks", BROKEN_RANDOM)
 def test_random_operations_detect_each_missing_hook(session: Session, hooks: str) -> None:
-    """Random operations find a wrong byte without each hook that right contents depend on."""
+    """Random operations find a wrong byte if a hook that right contents depend on is off."""
     guest = native_guest(session, f"verify_every=0 {PATIENT} retain=N test_hooks_off={hooks}")
     arguments = f"--seed={seed()} --ops=200000 --files=16 --size-max=262144 --no-evictor"
     Torture(guest, arguments, 600).must_mismatch()
