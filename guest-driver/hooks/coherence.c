@@ -148,7 +148,7 @@ static void entry_drop_slab(struct tmem_args *args)
 /**
  * tmem_coherence_add() - hook the functions of mm and VFS that the driver needs in every kernel
  *
- * Return: 0 or an error, which was reported.
+ * Return: 0 or an error, which tmem_hooks_off() has reported.
  */
 int tmem_coherence_add(void)
 {

@@ -690,8 +690,8 @@ def test_hibernation_empties_the_cache(session: Session, kernel: Kernel, module:
     assert (done.status == 0) == (kernel.version >= (6, 4)), done
     wait_state(guest, "on")
     after = stats(guest)
-    # The guest has the counters that were stored in the image. The driver had emptied its index
-    # before the image was made.
+    # The guest has the counters from the hibernation image. The driver had emptied its index before
+    # the image was made.
     assert after["index_pages"] == 0
     assert after["puts"] == before["puts"]
     assert checksums(guest, list(files)) == files
