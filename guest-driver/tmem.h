@@ -56,8 +56,8 @@ bool tmem_online(void);
 
 /*
  * Adds a pool. Process context. The device learns of the pool when it is online, and again after
- * each change of the generation. A pool that replaces @old shares the policies and marks of @old,
- * which must not be used for puts any more.
+ * each change of the generation. A pool that replaces @old shares the policies and marks of @old.
+ * The caller must not put pages into @old any more.
  */
 struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old);
 /*

@@ -307,7 +307,7 @@ class Bench:
                 ready.append(variant)
         for repetition in range(repeat):
             # Each repetition starts with another variant, so that other load of the machine affects
-            # all variants.
+            # all variants alike.
             turn = repetition % len(ready)
             for variant in ready[turn:] + ready[:turn]:
                 # The first repetition leaves out the device, which ran before the calibration. The

@@ -395,7 +395,7 @@ class Bench:
         machine.mount()
 
     def show_new(self) -> None:
-        """Prints the figures of the last step at once."""
+        """Prints the figures of a step as soon as the step has ended."""
         for row in self.rows[self.shown :]:
             self.progress.step("  " + "  ".join(cell for cell in row.cells()[1:] if cell))
         self.shown = len(self.rows)

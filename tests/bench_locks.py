@@ -43,12 +43,12 @@ from harness.vm import MIB, Config, Tmem
 
 PROCESSORS = 4
 GROUPS = 8
-# Memory limit of a group. Its file is twice as large, so its pages are reclaimed during the read.
+# Memory limit of a control group. It reads a file of twice this size, so it reclaims meanwhile.
 GROUP_BYTES = 12 * MIB
 FILE_BYTES = 24 * MIB
 BATCH_BYTES = 1 * MIB
-# The groups together have less memory than the guest with GROUPS_RAM. With KSWAPD_RAM they have no
-# limit, and kswapd reclaims.
+# RAM of the guests. In a guest with GROUPS_RAM_BYTES, the groups' limits together are less than the
+# RAM, so only groups reclaim. With KSWAPD_RAM_BYTES, groups have no limit, and kswapd reclaims.
 GROUPS_RAM_BYTES = 384 * MIB
 KSWAPD_RAM_BYTES = 160 * MIB
 POOL_SIZE = "512MiB"
@@ -100,7 +100,7 @@ def parse(text: str) -> dict[str, Lock]:
 
 
 def driver_locks() -> set[str]:
-    """Returns the names of the driver's locks, as lockdep has them."""
+    """Returns the names of the driver's locks, as lockdep prints them."""
     names = set()
     for directory in ("core", "hooks"):
         for path in (ROOT / "guest-driver" / directory).glob("*.c"):

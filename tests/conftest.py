@@ -34,7 +34,7 @@ class Results:
             self.skipped = report.longrepr[2]
         elif report.when == "call":
             self.ran = True
-        # The duration excludes builds, which happen before the first test.
+        # A test's duration excludes builds, which happen before the first test.
         if report.when == "call" and report.passed:
             self.durations[report.nodeid] = report.duration
 

@@ -160,7 +160,7 @@ def choose(
 
 
 class Trees:
-    """A directory for each VM with copies of its files; files that both have are copied once."""
+    """A directory for each VM with copies of its files; a file of both VMs is copied only once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

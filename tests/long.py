@@ -86,8 +86,8 @@ def arguments_of_a_turn(name: str, generator: random.Random) -> Iterator[str]:
         "--readers=4 --direct-readers=2"
     )
     for scenario in SCENARIOS:
-        # Swap files on these file systems need options of mkswap and of the file that torture does
-        # not use.
+        # Swap files on file systems with blocks of 1 KiB or with bigalloc need options of mkswap
+        # and of the file that torture does not use.
         if scenario != "swap" or not re.search("1k|bigalloc", name):
             yield f"--seed={generator.getrandbits(32)} --scenario={scenario} {mounted(name)}"
 
@@ -185,8 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, (name, kernel) in enumerate(itertools.cycle(turns)):
         if progress.over():
             break
-        # In every other VM, the driver compares all hits with the disk. In the next pass through
-        # the list, it does so in the remaining VMs.
+        # In every second VM, the driver compares all hits with the disk. In the next pass through
+        # `turns`, it does so in the other half of the VMs.
         parameters = f"verify_every={(number + number // len(turns)) % 2}"
         if options.hooks_off:
             parameters = f"verify_every=0 {HOOKS_OFF}{options.hooks_off}"

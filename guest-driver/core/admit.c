@@ -126,12 +126,12 @@ struct tmem_admit {
 	unsigned long *back;
 	unsigned long nr_frames;
 	unsigned int bits;
-	struct admit_cpu __percpu *cpu;	/* counts of each CPU; used with preemption disabled */
+	struct admit_cpu __percpu *cpu;	/* hits and losses of each CPU; used without preemption */
 	/* hits until the filter disengages, 0 if it is not engaged; read without the lock */
 	u64 engaged;
 	/* Leaf lock that guards weight and engaged. */
 	spinlock_t lock ____cacheline_aligned_in_smp;
-	/* weight of all losses minus all hits; read without the lock */
+	/* weight of the losses minus number of hits, at least 0; read without the lock */
 	long weight;
 	/* Table of evicted pages, which all CPUs read and write without a lock. */
 	struct admit_leaf leaf[] ____cacheline_aligned_in_smp;

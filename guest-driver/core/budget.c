@@ -11,9 +11,9 @@
 #include "budget.h"
 
 /*
- * Maximum number of bytes that a CPU takes from the limit at a time, for its stock (bytes that this
- * CPU may use later). They are enough for 450 pages of a file that is read in order, or for 64
- * files of one page. A CPU charges objects and leaves to its stock without a write to shared
+ * Maximum number of bytes that a CPU reserves at a time for its stock: memory of the index that
+ * only this CPU may use later. They are enough for 450 pages of a file that is read in order, or
+ * for 64 files of one page. A CPU charges objects and leaves to its stock without a write to shared
  * memory.
  */
 #define STOCK_BYTES_MAX		4096
@@ -29,7 +29,8 @@
  */
 long tmem_index_limit_bytes __read_mostly;
 long tmem_index_table_bytes __read_mostly;
-static unsigned int stock_shift __read_mostly;	/* a stock is at most the limit >> stock_shift */
+/* The stock of a CPU is at most tmem_index_limit() >> stock_shift bytes. */
+static unsigned int stock_shift __read_mostly;
 
 /*
  * Bytes of the index in use, with the hash table and the stocks of all CPUs. This number may exceed
@@ -129,17 +130,24 @@ long tmem_index_retained_pages(void)
 }
 
 /*
- * Returns half of the largest stock of a CPU, in bytes. A CPU takes or returns this much at once.
+ * Returns how many bytes a CPU reserves for its stock at once. A stock with more than twice as many
+ * bytes is reduced to this number.
  */
 static long stock_batch(void)
 {
 	return min(tmem_index_limit() >> (stock_shift + 1), (long)STOCK_BYTES_MAX);
 }
 
-/* Takes bytes from the limit. Returns false, and takes nothing, if fewer bytes are left. */
+/*
+ * Reserves bytes of the index's memory. Returns false, and reserves nothing, if the index would
+ * exceed its limit.
+ */
 static bool take(long bytes)
 {
-	/* Check with a read first, so that a full index causes no writes to this shared number. */
+	/*
+	 * Check with a read first: if the index is full, no CPU then writes to
+	 * tmem_index_used_bytes, which all CPUs share.
+	 */
 	if (atomic_long_read(&tmem_index_used_bytes) + bytes > tmem_index_limit())
 		return false;
 	if (atomic_long_add_return(bytes, &tmem_index_used_bytes) <= tmem_index_limit())
@@ -152,8 +160,8 @@ static bool take(long bytes)
  * tmem_charge() - count memory of the index before it is allocated
  * @bytes: number of bytes
  *
- * The bytes come from the stock of this CPU. The CPU takes more from the limit only when its stock
- * is too small.
+ * The bytes come from the stock of this CPU. Only if the stock is too small, the CPU reserves more
+ * memory of the index.
  *
  * Context: any but NMI.
  *
@@ -185,7 +193,8 @@ bool tmem_charge(long bytes)
  * tmem_uncharge() - subtract memory of the index that was freed
  * @bytes: number of bytes
  *
- * The bytes go to the stock of this CPU, and back to the limit if the stock is too large.
+ * The bytes go to the stock of this CPU. If the stock is too large, the CPU returns a part of it,
+ * so that other CPUs can use this memory.
  *
  * Context: any but NMI.
  */

@@ -8,9 +8,9 @@
 #include "core.h"
 
 /*
- * Flags for allocations of the index. They happen while a page is being freed, mostly by reclaim.
- * They may use some of the reserves, because a hundred times as much memory is being freed, but not
- * the reserves for reclaim itself (PF_MEMALLOC).
+ * Flags for allocations of the index. The driver allocates while a page is being freed, mostly by
+ * reclaim. The page is about a hundred times as large as the allocated memory. So the allocations
+ * may use some of the kernel's reserves, but not those for reclaim itself (PF_MEMALLOC).
  */
 #define GFP_INDEX (__GFP_HIGH | __GFP_KSWAPD_RECLAIM | __GFP_NOMEMALLOC | __GFP_NOWARN)
 

@@ -41,7 +41,7 @@
 #define CROWDED_DENOMINATOR	4
 
 struct tmem_marks {
-	/* indexed by inode number / MARKS_PER_WORD; its lock guards nr and lost */
+	/* marks by inode number / MARKS_PER_WORD; the lock of words also guards nr and lost */
 	struct xarray words;
 	unsigned long nr;
 	unsigned long lost;	/* marks that could not be stored since the last complete sweep */

@@ -98,7 +98,7 @@ static inline u32 tmem_check_page(const struct tmem_check_keys *keys, const void
 
 	/*
 	 * Hide both pointers from the optimizer. Otherwise GCC computes the address of each word of
-	 * the page from that of its key, which takes a fifth of the loop's instructions.
+	 * the page from that of its key. That would be a fifth of the loop's instructions.
 	 */
 	OPTIMIZER_HIDE_VAR(from);
 	OPTIMIZER_HIDE_VAR(key);

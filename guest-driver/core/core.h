@@ -134,7 +134,7 @@
 #define TMEM_GET_REQUESTS	32
 
 /*
- * Number of control requests. More than one, so that an unanswered request does not block the
+ * Number of control requests of a device. With one only, an unanswered request would block the
  * control queue.
  */
 #define TMEM_CONTROL_REQUESTS	4
@@ -167,7 +167,7 @@ enum tmem_req_state { TMEM_REQ_FREE, TMEM_REQ_SENT, TMEM_REQ_ABANDONED, TMEM_REQ
 struct tmem_req {
 	enum tmem_req_kind kind;
 	enum tmem_req_state state;
-	u32 room_bytes;			/* size of the part that the device may write */
+	u32 room_bytes;			/* bytes of the request that the device may write */
 	u32 used_bytes;			/* length that the device wrote, 0 if above room_bytes */
 };
 
@@ -225,7 +225,7 @@ struct tmem_queue {
 	unsigned int puts_in_flight;
 	unsigned int flushes_in_flight;
 	unsigned int refs_in_flight;
-	bool timed;			/* the feeder checks for work at kick_at */
+	bool timed;			/* kick_at is set for the puts or references that wait */
 	bool unwatched;			/* the feeder ignores the queue until an answer comes */
 	bool attention;			/* the feeder should call the sender at once */
 	unsigned long kick_at;		/* time at which a partial batch is sent, in jiffies */
@@ -267,7 +267,7 @@ struct tmem_dev {
 	 * sync_work_fn() describes the order in which it changes.
 	 */
 	u64 generation;
-	u32 epoch;			/* grows whenever the driver erases all entries */
+	u32 epoch;			/* grows whenever the driver erases all index entries */
 	bool renew;			/* erase all entries even if generation is the same */
 	u64 cookie_base;
 

@@ -13,7 +13,7 @@ struct tmem_check_keys tmem_keys;
 /**
  * tmem_dev_get() - take a reference on the device, for use across a sleep
  *
- * Return: the device or NULL.
+ * Return: the device, or NULL if there is none.
  */
 struct tmem_dev *tmem_dev_get(void)
 {

@@ -14,8 +14,8 @@
 static unsigned int evict_hand;		/* next bucket of the evictor; used by the work item only */
 
 /*
- * Frees all objects of pool @id or, if @id is 0, of all pools that are no longer live. Returns the
- * number of pages that the objects had.
+ * Frees all objects of pool @id or, if @id is 0, all objects whose pool id is no longer in use.
+ * Returns the number of entries that the objects had.
  */
 static unsigned long sweep(u32 id, enum tmem_inval why)
 {
@@ -76,8 +76,9 @@ void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why)
 
 /*
  * Runs one step of the evictor: visits about LEAVES_PER_LOCK leaves of a bucket, beginning with
- * leaf @nr of object @at. If @only_retained, erases all retained entries of these leaves; otherwise
- * erases leaves in the order of CLOCK. Returns false if the bucket is done.
+ * leaf *@nr of object *@at. If @only_retained, erases all retained entries of these leaves;
+ * otherwise erases leaves into which no entry was stored since the evictor's last visit. Sets *@at
+ * and *@nr to the place at which the next step begins. Returns false if the bucket is done.
  */
 static bool evict_step(struct bucket *bucket, bool only_retained, u64 *at, unsigned long *nr)
 {
@@ -130,7 +131,10 @@ static bool evict_step(struct bucket *bucket, bool only_retained, u64 *at, unsig
 	return more;
 }
 
-/* Erases entries in at most @visits buckets, until the index uses at most @low bytes. */
+/*
+ * Erases entries, or only retained ones if @only_retained, until the index uses at most @low bytes
+ * or @visits buckets were visited.
+ */
 static void evict(bool only_retained, unsigned long visits, long low)
 {
 	unsigned long nr;

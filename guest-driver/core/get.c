@@ -227,8 +227,8 @@ static u64 deadline_span_ns(void)
 static u64 slow_ns(struct tmem_dev *dev)
 {
 	/*
-	 * Read the clock under the lock. Otherwise another task could have set slow_at_ns to a
-	 * later time.
+	 * Read the clock under the lock. Otherwise another task could meanwhile set slow_at_ns to a
+	 * time after now_ns.
 	 */
 	u64 now_ns = ktime_get_ns(), leaked_ns;
 
@@ -240,9 +240,9 @@ static u64 slow_ns(struct tmem_dev *dev)
 }
 
 /*
- * Opens or closes the breaker, and changes the state for sysfs and the host under the same lock.
- * Without the common lock, a change of the backend between the two changes could leave a wrong
- * state permanently.
+ * Opens or closes the breaker, and changes the module's state, which sysfs and reports to the host
+ * show. The caller holds get_lock during both changes. Otherwise a change of the backend between
+ * them could leave a wrong state permanently.
  */
 static void breaker_set(struct tmem_dev *dev, bool open)
 {
@@ -414,7 +414,7 @@ struct get_call {
 	u64 spin_until_ns;
 	u64 deadline_ns;
 	u64 waited_ns;		/* time that the reader waited for requests */
-	u64 host_ns;		/* part of waited_ns before answer or deadline */
+	u64 host_ns;		/* part of waited_ns until answers came or the deadline passed */
 	u32 bucket;
 	struct tmem_get_req *burst[GET_BURST];
 	u64 burst_object[GET_BURST];

@@ -506,7 +506,7 @@ void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
 	spin_unlock_irqrestore(&tmem_buckets[nr].lock, flags);
 }
 
-/* Erases the entries of an earlier inode that had this inode number. */
+/* Erases the entries of an earlier inode that had the inode number of @key. */
 static void drop_stale(const struct tmem_key *key)
 {
 	u32 nr = bucket_of(key->pool, key->ino);

@@ -21,7 +21,7 @@
 #define LEAVES_PER_LOCK		32
 
 struct bucket {
-	spinlock_t lock;	/* guards all fields below, see index.c */
+	spinlock_t lock;	/* guards all fields of the bucket; see index.c */
 	/* number of objects made in this bucket; part of the objects' ids */
 	u64 nr_made;
 	struct hlist_head objects;

@@ -46,7 +46,7 @@ enum tmem_class {
  */
 #define TMEM_SMALL_PAGES	16
 
-/* Words of a leaf of a tree before its entries. */
+/* Indexes of the two bitmaps, and of the first entry, among the words of a leaf of a tree. */
 enum { LEAF_PRESENT, LEAF_RETAINED, LEAF_BITMAPS };
 
 /* Entries of 64 neighbouring pages, or of the pages of a small object. */
@@ -69,8 +69,8 @@ struct leaf {
 
 /*
  * An inode with entries. It is small while all of its entries are those of the first
- * TMEM_SMALL_PAGES pages. When a page behind them is stored, a tree takes its place, and keeps it
- * until the last entry is erased.
+ * TMEM_SMALL_PAGES pages. When an entry of a page behind them is stored, an object with a tree
+ * replaces the small object, and stays until the last entry is erased.
  */
 struct object {
 	struct hlist_node node;

@@ -23,9 +23,9 @@
 #include "ring.h"
 
 /*
- * Longest wait of kswapd. On two processors that run QEMU's emulation and tmemd, an answer takes
- * about as long. With 10 ms, tasks found no free memory and evicted pages themselves, and the
- * driver dropped twice as many pages.
+ * Longest wait of kswapd, in us. On two processors that run QEMU's emulation and tmemd, an answer
+ * takes about this time. With a longest wait of 10 ms, tasks found no free memory and evicted pages
+ * themselves, and the driver dropped twice as many pages.
  */
 #define PACE_US_MAX		2000
 /*
@@ -106,8 +106,8 @@ static void charge_wait(struct tmem_dev *dev, s64 began_ns)
  *
  * Context: process, may be inside a function that must not sleep.
  *
- * Return: true if the task is kswapd, the ring fills up, the host was not silent just now, and the
- * budget allows a wait.
+ * Return: true if the task is kswapd, the put ring fills up, the budget allows a wait, and no pause
+ * lasts. A pause follows a wait in which the host took no put.
  */
 bool tmem_pace_wanted(void)
 {

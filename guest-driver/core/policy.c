@@ -28,7 +28,7 @@
 
 struct tmem_policies {
 	struct xarray never;	/* generations of inodes with a policy, by inode number */
-	unsigned int nr;	/* policies in never; written under its lock, read without it */
+	unsigned int nr;	/* number of policies; written under the lock of never */
 	unsigned int pools;	/* pools that share the policies: two while one replaces another */
 };
 
@@ -109,7 +109,7 @@ bool tmem_policy_never(const struct tmem_key *key)
 }
 
 /**
- * tmem_policy_forget() - return an inode to the default policy, also when it is deleted
+ * tmem_policy_forget() - return an inode to the default policy; also called when it is deleted
  * @pool: file system
  * @ino: inode number
  *

@@ -26,7 +26,7 @@ static u32 last_id;
  *
  * Context: process, may sleep. The driver takes puts for the pool once the device has confirmed it.
  *
- * Return: the pool, or NULL without memory.
+ * Return: the pool, or NULL if there is no memory.
  */
 struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old)
 {

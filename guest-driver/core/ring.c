@@ -233,7 +233,10 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 		return TMEM_STAT_refs;
 	if (err == -EILSEQ)
 		return TMEM_STAT_retained_changed;
-	/* After any other error of refer(), put() fails for the same reason and counts it. */
+	/*
+	 * If the page has no retained entry (-ENOENT), put it. If a mark or a policy forbids it
+	 * (-EPERM, -EACCES), put() fails for the same reason and counts it.
+	 */
 	if (!admitted)
 		return TMEM_STAT_puts_skipped_admission;
 	put(dev, key, index, page, workingset, &why);

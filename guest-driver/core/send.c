@@ -246,7 +246,7 @@ static bool send_flushes(struct tmem_queue *queue, struct turn *turn)
 		const struct tmem_flush_range *range = &queue->pending[taken];
 
 		if (!turn->generation || range->epoch != turn->epoch)
-			continue;	/* discard: the host drops pages of old epochs */
+			continue;	/* discard: the host drops all pages of older epochs */
 		if (count && (range->pool != pool || count == queue->dev->batch_max))
 			break;
 		pool = range->pool;
@@ -431,7 +431,7 @@ static bool fill_ref_batch(struct tmem_queue *queue, struct turn *turn,
 		const struct tmem_ref *ref = &queue->ref[tail % queue->dev->ref_pending];
 
 		if (!turn->generation || ref->epoch != turn->epoch) {
-			dropped++;	/* the host drops pages of old epochs */
+			dropped++;	/* not needed: the host drops all pages of older epochs */
 			continue;
 		}
 		if (count && (ref->pool != pool || count == queue->dev->batch_max))
@@ -586,7 +586,8 @@ static bool send_turn(struct tmem_queue *queue, bool all)
  * tmem_send() - take the answers of a queue, and send full batches and due partial batches
  * @queue: the queue
  *
- * Context: any but NMI, without locks of the core. The device is not reset before the call returns.
+ * Context: any but NMI, without locks of the core. tear_down() in transport.c waits for all callers
+ * before it deletes the virtqueues.
  *
  * Return: true if the call reached its limit of TMEM_SEND_BATCHES batches, so that there may be
  * more work.
@@ -603,7 +604,8 @@ bool tmem_send(struct tmem_queue *queue)
  * Pages that the host cannot take now stay in the queue. The function processes at most
  * TMEM_PUTS_IN_FLIGHT batches.
  *
- * Context: process, may sleep. The device is not reset before the call returns.
+ * Context: process, may sleep. The caller has a reference to the device (tmem_dev_get()), so that
+ * the device is not reset during the call.
  */
 void tmem_send_all(struct tmem_queue *queue)
 {
@@ -619,7 +621,8 @@ void tmem_send_all(struct tmem_queue *queue)
  *
  * Context: the feeder.
  *
- * Return: time in jiffies until waiting puts and references are due.
+ * Return: time in jiffies until the waiting puts and references of the queue are due, or
+ * MAX_SCHEDULE_TIMEOUT if none waits or the device must answer before any can be sent.
  */
 long tmem_send_timeout(struct tmem_queue *queue)
 {

@@ -241,8 +241,8 @@ int tmem_sync_init(struct tmem_dev *dev)
 }
 
 /**
- * tmem_sync_start() - read the generation of a device that is ready, and start to report
- * @dev: the device
+ * tmem_sync_start() - queue the first read of the generation, and the periodic reports to the host
+ * @dev: the device, which is ready
  */
 void tmem_sync_start(struct tmem_dev *dev)
 {

@@ -36,8 +36,8 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 	struct inode *inode = mapping->host;
 	pgoff_t first = start_byte >> PAGE_SHIFT;
 	/*
-	 * The value -1 means the end of the file. Converted to a page number it has all bits set,
-	 * which also means the end.
+	 * A last_byte of -1 means the end of the file. Its page number then has all bits set, which
+	 * also means the end of the file.
 	 */
 	pgoff_t last = (u64)last_byte == U64_MAX ? ULONG_MAX : (u64)last_byte >> PAGE_SHIFT;
 	struct tmem_fs *fs;
@@ -148,7 +148,7 @@ static void entry_drop_slab(struct tmem_args *args)
 /**
  * tmem_coherence_add() - hook the functions of mm and VFS that the driver needs in every kernel
  *
- * Return: 0 or an error, which was reported.
+ * Return: 0 or an error, which tmem_hooks_off() has reported.
  */
 int tmem_coherence_add(void)
 {

@@ -492,7 +492,10 @@ void tmem_fs_exit(void)
 		spin_lock_irq(&tmem_fs_lock);
 		hash_del_rcu(&fs->node);
 		spin_unlock_irq(&tmem_fs_lock);
-		/* Wait for a task that reads the state in sysfs and has found the file system. */
+		/*
+		 * Wait for tasks that are reading the state in sysfs and have already looked up
+		 * this file system.
+		 */
 		synchronize_rcu_expedited();
 		tmem_fs_remove(fs);
 	}

@@ -30,7 +30,7 @@ extern spinlock_t tmem_fs_lock;			/* guards writers of tmem_fs_hash */
 extern struct mutex tmem_fs_switch_lock;
 
 extern unsigned long tmem_fs_types_noted;	/* bit i: discovery of tmem_fs_types[i] is due */
-extern bool tmem_fs_stopped;			/* true: neither work item below may be queued */
+extern bool tmem_fs_stopped;			/* true: the work items below must not be queued */
 extern unsigned int tmem_fs_fruitless;		/* discoveries in a row that found nothing */
 /* Work items of discover.c, which gives them their functions. */
 extern struct delayed_work tmem_fs_discovery, tmem_fs_sweeping;

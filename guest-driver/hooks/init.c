@@ -43,7 +43,7 @@ static const struct tested_kernel *find_tested_kernel(void)
 	const struct new_utsname *uts = init_utsname();
 	unsigned int i;
 
-	/* Only x86-64 was tested, and Debian has these series for other processors as well. */
+	/* Debian has kernels of these series for other processors, too, which were not tested. */
 	if (!IS_ENABLED(CONFIG_X86_64))
 		return NULL;
 	for (i = 0; i < ARRAY_SIZE(tested_kernels); i++) {

@@ -59,7 +59,7 @@ static int probe_set(struct tmem_probe *probe, bool on)
 /**
  * tmem_probes_register() - register the probes of the tracepoints
  *
- * Return: 0 or an error, which was reported.
+ * Return: 0 or an error, which tmem_hooks_off() has reported.
  */
 int tmem_probes_register(void)
 {

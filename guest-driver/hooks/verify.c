@@ -52,12 +52,12 @@
 #define TMEM_VERIFY_BITS 6
 
 struct tmem_verify {
-	struct list_head list;		/* link in pending; guarded by pending_lock */
-	/* link in queued after the read has started; guarded by pending_lock */
+	struct list_head list;		/* link in the list pending; guarded by pending_lock */
+	/* link in the list queued after the read has started; guarded by pending_lock */
 	struct list_head queue;
 	/*
-	 * Only compared, never dereferenced. There is no pointer to struct tmem_fs, because a flush
-	 * replaces it.
+	 * Super block of the folio: only compared, never dereferenced. It stands for the file
+	 * system, because a flush replaces struct tmem_fs.
 	 */
 	const struct super_block *sb;
 	const struct address_space *mapping;	/* only compared, never dereferenced */

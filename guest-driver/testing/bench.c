@@ -234,7 +234,7 @@ static int bench_measure(struct bench *bench)
 	unsigned int i, kind, samples;
 	int err;
 
-	/* The first puts fill the index; the later ones replace entries. */
+	/* Fill the index before the measurement, so that all measured puts replace entries. */
 	for (i = 0; i < BENCH_HELD_END / 2; i += BENCH_PUTS) {
 		err = bench_puts(bench, i % BENCH_SAMPLES);
 		if (err)

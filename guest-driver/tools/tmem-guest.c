@@ -145,7 +145,7 @@ static void __printf(2, 3) fail(int code, const char *fmt, ...)
 	fputc('\n', stderr);
 }
 
-/* Returns the length of the UTF-8 sequence at s in bytes, or 0 if there is none. */
+/* Returns the length in bytes of the UTF-8 sequence that begins at s, or 0 if none begins there. */
 static int utf8_bytes(const unsigned char *s)
 {
 	int n = s[0] >= 0xc2 && s[0] <= 0xdf ? 2 : s[0] >= 0xe0 && s[0] <= 0xef ? 3 :
@@ -203,7 +203,7 @@ static void sleep_s(double seconds)
 
 /* --- the driver's files -------------------------------------------------------------------- */
 
-/* Reads one line. Returns false if there is no such file. */
+/* Reads the first line of a file into @line. Returns false if the file cannot be opened. */
 static bool read_line(const char *directory, const char *name, char *line, size_t bytes)
 {
 	char path[PATH_MAX];

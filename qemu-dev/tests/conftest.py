@@ -28,7 +28,7 @@ def qemu():
 
 @pytest.fixture
 def folder():
-    """Returns a short path, because the name of a Unix socket has 107 bytes at most."""
+    """Creates a directory with a short path: the name of a Unix socket has 107 bytes at most."""
     with tempfile.TemporaryDirectory(prefix="tmem") as path:
         yield Path(path)
 

@@ -50,7 +50,7 @@ def connections(daemon):
 @pytest.mark.parametrize("arguments", [(), ("--bytewise",)])
 @pytest.mark.parametrize("operation", ["start", "stop", "reset", "plug"])
 def test_one_deadline_covers_all_messages_of_an_operation(machine, backend, operation, arguments):
-    """QEMU gives up a backend whose answers, or bytes, come in time but take too long in total."""
+    """QEMU drops a backend that takes too long for an operation, but sends each byte in time."""
     delay_ms = ANSWER_MS if not arguments else OPERATION_MS // 10
     features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
     daemon = backend("--delay-ms", str(delay_ms), "--protocol-features", hex(features), *arguments)

@@ -426,7 +426,7 @@ static void serve(void)
 	for (int i = 0; i < JOBS_MAX; i++) {
 		int live = jobs[i].pid != 0;
 
-		/* poll() ignores a negative descriptor. */
+		/* poll() ignores the entries of slots without a job: descriptor -1. */
 		fds[1 + 3 * i] = (struct pollfd){live ? jobs[i].out : -1, POLLIN, 0};
 		fds[2 + 3 * i] = (struct pollfd){live ? jobs[i].err : -1, POLLIN, 0};
 		fds[3 + 3 * i] = (struct pollfd){live ? jobs[i].pidfd : -1, POLLIN, 0};

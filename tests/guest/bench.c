@@ -242,7 +242,7 @@ static struct blocks blocks_of(const char *path, uint64_t bytes, uint64_t x)
 	return out;
 }
 
-/* Reads block i and returns the ticks. */
+/* Reads block i, and returns the ticks that the read took. */
 static uint64_t read_block(const struct blocks *from, uint64_t i)
 {
 	off_t at = from->order[i % from->number] * from->bytes;

@@ -54,7 +54,7 @@ struct file {
 
 /* Shared by all processes of a run. */
 struct shared {
-	uint32_t report_lock;		/* taken by the first failed process, which reports */
+	uint32_t report_lock;		/* taken by the first process that fails; only it reports */
 	uint32_t pressure_lock;
 	uint32_t evictor_pause, evictor_paused;
 	uint64_t ops[JOBS_MAX];

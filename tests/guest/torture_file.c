@@ -201,7 +201,10 @@ void file_truncate(struct worker *w, struct file *f, size_t size)
 	model_resize(f, size);
 }
 
-/* Returns false if the file system does not support the mode, or does not support this range. */
+/*
+ * Calls fallocate() for a range of the file. Returns false if the file system does not support the
+ * mode, or does not support it for this range.
+ */
 bool file_fallocate(struct worker *w, struct file *f, int mode, uint64_t offset, size_t length)
 {
 	if (fallocate(f->fd, mode, offset, length)) {

@@ -89,7 +89,10 @@ static void make_cell(uint8_t *cell, uint64_t index, unsigned int owner, uint32_
 	memcpy(cell, words, CELL);
 }
 
-/* Fills a buffer with the bytes of a version at a position of the file, with any alignment. */
+/*
+ * Fills a buffer with the bytes that a file has at a position if a version was written there. The
+ * position and the length need no alignment.
+ */
 void fill(uint8_t *to, uint64_t position, size_t length, unsigned int owner, uint32_t version)
 {
 	uint8_t cell[CELL];
@@ -114,7 +117,10 @@ static bool all_zero(const uint8_t *p, size_t n)
 	return true;
 }
 
-/* Describes a cell that was found at a position, which must be a multiple of CELL. */
+/*
+ * Writes a description of a cell, for a report, to the buffer `text` of `room` bytes. The cell was
+ * found at `position` of the file, a multiple of CELL.
+ */
 void describe(char *text, size_t room, const uint8_t *cell, uint64_t position, uint64_t version_max)
 {
 	uint32_t head[2];

@@ -27,7 +27,7 @@
 #define SPLIT_BLOCK	1024UL	/* smallest block size of ext4 and xfs in these tests */
 #define SPLIT_PAGES	8UL	/* size of the large folio; a power of two */
 #define SWAPPED_BYTES	(384UL << 10)	/* anonymous memory, half of which must be swapped out */
-/* mounts, of which one likely gets the address of an earlier super block */
+/* number of mounts; one of them likely gets the address of an earlier super block */
 #define UNMOUNT_CYCLES	48
 #define MIN_BLOCK	1024UL	/* smallest block size of a file system, the unit of FIBMAP */
 #define HUGE		(2UL << 20)	/* the largest folio of a file on x86 */

@@ -35,7 +35,7 @@ struct cell {
 
 struct version_state {
 	uint32_t stop;
-	/* a lock for each block, and for its issued and done */
+	/* lock of each block; the writer that has it may change the block's issued and done */
 	uint32_t lock[VERSION_FILES][BLOCKS];
 	uint32_t issued[VERSION_FILES][BLOCKS], done[VERSION_FILES][BLOCKS];
 	uint64_t reads[JOBS_MAX], writes, longest_read_ns[JOBS_MAX];
@@ -158,7 +158,7 @@ static void check_block(const struct options *opt, const uint8_t *found, unsigne
 		memcpy(&cell, found + i, sizeof(cell));
 		whole = cell.mixed == mix(cell.block, cell.version);
 		/*
-		 * A copy to the reader and a concurrent write have no order, so a cell may be torn.
+		 * A read and a concurrent write copy bytes in any order, so a cell may be torn.
 		 */
 		if (!whole && most > least)
 			continue;
@@ -173,7 +173,7 @@ static void check_block(const struct options *opt, const uint8_t *found, unsigne
 		fflush(stdout);
 		_exit(1);
 	}
-	if (oldest == UINT32_MAX)	/* all cells were torn by a write at the same time */
+	if (oldest == UINT32_MAX)	/* concurrent writes tore all cells: no version was seen */
 		return;
 	*seen = oldest;
 }

@@ -122,8 +122,8 @@ class Channel:
                 while len(buffer) >= HEADER.size:
                     magic, kind, number, length, arg = HEADER.unpack_from(buffer)
                     if magic != MAGIC or length > PAYLOAD_MAX:
-                        # Only a reset of the guest cuts off a frame. The caller connects again
-                        # after a reset.
+                        # The frame before was cut off, which only a reset of the guest causes.
+                        # The caller connects again after a reset.
                         return
                     if len(buffer) < HEADER.size + length:
                         break

@@ -65,8 +65,8 @@ class Daemon:
             raise HarnessError("tmemd is already running")
         command = [str(self.program or host_binary("tmemd")), "--pool-size", self.pool_size]
         command += ["--control", str(self.control)]
-        # The daemon does not react to this machine's memory. tests/vm/test_pressure.py tests that
-        # reaction in a VM.
+        # Keep the daemon from reacting to this machine's memory, which may be short.
+        # tests/vm/test_pressure.py tests that reaction in a VM.
         command += ["--host-free-min", "0B", "--memory-pressure", "none"]
         for tenant in self.tenants:
             more = f",trust_domain={tenant.trust_domain}" if tenant.trust_domain else ""

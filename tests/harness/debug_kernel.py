@@ -57,7 +57,7 @@ def _base(kind: str) -> list[Path]:
 
 
 def fragments(kind: str) -> list[Path]:
-    """Returns the configuration fragments of a kind; the last value of an option counts."""
+    """Returns a kernel kind's configuration fragments. The last one that sets an option counts."""
     names = ["base", "intree", kind] if kind in INTREE else ["base", kind]
     return [FRAGMENTS / f"{name}.config" for name in dict.fromkeys(names)]
 
@@ -102,8 +102,8 @@ def build(kind: str, root: Path) -> str:
     work = cache_dir() / "kernel" / f"{kind}.work"
     source, out, ready = work / "source", work / "out", work / "ready"
     shutil.rmtree(root, ignore_errors=True)
-    # The state does not depend on the driver's sources, so that after a change of these only the
-    # driver is compiled again.
+    # The tree is made again if this hash changes. The hash leaves out the driver's sources: after a
+    # change of these, only the driver is compiled again.
     state = digest_of(_base(kind))
     if not ready.is_file() or ready.read_text() != state:
         shutil.rmtree(work, ignore_errors=True)
@@ -157,7 +157,7 @@ def build(kind: str, root: Path) -> str:
 
 
 def merge(fragments: Iterable[str]) -> dict[str, str]:
-    """Returns the options of configuration fragments; the last value of an option counts."""
+    """Returns the options that configuration fragments set. An option's last value counts."""
     lines = "\n".join(fragments).splitlines()
     return dict(line.split("=", 1) for line in lines if line.startswith("CONFIG_"))
 

@@ -28,7 +28,7 @@ def processor_model() -> str:
 
 
 def _host_times() -> tuple[float, float]:
-    """Returns the ticks of all processors, and those that the hypervisor took away."""
+    """Returns the ticks of all processors since boot, and how many the hypervisor took away."""
     fields = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     return float(sum(fields)), float(fields[7])  # proc(5): the eighth field is "steal"
 

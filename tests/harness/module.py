@@ -62,7 +62,7 @@ def _build(
 
 
 def _sources() -> list[Path]:
-    """Returns all sources of the module. The copy keeps their directory layout."""
+    """Returns all sources of the module, which a build copies with their directory layout."""
     found = [ROOT / "proto/virtio_tmem.h"]
     for path in (ROOT / "guest-driver").rglob("*"):
         generated = path.name.endswith(".mod.c") or "build" in path.relative_to(ROOT).parts

@@ -174,7 +174,7 @@ class NativeVm:
         return self._boot_files
 
     def command(self, agent: int) -> list[str]:
-        """Returns the command line; `agent` is the descriptor that leads to the agent."""
+        """Returns the guest's command line; `agent` is the descriptor that leads to the agent."""
         config = self.config
         linux, image = self.prepare()
         command = [

@@ -23,7 +23,7 @@ class QmpError(HarnessError):
 
 
 class Qmp:
-    """One QMP connection. It keeps all events from the start, in order."""
+    """One QMP connection. It keeps all events since the connection began, in order."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._name = name

@@ -21,7 +21,7 @@ from harness.wait import until
 
 SUITE = "trixie"
 PROGRAM = "usr/bin/qemu-storage-daemon"
-# The program's package, and the packages of the libraries that it loads.
+# Package of qemu-storage-daemon, and packages of the libraries that it loads.
 PACKAGES = (
     "qemu-utils", "libaio1t64", "libatomic1", "libc6", "libffi8", "libfuse3-4", "libglib2\\.0-0t64",
     "libgmp10", "libgnutls30t64", "libhogweed6t64", "libidn2-0", "libnettle8t64", "libnuma1",

@@ -94,9 +94,9 @@ def programs(name: str, suite: str, packages: tuple[str, ...]) -> Path:
 
 
 def wrap_programs(scratch: Path, final: Path, toolchain: Path) -> None:
-    """Makes all programs under `scratch`, which becomes `final`, use the toolchain's loader.
+    """Makes all programs under `scratch` use the toolchain's loader. `scratch` is later renamed.
 
-    `final` and `toolchain` may be the same.
+    `final` is its later name, which may be equal to `toolchain`.
     """
     libraries = f"{toolchain}/usr/lib/{TRIPLE}"
     for path in sorted(scratch.rglob("*")):

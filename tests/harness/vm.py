@@ -40,7 +40,7 @@ TROUBLE = re.compile(
 class Tmem:
     """The virtio-tmem device of a VM. `socket` is tmemd's socket; tmemd need not run.
 
-    With TMEM_RETAIN=on, the device has retain=on unless `properties` decides on it.
+    With TMEM_RETAIN=on, the device has retain=on unless `properties` sets retain.
     """
 
     socket: Path

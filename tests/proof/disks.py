@@ -137,8 +137,8 @@ def transactions(rows: int, count: int, repetition: int, *, writes: bool) -> str
 class Zipf:
     """Draws blocks of a file; the n-th most popular one with a probability of 1 / n ** theta.
 
-    Popular blocks are spread over the file. fio's own Zipf generator is not used, because each of
-    its runs repeats the same requests, or has other popular blocks.
+    Popular blocks are spread over the file. fio's own Zipf generator is not used: with the same
+    seed, all its runs make the same requests, and with other seeds, other blocks are popular.
     """
 
     def __init__(self, blocks: int, theta: float) -> None:
@@ -209,7 +209,7 @@ def clones(directory: Path, count: int, set_bytes: int, overlap: float) -> tuple
     base = directory / "base.img"
     tree = directory / "tree"
     tree.mkdir()
-    # mkfs leaves out blocks of zeros, so the contents are written into the image afterwards.
+    # mkfs allocates no blocks for zeros, so fill the file with "x". _fill() writes the contents.
     (tree / SET).write_bytes(b"x" * set_bytes)
     _pack(base, set_bytes + set_bytes // 4 + 32 * MIB, tree)
     at = blocks(base)
@@ -226,7 +226,7 @@ def clones(directory: Path, count: int, set_bytes: int, overlap: float) -> tuple
         how = f"cluster_size={CLUSTER_BYTES},extended_l2=on"
         raw = ("-F", "raw", overlay.name)
         _qemu_img(directory, "create", "-q", "-f", "qcow2", "-o", how, "-b", full.name, *raw)
-        # Changing the backing file copies the clusters that differ, and no others.
+        # This copies only the clusters into the overlay in which the two backing files differ.
         _qemu_img(directory, "rebase", "-q", "-b", base.name, *raw)
         full.unlink()
         overlays.append(overlay)

@@ -85,7 +85,7 @@ def _files(spec: Spec) -> dict[str, Path]:
 
 
 def check_on(vm: Vm | NativeVm) -> None:
-    """Raises if the guest's driver does not serve."""
+    """Raises if the state of the guest's driver is not "on"."""
     state = vm.guest.read("/sys/kernel/virtio_tmem/state")
     if state.split(":")[0] != "on":
         raise HarnessError(f"{vm.name}: the driver is '{state}', not on")

@@ -180,7 +180,7 @@ class MemoryGroup:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Moves this process into the group for a while, so that its new children stay there."""
+        """Moves this process into the control group for a while: new children of it stay there."""
         before = self._own()
         for path in self._paths():
             (path / "cgroup.procs").write_text(str(os.getpid()))
@@ -191,7 +191,7 @@ class MemoryGroup:
                 (path / "cgroup.procs").write_text(str(os.getpid()))
 
     def _own(self) -> list[Path]:
-        """Returns the groups of this process."""
+        """Returns the control groups of this process."""
         out = []
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -221,13 +221,13 @@ class MemoryGroup:
             (self._disk / "blkio.throttle.read_bps_device").write_text(f"{device} {bps}")
 
     def cached_bytes(self) -> int:
-        """Returns the page cache of the group's files, without guest memory."""
+        """Returns the bytes of page cache that the control group uses, without guest memory."""
         lines = (self._memory / "memory.stat").read_text().splitlines()
         stat = {name: int(value) for name, value in (line.split() for line in lines)}
         return stat["file" if self._v2 else "cache"] - stat["shmem"]
 
     def remove(self) -> None:
-        """Removes the group, whose processes must have ended."""
+        """Removes the control group, whose processes must have ended."""
 
         def gone() -> bool:
             for path in self._paths():

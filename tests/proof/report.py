@@ -42,7 +42,7 @@ class Figure:
         return f"{'≥' if self.at_least else '≤'} {self.target:g}" if self.target else "reported"
 
     def gain(self, value: Estimate) -> str:
-        """Returns "loss", "no gain shown" or "", whichever the whole interval shows."""
+        """Returns "loss" or "" if the whole interval is a loss or a gain, else "no gain shown"."""
         low, high = (value.low, value.high) if self.at_least else (-value.high, -value.low)
         even = 1 if self.at_least else -1
         return "loss" if high < even else "no gain shown" if low <= even else ""
@@ -52,7 +52,7 @@ MET, MISSED, UNCLEAR = "met", "**missed**", "**unclear**"
 
 
 def verdict(value: Estimate, target: float, *, at_least: bool = True) -> str:
-    """Returns whether the whole interval meets the target. If only a part does, it is unclear."""
+    """Returns MET if the whole interval meets the target, UNCLEAR if a part does, else MISSED."""
     ends = [end >= target if at_least else end <= target for end in (value.low, value.high)]
     return MET if all(ends) else UNCLEAR if any(ends) else MISSED
 
@@ -333,7 +333,7 @@ def winners(found: dict[str, Any]) -> list[str]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """Returns what the command prints at its end."""
+    """Returns the text that `make bench-proof` prints at its end."""
     blocks = [demo.table([row[:1] + row[1:] for row in rows(found)])]
     blocks.append(demo.table(workload_rows(found)))
     for suffix, title in (("", "only reads"), ("_writes", "20 % writes")):
@@ -391,7 +391,7 @@ def losses(found: dict[str, Any]) -> list[str]:
 
 
 def _median(found: dict[str, Any], part: str, arm: str, figure: str) -> float:
-    """Returns a median of a part; a figure that a repetition does not have counts 0."""
+    """Returns the median of a figure of an arm in a part. A repetition without it counts 0."""
     return intervals.middle(
         [one[arm].get(figure, 0) for one in found["parts"][part]["repetitions"]]
     ).value

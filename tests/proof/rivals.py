@@ -41,8 +41,8 @@ COUNT = 5000  # requests of each guest in each phase
 THETA = 0.6
 WRITE_SHARE = 0.2
 PHASES = (0.0, WRITE_SHARE)
-# A rival gets this much more for each guest, because the use of the guests with the pool may still
-# grow. Its RAM is also rounded up to 1 MiB.
+# A rival gets this much more host memory for each guest, because the guests with the pool may later
+# use more than in the warm-up. The RAM of a rival's guests is also rounded up to 1 MiB.
 SPARE_BYTES = 2 * MIB
 
 POOL, COPY, RAM, ZRAM, CACHE = "pool", "pool_copy", "ram", "zram", "host_cache"
@@ -147,8 +147,8 @@ class Rivals(Workload):
         self._loads = disks.loads_image(lab.directory / "loads.img", self._requests())
         pool = self._boot(POOL, RAM_BYTES)
         ours = pool.warm_bytes
-        # A guest uses all of its RAM for its page cache, so its RAM is about what it takes from the
-        # host, with the processes of its disks.
+        # A guest fills all of its RAM with its page cache. So its RAM is about the host memory that
+        # the guest and the processes of its disks use.
         more = -(-ours // GUESTS // MIB) * MIB + SPARE_BYTES
         whole = ours + GUESTS * SPARE_BYTES
         self._swapped = swapped_bytes()

@@ -95,7 +95,7 @@ class Run:
         return max(0, count - len(self._results.repetitions(workload.key)))
 
     def all(self, names: list[str]) -> None:
-        """Measures parts. A part that fails does not prevent the others; raises at the end."""
+        """Measures all parts, even if some of them fail. Then raises if a part has failed."""
         parts = [part for name in names if self.wanted(part := MAKE[name]())]
         left = sum(map(self._estimate, parts))
         measured: list[str] = []

@@ -54,7 +54,7 @@ class Workload:
         """Raises if a guest has read a wrong byte."""
 
     def finish(self) -> None:
-        """Ends processes of the workload other than guests and daemons, which have ended before."""
+        """Ends the workload's other processes, after its guests and daemons have ended."""
 
 
 class Paired(Workload):

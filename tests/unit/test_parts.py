@@ -58,8 +58,8 @@ int main(int n, char **v) { return printf("%s %s %d", v[0], v[1], n) < 0; }"""
     assert (final / "lib.so.1").read_bytes().startswith(b"\x7fELF")
     done = subprocess.run([final / "link", "a  b"], check=True, capture_output=True, text=True)
     assert done.stdout == f"{final}/link a  b 2"
-    # Without the loader beside it, the program does not start. So the machine's own loader, which
-    # the program file names, is not used.
+    # If the loader beside the program is deleted, the program does not start. So it does not use
+    # the machine's own loader, which the program file names.
     loader.unlink()
     assert subprocess.run([final / "tool"], check=False, capture_output=True).returncode != 0
 

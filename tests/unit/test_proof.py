@@ -314,7 +314,7 @@ def test_part_is_finished_even_if_a_guest_fails_to_end(
 
 
 def partial(*keys: str) -> dict[str, Any]:
-    """Returns a file of results with some parts, whose measurements all have the same figures."""
+    """Returns benchmark results that contain only the given parts. Each figure is 2.0."""
     figures = dict.fromkeys(
         ("seconds", "tps", "p99_us", "guest_cpu_s", "disk_mib", "disk_mib_writes", "seconds_writes",
          "host_mib", "noise_mib_per_s"), 2.0,

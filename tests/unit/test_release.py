@@ -131,7 +131,7 @@ touch ../virtio-tmem-guest_1_all.deb ../virtio-tmem_1.changes ../virtio-tmem_1.b
 
 @pytest.mark.smoke
 def test_builds_of_a_commit_and_of_the_tree_use_separate_directories(tmp_path: Path) -> None:
-    """Cargo would reuse the commit's programs for the tree if both had one target directory."""
+    """With one target directory for both, Cargo would use the commit's programs for the tree."""
     program = tmp_path / "bin/dpkg-buildpackage"
     program.parent.mkdir()
     program.write_text(BUILD)
@@ -229,7 +229,7 @@ def test_bill_of_materials_lists_the_crates_of_the_programs(archives: Path) -> N
 
 @pytest.fixture(scope="module")
 def key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Generates a key, in a directory with a short path: that of the agent's socket is limited."""
+    """Generates a key in a directory with a short path, as gpg-agent's socket there needs."""
     home = Path("/tmp") / f"gpg-{os.getpid()}"
     home.mkdir(mode=0o700)
     environment = {"GNUPGHOME": str(home)}
@@ -301,7 +301,7 @@ def test_tag_is_signed_and_on_a_commit_of_its_version(tmp_path: Path, key: dict[
 
 @pytest.mark.smoke
 def test_previous_release_can_get_its_tag(tmp_path: Path) -> None:
-    """docs/releasing.md names the command. The commit's files have the older version."""
+    """docs/releasing.md has the command that makes this tag, on a commit of the older version."""
     commit = passed(ROOT / "scripts/previous-release", "--commit").strip()
     command = 'scripts/tag 0.1.0 "$(scripts/previous-release --commit)"'
     assert command in (ROOT / "docs/releasing.md").read_text()

@@ -202,7 +202,7 @@ def test_systemd_restarts_a_killed_daemon_with_its_vms(
     """Added VMs are served again after a restart, at sockets that their QEMUs' users own."""
     daemon.call("AddVm", vm={**VM, "owner": QEMU_USER, "group": QEMU_USER})
     socket = host.path(f"{RUN}/added.sock")
-    # The unit has no limit of restarts.
+    # Restart more often than systemd allows by default: the unit has no limit of restarts.
     for _ in range(6):
         old, inode = main_pid(host), socket.stat().st_ino
         end(host, number)

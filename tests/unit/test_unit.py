@@ -50,7 +50,7 @@ def test_unit_sets_watchdog_and_restart() -> None:
     )
     assert unit["Restart"] == "always"
     assert unit["StartLimitIntervalSec"] == "0"
-    # The VM store must outlive an upgrade.
+    # systemd must keep the run directory, because the VM store in it must outlive an upgrade.
     assert unit["RuntimeDirectoryPreserve"] == "yes"
     assert unit["LimitMEMLOCK"] == "infinity"
 

@@ -239,7 +239,7 @@ def growth(before: dict[str, int], after: dict[str, int]) -> Counter[str]:
 
 
 def settle(guest: Guest) -> dict[str, int]:
-    """Waits until the host has answered all puts; returns the counters."""
+    """Waits until the host has answered all puts; returns the driver's counters."""
     counters: dict[str, int] = {}
 
     def settled() -> bool:
@@ -253,7 +253,7 @@ def settle(guest: Guest) -> dict[str, int]:
 
 
 def evict(guest: Guest, files: list[str]) -> dict[str, int]:
-    """Reads and evicts files one by one, because each fits the put ring. Returns the counters."""
+    """Reads and evicts files one by one: each fits the put ring. Returns the driver's counters."""
     for path in files:
         guest.sh(f"cat {path} >/dev/null && sync && echo 1 >/proc/sys/vm/drop_caches", 60)
         settle(guest)

@@ -224,8 +224,8 @@ def test_each_refusal_reason_has_its_own_counter(
         return stats(guest)["puts"] > before
 
     until(fine_served, 30, "the driver serves /fine")
-    # Write one block of the page, which is not cached, without reading the others. The page is
-    # clean after the sync, but the page cache does not have the contents of its other blocks.
+    # Write one block of the file's first page, which is not cached, without reading the others. The
+    # page is clean after the sync, but the page cache does not have the contents of the others.
     guest.sh("dd if=/dev/urandom of=/fine/part bs=4096 count=3 2>/dev/null; sync")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     guest.sh("dd if=/dev/zero of=/fine/part bs=1024 count=1 conv=notrunc 2>/dev/null; sync")

@@ -262,7 +262,7 @@ def test_guest_command_works_with_a_driver_of_the_other_version(
         guest.read("/sys/module/virtio_tmem/version"),
     )
     evict(guest, files)
-    # The command adds this value to the driver's counters.
+    # The answer of tmem-guest has lost_fraction in addition to the driver's counters.
     counters = say("stats")
     assert counters.pop("lost_fraction") == 0
     assert counters == stats(guest)

@@ -239,7 +239,7 @@ def test_index_limit_holds_while_all_processors_change_the_index(
             " dd if=/dev/zero of=$i bs=8192 count=1 2>/dev/null; done; sync",
             120,
         )
-    # An index without entries has only the memory of its hash table.
+    # Empty the index, because an index without entries has only the memory of its hash table.
     switch = f"{SYSFS}/fs/ext4/enabled"
     guest.sh(f"echo 0 >{switch}", 60)
     until(lambda: stats(guest)["index_pages"] == 0, 10, "the index is empty")
@@ -390,8 +390,8 @@ def test_driver_memory_is_bounded(
     # The files do not fit into the put rings of the large guest, so pages come from the host.
     check_works(guest, sums)
     if memory < 256 * MIB:
-        # The file consists of a hole, so no disk space is needed for more pages than the index has
-        # room for.
+        # The file has more pages than the driver's index has room for. It consists of a hole, so it
+        # takes no disk space.
         guest.sh("truncate -s 4G /mnt/holes")
         job = guest.start("while cat /mnt/holes >/dev/null; do :; done", 120)
 
@@ -543,7 +543,7 @@ def test_each_wrong_answer_of_the_device_is_caught_by_its_check(
             # The device gives right answers again, and the driver must use them.
             check_works(guest, files)
 
-        # Answers after the deadline are wrong, and must not be used.
+        # Answers that come after the deadline are wrong here. The driver must not use them.
         told = liar.lies_told
         for _ in range(3):
             evict(guest, list(files))
@@ -570,7 +570,7 @@ def test_each_wrong_answer_of_the_device_is_caught_by_its_check(
             reload(guest)
             check_works(guest, files)
 
-        # These answers are right except for the bytes of the page.
+        # The device's answers to gets are right except for the bytes of the page.
         grown = tell(guest, liar, "content", files)
         assert grown["mismatches"] == grown["misses_check"] > 0
         assert state(guest).startswith("poisoned: content check")
@@ -618,7 +618,7 @@ def test_pools_with_contradictory_answers_get_no_puts(
             )
             assert after["index_pages"] == 0, f"lie '{lie}': the index has pages"
             liar.lie = ""
-        # The driver sends the request for the pool again without any action of the test.
+        # The driver repeats the request to create the pool without any action of the test.
         read_until(guest, files, "puts")
         check_works(guest, files)
         assert stats(guest)["mismatches"] == 0
@@ -690,8 +690,8 @@ def test_hibernation_empties_the_cache(session: Session, kernel: Kernel, module:
     assert (done.status == 0) == (kernel.version >= (6, 4)), done
     wait_state(guest, "on")
     after = stats(guest)
-    # The guest has the counters that were stored in the image. The driver had emptied its index
-    # before the image was made.
+    # The guest has the counters from the hibernation image. The driver had emptied its index before
+    # the image was made.
     assert after["index_pages"] == 0
     assert after["puts"] == before["puts"]
     assert checksums(guest, list(files)) == files

@@ -39,7 +39,7 @@ FILLER = "/mnt/filler"
 
 
 def hold(guest: Guest, path: str, size_mib: int, *, create: bool = True) -> dict[str, int]:
-    """Evicts all pages of a file, in steps that fit into the put ring. Returns the counters.
+    """Evicts all pages of a file, in steps that fit the put ring. Returns the driver's counters.
 
     Creates the file first unless `create` is false.
     """
@@ -70,8 +70,8 @@ def test_requests_of_a_readahead_share_one_deadline(
     guest.sh(f"dd if=/dev/urandom of={FILE} bs=4096 count={PAGES}; sync")
     sums = checksums(guest, [FILE])
     assert evict(guest, [FILE])["index_pages"] >= PAGES
-    # The pages of the filler replace those of the file in the put ring, from where the driver would
-    # read them without the host.
+    # Evict FILLER: its pages replace those of FILE in the put ring. The driver would read pages in
+    # the ring without the host.
     held = hold(guest, FILLER, 4)["index_pages"]
 
     # Write every second page. A page that becomes dirty is erased from the driver's index. The
@@ -109,7 +109,7 @@ def test_nowait_readers_do_not_wait_for_the_host(
         files = {NOWAIT: guest_program(TESTS / "guest/nowait.c")}
         guest = driver_guest(session, kernel, module, Tmem(liar.path), files=files)
         held = hold(guest, FILE, pages // 256)["index_pages"]
-        # The filler is larger than the put ring, so the pages of the file leave the ring.
+        # Evict FILLER, which is larger than the put ring, so that the pages of FILE leave the ring.
         before = hold(guest, FILLER, 4)
         assert before["index_pages"] > held + pages * 9 // 10
 
@@ -120,7 +120,7 @@ def test_nowait_readers_do_not_wait_for_the_host(
         assert after["reads_nowait"] - before["reads_nowait"] >= pages // 64
         assert after["gets"] == before["gets"]
         assert liar.gets == gets
-        # Readers that may sleep wait for the host. They get the pages that the readers before did
+        # Readers that may sleep wait for the host. They get the pages that the program `nowait` did
         # not request.
         liar.delay_seconds = 0.0
         guest.sh(f"cat {FILE} >/dev/null")
@@ -132,16 +132,16 @@ def test_slow_answers_within_the_deadline_open_the_breaker(
 ) -> None:
     """Answers that are slow but never late open the breaker, too; only fast ones close it."""
     deadline_ms, slow_seconds = 500, 0.18
-    # These values are from core/get.c: the budget is ten deadlines, and a fiftieth of it leaks away
-    # during each deadline.
+    # The breaker's bucket as in core/get.c: it holds slow waits of ten deadlines, and a fiftieth of
+    # that leaks away during each deadline.
     budget_us, leak = deadline_ms * 1000 * 10, 10 / 50
     with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))
         set_parameter(guest, "deadline_ms", str(deadline_ms))
         guest.sh("echo 64 >/sys/block/vda/queue/read_ahead_kb")
         hold(guest, FILE, 6)
-        # The pages of the filler replace those of FILE in the put ring, from where the driver would
-        # read them without the host.
+        # Evict FILLER: its pages replace those of FILE in the put ring. The driver would read pages
+        # in the ring without the host.
         before = hold(guest, FILLER, 4)
         assert before["index_pages"] > 4 * 256
         sums = {
@@ -196,8 +196,8 @@ def test_reader_that_is_scheduled_late_does_not_open_the_breaker(
     set_parameter(guest, "deadline_ms", str(deadline_ms))
     guest.sh("echo 4 >/sys/block/vda/queue/read_ahead_kb")
     hold(guest, FILE, 12)
-    # The pages of the filler replace those of FILE in the put ring, from where the driver would
-    # read them without the host.
+    # Evict FILLER: its pages replace those of FILE in the put ring. The driver would read pages in
+    # the ring without the host.
     before = hold(guest, FILLER, 4)
     assert before["index_pages"] > 12 * 256
     guest.start(f"{HOG} {busy_ms} {idle_ms}", scaled(120))

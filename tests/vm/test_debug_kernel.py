@@ -68,7 +68,7 @@ KCSAN_SETTINGS = {"skip_watch": 400, "udelay_task": 200}
 OUR_FRAME = re.compile(r"\[virtio_tmem\]|\] 0x[0-9a-f]+$", re.MULTILINE)
 # One report of KCSAN, between lines of "=".
 RACE = re.compile(r"BUG: KCSAN: .*?(?=={20,}|\Z)", re.DOTALL)
-# The head of each stack in a report: the access, followed by an indented stack.
+# A line about an access in a report of KCSAN. The group has the first two lines of its stack.
 STACK = re.compile(r"(?:read|write|race)\b[^\n]*:\n((?:[^\n]*\n){2})")
 
 # Faults that the module parameter test_bug commits, for each kind of kernel, and the kernel's
@@ -206,7 +206,7 @@ def test_replaced_daemons_and_devices_trigger_no_kernel_report(
 def test_changed_switches_and_parameters_trigger_no_kernel_report(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Uses switches, parameters, counters, events and the command while files come and go."""
+    """Uses switches, parameters, counters, events and tmem-guest while files come and go."""
     machine = Machine(session, kernel, module)
     guest = machine.guest
     trace = "/sys/kernel/tracing/events/virtio_tmem/enable"

@@ -162,7 +162,7 @@ def test_running_device_survives_daemon_faults(
     vm.guest.sh("true")
 
     heal(daemon)
-    # A get may find the page only if its generation continues.
+    # All these answers are right: whether the page's generation continues depends on the fault.
     assert driver.wait("keep ", after=mark).split()[1] in ("hit", "miss", "stale")
     second = driver.stored(other_than=0 if trouble is stopped else first)
     if trouble is not stopped:

@@ -108,8 +108,8 @@ def test_figures_agree_in_guest_daemon_and_metrics(
 
 
 def agree_on_waits(served: dict[str, Any], after: dict[str, int], metrics: str) -> None:
-    # The histograms count each request once. The time that a reader waits for a request is never
-    # shorter than the daemon's time for the request.
+    # The driver and the daemon have a histogram of get requests, which counts each request once.
+    # A reader never waits for a request for a shorter time than the daemon takes for it.
     seen = served["driver"]["get_latency"]
     assert seen["buckets"] == [after[name] for name in WAITS]
     assert (

@@ -221,7 +221,7 @@ def test_xfs_scenario_finds_a_wrong_byte_if_its_hook_is_missing(
 def test_at_most_32_pages_of_a_large_folio_are_put(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """At most 32 pages of a 2 MiB folio are copied with interrupts off; the others are counted."""
+    """At most 32 pages of a 2 MiB folio are put, with interrupts off. A counter has the others."""
     if tuple(int(part) for part in kernel.series.split(".")) < (6, 6):
         pytest.skip(f"Linux {kernel.series} writes to small folios")
     guest = boot(session, kernel, module, "xfs")

@@ -96,7 +96,7 @@ class Below:
         return f"0 {self.sectors} linear '{self.disk} 0'"
 
     def except_blocks(self, targets: Mapping[int, str]) -> str:
-        """Returns a device-mapper table that has other targets at these blocks of one page each."""
+        """Returns a device-mapper table: `targets` at their blocks of one page, else the disk."""
         table, at = [], 0
         for block, target in sorted(targets.items()):
             first = block * SECTORS
@@ -156,9 +156,9 @@ def fail_conversion(below: Below) -> None:
     extents = extent_block(below.image)
     below.mount()
     below.write(1)
-    # The extents become unreadable before the data are written, because the conversion may begin
-    # before the next table is in use. They stay writable: the write splits an extent. The target
-    # "delay" takes a device, an offset and a delay in ms each for reads, writes and flushes.
+    # Make the extents unreadable before the data are written: the conversion may begin before
+    # go_on() has loaded its table. They stay writable, because writing page 1 splits an extent. The
+    # target "delay" takes a device, an offset and a delay in ms each for reads, writes and flushes.
     errors = guest.sh(f"{DM} errors 0 {SECTORS} error ''").strip()
     place = f"{below.disk} {extents * SECTORS} 0"
     unreadable = {extents: f"delay '{errors} 0 0 {place} {place}'"}

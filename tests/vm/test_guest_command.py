@@ -94,7 +94,7 @@ def test_status_and_stats_report_the_state_of_the_driver(
     for name in ("status", "stats", "drop", "policy"):
         assert guest.sh(f"{COMMAND} {name} --help").startswith(f"usage: tmem-guest {name}")
 
-    # Without a device, the loaded module reports the reason, and the command prints it.
+    # Without a device, the module reports why the cache is off, and tmem-guest prints that.
     load(guest, online=False)
     done = guest.run(f"{COMMAND} status --json")
     assert done.status == NO_DRIVER
@@ -107,7 +107,7 @@ def test_status_and_stats_report_the_state_of_the_driver(
     assert counters.pop("lost_fraction") == 0
     assert counters == stats(guest)
 
-    # The command prints one object per line until it is ended.
+    # With --watch, tmem-guest prints one JSON object per line until it is ended.
     job = guest.start(f"{COMMAND} stats --watch=0.1 --json | head -n 3", 60)
     lines = job.wait().check().text.splitlines()
     assert len(lines) == 3
@@ -262,8 +262,8 @@ def test_requests_without_permission_and_invalid_requests_are_refused(
 def test_memory_of_policies_is_bounded(session: Session, kernel: Kernel, test_module: Path) -> None:
     guest, sums = start(session, kernel, test_module)
     guest.sh(f"mkdir {WHERE}/d && cd {WHERE}/d && for i in $(seq 400); do echo >$i; done; sync", 60)
-    # Policies may use an eighth of this limit. That is enough for one node, which has 64 inode
-    # numbers, and not for a second one.
+    # Policies may use an eighth of this limit of the index, in bytes. That is enough for one node,
+    # which has the policies of 64 inode numbers, and not for a second one.
     set_parameter(guest, "test_index_bytes", "8192")
     refused(guest, f"policy {WHERE}/d never", SOME, f"{WHERE}/d/", "limit of policies")
     answer = say(guest, f"policy {WHERE}/d")
@@ -311,7 +311,10 @@ def read_tree(guest: Guest, name: str, *, evict_last: bool = True) -> None:
 def test_dropped_directory_tree_frees_pool_memory_for_other_files(
     session: Session, kernel: Kernel, module: Path, drop: bool
 ) -> None:
-    """Dropping the second of three trees gives its memory in the pool to the others."""
+    """If the second of three trees is dropped, the pool has memory for the first and the third.
+
+    The pool is too small for all three directory trees.
+    """
     daemon = session.daemon("vm1", pool_size=POOL)
     daemon.start()
     tree = three_trees(session.directory / "trees", random.Random("three trees"))

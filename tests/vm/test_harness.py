@@ -33,7 +33,7 @@ def test_guest_agent_runs_commands_and_transfers_files(session: Session, kernel:
         guest.sh("exit 7")
     with pytest.raises(GuestTimeout, match="before"):
         guest.run("echo before; sleep 1000", seconds=1)
-    # A child that keeps the output open does not delay the end of its parent.
+    # A command ends with its shell, even if a background process keeps the output open.
     assert guest.sh("sleep 1000 & echo started") == "started\n"
 
     content = random.Random(1).randbytes(700_001)

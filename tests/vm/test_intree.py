@@ -248,7 +248,7 @@ def test_torture_scenario_finds_a_wrong_byte_if_its_hook_is_missing(
 def test_random_operations_detect_each_missing_hook(
     session: Session, kernel: Kernel, hooks: str
 ) -> None:
-    """Random operations find a wrong byte without each hook that right contents depend on."""
+    """Random operations find a wrong byte if a hook that right contents depend on is off."""
     guest = served(session, kernel, f"verify_every=0 {PATIENT} test_hooks_off={hooks}")
     arguments = f"--seed={seed()} --ops=50000 --files=16 --size-max=262144 --no-evictor"
     Torture(guest, arguments, 600).must_mismatch()
@@ -319,7 +319,7 @@ def test_page_with_a_failed_extent_conversion_is_not_put(
 
 
 def test_file_systems_on_device_mapper_are_refused(session: Session, kernel: Kernel) -> None:
-    """Without kprobes, the driver refuses device mapper, as it cannot see whether it encrypts."""
+    """Without kprobes, the driver cannot examine device-mapper disks, so it refuses all of them."""
     image = disk.ext4(session.directory / "data.img", 256 * MIB)
     guest = boot(session, kernel, "verify_every=0", image=image, files=programs(DM))
     wait_state(guest, "on")

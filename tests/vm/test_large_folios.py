@@ -71,7 +71,7 @@ def test_put_of_a_512_page_folio_is_limited_to_32_pages(
     assert orders.count(HUGE_ORDER) >= 4, f"fewer than 4 huge folios left the page cache: {orders}"
     bound = sum(min(1 << order, PUT_MAX) for order in orders)
     taken = stats(guest)["puts"] - before["puts"]
-    # Pages of other files may be put as well, so the counter may grow by more.
+    # Pages of other files may be put as well, so the counter may grow by more than `bound`.
     assert bound // 2 <= taken <= bound + PUT_MAX
     # The file has right bytes. Some of its pages come from the pool, the others from the disk.
     assert checksums(guest, [path]) == sums

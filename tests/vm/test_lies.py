@@ -57,8 +57,8 @@ def read_without_answers(guest: Guest, liar: Liar, sums: dict[str, str], delay: 
     """
     before = evict(guest, list(sums))
     assert before["index_pages"] > 0
-    # The pages of the filler replace those of the files in the put ring, from where the driver
-    # would read them without the device.
+    # While the device does not answer in time, the driver gets only pages that are still in the put
+    # ring. All other pages come from the disk.
     liar.delay_seconds = delay
     assert checksums(guest, list(sums)) == sums
     after = stats(guest)
@@ -81,7 +81,7 @@ def read_without_answers(guest: Guest, liar: Liar, sums: dict[str, str], delay: 
 def test_slow_or_silent_device_opens_the_breaker(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """The breaker opens if answers are right but late, or missing. It closes when they are fast."""
+    """If right answers are late or missing, the breaker opens. It closes when answers are fast."""
     data, sums = tree_disk(session)
     with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
@@ -212,6 +212,6 @@ def test_request_unknown_to_the_device_is_sent_once(
         until(lambda: liar.asked[T_REPORT] >= 3, 60, "the driver has sent three statistics reports")
         assert liar.asked[T_LATENCIES] == 1
         check_works(guest, sums)
-        # After a reload the request is sent again, because the device may be another one.
+        # After a reload, the driver sends the latency request again: the device may be another one.
         reload(guest)
         until(lambda: liar.asked[T_LATENCIES] == 2, 60, "the request is sent again")

@@ -77,7 +77,7 @@ def test_boot_after_a_crash_reads_no_earlier_page(
         vm.expect_trouble()
     crash(vm, how)
 
-    # This boot changes a file in place before the driver is loaded.
+    # After the reboot, the guest changes a file in place before it loads the driver.
     guest = vm.guest
     guest.mount("data", WHERE)
     sums[second] = overwrite(guest, second)

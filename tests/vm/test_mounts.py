@@ -154,8 +154,8 @@ def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, modu
     assert counters["index_pages"] == held_beside
     assert counters["invalidations_off"] >= held
     before, before_beside = mount.counts(), beside.counts()
-    # Overwrite a file while the switch is off. If the driver had kept pages of it, they would be
-    # wrong.
+    # Overwrite a file while its mount is switched off. If the driver had kept pages of the file,
+    # they would be wrong.
     changed = next(iter(here))
     here[changed] = overwrite(guest, changed)
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_switched_off_file_system_type_is_not_cached(
     mounts = Mount(guest, WHERE), Mount(guest, OTHER)
     assert [mount.read("state") for mount in mounts] == ["off", "off"]
 
-    # One mount stays off when its type is switched on again.
+    # A mount that was itself switched off stays off when its type is switched on again.
     mounts[1].switch(False)
     guest.sh(f"echo 1 >{SYSFS}/fs/ext4/enabled")
     mounts[0].wait()

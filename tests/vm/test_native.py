@@ -151,13 +151,13 @@ def test_full_batches_and_their_answers_need_no_feeder_thread_or_tick(session: S
 
 
 def test_kswapd_waits_for_a_silent_host(session: Session) -> None:
-    """kswapd waits while the host takes no page, and does not without the hook `reclaim`."""
+    """kswapd waits while the host takes no page, unless the hook `reclaim` is off."""
     daemon = start_daemon(session)
     check_waits_for_silent_host(native_guest(session, daemon=daemon), daemon)
 
 
 def test_released_hooks_can_be_installed_again(session: Session) -> None:
-    """Nothing is put while the hooks are released. Then the driver takes them and starts empty."""
+    """Nothing is put while the hooks are released. When they are taken, the cache is empty."""
     guest = native_guest(session)
     for _ in range(3):
         guest.sh("echo 0 >/sys/kernel/virtio_tmem/hooks_enabled", 60)
@@ -237,7 +237,7 @@ def test_torture_scenarios_find_no_wrong_byte(session: Session) -> None:
 
 def test_torture_scenario_finds_a_wrong_byte_if_its_hook_is_missing(session: Session) -> None:
     """If the kernel does not call a hook for changes of a file, a scenario finds a wrong byte."""
-    # With retained pages, the driver would notice some of these faults and switch the cache off.
+    # With retained pages, the driver itself would notice some missing hooks and switch itself off.
     guest = native_guest(session, f"verify_every=0 {PATIENT} retain=N")
     for hooks, scenario in BROKEN:
         set_parameter(guest, "test_hooks_off", hooks)
@@ -249,7 +249,7 @@ def test_torture_scenario_finds_a_wrong_byte_if_its_hook_is_missing(session: Ses
 
 @pytest.mark.parametrize("hooks", BROKEN_RANDOM)
 def test_random_operations_detect_each_missing_hook(session: Session, hooks: str) -> None:
-    """Random operations find a wrong byte without each hook that right contents depend on."""
+    """Random operations find a wrong byte if a hook that right contents depend on is off."""
     guest = native_guest(session, f"verify_every=0 {PATIENT} retain=N test_hooks_off={hooks}")
     arguments = f"--seed={seed()} --ops=200000 --files=16 --size-max=262144 --no-evictor"
     Torture(guest, arguments, 600).must_mismatch()
@@ -267,7 +267,7 @@ def test_dropped_puts_leave_no_old_page(session: Session) -> None:
 
 
 def test_corrupt_page_switches_the_cache_off(session: Session) -> None:
-    """If a page from the host is corrupt, the driver uses neither this page nor later ones."""
+    """If a page from the host is corrupt, the driver uses neither it nor later pages from there."""
     guest = native_guest(session, "verify_every=0 inject_corrupt=50")
     Torture(guest, f"--seed={seed()} --ops=3000 {SMALL} --jobs=2").finish()
     assert state(guest).startswith("poisoned: content check")
@@ -297,7 +297,8 @@ def test_delayed_wake_up_loses_no_interrupt(session: Session) -> None:
         assert waiters.stdout
         assert waiters.stdout.readline() == "ready\n"
         reads = guest.start("dd if=/dev/vda of=/dev/null bs=4k count=1000 iflag=direct", 120)
-        # A message to the guest would raise the lost signal, so only look.
+        # If an interrupt is lost, a message to the guest would wake the guest. So send none, and
+        # only wait for the output of the command.
         until(reads.done, 60, "the guest has read its disk")
         waiters.communicate()
     reads.wait().check()

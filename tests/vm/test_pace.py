@@ -33,7 +33,7 @@ FILE_MIB = 320  # more than the RAM, so that kswapd evicts while the file is rea
 FILE = f"{WHERE}/file"
 PATCH = "/patch.ko"
 SPARSE_MIB = 400  # more than the RAM of any guest of these tests
-# One wait of kswapd (PACE_US_MAX), and the budget of all waits (PACE_SHARE, PACE_BURST_US).
+# Longest wait of kswapd (PACE_US_MAX), and budget of all its waits (PACE_SHARE, PACE_BURST_US).
 WAIT_SECONDS = 0.002
 WAIT_SHARE = 4
 WAIT_BURST_SECONDS = 0.020

@@ -80,7 +80,7 @@ class Host:
         until(lambda: bool(self.lines()), 300, "the pool is full")
 
     def lines(self) -> list[str]:
-        """Returns the output lines of the filler."""
+        """Returns the lines that the filler (tmemd's example `fill`) has printed."""
         assert not self.filler.done(), self.filler.stdout().decode()
         return self.filler.stdout().decode().splitlines(keepends=True)
 
@@ -118,7 +118,7 @@ def test_pool_shrinks_when_host_memory_is_short(
         60,
         "the host has the minimum of available memory",
     )
-    # The filler reports five times a second.
+    # The filler prints the pool's statistics five times a second only, so wait for them.
     enough = full["held_bytes"] - free_min * MIB // 3
     until(
         lambda: host.pool()["held_bytes"] <= enough, 60, "the pool released a third of the minimum"

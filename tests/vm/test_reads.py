@@ -62,7 +62,7 @@ def direct_sum(guest: Guest, path: str) -> str:
 
 
 def outside_ring(guest: Guest, size_mib: int) -> dict[str, int]:
-    """Evicts a filler, whose pages replace those of FILE in the put ring. Returns the counters.
+    """Evicts FILLER, whose pages replace those of FILE in the put ring. Returns the counters.
 
     Raises unless the index has most pages of both files.
     """
@@ -253,7 +253,7 @@ def test_reader_without_a_free_request_reads_the_disk_at_once(
     readers, pages = 48, 32  # each reader has one readahead; there are fewer requests than readers
     with Liar(session.directory / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), cpus=2)
-        # The deadline is long enough for all readers to come while the first one waits.
+        # The deadline is so long that all readers begin to read while the first one still waits.
         set_parameter(guest, "deadline_ms", "1000")
         guest.sh(f"echo 128 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
         files = [f"/mnt/r{number}" for number in range(readers)]

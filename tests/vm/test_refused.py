@@ -183,7 +183,9 @@ def verity_tree(data: bytes) -> tuple[bytes, str]:
     return b"".join(reversed(levels[1:])), hashlib.sha256(levels[-1]).hexdigest()
 
 
-def test_verified_devices_are_refused(session: Session, kernel: Kernel, module: Path) -> None:
+def test_file_systems_on_dm_verity_are_refused(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     tree = session.directory / "tree"
     tree.mkdir()
     (tree / "f").write_bytes(changed_content("f"))

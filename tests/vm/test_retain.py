@@ -96,21 +96,21 @@ def boot(
 
 
 def evict_one(guest: Guest, path: str) -> dict[str, int]:
-    """Evicts the pages of one file by fadvise, whose hook is off. Returns the counters."""
+    """Evicts the pages of one file by fadvise, whose hook is off. Returns the driver's counters."""
     guest.sh(f"{SPECIAL} dontneed {path}", 60)
     settle(guest)
     return settle_refs(guest)
 
 
 def drop(guest: Guest) -> dict[str, int]:
-    """Evicts all clean pages, and returns the counters when the host has answered."""
+    """Evicts all clean pages, and returns the driver's counters when the host has answered."""
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches", 60)
     settle(guest)
     return settle_refs(guest)
 
 
 def settle_refs(guest: Guest) -> dict[str, int]:
-    """Waits until all references are sent and answered; returns the counters."""
+    """Waits until all references are sent and answered; returns the driver's counters."""
     counters: dict[str, int] = {}
 
     def settled() -> bool:
@@ -126,7 +126,7 @@ def settle_refs(guest: Guest) -> dict[str, int]:
 def retain(guest: Guest, sums: dict[str, str]) -> dict[str, int]:
     """Evicts files one by one and reads them back, so that the host retains their pages.
 
-    Returns the counters.
+    Returns the driver's counters.
     """
     evict(guest, list(sums))
     settle_refs(guest)
@@ -388,7 +388,7 @@ def test_full_index_erases_retained_entries_first(
     assert retained > 10 * PAGES and held > 4 * PAGES
     assert retained * 8 > before["index_bytes"] // 8
     set_parameter(guest, "test_index_bytes", str(before["index_bytes"]))
-    # Files that are put for the first time, without eviction of the others, fill the index.
+    # Put files for the first time, without evicting other files, until the index is full.
     set_parameter(guest, "test_hooks_off", "fadvise")
     for number in range(20, 24):
         guest.sh(f"cat {WHERE}/f{number} >/dev/null")
@@ -522,9 +522,9 @@ def test_hole_punched_in_a_retained_page_keeps_the_cache_on(
 def test_no_reference_is_sent_for_a_file_marked_during_an_eviction(
     session: Session, kernel: Kernel, test_module: Path, fault: str, counter: str
 ) -> None:
-    """A mark or a policy that is set after the driver checked for them erases the entry.
+    """If a mark or a policy is set after the driver's first check, the second one erases the entry.
 
-    The driver checks again with the lock that protects the entry.
+    The driver makes the second check under the lock that protects the entry.
     """
     guest, sums = boot(session, kernel, test_module)
     set_parameter(guest, "test_hooks_off", "fadvise")
@@ -549,7 +549,8 @@ def test_late_answers_to_references_do_not_erase_newer_puts(
         set_parameter(guest, "test_hooks_off", "fadvise")
         path = next(iter(sums))
         retain(guest, {path: sums[path]})
-        # The last page is not written, because a file whose last entry is erased gets a new object.
+        # The last page is not written, so that the file keeps its object in the index, and the new
+        # pages have the same keys as the old ones.
         new = random.Random(path).randbytes((PAGES - 1) * PAGE)
         sums[path] = hashlib.sha256(new + guest.get(path)[len(new) :]).hexdigest()
         guest.put("/tmp/new", new)
@@ -577,12 +578,12 @@ def test_late_answers_to_references_do_not_erase_newer_puts(
 def test_reference_sent_after_a_newer_put_changes_no_page(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The host gets the references of pages after newer puts of them, and keeps the newer pages."""
+    """If references come after newer puts of the same pages, the host keeps the newer pages."""
     with Liar(session.directory / "liar", retain=True) as liar:
         guest, sums = boot(session, kernel, test_module, device(liar.path))
         path, other, pages = f"{WHERE}/few", next(iter(sums)), 40
-        # All pages but the last are written, because a file whose last entry is erased gets a new
-        # object.
+        # The last page is not written, so that the file keeps its object in the index, and the new
+        # pages have the same keys as the old ones.
         written = pages - 1
         guest.sh(f"dd if=/dev/urandom of={path} bs={PAGE} count={pages} 2>/dev/null; sync")
         evict(guest, [path])
@@ -617,7 +618,7 @@ def test_late_answer_to_a_get_leaves_no_index_entry(
         guest, sums = boot(session, kernel, module, device(liar.path))
         before = evict(guest, list(sums))
         liar.lie = "late"
-        # The breaker opens after some late gets. Their pages come from the disk.
+        # After some late gets, the breaker opens. Pages that gets do not bring come from the disk.
         assert checksums(guest, list(sums)) == sums
         after = stats(guest)
         grown = growth(before, after)
@@ -666,7 +667,7 @@ def test_new_daemon_gets_no_reference_meant_for_the_previous_daemon(
         changes = stats(guest)["generation_changes"]
         daemon.kill()
         daemon.start()
-        # One change ends the generation of the last daemon, the other begins that of the new one.
+        # The generation changes twice: at the end of the old daemon, and when the new one connects.
         until(
             lambda: stats(guest)["generation_changes"] >= changes + 2,
             ONLINE_SECONDS,
@@ -678,11 +679,11 @@ def test_new_daemon_gets_no_reference_meant_for_the_previous_daemon(
     replace_daemon()
     after = drop(guest)
     assert growth(before, after)["refs"] == 0
-    # Not all of these pages fit into the put ring at once.
+    # The put ring has no room for all of these pages at once, so some of the puts are dropped.
     assert growth(before, after)["puts"] >= PAGES
     assert checksums(guest, list(sums)) == sums
 
-    # The last page of this file contains its end, so one batch of its references is not full.
+    # The last page contains the end of the file and is not retained, so one batch is not full.
     path = list(sums)[1]
     retain(guest, {path: sums[path]})
     hold = hold_feeder(guest)
@@ -718,7 +719,7 @@ def retained_folios(
     guest.put(path, content)
     guest.sh("sync")
     evict(guest, [path])
-    # The kernel makes large folios for the second readahead and later ones.
+    # The kernel makes large folios from the second readahead of a file on.
     guest.sh(f"echo 128 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
     guest.sh(f"echo >{TRACING}/trace && echo 1 >{ADDED}/enable")
     assert guest.get(path) == content

@@ -86,7 +86,7 @@ def test_one_queue_may_use_slots_from_the_share_of_other_queues(
 
 
 def hold_feeder(guest: Guest) -> Hold:
-    """Stops the driver's feeder thread. Two puts, which fill no batch, wake it."""
+    """Stops the feeder thread at its next run. Two puts, which fill no batch, make it run."""
     hold = Hold(guest, "feeder")
     guest.sh("dd if=/dev/urandom of=/mnt/two bs=4096 count=2 2>/dev/null; sync")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
@@ -95,7 +95,7 @@ def hold_feeder(guest: Guest) -> Hold:
 
 
 def wait_for_full_batches(guest: Guest, partial_pages: int = BATCH_PAGES) -> dict[str, int]:
-    """Waits until fewer than `partial_pages` puts are unanswered; returns the counters."""
+    """Waits until fewer than `partial_pages` puts are unanswered; returns the driver's counters."""
     counters: dict[str, int] = {}
 
     def answered() -> bool:
@@ -151,7 +151,7 @@ def test_full_batches_and_their_answers_need_no_feeder_thread(
 def test_a_flush_is_sent_before_a_later_put_of_its_page(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The host keeps pages that were put after their flush, although the feeder sent no flush."""
+    """The host keeps pages that were put after a flush of them, although the feeder is stopped."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=1)
     guest = driver_vm(session, kernel, test_module, tmem, memory_bytes=256 * MIB).start()
@@ -197,14 +197,14 @@ def test_partial_batches_are_sent_after_a_bounded_delay(
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
 
-    # The two puts fill no batch, and no later put follows that could complete the batch.
+    # The two pages of this file fill no batch, and no later put follows that could complete it.
     guest.sh("cat /mnt/0 >/dev/null")
     before = settle(guest)
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     after = settle(guest)
     assert after["puts_stored"] - before["puts_stored"] >= 2
 
-    # The host answers no further request.
+    # Stop the daemon, so that the host answers no further request.
     before = after
     daemon.pause()
     waits_ms = []

@@ -59,7 +59,7 @@ def test_self_test_detects_each_missing_hook(
             assert checksums(guest, list(first)) == first
         counters = stats(guest)
         assert counters["puts"] + counters["hits"] == 0
-    # Without the parameter, the same kernel passes the self-test.
+    # Without a parameter that hides a hook, the module passes the self-test on the same kernel.
     guest.sh("rmmod virtio_tmem", 60)
     guest.sh("umount /mnt")
     load(guest, "verify_every=0")

@@ -172,7 +172,7 @@ def test_dirty_pages_are_erased_from_the_index_at_once(
 def test_random_operations_detect_each_missing_hook(
     session: Session, kernel: Kernel, test_module: Path, hooks: str
 ) -> None:
-    """Random operations find a wrong byte without each hook that right contents depend on."""
+    """Random operations find a wrong byte if a hook that right contents depend on is off."""
     guest = boot(session, kernel, test_module, f"verify_every=0 {PATIENT} test_hooks_off={hooks}")
     arguments = f"--seed={seed()} --ops=50000 --files=16 --size-max=262144 --no-evictor"
     print(Torture(guest, arguments, 600).must_mismatch())
@@ -208,7 +208,7 @@ def test_dropped_puts_leave_no_old_page(
 def test_corrupt_page_switches_the_cache_off(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """If a page from the host is corrupt, the driver uses neither this page nor later ones."""
+    """If a page from the host is corrupt, the driver uses neither it nor later pages from there."""
     guest = boot(session, kernel, test_module, "verify_every=0 inject_corrupt=50")
     Torture(guest, f"--seed={seed()} --ops=3000 {SMALL} --jobs=2").finish()
     assert state(guest).startswith("poisoned: content check")
