@@ -319,7 +319,8 @@ impl Dedup {
         let old_nr = nr - (nr + 1).next_power_of_two() / 2;
         let _lock = self.lock_of(old_nr);
         self.nr_buckets.store(nr + 1, Relaxed);
-        self.nr_buckets_max.fetch_max(nr + 1, Relaxed);
+        let max = self.nr_buckets_max.load(Relaxed).max(nr + 1);
+        self.nr_buckets_max.store(max, Relaxed);
         let [old, new] = [old_nr, nr].map(|nr| self.buckets.get(nr));
         for (slot, listed) in Self::blobs_of(records, old).into_iter().enumerate() {
             if listed.blob != 0 && !self.numbers(records.place(listed.blob)).contains(&old_nr) {
