@@ -768,10 +768,10 @@ def machine_text() -> str:
 
 
 REMARK = """
-Processors are emulated (TCG) unless TMEM_ACCEL names another accelerator: guest work takes about
-ten times as long as on hardware, and disks do not. An emulated copy of a page is many instructions
-instead of one. Sectors, counts and instructions are what hardware would see, but times of guest
-work are not."""
+Processors are emulated (TCG) unless TMEM_ACCEL names another accelerator. Under TCG, guest code
+takes about ten times as long as on hardware, but disk requests do not take longer. A copy of a page
+counts as many instructions instead of one. Other instruction counts, sectors and event counts are
+those of hardware. Times of guest code are not."""
 
 
 def report(bench: Bench) -> str:

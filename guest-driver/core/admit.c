@@ -19,7 +19,7 @@
  *
  * The filter remembers pages that came from the pool exactly, by the page of RAM that each came
  * into. A get takes its page out of the pool. If the filter forgot such pages and refused their
- * next puts, gets would empty the pool. A page of RAM that is freed without a put keeps its mark,
+ * next puts, gets would empty the pool. A page of RAM that is freed without a put keeps its bit,
  * so the filter may later admit one page without need.
  *
  * The filter remembers other evicted pages in a table of fixed size, with one bit for each page of
@@ -53,9 +53,9 @@
 #define ADMIT_LEAVES_MAX	65536
 #define ADMIT_CREDIT		1024
 /*
- * The filter has a mark "came from the pool" for each page frame number below the number of pages
+ * The filter has a bit "came from the pool" for each page frame number below the number of pages
  * of RAM times this factor. Page frame numbers exceed the number of pages, because there are holes
- * between memory banks. Memory at higher addresses, or plugged in later, has no marks.
+ * between memory banks. Memory at higher addresses, or plugged in later, has no bits.
  */
 #define ADMIT_FRAMES_FACTOR	16
 /*
@@ -193,7 +193,7 @@ static bool came_back(struct tmem_admit *admit, struct page *page)
 }
 
 /**
- * tmem_moved() - move the mark "came from the pool" of a page to the page that now has its content
+ * tmem_moved() - move the bit "came from the pool" of a page to the page that now has its content
  * @from: the page that tmem_get() filled
  * @to: the page of the page cache that has the content now
  *
@@ -215,7 +215,7 @@ void tmem_moved(struct page *from, struct page *to)
  * @dev: the device
  * @key: pool and inode
  * @index: page number
- * @page: the page; the function clears its mark "came from the pool"
+ * @page: the page; the function clears its bit "came from the pool"
  * @workingset: the page was used again after it was read in
  *
  * Context: interrupts are off.
@@ -285,7 +285,7 @@ void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long lo
 	put_cpu_ptr(admit->cpu);
 }
 
-/* Returns the number of page frames that can have a mark "came from the pool". */
+/* Returns the number of page frames that can have a bit "came from the pool". */
 static unsigned long frames(void)
 {
 	unsigned long end = 0;
@@ -297,7 +297,7 @@ static unsigned long frames(void)
 }
 
 /**
- * tmem_admit_init() - allocate the filter's table and marks
+ * tmem_admit_init() - allocate the filter's table and its bitmap of page frames
  * @dev: the device; the size of the memory is added to its memory_bytes
  *
  * Return: 0 or -ENOMEM.
@@ -309,26 +309,26 @@ int tmem_admit_init(struct tmem_dev *dev)
 	unsigned int bits = ilog2(nr);
 	size_t bytes = struct_size(dev->admit, leaf, 1UL << bits);
 	unsigned long nr_frames = frames();
-	size_t mark_bytes = BITS_TO_LONGS(nr_frames) * sizeof(long);
+	size_t bitmap_bytes = BITS_TO_LONGS(nr_frames) * sizeof(long);
 
 	dev->admit = kvzalloc(bytes, GFP_KERNEL);
 	if (!dev->admit)
 		return -ENOMEM;
 	spin_lock_init(&dev->admit->lock);
 	dev->admit->bits = bits;
-	dev->admit->back = kvzalloc(mark_bytes, GFP_KERNEL);
+	dev->admit->back = kvzalloc(bitmap_bytes, GFP_KERNEL);
 	if (!dev->admit->back)
 		return -ENOMEM;
 	dev->admit->nr_frames = nr_frames;
 	dev->admit->cpu = alloc_percpu(struct admit_cpu);
 	if (!dev->admit->cpu)
 		return -ENOMEM;
-	dev->memory_bytes += bytes + mark_bytes + num_possible_cpus() * sizeof(struct admit_cpu);
+	dev->memory_bytes += bytes + bitmap_bytes + num_possible_cpus() * sizeof(struct admit_cpu);
 	return 0;
 }
 
 /**
- * tmem_admit_exit() - free the filter's table and marks
+ * tmem_admit_exit() - free the filter's table and its bitmap of page frames
  * @dev: the device
  */
 void tmem_admit_exit(struct tmem_dev *dev)

@@ -113,9 +113,10 @@ static struct miscdevice device = {
 static bool registered;
 
 /**
- * tmem_device_init() - create the device, if it does not exist
+ * tmem_device_init() - register the misc device /dev/virtio_tmem, unless it is registered
  *
- * The caller has switched the hooks on. The cache works even if the device cannot be created.
+ * The caller has switched the hooks on. If the registration fails, the cache works, but users
+ * cannot set policies of files.
  */
 void tmem_device_init(void)
 {
@@ -133,7 +134,7 @@ void tmem_device_init(void)
 }
 
 /**
- * tmem_device_exit() - remove the device; no task may have it open
+ * tmem_device_exit() - unregister the misc device /dev/virtio_tmem; no task may have it open
  */
 void tmem_device_exit(void)
 {

@@ -182,7 +182,7 @@ void tmem_mount_free(struct tmem_mount *mount)
 	kfree(mount);
 }
 
-/* --- files of a type ----------------------------------------------------------------------- */
+/* --- sysfs files of a file system type ------------------------------------------------------- */
 
 static ssize_t type_enabled_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
 {
@@ -205,7 +205,7 @@ static struct kobj_attribute type_enabled_attribute =
 	__ATTR(enabled, 0644, type_enabled_show, type_enabled_store);
 
 /**
- * tmem_mounts_init() - make the directories of all types
+ * tmem_mounts_init() - make the sysfs directories mounts/ and fs/, and one for each type
  *
  * Return: 0 or -ENOMEM.
  */
@@ -230,7 +230,7 @@ nomem:
 }
 
 /**
- * tmem_mounts_stop() - remove the directories of types
+ * tmem_mounts_stop() - remove the sysfs directory fs/ and its directory of each type
  */
 void tmem_mounts_stop(void)
 {

@@ -511,7 +511,8 @@ def test_pages_marked_by_a_lost_backend_are_migrated(machine, backend, folder, d
         return bytes([byte]) * 4096 in stream.read_bytes()
 
     wait_for("the first copy of the page", lambda: copied(0x11))
-    assert "SET_LOG_BASE" in daemon.requests()
+    # QEMU has sent the dirty log, but the backend's report of it may still be on its way.
+    daemon.wait("the dirty log", lambda event: event.get("request") == "SET_LOG_BASE")
     daemon.process.send_signal(signal.SIGHUP)
     daemon.process.wait(20)
     wait_for(

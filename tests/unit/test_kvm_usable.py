@@ -27,7 +27,7 @@ def test_unusable_kvm_device_gives_a_reason(device: str, reason: str) -> None:
 
 @pytest.fixture
 def failing_qemu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a QEMU that fails late, as if its processor were not available."""
+    """Replaces QEMU by a program that prints "no such MSR" and fails. Returns its path."""
     program = tmp_path / "qemu"
     program.write_text("#!/bin/sh\necho no such MSR >&2\nexit 1\n")
     program.chmod(0o755)

@@ -332,7 +332,9 @@ def partial(*keys: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", [*MAKE, None])
-def test_report_and_page_are_written_for_one_part_or_none(key: str | None, tmp_path: Path) -> None:
+def test_report_and_markdown_page_accept_results_with_one_part_or_none(
+    key: str | None, tmp_path: Path
+) -> None:
     found = partial(*([key] if key else []))
     (tmp_path / "docs/benchmarks").mkdir(parents=True)
     page = tmp_path / "docs/benchmarks/proof.md"

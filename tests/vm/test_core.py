@@ -510,7 +510,7 @@ def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[st
     else:
         before = evict(guest, list(sums))
         liar.lie = lie
-    assert checksums(guest, list(sums)) == sums, f"lie '{lie}': a file has wrong contents"
+    assert checksums(guest, list(sums)) == sums, f"wrong answer '{lie}': a file has wrong contents"
     liar.lie = ""
     assert liar.lies_told > told
     return growth(before, stats(guest))
@@ -529,17 +529,23 @@ def test_each_wrong_answer_of_the_device_is_caught_by_its_check(
         for lie in (*LIES_OF_GETS, *LIES_OF_PUTS):
             grown = tell(guest, liar, lie, files)
             print(lie, grown)
-            assert is_on(guest), f"lie '{lie}': the driver is {state(guest)}"
+            assert is_on(guest), (
+                f"wrong answer '{lie}': the driver's state is '{state(guest)}', not 'on'"
+            )
             if lie in LIES_OF_PUTS:
                 why = "puts_refused" if lie == "put-refused" else "puts_unanswered"
-                assert grown[why] == grown["puts"] > 0, f"lie '{lie}': {grown}"
-                assert grown["puts_stored"] == 0, f"lie '{lie}': the driver counts stored pages"
-            else:
-                assert grown["misses_answer"] > 0, f"lie '{lie}': no wrong answer is counted"
-                assert grown["hits"] == grown["ring_hits"] or lie == "short-page", (
-                    f"lie '{lie}': the driver used a page from the device"
+                assert grown[why] == grown["puts"] > 0, f"wrong answer '{lie}': {grown}"
+                assert grown["puts_stored"] == 0, (
+                    f"wrong answer '{lie}': the driver counts stored pages"
                 )
-            assert grown["mismatches"] == 0, f"lie '{lie}': a content check failed"
+            else:
+                assert grown["misses_answer"] > 0, (
+                    f"wrong answer '{lie}': no wrong answer is counted"
+                )
+                assert grown["hits"] == grown["ring_hits"] or lie == "short-page", (
+                    f"wrong answer '{lie}': the driver used a page from the device"
+                )
+            assert grown["mismatches"] == 0, f"wrong answer '{lie}': a content check failed"
             # The device gives right answers again, and the driver must use them.
             check_works(guest, files)
 
@@ -614,9 +620,9 @@ def test_pools_with_contradictory_answers_get_no_puts(
             assert checksums(guest, list(files)) == files
             after = stats(guest)
             assert (after["puts"], after["hits"]) == (before["puts"], before["hits"]), (
-                f"lie '{lie}': the driver put pages or had hits"
+                f"wrong answer '{lie}': the driver put pages or had hits"
             )
-            assert after["index_pages"] == 0, f"lie '{lie}': the index has pages"
+            assert after["index_pages"] == 0, f"wrong answer '{lie}': the index has pages"
             liar.lie = ""
         # The driver repeats the request to create the pool without any action of the test.
         read_until(guest, files, "puts")

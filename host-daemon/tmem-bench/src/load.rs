@@ -156,7 +156,7 @@ impl Source {
     }
 }
 
-/// Figures that the benchmark measured in all cases.
+/// Results of the load benchmark: each compared case, and the event counters.
 pub struct Load {
     cases: Vec<(&'static str, Case)>,
     counters: Counters,

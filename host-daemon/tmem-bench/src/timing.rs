@@ -319,7 +319,8 @@ impl Rig {
         let arms = time(&mut self.guest, &order, Guest::get_one)?;
         times.add((holder, What::GetBatch), arms);
 
-        // Put only pages that no VM holds, and delay half of the puts.
+        // Put only pages that no VM has in the pool. For a random half of the batches, add a delay
+        // to the measured time. The run must find this difference.
         let order = self.half(1 - held);
         let delay_ns = DELAY_BOUNDS
             * times.bound

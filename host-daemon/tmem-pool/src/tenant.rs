@@ -79,13 +79,13 @@ pub enum PutResult {
 pub enum GetResult {
     /// The page was returned and is no longer in the pool.
     Hit {
-        /// Cookie of the page, which is the requested one.
+        /// Cookie with which the page was put. It equals the cookie in the get.
         cookie: u64,
     },
     /// The page was returned and is retained: it stays in the pool, and is evicted before pages of
     /// the tenant that are not retained.
     Retained {
-        /// Cookie of the page, which is the requested one.
+        /// Cookie with which the page was put. It equals the cookie in the get.
         cookie: u64,
     },
     /// The pool has no page with this key and cookie.

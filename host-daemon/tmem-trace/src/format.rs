@@ -68,7 +68,7 @@ pub enum Op {
     Put {
         /// Object that contains the page.
         object: ObjectKey,
-        /// Number of the page in the trace: see [`Distance::page`].
+        /// Recorded page number: the page's number in its object plus the secret [`Distance`].
         page: u64,
         /// Whether the guest reported the page as active.
         workingset: bool,
@@ -79,7 +79,7 @@ pub enum Op {
     Get {
         /// Object that contains the page.
         object: ObjectKey,
-        /// Number of the page in the trace: see [`Distance::page`].
+        /// Recorded page number: the page's number in its object plus the secret [`Distance`].
         page: u64,
         /// Whether the pool returned the page.
         hit: bool,
@@ -88,7 +88,7 @@ pub enum Op {
     GetRetaining {
         /// Object that contains the page.
         object: ObjectKey,
-        /// Number of the page in the trace: see [`Distance::page`].
+        /// Recorded page number: the page's number in its object plus the secret [`Distance`].
         page: u64,
         /// Whether the pool returned the page.
         hit: bool,
@@ -97,7 +97,7 @@ pub enum Op {
     Ref {
         /// Object that contains the page.
         object: ObjectKey,
-        /// Number of the page in the trace: see [`Distance::page`].
+        /// Recorded page number: the page's number in its object plus the secret [`Distance`].
         page: u64,
         /// Whether the pool still had the page.
         held: bool,
@@ -159,7 +159,8 @@ impl Blind {
 pub struct Distance(u64);
 
 impl Distance {
-    /// Returns the number in the trace of the page `index`, or None if the page is not recorded.
+    /// Returns the recorded number of the page `index`: `index` plus the distance. Returns None if
+    /// the trace does not record the page.
     pub fn page(self, index: u64) -> Option<u64> {
         (index < INDEX_MAX).then(|| index + self.0)
     }

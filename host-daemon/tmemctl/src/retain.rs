@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn retain_on_is_refused_without_the_property_and_warns_of_an_old_daemon() {
+    fn retain_on_needs_the_qemu_property_and_notes_a_daemon_without_retained_pages() {
         for emulator in [None, Some(true)] {
             for daemon in [Ok(true), UNKNOWN] {
                 let on = decided(Retain::On, None, emulator, daemon);

@@ -423,7 +423,7 @@ fn users_and_groups_are_looked_up_only_at_the_start() {
         "next start",
         "control_group",
         "control_read_only_group",
-        "owner, UUID and trust domain of VM a",
+        "owner, UUID or trust domain of VM a",
     ] {
         assert!(
             said.contains(part),

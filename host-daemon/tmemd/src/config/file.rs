@@ -160,7 +160,7 @@ impl std::str::FromStr for VmConfig {
                 _ => value.into(),
             };
             if table.insert(key.into(), value).is_some() {
-                return Err(fault(format!("{pair} is given twice")));
+                return Err(fault(format!("{key} is given twice")));
             }
         }
         let vm = table.try_into();

@@ -458,7 +458,7 @@ mod tests {
             ),
             (
                 "name=a,socket=s,socket=t",
-                &["name=a", "socket=t is given twice"],
+                &["name=a", "socket is given twice"],
             ),
             ("name=a", &["\"name=a\"", "missing field `socket`"]),
             ("socket=s", &["socket=s", "missing field `name`"]),

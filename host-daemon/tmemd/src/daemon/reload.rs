@@ -92,7 +92,7 @@ fn vm_changes(config: &mut Config, new: &Config) -> Vec<String> {
                 old.quota = vm.quota;
                 if old != vm {
                     later.push(format!(
-                        "memory_max, socket, owner, UUID and trust domain of VM {}",
+                        "memory_max, socket, owner, UUID or trust domain of VM {}",
                         vm.name
                     ));
                 }
