@@ -655,7 +655,6 @@ def test_pages_whose_references_were_dropped_are_still_returned(
         check_right(guest, sums)
 
 
-@pytest.mark.smoke
 def test_new_daemon_gets_no_reference_meant_for_the_previous_daemon(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
