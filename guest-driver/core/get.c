@@ -370,6 +370,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 			tmem_bounce_free(dev, get);
 			return;
 		}
+		TMEM_HOLD(probe);
 		answered = get_wait(get, 0, deadline_ns);
 		late = !answered || get->answered_ns > deadline_ns;
 		if (answered)
@@ -592,12 +593,6 @@ static void request_pages(struct get_call *call, struct tmem_queue *queue,
 	}
 	why = TMEM_STAT_misses_queue;
 	get->sent_ns = ktime_get_ns();
-	if (get->sent_ns >= call->deadline_ns) {
-		/* The scheduler has delayed the reader. The host is not late. */
-		tmem_bounce_free(dev, get);
-		why = TMEM_STAT_misses_late;
-		goto no;
-	}
 	if (get_submit(dev, get, call->generation, where->pool)) {
 		tmem_bounce_free(dev, get);
 		goto no;
@@ -725,6 +720,7 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 	struct get_call call;
 	struct tmem_dev *dev;
 	u64 now_ns;
+	bool late;
 
 	if (!wanted)
 		return 0;
@@ -751,17 +747,20 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 		.deadline_ns = deadline_ns,
 		.generation = READ_ONCE(dev->generation),
 	};
+	TMEM_HOLD(get);
 	smp_rmb();	/* read the generation before the index; pairs with sync_work_fn() */
 	for (from = 0; from < nr; from = to) {
 		to = min(nr, from + 64 - (unsigned int)((index + from) & 63));
 		/*
 		 * If no more requests may be sent, the other pages are misses and their entries
-		 * stay in the index.
+		 * stay in the index. If the scheduler has delayed the reader beyond the deadline,
+		 * an answer to another request would be late without a fault of the host.
 		 */
-		if (!call.generation || call.late || !tmem_online()) {
+		late = call.late || ktime_get_ns() >= deadline_ns;
+		if (!call.generation || late || !tmem_online()) {
 			for (; from < to; from++)
 				if (test_bit(from, want))
-					miss(&call, from, call.late ? TMEM_STAT_misses_late :
+					miss(&call, from, late ? TMEM_STAT_misses_late :
 					     TMEM_STAT_misses_offline);
 			continue;
 		}

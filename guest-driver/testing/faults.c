@@ -76,6 +76,12 @@ unsigned int tmem_hold_truncate;
 module_param_named(test_hold_truncate, tmem_hold_truncate, uint, 0644);
 MODULE_PARM_DESC(test_hold_truncate, "TEST: 1: stop the next task that removed a range of a file from the page cache, before it erases the range; reads 2 while it waits; 0: let it continue");
 
+unsigned int tmem_hold_get, tmem_hold_probe;
+module_param_named(test_hold_get, tmem_hold_get, uint, 0644);
+MODULE_PARM_DESC(test_hold_get, "TEST: 1: stop the next reader before it requests pages from the host; reads 2 while it waits; 0: let it continue");
+module_param_named(test_hold_probe, tmem_hold_probe, uint, 0644);
+MODULE_PARM_DESC(test_hold_probe, "TEST: 1: stop the next probe of the open breaker after it was sent; reads 2 while it waits; 0: let it continue");
+
 /**
  * tmem_hold() - stop the calling task if a test requests it
  * @place: parameter

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from driver import (
     DEADLINE_MS,
+    PARAMETERS,
+    Hold,
     checksums,
     driver_guest,
     evict,
@@ -179,6 +181,74 @@ def test_slow_answers_within_the_deadline_open_the_breaker(
         after = settle(guest)
         assert checksums(guest, [FILE]) == sums
         assert stats(guest)["requests_get"] > after["requests_get"]
+
+
+def wait_for_guest(guest: Guest, seconds: float) -> None:
+    """Waits until the guest's clock has advanced by this time."""
+
+    def uptime() -> float:
+        return float(guest.read("/proc/uptime").split()[0])
+
+    end = uptime() + seconds
+    until(lambda: uptime() >= end, 60, f"{seconds} s have passed in the guest")
+
+
+@pytest.mark.smoke
+def test_reader_sends_no_request_after_its_deadline(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A reader that runs only after its deadline reads the disk, and the host counts as not late.
+
+    The entries of the pages stay in the index.
+    """
+    daemon = start_daemon(session)
+    guest = driver_guest(session, kernel, test_module, Tmem(daemon.socket("vm1")))
+    guest.sh("echo 128 >/sys/block/vda/queue/read_ahead_kb")
+    guest.sh(f"dd if=/dev/urandom of={FILE} bs=4096 count={PAGES}; sync")
+    sums = checksums(guest, [FILE])
+    before = evict(guest, [FILE])
+    hold = Hold(guest, "get")
+    reader = guest.start(f"dd if={FILE} of=/dev/null bs=128k count=1", 60)
+    hold.wait()
+    wait_for_guest(guest, 2 * DEADLINE_MS / 1000)
+    hold.release()
+    reader.wait().check()
+    after = stats(guest)
+    grown = growth(before, after)
+    assert grown["misses_late"] == PAGES
+    assert grown["late"] == grown["requests_get"] == grown["hits"] == grown["trips"] == 0
+    assert after["index_pages"] == before["index_pages"]
+    assert checksums(guest, [FILE]) == sums
+
+
+@pytest.mark.smoke
+def test_probe_that_is_answered_late_leaves_the_breaker_open(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A late answer to a probe does not close the breaker, even if the probe has waited for it."""
+    daemon = start_daemon(session)
+    guest = driver_guest(session, kernel, test_module, Tmem(daemon.socket("vm1")))
+    hold(guest, FILE, 4)
+    # The pages of the filler replace those of FILE in the put ring, from where the driver would
+    # read them without the host.
+    hold(guest, FILLER, 4)
+    daemon.pause()
+    # Three late gets of single pages open the breaker. They leave enough bounce pages for probes.
+    guest.sh("echo 0 >/sys/block/vda/queue/read_ahead_kb")
+    guest.sh(f"dd if={FILE} of=/dev/null bs=4096 count=4", 60)
+    assert state(guest) == "tripped"
+    probe = Hold(guest, "probe")
+    probe.wait()
+    # The daemon answers the probe after its deadline. The probe continues only after the answer.
+    wait_for_guest(guest, DEADLINE_MS / 1000)
+    daemon.resume()
+    wait_for_guest(guest, DEADLINE_MS / 1000)
+    # The next probe waits, too. There is one only if the breaker is still open.
+    guest.sh(f"echo 0 >{PARAMETERS}/{probe.name}; sleep 0.1; echo 1 >{PARAMETERS}/{probe.name}")
+    probe.wait()
+    assert state(guest) == "tripped"
+    probe.release()
+    wait_state(guest, "on")
 
 
 def test_reader_that_is_scheduled_late_does_not_open_the_breaker(
