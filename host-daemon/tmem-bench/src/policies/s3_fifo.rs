@@ -176,13 +176,9 @@ impl Policy for S3Fifo {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policies::tests::{PUT, hit};
 
     const KEEPS: Reput = Reput::KeepsPlace;
-
-    const PUT: Put = Put {
-        bytes: 1,
-        used_again: false,
-    };
 
     /// Returns a policy in which the keys from 0 to `pages` - 1 were put, each with a charge of one
     /// byte.
@@ -190,12 +186,6 @@ mod tests {
         let mut policy = S3Fifo::new(100, reput);
         (0..pages).for_each(|key| policy.put(key, PUT));
         policy
-    }
-
-    /// Gets a page and puts it again, as a guest does that uses the page once.
-    fn hit(policy: &mut S3Fifo, key: Key) {
-        policy.get(key);
-        policy.put(key, PUT);
     }
 
     fn list(policy: &S3Fifo, key: Key) -> Option<usize> {

@@ -115,25 +115,16 @@ impl Policy for Sieve {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policies::tests::{PUT, hit};
 
     const KEEPS: Reput = Reput::KeepsPlace;
 
-    const PUT: Put = Put {
-        bytes: 1,
-        used_again: false,
-    };
-
-    /// Returns a policy in which the keys from 0 to `pages` - 1 were put.
+    /// Returns a policy in which the keys from 0 to `pages` - 1 were put, each with a charge of one
+    /// byte.
     fn filled(pages: Key, reput: Reput) -> Sieve {
         let mut policy = Sieve::new(100, reput);
         (0..pages).for_each(|key| policy.put(key, PUT));
         policy
-    }
-
-    /// Gets a page and puts it again, as a guest does that uses the page once.
-    fn hit(policy: &mut Sieve, key: Key) {
-        policy.get(key);
-        policy.put(key, PUT);
     }
 
     #[test]

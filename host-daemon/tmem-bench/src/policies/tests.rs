@@ -16,6 +16,18 @@ const SIZE_BYTES: u64 = 60_000;
 
 const EVENTS: u64 = 30_000;
 
+/// Put of a page with a charge of one byte that the guest has used once.
+pub(super) const PUT: Put = Put {
+    bytes: 1,
+    used_again: false,
+};
+
+/// Gets a page and puts it again, as a guest does that uses the page once.
+pub(super) fn hit(policy: &mut impl Policy, key: Key) {
+    policy.get(key);
+    policy.put(key, PUT);
+}
+
 /// Policy first-in, first-out. The engine has this policy, too, so that the hits of both can be
 /// compared.
 struct Fifo(Lists<1>);
