@@ -85,10 +85,7 @@ class Measured:
     rounds: list[float] = field(default_factory=list)
     read_bytes: int = 0
     checksums_equal: bool = False
-    gets: int = 0
-    hits: int = 0
-    puts_eligible: int = 0
-    puts_lost: int = 0
+    counters: dict[str, int] = field(default_factory=dict)  # of the driver; empty without it
 
     @property
     def seconds(self) -> float:
@@ -191,8 +188,10 @@ def guest_sums(guest: Guest) -> dict[str, str]:
     return {path: digest for digest, _, path in (line.partition("  ") for line in lines)}
 
 
-def stat(guest: Guest, name: str) -> int:
-    return int(guest.read(f"/sys/kernel/virtio_tmem/stats/{name}"))
+def driver_counters(guest: Guest) -> dict[str, int]:
+    """Returns the driver's counters: guest-driver/ABI/sysfs-kernel-virtio_tmem describes them."""
+    lines = guest.sh("cd /sys/kernel/virtio_tmem/stats && grep . *").splitlines()
+    return {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
 
 
 Machine = Vm | NativeVm
@@ -265,8 +264,7 @@ def phase(
     for name, vm in vms.items():
         out[name].read_bytes = read_bytes(vm) - before[name]
         if cached:
-            for counter in ("gets", "hits", "puts_eligible", "puts_lost"):
-                setattr(out[name], counter, stat(vm.guest, counter))
+            out[name].counters = driver_counters(vm.guest)
     progress.show("comparing the SHA-256 of every file with the host's")
     with ThreadPoolExecutor() as pool:
         found = dict(zip(vms, pool.map(lambda vm: guest_sums(vm.guest), vms.values()), strict=True))
@@ -290,9 +288,14 @@ def ratio(part: float, whole: float) -> str:
     return f"{part / whole:.2f}" if whole else "-"
 
 
+def total(of: list[Measured], counter: str) -> int:
+    """Returns the sum of a driver's counter."""
+    return sum(m.counters.get(counter, 0) for m in of)
+
+
 def lost_fraction(of: list[Measured]) -> float:
     """Returns the part of the eligible evicted pages that the cache did not keep."""
-    return sum(m.puts_lost for m in of) / (sum(m.puts_eligible for m in of) or 1)
+    return total(of, "puts_lost") / (total(of, "puts_eligible") or 1)
 
 
 def table(rows: list[list[str]]) -> str:
@@ -312,7 +315,7 @@ def summary(plain: dict[str, Measured], tmem: dict[str, Measured]) -> str:
     head = ["", "all rounds", "last round", "disk reads", "hits", "lost", "checksums"]
 
     def row(label: str, of: list[Measured], cached: bool) -> list[str]:
-        hits = sum(m.hits for m in of)
+        hits = total(of, "hits")
         return [
             label,
             f"{max(m.seconds for m in of):.1f} s",
@@ -362,12 +365,9 @@ def write_json(
                 "seconds_with": round(tmem[name].seconds, 2),
                 "disk_read_bytes_without": plain[name].read_bytes,
                 "disk_read_bytes_with": tmem[name].read_bytes,
-                "gets": tmem[name].gets,
-                "hits": tmem[name].hits,
-                "puts_eligible": tmem[name].puts_eligible,
-                "puts_lost": tmem[name].puts_lost,
                 "lost_fraction": round(lost_fraction([tmem[name]]), 5),
                 "checksums_equal": plain[name].checksums_equal and tmem[name].checksums_equal,
+                "driver": {key: value for key, value in tmem[name].counters.items() if value},
             }
             for name in plain
         ],

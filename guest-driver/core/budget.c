@@ -24,6 +24,18 @@
 #define STOCK_DIVISOR		32
 
 /*
+ * Files shorter than a page are put only while the index uses at most this many sixteenths of its
+ * limit. Their pages take several times as much memory of the index as those of larger files, and
+ * must not make the index evict them.
+ */
+#define SMALL_SIXTEENTHS	15
+/*
+ * Shortest time between two requests to evict entries of small files. Without these evictions,
+ * small files that are never read again would keep all others out.
+ */
+#define SMALL_EVICT_PERIOD	(2 * HZ)
+
+/*
  * Memory of the index in bytes: its limit, and its fixed hash table. Each put reads these numbers,
  * which seldom change.
  */
@@ -41,9 +53,13 @@ atomic_long_t tmem_index_used_bytes ____cacheline_aligned_in_smp;
 DEFINE_PER_CPU(struct tmem_index_cpu, tmem_index_cpu);
 
 /*
- * Work item of the evictor, which makes room in a full index. tmem_evict_init() sets its function.
+ * Work item of the evictor, which makes room in the index, and its requests. tmem_evict_init() sets
+ * its function.
  */
 struct work_struct tmem_evict_work;
+unsigned long tmem_evict_requests;
+/* Earliest time of the next request TMEM_EVICT_SMALL, in jiffies. */
+static unsigned long small_evict_next;
 
 /**
  * tmem_index_limit() - return how much memory the index may use now
@@ -73,6 +89,7 @@ void tmem_index_budget_init(long limit_bytes, long table_bytes)
 {
 	tmem_index_limit_bytes = limit_bytes;
 	tmem_index_table_bytes = table_bytes;
+	small_evict_next = jiffies;
 	stock_shift = ilog2(STOCK_DIVISOR) + order_base_2(num_possible_cpus());
 	atomic_long_set(&tmem_index_used_bytes, table_bytes);
 }
@@ -235,6 +252,21 @@ bool tmem_alone_in_node(struct xarray *xa, unsigned long index)
 	return index && !xa_find(xa, &first, index | (XA_CHUNK_SIZE - 1UL), XA_PRESENT);
 }
 
+static void evict_request(unsigned int request)
+{
+	/*
+	 * If the request and the work item are pending already, write to neither, because all CPUs
+	 * share them. If the index is full, all CPUs drop puts, and call this function for each
+	 * dropped put.
+	 */
+	if (!test_bit(request, &tmem_evict_requests))
+		set_bit(request, &tmem_evict_requests);
+	/* Set the request before reading the work item; pairs with its start, a full barrier. */
+	smp_mb();
+	if (!work_pending(&tmem_evict_work))
+		queue_work(tmem_system_wq, &tmem_evict_work);
+}
+
 /**
  * tmem_evict_start() - start the evictor because the index is full
  *
@@ -242,13 +274,26 @@ bool tmem_alone_in_node(struct xarray *xa, unsigned long index)
  */
 void tmem_evict_start(void)
 {
-	/*
-	 * Do not call queue_work() if the work item is queued already, because it would write to
-	 * the shared work item. If the index is full, all CPUs drop puts, and call this function
-	 * for each dropped put.
-	 */
-	if (!work_pending(&tmem_evict_work))
-		queue_work(tmem_system_wq, &tmem_evict_work);
+	evict_request(TMEM_EVICT_FULL);
+}
+
+/**
+ * tmem_index_has_room_for_small() - check whether the index may take a file shorter than a page
+ *
+ * If the answer is false, the evictor erases some entries of such files from time to time.
+ *
+ * Context: any but NMI.
+ */
+bool tmem_index_has_room_for_small(void)
+{
+	if (atomic_long_read(&tmem_index_used_bytes) <=
+	    tmem_index_limit() / 16 * SMALL_SIXTEENTHS)
+		return true;
+	if (time_after_eq(jiffies, READ_ONCE(small_evict_next))) {
+		WRITE_ONCE(small_evict_next, jiffies + SMALL_EVICT_PERIOD);
+		evict_request(TMEM_EVICT_SMALL);
+	}
+	return false;
 }
 
 /**

@@ -18,6 +18,10 @@ extern long tmem_index_limit_bytes;
 extern long tmem_index_table_bytes;
 extern atomic_long_t tmem_index_used_bytes;
 extern struct work_struct tmem_evict_work;
+extern unsigned long tmem_evict_requests;
+
+/* Bits of tmem_evict_requests: what the evictor has to do. */
+enum { TMEM_EVICT_FULL, TMEM_EVICT_SMALL };
 
 /*
  * Part of the accounting that one CPU writes. A page is often entered on one CPU and erased on

@@ -374,6 +374,7 @@ void tmem_index_reserve(long bytes);
 long tmem_index_bytes(void);
 long tmem_index_pages(void);
 long tmem_index_retained_pages(void);
+bool tmem_index_has_room_for_small(void);
 
 /* Place of an inode's entries in the index. The functions below are implemented in index.c. */
 struct tmem_where {

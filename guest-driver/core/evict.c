@@ -3,6 +3,9 @@
  * Removal of index entries in bulk: the objects of pools that were freed or emptied, and, when the
  * index is full, the leaves into which no entry was stored for the longest time.
  *
+ * If the index is nearly full, it takes no files shorter than a page. The evictor then erases files
+ * of one page in the same way, but slowly, so that other ones get a chance.
+ *
  * The walk goes through the table bucket by bucket, because only the table has all objects. A list
  * of objects would cost memory, and a lock for each put. The walk never delays a put for long: it
  * drops a bucket's lock after some leaves, and frees objects after it has unlinked them and dropped
@@ -10,6 +13,14 @@
  */
 #include "../trace.h"
 #include "index.h"
+
+/*
+ * Part of the index's memory that the evictor frees at a time while files shorter than a page are
+ * not put.
+ */
+#define SMALL_EVICT_PART	512
+
+enum victims { ALL_LEAVES, RETAINED_ENTRIES, ONE_PAGE_FILES };
 
 static unsigned int evict_hand;		/* next bucket of the evictor; used by the work item only */
 
@@ -76,11 +87,11 @@ void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why)
 
 /*
  * Runs one step of the evictor: visits about LEAVES_PER_LOCK leaves of a bucket, beginning with
- * leaf *@nr of object *@at. If @only_retained, erases all retained entries of these leaves;
- * otherwise erases leaves into which no entry was stored since the evictor's last visit. Sets *@at
- * and *@nr to the place at which the next step begins. Returns false if the bucket is done.
+ * leaf *@nr of object *@at. Erases the retained entries of these leaves; or the leaves, or those of
+ * files of one page, into which no entry was stored since the evictor's last visit. Sets *@at and
+ * *@nr to the place at which the next step begins. Returns false if the bucket is done.
  */
-static bool evict_step(struct bucket *bucket, bool only_retained, u64 *at, unsigned long *nr)
+static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, unsigned long *nr)
 {
 	struct hlist_node *next;
 	struct object *object;
@@ -98,7 +109,9 @@ static bool evict_step(struct bucket *bucket, bool only_retained, u64 *at, unsig
 		 */
 		if (object->id > *at)
 			continue;
-		if (only_retained && !object_retained(object))
+		if (victims == RETAINED_ENTRIES && !object_retained(object))
+			continue;
+		if (victims == ONE_PAGE_FILES && READ_ONCE(object->small.class) != TMEM_OBJECT_1)
 			continue;
 		if (object->id < *at)
 			*nr = 0;
@@ -106,12 +119,13 @@ static bool evict_step(struct bucket *bucket, bool only_retained, u64 *at, unsig
 		leaf = leaf_find(object, nr, ULONG_MAX);
 		while (leaf) {
 			retained = leaf_retained(leaf);
-			if (leaf->referenced && !only_retained) {
+			if (victims != RETAINED_ENTRIES && leaf->referenced) {
 				leaf->referenced = 0;
-			} else if (retained || !only_retained) {
+			} else if (retained || victims != RETAINED_ENTRIES) {
 				retained_evicted += hweight64(retained);
 				evicted += tmem_leaf_erase(object, *nr, leaf,
-							   only_retained ? retained : ~0ULL);
+							   victims == RETAINED_ENTRIES ?
+							   retained : ~0ULL);
 			}
 			if (!budget--) {
 				(*nr)++;	/* continue after this leaf in the next step */
@@ -132,10 +146,9 @@ static bool evict_step(struct bucket *bucket, bool only_retained, u64 *at, unsig
 }
 
 /*
- * Erases entries, or only retained ones if @only_retained, until the index uses at most @low bytes
- * or @visits buckets were visited.
+ * Erases entries until the index uses at most @low bytes or @visits buckets were visited.
  */
-static void evict(bool only_retained, unsigned long visits, long low)
+static void evict(enum victims victims, unsigned long visits, long low)
 {
 	unsigned long nr;
 	u64 at;
@@ -143,7 +156,7 @@ static void evict(bool only_retained, unsigned long visits, long low)
 	for (; visits && atomic_long_read(&tmem_index_used_bytes) > low; visits--) {
 		at = U64_MAX;
 		nr = 0;
-		while (evict_step(&tmem_buckets[evict_hand], only_retained, &at, &nr))
+		while (evict_step(&tmem_buckets[evict_hand], victims, &at, &nr))
 			cond_resched();
 		evict_hand = (evict_hand + 1) & ((1U << tmem_bucket_bits) - 1);
 		cond_resched();
@@ -156,21 +169,32 @@ static void evict(bool only_retained, unsigned long visits, long low)
  * CLOCK algorithm, it erases leaves into which no entry was stored since its last visit. The driver
  * does not tell the host: the host's own eviction later drops its copies of these pages.
  */
-static void evict_work_fn(struct work_struct *work)
+static void evict_full(void)
 {
 	unsigned long evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted);
 	struct tmem_dev *dev;
 	long low = tmem_index_limit() / 8 * 7;
 
 	if (tmem_index_retained_pages())
-		evict(true, 1UL << tmem_bucket_bits, low);
-	evict(false, 2UL << tmem_bucket_bits, low);
+		evict(RETAINED_ENTRIES, 1UL << tmem_bucket_bits, low);
+	evict(ALL_LEAVES, 2UL << tmem_bucket_bits, low);
 	evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted) - evicted;
 	rcu_read_lock();
 	dev = rcu_dereference(tmem_device);
 	if (dev)
 		tmem_admit_learn(dev, 0, evicted);
 	rcu_read_unlock();
+}
+
+static void evict_work_fn(struct work_struct *work)
+{
+	long bytes = tmem_index_limit() / SMALL_EVICT_PART;
+
+	if (test_and_clear_bit(TMEM_EVICT_FULL, &tmem_evict_requests))
+		evict_full();
+	if (test_and_clear_bit(TMEM_EVICT_SMALL, &tmem_evict_requests))
+		evict(ONE_PAGE_FILES, 1UL << tmem_bucket_bits,
+		      atomic_long_read(&tmem_index_used_bytes) - bytes);
 }
 
 /**

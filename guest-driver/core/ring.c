@@ -239,6 +239,9 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 	 */
 	if (!admitted)
 		return TMEM_STAT_puts_skipped_admission;
+	/* A first page that has the end of the file is the only one of its file. */
+	if (!index && !inside && !tmem_index_has_room_for_small())
+		return TMEM_STAT_puts_skipped_small;
 	put(dev, key, index, page, workingset, &why);
 	return why;
 }

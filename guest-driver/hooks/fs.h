@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Internal interface of the table of file systems, for fs.c, which looks file systems up for hooks,
- * and discover.c, which adds and removes them.
+ * Internal interface of the table of file systems: for fs.c, which looks file systems up for hooks;
+ * for discover.c, which adds and removes them; and for the files that examine a mount.
  */
 #ifndef _TMEM_FS_H
 #define _TMEM_FS_H
@@ -34,5 +34,8 @@ extern bool tmem_fs_stopped;			/* true: the work items below must not be queued 
 extern unsigned int tmem_fs_fruitless;		/* discoveries in a row that found nothing */
 /* Work items of discover.c, which gives them their functions. */
 extern struct delayed_work tmem_fs_discovery, tmem_fs_sweeping;
+
+bool tmem_sb_has_option(struct super_block *sb, const char *option);
+bool tmem_ext4_inline_data(struct super_block *sb);
 
 #endif /* _TMEM_FS_H */

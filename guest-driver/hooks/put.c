@@ -30,10 +30,13 @@
 #include "hooks.h"
 
 /*
- * Files up to this size may live in their inode (ext4 inline_data). No hook sees writes of such
- * data to the disk.
+ * Returns whether a file may be stored in its inode. No hook sees writes of such data. An inode is
+ * at most as large as a block.
  */
-#define TMEM_PUT_MIN_BYTES 4096
+static bool in_inode(const struct tmem_fs *fs, const struct inode *inode, loff_t isize)
+{
+	return fs->mount->inline_data && isize <= max_t(loff_t, i_blocksize(inode), PAGE_SIZE);
+}
 
 static bool folio_ok(struct folio *folio)
 {
@@ -70,7 +73,7 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 		return 0;
 	}
 	end = DIV_ROUND_UP_ULL(isize, PAGE_SIZE);
-	if (isize <= TMEM_PUT_MIN_BYTES || folio->index >= end) {
+	if (folio->index >= end || in_inode(fs, inode, isize)) {
 		tmem_count_n(TMEM_STAT_puts_skipped_size, all);
 		return 0;
 	}

@@ -20,19 +20,16 @@
 #include <linux/kprobes.h>
 #include <linux/major.h>
 #include <linux/module.h>
-#include <linux/seq_file.h>
 #include <linux/static_call.h>
 #include <linux/sysfs.h>
 
-#include "hooks.h"
+#include "fs.h"
 
 /*
  * The driver refuses a file system that is on more block devices than this, counted over all
  * layers.
  */
 #define STACK_MAX 64
-/* Size of the buffer for mount options. Options of an xfs take a few hundred bytes. */
-#define OPTIONS_BYTES 4096
 
 static bool allow_encrypted;
 module_param(allow_encrypted, bool, 0444);
@@ -279,26 +276,12 @@ static bool stack_ok(struct gendisk *disk, char *why, size_t why_bytes)
 /* --- geometry ------------------------------------------------------------------------------ */
 
 /*
- * Returns whether an xfs has a realtime volume, from its options as in /proc/self/mountinfo. All
- * other information about it is private to xfs.
+ * Returns whether an xfs has a realtime volume. A zoned xfs always shows max_open_zones, even if
+ * its realtime volume is on the data device and it shows no rtdev.
  */
 static bool has_realtime(struct super_block *sb)
 {
-	struct seq_file options = { .size = OPTIONS_BYTES };
-	bool has = true;
-
-	if (!sb->s_op->show_options)
-		return false;
-	options.buf = kzalloc(OPTIONS_BYTES, GFP_KERNEL);
-	if (options.buf && !sb->s_op->show_options(&options, sb->s_root) &&
-	    options.count < OPTIONS_BYTES)
-		/*
-		 * A zoned xfs always shows max_open_zones, even if its realtime volume is on the
-		 * data device and it shows no rtdev.
-		 */
-		has = strstr(options.buf, ",rtdev=") || strstr(options.buf, ",max_open_zones=");
-	kfree(options.buf);
-	return has;
+	return tmem_sb_has_option(sb, ",rtdev=") || tmem_sb_has_option(sb, ",max_open_zones=");
 }
 
 static bool geometry_ok(struct super_block *sb, char *why, size_t why_bytes)

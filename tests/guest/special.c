@@ -24,6 +24,7 @@
  * - special block FILE PAGE: prints the file system's block of a page, counted in pages
  * - special damage FILE PAGE: simulates a memory error in a page of the page cache, while the
  *   program has a reference to its folio
+ * - special feature DIR BITS: adds incompatible features to the mounted ext4 at DIR (Linux 6.18)
  * - special cached FILE PAGE: ends with status 0 if the page is in the page cache, otherwise with 1
  */
 #define _GNU_SOURCE
@@ -50,12 +51,12 @@
 /* From fs/ext4/ext4.h (include/uapi/linux/ext4.h since 6.11) and fs/xfs/libxfs/xfs_fs.h. */
 #define IOC_SHUTDOWN		_IOR('X', 125, uint32_t)
 #define GOING_FLAGS_NOLOGFLUSH	2
+/* From include/uapi/linux/ext4.h of Linux 6.18. */
+#define IOC_SET_TUNE_SB_PARAM	_IOW('f', 46, struct tune_sb_params)
+#define TUNE_EDIT_FEATURES	0x4000
 #define FILES_BESIDE	16UL	/* descriptors in addition to those of COUNT files, such as stdin */
 #define QFMT_VFS_V0	2	/* include/uapi/linux/quota.h */
-/*
- * Size of the quota file. The kernel uses only its first part. The file must be longer than one
- * page, because the driver caches no file of one page.
- */
+/* Size of the quota file. The kernel uses only its first part. */
 #define QUOTA_BYTES	(16 * PAGE)
 
 static int fail(const char *what)
@@ -292,6 +293,27 @@ static int shut_down(const char *dir)
 	return 0;
 }
 
+/* The fields of struct ext4_tune_sb_params that add_features() needs, at their places. */
+struct tune_sb_params {
+	uint32_t set_flags;
+	uint8_t other[76];
+	uint32_t set_feature_incompat;
+	uint8_t rest[148];
+};
+
+static int add_features(const char *dir, uint32_t bits)
+{
+	struct tune_sb_params params = {
+		.set_flags = TUNE_EDIT_FEATURES,
+		.set_feature_incompat = bits,
+	};
+	int fd = open(dir, O_RDONLY | O_DIRECTORY);
+
+	if (fd < 0 || ioctl(fd, IOC_SET_TUNE_SB_PARAM, &params))
+		return fail("EXT4_IOC_SET_TUNE_SB_PARAM");
+	return 0;
+}
+
 static int swap_out(size_t bytes)
 {
 	uint8_t *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
@@ -400,6 +422,8 @@ int main(int argc, char **argv)
 		return direct(argv[2], strtoul(argv[3], NULL, 0), true);
 	if (argc == 3 && !strcmp(argv[1], "shutdown"))
 		return shut_down(argv[2]);
+	if (argc == 4 && !strcmp(argv[1], "feature"))
+		return add_features(argv[2], strtoul(argv[3], NULL, 0));
 	if (argc == 3 && !strcmp(argv[1], "swap-out"))
 		return swap_out(strtoul(argv[2], NULL, 0));
 	if (argc == 2 && !strcmp(argv[1], "drain"))

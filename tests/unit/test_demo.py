@@ -21,7 +21,8 @@ POOL = {"pages": 10, "original_bytes": 40960, "held_bytes": 4096, "shared_pages"
 
 
 def measured(read: int, hits: int) -> demo.Measured:
-    return demo.Measured([1.0, 2.0, 3.0, 4.0], read, True, hits + 1, hits, 400, 100)
+    counters = {"hits": hits, "puts_eligible": 400, "puts_lost": 100, "puts_skipped_off": 0}
+    return demo.Measured([1.0, 2.0, 3.0, 4.0], read, True, counters)
 
 
 @pytest.mark.parametrize("sizes", [demo.SIZES, demo.SIZES_NATIVE])
@@ -61,6 +62,7 @@ def test_json_report_and_table_contain_both_vms(tmp_path: Path) -> None:
     assert [vm["ram_bytes"] for vm in report["vms"]] == [128 * MIB] * 2
     assert report["vms"][0]["seconds_with"] == 10 and report["pool"] == POOL
     assert report["vms"][0]["lost_fraction"] == 0.25
+    assert report["vms"][0]["driver"] == {"hits": 262144, "puts_eligible": 400, "puts_lost": 100}
     assert report["disk_read_ratio"] == 0.25
     text = demo.summary(plain, tmem)
     assert "262,144 = 1.00 GiB" in text and "both with" in text and "DIFFER" not in text

@@ -232,8 +232,8 @@ def test_index_limit_holds_while_all_processors_change_the_index(
     )
     directories = [f"/mnt/{number}" for number in range(processors)]
     for directory in directories:
-        # Small files need the most memory of the index for each page. The driver never puts files
-        # of one page.
+        # Small files need the most memory of the index for each page. The driver does not put files
+        # of one page while the index is nearly full.
         guest.sh(
             f"mkdir {directory} && cd {directory} && for i in $(seq {files}); do"
             " dd if=/dev/zero of=$i bs=8192 count=1 2>/dev/null; done; sync",
@@ -266,6 +266,52 @@ def test_index_limit_holds_while_all_processors_change_the_index(
     guest.sh(f"echo 0 >{switch}", 60)
     until(lambda: stats(guest)["index_bytes"] == table, 10, "the index has released all its memory")
     assert stats(guest)["index_pages"] == 0
+
+
+def test_small_files_leave_room_in_the_index_for_others(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A nearly full index takes no small files, so no entry of other files is erased.
+
+    It slowly replaces the small files that it has, so that other ones are cached after some time.
+    """
+    guest = driver_guest(session, kernel, test_module, parameters="verify_every=0 admission=off")
+    # The small files of /mnt/1 to /mnt/16 need more than the limit of the index in bytes.
+    directories, files, pages, limit = 16, 300, 128, 256 << 10
+    guest.sh(
+        f"cd /mnt && for d in $(seq {directories}) others; do"
+        f" mkdir $d && for i in $(seq {files}); do echo $i >$d/$i; done; done;"
+        f" dd if=/dev/urandom of=large bs=4096 count={pages} 2>/dev/null; sync",
+        300,
+    )
+    switch = f"{SYSFS}/fs/ext4/enabled"
+    # Evict all files while the driver puts nothing.
+    guest.sh(f"echo 0 >{switch}; echo 1 >/proc/sys/vm/drop_caches", 60)
+    until(lambda: stats(guest)["index_pages"] == 0, 10, "the index is empty")
+    table = stats(guest)["index_bytes"]
+    guest.sh(f"echo 1 >{switch}")
+    set_parameter(guest, "test_index_bytes", str(table + limit))
+
+    def read_and_drop(directory: str) -> Counter[str]:
+        before = stats(guest)
+        guest.sh(f"cat /mnt/{directory}/* >/dev/null; echo 1 >/proc/sys/vm/drop_caches", 60)
+        return growth(before, settle(guest))
+
+    before = settle(guest)
+    for number in range(directories):
+        read_and_drop(str(number + 1))
+    full = settle(guest)
+    assert growth(before, full)["index_pages"] > directories * files // 2
+    assert read_and_drop("others")["puts_skipped_small"] > files // 2
+    assert growth(full, evict(guest, ["/mnt/large"]))["puts_stored"] == pages
+    until(
+        lambda: read_and_drop("others")["hits"] > files // 2,
+        240,
+        "files that were not put at first are in the pool",
+    )
+    grown = growth(before, stats(guest))
+    assert grown["index_evicted"] > files // 4
+    assert grown["puts_dropped_index_full"] == 0
 
 
 def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 SPECIAL = "/bin/special"
 FILE_PAGES = 128  # number of pages of a file from changed_content()
+SMALL_FILES = 8
 
 
 def there(kernel: Kernel, *modules: str) -> list[str]:
@@ -146,6 +147,7 @@ def test_quota_files_are_not_put(session: Session, kernel: Kernel, module: Path)
     guest.sh(f"cd {WHERE} && for i in {owners}; do echo $i >of$i && chown $i of$i; done; sync", 60)
     # Read the quota file while quotas are on. The read must find no page in the pool, and the pages
     # must not be put at their eviction.
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
     before = stats(guest)
     guest.sh(f"cat {path} >/dev/null; sync; echo 1 >/proc/sys/vm/drop_caches")
@@ -377,6 +379,67 @@ def test_overlayfs_files_are_cached_and_change_with_their_layers(
     counters = stats(guest)
     assert counters["verified_hits"] > FILE_PAGES
     assert counters["mismatches"] + counters["verify_mismatches"] == 0
+
+
+# Features of an ext4 (fs/ext4/ext4.h): the driver does not cache small files with the first one.
+INCOMPAT_INLINE_DATA = 0x8000
+INCOMPAT_EA_INODE = 0x0400
+BACKUP_SUPERBLOCK_KIB = 8193  # of an ext4 with blocks of 1 KiB
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("fs", ["ext4", "ext4-1k", "xfs"])
+def test_files_of_one_page_are_cached_and_follow_changes(
+    session: Session, kernel: Kernel, module: Path, fs: str
+) -> None:
+    """Small files come from the pool, also after other bytes, a shorter and a longer version."""
+    guest = driver_guest(session, kernel, module, fs=FILE_SYSTEMS[fs])
+    paths = [f"{WHERE}/small{number}" for number in range(SMALL_FILES)]
+    for turn, size in enumerate((100, 4096, 4095, 1, 3000)):
+        sums = {}
+        for path in paths:
+            content = changed_content(f"{path} {turn}")[:size]
+            guest.put("/tmp/new", content)
+            guest.sh(f"cat /tmp/new >{path}")
+            sums[path] = hashlib.sha256(content).hexdigest()
+        guest.sh("sync")
+        evict(guest, paths)
+        before = stats(guest)["hits"]
+        assert checksums(guest, paths) == sums
+        assert stats(guest)["hits"] - before == SMALL_FILES
+    counters = stats(guest)
+    assert counters["mismatches"] + counters["verify_mismatches"] == 0
+
+
+def test_mounted_file_system_does_not_get_the_feature_inline_data(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """The kernel refuses to add the feature, which the driver looks up only once for each mount."""
+    guest = boot(session, kernel, module)
+    done = guest.run(f"{SPECIAL} feature {WHERE} {INCOMPAT_EA_INODE}")
+    if b"Inappropriate ioctl" in done.stderr:
+        pytest.skip("this kernel cannot change features of a mounted ext4")
+    assert done.status == 0, done.stderr
+    done = guest.run(f"{SPECIAL} feature {WHERE} {INCOMPAT_INLINE_DATA}")
+    assert done.status != 0
+    assert b"not supported" in done.stderr
+
+
+def test_small_files_are_not_put_if_another_superblock_is_in_use(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """With the option sb, the driver does not know the features that ext4 uses."""
+    guest = driver_guest(session, kernel, module, fs=FILE_SYSTEMS["ext4-1k"])
+    device = f"/dev/{guest.disk('data')}"
+    # An open file keeps the pages of the device in memory, here those of the first superblock.
+    holder = guest.start(f"sleep 1000 <{device}", 1000)
+    guest.sh(f"umount {WHERE} && dd if={device} of=/dev/null bs=4096 count=1 2>/dev/null", 60)
+    guest.mount("data", WHERE, "ext4", f"sb={BACKUP_SUPERBLOCK_KIB}")
+    holder.kill()
+    guest.sh(f"echo small >{WHERE}/small; sync")
+    path = f"{WHERE}/small"
+    check_not_cached(guest, {path: hashlib.sha256(b"small\n").hexdigest()})
+    check_cached(guest, make(guest, f"{WHERE}/large"))
 
 
 @pytest.mark.smoke
