@@ -4,13 +4,14 @@
  * the pool.
  *
  * While the host keeps all pages that it gets, the driver puts every page. A loss is a page that
- * the host no longer has, or that the index evicted itself. If losses outweigh hits, each new put
- * displaces another page, and the filter engages. The driver then puts a page only if it came from
- * the pool, was evicted before, was used again after it was read in, or belongs to the sample: one
- * chunk (256 neighbouring pages of a file) in ADMIT_SAMPLE. A page that the filter refuses costs
- * one more read from the disk, because the filter admits it at its next eviction. The filter
- * disengages after ADMIT_HOLD hits for each page in the index, if no loss comes between them. A
- * stream of new pages brings no hits, however long it is.
+ * the host no longer has. If losses outweigh hits, each new put displaces another page, and the
+ * filter engages. It also engages if a full index evicts many more pages than gets return. The
+ * driver then puts a page only if it came from the pool, was evicted before, was used again after
+ * it was read in, or belongs to the sample: one chunk (256 neighbouring pages of a file) in
+ * ADMIT_SAMPLE. A page that the filter refuses costs one more read from the disk, because the
+ * filter admits it at its next eviction. The filter disengages after ADMIT_HOLD hits for each page
+ * in the index, if no loss comes between them. A stream of new pages brings no hits, however long
+ * it is.
  *
  * The host does not say how many pages it will keep, so only a loss shows that the pool is full.
  * The first stream after the device appeared may therefore push out useful pages; later streams do
@@ -71,6 +72,12 @@
 #define ADMIT_ENGAGE		1024
 #define ADMIT_WEIGHT_MAX	(64 * ADMIT_ENGAGE)
 /*
+ * The filter engages when the index has evicted more pages than gets have returned, and the
+ * difference exceeds this part of the index's pages. A full index evicts an eighth of itself at a
+ * time, which alone does not show that the puts are useless.
+ */
+#define ADMIT_EVICTED_PART	2
+/*
  * The filter disengages after this many hits for each page that the index had when the filter
  * engaged.
  */
@@ -129,10 +136,12 @@ struct tmem_admit {
 	struct admit_cpu __percpu *cpu;	/* hits and losses of each CPU; used without preemption */
 	/* hits until the filter disengages, 0 if it is not engaged; read without the lock */
 	u64 engaged;
-	/* Leaf lock that guards weight and engaged. */
+	/* Leaf lock that guards weight, evicted and engaged. */
 	spinlock_t lock ____cacheline_aligned_in_smp;
 	/* weight of the losses minus number of hits, at least 0; read without the lock */
 	long weight;
+	/* pages that the index evicted minus number of hits, at least 0; read without the lock */
+	long evicted;
 	/* Table of evicted pages, which all CPUs read and write without a lock. */
 	struct admit_leaf leaf[] ____cacheline_aligned_in_smp;
 };
@@ -236,23 +245,54 @@ bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, str
 	       !READ_ONCE(admission) || !(chunk % ADMIT_SAMPLE);
 }
 
+/* Returns the number of hits for which the filter stays engaged. */
+static u64 hold_hits(void)
+{
+	return max_t(u64, tmem_index_pages(), LEAF_PAGES) * ADMIT_HOLD;
+}
+
 /*
  * Adds the hits and losses of one CPU to the sums of all CPUs, and engages or disengages the
  * filter.
  */
 static void fold(struct tmem_admit *admit, unsigned long hits, unsigned long losses)
 {
+	long weight, evicted;
 	u64 engaged;
-	long weight;
 
 	spin_lock(&admit->lock);
 	weight = admit->weight + losses * ADMIT_LOSS_WEIGHT;
 	weight = clamp_t(long, weight - (long)hits, 0, ADMIT_WEIGHT_MAX);
 	WRITE_ONCE(admit->weight, weight);
+	evicted = max(admit->evicted - (long)hits, 0L);
+	WRITE_ONCE(admit->evicted, evicted);
 	engaged = admit->engaged - min_t(u64, admit->engaged, hits);
 	if (losses && weight > ADMIT_ENGAGE)
-		engaged = max_t(u64, tmem_index_pages(), LEAF_PAGES) * ADMIT_HOLD;
+		engaged = hold_hits();
 	WRITE_ONCE(admit->engaged, engaged);
+	spin_unlock(&admit->lock);
+}
+
+/**
+ * tmem_admit_evicted() - record that the full index evicted pages
+ * @dev: the device
+ * @pages: how many
+ *
+ * Context: process.
+ */
+void tmem_admit_evicted(struct tmem_dev *dev, unsigned long pages)
+{
+	/* Count the pages that the index had before. */
+	long most = clamp_t(long, (tmem_index_pages() + pages) / ADMIT_EVICTED_PART,
+			    ADMIT_ENGAGE, ADMIT_WEIGHT_MAX / 2);
+	struct tmem_admit *admit = dev->admit;
+	long evicted;
+
+	spin_lock(&admit->lock);
+	evicted = min_t(long, admit->evicted + pages, ADMIT_WEIGHT_MAX);
+	WRITE_ONCE(admit->evicted, evicted);
+	if (evicted > most)
+		WRITE_ONCE(admit->engaged, hold_hits());
 	spin_unlock(&admit->lock);
 }
 
@@ -262,7 +302,7 @@ static void fold(struct tmem_admit *admit, unsigned long hits, unsigned long los
  * @hits: pages that the host returned
  * @losses: pages that the host did not have although the driver had not invalidated them
  *
- * A hit changes nothing while the filter is disengaged and no loss is recorded.
+ * A hit changes nothing while the filter is disengaged and no loss or eviction is recorded.
  *
  * Context: process.
  */
@@ -274,7 +314,8 @@ void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long lo
 	if (!hits && !losses)
 		return;
 	own = get_cpu_ptr(admit->cpu);
-	if (losses || own->losses || READ_ONCE(admit->weight) || READ_ONCE(admit->engaged)) {
+	if (losses || own->losses || READ_ONCE(admit->weight) || READ_ONCE(admit->evicted) ||
+	    READ_ONCE(admit->engaged)) {
 		own->hits += hits;
 		own->losses += losses;
 		if (own->hits + own->losses * ADMIT_LOSS_WEIGHT >= ADMIT_FOLD) {

@@ -24,11 +24,11 @@
 #define STOCK_DIVISOR		32
 
 /*
- * Files shorter than a page are put only while the index uses at most this many sixteenths of its
+ * Files shorter than a page are put only while the index uses at most this many eighths of its
  * limit. Their pages take several times as much memory of the index as those of larger files, and
  * must not make the index evict them.
  */
-#define SMALL_SIXTEENTHS	15
+#define SMALL_EIGHTHS	7
 /*
  * Shortest time between two requests to evict entries of small files. Without these evictions,
  * small files that are never read again would keep all others out.
@@ -287,7 +287,7 @@ void tmem_evict_start(void)
 bool tmem_index_has_room_for_small(void)
 {
 	if (atomic_long_read(&tmem_index_used_bytes) <=
-	    tmem_index_limit() / 16 * SMALL_SIXTEENTHS)
+	    tmem_index_limit() / 8 * SMALL_EIGHTHS)
 		return true;
 	if (time_after_eq(jiffies, READ_ONCE(small_evict_next))) {
 		WRITE_ONCE(small_evict_next, jiffies + SMALL_EVICT_PERIOD);

@@ -483,6 +483,7 @@ void tmem_admit_exit(struct tmem_dev *dev);
 bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, struct page *page,
 		bool workingset);
 void tmem_admit_back(struct tmem_dev *dev, struct page *page);
+void tmem_admit_evicted(struct tmem_dev *dev, unsigned long pages);
 void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long losses);
 
 /* implemented in bounce.c */

@@ -182,7 +182,7 @@ static void evict_full(void)
 	rcu_read_lock();
 	dev = rcu_dereference(tmem_device);
 	if (dev)
-		tmem_admit_learn(dev, 0, evicted);
+		tmem_admit_evicted(dev, evicted);
 	rcu_read_unlock();
 }
 
