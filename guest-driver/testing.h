@@ -6,6 +6,7 @@
 #ifndef _TMEM_TESTING_H
 #define _TMEM_TESTING_H
 
+#include <linux/jiffies.h>
 #include <linux/types.h>
 
 #ifdef TMEM_TEST
@@ -47,6 +48,9 @@ static inline long tmem_test_limit(long bytes)
 	return test_bytes ? min(bytes, test_bytes) : bytes;
 }
 
+/* Shortest time between two requests to evict small files, which tests do not want to wait for. */
+#define TMEM_SMALL_EVICT_PERIOD	(HZ / 20)
+
 extern unsigned long tmem_test_cookies;
 /*
  * Returns the first sequence number of a queue, whose last number is @max. A test can set
@@ -87,6 +91,7 @@ void tmem_test_walk(unsigned int run, unsigned int searched);
 
 #define TMEM_INJECT(what)	(sizeof(#what) == 0)	/* without TEST=1, no fault occurs */
 #define TMEM_HOLD(place)	((void)sizeof(#place))
+#define TMEM_SMALL_EVICT_PERIOD	(2 * HZ)
 
 static inline long tmem_test_limit(long bytes)
 {

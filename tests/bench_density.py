@@ -146,7 +146,9 @@ class Fleet:
         return sum(int(vm.block_stat("data")["rd_bytes"]) for vm in self.vms.values())
 
     def hits(self) -> int:
-        return sum(demo.stat(vm.guest, "hits") for vm in self.vms.values()) if self.daemon else 0
+        if not self.daemon:
+            return 0
+        return sum(demo.driver_counters(vm.guest)["hits"] for vm in self.vms.values())
 
 
 def read_trees(fleet: Fleet, rounds: int, say: Callable[[str], None]) -> float:

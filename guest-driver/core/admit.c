@@ -10,8 +10,8 @@
  * it was read in, or belongs to the sample: one chunk (256 neighbouring pages of a file) in
  * ADMIT_SAMPLE. A page that the filter refuses costs one more read from the disk, because the
  * filter admits it at its next eviction. The filter disengages after ADMIT_HOLD hits for each page
- * in the index, if no loss comes between them. A stream of new pages brings no hits, however long
- * it is.
+ * in the index, if no loss or eviction comes between them. A stream of new pages brings no hits,
+ * however long it is.
  *
  * The host does not say how many pages it will keep, so only a loss shows that the pool is full.
  * The first stream after the device appeared may therefore push out useful pages; later streams do
@@ -71,12 +71,6 @@
 #define ADMIT_LOSS_WEIGHT	16
 #define ADMIT_ENGAGE		1024
 #define ADMIT_WEIGHT_MAX	(64 * ADMIT_ENGAGE)
-/*
- * The filter engages when the index has evicted more pages than gets have returned, and the
- * difference exceeds this part of the index's pages. A full index evicts an eighth of itself at a
- * time, which alone does not show that the puts are useless.
- */
-#define ADMIT_EVICTED_PART	2
 /*
  * The filter disengages after this many hits for each page that the index had when the filter
  * engaged.
@@ -226,22 +220,23 @@ void tmem_moved(struct page *from, struct page *to)
  * @index: page number
  * @page: the page; the function clears its bit "came from the pool"
  * @workingset: the page was used again after it was read in
+ * @back: set to whether the page came from the pool
  *
  * Context: interrupts are off.
  *
  * Return: false if the page should not be put.
  */
 bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, struct page *page,
-		bool workingset)
+		bool workingset, bool *back)
 {
 	u64 inode = mix(mix(key->ino) + key->pool->serial);
 	u64 hash = mix(inode ^ index >> LEAF_SHIFT);
 	u64 chunk = mix(inode ^ index >> VIRTIO_TMEM_CHUNK_SHIFT) >> 32;
 	struct tmem_admit *admit = dev->admit;
-	bool back = came_back(admit, page);
 	bool seen = seen_before(admit, hash, index & (LEAF_PAGES - 1));
 
-	return !READ_ONCE(admit->engaged) || back || seen || workingset ||
+	*back = came_back(admit, page);
+	return !READ_ONCE(admit->engaged) || *back || seen || workingset ||
 	       !READ_ONCE(admission) || !(chunk % ADMIT_SAMPLE);
 }
 
@@ -282,14 +277,19 @@ static void fold(struct tmem_admit *admit, unsigned long hits, unsigned long los
  */
 void tmem_admit_evicted(struct tmem_dev *dev, unsigned long pages)
 {
-	/* Count the pages that the index had before. */
-	long most = clamp_t(long, (tmem_index_pages() + pages) / ADMIT_EVICTED_PART,
-			    ADMIT_ENGAGE, ADMIT_WEIGHT_MAX / 2);
+	/*
+	 * The filter engages if as many pages as the index had were evicted, without hits in
+	 * between. A full index evicts a part of itself at a time, which alone does not show that
+	 * the puts are useless.
+	 */
+	long most = max(tmem_index_pages() + (long)pages, (long)ADMIT_ENGAGE);
 	struct tmem_admit *admit = dev->admit;
 	long evicted;
 
+	if (!pages)
+		return;
 	spin_lock(&admit->lock);
-	evicted = min_t(long, admit->evicted + pages, ADMIT_WEIGHT_MAX);
+	evicted = min_t(long, admit->evicted + pages, 2 * most);
 	WRITE_ONCE(admit->evicted, evicted);
 	if (evicted > most)
 		WRITE_ONCE(admit->engaged, hold_hits());

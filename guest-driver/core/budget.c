@@ -29,11 +29,6 @@
  * must not make the index evict them.
  */
 #define SMALL_EIGHTHS	7
-/*
- * Shortest time between two requests to evict entries of small files. Without these evictions,
- * small files that are never read again would keep all others out.
- */
-#define SMALL_EVICT_PERIOD	(2 * HZ)
 
 /*
  * Memory of the index in bytes: its limit, and its fixed hash table. Each put reads these numbers,
@@ -280,9 +275,12 @@ void tmem_evict_start(void)
 /**
  * tmem_index_has_room_for_small() - check whether the index may take a file shorter than a page
  *
- * If the answer is false, the evictor erases some entries of such files from time to time.
+ * If the answer is false, the evictor erases some entries of such files from time to time. Without
+ * this, small files that are never read again would keep all others out.
  *
  * Context: any but NMI.
+ *
+ * Return: false if the index uses more than 7/8 of its memory.
  */
 bool tmem_index_has_room_for_small(void)
 {
@@ -290,7 +288,7 @@ bool tmem_index_has_room_for_small(void)
 	    tmem_index_limit() / 8 * SMALL_EIGHTHS)
 		return true;
 	if (time_after_eq(jiffies, READ_ONCE(small_evict_next))) {
-		WRITE_ONCE(small_evict_next, jiffies + SMALL_EVICT_PERIOD);
+		WRITE_ONCE(small_evict_next, jiffies + TMEM_SMALL_EVICT_PERIOD);
 		evict_request(TMEM_EVICT_SMALL);
 	}
 	return false;

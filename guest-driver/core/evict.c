@@ -3,8 +3,8 @@
  * Removal of index entries in bulk: the objects of pools that were freed or emptied, and, when the
  * index is full, the leaves into which no entry was stored for the longest time.
  *
- * If the index is nearly full, it takes no files shorter than a page. The evictor then erases files
- * of one page in the same way, but slowly, so that other ones get a chance.
+ * If the index is nearly full, it takes no new files shorter than a page. The evictor then erases
+ * such files that it has, in the same way but slowly, so that other ones get a chance.
  *
  * The walk goes through the table bucket by bucket, because only the table has all objects. A list
  * of objects would cost memory, and a lock for each put. The walk never delays a put for long: it
@@ -15,12 +15,19 @@
 #include "index.h"
 
 /*
- * Part of the index's memory that the evictor frees at a time while files shorter than a page are
- * not put.
+ * A full index evicts entries until it uses this many sixteenths of its limit. This is less than
+ * the part up to which it takes files shorter than a page (SMALL_EIGHTHS).
+ */
+#define FULL_SIXTEENTHS		13
+/*
+ * While files shorter than a page are not put, the evictor frees this part of the index's memory at
+ * a time, and visits this part of its buckets.
  */
 #define SMALL_EVICT_PART	512
+#define SMALL_VISIT_PART	64
 
-enum victims { ALL_LEAVES, RETAINED_ENTRIES, ONE_PAGE_FILES };
+/* Entries that the evictor erases. FIRST_PAGES: those of files with no other page in the index. */
+enum victims { ALL_LEAVES, RETAINED_ENTRIES, FIRST_PAGES };
 
 static unsigned int evict_hand;		/* next bucket of the evictor; used by the work item only */
 
@@ -87,9 +94,10 @@ void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why)
 
 /*
  * Runs one step of the evictor: visits about LEAVES_PER_LOCK leaves of a bucket, beginning with
- * leaf *@nr of object *@at. Erases the retained entries of these leaves; or the leaves, or those of
- * files of one page, into which no entry was stored since the evictor's last visit. Sets *@at and
- * *@nr to the place at which the next step begins. Returns false if the bucket is done.
+ * leaf *@nr of object *@at. Erases the retained entries of these leaves; or all entries of those
+ * leaves, or of those with only the first page of a file, into which no entry was stored since the
+ * evictor's last visit. Sets *@at and *@nr to the place at which the next step begins. Returns
+ * false if the bucket is done.
  */
 static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, unsigned long *nr)
 {
@@ -111,7 +119,8 @@ static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, uns
 			continue;
 		if (victims == RETAINED_ENTRIES && !object_retained(object))
 			continue;
-		if (victims == ONE_PAGE_FILES && READ_ONCE(object->small.class) != TMEM_OBJECT_1)
+		if (victims == FIRST_PAGES &&
+		    (object->small.class != TMEM_OBJECT_1 || object->small.present != 1))
 			continue;
 		if (object->id < *at)
 			*nr = 0;
@@ -164,7 +173,7 @@ static void evict(enum victims victims, unsigned long visits, long low)
 }
 
 /*
- * Makes room in a full index, until an eighth of it is free. It first erases retained entries,
+ * Makes room in a full index. It first erases retained entries,
  * because their pages are in the page cache, and their next eviction puts a copy. Then, like the
  * CLOCK algorithm, it erases leaves into which no entry was stored since its last visit. The driver
  * does not tell the host: the host's own eviction later drops its copies of these pages.
@@ -173,7 +182,7 @@ static void evict_full(void)
 {
 	unsigned long evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted);
 	struct tmem_dev *dev;
-	long low = tmem_index_limit() / 8 * 7;
+	long low = tmem_index_limit() / 16 * FULL_SIXTEENTHS;
 
 	if (tmem_index_retained_pages())
 		evict(RETAINED_ENTRIES, 1UL << tmem_bucket_bits, low);
@@ -193,7 +202,7 @@ static void evict_work_fn(struct work_struct *work)
 	if (test_and_clear_bit(TMEM_EVICT_FULL, &tmem_evict_requests))
 		evict_full();
 	if (test_and_clear_bit(TMEM_EVICT_SMALL, &tmem_evict_requests))
-		evict(ONE_PAGE_FILES, 1UL << tmem_bucket_bits,
+		evict(FIRST_PAGES, (1UL << tmem_bucket_bits) / SMALL_VISIT_PART,
 		      atomic_long_read(&tmem_index_used_bytes) - bytes);
 }
 

@@ -78,6 +78,7 @@ ALLOWED = {
     ("tmem_admit_back", "set_bit(dev->admit->back)"): "pages that came from the pool, in 2 MiB",
     ("fold", "spin_lock(&admit->lock)"): "64 pages of a CPU, and only while pages are lost",
     ("fold", "admit->weight"): "under its lock",
+    ("fold", "admit->evicted"): "under its lock",
     ("fold", "admit->engaged"): "under its lock",
     ("tmem_bounce_alloc", "spin_lock_irq(&dev->get_lock)"): "each request of up to 64 pages",
     ("tmem_bounce_alloc", "dev->nr_bounce_free"): "under get_lock",
