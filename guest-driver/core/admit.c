@@ -5,9 +5,9 @@
  *
  * While the host keeps all pages that it gets, the driver puts every page. A loss is a page that
  * the host no longer has. If losses outweigh hits, each new put displaces another page, and the
- * filter engages. It also engages if a full index evicts many more pages than gets return. The
- * driver then puts a page only if it came from the pool, was evicted before, was used again after
- * it was read in, or belongs to the sample: one chunk (256 neighbouring pages of a file) in
+ * filter engages. It also engages if a full index evicts as many pages as it has, without hits.
+ * The driver then puts a page only if it came from the pool, was evicted before, was used again
+ * after it was read in, or belongs to the sample: one chunk (256 neighbouring pages of a file) in
  * ADMIT_SAMPLE. A page that the filter refuses costs one more read from the disk, because the
  * filter admits it at its next eviction. The filter disengages after ADMIT_HOLD hits for each page
  * in the index, if no loss or eviction comes between them. A stream of new pages brings no hits,
@@ -220,23 +220,22 @@ void tmem_moved(struct page *from, struct page *to)
  * @index: page number
  * @page: the page; the function clears its bit "came from the pool"
  * @workingset: the page was used again after it was read in
- * @back: set to whether the page came from the pool
  *
  * Context: interrupts are off.
  *
  * Return: false if the page should not be put.
  */
 bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, struct page *page,
-		bool workingset, bool *back)
+		bool workingset)
 {
 	u64 inode = mix(mix(key->ino) + key->pool->serial);
 	u64 hash = mix(inode ^ index >> LEAF_SHIFT);
 	u64 chunk = mix(inode ^ index >> VIRTIO_TMEM_CHUNK_SHIFT) >> 32;
 	struct tmem_admit *admit = dev->admit;
+	bool back = came_back(admit, page);
 	bool seen = seen_before(admit, hash, index & (LEAF_PAGES - 1));
 
-	*back = came_back(admit, page);
-	return !READ_ONCE(admit->engaged) || *back || seen || workingset ||
+	return !READ_ONCE(admit->engaged) || back || seen || workingset ||
 	       !READ_ONCE(admission) || !(chunk % ADMIT_SAMPLE);
 }
 

@@ -481,7 +481,7 @@ int tmem_feeder(void *data);
 int tmem_admit_init(struct tmem_dev *dev);
 void tmem_admit_exit(struct tmem_dev *dev);
 bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, struct page *page,
-		bool workingset, bool *back);
+		bool workingset);
 void tmem_admit_back(struct tmem_dev *dev, struct page *page);
 void tmem_admit_evicted(struct tmem_dev *dev, unsigned long pages);
 void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long losses);

@@ -3,7 +3,7 @@
  * Removal of index entries in bulk: the objects of pools that were freed or emptied, and, when the
  * index is full, the leaves into which no entry was stored for the longest time.
  *
- * If the index is nearly full, it takes no new files shorter than a page. The evictor then erases
+ * If the index is nearly full, it takes no files shorter than a page. The evictor then erases
  * such files that it has, in the same way but slowly, so that other ones get a chance.
  *
  * The walk goes through the table bucket by bucket, because only the table has all objects. A list
@@ -173,10 +173,10 @@ static void evict(enum victims victims, unsigned long visits, long low)
 }
 
 /*
- * Makes room in a full index. It first erases retained entries,
- * because their pages are in the page cache, and their next eviction puts a copy. Then, like the
- * CLOCK algorithm, it erases leaves into which no entry was stored since its last visit. The driver
- * does not tell the host: the host's own eviction later drops its copies of these pages.
+ * Makes room in a full index. It first erases retained entries, because their pages are in the
+ * page cache, and their next eviction puts a copy. Then, like the CLOCK algorithm, it erases
+ * leaves into which no entry was stored since its last visit. The driver does not tell the host:
+ * the host's own eviction later drops its copies of these pages.
  */
 static void evict_full(void)
 {

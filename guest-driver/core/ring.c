@@ -225,7 +225,7 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 	 * The filter records each evicted page, even if its decision is not needed because the page
 	 * is in the pool.
 	 */
-	bool back, admitted = tmem_admit(dev, key, index, page, workingset, &back);
+	bool admitted = tmem_admit(dev, key, index, page, workingset);
 	enum tmem_stat why = TMEM_STAT_puts;
 	int err = inside ? refer(dev, key, index, page) : -ENOENT;
 
@@ -239,11 +239,8 @@ static enum tmem_stat take(struct tmem_dev *dev, const struct tmem_key *key, pgo
 	 */
 	if (!admitted)
 		return TMEM_STAT_puts_skipped_admission;
-	/*
-	 * A first page that has the end of the file is the only one of its file. If it came from
-	 * the pool, the get has freed as much memory of the index as the put takes.
-	 */
-	if (!index && !inside && !back && !tmem_index_has_room_for_small())
+	/* A first page that has the end of the file is the only one of its file. */
+	if (!index && !inside && !tmem_index_has_room_for_small())
 		return TMEM_STAT_puts_skipped_small;
 	put(dev, key, index, page, workingset, &why);
 	return why;
