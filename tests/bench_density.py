@@ -148,7 +148,7 @@ class Fleet:
     def hits(self) -> int:
         if not self.daemon:
             return 0
-        return sum(demo.driver_counters(vm.guest)["hits"] for vm in self.vms.values())
+        return sum(module.counters(vm.guest)["hits"] for vm in self.vms.values())
 
 
 def read_trees(fleet: Fleet, rounds: int, say: Callable[[str], None]) -> float:

@@ -188,12 +188,6 @@ def guest_sums(guest: Guest) -> dict[str, str]:
     return {path: digest for digest, _, path in (line.partition("  ") for line in lines)}
 
 
-def driver_counters(guest: Guest) -> dict[str, int]:
-    """Returns the driver's counters: guest-driver/ABI/sysfs-kernel-virtio_tmem describes them."""
-    lines = guest.sh("cd /sys/kernel/virtio_tmem/stats && grep . *").splitlines()
-    return {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
-
-
 Machine = Vm | NativeVm
 
 
@@ -264,7 +258,7 @@ def phase(
     for name, vm in vms.items():
         out[name].read_bytes = read_bytes(vm) - before[name]
         if cached:
-            out[name].counters = driver_counters(vm.guest)
+            out[name].counters = module.counters(vm.guest)
     progress.show("comparing the SHA-256 of every file with the host's")
     with ThreadPoolExecutor() as pool:
         found = dict(zip(vms, pool.map(lambda vm: guest_sums(vm.guest), vms.values()), strict=True))

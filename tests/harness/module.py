@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Builds the guest driver's module for a kernel, from a copy of its sources in the cache."""
+"""Builds the guest driver's module from a copy of its sources, and reads the driver's counters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.paths import ROOT, HarnessError, cache_dir
 
@@ -18,6 +19,12 @@ PATCH = "tests/guest/patch"
 SUFFIXES = (".c", ".h", ".S", ".mk")
 NAMES = ("Makefile", "Kbuild")
 BUILDS_KEPT = 16  # newest builds to keep for each kernel
+
+
+def counters(guest: Guest) -> dict[str, int]:
+    """Returns the driver's counters: guest-driver/ABI/sysfs-kernel-virtio_tmem describes them."""
+    lines = guest.sh("cd /sys/kernel/virtio_tmem/stats && grep . *").splitlines()
+    return {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
 
 
 def build(kernel: Kernel, *, test: bool = False) -> Path:

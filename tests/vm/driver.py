@@ -17,6 +17,7 @@ from harness import disk
 from harness.daemon import Daemon, Tenant
 from harness.guest import Guest, Job
 from harness.kernel import Kernel
+from harness.module import counters
 from harness.paths import ROOT, TESTS, HarnessError, guest_program
 from harness.session import Session
 from harness.vm import MIB, Config, Tmem, Vm
@@ -219,8 +220,21 @@ class Hold:
 
 def stats(guest: Guest) -> dict[str, int]:
     """Returns all counters of the driver."""
-    lines = guest.sh(f"cd {SYSFS}/stats && grep . *").splitlines()
-    return {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
+    return counters(guest)
+
+
+def limit_index(guest: Guest, limit: int) -> int:
+    """Empties the index and the page cache, and gives entries `limit` bytes of memory.
+
+    Returns the memory of the empty index in bytes, which has only its hash table.
+    """
+    switch = f"{SYSFS}/fs/ext4/enabled"
+    guest.sh(f"echo 0 >{switch}; echo 1 >/proc/sys/vm/drop_caches", 60)
+    until(lambda: stats(guest)["index_pages"] == 0, 10, "the index is empty")
+    table = stats(guest)["index_bytes"]
+    guest.sh(f"echo 1 >{switch}")
+    set_parameter(guest, "test_index_bytes", str(table + limit))
+    return table
 
 
 def kept(counters: dict[str, int]) -> int:

@@ -13,6 +13,7 @@ from driver import (
     driver_guest,
     driver_vm,
     growth,
+    limit_index,
     load,
     set_parameter,
     settle,
@@ -156,11 +157,8 @@ def test_full_index_engages_the_filter_only_without_hits(
         " dd if=/dev/urandom of=/mnt/useful bs=1M count=1 2>/dev/null; sync",
         60,
     )
-    guest.sh("echo 0 >/sys/kernel/virtio_tmem/fs/ext4/enabled; echo 1 >/proc/sys/vm/drop_caches")
-    guest.sh("echo 1 >/sys/kernel/virtio_tmem/fs/ext4/enabled")
     # The index has memory for 7,300 pages, and the first 40 files have 10,240.
-    limit = stats(guest)["index_bytes"] + (80 << 10)
-    set_parameter(guest, "test_index_bytes", str(limit))
+    limit_index(guest, 80 << 10)
     counters: dict[str, int] = {}
     for number in range(1, 41):
         read_and_drop(guest, f"/mnt/s{number}", 1)

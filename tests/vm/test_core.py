@@ -27,6 +27,7 @@ from driver import (
     evict,
     growth,
     is_on,
+    limit_index,
     load,
     set_parameter,
     settle,
@@ -239,13 +240,7 @@ def test_index_limit_holds_while_all_processors_change_the_index(
             " dd if=/dev/zero of=$i bs=8192 count=1 2>/dev/null; done; sync",
             120,
         )
-    # Empty the index, because an index without entries has only the memory of its hash table.
-    switch = f"{SYSFS}/fs/ext4/enabled"
-    guest.sh(f"echo 0 >{switch}", 60)
-    until(lambda: stats(guest)["index_pages"] == 0, 10, "the index is empty")
-    table = stats(guest)["index_bytes"]
-    guest.sh(f"echo 1 >{switch}")
-    set_parameter(guest, "test_index_bytes", str(table + limit))
+    table = limit_index(guest, limit)
     before = stats(guest)
     # Each task drops files of all directories while the other tasks read and drop files.
     readers = "\n".join(
@@ -263,7 +258,7 @@ def test_index_limit_holds_while_all_processors_change_the_index(
     assert grown["puts"] > processors * files
     assert grown["puts_dropped_index_full"] > 0 and grown["index_evicted"] > 0
 
-    guest.sh(f"echo 0 >{switch}", 60)
+    guest.sh(f"echo 0 >{SYSFS}/fs/ext4/enabled", 60)
     until(lambda: stats(guest)["index_bytes"] == table, 10, "the index has released all its memory")
     assert stats(guest)["index_pages"] == 0
 
@@ -284,13 +279,7 @@ def test_small_files_leave_room_in_the_index_for_others(
         f" dd if=/dev/urandom of=large bs=4096 count={pages} 2>/dev/null; sync",
         300,
     )
-    switch = f"{SYSFS}/fs/ext4/enabled"
-    # Evict all files while the driver puts nothing.
-    guest.sh(f"echo 0 >{switch}; echo 1 >/proc/sys/vm/drop_caches", 60)
-    until(lambda: stats(guest)["index_pages"] == 0, 10, "the index is empty")
-    table = stats(guest)["index_bytes"]
-    guest.sh(f"echo 1 >{switch}")
-    set_parameter(guest, "test_index_bytes", str(table + limit))
+    limit_index(guest, limit)
 
     def read_and_drop(directory: str) -> Counter[str]:
         before = stats(guest)
