@@ -181,6 +181,33 @@ static inline bool tmem_unmap_flush_required(void)
 #endif
 }
 
+/*
+ * Creates a slab cache whose memory keeps its type while RCU readers run. The slab allocator links
+ * its free objects by a pointer. Since 6.12, the pointer can be inside a free object, at
+ * @link_offset, where no RCU reader reads. Before 6.12, it takes TMEM_SLAB_LINK bytes behind each
+ * object.
+ */
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 12, 0)
+#define TMEM_SLAB_LINK	0L
+#else
+#define TMEM_SLAB_LINK	((long)sizeof(void *))
+#endif
+
+static inline struct kmem_cache *tmem_slab_create(const char *name, unsigned int bytes,
+						  unsigned int link_offset)
+{
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 12, 0)
+	struct kmem_cache_args args = {
+		.freeptr_offset = link_offset,
+		.use_freeptr_offset = true,
+	};
+
+	return kmem_cache_create(name, bytes, &args, SLAB_TYPESAFE_BY_RCU);
+#else
+	return kmem_cache_create(name, bytes, 0, SLAB_TYPESAFE_BY_RCU, NULL);
+#endif
+}
+
 /* Returns whether the kernel calls tmem_put_end() after puts, as the patches of intree/ do. */
 static inline bool tmem_has_put_end(void)
 {

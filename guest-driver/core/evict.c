@@ -38,25 +38,23 @@ static unsigned int evict_hand;		/* next bucket of the evictor; used by the work
 static unsigned long sweep(u32 id, enum tmem_inval why)
 {
 	unsigned long i, erased = 0;
-	struct hlist_node *next;
-	struct object *object;
-	HLIST_HEAD(freed);
+	struct object __rcu *freed = NULL;
+	struct object *object, *next;
 
 	for (i = 0; i < 1UL << tmem_bucket_bits; i++) {
 		spin_lock_irq(&tmem_buckets[i].lock);
-		hlist_for_each_entry_safe(object, next, &tmem_buckets[i].objects, node) {
+		for_each_object_safe(object, next, &tmem_buckets[i].objects) {
 			if (id ? object->pool != id : tmem_pool_live(object->pool))
 				continue;
 			uncount_object(object);
 			tmem_count_inval(why, object_pages(object));
 			erased += object_pages(object);
-			unlink_object(object, &freed);
+			chain_remove(&tmem_buckets[i].objects, object);
+			chain_add(&freed, object);
 		}
 		spin_unlock_irq(&tmem_buckets[i].lock);
-		hlist_for_each_entry_safe(object, next, &freed, node) {
-			hlist_del_rcu(&object->node);
+		while ((object = chain_pop(&freed)))
 			tmem_object_free(object);
-		}
 		cond_resched();
 	}
 	return erased;
@@ -101,8 +99,7 @@ void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why)
  */
 static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, unsigned long *nr)
 {
-	struct hlist_node *next;
-	struct object *object;
+	struct object *object, *next;
 	unsigned int budget = LEAVES_PER_LOCK;
 	unsigned long evicted = 0, retained_evicted = 0;
 	struct leaf *leaf;
@@ -110,7 +107,7 @@ static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, uns
 	bool more = false;
 
 	spin_lock_irq(&bucket->lock);
-	hlist_for_each_entry_safe(object, next, &bucket->objects, node) {
+	for_each_object_safe(object, next, &bucket->objects) {
 		/*
 		 * The chain is in descending order of ids, because new objects are added at its
 		 * head. Skip the objects that earlier steps have visited.
@@ -144,7 +141,7 @@ static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, uns
 			leaf = leaf_find_after(object, nr, ULONG_MAX);
 		}
 		if (!object_pages(object))
-			tmem_object_free_empty(object);
+			tmem_object_free_empty(bucket, object);
 		if (more)
 			break;
 	}

@@ -45,7 +45,7 @@
 
 /*
  * Bytes of the module's memory for each bucket. The index may use half of them. The number of
- * buckets is rounded down to a power of two. So an index full of files of one page has 8 to 16
+ * buckets is rounded down to a power of two. So an index full of files of one page has 10 to 21
  * objects in each bucket, up to 1.6 TiB of RAM. Beyond that the table does not grow, because a walk
  * visits all buckets.
  */
@@ -96,7 +96,7 @@ void tmem_object_free(struct object *object)
  * Detached objects, to be freed by a work item, because freeing them takes too long for the context
  * that detached them.
  */
-static HLIST_HEAD(detached);
+static struct object __rcu *detached;
 static DEFINE_SPINLOCK(detached_lock);
 
 static void free_detached_fn(struct work_struct *work)
@@ -105,9 +105,7 @@ static void free_detached_fn(struct work_struct *work)
 
 	for (;;) {
 		spin_lock_irq(&detached_lock);
-		object = hlist_entry_safe(detached.first, struct object, node);
-		if (object)
-			hlist_del_rcu(&object->node);
+		object = chain_pop(&detached);
 		spin_unlock_irq(&detached_lock);
 		if (!object)
 			return;
@@ -132,19 +130,21 @@ void tmem_object_detach(u32 bucket, struct object *object, enum tmem_inval why)
 	uncount_object(object);
 	note_erased(object, 0, TMEM_INDEX_MAX, object_pages(object), why);
 	tmem_queue_flush(&where, 0, VIRTIO_TMEM_TO_END);
+	chain_remove(&tmem_buckets[bucket].objects, object);
 	spin_lock(&detached_lock);
-	unlink_object(object, &detached);
+	chain_add(&detached, object);
 	spin_unlock(&detached_lock);
 	queue_work(tmem_system_wq, &free_detached);
 }
 
 /**
  * tmem_object_free_empty() - free an object whose last page was erased
- * @object: the object, which has no entries; its bucket is locked
+ * @bucket: its bucket; locked
+ * @object: the object, which has no entries
  */
-void tmem_object_free_empty(struct object *object)
+void tmem_object_free_empty(struct bucket *bucket, struct object *object)
 {
-	hlist_del_rcu(&object->node);
+	chain_remove(&bucket->objects, object);
 	tmem_object_release(object);
 }
 
@@ -164,7 +164,7 @@ static struct object *new_object(u32 nr, const struct tmem_key *key, u32 pool, u
 	WRITE_ONCE(object->ino, key->ino);
 	WRITE_ONCE(object->igen, key->igen);
 	WRITE_ONCE(object->pool, pool);
-	hlist_add_head_rcu(&object->node, &bucket->objects);
+	chain_add(&bucket->objects, object);
 	return object;
 }
 
@@ -217,14 +217,14 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		}
 	}
 	if (object && !err)
-		err = tmem_leaf_store(&object, index, entry);
+		err = tmem_leaf_store(&bucket->objects, &object, index, entry);
 	if (err && object) {
 		leaf = leaf_load(object, index >> LEAF_SHIFT);
 		if (leaf && tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf,
 					    BIT_ULL(index & (LEAF_PAGES - 1))))
 			note_erased(object, index, index, 1, TMEM_INVAL_DROPPED);
 		if (!object_pages(object))
-			tmem_object_free_empty(object);
+			tmem_object_free_empty(bucket, object);
 	} else if (!err) {
 		where->object = object->id;
 		where->pool = pool;
@@ -288,7 +288,7 @@ void tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 	tmem_leaf_retain(object, leaf, keep);
 	tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, mask & ~keep);
 	if (!object_pages(object))
-		tmem_object_free_empty(object);
+		tmem_object_free_empty(bucket, object);
 unlock:
 	spin_unlock_irqrestore(&bucket->lock, flags);
 }
@@ -298,7 +298,7 @@ static struct object *find_object_id(struct bucket *bucket, u64 id)
 	struct object *object;
 
 	lockdep_assert_held(&bucket->lock);
-	hlist_for_each_entry(object, &bucket->objects, node)
+	for_each_object(object, &bucket->objects)
 		if (object->id == id)
 			return object;
 	return NULL;
@@ -328,7 +328,7 @@ void tmem_index_forget(u32 nr, u64 id, pgoff_t index, u64 mask)
 		mask <<= index & (LEAF_PAGES - 1);
 		tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, leaf_retained(leaf) & mask);
 		if (!object_pages(object))
-			tmem_object_free_empty(object);
+			tmem_object_free_empty(bucket, object);
 	}
 	spin_unlock_irqrestore(&bucket->lock, flags);
 }
@@ -376,7 +376,7 @@ int tmem_index_hold(const struct tmem_key *key, pgoff_t index, u32 check, struct
 		tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
 		note_erased(object, index, index, 1, TMEM_INVAL_DROPPED);
 		if (!object_pages(object))
-			tmem_object_free_empty(object);
+			tmem_object_free_empty(bucket, object);
 	} else {
 		err = 0;
 		tmem_leaf_hold(object, leaf, BIT_ULL(bit));
@@ -418,7 +418,7 @@ bool tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
 		tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
 		note_erased(object, index, index, 1, TMEM_INVAL_DROPPED);
 		if (!object_pages(object))
-			tmem_object_free_empty(object);
+			tmem_object_free_empty(bucket, object);
 	}
 	spin_unlock_irqrestore(&bucket->lock, flags);
 	return found;
@@ -470,7 +470,7 @@ void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t las
 			leaf = leaf_find_after(object, &i, last >> LEAF_SHIFT);
 		}
 		if (object && !object_pages(object)) {
-			tmem_object_free_empty(object);
+			tmem_object_free_empty(bucket, object);
 			leaf = NULL;
 		}
 		spin_unlock_irqrestore(&bucket->lock, flags);
@@ -531,7 +531,7 @@ static struct object *find_object_rcu(struct bucket *bucket, const struct tmem_p
 
 	if (!id)
 		return NULL;
-	hlist_for_each_entry_rcu(object, &bucket->objects, node)
+	for_each_object_rcu(object, &bucket->objects)
 		if (READ_ONCE(object->ino) == ino && READ_ONCE(object->pool) == id)
 			return object;
 	return NULL;
@@ -656,7 +656,7 @@ unsigned long tmem_index_pool_pages(u32 id)
 
 	for (i = 0; i < 1UL << tmem_bucket_bits; i++) {
 		spin_lock_irq(&tmem_buckets[i].lock);
-		hlist_for_each_entry(object, &tmem_buckets[i].objects, node)
+		for_each_object(object, &tmem_buckets[i].objects)
 			if (object->pool == id)
 				pages += object_pages(object);
 		spin_unlock_irq(&tmem_buckets[i].lock);
@@ -692,7 +692,7 @@ int tmem_index_init(void)
 	for (i = 0; i < nr; i++) {
 		spin_lock_init(&tmem_buckets[i].lock);
 		tmem_buckets[i].nr_made = 0;
-		INIT_HLIST_HEAD(&tmem_buckets[i].objects);
+		RCU_INIT_POINTER(tmem_buckets[i].objects, NULL);
 	}
 	tmem_index_budget_init(limit_bytes, (long)nr * sizeof(*tmem_buckets));
 	return 0;

@@ -10,9 +10,8 @@
 #define _TMEM_INDEX_H
 
 #include <linux/hash.h>
-#include <linux/rculist.h>
 
-#include "leaf.h"
+#include "chain.h"
 
 /*
  * Number of leaves that are visited before the bucket's lock is dropped: about 10 us with
@@ -24,7 +23,7 @@ struct bucket {
 	spinlock_t lock;	/* guards all fields of the bucket; see index.c */
 	/* number of objects made in this bucket; part of the objects' ids */
 	u64 nr_made;
-	struct hlist_head objects;
+	struct object __rcu *objects;	/* chain; a new object is the first */
 };
 
 extern struct bucket *tmem_buckets;
@@ -32,7 +31,7 @@ extern unsigned int tmem_bucket_bits;
 
 void tmem_object_detach(u32 bucket, struct object *object, enum tmem_inval why);
 void tmem_object_free(struct object *object);
-void tmem_object_free_empty(struct object *object);
+void tmem_object_free_empty(struct bucket *bucket, struct object *object);
 
 /* Subtracts the pages of an object that is taken out of the index from the numbers of entries. */
 static inline void uncount_object(const struct object *object)
@@ -55,20 +54,10 @@ static inline struct object *find_object(struct bucket *bucket, const struct tme
 	lockdep_assert_held(&bucket->lock);
 	if (!id)
 		return NULL;
-	hlist_for_each_entry(object, &bucket->objects, node)
+	for_each_object(object, &bucket->objects)
 		if (object->ino == ino && object->pool == id)
 			return object;
 	return NULL;
-}
-
-/*
- * Moves an object from the table to a list, so that no lookup finds it. The caller can then free
- * its leaves without the lock.
- */
-static inline void unlink_object(struct object *object, struct hlist_head *freed)
-{
-	hlist_del_rcu(&object->node);
-	hlist_add_head_rcu(&object->node, freed);
 }
 
 #endif /* _TMEM_INDEX_H */

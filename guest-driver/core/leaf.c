@@ -5,19 +5,20 @@
  * Most files are small, and the memory of the index is bounded. So an object has its entries inside
  * it while all of them are those of the first TMEM_SMALL_PAGES pages. Other objects have a tree (an
  * XArray) of leaves of 64 pages. Small objects and leaves pack their entries in the order of their
- * pages. A full one moves to the next size. With TMEM_SLAB_LINK, a small object takes 56 bytes and
- * 8 for each place, so 64 to 184. An object with a tree takes 88. A leaf of a tree takes 32 bytes
- * and 8 for each place, so 80 to 544. Every byte is charged before it is allocated, XArray nodes
- * included. Memory that the slab allocator cannot use, or keeps free in its slabs, is not charged.
+ * pages. A full one moves to the next size. A small object takes 40 bytes and 8 for each place, so
+ * 48 to 168. An object with a tree takes 72. A leaf of a tree takes 24 bytes and 8 for each place,
+ * so 72 to 536. TMEM_SLAB_LINK comes on top. Every byte is charged before it is allocated, XArray
+ * nodes included. Memory that the slab allocator cannot use, or keeps free in its slabs, is not
+ * charged.
  *
  * An entry is held or retained. The page of a held entry is in the pool and not in the page cache.
  * The page of a retained entry is in both: a get brought it, and the host keeps it.
  */
 #include <linux/mm.h>
-#include <linux/rculist.h>
 #include <linux/slab.h>
 
-#include "leaf.h"
+#include "../compat.h"
+#include "chain.h"
 
 #define OBJECT_BYTES(places) (offsetof(struct object, small.word) + (places) * sizeof(u64))
 #define LEAF_BYTES(places) (offsetof(struct leaf, word) + (LEAF_BITMAPS + (places)) * sizeof(u64))
@@ -194,10 +195,11 @@ static void remove_leaf(struct object *object, unsigned long nr, struct leaf *le
 }
 
 /*
- * Replaces the small object *@where by an object of another class, with the same entries and the
- * same place in the table. Returns 0, -ENOSPC or -ENOMEM. After an error, *@where is unchanged.
+ * Replaces the small object *@where of chain @head by an object of another class, with the same
+ * entries and the same place in the chain. Returns 0, -ENOSPC or -ENOMEM. After an error, *@where
+ * is unchanged.
  */
-static int change_class(struct object **where, enum tmem_class class)
+static int change_class(struct object __rcu **head, struct object **where, enum tmem_class class)
 {
 	struct object *old = *where, *object = new_object(class);
 	struct leaf *leaf;
@@ -225,7 +227,7 @@ static int change_class(struct object **where, enum tmem_class class)
 	WRITE_ONCE(object->ino, old->ino);
 	WRITE_ONCE(object->igen, old->igen);
 	WRITE_ONCE(object->pool, old->pool);
-	hlist_replace_rcu(&old->node, &object->node);
+	chain_replace(head, old, object);
 	tmem_object_release(old);
 	*where = object;
 	return 0;
@@ -234,14 +236,14 @@ static int change_class(struct object **where, enum tmem_class class)
 /*
  * Returns the leaf of a page with a place for one more entry. Otherwise returns -ENOSPC or -ENOMEM.
  */
-static struct leaf *leaf_with_place(struct object **where, u64 index)
+static struct leaf *leaf_with_place(struct object __rcu **head, struct object **where, u64 index)
 {
 	unsigned long nr = index >> LEAF_SHIFT;
 	struct leaf *leaf, *old;
 	int err;
 
 	if (object_is_small(*where) && index >= TMEM_SMALL_PAGES) {
-		err = change_class(where, TMEM_OBJECT_TREE);
+		err = change_class(head, where, TMEM_OBJECT_TREE);
 		if (err)
 			return ERR_PTR(err);
 	}
@@ -251,7 +253,7 @@ static struct leaf *leaf_with_place(struct object **where, u64 index)
 	if (hweight64(leaf_present(leaf)) < classes[leaf->class].places)
 		return leaf;
 	if (object_is_small(*where)) {
-		err = change_class(where, leaf->class + 1);
+		err = change_class(head, where, leaf->class + 1);
 		return err ? ERR_PTR(err) : &(*where)->small;
 	}
 	old = leaf;
@@ -263,13 +265,14 @@ static struct leaf *leaf_with_place(struct object **where, u64 index)
 
 /**
  * tmem_leaf_store() - enter a page
+ * @head: chain of the object
  * @where: object of the page; set to the object that takes its place if it must change its class
  * @index: page number
  * @entry: new entry, which is held and replaces the old one
  *
  * Return: 0; -ENOSPC if the index is full; -ENOMEM. After an error, the old entry is still there.
  */
-int tmem_leaf_store(struct object **where, u64 index, u64 entry)
+int tmem_leaf_store(struct object __rcu **head, struct object **where, u64 index, u64 entry)
 {
 	struct leaf *leaf = leaf_load(*where, index >> LEAF_SHIFT);
 	unsigned int bit = index & (LEAF_PAGES - 1);
@@ -281,7 +284,7 @@ int tmem_leaf_store(struct object **where, u64 index, u64 entry)
 		leaf->referenced = 1;
 		return 0;
 	}
-	leaf = leaf_with_place(where, index);
+	leaf = leaf_with_place(head, where, index);
 	if (IS_ERR(leaf))
 		return PTR_ERR(leaf);
 	present = leaf_present(leaf);
@@ -386,16 +389,19 @@ int tmem_leaf_init(void)
 {
 	unsigned int i;
 
+	BUILD_BUG_ON(OBJECT_BYTES(1) != 48);
 	BUILD_BUG_ON(LEAF_BYTES(LEAF_PAGES) + TMEM_SLAB_LINK +
 		     DIV_ROUND_UP(sizeof(struct xa_node), XA_CHUNK_SIZE) >
 		     LEAF_PAGES * TMEM_INDEX_PAGE_BYTES);
 	for (i = 0; i < NR_TMEM_CLASSES; i++) {
 		/*
 		 * The memory keeps its type while RCU readers run, because tmem_held() reads
-		 * objects and leaves without a lock.
+		 * objects and leaves without a lock. It reads neither the id of an object nor the
+		 * entries of a leaf, so the allocator's link has their place.
 		 */
-		caches[i] = kmem_cache_create(classes[i].name, classes[i].bytes, 0,
-					      SLAB_TYPESAFE_BY_RCU, NULL);
+		caches[i] = tmem_slab_create(classes[i].name, classes[i].bytes,
+					     i <= TMEM_OBJECT_TREE ? offsetof(struct object, id) :
+					     LEAF_BYTES(0));
 		if (!caches[i]) {
 			tmem_leaf_exit();
 			return -ENOMEM;

@@ -23,12 +23,6 @@
 #define TMEM_INDEX_PAGE_BYTES	9
 
 /*
- * Bytes for each object that the slab allocator uses for its list of free objects. The list is not
- * inside free objects, because readers may still read an object that was freed.
- */
-#define TMEM_SLAB_LINK		((long)sizeof(void *))
-
-/*
  * Classes of objects and leaves, by their size. Each class has a slab cache. A small object has its
  * only leaf inside it, with up to 1, 2, 4, 8 or 16 entries. The leaves of a tree have 6, 14, 30 or
  * 64.
@@ -42,7 +36,7 @@ enum tmem_class {
 
 /*
  * Number of pages, from page 0 on, that a small object can have. The bitmaps of 16 pages and the
- * class share a word, so a file of one page takes 64 bytes with TMEM_SLAB_LINK.
+ * class share a word, so a file of one page takes 48 bytes, and TMEM_SLAB_LINK.
  */
 #define TMEM_SMALL_PAGES	16
 
@@ -73,9 +67,9 @@ struct leaf {
  * replaces the small object, and stays until the last entry is erased.
  */
 struct object {
-	struct hlist_node node;
+	struct object __rcu *next;	/* in the chain of its bucket (chain.h) */
 	u64 ino;
-	u64 id;
+	u64 id;				/* not read by RCU readers; see tmem_leaf_init() */
 	u32 igen;
 	u32 pool;
 	union {
@@ -95,7 +89,7 @@ int tmem_leaf_init(void);
 void tmem_leaf_exit(void);
 struct object *tmem_object_new(u64 index);
 void tmem_object_release(struct object *object);
-int tmem_leaf_store(struct object **where, u64 index, u64 entry);
+int tmem_leaf_store(struct object __rcu **head, struct object **where, u64 index, u64 entry);
 unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct leaf *leaf, u64 mask);
 void tmem_leaf_free_all(struct object *object);
 void tmem_leaf_retain(struct object *object, struct leaf *leaf, u64 mask);

@@ -1,0 +1,82 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * Chain of the objects in one bucket of the index.
+ *
+ * An object has one pointer, to the next object. An hlist would need two, and the memory of the
+ * index is bounded. So removing an object takes a walk from the head of the chain. This is short,
+ * because a bucket of a full index has about 20 objects at most.
+ *
+ * The caller holds the lock of the bucket, or no other task can reach the chain. RCU readers use
+ * for_each_object_rcu(). If an object moves to another chain meanwhile, such a reader continues in
+ * that chain.
+ */
+#ifndef _TMEM_CHAIN_H
+#define _TMEM_CHAIN_H
+
+#include <linux/rcupdate.h>
+
+#include "leaf.h"
+
+/* Returns the object to which @link points, or NULL at the end of the chain. */
+static inline struct object *chain_object(struct object __rcu **link)
+{
+	return rcu_dereference_protected(*link, true);
+}
+
+#define for_each_object(object, head)							\
+	for ((object) = chain_object(head); (object); (object) = chain_object(&(object)->next))
+
+/* The body of the loop may remove the object. */
+#define for_each_object_safe(object, after, head)					\
+	for ((object) = chain_object(head);						\
+	     (object) && ((after) = chain_object(&(object)->next), true);		\
+	     (object) = (after))
+
+#define for_each_object_rcu(object, head)						\
+	for ((object) = rcu_dereference(*(head)); (object);				\
+	     (object) = rcu_dereference((object)->next))
+
+/* Adds an object at the head of a chain. */
+static inline void chain_add(struct object __rcu **head, struct object *object)
+{
+	/* An RCU reader may read the field now, because the object may have been in another chain. */
+	RCU_INIT_POINTER(object->next, chain_object(head));
+	rcu_assign_pointer(*head, object);
+}
+
+/* Returns the pointer of a chain that points to @object, which is in the chain. */
+static inline struct object __rcu **chain_link(struct object __rcu **head,
+					       const struct object *object)
+{
+	struct object *other;
+
+	while ((other = chain_object(head)) != object)
+		head = &other->next;
+	return head;
+}
+
+/* Removes an object, which is in the chain. RCU readers that have reached it find the next ones. */
+static inline void chain_remove(struct object __rcu **head, struct object *object)
+{
+	rcu_assign_pointer(*chain_link(head, object), chain_object(&object->next));
+}
+
+/* Puts @object into the place of @old, which is in the chain. */
+static inline void chain_replace(struct object __rcu **head, struct object *old,
+				 struct object *object)
+{
+	RCU_INIT_POINTER(object->next, chain_object(&old->next));
+	rcu_assign_pointer(*chain_link(head, old), object);
+}
+
+/* Removes the first object of a chain, and returns it; or returns NULL. */
+static inline struct object *chain_pop(struct object __rcu **head)
+{
+	struct object *object = chain_object(head);
+
+	if (object)
+		rcu_assign_pointer(*head, chain_object(&object->next));
+	return object;
+}
+
+#endif /* _TMEM_CHAIN_H */
