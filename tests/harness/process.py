@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from harness.paths import HarnessError
@@ -63,6 +64,14 @@ class Process:
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    def set_group_nice(self, nice: int) -> None:
+        """Sets the nice value of the scheduling group that the kernel makes for the session.
+
+        Does nothing if the kernel makes no such groups, or if this user may not lower the value.
+        """
+        with suppress(FileNotFoundError, PermissionError):
+            Path(f"/proc/{self.pid}/autogroup").write_text(str(nice))
 
     def status(self) -> int | None:
         """Returns None while the process runs, then its exit code or minus the ending signal."""

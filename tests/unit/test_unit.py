@@ -55,6 +55,13 @@ def test_unit_sets_watchdog_and_restart() -> None:
     assert unit["LimitMEMLOCK"] == "infinity"
 
 
+def test_unit_has_more_weight_than_all_vms() -> None:
+    """systemd's default weight is 100, which machine.slice with all VMs has."""
+    unit = settings()
+    assert int(unit["CPUWeight"]) == 1000
+    assert unit["Slice"] == "-.slice", "the weight would not count beside machine.slice"
+
+
 def test_watchdog_period_matches_the_guide_and_the_daemon() -> None:
     seconds = settings()["WatchdogSec"].removesuffix("s")
     assert f"`WatchdogSec=`, {seconds} s." in GUIDE.read_text()
