@@ -3,12 +3,11 @@
  * Chain of the objects in one bucket of the index.
  *
  * An object has one pointer, to the next object. An hlist would need two, and the memory of the
- * index is bounded. So removing an object takes a walk from the head of the chain. This is short,
- * because a bucket of a full index has about 20 objects at most.
+ * index is bounded. So removing an object takes a walk from the head of the chain, like finding it.
  *
- * The caller holds the lock of the bucket, or no other task can reach the chain. RCU readers use
- * for_each_object_rcu(). If an object moves to another chain meanwhile, such a reader continues in
- * that chain.
+ * The caller holds the lock of the bucket, or no other task can reach the chain. RCU readers follow
+ * the pointers with rcu_dereference(). If an object moves to another chain meanwhile, such a reader
+ * continues in that chain.
  */
 #ifndef _TMEM_CHAIN_H
 #define _TMEM_CHAIN_H
@@ -23,23 +22,10 @@ static inline struct object *chain_object(struct object __rcu **link)
 	return rcu_dereference_protected(*link, true);
 }
 
-#define for_each_object(object, head)							\
-	for ((object) = chain_object(head); (object); (object) = chain_object(&(object)->next))
-
-/* The body of the loop may remove the object. */
-#define for_each_object_safe(object, after, head)					\
-	for ((object) = chain_object(head);						\
-	     (object) && ((after) = chain_object(&(object)->next), true);		\
-	     (object) = (after))
-
-#define for_each_object_rcu(object, head)						\
-	for ((object) = rcu_dereference(*(head)); (object);				\
-	     (object) = rcu_dereference((object)->next))
-
 /* Adds an object at the head of a chain. */
 static inline void chain_add(struct object __rcu **head, struct object *object)
 {
-	/* An RCU reader may read the field now, because the object may have been in another chain. */
+	/* An RCU reader may read the field now: the object may have been in another chain. */
 	RCU_INIT_POINTER(object->next, chain_object(head));
 	rcu_assign_pointer(*head, object);
 }
@@ -55,10 +41,28 @@ static inline struct object __rcu **chain_link(struct object __rcu **head,
 	return head;
 }
 
-/* Removes an object, which is in the chain. RCU readers that have reached it find the next ones. */
+/*
+ * Removes the object to which @link points. RCU readers that have reached the object continue with
+ * the next one.
+ */
+static inline void chain_cut(struct object __rcu **link)
+{
+	rcu_assign_pointer(*link, chain_object(&chain_object(link)->next));
+}
+
+/*
+ * Returns the pointer that leads to the next object of a loop over a chain: the one in @object, or
+ * @link, which led to @object, if the loop has removed @object.
+ */
+static inline struct object __rcu **chain_step(struct object __rcu **link, struct object *object)
+{
+	return chain_object(link) == object ? &object->next : link;
+}
+
+/* Removes an object, which is in the chain. */
 static inline void chain_remove(struct object __rcu **head, struct object *object)
 {
-	rcu_assign_pointer(*chain_link(head, object), chain_object(&object->next));
+	chain_cut(chain_link(head, object));
 }
 
 /* Puts @object into the place of @old, which is in the chain. */
@@ -75,7 +79,7 @@ static inline struct object *chain_pop(struct object __rcu **head)
 	struct object *object = chain_object(head);
 
 	if (object)
-		rcu_assign_pointer(*head, chain_object(&object->next));
+		chain_cut(head);
 	return object;
 }
 

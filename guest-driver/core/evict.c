@@ -38,18 +38,19 @@ static unsigned int evict_hand;		/* next bucket of the evictor; used by the work
 static unsigned long sweep(u32 id, enum tmem_inval why)
 {
 	unsigned long i, erased = 0;
-	struct object __rcu *freed = NULL;
-	struct object *object, *next;
+	struct object __rcu *freed = NULL, **link;
+	struct object *object;
 
 	for (i = 0; i < 1UL << tmem_bucket_bits; i++) {
 		spin_lock_irq(&tmem_buckets[i].lock);
-		for_each_object_safe(object, next, &tmem_buckets[i].objects) {
+		for (link = &tmem_buckets[i].objects; (object = chain_object(link));
+		     link = chain_step(link, object)) {
 			if (id ? object->pool != id : tmem_pool_live(object->pool))
 				continue;
 			uncount_object(object);
 			tmem_count_inval(why, object_pages(object));
 			erased += object_pages(object);
-			chain_remove(&tmem_buckets[i].objects, object);
+			chain_cut(link);
 			chain_add(&freed, object);
 		}
 		spin_unlock_irq(&tmem_buckets[i].lock);
@@ -99,7 +100,8 @@ void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why)
  */
 static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, unsigned long *nr)
 {
-	struct object *object, *next;
+	struct object __rcu **link;
+	struct object *object;
 	unsigned int budget = LEAVES_PER_LOCK;
 	unsigned long evicted = 0, retained_evicted = 0;
 	struct leaf *leaf;
@@ -107,7 +109,8 @@ static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, uns
 	bool more = false;
 
 	spin_lock_irq(&bucket->lock);
-	for_each_object_safe(object, next, &bucket->objects) {
+	for (link = &bucket->objects; (object = chain_object(link));
+	     link = chain_step(link, object)) {
 		/*
 		 * The chain is in descending order of ids, because new objects are added at its
 		 * head. Skip the objects that earlier steps have visited.
@@ -140,8 +143,10 @@ static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, uns
 			}
 			leaf = leaf_find_after(object, nr, ULONG_MAX);
 		}
-		if (!object_pages(object))
-			tmem_object_free_empty(bucket, object);
+		if (!object_pages(object)) {
+			chain_cut(link);
+			tmem_object_release(object);
+		}
 		if (more)
 			break;
 	}

@@ -44,10 +44,9 @@
 #include "index.h"
 
 /*
- * Bytes of the module's memory for each bucket. The index may use half of them. The number of
- * buckets is rounded down to a power of two. So an index full of files of one page has 10 to 21
- * objects in each bucket, up to 1.6 TiB of RAM. Beyond that the table does not grow, because a walk
- * visits all buckets.
+ * Bytes of the module's memory for each bucket. The number of buckets is rounded down to a power of
+ * two. So an index full of files of one page has at most 42 objects in each bucket on average, up
+ * to 1.6 TiB of RAM. Beyond that the table does not grow, because a walk visits all buckets.
  */
 #define BYTES_PER_BUCKET	1024
 #define BUCKETS_MIN		256
@@ -117,7 +116,7 @@ static void free_detached_fn(struct work_struct *work)
 static DECLARE_WORK(free_detached, free_detached_fn);
 
 /**
- * tmem_object_detach() - take an object with all its pages out of the index, in constant time
+ * tmem_object_detach() - take an object with all its pages out of the index, without visiting them
  * @bucket: bucket of the object; locked
  * @object: the object, which can no longer be found; its pages no longer count as held
  * @why: reason, for the counters
@@ -298,7 +297,8 @@ static struct object *find_object_id(struct bucket *bucket, u64 id)
 	struct object *object;
 
 	lockdep_assert_held(&bucket->lock);
-	for_each_object(object, &bucket->objects)
+	for (object = chain_object(&bucket->objects); object;
+	     object = chain_object(&object->next))
 		if (object->id == id)
 			return object;
 	return NULL;
@@ -486,7 +486,7 @@ void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t las
 }
 
 /**
- * tmem_invalidate_inode() - erase all pages of an inode, in constant time
+ * tmem_invalidate_inode() - erase all pages of an inode, without visiting them
  * @pool: file system
  * @ino: inode number
  * @why: reason, for the counters
@@ -531,7 +531,8 @@ static struct object *find_object_rcu(struct bucket *bucket, const struct tmem_p
 
 	if (!id)
 		return NULL;
-	for_each_object_rcu(object, &bucket->objects)
+	for (object = rcu_dereference(bucket->objects); object;
+	     object = rcu_dereference(object->next))
 		if (READ_ONCE(object->ino) == ino && READ_ONCE(object->pool) == id)
 			return object;
 	return NULL;
@@ -656,7 +657,8 @@ unsigned long tmem_index_pool_pages(u32 id)
 
 	for (i = 0; i < 1UL << tmem_bucket_bits; i++) {
 		spin_lock_irq(&tmem_buckets[i].lock);
-		for_each_object(object, &tmem_buckets[i].objects)
+		for (object = chain_object(&tmem_buckets[i].objects); object;
+		     object = chain_object(&object->next))
 			if (object->pool == id)
 				pages += object_pages(object);
 		spin_unlock_irq(&tmem_buckets[i].lock);

@@ -54,7 +54,8 @@ static inline struct object *find_object(struct bucket *bucket, const struct tme
 	lockdep_assert_held(&bucket->lock);
 	if (!id)
 		return NULL;
-	for_each_object(object, &bucket->objects)
+	for (object = chain_object(&bucket->objects); object;
+	     object = chain_object(&object->next))
 		if (object->ino == ino && object->pool == id)
 			return object;
 	return NULL;

@@ -68,9 +68,9 @@ class Process:
     def set_group_nice(self, nice: int) -> None:
         """Sets the nice value of the scheduling group that the kernel makes for the session.
 
-        Does nothing if the kernel makes no such groups, or if this user may not lower the value.
+        Does nothing if the kernel makes no such groups, or if the user may not change the value.
         """
-        with suppress(FileNotFoundError, PermissionError):
+        with suppress(OSError):
             Path(f"/proc/{self.pid}/autogroup").write_text(str(nice))
 
     def status(self) -> int | None:

@@ -157,7 +157,7 @@ def test_full_index_engages_the_filter_only_without_hits(
         " dd if=/dev/urandom of=/mnt/useful bs=1M count=1 2>/dev/null; sync",
         60,
     )
-    # The index has memory for 7,300 pages, and the first 40 files have 10,240.
+    # The index has memory for about 7,500 pages, and the first 40 files have 10,240.
     limit_index(guest, 80 << 10)
     counters: dict[str, int] = {}
     for number in range(1, 41):
