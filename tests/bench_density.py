@@ -45,9 +45,9 @@ NAMES = ("web1", "web2", "web3", "web4")
 # processors of one machine.
 TREE_BYTES = 256 * MIB
 RAM_BYTES = 192 * MIB  # RAM of each VM with the device
-# This size suffices for the parts of all four trees that do not fit RAM, because the pool stores
-# equal files once, and compressed.
-POOL_BYTES = 192 * MIB
+# This size suffices for all pages of the four trees, because the pool stores equal files once, and
+# compressed.
+POOL_BYTES = 224 * MIB
 WARM_ROUNDS = 1
 ROUNDS = 2  # number of measured rounds
 REPEAT = 3
