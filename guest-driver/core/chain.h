@@ -3,7 +3,8 @@
  * Chain of the objects in one bucket of the index.
  *
  * An object has one pointer, to the next object. An hlist would need two, and the memory of the
- * index is bounded. So removing an object takes a walk from the head of the chain, like finding it.
+ * index is bounded. So removing an object takes a walk from the head of the chain, as finding an
+ * object does.
  *
  * The caller holds the lock of the bucket, or no other task can reach the chain. RCU readers follow
  * the pointers with rcu_dereference(). If an object moves to another chain meanwhile, such a reader

@@ -118,7 +118,7 @@ def test_systemctl_start_returns_when_the_daemon_accepts_connections(
     assert host.show(UNIT, "ActiveState") == "active"
     # systemd reports that the unit's watchdog is active.
     assert host.show(UNIT, "WatchdogUSec") == f"{WATCHDOG_SECONDS:.0f}s"
-    # beside machine.slice, which has the VMs
+    # The daemon's control group is beside machine.slice, which has the VMs.
     assert host.show(UNIT, "ControlGroup") == f"/{UNIT}"
     assert host.show(UNIT, "CPUWeight") == "1000"
     assert int(host.show(UNIT, "WatchdogTimestampMonotonic")) > 0

@@ -56,7 +56,7 @@ def test_unit_sets_watchdog_and_restart() -> None:
 
 
 def test_unit_has_more_weight_than_all_vms() -> None:
-    """systemd's default weight is 100, which machine.slice with all VMs has."""
+    """The daemon's weight is above that of machine.slice, which is 100 by default, for all VMs."""
     unit = settings()
     assert int(unit["CPUWeight"]) == 1000
     assert unit["Slice"] == "-.slice", "the weight would not count beside machine.slice"
