@@ -273,10 +273,21 @@ void tmem_evict_start(void)
 }
 
 /**
+ * tmem_index_allows_small() - check whether the index uses so little that it takes small files
+ *
+ * Return: false if the index uses more than 7/8 of its memory.
+ */
+bool tmem_index_allows_small(void)
+{
+	return atomic_long_read(&tmem_index_used_bytes) <= tmem_index_limit() / 8 * SMALL_EIGHTHS;
+}
+
+/**
  * tmem_index_has_room_for_small() - check whether the index may take a file shorter than a page
  *
- * If the answer is false, the evictor erases some entries of such files from time to time. Without
- * this, small files that are never read again would keep all others out.
+ * If the answer is false, the evictor makes room from time to time. It erases retained entries or,
+ * if these are not enough, some entries of such files. Without this, small files that are never
+ * read again would keep all others out.
  *
  * Context: any but NMI.
  *
@@ -284,8 +295,7 @@ void tmem_evict_start(void)
  */
 bool tmem_index_has_room_for_small(void)
 {
-	if (atomic_long_read(&tmem_index_used_bytes) <=
-	    tmem_index_limit() / 8 * SMALL_EIGHTHS)
+	if (tmem_index_allows_small())
 		return true;
 	if (time_after_eq(jiffies, READ_ONCE(small_evict_next))) {
 		WRITE_ONCE(small_evict_next, jiffies + TMEM_SMALL_EVICT_PERIOD);

@@ -53,6 +53,7 @@ bool tmem_charge(long bytes);
 void tmem_uncharge(long bytes);
 bool tmem_alone_in_node(struct xarray *xa, unsigned long index);
 void tmem_evict_start(void);
+bool tmem_index_allows_small(void);
 void tmem_index_make_room(void);
 
 #endif /* _TMEM_BUDGET_H */

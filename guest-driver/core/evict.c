@@ -4,7 +4,8 @@
  * index is full, the leaves into which no entry was stored for the longest time.
  *
  * If the index is nearly full, it takes no files shorter than a page. The evictor then erases
- * such files that it has, in the same way but slowly, so that other ones get a chance.
+ * retained entries. If these do not free enough memory, it erases such files that it has, in the
+ * same way but slowly, so that other ones get a chance.
  *
  * The walk goes through the table bucket by bucket, because only the table has all objects. A list
  * of objects would cost memory, and a lock for each put. The walk never delays a put for long: it
@@ -15,8 +16,9 @@
 #include "index.h"
 
 /*
- * A full index evicts entries until it uses this many sixteenths of its limit. This is less than
- * the part up to which it takes files shorter than a page (SMALL_EIGHTHS).
+ * The evictor makes room in a full index until the index uses this many sixteenths of its limit.
+ * This is less than the part up to which the index takes files shorter than a page (SMALL_EIGHTHS).
+ * The evictor stops there as well when it makes room for such files with retained entries.
  */
 #define FULL_SIXTEENTHS		13
 /*
@@ -175,19 +177,26 @@ static void evict(enum victims victims, unsigned long visits, long low)
 }
 
 /*
- * Makes room in a full index. It first erases retained entries, because their pages are in the
- * page cache, and their next eviction puts a copy. Then, like the CLOCK algorithm, it erases
- * leaves into which no entry was stored since its last visit. The driver does not tell the host:
- * the host's own eviction later drops its copies of these pages.
+ * Erases retained entries first, because their pages are in the page cache, and their next eviction
+ * puts a copy.
  */
-static void evict_full(void)
+static void evict_retained(long low)
+{
+	if (tmem_index_retained_pages())
+		evict(RETAINED_ENTRIES, 1UL << tmem_bucket_bits, low);
+}
+
+/*
+ * Makes room in a full index. After the retained entries, it erases leaves into which no entry was
+ * stored since its last visit, like the CLOCK algorithm. The driver does not tell the host: the
+ * host's own eviction later drops its copies of these pages.
+ */
+static void evict_full(long low)
 {
 	unsigned long evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted);
 	struct tmem_dev *dev;
-	long low = tmem_index_limit() / 16 * FULL_SIXTEENTHS;
 
-	if (tmem_index_retained_pages())
-		evict(RETAINED_ENTRIES, 1UL << tmem_bucket_bits, low);
+	evict_retained(low);
 	evict(ALL_LEAVES, 2UL << tmem_bucket_bits, low);
 	evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted) - evicted;
 	rcu_read_lock();
@@ -197,15 +206,28 @@ static void evict_full(void)
 	rcu_read_unlock();
 }
 
-static void evict_work_fn(struct work_struct *work)
+/*
+ * Makes room for files shorter than a page, which the index refused. If retained entries cannot
+ * make it, a small part of such files leaves the index.
+ */
+static void evict_small(long low)
 {
 	long bytes = tmem_index_limit() / SMALL_EVICT_PART;
 
-	if (test_and_clear_bit(TMEM_EVICT_FULL, &tmem_evict_requests))
-		evict_full();
-	if (test_and_clear_bit(TMEM_EVICT_SMALL, &tmem_evict_requests))
+	evict_retained(low);
+	if (!tmem_index_allows_small())
 		evict(FIRST_PAGES, (1UL << tmem_bucket_bits) / SMALL_VISIT_PART,
 		      atomic_long_read(&tmem_index_used_bytes) - bytes);
+}
+
+static void evict_work_fn(struct work_struct *work)
+{
+	long low = tmem_index_limit() / 16 * FULL_SIXTEENTHS;
+
+	if (test_and_clear_bit(TMEM_EVICT_FULL, &tmem_evict_requests))
+		evict_full(low);
+	if (test_and_clear_bit(TMEM_EVICT_SMALL, &tmem_evict_requests))
+		evict_small(low);
 }
 
 /**

@@ -363,21 +363,24 @@ def test_driver_puts_copies_while_references_find_no_page(
         assert growth(before, drop(guest))["refs"] == before["index_retained_pages"]
 
 
-@pytest.mark.smoke
-def test_full_index_erases_retained_entries_first(
-    session: Session, kernel: Kernel, test_module: Path
-) -> None:
+def boot_with_small_index(
+    session: Session, kernel: Kernel, module: Path
+) -> tuple[Guest, dict[str, str], dict[str, int]]:
+    """Boots a guest whose index has two thirds retained and one third held entries.
+
+    Returns the guest, the SHA-256 of the files with retained pages, and the driver's counters. An
+    eighth of the index's memory, which includes the table, is less than that of the retained
+    entries.
+    """
     # With little memory, the guest has a small index, which few files fill.
     guest, sums = boot(
         session,
         kernel,
-        test_module,
+        module,
         parameters="verify_every=0 admission=off",
         files=20,
         memory_bytes=128 * MIB,
     )
-    # The index has two thirds retained and one third held entries. An eighth of the limit, which
-    # includes the table, is less than the memory of the retained entries.
     evict(guest, list(sums))
     settle_refs(guest)
     some = dict(list(sums.items())[:14])
@@ -387,6 +390,15 @@ def test_full_index_erases_retained_entries_first(
     held = before["index_pages"] - retained
     assert retained > 10 * PAGES and held > 4 * PAGES
     assert retained * 8 > before["index_bytes"] // 8
+    return guest, some, before
+
+
+@pytest.mark.smoke
+def test_full_index_erases_retained_entries_first(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    guest, some, before = boot_with_small_index(session, kernel, test_module)
+    retained = before["index_retained_pages"]
     set_parameter(guest, "test_index_bytes", str(before["index_bytes"]))
     # Put files for the first time, without evicting other files, until the index is full.
     set_parameter(guest, "test_hooks_off", "fadvise")
@@ -410,6 +422,35 @@ def test_full_index_erases_retained_entries_first(
     assert growth(before, after)["puts"] > retained // 2
     assert checksums(guest, list(some)) == some
     wait_state(guest, "on")
+
+
+@pytest.mark.smoke
+def test_retained_entries_leave_a_nearly_full_index_for_small_files(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A nearly full index erases retained entries, and no others, so that it takes small files."""
+    files = 60
+    guest, some, _ = boot_with_small_index(session, kernel, test_module)
+    small = f"{WHERE}/small"
+    guest.sh(f"mkdir {small}; for i in $(seq {files}); do echo $i >{small}/$i; done; sync", 60)
+    set_parameter(guest, "test_hooks_off", "fadvise")
+
+    def evict_small() -> Counter[str]:
+        before = stats(guest)
+        guest.sh(
+            f"cat {small}/* >/dev/null; for i in {small}/*; do {SPECIAL} dontneed $i; done", 60
+        )
+        settle(guest)
+        return growth(before, settle_refs(guest))
+
+    before = stats(guest)
+    # The index uses 15/16 of its memory, which is too much for small files, but not full.
+    set_parameter(guest, "test_index_bytes", str(before["index_bytes"] // 15 * 16))
+    until(lambda: evict_small()["puts"] == files, 60, "the driver puts all small files")
+    grown = growth(before, settle_refs(guest))
+    assert grown["puts_skipped_small"] > 0 and grown["retained_evicted"] > 0
+    assert grown["index_evicted"] == 0 and grown["puts_dropped_index_full"] == 0
+    assert checksums(guest, list(some)) == some
 
 
 @pytest.mark.smoke
