@@ -56,6 +56,11 @@
 /* The module uses at most (guest RAM / 100 + 2 MiB). Operators rely on this number. */
 #define TMEM_BUDGET_RAM_DIVISOR	100
 #define TMEM_BUDGET_FLOOR_BYTES	(2UL << 20)
+/*
+ * With VIRTIO_TMEM_F_RETAIN, the index also has entries of pages that are in the page cache. It may
+ * use this part of RAM in addition, which is one entry for each page of RAM.
+ */
+#define TMEM_BUDGET_RETAIN_DIVISOR	(PAGE_SIZE / sizeof(u64))
 /* The put rings take 3/8 of the module's memory, bounce pages 1/8, and the index the rest. */
 #define TMEM_RING_EIGHTHS	3
 #define TMEM_BOUNCE_EIGHTHS	1
@@ -279,6 +284,7 @@ struct tmem_dev {
 	bool retain;			/* VIRTIO_TMEM_F_RETAIN is negotiated and used */
 	struct tmem_queue *queue;
 	unsigned long memory_bytes;
+	long index_extra_bytes;		/* memory that the index may use because of retain */
 	struct tmem_admit *admit;
 	/*
 	 * References of tasks that use the device and may sleep: tmem_get() and

@@ -28,8 +28,12 @@
 #define SMALL_EVICT_PART	512
 #define SMALL_VISIT_PART	64
 
-/* Entries that the evictor erases. FIRST_PAGES: those of files with no other page in the index. */
-enum victims { ALL_LEAVES, RETAINED_ENTRIES, FIRST_PAGES };
+/*
+ * Leaves whose entries the evictor erases. RETAINED_LEAVES: those with retained entries only,
+ * because a leaf takes the same memory until its last entry is erased. FIRST_PAGES: those of files
+ * with no other page in the index.
+ */
+enum victims { ALL_LEAVES, RETAINED_LEAVES, FIRST_PAGES };
 
 static unsigned int evict_hand;		/* next bucket of the evictor; used by the work item only */
 
@@ -95,10 +99,9 @@ void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why)
 
 /*
  * Runs one step of the evictor: visits about LEAVES_PER_LOCK leaves of a bucket, beginning with
- * leaf *@nr of object *@at. Erases the retained entries of these leaves; or all entries of those
- * leaves, or of those with only the first page of a file, into which no entry was stored since the
- * evictor's last visit. Sets *@at and *@nr to the place at which the next step begins. Returns
- * false if the bucket is done.
+ * leaf *@nr of object *@at. Erases those of these leaves that are @victims. Except for
+ * RETAINED_LEAVES, it leaves out those into which an entry was stored since its last visit. Sets
+ * *@at and *@nr to the place at which the next step begins. Returns false if the bucket is done.
  */
 static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, unsigned long *nr)
 {
@@ -119,7 +122,7 @@ static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, uns
 		 */
 		if (object->id > *at)
 			continue;
-		if (victims == RETAINED_ENTRIES && !object_retained(object))
+		if (victims == RETAINED_LEAVES && !object_retained(object))
 			continue;
 		if (victims == FIRST_PAGES &&
 		    (object->small.class != TMEM_OBJECT_1 || object->small.present != 1))
@@ -130,13 +133,11 @@ static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, uns
 		leaf = leaf_find(object, nr, ULONG_MAX);
 		while (leaf) {
 			retained = leaf_retained(leaf);
-			if (victims != RETAINED_ENTRIES && leaf->referenced) {
+			if (victims != RETAINED_LEAVES && leaf->referenced) {
 				leaf->referenced = 0;
-			} else if (retained || victims != RETAINED_ENTRIES) {
+			} else if (victims != RETAINED_LEAVES || retained == leaf_present(leaf)) {
 				retained_evicted += hweight64(retained);
-				evicted += tmem_leaf_erase(object, *nr, leaf,
-							   victims == RETAINED_ENTRIES ?
-							   retained : ~0ULL);
+				evicted += tmem_leaf_erase(object, *nr, leaf, ~0ULL);
 			}
 			if (!budget--) {
 				(*nr)++;	/* continue after this leaf in the next step */
@@ -177,13 +178,13 @@ static void evict(enum victims victims, unsigned long visits, long low)
 }
 
 /*
- * Erases retained entries first, because their pages are in the page cache, and their next eviction
- * puts a copy.
+ * Erases retained entries, which leave the index before others, because their pages are in the page
+ * cache, and their next eviction puts a copy.
  */
 static void evict_retained(long low)
 {
 	if (tmem_index_retained_pages())
-		evict(RETAINED_ENTRIES, 1UL << tmem_bucket_bits, low);
+		evict(RETAINED_LEAVES, 1UL << tmem_bucket_bits, low);
 }
 
 /*

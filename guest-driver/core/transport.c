@@ -236,7 +236,9 @@ static int set_up(struct virtio_device *vdev)
 	if (err)
 		goto fail_feeder;
 	virtio_device_ready(vdev);
-	tmem_index_reserve(dev->memory_bytes);
+	if (dev->retain)
+		dev->index_extra_bytes = totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RETAIN_DIVISOR;
+	tmem_index_reserve((long)dev->memory_bytes - dev->index_extra_bytes);
 	tmem_pools_device(true);
 	wake_up_process(dev->feeder);
 	rcu_assign_pointer(tmem_device, dev);
@@ -273,7 +275,7 @@ static void tear_down(struct virtio_device *vdev)
 	tmem_pools_forget();
 	tmem_pools_device(false);
 	tmem_index_sweep();
-	tmem_index_reserve(-(long)dev->memory_bytes);
+	tmem_index_reserve(dev->index_extra_bytes - (long)dev->memory_bytes);
 	free_device(dev);
 	vdev->priv = NULL;
 }
