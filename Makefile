@@ -141,7 +141,7 @@ VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.12-4 vm-6.1-1 vm-6.1-2 vm-6.1-3 v
 	vm-7.3-1 vm-7.3-2 vm-7.3-3 vm-7.3-4 vm-7.3-5
 PACKAGE_SHARDS = packages-namespaces-bookworm packages-namespaces-trixie packages-host-bookworm packages-guest-bookworm \
 	packages-guest-trixie packages-qemu
-SHARDS = $(VM_SHARDS) retain native qemu-life qemu-newest ops compatibility $(PACKAGE_SHARDS) container miri fuzz
+SHARDS = $(VM_SHARDS) retain native qemu-life qemu-newest ops compatibility $(PACKAGE_SHARDS) reproducible container miri fuzz
 # Kernels with debugging checks, built from source if they are not in the cache.
 CHECKING = kernel-debug kernel-kcsan
 # Kernels with configurations like those of other vendors, built from source if they are not in the
@@ -212,6 +212,10 @@ shard-packages-qemu: deps-test
 	$(MAKE) packages
 	scripts/check-packages --in namespaces $(PACKAGES)
 
+shard-reproducible: deps-test
+	$(MAKE) packages QEMU=0
+	scripts/check-reproducible $(PACKAGES)
+
 # The instructions of the Containerfile.
 shard-container:
 	scripts/deps packages
@@ -253,7 +257,7 @@ lint-c:
 	scripts/lint-c
 
 lint-shell:
-	git ls-files | xargs -r awk 'FNR == 1 && /^#!.*[\/ ](ba)?sh$$/ { print FILENAME }' | xargs -r shellcheck
+	git ls-files -s | sed '/^120000/d; s/^[^\t]*\t//' | xargs -r awk 'FNR == 1 && /^#!.*[\/ ](ba)?sh$$/ { print FILENAME }' | xargs -r shellcheck
 
 lint-python:
 	cd tests && ./python -m ruff check . ../qemu-dev/tests ../scripts/lint-prose ../scripts/sbom
