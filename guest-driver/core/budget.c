@@ -285,9 +285,8 @@ bool tmem_index_allows_small(void)
 /**
  * tmem_index_has_room_for_small() - check whether the index may take a file shorter than a page
  *
- * If the answer is false, the evictor makes room from time to time. It erases retained entries or,
- * if these are not enough, some entries of such files. Without this, small files that are never
- * read again would keep all others out.
+ * If the answer is false, the evictor makes a little room from time to time. Without this, small
+ * files that are never read again would keep all others out.
  *
  * Context: any but NMI.
  *

@@ -53,12 +53,15 @@
 				__stringify(TMEM_VERSION_MINOR) "." \
 				__stringify(TMEM_VERSION_PATCH)
 
-/* The module uses at most (guest RAM / 100 + 2 MiB). Operators rely on this number. */
+/*
+ * The module uses at most (guest RAM / 100 + 2 MiB) without VIRTIO_TMEM_F_RETAIN. Operators rely on
+ * this number.
+ */
 #define TMEM_BUDGET_RAM_DIVISOR	100
 #define TMEM_BUDGET_FLOOR_BYTES	(2UL << 20)
 /*
- * With VIRTIO_TMEM_F_RETAIN, the index also has entries of pages that are in the page cache. It may
- * use this part of RAM in addition, which is one entry for each page of RAM.
+ * With VIRTIO_TMEM_F_RETAIN, the index also has entries of pages that are in the page cache. So its
+ * limit is higher by this part of RAM, which is one entry for each page of RAM.
  */
 #define TMEM_BUDGET_RETAIN_DIVISOR	(PAGE_SIZE / sizeof(u64))
 /* The put rings take 3/8 of the module's memory, bounce pages 1/8, and the index the rest. */

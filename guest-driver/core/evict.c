@@ -3,9 +3,9 @@
  * Removal of index entries in bulk: the objects of pools that were freed or emptied, and, when the
  * index is full, the leaves into which no entry was stored for the longest time.
  *
- * If the index is nearly full, it takes no files shorter than a page. The evictor then erases
- * retained entries. If these do not free enough memory, it erases such files that it has, in the
- * same way but slowly, so that other ones get a chance.
+ * If the index is nearly full, it takes no files shorter than a page. The evictor then slowly
+ * erases leaves with only retained entries and, if this is not enough, entries of such files, so
+ * that other ones get a chance.
  *
  * The walk goes through the table bucket by bucket, because only the table has all objects. A list
  * of objects would cost memory, and a lock for each put. The walk never delays a put for long: it
@@ -22,11 +22,13 @@
  */
 #define FULL_SIXTEENTHS		13
 /*
- * While files shorter than a page are not put, the evictor frees this part of the index's memory at
- * a time, and visits this part of its buckets.
+ * While files shorter than a page are not put, the evictor visits a part of the buckets at a time:
+ * 1/8 to find leaves with only retained entries; or 1/64 to find entries of such files, of which it
+ * frees at most this part of the index's memory.
  */
-#define SMALL_EVICT_PART	512
+#define RETAINED_VISIT_PART	8
 #define SMALL_VISIT_PART	64
+#define SMALL_EVICT_PART	512
 
 /*
  * Leaves whose entries the evictor erases. RETAINED_LEAVES: those with retained entries only,
@@ -99,9 +101,9 @@ void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why)
 
 /*
  * Runs one step of the evictor: visits about LEAVES_PER_LOCK leaves of a bucket, beginning with
- * leaf *@nr of object *@at. Erases those of these leaves that are @victims. Except for
- * RETAINED_LEAVES, it leaves out those into which an entry was stored since its last visit. Sets
- * *@at and *@nr to the place at which the next step begins. Returns false if the bucket is done.
+ * leaf *@nr of object *@at. Erases the leaves that match @victims. A leaf into which
+ * an entry was stored since the last visit stays, except with RETAINED_LEAVES. Sets *@at and *@nr
+ * to the place at which the next step begins. Returns false if the bucket is done.
  */
 static bool evict_step(struct bucket *bucket, enum victims victims, u64 *at, unsigned long *nr)
 {
@@ -178,26 +180,18 @@ static void evict(enum victims victims, unsigned long visits, long low)
 }
 
 /*
- * Erases retained entries, which leave the index before others, because their pages are in the page
- * cache, and their next eviction puts a copy.
- */
-static void evict_retained(long low)
-{
-	if (tmem_index_retained_pages())
-		evict(RETAINED_LEAVES, 1UL << tmem_bucket_bits, low);
-}
-
-/*
- * Makes room in a full index. After the retained entries, it erases leaves into which no entry was
- * stored since its last visit, like the CLOCK algorithm. The driver does not tell the host: the
- * host's own eviction later drops its copies of these pages.
+ * Makes room in a full index. It first erases leaves with only retained entries. Their pages are in
+ * the page cache, so the guest only has to put copies at their next eviction. Then, like the CLOCK
+ * algorithm, it erases leaves into which no entry was stored since its last visit. The driver does
+ * not tell the host: the host's own eviction later drops its copies of these pages.
  */
 static void evict_full(long low)
 {
 	unsigned long evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted);
 	struct tmem_dev *dev;
 
-	evict_retained(low);
+	if (tmem_index_retained_pages())
+		evict(RETAINED_LEAVES, 1UL << tmem_bucket_bits, low);
 	evict(ALL_LEAVES, 2UL << tmem_bucket_bits, low);
 	evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted) - evicted;
 	rcu_read_lock();
@@ -208,17 +202,22 @@ static void evict_full(long low)
 }
 
 /*
- * Makes room for files shorter than a page, which the index refused. If retained entries cannot
- * make it, a small part of such files leaves the index.
+ * Makes room for files shorter than a page, which the index refused. It erases leaves with only
+ * retained entries, if all retained entries together take enough memory. If the room is still
+ * missing, it erases entries of such files.
  */
 static void evict_small(long low)
 {
-	long bytes = tmem_index_limit() / SMALL_EVICT_PART;
+	unsigned long buckets = 1UL << tmem_bucket_bits;
+	long used = atomic_long_read(&tmem_index_used_bytes);
 
-	evict_retained(low);
+	if (tmem_index_allows_small())
+		return;
+	if (tmem_index_retained_pages() * (long)sizeof(u64) > used - low)
+		evict(RETAINED_LEAVES, buckets / RETAINED_VISIT_PART, low);
 	if (!tmem_index_allows_small())
-		evict(FIRST_PAGES, (1UL << tmem_bucket_bits) / SMALL_VISIT_PART,
-		      atomic_long_read(&tmem_index_used_bytes) - bytes);
+		evict(FIRST_PAGES, buckets / SMALL_VISIT_PART,
+		      used - tmem_index_limit() / SMALL_EVICT_PART);
 }
 
 static void evict_work_fn(struct work_struct *work)

@@ -45,8 +45,9 @@
 
 /*
  * Bytes of the module's memory for each bucket. The number of buckets is rounded down to a power of
- * two. So an index full of files of one page has at most 42 objects in each bucket on average, up
- * to 1.6 TiB of RAM. Beyond that the table does not grow, because a walk visits all buckets.
+ * two. So an index full of files of one page has at most 42 objects in each bucket on average, or
+ * 50 with VIRTIO_TMEM_F_RETAIN, up to 1.6 TiB of RAM. Beyond that the table does not grow, because
+ * a walk visits all buckets.
  */
 #define BYTES_PER_BUCKET	1024
 #define BUCKETS_MIN		256

@@ -66,7 +66,7 @@ TMEM_STAT(refs_unneeded)
 
 /*
  * retained_hits: pages that gets returned and the host retained. retained_evicted: entries of
- * retained pages that a full index erased.
+ * retained pages that a full or nearly full index erased.
  */
 TMEM_STAT(retained_hits)
 TMEM_STAT(retained_evicted)
