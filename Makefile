@@ -50,7 +50,7 @@ bench: deps ## measure the storage engine, compared with copying, hashing, lz4 a
 bench-path: deps ## measure the path from a virtqueue to the engine and back, compared with zram and memcached; ARGS="--json"
 	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- path $(ARGS)
 
-bench-timing: deps ## measure whether timing tells a guest which pages a VM of another trust domain has; ARGS="--json"
+bench-timing: deps ## measure whether timing tells a guest which pages a VM of another trust domain has; ARGS="--full-pool"
 	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- timing $(ARGS)
 
 bench-slice: deps ## measure how long a VM waits for a page while another VM keeps the worker busy; ARGS="--json"
@@ -113,11 +113,12 @@ check-kvm: deps-test all ## run the VM tests on KVM; skips them with a reason if
 check-libvirt: deps-test all ## test domains of a stock libvirtd: attach, start, hits, quota, detach
 	cd tests && ./python -m pytest --kernel $(KERNEL) --not-all-skipped vm/test_libvirt.py
 
-check-ops: deps-test all ## test commands, figures, estimates, metrics with a real Prometheus, tmemctl top in a real terminal
+check-ops: deps-test all ## test commands, figures, estimates, timing, metrics with a real Prometheus, tmemctl top in a real terminal
 	$(CARGO) test $(MANIFEST) -p tmem-control -p tmemctl -p tmem-exporter
 	$(CARGO) test $(MANIFEST) -p tmemctl --test terminal -p tmem-exporter --test prometheus -p tmemd --test journal -- --ignored
 	$(CARGO) test --release $(MANIFEST) -p tmem-exporter --test cost -- --ignored --nocapture
 	TMEM_SEEDS=8 $(CARGO) test --release $(MANIFEST) -p tmem-bench replay_test
+	$(CARGO) test --release $(MANIFEST) -p tmem-bench timing -- --nocapture
 	cd tests && ./python -m pytest --kernel $(KERNEL) vm/test_figures.py
 
 SUITES ?= bookworm
