@@ -32,8 +32,6 @@ fn linked(workspace: &Path, name: &str) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     let mut next = vec![name.to_owned()];
     while let Some(name) = next.pop() {
-        // A crate outside of the workspace's directory, such as proto, depends on no workspace
-        // crate, so its dependencies are not followed.
         if workspace.join(&name).is_dir() && found.insert(name.clone()) {
             next.extend(dependencies(workspace, &name));
         }
