@@ -213,6 +213,7 @@ shard-packages-qemu: deps-test
 	$(MAKE) packages
 	scripts/check-packages --in namespaces $(PACKAGES)
 
+# Two builds of the packages from the same source.
 shard-reproducible: deps-test
 	$(MAKE) packages QEMU=0
 	scripts/check-reproducible $(PACKAGES)
@@ -257,6 +258,7 @@ lint-rust:
 lint-c:
 	scripts/lint-c
 
+# Mode 120000 is a link: its target is checked under its own name, or is a directory.
 lint-shell:
 	git ls-files -s | sed '/^120000/d; s/^[^\t]*\t//' | xargs -r awk 'FNR == 1 && /^#!.*[\/ ](ba)?sh$$/ { print FILENAME }' | xargs -r shellcheck
 

@@ -23,8 +23,8 @@
 #define FULL_SIXTEENTHS		13
 /*
  * While files shorter than a page are not put, the evictor visits a part of the buckets at a time:
- * 1/8 to find leaves with only retained entries; or 1/64 to find entries of such files, of which it
- * frees at most this part of the index's memory.
+ * 1/8 to find leaves with only retained entries, and 1/64 to find entries of such files. Of these
+ * entries it frees at most 1/512 of the index's memory.
  */
 #define RETAINED_VISIT_PART	8
 #define SMALL_VISIT_PART	64
