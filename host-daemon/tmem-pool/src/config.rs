@@ -97,9 +97,16 @@ pub(crate) fn reclaim_high_bytes(size_bytes: u64) -> u64 {
 }
 
 /// Bytes of the pool that are reserved for the growth of indexes between two checks of the pool's
-/// size. They suffice for one chunk (32 KiB) for each kind of index record and one for the ghost
-/// table.
-pub(crate) const INDEX_ROOM_BYTES: u64 = 128 << 10;
+/// size. They suffice for one chunk (32 KiB) for each kind of index record (leaves, runs of three
+/// sizes, nodes and objects), one for the ghost table, and TABLES_ROOM_BYTES. The share of
+/// INDEX_ROOM_PART is for rare growth: of the queue of raw pages, the estimator and the hash tables
+/// of objects, and of the indexes of other tenants at the same time. A pool of less than 32 MiB can
+/// therefore exceed its size by some tens of KiB until the next eviction.
+pub(crate) const INDEX_ROOM_BYTES: u64 = ((7 * 32) << 10) + TABLES_ROOM_BYTES;
+
+/// Bytes by which the tables of handles and spans may grow while a put reserves memory for a group
+/// of pages. They suffice for 64 handles (16 B) and 64 spans (12 B).
+pub(crate) const TABLES_ROOM_BYTES: u64 = 4 << 10;
 
 /// Divisor for memory that is reserved for the growth of indexes: the pool's size divided by this
 /// number, in addition to INDEX_ROOM_BYTES.
@@ -110,11 +117,11 @@ pub(crate) const INDEX_ROOM_PART: u64 = 256;
 pub(crate) const TENANT_METADATA_BYTES: u64 = 16 << 10;
 
 /// Bytes that each page is charged for its metadata, in addition to its compressed size. They cover
-/// the worst case, a page that is alone in its object and has a blob of its own. Its index needs an
-/// entry (32 B), two tree nodes (160 B), and an object with its place in the hash table (72 B). Its
-/// blob needs a record (16 B), a slot in the table of equal pages (8 B), the record of a span
-/// (12 B), and a few bytes more. Most pages cost a quarter of that. With a smaller charge, a tenant
-/// with one-page objects could hold more than its share of the pool.
+/// the worst case, a page that is the only one left in its leaf and has a blob of its own. Its index
+/// needs a run of four entries (112 B), a leaf (24 B) and two ghost entries (4 B). It also needs a
+/// node (80 B) or an object with its place in the hash table (72 B). Its blob needs a record (16 B), a slot in the
+/// table of equal pages (7 B) and the record of a span (12 B). Most pages cost a fifth of that. With
+/// a smaller charge, a tenant with such pages could hold more than its share of the pool.
 pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
 
 /// Address space that a pool reserves, as a multiple of the pool's largest size. The heap needs a

@@ -12,7 +12,7 @@ use crate::codec::{self, Denser};
 use crate::config::{
     EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, EngineConfig, INDEX_ROOM_BYTES, INDEX_ROOM_PART,
     KEYS_PER_TENANT_MAX, PAGE_SIZE, Page, PolicyKind, Quota, SWEEP_NS, SWEEP_PAGES, SWEEP_STEP,
-    TENANT_METADATA_BYTES, TenantSpec, Time, reclaim_high_bytes,
+    TABLES_ROOM_BYTES, TENANT_METADATA_BYTES, TenantSpec, Time, reclaim_high_bytes,
 };
 use crate::entry::Gauges;
 use crate::error::AdmissionError;
@@ -308,9 +308,10 @@ impl Engine {
     }
 
     /// Returns whether the pool has memory for more index entries. If it has none, the caller
-    /// refuses puts.
+    /// refuses puts. The caller has reserved memory for a group of pages before, so the tables may
+    /// have grown a little since the pool's size was checked.
     pub(crate) fn has_index_room(&self) -> bool {
-        !self.is_over()
+        self.used_bytes() <= self.size_bytes.get().saturating_add(TABLES_ROOM_BYTES)
     }
 
     pub(crate) fn release_all(&self, freed: Freed) {

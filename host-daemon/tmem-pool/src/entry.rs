@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Index entry of one page, 32 bytes long. It has the page's cookie, the place of its contents,
-//! check bits of their hash, the stored size, and the links of the tree and of an eviction queue.
+//! Index entry of one page, 28 bytes long. It has the page's cookie, the place of its contents,
+//! check bits of their hash, the stored size, and the links of an eviction queue.
 
 use crate::config::{PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE};
 use crate::heap::Zeroed;
-use crate::index::{ArenaRecord, Hook, Id};
+use crate::index::Id;
 
 /// Place of a page's contents. A blob is named by its number in the store (blob.rs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,9 +22,9 @@ pub(crate) enum Content {
 /// Index entry of a page. The fields `prev` and `next` are links of the eviction policy's queues
 /// or, for a retained page, of the queue of retained pages.
 #[derive(Clone, Debug, Default)]
+#[repr(C, packed(4))]
 pub(crate) struct Entry {
     pub cookie: u64,
-    pub hook: Hook,
     pub prev: Id,
     pub next: Id,
     /// Check bits: a part of the hash of the page. A get compares them with the hash of the page
@@ -34,7 +34,9 @@ pub(crate) struct Entry {
     bits: u32,
 }
 
-const _: () = assert!(size_of::<Entry>() == 32);
+// Entries take most of the metadata's memory. Without `packed`, an entry would take 32 B, because
+// its size would be a multiple of the alignment of the cookie.
+const _: () = assert!(size_of::<Entry>() == 28);
 
 // Bit fields of `Entry::bits`: stored bytes, kind of content, the flag for a retained page, and the
 // eviction policy's bits. The kind KIND_SHARED means that the blob was already stored for another
@@ -129,19 +131,6 @@ impl Entry {
 
 // SAFETY: all fields of an entry are integers, for which all bits zero is a valid value.
 unsafe impl Zeroed for Entry {}
-
-impl ArenaRecord for Entry {
-    fn next_free(&self) -> Id {
-        self.next
-    }
-
-    fn set_free(&mut self, next: Id) {
-        *self = Entry {
-            next,
-            ..Entry::default()
-        };
-    }
-}
 
 /// Gauges: sums over the index entries of an object, a pool or a tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

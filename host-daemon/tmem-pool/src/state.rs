@@ -21,7 +21,7 @@ use crate::entry::{Content, Entry};
 use crate::error::{CreateError, NoPool};
 use crate::evict::queue::Queue;
 use crate::evict::{self, Arrival, Leave, Policy};
-use crate::index::{Chunks, Id, Index, Key, PoolRef};
+use crate::index::{Chunks, Entries, Id, Index, Key, PoolRef};
 use crate::stats::{Counters, TenantStats};
 use crate::tenant::GET_PAGES_MAX;
 use std::collections::VecDeque;
@@ -462,16 +462,20 @@ impl State {
     ) -> usize {
         let mut ids: [Id; GET_PAGES_MAX] = [0; GET_PAGES_MAX];
         let ids = &mut ids[..wanted.cookies.len()];
-        self.index.find_run(pool, wanted.object, wanted.index, ids);
+        self.index
+            .find_consecutive(pool, wanted.object, wanted.index, ids);
         ids.iter().for_each(|&id| self.index.entries.prefetch(id));
         for (nth, &id) in ids.iter().enumerate().filter(|&(_, &id)| id != 0) {
             let entry = &self.index.entries[id];
             prefetch(entry.content());
             self.prefetch_put(pool, wanted.object, wanted.index + nth as u64);
             // Prefetch the entries before and after this entry in its queue, because removing this
-            // entry changes their links.
-            self.index.entries.prefetch(entry.prev);
-            self.index.entries.prefetch(entry.next);
+            // entry changes their links. Those of the same leaf are probably wanted pages, too.
+            for neighbour in [entry.prev, entry.next] {
+                if !Entries::same_leaf(id, neighbour) {
+                    self.index.entries.prefetch(neighbour);
+                }
+            }
         }
         let room_pages = self.room_pages();
         let used_pages = self.index.gauges.pages.into();
@@ -479,9 +483,12 @@ impl State {
         let (mut cost_ns, mut done, mut hits) = (0, 0, 0);
         for ((&id, &cookie), taken) in ids.iter().zip(wanted.cookies).zip(taken) {
             let entry = (id != 0).then(|| &self.index.entries[id]);
-            let held = entry.filter(|entry| entry.cookie == cookie);
-            let was_retained = held.is_some_and(Entry::is_retained);
-            cost_ns += held.map_or(MISS_NS, |entry| get_ns_max(entry.content()));
+            let held = entry.filter(|entry| entry.cookie == cookie).cloned();
+            let was_retained = held.as_ref().is_some_and(Entry::is_retained);
+            cost_ns += match &held {
+                Some(entry) => get_ns_max(entry.content()),
+                None => MISS_NS,
+            };
             cost_ns += if was_retained { REF_NS } else { 0 };
             // For a retained page, the get calls the estimator twice: first for the reference (REF)
             // that the guest should have sent, and then for the get itself.
@@ -490,18 +497,19 @@ impl State {
             if cost_ns + estimator_ns + estimates_ns_max > wanted.budget_ns {
                 break;
             }
-            let held = held.is_some();
-            self.counters.cookie_mismatches += u64::from(id != 0 && !held);
+            self.counters.cookie_mismatches += u64::from(id != 0 && held.is_none());
             let index = wanted.index + done as u64;
             let key = self.index.key_of(pool, wanted.object, index);
             let key_hash = self.index.key_hash(key);
-            if held {
+            let hit = held.is_some();
+            if let Some(entry) = held {
+                let (content, check) = (entry.content(), entry.check);
                 // A guest requests a retained page only after it has evicted the page from its page
                 // cache. So the reference (REF) that reports this eviction is late or was lost. Do
                 // the work of that reference now.
-                self.end_retention(id, key, key_hash);
-                let entry = &self.index.entries[id];
-                let (content, check) = (entry.content(), entry.check);
+                if was_retained {
+                    self.end_retention(id, key, key_hash);
+                }
                 let retained =
                     wanted.retain >> done & 1 != 0 && self.may_retain() && share(content);
                 if retained {
@@ -518,7 +526,7 @@ impl State {
                 });
                 hits += 1;
             }
-            self.estimator.get(key_hash, held, room_pages, used_pages);
+            self.estimator.get(key_hash, hit, room_pages, used_pages);
             done += 1;
         }
         self.counters.gets += done as u64;

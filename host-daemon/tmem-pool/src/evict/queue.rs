@@ -2,6 +2,7 @@
 //! Queue whose links are stored in the index entries: entries are added and removed in constant
 //! time at both ends and in the middle.
 
+use crate::entry::Entry;
 use crate::index::{Entries, Id};
 
 /// Queue of index entries. New entries are added at the tail, and the oldest is at `head`.
@@ -23,8 +24,8 @@ impl Queue {
 
     pub(crate) fn push(&mut self, entries: &mut Entries, id: Id) {
         let tail = std::mem::replace(&mut self.tail, id);
-        entries[id].prev = tail;
-        entries[id].next = 0;
+        let entry = &mut entries[id];
+        (entry.prev, entry.next) = (tail, 0);
         if tail == 0 {
             self.head = id;
         } else {
@@ -34,34 +35,23 @@ impl Queue {
     }
 
     pub(crate) fn remove(&mut self, entries: &mut Entries, id: Id) {
-        let (prev, next) = (entries[id].prev, entries[id].next);
-        // Check the links before they are used. A damaged queue could name a removed page, or name
-        // one page again and again. After the panic of this assertion, the engine empties the
-        // tenant.
-        let before = if prev == 0 {
-            self.head
-        } else {
-            entries[prev].next
+        let Entry { prev, next, .. } = entries[id];
+        let before = match prev {
+            0 => &mut self.head,
+            _ => &mut entries[prev].next,
         };
-        let after = if next == 0 {
-            self.tail
-        } else {
-            entries[next].prev
+        let before = std::mem::replace(before, next);
+        let after = match next {
+            0 => &mut self.tail,
+            _ => &mut entries[next].prev,
         };
+        let after = std::mem::replace(after, prev);
+        // A damaged queue could name a removed page, or name one page again and again. After the
+        // panic of this assertion, the engine empties the tenant.
         assert!(
             before == id && after == id,
             "the neighbours of entry {id} in a queue do not link back to it"
         );
-        if prev == 0 {
-            self.head = next;
-        } else {
-            entries[prev].next = next;
-        }
-        if next == 0 {
-            self.tail = prev;
-        } else {
-            entries[next].prev = prev;
-        }
         self.len -= 1;
     }
 
@@ -87,18 +77,15 @@ impl Queue {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::entry::Entry;
     use crate::index::Chunks;
 
     /// Makes a queue of three entries, changes its links with `damage`, and removes the second
     /// entry.
     fn remove_after(damage: fn(&mut Entries, [Id; 3])) {
-        let mut entries = Entries::new(16, Chunks::some());
+        let mut entries = Entries::new(16, &Chunks::some());
         let mut queue = Queue::default();
-        let ids = [(); 3].map(|()| {
-            let id = entries
-                .insert(Entry::default())
-                .expect("cannot allocate an entry");
+        let ids = [1, 2, 3].map(|page| {
+            let id = entries.add_alone(page, Entry::default());
             queue.push(&mut entries, id);
             id
         });

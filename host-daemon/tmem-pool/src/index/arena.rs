@@ -8,28 +8,25 @@
 //! without used records goes back to the system. The arena keeps one such chunk, so that chunks are
 //! not released and taken again all the time. New records go to the block that stopped being full
 //! most recently, so that nearly empty blocks can become empty. When the last record is removed,
-//! all memory is released.
+//! all memory is released, unless the caller keeps it (`take`).
 //!
 //! Number 0 means no record.
 
 use super::chunks::{CHUNK_BYTES, Chunk, Chunks};
 use crate::fail;
-use crate::heap::{Zeroed, prefetch};
+use crate::heap::Zeroed;
 use std::ops::{Index, IndexMut};
-use std::ptr::{self, NonNull};
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 /// Number of a record in an arena; 0 means no record.
 pub(crate) type Id = u32;
 
-/// Number of records of the first block. Each further block of the allocator has twice as many
-/// records as the block before.
-const FIRST_BLOCK: usize = 16;
-/// Size limit, in records, of blocks from the process's allocator. Blocks with at least this many
-/// records are allocated as chunks of index memory.
-const SMALL: usize = 512;
-const SMALL_BLOCKS: usize = (SMALL / FIRST_BLOCK).ilog2() as usize;
-const SMALL_RECORDS: usize = SMALL - FIRST_BLOCK;
+/// Size in bytes that blocks from the process's allocator do not reach. The first blocks are much
+/// smaller. A block of this size or more is a chunk of index memory.
+const SMALL_BYTES: usize = 16 << 10;
+/// Size in bytes that the first block of an arena does not exceed, unless it has only one record.
+const FIRST_BYTES: usize = 512;
 
 /// Block number that means no block, and ends a list of blocks.
 const NONE: u32 = u32::MAX;
@@ -117,11 +114,18 @@ impl<T: ArenaRecord> Block<T> {
 impl<T: ArenaRecord> Arena<T> {
     /// Number of records that fit into a chunk.
     const LARGE: usize = CHUNK_BYTES / size_of::<T>();
+    /// Number of records of the first block, a power of two. Each further block of the process's
+    /// allocator has twice as many records as the block before.
+    const FIRST: usize = 1 << ((FIRST_BYTES / size_of::<T>()) | 1).ilog2();
+    /// Number of records that blocks of the process's allocator do not reach, a power of two.
+    const SMALL: usize = 1 << (SMALL_BYTES / size_of::<T>()).ilog2();
+    const SMALL_BLOCKS: usize = (Self::SMALL / Self::FIRST).ilog2() as usize;
+    const SMALL_RECORDS: usize = Self::SMALL - Self::FIRST;
 
     /// Creates an arena of up to `used_max` records.
     pub(crate) fn new(used_max: u32, chunks: Arc<Chunks>) -> Arena<T> {
         const {
-            assert!(Self::LARGE >= FIRST_BLOCK && align_of::<T>() <= CHUNK_BYTES);
+            assert!(Self::SMALL > Self::FIRST && align_of::<T>() <= CHUNK_BYTES);
         }
         Arena {
             blocks: Vec::new(),
@@ -137,21 +141,21 @@ impl<T: ArenaRecord> Arena<T> {
 
     /// Returns the number of a record's block, and the record's place in that block.
     fn locate(id: Id) -> (usize, usize) {
-        let at = id as usize + FIRST_BLOCK - 1;
-        match at.checked_sub(SMALL) {
+        let at = id as usize + Self::FIRST - 1;
+        match at.checked_sub(Self::SMALL) {
             None => {
                 let log = at.ilog2();
-                ((log - FIRST_BLOCK.ilog2()) as usize, at - (1 << log))
+                ((log - Self::FIRST.ilog2()) as usize, at - (1 << log))
             }
-            Some(at) => (SMALL_BLOCKS + at / Self::LARGE, at % Self::LARGE),
+            Some(at) => (Self::SMALL_BLOCKS + at / Self::LARGE, at % Self::LARGE),
         }
     }
 
     /// Returns the number of the record at a place of a block.
     fn id(block: usize, at: usize) -> Id {
-        let first = match block.checked_sub(SMALL_BLOCKS) {
-            None => (FIRST_BLOCK << block) - FIRST_BLOCK,
-            Some(large) => SMALL_RECORDS + large * Self::LARGE,
+        let first = match block.checked_sub(Self::SMALL_BLOCKS) {
+            None => (Self::FIRST << block) - Self::FIRST,
+            Some(large) => Self::SMALL_RECORDS + large * Self::LARGE,
         };
         (first + at) as Id + 1
     }
@@ -178,7 +182,7 @@ impl<T: ArenaRecord> Arena<T> {
         }
         let nr = self.open as usize;
         let block = &mut self.blocks[nr];
-        self.idle -= u32::from(block.used == 0 && nr >= SMALL_BLOCKS);
+        self.idle -= u32::from(block.used == 0 && nr >= Self::SMALL_BLOCKS);
         let at = match block.free {
             0 => {
                 block.fresh += 1;
@@ -208,17 +212,18 @@ impl<T: ArenaRecord> Arena<T> {
         block.records().get(at)
     }
 
-    /// Prefetches the record with this number into the cache, if its block has memory.
-    pub(crate) fn prefetch(&self, id: Id) {
-        if id != 0
-            && let Some(record) = self.get(id)
-        {
-            prefetch(ptr::from_ref(record).cast());
+    /// Frees a used record and returns its value. Releases all memory with the last record.
+    pub(crate) fn remove(&mut self, id: Id) -> T {
+        let value = self.take(id);
+        if self.used == 0 {
+            self.clear();
         }
+        value
     }
 
-    /// Frees a used record and returns its value.
-    pub(crate) fn remove(&mut self, id: Id) -> T {
+    /// Frees a used record and returns its value. Keeps the small blocks and one chunk, even if no
+    /// record is left.
+    pub(crate) fn take(&mut self, id: Id) -> T {
         let (nr, at) = Self::locate(id);
         let block = &mut self.blocks[nr];
         let was_full = block.is_full();
@@ -228,14 +233,12 @@ impl<T: ArenaRecord> Arena<T> {
         record.set_free(free);
         block.free = at as u32 + 1;
         block.used -= 1;
-        let emptied = block.used == 0 && nr >= SMALL_BLOCKS;
+        let emptied = block.used == 0 && nr >= Self::SMALL_BLOCKS;
         self.used -= 1;
         if was_full {
             self.list(nr);
         }
-        if self.used == 0 {
-            self.clear();
-        } else if emptied {
+        if emptied {
             self.idle += 1;
             if self.idle > 1 {
                 self.idle -= 1;
@@ -284,8 +287,8 @@ impl<T: ArenaRecord> Arena<T> {
             NONE => self.blocks.len(),
             nr => nr as usize,
         };
-        let (records, memory) = if nr < SMALL_BLOCKS {
-            let (len, mut records) = (FIRST_BLOCK << nr, Vec::new());
+        let (records, memory) = if nr < Self::SMALL_BLOCKS {
+            let (len, mut records) = (Self::FIRST << nr, Vec::new());
             records.try_reserve_exact(len).map_err(|_| Full)?;
             records.resize(len, T::default());
             let records = NonNull::from(Box::leak(records.into_boxed_slice()));
@@ -344,8 +347,8 @@ impl<T: ArenaRecord> Arena<T> {
         block.next = std::mem::replace(&mut self.bare, nr as u32);
     }
 
-    /// Frees the memory of all blocks.
-    fn clear(&mut self) {
+    /// Releases the memory of all blocks. No record is in use.
+    pub(crate) fn clear(&mut self) {
         for nr in 0..self.blocks.len() {
             self.lay_bare(nr);
         }
@@ -380,31 +383,60 @@ impl<T: ArenaRecord> IndexMut<Id> for Arena<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::entry::{Content, Entry};
     use crate::tests::rng::{Rng, for_each_seed};
     use std::collections::BTreeMap;
 
-    type Entries = Arena<Entry>;
+    /// Record for the tests.
+    #[derive(Clone, Debug, Default)]
+    struct Item {
+        value: u64,
+        next: Id,
+        _rest: [u32; 5],
+    }
 
-    fn entry(cookie: u64) -> Entry {
-        Entry::new(cookie, 0, Content::Same(0), 0, false)
+    // SAFETY: all fields are integers, for which all bits zero is a valid value.
+    unsafe impl Zeroed for Item {}
+
+    impl ArenaRecord for Item {
+        fn next_free(&self) -> Id {
+            self.next
+        }
+
+        fn set_free(&mut self, next: Id) {
+            *self = Item {
+                next,
+                ..Item::default()
+            };
+        }
+    }
+
+    type Items = Arena<Item>;
+
+    fn item(value: u64) -> Item {
+        Item {
+            value,
+            ..Item::default()
+        }
     }
 
     /// Adds this number of records. Returns the numbers of the records in the order of insertion.
-    fn fill(arena: &mut Entries, records: u64) -> Vec<Id> {
-        let add = |cookie| arena.insert(entry(cookie)).unwrap();
+    fn fill(arena: &mut Items, records: u64) -> Vec<Id> {
+        let add = |value| arena.insert(item(value)).unwrap();
         (0..records).map(add).collect()
     }
 
     #[test]
     fn record_ids_convert_to_arena_positions_and_back() {
         for id in 1..if cfg!(miri) { 2000 } else { 10_000 } {
-            let (block, at) = Entries::locate(id);
-            assert_eq!(Entries::id(block, at), id);
+            let (block, at) = Items::locate(id);
+            assert_eq!(Items::id(block, at), id);
         }
-        let (block, at) = Entries::locate(SMALL_RECORDS as Id);
-        assert_eq!((block, at), (SMALL_BLOCKS - 1, SMALL / 2 - 1));
-        assert_eq!(Entries::locate(SMALL_RECORDS as Id + 1), (SMALL_BLOCKS, 0));
+        let (block, at) = Items::locate(Items::SMALL_RECORDS as Id);
+        assert_eq!((block, at), (Items::SMALL_BLOCKS - 1, Items::SMALL / 2 - 1));
+        assert_eq!(
+            Items::locate(Items::SMALL_RECORDS as Id + 1),
+            (Items::SMALL_BLOCKS, 0)
+        );
     }
 
     #[test]
@@ -417,7 +449,7 @@ mod tests {
         for_each_seed("index_arena_matches_a_map_model", seeds, |seed| {
             let mut rng = Rng::new(seed);
             let chunks = Chunks::some();
-            let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
+            let mut arena = Items::new(1 << 20, Arc::clone(&chunks));
             let mut model = BTreeMap::new();
             // Fill and empty the arena alternately, each time to another number of records.
             for turn in 0..turns {
@@ -428,24 +460,29 @@ mod tests {
                 };
                 while model.len() as u64 != target {
                     if (model.len() as u64) < target {
-                        let cookie = rng.next();
-                        let id = arena.insert(entry(cookie)).unwrap();
-                        assert!(id != 0 && model.insert(id, cookie).is_none());
+                        let value = rng.next();
+                        let id = arena.insert(item(value)).unwrap();
+                        assert!(id != 0 && model.insert(id, value).is_none());
                         continue;
                     }
                     let from = rng.below(12_000) as Id;
                     let next = model.range(from..).next().or(model.iter().next());
-                    let (&id, &cookie) = next.unwrap();
+                    let (&id, &value) = next.unwrap();
                     model.remove(&id);
-                    assert_eq!(arena.remove(id).cookie, cookie);
+                    // In half of the turns, keep the memory with the last record.
+                    let removed = match turn % 4 < 2 {
+                        true => arena.remove(id),
+                        false => arena.take(id),
+                    };
+                    assert_eq!(removed.value, value);
                 }
-                for (&id, &cookie) in &model {
-                    assert_eq!(arena[id].cookie, cookie);
-                    assert_eq!(arena.get(id).map(|entry| entry.cookie), Some(cookie));
+                for (&id, &value) in &model {
+                    assert_eq!(arena[id].value, value);
+                    assert_eq!(arena.get(id).map(|item| item.value), Some(value));
                 }
                 assert_eq!(arena.len() as usize, model.len());
                 let blocks = arena.blocks.iter();
-                let held: u64 = blocks.map(Entries::memory_bytes).sum();
+                let held: u64 = blocks.map(Items::memory_bytes).sum();
                 assert_eq!(arena.bytes(), held);
                 let with = |nr: usize| matches!(arena.blocks[nr].memory, Memory::Chunk(_));
                 let taken: Vec<usize> = (0..arena.blocks.len()).filter(|&nr| with(nr)).collect();
@@ -470,8 +507,8 @@ mod tests {
     #[test]
     fn emptied_arena_chunks_are_released_and_zeroed_for_reuse() {
         let chunks = Chunks::some();
-        let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
-        let ids = fill(&mut arena, 20 * Entries::LARGE as u64);
+        let mut arena = Items::new(1 << 20, Arc::clone(&chunks));
+        let ids = fill(&mut arena, 20 * Items::LARGE as u64);
         let full_bytes = arena.bytes();
         // Remove the oldest three quarters of the records, as evictions would.
         let (old, young) = ids.split_at(ids.len() * 3 / 4);
@@ -487,10 +524,10 @@ mod tests {
             arena.bytes()
         );
         assert!(
-            arena.get(old[SMALL + 2 * Entries::LARGE]).is_none(),
+            arena.get(old[Items::SMALL + 2 * Items::LARGE]).is_none(),
             "a record of a released chunk is still found"
         );
-        assert_eq!(arena[young[0]].cookie, old.len() as u64);
+        assert_eq!(arena[young[0]].value, old.len() as u64);
         fill(&mut arena, old.len() as u64);
         assert_eq!(arena.bytes(), full_bytes);
         let never_used = chunks.take().unwrap();
@@ -506,11 +543,11 @@ mod tests {
     #[test]
     fn inserting_a_record_fails_if_the_arena_has_no_free_chunk() {
         let chunks = Arc::new(Chunks::reserve(0).unwrap());
-        let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
-        let ids: Vec<Id> = std::iter::from_fn(|| arena.insert(entry(1)).ok()).collect();
-        assert_eq!(arena.insert(entry(1)), Err(Full));
-        assert!(ids.len() > SMALL_RECORDS + Entries::LARGE);
+        let mut arena = Items::new(1 << 20, Arc::clone(&chunks));
+        let ids: Vec<Id> = std::iter::from_fn(|| arena.insert(item(1)).ok()).collect();
+        assert_eq!(arena.insert(item(1)), Err(Full));
+        assert!(ids.len() > Items::SMALL_RECORDS + Items::LARGE);
         arena.remove(ids[700]);
-        assert_eq!(arena.insert(entry(1)), Ok(ids[700]));
+        assert_eq!(arena.insert(item(1)), Ok(ids[700]));
     }
 }

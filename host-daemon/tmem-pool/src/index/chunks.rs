@@ -16,8 +16,8 @@ use crate::sync::Mutex;
 use std::io;
 use std::ptr::NonNull;
 
-/// Size of a chunk of index memory in bytes. A chunk has room for a few hundred records of the
-/// largest kind. System calls are rare because a chunk suffices for the index entries of about a
+/// Size of a chunk of index memory in bytes. A chunk has room for 73 records of the largest
+/// kind. System calls are rare because a chunk suffices for the index entries of about a
 /// thousand pages.
 pub(crate) const CHUNK_BYTES: usize = 32 << 10;
 

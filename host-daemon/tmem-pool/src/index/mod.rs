@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Index of one tenant's keys. A key consists of the numbers of a pool, an object and a page.
 //!
-//! Each object has a tree of its pages (tree.rs). The index finds an object by a seeded hash of the
-//! numbers of its pool and of the object. So the guest, which chooses these numbers, cannot make
-//! look-ups slow. Records have numbers (arena.rs), because several structures refer to them. The
-//! entry of a page contains its place in the tree. When a policy evicts the page, the index finds
-//! the object and the pool of the page through that place.
+//! Each object has a tree of its pages (tree.rs), with the entries in the tree's leaves (leaves.rs).
+//! The index finds an object by a seeded hash of the numbers of its pool and of the object. So the
+//! guest, which chooses these numbers, cannot make look-ups slow. Records have numbers (arena.rs),
+//! because several structures refer to them. The number of an entry contains that of its leaf. When
+//! a policy evicts the page, the index finds the object and the pool of the page through the leaf.
 //!
 //! An object, a pool or the whole index is detached in constant time. From then on no page of the
 //! detached part is found under its key, and these pages count in `detached` instead of `gauges`.
@@ -17,21 +17,22 @@
 
 mod arena;
 mod chunks;
+mod leaves;
 mod tree;
 
-pub(crate) use arena::{ArenaRecord, Full, Id};
+pub(crate) use arena::{Full, Id};
 pub(crate) use chunks::{CHUNK_BYTES, Chunk, Chunks};
-pub(crate) use tree::Hook;
+pub(crate) use leaves::Entries;
 
 use crate::entry::{Entry, Gauges};
 use crate::fail;
 use crate::heap::Zeroed;
-use arena::Arena;
+use arena::{Arena, ArenaRecord};
 use hashbrown::HashTable;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use tree::Nodes;
+use tree::{Child, Nodes};
 use twox_hash::XxHash3_64;
 
 /// Number of hash tables among which the index divides the objects of a tenant. Each table grows by
@@ -45,9 +46,6 @@ const MAP_SHARDS: usize = 256;
 const SPARSE: usize = 8;
 /// Number of places below which a hash table of objects is not replaced by a smaller one.
 const SPARSE_MIN: usize = 32;
-
-/// All index entries of a tenant, one for each page.
-pub(crate) type Entries = Arena<Entry>;
 
 /// Key of a page: the numbers of its pool, its object and the page, as the guest uses them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -83,7 +81,8 @@ struct Object {
     /// Record of the object's pool. 0 means that the object was detached (dropped as a whole)
     /// without its pool.
     pool: Id,
-    root: Id,
+    /// The object's tree of pages.
+    root: Child,
     /// Previous and next object in the list of the pool's objects. If the object was detached
     /// without its pool, they are links of the list of such objects.
     prev: Id,
@@ -154,13 +153,12 @@ impl Index {
     /// Creates an empty index for up to `keys_max` pages, including dropped pages that are not
     /// freed yet. The seed must be unknown to the guest.
     pub(crate) fn new(seed: u64, keys_max: u32, chunks: &Arc<Chunks>) -> Index {
-        let nodes_max = keys_max.saturating_mul(2).min(Hook::NODES_MAX);
         Index {
             gauges: Gauges::default(),
             detached: Gauges::default(),
-            entries: Arena::new(keys_max, Arc::clone(chunks)),
-            // The trees have fewer than two nodes for each page.
-            nodes: Arena::new(nodes_max, Arc::clone(chunks)),
+            entries: Entries::new(keys_max, chunks),
+            // The trees have fewer nodes than leaves, and a leaf has at least one page.
+            nodes: Arena::new(keys_max, Arc::clone(chunks)),
             objects: Arena::new(keys_max, Arc::clone(chunks)),
             pools: Arena::new(u32::MAX, Arc::clone(chunks)),
             live: BTreeMap::new(),
@@ -398,15 +396,28 @@ impl Index {
     /// Returns the entry of a page, or 0 if the page has no entry.
     pub(crate) fn find(&self, pool: PoolRef, object: u64, index: u64) -> Id {
         let object = self.object(pool, object);
-        object.map_or(0, |id| self.nodes.find(self.objects[id].root, index))
+        object.map_or(0, |id| {
+            let root = self.objects[id].root;
+            self.nodes.find(&self.entries, root, index)
+        })
     }
 
     /// Looks up the entries of consecutive pages, beginning with page `index`, one for each element
     /// of `found`. Sets the elements of pages without an entry to 0. The number of the last page
     /// must not exceed u64::MAX.
-    pub(crate) fn find_run(&self, pool: PoolRef, object: u64, index: u64, found: &mut [Id]) {
+    pub(crate) fn find_consecutive(
+        &self,
+        pool: PoolRef,
+        object: u64,
+        index: u64,
+        found: &mut [Id],
+    ) {
         match self.object(pool, object) {
-            Some(id) => self.nodes.find_run(self.objects[id].root, index, found),
+            Some(id) => {
+                let root = self.objects[id].root;
+                self.nodes
+                    .find_consecutive(&self.entries, root, index, found);
+            }
             None => found.fill(0),
         }
     }
@@ -415,7 +426,7 @@ impl Index {
     /// if there is no such page.
     pub(crate) fn next(&self, pool: PoolRef, object: u64, index: u64) -> Option<(u64, Id)> {
         let id = self.object(pool, object)?;
-        self.nodes.next(self.objects[id].root, index)
+        self.nodes.next(&self.entries, self.objects[id].root, index)
     }
 
     /// Adds an entry for a page that the live pool does not have yet.
@@ -431,45 +442,33 @@ impl Index {
         entry: Entry,
     ) -> Result<Id, Full> {
         let gauges = entry.gauges();
-        let id = self.entries.insert(entry)?;
-        match self.insert_entry(pool, object, index, id) {
-            Ok(object) => {
-                self.count(object, |sum| sum.add(gauges));
-                Ok(id)
-            }
-            Err(full) => {
-                self.entries.remove(id);
-                Err(full)
-            }
-        }
-    }
-
-    fn insert_entry(&mut self, pool: PoolRef, nr: u64, index: u64, entry: Id) -> Result<Id, Full> {
-        let object = match self.object(pool, nr) {
+        let object = match self.object(pool, object) {
             Some(object) => object,
-            None => self.new_object(pool, nr)?,
+            None => self.new_object(pool, object)?,
         };
         let mut root = self.objects[object].root;
-        let hook = self.nodes.hang(&mut root, object, index, entry);
+        let added = self
+            .nodes
+            .add_page(&mut self.entries, &mut root, object, index, entry);
         self.objects[object].root = root;
-        if hook.is_err() && root == 0 {
+        if added.is_ok() {
+            self.count(object, |sum| sum.add(gauges));
+        } else if root == Child::EMPTY {
             self.free_object(object);
         }
-        self.entries[entry].hook = hook?;
-        Ok(object)
+        added
     }
 
     /// Removes the entry of a page, whether the page is detached (dropped, not freed yet) or not.
     /// Frees the page's object, too, if the object becomes empty. Returns the entry.
     pub(crate) fn remove(&mut self, id: Id) -> Entry {
-        let entry = self.entries.remove(id);
-        let (object, _) = self.nodes.place(entry.hook);
+        let (object, _) = self.entries.place(id);
         let mut root = self.objects[object].root;
-        self.nodes.unhook(&mut root, entry.hook);
+        let entry = self.nodes.remove_page(&mut self.entries, &mut root, id);
         self.objects[object].root = root;
         let gauges = entry.gauges();
         self.count(object, |sum| sum.sub(gauges));
-        if root == 0 {
+        if root == Child::EMPTY {
             self.free_object(object);
         }
         entry
@@ -504,10 +503,11 @@ impl Index {
 
     /// Changes the entry of a page with `change`, and updates all sums that include the page.
     pub(crate) fn change(&mut self, id: Id, change: impl FnOnce(&mut Entry)) {
-        let before = self.entries[id].gauges();
-        change(&mut self.entries[id]);
-        let after = self.entries[id].gauges();
-        let (object, _) = self.nodes.place(self.entries[id].hook);
+        let entry = &mut self.entries[id];
+        let before = entry.gauges();
+        change(entry);
+        let after = entry.gauges();
+        let (object, _) = self.entries.place(id);
         self.count(object, |sum| {
             sum.sub(before);
             sum.add(after);
@@ -516,7 +516,7 @@ impl Index {
 
     /// Returns the key of a page, or None if the page is detached (dropped, and not freed yet).
     pub(crate) fn key(&self, id: Id) -> Option<Key> {
-        let (object, index) = self.nodes.place(self.entries[id].hook);
+        let (object, index) = self.entries.place(id);
         let object = &self.objects[object];
         if object.pool == 0 || self.pools[object.pool].detached {
             return None;
@@ -547,7 +547,8 @@ impl Index {
                     continue;
                 }
             }
-            let (_, id) = self.nodes.next(self.objects[object].root, 0).expect(
+            let root = self.objects[object].root;
+            let (_, id) = self.nodes.next(&self.entries, root, 0).expect(
                 "a detached object has no page: it should have been freed with its last page",
             );
             return Some(id);
@@ -600,7 +601,7 @@ impl Index {
     /// # Panics
     /// If the index contradicts itself.
     pub(crate) fn check(&self, mut page: impl FnMut(Id, &Entry)) {
-        let (mut objects, mut nodes, mut pages) = (0, 0, 0);
+        let (mut objects, mut nodes, mut leaves, mut pages) = (0, 0, 0, 0);
         let mut check_list = |head: Id, pool: Id| {
             let (mut sum, mut prev, mut id) = (Gauges::default(), 0, head);
             while id != 0 {
@@ -612,16 +613,15 @@ impl Index {
                     object.nr
                 );
                 let mut in_object = Gauges::default();
-                nodes += self.nodes.check(object.root, id, &mut |_, entry_id, hook| {
+                let (entries, root) = (&self.entries, object.root);
+                let counted = self.nodes.check(entries, root, id, &mut |_, entry_id| {
                     let entry = &self.entries[entry_id];
-                    assert_eq!(
-                        entry.hook, hook,
-                        "entry {entry_id} records another place in the page tree than its real one"
-                    );
                     in_object.add(entry.gauges());
                     pages += 1;
                     page(entry_id, entry);
                 });
+                nodes += counted.0;
+                leaves += counted.1;
                 assert!(
                     in_object.pages > 0,
                     "object {} has no page and was not freed",
@@ -678,16 +678,18 @@ impl Index {
             (self.gauges, self.detached),
             "the index's sums over live and detached pages differ from the recount"
         );
-        let counted = (pools, objects, nodes, pages);
+        self.entries.check();
+        let counted = (pools, objects, nodes, leaves, pages);
         let held = (
             self.pools.len(),
             self.objects.len(),
             self.nodes.len(),
+            self.entries.nr_leaves(),
             self.entries.len(),
         );
         assert_eq!(
             counted, held,
-            "the recounted numbers of pools, objects, nodes and entries differ from the numbers of records"
+            "the recounted numbers of pools, objects, nodes, leaves and entries differ from the numbers of records"
         );
         let mapped: usize = self.map.iter().map(HashTable::len).sum();
         let map_bytes: usize = self.map.iter().map(HashTable::allocation_size).sum();

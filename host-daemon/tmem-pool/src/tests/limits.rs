@@ -340,9 +340,20 @@ fn emptied_pools_are_freed_in_bounded_steps() {
     maintain_all(&engine);
 }
 
+/// Tests that a put is stored in a full pool of any size: the growth of the tables by the put itself
+/// must not look like a lack of memory for the index.
+#[test]
+fn a_full_pool_stores_each_put_although_its_tables_grow() {
+    for more_bytes in (0..8 * PAGE_SIZE as u64).step_by(64) {
+        let engine = new_engine(40 * NOISE_CHARGE + INDEX_ROOM_BYTES + more_bytes);
+        let tenant = add(&engine, "web1", None, OPEN);
+        assert_eq!(fill(&tenant, 1, 60), 60, "{more_bytes} more bytes");
+    }
+}
+
 #[test]
 fn a_full_pool_evicts_the_tenant_most_above_its_entitlement() {
-    let engine = new_engine(400 * NOISE_CHARGE);
+    let engine = new_engine(400 * NOISE_CHARGE + INDEX_ROOM_BYTES);
     let reserve = Quota {
         reserve_bytes: 150 * NOISE_CHARGE,
         ..OPEN
@@ -884,7 +895,7 @@ fn entitlements_change_as_tenants_join_and_leave() {
 
 #[test]
 fn a_shrunk_pool_evicts_pages_in_bounded_steps() {
-    let engine = new_engine(400 * NOISE_CHARGE);
+    let engine = new_engine(400 * NOISE_CHARGE + INDEX_ROOM_BYTES);
     let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
     fill(&a, 1, 120);
     fill(&b, 1, 240);

@@ -76,7 +76,7 @@ fn corpus(seed: u64) -> Vec<Page> {
 impl World {
     fn new(seed: u64, hash: HashFn, fails_one_in: u64) -> World {
         let mut rng = Rng::new(seed);
-        let size_bytes = (192 << 10) + rng.below(512 << 10);
+        let size_bytes = INDEX_ROOM_BYTES + (64 << 10) + rng.below(512 << 10);
         let config = EngineConfig {
             size_bytes,
             size_max_bytes: 16 << 20,
@@ -172,7 +172,7 @@ impl World {
                 }
             }
             96 => {
-                let size_bytes = (128 << 10) + self.rng.below(768 << 10);
+                let size_bytes = INDEX_ROOM_BYTES + self.rng.below(768 << 10);
                 self.engine.resize(size_bytes);
             }
             _ => {
