@@ -148,7 +148,7 @@ pub const STATISTICS: &[Statistic] = &[
     row(Vm, ("retained_pages", "tmem_vm_retained_pages", Exact), (Gauge, "pages"), "part of `pages` that the guest has in its page cache, too: a get returned them and left them in the pool, and no REF followed. They are evicted before other pages of the VM", ENTRY),
     row(Vm, ("detached_pages", "tmem_vm_detached_pages", Exact), (Gauge, "pages"), "pages that are dropped and not freed yet", "tmem-pool/src/index/mod.rs"),
     row(Vm, ("puts", "tmem_vm_put_pages", Exact), (Counter, "pages"), "pages that the guest put, including refused ones", STATE),
-    row(Vm, ("puts_refused", "", No), (Counter, "pages"), "refused puts: the sum of the next five values", STATE),
+    row(Vm, ("puts_refused", "", No), (Counter, "pages"), "refused puts: the sum of the next five values, and pages in guest memory that was lost", STATE),
     row(Vm, ("refused_nursery", "tmem_vm_put_refused_pages{reason=nursery}", Exact), (Counter, "pages"), "puts refused because too many pages waited in the nursery: the guest puts faster than the host compresses; see `background_threads` in configuration.md", STATE),
     row(Vm, ("refused_pool", "tmem_vm_put_refused_pages{reason=pool}", Exact), (Counter, "pages"), "puts refused because the pool was full and no page could be evicted within the time of a put", STATE),
     row(Vm, ("refused_limit", "tmem_vm_put_refused_pages{reason=limit}", Exact), (Counter, "pages"), "puts refused because the VM was above its limit, after the limit was lowered far", STATE),

@@ -25,6 +25,7 @@ use crate::entry::Content;
 use crate::hash::{HashFn, PageHash, check_bits, place_bits, slot_tag};
 use crate::heap::{self, Handle, Heap, Zeroed};
 use crate::sync::AtomicU32;
+use crate::tenant::PageSource;
 use crate::totals::Sum;
 use std::io;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -181,26 +182,33 @@ impl Store {
 
     /// Reserves blobs for uncompressed pages, one for each element of `blobs`. Returns the number
     /// of reserved blobs, which is smaller if the heap has no free handle, or would take more than
-    /// `frames_bytes_max` bytes of memory. The caller stores a page in each reserved blob.
+    /// `frames_bytes_max` bytes of memory. The caller stores a page in each reserved blob, or frees
+    /// the blob.
     pub(crate) fn reserve_raw(&self, blobs: &mut [Handle], frames_bytes_max: u64) -> usize {
         self.heap.reserve_pages(blobs, frames_bytes_max)
     }
 
     /// Stores a page of the domain uncompressed in a reserved blob. Returns the number of the blob,
-    /// to which the caller then owns one reference, and the check bits of the page's hash.
-    pub(crate) fn put_raw(&self, reserved: Handle, domain: DomainId, page: &Page) -> (u32, u32) {
+    /// to which the caller then owns one reference, and the check bits of the page's hash. Returns
+    /// None if the source cannot copy the page. The blob then is still reserved.
+    pub(crate) fn put_raw(
+        &self,
+        reserved: Handle,
+        domain: DomainId,
+        page: &dyn PageSource,
+    ) -> Option<(u32, u32)> {
         let Handle(blob) = reserved;
         // Hash the copy and not the guest's page, because the guest may change its page in the
         // meantime.
-        let hash = self
-            .heap
-            .fill(reserved, page, |copy| (self.hash)(&self.hasher, copy));
+        let copy = |frame: &mut Page| page.copy_to(frame);
+        let hash = |copy: &Page| (self.hash)(&self.hasher, copy);
+        let hash = self.heap.fill(reserved, copy, hash)?;
         let record = self.record(blob);
         record.place.store(place_bits(hash, domain), Relaxed);
         // Release: a thread of the sweep that reads this state, and so sees the reference, also
         // sees the other fields of the record.
         record.state.store(1, Release);
-        (blob, check_bits(hash))
+        Some((blob, check_bits(hash)))
     }
 
     /// Takes another reference to a blob. Returns false if the blob has no reference, or already

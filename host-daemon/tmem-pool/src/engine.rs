@@ -347,7 +347,7 @@ impl Engine {
     /// Reserves blobs for raw (uncompressed) pages, one for each element of `blobs`. If the pool is
     /// full, it first frees memory in up to `steps` steps. Returns the number of reserved blobs,
     /// which is smaller if these steps do not free enough. The caller stores a page in each
-    /// reserved blob.
+    /// reserved blob, or frees the blob.
     pub(crate) fn reserve_raw(&self, blobs: &mut [Handle], steps: &mut usize) -> usize {
         let mut reserved = 0;
         loop {

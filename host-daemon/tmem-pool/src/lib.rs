@@ -53,7 +53,8 @@
 //! engine.
 //!
 //! - [`Tenant::put`] copies a page and returns. A put is refused, and never waits, if too many
-//!   pages of the tenant wait for background work or if memory cannot be freed in bounded steps.
+//!   pages of the tenant wait for background work or if memory cannot be freed in bounded steps. A
+//!   [`PageSource`] copies a page straight from the memory of another process to the pool.
 //! - [`Engine::maintain`] does background work in steps. It finds equal pages, compresses new pages
 //!   with lz4 and cold ones with zstd, evicts, compacts, and returns memory to the system. A caller
 //!   must call it again and again, or its puts are refused after some time.
@@ -141,4 +142,4 @@ pub use hash::PageHash;
 pub use secret::SecretPages;
 pub use shadow::{ShadowMemory, ShadowTenant};
 pub use stats::{EngineStats, TenantStats};
-pub use tenant::{GET_PAGES_MAX, GetResult, Put, PutResult, Ref, Spent, Tenant};
+pub use tenant::{GET_PAGES_MAX, GetResult, PageSource, Put, PutResult, Ref, Spent, Tenant};

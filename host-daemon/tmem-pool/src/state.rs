@@ -90,6 +90,8 @@ pub(crate) enum Refusal {
     Limit,
     /// The system has no memory for the key, or the tenant has its largest number of keys.
     Keys,
+    /// The source of the page could not copy it.
+    Unreadable,
 }
 
 /// A page to store, whose bytes are already in a raw (uncompressed) blob.
@@ -390,10 +392,13 @@ impl State {
             Refusal::Pool => &mut counters.refused_pool,
             Refusal::Limit => &mut counters.refused_limit,
             Refusal::Keys => &mut counters.refused_keys,
+            // This reason has no counter of its own, because the daemon ends the connection of a VM
+            // whose memory it cannot read.
+            Refusal::Unreadable => return,
         } += 1;
     }
 
-    /// Refuses a page of a put before it is copied, and drops the older page under its key.
+    /// Refuses a page of a put that was not copied, and drops the older page under its key.
     pub(crate) fn refuse(
         &mut self,
         pool: PoolRef,

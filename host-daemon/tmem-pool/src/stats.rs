@@ -35,7 +35,8 @@ pub struct TenantStats {
     pub retained_pages: u64,
     /// Counter, pages: pages in put requests, whether they were stored or refused.
     pub puts: u64,
-    /// Counter, pages: pages in put requests that were refused, for any reason.
+    /// Counter, pages: pages in put requests that were refused, for any reason. It includes pages
+    /// that a [`PageSource`](crate::PageSource) could not copy, which have no counter of their own.
     pub puts_refused: u64,
     /// Counter, pages: pages that were requested by get requests.
     pub gets: u64,

@@ -74,14 +74,16 @@ fn add(engine: &Arc<Engine>, domain: &str, limit_bytes: Option<u64>) -> Tenant {
 /// Puts a batch of pages. Returns the answers, and the cost in nanoseconds.
 fn put(tenant: &Tenant, first: u64, page: impl Fn(u64) -> Page) -> (Vec<PutResult>, u64) {
     let pages: Vec<Page> = (first..first + BATCH).map(page).collect();
-    let put = |(page, index)| Put {
-        object: 1,
-        index,
-        cookie: index + 1,
-        workingset: false,
-        page,
-    };
-    let puts: Vec<Put<'_>> = pages.iter().zip(first..).map(put).collect();
+    let pages = pages.iter().zip(first..);
+    let puts: Vec<Put<'_>> = pages
+        .map(|(page, index)| Put {
+            object: 1,
+            index,
+            cookie: index + 1,
+            workingset: false,
+            page,
+        })
+        .collect();
     let mut results = vec![PutResult::Refused; puts.len()];
     let cost_ns = tenant.put(1, &puts, &mut results).unwrap();
     (results, cost_ns)

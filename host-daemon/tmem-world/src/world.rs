@@ -651,7 +651,7 @@ fn put(host: &SimulatedDaemon, guest: usize, kept: &Kept) -> bool {
         index: kept.key.index,
         cookie: kept.cookie,
         workingset: false,
-        page: &page,
+        page: &*page,
     };
     let tenant = &host.vm(guest).tenant;
     let mut result = [PutResult::Refused];

@@ -318,26 +318,24 @@ impl<X: Zeroed> Heap<X> {
     /// Writes bytes to a slot that this thread has reserved for exactly that many bytes. After the
     /// call, the thread may pass the handle to other threads.
     pub(crate) fn write(&self, handle: Handle, bytes: &[u8]) {
-        self.write_reading(handle, bytes, |_| ());
+        self.write_with(handle, bytes.len(), |slot| slot.copy_from_slice(bytes));
     }
 
-    /// Writes bytes to a slot that this thread has reserved ([`write`](Self::write)). Calls `read`
-    /// with the written bytes before other threads can find them, and returns the result.
-    fn write_reading<R>(&self, handle: Handle, bytes: &[u8], read: impl FnOnce(&[u8]) -> R) -> R {
+    /// Calls `write` with the `len` bytes of a slot that this thread has reserved for exactly that
+    /// many bytes, and returns the result. After the call, the thread may pass the handle to other
+    /// threads.
+    fn write_with<R>(&self, handle: Handle, len: usize, write: impl FnOnce(&mut [u8]) -> R) -> R {
         let word = self.word(handle.0);
         let place = Place::of(word.load(Relaxed));
         assert_eq!(
-            place.len,
-            bytes.len(),
+            place.len, len,
             "the number of bytes written to a slot differs from the number reserved"
         );
         let at = self.bytes_at(&self.class_of(place), place);
-        // SAFETY: the slot belongs to this thread, which alone knows the handle, and has at least
-        // this many bytes. The slice that `read` gets is not used after the bytes are published.
-        let result = unsafe {
-            at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
-            read(slice::from_raw_parts(at, bytes.len()))
-        };
+        // SAFETY: the slot belongs to this thread, which alone knows the handle. The slot has at
+        // least this many bytes, all of which are initialized: the memory of a new slot is zero.
+        // The slice is not used after the bytes are published.
+        let result = write(unsafe { slice::from_raw_parts_mut(at, len) });
         // Release: a thread that reads this word also sees the written bytes. A plain store
         // suffices, because no other thread knows the handle. An atomic read-modify-write would
         // wait until the written bytes have left the store buffer.
@@ -348,7 +346,7 @@ impl<X: Zeroed> Heap<X> {
     /// Reserves frames for whole pages, one for each element of `handles`, under one acquisition of
     /// the lock. Returns the number of elements that were set. It is smaller if there is no free
     /// handle, or if the heap's memory would exceed `frames_bytes_max` bytes. The caller then fills
-    /// each reserved frame ([`fill`](Self::fill)).
+    /// each reserved frame ([`fill`](Self::fill)) or frees its handle.
     pub(crate) fn reserve_pages(&self, handles: &mut [Handle], frames_bytes_max: u64) -> usize {
         let mut state = self.lock(self.classes.for_len(PAGE_SIZE));
         // The limit of frames to return to the system applies to all pages together, because the
@@ -365,14 +363,21 @@ impl<X: Zeroed> Heap<X> {
         handles.len()
     }
 
-    /// Copies a page to a frame that this thread has reserved, and returns the result of `read` for
-    /// the copy. After the call, the thread may pass the handle to other threads.
-    pub(crate) fn fill<R>(&self, handle: Handle, page: &Page, read: impl FnOnce(&Page) -> R) -> R {
-        self.write_reading(handle, page, |copy| {
-            let copy: &Page = copy
+    /// Calls `copy` to copy a page to a frame that this thread has reserved. If `copy` returns
+    /// true, returns the result of `read` for the copy, and the thread may pass the handle to other
+    /// threads. Otherwise returns None. The frame then has unspecified bytes, and the caller frees
+    /// the handle.
+    pub(crate) fn fill<R>(
+        &self,
+        handle: Handle,
+        copy: impl FnOnce(&mut Page) -> bool,
+        read: impl FnOnce(&Page) -> R,
+    ) -> Option<R> {
+        self.write_with(handle, PAGE_SIZE, |slot| {
+            let frame: &mut Page = slot
                 .try_into()
                 .expect("the slot of a copied page is not as long as a page");
-            read(copy)
+            copy(frame).then(|| read(frame))
         })
     }
 
@@ -397,8 +402,8 @@ impl<X: Zeroed> Heap<X> {
         Place::of(self.word(handle.0).load(Relaxed)).len
     }
 
-    /// Zeroes the bytes of a handle, and frees the slot and the handle. The caller makes sure that
-    /// no other thread uses the handle.
+    /// Zeroes the bytes of a handle, and frees the slot and the handle. The slot may be reserved and
+    /// not written. The caller makes sure that no other thread uses the handle.
     pub(crate) fn free(&self, handle: Handle) {
         let Handle(handle) = handle;
         // Pin the place, so that compaction does not move the bytes.

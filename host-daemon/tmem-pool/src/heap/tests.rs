@@ -343,8 +343,14 @@ fn reserved_pages_can_be_filled_and_freed_in_batches() {
     assert_eq!(nr, 40);
     let handles = &handles[..nr];
     for (id, &handle) in handles.iter().enumerate() {
-        let copied = heap.fill(handle, &page_of(id as u64), |copy| *copy);
-        assert_eq!(copied, page_of(id as u64));
+        let copy = |frame: &mut Page| {
+            *frame = page_of(id as u64);
+            true
+        };
+        assert_eq!(
+            heap.fill(handle, copy, |copy| *copy),
+            Some(page_of(id as u64))
+        );
     }
     heap.check(nr);
     for (id, &handle) in handles.iter().enumerate() {
@@ -358,6 +364,23 @@ fn reserved_pages_can_be_filled_and_freed_in_batches() {
         heap.read(handle, |bytes| assert_eq!(bytes, page_of(id as u64 + 25)));
     }
     heap.free_pages(kept);
+    // `check` also asserts that all freed frames are zero.
+    heap.check(0);
+}
+
+#[test]
+fn a_reserved_page_that_is_not_filled_can_be_freed() {
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
+    let mut handles = [Handle(0); 2];
+    assert_eq!(heap.reserve_pages(&mut handles, BYTES_MAX), 2);
+    // The copy of the first page fails after half of the page. The second page is never copied.
+    let copy = |frame: &mut Page| {
+        frame[..PAGE_SIZE / 2].fill(7);
+        false
+    };
+    let read = |_: &Page| panic!("the heap read a page whose copy had failed");
+    assert_eq!(heap.fill(handles[0], copy, read), None);
+    handles.iter().for_each(|&handle| heap.free(handle));
     // `check` also asserts that all freed frames are zero.
     heap.check(0);
 }

@@ -198,7 +198,9 @@ const STORE_BYTES: u64 = 4 << 20;
 fn store_raw(store: &Store, page: &Page) -> (u32, u32) {
     let mut reserved = [Handle(0)];
     assert_eq!(store.reserve_raw(&mut reserved, STORE_BYTES), 1);
-    store.put_raw(reserved[0], 0, page)
+    store
+        .put_raw(reserved[0], 0, page)
+        .expect("a page in memory could not be copied")
 }
 
 fn prepare(store: &Store, (raw, check): (u32, u32), buffer: &mut Page) -> Prepared {

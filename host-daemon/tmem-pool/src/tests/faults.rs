@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests of faults of the engine itself. A panic under a tenant's lock must affect only that
-//! tenant. A panic under a lock that all tenants share must end the process.
+//! tenant. A panic under a lock that all tenants share must end the process. A page source that
+//! fails or panics must leave no bytes and no reserved memory behind.
 
-use super::{OPEN, POOL, add, get, new_engine, noise, partly_noise, put};
-use crate::{GetResult, NoPool, PAGE_SIZE, Put, PutResult, Quota, Tenant, Time};
+use super::{OPEN, POOL, add, get, maintain_all, new_engine, noise, partly_noise, put};
+use crate::{
+    Engine, GetResult, NoPool, PAGE_SIZE, Page, PageSource, Put, PutResult, Quota, Tenant, Time,
+};
+use std::cell::Cell;
 use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;
@@ -110,6 +114,149 @@ fn a_put_while_a_panic_unwinds_the_thread_is_counted() {
     assert!(panicked.is_err());
     engine.check_invariants();
     assert_eq!(tenant.stats().pages, 1);
+}
+
+/// End of a call of a [`TestSource`], which has copied half of a page.
+#[derive(Clone, Copy, PartialEq)]
+enum Then {
+    Complete,
+    Fail,
+    Panic,
+}
+
+/// Page source that counts its calls.
+struct TestSource {
+    page: Page,
+    then: Then,
+    calls: Cell<u32>,
+}
+
+impl TestSource {
+    fn new(seed: u64, then: Then) -> TestSource {
+        TestSource {
+            page: noise(seed),
+            then,
+            calls: Cell::new(0),
+        }
+    }
+}
+
+impl PageSource for TestSource {
+    fn copy_to(&self, frame: &mut Page) -> bool {
+        self.calls.set(self.calls.get() + 1);
+        let (copied, rest) = frame.split_at_mut(PAGE_SIZE / 2);
+        copied.copy_from_slice(&self.page[..PAGE_SIZE / 2]);
+        match self.then {
+            Then::Complete => rest.copy_from_slice(&self.page[PAGE_SIZE / 2..]),
+            Then::Fail => {}
+            Then::Panic => panic!("the test causes this panic in a page source on purpose"),
+        }
+        self.then != Then::Fail
+    }
+}
+
+/// Puts the pages of the sources under the keys from index 0 on of object 1, with cookie 2.
+fn put_sources(tenant: &Tenant, sources: &[TestSource]) -> Vec<PutResult> {
+    let puts: Vec<Put<'_>> = sources
+        .iter()
+        .enumerate()
+        .map(|(index, page)| Put {
+            object: 1,
+            index: index as u64,
+            cookie: 2,
+            workingset: false,
+            page,
+        })
+        .collect();
+    let mut results = vec![PutResult::Refused; puts.len()];
+    tenant.put(POOL, &puts, &mut results).unwrap();
+    results
+}
+
+/// Asserts that the heap has no other blobs than those of `tenant`, and that free frames are zero.
+fn check_heap(engine: &Engine, tenant: &Tenant) {
+    engine.check_invariants();
+    engine.store.heap.check(tenant.stats().pages as usize);
+}
+
+#[test]
+fn a_page_whose_source_fails_is_refused_and_leaves_nothing_under_its_key() {
+    use PutResult::{Refused, Stored};
+    let engine = new_engine(1 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    for index in 0..4 {
+        assert_eq!(put(&tenant, 1, index, 1, &noise(index)), Stored);
+    }
+    let sources = [Then::Complete, Then::Complete, Then::Fail, Then::Complete];
+    let sources: Vec<_> = (10..)
+        .zip(sources)
+        .map(|(seed, then)| TestSource::new(seed, then))
+        .collect();
+    assert_eq!(
+        put_sources(&tenant, &sources),
+        [Stored, Stored, Refused, Stored]
+    );
+    assert!(sources.iter().all(|source| source.calls.get() == 1));
+    let cookies: Vec<_> = (0..4).map(|index| tenant.peek((POOL, 1, index))).collect();
+    assert_eq!(cookies, [Some(2), Some(2), None, Some(2)]);
+    let stats = tenant.stats();
+    assert_eq!((stats.puts, stats.puts_refused, stats.pages), (8, 1, 3));
+    check_heap(&engine, &tenant);
+    maintain_all(&engine);
+    for index in [0, 1, 3] {
+        assert_eq!(get(&tenant, 1, index, 2), Some(noise(10 + index)));
+    }
+    check_heap(&engine, &tenant);
+}
+
+#[test]
+fn a_panic_of_a_page_source_frees_all_memory_that_the_put_reserved() {
+    let engine = new_engine(1 << 20);
+    let (tenant, other) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
+    assert_eq!(put(&tenant, 1, 1, 1, &noise(1)), PutResult::Stored);
+    // The source of the second page panics. The third page has memory and is never copied.
+    let sources = [Then::Complete, Then::Panic, Then::Complete];
+    let sources = sources.map(|then| TestSource::new(5, then));
+    let panicked = catch_unwind(AssertUnwindSafe(|| put_sources(&tenant, &sources)));
+    assert!(panicked.is_err());
+    assert_eq!(sources.map(|source| source.calls.get()), [1, 1, 0]);
+    check_heap(&engine, &tenant);
+    assert_eq!(tenant.peek((POOL, 1, 0)), None);
+    assert_eq!(get(&tenant, 1, 1, 1), Some(noise(1)));
+    // Both tenants must still be usable.
+    for tenant in [&tenant, &other] {
+        assert_eq!(put(tenant, 1, 1, 3, &noise(3)), PutResult::Stored);
+        assert_eq!(get(tenant, 1, 1, 3), Some(noise(3)));
+    }
+    check_heap(&engine, &tenant);
+}
+
+#[test]
+fn a_page_is_not_copied_if_too_many_pages_are_raw() {
+    use PutResult::{Refused, Stored};
+    let engine = new_engine(1 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    tenant.shared().lock(&tenant.engine().totals).raw_max = 2;
+    let sources = [10, 11, 12].map(|seed| TestSource::new(seed, Then::Complete));
+    assert_eq!(put_sources(&tenant, &sources), [Stored, Stored, Refused]);
+    assert_eq!(sources.map(|source| source.calls.get()), [1, 1, 0]);
+    check_heap(&engine, &tenant);
+}
+
+#[test]
+fn a_page_is_not_copied_if_the_pool_has_no_memory_for_it() {
+    use PutResult::Refused;
+    let engine = new_engine(1 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    assert_eq!(put(&tenant, 1, 0, 1, &noise(1)), PutResult::Stored);
+    // With this size the pool has no memory for pages, and an eviction frees too little.
+    engine.resize(1);
+    let sources = [10, 11].map(|seed| TestSource::new(seed, Then::Complete));
+    assert_eq!(put_sources(&tenant, &sources), [Refused, Refused]);
+    assert_eq!(sources.map(|source| source.calls.get()), [0, 0]);
+    assert_eq!(tenant.stats().refused_pool, 2);
+    assert_eq!(tenant.peek((POOL, 1, 0)), None);
+    check_heap(&engine, &tenant);
 }
 
 const SIGABRT: i32 = 6;

@@ -227,7 +227,7 @@ fn replacing_a_heap_slot_is_correct_during_compaction() {
 fn finalize(store: &Store, page: &Page, domain: DomainId) -> Finalized {
     let mut reserved = [Handle(0)];
     assert_eq!(store.reserve_raw(&mut reserved, HEAP_BYTES), 1);
-    let (raw, check) = store.put_raw(reserved[0], domain, page);
+    let (raw, check) = store.put_raw(reserved[0], domain, page).unwrap();
     let mut buffer = [0; PAGE_SIZE];
     let finalized = match store.prepare(raw, check, HEAP_BYTES, &mut buffer).unwrap() {
         Prepared::Finalized(finalized) => finalized,

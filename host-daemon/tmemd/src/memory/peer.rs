@@ -9,8 +9,9 @@
 //! not reuse the memory meanwhile, so the check ignores unread messages.
 //!
 //! The time between a check and the access after it remains unprotected. A daemon that is stopped
-//! exactly there, for as long as the VMM waits, still completes that access. The access writes at
-//! most 64 KiB of an answer. Only a VMM that waits for the end of the daemon could prevent that. In
+//! exactly there, for as long as the VMM waits, still completes that access. The access reads at
+//! most 64 KiB of pages, which are never acknowledged then, or writes at most 64 KiB of an answer.
+//! Only a VMM that waits for the end of the daemon could prevent that. In
 //! addition, a check is not repeated within [`GOOD_FOR`]. Out of scope: the reaction to a front end
 //! that hung up.
 

@@ -49,6 +49,17 @@ mod mark {
             self.0.load(Ordering::SeqCst)
         }
 
+        /// Returns true if data that the caller has read from the memory before may be zeros from a
+        /// replacement page. A false result says nothing about data that the caller wrote. For
+        /// that, [`is_lost`](Self::is_lost) waits until the processor has written all data, which
+        /// delays each page of a put.
+        pub fn is_read_lost(&self) -> bool {
+            // The fence orders the load of the flag after the reads of shared memory that the
+            // caller made before.
+            fence(Ordering::Acquire);
+            self.0.load(Ordering::Relaxed)
+        }
+
         pub(super) fn mark(&self) -> Marked {
             self.0.store(true, Ordering::SeqCst);
             Marked(())
@@ -438,7 +449,8 @@ mod tests {
                     let page = std::ptr::with_exposed_provenance::<u8>(page);
                     // SAFETY: the address is inside the mapping, which is only accessed by volatile
                     // operations.
-                    (unsafe { page.read_volatile() }, lost.is_lost())
+                    let byte = unsafe { page.read_volatile() };
+                    (byte, lost.is_read_lost() && lost.is_lost())
                 });
                 take_away(mapping.at(0), PAGE);
                 gone.store(true, Ordering::SeqCst);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Descriptor chain of a request. All descriptors are validated first. The readable part is then
-//! read once, and the answer is written to the writable part at offsets.
+//! read and the answer is written to the writable part, both at offsets.
 //!
 //! virtio-queue's iterator ends a malformed chain as if the chain were complete. This module
 //! detects a malformed chain, or a buffer outside guest memory, and reports an error. Guest
@@ -9,8 +9,9 @@
 use crate::memory::peer::{HungUp, Peer};
 use crate::memory::table::GuestMemory;
 use std::cell::Cell;
+use std::ops::Range;
 use virtio_queue::DescriptorChain;
-use virtio_tmem::{PAGE_SIZE, QUEUE_SIZE_MAX, READABLE_BYTES_MAX};
+use virtio_tmem::{PAGE_SIZE, QUEUE_SIZE_MAX};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemory as _, GuestMemoryError, Permissions};
 
 /// Number of bytes of an answer that are written between two checks that the front end (VMM) is
@@ -53,24 +54,28 @@ impl std::fmt::Display for ChainError {
     }
 }
 
-/// Reason why an answer was not written completely into guest memory.
+/// Reason why the contents of a request's pages were not read completely from guest memory, or its
+/// answer was not written completely.
 #[derive(Debug)]
-pub enum WriteError {
+pub enum AccessError {
     /// The front end (VMM) hung up, so guest memory may contain other data by now.
     HungUp,
+    /// A page of guest memory was lost. Data that the daemon read may be zeros from the page that
+    /// replaced the lost page.
+    Lost,
     /// The chain's buffers in guest memory cannot be accessed.
     Memory(GuestMemoryError),
 }
 
-impl From<HungUp> for WriteError {
+impl From<HungUp> for AccessError {
     fn from(_: HungUp) -> Self {
-        WriteError::HungUp
+        AccessError::HungUp
     }
 }
 
-impl From<GuestMemoryError> for WriteError {
+impl From<GuestMemoryError> for AccessError {
     fn from(error: GuestMemoryError) -> Self {
-        WriteError::Memory(error)
+        AccessError::Memory(error)
     }
 }
 
@@ -90,11 +95,19 @@ pub struct Chain {
     writable_bytes: u64,
     descriptors: u32,
     readable_after_writable: bool,
-    /// Index of the writable buffer that was written last, and the offset in the answer at which
-    /// this buffer begins. An answer is written from front to back in up to a hundred pieces.
-    /// Without this value, the search for the buffer of each piece would begin at the first of up
-    /// to a thousand buffers.
-    written_last: Cell<(usize, u64)>,
+    read_last: Cell<Position>,
+    written_last: Cell<Position>,
+}
+
+/// Buffer of one part of a chain that was accessed last. Each part is read or written from front to
+/// back in up to a hundred pieces. Without this value, the search for the buffer of each piece
+/// would begin at the first of up to a thousand buffers.
+#[derive(Clone, Copy, Default)]
+struct Position {
+    /// Index of the buffer among the buffers of its part.
+    buffer: usize,
+    /// Offset in the part at which the buffer begins, in bytes.
+    begins: u64,
 }
 
 impl Chain {
@@ -122,7 +135,8 @@ impl Chain {
         self.writable.clear();
         (self.readable_bytes, self.writable_bytes) = (0, 0);
         self.descriptors = 0;
-        self.written_last.set((0, 0));
+        self.read_last.set(Position::default());
+        self.written_last.set(Position::default());
         self.readable_after_writable = false;
         let mut more = true;
         for (number, descriptor) in descriptors.enumerate() {
@@ -194,24 +208,20 @@ impl Chain {
         self.readable_after_writable
     }
 
-    /// Copies the chain's readable part out of guest memory, each byte once. Copies at most as many
-    /// bytes as `into` has. If `into` is one byte longer than the largest valid request, the parser
-    /// can recognize and reject a longer one.
+    /// Copies the bytes from an offset of the chain's readable part on out of guest memory, until
+    /// `into` is full. Returns false if the readable part ends before that.
     ///
     /// # Errors
     /// Guest memory cannot be accessed.
-    pub fn read<'a>(
+    pub fn read(
         &self,
         memory: &GuestMemory,
-        into: &'a mut [u8],
-    ) -> Result<&'a [u8], GuestMemoryError> {
-        let mut filled = 0;
-        for buffer in &self.readable {
-            let wanted = (buffer.length as usize).min(into.len() - filled);
-            memory.read_slice(&mut into[filled..filled + wanted], buffer.address)?;
-            filled += wanted;
-        }
-        Ok(&into[..filled])
+        offset: u64,
+        into: &mut [u8],
+    ) -> Result<bool, GuestMemoryError> {
+        let length = into.len();
+        let read = |address, piece| memory.read_slice(&mut into[piece], address);
+        pieces(&self.readable, &self.read_last, offset, length, read)
     }
 
     /// Copies bytes to an offset of the chain's writable part. First checks that the front end is
@@ -225,7 +235,7 @@ impl Chain {
         peer: &Peer,
         offset: u64,
         bytes: &[u8],
-    ) -> Result<bool, WriteError> {
+    ) -> Result<bool, AccessError> {
         if offset + bytes.len() as u64 > self.writable_bytes {
             return Ok(false);
         }
@@ -245,36 +255,52 @@ impl Chain {
         offset: u64,
         bytes: &[u8],
     ) -> Result<bool, GuestMemoryError> {
-        let (from, begins) = match self.written_last.get() {
-            last if last.1 <= offset => last,
-            _ => (0, 0),
-        };
-        let (mut skip, mut rest, mut begins) = (offset - begins, bytes, begins);
-        for (number, buffer) in self.writable.iter().enumerate().skip(from) {
-            let length = u64::from(buffer.length);
-            if skip >= length {
-                skip -= length;
-                begins += length;
-                continue;
-            }
-            self.written_last.set((number, begins));
-            begins += length;
-            let now = ((length - skip) as usize).min(rest.len());
-            let Some(address) = buffer.address.checked_add(skip) else {
-                return Ok(false);
-            };
-            memory.write_slice(&rest[..now], address)?;
-            (skip, rest) = (0, &rest[now..]);
-            if rest.is_empty() {
-                break;
-            }
-        }
-        Ok(true)
+        let write = |address, piece: Range<usize>| memory.write_slice(&bytes[piece], address);
+        pieces(
+            &self.writable,
+            &self.written_last,
+            offset,
+            bytes.len(),
+            write,
+        )
     }
 }
 
-/// Size in bytes of the buffer that [`Chain::read`] fills.
-pub const READ_BUFFER_BYTES: usize = READABLE_BYTES_MAX + 1;
+/// Calls `access` for each piece of guest memory that contains some of the `bytes` bytes from an
+/// offset of the buffers on. The arguments of `access` are the piece's address, and the range of
+/// the bytes that the piece contains. Returns false if the buffers end before that many bytes.
+fn pieces(
+    buffers: &[Buffer],
+    last: &Cell<Position>,
+    offset: u64,
+    bytes: usize,
+    mut access: impl FnMut(GuestAddress, Range<usize>) -> Result<(), GuestMemoryError>,
+) -> Result<bool, GuestMemoryError> {
+    let mut at = match last.get() {
+        last if last.begins <= offset => last,
+        _ => Position::default(),
+    };
+    let (mut skip, mut done) = (offset - at.begins, 0);
+    for buffer in buffers.iter().skip(at.buffer) {
+        if done == bytes {
+            break;
+        }
+        let length = u64::from(buffer.length);
+        if skip < length {
+            last.set(at);
+            let now = ((length - skip) as usize).min(bytes - done);
+            let Some(address) = buffer.address.checked_add(skip) else {
+                return Ok(false);
+            };
+            access(address, done..done + now)?;
+            done += now;
+        }
+        skip = skip.saturating_sub(length);
+        at.buffer += 1;
+        at.begins += length;
+    }
+    Ok(done == bytes)
+}
 
 #[cfg(test)]
 mod tests {
@@ -376,20 +402,24 @@ mod tests {
             let chain = chain.expect("a valid descriptor chain was refused");
             assert!(!chain.is_out_of_order());
             assert_eq!(chain.writable_bytes(), 10);
-            let mut buffer = [0; READ_BUFFER_BYTES];
-            assert_eq!(
-                chain
-                    .read(memory, &mut buffer)
-                    .expect("the address is outside of the guest's memory"),
-                bytes
-            );
-            assert_eq!(
-                chain
-                    .read(memory, &mut [0; 4])
-                    .expect("the address is outside of the guest's memory"),
-                [0, 1, 2, 3],
-                "more bytes were read than the buffer holds"
-            );
+            let read = |offset: u64, length: usize| {
+                let mut buffer = vec![0xff; length];
+                let fits = chain.read(memory, offset, &mut buffer);
+                fits.expect("the address is outside of the guest's memory")
+                    .then_some(buffer)
+            };
+            for (offset, length) in [(0, 100), (2, 2), (50, 50), (0, 4), (3, 97), (100, 0)] {
+                let expected = &bytes[offset..offset + length];
+                let read = read(offset as u64, length);
+                assert_eq!(read.as_deref(), Some(expected), "at {offset}");
+            }
+            for (offset, length) in [(0, 101), (99, 2), (100, 1), (u64::MAX, 1)] {
+                assert_eq!(
+                    read(offset, length),
+                    None,
+                    "bytes beyond the readable part were read"
+                );
+            }
 
             memory
                 .write_slice(&[0; 0x300], GuestAddress(DATA + 0x100))

@@ -2,8 +2,9 @@
 //! Executes a request on the tenant of its VM (the VM's pages in the pool) and writes the answer
 //! into guest memory.
 //!
-//! Page contents pass through buffers of the worker in both directions. The guest can change its
-//! memory at any time, and the pool must never observe such a change. The pages of a PUT are
+//! The guest can change its memory at any time, and the pool must never observe such a change. So
+//! the pool copies each page of a PUT once, from guest memory to memory of its own, and uses only
+//! this copy. The pages of a GET pass through buffers of the worker. The pages of a PUT are
 //! processed in groups of up to [`PUT_GROUP_PAGES`]. The pages of a GET are one group, as far as
 //! the scheduling slice allows. When the time limit of a drain expires, the remaining pages of a
 //! PUT are refused, and those of a GET are answered with MISS.
@@ -11,24 +12,23 @@
 //! A request that costs more than a scheduling slice is interrupted between two groups. The results
 //! and contents of the finished pages are then in the pool or in guest memory. So the daemon stores
 //! only two numbers for an interrupted request ([`Progress`]), and no page of a guest stays in a
-//! buffer of the worker. The next slice reads the request again and continues after the finished
-//! pages. If the guest changes the request meanwhile, which no correct driver does, it gets results
-//! of a mixture of both requests.
+//! buffer of the worker. The next slice reads the head of the request again and continues after
+//! the finished pages. If the guest changes the request meanwhile, which no correct driver does, it
+//! gets results of a mixture of both requests.
 
 use crate::memory::peer::Peer;
-use crate::memory::table::GuestMemory;
-use crate::queue::chain::{Chain, WriteError};
+use crate::memory::table::Memory;
+use crate::queue::chain::{AccessError, Chain};
 use crate::queue::request::{Body, Request};
 use crate::queue::slice::{STEP_NS, Slice};
 use crate::vm::state::Vm;
+use std::cell::Cell;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
-#[cfg(test)]
-use tmem_pool::Page;
 use tmem_pool::{
     CreateError, DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, GET_PAGES_MAX, GetResult, NoPool,
-    PUT_NS_MAX, Put, PutResult, REF_NS_MAX, Ref, SecretPages, Spent,
+    PUT_NS_MAX, Page, PageSource, Put, PutResult, REF_NS_MAX, Ref, SecretPages, Spent,
 };
 use virtio_tmem as wire;
 use virtio_tmem::{GetPage, PutPage, RefPage, Resp, U64};
@@ -113,33 +113,45 @@ fn resp(status: u8) -> Resp {
     }
 }
 
-/// Writable part of a descriptor chain, into which the answer to a request is written.
+/// Buffers of a descriptor chain in guest memory. A request is read from them, and its answer is
+/// written into them.
 #[derive(Clone, Copy)]
-pub struct Answer<'a> {
+pub struct GuestBuffers<'a> {
     /// The descriptor chain of the request.
     pub chain: &'a Chain,
     /// Guest memory that contains the chain's buffers.
-    pub memory: &'a GuestMemory,
-    /// The front end (VMM), which must be connected while guest memory is written.
+    pub memory: &'a Memory,
+    /// The front end (VMM), which must be connected while guest memory is accessed.
     pub peer: &'a Peer,
 }
 
-impl Answer<'_> {
+impl GuestBuffers<'_> {
+    /// Reads bytes at an offset of the request from guest memory. The caller then checks whether a
+    /// page of guest memory was lost.
+    ///
+    /// # Errors
+    /// Guest memory cannot be accessed.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), AccessError> {
+        let fits = self.chain.read(&self.memory.guest, offset, into)?;
+        assert!(fits, "a read goes beyond the readable part of the chain");
+        Ok(())
+    }
+
     /// Writes an answer that consists only of a status. Returns the number of bytes written.
     ///
     /// # Errors
     /// The front end hung up, or guest memory cannot be accessed.
-    pub fn answer_status(&self, status: u8) -> Result<u32, WriteError> {
+    pub fn answer_status(&self, status: u8) -> Result<u32, AccessError> {
         self.write(0, resp(status).as_bytes())?;
         Ok(RESP_BYTES as u32)
     }
 
     /// Writes bytes at an offset of the answer in guest memory.
-    fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), WriteError> {
+    fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), AccessError> {
         let fits = self
             .chain
-            .write(self.memory, self.peer, offset as u64, bytes)?;
-        debug_assert!(fits, "parse did not check the length of the writable part");
+            .write(&self.memory.guest, self.peer, offset as u64, bytes)?;
+        assert!(fits, "a write goes beyond the writable part of the chain");
         Ok(())
     }
 
@@ -150,7 +162,7 @@ impl Answer<'_> {
         from: usize,
         result_bytes: usize,
         answer: &[u8],
-    ) -> Result<(), WriteError> {
+    ) -> Result<(), AccessError> {
         if from == 0 {
             return self.write(0, answer);
         }
@@ -169,10 +181,10 @@ impl Answer<'_> {
 pub fn execute<'vm>(
     context: &Context<'vm, '_>,
     request: &Request<'_>,
-    answer: Answer<'_>,
+    guest: GuestBuffers<'_>,
     buffers: &mut PageBuffers,
     remainder: Remainder<'vm, '_>,
-) -> Result<Option<u32>, WriteError> {
+) -> Result<Option<u32>, AccessError> {
     let (vm, pool) = (context.vm, request.header.pool);
     let stale = request.header.generation != context.generation;
     if stale {
@@ -180,9 +192,13 @@ pub fn execute<'vm>(
     }
     let progress = remainder.progress;
     let status = match &request.body {
-        Body::Put { pages, data } => {
-            let batch = PutBatch { pool, pages, data };
-            return put(context, stale, &batch, answer, progress);
+        Body::Put { pages, data_offset } => {
+            let batch = PutBatch {
+                pool,
+                pages,
+                data_offset: *data_offset,
+            };
+            return put(context, stale, &batch, guest, progress);
         }
         Body::Get {
             object,
@@ -201,9 +217,9 @@ pub fn execute<'vm>(
                 spent: remainder.spent,
                 progress,
             };
-            return get(context, stale, &batch, answer, buffers, remainder);
+            return get(context, stale, &batch, guest, buffers, remainder);
         }
-        Body::Ref { pages } => return refer(context, stale, (pool, pages), answer, progress),
+        Body::Ref { pages } => return refer(context, stale, (pool, pages), guest, progress),
         _ if stale => Some(wire::S_STALE),
         Body::Flush { ranges } => flush(context, pool, ranges, progress),
         Body::PoolCreate => Some(match vm.tenant.create_pool(pool) {
@@ -221,9 +237,7 @@ pub fn execute<'vm>(
             Some(wire::S_OK)
         }
     };
-    status
-        .map(|status| answer.answer_status(status))
-        .transpose()
+    status.map(|status| guest.answer_status(status)).transpose()
 }
 
 /// Executes a POOL_DESTROY request. Returns its status, or None if the slice has no time left for
@@ -296,11 +310,48 @@ fn flush_range(
     Ok(false)
 }
 
-/// The pages of a PUT request. `pages` and `data` have the same length.
+/// The pages of a PUT request. Their contents are in guest memory.
 struct PutBatch<'a> {
     pool: u32,
     pages: &'a [PutPage],
-    data: &'a [[u8; wire::PAGE_SIZE]],
+    /// Offset in the request at which the contents of the pages begin, in bytes.
+    data_offset: u64,
+}
+
+/// Contents of a page of a PUT request in guest memory.
+struct GuestPage<'a> {
+    guest: GuestBuffers<'a>,
+    /// Offset of the contents in the request, in bytes.
+    offset: u64,
+    /// Compressed size of the page in bytes, if the VM's requests are recorded in a trace.
+    stored_bytes: Option<Cell<usize>>,
+    /// Reason why a page of the group could not be read.
+    error: &'a Cell<Option<AccessError>>,
+}
+
+impl GuestPage<'_> {
+    fn read(&self, frame: &mut Page) -> Result<(), AccessError> {
+        self.guest.read(self.offset, frame)?;
+        // The loss is checked after the page is read and before the pool stores the page. Otherwise
+        // zeros from the replacement of a lost page could be stored as a page of the guest.
+        match self.guest.memory.lost.is_read_lost() {
+            true => Err(AccessError::Lost),
+            false => Ok(()),
+        }
+    }
+}
+
+impl PageSource for GuestPage<'_> {
+    fn copy_to(&self, frame: &mut Page) -> bool {
+        if let Err(error) = self.read(frame) {
+            self.error.set(Some(error));
+            return false;
+        }
+        if let Some(stored_bytes) = &self.stored_bytes {
+            stored_bytes.set(tmem_pool::stored_bytes(frame));
+        }
+        true
+    }
 }
 
 /// Executes a PUT. Returns the number of bytes to report in the used element, or None if the slice
@@ -309,9 +360,9 @@ fn put(
     context: &Context<'_, '_>,
     stale: bool,
     batch: &PutBatch<'_>,
-    answer: Answer<'_>,
+    guest: GuestBuffers<'_>,
     progress: &mut Progress,
-) -> Result<Option<u32>, WriteError> {
+) -> Result<Option<u32>, AccessError> {
     let (vm, slice, count) = (context.vm, context.slice, batch.pages.len());
     let mut results = [wire::P_REFUSED; wire::BATCH_MAX];
     let mut status = if stale { wire::S_STALE } else { wire::S_OK };
@@ -335,14 +386,14 @@ fn put(
         let stored = if frozen || context.limited || drain_expired {
             refuse_group(context, batch, group, frozen)
         } else {
-            store_group(context, batch, group.clone(), &mut results[group])
+            store_group(context, batch, guest, group.clone(), &mut results[group])?
         };
         if stored.is_err() {
             status = wire::S_NO_POOL;
         }
     }
     if status == wire::S_OK && done < count {
-        answer.write(RESP_BYTES + from, &results[from..done])?;
+        guest.write(RESP_BYTES + from, &results[from..done])?;
         progress.done = done;
         return Ok(None);
     }
@@ -357,7 +408,7 @@ fn put(
     bytes[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
     let end = RESP_BYTES + count;
     bytes[RESP_BYTES..end].copy_from_slice(&results[..count]);
-    answer.write_results(from, 1, &bytes[..end])?;
+    guest.write_results(from, 1, &bytes[..end])?;
     Ok(Some(end as u32))
 }
 
@@ -392,30 +443,54 @@ fn refuse_group(
 }
 
 /// Stores a group of pages of a PUT and sets the pages' results.
+///
+/// # Errors
+/// The front end hung up, or the contents of a page cannot be read from guest memory. The pool then
+/// refuses the page.
 fn store_group(
     context: &Context<'_, '_>,
     batch: &PutBatch<'_>,
+    guest: GuestBuffers<'_>,
     group: Range<usize>,
     results: &mut [u8],
-) -> Result<(), NoPool> {
+) -> Result<Result<(), NoPool>, AccessError> {
     let (vm, pool) = (context.vm, batch.pool);
-    let puts: Vec<Put<'_>> = batch.pages[group.clone()]
+    guest.peer.check()?;
+    let error = Cell::new(None);
+    let sources: Vec<GuestPage<'_>> = group
+        .clone()
+        .map(|nth| GuestPage {
+            guest,
+            offset: batch.data_offset + (nth * wire::PAGE_SIZE) as u64,
+            stored_bytes: vm.tap.as_ref().map(|_| Cell::default()),
+            error: &error,
+        })
+        .collect();
+    let puts: Vec<Put<'_>> = batch.pages[group]
         .iter()
-        .zip(&batch.data[group])
-        .map(|(page, data)| Put {
+        .zip(&sources)
+        .map(|(page, source)| Put {
             object: page.object.get(),
             index: page.index.get(),
             cookie: page.cookie.get(),
             workingset: page.flags.get() & wire::PUT_WORKINGSET != 0,
-            page: data,
+            page: source,
         })
         .collect();
     let mut stored = [PutResult::Refused; PUT_GROUP_PAGES];
     let stored = &mut stored[..puts.len()];
-    let cost_ns = vm.tenant.put(pool, &puts, stored)?;
+    let put = vm.tenant.put(pool, &puts, stored);
+    if let Some(error) = error.take() {
+        return Err(error);
+    }
+    let cost_ns = match put {
+        Ok(cost_ns) => cost_ns,
+        Err(NoPool) => return Ok(Err(NoPool)),
+    };
     context.slice.charge(cost_ns);
     if let Some(tap) = &vm.tap {
-        tap.put(pool, &puts, stored);
+        let stored_bytes = sources.iter().filter_map(|page| page.stored_bytes.as_ref());
+        tap.put(pool, &puts, stored, stored_bytes.map(Cell::get));
     }
     for (result, put) in results.iter_mut().zip(stored) {
         *result = match put {
@@ -423,7 +498,7 @@ fn store_group(
             PutResult::Refused => wire::P_REFUSED,
         };
     }
-    Ok(())
+    Ok(Ok(()))
 }
 
 /// Executes a REF, with which the guest reports evicted retained pages. Returns the number of bytes
@@ -432,9 +507,9 @@ fn refer(
     context: &Context<'_, '_>,
     stale: bool,
     (pool, pages): (u32, &[RefPage]),
-    answer: Answer<'_>,
+    guest: GuestBuffers<'_>,
     progress: &mut Progress,
-) -> Result<Option<u32>, WriteError> {
+) -> Result<Option<u32>, AccessError> {
     let (vm, slice, count) = (context.vm, context.slice, pages.len());
     let mut results = [wire::P_GONE; wire::BATCH_MAX];
     let mut status = if stale { wire::S_STALE } else { wire::S_OK };
@@ -465,7 +540,7 @@ fn refer(
         }
     }
     if status == wire::S_OK && done < count {
-        answer.write(RESP_BYTES + from, &results[from..done])?;
+        guest.write(RESP_BYTES + from, &results[from..done])?;
         progress.done = done;
         return Ok(None);
     }
@@ -480,7 +555,7 @@ fn refer(
     bytes[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
     let end = RESP_BYTES + count;
     bytes[RESP_BYTES..end].copy_from_slice(&results[..count]);
-    answer.write_results(from, 1, &bytes[..end])?;
+    guest.write_results(from, 1, &bytes[..end])?;
     Ok(Some(end as u32))
 }
 
@@ -565,10 +640,10 @@ fn get<'vm>(
     context: &Context<'vm, '_>,
     stale: bool,
     batch: &GetBatch<'_>,
-    answer: Answer<'_>,
+    guest: GuestBuffers<'_>,
     buffers: &mut PageBuffers,
     remainder: Remainder<'vm, '_>,
-) -> Result<Option<u32>, WriteError> {
+) -> Result<Option<u32>, AccessError> {
     let (slice, count) = (context.slice, batch.cookies.len());
     let Remainder { spent, progress } = remainder;
     let mut results = [miss(); wire::BATCH_MAX];
@@ -606,8 +681,8 @@ fn get<'vm>(
         (from, done, progress.used_bytes) = (0, count, 0);
     }
     let results = &results[..count];
-    write_get_results(answer, status, results, from..done)?;
-    let written = write_get_pages(answer, results, from..done, buffers)?;
+    write_get_results(guest, status, results, from..done)?;
+    let written = write_get_pages(guest, results, from..done, buffers)?;
     let least_bytes = RESP_BYTES + count * GET_PAGE_BYTES;
     let used_bytes = written.unwrap_or(least_bytes.max(progress.used_bytes));
     *progress = Progress { done, used_bytes };
@@ -681,20 +756,20 @@ fn take_pages<'vm>(
 /// Writes the results of the pages in `group` to the answer. When all pages of the request are
 /// done, also writes the status.
 fn write_get_results(
-    answer: Answer<'_>,
+    guest: GuestBuffers<'_>,
     status: u8,
     results: &[GetPage],
     group: Range<usize>,
-) -> Result<(), WriteError> {
+) -> Result<(), AccessError> {
     let mut bytes = [0u8; RESP_BYTES + wire::BATCH_MAX * GET_PAGE_BYTES];
     let at = |page| RESP_BYTES + page * GET_PAGE_BYTES;
     let end = at(results.len());
     bytes[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
     bytes[RESP_BYTES..end].copy_from_slice(results.as_bytes());
     if group.end == results.len() {
-        answer.write_results(group.start, GET_PAGE_BYTES, &bytes[..end])
+        guest.write_results(group.start, GET_PAGE_BYTES, &bytes[..end])
     } else {
-        answer.write(at(group.start), &bytes[at(group.start)..at(group.end)])
+        guest.write(at(group.start), &bytes[at(group.start)..at(group.end)])
     }
 }
 
@@ -702,11 +777,11 @@ fn write_get_results(
 /// in one copy. Where a page is missed, the guest's buffer stays unchanged. Returns the offset in
 /// the answer of the end of the last written page, in bytes; None if no page was a hit.
 fn write_get_pages(
-    answer: Answer<'_>,
+    guest: GuestBuffers<'_>,
     results: &[GetPage],
     group: Range<usize>,
     buffers: &mut PageBuffers,
-) -> Result<Option<usize>, WriteError> {
+) -> Result<Option<usize>, AccessError> {
     let data_offset = RESP_BYTES + results.len() * GET_PAGE_BYTES;
     let mut end = None;
     let mut page = group.start;
@@ -718,7 +793,7 @@ fn write_get_pages(
         if hits > 0 {
             let offset = data_offset + page * wire::PAGE_SIZE;
             let bytes = buffers.0.pages()[page..page + hits].as_flattened();
-            answer.write(offset, bytes)?;
+            guest.write(offset, bytes)?;
             end = Some(offset + bytes.len());
         }
         page += hits.max(1);

@@ -3,11 +3,13 @@
 //!
 //! Parsing is a pure function of bytes that the guest can no longer change, because the caller has
 //! copied them. The parser never panics and uses nothing but its arguments. All values of a parsed
-//! request are in range. Out of scope: whether the generation is current and the pool exists, see
-//! `execute.rs`.
+//! request are in range. Out of scope: the contents of a PUT's pages, which the pool copies from
+//! guest memory, and whether the generation is current and the pool exists, see `execute.rs`.
 
 use virtio_tmem as wire;
-use virtio_tmem::{Get, Latencies, PoolCreate, PutPage, Range, RefPage, Report, Req, Resp, U64};
+use virtio_tmem::{
+    Get, Latencies, PoolCreate, PutPage, Range, RefPage, Report, Req, Resp, Shape, U64,
+};
 use zerocopy::FromBytes;
 
 /// Kind of a virtqueue of the device.
@@ -33,12 +35,13 @@ pub struct Header {
 /// Fields of a well-formed request that depend on its type. All values are in range.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Body<'a> {
-    /// PUT: stores pages. `pages` and `data` have the same length.
+    /// PUT: stores pages.
     Put {
         /// Keys, cookies and flags of the pages to store.
         pages: &'a [PutPage],
-        /// Contents of the pages to store.
-        data: &'a [[u8; wire::PAGE_SIZE]],
+        /// Offset in bytes, in the readable part of the chain, at which the contents of the pages
+        /// begin.
+        data_offset: u64,
     },
     /// GET: returns consecutive pages of an object from `index` on, one for each cookie.
     Get {
@@ -93,25 +96,57 @@ pub enum Rejected {
 const BAD: Rejected = Rejected::Status(wire::S_BAD);
 const UNSUPPORTED: Rejected = Rejected::Status(wire::S_UNSUPPORTED);
 
-/// Parses a request from the readable bytes of a chain and the length of its writable part in
-/// bytes. `retain` says whether the driver has accepted [`wire::F_RETAIN`].
-///
-/// If a chain has more than [`wire::READABLE_BYTES_MAX`] readable bytes, the caller passes any
-/// `READABLE_BYTES_MAX + 1` of these bytes. The parser rejects a request of that size whatever its
-/// content is.
+/// Largest length in bytes of a request's head. The head is the readable part of its chain without
+/// the contents of the pages of a PUT.
+pub const HEAD_BYTES_MAX: usize = put_head_bytes(wire::BATCH_MAX);
+
+/// Returns the length in bytes of the head of a PUT: the part before the contents of its pages.
+const fn put_head_bytes(pages: usize) -> usize {
+    size_of::<Req>() + pages * size_of::<PutPage>()
+}
+
+/// Returns true if a request of this type and count has at most [`HEAD_BYTES_MAX`] bytes.
+const fn fits_head(request_type: u16, count: usize) -> bool {
+    match wire::shape(request_type, count as u16) {
+        Some(shape) => shape.readable_bytes <= HEAD_BYTES_MAX,
+        None => false,
+    }
+}
+
+const _: () = {
+    assert!(fits_head(wire::T_GET, wire::BATCH_MAX) && fits_head(wire::T_FLUSH, wire::BATCH_MAX));
+    assert!(fits_head(wire::T_REF, wire::BATCH_MAX) && fits_head(wire::T_POOL_CREATE, 0));
+    assert!(fits_head(wire::T_POOL_DESTROY, 0) && fits_head(wire::T_REPORT, 0));
+    assert!(fits_head(wire::T_LATENCIES, 0));
+};
+
+/// Returns the number of bytes that [`parse`] needs from the beginning of a chain's readable part,
+/// at most [`HEAD_BYTES_MAX`]. If the readable part is shorter, it needs all of its bytes. `req`
+/// contains the first bytes of the readable part.
+pub fn head_bytes(req: &[u8]) -> usize {
+    match Req::ref_from_prefix(req) {
+        Ok((req, _)) if req.r#type.get() == wire::T_PUT => {
+            put_head_bytes(usize::from(req.count.get()).min(wire::BATCH_MAX))
+        }
+        _ => HEAD_BYTES_MAX,
+    }
+}
+
+/// Parses a request from the first [`head_bytes`] bytes of a chain's readable part and the sizes
+/// of its two parts. `retain` says whether the driver has accepted [`wire::F_RETAIN`].
 ///
 /// # Errors
-/// The bytes are not a valid request; [`Rejected`] gives the reason.
+/// The chain does not contain a valid request; [`Rejected`] gives the reason.
 pub fn parse(
     kind: QueueKind,
-    readable: &[u8],
-    writable_bytes: u64,
+    head: &[u8],
+    sizes: Shape,
     retain: bool,
 ) -> Result<Request<'_>, Rejected> {
-    if writable_bytes < size_of::<Resp>() as u64 {
+    if sizes.writable_bytes < size_of::<Resp>() {
         return Err(Rejected::Unanswerable);
     }
-    let (req, rest) = Req::ref_from_prefix(readable).map_err(|_| BAD)?;
+    let (req, rest) = Req::ref_from_prefix(head).map_err(|_| BAD)?;
     let (request_type, count) = (req.r#type.get(), req.count.get());
     let queue_of_type = match request_type {
         wire::T_PUT | wire::T_GET | wire::T_FLUSH => QueueKind::Request,
@@ -126,11 +161,7 @@ pub fn parse(
         wire::T_GET if retain => wire::retain_bits(count),
         _ => 0,
     };
-    if queue_of_type != kind
-        || readable.len() != shape.readable_bytes
-        || writable_bytes != shape.writable_bytes as u64
-        || req.retain.get() & !allowed != 0
-    {
+    if queue_of_type != kind || sizes != shape || req.retain.get() & !allowed != 0 {
         return Err(BAD);
     }
     let header = Header {
@@ -173,9 +204,7 @@ fn in_range(object: u64, index: u64, nr_pages: u64) -> bool {
 }
 
 fn put(rest: &[u8], count: usize) -> Result<Body<'_>, Rejected> {
-    let (pages, data) = <[PutPage]>::ref_from_prefix_with_elems(rest, count).map_err(|_| BAD)?;
-    let data =
-        <[[u8; wire::PAGE_SIZE]]>::ref_from_bytes_with_elems(data, count).map_err(|_| BAD)?;
+    let pages = <[PutPage]>::ref_from_bytes_with_elems(rest, count).map_err(|_| BAD)?;
     for page in pages {
         let known = in_range(page.object.get(), page.index.get(), 1);
         if !known || page.cookie.get() == 0 || page.reserved.get() != 0 {
@@ -185,7 +214,8 @@ fn put(rest: &[u8], count: usize) -> Result<Body<'_>, Rejected> {
             return Err(UNSUPPORTED);
         }
     }
-    Ok(Body::Put { pages, data })
+    let data_offset = put_head_bytes(count) as u64;
+    Ok(Body::Put { pages, data_offset })
 }
 
 fn get(rest: &[u8], count: usize, retain: u64) -> Result<Body<'_>, Rejected> {
@@ -251,9 +281,19 @@ mod tests {
     use virtio_tmem::{READABLE_BYTES_MAX, shape};
     use zerocopy::IntoBytes;
 
-    /// Parses a request as if the driver had accepted the feature bit F_RETAIN.
+    /// Parses a request as if the driver had accepted the feature bit F_RETAIN. `readable` is the
+    /// complete readable part, of which the parser gets the head.
     fn parse(kind: QueueKind, readable: &[u8], room: u64) -> Result<Request<'_>, Rejected> {
-        parse_with(kind, readable, room, true)
+        let sizes = sizes(readable, room);
+        let head = &readable[..head_bytes(readable).min(readable.len())];
+        parse_with(kind, head, sizes, true)
+    }
+
+    fn sizes(readable: &[u8], room: u64) -> Shape {
+        Shape {
+            readable_bytes: readable.len(),
+            writable_bytes: room as usize,
+        }
     }
 
     const LAST_INDEX: u64 = (1 << wire::INDEX_BITS) - 1;
@@ -350,9 +390,9 @@ mod tests {
                 }
             );
             match (t, request.body) {
-                (wire::T_PUT, Body::Put { pages, data }) => {
+                (wire::T_PUT, Body::Put { pages, data_offset }) => {
                     assert_eq!(pages, [put_page(1, LAST_INDEX, u64::MAX, 1, 0)]);
-                    assert_eq!(data, [[9; wire::PAGE_SIZE]]);
+                    assert_eq!(readable[data_offset as usize..], [9; wire::PAGE_SIZE]);
                 }
                 (
                     wire::T_GET,
@@ -601,7 +641,7 @@ mod tests {
         let retain_of = |retain: u64, accepted| {
             let mut get = get.clone();
             get[16..24].copy_from_slice(&retain.to_le_bytes());
-            match parse_with(QueueKind::Request, &get, room, accepted) {
+            match parse_with(QueueKind::Request, &get, sizes(&get, room), accepted) {
                 Ok(super::Request {
                     body: Body::Get { retain, .. },
                     ..
@@ -646,7 +686,10 @@ mod tests {
     fn ref_is_an_unknown_type_without_the_retain_feature() {
         let all = bytes(&[req(wire::T_REF, 1).as_bytes(), ref_page(1, 0, 1).as_bytes()]);
         for kind in [QueueKind::Control, QueueKind::Request] {
-            assert_eq!(parse_with(kind, &all, 9, false), Err(UNSUPPORTED));
+            assert_eq!(
+                parse_with(kind, &all, sizes(&all, 9), false),
+                Err(UNSUPPORTED)
+            );
         }
     }
 }

@@ -27,12 +27,9 @@ pub const CHAIN_NS: u64 = 3_000;
 /// a guest may split it into as many as a queue has.
 pub const DESCRIPTOR_NS: u64 = 50;
 
-/// Cost in ns of copying one page out of guest memory.
-pub const READ_PAGE_NS: u64 = 400;
-
 /// Expected cost in ns of each page of a request that is not read yet. If a chain is expected to
 /// exceed the rest of a slice, the chain is left to the next slice. Therefore few chains are
-/// interrupted and read twice.
+/// interrupted, and the heads of few requests are read twice.
 pub const PAGE_EXPECTED_NS: u64 = 2_000;
 
 /// Largest cost in ns that the first step of a slice may have, even if the slice is already over. A

@@ -19,12 +19,12 @@
 use crate::host::clock::ClockAndEntropy;
 use crate::memory::peer::{HungUp, Peer};
 use crate::memory::table::{GuestMemory, Memory};
-use crate::queue::chain::{Chain, READ_BUFFER_BYTES, WriteError};
-use crate::queue::execute::{self, Answer, Context, PageBuffers, Progress, Remainder};
+use crate::queue::chain::{AccessError, Chain};
+use crate::queue::execute::{self, Context, GuestBuffers, PageBuffers, Progress, Remainder};
 use crate::queue::notifier;
 use crate::queue::polling::Polling;
 use crate::queue::request::{self, Body, QueueKind, Rejected, Request};
-use crate::queue::slice::{CHAIN_NS, DESCRIPTOR_NS, PAGE_EXPECTED_NS, READ_PAGE_NS, Slice};
+use crate::queue::slice::{CHAIN_NS, DESCRIPTOR_NS, PAGE_EXPECTED_NS, Slice};
 use crate::util::histogram::Histogram;
 use crate::vm::state::Vm;
 use std::io;
@@ -36,8 +36,6 @@ use tmem_pool::{SecretPages, Spent};
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
 use virtio_tmem as wire;
 use vm_memory::{Bytes, GuestAddress};
-
-const PAGE_BYTES: u64 = wire::PAGE_SIZE as u64;
 
 /// Time from the beginning of a drain after which the worker stops executing its current chain. It
 /// then answers the chain's remaining pages with REFUSED, MISS or GONE. The time is half of the 10
@@ -193,11 +191,12 @@ impl From<HungUp> for Halt {
     }
 }
 
-impl From<WriteError> for Halt {
-    fn from(error: WriteError) -> Self {
+impl From<AccessError> for Halt {
+    fn from(error: AccessError) -> Self {
         match error {
-            WriteError::HungUp => Halt::HungUp,
-            WriteError::Memory(error) => {
+            AccessError::HungUp => Halt::HungUp,
+            AccessError::Lost => Halt::Lost,
+            AccessError::Memory(error) => {
                 Halt::Fault(format!("a buffer of the guest cannot be accessed: {error}"))
             }
         }
@@ -246,10 +245,23 @@ fn intact(memory: &Memory) -> Result<(), Halt> {
     }
 }
 
-/// Buffers of a worker for one descriptor chain, its request and its pages.
+/// Copies the head of a request out of guest memory, each byte once. The head is the readable part
+/// of the chain without the contents of the pages of a PUT.
+fn read_head<'b>(guest: GuestBuffers<'_>, into: &'b mut [u8]) -> Result<&'b [u8], AccessError> {
+    let readable_bytes = guest.chain.readable_bytes();
+    let within = |bytes: usize| readable_bytes.min(bytes as u64) as usize;
+    let req = within(size_of::<wire::Req>());
+    guest.read(0, &mut into[..req])?;
+    let head = within(request::head_bytes(&into[..req]));
+    guest.read(req as u64, &mut into[req..head])?;
+    Ok(&into[..head])
+}
+
+/// Buffers of a worker for one descriptor chain, the head of its request and the pages of a GET.
+/// The pages of a PUT need no buffer.
 pub struct Scratch {
     chain: Chain,
-    readable: SecretPages,
+    head: SecretPages,
     pages: PageBuffers,
 }
 
@@ -261,7 +273,7 @@ impl Scratch {
     pub fn new() -> io::Result<Scratch> {
         Ok(Scratch {
             chain: Chain::new(),
-            readable: SecretPages::new(READ_BUFFER_BYTES.div_ceil(wire::PAGE_SIZE))?,
+            head: SecretPages::new(request::HEAD_BYTES_MAX.div_ceil(wire::PAGE_SIZE))?,
             pages: PageBuffers::new()?,
         })
     }
@@ -598,30 +610,26 @@ impl Vring {
         taken: TakenChain,
         spent: &mut Option<Spent<'a>>,
     ) -> Result<Answered<'a>, Halt> {
-        let Scratch {
-            chain,
-            readable,
-            pages,
-        } = scratch;
+        let Scratch { chain, head, pages } = scratch;
         let vm: &'a Vm = &self.link.vm;
-        let answer = Answer {
+        let guest = GuestBuffers {
             chain,
-            memory: &table.guest,
+            memory: table,
             peer: &self.link.peer,
         };
-        let read_pages = chain.readable_bytes().min(READ_BUFFER_BYTES as u64) / PAGE_BYTES;
-        slice.charge(read_pages * READ_PAGE_NS);
-        let buffer = &mut readable.pages().as_flattened_mut()[..READ_BUFFER_BYTES];
-        let readable = chain.read(&table.guest, buffer);
-        let readable = readable.map_err(WriteError::from)?;
+        let head = read_head(guest, head.pages().as_flattened_mut())?;
         // Lost pages are checked before the request is executed. Otherwise zeros from the
-        // replacement of a lost page could be stored as a page of the guest.
+        // replacement of a lost page could be executed as a request of the guest.
         intact(table)?;
         let kind = match self.index {
             wire::CONTROL_QUEUE => QueueKind::Control,
             _ => QueueKind::Request,
         };
-        let parsed = match request::parse(kind, readable, chain.writable_bytes(), taken.retain) {
+        let sizes = wire::Shape {
+            readable_bytes: chain.readable_bytes() as usize,
+            writable_bytes: chain.writable_bytes() as usize,
+        };
+        let parsed = match request::parse(kind, head, sizes, taken.retain) {
             Ok(_) if chain.is_out_of_order() => Err(Rejected::Status(wire::S_BAD)),
             parsed => parsed,
         };
@@ -630,7 +638,7 @@ impl Vring {
             Err(Rejected::Status(status)) => {
                 vm.counters.requests_bad.fetch_add(1, Ordering::Relaxed);
                 return Ok(Answered::Done(Done {
-                    used_bytes: answer.answer_status(status)?,
+                    used_bytes: guest.answer_status(status)?,
                     begun_ns: taken.begun_ns,
                     latency: None,
                 }));
@@ -642,7 +650,7 @@ impl Vring {
                 )));
             }
         };
-        let mut state = self.begin_or_continue(taken, readable, &request);
+        let mut state = self.begin_or_continue(taken, head, &request);
         let context = Context {
             vm,
             generation: self.link.generation.load(Ordering::SeqCst),
@@ -654,7 +662,7 @@ impl Vring {
             spent,
             progress: &mut state.progress,
         };
-        let used = execute::execute(&context, &request, answer, pages, remainder)?;
+        let used = execute::execute(&context, &request, guest, pages, remainder)?;
         let latency = match &request.body {
             Body::Put { .. } => Some(&vm.counters.put_latency),
             Body::Get { .. } => Some(&vm.counters.get_latency),
@@ -678,11 +686,11 @@ impl Vring {
     fn begin_or_continue(
         &self,
         taken: TakenChain,
-        readable: &[u8],
+        head: &[u8],
         request: &Request<'_>,
     ) -> Unfinished {
         let mut header = [0; size_of::<wire::Req>()];
-        header.copy_from_slice(&readable[..size_of::<wire::Req>()]);
+        header.copy_from_slice(&head[..size_of::<wire::Req>()]);
         let interrupted = taken.interrupted.filter(|last| last.header == header);
         interrupted.unwrap_or_else(|| {
             let cost_pages = request::cost_pages(&request.body);

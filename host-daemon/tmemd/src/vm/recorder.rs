@@ -16,7 +16,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
-use tmem_pool::{Put, PutResult, Ref, stored_bytes};
+use tmem_pool::{Put, PutResult, Ref};
 use tmem_trace::format::{Blind, Event, Op, SizeClass, Writer};
 
 /// Number of bytes that are collected in memory before they are written to the trace file: about
@@ -166,13 +166,21 @@ impl Tap {
     }
 
     /// Records a PUT of pages. A refused page is recorded as a flush, because it leaves nothing
-    /// under its key.
-    pub fn put(&self, pool: u32, puts: &[Put<'_>], results: &[PutResult]) {
+    /// under its key. `stored_bytes` has an element for each page: its compressed size in bytes. The
+    /// element of a refused page has no meaning.
+    pub fn put(
+        &self,
+        pool: u32,
+        puts: &[Put<'_>],
+        results: &[PutResult],
+        stored_bytes: impl Iterator<Item = usize>,
+    ) {
         let blind = &self.recorder.blind;
         let ops: Vec<Op> = puts
             .iter()
             .zip(results)
-            .filter_map(|(put, result)| {
+            .zip(stored_bytes)
+            .filter_map(|((put, result), stored_bytes)| {
                 let (object, distance) = blind.object(self.tenant, pool, put.object);
                 let page = distance.page(put.index)?;
                 Some(match result {
@@ -180,7 +188,7 @@ impl Tap {
                         object,
                         page,
                         workingset: put.workingset,
-                        size: SizeClass::of_bytes(stored_bytes(put.page)),
+                        size: SizeClass::of_bytes(stored_bytes),
                     },
                     PutResult::Refused => Op::Flush {
                         object,

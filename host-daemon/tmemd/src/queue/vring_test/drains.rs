@@ -28,6 +28,27 @@ fn a_drained_or_locked_vring_takes_no_chain() {
     assert_eq!(guest.used(), 1);
 }
 
+/// Before it reads each group of pages, the worker checks that the front end is connected.
+#[test]
+fn a_worker_reads_no_more_pages_when_the_front_end_hangs_up() {
+    const PAGES: usize = 20;
+    let stored = [0, 1, 2, 3, 4, 5].map(|checks| {
+        let mut guest = guest();
+        guest.put(1, PAGES);
+        guest.link.peer.hang_up_after(checks);
+        assert_eq!(guest.run_slice(), SliceEnd::Idle);
+        assert_eq!(guest.used(), 0);
+        guest.pages().0
+    });
+    assert_eq!((&stored[..3], stored[5]), (&[0; 3][..], PAGES as u64));
+    // The front end hung up after the first group of pages.
+    assert!(
+        (1..PAGES as u64).contains(&stored[3]),
+        "the worker stored {} of {PAGES} pages although the front end hung up between two groups",
+        stored[3]
+    );
+}
+
 /// Before it writes each part of an answer, the worker checks that the front end is connected.
 #[test]
 fn a_worker_stops_writing_an_answer_when_the_front_end_hangs_up() {

@@ -251,3 +251,65 @@ fn a_lost_page_of_the_guest_ends_the_connection() {
         }
     }
 }
+
+/// A page of a PUT is lost after the worker has copied earlier pages of the same group. The later
+/// pages must not be stored as zeros, and nothing may stay under their keys.
+#[test]
+fn pages_of_a_put_on_lost_memory_are_refused_and_older_pages_dropped() {
+    const REQUEST: u64 = DATA + 0x10000;
+    let mut guest = guest();
+    guest.put(0, 4);
+    assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 1));
+    assert_eq!(guest.pages(), (4, 0));
+    // The head of the request takes 152 bytes, so the page that is lost contains the end of the
+    // third page of the PUT and the beginning of the fourth page.
+    guest.free = REQUEST;
+    guest.put_version(0, 4, 1);
+    let lost = GuestAddress(REQUEST + 3 * PAGE_SIZE as u64);
+    let address = guest.memory.guest.get_host_address(lost);
+    crate::memory::sigbus::take_away(
+        address.expect("the address is outside of the guest's memory"),
+        PAGE_SIZE,
+    );
+    assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 1));
+    let reason = guest.stopped().expect("the queue runs on lost memory");
+    assert!(
+        reason.contains("was lost"),
+        "the reason for the stop does not say that memory was lost: {reason}"
+    );
+    guest.engine.check_invariants();
+    let (mut pages, mut found) = ([[0; PAGE_SIZE]; 4], [tmem_pool::GetResult::Miss; 4]);
+    let tenant = &guest.link.vm.tenant;
+    tenant
+        .get(1, 1, 0, &[1001, 1002, 1003, 1004], &mut pages, &mut found)
+        .map(drop)
+        .expect("the tenant has no pool with this id");
+    let hits = found.map(|result| result != tmem_pool::GetResult::Miss);
+    assert_eq!(hits, [true, true, false, false]);
+    assert_eq!(pages[..2], [[100; PAGE_SIZE], [101; PAGE_SIZE]]);
+    assert_eq!(guest.pages(), (0, 0));
+}
+
+/// The worker does not read the contents of a PUT that it refuses, so a lost page among them does
+/// not end the connection.
+#[test]
+fn the_contents_of_a_refused_put_are_not_read() {
+    const REQUEST: u64 = DATA + 0x10000;
+    let mut guest = guest();
+    guest
+        .link
+        .generation
+        .store(GENERATION + 1, Ordering::SeqCst);
+    guest.free = REQUEST;
+    let answer = guest.put(0, 4);
+    let lost = GuestAddress(REQUEST + PAGE_SIZE as u64);
+    let address = guest.memory.guest.get_host_address(lost);
+    crate::memory::sigbus::take_away(
+        address.expect("the address is outside of the guest's memory"),
+        PAGE_SIZE,
+    );
+    assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 1));
+    assert_eq!(guest.bytes(answer, 1), [wire::S_STALE]);
+    assert_eq!(guest.bytes(answer + 8, 4), [wire::P_REFUSED; 4]);
+    assert!(!guest.memory.lost.is_lost());
+}

@@ -209,19 +209,24 @@ impl Guest {
     }
 
     fn put(&mut self, index: u64, count: usize) -> u64 {
+        self.put_version(index, count, 0)
+    }
+
+    /// Sends a PUT of pages whose contents and cookies differ from those of other versions.
+    fn put_version(&mut self, index: u64, count: usize, version: u8) -> u64 {
         let mut bytes = req(wire::T_PUT, count).as_bytes().to_vec();
         for number in 0..count as u64 {
             let page = PutPage {
                 object: 1.into(),
                 index: (index + number).into(),
-                cookie: (index + number + 1).into(),
+                cookie: (index + number + 1 + 1000 * u64::from(version)).into(),
                 flags: 0.into(),
                 reserved: 0.into(),
             };
             bytes.extend(page.as_bytes());
         }
         for number in 0..count {
-            bytes.extend([(index as usize + number) as u8; PAGE_SIZE]);
+            bytes.extend([(index as usize + number) as u8 + 100 * version; PAGE_SIZE]);
         }
         self.send(&bytes, 8 + count)
     }

@@ -74,7 +74,7 @@ fn get_64_pages_without_allocation(retain: u64) {
 fn worker_buffers_are_excluded_from_core_dumps() {
     let mut scratch = Scratch::new().expect("cannot map the worker's buffers");
     let buffers = [
-        scratch.readable.pages().as_ptr() as usize,
+        scratch.head.pages().as_ptr() as usize,
         scratch.pages.pages().as_ptr() as usize,
     ];
     let smaps = std::fs::read_to_string("/proc/self/smaps").expect("cannot read the file");
