@@ -516,12 +516,12 @@ def machine_text(found: dict[str, Any]) -> str:
     """Returns a sentence about the machine."""
     runs = found["machine"]
     if not runs:
-        return f"Measured with {found['settings']['guests']} guests."
+        return f"Guests: {found['settings']['guests']}."
     last = runs[-1]
     return (
-        f"Measured with {found['settings']['guests']} guests on {last['processors']} processors of "
-        f"{last['processor']}, host kernel {last['host_kernel']}, whose idle processors "
-        f"{IDLE[last['idle_processors']]}."
+        f"Measured on {last['processors']} processors of {last['processor']}, host kernel "
+        f"{last['host_kernel']}, whose idle processors {IDLE[last['idle_processors']]}. Guests: "
+        f"{found['settings']['guests']}."
     )
 
 
