@@ -652,8 +652,9 @@ impl Engine {
         }
         if self.store.heap.is_sparse() || self.compact_all.load(Relaxed) {
             let moved = self.compact(pages);
-            if moved == 0 {
-                self.compact_all.store(false, Relaxed);
+            if moved == 0 && self.compact_all.swap(false, Relaxed) {
+                // Also return the frames that the full compaction has emptied, in the next steps.
+                self.idle_due.store(self.store.heap.idle_frames(), Relaxed);
             }
             return moved;
         }

@@ -291,6 +291,30 @@ fn maintain_releases_idle_frames() {
     assert_eq!(stats.frames_bytes, 16 << 20);
 }
 
+/// Tests that the frames which a compaction after a sweep empties go back to the system as well.
+#[test]
+fn a_sweep_leaves_neither_spare_spans_nor_idle_frames() {
+    let engine = new_engine(32 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    for index in 0..4_000 {
+        assert_eq!(put(&tenant, 1, index, 1, &partly_noise(index, 3)), Stored);
+        engine.maintain(Time(0), 64);
+    }
+    maintain_all(&engine);
+    let heap = &tenant.engine().store.heap;
+    // Make spare spans, but too few for a compaction before the sweep ends.
+    for index in (0..4_000).step_by(100) {
+        tenant.flush(POOL, 1, index, Some(1)).unwrap();
+    }
+    assert!(
+        heap.has_spare() && !heap.is_sparse(),
+        "the test is too weak: {:?}",
+        heap.stats()
+    );
+    while engine.maintain(Time(SWEEP_NS), 64) {}
+    assert_eq!((heap.has_spare(), heap.idle_frames()), (false, 0));
+}
+
 #[test]
 fn maintain_stops_when_compaction_frees_nothing() {
     let engine = new_engine(32 << 20);
