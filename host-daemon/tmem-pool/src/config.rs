@@ -117,11 +117,12 @@ pub(crate) const INDEX_ROOM_PART: u64 = 256;
 pub(crate) const TENANT_METADATA_BYTES: u64 = 16 << 10;
 
 /// Bytes that each page is charged for its metadata, in addition to its compressed size. They cover
-/// the worst case, a page that is the only one left in its leaf and has a blob of its own. Its index
-/// needs a run of four entries (112 B), a leaf (24 B) and two ghost entries (4 B). It also needs a
-/// node (80 B) or an object with its place in the hash table (72 B). Its blob needs a record (16 B), a slot in the
-/// table of equal pages (7 B) and the record of a span (12 B). Most pages cost a fifth of that. With
-/// a smaller charge, a tenant with such pages could hold more than its share of the pool.
+/// the worst case, a page that is the only one left in its leaf and has a blob of its own. Its
+/// index needs a run of four entries (112 B), a leaf (24 B) and two ghost entries (4 B). It also
+/// needs a node (80 B) or an object with its place in the hash table (72 B). Its blob needs a
+/// record (16 B), a slot in the table of equal pages (8 B) and the record of a span (12 B). Most
+/// pages cost a fifth of that. With a smaller charge, a tenant with such pages could hold more than
+/// its share of the pool.
 pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
 
 /// Address space that a pool reserves, as a multiple of the pool's largest size. The heap needs a

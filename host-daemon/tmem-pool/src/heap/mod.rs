@@ -402,8 +402,8 @@ impl<X: Zeroed> Heap<X> {
         Place::of(self.word(handle.0).load(Relaxed)).len
     }
 
-    /// Zeroes the bytes of a handle, and frees the slot and the handle. The slot may be reserved and
-    /// not written. The caller makes sure that no other thread uses the handle.
+    /// Zeroes the bytes of a handle, and frees the slot and the handle. The slot may be reserved
+    /// and not written. The caller makes sure that no other thread uses the handle.
     pub(crate) fn free(&self, handle: Handle) {
         let Handle(handle) = handle;
         // Pin the place, so that compaction does not move the bytes.

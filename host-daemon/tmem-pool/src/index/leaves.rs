@@ -3,9 +3,9 @@
 //!
 //! A leaf has the entries of the pages of an object with 16 neighbouring numbers. It names a run, a
 //! piece of memory with room for 1, 4 or 16 entries, and has a bitmap of the pages that have an
-//! entry. A page's place in the run follows from its number and the bitmap. So an entry does not store
-//! its page number, and a leaf does not store numbers of entries. Runs of further sizes would save
-//! memory in leaves that are half full, but then a leaf that fills would move its entries more
+//! entry. A page's place in the run follows from its number and the bitmap. So an entry does not
+//! store its page number, and a leaf does not store numbers of entries. Runs of further sizes would
+//! save memory in leaves that are half full, but then a leaf that fills would move its entries more
 //! often.
 //!
 //! The number of an entry consists of the number of its leaf and of four bits of the page number.
@@ -452,8 +452,9 @@ impl Entries {
         (entry, None)
     }
 
-    /// Asserts that there are as many runs as leaves. Two leaves that name one run, or a run that no
-    /// leaf names, change the counts or the entries that [`check_leaf`](Self::check_leaf) visits.
+    /// Asserts that there are as many runs as leaves. Two leaves that name one run, or a run that
+    /// no leaf names, change the counts or the entries that [`check_leaf`](Self::check_leaf)
+    /// visits.
     pub(super) fn check(&self) {
         assert_eq!(
             self.runs.len(),

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Index of one tenant's keys. A key consists of the numbers of a pool, an object and a page.
 //!
-//! Each object has a tree of its pages (tree.rs), with the entries in the tree's leaves (leaves.rs).
-//! The index finds an object by a seeded hash of the numbers of its pool and of the object. So the
-//! guest, which chooses these numbers, cannot make look-ups slow. Records have numbers (arena.rs),
-//! because several structures refer to them. The number of an entry contains that of its leaf. When
-//! a policy evicts the page, the index finds the object and the pool of the page through the leaf.
+//! Each object has a tree of its pages (tree.rs), with the entries in the tree's leaves
+//! (leaves.rs). The index finds an object by a seeded hash of the numbers of its pool and of the
+//! object. So the guest, which chooses these numbers, cannot make look-ups slow. Records have
+//! numbers (arena.rs), because several structures refer to them. The number of an entry contains
+//! that of its leaf. When a policy evicts the page, the index finds the object and the pool of the
+//! page through the leaf.
 //!
 //! An object, a pool or the whole index is detached in constant time. From then on no page of the
 //! detached part is found under its key, and these pages count in `detached` instead of `gauges`.

@@ -364,8 +364,8 @@ fn emptied_pools_are_freed_in_bounded_steps() {
     maintain_all(&engine);
 }
 
-/// Tests that a put is stored in a full pool of any size: the growth of the tables by the put itself
-/// must not look like a lack of memory for the index.
+/// Tests that a put is stored in a full pool of any size: the growth of the tables by the put
+/// itself must not look like a lack of memory for the index.
 #[test]
 fn a_full_pool_stores_each_put_although_its_tables_grow() {
     for more_bytes in (0..8 * PAGE_SIZE as u64).step_by(64) {

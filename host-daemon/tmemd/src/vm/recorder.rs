@@ -166,8 +166,8 @@ impl Tap {
     }
 
     /// Records a PUT of pages. A refused page is recorded as a flush, because it leaves nothing
-    /// under its key. `stored_bytes` has an element for each page: its compressed size in bytes. The
-    /// element of a refused page has no meaning.
+    /// under its key. `stored_bytes` has an element for each page: its compressed size in bytes.
+    /// The element of a refused page has no meaning.
     pub fn put(
         &self,
         pool: u32,
