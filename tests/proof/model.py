@@ -281,6 +281,14 @@ def predict(results: Data) -> dict[str, Any]:
     return out
 
 
+def write_seconds() -> float:
+    """Returns the longest time in seconds in which a disk writes the pages of a guest of TwoGuests.
+
+    It is shorter if the guest has written some pages more than once.
+    """
+    return TwoGuests().reads * WRITE_SHARE / disk.CLOUD_VOLUME.iops
+
+
 def errors(results: Data) -> dict[str, float]:
     """Returns the relative errors of the predicted times, for the hold-outs that were measured."""
     out = {}

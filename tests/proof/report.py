@@ -494,6 +494,18 @@ def model_text(found: dict[str, Any]) -> str:
         ),
         _markdown(table),
     ]
+    if errors.get(f"{model.TWO} {WITH}", 0) < -ERROR_MAX:
+        read_s, write_s = predictions[model.TWO][WITH], model.write_seconds()
+        parts.append(
+            _wrapped(
+                "**Two guests with the pool.** The model lets a guest's disk write while the guest "
+                "reads. But fio's writes stay in the page cache until its fsync at the end, and "
+                f"then take up to {write_s:.2f} s at the disk's limit. The reads and these writes "
+                f"one after the other take up to {read_s + write_s:.2f} s. The model was not "
+                "changed after this measurement, because a prediction must be older than its "
+                "measurement."
+            )
+        )
     if speedups := found.get("kvm_speedups"):
         kvm = [["cost of a get", *(f"disk read of {us} µs" for us in model.KVM_DISK_US)]]
         for get_us in model.KVM_GET_US:

@@ -354,6 +354,17 @@ def test_report_states_the_error_of_a_measured_prediction() -> None:
     assert "+50%" in report.page(found)
 
 
+def test_report_explains_a_low_prediction_for_two_guests() -> None:
+    found = partial(model.TWO)
+    found["predictions"] = {
+        "calibration": dict.fromkeys(model.Calibration.__dataclass_fields__, 1.0),
+        model.TWO: {WITH: 1.0, WITHOUT: 2.0},
+    }
+    assert "until its fsync" in report.page(found)
+    found["predictions"][model.TWO][WITH] = 1.9
+    assert "until its fsync" not in report.page(found)
+
+
 def test_plot_bars_of_all_workloads_have_different_names() -> None:
     names = [name for name, _ in report.speed_bars(partial(*MAKE))]
     assert len(names) == len(set(names)) >= 7
