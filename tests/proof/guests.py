@@ -68,6 +68,7 @@ class Host(Protocol):
     """A way to run guests: user-mode Linux or QEMU."""
 
     what: str
+    slowdown: float  # factor by which a part takes longer than with native guests, about
 
     def create(self, session: Session, spec: Spec) -> Vm | NativeVm:
         """Returns a guest that is not started yet."""
@@ -95,6 +96,7 @@ class Native:
     """User-mode Linux, at the machine's own speed."""
 
     what = "user-mode Linux"
+    slowdown = 1.0
 
     def __init__(self) -> None:
         self._kernel = native.build()
@@ -121,6 +123,10 @@ class Native:
             check_on(vm)
 
 
+# Factor by which guests on emulated processors are slower than native guests: a quick run of all
+# parts took 25 minutes on a loaded machine, and was estimated to take 3.
+TCG_SLOWDOWN = 6.0
+
 # RAM that the kernel of a distribution takes in a machine of QEMU in addition to that of a native
 # guest: MemAvailable after the boot, with 192 MiB of RAM, was 100 MiB instead of 154 MiB. With less
 # RAM, the smallest guests have none left for their work.
@@ -142,6 +148,7 @@ class Qemu:
         how = "TCG (emulated processors)" if self.why_not else "KVM"
         more = f"{QEMU_MORE_RAM_BYTES // MIB} MiB more RAM for each guest"
         self.what = f"QEMU with {how}, {more}"
+        self.slowdown = TCG_SLOWDOWN if self.why_not else 1.0
 
     def programs(self) -> dict[str, Path]:
         return {"kernel": self._kernel.vmlinuz, "driver": self._driver, "qemu": qemu_binary()}

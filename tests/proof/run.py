@@ -121,7 +121,8 @@ class Run:
             raise HarnessError("\n".join(failures))
 
     def _estimate(self, part: Workload) -> float:
-        return part.seconds / (part.repetitions if self._quick else 1)
+        seconds = part.seconds * self._host.slowdown
+        return seconds / (part.repetitions if self._quick else 1)
 
     def _part(self, part: Workload, images: Path) -> None:
         if part.key in model.HOLDOUTS and not self._results.repetitions(part.key):

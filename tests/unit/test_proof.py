@@ -259,6 +259,7 @@ class NoHost:
     """A host that starts no guest."""
 
     what = "none"
+    slowdown = 1.0
 
 
 def measure(results: Results, part: Part, monkeypatch: pytest.MonkeyPatch) -> list[str]:
