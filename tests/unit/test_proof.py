@@ -346,24 +346,23 @@ def test_report_and_markdown_page_accept_results_with_one_part_or_none(
     assert images == set(re.findall(r"images/([\w-]+\.svg)", page.read_text()))
 
 
-def test_report_states_the_error_of_a_measured_prediction() -> None:
-    found = partial(model.HALF)
+def predicted(key: str, with_pool: float, without_pool: float) -> dict[str, Any]:
+    """Returns results with a measured hold-out and its predicted seconds."""
+    found = partial(key)
     found["predictions"] = {
         "calibration": dict.fromkeys(model.Calibration.__dataclass_fields__, 1.0),
-        model.HALF: {WITH: 3.0, WITHOUT: 2.0},
+        key: {WITH: with_pool, WITHOUT: without_pool},
     }
-    assert "+50%" in report.page(found)
+    return found
+
+
+def test_report_states_the_error_of_a_measured_prediction() -> None:
+    assert "+50%" in report.page(predicted(model.HALF, 3.0, 2.0))
 
 
 def test_report_explains_a_low_prediction_for_two_guests() -> None:
-    found = partial(model.TWO)
-    found["predictions"] = {
-        "calibration": dict.fromkeys(model.Calibration.__dataclass_fields__, 1.0),
-        model.TWO: {WITH: 1.0, WITHOUT: 2.0},
-    }
-    assert "until its fsync" in report.page(found)
-    found["predictions"][model.TWO][WITH] = 1.9
-    assert "until its fsync" not in report.page(found)
+    assert "until its fsync" in report.page(predicted(model.TWO, 1.0, 2.0))
+    assert "until its fsync" not in report.page(predicted(model.TWO, 1.9, 2.0))
 
 
 def test_plot_bars_of_all_workloads_have_different_names() -> None:
