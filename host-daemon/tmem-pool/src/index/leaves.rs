@@ -252,6 +252,15 @@ fn child_of(index: u64) -> usize {
     index as usize % LEAF_PAGES
 }
 
+/// Returns the leaf of an entry, and n if the entry is that of page `first` + n. Panics if there is
+/// no such entry.
+fn place_of(leaves: &Arena<Leaf>, id: Id) -> (&Leaf, usize) {
+    let leaf = &leaves[leaf_of(id)];
+    let child = child_of(id.into());
+    assert!(leaf.has(child), "entry {id} does not exist");
+    (leaf, child)
+}
+
 impl Entries {
     /// Creates a set of up to `used_max` entries.
     pub(crate) fn new(used_max: u32, chunks: &Arc<Chunks>) -> Entries {
@@ -301,9 +310,7 @@ impl Entries {
 
     /// Returns the object and the page number of an entry.
     pub(crate) fn place(&self, id: Id) -> (Id, u64) {
-        let leaf = &self.leaves[leaf_of(id)];
-        let child = child_of(id.into());
-        assert!(leaf.has(child), "entry {id} does not exist");
+        let (leaf, child) = place_of(&self.leaves, id);
         (leaf.object, leaf.first + child as u64)
     }
 
@@ -501,18 +508,14 @@ impl Entries {
 impl Index<Id> for Entries {
     type Output = Entry;
     fn index(&self, id: Id) -> &Entry {
-        let leaf = &self.leaves[leaf_of(id)];
-        let child = child_of(id.into());
-        assert!(leaf.has(child), "entry {id} does not exist");
+        let (leaf, child) = place_of(&self.leaves, id);
         &self.run(leaf)[leaf.place(child)]
     }
 }
 
 impl IndexMut<Id> for Entries {
     fn index_mut(&mut self, id: Id) -> &mut Entry {
-        let leaf = &self.leaves[leaf_of(id)];
-        let child = child_of(id.into());
-        assert!(leaf.has(child), "entry {id} does not exist");
+        let (leaf, child) = place_of(&self.leaves, id);
         &mut self.runs.get_mut(leaf.size, leaf.run)[leaf.place(child)]
     }
 }
