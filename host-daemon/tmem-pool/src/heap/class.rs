@@ -20,9 +20,6 @@ use crate::config::{ADDRESS_SPACE_TIMES, PAGE_SIZE};
 pub(crate) const SPAN_FRAMES_MAX: usize = 12;
 const _: () = assert!(SPAN_FRAMES_MAX as u64 + 2 == ADDRESS_SPACE_TIMES);
 
-/// Address space of a span in bytes. It is the same for all spans, however many frames they have.
-pub(crate) const SPAN_BYTES: usize = SPAN_FRAMES_MAX * FRAME_BYTES;
-
 /// Bytes of the header at the beginning of a slot. The header contains the handle of the slot's
 /// bytes or, in a free slot, the number of the next free slot.
 pub(crate) const HEADER_BYTES: usize = 4;

@@ -92,7 +92,7 @@ impl<X: Zeroed> Heap<X> {
             if moved > 0 {
                 return Some(moved);
             }
-            source = self.span(source).next.get();
+            source = self.span(&state.class, source).next.get();
             if source == 0 {
                 break;
             }
@@ -103,7 +103,7 @@ impl<X: Zeroed> Heap<X> {
     fn empty_span(&self, state: &mut ClassState, source: u32) -> usize {
         let class = state.class;
         let mut moved = 0;
-        for slot in 0..self.span(source).fresh.get() {
+        for slot in 0..self.span(&class, source).fresh.get() {
             let header = self.header(&class, source, slot);
             if header & USED == 0 {
                 continue;
@@ -120,10 +120,11 @@ impl<X: Zeroed> Heap<X> {
                 continue;
             }
             let from = Place::of(word);
-            if (from.span, from.slot) != (source, slot) {
+            if self.class_of(from) != class || (from.span, from.slot) != (source, slot) {
                 // The word of the handle names another slot. A thread is replacing the handle's
                 // bytes, so the handle has two slots for a short time. Do not move the slot that
-                // the word does not name.
+                // the word does not name. Compare the classes, too: spans of different areas may
+                // have equal numbers.
                 continue;
             }
             let to = Place {
@@ -145,7 +146,7 @@ impl<X: Zeroed> Heap<X> {
                 self.set_header(&class, to.span, to.slot, USED | handle);
                 moved += 1;
             }
-            let last = replaced && self.span(source).used.get() == 1;
+            let last = replaced && self.span(&class, source).used.get() == 1;
             // Free the slot that the handle's word does not name. No thread reads it: it is either
             // the new slot, which no other thread knows, or the old slot, which had no reader when
             // the word was changed.
@@ -162,8 +163,8 @@ impl<X: Zeroed> Heap<X> {
             if head != 0 && head != source {
                 return Some(head);
             }
-            if head == source && self.span(head).next.get() != 0 {
-                return Some(self.span(head).next.get());
+            if head == source && self.span(&state.class, head).next.get() != 0 {
+                return Some(self.span(&state.class, head).next.get());
             }
         }
         None

@@ -21,12 +21,14 @@
 //! stored bytes. A thread that holds the lock of a class may take the lock of free spans or the
 //! lock of spare handles, but never both.
 
+mod area;
 mod class;
 mod compact;
 mod region;
 mod spans;
 
-use self::class::{Class, Classes, SLOTS_MAX, SPAN_BYTES};
+use self::area::{Area, Span};
+use self::class::{Class, Classes, SLOTS_MAX, SPAN_FRAMES_MAX};
 use self::region::LINE_BYTES;
 pub(crate) use self::region::{FRAME_BYTES, Region, Table, Zeroed, prefetch, prefetch_lines};
 pub(crate) use self::spans::idle_frames;
@@ -36,7 +38,6 @@ use crate::fail;
 use crate::poison;
 use crate::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard};
 use crossbeam_utils::CachePadded;
-use std::cell::Cell;
 use std::io;
 use std::slice;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -113,35 +114,6 @@ pub(crate) struct Handle(pub u32);
 /// flag, the slot is free, and the header is the number of the next free slot plus 1.
 const USED: u32 = 1 << 31;
 
-// ---- spans ------------------------------------------------------------------------------------
-
-/// Record of a span, which is a group of 1 to 12 adjacent frames of 4 KiB. Span number 0 means no
-/// span. The lock of the span's size class, or the lock of free spans, guards the record. A span
-/// that is in no list belongs to the thread that took it out.
-#[derive(Debug)]
-struct Span {
-    /// Number of frames of the span that may occupy memory.
-    frames: Cell<u8>,
-    /// Head of the list of slots that were used and are free again, as a slot number plus 1. 0
-    /// means that the list is empty.
-    free: Cell<u8>,
-    /// Lowest slot number, in this span, that was never used.
-    fresh: Cell<u8>,
-    used: Cell<u8>,
-    /// Previous span of the list. If the span's only slot is a whole frame and is used, the field
-    /// has another meaning: it is the header of that slot.
-    prev: Cell<u32>,
-    next: Cell<u32>,
-}
-
-// The record of a span must be small, because each raw page has a span of its own.
-const _: () = assert!(size_of::<Span>() == 12 && SLOTS_MAX < u8::MAX as usize);
-
-// SAFETY: all zero is a valid span without slots.
-unsafe impl Zeroed for Span {}
-// SAFETY: the cells are accessed only under the locks that guard them.
-unsafe impl Sync for Span {}
-
 #[derive(Debug)]
 struct ClassState {
     class: Class,
@@ -178,8 +150,8 @@ unsafe impl<X: Zeroed> Zeroed for HandleRecord<X> {}
 /// is used again, its `X` is as the handle's last user left it.
 #[derive(Debug)]
 pub(crate) struct Heap<X> {
-    data: Region,
-    spans: Table<Span>,
+    /// Address space and records of the spans. The spans in the area at index n have n + 1 frames.
+    areas: Box<[Area]>,
     handles: Table<HandleRecord<X>>,
     classes: Classes,
     states: Box<[CachePadded<Mutex<ClassState>>]>,
@@ -197,8 +169,6 @@ pub(crate) struct Heap<X> {
 /// Sums over the whole heap, which threads can read without holding its locks.
 #[derive(Debug, Default)]
 struct Sums {
-    /// Lowest span number that was never used. It changes only under the lock of free spans.
-    fresh_span: AtomicU64,
     frames: AtomicU64,
     /// The part of `frames` that belongs to spans without used slots. It changes under the lock of
     /// free spans.
@@ -230,9 +200,10 @@ impl<X: Zeroed> Heap<X> {
     /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES) gives its size as a multiple of the
     /// pool's size.
     pub(crate) fn new(bytes_max: u64) -> io::Result<Heap<X>> {
-        // Reserve records for more spans than there can be frames: each span has at least one
-        // frame, and span number 0 means no span.
-        let spans = (bytes_max / FRAME_BYTES as u64 + 1).min((1 << SPAN_BITS) - 1) as usize + 1;
+        // Each area has address space for the whole heap, because all spans may have the same
+        // number of frames.
+        let area = |frames| Area::reserve(frames, bytes_max, 1 << SPAN_BITS);
+        let areas: io::Result<Box<[Area]>> = (1..=SPAN_FRAMES_MAX as u8).map(area).collect();
         // The number of handles limits the number of blobs. It is chosen for blobs of 256 B,
         // because few pages compress to less.
         let handles = (bytes_max / 256 + HANDLES_MIN).min(u64::from(USED - 1));
@@ -250,18 +221,14 @@ impl<X: Zeroed> Heap<X> {
             }))
         });
         Ok(Heap {
-            data: Region::reserve(spans * SPAN_BYTES)?,
-            spans: Table::reserve(spans)?,
+            areas: areas?,
             handles: Table::reserve(handles as usize)?,
             states: states.collect(),
             classes,
             free_spans: CachePadded::default(),
             spare_handles: CachePadded::default(),
             fresh_handle: AtomicU32::new(1),
-            sums: CachePadded::new(Sums {
-                fresh_span: AtomicU64::new(1),
-                ..Sums::default()
-            }),
+            sums: CachePadded::default(),
         })
     }
 
@@ -478,7 +445,7 @@ impl<X: Zeroed> Heap<X> {
 
     /// Returns whether all memory of the heap is locked in RAM, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
-        self.data.is_locked() && self.spans.is_locked() && self.handles.is_locked()
+        self.areas.iter().all(Area::is_locked) && self.handles.is_locked()
     }
 
     /// Returns the lowest handle that was never given to a size class. All handles in use are
@@ -511,8 +478,9 @@ impl<X: Zeroed> Heap<X> {
 
     /// Returns the memory in bytes of the records of handles and spans. It never shrinks.
     pub(crate) fn table_bytes(&self) -> u64 {
-        let spans = self.sums.fresh_span.load(Relaxed);
-        spans * size_of::<Span>() as u64 + self.handles_used() * size_of::<HandleRecord<X>>() as u64
+        let fresh = self.areas.iter().map(|area| area.fresh.load(Relaxed));
+        fresh.sum::<u64>() * size_of::<Span>() as u64
+            + self.handles_used() * size_of::<HandleRecord<X>>() as u64
     }
 
     #[cfg(test)]
@@ -560,8 +528,9 @@ impl<X: Zeroed> Heap<X> {
     /// the span that contains the bytes, which freeing them changes.
     pub(crate) fn prefetch_bytes(&self, Handle(handle): Handle) {
         let place = Place::of(self.word(handle).load(Relaxed));
-        prefetch_lines(self.bytes_at(&self.class_of(place), place));
-        self.spans.prefetch(place.span);
+        let class = self.class_of(place);
+        prefetch_lines(self.bytes_at(&class, place));
+        self.area(class.frames).prefetch(place.span);
     }
 
     /// Returns the largest number of handles that the heap can have.
@@ -661,14 +630,19 @@ impl<X: Zeroed> Heap<X> {
         self.classes.get(self.classes.for_len(place.len))
     }
 
-    /// Returns the record of a span. The caller holds the lock that guards the record.
-    fn span(&self, span: u32) -> &Span {
-        self.spans.get(span)
+    /// Returns the area of the spans with this number of frames.
+    fn area(&self, frames: u8) -> &Area {
+        &self.areas[usize::from(frames) - 1]
+    }
+
+    /// Returns the record of a span of a class. The caller holds the lock that guards the record.
+    fn span(&self, class: &Class, span: u32) -> &Span {
+        self.area(class.frames).span(span)
     }
 
     fn slot_at(&self, class: &Class, span: u32, slot: u8) -> *mut u8 {
         let offset = usize::from(slot) * usize::from(class.slot_bytes);
-        self.data.at(span as usize * SPAN_BYTES + offset).as_ptr()
+        self.area(class.frames).at(span, offset)
     }
 
     fn bytes_at(&self, class: &Class, place: Place) -> *mut u8 {
@@ -680,7 +654,7 @@ impl<X: Zeroed> Heap<X> {
 
     fn header(&self, class: &Class, span: u32, slot: u8) -> u32 {
         if class.header_bytes == 0 {
-            return self.span(span).prev.get();
+            return self.span(class, span).prev.get();
         }
         let at = self.slot_at(class, span, slot);
         // SAFETY: the address is in the region, aligned as slots are, and accessed only under the
@@ -690,7 +664,7 @@ impl<X: Zeroed> Heap<X> {
 
     fn set_header(&self, class: &Class, span: u32, slot: u8, header: u32) {
         if class.header_bytes == 0 {
-            self.span(span).prev.set(header);
+            self.span(class, span).prev.set(header);
             return;
         }
         let at = self.slot_at(class, span, slot);
@@ -723,7 +697,7 @@ impl<X: Zeroed> Heap<X> {
     fn take_slot_of(&self, state: &mut ClassState, span: u32) -> u8 {
         let class = state.class;
         self.unlist(state, span);
-        let s = self.span(span);
+        let s = self.span(&class, span);
         let slot = if let Some(slot) = s.free.get().checked_sub(1) {
             s.free.set(self.header(&class, span, slot) as u8);
             slot
@@ -768,7 +742,7 @@ impl<X: Zeroed> Heap<X> {
     fn give_slot(&self, state: &mut ClassState, span: u32, slot: u8) {
         let class = state.class;
         self.unlist(state, span);
-        let s = self.span(span);
+        let s = self.span(&class, span);
         self.set_header(&class, span, slot, s.free.get().into());
         s.free.set(slot + 1);
         s.used.set(s.used.get() - 1);
@@ -787,7 +761,8 @@ impl<X: Zeroed> Heap<X> {
     /// Adds a span to the list of its group (spans are grouped by how full they are). Does nothing
     /// for a full span, which is in no list.
     fn list(&self, state: &mut ClassState, span: u32) {
-        let s = self.span(span);
+        let area = self.area(state.class.frames);
+        let s = area.span(span);
         let Some(group) = state.group(s.used.get()) else {
             return;
         };
@@ -795,30 +770,31 @@ impl<X: Zeroed> Heap<X> {
         s.prev.set(0);
         s.next.set(next);
         if next != 0 {
-            self.span(next).prev.set(span);
+            area.span(next).prev.set(span);
         }
     }
 
     fn unlist(&self, state: &mut ClassState, span: u32) {
-        let s = self.span(span);
+        let area = self.area(state.class.frames);
+        let s = area.span(span);
         let Some(group) = state.group(s.used.get()) else {
             return;
         };
         let (prev, next) = (s.prev.get(), s.next.get());
         let before = match prev {
             0 => state.heads[group],
-            _ => self.span(prev).next.get(),
+            _ => area.span(prev).next.get(),
         };
-        if before != span || (next != 0 && self.span(next).prev.get() != span) {
+        if before != span || (next != 0 && area.span(next).prev.get() != span) {
             poison::abort_inconsistent(HEAP);
         }
         if prev == 0 {
             state.heads[group] = next;
         } else {
-            self.span(prev).next.set(next);
+            area.span(prev).next.set(next);
         }
         if next != 0 {
-            self.span(next).prev.set(prev);
+            area.span(next).prev.set(prev);
         }
     }
 }

@@ -6,7 +6,7 @@
 //!
 //! No thread makes a system call while it holds the lock of free spans.
 
-use super::class::{Class, SPAN_BYTES, SPAN_FRAMES_MAX};
+use super::class::{Class, SPAN_FRAMES_MAX};
 use super::region::{FRAME_BYTES, Zeroed};
 use super::{HEAP, Heap};
 use crate::config::RAW_PART;
@@ -40,8 +40,9 @@ pub(super) struct FreeSpans {
     /// First idle span of each list. The list at index n has the idle spans with n + 1 frames. All
     /// bytes of idle spans are zero.
     pub(super) idle: [u32; SPAN_FRAMES_MAX],
-    /// First span of the list of bare spans, which have no frames.
-    pub(super) bare: u32,
+    /// First bare span of each list. The list at index n has the spans of n + 1 frames that occupy
+    /// no memory.
+    pub(super) bare: [u32; SPAN_FRAMES_MAX],
 }
 
 impl<X: Zeroed> Heap<X> {
@@ -96,7 +97,7 @@ impl<X: Zeroed> Heap<X> {
             free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
         };
         drop(free);
-        let s = self.span(span);
+        let s = self.area(frames).span(span);
         s.free.set(0);
         s.fresh.set(0);
         Some(span)
@@ -116,12 +117,13 @@ impl<X: Zeroed> Heap<X> {
         if span == 0 {
             return None;
         }
+        let s = self.area(frames).span(span);
         // The number of frames can be wrong only if the list is damaged. Continuing could use one
         // span twice, or loop without end.
-        if self.span(span).frames.get() != frames {
+        if s.frames.get() != frames {
             poison::abort_inconsistent(HEAP);
         }
-        *head = self.span(span).next.get();
+        *head = s.next.get();
         Some(span)
     }
 
@@ -129,18 +131,20 @@ impl<X: Zeroed> Heap<X> {
         if fail::memory() {
             return None;
         }
-        let span = if free.bare != 0 {
-            let next = self.span(free.bare).next.get();
-            std::mem::replace(&mut free.bare, next)
+        let area = self.area(frames);
+        let head = &mut free.bare[usize::from(frames) - 1];
+        let span = if *head != 0 {
+            let next = area.span(*head).next.get();
+            std::mem::replace(head, next)
         } else {
-            let fresh = self.sums.fresh_span.load(Relaxed);
-            if fresh >= self.spans.capacity() as u64 {
+            let fresh = area.fresh.load(Relaxed);
+            if fresh >= area.capacity() {
                 return None;
             }
-            self.sums.fresh_span.store(fresh + 1, Relaxed);
+            area.fresh.store(fresh + 1, Relaxed);
             fresh as u32
         };
-        self.span(span).frames.set(frames);
+        area.span(span).frames.set(frames);
         self.sums.frames.fetch_add(frames.into(), Relaxed);
         Some(span)
     }
@@ -148,7 +152,7 @@ impl<X: Zeroed> Heap<X> {
     /// Takes back a span without used slots from its class. All slots of the span are zero except
     /// for their headers, which this function zeroes.
     pub(super) fn give_span(&self, class: &Class, span: u32) {
-        let s = self.span(span);
+        let s = self.span(class, span);
         for slot in 0..s.fresh.get() {
             self.set_header(class, span, slot, 0);
         }
@@ -201,7 +205,7 @@ impl<X: Zeroed> Heap<X> {
                 && batch.len < RELEASE_SPANS_MAX
                 && let Some(span) = self.unlist_idle(free, length)
             {
-                batch.spans[batch.len] = span;
+                batch.spans[batch.len] = (length, span);
                 batch.len += 1;
                 chosen += u64::from(length);
             }
@@ -215,24 +219,20 @@ impl<X: Zeroed> Heap<X> {
     fn release(&self, mut batch: Batch) -> u64 {
         let spans = &mut batch.spans[..batch.len];
         spans.sort_unstable();
-        for run in spans.chunk_by(|a, b| a + 1 == *b) {
-            let (first, last) = (run[0], run[run.len() - 1]);
-            let last_frames = usize::from(self.span(last).frames.get());
+        let adjacent = |a: &(u8, u32), b: &(u8, u32)| a.0 == b.0 && a.1 + 1 == b.1;
+        for run in spans.chunk_by(adjacent) {
+            let (frames, first) = run[0];
             // SAFETY: no slot of these spans is used, and no thread can take one until they are
             // listed.
-            unsafe {
-                self.data.release(
-                    first as usize * SPAN_BYTES,
-                    (last - first) as usize * SPAN_BYTES + last_frames * FRAME_BYTES,
-                );
-            }
+            unsafe { self.area(frames).release(first, run.len()) };
         }
         let mut released = 0;
         let mut free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
-        for &span in &*spans {
-            let s = self.span(span);
+        for &(frames, span) in &*spans {
+            let s = self.area(frames).span(span);
             released += u64::from(s.frames.replace(0));
-            s.next.set(std::mem::replace(&mut free.bare, span));
+            let head = &mut free.bare[usize::from(frames) - 1];
+            s.next.set(std::mem::replace(head, span));
         }
         self.sums.frames.fetch_sub(released, Relaxed);
         self.sums.idle_frames.fetch_sub(released, Relaxed);
@@ -240,17 +240,17 @@ impl<X: Zeroed> Heap<X> {
     }
 }
 
-/// A batch of spans whose frames a thread is about to return to the system. The spans are in no
-/// list.
+/// A batch of spans whose frames a thread is about to return to the system, each with its number of
+/// frames. The spans are in no list.
 struct Batch {
-    spans: [u32; RELEASE_SPANS_MAX],
+    spans: [(u8, u32); RELEASE_SPANS_MAX],
     len: usize,
 }
 
 impl Default for Batch {
     fn default() -> Batch {
         Batch {
-            spans: [0; RELEASE_SPANS_MAX],
+            spans: [(0, 0); RELEASE_SPANS_MAX],
             len: 0,
         }
     }

@@ -42,7 +42,7 @@ impl<X: Zeroed> Heap<X> {
             for (group, &head) in state.heads.iter().enumerate() {
                 let (mut at, mut prev) = (head, 0);
                 while at != 0 {
-                    let s = self.span(at);
+                    let s = self.span(&state.class, at);
                     assert_eq!(
                         s.prev.get(),
                         prev,
@@ -66,8 +66,8 @@ impl<X: Zeroed> Heap<X> {
                                  thread uses the heap"
                             );
                             assert_eq!(
-                                (place.span, place.slot),
-                                (at, slot),
+                                (self.class_of(place), place.span, place.slot),
+                                (state.class, at, slot),
                                 "the handle in the header of slot {slot} of span {at} is wrong"
                             );
                             headers += 1;
@@ -152,45 +152,44 @@ impl<X: Zeroed> Heap<X> {
             .free_spans
             .lock()
             .expect("another thread panicked while it held a lock of the heap");
-        let (mut idle, mut bare, mut idle_frames) = (0, 0, 0);
-        for (&head, frames) in free.idle.iter().zip(1..) {
-            let mut at = head;
+        let (mut listed, mut fresh, mut idle_frames) = (spans, 0, 0);
+        for (length, area) in (1..).zip(&self.areas) {
+            let mut at = free.idle[length - 1];
             while at != 0 {
-                idle += 1;
-                idle_frames += u64::from(frames);
-                assert_eq!(self.span(at).frames.get(), frames);
-                let s = self.span(at);
+                listed += 1;
+                idle_frames += length as u64;
+                let s = area.span(at);
+                assert_eq!(usize::from(s.frames.get()), length);
                 // Miri takes a second for each MiB, so check only one byte in 61 there.
                 let step = if cfg!(miri) { 61 } else { 1 };
-                for i in (0..usize::from(s.frames.get()) * FRAME_BYTES).step_by(step) {
-                    let byte = self.data.at(at as usize * SPAN_BYTES + i);
+                for i in (0..length * FRAME_BYTES).step_by(step) {
                     // SAFETY: the address is in the region, and no other call is running.
-                    let byte = unsafe { byte.read() };
+                    let byte = unsafe { area.at(at, i).read() };
                     assert_eq!(byte, 0, "byte {i} of idle span {at} is not zero");
                 }
                 at = s.next.get();
             }
-        }
-        let mut at = free.bare;
-        while at != 0 {
-            bare += 1;
-            assert_eq!(self.span(at).frames.get(), 0);
-            at = self.span(at).next.get();
+            let mut at = free.bare[length - 1];
+            while at != 0 {
+                listed += 1;
+                assert_eq!(area.span(at).frames.get(), 0);
+                at = area.span(at).next.get();
+            }
+            let end = area.fresh.load(Relaxed) as u32;
+            fresh += end - 1;
+            for span in 1..end {
+                frames += u64::from(area.span(span).frames.get());
+            }
         }
         assert_eq!(
             self.sums.idle_frames.load(Relaxed),
             idle_frames,
             "the heap's sum of idle frames differs from the recount"
         );
-        let fresh = self.sums.fresh_span.load(Relaxed) as u32;
         assert_eq!(
-            spans + idle + bare,
-            fresh - 1,
+            listed, fresh,
             "the spans of classes, the idle spans and the bare spans do not add up to the number of all spans"
         );
-        for span in 1..fresh {
-            frames += u64::from(self.span(span).frames.get());
-        }
         assert_eq!(
             self.sums.frames.load(Relaxed),
             frames,
@@ -414,6 +413,54 @@ fn compaction_does_not_move_a_slot_before_it_is_written() {
         heap.read(handle, |bytes| assert_eq!(bytes, bytes_of(id as u64, LEN)));
         heap.free(handle);
     }
+    heap.check(0);
+}
+
+/// Replaces a blob's bytes by bytes of another length, and compacts the heap before the new bytes
+/// are published. The old and the new span have the same number in different areas, and the slots
+/// have the same number, too.
+#[test]
+fn compaction_does_not_confuse_spans_of_equal_number() {
+    const LEN: usize = 1000;
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
+    let store = |id, len| {
+        let handle = heap.store(&bytes_of(id, len), BYTES_MAX);
+        handle.expect("the heap has no memory for the blob")
+    };
+    let place_of = |Handle(handle): Handle| Place::of(heap.word(handle).load(Relaxed));
+    let frames_of = |len| heap.classes.get(heap.classes.for_len(len)).frames;
+    let other_len = (1200..3800).find(|&len| frames_of(len) != frames_of(LEN));
+    let other_len = other_len.expect("all size classes have spans of the same length");
+    let replaced = store(0, LEN);
+    let (nr, old) = (heap.classes.for_len(other_len), place_of(replaced));
+    let mut state = heap.lock(nr);
+    let (span, slot) = heap
+        .take_slot(&mut state, BYTES_MAX, &mut { RELEASE_FRAMES_MAX })
+        .expect("the heap has no memory for the blob");
+    assert_eq!((span, slot), (old.span, old.slot));
+    heap.set_header(&state.class, span, slot, USED | replaced.0);
+    drop(state);
+    // Fill three spans of the new length. Then free all blobs of the first two spans, and one of the
+    // third span, so that compaction tries to move the new slot to the third span.
+    let slots = usize::from(heap.classes.get(nr).slots);
+    let others = (1..3 * slots).map(|id| store(id as u64, other_len));
+    let others: Vec<Handle> = others.collect();
+    let (freed, kept) = others.split_at(2 * slots);
+    freed.iter().for_each(|&handle| heap.free(handle));
+    assert!(heap.has_spare());
+    while heap.compact(64) > 0 {}
+    assert_eq!(place_of(replaced), old);
+    heap.read(replaced, |bytes| assert_eq!(bytes, bytes_of(0, LEN)));
+    // Give the slot back, as after a replacement that failed.
+    let new = Place {
+        span,
+        slot,
+        len: other_len,
+    };
+    heap.lock(nr).payload_bytes += other_len as u64;
+    drop(heap.give_place(new));
+    heap.free(replaced);
+    kept.iter().for_each(|&handle| heap.free(handle));
     heap.check(0);
 }
 
@@ -712,7 +759,7 @@ fn releasing_a_circular_list_of_idle_spans_aborts() {
         .lock()
         .expect("another thread panicked while it held a lock of the heap")
         .idle[0];
-    heap.span(first).next.set(first);
+    heap.area(1).span(first).next.set(first);
     heap.release_idle();
 }
 
@@ -752,8 +799,9 @@ fn a_span_list_with_a_wrong_back_link_aborts() {
         heap.free(handles.remove(at.expect("the span contains no blob of the test")));
     }
     assert!(heap.lock(nr).heads.contains(&second));
-    assert_eq!(heap.span(second).next.get(), first);
-    heap.span(first).prev.set(0);
+    let area = heap.area(heap.classes.get(nr).frames);
+    assert_eq!(area.span(second).next.get(), first);
+    area.span(first).prev.set(0);
     let at = handles.iter().position(|&handle| span_of(handle) == second);
     heap.free(handles.remove(at.expect("the span contains no blob of the test")));
 }

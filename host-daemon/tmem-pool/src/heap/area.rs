@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Area: the address space and the records of all spans that have one number of frames.
+//!
+//! The spans of an area are adjacent. So the frames that occupy memory lie close together, and so
+//! do their page table entries: eight entries share a cache line of the processor, and 512 share a
+//! page of the kernel's page table. Both matter for raw pages, each of which has a span of its own.
+
+use super::class::SLOTS_MAX;
+use super::region::{FRAME_BYTES, Region, Table, Zeroed};
+use std::cell::Cell;
+use std::io;
+use std::sync::atomic::AtomicU64;
+
+/// Record of a span, which is a group of 1 to 12 adjacent frames of 4 KiB. The lock of the span's
+/// size class, or the lock of free spans, guards the record. A span that is in no list belongs to
+/// the thread that took it out.
+#[derive(Debug)]
+pub(super) struct Span {
+    /// Number of frames of the span that may occupy memory: all, or 0 for a bare span.
+    pub(super) frames: Cell<u8>,
+    /// Head of the list of slots that were used and are free again, as a slot number plus 1. 0
+    /// means that the list is empty.
+    pub(super) free: Cell<u8>,
+    /// Lowest slot number, in this span, that was never used.
+    pub(super) fresh: Cell<u8>,
+    pub(super) used: Cell<u8>,
+    /// Previous span of the list. If the span's only slot is a whole frame and is used, the field
+    /// has another meaning: it is the header of that slot.
+    pub(super) prev: Cell<u32>,
+    pub(super) next: Cell<u32>,
+}
+
+// The record of a span must be small, because each raw page has a span of its own.
+const _: () = assert!(size_of::<Span>() == 12 && SLOTS_MAX < u8::MAX as usize);
+
+// SAFETY: all zero is a valid span without slots.
+unsafe impl Zeroed for Span {}
+// SAFETY: the cells are accessed only under the locks that guard them.
+unsafe impl Sync for Span {}
+
+/// All spans with one number of frames. Their numbers begin with 1, because number 0 means no span.
+/// Spans of two areas may have equal numbers.
+#[derive(Debug)]
+pub(super) struct Area {
+    span_bytes: usize,
+    data: Region,
+    spans: Table<Span>,
+    /// Lowest number of a span of this area that was never used. It changes only under the lock of
+    /// free spans.
+    pub(super) fresh: AtomicU64,
+}
+
+impl Area {
+    /// Reserves an area whose spans can take `bytes_max` bytes of memory.
+    ///
+    /// # Errors
+    /// The system does not provide the address space.
+    pub(super) fn reserve(frames: u8, bytes_max: u64, spans_max: u64) -> io::Result<Area> {
+        let span_bytes = usize::from(frames) * FRAME_BYTES;
+        // Span number 0 is never used.
+        let spans = (bytes_max / span_bytes as u64 + 2).min(spans_max) as usize;
+        Ok(Area {
+            span_bytes,
+            data: Region::reserve(spans * span_bytes)?,
+            spans: Table::reserve(spans)?,
+            fresh: AtomicU64::new(1),
+        })
+    }
+
+    /// Returns the address of byte `offset` of a span.
+    pub(super) fn at(&self, span: u32, offset: usize) -> *mut u8 {
+        let offset = span as usize * self.span_bytes + offset;
+        self.data.at(offset).as_ptr()
+    }
+
+    /// Returns the record of a span. The caller holds the lock that guards the record.
+    pub(super) fn span(&self, span: u32) -> &Span {
+        self.spans.get(span)
+    }
+
+    /// Prefetches the record of a span into the cache.
+    pub(super) fn prefetch(&self, span: u32) {
+        self.spans.prefetch(span);
+    }
+
+    /// Returns one more than the largest number of a span.
+    pub(super) fn capacity(&self) -> u64 {
+        self.spans.capacity() as u64
+    }
+
+    pub(super) fn is_locked(&self) -> bool {
+        self.data.is_locked() && self.spans.is_locked()
+    }
+
+    /// Gives the frames of `nr` adjacent spans back to the system.
+    ///
+    /// # Safety
+    /// No slot of these spans is used, and no other thread can take one during the call.
+    pub(super) unsafe fn release(&self, first: u32, nr: usize) {
+        let offset = first as usize * self.span_bytes;
+        // SAFETY: the caller guarantees that no other code uses the frames.
+        unsafe { self.data.release(offset, nr * self.span_bytes) };
+    }
+}
