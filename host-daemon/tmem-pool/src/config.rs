@@ -105,7 +105,8 @@ pub(crate) fn reclaim_high_bytes(size_bytes: u64) -> u64 {
 pub(crate) const INDEX_ROOM_BYTES: u64 = ((7 * 32) << 10) + TABLES_ROOM_BYTES;
 
 /// Bytes by which the tables of handles and spans may grow while a put reserves memory for a group
-/// of pages. They suffice for 64 handles (16 B) and 64 spans (12 B).
+/// of pages. They suffice for 64 handles (16 B), 64 spans (12 B), and the numbers (4 B) of 256
+/// handles of evicted pages.
 pub(crate) const TABLES_ROOM_BYTES: u64 = 4 << 10;
 
 /// Divisor for memory that is reserved for the growth of indexes: the pool's size divided by this
@@ -126,9 +127,9 @@ pub(crate) const TENANT_METADATA_BYTES: u64 = 16 << 10;
 pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
 
 /// Address space that a pool reserves, as a multiple of the pool's largest size. The heap needs a
-/// factor of 12: each frame (4 KiB) could be in a span of its own, and each span has addresses for
-/// 12 frames. Indexes take a factor of 1, and tables about a tenth (9.5 %) in pools of a few MiB
-/// or more.
+/// factor of 12: spans have 1 to 12 frames, all spans may have the same number of frames, and each
+/// number has addresses of its own. Indexes take a factor of 1, and tables about an eighth (11.7 %)
+/// in pools of a few MiB or more.
 pub const ADDRESS_SPACE_TIMES: u64 = 14;
 
 /// Eviction policies: rules that choose which page of a tenant is evicted next. The directory

@@ -467,13 +467,15 @@ impl State {
     ) -> usize {
         let mut ids: [Id; GET_PAGES_MAX] = [0; GET_PAGES_MAX];
         let ids = &mut ids[..wanted.cookies.len()];
+        // Hashes of the keys of pages that have an entry.
+        let mut key_hashes = [0; GET_PAGES_MAX];
         self.index
             .find_consecutive(pool, wanted.object, wanted.index, ids);
         ids.iter().for_each(|&id| self.index.entries.prefetch(id));
         for (nth, &id) in ids.iter().enumerate().filter(|&(_, &id)| id != 0) {
             let entry = &self.index.entries[id];
             prefetch(entry.content());
-            self.prefetch_put(pool, wanted.object, wanted.index + nth as u64);
+            key_hashes[nth] = self.prefetch_put(pool, wanted.object, wanted.index + nth as u64);
             // Prefetch the entries before and after this entry in its queue, because removing this
             // entry changes their links. Those of the same leaf are probably wanted pages, too.
             for neighbour in [entry.prev, entry.next] {
@@ -505,7 +507,10 @@ impl State {
             self.counters.cookie_mismatches += u64::from(id != 0 && held.is_none());
             let index = wanted.index + done as u64;
             let key = self.index.key_of(pool, wanted.object, index);
-            let key_hash = self.index.key_hash(key);
+            let key_hash = match id {
+                0 => self.index.key_hash(key),
+                _ => key_hashes[done],
+            };
             let hit = held.is_some();
             if let Some(entry) = held {
                 let (content, check) = (entry.content(), entry.check);

@@ -24,30 +24,25 @@
 mod area;
 mod class;
 mod compact;
+mod handles;
 mod region;
 mod spans;
 
 use self::area::{Area, Span};
 use self::class::{Class, Classes, SLOTS_MAX, SPAN_FRAMES_MAX};
+use self::handles::{FreeHandles, HANDLES_STEP, SpareHandles};
 use self::region::LINE_BYTES;
 pub(crate) use self::region::{FRAME_BYTES, Region, Table, Zeroed, prefetch, prefetch_lines};
 pub(crate) use self::spans::idle_frames;
 use self::spans::{FreeSpans, RELEASE_FRAMES_MAX};
 use crate::config::{PAGE_SIZE, Page};
-use crate::fail;
 use crate::poison;
-use crate::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard};
+use crate::sync::{AtomicU64, Mutex, MutexGuard};
 use crossbeam_utils::CachePadded;
 use std::io;
 use std::slice;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use zeroize::optimization_barrier;
-
-/// Number of free handles that a size class takes from the shared lists at a time. A class with
-/// twice this number of free handles returns half of them, so that all classes can use them.
-/// Otherwise a guest could take all handles from other guests, by filling the pool with pages of
-/// one compressed length after the other.
-const HANDLES_STEP: u32 = 8;
 
 /// Smallest number of handles of a heap, so that there are some for each size class.
 const HANDLES_MIN: u64 = HANDLES_STEP as u64 * 256;
@@ -126,10 +121,7 @@ struct ClassState {
     /// Number of spans of this class that `Sums::spare_frames` includes, because compaction could
     /// empty them.
     spare_spans: u32,
-    /// First free handle of this class. The word of a free handle contains the number of the next
-    /// one.
-    free_handle: u32,
-    free_handles: u32,
+    free_handles: FreeHandles,
 }
 
 // ---- heap -------------------------------------------------------------------------------------
@@ -156,13 +148,7 @@ pub(crate) struct Heap<X> {
     classes: Classes,
     states: Box<[CachePadded<Mutex<ClassState>>]>,
     free_spans: CachePadded<Mutex<FreeSpans>>,
-    /// First free handle of the first spare list. Spare lists contain free handles that belong to
-    /// no size class. Each list has HANDLES_STEP handles, and the upper half of the word of its
-    /// first handle names the first handle of the next list. The lock also guards changes of
-    /// `fresh_handle`.
-    spare_handles: CachePadded<Mutex<u32>>,
-    /// Lowest handle that was never used.
-    fresh_handle: AtomicU32,
+    spare_handles: SpareHandles,
     sums: CachePadded<Sums>,
 }
 
@@ -188,7 +174,8 @@ pub(crate) struct HeapStats {
     pub blobs: u64,
     /// Memory in bytes of the frames for slots, used and free.
     pub frames_bytes: u64,
-    /// Memory in bytes of the records of handles and spans. It never shrinks.
+    /// Memory in bytes of the records of handles and spans, and of the numbers of spare handles. It
+    /// never shrinks.
     pub table_bytes: u64,
 }
 
@@ -216,8 +203,7 @@ impl<X: Zeroed> Heap<X> {
                 used_slots: 0,
                 payload_bytes: 0,
                 spare_spans: 0,
-                free_handle: 0,
-                free_handles: 0,
+                free_handles: FreeHandles::new(),
             }))
         });
         Ok(Heap {
@@ -226,8 +212,7 @@ impl<X: Zeroed> Heap<X> {
             states: states.collect(),
             classes,
             free_spans: CachePadded::default(),
-            spare_handles: CachePadded::default(),
-            fresh_handle: AtomicU32::new(1),
+            spare_handles: SpareHandles::new(handles as u32)?,
             sums: CachePadded::default(),
         })
     }
@@ -445,19 +430,21 @@ impl<X: Zeroed> Heap<X> {
 
     /// Returns whether all memory of the heap is locked in RAM, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
-        self.areas.iter().all(Area::is_locked) && self.handles.is_locked()
+        self.areas.iter().all(Area::is_locked)
+            && self.handles.is_locked()
+            && self.spare_handles.is_locked()
     }
 
     /// Returns the lowest handle that was never given to a size class. All handles in use are
     /// smaller.
     pub(crate) fn places(&self) -> u32 {
-        self.fresh_handle.load(Relaxed)
+        self.spare_handles.fresh()
     }
 
     /// Returns an upper bound of the number of handles that were ever in use at one time. The heap
     /// creates handles in steps of HANDLES_STEP, and this number never falls.
     fn handles_used(&self) -> u64 {
-        self.fresh_handle.load(Relaxed).into()
+        self.spare_handles.fresh().into()
     }
 
     /// Returns the memory for slots in bytes, used and free.
@@ -476,11 +463,13 @@ impl<X: Zeroed> Heap<X> {
         self.sums.idle_frames.load(Relaxed)
     }
 
-    /// Returns the memory in bytes of the records of handles and spans. It never shrinks.
+    /// Returns the memory in bytes of the records of handles and spans, and of the numbers of spare
+    /// handles. It never shrinks.
     pub(crate) fn table_bytes(&self) -> u64 {
         let fresh = self.areas.iter().map(|area| area.fresh.load(Relaxed));
         fresh.sum::<u64>() * size_of::<Span>() as u64
             + self.handles_used() * size_of::<HandleRecord<X>>() as u64
+            + self.spare_handles.bytes()
     }
 
     #[cfg(test)]
@@ -539,73 +528,20 @@ impl<X: Zeroed> Heap<X> {
     }
 
     fn take_handle(&self, state: &mut ClassState) -> Option<u32> {
-        if state.free_handle == 0 {
-            state.free_handle = self.take_handles()?;
-            state.free_handles = HANDLES_STEP;
+        let free = &mut state.free_handles;
+        if free.all().is_empty() {
+            if !free.refill(&self.spare_handles) {
+                return None;
+            }
+            for &handle in free.all().iter().rev() {
+                self.handles.prefetch(handle);
+            }
         }
-        let handle = state.free_handle;
-        state.free_handle = self.word(handle).load(Relaxed) as u32;
-        state.free_handles -= 1;
-        // Prefetch the handle that the next store of this class will use.
-        self.handles.prefetch(state.free_handle);
-        Some(handle)
+        free.take()
     }
 
     fn give_handle(&self, state: &mut ClassState, handle: u32) {
-        let next = u64::from(state.free_handle);
-        self.word(handle).store(next, Relaxed);
-        state.free_handle = handle;
-        state.free_handles += 1;
-        if state.free_handles == 2 * HANDLES_STEP {
-            self.give_handles(state);
-        }
-    }
-
-    /// Takes a list of HANDLES_STEP free handles for a size class: a spare list or, if there is
-    /// none, handles that were never used. Returns the first handle of the list, or None if there
-    /// is no free handle.
-    fn take_handles(&self) -> Option<u32> {
-        if fail::memory() {
-            return None;
-        }
-        let mut spare = poison::guard_or_abort(self.spare_handles.lock(), HEAP);
-        let first = *spare;
-        if first != 0 {
-            let word = self.word(first);
-            *spare = (word.load(Relaxed) >> u32::BITS) as u32;
-            word.store(word.load(Relaxed) & u64::from(u32::MAX), Relaxed);
-            return Some(first);
-        }
-        let first = self.fresh_handle.load(Relaxed);
-        let end = first.checked_add(HANDLES_STEP)?;
-        if end as usize > self.handles.capacity() || end >= USED {
-            return None;
-        }
-        self.fresh_handle.store(end, Relaxed);
-        drop(spare);
-        for handle in first..end - 1 {
-            self.word(handle).store(u64::from(handle) + 1, Relaxed);
-        }
-        Some(first)
-    }
-
-    /// Moves HANDLES_STEP free handles of a class to the spare lists, from which any class can take
-    /// them. It moves the handles that were freed last. It has to change their records, and these
-    /// are still in the processor's cache.
-    fn give_handles(&self, state: &mut ClassState) {
-        let first = state.free_handle;
-        let mut last = first;
-        for _ in 1..HANDLES_STEP {
-            last = self.word(last).load(Relaxed) as u32;
-        }
-        state.free_handle = self.word(last).load(Relaxed) as u32;
-        state.free_handles -= HANDLES_STEP;
-        self.word(last).store(0, Relaxed);
-        let mut spare = poison::guard_or_abort(self.spare_handles.lock(), HEAP);
-        let list = u64::from(*spare) << u32::BITS;
-        let word = self.word(first);
-        word.store(word.load(Relaxed) | list, Relaxed);
-        *spare = first;
+        state.free_handles.give(handle, &self.spare_handles);
     }
 
     fn pin(&self, handle: u32) -> Place {
@@ -679,18 +615,27 @@ impl<X: Zeroed> Heap<X> {
         bytes_max: u64,
         release_max: &mut i64,
     ) -> Option<(u32, u8)> {
-        let span = match state.heads.iter().rev().find(|&&span| span != 0) {
-            Some(&span) => span,
+        let partly = state.heads.iter().rev().find(|&&span| span != 0).copied();
+        let (span, slot) = match partly {
+            Some(span) => (span, self.take_slot_of(state, span)),
             None => {
                 let span = self.take_span(state.class.frames, bytes_max, release_max)?;
                 state.spans += 1;
-                self.list(state, span);
-                span
+                (span, self.take_fresh(state, span))
             }
         };
-        let slot = self.take_slot_of(state, span);
         self.count_spare(state);
         Some((span, slot))
+    }
+
+    /// Takes the first slot of a span that has no used slot and is in no list.
+    fn take_fresh(&self, state: &mut ClassState, span: u32) -> u8 {
+        let s = self.span(&state.class, span);
+        s.fresh.set(1);
+        s.used.set(1);
+        state.used_slots += 1;
+        self.list(state, span);
+        0
     }
 
     /// Takes a free slot of a span that is not full, and returns the number of the slot.

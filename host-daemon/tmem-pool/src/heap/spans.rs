@@ -124,6 +124,8 @@ impl<X: Zeroed> Heap<X> {
             poison::abort_inconsistent(HEAP);
         }
         *head = s.next.get();
+        // Prefetch the record of the span that the next call will use.
+        self.area(frames).prefetch(*head);
         Some(span)
     }
 

@@ -105,43 +105,11 @@ impl<X: Zeroed> Heap<X> {
             "the heap's sum of spare bytes differs from the recount"
         );
         let mut handles = live;
-        for state in &self.states {
-            let state = state
-                .lock()
-                .expect("another thread panicked while it held a lock of the heap");
-            let (mut at, mut nr) = (state.free_handle, 0);
-            while at != 0 {
-                nr += 1;
-                at = self.word(at).load(Relaxed) as u32;
-            }
-            assert_eq!(
-                nr, state.free_handles,
-                "a size class counts another number of free handles than its list has"
-            );
-            assert!(
-                nr < 2 * HANDLES_STEP,
-                "a size class keeps {nr} free handles instead of giving some back to the heap"
-            );
-            handles += nr as usize;
+        for nr in 0..self.classes.len() as u8 {
+            let free = &self.lock(nr).free_handles;
+            handles += free.all().len();
         }
-        let mut first = *self
-            .spare_handles
-            .lock()
-            .expect("another thread panicked while it held a lock of the heap");
-        while first != 0 {
-            let word = self.word(first).load(Relaxed);
-            let (mut at, mut nr) = (word as u32, 1);
-            while at != 0 {
-                nr += 1;
-                at = self.word(at).load(Relaxed) as u32;
-            }
-            assert_eq!(
-                nr, HANDLES_STEP,
-                "a list of spare handles does not have HANDLES_STEP handles"
-            );
-            handles += nr as usize;
-            first = (word >> u32::BITS) as u32;
-        }
+        handles += self.spare_handles.nr();
         assert_eq!(
             handles + 1,
             self.places() as usize,
@@ -299,7 +267,7 @@ fn freed_handles_are_reused_for_blobs_of_other_lengths() {
     );
     assert!(stored > 2 * heap.handles_max());
     // Each size class may keep almost twice HANDLES_STEP free handles.
-    let kept = heap.classes.len() * 2 * HANDLES_STEP as usize;
+    let kept = heap.classes.len() * 2 * HANDLES_STEP;
     assert!(heap.places() as usize <= seen + kept);
 }
 
@@ -314,7 +282,7 @@ fn storing_a_blob_fails_if_no_handle_is_free() {
     let max = heap.handles_max();
     assert!(heap.frames_bytes() < BYTES && live.len() < max);
     assert!(
-        live.len() > max - 2 * HANDLES_STEP as usize,
+        live.len() > max - 2 * HANDLES_STEP,
         "only {} blobs were stored, although there are {max} handles",
         live.len()
     );

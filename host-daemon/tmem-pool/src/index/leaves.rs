@@ -244,7 +244,7 @@ fn id_of(leaf: Id, child: usize) -> Id {
     leaf << LEAF_BITS | child as u32
 }
 
-fn leaf_of(id: Id) -> Id {
+pub(super) fn leaf_of(id: Id) -> Id {
     id >> LEAF_BITS
 }
 
@@ -323,6 +323,16 @@ impl Entries {
     /// Returns whether the range of pages of a leaf contains the page `index`.
     pub(super) fn covers(&self, leaf: Id, index: u64) -> bool {
         self.leaves[leaf].first == index & !(LEAF_PAGES as u64 - 1)
+    }
+
+    /// Returns whether `leaf` is the leaf of the tree of `object` whose range contains the page
+    /// `index`. `leaf` may be any number, also that of a leaf that was removed.
+    pub(super) fn is_leaf_of(&self, leaf: Id, object: Id, index: u64) -> bool {
+        // A free record has the object 0, which no live object has.
+        leaf != 0
+            && self.leaves.get(leaf).is_some_and(|leaf| {
+                leaf.object == object && leaf.first == index & !(LEAF_PAGES as u64 - 1)
+            })
     }
 
     /// Returns the number of the first page that can be in a leaf.

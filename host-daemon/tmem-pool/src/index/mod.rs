@@ -30,6 +30,7 @@ use crate::fail;
 use crate::heap::Zeroed;
 use arena::{Arena, ArenaRecord};
 use hashbrown::HashTable;
+use leaves::leaf_of;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -143,6 +144,9 @@ pub(crate) struct Index {
     /// Object that the last look-up found, or 0. The next request is often for a page of that
     /// object.
     last: Cell<Id>,
+    /// Leaf that the last look-up of a page or the last insert used, or 0. The next page of a
+    /// request is often in that leaf.
+    last_leaf: Cell<Id>,
     chunks: Arc<Chunks>,
     seed: u64,
     next_serial: u64,
@@ -166,6 +170,7 @@ impl Index {
             map: (0..MAP_SHARDS).map(|_| HashTable::new()).collect(),
             map_bytes: 0,
             last: Cell::new(0),
+            last_leaf: Cell::new(0),
             chunks: Arc::clone(chunks),
             seed,
             next_serial: 0,
@@ -396,11 +401,30 @@ impl Index {
 
     /// Returns the entry of a page, or 0 if the page has no entry.
     pub(crate) fn find(&self, pool: PoolRef, object: u64, index: u64) -> Id {
-        let object = self.object(pool, object);
-        object.map_or(0, |id| {
-            let root = self.objects[id].root;
-            self.nodes.find(&self.entries, root, index)
-        })
+        let leaf = self
+            .object(pool, object)
+            .and_then(|object| self.leaf(object, index));
+        leaf.map_or(0, |leaf| self.entries.find(leaf, index))
+    }
+
+    /// Returns the leaf of an object's tree whose range contains the page `index`, or None if the
+    /// tree has no such leaf.
+    fn leaf(&self, object: Id, index: u64) -> Option<Id> {
+        if let Some(leaf) = self.last_leaf(object, index) {
+            return Some(leaf);
+        }
+        let root = self.objects[object].root;
+        let leaf = self.nodes.leaf(&self.entries, root, index);
+        self.last_leaf.set(leaf.unwrap_or(0));
+        leaf
+    }
+
+    /// Returns the leaf that was used last, if it is the leaf of this page. Its record may be free
+    /// by now, or may belong to another tree.
+    fn last_leaf(&self, object: Id, index: u64) -> Option<Id> {
+        let leaf = self.last_leaf.get();
+        let is_leaf = self.entries.is_leaf_of(leaf, object, index);
+        is_leaf.then_some(leaf)
     }
 
     /// Looks up the entries of consecutive pages, beginning with page `index`, one for each element
@@ -447,14 +471,19 @@ impl Index {
             Some(object) => object,
             None => self.new_object(pool, object)?,
         };
-        let mut root = self.objects[object].root;
-        let added = self
-            .nodes
-            .add_page(&mut self.entries, &mut root, object, index, entry);
-        self.objects[object].root = root;
-        if added.is_ok() {
+        let added = if let Some(leaf) = self.last_leaf(object, index) {
+            self.entries.add(leaf, index, entry)
+        } else {
+            let mut root = self.objects[object].root;
+            let (nodes, entries) = (&mut self.nodes, &mut self.entries);
+            let added = nodes.add_page(entries, &mut root, object, index, entry);
+            self.objects[object].root = root;
+            added
+        };
+        if let Ok(id) = added {
+            self.last_leaf.set(leaf_of(id));
             self.count(object, |sum| sum.add(gauges));
-        } else if root == Child::EMPTY {
+        } else if self.objects[object].root == Child::EMPTY {
             self.free_object(object);
         }
         added

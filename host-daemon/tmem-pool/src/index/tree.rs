@@ -162,7 +162,7 @@ impl Node {
 impl Nodes {
     /// Returns the leaf whose range contains the page `index`, or None if the tree has no such
     /// leaf.
-    fn leaf(&self, entries: &Entries, root: Child, index: u64) -> Option<Id> {
+    pub(crate) fn leaf(&self, entries: &Entries, root: Child, index: u64) -> Option<Id> {
         let mut at = root;
         let mut above = LEVEL_END;
         loop {
@@ -179,12 +179,6 @@ impl Nodes {
                 }
             }
         }
-    }
-
-    /// Returns the entry of a page, or 0 if the page has no entry.
-    pub(crate) fn find(&self, entries: &Entries, root: Child, index: u64) -> Id {
-        self.leaf(entries, root, index)
-            .map_or(0, |leaf| entries.find(leaf, index))
     }
 
     /// Looks up the entries of consecutive pages, beginning with page `index`, one for each element
@@ -466,7 +460,8 @@ mod tests {
         }
 
         fn find(&self, index: u64) -> Id {
-            self.nodes.find(&self.entries, self.root, index)
+            let leaf = self.nodes.leaf(&self.entries, self.root, index);
+            leaf.map_or(0, |leaf| self.entries.find(leaf, index))
         }
 
         fn next(&self, index: u64) -> Option<(u64, Id)> {
