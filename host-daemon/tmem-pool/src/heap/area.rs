@@ -16,24 +16,49 @@ use std::sync::atomic::AtomicU64;
 /// the thread that took it out.
 #[derive(Debug)]
 pub(super) struct Span {
-    /// Number of frames of the span that may occupy memory: all, or 0 for a bare span.
-    pub(super) frames: Cell<u8>,
-    /// Head of the list of slots that were used and are free again, as a slot number plus 1. 0
-    /// means that the list is empty.
-    pub(super) free: Cell<u8>,
-    /// Lowest slot number, in this span, that was never used.
-    pub(super) fresh: Cell<u8>,
-    pub(super) used: Cell<u8>,
-    /// Previous span of the list. If the span's only slot is a whole frame and is used, the field
-    /// has another meaning: it is the header of that slot.
+    /// Bitmap: bit n is 1 if slot n is used.
+    pub(super) used: Cell<u32>,
+    /// Previous span of the list of a class, or [`IDLE`] in the list of idle spans. If the span's
+    /// only slot is a whole frame and is used, the field has another meaning: it is the header of
+    /// that slot.
     pub(super) prev: Cell<u32>,
+    /// Next span of the list.
     pub(super) next: Cell<u32>,
 }
 
-// The record of a span must be small, because each raw page has a span of its own.
-const _: () = assert!(size_of::<Span>() == 12 && SLOTS_MAX < u8::MAX as usize);
+/// Value of `prev` in the record of an idle span: a number that no span has.
+pub(super) const IDLE: u32 = u32::MAX;
 
-// SAFETY: all zero is a valid span without slots.
+// The record of a span must be small, because each raw page has a span of its own.
+const _: () = assert!(size_of::<Span>() == 12 && SLOTS_MAX == u32::BITS as usize);
+
+impl Span {
+    /// Returns the number of used slots.
+    pub(super) fn nr_used(&self) -> u8 {
+        self.used.get().count_ones() as u8
+    }
+
+    /// Takes the free slot with the lowest number. The span must have a free slot.
+    pub(super) fn take_slot(&self) -> u8 {
+        let used = self.used.get();
+        let slot = used.trailing_ones();
+        self.used.set(used | 1 << slot);
+        slot as u8
+    }
+
+    /// Makes a used slot free.
+    pub(super) fn give_slot(&self, slot: u8) {
+        self.used.set(self.used.get() & !(1 << slot));
+    }
+
+    /// Returns the numbers of the used slots.
+    pub(super) fn used_slots(&self) -> impl Iterator<Item = u8> + use<> {
+        let used = self.used.get();
+        (0..SLOTS_MAX as u8).filter(move |slot| used >> slot & 1 != 0)
+    }
+}
+
+// SAFETY: all zero is a valid span without used slots.
 unsafe impl Zeroed for Span {}
 // SAFETY: the cells are accessed only under the locks that guard them.
 unsafe impl Sync for Span {}
@@ -45,6 +70,7 @@ pub(super) struct Area {
     span_bytes: usize,
     data: Region,
     spans: Table<Span>,
+    end: u64,
     /// Lowest number of a span of this area that was never used. It changes only under the lock of
     /// free spans.
     pub(super) fresh: AtomicU64,
@@ -55,14 +81,15 @@ impl Area {
     ///
     /// # Errors
     /// The system does not provide the address space.
-    pub(super) fn reserve(frames: u8, bytes_max: u64, spans_max: u64) -> io::Result<Area> {
+    pub(super) fn reserve(frames: u8, bytes_max: u64) -> io::Result<Area> {
         let span_bytes = usize::from(frames) * FRAME_BYTES;
         // Span number 0 is never used.
-        let spans = (bytes_max / span_bytes as u64 + 2).min(spans_max) as usize;
+        let spans = (bytes_max / span_bytes as u64 + 2).min(IDLE.into()) as usize;
         Ok(Area {
             span_bytes,
             data: Region::reserve(spans * span_bytes)?,
             spans: Table::reserve(spans)?,
+            end: spans as u64,
             fresh: AtomicU64::new(1),
         })
     }
@@ -83,9 +110,9 @@ impl Area {
         self.spans.prefetch(span);
     }
 
-    /// Returns one more than the largest number of a span.
-    pub(super) fn capacity(&self) -> u64 {
-        self.spans.capacity() as u64
+    /// Returns one more than the largest number that a span may have.
+    pub(super) fn end(&self) -> u64 {
+        self.end
     }
 
     pub(super) fn is_locked(&self) -> bool {

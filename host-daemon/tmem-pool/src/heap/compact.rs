@@ -8,7 +8,7 @@
 //! either.
 
 use super::region::{FRAME_BYTES, Zeroed};
-use super::{ClassState, Heap, PINS, Place, USED};
+use super::{ClassState, Heap, PINS, Place};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
 /// Divisor for the amount of unused memory at which compaction runs. It runs if it could free more
@@ -103,16 +103,12 @@ impl<X: Zeroed> Heap<X> {
     fn empty_span(&self, state: &mut ClassState, source: u32) -> usize {
         let class = state.class;
         let mut moved = 0;
-        for slot in 0..self.span(&class, source).fresh.get() {
-            let header = self.header(&class, source, slot);
-            if header & USED == 0 {
-                continue;
-            }
+        for slot in self.span(&class, source).used_slots() {
             // The class has a spare span, so another span has a free slot.
             let Some(target) = self.fullest_but(state, source) else {
                 break;
             };
-            let handle = header & !USED;
+            let handle = self.header(&class, source, slot);
             // Acquire: the thread that wrote the bytes changed the word in release order
             // afterwards. So this thread sees these bytes.
             let word = self.word(handle).load(Acquire);
@@ -143,10 +139,10 @@ impl<X: Zeroed> Heap<X> {
                 .is_ok();
             let gone = if replaced { from } else { to };
             if replaced {
-                self.set_header(&class, to.span, to.slot, USED | handle);
+                self.set_header(&class, to.span, to.slot, handle);
                 moved += 1;
             }
-            let last = replaced && self.span(&class, source).used.get() == 1;
+            let last = replaced && self.span(&class, source).nr_used() == 1;
             // Free the slot that the handle's word does not name. No thread reads it: it is either
             // the new slot, which no other thread knows, or the old slot, which had no reader when
             // the word was changed.

@@ -56,9 +56,9 @@ const HEAP: &str = "the heap";
 
 // ---- words of handles -------------------------------------------------------------------------
 
-const PINS_BITS: u32 = 13;
+const PINS_BITS: u32 = 15;
 const LEN_BITS: u32 = 12;
-const SLOT_BITS: u32 = 7;
+const SLOT_BITS: u32 = 5;
 /// Number of bits of a span's number in the word of a handle. They suffice for 16 TiB of raw pages,
 /// each of which has a span of its own.
 const SPAN_BITS: u32 = 32;
@@ -104,10 +104,6 @@ impl Place {
 /// that frees a handle makes sure that no other thread uses the handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Handle(pub u32);
-
-/// Flag in the header of a slot: the slot is used, and the other bits are its handle. Without the
-/// flag, the slot is free, and the header is the number of the next free slot plus 1.
-const USED: u32 = 1 << 31;
 
 #[derive(Debug)]
 struct ClassState {
@@ -189,11 +185,11 @@ impl<X: Zeroed> Heap<X> {
     pub(crate) fn new(bytes_max: u64) -> io::Result<Heap<X>> {
         // Each area has address space for the whole heap, because all spans may have the same
         // number of frames.
-        let area = |frames| Area::reserve(frames, bytes_max, 1 << SPAN_BITS);
+        let area = |frames| Area::reserve(frames, bytes_max);
         let areas: io::Result<Box<[Area]>> = (1..=SPAN_FRAMES_MAX as u8).map(area).collect();
         // The number of handles limits the number of blobs. It is chosen for blobs of 256 B,
         // because few pages compress to less.
-        let handles = (bytes_max / 256 + HANDLES_MIN).min(u64::from(USED - 1));
+        let handles = (bytes_max / 256 + HANDLES_MIN).min(u32::MAX.into());
         let classes = Classes::new();
         let states = (0..classes.len()).map(|nr| {
             CachePadded::new(Mutex::new(ClassState {
@@ -258,7 +254,7 @@ impl<X: Zeroed> Heap<X> {
             self.give_handle(state, handle);
             return None;
         };
-        self.set_header(&state.class, span, slot, USED | handle);
+        self.set_header(&state.class, span, slot, handle);
         let place = Place { span, slot, len };
         // The word counts this thread as a reader, so that compaction does not move the slot before
         // this thread has written its bytes.
@@ -408,7 +404,7 @@ impl<X: Zeroed> Heap<X> {
         // For a short time two slots name the handle in their headers, and the handle's word still
         // names the old slot. Compaction does not move the new slot, because the word does not name
         // it.
-        self.set_header(&state.class, span, slot, USED | handle);
+        self.set_header(&state.class, span, slot, handle);
         let new = Place {
             span,
             slot,
@@ -621,38 +617,25 @@ impl<X: Zeroed> Heap<X> {
             None => {
                 let span = self.take_span(state.class.frames, bytes_max, release_max)?;
                 state.spans += 1;
-                (span, self.take_fresh(state, span))
+                (span, self.take_unlisted(state, span))
             }
         };
         self.count_spare(state);
         Some((span, slot))
     }
 
-    /// Takes the first slot of a span that has no used slot and is in no list.
-    fn take_fresh(&self, state: &mut ClassState, span: u32) -> u8 {
-        let s = self.span(&state.class, span);
-        s.fresh.set(1);
-        s.used.set(1);
+    /// Takes a free slot of a span that is in no list.
+    fn take_unlisted(&self, state: &mut ClassState, span: u32) -> u8 {
+        let slot = self.span(&state.class, span).take_slot();
         state.used_slots += 1;
         self.list(state, span);
-        0
+        slot
     }
 
     /// Takes a free slot of a span that is not full, and returns the number of the slot.
     fn take_slot_of(&self, state: &mut ClassState, span: u32) -> u8 {
-        let class = state.class;
         self.unlist(state, span);
-        let s = self.span(&class, span);
-        let slot = if let Some(slot) = s.free.get().checked_sub(1) {
-            s.free.set(self.header(&class, span, slot) as u8);
-            slot
-        } else {
-            s.fresh.replace(s.fresh.get() + 1)
-        };
-        s.used.set(s.used.get() + 1);
-        state.used_slots += 1;
-        self.list(state, span);
-        slot
+        self.take_unlisted(state, span)
     }
 
     /// Zeroes and frees a slot that no thread reads any more. Returns the guard of the lock of the
@@ -687,10 +670,9 @@ impl<X: Zeroed> Heap<X> {
     fn give_slot(&self, state: &mut ClassState, span: u32, slot: u8) {
         let class = state.class;
         self.unlist(state, span);
+        self.set_header(&class, span, slot, 0);
         let s = self.span(&class, span);
-        self.set_header(&class, span, slot, s.free.get().into());
-        s.free.set(slot + 1);
-        s.used.set(s.used.get() - 1);
+        s.give_slot(slot);
         state.used_slots -= 1;
         if s.used.get() == 0 {
             state.spans -= 1;
@@ -708,7 +690,7 @@ impl<X: Zeroed> Heap<X> {
     fn list(&self, state: &mut ClassState, span: u32) {
         let area = self.area(state.class.frames);
         let s = area.span(span);
-        let Some(group) = state.group(s.used.get()) else {
+        let Some(group) = state.group(s.nr_used()) else {
             return;
         };
         let next = std::mem::replace(&mut state.heads[group], span);
@@ -722,7 +704,7 @@ impl<X: Zeroed> Heap<X> {
     fn unlist(&self, state: &mut ClassState, span: u32) {
         let area = self.area(state.class.frames);
         let s = area.span(span);
-        let Some(group) = state.group(s.used.get()) else {
+        let Some(group) = state.group(s.nr_used()) else {
             return;
         };
         let (prev, next) = (s.prev.get(), s.next.get());

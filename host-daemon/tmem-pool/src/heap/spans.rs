@@ -6,6 +6,7 @@
 //!
 //! No thread makes a system call while it holds the lock of free spans.
 
+use super::area::IDLE;
 use super::class::{Class, SPAN_FRAMES_MAX};
 use super::region::{FRAME_BYTES, Zeroed};
 use super::{HEAP, Heap};
@@ -97,9 +98,6 @@ impl<X: Zeroed> Heap<X> {
             free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
         };
         drop(free);
-        let s = self.area(frames).span(span);
-        s.free.set(0);
-        s.fresh.set(0);
         Some(span)
     }
 
@@ -118,9 +116,9 @@ impl<X: Zeroed> Heap<X> {
             return None;
         }
         let s = self.area(frames).span(span);
-        // The number of frames can be wrong only if the list is damaged. Continuing could use one
-        // span twice, or loop without end.
-        if s.frames.get() != frames {
+        // A list of idle spans that names another span is damaged. Continuing could use one span
+        // twice, or loop without end.
+        if s.prev.replace(0) != IDLE || s.used.get() != 0 {
             poison::abort_inconsistent(HEAP);
         }
         *head = s.next.get();
@@ -140,24 +138,20 @@ impl<X: Zeroed> Heap<X> {
             std::mem::replace(head, next)
         } else {
             let fresh = area.fresh.load(Relaxed);
-            if fresh >= area.capacity() {
+            if fresh >= area.end() {
                 return None;
             }
             area.fresh.store(fresh + 1, Relaxed);
             fresh as u32
         };
-        area.span(span).frames.set(frames);
         self.sums.frames.fetch_add(frames.into(), Relaxed);
         Some(span)
     }
 
-    /// Takes back a span without used slots from its class. All slots of the span are zero except
-    /// for their headers, which this function zeroes.
+    /// Takes back a span without used slots, which is all zero, from its class.
     pub(super) fn give_span(&self, class: &Class, span: u32) {
         let s = self.span(class, span);
-        for slot in 0..s.fresh.get() {
-            self.set_header(class, span, slot, 0);
-        }
+        s.prev.set(IDLE);
         let mut free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
         let head = &mut free.idle[usize::from(class.frames) - 1];
         s.next.set(std::mem::replace(head, span));
@@ -232,7 +226,7 @@ impl<X: Zeroed> Heap<X> {
         let mut free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
         for &(frames, span) in &*spans {
             let s = self.area(frames).span(span);
-            released += u64::from(s.frames.replace(0));
+            released += u64::from(frames);
             let head = &mut free.bare[usize::from(frames) - 1];
             s.next.set(std::mem::replace(head, span));
         }

@@ -2,6 +2,7 @@
 //! Tests of the heap: random operations compared with a model of its contents, and threads that
 //! read during compaction.
 
+use super::area::IDLE;
 use super::class::HEADER_BYTES;
 use super::spans::{RELEASE_FRAMES_MAX, RELEASE_SPANS_MAX};
 use super::*;
@@ -49,36 +50,40 @@ impl<X: Zeroed> Heap<X> {
                         "span {at} does not link back to the span before it in its list"
                     );
                     assert_eq!(
-                        state.group(s.used.get()),
+                        state.group(s.nr_used()),
                         Some(group),
                         "span {at} is in another list than its number of used slots requires"
                     );
-                    let mut headers = 0;
-                    for slot in 0..s.fresh.get() {
-                        let header = self.header(&state.class, at, slot);
-                        if header & USED != 0 {
-                            let word = self.word(header & !USED).load(Relaxed);
-                            let place = Place::of(word);
+                    for slot in s.used_slots() {
+                        let handle = self.header(&state.class, at, slot);
+                        let word = self.word(handle).load(Relaxed);
+                        let place = Place::of(word);
+                        assert_eq!(
+                            word & PINS,
+                            0,
+                            "the blob in slot {slot} of span {at} has readers, although no thread \
+                             uses the heap"
+                        );
+                        assert_eq!(
+                            (self.class_of(place), place.span, place.slot),
+                            (state.class, at, slot),
+                            "the handle in the header of slot {slot} of span {at} is wrong"
+                        );
+                    }
+                    let free = |slot: &u8| s.used.get() >> slot & 1 == 0;
+                    for slot in (0..state.class.slots).filter(free) {
+                        let slot_at = self.slot_at(&state.class, at, slot);
+                        let step = if cfg!(miri) { 61 } else { 1 };
+                        for i in (0..usize::from(state.class.slot_bytes)).step_by(step) {
+                            // SAFETY: the address is in the slot, and no other call is running.
+                            let byte = unsafe { slot_at.add(i).read() };
                             assert_eq!(
-                                word & PINS,
-                                0,
-                                "the blob in slot {slot} of span {at} has readers, although no \
-                                 thread uses the heap"
+                                byte, 0,
+                                "byte {i} of free slot {slot} of span {at} is not zero"
                             );
-                            assert_eq!(
-                                (self.class_of(place), place.span, place.slot),
-                                (state.class, at, slot),
-                                "the handle in the header of slot {slot} of span {at} is wrong"
-                            );
-                            headers += 1;
                         }
                     }
-                    assert_eq!(
-                        headers,
-                        s.used.get(),
-                        "the count of used slots of span {at} differs from the number of its used headers"
-                    );
-                    partly += u32::from(s.used.get());
+                    partly += u32::from(s.nr_used());
                     (prev, at) = (at, s.next.get());
                 }
             }
@@ -120,14 +125,14 @@ impl<X: Zeroed> Heap<X> {
             .free_spans
             .lock()
             .expect("another thread panicked while it held a lock of the heap");
-        let (mut listed, mut fresh, mut idle_frames) = (spans, 0, 0);
+        let (mut listed, mut fresh, mut idle_frames, mut bare_frames) = (spans, 0, 0, 0);
         for (length, area) in (1..).zip(&self.areas) {
             let mut at = free.idle[length - 1];
             while at != 0 {
                 listed += 1;
                 idle_frames += length as u64;
                 let s = area.span(at);
-                assert_eq!(usize::from(s.frames.get()), length);
+                assert_eq!((s.prev.get(), s.used.get()), (IDLE, 0));
                 // Miri takes a second for each MiB, so check only one byte in 61 there.
                 let step = if cfg!(miri) { 61 } else { 1 };
                 for i in (0..length * FRAME_BYTES).step_by(step) {
@@ -140,14 +145,13 @@ impl<X: Zeroed> Heap<X> {
             let mut at = free.bare[length - 1];
             while at != 0 {
                 listed += 1;
-                assert_eq!(area.span(at).frames.get(), 0);
+                bare_frames += length as u64;
+                assert_eq!(area.span(at).used.get(), 0);
                 at = area.span(at).next.get();
             }
             let end = area.fresh.load(Relaxed) as u32;
             fresh += end - 1;
-            for span in 1..end {
-                frames += u64::from(area.span(span).frames.get());
-            }
+            frames += u64::from(end - 1) * length as u64;
         }
         assert_eq!(
             self.sums.idle_frames.load(Relaxed),
@@ -160,7 +164,7 @@ impl<X: Zeroed> Heap<X> {
         );
         assert_eq!(
             self.sums.frames.load(Relaxed),
-            frames,
+            frames - bare_frames,
             "the heap's sum of frames differs from the recount"
         );
     }
@@ -406,7 +410,7 @@ fn compaction_does_not_confuse_spans_of_equal_number() {
         .take_slot(&mut state, BYTES_MAX, &mut { RELEASE_FRAMES_MAX })
         .expect("the heap has no memory for the blob");
     assert_eq!((span, slot), (old.span, old.slot));
-    heap.set_header(&state.class, span, slot, USED | replaced.0);
+    heap.set_header(&state.class, span, slot, replaced.0);
     drop(state);
     // Fill three spans of the new length. Then free all blobs of the first two spans, and one of the
     // third span, so that compaction tries to move the new slot to the third span.
