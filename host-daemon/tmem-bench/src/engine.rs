@@ -242,7 +242,7 @@ fn medians(times: &Times, load: Option<&Load>) -> impl Iterator<Item = (String, 
 
 fn all_times(times: &Times) -> impl Iterator<Item = (&'static str, &Samples)> {
     [
-        ("cold copy", &times.copy),
+        ("copy of pages read shortly before", &times.copy),
         ("cold copy and xxh3", &times.copy_hash),
         ("xxh3 and LZ4_compress_fast", &times.hash_compress),
         ("LZ4_decompress_safe, cold", &times.decompress),

@@ -18,7 +18,7 @@ use tmem_pool::{PAGE_SIZE, Page, PageHash, Time};
 const BATCHES: usize = RAW_PAGES / BATCH / 2;
 const PAGES: usize = BATCHES * BATCH;
 
-/// Smallest number of pages in the corpus. A round uses two random parts of the corpus, and most of
+/// Smallest number of pages in the corpus. A round uses three random parts of the corpus, and most of
 /// the corpus must be out of the processor's caches.
 pub const PAGES_MIN: usize = 8 * PAGES;
 
@@ -122,7 +122,11 @@ pub fn run(
         progress(&format!("round {} of {rounds}", round + 1));
         rng.shuffle(&mut order);
         let mut parts = order.chunks_exact(BATCHES);
-        let [ours, raw, compressed] = std::array::from_fn(|_| parts.next().unwrap_or_default());
+        let [ours, raw, compressed] = std::array::from_fn(|_| {
+            parts
+                .next()
+                .expect("the corpus has too few pages for a round")
+        });
         // Change the order in each round, because the first operation of a round finds the caches
         // that the last round filled.
         if round % 2 == 0 {

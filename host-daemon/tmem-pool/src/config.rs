@@ -105,9 +105,9 @@ pub(crate) fn reclaim_high_bytes(size_bytes: u64) -> u64 {
 pub(crate) const INDEX_ROOM_BYTES: u64 = ((7 * 32) << 10) + TABLES_ROOM_BYTES;
 
 /// Bytes by which the tables of handles and spans may grow while a put reserves memory for a group
-/// of pages. They suffice for 64 handles (16 B), 64 spans (12 B), and the numbers (4 B) of 256
-/// handles of evicted pages.
-pub(crate) const TABLES_ROOM_BYTES: u64 = 4 << 10;
+/// of pages. They suffice for 64 handles (16 B), 64 spans (12 B), and the numbers (4 B) of the
+/// handles of all pages that the put may evict (64 * 16).
+pub(crate) const TABLES_ROOM_BYTES: u64 = 8 << 10;
 
 /// Divisor for memory that is reserved for the growth of indexes: the pool's size divided by this
 /// number, in addition to INDEX_ROOM_BYTES.
@@ -118,12 +118,14 @@ pub(crate) const INDEX_ROOM_PART: u64 = 256;
 pub(crate) const TENANT_METADATA_BYTES: u64 = 16 << 10;
 
 /// Bytes that each page is charged for its metadata, in addition to its compressed size. They cover
-/// the worst case, a page that is the only one left in its leaf and has a blob of its own. Its
-/// index needs a run of four entries (112 B), a leaf (24 B) and two ghost entries (4 B). It also
-/// needs a node (80 B) or an object with its place in the hash table (72 B). Its blob needs a
-/// record (16 B), a slot in the table of equal pages (8 B) and the record of a span (12 B). Most
-/// pages cost a fifth of that. With a smaller charge, a tenant with such pages could hold more than
-/// its share of the pool.
+/// the worst case, a page that is the only one left in its leaf and has a very small blob of its
+/// own. Its index needs a run of one entry (28 B), a leaf (24 B) and two ghost entries (4 B). It
+/// also needs a node (80 B) or an object with its place in the hash table (72 B). Its blob needs a
+/// record (16 B), a slot in the table of equal pages (8 B), a part of the record of a span (12 B),
+/// and, once it is freed, a number (4 B). The blob also lies in a slot of the heap, which is at
+/// most 110 B longer than the blob. So the worst case is less than 290 B, and most pages cost a
+/// fifth of that. With a smaller charge, a tenant with such pages could hold more than its share of
+/// the pool.
 pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
 
 /// Address space that a pool reserves, as a multiple of the pool's largest size. The heap needs a

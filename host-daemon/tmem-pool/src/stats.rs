@@ -140,7 +140,8 @@ pub struct EngineStats {
     /// Gauge, bytes: upper estimate of the memory for everything except stored pages.
     pub metadata_bytes: u64,
     /// Gauge, bytes: the part of `metadata_bytes` that never shrinks. It consists of the heap's
-    /// records of stored copies and of spans (groups of memory frames).
+    /// records of stored copies and of spans (groups of memory frames), and of the numbers of free
+    /// records.
     pub tables_bytes: u64,
     /// Gauge, tenants: tenants that were added and not removed.
     pub tenants: u64,

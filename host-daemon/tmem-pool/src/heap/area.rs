@@ -5,11 +5,13 @@
 //! do their page table entries: eight entries share a cache line of the processor, and 512 share a
 //! page of the kernel's page table. Both matter for raw pages, each of which has a span of its own.
 
+use super::HEAP;
 use super::class::SLOTS_MAX;
 use super::region::{FRAME_BYTES, Region, Table, Zeroed};
+use crate::poison;
+use crate::sync::AtomicU64;
 use std::cell::Cell;
 use std::io;
-use std::sync::atomic::AtomicU64;
 
 /// Record of a span, which is a group of 1 to 12 adjacent frames of 4 KiB. The lock of the span's
 /// size class, or the lock of free spans, guards the record. A span that is in no list belongs to
@@ -18,9 +20,9 @@ use std::sync::atomic::AtomicU64;
 pub(super) struct Span {
     /// Bitmap: bit n is 1 if slot n is used.
     pub(super) used: Cell<u32>,
-    /// Previous span of the list of a class, or [`IDLE`] in the list of idle spans. If the span's
-    /// only slot is a whole frame and is used, the field has another meaning: it is the header of
-    /// that slot.
+    /// Previous span of the list of a class, or [`IDLE`] or [`BARE`] in a list of free spans. If
+    /// the span's only slot is a whole frame and is used, the field has another meaning: it is the
+    /// header of that slot.
     pub(super) prev: Cell<u32>,
     /// Next span of the list.
     pub(super) next: Cell<u32>,
@@ -28,6 +30,8 @@ pub(super) struct Span {
 
 /// Value of `prev` in the record of an idle span: a number that no span has.
 pub(super) const IDLE: u32 = u32::MAX;
+/// Value of `prev` in the record of a bare span in a list: a number that no span has.
+pub(super) const BARE: u32 = u32::MAX - 1;
 
 // The record of a span must be small, because each raw page has a span of its own.
 const _: () = assert!(size_of::<Span>() == 12 && SLOTS_MAX == u32::BITS as usize);
@@ -38,17 +42,27 @@ impl Span {
         self.used.get().count_ones() as u8
     }
 
-    /// Takes the free slot with the lowest number. The span must have a free slot.
-    pub(super) fn take_slot(&self) -> u8 {
+    /// Takes the free slot with the lowest number, of a span with `slots` slots. A full span can be
+    /// here only if a list of spans is damaged. The process then ends: there is no slot that the
+    /// caller could use.
+    pub(super) fn take_slot(&self, slots: u8) -> u8 {
         let used = self.used.get();
-        let slot = used.trailing_ones();
+        let slot = used.trailing_ones() as u8;
+        if slot >= slots {
+            poison::abort_inconsistent(HEAP);
+        }
         self.used.set(used | 1 << slot);
-        slot as u8
+        slot
     }
 
-    /// Makes a used slot free.
+    /// Makes a used slot free. Ends the process if the slot is free already, because then two
+    /// threads believe that the slot is theirs.
     pub(super) fn give_slot(&self, slot: u8) {
-        self.used.set(self.used.get() & !(1 << slot));
+        let used = self.used.get();
+        if used >> slot & 1 == 0 {
+            poison::abort_inconsistent(HEAP);
+        }
+        self.used.set(used & !(1 << slot));
     }
 
     /// Returns the numbers of the used slots.
@@ -67,9 +81,13 @@ unsafe impl Sync for Span {}
 /// Spans of two areas may have equal numbers.
 #[derive(Debug)]
 pub(super) struct Area {
+    /// Address space of a span in bytes, which is the memory of its frames.
     span_bytes: usize,
+    /// Address space of the spans.
     data: Region,
+    /// Records of the spans.
     spans: Table<Span>,
+    /// One more than the largest number that a span may have.
     end: u64,
     /// Lowest number of a span of this area that was never used. It changes only under the lock of
     /// free spans.
@@ -84,7 +102,7 @@ impl Area {
     pub(super) fn reserve(frames: u8, bytes_max: u64) -> io::Result<Area> {
         let span_bytes = usize::from(frames) * FRAME_BYTES;
         // Span number 0 is never used.
-        let spans = (bytes_max / span_bytes as u64 + 2).min(IDLE.into()) as usize;
+        let spans = (bytes_max / span_bytes as u64 + 2).min(BARE.into()) as usize;
         Ok(Area {
             span_bytes,
             data: Region::reserve(spans * span_bytes)?,
@@ -115,6 +133,7 @@ impl Area {
         self.end
     }
 
+    /// Returns whether all memory of the area is locked in RAM, so that it is never swapped.
     pub(super) fn is_locked(&self) -> bool {
         self.data.is_locked() && self.spans.is_locked()
     }

@@ -13,10 +13,10 @@ use super::region::FRAME_BYTES;
 use crate::config::{ADDRESS_SPACE_TIMES, PAGE_SIZE};
 
 /// Largest number of frames (4 KiB) of a span. The waste of full spans was computed for the lengths
-/// of lz4 forms. With at most 8 frames it is 2.0 to 4.0 % (most in the longest slots), with 12
-/// frames 1.5 to 1.7 %, and with 16 frames 0.9 to 1.4 %. The last span of each class is half free
-/// on average. The free halves of all classes together take 1.0, 1.7 and 2.1 MiB with 8, 12 and 16
-/// frames, which matters in small pools.
+/// of lz4 forms from 1 KiB on. With at most 8 frames it is 1.8 to 3.9 % (most in the longest slots),
+/// with 12 frames 1.2 to 1.6 %, and with 16 frames 0.8 to 1.3 %. The last span of each class is half
+/// free on average. The free halves of all classes together take 0.9, 1.5 and 1.8 MiB with 8, 12
+/// and 16 frames, which matters in small pools.
 pub(crate) const SPAN_FRAMES_MAX: usize = 12;
 const _: () = assert!(SPAN_FRAMES_MAX as u64 + 2 == ADDRESS_SPACE_TIMES);
 
@@ -68,7 +68,8 @@ impl Class {
     };
 
     /// Returns a class whose slots have at least this size. Its spans have the smallest number of
-    /// frames with acceptable waste or, if there is none, the number of frames that wastes least.
+    /// frames with acceptable waste or, if there is none, the number of frames that wastes least. A
+    /// span has at most SLOTS_MAX slots.
     fn for_size(slot_bytes: usize) -> Class {
         let waste = |frames: usize| {
             let bytes = frames * FRAME_BYTES;
@@ -159,9 +160,9 @@ mod tests {
             let span = usize::from(class.frames) * FRAME_BYTES;
             assert!(usize::from(class.slots) * usize::from(class.slot_bytes) <= span);
             assert!(usize::from(class.slots) <= SLOTS_MAX);
-            // From 512 B on, a slot is at most a tenth longer than its bytes. Shorter lengths are
-            // not checked. The header and the rounding to 16 B take a fifth of a slot for 64 B, and
-            // more of shorter slots.
+            // From 512 B on, a slot is at most a sixth longer than its bytes. Shorter lengths are not
+            // checked: the header and the rounding to 16 B take a larger part of their slots, and the
+            // smallest slot has 128 B.
             if len >= 512 {
                 let held = span as f64 / f64::from(class.slots);
                 assert!(

@@ -20,7 +20,7 @@ use std::io;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Number of free handles that a size class takes from the spare handles at a time, or gives to
-/// them. A class keeps less than twice this number.
+/// them. A class keeps fewer than twice this number.
 pub(super) const HANDLES_STEP: usize = 8;
 
 /// Free handles of a size class.
@@ -34,7 +34,7 @@ pub(super) struct FreeHandles {
 impl FreeHandles {
     pub(super) fn new() -> FreeHandles {
         FreeHandles {
-            handles: [0; _],
+            handles: [0; 2 * HANDLES_STEP],
             nr: 0,
         }
     }
@@ -161,12 +161,15 @@ impl SpareHandles {
             self.stack.get(at).0.set(handle);
         }
         *nr += handles.len() as u32;
-        self.nr_max.fetch_max(*nr, Relaxed);
+        if *nr > self.nr_max.load(Relaxed) {
+            self.nr_max.store(*nr, Relaxed);
+        }
     }
 
-    /// Returns the number of handles that were used and are spare.
+    /// Returns the handles that were used and are spare.
     #[cfg(test)]
-    pub(super) fn nr(&self) -> usize {
-        *poison::guard_or_abort(self.nr.lock(), HEAP) as usize
+    pub(super) fn all(&self) -> Vec<u32> {
+        let nr = poison::guard_or_abort(self.nr.lock(), HEAP);
+        (0..*nr).map(|at| self.stack.get(at).0.get()).collect()
     }
 }

@@ -2,7 +2,8 @@
 //! Heap for the stored bytes of all tenants. Its memory can be returned to the system.
 //!
 //! Bytes lie in slots of size classes (class.rs). Slots lie in spans, which are groups of 1 to 12
-//! adjacent frames of 4 KiB. Spans lie in one reserved region of address space (region.rs). Storing
+//! adjacent frames of 4 KiB. Spans with the same number of frames lie in one area of reserved
+//! address space (area.rs). Storing
 //! bytes returns a handle instead of an address, because compaction moves bytes from sparse spans
 //! to full ones. A freed slot is zeroed before it can be used again. A span without used slots is
 //! all zero, and the frames of all but a few such spans go back to the system.
@@ -59,8 +60,8 @@ const HEAP: &str = "the heap";
 const PINS_BITS: u32 = 15;
 const LEN_BITS: u32 = 12;
 const SLOT_BITS: u32 = 5;
-/// Number of bits of a span's number in the word of a handle. They suffice for 16 TiB of raw pages,
-/// each of which has a span of its own.
+/// Number of bits of a span's number in the word of a handle. They suffice for raw pages of almost
+/// 16 TiB, each of which has a span of its own.
 const SPAN_BITS: u32 = 32;
 const _: () = assert!(PINS_BITS + LEN_BITS + SLOT_BITS + SPAN_BITS == u64::BITS);
 const _: () = assert!(1 << SLOT_BITS >= SLOTS_MAX && 1 << LEN_BITS >= PAGE_SIZE);
@@ -626,7 +627,8 @@ impl<X: Zeroed> Heap<X> {
 
     /// Takes a free slot of a span that is in no list.
     fn take_unlisted(&self, state: &mut ClassState, span: u32) -> u8 {
-        let slot = self.span(&state.class, span).take_slot();
+        let slots = state.class.slots;
+        let slot = self.span(&state.class, span).take_slot(slots);
         state.used_slots += 1;
         self.list(state, span);
         slot

@@ -6,7 +6,7 @@
 //!
 //! No thread makes a system call while it holds the lock of free spans.
 
-use super::area::IDLE;
+use super::area::{BARE, IDLE};
 use super::class::{Class, SPAN_FRAMES_MAX};
 use super::region::{FRAME_BYTES, Zeroed};
 use super::{HEAP, Heap};
@@ -134,8 +134,13 @@ impl<X: Zeroed> Heap<X> {
         let area = self.area(frames);
         let head = &mut free.bare[usize::from(frames) - 1];
         let span = if *head != 0 {
-            let next = area.span(*head).next.get();
-            std::mem::replace(head, next)
+            let s = area.span(*head);
+            // A list of bare spans that names another span is damaged. Continuing could use one
+            // span twice.
+            if s.prev.replace(0) != BARE || s.used.get() != 0 {
+                poison::abort_inconsistent(HEAP);
+            }
+            std::mem::replace(head, s.next.get())
         } else {
             let fresh = area.fresh.load(Relaxed);
             if fresh >= area.end() {
@@ -228,6 +233,7 @@ impl<X: Zeroed> Heap<X> {
             let s = self.area(frames).span(span);
             released += u64::from(frames);
             let head = &mut free.bare[usize::from(frames) - 1];
+            s.prev.set(BARE);
             s.next.set(std::mem::replace(head, span));
         }
         self.sums.frames.fetch_sub(released, Relaxed);

@@ -37,6 +37,7 @@ impl<X: Zeroed> Heap<X> {
     /// slots are used. No other thread may be using the heap.
     pub(crate) fn check(&self, live: usize) {
         let (mut used, mut frames, mut spans, mut spare) = (0, 0, 0, 0);
+        let (mut used_handles, mut not_used) = (Vec::new(), Vec::new());
         for nr in 0..self.classes.len() as u8 {
             let state = self.lock(nr);
             let mut partly = 0;
@@ -56,6 +57,7 @@ impl<X: Zeroed> Heap<X> {
                     );
                     for slot in s.used_slots() {
                         let handle = self.header(&state.class, at, slot);
+                        used_handles.push(handle);
                         let word = self.word(handle).load(Relaxed);
                         let place = Place::of(word);
                         assert_eq!(
@@ -113,8 +115,25 @@ impl<X: Zeroed> Heap<X> {
         for nr in 0..self.classes.len() as u8 {
             let free = &self.lock(nr).free_handles;
             handles += free.all().len();
+            not_used.extend(free.all());
         }
-        handles += self.spare_handles.nr();
+        let spare_handles = self.spare_handles.all();
+        handles += spare_handles.len();
+        not_used.extend(spare_handles);
+        let nr_not_used = not_used.len();
+        not_used.sort_unstable();
+        not_used.dedup();
+        assert_eq!(
+            not_used.len(),
+            nr_not_used,
+            "a handle occurs twice among the free and spare handles"
+        );
+        for handle in used_handles {
+            assert!(
+                not_used.binary_search(&handle).is_err(),
+                "handle {handle} is free or spare, and a slot names it"
+            );
+        }
         assert_eq!(
             handles + 1,
             self.places() as usize,
@@ -737,6 +756,57 @@ fn releasing_a_circular_list_of_idle_spans_aborts() {
 
 #[test]
 #[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
+fn taking_spans_from_a_circular_list_of_bare_spans_aborts() {
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
+    let bytes = [1; PAGE_SIZE];
+    let store = |len: usize| heap.store(&bytes[..len], BYTES_MAX);
+    // Use two size classes, which would both use free slots of the span.
+    let class_of = |len: usize| heap.classes.get(heap.classes.for_len(len));
+    let mut lens = (100..2000).filter(|&len| class_of(len).frames == 1);
+    let one = lens.next().expect("no size class has spans of one frame");
+    let other = lens.find(|&len| class_of(len) != class_of(one));
+    let other = other.expect("only one size class has spans of one frame");
+    heap.free(store(one).expect("the heap has no memory for the blob"));
+    heap.release_idle();
+    let first = heap
+        .free_spans
+        .lock()
+        .expect("another thread panicked while it held a lock of the heap")
+        .bare[0];
+    assert_ne!(first, 0);
+    heap.area(1).span(first).next.set(first);
+    let _ = [store(one), store(other)];
+}
+
+#[test]
+#[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
+fn taking_a_slot_of_a_full_span_aborts() {
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
+    let store = || heap.store(&[1; 2000], BYTES_MAX);
+    let nr = heap.classes.for_len(2000);
+    let blobs: Vec<_> = (0..heap.classes.get(nr).slots).map(|_| store()).collect();
+    let first = blobs[0].expect("the heap has no memory for the blob");
+    let full = Place::of(heap.word(first.0).load(Relaxed)).span;
+    assert_eq!(heap.lock(nr).heads, [0; GROUPS]);
+    heap.lock(nr).heads[0] = full;
+    let _ = store();
+}
+
+#[test]
+#[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
+fn freeing_a_slot_twice_aborts() {
+    let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
+    let [freed, _kept] = [(); 2].map(|()| {
+        heap.store(&[1; 1000], BYTES_MAX)
+            .expect("the heap has no memory for the blob")
+    });
+    let place = Place::of(heap.word(freed.0).load(Relaxed));
+    drop(heap.give_place(place));
+    drop(heap.give_place(place));
+}
+
+#[test]
+#[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
 fn freeing_a_blob_in_a_span_missing_from_its_list_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("cannot reserve address space for the heap");
     let handle = heap
@@ -783,6 +853,9 @@ fn a_span_list_with_a_wrong_back_link_aborts() {
 fn damaged_span_lists_abort_the_process() {
     for name in [
         "releasing_a_circular_list_of_idle_spans_aborts",
+        "taking_spans_from_a_circular_list_of_bare_spans_aborts",
+        "taking_a_slot_of_a_full_span_aborts",
+        "freeing_a_slot_twice_aborts",
         "freeing_a_blob_in_a_span_missing_from_its_list_aborts",
         "a_span_list_with_a_wrong_back_link_aborts",
     ] {

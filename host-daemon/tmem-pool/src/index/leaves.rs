@@ -461,10 +461,15 @@ impl Entries {
             }
             return (entry, Some((leaf.first, leaf.parent)));
         }
-        // Use a smaller run if it has room for one more entry. Otherwise a page that comes and goes
-        // would move the other entries each time. If there is no memory, the run stays.
-        if leaf.size == Size::Sixteen && leaf.nr_entries() < Size::Four.room() {
-            let _ = self.runs.resize(leaf, Size::Four);
+        // Use a run for four entries if it has room for one more entry. Otherwise a page that comes
+        // and goes would move the other entries each time. If there is no memory, the run stays.
+        let smaller = match (leaf.size, leaf.nr_entries()) {
+            (Size::Sixteen, nr) if nr < Size::Four.room() => Some(Size::Four),
+            (Size::Four, 1) => Some(Size::One),
+            _ => None,
+        };
+        if let Some(smaller) = smaller {
+            let _ = self.runs.resize(leaf, smaller);
         }
         (entry, None)
     }

@@ -176,9 +176,9 @@ fn index_memory_shrinks_as_pages_of_each_leaf_are_removed() {
     for (page, &id) in (0..).zip(&ids).filter(|(page, _)| page % 16 != 5) {
         assert_eq!({ index.remove(id).cookie }, page);
     }
-    // A leaf with one page keeps a run for four entries.
+    // A leaf with one page takes 52 B and its part of a node, and a full leaf takes 472 B.
     assert!(
-        index.bytes() * 2 < full_bytes,
+        index.bytes() * 5 < full_bytes,
         "the index still takes {} of {full_bytes} B after 15 of 16 pages were removed",
         index.bytes()
     );

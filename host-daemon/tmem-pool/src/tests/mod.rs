@@ -2,6 +2,7 @@
 //! Tests of the engine's internals. The tests in the crate's directory `tests/` use the public
 //! interface only.
 
+mod charges;
 mod content;
 mod deferred_freeing;
 mod faults;
