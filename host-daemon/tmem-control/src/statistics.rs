@@ -99,7 +99,8 @@ const fn row(
 
 const VM: &str = "tmemd/src/vm/state.rs";
 const STATE: &str = "tmem-pool/src/state.rs";
-const TENANT: &str = "tmem-pool/src/tenant.rs";
+const TENANT: &str = "tmem-pool/src/tenant/mod.rs";
+const GET: &str = "tmem-pool/src/tenant/get.rs";
 const ENTRY: &str = "tmem-pool/src/entry.rs";
 const GAIN: &str = "tmem-trace/src/estimate.rs";
 const POOL: &str = "tmem-pool/src/engine.rs";
@@ -159,8 +160,8 @@ pub const STATISTICS: &[Statistic] = &[
     row(Vm, ("finalized_compressed", "", No), (Counter, "pages"), "pages that were finalized by compression", STATE),
     row(Vm, ("finalized_raw", "", No), (Counter, "pages"), "pages that were finalized uncompressed, because they compress to more than 3,840 B", STATE),
     row(Vm, ("gets", "tmem_vm_get_pages", Exact), (Counter, "pages"), "pages that the guest requested", STATE),
-    row(Vm, ("hits", "tmem_vm_hit_pages", Exact), (Counter, "pages"), "requested pages that were returned; the guest did not read them from its disk", TENANT),
-    row(Vm, ("retained_hits", "tmem_vm_retained_hit_pages", Exact), (Counter, "pages"), "part of `hits` that left the page in the pool. 0 unless QEMU and the driver use VIRTIO_TMEM_F_RETAIN", TENANT),
+    row(Vm, ("hits", "tmem_vm_hit_pages", Exact), (Counter, "pages"), "requested pages that were returned; the guest did not read them from its disk", GET),
+    row(Vm, ("retained_hits", "tmem_vm_retained_hit_pages", Exact), (Counter, "pages"), "part of `hits` that left the page in the pool. 0 unless QEMU and the driver use VIRTIO_TMEM_F_RETAIN", GET),
     row(Vm, ("refs", "tmem_vm_ref_pages", Exact), (Counter, "pages"), "pages that the guest evicted and named in REF requests instead of putting a copy", STATE),
     row(Vm, ("refs_gone", "tmem_vm_ref_gone_pages", Exact), (Counter, "pages"), "part of `refs` whose page the pool no longer had. The guest reads these pages from its disk. A driver should put copies instead of sending REF requests while more than 1/16 of the last 1,024 pages that it named in them were gone", STATE),
     row(Vm, ("misses", "", No), (Counter, "pages"), "requested pages that were not returned: `gets` minus `hits`", FIGURES),
@@ -173,7 +174,7 @@ pub const STATISTICS: &[Statistic] = &[
     row(Vm, ("evictions_retained", "tmem_vm_evicted_retained_pages", Exact), (Counter, "pages"), "part of `evictions` that hit retained pages, for any cause", STATE),
     row(Vm, ("flushed_pages", "tmem_vm_flushed_pages", Exact), (Counter, "pages"), "pages that were dropped because the guest changed or removed them, a connection ended, or by `tmemctl flush`", STATE),
     row(Vm, ("replaced_pages", "tmem_vm_replaced_pages", Exact), (Counter, "pages"), "pages that a put of the same key replaced", STATE),
-    row(Vm, ("hash_mismatches", "tmem_vm_hash_mismatch_pages", Exact), (Counter, "pages"), "pages that were not returned because their bytes failed the check. Must be 0; otherwise the host's memory or the engine is faulty", TENANT),
+    row(Vm, ("hash_mismatches", "tmem_vm_hash_mismatch_pages", Exact), (Counter, "pages"), "pages that were not returned because their bytes failed the check. Must be 0; otherwise the host's memory or the engine is faulty", GET),
     row(Vm, ("gain_hits", "tmem_vm_gain_hit_pages{more_percent=0-25/25-50/50-100}", Ranges), (Counter, "pages"), "estimate: misses that would have been hits with 25, 50 and 100 % more memory. Each of the three values includes the one before it (metric: the difference from that value)", GAIN),
     row(Vm, ("loss_hits", "tmem_vm_loss_hit_pages{less_percent=0-25/25-50/50-75}", Ranges), (Counter, "pages"), "estimate: hits that would have been misses with 25, 50 and 75 % less memory than the VM held. Each of the three values includes the one before it (metric: the difference from that value)", GAIN),
     row(Vm, ("loss_hits_seen", "tmem_vm_loss_hit_pages{less_percent=75-100}", Rest), (Counter, "pages"), "estimate: all hits, scaled up from the sampled hits that the estimator examined for `loss_hits` (metric: the hits that the VM would still have had with 75 % less memory)", GAIN),

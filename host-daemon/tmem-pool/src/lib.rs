@@ -76,7 +76,7 @@
 //! | `config.rs` | sizes and limits with their reasons |
 //! | `cost.rs` | cost of the work of a request |
 //! | `engine.rs`, `membership.rs` | all tenants; choice of victims, background work, admission |
-//! | `tenant.rs`, `state.rs` | one tenant: work outside its lock, work under it |
+//! | `tenant/`, `state.rs` | one tenant: work outside its lock, work under it |
 //! | `index/`, `entry.rs` | keys and the record of each |
 //! | `blob.rs`, `dedup.rs` | stored contents; equal pages are stored once |
 //! | `heap/` | memory for stored bytes; compaction; memory that goes back to the system |

@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! State of a tenant that all threads of the engine share, and its lock.
+//!
+//! A panic under a tenant's lock empties that tenant, because its state is unknown after the panic.
+//! The process continues. If the lock stayed poisoned instead, it would also stop threads that work
+//! for other tenants, for example to evict pages.
+
+use crate::blob::{DomainId, Encoded, Prepared};
+use crate::codec;
+use crate::config::{
+    FINALIZE_PAGES, PAGE_SIZE, Page, RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, TenantSpec,
+};
+use crate::engine::{Engine, TenantParams};
+use crate::entry::Content;
+use crate::state::{Freed, State};
+use crate::stats::Counters;
+use crate::sync::{AtomicBool, Mutex, MutexGuard};
+use crate::totals::{Sum, Totals};
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::Ordering::Relaxed;
+
+/// The part of a tenant that all threads of the engine share. Its sums and flags are copies of
+/// values that the tenant's lock guards, for threads that do not hold the lock.
+#[derive(Debug)]
+pub(crate) struct TenantShared {
+    name: String,
+    domain: DomainId,
+    state: Mutex<State>,
+    params: TenantParams,
+    pub charged_bytes: Sum,
+    pub entitled_bytes: Sum,
+    /// Bytes that are compared with the entitlement: the tenant's charge or, if that is larger, its
+    /// stored bytes and index memory. Stored bytes and index memory together may be more than the
+    /// charge, because the memory of a key is released only when all neighbouring keys are gone.
+    owed_bytes: Sum,
+    /// Memory in bytes of the tenant's index, eviction policy, estimator and queue of raw pages.
+    index_bytes: Sum,
+    /// True if the engine's totals no longer include this tenant, which has departed. A thread sets
+    /// the flag under the tenant's lock.
+    forgotten: AtomicBool,
+    /// True if the tenant has detached pages: dropped with their object or pool, and not freed yet.
+    has_dead: AtomicBool,
+    /// True if the tenant's queue of raw pages (not finalized yet) is not empty.
+    has_raw: AtomicBool,
+    /// True if the tenant has retained pages, which a get returned and left in the pool.
+    has_retained: AtomicBool,
+    mismatch_logged: AtomicBool,
+}
+
+impl TenantShared {
+    pub(crate) fn new(spec: &TenantSpec, domain: DomainId, params: &TenantParams) -> TenantShared {
+        let limit_bytes = spec.quota.limit_bytes.unwrap_or(u64::MAX);
+        TenantShared {
+            name: spec.name.clone(),
+            domain,
+            state: Mutex::new(State::new(
+                params.seed,
+                params.keys_per_tenant_max,
+                limit_bytes,
+                params.policy,
+                &params.chunks,
+            )),
+            params: params.clone(),
+            charged_bytes: Sum::default(),
+            entitled_bytes: Sum::default(),
+            owed_bytes: Sum::default(),
+            index_bytes: Sum::default(),
+            forgotten: AtomicBool::new(false),
+            has_dead: AtomicBool::new(false),
+            has_raw: AtomicBool::new(false),
+            has_retained: AtomicBool::new(false),
+            mismatch_logged: AtomicBool::new(false),
+        }
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(crate) fn domain(&self) -> DomainId {
+        self.domain
+    }
+
+    /// Returns whether the tenant has detached pages: dropped with their object or pool, and not
+    /// freed yet.
+    pub(crate) fn has_dead(&self) -> bool {
+        self.has_dead.load(Relaxed)
+    }
+
+    /// Returns whether the tenant's queue of raw pages (not finalized yet) had entries when a
+    /// thread last released the lock.
+    pub(crate) fn has_raw(&self) -> bool {
+        self.has_raw.load(Relaxed)
+    }
+
+    /// Returns whether the tenant had retained pages, which a get returned and left in the pool,
+    /// when a thread last released the lock.
+    pub(crate) fn has_retained(&self) -> bool {
+        self.has_retained.load(Relaxed)
+    }
+
+    /// Returns how far the tenant is above its entitlement, in bytes. The result is negative if the
+    /// tenant is below its entitlement. The entitlement is compared with `owed_bytes` instead of
+    /// the charge. Otherwise a tenant that has lost most of its pages could keep the index memory
+    /// of the lost pages, to which other tenants are entitled.
+    pub(crate) fn excess_bytes(&self) -> i128 {
+        i128::from(self.owed_bytes.get()) - i128::from(self.entitled_bytes.get())
+    }
+
+    /// Sets the tenant's entitlement in bytes, and the limit of raw pages that follows from it.
+    pub(crate) fn entitle(&self, bytes: u64) {
+        self.entitled_bytes.set(bytes);
+        let raw = bytes / RAW_PART / PAGE_SIZE as u64;
+        let raw = raw.clamp(RAW_PAGES_MIN.into(), RAW_PAGES_MAX.into());
+        self.state().raw_max = raw as u32;
+    }
+
+    pub(crate) fn set_limit(&self, limit_bytes: Option<u64>) {
+        self.state().limit_bytes = limit_bytes.unwrap_or(u64::MAX);
+    }
+
+    /// Removes the departed tenant from the totals. After that, only threads that are still working
+    /// on the tenant have references to it.
+    pub(crate) fn forgotten(&self, totals: &Totals) {
+        let _state = self.state();
+        self.forgotten.store(true, Relaxed);
+        totals.index_bytes.sub(self.index_bytes.get());
+    }
+
+    pub(crate) fn counters(&self) -> Counters {
+        self.state().counters
+    }
+
+    pub(crate) fn lock<'a>(&'a self, totals: &'a Totals) -> Locked<'a> {
+        Locked {
+            tenant: self,
+            totals,
+            state: self.state(),
+            unwinding: std::thread::panicking(),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        #[cfg(test)]
+        LOCKED_TIMES.set(LOCKED_TIMES.get() + 1);
+        self.state.lock().unwrap_or_else(|poisoned| {
+            let mut state = poisoned.into_inner();
+            let pages = state.index.gauges.pages;
+            tracing::error!(
+                tenant = %self.name,
+                pages,
+                "a bug in the engine: a panic left this tenant's pages in an unknown state; the \
+                 pages are dropped, and their memory is lost until the process restarts"
+            );
+            let TenantParams {
+                keys_per_tenant_max,
+                policy,
+                ..
+            } = &self.params;
+            state.abandon(*keys_per_tenant_max, *policy);
+            self.state.clear_poison();
+            state
+        })
+    }
+
+    /// Finalizes (deduplicates and compresses) up to [`FINALIZE_PAGES`] raw pages of the tenant.
+    /// Returns the number of these pages, or None if there was no memory for the final form of one
+    /// of them.
+    pub(crate) fn finalize(&self, engine: &Engine) -> Option<usize> {
+        let mut work = [(0, 0); FINALIZE_PAGES];
+        let mut checks = [0; FINALIZE_PAGES];
+        let mut nr = 0;
+        let mut state = self.lock(&engine.totals);
+        state.prefetch_raw(FINALIZE_PAGES, |blob| {
+            engine.store.prefetch_content(Content::Raw(blob));
+        });
+        while nr < FINALIZE_PAGES
+            && let Some((id, blob)) = state.next_raw()
+        {
+            // Take another reference to the raw blob. It keeps the page's bytes if another thread
+            // removes the page before its final form is stored.
+            if engine.store.share(blob) {
+                work[nr] = (id, blob);
+                checks[nr] = state.index.entries[id].check;
+                nr += 1;
+            }
+        }
+        drop(state);
+        if nr == 0 {
+            return Some(0);
+        }
+        let work = &work[..nr];
+        for &(_, blob) in work {
+            engine.store.prefetch_raw(blob);
+        }
+        let mut finalized = [None; FINALIZE_PAGES];
+        let mut buffer = engine.take_buffer();
+        if let Some(buffer) = &mut buffer {
+            let [one, two] = buffer.pages() else {
+                unreachable!("scratch memory does not have two pages");
+            };
+            // Store a compressed page only after the next page is compressed. In the meantime the
+            // processor loads the memory that is reserved for the compressed page.
+            let (mut empty, mut full) = (one, two);
+            let mut encoded: Option<(usize, Encoded)> = None;
+            let complete = |encoded, buffer: &Page| engine.store.complete(encoded, buffer);
+            for (nth, (&(_, blob), check)) in work.iter().zip(checks).enumerate() {
+                // If this page may equal the compressed page that is not stored yet, store that
+                // page first. Only then can this page find and share it.
+                if let Some((before, page)) = encoded
+                    && engine.store.may_equal(blob, &page)
+                {
+                    finalized[before] = Some(complete(page, full));
+                    encoded = None;
+                }
+                let prepared = engine.prepare(blob, check, empty);
+                if let Some((before, page)) = encoded.take() {
+                    finalized[before] = Some(complete(page, full));
+                }
+                match prepared {
+                    Some(Prepared::Finalized(found)) => finalized[nth] = Some(found),
+                    Some(Prepared::Encoded(page)) => {
+                        encoded = Some((nth, page));
+                        std::mem::swap(&mut empty, &mut full);
+                    }
+                    None => {}
+                }
+            }
+            if let Some((last, page)) = encoded {
+                finalized[last] = Some(complete(page, full));
+            }
+        }
+        if let Some(buffer) = buffer {
+            engine.give_buffer(buffer);
+        }
+        // Wipe the remains of stored pages that this thread has decompressed to compare them.
+        codec::wipe();
+        let mut freed = Freed::new();
+        let mut state = self.lock(&engine.totals);
+        // Handle the results in reverse order, so that pages for which there was no memory return
+        // to the queue in their old order.
+        for (&(id, blob), finalized) in work.iter().zip(finalized).rev() {
+            match finalized {
+                Some(finalized) => state.finalize((id, blob), finalized, &mut freed),
+                None => state.raw_again(id, blob),
+            }
+            freed.push(Content::Raw(blob));
+        }
+        drop(state);
+        engine.release_all(freed);
+        let failed = finalized[..nr].iter().any(Option::is_none);
+        (!failed).then_some(nr)
+    }
+
+    /// Logs that a page does not match its hash. It does so only once for each tenant, because a
+    /// faulty host would cause a message at every get.
+    pub(super) fn log_mismatch(&self, object: u64, index: u64) {
+        if !self.mismatch_logged.swap(true, Relaxed) {
+            tracing::error!(
+                tenant = %self.name,
+                object,
+                index,
+                "a stored page failed its check and was answered as a miss: this host's memory or \
+                 the engine is at fault; further such pages of this tenant are only counted"
+            );
+        }
+    }
+}
+
+/// Guard of a tenant's lock, which gives access to the tenant's state. Dropping it updates the
+/// copies of the state's values in [`TenantShared`].
+pub(crate) struct Locked<'a> {
+    tenant: &'a TenantShared,
+    totals: &'a Totals,
+    state: MutexGuard<'a, State>,
+    /// True if the thread was already unwinding after a panic when it took the lock.
+    unwinding: bool,
+}
+
+impl Deref for Locked<'_> {
+    type Target = State;
+    fn deref(&self) -> &State {
+        &self.state
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        &mut self.state
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        let Locked {
+            tenant,
+            totals,
+            state,
+            unwinding,
+        } = self;
+        if std::thread::panicking() && !*unwinding {
+            // A panic under the lock has poisoned it. The next thread that takes the lock empties
+            // the tenant.
+            return;
+        }
+        tenant.charged_bytes.set(state.charged_bytes());
+        tenant.has_dead.store(state.index.has_detached(), Relaxed);
+        tenant.has_raw.store(state.has_raw(), Relaxed);
+        tenant.has_retained.store(state.has_retained(), Relaxed);
+        let (before, now) = (tenant.index_bytes.get(), state.bytes());
+        tenant.owed_bytes.set(state.owed_bytes(now));
+        if before != now && !tenant.forgotten.load(Relaxed) {
+            tenant.index_bytes.set(now);
+            totals.index_bytes.change(before, now);
+        }
+    }
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Counter for tests: how often this thread has taken the lock of a tenant.
+    static LOCKED_TIMES: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
+/// Returns how often this thread has taken the lock of a tenant.
+#[cfg(test)]
+pub(crate) fn locked_times() -> u64 {
+    LOCKED_TIMES.get()
+}
