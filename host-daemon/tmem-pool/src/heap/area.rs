@@ -20,9 +20,7 @@ use std::io;
 pub(super) struct Span {
     /// Bitmap: bit n is 1 if slot n is used.
     pub(super) used: Cell<u32>,
-    /// Previous span of the list of a class, or [`IDLE`] or [`BARE`] in a list of free spans. If
-    /// the span's only slot is a whole frame and is used, the field has another meaning: it is the
-    /// header of that slot.
+    /// Previous span of the list of a class, or [`IDLE`] or [`BARE`] in a list of free spans.
     pub(super) prev: Cell<u32>,
     /// Next span of the list.
     pub(super) next: Cell<u32>,

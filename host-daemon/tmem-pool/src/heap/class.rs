@@ -6,8 +6,8 @@
 //! The idea is zsmalloc's (mm/zsmalloc.c): a slot may lie across two frames, so that sizes that do
 //! not divide a frame waste little. Unlike in zsmalloc, the frames of a span are adjacent in
 //! address space, so that the bytes of a slot are contiguous. A slot begins with a header that
-//! names the handle of its bytes. A raw page fills a frame of its own without a header, and the
-//! record of its span names the handle.
+//! names the handle of its bytes, so that compaction finds the handle. A raw page fills a frame of its
+//! own, which compaction never moves, so it needs no header.
 
 use super::region::FRAME_BYTES;
 use crate::config::{ADDRESS_SPACE_TIMES, PAGE_SIZE};

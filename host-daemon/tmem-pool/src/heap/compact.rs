@@ -108,7 +108,9 @@ impl<X: Zeroed> Heap<X> {
             let Some(target) = self.fullest_but(state, source) else {
                 break;
             };
-            let handle = self.header(&class, source, slot);
+            // A reserved slot without bytes has the header 0. Handle 0 is never used, so its word
+            // does not name the slot, and the slot is skipped below.
+            let handle = self.header(&class, source, slot).load(Relaxed);
             // Acquire: the thread that wrote the bytes changed the word in release order
             // afterwards. So this thread sees these bytes.
             let word = self.word(handle).load(Acquire);

@@ -19,8 +19,9 @@
 //! holds a lock, except in compaction.
 //!
 //! Locks: the lock of a class guards its lists, and all data of its spans and slots except the
-//! stored bytes. A thread that holds the lock of a class may take the lock of free spans or the
-//! lock of spare handles, but never both.
+//! stored bytes and the headers of slots. A header is atomic: the thread that has reserved the slot
+//! writes it without the lock. A thread that holds the lock of a class may take the lock of free
+//! spans or the lock of spare handles, but never both.
 
 mod area;
 mod class;
@@ -42,6 +43,7 @@ use crate::sync::{AtomicU64, Mutex, MutexGuard};
 use crossbeam_utils::CachePadded;
 use std::io;
 use std::slice;
+use std::sync::atomic::AtomicU32 as AtomicHeader;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use zeroize::optimization_barrier;
 
@@ -255,7 +257,6 @@ impl<X: Zeroed> Heap<X> {
             self.give_handle(state, handle);
             return None;
         };
-        self.set_header(&state.class, span, slot, handle);
         let place = Place { span, slot, len };
         // The word counts this thread as a reader, so that compaction does not move the slot before
         // this thread has written its bytes.
@@ -280,11 +281,15 @@ impl<X: Zeroed> Heap<X> {
             place.len, len,
             "the number of bytes written to a slot differs from the number reserved"
         );
-        let at = self.bytes_at(&self.class_of(place), place);
+        let class = self.class_of(place);
+        let at = self.bytes_at(&class, place);
         // SAFETY: the slot belongs to this thread, which alone knows the handle. The slot has at
         // least this many bytes, all of which are initialized: the memory of a new slot is zero.
         // The slice is not used after the bytes are published.
         let result = write(unsafe { slice::from_raw_parts_mut(at, len) });
+        // Write the header only now and not in `reserve_in`, which holds the class's lock. The
+        // first write to a slot whose address is in no TLB stops the processor for some 200 ns.
+        self.set_header(&class, place.span, place.slot, handle.0);
         // Release: a thread that reads this word also sees the written bytes. A plain store
         // suffices, because no other thread knows the handle. An atomic read-modify-write would
         // wait until the written bytes have left the store buffer.
@@ -585,25 +590,25 @@ impl<X: Zeroed> Heap<X> {
         unsafe { at.add(class.header_bytes.into()) }
     }
 
-    fn header(&self, class: &Class, span: u32, slot: u8) -> u32 {
-        if class.header_bytes == 0 {
-            return self.span(class, span).prev.get();
-        }
+    /// Returns the header of a slot: the handle of the slot's bytes. It is 0 if the slot is free, or
+    /// if a thread has reserved the slot and has not written its bytes yet. Handle 0 is never used.
+    /// The class is not that of raw pages, whose slots have no header.
+    fn header(&self, class: &Class, span: u32, slot: u8) -> &AtomicHeader {
         let at = self.slot_at(class, span, slot);
-        // SAFETY: the address is in the region, aligned as slots are, and accessed only under the
-        // class's lock.
-        unsafe { at.cast::<u32>().read() }
+        // SAFETY: the address is in the region, which lives as long as self, and is aligned as
+        // slots are. All threads access the header as an atomic, except for `Region::release`, which
+        // is called for spans that no thread uses.
+        unsafe { AtomicHeader::from_ptr(at.cast()) }
     }
 
+    /// Writes the header of a slot, if the slots of the class have headers. The thread that has
+    /// reserved the slot may do this without the class's lock. Compaction, which reads the header
+    /// under that lock, then finds 0 or the handle. The handle's word tells whether the bytes may be
+    /// moved.
     fn set_header(&self, class: &Class, span: u32, slot: u8, header: u32) {
-        if class.header_bytes == 0 {
-            self.span(class, span).prev.set(header);
-            return;
+        if class.header_bytes != 0 {
+            self.header(class, span, slot).store(header, Relaxed);
         }
-        let at = self.slot_at(class, span, slot);
-        // SAFETY: the address is in the region, aligned as slots are, and accessed only under the
-        // class's lock.
-        unsafe { at.cast::<u32>().write(header) };
     }
 
     fn take_slot(

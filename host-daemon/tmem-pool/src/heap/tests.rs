@@ -56,7 +56,7 @@ impl<X: Zeroed> Heap<X> {
                         "span {at} is in another list than its number of used slots requires"
                     );
                     for slot in s.used_slots() {
-                        let handle = self.header(&state.class, at, slot);
+                        let handle = self.header(&state.class, at, slot).load(Relaxed);
                         used_handles.push(handle);
                         let word = self.word(handle).load(Relaxed);
                         let place = Place::of(word);
