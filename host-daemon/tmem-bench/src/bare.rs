@@ -9,7 +9,7 @@ const ACCELERATION: i32 = 1;
 
 /// Longest stored form of a compressed page in bytes, including one byte for the codec. The engine
 /// stores pages with longer forms raw, so lz4 may stop when it reaches this length.
-const ENCODED_BYTES_MAX: usize = 3840;
+const ENCODED_BYTES_MAX: usize = 3772;
 
 /// Compresses a page with `LZ4_compress_fast`. Returns None if the compressed form is too long for
 /// the engine to store.

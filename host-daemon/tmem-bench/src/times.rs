@@ -18,8 +18,8 @@ use tmem_pool::{PAGE_SIZE, Page, PageHash, Time};
 const BATCHES: usize = RAW_PAGES / BATCH / 2;
 const PAGES: usize = BATCHES * BATCH;
 
-/// Smallest number of pages in the corpus. A round uses three random parts of the corpus, and most of
-/// the corpus must be out of the processor's caches.
+/// Smallest number of pages in the corpus. A round uses three random parts of the corpus, and most
+/// of the corpus must be out of the processor's caches.
 pub const PAGES_MIN: usize = 8 * PAGES;
 
 /// Reciprocal of the share of batches that zram gets in a round. The share is small, because the

@@ -158,7 +158,7 @@ pub const STATISTICS: &[Statistic] = &[
     row(Vm, ("finalized_same_filled", "tmem_vm_finalized_same_filled_pages", Exact), (Counter, "pages"), "pages that were finalized as a pattern", STATE),
     row(Vm, ("finalized_shared", "", No), (Counter, "pages"), "pages that were finalized as a share of an equal page", STATE),
     row(Vm, ("finalized_compressed", "", No), (Counter, "pages"), "pages that were finalized by compression", STATE),
-    row(Vm, ("finalized_raw", "", No), (Counter, "pages"), "pages that were finalized uncompressed, because they compress to more than 3,840 B", STATE),
+    row(Vm, ("finalized_raw", "", No), (Counter, "pages"), "pages that were finalized uncompressed, because they compress to more than 3,772 B", STATE),
     row(Vm, ("gets", "tmem_vm_get_pages", Exact), (Counter, "pages"), "pages that the guest requested", STATE),
     row(Vm, ("hits", "tmem_vm_hit_pages", Exact), (Counter, "pages"), "requested pages that were returned; the guest did not read them from its disk", GET),
     row(Vm, ("retained_hits", "tmem_vm_retained_hit_pages", Exact), (Counter, "pages"), "part of `hits` that left the page in the pool. 0 unless QEMU and the driver use VIRTIO_TMEM_F_RETAIN", GET),

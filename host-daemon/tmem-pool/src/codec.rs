@@ -19,9 +19,10 @@ use std::io;
 use std::ptr::NonNull;
 use zstd_safe::zstd_sys::{self, ZSTD_CCtx, ZSTD_DCtx, ZSTD_cParameter, ZSTD_dParameter};
 
-/// Longest compressed form in bytes. A page whose compressed form would be longer is stored raw.
-/// Compressing such pages would save only 0.04 % of the stored bytes (measured).
-pub(crate) const ENCODED_BYTES_MAX: usize = 3840;
+/// Longest compressed form in bytes. A page whose compressed form would be longer is stored raw. A
+/// longer form would take a slot of a whole frame (heap/class.rs), so that compression would save no
+/// memory.
+pub(crate) const ENCODED_BYTES_MAX: usize = 3772;
 
 /// Acceleration factor of lz4: 1, which is lz4's default. Factor 4 is 20 % faster but needs 10 %
 /// more bytes, and the pool's purpose is to save bytes.
@@ -39,7 +40,7 @@ const ZSTD_LEVEL: i32 = 1;
 
 /// Range of lengths in bytes: the engine recompresses a cold page with zstd if its lz4 form has
 /// such a length. Measurements showed that zstd makes these forms notably smaller.
-pub(crate) const DENSER_BYTES: std::ops::RangeInclusive<usize> = 1024..=3840;
+pub(crate) const DENSER_BYTES: std::ops::RangeInclusive<usize> = 1024..=ENCODED_BYTES_MAX;
 
 /// Frame format ZSTD_f_zstd1_magicless: frames that do not begin with the four bytes of a magic
 /// number.

@@ -121,11 +121,12 @@ pub(crate) const TENANT_METADATA_BYTES: u64 = 16 << 10;
 /// the worst case, a page that is the only one left in its leaf and has a very small blob of its
 /// own. Its index needs a run of one entry (28 B), a leaf (24 B) and two ghost entries (4 B). It
 /// also needs a node (80 B) or an object with its place in the hash table (72 B). Its blob needs a
-/// record (16 B), a slot in the table of equal pages (8 B) and a part of the record of a span
-/// (12 B). Once it is freed, its handle takes 4 B. The blob also lies in a slot of the heap, which
-/// is at most 110 B longer than the blob. So the worst case is less than 290 B, and most pages cost
-/// a fifth of that. With a smaller charge, a tenant with such pages could hold more than its share
-/// of the pool.
+/// record (16 B), a slot in the table of equal pages (8 B) and a part of the record of a span (12
+/// B). Once it is freed, its handle takes 4 B. The blob also lies in a slot of the heap. With its
+/// part of the unused end of the span, the slot is at most 112 B longer than the blob (a test in
+/// heap/class.rs). So the worst case is less than 290 B, and most pages cost a fifth of that.
+/// Partly used chunks of records are not included. With a smaller charge, a tenant with such pages
+/// could hold more than its share of the pool.
 pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
 
 /// Address space that a pool reserves, as a multiple of the pool's largest size. The heap needs a

@@ -6,8 +6,8 @@
 //! The idea is zsmalloc's (mm/zsmalloc.c): a slot may lie across two frames, so that sizes that do
 //! not divide a frame waste little. Unlike in zsmalloc, the frames of a span are adjacent in
 //! address space, so that the bytes of a slot are contiguous. A slot begins with a header that
-//! names the handle of its bytes, so that compaction finds the handle. A raw page fills a frame of its
-//! own, which compaction never moves, so it needs no header.
+//! names the handle of its bytes, so that compaction finds the handle. A raw page fills a frame of
+//! its own, which compaction never moves, so it needs no header.
 
 use super::region::FRAME_BYTES;
 use crate::config::{ADDRESS_SPACE_TIMES, PAGE_SIZE};
@@ -146,6 +146,7 @@ impl Classes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::codec::ENCODED_BYTES_MAX;
 
     #[test]
     fn size_classes_fit_each_length_with_little_waste() {
@@ -170,6 +171,22 @@ mod tests {
                     "a blob of {len} B fills 86 % or less of a slot of its size class {class:?}"
                 );
             }
+        }
+    }
+
+    /// The charge of a page includes 112 B for the part of its slot that its blob does not use
+    /// (`PAGE_METADATA_CHARGE_BYTES`). lz4 makes no form of a page shorter than 16 B.
+    #[test]
+    fn a_slot_is_at_most_112_bytes_longer_than_its_blob() {
+        let classes = Classes::new();
+        for len in 16..=ENCODED_BYTES_MAX {
+            let class = classes.get(classes.for_len(len));
+            let span = usize::from(class.frames) * FRAME_BYTES;
+            let slot = span.div_ceil(usize::from(class.slots));
+            assert!(
+                slot - len <= 112,
+                "a blob of {len} B takes {slot} B of a span of its size class {class:?}"
+            );
         }
     }
 }

@@ -3,10 +3,10 @@
 //!
 //! Bytes lie in slots of size classes (class.rs). Slots lie in spans, which are groups of 1 to 12
 //! adjacent frames of 4 KiB. Spans with the same number of frames lie in one area of reserved
-//! address space (area.rs). Storing
-//! bytes returns a handle instead of an address, because compaction moves bytes from sparse spans
-//! to full ones. A freed slot is zeroed before it can be used again. A span without used slots is
-//! all zero, and the frames of all but a few such spans go back to the system.
+//! address space (area.rs). Storing bytes returns a handle instead of an address, because
+//! compaction moves bytes from sparse spans to full ones. A freed slot is zeroed before it can be
+//! used again. A span without used slots is all zero, and the frames of all but a few such spans go
+//! back to the system.
 //!
 //! Readers and compaction share only one 64-bit atomic word for each handle. The word contains the
 //! place of the bytes, their length and the number of readers. A reader increments the number of

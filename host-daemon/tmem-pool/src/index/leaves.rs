@@ -462,7 +462,8 @@ impl Entries {
             return (entry, Some((leaf.first, leaf.parent)));
         }
         // Use a run for four entries if it has room for one more entry. Otherwise a page that comes
-        // and goes would move the other entries each time. If there is no memory, the run stays.
+        // and goes would move the other entries each time. A single entry has a run of its own,
+        // because moving one entry is cheap. If there is no memory, the run stays.
         let smaller = match (leaf.size, leaf.nr_entries()) {
             (Size::Sixteen, nr) if nr < Size::Four.room() => Some(Size::Four),
             (Size::Four, 1) => Some(Size::One),

@@ -144,8 +144,8 @@ pub(crate) struct Index {
     /// Object that the last look-up found, or 0. The next request is often for a page of that
     /// object.
     last: Cell<Id>,
-    /// Leaf that the last call of `find` or `insert` used, or 0. The next page of a
-    /// request is often in that leaf.
+    /// Leaf that the last call of `find` or `insert` used, or 0. The next page of a request is
+    /// often in that leaf.
     last_leaf: Cell<Id>,
     chunks: Arc<Chunks>,
     seed: u64,

@@ -4,8 +4,8 @@
 use super::{OPEN, POOL, add, finalize_raw, maintain_all, new_engine, put_raw};
 use crate::{PAGE_SIZE, PutResult, Tenant};
 
-/// Stores 8,000 distinct pages that compress to some 27 B, the smallest form that lz4 makes. Asserts
-/// that they are charged at least as much memory as they take.
+/// Stores 8,000 distinct pages that compress to some 27 B, the smallest form that lz4 makes.
+/// Asserts that they are charged at least as much memory as they take.
 fn charge_covers(shape: &str, fill: impl Fn(&Tenant, &dyn Fn(u64, u64))) {
     const SIZE: u64 = 64 << 20;
     let engine = new_engine(SIZE);
@@ -51,8 +51,10 @@ fn the_charge_covers_files_of_one_page_that_compresses_to_almost_nothing() {
 fn the_charge_covers_a_lone_page_of_a_leaf_that_compresses_to_almost_nothing() {
     charge_covers("one page left in each leaf", |tenant, put| {
         for leaf in 0..8_000 {
-            // The pages are far apart, so that almost each leaf needs a node, too.
-            let index = leaf * 16 + ((leaf / 2) << 20);
+            // Put each bit of the number into four bits of its own. Then each node has two
+            // children, so that each leaf needs a node, too.
+            let spread = (0..13).map(|bit| (leaf >> bit & 1) << (4 * (bit + 1)));
+            let index: u64 = spread.sum();
             put(1, index);
             put(1, index + 1);
             tenant
