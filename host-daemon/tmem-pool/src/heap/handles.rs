@@ -95,6 +95,7 @@ pub(super) struct SpareHandles {
     nr_max: AtomicU32,
     /// Lowest handle that was never used. Handles from this one on are spare, too.
     fresh: AtomicU32,
+    /// One more than the largest handle.
     end: u32,
 }
 
@@ -123,6 +124,7 @@ impl SpareHandles {
         u64::from(self.nr_max.load(Relaxed)) * size_of::<Number>() as u64
     }
 
+    /// Returns whether the memory of the stack is locked in RAM, so that it is never swapped.
     pub(super) fn is_locked(&self) -> bool {
         self.stack.is_locked()
     }

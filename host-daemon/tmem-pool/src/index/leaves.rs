@@ -95,6 +95,11 @@ impl Leaf {
         self.present.count_ones() as usize
     }
 
+    /// Returns whether the range of pages of the leaf contains the page `index`.
+    fn covers(&self, index: u64) -> bool {
+        self.first == index & !(LEAF_PAGES as u64 - 1)
+    }
+
     fn has(&self, child: usize) -> bool {
         self.present >> child & 1 != 0
     }
@@ -322,17 +327,15 @@ impl Entries {
 
     /// Returns whether the range of pages of a leaf contains the page `index`.
     pub(super) fn covers(&self, leaf: Id, index: u64) -> bool {
-        self.leaves[leaf].first == index & !(LEAF_PAGES as u64 - 1)
+        self.leaves[leaf].covers(index)
     }
 
     /// Returns whether `leaf` is the leaf of the tree of `object` whose range contains the page
     /// `index`. `leaf` may be any number, also that of a leaf that was removed.
     pub(super) fn is_leaf_of(&self, leaf: Id, object: Id, index: u64) -> bool {
         // A free record has the object 0, which no live object has.
-        leaf != 0
-            && self.leaves.get(leaf).is_some_and(|leaf| {
-                leaf.object == object && leaf.first == index & !(LEAF_PAGES as u64 - 1)
-            })
+        let is_leaf = |leaf: &Leaf| leaf.object == object && leaf.covers(index);
+        leaf != 0 && self.leaves.get(leaf).is_some_and(is_leaf)
     }
 
     /// Returns the number of the first page that can be in a leaf.

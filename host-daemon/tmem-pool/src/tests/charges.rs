@@ -4,13 +4,13 @@
 use super::{OPEN, POOL, add, finalize_raw, maintain_all, new_engine, put_raw};
 use crate::{PAGE_SIZE, PutResult, Tenant};
 
-/// Stores 8,000 distinct pages that compress to some 27 B, the smallest form that lz4 makes.
-/// Asserts that they are charged at least as much memory as they take.
+/// Stores 8,000 distinct pages that compress to about 40 B, with `fill`. Asserts that they are
+/// charged at least as much memory as they take. `shape` names the case in messages.
 fn charge_covers(shape: &str, fill: impl Fn(&Tenant, &dyn Fn(u64, u64))) {
     const SIZE: u64 = 64 << 20;
     let engine = new_engine(SIZE);
     let tenant = add(&engine, "a", None, OPEN);
-    // Let all tables of the engine and of the tenant begin with the memory of an empty pool.
+    // Do not count the memory of an engine and a tenant without pages.
     let memory = || engine.store.heap.busy_bytes() + engine.stats().metadata_bytes;
     let before = memory();
     fill(&tenant, &|object, index| {
