@@ -10,7 +10,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use tmem_pool::{ADDRESS_SPACE_TIMES, Engine, PAGE_SIZE, Page, Put, PutResult, Tenant, Time};
+use tmem_pool::{ADDRESS_SPACE_TIMES, Engine, PAGE_SIZE, Page, Tenant, Time};
 
 /// Allocator that counts the bytes of live allocations.
 struct Counting;
@@ -124,17 +124,7 @@ fn fill(
         if nth % 64 == 0 {
             while engine.maintain(Time(0), 64) {}
         }
-        let page = page(nth);
-        let put = Put {
-            object: object(nth),
-            index: nth,
-            cookie: 1,
-            workingset: false,
-            page: &page,
-        };
-        let mut results = [PutResult::Refused];
-        tenant.put(1, &[put], &mut results).unwrap();
-        assert_eq!(results, [PutResult::Stored]);
+        common::store(tenant, object(nth), nth, &page(nth));
     }
     while engine.maintain(Time(0), 64) {}
 }

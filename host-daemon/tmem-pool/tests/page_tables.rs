@@ -6,7 +6,7 @@
 
 mod common;
 
-use tmem_pool::{PAGE_SIZE, Page, Put, PutResult, Time};
+use tmem_pool::{PAGE_SIZE, Page, Time};
 
 /// Returns the memory of the process's page tables in bytes.
 fn page_table_bytes() -> u64 {
@@ -43,17 +43,7 @@ fn page_tables_take_few_bytes_for_each_page() {
     let tenant = common::tenant(&engine, "a");
     let before = page_table_bytes();
     for nth in 0..PAGES {
-        let page = noise(nth);
-        let put = Put {
-            object: 1,
-            index: nth,
-            cookie: 1,
-            workingset: false,
-            page: &page,
-        };
-        let mut results = [PutResult::Refused];
-        tenant.put(1, &[put], &mut results).unwrap();
-        assert_eq!(results, [PutResult::Stored]);
+        common::store(&tenant, 1, nth, &noise(nth));
         if nth % 64 == 63 {
             while engine.maintain(Time(0), 64) {}
         }

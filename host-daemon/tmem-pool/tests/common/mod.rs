@@ -2,7 +2,7 @@
 //! Helpers for tests of the public interface, which create an engine and a tenant.
 
 use std::sync::Arc;
-use tmem_pool::{Engine, EngineConfig, Quota, Tenant, TenantSpec};
+use tmem_pool::{Engine, EngineConfig, Page, Put, PutResult, Quota, Tenant, TenantSpec};
 
 /// Creates an engine with an empty pool of this size in bytes.
 pub fn engine(size_bytes: u64) -> Arc<Engine> {
@@ -19,4 +19,19 @@ pub fn tenant(engine: &Arc<Engine>, name: &str) -> Tenant {
     let tenant = engine.add_tenant(TenantSpec::new(name, quota)).unwrap();
     tenant.create_pool(1).unwrap();
     tenant
+}
+
+/// Puts a page with cookie 1 into the tenant's pool 1, and asserts that it is stored.
+#[allow(dead_code, reason = "some tests put pages in another way")]
+pub fn store(tenant: &Tenant, object: u64, index: u64, page: &Page) {
+    let put = Put {
+        object,
+        index,
+        cookie: 1,
+        workingset: false,
+        page,
+    };
+    let mut results = [PutResult::Refused];
+    tenant.put(1, &[put], &mut results).unwrap();
+    assert_eq!(results, [PutResult::Stored]);
 }
