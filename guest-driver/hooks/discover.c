@@ -237,8 +237,6 @@ static struct tmem_mount *mount_new(struct super_block *sb, struct tmem_fs_type 
 		snprintf(mount->refused, sizeof(mount->refused), "refused: %s", why);
 		pr_notice("%s on %s is %s\n", type->name, sb->s_id, mount->refused);
 	}
-	if (mount)
-		mount->inline_data = type->inline_data && type->inline_data(sb);
 	return mount;
 }
 

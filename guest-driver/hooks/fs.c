@@ -45,7 +45,6 @@ struct tmem_fs_type tmem_fs_types[] = {
 	{
 		.name = "ext4",
 		.mapping_ok = ext4_mapping_ok,
-		.inline_data = tmem_ext4_inline_data,
 		.at_load = true,
 		.report_bit = VIRTIO_TMEM_H_EXT4,
 	},

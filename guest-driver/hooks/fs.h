@@ -36,6 +36,6 @@ extern unsigned int tmem_fs_fruitless;		/* discoveries in a row that found nothi
 extern struct delayed_work tmem_fs_discovery, tmem_fs_sweeping;
 
 bool tmem_sb_has_option(struct super_block *sb, const char *option);
-bool tmem_ext4_inline_data(struct super_block *sb);
+const char *tmem_ext4_refusal(struct super_block *sb);
 
 #endif /* _TMEM_FS_H */

@@ -129,8 +129,6 @@ struct tmem_fs_type {
 	const char *name;
 	/* Returns true if clean pages of a mapping equal the disk, as coherence requires. */
 	bool (*mapping_ok)(const struct address_space *mapping);
-	/* Returns true if a mount may store small files in their inodes. NULL: no mount does. */
-	bool (*inline_data)(struct super_block *sb);
 	/*
 	 * True if the module searches for mounts of this type when it is loaded, because the type
 	 * is built in or loaded early.
@@ -168,7 +166,6 @@ struct tmem_mount {
 	/* switched off by the operator; guarded by tmem_fs_switch_lock */
 	bool off;
 	char refused[TMEM_REFUSED_BYTES];	/* why the driver refuses the mount, or empty */
-	bool inline_data;		/* small files may be stored in their inodes */
 	bool sweep;			/* a sweep of the marks is requested */
 	/* earliest time of the next sweep, in jiffies; written under discovery_lock */
 	unsigned long next_sweep;

@@ -29,15 +29,6 @@
 #include "../core/stats.h"
 #include "hooks.h"
 
-/*
- * Returns whether a file may be stored in its inode. No hook sees writes of such data. An inode is
- * at most as large as a block.
- */
-static bool in_inode(const struct tmem_fs *fs, const struct inode *inode, loff_t isize)
-{
-	return fs->mount->inline_data && isize <= max_t(loff_t, i_blocksize(inode), PAGE_SIZE);
-}
-
 static bool folio_ok(struct folio *folio)
 {
 	if (!folio_test_uptodate(folio) || folio_test_dirty(folio) ||
@@ -73,7 +64,7 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 		return 0;
 	}
 	end = DIV_ROUND_UP_ULL(isize, PAGE_SIZE);
-	if (folio->index >= end || in_inode(fs, inode, isize)) {
+	if (folio->index >= end) {
 		tmem_count_n(TMEM_STAT_puts_skipped_size, all);
 		return 0;
 	}

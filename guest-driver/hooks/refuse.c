@@ -13,6 +13,9 @@
  * have lost the mark that allows a call by address. The driver finds the lower devices of a device
  * through sysfs. It refuses a device that it cannot examine.
  *
+ * The driver also refuses an ext4 that may store files in their inodes (super.c), and, unless
+ * allow_untested is set, a geometry that was not tested.
+ *
  * Out of scope: a table that is exchanged below a mounted file system.
  */
 #include <linux/blkdev.h>
@@ -311,6 +314,12 @@ static bool geometry_ok(struct super_block *sb, char *why, size_t why_bytes)
  */
 bool tmem_refuse(struct super_block *sb, char *why, size_t why_bytes)
 {
+	const char *reason = strcmp(sb->s_type->name, "ext4") ? NULL : tmem_ext4_refusal(sb);
+
+	if (reason) {
+		strscpy(why, reason, why_bytes);
+		return true;
+	}
 	if (!tmem_allow_untested && !geometry_ok(sb, why, why_bytes))
 		return true;
 	return !allow_encrypted && !stack_ok(sb->s_bdev->bd_disk, why, why_bytes);

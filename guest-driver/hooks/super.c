@@ -49,8 +49,12 @@ bool tmem_sb_has_option(struct super_block *sb, const char *option)
 }
 
 /**
- * tmem_ext4_inline_data() - check whether an ext4 may store small files in their inodes
+ * tmem_ext4_refusal() - check whether an ext4 may store files in their inodes (inline_data)
  * @sb: its super block, s_umount held
+ *
+ * No hook sees writes of data that is stored in an inode. When a file becomes too large for its
+ * inode, ext4 writes the file's first block through the journal. Until the block has been copied
+ * from the journal to its place, a read of the file may return the old content of the block.
  *
  * The function reads the buffer of the superblock, which ext4 itself keeps in memory while it is
  * mounted. With the mount option sb, ext4 uses another superblock. Neither the kernel nor tune2fs
@@ -58,24 +62,28 @@ bool tmem_sb_has_option(struct super_block *sb, const char *option)
  * read-only, and then demands a restart of the system.
  *
  * Context: process, may sleep, does no I/O.
- * Return: true if it has the feature inline_data, or if this is unknown.
+ * Return: the reason not to serve the file system, or NULL.
  */
-bool tmem_ext4_inline_data(struct super_block *sb)
+const char *tmem_ext4_refusal(struct super_block *sb)
 {
-	unsigned long offset = EXT4_SUPER_OFFSET % sb->s_blocksize;
+	const char *why = "ext4's features cannot be read; mount it without the option sb";
 	struct buffer_head *bh;
-	bool may = true;
+	const char *super;
 
 	if (tmem_sb_has_option(sb, ",sb="))
-		return true;
-	bh = sb_find_get_block(sb, EXT4_SUPER_OFFSET / sb->s_blocksize);
-	if (bh && buffer_uptodate(bh)) {
-		const char *super = bh->b_data + offset;
-
-		if (le16_to_cpup((__le16 *)(super + EXT4_SUPER_MAGIC_OFFSET)) == EXT4_SUPER_MAGIC)
-			may = le32_to_cpup((__le32 *)(super + EXT4_SUPER_INCOMPAT_OFFSET)) &
-			      EXT4_INCOMPAT_INLINE_DATA;
-	}
+		return why;
+	/* Unlike sb_find_get_block(), this function waits if the buffer is being migrated. */
+	bh = sb_getblk(sb, EXT4_SUPER_OFFSET / sb->s_blocksize);
+	if (!bh || !buffer_uptodate(bh))
+		goto out;
+	super = bh->b_data + EXT4_SUPER_OFFSET % sb->s_blocksize;
+	if (le16_to_cpup((__le16 *)(super + EXT4_SUPER_MAGIC_OFFSET)) != EXT4_SUPER_MAGIC)
+		goto out;
+	why = NULL;
+	if (le32_to_cpup((__le32 *)(super + EXT4_SUPER_INCOMPAT_OFFSET)) &
+	    EXT4_INCOMPAT_INLINE_DATA)
+		why = "ext4 has the feature inline_data; make it again without this feature";
+out:
 	brelse(bh);
-	return may;
+	return why;
 }

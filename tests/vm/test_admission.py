@@ -215,10 +215,7 @@ def test_each_refusal_reason_has_its_own_counter(
 ) -> None:
     """Each reason not to put a page has a counter, and only that counter grows."""
     daemon = start_daemon(session)
-    # The file system /fine may store small files in their inodes. The driver does not put them.
-    fine = disk.ext4(
-        session.directory / "fine.img", 64 * MIB, None, "-b", "1024", "-O", "inline_data"
-    )
+    fine = disk.ext4(session.directory / "fine.img", 64 * MIB, None, "-b", "1024")
     disks = [
         Disk("data", disk.ext4(session.directory / "data.img", 64 * MIB)),
         Disk("fine", fine),
@@ -230,7 +227,7 @@ def test_each_refusal_reason_has_its_own_counter(
     for name in ("file", "swap"):
         guest.sh(f"dd if=/dev/urandom of=/mnt/{name} bs=1M count=2 2>/dev/null")
     guest.sh(f"dd if=/dev/urandom of=/mnt/large bs=4096 count={pages} 2>/dev/null")
-    guest.sh("echo small >/fine/small; sync; mkswap /mnt/swap; sync")
+    guest.sh("mkswap /mnt/swap; sync")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     counters = settle(guest)
 
@@ -260,7 +257,6 @@ def test_each_refusal_reason_has_its_own_counter(
     counters = settle(guest)
     assert evict("/dev/null") == {"puts_skipped_folio": 1}
 
-    assert evict("/fine/small") == {"puts_skipped_size": 1}
     guest.sh("swapon /mnt/swap")
     assert set(evict("/mnt/swap")) == {"puts_skipped_inode"}
     guest.sh("swapoff /mnt/swap")

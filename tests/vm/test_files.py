@@ -384,7 +384,6 @@ def test_overlayfs_files_are_cached_and_change_with_their_layers(
 # Features of an ext4 (fs/ext4/ext4.h): the driver does not cache small files with the first one.
 INCOMPAT_INLINE_DATA = 0x8000
 INCOMPAT_EA_INODE = 0x0400
-BACKUP_SUPERBLOCK_KIB = 8193  # of an ext4 with blocks of 1 KiB
 
 
 @pytest.mark.smoke
@@ -423,42 +422,6 @@ def test_mounted_file_system_does_not_get_the_feature_inline_data(
     done = guest.run(f"{SPECIAL} feature {WHERE} {INCOMPAT_INLINE_DATA}")
     assert done.status != 0
     assert b"not supported" in done.stderr
-
-
-def test_small_files_are_not_put_if_another_superblock_is_in_use(
-    session: Session, kernel: Kernel, module: Path
-) -> None:
-    """With the option sb, the driver does not know the features that ext4 uses."""
-    guest = driver_guest(session, kernel, module, fs=FILE_SYSTEMS["ext4-1k"])
-    device = f"/dev/{guest.disk('data')}"
-    # An open file keeps the pages of the device in memory, here those of the first superblock.
-    holder = guest.start(f"sleep 1000 <{device}", 1000)
-    guest.sh(f"umount {WHERE} && dd if={device} of=/dev/null bs=4096 count=1 2>/dev/null", 60)
-    guest.mount("data", WHERE, "ext4", f"sb={BACKUP_SUPERBLOCK_KIB}")
-    holder.kill()
-    guest.sh(f"echo small >{WHERE}/small; sync")
-    path = f"{WHERE}/small"
-    check_not_cached(guest, {path: hashlib.sha256(b"small\n").hexdigest()})
-    check_cached(guest, make(guest, f"{WHERE}/large"))
-
-
-@pytest.mark.smoke
-def test_file_stored_in_its_inode_reads_no_old_byte(
-    session: Session, kernel: Kernel, module: Path
-) -> None:
-    """With ext4's feature inline_data, a small file that changes in its inode is read correctly.
-
-    Such a change makes no page dirty.
-    """
-    guest = boot(session, kernel, module, options="inline_data")
-    for size in (100, 4096):
-        path = f"{WHERE}/small{size}"
-        for turn in range(2):
-            content = changed_content(f"{size} {turn}")[:size]
-            guest.put("/tmp/new", content)
-            guest.sh(f"dd if=/tmp/new of={path} bs=4096 conv=notrunc 2>/dev/null; sync")
-            check_not_cached(guest, {path: hashlib.sha256(content).hexdigest()})
-    check_cached(guest, make(guest, f"{WHERE}/large"))
 
 
 @pytest.mark.smoke

@@ -46,6 +46,7 @@ ZONED_SINCE = (6, 15)
 KEY = "0123456789abcdef" * 8
 CRYPTO = ("xts", "ecb", "aes_generic", "sha256_generic")
 CRYPT_REASON = "dm-0 uses the crypt target; allow_encrypted=1"
+BACKUP_SUPERBLOCK_KIB = 8193  # of an ext4 with blocks of 1 KiB
 
 
 def boot(session: Session, kernel: Kernel, module: Path, *modules: str, **more: Path) -> Guest:
@@ -262,6 +263,30 @@ def test_untested_block_sizes_and_realtime_xfs_are_refused(
     reload(guest, "allow_untested=1")
     known(guest).wait("on")
     check_served(guest)
+
+
+def test_ext4_that_may_store_files_in_inodes_is_refused(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """The driver serves no ext4 with inline_data, or with unknown features, on any request."""
+    data = disk.ext4(session.directory / "inline.img", OTHER_BYTES, None, "-O", "inline_data")
+    other = disk.ext4(session.directory / "other.img", OTHER_BYTES, None, "-b", "1024")
+    guest = boot(session, kernel, module, inline=data, other=other)
+    nodes = {name: f"/dev/{guest.disk(name)}" for name in ("inline", "other")}
+    guest.sh(f"mkdir {INNER} && mount -t ext4 {nodes['inline']} {INNER}", 60)
+    write(guest, f"{INNER}/f")
+    check_refused(guest, "ext4 has the feature inline_data; make it again without this feature")
+    reload(guest, "allow_untested=1 allow_encrypted=1")
+    check_refused(guest, "ext4 has the feature inline_data; make it again without this feature")
+    gone(guest)
+    guest.sh(f"mount -t ext4 {nodes['other']} {INNER}", 60)
+    write(guest, f"{INNER}/f")
+    check_served(guest)
+    guest.sh(f"umount {INNER}", 60)
+    # With this option, ext4 does not use the first superblock, which the driver reads.
+    guest.sh(f"mount -t ext4 -o ro,sb={BACKUP_SUPERBLOCK_KIB} {nodes['other']} {INNER}", 60)
+    check_refused(guest, "ext4's features cannot be read; mount it without the option sb")
+    gone(guest)
 
 
 def test_zoned_xfs_is_refused(session: Session, kernel: Kernel, module: Path) -> None:
