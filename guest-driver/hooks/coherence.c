@@ -10,6 +10,7 @@
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/pagemap.h>
+#include <linux/quotaops.h>
 #include <linux/security.h>
 
 #include "../compat.h"
@@ -161,6 +162,7 @@ int tmem_coherence_add(void)
 		  wrap_set_mnt_opts, wants_set_mnt_opts },
 		{ (unsigned long)generic_shutdown_super, TMEM_HOOK_UNMOUNT, NULL,
 		  wrap_shutdown_super, wants_shutdown_super },
+		{ (unsigned long)dquot_disable, TMEM_HOOK_QUOTA, tmem_entry_quota },
 		{ (unsigned long)generic_fadvise, TMEM_HOOK_FADVISE, NULL, tmem_wrap_fadvise,
 		  tmem_wants_fadvise },
 	};
@@ -173,6 +175,9 @@ int tmem_coherence_add(void)
 		 * page.
 		 */
 		if (targets[i].hook == TMEM_HOOK_MOUNT && !TMEM_HAS_MOUNT_HOOK)
+			continue;
+		/* Without CONFIG_QUOTA, no file becomes a quota file while it is mounted. */
+		if (targets[i].hook == TMEM_HOOK_QUOTA && !IS_ENABLED(CONFIG_QUOTA))
 			continue;
 		err = tmem_target_add(&targets[i]);
 		if (err) {

@@ -9,12 +9,14 @@
  * when no such page can be left:
  *
  * - at the eviction of the inode, or
- * - under the i_pages lock, on two conditions: no task has the inode open for writing, and no page
- *   is cached except those that the caller holds locked to fill them from the disk, or removes
- *   under that lock.
+ * - under the i_pages lock, on three conditions: no task has the inode open for writing; the inode
+ *   has no flag with which it is never cached; and no page is cached except those that the caller
+ *   holds locked to fill them from the disk, or removes under that lock.
  *
  * A task that writes below the page cache opens the inode for writing before the mark is set, and
- * keeps it open until the write has ended, asynchronous writes included. A put never clears a mark.
+ * keeps it open until the write has ended, asynchronous writes included. The kernel opens no quota
+ * file when it writes its blocks, but clears S_NOQUOTA only when the blocks are on the disk. A put
+ * never clears a mark.
  *
  * Marks that cannot be stored are lost. The mount then takes no puts until a sweep has marked each
  * inode again that may need it. A sweep also handles changes from before the driver knew the mount.
@@ -49,19 +51,26 @@ void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inv
 	tmem_invalidate_inode(fs->pool, ino, why);
 }
 
+/* Clears a mark unless a task or the file system may be writing below the page cache. */
+static void unmark(struct tmem_fs *fs, const struct inode *inode)
+{
+	if (!tmem_fs_never(inode))
+		tmem_unbypass(fs->pool, inode->i_ino, &inode->i_writecount);
+}
+
 /**
  * tmem_fs_emptied() - clear the mark of an inode whose last cached pages are being removed
  * @fs: its file system
  * @inode: the inode; the i_pages lock is held, and no page is left when it is released
  *
- * The mark stays while the inode is open for writing.
+ * The mark stays while the inode is open for writing, or has a flag with which it is never cached.
  *
  * Context: any but NMI.
  */
 void tmem_fs_emptied(struct tmem_fs *fs, const struct inode *inode)
 {
 	lockdep_assert_held(&inode->i_data.i_pages.xa_lock);
-	tmem_unbypass(fs->pool, inode->i_ino, &inode->i_writecount);
+	unmark(fs, inode);
 }
 
 /**
@@ -81,7 +90,7 @@ void tmem_fs_clear_mark(struct tmem_fs *fs, struct inode *inode, unsigned long o
 		return;
 	xa_lock_irqsave(&mapping->i_pages, flags);
 	if (mapping->nrpages == own)
-		tmem_unbypass(fs->pool, inode->i_ino, &inode->i_writecount);
+		unmark(fs, inode);
 	xa_unlock_irqrestore(&mapping->i_pages, flags);
 }
 

@@ -14,6 +14,10 @@
  * - special advise FILE BYTES: repeatedly advises that the first BYTES are not needed
  * - special dontneed FILE: advises once that FILE is not needed
  * - special punch FILE OFFSET BYTES: punches a hole
+ * - special scatter FILE: makes a file whose extents just fit its inode on ext4
+ * - special fill DIR: allocates all free blocks of the file system
+ * - special zero FILE OFFSET BYTES: zeroes a range by fallocate(), and prints "failed: " and the
+ *   error if that fails
  * - special direct DIR COUNT: makes COUNT files with one direct write each
  * - special tables DIR COUNT: makes these files as "direct" does, prints "ready", and keeps them
  * open
@@ -28,8 +32,10 @@
  * - special cached FILE PAGE: ends with status 0 if the page is in the page cache, otherwise with 1
  */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <fcntl.h>
 #include <linux/fs.h>
+#include <linux/fiemap.h>
 #include <linux/fscrypt.h>
 #include <linux/fsverity.h>
 #include <linux/loop.h>
@@ -56,6 +62,15 @@
 #define TUNE_EDIT_FEATURES	0x4000
 #define FILES_BESIDE	16UL	/* descriptors in addition to those of COUNT files, such as stdin */
 #define QFMT_VFS_V0	2	/* include/uapi/linux/quota.h */
+/* Number and size in bytes of the extents of a file of scatter(); an ext4 inode has 4 extents. */
+#define SCATTERED	4
+#define SCATTERED_BYTES	(128UL << 10)
+#define SCATTER_STEP	(1L << 20)	/* distance of these extents in the file, in bytes */
+#define SCATTER_TRIES	50		/* attempts to get extents that ext4 does not divide */
+/* Files with which fill() takes the last free blocks, which may be scattered, and its rounds. */
+#define FILL_FILES	1000
+#define FILL_ROUNDS	4
+#define FILL_BYTES	(64L << 20)	/* first allocation that fill() tries */
 /* Size of the quota file. The kernel uses only its first part. */
 #define QUOTA_BYTES	(16 * PAGE)
 
@@ -196,6 +211,74 @@ static int same(const char *path)
 		}
 	}
 	return got ? fail("read") : 0;
+}
+
+static int scatter(const char *path)
+{
+	uint8_t *content = aligned_alloc(PAGE, SCATTERED_BYTES);
+	struct fiemap map;
+
+	if (!content)
+		return fail("memory");
+	memset(content, 'A', SCATTERED_BYTES);
+	for (int attempt = 0; attempt < SCATTER_TRIES; attempt++) {
+		int fd = open(path, O_CREAT | O_TRUNC | O_RDWR, 0600);
+
+		for (int i = 0; i < SCATTERED; i++)
+			if (fd < 0 || pwrite(fd, content, SCATTERED_BYTES, i * SCATTER_STEP) !=
+				      (ssize_t)SCATTERED_BYTES || fsync(fd))
+				return fail(path);
+		map = (struct fiemap){ .fm_length = ~0ULL, .fm_flags = FIEMAP_FLAG_SYNC };
+		if (ioctl(fd, FS_IOC_FIEMAP, &map) || close(fd))
+			return fail("FS_IOC_FIEMAP");
+		if (map.fm_mapped_extents == SCATTERED)
+			return 0;
+	}
+	fputs("the file system divides the extents\n", stderr);
+	return 2;
+}
+
+static int fill(const char *dir)
+{
+	char path[256];
+	int block, fd;
+	off_t at = 0;
+
+	snprintf(path, sizeof(path), "%s/fill", dir);
+	fd = open(path, O_CREAT | O_WRONLY, 0600);
+	if (fd < 0 || ioctl(fd, FIGETBSZ, &block))
+		return fail(path);
+	/* Freed blocks become available when the journal commits, so try several times. */
+	for (int round = 0; round < FILL_ROUNDS; round++, sync())
+		for (off_t bytes = FILL_BYTES; bytes >= block;) {
+			if (!fallocate(fd, 0, at, bytes))
+				at += bytes;
+			else if (errno == ENOSPC)
+				bytes /= 2;
+			else
+				return fail("fallocate");
+		}
+	/* If the blocks are too scattered for the extent tree of one file, use one file for each. */
+	for (int i = 0; i < FILL_FILES; i++) {
+		snprintf(path, sizeof(path), "%s/fill%d", dir, i);
+		fd = open(path, O_CREAT | O_WRONLY, 0600);
+		if (fd < 0 || fallocate(fd, 0, 0, block))
+			break;
+		close(fd);
+	}
+	sync();
+	return 0;
+}
+
+static int zero(const char *path, off_t offset, off_t bytes)
+{
+	int fd = open(path, O_RDWR);
+
+	if (fd < 0)
+		return fail(path);
+	if (fallocate(fd, FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE, offset, bytes))
+		printf("failed: %s\n", strerror(errno));
+	return 0;
 }
 
 /* Argument of EXT4_IOC_MOVE_EXT, from fs/ext4/ext4.h. No uapi header has this structure. */
@@ -416,6 +499,12 @@ int main(int argc, char **argv)
 		return dontneed(argv[2]);
 	if (argc == 5 && !strcmp(argv[1], "punch"))
 		return punch(argv[2], strtol(argv[3], NULL, 0), strtol(argv[4], NULL, 0));
+	if (argc == 3 && !strcmp(argv[1], "scatter"))
+		return scatter(argv[2]);
+	if (argc == 3 && !strcmp(argv[1], "fill"))
+		return fill(argv[2]);
+	if (argc == 5 && !strcmp(argv[1], "zero"))
+		return zero(argv[2], strtol(argv[3], NULL, 0), strtol(argv[4], NULL, 0));
 	if (argc == 4 && !strcmp(argv[1], "direct"))
 		return direct(argv[2], strtoul(argv[3], NULL, 0), false);
 	if (argc == 4 && !strcmp(argv[1], "tables"))

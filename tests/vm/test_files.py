@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from driver import (
+    DEADLINE_MAX_MS,
     TORTURE,
     WHERE,
     Torture,
@@ -21,6 +22,7 @@ from driver import (
     evict,
     kept,
     seed,
+    set_parameter,
     settle,
     stats,
     wait_state,
@@ -159,6 +161,61 @@ def test_quota_files_are_not_put(session: Session, kernel: Kernel, module: Path)
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     guest.sh(f"{SPECIAL} same {path}")
     assert any(guest.get(path)[2048:]), "the kernel did not write to the quota file"
+
+
+def quota_off(guest: Guest, path: str, way: str) -> None:
+    """Makes a quota file an ordinary file in a way in which the kernel keeps its cached pages."""
+    guest.sh(f"mount -o remount,ro {WHERE}", 60)
+    if way == "off":
+        guest.sh(f"{SPECIAL} quotaoff {WHERE} {path}")
+        return
+    # Without the module of the quota format, the kernel cannot resume the quotas.
+    guest.sh("rmmod quota_v2")
+    guest.sh(f"mount -o remount,rw {WHERE}", 60)
+
+
+def check_former_quota_file(guest: Guest, way: str) -> None:
+    """Checks that a former quota file is read from the disk, but not with the hook `quota` off."""
+    owners = " ".join(str(owner) for owner in range(1000, 1040))
+    for hook_off in (True, False):
+        # The kernel leaves a file immutable if its quotas cannot be resumed, so use another file.
+        path = f"{WHERE}/{'without' if hook_off else 'with'}"
+        guest.sh(f"{SPECIAL} quotafile {path}")
+        settle(guest)
+        before = stats(guest)["index_pages"]
+        assert evict(guest, [path])["index_pages"] > before
+        guest.sh(f"{SPECIAL} quotaon {WHERE} {path}")
+        guest.sh(
+            f"cd {WHERE} && for i in {owners}; do echo $i >of$i && chown $i of$i; done; sync", 60
+        )
+        set_parameter(guest, "test_hooks_off", "quota" if hook_off else "")
+        quota_off(guest, path, way)
+        for _ in range(2):
+            # If cached and direct reads differ, the program ends with status 1.
+            assert guest.run(f"{SPECIAL} same {path}").status == hook_off
+            assert any(guest.get(path)[2048:]) != hook_off
+            guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+            settle(guest)
+        guest.sh(f"mount -o remount,rw {WHERE}", 60)
+        if way == "resume":
+            guest.sh("insmod /modules/*quota_v2.ko")
+        guest.sh(f"rm {WHERE}/of*")
+
+
+@pytest.mark.parametrize("way", [pytest.param("off", marks=pytest.mark.smoke), "resume"])
+def test_former_quota_file_reads_no_old_byte(
+    session: Session, kernel: Kernel, test_module: Path, way: str
+) -> None:
+    """A quota file that becomes an ordinary file is read from the disk.
+
+    The kernel has written its blocks below the page cache. If suspended quotas are switched off, or
+    cannot be resumed, the kernel does not remove the file's pages from the page cache. Without the
+    hook `quota`, a read returns the pages from before the quotas were switched on.
+    """
+    guest = boot(session, kernel, test_module, modules=["quota_v2"], mount="usrquota")
+    set_parameter(guest, "deadline_ms", str(DEADLINE_MAX_MS))
+    check_former_quota_file(guest, way)
+    check_cached(guest, make(guest, f"{WHERE}/other"))
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
@@ -381,7 +438,7 @@ def test_overlayfs_files_are_cached_and_change_with_their_layers(
     assert counters["mismatches"] + counters["verify_mismatches"] == 0
 
 
-# Features of an ext4 (fs/ext4/ext4.h): the driver does not cache small files with the first one.
+# Features of an ext4 (fs/ext4/ext4.h). The driver refuses file systems with the first one.
 INCOMPAT_INLINE_DATA = 0x8000
 INCOMPAT_EA_INODE = 0x0400
 

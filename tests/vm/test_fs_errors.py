@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 from driver import (
     DM,
+    PATIENT,
     WHERE,
+    Hold,
+    checksums,
     driver_guest,
     evict,
     kept,
@@ -259,3 +262,75 @@ def test_without_the_shutdown_hooks_pages_are_put_after_a_forced_shutdown(
     below = Below.boot(session, kernel, test_module)
     set_parameter(below.guest, "test_hooks_off", "journal_abort,fs_error")
     assert shut_down(below) > 0
+
+
+# Size of the range that a test zeroes. Up to 32 KiB (s_extent_max_zeroout_kb), Linux 7.2 and 7.3
+# write zeroes instead of converting extents, and so cannot fail for want of a block.
+ZEROED_BYTES = 64 << 10
+SMALL_BYTES = 64 * MIB
+
+
+def zeroes_unaligned_edges(kernel: Kernel) -> bool:
+    """Returns whether ext4 zeroes parts of cached blocks before it converts extents."""
+    return (6, 12) <= kernel.version < (7, 3)
+
+
+def full_image(session: Session, block: int) -> Path:
+    """Creates an ext4 that is small enough to be filled, without blocks that are kept for root."""
+    path = session.directory / "data.img"
+    return disk.ext4(path, SMALL_BYTES, None, "-b", str(block), "-m0")
+
+
+def check_failed_zero_range(guest: Guest, block: int) -> None:
+    """Checks that the zeroes of a failed operation are not put, but with the hook off they are."""
+    begin = block if block < PAGE else 100
+    for hook_off in (True, False):
+        path = f"{WHERE}/{'without' if hook_off else 'with'}"
+        guest.sh(f"{SPECIAL} scatter {path} && {SPECIAL} fill {WHERE}", 120)
+        set_parameter(guest, "test_hooks_off", "fallocate" if hook_off else "")
+        evict(guest, [path])
+        guest.sh(f"cat {path} >/dev/null")
+        hold = None if hook_off else Hold(guest, "fallocate")
+        zero = guest.start(f"{SPECIAL} zero {path} {begin} {ZEROED_BYTES}", 120)
+        if hold:
+            # Evict the pages before the driver has marked the file.
+            hold.wait()
+            guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+            guest.sh(f"{SPECIAL} same {path}")
+            guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+            hold.release()
+        assert zero.wait().text == "failed: No space left on device\n"
+        for _ in range(2):
+            guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+            settle(guest)
+            # If cached and direct reads differ, the program ends with status 1.
+            assert guest.run(f"{SPECIAL} same {path}").status == hook_off
+        guest.sh(f"rm {WHERE}/fill* && sync", 60)
+    # An operation that succeeds does not mark the file.
+    path = f"{WHERE}/good"
+    guest.sh(f"{SPECIAL} scatter {path} && {SPECIAL} zero {path} {begin} {ZEROED_BYTES}")
+    check_cached(guest, checksums(guest, [path]))
+
+
+@pytest.mark.parametrize("block", [pytest.param(1024, marks=pytest.mark.smoke), 4096])
+def test_file_with_a_failed_zero_range_reads_no_old_byte(
+    session: Session, kernel: Kernel, test_module: Path, block: int
+) -> None:
+    """The zeroes of an operation that failed on a full file system are not put.
+
+    ext4 zeroes the edges of the range in the page cache, without making their pages dirty, before
+    it converts the blocks. The conversion needs a block for the extent tree. Until the driver has
+    marked the file, its pages are not put, so that a reader gets the old bytes from the disk.
+    """
+    if block == PAGE and not zeroes_unaligned_edges(kernel):
+        pytest.skip(f"Linux {kernel.series} zeroes no part of a block before the conversion")
+    guest = driver_guest(
+        session,
+        kernel,
+        test_module,
+        cpus=2,
+        disks=[disk.Disk("data", full_image(session, block))],
+        files=programs(SPECIAL),
+        parameters=f"verify_every=0 {PATIENT}",
+    )
+    check_failed_zero_range(guest, block)

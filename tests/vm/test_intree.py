@@ -35,7 +35,7 @@ from driver import (
     wait_served,
     wait_state,
 )
-from test_files import FILE_PAGES, check_cached, make
+from test_files import FILE_PAGES, check_cached, check_former_quota_file, make
 from test_filesystems import SCENARIOS as XFS_SCENARIOS
 from test_filesystems import mounted
 from test_fs_errors import (
@@ -45,6 +45,8 @@ from test_fs_errors import (
     PAGE,
     SPECIAL,
     Below,
+    check_failed_zero_range,
+    full_image,
     make_image,
     page_after_failed_conversion,
 )
@@ -316,6 +318,22 @@ def test_page_with_a_failed_extent_conversion_is_not_put(
     below = Below(guest, image)
     set_parameter(guest, "test_hooks_off", hooks_off)
     assert page_after_failed_conversion(below) == (DATA if hooks_off else bytes(PAGE))
+
+
+def test_former_quota_file_reads_no_old_byte(session: Session, kernel: Kernel) -> None:
+    """Without the call of the hook `quota`, a former quota file is read with old bytes."""
+    guest = served(session, kernel, f"verify_every=0 {PATIENT}")
+    guest.sh(f"mount -o remount,usrquota {WHERE}")
+    check_former_quota_file(guest, "off")
+
+
+def test_file_with_a_failed_zero_range_reads_no_old_byte(session: Session, kernel: Kernel) -> None:
+    """Without the call of the hook `fallocate`, zeroes of a failed operation are read."""
+    image = full_image(session, 1024)
+    guest = boot(session, kernel, f"verify_every=0 {PATIENT}", image=image, files=programs(SPECIAL))
+    wait_state(guest, "on")
+    wait_served(guest)
+    check_failed_zero_range(guest, 1024)
 
 
 def test_file_systems_on_device_mapper_are_refused(session: Session, kernel: Kernel) -> None:
