@@ -127,7 +127,10 @@ void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
  * then lets puts resume, if no further mark was lost since @lost was read.
  *
  * tmem_bypass_all() marks all inodes until the file system is unmounted. The hooks then also get no
- * page of this file system, and empty its pool.
+ * page of this file system, and empty its pool. tmem_bypass_wrong() does the same because a page of
+ * the file system was wrong: a page from the host differs from the disk, or a page changed while
+ * the host retained it. That is evidence about one file system only. The core calls it in
+ * tmem_put_pages(), too. tmem_bypass_why() returns which check found the first wrong page.
  */
 bool tmem_bypass(struct tmem_pool *pool, u64 ino);
 bool tmem_is_bypassed(struct tmem_pool *pool, u64 ino);
@@ -135,6 +138,8 @@ void tmem_unbypass(struct tmem_pool *pool, u64 ino, const atomic_t *writers);
 unsigned long tmem_bypass_lost(const struct tmem_pool *pool);
 void tmem_bypass_all(struct tmem_pool *pool);
 bool tmem_bypass_is_all(const struct tmem_pool *pool);
+void tmem_bypass_wrong(struct tmem_pool *pool, const char *why, u64 ino, pgoff_t index);
+const char *tmem_bypass_why(const struct tmem_pool *pool, u64 *ino, pgoff_t *index);
 bool tmem_bypass_restored(struct tmem_pool *pool, unsigned long lost);
 
 /*
@@ -193,8 +198,8 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 void tmem_moved(struct page *from, struct page *to);
 
 /*
- * Switches the cache off until the module is loaded again, and reports it, because a page was
- * wrong.
+ * Switches the cache off until the module is loaded again, and reports it, because a page from the
+ * host failed its content check. That is evidence about the host or the guest's memory.
  */
 void tmem_poison(const char *why, u64 ino, pgoff_t index);
 

@@ -112,7 +112,10 @@ TRACE_EVENT(tmem_breaker,
 	TP_printk("%s", __entry->open ? "open" : "closed")
 );
 
-/* A page was wrong. The cache is off until the module is loaded again. */
+/*
+ * A page was wrong. The cache is off until the module is loaded again, or, if the reason is not the
+ * content check, the file system of the page is not cached until it is mounted again.
+ */
 TRACE_EVENT(tmem_poison,
 	TP_PROTO(const char *reason, u64 ino, u64 index),
 	TP_ARGS(reason, ino, index),

@@ -18,8 +18,11 @@
  *
  * Out of scope: the decision when a mark may be cleared, which hooks/marks.c makes.
  */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
 #include <linux/slab.h>
 
+#include "../trace.h"
 #include "budget.h"
 
 /*
@@ -41,11 +44,17 @@
 #define CROWDED_DENOMINATOR	4
 
 struct tmem_marks {
-	/* marks by inode number / MARKS_PER_WORD; the lock of words also guards nr and lost */
+	/*
+	 * marks by inode number / MARKS_PER_WORD; the lock of words also guards nr and lost, and
+	 * writers of wrong, wrong_ino and wrong_index
+	 */
 	struct xarray words;
 	unsigned long nr;
 	unsigned long lost;	/* marks that could not be stored since the last complete sweep */
 	bool all;		/* each inode counts as marked; never cleared */
+	const char *wrong;	/* check that found the first wrong page, or NULL; set last */
+	u64 wrong_ino;
+	pgoff_t wrong_index;
 	unsigned int pools;	/* pools that share the marks; guarded by tmem_pools_lock */
 };
 
@@ -251,6 +260,60 @@ void tmem_bypass_all(struct tmem_pool *pool)
 bool tmem_bypass_is_all(const struct tmem_pool *pool)
 {
 	return READ_ONCE(pool->marks->all);
+}
+
+/**
+ * tmem_bypass_wrong() - mark all inodes of a file system because a page of it was wrong
+ * @pool: file system
+ * @why: the check that found the page
+ * @ino: inode number
+ * @index: page number
+ *
+ * Context: any but NMI. The caller then requests a sweep, which empties the pool.
+ */
+void tmem_bypass_wrong(struct tmem_pool *pool, const char *why, u64 ino, pgoff_t index)
+{
+	struct tmem_marks *marks = pool->marks;
+	unsigned long flags;
+	bool first;
+
+	tmem_count(TMEM_STAT_mismatches);
+	trace_tmem_poison(why, ino, index);
+	tmem_bypass_all(pool);
+	xa_lock_irqsave(&marks->words, flags);
+	first = !marks->wrong;
+	if (first) {
+		marks->wrong_ino = ino;
+		marks->wrong_index = index;
+		/* Complete the page before the check; pairs with tmem_bypass_why(). */
+		smp_store_release(&marks->wrong, why);
+	}
+	xa_unlock_irqrestore(&marks->words, flags);
+	if (!first)
+		return;
+	pr_crit("%s: a page was wrong (%s, inode %llu page %lu): the file system is not cached until it is mounted again; check it\n",
+		pool->name, why, ino, index);
+	tmem_dev_report_any();
+}
+
+/**
+ * tmem_bypass_why() - return which check found the first wrong page of a file system
+ * @pool: file system
+ * @ino: set to the inode number of the page
+ * @index: set to the number of the page
+ *
+ * Return: the check, or NULL if no page was wrong.
+ */
+const char *tmem_bypass_why(const struct tmem_pool *pool, u64 *ino, pgoff_t *index)
+{
+	/* Read the check before the page; pairs with tmem_bypass_wrong(). */
+	const char *why = smp_load_acquire(&pool->marks->wrong);
+
+	if (why) {
+		*ino = pool->marks->wrong_ino;
+		*index = pool->marks->wrong_index;
+	}
+	return why;
 }
 
 /**

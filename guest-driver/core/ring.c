@@ -293,7 +293,8 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 	if (why == TMEM_STAT_puts_dropped_cookies)
 		tmem_dev_resync_any(true);
 	else if (why == TMEM_STAT_retained_changed)
-		tmem_poison("a clean page changed while the host kept it", key->ino, index);
+		tmem_bypass_wrong(key->pool, "a clean page changed while the host kept it",
+				  key->ino, index);
 	return false;
 }
 

@@ -67,11 +67,16 @@ static void tmem_fs_report(void)
 					 len ? "; " : "", type->name, type->why_failed);
 	}
 	spin_lock_irq(&tmem_fs_lock);
-	hash_for_each(tmem_fs_hash, i, fs, node)
-		if (*fs->mount->refused)
+	hash_for_each(tmem_fs_hash, i, fs, node) {
+		char blocked[TMEM_BLOCKED_BYTES];
+		const char *why = fs->mount->refused;
+
+		if (tmem_fs_blocked(fs, blocked, sizeof(blocked)))
+			why = blocked;
+		if (*why)
 			len += scnprintf(note + len, sizeof(note) - len, "%s%s is %s",
-					 len ? "; " : "", kobject_name(&fs->mount->kobj),
-					 fs->mount->refused);
+					 len ? "; " : "", kobject_name(&fs->mount->kobj), why);
+	}
 	spin_unlock_irq(&tmem_fs_lock);
 	tmem_core_set_served(served, note);
 	mutex_unlock(&lock);
@@ -118,7 +123,7 @@ void tmem_fs_drop(const struct super_block *sb)
 		return;
 	WRITE_ONCE(fs->live, false);
 	synchronize_rcu_expedited();
-	if (*fs->mount->refused)
+	if (*fs->mount->refused || tmem_bypass_is_all(fs->pool))
 		tmem_fs_report();
 	tmem_fs_remove(fs);
 }
@@ -373,6 +378,8 @@ static void tmem_fs_sweep_seen(struct super_block *sb, void *arg)
 		WRITE_ONCE(fs->mount->sweep, false);
 		if (!tmem_fs_sweep(fs, sb))
 			tmem_fs_sweep_soon(fs);
+		if (tmem_bypass_is_all(fs->pool))
+			tmem_fs_report();
 	}
 	mutex_unlock(&discovery_lock);
 }

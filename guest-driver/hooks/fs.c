@@ -321,12 +321,37 @@ void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on
 }
 
 /**
- * tmem_fs_state() - return the state of a mount, with the reason if it is not cached
- * @mount: the mount
+ * tmem_fs_blocked() - print why a file system takes no puts because a page was wrong
+ * @fs: the file system
+ * @buf: set to one line without its end
+ * @bytes: size of @buf
  *
- * Return: one line.
+ * Context: any.
+ * Return: number of characters, or 0 if no page was wrong.
  */
-const char *tmem_fs_state(const struct tmem_mount *mount)
+int tmem_fs_blocked(const struct tmem_fs *fs, char *buf, size_t bytes)
+{
+	const char *why;
+	pgoff_t index;
+	u64 ino;
+
+	why = tmem_bypass_why(fs->pool, &ino, &index);
+	if (!why)
+		return 0;
+	return scnprintf(buf, bytes,
+			 "blocked: %s, inode %llu page %lu; check the file system and mount it again",
+			 why, ino, index);
+}
+
+/**
+ * tmem_fs_state() - print the state of a mount, with the reason if it is not cached
+ * @mount: the mount
+ * @buf: set to one line without its end
+ * @bytes: size of @buf
+ *
+ * Return: number of characters.
+ */
+int tmem_fs_state(const struct tmem_mount *mount, char *buf, size_t bytes)
 {
 	const char *state = "on";
 	struct tmem_fs *fs;
@@ -339,12 +364,14 @@ const char *tmem_fs_state(const struct tmem_mount *mount)
 		state = mount->refused;
 	else if (!fs || !READ_ONCE(fs->live))
 		state = "starting";
+	else if (tmem_fs_blocked(fs, buf, bytes))
+		state = NULL;
 	else if (tmem_bypass_is_all(fs->pool))
 		state = "blocked: the file system had an error; unmount and check it";
 	else if (tmem_bypass_lost(fs->pool))
 		state = "blocked: too many files may differ from the disk";
 	rcu_read_unlock();
-	return state;
+	return state ? scnprintf(buf, bytes, "%s", state) : strlen(buf);
 }
 
 /**

@@ -16,6 +16,8 @@
 /* Maximum number of mounts that are served at the same time. */
 #define TMEM_FS_MAX 64
 #define TMEM_FS_HASH_BITS 6
+/* Size in bytes of the line that says which wrong page blocks a mount. */
+#define TMEM_BLOCKED_BYTES 192
 
 /*
  * A hook requests a discovery for each page of an unknown file system, which may be one that cannot

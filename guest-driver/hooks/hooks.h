@@ -206,7 +206,8 @@ void tmem_fs_walk(struct super_block *sb, bool (*visit)(struct inode *inode, voi
 bool tmem_fs_never(const struct inode *inode);
 bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode);
 void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on);
-const char *tmem_fs_state(const struct tmem_mount *mount);
+int tmem_fs_blocked(const struct tmem_fs *fs, char *buf, size_t bytes);
+int tmem_fs_state(const struct tmem_mount *mount, char *buf, size_t bytes);
 unsigned long tmem_fs_pages(const struct tmem_mount *mount);
 
 static inline void tmem_fs_key(const struct tmem_fs *fs, const struct inode *inode,

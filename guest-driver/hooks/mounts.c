@@ -57,7 +57,9 @@ static ssize_t enabled_store(struct kobject *kobj, struct kobj_attribute *attr, 
 
 static ssize_t state_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
 {
-	return sysfs_emit(buf, "%s\n", tmem_fs_state(mount_of(kobj)));
+	int len = tmem_fs_state(mount_of(kobj), buf, PAGE_SIZE - 1);
+
+	return len + sysfs_emit_at(buf, len, "\n");
 }
 
 static ssize_t held_pages_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)

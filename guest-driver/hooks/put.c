@@ -92,6 +92,9 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 	taken = tmem_put_pages(&key, folio->index, folio_page(folio, 0), nr, workingset,
 			       isize >> PAGE_SHIFT);
 	this_cpu_add(fs->mount->counts->puts, taken);
+	/* A retained page had changed, so the pool is to be emptied. */
+	if (unlikely(taken < nr && tmem_bypass_is_all(fs->pool)))
+		tmem_fs_sweep_soon(fs);
 	return nr;
 }
 

@@ -307,6 +307,7 @@ void tmem_verify_void_fs(const struct tmem_fs *fs)
 static void verify_one(struct tmem_verify *v)
 {
 	struct folio *folio = v->folio;
+	struct tmem_fs *fs;
 	void *disk, *host;
 	loff_t isize_bytes;
 	size_t len_bytes;
@@ -338,7 +339,20 @@ static void verify_one(struct tmem_verify *v)
 	tmem_count(TMEM_STAT_verified_hits);
 	if (differs) {
 		tmem_count(TMEM_STAT_verify_mismatches);
-		tmem_poison("a page from the host differs from the disk", v->ino, v->index);
+		/*
+		 * The inode is alive, so the super block is that of the mount of the page. But the
+		 * driver may have forgotten the mount already, because it is being unmounted.
+		 */
+		rcu_read_lock();
+		fs = tmem_fs_find(v->sb);
+		if (fs) {
+			tmem_bypass_wrong(fs->pool, "a page from the host differs from the disk",
+					  v->ino, v->index);
+			tmem_fs_sweep_soon(fs);
+		} else {
+			tmem_count(TMEM_STAT_mismatches);
+		}
+		rcu_read_unlock();
 	}
 unlock:
 	folio_unlock(folio);

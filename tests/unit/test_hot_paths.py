@@ -40,6 +40,8 @@ RARE = {
     "tmem_dev_report": "the breaker opened",
     "breaker_set": "the breaker opened",
     "tmem_poison": "a page was wrong",
+    "tmem_bypass_wrong": "a page was wrong",
+    "tmem_fs_sweep_soon": "a page was wrong",
     "get_abandon": "the answer is late",
     "tmem_selftest_saw_removed": "the self-test runs",
     "tmem_selftest_saw_dirty": "the self-test runs",

@@ -171,7 +171,8 @@ def is_on(guest: Guest) -> bool:
 def wait_state(guest: Guest, begins: str, seconds: float = ONLINE_SECONDS) -> str:
     """Waits until the driver's state begins with `begins`; the error shows the actual state.
 
-    A poisoned driver never leaves that state, so the wait for another state then fails at once.
+    A poisoned driver never leaves that state, so the wait for another state then fails at once. The
+    wait for "on" fails if the driver has found a wrong page and blocks its mount.
     """
     last = ""
 
@@ -182,6 +183,8 @@ def wait_state(guest: Guest, begins: str, seconds: float = ONLINE_SECONDS) -> st
             raise HarnessError(
                 f"the driver is poisoned and can no longer reach the state '{begins}'"
             )
+        if begins == "on" and stats(guest)["mismatches"]:
+            raise HarnessError(f"the driver has found a wrong page; the state is '{last}'")
         return last.startswith(begins)
 
     try:
@@ -189,6 +192,16 @@ def wait_state(guest: Guest, begins: str, seconds: float = ONLINE_SECONDS) -> st
     except HarnessError as error:
         raise HarnessError(f"{error}; the state is '{last}'\n{stats(guest)}") from None
     return last
+
+
+def wait_blocked(guest: Guest, reason: str) -> None:
+    """Waits until the driver blocks a mount because a page was wrong, and stays on."""
+
+    def blocked() -> bool:
+        return f"blocked: {reason}" in guest.sh(f"cat {SYSFS}/mounts/*/state")
+
+    until(blocked, ONLINE_SECONDS, f"a mount is blocked: {reason}")
+    assert is_on(guest)
 
 
 def set_parameter(guest: Guest, name: str, value: str) -> None:

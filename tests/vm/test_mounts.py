@@ -13,6 +13,7 @@ from driver import (
     DISK_BYTES,
     MODULE,
     PARAMETERS,
+    PATIENT,
     SYSFS,
     TORTURE,
     WHERE,
@@ -28,6 +29,7 @@ from driver import (
     set_parameter,
     settle,
     start_daemon,
+    state,
     stats,
     wait_served,
     wait_state,
@@ -125,6 +127,88 @@ def make(guest: Guest, where: str) -> dict[str, str]:
         sums[path] = hashlib.sha256(content).hexdigest()
     guest.sh("sync")
     return sums
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("fault", ["disk", "retained"])
+def test_wrong_page_blocks_only_its_mount(
+    session: Session, kernel: Kernel, test_module: Path, fault: str
+) -> None:
+    """A page that differs from the disk, or changed while it was retained, stops one mount only.
+
+    Another mount is still cached, and the driver stays on. The mount is served again after it was
+    unmounted.
+    """
+    daemon = start_daemon(session)
+    guest = driver_guest(
+        session,
+        kernel,
+        test_module,
+        Tmem(daemon.socket("vm1"), properties={"retain": "on"}),
+        cpus=2,
+        disks=[
+            Disk("data", disk.ext4(session.directory / "data.img", DISK_BYTES)),
+            Disk("other", disk.ext4(session.directory / "other.img", 64 * MIB)),
+        ],
+        files={SPECIAL: guest_program(TESTS / "guest/special.c")},
+        parameters=f"{PATIENT} verify_every=0",
+    )
+    guest.mount("other", OTHER)
+    session.expect_trouble()
+    here, there = make(guest, WHERE), make(guest, OTHER)
+    mount, beside = Mount(guest, WHERE), Mount(guest, OTHER)
+    beside.wait()
+    evict(guest, [*here, *there])
+    guest.sh(f"{SPECIAL} drain; echo 1 >/proc/sys/vm/drop_caches")
+    settle(guest)
+    if fault == "disk":
+        reason = "a page from the host differs from the disk"
+        device, path = guest.disk("data"), next(iter(here))
+        block = guest.sh(f"{SPECIAL} block {path} {FILE_PAGES // 2}").strip()
+        guest.sh(
+            f"dd if=/dev/urandom of=/dev/{device} bs=4096 seek={block} count=1"
+            " conv=notrunc oflag=direct 2>/dev/null"
+        )
+        set_parameter(guest, "verify_every", "1")
+        guest.sh(f"cat {path} >/dev/null")
+    else:
+        reason = "a clean page changed while the host kept it"
+        assert checksums(guest, list(here)) == here
+        set_parameter(guest, "inject_retained_changed", "1")
+        guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+        set_parameter(guest, "inject_retained_changed", "0")
+
+    mount.wait(f"blocked: {reason}, inode ")
+    assert re.search(
+        r"inode \d+ page \d+; check the file system and mount it again$", mount.read("state")
+    )
+    note = f"on: {mount.path.rpartition('/')[2]} is {mount.read('state')}"
+    until(lambda: state(guest) == note, STARTS_SECONDS, f"the driver's state is '{note}'")
+    until(lambda: mount.count("held_pages") == 0, STARTS_SECONDS, "the pool is emptied")
+    assert f"{guest.disk('data')}: a page was wrong ({reason}" in guest.sh("dmesg")
+    assert beside.read("state") == "on" and beside.count("held_pages") > 0
+    counters = stats(guest)
+    found = "verify_mismatches" if fault == "disk" else "retained_changed"
+    assert counters["mismatches"] == counters[found] > 0
+
+    # The mount takes no puts and gets, and the other mount goes on.
+    before = mount.counts()
+    for _ in range(2):
+        evict(guest, list(here))
+        guest.sh(f"for f in {WHERE}/made*; do {SPECIAL} same $f || exit 1; done")
+    assert mount.counts() == before
+    check_cached(guest, there)
+
+    def reported() -> bool:
+        driver = daemon.stats()["vms"][0]["driver"]
+        return bool(driver["state"] == "on" and driver["mismatches"] > 0)
+
+    until(reported, STARTS_SECONDS, "tmemd reports the mismatch")
+    guest.sh(f"umount {WHERE}", 60)
+    assert state(guest) == "on"
+    guest.mount("data", WHERE)
+    wait_served(guest)
+    check_cached(guest, make(guest, WHERE))
 
 
 @pytest.mark.smoke

@@ -248,7 +248,7 @@ fn driver(name: &str, stats: &api::VmStats) -> Finding {
         return Finding::fault(
             of,
             format!(
-                "the guest's driver found {} pages that differ from the pages that it had put, and switched the cache off",
+                "the guest's driver found {} wrong pages, and switched off its cache or that of a file system",
                 driver.mismatches
             ),
             "in the guest: tmem-guest status. Did another machine change the guest's disk?",
