@@ -359,6 +359,7 @@ struct tmem_dev {
 	struct work_struct sync_work;
 	struct delayed_work report_work;
 	u64 latencies_refused;		/* generation in which the backend refused LATENCIES */
+	const char *reset_reason;	/* why the device should be reset, or NULL; set once */
 	bool stopping;
 };
 
@@ -377,6 +378,10 @@ void tmem_dev_resync(struct tmem_dev *dev, bool renew);
 void tmem_dev_resync_any(bool renew);
 void tmem_dev_report(struct tmem_dev *dev);
 void tmem_dev_report_any(void);
+
+/* implemented in reset.c */
+void tmem_dev_reset_soon(const char *reason);
+void tmem_resets_exit(void);
 
 /* implemented in budget.c */
 void tmem_index_reserve(long bytes);

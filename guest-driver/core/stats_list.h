@@ -105,6 +105,7 @@ TMEM_STAT(pace_timeouts)
 TMEM_STAT(mismatches)
 TMEM_STAT(flushes_dropped)
 TMEM_STAT(generation_changes)
+TMEM_STAT(device_resets)
 
 /*
  * Get requests by the time that their reader waited, with the limits of virtio_tmem_latencies, and

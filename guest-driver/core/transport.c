@@ -417,6 +417,7 @@ fail_index:
  */
 void tmem_core_exit(void)
 {
+	tmem_resets_exit();
 	unregister_virtio_driver(&tmem_driver);
 	unregister_pm_notifier(&pm_block);
 	tmem_sysfs_exit();

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.smoke
 LAYERS = """
 core/trace core/dev
 core/stats core/budget core/pool_id core/bounce
-core/leaf core/policy core/bypass core/admit core/queue core/control core/sysfs
+core/leaf core/policy core/bypass core/admit core/queue core/control core/sysfs core/reset
 core/index core/retain
 core/ring core/evict
 core/send
