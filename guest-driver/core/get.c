@@ -35,13 +35,13 @@
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
 #include <linux/highmem.h>
-#include <linux/hrtimer.h>
 #include <linux/moduleparam.h>
 #include <linux/sched.h>
 #include <linux/slab.h>
 
 #include "../trace.h"
 #include "core.h"
+#include "wait.h"
 
 /* Largest deadline. A reader that would have to wait longer should read the disk instead. */
 #define DEADLINE_MS_MAX		1000
@@ -199,7 +199,7 @@ static bool get_wait(struct tmem_get_req *get, u64 spin_until_ns, u64 deadline_n
 	if (get_done(get))
 		return true;
 	if (now_ns < deadline_ns)
-		wait_event_hrtimeout(get->wait, get_done(get), ns_to_ktime(deadline_ns - now_ns));
+		tmem_wait_event_until(get->wait, get_done(get), deadline_ns);
 	return get_abandon(get);
 }
 

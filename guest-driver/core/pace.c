@@ -21,6 +21,7 @@
 #include <linux/swap.h>
 
 #include "ring.h"
+#include "wait.h"
 
 /*
  * Longest wait of kswapd, in us. On two processors that run QEMU's emulation and tmemd, an answer
@@ -147,9 +148,9 @@ void tmem_pace(void)
 	for (i = 0; i < dev->nr_queues; i++)
 		tmem_send_all(&dev->queue[i]);
 	tmem_count(TMEM_STAT_pace_waits);
-	timed_out = wait_event_hrtimeout(dev->pace_wait,
-					 used_slots(dev) <= all_slots(dev) / PACE_END,
-					 ns_to_ktime((u64)PACE_US_MAX * NSEC_PER_USEC));
+	timed_out = !tmem_wait_event_until(dev->pace_wait,
+					   used_slots(dev) <= all_slots(dev) / PACE_END,
+					   ktime_get_ns() + (u64)PACE_US_MAX * NSEC_PER_USEC);
 	if (timed_out)
 		tmem_count(TMEM_STAT_pace_timeouts);
 	if (timed_out && answered_slots(dev) == before) {

@@ -14,6 +14,7 @@ from driver import (
     driver_guest,
     evict,
     growth,
+    programs,
     set_parameter,
     settle,
     start_daemon,
@@ -35,6 +36,9 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 NOWAIT = "/bin/nowait"
 HOG = "/bin/hog"
+SLACK = "/bin/slack"
+# Allowance for delays of a busy machine in one wait; much less than the timer slack of a reader.
+OWN_SECONDS = 1.0
 PAGES = 32  # pages of one readahead
 FILE = "/mnt/striped"
 FILLER = "/mnt/filler"
@@ -95,6 +99,40 @@ def test_requests_of_a_readahead_share_one_deadline(
     assert after["misses_late"] - before["misses_late"] == PAGES // 2
     assert after["trips"] == before["trips"]
     assert checksums(guest, [FILE]) == sums
+    daemon.resume()
+    wait_state(guest, "on")
+
+
+@pytest.mark.smoke
+def test_timer_slack_of_a_reader_does_not_extend_its_deadline(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """A reader with a timer slack of 5 s waits for a silent host until the deadline only."""
+    deadline_ms, slack_ms, reads = 20, 5000, 3
+    daemon = start_daemon(session)
+    tmem = Tmem(daemon.socket("vm1"))
+    guest = driver_guest(session, kernel, module, tmem, files=programs(SLACK))
+    guest.sh(f"echo 4 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
+    hold(guest, FILE, 4)
+    # Evict FILLER: its pages replace those of FILE in the put ring. The driver would read pages in
+    # the ring without the host.
+    hold(guest, FILLER, 4)
+    # A reader that sleeps continues at the next interrupt of the timer after its deadline. The
+    # guest must have no other work that causes one.
+    guest.sh("echo 0 >/proc/sys/vm/compaction_proactiveness")
+    daemon.pause()
+    set_parameter(guest, "deadline_ms", str(deadline_ms))
+    waits_ms = []
+    for read in range(reads):
+        before = stats(guest)
+        command = f"dd if={FILE} of=/dev/null bs=4k count=1 skip={read * 256}"
+        guest.sh(f"{SLACK} {slack_ms} {command}", 60)
+        grown = growth(before, stats(guest))
+        assert grown["late"] == 1
+        waits_ms.append(grown["waits_us"] / 1000)
+    print(waits_ms)
+    # A busy machine may delay one of the reads.
+    assert sorted(waits_ms)[reads // 2] < deadline_ms + scaled(OWN_SECONDS) * 1000
     daemon.resume()
     wait_state(guest, "on")
 
