@@ -25,6 +25,7 @@ extern unsigned int tmem_inject_corrupt;
 extern unsigned int tmem_inject_retained_changed;
 extern unsigned int tmem_inject_mark_late;
 extern unsigned int tmem_inject_policy_late;
+extern unsigned int tmem_inject_erased_late;
 bool tmem_inject(atomic_t *calls, unsigned int every);
 
 /*

@@ -416,7 +416,7 @@ struct get_call {
 	u64 deadline_ns;
 	u64 waited_ns;		/* time that the reader waited for requests */
 	u64 host_ns;		/* part of waited_ns until answers came or the deadline passed */
-	u32 bucket;
+	u32 bucket;		/* bucket of the inode in the index */
 	struct tmem_get_req *burst[GET_BURST];
 	u64 burst_object[GET_BURST];
 	unsigned int burst_first[GET_BURST];
@@ -643,9 +643,12 @@ static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
 	if (!want)
 		return;
 	keep = may_retain(call, from, to);
+	/* Let a test erase the entries here, as another CPU can at any time. */
+	if (TMEM_INJECT(erased_late))
+		tmem_invalidate(call->key->pool, call->key->ino, call->index + from,
+				call->index + to - 1, TMEM_INVAL_TRUNCATE);
 	tmem_index_take(call->key, call->index + from, nr, &want, keep, entry, &where);
-	call->bucket = where.bucket;
-	queue = tmem_queue_of(call->dev, where.bucket, call->index + from);
+	queue = tmem_queue_of(call->dev, call->bucket, call->index + from);
 
 	for (i = 0; i < nr; i++) {
 		there = false;
@@ -746,6 +749,7 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 		.spin_until_ns = now_ns + (u64)spin_us * NSEC_PER_USEC,
 		.deadline_ns = deadline_ns,
 		.generation = READ_ONCE(dev->generation),
+		.bucket = tmem_index_bucket(key),
 	};
 	TMEM_HOLD(get);
 	smp_rmb();	/* read the generation before the index; pairs with sync_work_fn() */

@@ -41,6 +41,10 @@ unsigned int tmem_inject_policy_late;
 module_param_named(inject_policy_late, tmem_inject_policy_late, uint, 0644);
 MODULE_PARM_DESC(inject_policy_late, "TEST: the inode of every n'th retained page gets the policy 'never' after its eviction began");
 
+unsigned int tmem_inject_erased_late;
+module_param_named(inject_erased_late, tmem_inject_erased_late, uint, 0644);
+MODULE_PARM_DESC(inject_erased_late, "TEST: every n'th part of a get (up to 64 pages) finds its index entries erased");
+
 unsigned long tmem_test_index_bytes;
 module_param_named(test_index_bytes, tmem_test_index_bytes, ulong, 0644);
 MODULE_PARM_DESC(test_index_bytes, "TEST: limit of the index in bytes, its table included, if it is below the normal limit; 0: normal limit");

@@ -329,6 +329,36 @@ def test_page_that_the_host_does_not_retain_is_put_as_a_copy(
         check_right(guest, sums)
 
 
+@pytest.mark.smoke
+def test_page_that_the_host_does_not_retain_leaves_no_entry_if_later_pages_are_erased(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A get of two parts erases the entries of its first part, although its second one has none.
+
+    The two parts are in neighbouring units of 64 pages of the index. The entries of the second part
+    are erased between the check whether they are in the index and the get.
+    """
+    first, part = 32, 32
+    with Liar(session.directory / "liar", retain=True) as liar:
+        guest, sums = boot(session, kernel, test_module, device(liar.path))
+        guest.sh("for i in /sys/block/vd*/queue/read_ahead_kb; do echo 512 >$i; done")
+        path = next(iter(sums))
+        before = evict(guest, list(sums))
+        assert before["index_retained_pages"] == 0
+        liar.lie = "forget"
+        set_parameter(guest, "inject_erased_late", "2")
+        read = f"bs={2 * part * PAGE} count=1 iflag=skip_bytes skip={first * PAGE}"
+        guest.sh(f"dd if={path} of=/dev/null {read} 2>/dev/null", 60)
+        set_parameter(guest, "inject_erased_late", "0")
+        after = stats(guest)
+        grown = growth(before, after)
+        assert grown["gets"] == 2 * part and grown["hits"] == grown["misses_index"] == part
+        assert liar.retainable == part
+        assert after["index_retained_pages"] == 0
+        liar.lie = ""
+        check_right(guest, sums)
+
+
 def test_driver_puts_copies_while_references_find_no_page(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
