@@ -19,9 +19,9 @@
  *   large window can cause this.
  * - The waits of slow calls have filled a bucket. A call is slow if it waits longer than a quarter
  *   of the deadline. The bucket holds WAIT_BUDGET deadlines and empties at WAIT_BUDGET per
- *   WAIT_PERIOD deadlines, but not during a slow call. Only the time until the answer counts. The
- *   time from the answer until the scheduler runs the reader does not, because a reader of the
- *   disk would wait for it, too.
+ *   WAIT_PERIOD deadlines, but not during a slow call. Only the time until the answer counts, and
+ *   at most one deadline for each call. The time from the answer until the scheduler runs the
+ *   reader does not count, because a reader of the disk would wait for it, too.
  *
  * The driver does not probe before half of the bucket is empty again, because a host may answer a
  * probe quickly and gets slowly. With the defaults, readers that come one after the other wait for
@@ -518,8 +518,14 @@ static void finish_burst(struct get_call *call)
 		answered = get_wait(get, call->spin_until_ns, call->deadline_ns);
 		now_ns = ktime_get_ns();
 		call->waited_ns += now_ns - since_ns;
-		/* The request belongs to the device if it is not answered. */
-		end_ns = answered ? get->answered_ns : call->deadline_ns;
+		/*
+		 * Count at most the time until the deadline. If the guest did not run for a time
+		 * (QEMU was stopped, the host was suspended), its clock jumps, and the answer seems
+		 * to be that much later. The request belongs to the device if it is not answered.
+		 */
+		end_ns = call->deadline_ns;
+		if (answered)
+			end_ns = min(end_ns, get->answered_ns);
 		call->host_ns += clamp(end_ns, since_ns, now_ns) - since_ns;
 		count_wait(now_ns - sent_ns);
 		if (!answered) {

@@ -90,16 +90,18 @@ void tmem_pace_init(struct tmem_dev *dev)
 }
 
 /*
- * Charges a wait that began at @began_ns and ends now to the budget. If several kswapd tasks do so
- * at the same time, a charge may get lost.
+ * Charges a wait that began at @began_ns and ends now to the budget, and at most PACE_US_MAX. The
+ * guest's clock jumps during the wait if the guest does not run for a time. If several kswapd tasks
+ * charge their waits at the same time, a charge may get lost.
  */
 static void charge_wait(struct tmem_dev *dev, s64 began_ns)
 {
 	s64 now = ktime_get_ns();
 	s64 earliest = now - (s64)PACE_SHARE * PACE_BURST_US * NSEC_PER_USEC;
 	s64 budget = max(READ_ONCE(dev->pace_budget_ns), earliest);
+	s64 waited_ns = min(now - began_ns, (s64)PACE_US_MAX * NSEC_PER_USEC);
 
-	WRITE_ONCE(dev->pace_budget_ns, budget + PACE_SHARE * (now - began_ns));
+	WRITE_ONCE(dev->pace_budget_ns, budget + PACE_SHARE * waited_ns);
 }
 
 /**

@@ -159,6 +159,10 @@ class Liar:
         if self._error:
             raise self._error
 
+    def waiting(self) -> int:
+        """Returns the number of requests that have arrived and are not answered yet."""
+        return sum(len(ring.arrived) for ring in self._rings)
+
     def stop_queue(self, queue: int) -> None:
         """Signals the queue's error descriptor, as tmemd does when it stops a queue."""
         os.eventfd_write(self._errors[queue], 1)

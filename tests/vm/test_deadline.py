@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from driver import (
     DEADLINE_MS,
     PARAMETERS,
+    PATIENT,
     Hold,
     checksums,
     driver_guest,
+    driver_vm,
     evict,
     growth,
+    load,
     programs,
     set_parameter,
     settle,
@@ -39,6 +43,7 @@ HOG = "/bin/hog"
 SLACK = "/bin/slack"
 # Allowance for delays of a busy machine in one wait; much less than the timer slack of a reader.
 OWN_SECONDS = 1.0
+SILENT_SECONDS = 1e9
 PAGES = 32  # pages of one readahead
 FILE = "/mnt/striped"
 FILLER = "/mnt/filler"
@@ -137,6 +142,50 @@ def test_timer_slack_of_a_reader_does_not_extend_its_deadline(
     wait_state(guest, "on")
 
 
+def test_stopped_vm_gets_pages_again_soon_after_it_continues(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """A guest whose clock jumps by 30 s during a get uses the cache again within 2 s.
+
+    The reader waits for an answer while QEMU is stopped by a signal. The guest's clock continues,
+    as in a frozen control group or a suspended host. The answer comes while QEMU is stopped.
+    """
+    stop_seconds, soon_seconds, tries = 30.0, 2.0, 5
+    with Liar(session.directory / "liar") as liar:
+        vm = driver_vm(session, kernel, module, Tmem(liar.path))
+        guest = vm.start()
+        load(guest, f"verify_every=0 {PATIENT}")
+        guest.sh(f"echo 4 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
+        hold(guest, FILE, 4)
+        # Evict FILLER: its pages replace those of FILE in the put ring. The driver would read pages
+        # in the ring without the host.
+        hold(guest, FILLER, 4)
+        for page in range(tries):
+            before = stats(guest)
+            liar.delay_seconds = SILENT_SECONDS
+            read = f"dd if={FILE} of=/dev/null bs=4k count=1 skip={page * 64} 2>/dev/null"
+            reader = guest.start(read, 60 + stop_seconds)
+            until(lambda: liar.waiting() > 0, 30, "the device has a request of the reader")
+            vm.process.pause()
+            liar.delay_seconds = 0.0
+            until(lambda: liar.waiting() == 0, 30, "the device answers all requests")
+            time.sleep(stop_seconds)
+            vm.process.resume()
+            reader.wait().check()
+            grown = growth(before, stats(guest))
+            # On a slow machine, the reader's deadline may pass before the process is stopped.
+            if grown["late"] == 0:
+                break
+        assert grown["waits_us"] > stop_seconds * 1e6 / 2, "the guest's clock did not jump"
+
+        begun = seconds_since_boot(guest)
+        before = stats(guest)
+        until(lambda: state(guest) == "on", 300, "the driver uses the cache again")
+        guest.sh(f"dd if={FILE} of=/dev/null bs=4k count=1 skip={tries * 64} 2>/dev/null")
+        assert growth(before, stats(guest))["hits"] == 1
+        assert seconds_since_boot(guest) - begun < scaled(soon_seconds)
+
+
 @pytest.mark.smoke
 def test_nowait_readers_do_not_wait_for_the_host(
     session: Session, kernel: Kernel, module: Path
@@ -221,14 +270,14 @@ def test_slow_answers_within_the_deadline_open_the_breaker(
         assert stats(guest)["requests_get"] > after["requests_get"]
 
 
+def seconds_since_boot(guest: Guest) -> float:
+    return float(guest.read("/proc/uptime").split()[0])
+
+
 def wait_for_guest(guest: Guest, seconds: float) -> None:
     """Waits until the guest's clock has advanced by this time."""
-
-    def uptime() -> float:
-        return float(guest.read("/proc/uptime").split()[0])
-
-    end = uptime() + seconds
-    until(lambda: uptime() >= end, 60, f"{seconds} s have passed in the guest")
+    end = seconds_since_boot(guest) + seconds
+    until(lambda: seconds_since_boot(guest) >= end, 60, f"{seconds} s have passed in the guest")
 
 
 @pytest.mark.smoke
