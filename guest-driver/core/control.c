@@ -30,7 +30,7 @@ void tmem_control_vq_callback(struct virtqueue *vq)
 	do {
 		virtqueue_disable_cb(vq);
 		while ((control = virtqueue_get_buf(vq, &len))) {
-			tmem_req_used(&control->req, len);
+			tmem_req_used(&dev->control_in_flight, &control->req, len);
 			if (control->req.state == TMEM_REQ_ABANDONED)
 				control->req.state = TMEM_REQ_FREE;
 			else
@@ -102,7 +102,7 @@ u8 tmem_control_send(struct tmem_dev *dev, struct tmem_control *control, u64 gen
 	spin_lock_irq(&dev->control_vq_lock);
 	err = virtqueue_add_sgs(dev->control_vq, sgs, 1, 1, &control->req, GFP_ATOMIC);
 	if (!err)
-		control->req.state = TMEM_REQ_SENT;
+		tmem_req_sent(&dev->control_in_flight, &control->req);
 	notify = !err && virtqueue_kick_prepare(dev->control_vq);
 	spin_unlock_irq(&dev->control_vq_lock);
 	if (notify)

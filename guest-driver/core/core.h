@@ -177,15 +177,35 @@ struct tmem_req {
 	enum tmem_req_state state;
 	u32 room_bytes;			/* bytes of the request that the device may write */
 	u32 used_bytes;			/* length that the device wrote, 0 if above room_bytes */
+	u32 round;			/* tmem_in_flight.round when it was sent */
 };
 
 /*
- * Records the length that the device claims to have written. An impossible length counts as 0, so
- * that no part of the answer is read.
+ * Numbers of the requests of a virtqueue that are at the device. The virtqueue's lock guards them.
  */
-static inline void tmem_req_used(struct tmem_req *req, u32 len)
+struct tmem_in_flight {
+	u32 round;			/* changes with the generation */
+	unsigned int nr;
+	unsigned int nr_old;		/* part of nr: sent in an earlier round */
+};
+
+/* Counts a request that was added to the virtqueue. */
+static inline void tmem_req_sent(struct tmem_in_flight *in_flight, struct tmem_req *req)
+{
+	req->state = TMEM_REQ_SENT;
+	req->round = in_flight->round;
+	in_flight->nr++;
+}
+
+/*
+ * Counts a request that the device has used, and records the length that the device claims to have
+ * written. An impossible length counts as 0, so that no part of the answer is read.
+ */
+static inline void tmem_req_used(struct tmem_in_flight *in_flight, struct tmem_req *req, u32 len)
 {
 	req->used_bytes = len <= req->room_bytes ? len : 0;
+	in_flight->nr--;
+	in_flight->nr_old -= req->round != in_flight->round;
 }
 
 struct tmem_get_req {
@@ -242,8 +262,10 @@ struct tmem_queue {
 	struct tmem_ref_batch *ref_batch[TMEM_REFS_IN_FLIGHT];
 	struct irq_work send_work;	/* irq_work that sends full batches of puts */
 
-	spinlock_t vq_lock ____cacheline_aligned_in_smp;	/* guards vq and request states */
+	/* Guards vq, request states and in_flight. */
+	spinlock_t vq_lock ____cacheline_aligned_in_smp;
 	struct virtqueue *vq;
+	struct tmem_in_flight in_flight;
 	bool stalled;			/* the virtqueue is full until an answer comes */
 
 	/* Guards head, seq_start, map, pending flushes and references. Each put takes this lock. */
@@ -351,8 +373,10 @@ struct tmem_dev {
 	struct mutex control_lock ____cacheline_aligned_in_smp;
 	/* last error of tmem_pools_create(); used by the sync work only */
 	int pools_error;
-	spinlock_t control_vq_lock;	/* guards control_vq and the states of its requests */
+	/* Guards control_vq, the states of its requests and control_in_flight. */
+	spinlock_t control_vq_lock;
 	struct virtqueue *control_vq;
+	struct tmem_in_flight control_in_flight;
 	struct tmem_control *control[TMEM_CONTROL_REQUESTS];
 	wait_queue_head_t control_wait;
 	struct workqueue_struct *wq;	/* ordered: sync and report works never run together */
@@ -360,6 +384,12 @@ struct tmem_dev {
 	struct delayed_work report_work;
 	u64 latencies_refused;		/* generation in which the backend refused LATENCIES */
 	const char *reset_reason;	/* why the device should be reset, or NULL; set once */
+	/*
+	 * Number of checks in a row that found unanswered requests of an earlier generation, and
+	 * time from which the next check counts, in jiffies; used by the sync and report works only
+	 */
+	unsigned int stuck_checks;
+	unsigned long stuck_next;
 	bool stopping;
 };
 
@@ -381,6 +411,8 @@ void tmem_dev_report_any(void);
 
 /* implemented in reset.c */
 void tmem_dev_reset_soon(const char *reason);
+void tmem_reset_round(struct tmem_dev *dev);
+bool tmem_reset_check(struct tmem_dev *dev, bool works);
 void tmem_resets_exit(void);
 
 /* implemented in budget.c */
@@ -482,6 +514,7 @@ void tmem_queue_ref(struct tmem_dev *dev, const struct tmem_where *where, u64 in
 int tmem_send_init(struct tmem_dev *dev, struct tmem_queue *queue);
 void tmem_send_exit(struct tmem_queue *queue);
 void tmem_send_stop(struct tmem_queue *queue);
+void tmem_send_lost(struct tmem_queue *queue);
 bool tmem_send(struct tmem_queue *queue);
 void tmem_send_all(struct tmem_queue *queue);
 long tmem_send_timeout(struct tmem_queue *queue);

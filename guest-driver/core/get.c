@@ -163,7 +163,7 @@ static int get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 genera
 	spin_lock_irq(&queue->vq_lock);
 	err = virtqueue_add_sgs(queue->vq, sgs, 1, 1, &get->req, GFP_ATOMIC);
 	if (!err) {
-		get->req.state = TMEM_REQ_SENT;
+		tmem_req_sent(&queue->in_flight, &get->req);
 		notify = virtqueue_kick_prepare(queue->vq);
 	}
 	spin_unlock_irq(&queue->vq_lock);

@@ -19,6 +19,20 @@
  * comes back after each reset, the guest keeps its cache for most of the time.
  */
 #define RESET_PERIOD_S	60
+/*
+ * The driver resets the device if this many checks in a row, with STUCK_PERIOD_MS between them,
+ * find requests of an earlier generation that are not answered. At each of these checks, the device
+ * must have just answered a request of the current generation, or the driver has no control request
+ * left to send.
+ *
+ * A back end answers requests of an earlier generation with STALE as soon as it is connected. If a
+ * front end skips them, their bounce pages and descriptors are lost until a reset. A device that
+ * does not answer at all is not reset: its requests are of the current generation. The driver
+ * counts checks, and not time, because the guest's clock jumps if the guest does not run for a
+ * time.
+ */
+#define STUCK_CHECKS	10
+#define STUCK_PERIOD_MS	1000
 
 static void reset_work_fn(struct work_struct *work);
 static DECLARE_DELAYED_WORK(reset_work, reset_work_fn);
@@ -93,6 +107,80 @@ void tmem_dev_reset_soon(const char *reason)
 	if (dev && !READ_ONCE(resets_off) && !cmpxchg(&dev->reset_reason, NULL, reason))
 		queue_delayed_work(system_freezable_wq, &reset_work, 0);
 	rcu_read_unlock();
+}
+
+static void next_round(struct tmem_in_flight *in_flight)
+{
+	in_flight->round++;
+	in_flight->nr_old = in_flight->nr;
+}
+
+/**
+ * tmem_reset_round() - count the requests that are at the device as those of an earlier generation
+ * @dev: the device, whose generation changes
+ *
+ * Context: process; the sync work.
+ */
+void tmem_reset_round(struct tmem_dev *dev)
+{
+	unsigned int i;
+
+	for (i = 0; i < dev->nr_queues; i++) {
+		spin_lock_irq(&dev->queue[i].vq_lock);
+		next_round(&dev->queue[i].in_flight);
+		spin_unlock_irq(&dev->queue[i].vq_lock);
+	}
+	spin_lock_irq(&dev->control_vq_lock);
+	next_round(&dev->control_in_flight);
+	spin_unlock_irq(&dev->control_vq_lock);
+	dev->stuck_checks = 0;
+}
+
+/*
+ * Returns whether requests of an earlier generation are not answered. Sets @blocked to whether all
+ * control requests are among them, so that the driver cannot create pools.
+ */
+static bool stuck(struct tmem_dev *dev, bool *blocked)
+{
+	unsigned int i;
+	bool found;
+
+	spin_lock_irq(&dev->control_vq_lock);
+	found = dev->control_in_flight.nr_old;
+	*blocked = dev->control_in_flight.nr_old == TMEM_CONTROL_REQUESTS;
+	spin_unlock_irq(&dev->control_vq_lock);
+	for (i = 0; i < dev->nr_queues && !found; i++) {
+		spin_lock_irq(&dev->queue[i].vq_lock);
+		found = dev->queue[i].in_flight.nr_old;
+		spin_unlock_irq(&dev->queue[i].vq_lock);
+	}
+	return found;
+}
+
+/**
+ * tmem_reset_check() - request a reset if requests of an earlier generation stay unanswered
+ * @dev: the device
+ * @works: the device has just answered a request of its current generation
+ *
+ * Context: process; the report work.
+ *
+ * Return: true if the caller should check again after STUCK_PERIOD_MS.
+ */
+bool tmem_reset_check(struct tmem_dev *dev, bool works)
+{
+	bool blocked;
+
+	if (!stuck(dev, &blocked) || !(works || blocked)) {
+		dev->stuck_checks = 0;
+		return false;
+	}
+	if (dev->stuck_checks && time_before(jiffies, dev->stuck_next))
+		return true;
+	dev->stuck_next = jiffies + msecs_to_jiffies(STUCK_PERIOD_MS);
+	if (++dev->stuck_checks <= STUCK_CHECKS)
+		return true;
+	tmem_dev_reset_soon("requests of an earlier generation are not answered");
+	return false;
 }
 
 /**

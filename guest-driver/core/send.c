@@ -56,7 +56,7 @@ static bool drain(struct tmem_queue *queue)
 
 	lockdep_assert_held(&queue->vq_lock);
 	while ((req = virtqueue_get_buf(queue->vq, &len))) {
-		tmem_req_used(req, len);
+		tmem_req_used(&queue->in_flight, req, len);
 		/* Any answer frees descriptors for requests that did not fit into the virtqueue. */
 		if (queue->stalled) {
 			WRITE_ONCE(queue->stalled, false);
@@ -205,7 +205,7 @@ static int submit(struct tmem_queue *queue, struct turn *turn, struct tmem_req *
 	spin_lock(&queue->vq_lock);
 	err = virtqueue_add_sgs(queue->vq, sgs, 1, 1, req, GFP_ATOMIC);
 	if (!err) {
-		req->state = TMEM_REQ_SENT;
+		tmem_req_sent(&queue->in_flight, req);
 		turn->notify |= virtqueue_kick_prepare(queue->vq);
 	} else if (err == -ENOSPC || err == -ENOMEM) {
 		/*
@@ -779,6 +779,26 @@ int tmem_send_init(struct tmem_dev *dev, struct tmem_queue *queue)
 void tmem_send_stop(struct tmem_queue *queue)
 {
 	irq_work_sync(&queue->send_work);
+}
+
+/**
+ * tmem_send_lost() - count the pages of a queue whose puts and references are lost by a reset
+ * @queue: the queue; the device was reset, and no put and no interrupt can come any more
+ *
+ * The index need not be changed, because the caller empties it.
+ */
+void tmem_send_lost(struct tmem_queue *queue)
+{
+	unsigned int i;
+	u64 seq;
+
+	for (seq = queue->tail; seq != queue->head; seq++)
+		if (slot_of(queue, seq)->state == TMEM_SLOT_READY)
+			tmem_count(TMEM_STAT_puts_unanswered);
+	for (i = 0; queue->ref && i < TMEM_REFS_IN_FLIGHT; i++)
+		if (!req_free(&queue->ref_batch[i]->req))
+			tmem_count_n(TMEM_STAT_refs_unanswered, queue->ref_batch[i]->count);
+	tmem_count_n(TMEM_STAT_refs_dropped, waiting_refs(queue));
 }
 
 /**

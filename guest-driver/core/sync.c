@@ -14,7 +14,7 @@
 #include "control.h"
 
 #define REPORT_PERIOD_MS	10000
-/* Interval of probes while the breaker is open. */
+/* Interval while the breaker is open, or requests of an earlier generation are unanswered. */
 #define PROBE_PERIOD_MS		1000
 
 /*
@@ -77,6 +77,8 @@ static void sync_work_fn(struct work_struct *work)
 		smp_wmb();	/* pairs with smp_rmb() in send_due() and tmem_get() */
 		if (generation != dev->generation)
 			tmem_count(TMEM_STAT_generation_changes);
+		if (generation != dev->generation)
+			tmem_reset_round(dev);
 		WRITE_ONCE(dev->generation, generation);
 		tmem_breaker_reset(dev);
 		tmem_retain_reset(dev);
@@ -125,8 +127,10 @@ void tmem_sync_hibernate(bool begin)
 
 /* --- report -------------------------------------------------------------------------------- */
 
-static void send_report(struct tmem_dev *dev, u64 generation)
+/* Sends a report. Returns whether the device accepted it. */
+static bool send_report(struct tmem_dev *dev, u64 generation)
 {
+	u8 status = VIRTIO_TMEM_S_UNANSWERED;
 	struct virtio_tmem_report *report;
 	struct tmem_control *control;
 	u64 hooks;
@@ -156,11 +160,13 @@ static void send_report(struct tmem_dev *dev, u64 generation)
 							   TMEM_STAT_invalidations_off)),
 	};
 	strscpy_pad(report->kernel, init_utsname()->release, sizeof(report->kernel));
-	if (tmem_control_send(dev, control, generation, VIRTIO_TMEM_T_REPORT, 0,
-			      sizeof(*report)) == VIRTIO_TMEM_S_STALE)
+	status = tmem_control_send(dev, control, generation, VIRTIO_TMEM_T_REPORT, 0,
+				   sizeof(*report));
+	if (status == VIRTIO_TMEM_S_STALE)
 		tmem_dev_resync(dev, false);
 unlock:
 	mutex_unlock(&dev->control_lock);
+	return status == VIRTIO_TMEM_S_OK;
 }
 
 /*
@@ -204,7 +210,7 @@ static void report_work_fn(struct work_struct *work)
 {
 	struct tmem_dev *dev = container_of(to_delayed_work(work), struct tmem_dev, report_work);
 	u64 generation = READ_ONCE(dev->generation);
-	unsigned int period_ms;
+	bool soon = false;
 
 	if (READ_ONCE(dev->stopping))
 		return;
@@ -215,12 +221,13 @@ static void report_work_fn(struct work_struct *work)
 	tmem_dev_resync(dev, false);
 	if (generation) {
 		tmem_breaker_probe(dev);
-		send_report(dev, generation);
+		soon = tmem_reset_check(dev, send_report(dev, generation));
 		send_latencies(dev, generation);
 	}
-	period_ms = READ_ONCE(dev->tripped) ? PROBE_PERIOD_MS : REPORT_PERIOD_MS;
+	soon |= READ_ONCE(dev->tripped);
 	if (!READ_ONCE(dev->stopping))
-		queue_delayed_work(dev->wq, &dev->report_work, msecs_to_jiffies(period_ms));
+		queue_delayed_work(dev->wq, &dev->report_work,
+				   msecs_to_jiffies(soon ? PROBE_PERIOD_MS : REPORT_PERIOD_MS));
 }
 
 /* --- set-up -------------------------------------------------------------------------------- */

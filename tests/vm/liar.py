@@ -19,11 +19,12 @@ import struct
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from harness.wait import scaled
+from harness.wait import scaled, until
 
 PAGE = 4096
 POLL_MS = 2  # interval at which the backend polls the rings, in case a kick was lost
@@ -100,6 +101,7 @@ class Ring:
     call: int = -1
     enabled: bool = False
     next: int = 0  # number of entries taken from the available ring, mod 2^16
+    skipped: int = 0  # number of entries that were taken without an answer, mod 2^16
     held: int = 0  # number of waiting requests that arrived while the lie was "late"
     arrived: deque[float] = field(default_factory=deque)  # arrival times of the waiting requests
 
@@ -129,6 +131,13 @@ class Liar:
         self.outdated = 0  # number of pages of REFs whose key has a page with another cookie
         self.delay_seconds = 0.0  # delay of each answer, even if it is right
         self.quick_probes = False  # True: gets with cookie 0, which are probes, are not delayed
+        self.silent: frozenset[int] = frozenset()  # types of requests that are not answered
+        self.skipped = 0  # number of requests that were skipped at reconnects
+        self._leaving = threading.Event()
+        self._silent_next: frozenset[int] = frozenset()
+        # For each queue whose requests the next connection skips: number of entries of its
+        # available ring.
+        self._skip: dict[int, int] = {}
         self._pages: dict[Key, tuple[int, bytes]] = {}
         self._generation = 0
         self._regions: list[
@@ -163,6 +172,15 @@ class Liar:
         """Returns the number of requests that have arrived and are not answered yet."""
         return sum(len(ring.arrived) for ring in self._rings)
 
+    def reconnect_and_skip(self, silent: Iterable[int] = ()) -> None:
+        """Closes the connection. The next connection never answers the requests that wait now.
+
+        It does not answer later requests of the types `silent` either.
+        """
+        self._silent_next = frozenset(silent)
+        self._leaving.set()
+        until(lambda: not self._leaving.is_set(), 10, "the back end closes the connection")
+
     def stop_queue(self, queue: int) -> None:
         """Signals the queue's error descriptor, as tmemd does when it stops a queue."""
         os.eventfd_write(self._errors[queue], 1)
@@ -183,6 +201,9 @@ class Liar:
         self._reset()
         try:
             while not self._end.is_set():
+                if self._leaving.is_set():
+                    self._leave()
+                    return
                 poll = select.poll()
                 poll.register(connection, select.POLLIN)
                 for ring in self._rings:
@@ -201,6 +222,13 @@ class Liar:
         finally:
             self._rings = [Ring() for _ in range(QUEUES)]
             self._regions = []
+
+    def _leave(self) -> None:
+        for index, ring in enumerate(self._rings):
+            if ring.enabled and ring.kick >= 0:
+                self._skip[index] = self._u16(ring.addresses[2] + 2)[0]
+        self.silent = self._silent_next
+        self._leaving.clear()
 
     def _reset(self) -> None:
         self._generation = int.from_bytes(os.urandom(8), "little") | 1
@@ -260,6 +288,10 @@ class Liar:
             ring.addresses = struct.unpack_from("<8xQQQ", payload)
         elif request == 10:  # SET_VRING_BASE
             ring.next = struct.unpack_from("<II", payload)[1]
+            skip_to = self._skip.pop(payload[0], ring.next)
+            ring.skipped = (skip_to - ring.next) & 0xFFFF
+            ring.next = skip_to
+            self.skipped += ring.skipped
         elif request == 12:  # SET_VRING_KICK
             ring.kick, fds = fds[0], []
         elif request == 13 and fds:  # SET_VRING_CALL
@@ -304,7 +336,7 @@ class Liar:
             place = available + 4 + ring.next % ring.size * 2
             chain = self._chain(descriptors, self._u16(place)[0])
             kind = REQUEST.unpack_from(chain.readable)[1]
-            if (kind, self.lie) in ((T_GET, "late"), (T_REF, "ref-late")):
+            if (kind, self.lie) in ((T_GET, "late"), (T_REF, "ref-late")) or kind in self.silent:
                 break
             late = ring.held > 0 and kind == T_GET
             delay = scaled(LATE_SECONDS) if late else self._delay(chain, kind)
@@ -317,12 +349,13 @@ class Liar:
                 head = head + ring.size // 2
                 head = head % ring.size if lie == "token" else head + ring.size
                 self.lies_told += 1
-            element = used + 4 + ring.next % ring.size * 8
+            place = (ring.next - ring.skipped) & 0xFFFF
+            element = used + 4 + place % ring.size * 8
             self._memory(element, 8, user=True)[:] = struct.pack("<II", head, length)
             ring.next = (ring.next + 1) & 0xFFFF
             ring.arrived.popleft()
             ring.held = max(0, ring.held - 1)
-            self._u16(used + 2)[0] = ring.next
+            self._u16(used + 2)[0] = (place + 1) & 0xFFFF
             done += 1
         # Set avail_event, so that the driver kicks when it adds the next entry.
         self._u16(used + 4 + ring.size * 8)[0] = ring.next

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from driver import (
+    WHERE,
     Torture,
     checksums,
     driver_guest,
@@ -23,9 +24,20 @@ from driver import (
     settle,
     state,
     stats,
+    wait_served,
     wait_state,
 )
-from liar import LIES_OF_GETS, LIES_OF_PUTS, T_LATENCIES, T_REPORT, Liar
+from liar import (
+    LIES_OF_GETS,
+    LIES_OF_PUTS,
+    T_FLUSH,
+    T_GET,
+    T_LATENCIES,
+    T_PUT,
+    T_REF,
+    T_REPORT,
+    Liar,
+)
 from test_core import check_works, drop_pages, reload
 from test_driver import tree_disk
 
@@ -215,3 +227,108 @@ def test_request_unknown_to_the_device_is_sent_once(
         # After a reload, the driver sends the latency request again: the device may be another one.
         reload(guest)
         until(lambda: liar.asked[T_LATENCIES] == 2, 60, "the request is sent again")
+
+
+def leave_unanswered(guest: Guest, liar: Liar, kind: int, sums: dict[str, str]) -> None:
+    """Makes the driver send requests of a type, which the device does not answer."""
+    paths = list(sums)
+    evict(guest, paths)
+    if kind == T_REF:
+        # The host retains the pages that are read back.
+        assert checksums(guest, paths) == sums
+        assert stats(guest)["index_retained_pages"] > 0
+    liar.silent = frozenset([kind])
+    if kind == T_GET:
+        assert checksums(guest, paths) == sums
+    elif kind == T_FLUSH:
+        guest.sh(f"cp {paths[0]} /tmp/copy; dd if=/tmp/copy of={paths[0]} conv=notrunc,fsync", 60)
+    elif kind == T_PUT:
+        # Pages that the host has retained are not put.
+        guest.sh(f"dd if=/dev/urandom of={WHERE}/new bs=64k count=4 2>/dev/null", 60)
+        drop_pages(guest)
+    elif kind == T_REF:
+        drop_pages(guest)
+    until(lambda: liar.waiting() > 0, 60, f"the device has requests of type {kind}")
+
+
+def check_reset(guest: Guest, sums: dict[str, str]) -> None:
+    """Waits until the driver has reset the device once, and checks that it then works."""
+    until(lambda: stats(guest)["device_resets"] == 1, 60, "the driver resets the device")
+    wait_state(guest, "on")
+    wait_served(guest)
+    before = stats(guest)
+    check_works(guest, sums)
+    after = stats(guest)
+    assert after["misses_bounce"] == before["misses_bounce"]
+    assert after["device_resets"] == 1
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param([T_GET], id="gets", marks=pytest.mark.smoke),
+        pytest.param([T_PUT, T_FLUSH, T_REF, T_REPORT], id="others"),
+    ],
+)
+def test_device_that_skips_requests_at_a_reconnect_is_reset(
+    session: Session, kernel: Kernel, module: Path, kinds: list[int]
+) -> None:
+    """A device that never answers requests of an earlier generation is reset once.
+
+    The large readahead of the gets has most bounce pages at the device. Until the reset, they are
+    lost, and the breaker opens.
+    """
+    data, sums = tree_disk(session)
+    sums = dict(list(sums.items())[:8])
+    with Liar(session.directory / "liar", retain=True) as liar:
+        tmem = Tmem(liar.path, properties={"retain": "on"})
+        guest = driver_guest(session, kernel, module, tmem, disks=[data])
+        guest.sh(f"echo 512 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
+        for kind in kinds:
+            leave_unanswered(guest, liar, kind, sums)
+            skipped = liar.skipped
+            liar.reconnect_and_skip()
+            until(lambda: liar.skipped > skipped, 60, "the device skips requests")  # noqa: B023
+            check_reset(guest, sums)
+            # Requests that the reset took back are lost.
+            settle(guest)
+            reload(guest)
+            wait_served(guest)
+            check_works(guest, sums)
+
+
+def test_device_that_does_not_answer_is_not_reset(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """A device that is slow, hangs, or has no back end is not reset."""
+    data, sums = tree_disk(session)
+    sums = dict(list(sums.items())[:8])
+    path = session.directory / "liar"
+
+    def not_reset(seconds: float = 15.0) -> None:
+        """Checks that the driver does not reset the device in more time than it needs for that."""
+        time.sleep(seconds)
+        assert stats(guest)["device_resets"] == 0
+
+    with Liar(path) as liar:
+        guest = driver_guest(session, kernel, module, Tmem(path), disks=[data])
+        evict(guest, list(sums))
+        liar.delay_seconds = SLOW_SECONDS
+        assert checksums(guest, list(sums)) == sums
+        not_reset()
+        liar.delay_seconds = SILENT_SECONDS
+        assert checksums(guest, list(sums)) == sums
+        not_reset()
+    wait_state(guest, "offline: no backend")
+    not_reset()
+    path.unlink()
+    with Liar(path) as liar:
+        wait_state(guest, "on")
+        wait_served(guest)
+        # The device skips requests at a reconnect, and then hangs.
+        leave_unanswered(guest, liar, T_GET, sums)
+        liar.reconnect_and_skip(range(256))
+        not_reset()
+        # When it answers again, only the skipped requests are missing.
+        liar.silent = frozenset()
+        check_reset(guest, sums)
